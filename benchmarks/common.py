@@ -1,0 +1,85 @@
+"""What every benchmark shares: flags, interleaved timing, the table, the JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from sparo_train.core.rundir import environment, machine_name
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """`--quick` and `--json FILE`, which every benchmark has."""
+    out = argparse.ArgumentParser(description=doc)
+    out.add_argument("--quick", action="store_true", help="under 50 s on two cores; wider spread")
+    out.add_argument("--json", type=Path, help="write rows and machine here")
+    return out
+
+
+def interleave(ours: Callable[[], float], theirs: Callable[[], float], rounds: int) -> list[tuple[float, float]]:
+    """(ours, theirs) per round, taken in turn after one unmeasured call of each; machines drift, neighbours in time less."""
+    ours(), theirs()
+    return [(ours(), theirs()) for _ in range(rounds)]
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def row(
+    name: str, pairs: list[tuple[float, float]], bar: float | None, unit: str, more_is_better: bool
+) -> dict[str, Any]:
+    """Medians, the median of paired ratios (above one: ours is better), its spread (smallest, largest), and the bar."""
+    ratios = sorted((a / b if more_is_better else b / a) for a, b in pairs)
+    ratio = statistics.median(ratios)
+    return {
+        "name": name,
+        "ours": statistics.median(a for a, _ in pairs),
+        "theirs": statistics.median(b for _, b in pairs),
+        "unit": unit,
+        "ratio": ratio,
+        "spread": [ratios[0], ratios[-1]],
+        "n": len(pairs),
+        "bar": bar,
+        "ok": bar is None or ratio >= bar,
+    }
+
+
+def report(title: str, rows: list[dict[str, Any]], path: Path | None) -> None:
+    """Print the table; write it where asked."""
+    table = Table(title=f"{title} — {machine_name()}", title_justify="left")
+    for column in ("", "ours", "theirs", "unit", "ratio", "spread", "n", "bar", "ok"):
+        table.add_column(column, justify="left" if column in ("", "unit") else "right")
+    for r in rows:
+        bar = "-" if r["bar"] is None else f"{r['bar']:g}"
+        spread = f"{r['spread'][0]:.2f}–{r['spread'][1]:.2f}"
+        table.add_row(
+            r["name"],
+            _short(r["ours"]),
+            _short(r["theirs"]),
+            r["unit"],
+            f"{r['ratio']:.2f}",
+            spread,
+            str(r["n"]),
+            bar,
+            "yes" if r["ok"] else "NO",
+        )
+    Console(width=140).print(table)
+    if path:
+        path.write_text(
+            json.dumps({"rows": rows, "machine": {"name": machine_name(), **environment()}}, indent=1), encoding="utf-8"
+        )
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}"

@@ -1,0 +1,111 @@
+"""A whole training step: our CLIP+SPARO ViT-B/32 against open_clip's own ViT-B/32 CLIP, same machine, same batch.
+
+    python benchmarks/train_step.py [--quick] [--json FILE]
+
+Theirs is open_clip's model, ClipLoss and AdamW as its trainer sets them up. The main rows use full rows of 77 tokens on
+both sides; `captions cut` shows what our default of cutting behind the longest caption of the batch (exact) adds for
+captions of up to 24 tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import open_clip
+import torch
+from common import interleave, parser, report, row, seconds
+
+from sparo_train.core.contracts import Progress
+from sparo_train.engine.local import LocalEngine, LocalEngineConfig
+from sparo_train.engine.optim import OptimConfig
+from sparo_train.models.clip_config import ClipConfig
+from sparo_train.objectives.clip import ClipObjective, ClipObjectiveConfig
+
+
+def tokens(batch: int, longest: int) -> torch.Tensor:
+    """Captions of 8 to `longest` tokens, padded to 77."""
+    generator = torch.Generator().manual_seed(0)
+    text = torch.zeros(batch, 77, dtype=torch.long)
+    for i, line in enumerate(text):
+        length = longest if i == 0 else int(torch.randint(8, longest + 1, (1,), generator=generator))
+        line[0], line[length - 1] = 49406, 49407
+        line[1 : length - 1] = torch.randint(300, 40000, (length - 2,), generator=generator)
+    return text
+
+
+def our_step(batch: int, bf16: bool, cut: bool, device: str) -> Callable[[], None]:
+    torch.manual_seed(0)
+    config = ClipObjectiveConfig(
+        model=ClipConfig.model_validate({"backbone": "ViT-B-32", "readout": {"kind": "sparo"}})
+    )
+    engine = LocalEngine(LocalEngineConfig(precision="bf16" if bf16 else "fp32"), OptimConfig())
+    engine.prepare(ClipObjective(config))
+    text = tokens(batch, 24 if cut else 77)
+    data = {
+        "image": torch.randint(0, 255, (batch, 3, 224, 224), dtype=torch.uint8),
+        "text": text[:, :24].clone() if cut else text,
+    }
+    progress = Progress(0, 100, 0)
+
+    def run() -> None:
+        engine.backward(engine.forward(data, progress), last=True)
+        engine.step(progress)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return run
+
+
+def their_step(batch: int, bf16: bool, cut: bool, device: str) -> Callable[[], None]:
+    torch.manual_seed(0)
+    model = open_clip.create_model("ViT-B-32", device=device).train()
+    decayed = [
+        p
+        for n, p in model.named_parameters()
+        if not (p.ndim < 2 or "bn" in n or "ln" in n or "bias" in n or "logit_scale" in n)
+    ]
+    rest = [p for p in model.parameters() if not any(p is d for d in decayed)]
+    optimizer = torch.optim.AdamW(
+        [{"params": rest, "weight_decay": 0.0}, {"params": decayed, "weight_decay": 0.2}],
+        lr=5e-4,
+        betas=(0.9, 0.98),
+        eps=1e-6,
+    )
+    loss_function = open_clip.ClipLoss()
+    image = torch.randn(batch, 3, 224, 224)
+    text = tokens(batch, 24 if cut else 77)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.bfloat16, enabled=bf16):
+            features = model(image.to(device), text.to(device))
+            loss = loss_function(*features)
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.logit_scale.clamp_(0, math.log(100))
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return run
+
+
+def main() -> None:
+    options = parser(__doc__).parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    batch = 256 if device == "cuda" else 16
+    cases = [(True, False, 1.05)] + ([] if options.quick else [(True, True, None), (False, False, 1.05)])
+    rows = []
+    for bf16, cut, bar in cases:
+        ours, theirs = our_step(batch, bf16, cut, device), their_step(batch, bf16, cut, device)
+        pairs = interleave(
+            lambda f=ours: batch / seconds(f), lambda f=theirs: batch / seconds(f), 3 if options.quick else 7
+        )
+        label = f"{'bf16' if bf16 else 'fp32'}, batch {batch}{', captions cut' if cut else ''}"
+        rows.append(row(label, pairs, bar, "samples/s", True))
+    report("training step, ViT-B/32: CLIP+SPARO (ours) / CLIP (open_clip)", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

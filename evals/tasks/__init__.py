@@ -1,0 +1,1 @@
+"""Tasks are functions of features; they know no files and no models."""

@@ -1,0 +1,138 @@
+"""`sparo`: the verbs. Problems that a user can solve are printed in one piece and end with code 2; bugs keep their traceback."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from sparo_train import __version__
+from sparo_train.core.config import Frozen, load_recipe, resolve
+from sparo_train.core.errors import ConfigError, SparoError
+from sparo_train.train.run import EvalTaskConfig, load_run
+
+from . import data_cli
+from .view import console, out, results_table
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Pretraining and understanding structured encoders.",
+)
+app.add_typer(data_cli.app, name="data")
+
+SIGNAL_EXIT = 75  # EX_TEMPFAIL: stopped by a signal, saved, the same line continues
+
+Recipe = Annotated[Path, typer.Argument(help="a YAML recipe, e.g. configs/clip/scenes_tiny.yaml")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key.path=value …")]
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    dry: Annotated[bool, typer.Option("--dry", help="resolve and count, train nothing")] = False,
+) -> None:
+    """Train a recipe; the same line again resumes. Exit codes: 0 finished, 75 stopped by a signal and saved."""
+    config = load_run(recipe, overrides)
+    if dry:
+        from .dry_view import show_dry  # torch's meta model and the shard index: only where they are used
+
+        show_dry(config)
+        return
+    from .training import train as run
+
+    outcome = run(config)
+    console.print(
+        f"{config.name}: {outcome.reason} at step {outcome.step}; checkpoint {outcome.checkpoint}",
+        highlight=False,
+    )
+    if outcome.reason.startswith("SIG"):
+        console.print("run the same line again to continue", highlight=False)
+        raise typer.Exit(SIGNAL_EXIT)
+
+
+class _Tasks(Frozen):
+    tasks: dict[str, EvalTaskConfig]
+
+
+@app.command("eval")
+def evaluate(
+    checkpoints: Annotated[
+        list[str], typer.Argument(help="run folders, checkpoint folders, exported folders, weight files")
+    ],
+    tasks: Annotated[str | None, typer.Option(help="comma-separated task names (default: all)")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="YAML with `tasks:` as under a recipe's eval (default: the run's own)")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="for weight files: a model name, e.g. gap-ViT-B-16")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="also write the results here")] = None,
+) -> None:
+    """Score checkpoints and print one table."""
+    from .training import evaluate_checkpoint, write_results
+
+    known: dict[str, Any] = dict(resolve(_Tasks, load_recipe(data), str(data)).tasks) if data else {}
+    if not known and not any((Path(c) / "config.yaml").is_file() for c in checkpoints):
+        raise ConfigError(
+            "--data: a checkpoint without a run folder needs a YAML with `tasks:` that says what to score"
+        )
+    results = {}
+    for checkpoint in checkpoints:
+        with console.status(f"{checkpoint}: loading") as status:
+            name = Path(checkpoint).name
+            results[name if name not in results else checkpoint] = evaluate_checkpoint(
+                checkpoint,
+                tasks.split(",") if tasks else None,
+                known,
+                model,
+                lambda task, c=checkpoint, s=status: s.update(f"{c}: {task}"),
+            )
+    out.print(results_table(results, "per cent, 95 % intervals"))
+    if json_file:
+        write_results(json_file, {}, {f"{c}/{t}": r for c, by_task in results.items() for t, r in by_task.items()})
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="a run folder or one of its checkpoints")],
+    to: Annotated[Path | None, typer.Option(help="where to (default: RUN/export)")] = None,
+    layout: Annotated[
+        str, typer.Option(help="open_clip (a local-dir: folder) or sparo-clip (one .pt file)")
+    ] = "open_clip",
+) -> None:
+    """Write a run's newest weights for open_clip or for the sparo-clip repository."""
+    from .training import export_run
+
+    if layout not in ("open_clip", "sparo-clip"):
+        raise ConfigError(f"--layout {layout!r}: open_clip or sparo-clip")
+    out.print(str(export_run(run, to, layout)), highlight=False, soft_wrap=True)
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option(help="where data, runs and the page go")] = Path("runs/demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="a minute, learns little: to see that it works")] = False,
+) -> None:
+    """Render scenes, train CLIP and CLIP+SPARO of equal size, score both, write a page. At most ten minutes on two cores."""
+    from .demo import run_demo
+
+    run_demo(folder, quick)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    out.print(__version__)
+
+
+def main() -> None:
+    """Entry point of the `sparo` command."""
+    try:
+        app()
+    except SparoError as error:
+        console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(error.exit_code)

@@ -1,0 +1,110 @@
+"""`sparo train`: recipe to finished run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evals.encoders import from_objective, load_encoder, read_run, run_weights
+from evals.results import Result
+from evals.suite import Suite
+from sparo_train.core.config import dump
+from sparo_train.core.contracts import Objective
+from sparo_train.core.rundir import RunDir, environment
+from sparo_train.models.weights import to_sparo_clip
+from sparo_train.train.build import build_engine, build_objective, build_pipeline
+from sparo_train.train.run import RunConfig
+from sparo_train.train.trainer import Outcome, Trainer
+
+from .view import ProgressView
+
+
+def train(config: RunConfig) -> Outcome:
+    """Train a recipe into its run folder, from where it stands."""
+    pipeline = build_pipeline(config)
+    total = config.total_steps(pipeline.plan.epoch_size)
+    engine, objective = build_engine(config), build_objective(config)
+    rundir = RunDir(config.folder)
+    try:
+        with ProgressView(config.name) as view:
+            continued = rundir.open_for_training(dump(config))
+            if not continued:
+                view.say(f"{total} steps of {config.batch_size} samples -> {rundir.path}")
+            evaluate = make_evaluate(config, rundir.path, view.say)
+            return Trainer(config, rundir, engine, objective, pipeline, total, view, evaluate).fit()
+    finally:
+        rundir.close()
+
+
+def make_evaluate(
+    config: RunConfig, folder: Path, say: Callable[[str], None]
+) -> Callable[[Objective, int], dict[str, Any]] | None:
+    """The trainer's evaluation: all of `eval.tasks`, written to RUN/evals and returned for the metrics."""
+    if not config.eval.tasks:
+        return None
+    suite = Suite(config.eval.tasks)
+
+    def evaluate(objective: Objective, step: int) -> dict[str, Any]:
+        results = suite.run(from_objective(objective))
+        write_results(folder / "evals" / f"step-{step:08d}.json", {"step": step}, results)
+        say(f"step {step}: " + "  ".join(f"{name} {r.headline} {100 * r.value:.1f}" for name, r in results.items()))
+        return {name: r.metrics for name, r in results.items()}
+
+    return evaluate
+
+
+def evaluate_checkpoint(
+    checkpoint: str,
+    tasks: list[str] | None,
+    recipe_tasks: dict[str, Any],
+    model: str | None,
+    say: Callable[[str], None],
+) -> dict[str, Result]:
+    """Score one checkpoint on the given tasks (default: those of its own recipe)."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    encoder = load_encoder(checkpoint, model, device)
+    known = dict(recipe_tasks)
+    if not known and (Path(checkpoint) / "config.yaml").is_file():
+        known = read_run(Path(checkpoint))[0].eval.tasks
+    results = Suite(known).run(encoder, tasks, say)
+    if (Path(checkpoint) / "config.yaml").is_file():
+        write_results(Path(checkpoint) / "evals" / "latest.json", {"checkpoint": encoder.label}, results)
+    return results
+
+
+def write_results(path: Path, facts: dict[str, Any], results: dict[str, Result]) -> None:
+    """Results with their intervals and the environment, as one JSON file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        **facts,
+        "environment": environment(),
+        "results": {name: r.as_dict() for name, r in results.items()},
+    }
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    temporary.replace(path)
+
+
+def export_run(run: Path, folder: Path | None, layout: str) -> Path:
+    """Write a run's newest weights as an open_clip folder, or as a sparo-clip checkpoint file; returns the path."""
+    config, step = read_run(run)
+    weights = run_weights(step)
+    home = run.parent.parent if (run / "meta.json").is_file() else run
+    if layout == "sparo-clip":
+        path = folder or home / "export" / "sparo_clip.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"epoch": 0, "name": config.name, "state_dict": to_sparo_clip(weights)}, path)
+        return path
+    from sparo_train import openclip  # wraps open_clip's builders
+
+    return openclip.export(
+        config.objective.model,
+        weights,
+        folder or home / "export",
+        config.objective.mean,
+        config.objective.std,
+    )

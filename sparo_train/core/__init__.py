@@ -1,0 +1,1 @@
+"""The floor: errors, configuration, random streams, the run folder, checkpoints, metrics, signals."""

@@ -1,0 +1,190 @@
+"""Recipes: YAML with `extends:`, overrides `a.b=c`, checked against frozen pydantic models.
+
+The order is fixed: the recipe's parents, the recipe, the command line. What comes out is written to the run
+folder and is the only truth afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from .errors import ConfigError, did_you_mean
+
+Tree = dict[str, Any]
+
+
+class Frozen(BaseModel):
+    """Base of every configuration model: immutable, no unknown keys, no silent conversions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+
+C = TypeVar("C", bound=Frozen)
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader with YAML 1.2 floats: PyYAML reads `5e-4` as a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*(?:[eE][-+]?\d+)|\d[\d_]*\.[\d_]*|\.\d[\d_]*(?:[eE][-+]?\d+)?|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"),
+    list("-+0123456789."),
+)  # fmt: skip
+
+
+def parse_yaml(text: str, origin: str) -> Any:
+    """Parse YAML with the safe loader; raise `ConfigError` naming `origin` and the line."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader subclass: no tags that build objects
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{origin}: not valid YAML: {error}") from None
+
+
+def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
+    """Merge `over` into a copy of `base`. An empty mapping, or one whose `kind` changes, replaces the old one whole."""
+    out = dict(base)
+    for key, value in over.items():
+        old = out.get(key)
+        if isinstance(old, dict) and isinstance(value, Mapping):
+            switched = "kind" in value and "kind" in old and value["kind"] != old["kind"]
+            out[key] = dict(value) if switched or not value else merge(old, value)
+        else:
+            out[key] = value
+    return out
+
+
+def load_recipe(path: str | Path, _seen: tuple[Path, ...] = ()) -> Tree:
+    """Read a recipe and what it extends (a path or list of paths, relative to the file) into one tree.
+
+    Raises `ConfigError` for a missing file, a cycle, or a file that is no mapping.
+    """
+    path = Path(path)
+    if not path.is_file():
+        near = (
+            did_you_mean(path.name, [p.name for p in path.parent.glob("*.yaml")])
+            if path.parent.is_dir()
+            else "the folder does not exist"
+        )
+        raise ConfigError(f"{path}: no such recipe; {near}")
+    resolved = path.resolve()
+    if resolved in _seen:
+        raise ConfigError(f"{path}: `extends:` goes in a circle: {' -> '.join(str(p) for p in (*_seen, resolved))}")
+    tree = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: a recipe is a mapping of keys, found {type(tree).__name__}")
+    parents = tree.pop("extends", [])
+    parents = [parents] if isinstance(parents, str) else parents
+    base: Tree = {}
+    for parent in parents:
+        base = merge(base, load_recipe(path.parent / parent, (*_seen, resolved)))
+    return merge(base, tree)
+
+
+def override(tree: Tree, assignments: Sequence[str]) -> Tree:
+    """Apply `a.b=value` strings (the value is YAML; a new `kind` drops the old block's other keys)."""
+    for text in assignments:
+        dotted, equals, value = text.partition("=")
+        keys = dotted.strip().split(".")
+        if not equals or not all(keys):
+            raise ConfigError(f"override {text!r}: write key.path=value, as in optim.lr=1e-3")
+        patch: Any = parse_yaml(value, f"override {text!r}")
+        for depth, key in enumerate(reversed(keys)):
+            at = tree
+            for outer in keys[: len(keys) - 1 - depth]:
+                at = at.get(outer, {}) if isinstance(at, dict) else at
+            if not isinstance(at, dict):
+                where = ".".join(keys[: len(keys) - 1 - depth])
+                raise ConfigError(f"override {text!r}: {where} is {at!r}, not a block with keys")
+            patch = {key: patch}
+        tree = merge(tree, patch)
+    return tree
+
+
+def resolve(model: type[C], tree: Tree, origin: str) -> C:
+    """Check a tree against a model. Raises `ConfigError` listing every problem by dotted key, with near misses."""
+    try:
+        return model.model_validate_json(json.dumps(tree))
+    except ValidationError as error:
+        lines = [_explain(model, tree, problem) for problem in error.errors()]
+        raise ConfigError(f"{origin}: {len(lines)} problem(s)\n  " + "\n  ".join(lines)) from None
+    except TypeError as error:
+        raise ConfigError(f"{origin}: a value is of a kind YAML recipes do not hold: {error}") from None
+
+
+def dump(config: BaseModel) -> str:
+    """The resolved recipe as YAML; reading it back gives an equal model."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
+    """Dotted keys whose values differ between two trees, as `key: old -> new`."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            line
+            for key in dict.fromkeys([*old, *new])
+            for line in differences(old.get(key, "(absent)"), new.get(key, "(absent)"), f"{prefix}{key}.")
+        ]
+    return [] if old == new else [f"{prefix.rstrip('.')}: {old!r} -> {new!r}"]
+
+
+def _explain(model: type[BaseModel], tree: Tree, problem: Any) -> str:
+    location = _visible(tree, problem["loc"])
+    dotted = ".".join(map(str, location)) or "(top level)"
+    if problem["type"] == "extra_forbidden":
+        known = _fields_at(model, tuple(problem["loc"])[:-1])
+        return f"{dotted}: unknown key; {did_you_mean(str(problem['loc'][-1]), known)}"
+    if problem["type"] == "missing":
+        return f"{dotted}: a value is required"
+    message = problem["msg"].removeprefix("Value error, ")
+    shown = "" if isinstance(problem.get("input"), dict) else f" (got {problem.get('input')!r})"
+    return f"{dotted}: {message}{shown}"
+
+
+def _visible(tree: Any, loc: Sequence[Any]) -> list[Any]:
+    """Drop the union tags that pydantic puts into a location: they are no keys of the recipe."""
+    out: list[Any] = []
+    for index, part in enumerate(loc):
+        if isinstance(tree, dict) and part not in tree and index < len(loc) - 1:
+            continue
+        out.append(part)
+        if isinstance(tree, dict):
+            tree = tree.get(part)
+        elif isinstance(tree, list) and isinstance(part, int) and part < len(tree):
+            tree = tree[part]
+    return out
+
+
+def _fields_at(annotation: Any, loc: Sequence[Any]) -> list[str]:
+    """Names of the fields of the model that sits at `loc` below `annotation`."""
+    models = _models_in(annotation)
+    if not loc:
+        return sorted({name for m in models for name in m.model_fields})
+    head, rest = loc[0], loc[1:]
+    for m in models:
+        if head in m.model_fields:
+            return _fields_at(m.model_fields[head].annotation, rest)
+    tagged = [
+        m for m in models if "kind" in m.model_fields and head in typing.get_args(m.model_fields["kind"].annotation)
+    ]
+    if tagged:
+        return _fields_at(tagged[0], rest)
+    return _fields_at(annotation, rest)  # a list index, a mapping's key
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    origin = typing.get_origin(annotation)
+    if origin is None and not isinstance(annotation, types.UnionType):
+        return []
+    return [m for arg in typing.get_args(annotation) for m in _models_in(arg)]

@@ -1,0 +1,98 @@
+"""What the parts owe each other: the loop knows these and nothing else."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training stands. `step` counts optimizer steps already taken."""
+
+    step: int
+    total_steps: int
+    samples: int
+
+
+class Loss(NamedTuple):
+    """`total`: 0-d tensor to back-propagate; `metrics`: detached 0-d tensors by name."""
+
+    total: Tensor
+    metrics: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one optimizer step did. `applied` is False where a non-finite gradient made the engine skip it."""
+
+    lr: float
+    grad_norm: float
+    applied: bool
+
+
+class Objective(nn.Module):
+    """Owns its modules, its loss, and what follows a step; knows neither rank nor engine."""
+
+    @abstractmethod
+    def forward(self, batch: Batch, progress: Progress) -> Loss: ...
+
+    def shard_units(self) -> Sequence[nn.Module]:
+        """Modules an engine wraps one by one (compile, shard), in forward order."""
+        return []
+
+    def no_decay(self) -> Iterable[str]:
+        """Names of parameters that weight decay leaves alone."""
+        return [name for name, p in self.named_parameters() if p.ndim < 2]
+
+    def set_grad_checkpointing(self, enable: bool) -> None:
+        """Recompute activations in backward, where the objective's modules support it."""
+        raise ValueError(f"engine.grad_checkpointing: {type(self).__name__} has nothing to checkpoint; set it to false")
+
+    def after_step(self, progress: Progress) -> None:
+        """EMA, centre, clamp: called once after every applied step."""
+
+
+class Engine(Protocol):
+    """Runs an objective on devices: precision, wrapping, backward, optimizer."""
+
+    device: torch.device
+
+    def prepare(self, objective: Objective) -> None: ...
+    def forward(self, batch: Batch, progress: Progress) -> Loss: ...
+    def backward(self, loss: Loss, *, last: bool) -> None: ...
+    def step(self, progress: Progress) -> StepReport: ...
+    def state_dict(self) -> dict[str, dict[str, Tensor]]: ...
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None: ...
+
+
+class Cursor(NamedTuple):
+    """Samples taken from each of the plan's streams up to and including a batch; valid for any world size."""
+
+    positions: tuple[int, ...]
+
+    def to_json(self) -> list[int]:
+        return list(self.positions)
+
+
+class Delivery(NamedTuple):
+    """One batch, where the plan stands after it, and what had to be skipped to fill it (shard, reason) -> count."""
+
+    batch: dict[str, Tensor]
+    cursor: Cursor
+    skipped: dict[tuple[str, str], int]
+
+
+class DataPipeline(Protocol):
+    """Batches in a fixed order; `start` continues from a cursor. `fingerprint` names the data set and the plan."""
+
+    fingerprint: dict[str, Any]
+
+    def start(self, cursor: Cursor | None) -> Generator[Delivery, None, None]: ...

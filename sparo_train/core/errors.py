@@ -1,0 +1,39 @@
+"""Errors that a user can act on: the file or dotted key, the value, the remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SparoError(Exception):
+    """A problem the user can fix; the command line prints it without a traceback and exits with `exit_code`."""
+
+    exit_code = 2
+
+
+class ConfigError(SparoError):
+    """A recipe or an override is wrong."""
+
+
+class DataError(SparoError):
+    """Shards, images or captions are missing, damaged or inconsistent."""
+
+
+class CheckpointError(SparoError):
+    """A checkpoint is missing, damaged or belongs to something else."""
+
+
+class TrainingError(SparoError):
+    """Training cannot go on (too many non-finite steps, a run folder in use)."""
+
+    exit_code = 3
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` for a near miss, else a list of what is known."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return "known: " + ", ".join(sorted(known)) if known else "nothing is known here"

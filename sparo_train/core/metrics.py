@@ -1,0 +1,102 @@
+"""What a run reports: metrics.jsonl first, tensorboard and wandb beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class MetricsLog:
+    """Appends records to `metrics.jsonl` and mirrors their numbers to tensorboard (and wandb, where asked).
+
+    Args:
+        folder: the run folder.
+        after_step: records of later steps are dropped first (a resumed run replays them).
+        wandb: a project name, or None; needs the `wandb` extra.
+    """
+
+    def __init__(self, folder: Path, after_step: int = 0, wandb: str | None = None, tensorboard: bool = True):
+        self.path = folder / "metrics.jsonl"
+        rewind(self.path, after_step)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._board = self._wandb = None
+        if tensorboard:
+            from torch.utils.tensorboard.writer import (
+                SummaryWriter,
+            )  # a second to import: only where it is used
+
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=after_step + 1)
+        if wandb is not None:
+            self._wandb = _start_wandb(wandb, folder)
+
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Write one record: `{"kind": kind, "step": step, **values}`; non-finite numbers become strings."""
+        record = {"kind": kind, "step": step, **values}
+        self._file.write(json.dumps(_plain(record)) + "\n")
+        self._file.flush()
+        numbers = {f"{kind}/{k}": v for k, v in _flat(values) if isinstance(v, int | float)}
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """Records of a metrics.jsonl, of one kind if given; a torn last line is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if kind is None or record["kind"] == kind:
+            records.append(record)
+    return records
+
+
+def rewind(path: Path, step: int) -> None:
+    """Keep the records up to `step`; a resumed run writes the later ones again."""
+    if path.exists():
+        kept = [r for r in read(path) if r["step"] <= step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
+        temporary.replace(path)
+
+
+def _start_wandb(project: str, folder: Path) -> Any:
+    from .errors import ConfigError
+
+    try:
+        import wandb  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ConfigError(
+            "log.wandb: wandb is not installed; pip install 'sparo[wandb]' or set log.wandb=null"
+        ) from None
+    return wandb.init(project=project, name=folder.name, dir=str(folder), resume="allow", id=folder.name)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,136 @@
+"""The run folder: resolved recipe, command, environment, metrics, checkpoints.
+
+runs/NAME/config.yaml  command.txt  environment.json  metrics.jsonl  heartbeat.json  tensorboard/
+runs/NAME/checkpoints/step-00012000/   runs/NAME/export/   runs/NAME/evals/*.json
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from .config import differences, parse_yaml
+from .errors import ConfigError, TrainingError
+
+# Keys that may differ between the run folder and the same line again: they do not change what is computed.
+FREE_ON_RESUME = ("log.", "checkpoint.", "data.workers", "eval.", "stop_after_steps")
+
+
+class RunDir:
+    """Paths and files of one run; holds a lock while training writes to it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.config = path / "config.yaml"
+        self.checkpoints = path / "checkpoints"
+        self._lock: IO[str] | None = None
+
+    def open_for_training(self, resolved: str) -> bool:
+        """Create the folder, or check that it belongs to the same recipe. Returns True where a run is continued.
+
+        Raises:
+            ConfigError: the folder holds a run of another recipe; the message lists the differences.
+            TrainingError: another process is training in it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        continued = self.config.exists()
+        if continued:
+            self._refuse_changes(resolved)
+        self._write("config.yaml", resolved)
+        with (self.path / "command.txt").open("a", encoding="utf-8") as stream:
+            stream.write(shlex.join(sys.argv) + "\n")
+        self._write("environment.json", json.dumps(environment(), indent=1))
+        return continued
+
+    def beat(self, **facts: Any) -> None:
+        """Rewrite heartbeat.json: when, which process, and what it was doing."""
+        self._write(
+            "heartbeat.json",
+            json.dumps({"time": time.time(), "pid": os.getpid(), "host": platform.node(), **facts}),
+        )
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _write(self, name: str, text: str) -> None:
+        temporary = self.path / f".{name}.tmp"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(self.path / name)
+
+    def _take_lock(self) -> None:
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.close()
+            raise TrainingError(
+                f"{self.path}: another process is training in this folder; wait for it, or give this run another name="
+            ) from None
+
+    def _refuse_changes(self, resolved: str) -> None:
+        old = parse_yaml(self.config.read_text(encoding="utf-8"), str(self.config))
+        changed = [
+            d
+            for d in differences(old, parse_yaml(resolved, "the recipe"))
+            if not d.startswith(FREE_ON_RESUME) and ": '(absent)' -> " not in d  # a key that a newer version added
+        ]
+        if changed:
+            raise ConfigError(
+                f"{self.path}: holds a run of another recipe:\n  "
+                + "\n  ".join(changed)
+                + "\nUse another name=, undo the change, or remove the folder."
+            )
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine, as written beside a run and into results."""
+    packages = (
+        "torch",
+        "torchvision",
+        "open_clip_torch",
+        "timm",
+        "numpy",
+        "pillow",
+        "webdataset",
+        "safetensors",
+        "sparo",
+    )
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "unknown"
+    return {
+        "python": platform.python_version(),
+        "machine": machine_name(),
+        "threads": torch.get_num_threads(),
+        "packages": versions,
+    }
+
+
+def machine_name() -> str:
+    """`NVIDIA H200` or `Intel(R) Xeon(R) Processor, 2 cores`."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(0)
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        model = names[0] if names else model
+    return f"{model}, {os.cpu_count()} cores"

@@ -1,0 +1,42 @@
+"""Signals set a flag; the loop reads it between steps."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+
+_NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+
+
+class StopFlag:
+    """Context manager: while open, SIGINT/SIGTERM/SIGUSR1/SIGUSR2 set `received` instead of killing the process.
+
+    A second Ctrl-C raises KeyboardInterrupt at once, for a user who will not wait for the step to end.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._old: dict[str, object] = {}
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if name == "SIGINT" and self.received == "SIGINT":
+            raise KeyboardInterrupt
+        self.received = self.received or name
+
+    def __enter__(self) -> StopFlag:
+        for name in _NAMES:
+            self._old[name] = signal.signal(getattr(signal, name), self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name, old in self._old.items():
+            signal.signal(getattr(signal, name), old)  # type: ignore[arg-type]
+
+
+def ignore_in_worker() -> None:
+    """Loader workers leave signals to the main process, which saves and then closes them."""
+    for name in _NAMES:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -1,0 +1,1 @@
+"""Shards, the plan that says who reads what, and the batches that carry their cursor."""

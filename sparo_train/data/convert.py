@@ -1,0 +1,134 @@
+"""Other people's data to shards: image folders, CSV tables, and Debian's Fashion-MNIST."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from ..core.errors import DataError, did_you_mean
+from .writer import Fields, write_shards, write_wds_layout
+
+IMAGE_SUFFIXES = {".jpg": "jpg", ".jpeg": "jpg", ".png": "png", ".webp": "webp"}
+FASHION = (
+    "T-shirt",
+    "trouser",
+    "pullover",
+    "dress",
+    "coat",
+    "sandal",
+    "shirt",
+    "sneaker",
+    "bag",
+    "ankle boot",
+)
+FASHION_TEMPLATES = ["a photo of a {c}", "a {c}"]
+FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")
+
+
+def convert_folder(source: Path, out: Path, template: str = "a photo of a {c}", per_shard: int = 1000) -> int:
+    """An image folder: `CLASS/name.jpg` captioned by `template`, or `name.jpg` beside `name.txt`; returns samples written.
+
+    Raises:
+        DataError: no images, or an image without class folder and caption file; it is named.
+    """
+    images = sorted(p for p in source.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
+    if not images:
+        raise DataError(f"{source}: no .jpg, .png or .webp image below this folder")
+
+    def samples() -> Iterator[tuple[str, Fields]]:
+        for number, path in enumerate(images):
+            beside = path.with_suffix(".txt")
+            if beside.is_file():
+                text = beside.read_bytes()
+            elif path.parent != source:
+                text = template.replace("{c}", path.parent.name.replace("_", " ")).encode()
+            else:
+                raise DataError(f"{path}: no class folder and no {beside.name} beside it, so it has no caption")
+            yield f"{number:09d}", {IMAGE_SUFFIXES[path.suffix.lower()]: path.read_bytes(), "txt": text}
+
+    write_shards(out, samples(), per_shard)
+    return len(images)
+
+
+def convert_csv(
+    table: Path,
+    out: Path,
+    image_column: str,
+    caption_column: str,
+    separator: str = ",",
+    per_shard: int = 1000,
+) -> int:
+    """A CSV/TSV with image paths (relative to the table) and captions; returns samples written.
+
+    Raises:
+        DataError: a missing column, or a row whose image is missing; the line is named.
+    """
+    count = 0
+
+    def samples() -> Iterator[tuple[str, Fields]]:
+        nonlocal count
+        with table.open(newline="", encoding="utf-8") as stream:
+            reader = csv.DictReader(stream, delimiter=separator)
+            for column in (image_column, caption_column):
+                if column not in (reader.fieldnames or ()):
+                    raise DataError(f"{table}: no column {column!r}; {did_you_mean(column, reader.fieldnames or ())}")
+            for row in reader:
+                path = table.parent / row[image_column]
+                suffix = IMAGE_SUFFIXES.get(path.suffix.lower())
+                if suffix is None or not path.is_file():
+                    raise DataError(f"{table}, line {reader.line_num}: {row[image_column]!r} is no image file here")
+                yield f"{count:09d}", {suffix: path.read_bytes(), "txt": row[caption_column].encode()}
+                count += 1
+
+    write_shards(out, samples(), per_shard)
+    return count
+
+
+def make_fashion_mnist(root: Path, raw: Path = FASHION_FOLDER) -> dict[str, int]:
+    """Fashion-MNIST (Debian: `apt-get install dataset-fashion-mnist`) as captioned shards and a zero-shot test.
+
+    Raises:
+        DataError: the files are not there.
+    """
+    images, labels = (
+        read_idx(raw / "train-images-idx3-ubyte.gz"),
+        read_idx(raw / "train-labels-idx1-ubyte.gz"),
+    )
+    write_shards(
+        root / "train",
+        ((f"{i:05d}", {"png": _png(x), "txt": FASHION_TEMPLATES[i % 2].replace("{c}", FASHION[y]).encode(), "cls": str(y).encode()})
+         for i, (x, y) in enumerate(zip(images, labels, strict=True))),
+        5000,
+    )  # fmt: skip
+    tests, answers = read_idx(raw / "t10k-images-idx3-ubyte.gz"), read_idx(raw / "t10k-labels-idx1-ubyte.gz")
+    samples = [
+        (f"{i:05d}", {"png": _png(x), "cls": str(y).encode()})
+        for i, (x, y) in enumerate(zip(tests, answers, strict=True))
+    ]
+    write_wds_layout(root / "zeroshot", samples, classnames=list(FASHION), templates=FASHION_TEMPLATES)
+    return {"train": len(images), "zeroshot": len(tests)}
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """An array in Yann LeCun's idx format, gzipped (unsigned bytes)."""
+    if not path.is_file():
+        raise DataError(f"{path}: missing; Debian: apt-get install dataset-fashion-mnist, or give --raw FOLDER")
+    with gzip.open(path) as stream:
+        data = stream.read()
+    if data[:3] != b"\0\0\x08":
+        raise DataError(f"{path}: not an idx file of unsigned bytes")
+    shape = struct.unpack(f">{data[3]}I", data[4 : 4 + 4 * data[3]])
+    return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape)
+
+
+def _png(pixels: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format="PNG")
+    return buffer.getvalue()

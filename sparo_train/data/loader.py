@@ -1,0 +1,268 @@
+"""The training pipeline: plan -> read -> decode -> augment -> tokenise -> batches that carry their cursor."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from ..core.contracts import Cursor, Delivery
+from ..core.errors import ConfigError, DataError, SparoError
+from ..core.rng import generator
+from ..core.signals import ignore_in_worker
+from .plan import Plan, SampleRef
+from .samples import BadSampleError, caption, decode_image, image_bytes
+from .shards import ShardReader
+from .sources import DataConfig, Source, fingerprint, open_source
+from .transforms import train_pixels
+
+Tokenize = Callable[[str], Sequence[int]]  # caption -> token ids, SOT and EOT included
+
+
+class Example(NamedTuple):
+    """One training example: pixels (3, S, S) uint8 and token ids."""
+
+    pixels: np.ndarray
+    tokens: Sequence[int]
+
+
+class Part(NamedTuple):
+    """A worker's share of a batch: of its streams, `per_stream` examples each, and where the streams stand now."""
+
+    image: Tensor
+    text: Tensor
+    positions: list[int]
+    skipped: Counter[tuple[str, str]]
+
+
+def prepare_example(
+    fields: dict[str, bytes],
+    source: Source,
+    config: DataConfig,
+    size: int,
+    tokenize: Tokenize,
+    rng: np.random.Generator,
+) -> Example:
+    """Decode, augment and tokenise a sample; raises `BadSampleError` with the reason."""
+    text = caption(fields, source.config)
+    image = decode_image(image_bytes(fields, source.config.image_keys), 2 * size if config.scaled_decoding else None)
+    pixels = train_pixels(image, size, config.crop_scale, config.hflip, rng)
+    return Example(np.ascontiguousarray(pixels.transpose(2, 0, 1)), tokenize(text))
+
+
+class _Workers(IterableDataset[Part | SparoError]):
+    """Runs inside a loader worker: its streams, one after another, for ever. A user's problem is delivered, not raised:
+    torch would bury its message in the worker's traceback."""
+
+    def __init__(self, pipeline: ClipPipeline, positions: Sequence[int]):
+        self.pipeline, self.positions = pipeline, positions
+
+    def __iter__(self) -> Iterator[Part | SparoError]:
+        info = get_worker_info()
+        number, of = (info.id, info.num_workers) if info else (0, 1)
+        p = self.pipeline
+        streams = range(number * p.plan.streams // of, (number + 1) * p.plan.streams // of)
+        at = {stream: self.positions[stream] for stream in streams}
+        reader = ShardReader()
+        try:
+            while True:
+                skipped: Counter[tuple[str, str]] = Counter()
+                examples = [e for stream in streams for e in self._take(reader, stream, at, skipped)]
+                yield Part(*p.stack(examples), [at[stream] for stream in streams], skipped)
+        except SparoError as error:
+            yield error
+        finally:
+            reader.close()
+
+    def _take(
+        self, reader: ShardReader, stream: int, at: dict[int, int], skipped: Counter[tuple[str, str]]
+    ) -> Iterator[Example]:
+        p, length = self.pipeline, self.pipeline.plan.stream_length(stream)
+        for _ in range(p.per_stream):
+            for _tries in range(2 * length + 1):
+                position = at[stream]
+                if position % length % p.plan.window == 0:
+                    for source, shard, first, last in p.plan.window_chunks(stream, position):
+                        reader.read_ahead(p.sources[source].urls[shard], first, last)
+                ref = p.plan.at(stream, position)
+                at[stream] = position + 1
+                try:
+                    yield p.example(reader, ref)
+                    break
+                except BadSampleError as bad:
+                    skipped[p.sources[ref.source].urls[ref.shard], str(bad)] += 1
+            else:
+                worst = ", ".join(f"{url} ({reason}: {n})" for (url, reason), n in skipped.most_common(3))
+                raise DataError(f"data: a whole pass over stream {stream} gave no usable sample: {worst}")
+
+
+class ClipPipeline:
+    """Image-text batches in the plan's order.
+
+    Args:
+        config: the recipe's `data` block.
+        batch_size: examples per global batch.
+        image_size: pixels per side.
+        context_length: length of a token row; longer captions keep EOT at the last position.
+        tokenize: caption -> ids; called in the workers.
+        seed: the run's seed.
+
+    Batches hold `image` (B, 3, S, S) uint8 and `text` (B, T) int64, T = context_length or, with `trim_text`, the
+    longest caption of the batch rounded up to eight.
+
+    Raises:
+        ConfigError: `data.streams` does not divide the batch.
+        DataError: a source has no samples.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        batch_size: int,
+        image_size: int,
+        context_length: int,
+        tokenize: Tokenize,
+        seed: int,
+    ):
+        streams = config.streams or math.gcd(batch_size, 16)
+        if batch_size % streams:
+            raise ConfigError(f"data.streams={streams} does not divide batch_size={batch_size}")
+        self.config, self.batch_size, self.image_size, self.seed = config, batch_size, image_size, seed
+        self.context_length, self.tokenize = context_length, tokenize
+        self.sources = [open_source(name, source) for name, source in config.sources.items()]
+        self.plan = Plan(
+            [[len(index) for index in s.indexes] for s in self.sources],
+            [s.config.weight for s in self.sources],
+            seed,
+            streams,
+            config.chunk,
+            config.window,
+        )
+        self.per_stream = batch_size // streams
+        self.workers = min(config.workers, streams)
+        plan = {"streams": streams, "chunk": config.chunk, "window": config.window, "seed": seed}
+        self.fingerprint: dict[str, Any] = {**fingerprint(self.sources), "plan": plan}
+
+    def start(self, cursor: Cursor | None = None) -> Generator[Delivery, None, None]:
+        """Batches from the beginning or behind `cursor`, without end."""
+        positions = cursor.positions if cursor else (0,) * self.plan.streams
+        loader = DataLoader(
+            _Workers(self, positions),
+            batch_size=None,
+            num_workers=self.workers,
+            prefetch_factor=self.config.prefetch if self.workers else None,
+            collate_fn=_as_it_is,  # pyright: ignore[reportArgumentType]
+            worker_init_fn=_start_worker,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # its own: a loader's start must not move the training's random stream
+        )
+        parts = iter(loader)
+        first = (
+            Counter({(url, "truncated tar"): 1 for s in self.sources for url in s.broken()})
+            if cursor is None
+            else Counter()
+        )
+        # Workers ignore SIGTERM, which is how multiprocessing would end those of a process that exits without closing us.
+        leftover = functools.partial(_kill_workers, weakref.ref(parts))
+        atexit.register(leftover)
+        try:
+            while True:
+                delivery = self._assemble([next(parts) for _ in range(max(1, self.workers))])
+                yield delivery._replace(skipped=dict(first + Counter(delivery.skipped))) if first else delivery
+                first = Counter()
+        finally:
+            atexit.unregister(leftover)
+
+    def example(self, reader: ShardReader, ref: SampleRef) -> Example:
+        """Read and prepare one visit of a sample, with the random stream of that visit."""
+        source = self.sources[ref.source]
+        _, fields = reader.read(source.urls[ref.shard], ref.ordinal)
+        rng = generator(self.seed, "augment", *ref)
+        return prepare_example(fields, source, self.config, self.image_size, self.tokenize, rng)
+
+    def stack(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
+        """Examples to tensors: image uint8, text padded with 0 to the context length."""
+        image = torch.from_numpy(np.stack([e.pixels for e in examples]))
+        text = np.zeros((len(examples), self.context_length), dtype=np.int64)
+        for row, example in zip(text, examples, strict=True):
+            row[: len(example.tokens)] = example.tokens
+        return image, torch.from_numpy(text)
+
+    def _assemble(self, delivered: Sequence[Part | SparoError]) -> Delivery:
+        parts: list[Part] = []
+        for part in delivered:
+            if isinstance(part, SparoError):
+                raise part
+            parts.append(part)
+        image, text = torch.cat([p.image for p in parts]), torch.cat([p.text for p in parts])
+        if self.config.trim_text:
+            longest = int(text.argmax(dim=1).max()) + 1
+            text = text[:, : min(self.context_length, -(-longest // 8) * 8)].contiguous()
+        positions = tuple(at for p in parts for at in p.positions)
+        return Delivery(
+            {"image": image, "text": text},
+            Cursor(positions),
+            dict(sum((p.skipped for p in parts), Counter())),
+        )
+
+
+def _as_it_is(part: Part | SparoError) -> Part | SparoError:
+    """In place of torch's default_convert, which `update`s a copy of every mapping and so doubles a Counter."""
+    return part
+
+
+def _kill_workers(loader: weakref.ref[Any]) -> None:
+    for worker in getattr(loader(), "_workers", []):
+        worker.kill()
+
+
+def _start_worker(_number: int) -> None:
+    torch.set_num_threads(1)
+    ignore_in_worker()
+
+
+class BadSampleBudget:
+    """Counts skipped samples by (shard, reason) and stops a run whose data is too broken.
+
+    Args:
+        max_share: largest tolerated share of skipped among tried samples.
+        minimum: samples tried before the share is judged.
+    """
+
+    def __init__(self, max_share: float, minimum: int = 1000):
+        self.max_share, self.minimum = max_share, minimum
+        self.counts: Counter[tuple[str, str]] = Counter()
+
+    def add(self, skipped: dict[tuple[str, str], int], used: int) -> None:
+        """Add a batch's skips; `used` is the number of good samples so far. Raises `DataError` over the limit."""
+        self.counts.update(skipped)
+        total = sum(self.counts.values())
+        tried = used + total
+        if skipped and tried >= self.minimum and total > self.max_share * tried:
+            worst = "\n  ".join(f"{url}: {reason}, {n}" for (url, reason), n in self.counts.most_common(10))
+            raise DataError(
+                f"data: {total} of {tried} samples could not be used, over data.max_bad_share={self.max_share}:\n  {worst}\n"
+                "`sparo data check` lists them; repair or remove these shards, or raise data.max_bad_share."
+            )
+
+    def by_reason(self) -> dict[str, int]:
+        """Counts by reason, for the metrics."""
+        out: Counter[str] = Counter()
+        for (_, reason), n in self.counts.items():
+            out[reason] += n
+        return dict(out)
+
+    def state(self) -> list[list[Any]]:
+        return [[url, reason, n] for (url, reason), n in self.counts.items()]
+
+    def load(self, state: Sequence[Sequence[Any]]) -> None:
+        self.counts = Counter({(url, reason): n for url, reason, n in state})

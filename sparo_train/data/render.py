@@ -1,0 +1,216 @@
+"""A small ray tracer in numpy: spheres, boxes and cylinders on a plane, one shadowed key light, matte and metal.
+
+World units, z up, the ground at z = 0. Everything is fp32 and deterministic; a frame is a pure function of its
+objects and camera, so stills and video use the same code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32 = NDArray[np.float32]
+Shape = Literal["sphere", "cube", "cylinder"]
+
+_FAR = np.float32(1e9)
+_KEY = np.array([-0.45, -0.55, 0.85], dtype=np.float32) / np.float32(np.sqrt(0.45**2 + 0.55**2 + 0.85**2))
+_FILL = np.array([0.8, -0.3, 0.5], dtype=np.float32) / np.float32(np.sqrt(0.8**2 + 0.3**2 + 0.5**2))
+_GROUND = np.array([0.62, 0.61, 0.60], dtype=np.float32)
+_SKY = np.array([0.80, 0.82, 0.85], dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class Body:
+    """One object: `radius` is half its size, `position` its foot's centre on or above the ground, `yaw` in radians."""
+
+    shape: Shape
+    color: tuple[float, float, float]
+    metal: bool
+    radius: float
+    position: tuple[float, float, float]
+    yaw: float = 0.0
+
+    @property
+    def centre(self) -> F32:
+        return np.array([self.position[0], self.position[1], self.position[2] + self.radius], dtype=np.float32)
+
+    @property
+    def bound(self) -> float:
+        """Radius of a sphere around the centre that holds the object."""
+        return self.radius * {"sphere": 1.0, "cylinder": 2**0.5, "cube": 3**0.5}[self.shape]
+
+
+@dataclass(frozen=True)
+class Camera:
+    """Looks from `eye` to `target`; `fov` is the vertical angle in degrees."""
+
+    eye: tuple[float, float, float] = (0.0, -9.0, 5.6)
+    target: tuple[float, float, float] = (0.0, 0.0, 0.4)
+    fov: float = 32.0
+
+    def axes(self) -> tuple[F32, F32, F32]:
+        """Unit vectors right, up, forward."""
+        forward = np.subtract(self.target, self.eye).astype(np.float32)
+        forward /= np.linalg.norm(forward)
+        right = np.cross(forward, np.array([0, 0, 1], dtype=np.float32))
+        right /= np.linalg.norm(right)
+        return right.astype(np.float32), np.cross(right, forward).astype(np.float32), forward
+
+
+class Frame(NamedTuple):
+    """rgb (H, W, 3) uint8; mask (H, W) uint8: 0 background, i+1 the visible body i; amodal (n, H, W) bool: the body's
+    silhouette whether hidden or not; depth (H, W) fp32: distance along the ray, inf for the sky."""
+
+    rgb: NDArray[np.uint8]
+    mask: NDArray[np.uint8]
+    amodal: NDArray[np.bool_]
+    depth: F32
+
+
+def render(bodies: list[Body], camera: Camera, size: int, antialias: int = 2) -> Frame:
+    """Trace a square frame of `size` pixels with `antialias`^2 rays per pixel. Masks and depth come from the first ray."""
+    fine = size * antialias
+    directions = _rays(camera, fine)
+    eye = np.asarray(camera.eye, dtype=np.float32)
+    count = len(directions)
+    nearest = np.full(count, _FAR, dtype=np.float32)
+    owner = np.full(count, -1, dtype=np.int16)
+    normals = np.zeros((count, 3), dtype=np.float32)
+    silhouettes = np.zeros((len(bodies), count), dtype=bool)
+    down = directions[:, 2] < -1e-6
+    nearest[down] = -eye[2] / directions[down, 2]
+    normals[down, 2] = 1
+    for i, body in enumerate(bodies):
+        rays = _candidates(eye[None], directions, body)
+        distance, normal = _hit(eye[None], directions[rays], body)
+        silhouettes[i, rays] = distance < _FAR
+        closer = distance < nearest[rays]
+        chosen = rays[closer]
+        nearest[chosen], owner[chosen], normals[chosen] = distance[closer], i, normal[closer]
+    color = _shade(bodies, eye, directions, nearest, owner, normals)
+    rgb = color.reshape(size, antialias, size, antialias, 3).mean(axis=(1, 3))
+    first = (slice(None, None, antialias), slice(None, None, antialias))
+    depth = np.where(nearest < _FAR, nearest, np.inf).astype(np.float32).reshape(fine, fine)[first]
+    return Frame(
+        (np.clip(rgb, 0, 1) ** np.float32(1 / 2.2) * 255 + 0.5).astype(np.uint8),
+        (owner.reshape(fine, fine)[first] + 1).astype(np.uint8),
+        silhouettes.reshape(len(bodies), fine, fine)[(slice(None), *first)],
+        depth,
+    )
+
+
+def project(camera: Camera, point: F32) -> tuple[float, float, float]:
+    """Camera coordinates of a world point: right and up in units of half the image, and depth along the axis."""
+    right, up, forward = camera.axes()
+    offset = point - np.asarray(camera.eye, dtype=np.float32)
+    depth = float(offset @ forward)
+    half = float(np.tan(np.radians(camera.fov) / 2)) * depth
+    return float(offset @ right) / half, float(offset @ up) / half, depth
+
+
+def _rays(camera: Camera, size: int) -> F32:
+    right, up, forward = camera.axes()
+    half = np.float32(np.tan(np.radians(camera.fov) / 2))
+    steps = ((np.arange(size, dtype=np.float32) + 0.5) / size * 2 - 1) * half
+    directions = forward + steps[None, :, None] * right - steps[:, None, None] * up
+    directions = directions.reshape(-1, 3)
+    return directions / np.linalg.norm(directions, axis=1, keepdims=True)
+
+
+def _candidates(origins: F32, directions: F32, body: Body) -> NDArray[np.intp]:
+    """Indices of rays that pass through the body's bounding sphere."""
+    offset = body.centre - origins
+    along = (offset * directions).sum(axis=1)
+    return np.flatnonzero((offset**2).sum(axis=1) - along**2 < body.bound**2)
+
+
+def _hit(origins: F32, directions: F32, body: Body) -> tuple[F32, F32]:
+    """First distance in front of each ray's origin (or _FAR) and the outward normal there."""
+    cos, sin = np.cos(np.float32(body.yaw)), np.sin(np.float32(body.yaw))
+    turn = np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]], dtype=np.float32)
+    o = np.broadcast_to((origins - body.centre) @ turn / np.float32(body.radius), directions.shape).astype(np.float32)
+    d = directions @ turn
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t, n = {"sphere": _unit_sphere, "cube": _unit_cube, "cylinder": _unit_cylinder}[body.shape](o, d)
+    hit = np.isfinite(t) & (t > 1e-3)
+    t = np.where(hit, t * np.float32(body.radius), _FAR).astype(np.float32)
+    return t, np.where(hit[:, None], n, 0).astype(np.float32) @ turn.T
+
+
+# Unit shapes around the origin. `o` is in units of the radius and `d` a unit vector, so distances come in units of the radius.
+def _unit_sphere(o: F32, d: F32) -> tuple[F32, F32]:
+    b, c = (o * d).sum(axis=1), (o * o).sum(axis=1) - 1
+    disc = b * b - c
+    t = np.where(disc > 0, -b - np.sqrt(np.maximum(disc, 0)), np.inf)
+    return t, o + t[:, None] * d
+
+
+def _unit_cube(o: F32, d: F32) -> tuple[F32, F32]:
+    near, far = (-np.sign(d) - o) / d, (np.sign(d) - o) / d
+    enter, leave = near.max(axis=1), far.min(axis=1)
+    t = np.where(enter < leave, enter, np.inf)
+    axis = near.argmax(axis=1)
+    n = np.zeros_like(d)
+    rows = np.arange(len(d))
+    n[rows, axis] = -np.sign(d[rows, axis])
+    return t, n
+
+
+def _unit_cylinder(o: F32, d: F32) -> tuple[F32, F32]:
+    a = d[:, 0] ** 2 + d[:, 1] ** 2
+    b = o[:, 0] * d[:, 0] + o[:, 1] * d[:, 1]
+    c = o[:, 0] ** 2 + o[:, 1] ** 2 - 1
+    disc = b * b - a * c
+    side = np.where(disc > 0, (-b - np.sqrt(np.maximum(disc, 0))) / a, np.inf)
+    side = np.where(np.abs(o[:, 2] + side * d[:, 2]) <= 1, side, np.inf)
+    cap = (-np.sign(d[:, 2]) - o[:, 2]) / d[:, 2]
+    x, y = o[:, 0] + cap * d[:, 0], o[:, 1] + cap * d[:, 1]
+    cap = np.where(x * x + y * y <= 1, cap, np.inf)
+    t = np.minimum(side, cap)
+    point = o + t[:, None] * d
+    n = np.stack([point[:, 0], point[:, 1], np.zeros_like(t)], axis=1)
+    flat = cap < side
+    n[flat] = np.stack([np.zeros(flat.sum()), np.zeros(flat.sum()), -np.sign(d[flat, 2])], axis=1)
+    return t, n
+
+
+def _shade(bodies: list[Body], eye: F32, directions: F32, nearest: F32, owner: NDArray[np.int16], normals: F32) -> F32:
+    color = np.broadcast_to(_SKY, directions.shape).copy()
+    solid = np.flatnonzero(nearest < _FAR)
+    points = eye + nearest[solid, None] * directions[solid]
+    n, d = normals[solid], directions[solid]
+    base = np.concatenate([_GROUND[None], np.array([b.color for b in bodies], dtype=np.float32).reshape(-1, 3)])[
+        owner[solid] + 1
+    ]
+    metal = np.array([False, *(b.metal for b in bodies)])[owner[solid] + 1]
+    lit = _lit(bodies, (points + n * np.float32(2e-3)).astype(np.float32))
+    key = np.maximum(n @ _KEY, 0) * lit
+    fill = np.maximum(n @ _FILL, 0)
+    light = np.float32(0.28) + np.float32(0.62) * key + np.float32(0.18) * fill
+    mirror = d - 2 * (d * n).sum(axis=1, keepdims=True) * n
+    gleam = np.maximum(mirror @ _KEY, 0)
+    matte = base * light[:, None] + (np.float32(0.10) * lit * gleam**12)[:, None]
+    sky = (
+        np.float32(0.5) + np.float32(0.5) * mirror[:, 2:3]
+    )  # a metal body mirrors a plain room: bright above, dark below
+    metallic = (
+        base * (np.float32(0.35) * light[:, None] + np.float32(0.75) * sky**2)
+        + (np.float32(0.9) * lit * gleam**60)[:, None]
+    )
+    color[solid] = np.where(metal[:, None], metallic, matte)
+    fade = np.clip((nearest[solid] - 11) / 14, 0, 1)[:, None] * (owner[solid] < 0)[:, None]
+    color[solid] = color[solid] * (1 - fade) + _SKY * fade
+    return color
+
+
+def _lit(bodies: list[Body], points: F32) -> F32:
+    lit = np.ones(len(points), dtype=np.float32)
+    toward = np.broadcast_to(_KEY, points.shape)
+    for body in bodies:
+        rays = _candidates(points, toward, body)
+        distance, _ = _hit(points[rays], toward[rays], body)
+        lit[rays[distance < _FAR]] = 0
+    return lit

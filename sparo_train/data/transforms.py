@@ -1,0 +1,70 @@
+"""Images to uint8 pixels. Random draws come from a generator of the sample's own, never from a global one."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+
+class Crop(NamedTuple):
+    """Pixels from the left and top, width, height."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+
+
+def random_resized_crop_box(
+    size: tuple[int, int],
+    scale: tuple[float, float],
+    rng: np.random.Generator,
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+) -> Crop:
+    """The box of torchvision's RandomResizedCrop for an image of `size` (width, height): ten tries, then the middle."""
+    width, height = size
+    area = width * height
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    for _ in range(10):
+        target = area * rng.uniform(scale[0], scale[1])
+        aspect = math.exp(rng.uniform(low, high))
+        w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            return Crop(int(rng.integers(0, width - w + 1)), int(rng.integers(0, height - h + 1)), w, h)
+    aspect = width / height
+    w = round(height * ratio[1]) if aspect > ratio[1] else width
+    h = round(width / ratio[0]) if aspect < ratio[0] else height
+    return Crop((width - w) // 2, (height - h) // 2, w, h)
+
+
+def train_pixels(
+    image: Image.Image, size: int, scale: tuple[float, float], hflip: float, rng: np.random.Generator
+) -> np.ndarray:
+    """RandomResizedCrop (bicubic, antialiased) and a flip with probability `hflip`; returns (size, size, 3) uint8."""
+    box = random_resized_crop_box(image.size, scale, rng)
+    flip = hflip > 0 and rng.random() < hflip
+    pixels = resized_crop(image, box, size)
+    return np.ascontiguousarray(pixels[:, ::-1]) if flip else pixels
+
+
+def eval_pixels(image: Image.Image, size: int) -> np.ndarray:
+    """Shortest side to `size` (bicubic), centre crop; (size, size, 3) uint8. open_clip's evaluation transform."""
+    width, height = image.size
+    short, long = min(width, height), max(width, height)
+    if short != size:
+        other = int(size * long / short)
+        image = image.resize((size, other) if width <= height else (other, size), Image.Resampling.BICUBIC)
+    width, height = image.size
+    left, top = round((width - size) / 2), round((height - size) / 2)
+    return np.asarray(image.crop((left, top, left + size, top + size)))
+
+
+def resized_crop(image: Image.Image, box: Crop, size: int) -> np.ndarray:
+    """Crop, then resize to (size, size) with PIL's antialiased bicubic; (size, size, 3) uint8."""
+    cropped = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
+    if cropped.size != (size, size):
+        cropped = cropped.resize((size, size), Image.Resampling.BICUBIC)
+    return np.asarray(cropped)

@@ -1,0 +1,1 @@
+"""Engines run objectives on devices; an engine imports no model."""

@@ -1,0 +1,1 @@
+"""Read-outs and towers; a model never knows its rank."""

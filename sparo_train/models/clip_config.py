@@ -1,0 +1,138 @@
+"""What a CLIP model is: towers, read-out, and the backbones by name."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from ..core.config import Frozen
+from ..core.errors import did_you_mean
+
+
+class TokenReadOut(Frozen):
+    """CLIP as published: the image's CLS token and the text's EOS token, each through a linear projection."""
+
+    kind: Literal["token"] = "token"
+
+
+class GapReadOut(Frozen):
+    """CLIP+GAP of the paper: mean over all image tokens, CLS included, then `ln_post` and the projection. Text keeps EOS."""
+
+    kind: Literal["gap"]
+
+
+class SparoReadOut(Frozen):
+    """SPARO on both towers with the same number of slots L and the same slot width V (Sec. 3.3)."""
+
+    kind: Literal["sparo"]
+    slots: int = Field(default=64, gt=0)
+    slot_width: int = Field(default=64, gt=0)
+    head_width: int = Field(default=64, gt=0)
+    grp_size: int = Field(default=1, gt=0)
+    share_kv: bool = True
+    replace_last_block: bool = True  # the paper: SPARO takes the place of the last transformer block
+
+
+ReadOutConfig = Annotated[TokenReadOut | GapReadOut | SparoReadOut, Field(discriminator="kind")]
+
+
+class VisionConfig(Frozen):
+    image_size: int = Field(default=224, gt=0)
+    patch_size: int = Field(default=16, gt=0)
+    width: int = Field(default=768, gt=0)
+    layers: int = Field(default=12, gt=0)
+    head_width: int = Field(default=64, gt=0)
+    mlp_ratio: float = Field(default=4.0, gt=0)
+    patch_dropout: float = Field(default=0.0, ge=0, lt=1)
+
+    @property
+    def tokens(self) -> int:
+        return (self.image_size // self.patch_size) ** 2 + 1
+
+
+class TextConfig(Frozen):
+    context_length: int = Field(default=77, gt=2)
+    vocab_size: int = Field(default=49408, gt=0)
+    width: int = Field(default=512, gt=0)
+    heads: int = Field(default=8, gt=0)
+    layers: int = Field(default=12, gt=0)
+    mlp_ratio: float = Field(default=4.0, gt=0)
+
+
+# Backbones by open_clip's names: (vision, text, embed_dim). The Tiny ones are ours, for CPUs and 64-pixel images.
+_TINY_TEXT = {"context_length": 32, "width": 128, "heads": 4, "layers": 4}
+BACKBONES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "ViT-B-16": ({"patch_size": 16}, {}, 512),
+    "ViT-B-32": ({"patch_size": 32}, {}, 512),
+    "ViT-S-16": ({"patch_size": 16, "width": 384}, {"width": 384, "heads": 6}, 384),
+    "ViT-S-32": ({"patch_size": 32, "width": 384}, {"width": 384, "heads": 6}, 384),
+    "ViT-Tiny-8": (
+        {"image_size": 64, "patch_size": 8, "width": 128, "layers": 4, "head_width": 32},
+        _TINY_TEXT,
+        128,
+    ),
+    "ViT-Tiny-16": (
+        {"image_size": 64, "patch_size": 16, "width": 192, "layers": 6, "head_width": 32},
+        _TINY_TEXT,
+        128,
+    ),
+}
+TINY_SPARO = {
+    "slots": 32,
+    "slot_width": 32,
+    "head_width": 32,
+}  # no more parameters than the CLIP of the same backbone
+
+
+class ClipConfig(Frozen):
+    """A CLIP model. `backbone` fills `vision`, `text` and `embed_dim`; keys given beside it win.
+
+    With SPARO `embed_dim` is not used: the encoding has slots * slot_width numbers.
+    """
+
+    backbone: str | None = None
+    vision: VisionConfig = VisionConfig()
+    text: TextConfig = TextConfig()
+    embed_dim: int = Field(default=512, gt=0)
+    readout: ReadOutConfig = TokenReadOut()
+    quick_gelu: bool = False
+    init_logit_scale: float = math.log(1 / 0.07)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, value: Any) -> Any:
+        name = value.get("backbone") if isinstance(value, dict) else None
+        if not isinstance(name, str):
+            return value
+        if name not in BACKBONES:
+            raise ValueError(f"unknown backbone {name!r}; {did_you_mean(name, BACKBONES)}")
+        vision, text, embed_dim = BACKBONES[name]
+        return {
+            "embed_dim": embed_dim,
+            **value,
+            "vision": {**vision, **value.get("vision", {})},
+            "text": {**text, **value.get("text", {})},
+        }
+
+    @model_validator(mode="after")
+    def _check(self) -> ClipConfig:
+        v, t, r = self.vision, self.text, self.readout
+        if v.image_size % v.patch_size:
+            raise ValueError(f"vision.patch_size={v.patch_size} does not divide vision.image_size={v.image_size}")
+        if v.width % v.head_width:
+            raise ValueError(f"vision.head_width={v.head_width} does not divide vision.width={v.width}")
+        if t.width % t.heads:
+            raise ValueError(f"text.heads={t.heads} does not divide text.width={t.width}")
+        if isinstance(r, SparoReadOut) and r.slots % r.grp_size:
+            raise ValueError(f"readout.grp_size={r.grp_size} does not divide readout.slots={r.slots}")
+        if isinstance(r, SparoReadOut) and r.replace_last_block and min(v.layers, t.layers) < 2:
+            raise ValueError("readout.replace_last_block needs at least two layers in both towers")
+        return self
+
+    @property
+    def width(self) -> int:
+        """Numbers in one encoding."""
+        r = self.readout
+        return r.slots * r.slot_width if isinstance(r, SparoReadOut) else self.embed_dim

@@ -1,0 +1,1 @@
+"""Losses and what follows a step; the trainer knows none of them."""

@@ -1,0 +1,209 @@
+"""Our models inside stock open_clip: `import sparo_train.openclip`, then `open_clip.create_model_and_transforms("sparo-ViT-B-16", pretrained=PATH)`.
+
+open_clip has no registry for towers, so importing this module wraps three of its functions: the two tower builders,
+which look for a `readout` block in the model's JSON, and `convert_state_dict`, which learns the sparo-clip and our own
+layouts. A self-test at import fails loudly where open_clip's internals moved. Programs that start their own process:
+
+    python -m sparo_train.openclip run -- clip_benchmark.cli eval …
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import open_clip
+import open_clip.factory
+import open_clip.model
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from .core.errors import SparoError
+from .models.clip import GapVisionTower, SparoTextTower, SparoVisionTower, build_text, build_vision
+from .models.clip_config import BACKBONES, TINY_SPARO, ClipConfig, SparoReadOut
+from .models.weights import to_ours
+
+_VISION_KEYS = ("image_size", "patch_size", "width", "layers", "head_width", "mlp_ratio", "patch_dropout")
+_TEXT_KEYS = ("context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio")
+TESTED = "3.3.0"
+
+
+def model_cfg(config: ClipConfig) -> dict[str, Any]:
+    """open_clip's `model_cfg` for one of our models; plain CLIP needs no `readout` and loads without this module."""
+    readout = config.readout.model_dump()
+    extra = {} if readout["kind"] == "token" else {"readout": readout}
+    text_extra = extra if readout["kind"] == "sparo" else {}
+    return {
+        "embed_dim": config.width,
+        "custom_text": True,
+        "quick_gelu": config.quick_gelu,
+        "init_logit_scale": config.init_logit_scale,
+        "vision_cfg": {**config.vision.model_dump(), **extra},
+        "text_cfg": {**config.text.model_dump(), **text_extra},
+    }
+
+
+def names() -> dict[str, ClipConfig]:
+    """The models this plug-in adds to `open_clip.list_models()`."""
+    out = {}
+    for backbone in BACKBONES:
+        small = TINY_SPARO if backbone.startswith("ViT-Tiny") else {}
+        out[f"sparo-{backbone}"] = ClipConfig.model_validate(
+            {"backbone": backbone, "readout": {"kind": "sparo", **small}}
+        )
+        if not small:
+            out[f"sparo-{backbone}-L128"] = ClipConfig.model_validate(
+                {"backbone": backbone, "readout": {"kind": "sparo", "slots": 128}}
+            )
+        out[f"gap-{backbone}"] = ClipConfig.model_validate({"backbone": backbone, "readout": {"kind": "gap"}})
+        if small:
+            out[backbone] = ClipConfig.model_validate({"backbone": backbone})
+    return out
+
+
+def export(
+    config: ClipConfig,
+    state: Mapping[str, Tensor],
+    folder: Path,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+) -> Path:
+    """Write a folder that `open_clip.create_model_and_transforms("local-dir:FOLDER")` reads; returns it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({n: t.contiguous() for n, t in state.items()}, folder / "open_clip_model.safetensors")
+    preprocess = {"mean": list(mean), "std": list(std), "interpolation": "bicubic", "resize_mode": "shortest"}
+    text = json.dumps({"model_cfg": model_cfg(config), "preprocess_cfg": preprocess}, indent=1)
+    (folder / "open_clip_config.json").write_text(text, encoding="utf-8")
+    return folder
+
+
+def register() -> None:
+    """Wrap the builders once, add our model names, and test that a model comes out as it should."""
+    if getattr(open_clip.model._build_vision_tower, "_sparo", False):
+        return
+    for module, name, wrap in (
+        (open_clip.model, "_build_vision_tower", _wrap_vision),
+        (open_clip.model, "_build_text_tower", _wrap_text),
+        (open_clip.factory, "convert_state_dict", _wrap_convert),
+    ):
+        if not callable(getattr(module, name, None)):
+            _moved(f"{module.__name__}.{name} is gone")
+        wrapped = wrap(getattr(module, name))
+        wrapped._sparo = True  # type: ignore[attr-defined]
+        setattr(module, name, wrapped)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, config in names().items():
+            (Path(folder) / f"{name}.json").write_text(json.dumps(model_cfg(config)), encoding="utf-8")
+        open_clip.add_model_config(Path(folder))
+    _self_test()
+
+
+def _wrap_vision(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def build(
+        embed_dim: int, vision_cfg: Any, quick_gelu: bool = False, cast_dtype: torch.dtype | None = None
+    ) -> nn.Module:
+        if not (isinstance(vision_cfg, dict) and "readout" in vision_cfg):
+            return original(embed_dim, vision_cfg, quick_gelu, cast_dtype)
+        config = _config(embed_dim, quick_gelu, vision_cfg, "vision", _VISION_KEYS)
+        return build_vision(config, cast_dtype)
+
+    return build
+
+
+def _wrap_text(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def build(
+        embed_dim: int, text_cfg: Any, quick_gelu: bool = False, cast_dtype: torch.dtype | None = None
+    ) -> nn.Module:
+        if not (isinstance(text_cfg, dict) and "readout" in text_cfg):
+            return original(embed_dim, text_cfg, quick_gelu, cast_dtype)
+        config = _config(embed_dim, quick_gelu, text_cfg, "text", _TEXT_KEYS)
+        return build_text(config, cast_dtype)
+
+    return build
+
+
+def _wrap_convert(original: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+    def convert(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        ours = any(isinstance(m, SparoVisionTower | GapVisionTower) for m in model.modules())
+        if ours or any(name.startswith("model.visual.") for name in state_dict):
+            state_dict = to_ours(state_dict)
+        return original(model, state_dict)
+
+    return convert
+
+
+def _config(
+    embed_dim: int, quick_gelu: bool, block: Mapping[str, Any], tower: str, keys: tuple[str, ...]
+) -> ClipConfig:
+    unknown = set(block) - set(keys) - {"readout"}
+    if unknown:
+        raise SparoError(
+            f"{tower}_cfg: {', '.join(sorted(unknown))} cannot be combined with a readout block; known: {', '.join(keys)}"
+        )
+    values = {k: v[0] if isinstance(v, tuple | list) else v for k, v in block.items() if k in keys}
+    readout = dict(block["readout"])
+    return ClipConfig.model_validate(
+        {"embed_dim": embed_dim, "quick_gelu": quick_gelu, tower: values, "readout": readout}
+    )
+
+
+def _self_test() -> None:
+    readout = SparoReadOut(kind="sparo", slots=2, slot_width=4, head_width=4)
+    config = ClipConfig.model_validate(
+        {
+            "vision": {"image_size": 16, "patch_size": 8, "width": 16, "layers": 2, "head_width": 8},
+            "text": {"context_length": 8, "vocab_size": 32, "width": 16, "heads": 2, "layers": 2},
+            "readout": readout.model_dump(),
+        }
+    )
+    arguments = model_cfg(config)
+    arguments.pop("custom_text")
+    random = torch.get_rng_state()  # importing a module must not move anybody's random stream
+    try:
+        model = open_clip.model.CustomTextCLIP(**arguments).eval()
+        features = (
+            model.encode_image(torch.zeros(1, 3, 16, 16)),
+            model.encode_text(torch.tensor([[1, 31, 0, 0]])),
+        )
+    except Exception as error:
+        _moved(f"building a model failed: {error}")
+    finally:
+        torch.set_rng_state(random)
+    if not isinstance(model.visual, SparoVisionTower) or not isinstance(model.text, SparoTextTower):
+        _moved("CustomTextCLIP no longer looks its tower builders up in open_clip.model")
+    if any(abs(float(f.detach().norm()) - 1) > 1e-5 or f.shape != (1, 8) for f in features):
+        _moved("encodings are not the towers' own")
+    if not getattr(open_clip.factory.load_checkpoint.__globals__["convert_state_dict"], "_sparo", False):
+        _moved("load_checkpoint no longer uses open_clip.factory.convert_state_dict")
+
+
+def _moved(what: str) -> NoReturn:
+    raise SparoError(
+        f"sparo_train.openclip: open_clip_torch {open_clip.__version__} changed inside ({what}); "
+        f"this plug-in is tested with {TESTED}: pip install open_clip_torch=={TESTED}"
+    )
+
+
+def _main(arguments: list[str]) -> None:
+    if len(arguments) < 3 or arguments[:2] != ["run", "--"]:
+        raise SystemExit("usage: python -m sparo_train.openclip run -- MODULE-OR-SCRIPT.py [arguments …]")
+    target, sys.argv = arguments[2], arguments[2:]
+    if target.endswith(".py"):
+        sys.path.insert(0, str(Path(target).resolve().parent))
+        runpy.run_path(target, run_name="__main__")
+    else:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    import sparo_train.openclip  # noqa: F401  under its own name, so that the program's import finds it registered
+
+    _main(sys.argv[1:])
+else:
+    register()

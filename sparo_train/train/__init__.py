@@ -1,0 +1,1 @@
+"""The resolved run and the one loop."""

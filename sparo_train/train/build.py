@@ -1,0 +1,37 @@
+"""From a recipe to objects."""
+
+from __future__ import annotations
+
+import torch
+
+from ..core.contracts import Objective
+from ..core.rng import torch_seed
+from ..data.loader import ClipPipeline
+from ..data.text import ClipTokenizer
+from ..engine.local import LocalEngine
+from ..objectives.clip import ClipObjective
+from .run import RunConfig
+
+
+def build_objective(config: RunConfig) -> Objective:
+    """The objective with its modules initialised from the run's seed."""
+    torch.manual_seed(torch_seed(config.seed, "init"))
+    return ClipObjective(config.objective)
+
+
+def build_pipeline(config: RunConfig) -> ClipPipeline:
+    """The training data of a run."""
+    model = config.objective.model
+    tokenizer = ClipTokenizer(model.text.context_length)
+    return ClipPipeline(
+        config.data,
+        config.batch_size,
+        model.vision.image_size,
+        model.text.context_length,
+        tokenizer,
+        config.seed,
+    )
+
+
+def build_engine(config: RunConfig) -> LocalEngine:
+    return LocalEngine(config.engine, config.optim)

@@ -1,0 +1,120 @@
+"""`sparo train --dry`: what a recipe amounts to, without touching pixels or allocating weights."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..core.errors import ConfigError, DataError
+from ..data.sources import find_shards, open_source
+from ..models.clip import Clip
+from .run import RunConfig
+
+_BLOCK_ACTIVATIONS = 34  # bytes per token and channel that a pre-norm block keeps for backward in 16 bit (Korthikanti et al. 2022, Eq. 1 without scores)
+
+
+class SourceFacts(NamedTuple):
+    """One source; samples are None where its shards are not on this machine, with the reason."""
+
+    name: str
+    shards: int | None
+    samples: int | None
+    weight: float
+    share: float | None
+    passes: float | None
+    problem: str | None
+
+
+class DryRun(NamedTuple):
+    """Everything `--dry` prints; bytes are estimates, counts are exact."""
+
+    parameters: dict[str, int]
+    image_tokens: int
+    text_tokens: int
+    encoding: int
+    sources: list[SourceFacts]
+    epoch_size: int | None
+    steps: int | None
+    samples: int | None
+    memory: dict[str, int]
+
+
+def dry_run(config: RunConfig) -> DryRun:
+    """Resolve everything that can be known before the first step."""
+    model_config = config.objective.model
+    with torch.device("meta"):
+        model = Clip(model_config)
+    facts = [_source(name, config) for name in config.data.sources]
+    known = [f.samples * f.weight for f in facts if f.samples is not None]
+    epoch = round(sum(known)) if len(known) == len(facts) else config.samples_per_epoch
+    try:
+        steps = config.total_steps(epoch or 0) if config.epochs is None or epoch else None
+    except ConfigError:
+        if all(f.samples is not None for f in facts):
+            raise
+        steps = None
+    samples = steps * config.batch_size if steps else None
+    facts = [_shared(f, epoch, samples) for f in facts]
+    return DryRun(
+        parameters_by_module(model),
+        model_config.vision.tokens,
+        model_config.text.context_length,
+        model_config.width,
+        facts,
+        epoch,
+        steps,
+        samples,
+        memory_estimate(config, sum(p.numel() for p in model.parameters())),
+    )
+
+
+def parameters_by_module(model: Clip) -> dict[str, int]:
+    """Parameters per part; the entries add up to the whole."""
+    out: dict[str, int] = {}
+    for name, p in model.named_parameters():
+        parts = name.split(".")
+        key = ".".join(parts[: 2 if parts[0] in ("visual", "text") else 1])
+        out[key] = out.get(key, 0) + p.numel()
+    return out
+
+
+def memory_estimate(config: RunConfig, parameters: int) -> dict[str, int]:
+    """Bytes on one rank: fp32 weights, gradients, two Adam moments, activations of a batch, logits."""
+    m, half = config.objective.model, config.engine.precision == "bf16"
+    replaced = getattr(m.readout, "replace_last_block", False)
+    block = _BLOCK_ACTIVATIONS * (1 if half else 2)
+    towers = [
+        (m.vision.tokens * m.vision.width, m.vision.layers),
+        (m.text.context_length * m.text.width, m.text.layers),
+    ]
+    if config.engine.grad_checkpointing:  # every block's input, and one block at a time recomputed whole
+        kept = sum((2 if half else 4) * size * (layers - replaced) for size, layers in towers)
+        activations = kept + block * max(size for size, _ in towers)
+    else:
+        activations = sum(block * size * (layers - replaced) for size, layers in towers)
+    return {
+        "weights": 4 * parameters,
+        "gradients": 4 * parameters,
+        "optimizer": 8 * parameters,
+        "activations": config.batch_size * activations,
+        "logits": 4 * 4 * config.batch_size**2,
+    }
+
+
+def _source(name: str, config: RunConfig) -> SourceFacts:
+    source = config.data.sources[name]
+    try:
+        urls = find_shards(source.shards, f"data.sources.{name}.shards")
+        opened = open_source(name, source)
+    except (ConfigError, DataError) as error:
+        return SourceFacts(name, None, None, source.weight, None, None, str(error))
+    broken = f"{len(opened.broken())} truncated shard(s)" if opened.broken() else None
+    return SourceFacts(name, len(urls), opened.samples, source.weight, None, None, broken)
+
+
+def _shared(facts: SourceFacts, epoch: int | None, samples: int | None) -> SourceFacts:
+    if facts.samples is None or not epoch or not samples:
+        return facts
+    share = facts.samples * facts.weight / epoch
+    return facts._replace(share=share, passes=samples * share / facts.samples)

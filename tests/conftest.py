@@ -1,0 +1,131 @@
+"""Small real files that the tests write for themselves."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from sparo_train.data.writer import write_shards, write_wds_layout
+
+WORDS = ["red", "blue", "green", "dark", "bright", "square", "circle", "plain"]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    torch.set_num_threads(2)
+
+
+def jpeg(seed: int, size: tuple[int, int] = (40, 36)) -> bytes:
+    rng = np.random.default_rng(seed)
+    base = np.full((size[1], size[0], 3), rng.integers(0, 255, 3), dtype=np.uint8)
+    noise = rng.integers(0, 40, base.shape, dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(np.clip(base.astype(int) + noise, 0, 255).astype(np.uint8)).save(buffer, format="JPEG", quality=92)
+    return buffer.getvalue()
+
+
+def sample(i: int) -> tuple[str, dict[str, bytes]]:
+    return f"{i:06d}", {"jpg": jpeg(i), "txt": f"a {WORDS[i % 8]} {WORDS[(i // 8) % 8]} number {i}".encode()}
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """96 samples in four shards."""
+    write_shards(tmp_path / "shards", (sample(i) for i in range(96)), 24)
+    return tmp_path / "shards"
+
+
+def eval_sets(root: Path) -> dict[str, dict[str, str]]:
+    """A zero-shot, a retrieval and a pairs set of twelve images each; returns a recipe's `eval.tasks`."""
+    images = [jpeg(1000 + i) for i in range(12)]
+    zero = [(f"{i:03d}", {"jpg": data, "cls": str(i % 3).encode()}) for i, data in enumerate(images)]
+    write_wds_layout(
+        root / "zero", zero, classnames=["red square", "blue circle", "plain"], templates=["a {c}", "the {c}"]
+    )
+    pair = b'{"kind": "%s", "caption": "a red square", "negative_caption": "a blue square"}'
+    write_wds_layout(
+        root / "ret", [(f"{i:03d}", {"jpg": d, "txt": f"a thing {i}".encode()}) for i, d in enumerate(images)]
+    )
+    kinds = [b"replace_att", b"swap_att"]
+    write_wds_layout(
+        root / "pairs", [(f"{i:03d}", {"jpg": d, "json": pair % kinds[i % 2]}) for i, d in enumerate(images)]
+    )
+    return {
+        "zero": {"task": "zeroshot", "root": str(root / "zero")},
+        "ret": {"task": "retrieval", "root": str(root / "ret")},
+        "pairs": {"task": "pairs", "root": str(root / "pairs")},
+    }
+
+
+def tiny_recipe(shards: Path, out: Path, **changes: Any) -> dict[str, Any]:
+    """A recipe that takes a second: two-layer towers on 32-pixel images."""
+    tree = {
+        "name": "tiny",
+        "out": str(out),
+        "batch_size": 8,
+        "steps": 12,
+        "objective": {
+            "kind": "clip",
+            "model": {
+                "vision": {
+                    "image_size": 32,
+                    "patch_size": 16,
+                    "width": 32,
+                    "layers": 2,
+                    "head_width": 16,
+                    "patch_dropout": 0.25,
+                },
+                "text": {"context_length": 16, "width": 32, "heads": 2, "layers": 2},
+                "embed_dim": 16,
+                "readout": {"kind": "sparo", "slots": 4, "slot_width": 8, "head_width": 8},
+            },
+        },
+        "data": {
+            "sources": {"a": {"shards": str(shards)}},
+            "workers": 1,
+            "streams": 4,
+            "window": 16,
+            "chunk": 4,
+            "hflip": 0.5,
+        },
+        "optim": {"lr": 1e-3, "warmup_steps": 2},
+        "engine": {"device": "cpu", "precision": "fp32"},
+        "checkpoint": {"every_steps": 3},
+        "log": {"every_steps": 1, "tensorboard": False},
+    }
+    return {**tree, **changes}
+
+
+@pytest.fixture
+def write_recipe(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
+    def write(tree: dict[str, Any]) -> Path:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(tree))
+        return path
+
+    return write
+
+
+def start_sparo(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.Popen[str]:
+    """`sparo …` in a process of its own, on two threads."""
+    env = {**os.environ, "OMP_NUM_THREADS": "2", **environment}
+    command = [sys.executable, "-c", "from launch.cli import main; main()", *arguments]
+    return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def sparo(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    process = start_sparo(*arguments, cwd=cwd, **environment)
+    stdout, stderr = process.communicate(timeout=500)
+    return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)

@@ -1,0 +1,164 @@
+"""Every command printed in a document is run; every recipe resolves; every link leads somewhere."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.recipes import recipe
+from sparo_train.core.errors import ConfigError
+from sparo_train.train.dry import dry_run
+from sparo_train.train.run import load_run
+from tests.unit.test_making import modules  # noqa: F401  the fixture with a small node_modules
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+RECIPES = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if not p.name.startswith("_"))
+
+SHORT = ["steps=2", "optim.warmup_steps=1", "data.workers=0", "log.tensorboard=false"]
+# Commands that are what CI itself does, or that other tests run: .ci/run installs and tests exactly so, tests/e2e runs the demo.
+ELSEWHERE = [
+    r"^pip install -e \. && sparo demo$",
+    r"^pip install -e '\.\[test\]'( && pytest)?$",
+    r"^ruff check .* && pytest$",
+    r"^sparo demo --quick$",
+]
+SLOW = [r"^python benchmarks/"]
+
+
+def blocks(language: str) -> list[str]:
+    found = []
+    for path in DOCUMENTS:
+        for block in re.findall(rf"```{language}\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
+            found += [block] if language == "python" else [line for line in block.splitlines() if line.strip()]
+    return list(dict.fromkeys(found))
+
+
+def shortened(command: str) -> str:
+    """The same command at a size for tests: two training steps, a few scenes."""
+    parts = []
+    for part in command.split(" && "):
+        if part.startswith("sparo train") and "--dry" not in part:
+            part += " " + " ".join(SHORT)
+        if part == "sparo data scenes":
+            part += " --train 140"
+        if part.startswith("sparo data bench"):
+            part += " --samples 16"
+        parts.append(part)
+    return " && ".join(parts)
+
+
+@pytest.fixture
+def sandbox(tmp_path, modules, monkeypatch):  # noqa: F811
+    """A folder like a checkout, with `sparo` on the path and an npm that delivers the small packages."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "npm").write_text(
+        f'#!/bin/sh\nwhile [ "$1" != --prefix ]; do shift; done\nmkdir -p "$2" && cp -r {modules} "$2/"\n'
+    )
+    (tools / "sparo").write_text(f'#!/bin/sh\nexec {sys.executable} -c "from launch.cli import main; main()" "$@"\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    for package in modules.glob("@iconify-json/*"):
+        (package / "package.json").write_text("{}")
+    (modules / "emojibase-data/package.json").write_text("{}")
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    for name in ("configs", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def test_every_printed_command_runs(sandbox):
+    commands = [c for c in blocks("bash") if not any(re.match(p, c) for p in ELSEWHERE + SLOW)]
+    assert len(commands) > 8
+    # The fake drawings are few: fewer than the recipe's batch per epoch is fine, its streams need 16.
+    for command in commands:
+        done = subprocess.run(
+            ["bash", "-ec", shortened(command)], cwd=sandbox, capture_output=True, text=True, timeout=280, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert (sandbox / "runs/emoji_small/export/open_clip_config.json").exists()
+    for block in blocks("python"):
+        done = subprocess.run(
+            [sys.executable, "-c", block], cwd=sandbox, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_commands_run_elsewhere_are_the_ones_ci_runs():
+    ci = (ROOT / ".ci/run").read_text()
+    assert "pip install -q --disable-pip-version-check -e '.[test]'" in ci and "\npytest" in ci
+    for check in ("ruff check .", "ruff format --check .", "lint-imports", "pyright"):
+        assert check in ci
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [c for c in blocks("bash") if any(re.match(p, c) for p in SLOW)])
+def test_benchmark_commands_run(command, tmp_path):
+    if "loader.py" in command:
+        pytest.skip("needs open_clip's own environment: python benchmarks/loader.py --setup")
+    quick = command if "--quick" in command else f"{command} --quick"
+    done = subprocess.run(
+        ["bash", "-ec", f"{quick} --json {tmp_path}/r.json"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "r.json").exists()
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_recipes_resolve_count_and_state_what_they_are(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_run(path)
+    dry = dry_run(config)
+    assert sum(dry.parameters.values()) > 1e6 and dry.steps
+    text = path.read_text()
+    for word in ("# Command:", "# Hardware:", "# Expected:", "# Source:", f"configs/clip/{path.name}"):
+        assert word in text, word
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "batch", "decay", "warmup"),
+    [
+        ("cc3m", 21838, 4096, 0.5, 3600),
+        ("cc12m", 61219, 4096, 0.5, 3600),
+        ("cc15m", 78280, 4096, 0.5, 3600),
+        ("laion400m", 312214, 32768, 0.2, 2000),
+    ],
+)
+def test_the_papers_recipes_follow_table_c3(name, steps, batch, decay, warmup, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for method, kind in (("clip", "token"), ("gap", "gap"), ("sparo", "sparo")):
+        config = load_run(recipe(f"clip/{name}_{method}.yaml"))
+        assert config.objective.model.readout.kind == kind
+        assert (config.batch_size, config.optim.weight_decay, config.optim.warmup_steps) == (batch, decay, warmup)
+        assert config.optim.lr == 5e-4 and config.engine.precision == "bf16"
+        assert dry_run(config).steps == steps
+    slots = config.objective.model.readout.slots
+    assert slots == (128 if name == "laion400m" else 64)
+
+
+def test_links_and_pictures_exist():
+    for path in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_files_stay_small():
+    for package in ("sparo_train", "evals", "launch", "object_centric", "benchmarks"):
+        for path in (ROOT / package).rglob("*.py"):
+            assert len(path.read_text().splitlines()) <= 330, path
+
+
+def test_recipes_are_found_from_anywhere():
+    assert recipe("clip/scenes_tiny.yaml").is_file()
+    with pytest.raises(ConfigError, match="not in this installation"):
+        recipe("clip/none.yaml")
+    assert shutil.which("git") is None or (ROOT / "LICENSE").read_text().strip().startswith("Apache License")

@@ -1,0 +1,141 @@
+"""The verbs, as a user types them."""
+
+import json
+
+import pytest
+import yaml
+
+from evals.data import EvalSet, captions, label, pair
+from evals.encoders import load_encoder
+from evals.suite import Suite
+from sparo_train.core.errors import CheckpointError, DataError
+from sparo_train.train.run import EvalTaskConfig
+from tests.conftest import eval_sets, sparo, tiny_recipe
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of twelve steps with its evaluation sets, made through the command line."""
+    from sparo_train.data.writer import write_shards
+    from tests.conftest import sample
+
+    root = tmp_path_factory.mktemp("cli")
+    write_shards(root / "shards", (sample(i) for i in range(96)), 24)
+    tree = tiny_recipe(root / "shards", root / "runs", eval={"every_steps": 6, "tasks": eval_sets(root / "sets")})
+    (root / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    done = sparo("train", str(root / "recipe.yaml"), "name=cli", cwd=root)
+    assert done.returncode == 0, done.stderr
+    assert "finished at step 12" in done.stderr
+    return root
+
+
+def test_training_evaluates_as_it_goes(trained):
+    evals = sorted((trained / "runs/cli/evals").glob("*.json"))
+    assert [p.name for p in evals] == ["step-00000006.json", "step-00000012.json"]
+    content = json.loads(evals[-1].read_text())
+    assert content["results"]["zero"]["n"] == 12 and len(content["results"]["pairs"]["interval"]) == 2
+
+
+def test_eval_scores_runs_exports_and_files_alike(trained, tmp_path):
+    run = trained / "runs/cli"
+    assert sparo("export", str(run)).returncode == 0
+    done = sparo("export", str(run), "--layout", "sparo-clip", "--to", str(tmp_path / "sc.pt"))
+    assert done.returncode == 0 and done.stdout.strip().replace("\n", "") == str(tmp_path / "sc.pt")
+    (tmp_path / "tasks.yaml").write_text(yaml.safe_dump({"tasks": eval_sets(tmp_path / "sets")}))
+    out = sparo(
+        "eval",
+        str(run),
+        str(run / "export"),
+        "--data",
+        str(tmp_path / "tasks.yaml"),
+        "--json",
+        str(tmp_path / "r.json"),
+    )
+    assert out.returncode == 0, out.stderr
+    assert "mean_R@5" in out.stdout and "swap_att" in out.stdout
+    results = json.loads((tmp_path / "r.json").read_text())["results"]
+    assert results["cli/ret"]["metrics"] == results["export/ret"]["metrics"]
+    only = sparo("eval", str(run), "--tasks", "zero")
+    assert only.returncode == 0 and "retrieval" not in only.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "nothing.yaml"], "nothing.yaml: no such recipe"),
+        (["train", "{root}/recipe.yaml", "optim.lrr=1"], "optim.lrr: unknown key; did you mean 'lr'?"),
+        (["eval", "{root}/none", "--data", "{root}/recipe.yaml"], "unknown key"),
+        (["eval", "{root}/runs/cli", "--tasks", "zerro"], "--tasks zerro: did you mean 'zero'?"),
+        (["eval", "{root}/shards"], "--data: a checkpoint without a run folder needs"),
+        (["export", "{root}/shards"], "has no config.yaml, so it is no run folder"),
+        (["export", "{root}/runs/cli", "--layout", "x"], "--layout 'x': open_clip or sparo-clip"),
+        (["data", "convert", "{root}/recipe.yaml", "{root}/out"], "give an image folder, or a .csv or .tsv file"),
+        (["data", "check", "{root}/sharts"], "did you mean 'shards'?"),
+    ],
+)
+def test_mistakes_end_with_code_two_and_no_traceback(trained, arguments, message):
+    done = sparo(*(a.format(root=trained) for a in arguments))
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_dry_run_counts_without_training(trained, tmp_path):
+    done = sparo("train", str(trained / "recipe.yaml"), "--dry", f"out={tmp_path}", "data.sources.b={shards: none.tar}")
+    assert done.returncode == 0, done.stderr
+    assert "visual.sparo" in done.stdout and "matches no shard" in done.stdout and not list(tmp_path.iterdir())
+    done = sparo("train", str(trained / "recipe.yaml"), "--dry")
+    assert "12 steps x 8 = 96 samples" in done.stdout and "100.0%" in done.stdout
+
+
+def test_data_verbs(trained):
+    done = sparo("data", "check", str(trained / "shards"), "--json", str(trained / "check.json"))
+    assert done.returncode == 0 and "nothing broken" in done.stdout
+    assert json.loads((trained / "check.json").read_text())["samples"] == 96
+    done = sparo("data", "bench", str(trained / "recipe.yaml"), "--samples", "32")
+    assert done.returncode == 0 and "decode" in done.stdout
+    done = sparo("data", "index", str(trained / "shards"))
+    assert "4 shards, 96 samples, 0 truncated" in done.stderr
+    assert len(list((trained / "shards").glob("*.idx.npy"))) == 4
+
+
+def test_nothing_there_to_load_is_said(tmp_path):
+    with pytest.raises(
+        CheckpointError, match="no run folder, no checkpoint folder, no exported folder, no weight file"
+    ):
+        load_encoder(tmp_path)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tiny_recipe(tmp_path, tmp_path)))
+    with pytest.raises(CheckpointError, match="no complete checkpoint yet"):
+        load_encoder(tmp_path)
+
+
+def test_wrong_evaluation_data_is_named(trained, tmp_path):
+    encoder = load_encoder(trained / "runs/cli")
+    eval_sets(tmp_path)
+    task = {"zero": EvalTaskConfig(task="zeroshot", root=str(tmp_path / "zero"))}
+    (tmp_path / "zero/classnames.txt").write_text("one\ntwo\n")
+    with pytest.raises(DataError, match=r"labels go up to 2, classnames\.txt names 2 classes"):
+        Suite(task).run(encoder)
+    (tmp_path / "zero/classnames.txt").unlink()
+    with pytest.raises(DataError, match=r"classnames\.txt: missing"):
+        Suite(task).run(encoder)
+    with pytest.raises(DataError, match=r"nshards\.txt: missing"):
+        EvalSet(tmp_path / "none")
+    tar = tmp_path / "ret/test/0.tar"
+    tar.write_bytes(tar.read_bytes()[:3000])
+    with pytest.raises(DataError, match=r"0\.tar: truncated"):
+        list(EvalSet(tmp_path / "ret").items(32))
+    item = next(EvalSet(tmp_path / "pairs").items(32))
+    for read, message in ((label, "no integer .cls"), (captions, "no caption in .txt")):
+        with pytest.raises(DataError, match=message):
+            read(item, tmp_path)
+    with pytest.raises(DataError, match="needs kind, caption, negative_caption"):
+        pair(item._replace(fields={}), tmp_path)
+
+
+def test_the_quick_demo_tells_the_whole_story(tmp_path):
+    done = sparo("demo", "--quick", "--folder", str(tmp_path / "demo"))
+    assert done.returncode == 0, done.stderr
+    assert "text only" in done.stdout and "CLIP+SPARO" in done.stdout
+    page = (tmp_path / "demo/demo.html").read_text()
+    assert page.count("data:image/png;base64,") == 2 and "mean_R@5" in page
+    assert (tmp_path / "demo/demo.png").stat().st_size > 10_000

@@ -1,0 +1,187 @@
+"""Towers, parameter counts, exact cutting of captions, decay groups, the loss."""
+
+import open_clip
+import pytest
+import torch
+from torch.nn import functional as F
+
+from sparo_train.core.contracts import Progress
+from sparo_train.engine.optim import OptimConfig, build_adamw, learning_rate
+from sparo_train.models.clip import Clip
+from sparo_train.models.clip_config import ClipConfig
+from sparo_train.objectives.clip import ClipObjective, ClipObjectiveConfig
+
+TINY = {
+    "vision": {"image_size": 32, "patch_size": 16, "width": 32, "layers": 3, "head_width": 16},
+    "text": {"context_length": 16, "width": 32, "heads": 2, "layers": 3},
+    "embed_dim": 24,
+}
+READOUTS = {
+    "token": {"kind": "token"},
+    "gap": {"kind": "gap"},
+    "sparo": {"kind": "sparo", "slots": 4, "slot_width": 8, "head_width": 8},
+    "sparo-keep": {
+        "kind": "sparo",
+        "slots": 4,
+        "slot_width": 8,
+        "head_width": 8,
+        "grp_size": 2,
+        "share_kv": False,
+        "replace_last_block": False,
+    },
+}
+
+
+def tiny(readout: str, **changes) -> Clip:
+    torch.manual_seed(0)
+    return Clip(ClipConfig.model_validate({**TINY, "readout": READOUTS[readout], **changes})).eval()
+
+
+def tokens(*lengths: int, width: int = 16) -> torch.Tensor:
+    text = torch.zeros(len(lengths), width, dtype=torch.long)
+    for row, length in zip(text, lengths, strict=True):
+        row[0], row[1:length] = 49406, torch.arange(300, 300 + length - 1)
+        row[length] = 49407
+    return text
+
+
+@pytest.mark.parametrize(
+    ("backbone", "readout", "count"),
+    [
+        ("ViT-B-32", {"kind": "sparo"}, 145_649_281),
+        ("ViT-B-16", {"kind": "sparo"}, 143_992_705),
+        ("ViT-B-32", {"kind": "sparo", "slots": 128}, 150_908_545),
+        ("ViT-B-32", {"kind": "sparo", "slots": 128, "replace_last_block": False}, 161_148_801),
+        ("ViT-B-32", {"kind": "token"}, 151_277_313),
+        ("ViT-B-32", {"kind": "gap"}, 151_277_313),
+        ("ViT-B-16", {"kind": "token"}, 149_620_737),
+    ],
+)
+def test_parameter_counts_equal_the_references(backbone, readout, count):
+    with torch.device("meta"):
+        model = Clip(ClipConfig.model_validate({"backbone": backbone, "readout": readout}))
+    assert sum(p.numel() for p in model.parameters()) == count
+
+
+def test_plain_clip_equals_open_clips_own():
+    reference = open_clip.model.CLIP(24, TINY["vision"], TINY["text"]).eval()
+    model = tiny("token")
+    state = {(n if n.startswith(("visual.", "logit")) else f"text.{n}"): t for n, t in reference.state_dict().items()}
+    model.load_state_dict(state)
+    image, text = torch.randn(2, 3, 32, 32), tokens(4, 9)
+    torch.testing.assert_close(model.encode_image(image, True), reference.encode_image(image, True))
+    torch.testing.assert_close(model.encode_text(text, True), reference.encode_text(text, True))
+
+
+def test_gap_pools_all_tokens_before_ln_post():
+    model = tiny("gap")
+    image = torch.randn(2, 3, 32, 32)
+    v = model.visual
+    expected = v.ln_post(v.transformer(v._embeds(image)).mean(dim=1)) @ v.proj
+    torch.testing.assert_close(model.encode_image(image), expected)
+
+
+@pytest.mark.parametrize("readout", ["sparo", "sparo-keep"])
+def test_sparo_encodings_have_slots_of_equal_norm(readout):
+    model = tiny(readout)
+    blocks = 3 if readout == "sparo-keep" else 2
+    assert len(model.visual.transformer.resblocks) == len(model.text.transformer.resblocks) == blocks
+    for features in (model.encode_image(torch.randn(2, 3, 32, 32)), model.encode_text(tokens(4, 9))):
+        slots = features.view(2, 4, 8)
+        torch.testing.assert_close(slots.norm(dim=-1), torch.full((2, 4), 0.5))
+
+
+@pytest.mark.parametrize("readout", READOUTS)
+def test_cutting_behind_the_longest_caption_is_exact(readout):
+    model, text = tiny(readout), tokens(4, 9)
+    torch.testing.assert_close(model.encode_text(text[:, :10]), model.encode_text(text), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("readout", READOUTS)
+def test_what_stands_behind_eos_does_not_matter(readout):
+    model, text = tiny(readout), tokens(4, 9)
+    other = text.clone()
+    other[0, 6:] = 77
+    torch.testing.assert_close(model.encode_text(text), model.encode_text(other), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("readout", READOUTS)
+@pytest.mark.parametrize("backbone", ["ViT-Tiny-8", "ViT-B-32"])
+def test_decay_groups_are_the_references(readout, backbone):
+    with torch.device("meta"):
+        objective = ClipObjective(
+            ClipObjectiveConfig(model=ClipConfig.model_validate({"backbone": backbone, "readout": READOUTS[readout]}))
+        )
+    undecayed = set(objective.no_decay())
+    for name, p in objective.named_parameters():
+        reference = p.ndim < 2 or any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
+        assert (name in undecayed) == reference, name
+
+
+def test_open_clip4_policy_spares_position_embeddings():
+    config = ClipObjectiveConfig(model=ClipConfig.model_validate({**TINY}), decay_policy="open_clip4")
+    assert {"model.visual.positional_embedding", "model.text.positional_embedding"} <= set(
+        ClipObjective(config).no_decay()
+    )
+
+
+def test_adamw_groups_hold_every_parameter_once():
+    objective = ClipObjective(
+        ClipObjectiveConfig(model=ClipConfig.model_validate({**TINY, "readout": READOUTS["sparo"]}))
+    )
+    optimizer = build_adamw(OptimConfig(weight_decay=0.5), objective)
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0, 0.5]
+    held = [id(p) for g in optimizer.param_groups for p in g["params"]]
+    assert sorted(held) == sorted(id(p) for p in objective.parameters())
+
+
+def test_loss_equals_open_clips_and_clamps_the_scale():
+    torch.manual_seed(0)
+    objective = ClipObjective(
+        ClipObjectiveConfig(model=ClipConfig.model_validate({**TINY, "readout": READOUTS["sparo"]}))
+    )
+    batch = {"image": torch.randint(0, 255, (4, 3, 32, 32), dtype=torch.uint8), "text": tokens(3, 5, 7, 9)}
+    embedded = objective.embed(batch)
+    expected = open_clip.loss.ClipLoss()(embedded.image, embedded.text, objective.model.logit_scale.exp())
+    loss = objective.loss(embedded, Progress(0, 1, 0))
+    torch.testing.assert_close(loss.total, expected)
+    with torch.no_grad():
+        objective.model.logit_scale.fill_(9.0)
+    objective.after_step(Progress(0, 1, 0))
+    assert objective.model.logit_scale.exp().item() == pytest.approx(100)
+
+
+def test_pixels_are_torchvisions_to_tensor_and_normalize():
+    from torchvision.transforms import Compose, Normalize, ToTensor
+
+    objective = ClipObjective(ClipObjectiveConfig(model=ClipConfig.model_validate(TINY)))
+    image = torch.randint(0, 256, (3, 8, 8), dtype=torch.uint8)
+    transform = Compose([ToTensor(), Normalize(objective.config.mean, objective.config.std)])
+    assert torch.equal(objective.pixels(image[None])[0], transform(image.permute(1, 2, 0).numpy()))
+
+
+def test_learning_rate_is_open_clips():
+    from types import SimpleNamespace
+
+    from open_clip_train.scheduler import cosine_lr
+
+    config = OptimConfig(lr=3e-4, warmup_steps=7)
+    reference = cosine_lr(SimpleNamespace(param_groups=[{}]), 3e-4, 7, 50)
+    for step in range(50):
+        assert learning_rate(config, step, 50) == pytest.approx(reference(step), rel=1e-12)
+
+
+def test_freezing_the_image_tower_leaves_the_last_groups():
+    model = tiny("sparo")
+    model.visual.lock(unlocked_groups=1)
+    trainable = {n.split(".")[0] for n, p in model.visual.named_parameters() if p.requires_grad}
+    assert trainable == {"ln_post", "sparo"}
+    model.text.lock(unlocked_layers=0)
+    assert not any(p.requires_grad for p in model.text.parameters())
+
+
+def test_similarities_of_a_batch_do_not_depend_on_its_company():
+    model = tiny("sparo")
+    images = torch.randn(3, 3, 32, 32)
+    alone = torch.cat([model.encode_image(i[None]) for i in images])
+    torch.testing.assert_close(F.normalize(alone, dim=-1), model.encode_image(images), rtol=1e-5, atol=1e-6)

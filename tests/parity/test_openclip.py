@@ -1,0 +1,184 @@
+"""Stock open_clip loads our models, our exports and sparo-clip's files."""
+
+import json
+import subprocess
+import sys
+
+import open_clip
+import pytest
+import torch
+from PIL import Image
+
+import sparo_train.openclip as plugin
+from sparo_train.core.errors import CheckpointError, SparoError
+from sparo_train.models.clip import Clip
+from sparo_train.models.clip_config import ClipConfig
+from sparo_train.models.weights import infer_config, load_into, read_weights, to_ours, to_sparo_clip
+from sparo_train.objectives.clip import OPENAI_MEAN, OPENAI_STD
+
+from .test_clip import READOUTS, TINY, tiny, tokens
+
+
+@pytest.mark.parametrize("readout", ["token", "gap", "sparo", "sparo-keep"])
+def test_an_exported_folder_loads_in_open_clip(readout, tmp_path):
+    model = tiny(readout)
+    folder = plugin.export(model.config, model.state_dict(), tmp_path / "out", OPENAI_MEAN, OPENAI_STD)
+    loaded, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}")
+    loaded.eval()
+    tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
+    text = tokenizer(["a red cube", "two small green things"])
+    assert text.shape == (2, 16)
+    image = preprocess(Image.new("RGB", (50, 40), "red"))[None]
+    assert image.shape == (1, 3, 32, 32)
+    for normalize in (False, True):
+        assert torch.equal(loaded.encode_text(text, normalize), model.encode_text(text, normalize))
+        torch.testing.assert_close(loaded.encode_image(image, normalize), model.encode_image(image, normalize))
+
+
+def test_plain_clip_exports_need_no_plug_in(tmp_path):
+    model = tiny("token")
+    folder = plugin.export(model.config, model.state_dict(), tmp_path / "out", OPENAI_MEAN, OPENAI_STD)
+    code = f"import open_clip; m = open_clip.create_model('local-dir:{folder}'); print(type(m).__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "CustomTextCLIP"
+
+
+@pytest.mark.parametrize("name", ["sparo-ViT-Tiny-8", "gap-ViT-Tiny-8"])
+def test_named_models_take_our_checkpoints_and_sparo_clips(name, tmp_path):
+    torch.manual_seed(1)
+    config = plugin.names()[name]
+    model = Clip(config).eval()
+    text = tokens(4, 9, width=32)
+    torch.save({"epoch": 3, "name": "x", "state_dict": to_sparo_clip(model.state_dict())}, tmp_path / "sc.pt")
+    torch.save({f"model.{n}": t for n, t in model.state_dict().items()}, tmp_path / "ours.pt")
+    for file in ("sc.pt", "ours.pt"):
+        loaded, _, _ = open_clip.create_model_and_transforms(name, pretrained=str(tmp_path / file))
+        assert torch.equal(loaded.eval().encode_text(text), model.encode_text(text))
+    assert open_clip.get_tokenizer(name)(["x"]).shape == (1, 32)
+
+
+def test_sparo_clip_layout_has_the_references_names():
+    model = tiny("sparo")
+    state = to_sparo_clip(model.state_dict())
+    assert all(n.startswith("module.") for n in state)
+    names = {n.removeprefix("module.") for n in state}
+    assert {
+        "positional_embedding",
+        "token_embedding.weight",
+        "ln_final.weight",
+        "logit_scale",
+        "text_sparo.q_emb",
+        "visual.sparo.v.weight",
+    } <= names
+    assert "transformer.resblocks.1.attn.in_proj_weight" in names
+    assert state["module.text_sparo.v.bias"] is state["module.text_sparo.k.bias"]
+    back = to_ours(state)
+    assert back.keys() == model.state_dict().keys()
+    assert all(torch.equal(back[n], t) for n, t in model.state_dict().items())
+
+
+def test_vit_b_32_sparo_has_290_entries_as_released():
+    with torch.device("meta"):
+        model = Clip(ClipConfig.model_validate({"backbone": "ViT-B-32", "readout": {"kind": "sparo"}}))
+    state = to_sparo_clip(model.state_dict())
+    assert len(state) == 290
+    assert sum(t.numel() for t in state.values()) == 150_900_353
+
+
+def test_untied_values_survive_the_round_trip():
+    model = tiny("sparo-keep")
+    back = to_ours(to_sparo_clip(model.state_dict()))
+    assert torch.equal(back["text.sparo.v.weight"], model.state_dict()["text.sparo.v.weight"])
+
+
+@pytest.mark.parametrize("readout", ["token", "sparo"])
+def test_architecture_is_read_off_the_weights(readout):
+    with torch.device("meta"):
+        model = Clip(ClipConfig.model_validate({"backbone": "ViT-B-32", "readout": READOUTS[readout]}))
+        again = Clip(infer_config(model.state_dict()))
+    assert {n: t.shape for n, t in again.state_dict().items()} == {n: t.shape for n, t in model.state_dict().items()}
+
+
+def test_low_precision_creation_works_through_open_clip():
+    model = open_clip.create_model("sparo-ViT-Tiny-8", precision="bf16").eval()
+    out = model.encode_image(torch.zeros(1, 3, 64, 64, dtype=torch.bfloat16))
+    assert out.norm().item() == pytest.approx(1, abs=1e-3)
+
+
+def test_runner_registers_before_the_program(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import open_clip, sys\nm, _, _ = open_clip.create_model_and_transforms('sparo-ViT-Tiny-8')\nprint(type(m.visual).__name__, sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-m", "sparo_train.openclip", "run", "--", str(program), "--flag"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("SparoVisionTower ['--flag']")
+
+
+def test_moved_internals_fail_loudly():
+    code = (
+        "import open_clip.model as m\n"
+        "original = m.CustomTextCLIP.__init__\n"
+        "def moved(self, embed_dim, vision_cfg, text_cfg, **k):\n"
+        "    vision_cfg = {a: b for a, b in vision_cfg.items() if a != 'readout'}\n"
+        "    original(self, embed_dim, vision_cfg, text_cfg, **k)\n"
+        "m.CustomTextCLIP.__init__ = moved\n"
+        "import sparo_train.openclip\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "changed inside" in done.stderr and "3.3.0" in done.stderr
+
+
+def test_import_keeps_the_random_stream():
+    code = "import torch; torch.manual_seed(5); import sparo_train.openclip; print(torch.rand(1).item())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    torch.manual_seed(5)
+    assert float(done.stdout) == torch.rand(1).item()
+
+
+def test_unknown_tower_keys_are_refused():
+    cfg = plugin.model_cfg(tiny("sparo").config)
+    cfg.pop("custom_text")
+    cfg["vision_cfg"]["timm_model_name"] = "x"
+    with pytest.raises(SparoError, match="timm_model_name cannot be combined"):
+        open_clip.model.CustomTextCLIP(**cfg)
+
+
+def test_a_checkpoint_that_runs_code_is_refused(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return (exec, ("raise SystemExit('executed')",))
+
+    torch.save({"state_dict": Trap()}, tmp_path / "trap.pt")
+    with pytest.raises(CheckpointError, match=r"trap\.pt: holds objects that could run code"):
+        read_weights(tmp_path / "trap.pt")
+
+
+@pytest.mark.parametrize("name", ["broken.safetensors", "broken.pt", "list.pt"])
+def test_damaged_weight_files_are_named(name, tmp_path):
+    torch.save([1, 2], tmp_path / "list.pt")
+    for broken in ("broken.safetensors", "broken.pt"):
+        (tmp_path / broken).write_bytes(b"\x10\0\0\0\0\0\0\0nonsense")
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        read_weights(tmp_path / name)
+
+
+def test_weights_of_another_model_are_listed():
+    state = tiny("sparo").state_dict()
+    state.pop("logit_scale")
+    state["extra"] = torch.zeros(1)
+    state["visual.sparo.q_emb"] = torch.zeros(3)
+    with pytest.raises(
+        CheckpointError, match=r"missing logit_scale; unexpected extra; visual\.sparo\.q_emb: \(3,\) in the file"
+    ):
+        load_into(tiny("sparo"), state, "file")
+
+
+def test_export_config_is_plain_json(tmp_path):
+    model = tiny("sparo")
+    folder = plugin.export(model.config, model.state_dict(), tmp_path, OPENAI_MEAN, OPENAI_STD)
+    config = json.loads((folder / "open_clip_config.json").read_text())
+    assert config["model_cfg"]["vision_cfg"]["readout"]["slots"] == 4
+    assert config["preprocess_cfg"]["mean"] == list(OPENAI_MEAN)
+    assert TINY["vision"]["layers"] == config["model_cfg"]["vision_cfg"]["layers"]

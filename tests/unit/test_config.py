@@ -1,0 +1,121 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparo_train.core.config import differences, dump, load_recipe, merge, override, parse_yaml, resolve
+from sparo_train.core.errors import ConfigError
+from sparo_train.train.run import RunConfig, load_run
+from tests.conftest import tiny_recipe
+
+
+@pytest.fixture
+def tree(tmp_path):
+    return tiny_recipe(tmp_path / "shards", tmp_path / "runs")
+
+
+def test_extends_merges_parents_first_and_the_command_line_last(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "base.yaml").write_text("a: {x: 1, y: 2}\nb: 1\n")
+    (tmp_path / "sub" / "child.yaml").write_text("extends: ../base.yaml\na: {y: 3}\n")
+    tree = override(load_recipe(tmp_path / "sub" / "child.yaml"), ["a.x=5e-4", "c.d=[1, two]"])
+    assert tree == {"a": {"x": 5e-4, "y": 3}, "b": 1, "c": {"d": [1, "two"]}}
+
+
+def test_a_new_kind_replaces_the_block_and_an_empty_mapping_clears_it():
+    assert merge({"r": {"kind": "sparo", "slots": 4}}, {"r": {"kind": "gap"}}) == {"r": {"kind": "gap"}}
+    assert merge({"r": {"kind": "sparo", "slots": 4}}, {"r": {"kind": "sparo"}}) == {"r": {"kind": "sparo", "slots": 4}}
+    assert merge({"t": {"a": 1}}, {"t": {}}) == {"t": {}}
+
+
+def test_circles_and_missing_parents_are_named(tmp_path):
+    (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("extends: a.yaml\n")
+    with pytest.raises(ConfigError, match="goes in a circle"):
+        load_recipe(tmp_path / "a.yaml")
+    (tmp_path / "c.yaml").write_text("extends: aa.yaml\n")
+    with pytest.raises(ConfigError, match=r"aa\.yaml: no such recipe; did you mean 'a\.yaml'"):
+        load_recipe(tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("optim.lrr=1", r"optim\.lrr: unknown key; did you mean 'lr'\?"),
+        ("objective.model.readout.slot=1", r"objective\.model\.readout\.slot: unknown key; did you mean 'slots'\?"),
+        ("data.sources.a.weigth=1", r"data\.sources\.a\.weigth: unknown key; did you mean 'weight'\?"),
+        ("stepps=1", r"stepps: unknown key; did you mean 'steps'\?"),
+        ("optim.lr=fast", r"optim\.lr: .*number.*'fast'"),
+        ("optim.lr=-1", r"optim\.lr: .*greater than 0"),
+        ("batch_size=1.5", r"batch_size: .*integer"),
+        ("objective.model.readout.kind=sparro", r"objective\.model\.readout.*'sparro'"),
+        ("objective.model.backbone=ViT-B-61", r"unknown backbone 'ViT-B-61'; did you mean 'ViT-B-16'"),
+        ("objective.model.vision.patch_size=15", r"vision\.patch_size=15 does not divide vision\.image_size=32"),
+        ("objective.model.readout.grp_size=3", r"readout\.grp_size=3 does not divide readout\.slots=4"),
+        ("epochs=3", "exactly one of steps, epochs, samples"),
+        ("name=../x", r"name: .*pattern"),
+    ],
+)
+def test_mistakes_name_key_value_and_remedy(tree, change, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(RunConfig, override(tree, [change]), "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("optim.lr", "write key.path=value"),
+        ("=3", "write key.path=value"),
+        ("steps.x=1", "steps is 12, not a block"),
+        ("a=[1", "not valid YAML"),
+    ],
+)
+def test_bad_overrides_are_explained(tree, text, message):
+    with pytest.raises(ConfigError, match=message):
+        override(tree, [text])
+
+
+def test_the_resolved_recipe_reads_back_equal_and_is_frozen(tree):
+    config = resolve(RunConfig, tree, "recipe")
+    assert resolve(RunConfig, parse_yaml(dump(config), "x"), "x") == config
+    with pytest.raises(Exception, match="frozen"):
+        config.optim.lr = 1.0
+
+
+def test_a_backbone_fills_what_the_recipe_leaves_open(tree):
+    tree["objective"]["model"] = {"backbone": "ViT-B-16", "text": {"context_length": 32}}
+    model = resolve(RunConfig, tree, "recipe").objective.model
+    assert (model.vision.patch_size, model.vision.width, model.text.context_length, model.text.width) == (
+        16,
+        768,
+        32,
+        512,
+    )
+
+
+def test_yaml_builds_no_objects(tmp_path):
+    path = tmp_path / "evil.yaml"
+    path.write_text("a: !!python/object/apply:os.system ['true']\n")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_recipe(path)
+
+
+def test_length_of_a_run_in_steps_samples_and_epochs(tree):
+    for key, value, steps in (("samples", 80, 10), ("epochs", 2.5, 30)):
+        config = resolve(RunConfig, {**tree, "steps": None, key: value}, "recipe")
+        assert config.total_steps(96) == steps
+    with pytest.raises(ConfigError, match="warmup_steps=2 is not below"):
+        resolve(RunConfig, {**tree, "steps": 2}, "recipe").total_steps(96)
+
+
+def test_a_recipe_without_a_name_takes_its_files(tree, tmp_path, write_recipe):
+    tree.pop("name")
+    assert load_run(write_recipe(tree)).name == "recipe"
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text("abc=.{}[]: ", max_size=8)
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), scalars | st.dictionaries(st.sampled_from("xyz"), scalars), max_size=4))
+def test_differences_are_empty_exactly_for_equal_trees(tree):
+    assert differences(tree, tree) == []
+    assert len(differences({"k": 1, **{"t": tree}}, {"k": 2, **{"t": tree}})) == 1

@@ -1,0 +1,164 @@
+"""Checkpoint store, metrics log, run folder, signals."""
+
+import errno
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+from sparo_train.core import metrics, store
+from sparo_train.core.errors import CheckpointError, ConfigError, TrainingError
+from sparo_train.core.rng import generator, torch_seed
+from sparo_train.core.rundir import RunDir
+from sparo_train.core.signals import StopFlag
+
+STATE = {
+    "model": {"w": torch.arange(6.0).view(2, 3), "scale": torch.tensor(2.5)},
+    "random": {"cpu": torch.zeros(5, dtype=torch.uint8)},
+}
+
+
+def test_a_checkpoint_reads_back_bit_equal(tmp_path):
+    path = store.CheckpointStore(tmp_path).save(7, STATE, {"samples": 56})
+    assert store.read_meta(path)["samples"] == 56 and store.read_meta(path)["step"] == 7
+    assert all(torch.equal(store.read_part(path, "model")[n], t) for n, t in STATE["model"].items())
+
+
+def test_old_checkpoints_go_except_every_nth(tmp_path):
+    keeper = store.CheckpointStore(tmp_path, keep_last=2, keep_every=4)
+    for step in range(1, 11):
+        keeper.save(step, STATE, {})
+    assert list(keeper.steps()) == [4, 8, 9, 10]
+
+
+def test_unfinished_and_foreign_folders_are_not_checkpoints(tmp_path):
+    keeper = store.CheckpointStore(tmp_path)
+    keeper.save(3, STATE, {})
+    (tmp_path / ".tmp-step-00000009").mkdir()
+    (tmp_path / "step-00000005").mkdir()
+    (tmp_path / "step-final").mkdir()
+    assert keeper.latest() == tmp_path / "step-00000003"
+    keeper.save(4, STATE, {})
+    assert not (tmp_path / ".tmp-step-00000009").exists()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_refuses_leaves_the_previous_checkpoint(tmp_path, monkeypatch, code):
+    keeper = store.CheckpointStore(tmp_path)
+    before = keeper.save(3, STATE, {})
+
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(store, "save_file", refuse)
+    with pytest.raises(CheckpointError, match=r"step-00000004: could not be written .*step-00000003 is intact"):
+        keeper.save(4, STATE, {})
+    assert keeper.latest() == before and torch.equal(store.read_part(before, "model")["w"], STATE["model"]["w"])
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_saving_the_same_step_again_replaces_it(tmp_path):
+    keeper = store.CheckpointStore(tmp_path)
+    keeper.save(3, STATE, {"samples": 1})
+    assert store.read_meta(keeper.save(3, STATE, {"samples": 2}))["samples"] == 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda p: (p / "model.safetensors").unlink(), r"model\.safetensors: missing"),
+        (lambda p: (p / "model.safetensors").write_bytes(b"x"), r"model\.safetensors: 1 bytes, should be"),
+        (lambda p: (p / "meta.json").write_text("{"), r"meta\.json: not readable"),
+        (lambda p: (p / "meta.json").write_text('{"format": 99}'), "format 99, this version reads 1"),
+    ],
+)
+def test_damage_is_named_with_the_remedy(tmp_path, damage, message):
+    path = store.CheckpointStore(tmp_path).save(1, STATE, {})
+    damage(path)
+    with pytest.raises(CheckpointError, match=message):
+        store.read_part(path, "model")
+
+
+def test_a_flipped_bit_is_noticed(tmp_path):
+    path = store.CheckpointStore(tmp_path).save(1, STATE, {})
+    file = path / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(bytes(data))
+    with pytest.raises(CheckpointError, match="damaged"):
+        store.read_part(path, "model")
+    with pytest.raises(CheckpointError, match="holds no 'ema'"):
+        store.read_part(path, "ema")
+
+
+def test_metrics_are_rewound_and_torn_lines_dropped(tmp_path):
+    log = metrics.MetricsLog(tmp_path, tensorboard=False)
+    for step in range(1, 6):
+        log.write("train", step, {"loss": float("nan") if step == 2 else 1.0 / step})
+    log.write("eval", 4, {"zero": {"acc1": 0.5}})
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as stream:
+        stream.write('{"kind": "train", "st')
+    metrics.MetricsLog(tmp_path, after_step=3, tensorboard=False).close()
+    records = metrics.read(tmp_path / "metrics.jsonl")
+    assert [r["step"] for r in records] == [1, 2, 3] and records[1]["loss"] == "nan"
+    assert metrics.read(tmp_path / "metrics.jsonl", "eval") == []
+
+
+def test_tensorboard_gets_nested_numbers(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = metrics.MetricsLog(tmp_path)
+    log.write("eval", 4, {"zero": {"acc1": 0.5}, "note": "x"})
+    log.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [(e.step, e.value) for e in board.Scalars("eval/zero/acc1")] == [(4, 0.5)]
+
+
+def test_wandb_without_wandb_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"log\.wandb: wandb is not installed; pip install 'sparo\[wandb\]'"):
+        metrics.MetricsLog(tmp_path, wandb="project", tensorboard=False)
+
+
+def test_a_run_folder_refuses_another_recipe_and_a_second_process(tmp_path):
+    first = RunDir(tmp_path / "run")
+    assert first.open_for_training("lr: 1\nlog: {every_steps: 5}\n") is False
+    with pytest.raises(TrainingError, match="another process is training"):
+        RunDir(tmp_path / "run").open_for_training("lr: 1\n")
+    first.close()
+    second = RunDir(tmp_path / "run")
+    with pytest.raises(ConfigError, match="lr: 1 -> 2"):
+        second.open_for_training("lr: 2\nlog: {every_steps: 5}\n")
+    second.close()
+    third = RunDir(tmp_path / "run")
+    assert third.open_for_training("lr: 1\nlog: {every_steps: 9}\n") is True
+    third.beat(step=3)
+    third.close()
+    beat = json.loads((tmp_path / "run" / "heartbeat.json").read_text())
+    assert beat["step"] == 3 and beat["pid"] == os.getpid()
+    assert "torch" in json.loads((tmp_path / "run" / "environment.json").read_text())["packages"]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"])
+def test_signals_set_the_flag_and_old_handlers_return(name):
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+    with StopFlag() as stop:
+        os.kill(os.getpid(), number)
+        assert stop.received == name
+        if name == "SIGINT":
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), number)
+                signal.sigtimedwait([], 0.1)
+    assert signal.getsignal(number) is before
+
+
+def test_random_streams_are_named_and_reproducible():
+    a, b, c = (generator(0, "x", 1), generator(0, "x", 1), generator(0, "x", 2))
+    draws = [g.integers(0, 2**60) for g in (a, b, c)]
+    assert draws[0] == draws[1] != draws[2]
+    assert torch_seed(0, "init") != torch_seed(1, "init") and 0 <= torch_seed(2**40, "init") < 2**63

@@ -1,0 +1,261 @@
+"""Batches: the same whatever the workers, resumable anywhere, honest about what was skipped."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sparo_train.core.contracts import Cursor
+from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.core.rng import generator
+from sparo_train.data.bench import STAGES, bench
+from sparo_train.data.loader import BadSampleBudget, ClipPipeline
+from sparo_train.data.samples import BadSampleError, caption, decode_image
+from sparo_train.data.sources import DataConfig, SourceConfig
+from sparo_train.data.text import ClipTokenizer, decode_tokens
+from sparo_train.data.transforms import Crop, eval_pixels, random_resized_crop_box, resized_crop, train_pixels
+from sparo_train.data.writer import write_shard
+from tests.conftest import jpeg, sample
+
+
+def pipeline(shards, **changes):
+    config = DataConfig(
+        sources={"a": SourceConfig(shards=str(shards))},
+        **{"streams": 4, "window": 16, "chunk": 4, "hflip": 0.5, **changes},
+    )
+    return ClipPipeline(config, 8, 32, 16, ClipTokenizer(16), seed=3)
+
+
+def take(deliveries, n):
+    return [next(deliveries) for _ in range(n)]
+
+
+def same(a, b):
+    return all(torch.equal(a.batch[k], b.batch[k]) for k in ("image", "text")) and a.cursor == b.cursor
+
+
+def test_worker_count_changes_nothing(shards):
+    runs = [take(pipeline(shards, workers=w).start(), 15) for w in (0, 1, 2)]
+    assert all(same(a, b) and same(a, c) for a, b, c in zip(*runs, strict=True))
+
+
+def test_resuming_at_any_batch_continues_bit_equal(shards):
+    straight = take(pipeline(shards, workers=1).start(), 15)
+    for at in (1, 5, 12, 14):
+        cursor = Cursor(tuple(json.loads(json.dumps(straight[at - 1].cursor.to_json()))))
+        resumed = take(pipeline(shards, workers=2).start(cursor), 15 - at)
+        assert all(same(a, b) for a, b in zip(straight[at:], resumed, strict=True))
+
+
+def test_an_epoch_reads_every_sample_once(shards):
+    texts = [
+        tuple(row.tolist())
+        for d in take(pipeline(shards, workers=1, trim_text=False).start(), 12)
+        for row in d.batch["text"]
+    ]
+    assert len(set(texts)) == 96
+
+
+def test_a_process_that_leaves_its_workers_behind_still_ends(shards):
+    code = (
+        "from tests.unit.test_loader import pipeline\n"
+        f"deliveries = pipeline({str(shards)!r}, workers=1).start()\n"
+        "next(deliveries)\nimport builtins; builtins.kept = deliveries\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=60, check=False)
+    assert done.returncode == 0
+
+
+def test_text_is_cut_behind_the_longest_caption(shards):
+    short = next(pipeline(shards, workers=0).start()).batch["text"]
+    full = next(pipeline(shards, workers=0, trim_text=False).start()).batch["text"]
+    assert short.shape == (8, 8) and full.shape == (8, 16)
+    assert torch.equal(short, full[:, :8]) and not full[:, 8:].any()
+
+
+def broken_shards(root):
+    def fields(i):
+        good = sample(i)[1]
+        return {
+            5: {**good, "jpg": good["jpg"][:300]},
+            6: {**good, "jpg": b"no image"},
+            7: {"jpg": good["jpg"]},
+            8: {**good, "txt": b"\xff\xfe broken"},
+            9: {"txt": good["txt"]},
+            10: {**good, "txt": b"  \n"},
+        }.get(i, good)
+
+    write_shard(root / "00000.tar", ((f"{i:06d}", fields(i)) for i in range(48)))
+    write_shard(root / "00001.tar", (sample(i) for i in range(48, 96)))
+    path = root / "00001.tar"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return root
+
+
+def test_bad_samples_are_skipped_and_counted_by_shard_and_reason(tmp_path):
+    root = broken_shards(tmp_path / "bad")
+    p = pipeline(root, workers=2)
+    assert p.sources[0].samples < 90
+    deliveries = take(p.start(), p.plan.epoch_size // 8)
+    found = {}
+    for d in deliveries:
+        assert d.batch["image"].shape == (8, 3, 32, 32)
+        for key, n in d.skipped.items():
+            found[key] = found.get(key, 0) + n
+    first, second = (str(root / f"0000{i}.tar") for i in range(2))
+    assert found[second, "truncated tar"] == 1
+    assert {r for (u, r) in found if u == first} == {"bad image", "missing caption", "bad text", "missing image"}
+    skipped = sum(found.values()) - 1
+    assert sum(deliveries[-1].cursor.positions) == 8 * len(deliveries) + skipped
+
+
+def test_resume_behind_bad_samples_is_exact(tmp_path):
+    root = broken_shards(tmp_path / "bad")
+    straight = take(pipeline(root, workers=1).start(), 12)
+    resumed = take(pipeline(root, workers=1).start(straight[4].cursor), 7)
+    assert all(same(a, b) for a, b in zip(straight[5:], resumed, strict=True))
+
+
+def test_too_many_bad_samples_stop_the_run_and_name_the_shards():
+    budget = BadSampleBudget(0.01)
+    budget.add({("x.tar", "bad image"): 9}, 991)
+    with pytest.raises(
+        DataError, match=r"(?s)12 of 1012 .*max_bad_share=0\.01.*x\.tar: bad image, 9.*y\.tar: missing caption, 3"
+    ):
+        budget.add({("y.tar", "missing caption"): 3}, 1000)
+    again = BadSampleBudget(0.01)
+    again.load(json.loads(json.dumps(budget.state())))
+    assert again.by_reason() == {"bad image": 9, "missing caption": 3}
+
+
+def test_a_source_without_one_usable_sample_ends_with_an_error(tmp_path):
+    write_shard(tmp_path / "0.tar", ((f"{i}", {"jpg": b"x", "txt": b"words"}) for i in range(16)))
+    with pytest.raises(DataError, match=r"no usable sample: .*0\.tar \(bad image"):
+        next(pipeline(tmp_path / "0.tar", workers=1).start())
+
+
+def test_streams_must_divide_the_batch(shards):
+    with pytest.raises(ConfigError, match=r"data\.streams=3 does not divide batch_size=8"):
+        pipeline(shards, streams=3)
+
+
+def test_several_sources_mix_by_weight(shards, tmp_path):
+    write_shard(
+        tmp_path / "b" / "0.tar",
+        ((f"{i}", {"png": jpeg(i), "json": json.dumps({"say": "other"}).encode()}) for i in range(8)),
+    )
+    sources = {
+        "a": SourceConfig(shards=str(shards), weight=0.5),
+        "b": SourceConfig(shards=str(tmp_path / "b"), weight=3.0, caption_key="json:say"),
+    }
+    p = ClipPipeline(DataConfig(sources=sources, workers=0, streams=4), 8, 32, 16, ClipTokenizer(16), 0)
+    assert p.plan.epoch_size == 48 + 24
+    other = torch.tensor(ClipTokenizer(16)("other"))
+    rows = [row for d in take(p.start(), 9) for row in d.batch["text"]]
+    assert sum(torch.equal(row[:3], other) for row in rows) == 24
+
+
+@pytest.mark.parametrize(
+    ("key", "fields", "reason"),
+    [
+        ("json:say", {"json": b"{"}, "bad text"),
+        ("json:say", {"json": b"{}"}, "missing caption"),
+        ("json:say", {"json": b'{"say": 3}'}, "missing caption"),
+        ("txt", {"txt": b"\xff"}, "bad text"),
+    ],
+)
+def test_captions_that_cannot_be_used_say_why(key, fields, reason):
+    with pytest.raises(BadSampleError, match=reason):
+        caption(fields, SourceConfig(shards="x", caption_key=key))
+
+
+def test_a_decompression_bomb_is_a_bad_image(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(BadSampleError, match="bad image"):
+        decode_image(jpeg(0))
+
+
+def test_scaled_decoding_is_off_by_default_and_shrinks():
+    data = jpeg(0, (512, 512))
+    assert decode_image(data).size == (512, 512)
+    assert decode_image(data, 128).size == (128, 128)
+    assert DataConfig(sources={"a": SourceConfig(shards="x")}).scaled_decoding is False
+
+
+def photo(width, height, seed=0):
+    rng = np.random.default_rng(seed)
+    return Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("size", [(300, 256), (256, 311), (64, 64), (500, 90)])
+def test_pixels_equal_torchvisions_resized_crop(size):
+    from torchvision.transforms.v2.functional import InterpolationMode
+    from torchvision.transforms.v2.functional import resized_crop as reference
+
+    image = photo(*size)
+    box = random_resized_crop_box(size, (0.9, 1.0), generator(0, "t"))
+    expected = reference(
+        image, box.top, box.left, box.height, box.width, [224, 224], InterpolationMode.BICUBIC, antialias=True
+    )
+    assert np.array_equal(resized_crop(image, box, 224), np.asarray(expected))
+
+
+@pytest.mark.parametrize("size", [(300, 256), (256, 311), (64, 64), (500, 90), (33, 70)])
+def test_evaluation_pixels_equal_open_clips(size):
+    from open_clip.transform import image_transform
+
+    image = photo(*size)
+    transform = image_transform(48, is_train=False, mean=(0, 0, 0), std=(1, 1, 1))
+    expected = (transform(image) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    assert np.array_equal(eval_pixels(image, 48), expected)
+
+
+def test_crops_have_the_area_and_ratio_they_should():
+    areas, ratios = [], []
+    for i in range(500):
+        box = random_resized_crop_box((300, 200), (0.3, 0.6), generator(0, "t", i))
+        assert 0 <= box.left <= 300 - box.width and 0 <= box.top <= 200 - box.height
+        areas.append(box.width * box.height / 60000)
+        ratios.append(box.width / box.height)
+    assert 0.29 < min(areas) < 0.33 and 0.57 < max(areas) < 0.61 and min(ratios) > 0.74 and max(ratios) < 1.35
+
+
+def test_an_impossible_crop_takes_the_middle():
+    assert random_resized_crop_box((1000, 10), (0.9, 1.0), generator(0, "t")) == Crop(493, 0, 13, 10)
+
+
+def test_flipping_mirrors():
+    image = photo(32, 32)
+    plain, flipped = (train_pixels(image, 32, (1.0, 1.0), p, generator(0, "t")) for p in (0.0, 1.0))
+    assert plain.shape == flipped.shape == (32, 32, 3)
+    assert np.array_equal(train_pixels(image, 32, (1.0, 1.0), 1.0, generator(0, "t")), flipped)
+
+
+@pytest.mark.parametrize("text", ["a photo of a cat.", "Ünïcode — “quotes” &amp; émoji 🎉", "word " * 100, ""])
+def test_tokens_equal_open_clips(text):
+    import open_clip
+
+    ours = ClipTokenizer(77).batch([text])
+    assert torch.equal(ours, open_clip.get_tokenizer("ViT-B-32")([text]))
+
+
+def test_tokens_read_back():
+    assert decode_tokens(ClipTokenizer(16)("two red cubes")) == ["[start]", "two", "red", "cubes", "[end]"]
+
+
+def test_bench_reports_every_stage(shards):
+    timing = bench(pipeline(shards, workers=1), 24)
+    assert timing.samples == 24 and set(timing.seconds) == set(STAGES)
+    assert abs(sum(timing.shares().values()) - 1) < 1e-9 and timing.pipeline_rate > 0 and timing.worker_rate > 0
+
+
+def test_png_with_alpha_becomes_rgb():
+    buffer = io.BytesIO()
+    Image.new("RGBA", (4, 4), (255, 0, 0, 10)).save(buffer, format="PNG")
+    assert decode_image(buffer.getvalue()).mode == "RGB"

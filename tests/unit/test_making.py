@@ -1,0 +1,211 @@
+"""Emoji, Fashion-MNIST, converters, and `sparo data check`, on small files written here."""
+
+import gzip
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from evals.data import EvalSet, captions, label, pair
+from sparo_train.core.errors import DataError
+from sparo_train.data import emoji as emoji_module
+from sparo_train.data.check import check
+from sparo_train.data.convert import FASHION, convert_csv, convert_folder, make_fashion_mnist
+from sparo_train.data.emoji import (
+    Emoji,
+    attribute_pairs,
+    install,
+    is_held_out,
+    rasterise,
+    read_drawings,
+    read_emoji,
+    sibling_pairs,
+)
+from sparo_train.data.emoji_sets import make_emoji
+from sparo_train.data.shards import ShardReader
+from sparo_train.data.sources import SourceConfig
+from sparo_train.data.writer import write_shard
+from tests.conftest import jpeg, sample
+
+BODY = '<circle cx="16" cy="16" r="14" fill="{}"/>'
+
+
+@pytest.fixture
+def modules(tmp_path):
+    """A node_modules folder with two vendors, in the packages' own layout."""
+    root = tmp_path / "node_modules"
+    texts = [
+        {"label": f"{color} heart", "hexcode": f"1F5{i:02d}", "tags": [color, "love"], "group": 8, "subgroup": 1}
+        for i, color in enumerate(["red", "blue", "green", "purple", "orange", "brown"])
+    ]
+    hand = {"label": "waving hand", "hexcode": "1F44B", "tags": ["hello"], "group": 1, "subgroup": 2}
+    hand["skins"] = [
+        {"label": f"waving hand: {t} skin tone", "hexcode": f"1F44B-{i}"} for i, t in enumerate(["light", "dark"])
+    ]
+    texts += [
+        hand,
+        {"label": "flag: X", "hexcode": "F", "group": 9, "subgroup": 3},
+        {"label": "regional indicator A", "hexcode": "R"},
+    ]
+    texts += [{"label": f"thing {i}", "hexcode": f"AA{i}", "tags": [], "group": 3, "subgroup": 5} for i in range(40)]
+    (root / "emojibase-data/en/shortcodes").mkdir(parents=True)
+    (root / "emojibase-data/en/data.json").write_text(json.dumps(texts))
+    (root / "emojibase-data/en/shortcodes/emojibase.json").write_text(
+        json.dumps({"1F500": "heart", "1F44B": ["wave", "hand"]})
+    )
+    for vendor in emoji_module.VENDORS:
+        folder = root / "@iconify-json" / vendor
+        folder.mkdir(parents=True)
+        icons = {
+            "red-heart": {"body": BODY.format("red")},
+            "waving-hand-dark-skin-tone": {"body": BODY.format("brown"), "width": 20},
+        }
+        icons |= {f"thing-{i}": {"body": BODY.format("#0a0")} for i in range(40)}
+        icons |= {
+            "odd-slug": {"body": BODY.format("blue")},
+            "wave": {"body": BODY.format("gold")},
+            "unknown": {"body": ""},
+        }
+        (folder / "icons.json").write_text(json.dumps({"icons": icons, "width": 32, "height": 32}))
+        if vendor == "noto":
+            (folder / "chars.json").write_text(json.dumps({"1f501": "odd-slug"}))
+    return root
+
+
+def test_drawings_are_matched_by_label_code_point_and_short_code(modules):
+    emoji = read_emoji(modules)
+    assert not any(e.label.startswith(("flag", "regional")) for e in emoji)
+    noto = {d.emoji.label for d in read_drawings(modules, "noto", emoji)}
+    assert {"red heart", "waving hand: dark skin tone", "blue heart", "waving hand"} <= noto
+    assert "blue heart" not in {d.emoji.label for d in read_drawings(modules, "fxemoji", emoji)}
+
+
+def test_rasterising_fits_a_white_square(modules):
+    drawing = next(
+        d for d in read_drawings(modules, "noto", read_emoji(modules)) if d.emoji.label == "waving hand: dark skin tone"
+    )
+    pixels = np.asarray(rasterise(drawing.svg, 32))
+    assert pixels.shape == (32, 32, 3) and (pixels[0, 0] == 255).all() and pixels[16, 16].tolist() == [165, 42, 42]
+
+
+def test_splits_do_not_leak(modules, tmp_path):
+    counts = make_emoji(tmp_path / "out", modules, size=16, processes=1)
+    reader = ShardReader()
+    path = str(tmp_path / "out" / "train" / "00000.tar")
+    train = [json.loads(reader.read(path, i)[1]["json"]) for i in range(len(reader.index(path)))]
+    assert len(train) == counts["train"] and "twemoji" not in {t["vendor"] for t in train}
+    held = [e.label for e in read_emoji(modules) if is_held_out(e)]
+    assert held and not set(held) & {t["label"] for t in train}
+    vendor, new = EvalSet(tmp_path / "out" / "zeroshot_vendor"), EvalSet(tmp_path / "out" / "zeroshot_concepts")
+    assert not set(vendor.lines("classnames.txt")) & set(new.lines("classnames.txt"))
+    assert set(new.lines("classnames.txt")) <= set(held)
+    for source in (vendor, new):
+        names = source.lines("classnames.txt")
+        assert {label(i, source.root) for i in source.items(16)} == set(range(len(names)))
+    assert all(captions(i, tmp_path) for i in EvalSet(tmp_path / "out" / "retrieval").items(16))
+    rows = [pair(i, tmp_path) for i in EvalSet(tmp_path / "out" / "pairs").items(16)]
+    assert all(r["caption"] != r["negative_caption"] for r in rows)
+    again = make_emoji(tmp_path / "again", modules, size=16, processes=1)
+    assert (
+        again == counts
+        and (tmp_path / "again/train/00000.tar").read_bytes() == (tmp_path / "out/train/00000.tar").read_bytes()
+    )
+
+
+def test_pairs_use_every_label_as_often_true_as_false():
+    words = [
+        "red heart",
+        "blue heart",
+        "green heart",
+        "man: light skin tone",
+        "man: dark skin tone",
+        "cat",
+        "dog",
+        "cow",
+    ]
+    emoji = [Emoji(str(i), w, emoji_module.normalize(w), (), 1) for i, w in enumerate(words)]
+    for make in (sibling_pairs, attribute_pairs):
+        found = list(make(emoji, np.random.default_rng(0)))
+        assert sorted(e.label for e, _ in found) == sorted(f for _, f in found)
+    changed = {(e.label, f) for e, f in attribute_pairs(emoji, np.random.default_rng(0))}
+    assert all(len(set(a.split()) ^ set(b.split())) == 2 for a, b in changed) and len(changed) == 5
+
+
+def test_npm_missing_or_failing_is_explained(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DataError, match=r"npm is not installed; install Node\.js"):
+        install(tmp_path / "first")
+    fake = tmp_path / "npm"
+    fake.write_text("#!/bin/sh\necho 'no such registry' >&2\nexit 7\n")
+    fake.chmod(0o755)
+    with pytest.raises(DataError, match="npm failed with code 7: no such registry"):
+        install(tmp_path / "modules")
+
+
+def idx(array):
+    return gzip.compress(
+        b"\0\0\x08" + bytes([array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+    )
+
+
+def test_fashion_mnist_becomes_captioned_shards(tmp_path):
+    rng = np.random.default_rng(0)
+    for name, n in (("train", 20), ("t10k", 10)):
+        (tmp_path / f"{name}-images-idx3-ubyte.gz").write_bytes(idx(rng.integers(0, 255, (n, 28, 28), dtype=np.uint8)))
+        (tmp_path / f"{name}-labels-idx1-ubyte.gz").write_bytes(idx((np.arange(n) % 10).astype(np.uint8)))
+    assert make_fashion_mnist(tmp_path / "out", tmp_path) == {"train": 20, "zeroshot": 10}
+    _, fields = ShardReader().read(str(tmp_path / "out/train/00000.tar"), 3)
+    assert fields["txt"] == b"a dress" and fields["cls"] == b"3"
+    test = EvalSet(tmp_path / "out" / "zeroshot")
+    assert tuple(test.lines("classnames.txt")) == FASHION and len(list(test.items(28))) == 10
+    with pytest.raises(
+        DataError, match=r"train-images-idx3-ubyte\.gz: missing; Debian: apt-get install dataset-fashion-mnist"
+    ):
+        make_fashion_mnist(tmp_path / "none", tmp_path / "nothing")
+
+
+def test_image_folders_and_tables_become_shards(tmp_path):
+    source = tmp_path / "images"
+    (source / "red_cube").mkdir(parents=True)
+    (source / "red_cube" / "a.b.JPG").write_bytes(jpeg(0))
+    (source / "x.png").write_bytes(jpeg(1))
+    (source / "x.txt").write_text("its own words")
+    assert convert_folder(source, tmp_path / "out") == 2
+    reader = ShardReader()
+    path = str(tmp_path / "out/00000.tar")
+    assert [reader.read(path, i)[1]["txt"] for i in range(2)] == [b"a photo of a red cube", b"its own words"]
+    (source / "table.tsv").write_text("title\tfile\na red one\tred_cube/a.b.JPG\n")
+    assert convert_csv(source / "table.tsv", tmp_path / "csv", "file", "title", "\t") == 1
+    with pytest.raises(DataError, match="no column 'flie'; did you mean 'file'"):
+        convert_csv(source / "table.tsv", tmp_path / "csv", "flie", "title", "\t")
+    (source / "bad.csv").write_text("filepath,title\nnone.jpg,words\n")
+    with pytest.raises(DataError, match=r"bad\.csv, line 2: 'none\.jpg' is no image file"):
+        convert_csv(source / "bad.csv", tmp_path / "csv", "filepath", "title")
+    (source / "y.png").write_bytes(jpeg(2))
+    with pytest.raises(DataError, match=r"y\.png: no class folder and no y\.txt"):
+        convert_folder(source, tmp_path / "again")
+    with pytest.raises(DataError, match=r"no \.jpg, \.png or \.webp image"):
+        convert_folder(tmp_path / "csv", tmp_path / "again")
+
+
+def test_a_key_with_a_dot_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"key 'a\.b' holds a dot"):
+        write_shard(tmp_path / "x.tar", [("a.b", {"txt": b"x"})])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_check_counts_duplicates_and_damage(tmp_path):
+    good = [sample(i) for i in range(8)]
+    write_shard(tmp_path / "a.tar", good)
+    write_shard(
+        tmp_path / "b.tar",
+        [good[0], ("new", good[1][1]), ("bad", {"jpg": b"x", "txt": b"words"}), ("no", {"txt": b"x"})],
+    )
+    cut = tmp_path / "c.tar"
+    write_shard(cut, [sample(i) for i in range(20, 24)])
+    cut.write_bytes(cut.read_bytes()[:5000])
+    report = check([str(tmp_path / f"{n}.tar") for n in "abc"], SourceConfig(shards="x"), processes=1)
+    assert report.reasons() == {"bad image": 1, "missing image": 1, "truncated tar": 1}
+    assert report.duplicate_keys == 1 and report.duplicate_images == 2 and report.duplicate_captions >= 2
+    assert report.shards[1].bad == [("bad", "bad image"), ("no", "missing image")]

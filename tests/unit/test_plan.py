@@ -1,0 +1,105 @@
+"""The plan reads every sample as often as it should, in an order that nothing but seed and position decides."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparo_train.core.errors import ConfigError
+from sparo_train.data.plan import Plan
+
+shard_counts = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(lambda c: sum(c) > 0)
+plans = st.builds(
+    lambda counts, weights, seed, chunk, window: (counts, (weights * len(counts))[: len(counts)], seed, chunk, window),
+    st.lists(shard_counts, min_size=1, max_size=3),
+    st.lists(st.sampled_from([1.0, 2.0]), min_size=1, max_size=3),
+    st.integers(0, 2**40),
+    st.integers(1, 70),
+    st.integers(1, 50),
+)
+
+
+def build(spec, streams=1):
+    counts, weights, seed, chunk, window = spec
+    return Plan(counts, weights, seed, streams, chunk, window)
+
+
+def epoch_of(plan, epoch):
+    return [
+        plan.at(stream, epoch * plan.stream_length(stream) + i)
+        for stream in range(plan.streams)
+        for i in range(plan.stream_length(stream))
+    ]
+
+
+@given(plans, st.integers(1, 5), st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_an_epoch_visits_every_sample_weight_times(spec, streams, epoch):
+    counts, weights, *_ = spec
+    if sum(w * sum(c) for w, c in zip(weights, counts, strict=True)) < streams:
+        return
+    seen = Counter((r.source, r.shard, r.ordinal) for r in epoch_of(build(spec, streams), epoch))
+    expected = {
+        (source, shard, ordinal): int(weights[source])
+        for source, shards in enumerate(counts)
+        for shard, n in enumerate(shards)
+        for ordinal in range(n)
+    }
+    assert seen == expected
+
+
+@given(plans, st.integers(1, 4), st.integers(0, 200))
+@settings(max_examples=40, deadline=None)
+def test_any_position_is_known_without_the_ones_before(spec, streams, position):
+    counts, weights, *_ = spec
+    if sum(w * sum(c) for w, c in zip(weights, counts, strict=True)) < streams:
+        return
+    walked, fresh = build(spec, streams), build(spec, streams)
+    for i in range(position):
+        walked.at(0, i)
+    assert walked.at(0, position) == fresh.at(0, position)
+
+
+@given(st.integers(1, 90), st.sampled_from([0.1, 0.25, 0.5, 0.9, 1.7]), st.integers(0, 50))
+@settings(max_examples=40, deadline=None)
+def test_fractional_weights_finish_a_pass_before_the_next(total, weight, seed):
+    plan = Plan([[total]], [weight], seed, 1, chunk=7, window=5)
+    seen: Counter[int] = Counter()
+    for epoch in range(6):
+        seen.update(r.ordinal for r in epoch_of(plan, epoch))
+        counts = [seen[i] for i in range(total)]
+        assert max(counts) - min(counts) <= 1
+
+
+def test_window_chunks_cover_exactly_what_the_window_reads():
+    plan = Plan([[30, 50], [25]], [1.0, 2.0], 3, 4, chunk=8, window=16)
+    for stream in range(4):
+        length = plan.stream_length(stream)
+        for position in range(0, length, 16):
+            read = sorted(plan.at(stream, p)[1:] for p in range(position, min(position + 16, length)))
+            ahead = sorted((s, d, i) for s, d, a, b in plan.window_chunks(stream, position) for i in range(a, b))
+            assert read == ahead
+
+
+def test_seeds_and_epochs_give_other_orders():
+    orders = [tuple(epoch_of(Plan([[64]], [1.0], seed, 2), epoch)) for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(r.ordinal for r in order) for order in orders}) == 4
+
+
+def test_neighbours_on_disk_are_spread_over_the_epoch():
+    plan = Plan([[1000] * 4], [1.0], 0, 8, chunk=32, window=256)
+    order = [r.shard * 1000 + r.ordinal for r in epoch_of(plan, 0)]
+    assert abs(np.corrcoef(order, range(4000))[0, 1]) < 0.2
+
+
+def test_a_thousand_ranks_share_an_epoch_evenly():
+    plan = Plan([[10_000] * 40], [1.0], 0, 1024)
+    lengths = [plan.stream_length(s) for s in range(1024)]
+    assert sum(lengths) == 400_000 and max(lengths) - min(lengths) <= 1
+
+
+def test_more_streams_than_samples_are_refused():
+    with pytest.raises(ConfigError, match=r"data\.streams=8: an epoch has only 5 samples"):
+        Plan([[5]], [1.0], 0, 8)

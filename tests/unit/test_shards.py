@@ -1,0 +1,155 @@
+"""Index and positional reading agree with tarfile on any tar; damage is noticed."""
+
+import io
+import tarfile
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.data.shards import ShardReader, load_index, scan, split_key, unpack
+from sparo_train.data.sources import SourceConfig, find_shards, fingerprint, open_source, refuse_changed
+from sparo_train.data.writer import write_shard
+from tests.conftest import sample
+
+names = (
+    st.text("abz019/_é-", min_size=1, max_size=140)
+    .map(lambda s: s.strip("/").replace("//", "/") or "k")
+    .filter(lambda s: not s.startswith("__") and "/__" not in s and not s.endswith("/"))
+)
+samples = st.lists(
+    st.tuples(
+        names,
+        st.dictionaries(st.sampled_from(["jpg", "txt", "json", "mask.png"]), st.binary(max_size=1500), min_size=1),
+    ),
+    max_size=8,
+    unique_by=lambda s: s[0],
+)
+
+
+def tar_bytes(items, form=tarfile.PAX_FORMAT):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=form) as tar:
+        for key, fields in items:
+            for extension, data in fields.items():
+                info = tarfile.TarInfo(f"{key}.{extension}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+@given(samples, st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]))
+@settings(max_examples=60, deadline=None)
+def test_every_sample_is_found_whole(items, form):
+    data = tar_bytes(items, form)
+    index = scan(io.BytesIO(data), len(data), "x.tar")
+    assert index.intact
+    read = [unpack(data[index.offsets[i] : index.offsets[i + 1]]) for i in range(len(index))]
+    assert read == items
+
+
+@given(samples.filter(lambda s: len(s) > 1), st.floats(0.01, 0.99))
+@settings(max_examples=60, deadline=None)
+def test_a_cut_tar_gives_its_whole_samples_and_says_so(items, share):
+    data = tar_bytes(items)
+    whole = scan(io.BytesIO(data), len(data), "x.tar")
+    cut = data[: max(512, int(whole.offsets[-1] * share))]
+    index = scan(io.BytesIO(cut), len(cut), "x.tar")
+    read = [unpack(cut[index.offsets[i] : index.offsets[i + 1]]) for i in range(len(index))]
+    assert not index.intact
+    # The last sample may lack members that were written after the cut; all before it are whole.
+    assert read[:-1] == items[: max(0, len(read) - 1)]
+
+
+def test_webdatasets_rule_for_keys():
+    assert split_key("a/b.c/000.mask.PNG") == ("a/b.c/000", "mask.png")
+    assert split_key("README") is None and split_key(".hidden") is None and split_key("__meta__.json") is None
+
+
+def test_webdataset_reads_what_we_write_and_we_read_it_the_same(tmp_path):
+    import webdataset as wds
+
+    write_shard(tmp_path / "x.tar", (sample(i) for i in range(5)))
+    theirs = list(wds.WebDataset(str(tmp_path / "x.tar"), shardshuffle=False))
+    reader = ShardReader()
+    for ordinal, row in enumerate(theirs):
+        key, fields = reader.read(str(tmp_path / "x.tar"), ordinal)
+        assert key == row["__key__"] and all(row[e] == fields[e] for e in fields)
+
+
+def test_equal_samples_make_equal_bytes(tmp_path):
+    for name in ("a.tar", "b.tar"):
+        write_shard(tmp_path / name, (sample(i) for i in range(3)))
+    assert (tmp_path / "a.tar").read_bytes() == (tmp_path / "b.tar").read_bytes()
+
+
+def test_index_is_kept_and_forgotten_with_its_file(tmp_path, monkeypatch):
+    path = tmp_path / "x.tar"
+    write_shard(path, (sample(i) for i in range(3)))
+    assert len(load_index(str(path), write_beside=True)) == 3
+    assert (tmp_path / "x.tar.idx.npy").exists()
+    write_shard(path, (sample(i) for i in range(5)))
+    assert len(load_index(str(path))) == 5
+
+
+def test_a_file_that_is_no_tar_is_named(tmp_path):
+    path = tmp_path / "x.tar"
+    path.write_bytes(b"<html>not found</html>" * 100)
+    with pytest.raises(DataError, match=r"x\.tar: not a tar file"):
+        load_index(str(path))
+
+
+def test_a_shard_that_shrank_under_the_run_is_named(shards):
+    reader = ShardReader()
+    path = shards / "00000.tar"
+    reader.index(str(path))
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(DataError, match="shorter than its index"):
+        reader.read(str(path), 20)
+
+
+def test_folders_globs_braces_and_urls_name_the_same_shards(shards):
+    expected = [str(shards / f"{i:05d}.tar") for i in range(4)]
+    for pattern in (str(shards), f"{shards}/*.tar", f"{shards}/{{00000..00003}}.tar", tuple(expected)):
+        assert find_shards(pattern) == expected
+    assert find_shards(f"file://{shards}/{{00000..00003}}.tar") == [f"file://{p}" for p in expected]
+
+
+def test_shards_behind_a_url_read_the_same(tmp_path):
+    import fsspec
+
+    write_shard(tmp_path / "x.tar", (sample(i) for i in range(4)))
+    with fsspec.open("memory://bucket/x.tar", "wb") as stream:
+        stream.write((tmp_path / "x.tar").read_bytes())
+    reader = ShardReader()
+    assert find_shards("memory://bucket/*.tar") == ["memory:///bucket/x.tar"]
+    for i in range(4):
+        assert reader.read("memory://bucket/x.tar", i) == reader.read(str(tmp_path / "x.tar"), i)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("{root}/sharts", r"matches no shard; did you mean 'shards'\?"),
+        ("{root}/none/{{0..3}}.tar", "is no folder"),
+        ("pipe:cat x.tar", "runs a shell command"),
+    ],
+)
+def test_patterns_that_match_nothing_are_explained(shards, pattern, message):
+    with pytest.raises(ConfigError, match=message):
+        find_shards(pattern.format(root=shards.parent), "data.sources.a.shards")
+
+
+def test_a_changed_data_set_is_refused_with_the_change(shards):
+    config = SourceConfig(shards=str(shards))
+    before = fingerprint([open_source("a", config)])
+    (shards / "00003.tar").unlink()
+    after = fingerprint([open_source("a", config)])
+    with pytest.raises(DataError, match=r"(?s)a: .*'samples': 96.*->.*'samples': 72"):
+        refuse_changed(before, after, "checkpoint")
+
+
+def test_offsets_are_plain_integers(shards):
+    assert load_index(str(shards / "00000.tar")).offsets.dtype == np.int64
