@@ -179,7 +179,10 @@ class ClipPipeline:
                 delivery = self._assemble([next(parts) for _ in range(max(1, self.workers))])
                 yield delivery._replace(skipped=dict(first + Counter(delivery.skipped))) if first else delivery
                 first = Counter()
-        finally:
+        finally:  # at once: an exception's traceback may keep this frame, and with it the workers, alive
+            if self.workers:
+                parts._shutdown_workers()  # pyright: ignore[reportAttributeAccessIssue]
+            leftover()
             atexit.unregister(leftover)
 
     def example(self, reader: ShardReader, ref: SampleRef) -> Example:
@@ -222,7 +225,8 @@ def _as_it_is(part: Part | SparoError) -> Part | SparoError:
 
 def _kill_workers(loader: weakref.ref[Any]) -> None:
     for worker in getattr(loader(), "_workers", []):
-        worker.kill()
+        if worker.is_alive():
+            worker.kill()
 
 
 def _start_worker(_number: int) -> None:

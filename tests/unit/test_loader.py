@@ -2,6 +2,7 @@
 
 import io
 import json
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -136,8 +137,9 @@ def test_too_many_bad_samples_stop_the_run_and_name_the_shards():
 
 def test_a_source_without_one_usable_sample_ends_with_an_error(tmp_path):
     write_shard(tmp_path / "0.tar", ((f"{i}", {"jpg": b"x", "txt": b"words"}) for i in range(16)))
-    with pytest.raises(DataError, match=r"no usable sample: .*0\.tar \(bad image"):
+    with pytest.raises(DataError, match=r"no usable sample: .*0\.tar \(bad image") as caught:
         next(pipeline(tmp_path / "0.tar", workers=1).start())
+    assert caught.tb is not None and not multiprocessing.active_children()  # although the traceback holds the loader
 
 
 def test_streams_must_divide_the_batch(shards):
