@@ -7,14 +7,14 @@ ROOT/classnames.txt  ROOT/zeroshot_classification_templates.txt  ROOT/dataset_ty
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparo_train.core.errors import DataError
-from sparo_train.data.samples import BadSampleError, decode_image, image_bytes
+from sparo_train.core.errors import BadSampleError, DataError
+from sparo_train.data.samples import decode_image, image_bytes
 from sparo_train.data.shards import ShardReader
 from sparo_train.data.transforms import eval_pixels
 
@@ -41,7 +41,17 @@ class EvalSet:
         counter = self.root / split / "nshards.txt"
         if not counter.is_file():
             raise DataError(f"{counter}: missing; an evaluation set has {split}/nshards.txt and {split}/0.tar …")
-        self.shards = [str(self.root / split / f"{i}.tar") for i in range(int(counter.read_text(encoding="utf-8")))]
+        try:
+            number = int(counter.read_text(encoding="utf-8"))
+        except ValueError:
+            raise DataError(f"{counter}: must hold the number of shards, nothing else") from None
+        self.shards = [str(self.root / split / f"{i}.tar") for i in range(number)]
+
+    def require(self, names: Sequence[str]) -> None:
+        """Raise `DataError` where a shard or one of these files is missing."""
+        for path in [*map(Path, self.shards), *(self.root / name for name in names)]:
+            if not path.is_file():
+                raise DataError(f"{path}: missing; the evaluation set {self.root} needs it")
 
     def lines(self, name: str) -> list[str]:
         """Non-empty lines of a text file beside the split."""
@@ -59,8 +69,9 @@ class EvalSet:
                 if not index.intact:
                     raise DataError(f"{url}: truncated; scores over part of a test set mean nothing, fetch it again")
                 for ordinal in range(len(index)):
-                    key, fields = reader.read(url, ordinal)
+                    key = f"number {ordinal}"
                     try:
+                        key, fields = reader.read(url, ordinal)
                         pixels = eval_pixels(decode_image(image_bytes(fields, IMAGE_KEYS)), size)
                     except BadSampleError as bad:
                         raise DataError(f"{url}: sample {key}: {bad}") from None
@@ -79,7 +90,11 @@ def label(item: Item, where: Path) -> int:
 
 def captions(item: Item, where: Path) -> list[str]:
     """The captions of a `.txt` member, one per line."""
-    lines = [line for line in item.fields.get("txt", b"").decode("utf-8").splitlines() if line.strip()]
+    try:
+        text = item.fields.get("txt", b"").decode("utf-8")
+    except UnicodeDecodeError:
+        raise DataError(f"{where}: sample {item.key}: .txt is not UTF-8") from None
+    lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         raise DataError(f"{where}: sample {item.key} has no caption in .txt")
     return lines
@@ -90,5 +105,5 @@ def pair(item: Item, where: Path) -> dict[str, Any]:
     try:
         found = json.loads(item.fields["json"])
         return {k: found[k] for k in ("kind", "caption", "negative_caption")}
-    except (KeyError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{where}: sample {item.key}: .json needs kind, caption, negative_caption ({error})") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -12,13 +11,14 @@ from torch import Tensor, nn
 
 from sparo_train.core import store
 from sparo_train.core.config import parse_yaml, resolve
-from sparo_train.core.errors import CheckpointError, did_you_mean
+from sparo_train.core.errors import CheckpointError
 from sparo_train.data.text import ClipTokenizer
 from sparo_train.models.clip import Clip
-from sparo_train.models.clip_config import ClipConfig
+from sparo_train.models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
+from sparo_train.models.describe import infer_config, read_config, read_export
 from sparo_train.models.readouts import Slots
-from sparo_train.models.weights import infer_config, load_into, read_weights
-from sparo_train.objectives.clip import OPENAI_MEAN, OPENAI_STD, ClipObjective, ClipObjectiveConfig
+from sparo_train.models.weights import load_into, read_weights
+from sparo_train.objectives.clip import ClipObjective, ClipObjectiveConfig
 from sparo_train.train.run import RunConfig
 
 _BATCH = 256
@@ -40,11 +40,19 @@ class ClipEncoder:
         label: str = "",
     ):
         self.model, self.label = model.eval(), label
+        self.assumed = ""  # what the file did not say and was taken for granted
         self.device = model.logit_scale.device
         self.mean = torch.tensor(mean, device=self.device).view(3, 1, 1)
         self.std = torch.tensor(std, device=self.device).view(3, 1, 1)
         self.tokenizer = ClipTokenizer(model.config.text.context_length)
         self.image_size = model.config.vision.image_size
+
+    def to(self, device: str) -> ClipEncoder:
+        """Move model and normalisation."""
+        self.model.to(device)
+        self.device = self.model.logit_scale.device
+        self.mean, self.std = self.mean.to(device), self.std.to(device)
+        return self
 
     @torch.inference_mode()
     def image(self, pixels: Iterable[np.ndarray], batch: int = _BATCH) -> Tensor:
@@ -103,7 +111,8 @@ def load_encoder(checkpoint: str | Path, model: str | None = None, device: str =
     Args:
         checkpoint: a run folder (its newest checkpoint), one of its `checkpoints/step-…` folders, an exported open_clip
             folder, or a .pt/.safetensors file (ours, sparo-clip's, open_clip's).
-        model: for a file: a name of `sparo_train.openclip.names()` such as `gap-ViT-B-16`; default: told by the weights.
+        model: for a file: an open_clip model name, ours included (`ViT-B-32-quickgelu`, `gap-ViT-B-16`); default: what the
+            file says of itself, else what its shapes tell (then `assumed` says what was taken for granted).
 
     Raises:
         CheckpointError: nothing there that we can read.
@@ -117,8 +126,7 @@ def load_encoder(checkpoint: str | Path, model: str | None = None, device: str =
         encoder = _from_file(path, model)
     else:
         raise CheckpointError(f"{path}: no run folder, no checkpoint folder, no exported folder, no weight file")
-    encoder.model.to(device)
-    return ClipEncoder(encoder.model, encoder.mean.flatten().tolist(), encoder.std.flatten().tolist(), str(path))
+    return encoder.to(device)
 
 
 def read_run(path: Path) -> tuple[RunConfig, Path]:
@@ -151,32 +159,30 @@ def _built(objective: ClipObjectiveConfig, weights: dict[str, Tensor], origin: s
 
 
 def _from_export(path: Path) -> ClipEncoder:
-    config = json.loads((path / "open_clip_config.json").read_text(encoding="utf-8"))
-    cfg, preprocess = config["model_cfg"], config["preprocess_cfg"]
-    readout = cfg["vision_cfg"].get("readout", {"kind": "token"})
-    tree = {
-        "vision": {k: v for k, v in cfg["vision_cfg"].items() if k != "readout"},
-        "text": {k: v for k, v in cfg["text_cfg"].items() if k != "readout"},
-        "embed_dim": cfg["embed_dim"],
-        "quick_gelu": cfg.get("quick_gelu", False),
-        "readout": readout,
-    }
-    model = Clip(resolve(ClipConfig, tree, str(path / "open_clip_config.json")))
+    config, mean, std = read_export(path / "open_clip_config.json")
+    model = Clip(config)
     load_into(model, read_weights(path / "open_clip_model.safetensors"), str(path))
-    return ClipEncoder(model, preprocess["mean"], preprocess["std"], str(path))
+    return ClipEncoder(model, mean, std, str(path))
 
 
 def _from_file(path: Path, name: str | None) -> ClipEncoder:
-    weights = read_weights(path)
-    if name is None:
+    weights, assumed = read_weights(path), ""
+    config = _named(name) if name else read_config(path)
+    if config is None:
         config = infer_config(weights)
-    else:
-        from sparo_train import openclip  # wraps open_clip's builders: only where a name is asked for
-
-        known = openclip.names()
-        if name not in known:
-            raise CheckpointError(f"--model {name!r}: {did_you_mean(name, known)}")
-        config = known[name]
+        v, t = config.vision, config.text
+        assumed = (
+            f"{path}: told from the shapes: {config.readout.kind} read-out, ViT {v.width}x{v.layers} with patches of {v.patch_size} "
+            f"and {v.width // v.head_width} heads, text {t.width}x{t.layers} with {t.heads} heads, GELU; --model NAME says otherwise"
+        )
     model = Clip(config)
     load_into(model, weights, str(path))
-    return ClipEncoder(model, label=str(path))
+    encoder = ClipEncoder(model, label=str(path))
+    encoder.assumed = assumed
+    return encoder
+
+
+def _named(name: str) -> ClipConfig:
+    from sparo_train import openclip  # wraps open_clip's builders: only where a name is asked for
+
+    return openclip.config_of(name)

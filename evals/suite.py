@@ -29,6 +29,12 @@ class Suite:
         self.tasks = dict(tasks)
         self._items: dict[tuple[str, int], list[Item]] = {}
 
+    def check(self) -> None:
+        """Raise `DataError` now where a set lacks a file that its task needs."""
+        for task in self.tasks.values():
+            source = EvalSet(task.root)
+            source.require(["classnames.txt"] if task.task == "zeroshot" else [])
+
     def run(
         self,
         encoder: ClipEncoder,
@@ -50,7 +56,10 @@ class Suite:
 
     def _read(self, root: str, size: int) -> list[Item]:
         if (root, size) not in self._items:
-            self._items[root, size] = list(EvalSet(root).items(size))
+            items = list(EvalSet(root).items(size))
+            if not items:
+                raise DataError(f"{root}: an evaluation set without samples")
+            self._items[root, size] = items
         return self._items[root, size]
 
 

@@ -11,16 +11,17 @@ from rich.table import Table
 from sparo_train.data.check import Report, check
 from sparo_train.data.sources import SourceConfig
 
-from .making import bar
+from .view import Bar
 
 _NAMED = 5
+_KINDS = ("keys", "images", "captions")
 
 
 def check_with_bar(urls: Sequence[str], config: SourceConfig, processes: int) -> Report:
     """`check` with a bar over shards."""
-    with bar() as progress:
-        task = progress.add_task("checking shards", total=len(urls))
-        return check(urls, config, processes, lambda done: progress.update(task, completed=done))
+    with Bar() as bar:
+        task = bar.start_task_named("checking shards", len(urls))
+        return check(urls, config, processes, lambda done: bar.show(task, done, len(urls)))
 
 
 def check_table(report: Report) -> Table:
@@ -29,11 +30,13 @@ def check_table(report: Report) -> Table:
     for column in ("shard", "samples", "broken", "reasons", "keys"):
         table.add_column(column)
     for shard in report.shards:
-        if shard.bad or not shard.intact:
+        if shard.bad or shard.damage:
             reasons = Counter(reason for _, reason in shard.bad)
-            if not shard.intact:
-                reasons["truncated tar"] = 1
-            keys = ", ".join(key for key, _ in shard.bad[:_NAMED]) + (" …" if len(shard.bad) > _NAMED else "")
+            if shard.damage:
+                reasons[shard.damage] = 1
+            keys = ", ".join(_printable(key) for key, _ in shard.bad[:_NAMED]) + (
+                " …" if len(shard.bad) > _NAMED else ""
+            )
             table.add_row(
                 shard.url,
                 str(shard.samples),
@@ -50,19 +53,23 @@ def check_facts(report: Report) -> dict[str, Any]:
         "shards": len(report.shards),
         "samples": report.samples,
         "broken": report.reasons(),
-        "duplicates": {
-            "keys": report.duplicate_keys,
-            "images": report.duplicate_images,
-            "captions": report.duplicate_captions,
-        },
+        "duplicates": {name: getattr(report, name)._asdict() for name in _KINDS},
         "bad": {s.url: [list(pair) for pair in s.bad] for s in report.shards if s.bad},
-        "truncated": [s.url for s in report.shards if not s.intact],
+        "damaged": {s.url: s.damage for s in report.shards if s.damage},
     }
 
 
 def _title(report: Report) -> str:
     broken = ", ".join(f"{r}: {n}" for r, n in report.reasons().items()) or "nothing broken"
-    return (
-        f"{len(report.shards)} shards, {report.samples} samples; {broken}; duplicates: "
-        f"{report.duplicate_keys} keys, {report.duplicate_images} images, {report.duplicate_captions} captions"
-    )
+    lines = [f"{len(report.shards)} shards, {report.samples} samples; {broken}"]
+    for name in _KINDS:
+        found = getattr(report, name)
+        example = found.examples[0] if found.examples else []
+        such_as = ", e.g. " + " = ".join(f"{url}:{_printable(key)}" for url, key in example[:2]) if example else ""
+        lines.append(f"duplicate {name}: {found.copies}{such_as}")
+    return "\n".join(lines)
+
+
+def _printable(key: str) -> str:
+    """A key whose bytes are not UTF-8 can be read, but not printed as it is."""
+    return key.encode("utf-8", "backslashreplace").decode()

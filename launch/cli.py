@@ -25,8 +25,6 @@ app = typer.Typer(
 )
 app.add_typer(data_cli.app, name="data")
 
-SIGNAL_EXIT = 75  # EX_TEMPFAIL: stopped by a signal, saved, the same line continues
-
 Recipe = Annotated[Path, typer.Argument(help="a YAML recipe, e.g. configs/clip/scenes_tiny.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key.path=value …")]
 
@@ -44,16 +42,10 @@ def train(
 
         show_dry(config)
         return
+    from .training import exit_if_stopped
     from .training import train as run
 
-    outcome = run(config)
-    console.print(
-        f"{config.name}: {outcome.reason} at step {outcome.step}; checkpoint {outcome.checkpoint}",
-        highlight=False,
-    )
-    if outcome.reason.startswith("SIG"):
-        console.print("run the same line again to continue", highlight=False)
-        raise typer.Exit(SIGNAL_EXIT)
+    exit_if_stopped(run(config))
 
 
 class _Tasks(Frozen):
@@ -73,13 +65,14 @@ def evaluate(
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the results here")] = None,
 ) -> None:
     """Score checkpoints and print one table."""
-    from .training import evaluate_checkpoint, write_results
+    from .training import evaluate_checkpoint, recipe_tasks, write_results
 
     known: dict[str, Any] = dict(resolve(_Tasks, load_recipe(data), str(data)).tasks) if data else {}
-    if not known and not any((Path(c) / "config.yaml").is_file() for c in checkpoints):
-        raise ConfigError(
-            "--data: a checkpoint without a run folder needs a YAML with `tasks:` that says what to score"
-        )
+    for checkpoint in checkpoints if not known else []:
+        if recipe_tasks(Path(checkpoint)) is None:
+            raise ConfigError(
+                f"--data: {checkpoint} has no run folder with eval.tasks; give a YAML with `tasks:` that says what to score"
+            )
     results = {}
     for checkpoint in checkpoints:
         with console.status(f"{checkpoint}: loading") as status:
@@ -90,6 +83,7 @@ def evaluate(
                 known,
                 model,
                 lambda task, c=checkpoint, s=status: s.update(f"{c}: {task}"),
+                lambda text: console.print(text, highlight=False),
             )
     out.print(results_table(results, "per cent, 95 % intervals"))
     if json_file:
@@ -114,13 +108,15 @@ def export(
 
 @app.command()
 def demo(
-    folder: Annotated[Path, typer.Option(help="where data, runs and the page go")] = Path("runs/demo"),
+    folder: Annotated[
+        Path | None, typer.Option(help="where data, runs and the page go (default: runs/demo, runs/demo_quick)")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="a minute, learns little: to see that it works")] = False,
 ) -> None:
     """Render scenes, train CLIP and CLIP+SPARO of equal size, score both, write a page. At most ten minutes on two cores."""
     from .demo import run_demo
 
-    run_demo(folder, quick)
+    run_demo(folder or Path("runs/demo_quick" if quick else "runs/demo"), quick)
 
 
 @app.command()

@@ -19,6 +19,8 @@ from .check_view import check_facts, check_table, check_with_bar
 from .making import make_emoji_set, make_scenes
 from .view import console, out
 
+Processes = Annotated[int, typer.Option(min=1)]
+
 app = typer.Typer(no_args_is_help=True, help="Make, convert, check, index and benchmark shards.")
 
 
@@ -28,7 +30,7 @@ def scenes(
     train: Annotated[int, typer.Option(help="training scenes")] = 8000,
     size: Annotated[int, typer.Option(help="pixels per side")] = 64,
     seed: int = 0,
-    processes: int = 2,
+    processes: Processes = 2,
 ) -> None:
     """Render the captioned scenes with their evaluation sets."""
     make_scenes(folder, train, size, seed, processes)
@@ -40,7 +42,7 @@ def emoji(
     folder: Annotated[Path, typer.Argument()] = Path("data/emoji"),
     size: Annotated[int, typer.Option(help="pixels per side")] = 64,
     seed: int = 0,
-    processes: int = 2,
+    processes: Processes = 2,
 ) -> None:
     """Fetch emoji drawings of nine vendors through npm and write them with captions and leak-free tests."""
     for part, count in make_emoji_set(folder, size, seed, processes).items():
@@ -63,16 +65,15 @@ def convert(
     folder: Annotated[Path, typer.Argument(help="where the shards go")],
     image_column: str = "filepath",
     caption_column: str = "title",
+    separator: Annotated[str | None, typer.Option(help="between columns; default: told by the header")] = None,
     template: Annotated[str, typer.Option(help="caption for CLASS/ folders; {c} is the class")] = "a photo of a {c}",
-    per_shard: int = 1000,
+    per_shard: Annotated[int, typer.Option(min=1)] = 1000,
 ) -> None:
     """Write an image folder or a table of images and captions as shards."""
     if source.is_dir():
         count = convert_folder(source, folder, template, per_shard)
     elif source.suffix in (".csv", ".tsv"):
-        count = convert_csv(
-            source, folder, image_column, caption_column, "\t" if source.suffix == ".tsv" else ",", per_shard
-        )
+        count = convert_csv(source, folder, image_column, caption_column, separator, per_shard)
     else:
         raise ConfigError(f"{source}: give an image folder, or a .csv or .tsv file")
     console.print(f"{folder}: {count} samples", highlight=False)
@@ -83,7 +84,7 @@ def index(shards: Annotated[list[str], typer.Argument(help="folders, globs, brac
     """Scan shards once and keep the index beside them (NAME.tar.idx.npy); training starts at once afterwards."""
     source = open_source("shards", SourceConfig(shards=tuple(shards)), write_beside=True)
     console.print(
-        f"{len(source.urls)} shards, {source.samples} samples, {len(source.broken())} truncated",
+        f"{len(source.urls)} shards, {source.samples} samples, {len(source.broken())} not whole",
         highlight=False,
     )
 
@@ -92,15 +93,17 @@ def index(shards: Annotated[list[str], typer.Argument(help="folders, globs, brac
 def check(
     shards: Annotated[list[str], typer.Argument(help="folders, globs, brace ranges, URLs")],
     caption_key: str = "txt",
-    processes: int = 2,
+    processes: Processes = 2,
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the report here")] = None,
 ) -> None:
     """Read and decode everything: counts, duplicates, broken samples. Ends with code 1 where anything is broken."""
     config = SourceConfig(shards=tuple(shards), caption_key=caption_key)
+    if json_file and not json_file.parent.is_dir():
+        raise ConfigError(f"--json {json_file}: the folder does not exist")
     report = check_with_bar(find_shards(config.shards), config, processes)
     out.print(check_table(report))
     if json_file:
-        json_file.write_text(json.dumps(check_facts(report), indent=1), encoding="utf-8")
+        json_file.write_text(json.dumps(check_facts(report), indent=1), encoding="utf-8", errors="surrogateescape")
     if report.reasons():
         raise typer.Exit(1)
 
@@ -109,7 +112,7 @@ def check(
 def bench(
     recipe: Annotated[Path, typer.Argument(help="the recipe whose data to read")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value …")] = None,
-    samples: int = 512,
+    samples: Annotated[int, typer.Option(min=1)] = 512,
 ) -> None:
     """Samples per second of one worker, share of time per stage, and of the whole pipeline."""
     timing = run_bench(build_pipeline(load_run(recipe, overrides)), samples)

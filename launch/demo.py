@@ -18,7 +18,7 @@ from sparo_train.train.run import RunConfig, load_run
 from .making import make_scenes
 from .page import write_page
 from .recipes import recipe
-from .training import train
+from .training import exit_if_stopped, train
 from .view import console, out, results_table
 
 READOUTS = {
@@ -37,13 +37,13 @@ def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
     configs = {name: _config(name, folder, data, quick) for name in READOUTS}
     for name, config in configs.items():
         console.rule(f"training {name}")
-        train(config)
+        exit_if_stopped(train(config))
     results: dict[str, dict[str, Result]] = {"text only": {"pairs": blind(data)}}
     suite = Suite(next(iter(configs.values())).eval.tasks)
     encoders = {name: load_encoder(config.folder) for name, config in configs.items()}
     for name, encoder in encoders.items():
-        with console.status(f"scoring {name}"):
-            results[name] = suite.run(encoder)
+        console.print(f"scoring {name} …", highlight=False)
+        results[name] = suite.run(encoder)
     parameters = {name: sum(p.numel() for p in e.model.parameters()) for name, e in encoders.items()}
     curves = {name: read(config.folder / "metrics.jsonl", "train") for name, config in configs.items()}
     page = write_page(folder, results, curves, parameters, encoders["CLIP+SPARO"], data, _facts(configs, begin))

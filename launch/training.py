@@ -8,19 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 
 from evals.encoders import from_objective, load_encoder, read_run, run_weights
 from evals.results import Result
 from evals.suite import Suite
 from sparo_train.core.config import dump
 from sparo_train.core.contracts import Objective
+from sparo_train.core.errors import CheckpointError, SparoError
 from sparo_train.core.rundir import RunDir, environment
+from sparo_train.models.describe import CONFIG_KEY
 from sparo_train.models.weights import to_sparo_clip
 from sparo_train.train.build import build_engine, build_objective, build_pipeline
 from sparo_train.train.run import RunConfig
 from sparo_train.train.trainer import Outcome, Trainer
 
-from .view import ProgressView
+from .view import ProgressView, console
+
+SIGNAL_EXIT = 75
 
 
 def train(config: RunConfig) -> Outcome:
@@ -30,14 +35,27 @@ def train(config: RunConfig) -> Outcome:
     engine, objective = build_engine(config), build_objective(config)
     rundir = RunDir(config.folder)
     try:
-        with ProgressView(config.name) as view:
+        with ProgressView(config.name, rundir.path / "log.txt") as view:
             continued = rundir.open_for_training(dump(config))
             if not continued:
                 view.say(f"{total} steps of {config.batch_size} samples -> {rundir.path}")
-            evaluate = make_evaluate(config, rundir.path, view.say)
-            return Trainer(config, rundir, engine, objective, pipeline, total, view, evaluate).fit()
+            try:
+                evaluate = make_evaluate(config, rundir.path, view.say)
+                outcome = Trainer(config, rundir, engine, objective, pipeline, total, view, evaluate).fit()
+            except SparoError as error:
+                view.note(f"error: {error}")
+                raise
+            view.say(f"{outcome.reason} at step {outcome.step}; checkpoint {outcome.checkpoint}")
+            return outcome
     finally:
         rundir.close()
+
+
+def exit_if_stopped(outcome: Outcome) -> None:
+    """After a signal: leave with code 75 (EX_TEMPFAIL); everything is saved and the same line continues."""
+    if outcome.reason.startswith("SIG"):
+        console.print("run the same line again to continue", highlight=False)
+        raise typer.Exit(SIGNAL_EXIT)
 
 
 def make_evaluate(
@@ -47,6 +65,7 @@ def make_evaluate(
     if not config.eval.tasks:
         return None
     suite = Suite(config.eval.tasks)
+    suite.check()  # now, rather than in the middle of training
 
     def evaluate(objective: Objective, step: int) -> dict[str, Any]:
         results = suite.run(from_objective(objective))
@@ -60,20 +79,28 @@ def make_evaluate(
 def evaluate_checkpoint(
     checkpoint: str,
     tasks: list[str] | None,
-    recipe_tasks: dict[str, Any],
+    known: dict[str, Any],
     model: str | None,
+    report: Callable[[str], None],
     say: Callable[[str], None],
 ) -> dict[str, Result]:
-    """Score one checkpoint on the given tasks (default: those of its own recipe)."""
+    """Score one checkpoint on the `known` tasks (none: those of its own recipe), or on those of them named in `tasks`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     encoder = load_encoder(checkpoint, model, device)
-    known = dict(recipe_tasks)
-    if not known and (Path(checkpoint) / "config.yaml").is_file():
-        known = read_run(Path(checkpoint))[0].eval.tasks
-    results = Suite(known).run(encoder, tasks, say)
+    if encoder.assumed:
+        say(encoder.assumed)
+    results = Suite(known or recipe_tasks(Path(checkpoint)) or {}).run(encoder, tasks, report)
     if (Path(checkpoint) / "config.yaml").is_file():
         write_results(Path(checkpoint) / "evals" / "latest.json", {"checkpoint": encoder.label}, results)
     return results
+
+
+def recipe_tasks(checkpoint: Path) -> dict[str, Any] | None:
+    """`eval.tasks` of the run that a run or checkpoint folder belongs to; None where there are none."""
+    try:
+        return dict(read_run(checkpoint)[0].eval.tasks) or None
+    except CheckpointError:
+        return None
 
 
 def write_results(path: Path, facts: dict[str, Any], results: dict[str, Result]) -> None:
@@ -97,7 +124,10 @@ def export_run(run: Path, folder: Path | None, layout: str) -> Path:
     if layout == "sparo-clip":
         path = folder or home / "export" / "sparo_clip.pt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"epoch": 0, "name": config.name, "state_dict": to_sparo_clip(weights)}, path)
+        model = config.objective.model.model_dump(
+            mode="json"
+        )  # what shapes do not tell; sparo-clip's loader ignores it
+        torch.save({"epoch": 0, "name": config.name, "state_dict": to_sparo_clip(weights), CONFIG_KEY: model}, path)
         return path
     from sparo_train import openclip  # wraps open_clip's builders
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from datetime import datetime, timedelta
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
@@ -11,6 +13,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -21,18 +24,52 @@ from evals.results import Result
 
 console = Console(stderr=True)
 out = Console()
+_PLAIN_EVERY = 15.0  # seconds between lines where the output is no terminal
+
+
+class Bar(Progress):
+    """A progress bar with what is left; a line every 15 s where the output is no terminal."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._printed = time.monotonic()
+
+    def start_task_named(self, description: str, total: float | None = None) -> TaskID:
+        """Add a task; without a terminal its name is printed."""
+        if not console.is_terminal:
+            console.print(f"{description} …", highlight=False)
+        return self.add_task(description, total=total, facts="")
+
+    def show(self, task: TaskID, done: float, total: float | None = None, facts: str = "") -> None:
+        """Where a task stands."""
+        self.update(task, completed=done, total=total, facts=facts)
+        now = time.monotonic()
+        if not console.is_terminal and (now - self._printed > _PLAIN_EVERY or done == total):
+            self._printed = now
+            left = self.tasks[task].time_remaining
+            rest = f"  {timedelta(seconds=round(left))} left" if left else ""
+            console.print(
+                f"{self.tasks[task].description}  {done:.0f}/{total or 0:.0f}  {facts}{rest}".rstrip(), highlight=False
+            )
 
 
 class ProgressView:
-    """A bar with loss, samples/s, data wait and ETA; plain lines every 15 s where the output is no terminal."""
+    """Training as a person sees it: loss, samples/s, data wait and what is left; what is said also goes to `log`."""
 
-    def __init__(self, title: str):
-        self.title, self._last = title, 0.0
-        self._bar = Progress(
-            TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[facts]}"),
-            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console, disable=not console.is_terminal,
-        )  # fmt: skip
-        self._task = None
+    def __init__(self, title: str, log: Path):
+        self.title, self.log = title, log
+        self._bar = Bar()
+        self._task: TaskID | None = None
 
     def __enter__(self) -> ProgressView:
         self._bar.start()
@@ -48,14 +85,17 @@ class ProgressView:
             f"loss {facts['loss']:.3f}  {facts['samples_per_second']:.0f} samples/s  data wait {facts['data_wait']:.0%}"
         )
         if self._task is None:
-            self._task = self._bar.add_task(self.title, total=total, facts="")
-        self._bar.update(self._task, completed=step, facts=text)
-        if not console.is_terminal and (time.monotonic() - self._last > 15 or step == total):
-            self._last = time.monotonic()
-            console.print(f"{self.title}  step {step}/{total}  {text}")
+            self._task = self._bar.start_task_named(self.title, total)
+        self._bar.show(self._task, step, total, text)
 
     def say(self, text: str) -> None:
         console.print(f"{self.title}  {text}", highlight=False)
+        self.note(text)
+
+    def note(self, text: str) -> None:
+        """A line for RUN/log.txt only."""
+        with self.log.open("a", encoding="utf-8") as stream:
+            stream.write(f"{datetime.now().isoformat(timespec='seconds')}  {text}\n")
 
 
 def results_table(results: Mapping[str, Mapping[str, Result]], title: str) -> Table:

@@ -24,9 +24,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .core.errors import SparoError
+from .core.errors import ConfigError, SparoError, did_you_mean
 from .models.clip import GapVisionTower, SparoTextTower, SparoVisionTower, build_text, build_vision
 from .models.clip_config import BACKBONES, TINY_SPARO, ClipConfig, SparoReadOut
+from .models.describe import from_model_cfg
 from .models.weights import to_ours
 
 _VISION_KEYS = ("image_size", "patch_size", "width", "layers", "head_width", "mlp_ratio", "patch_dropout")
@@ -65,6 +66,18 @@ def names() -> dict[str, ClipConfig]:
         if small:
             out[backbone] = ClipConfig.model_validate({"backbone": backbone})
     return out
+
+
+def config_of(name: str) -> ClipConfig:
+    """Our description of any ViT CLIP that open_clip lists, ours included.
+
+    Raises:
+        ConfigError: no such model, or one with parts that our towers do not have.
+    """
+    cfg = open_clip.get_model_config(name)
+    if cfg is None:
+        raise ConfigError(f"--model {name!r}: {did_you_mean(name, open_clip.list_models())}")
+    return from_model_cfg(cfg, f"--model {name}")
 
 
 def export(

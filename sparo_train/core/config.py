@@ -84,6 +84,8 @@ def load_recipe(path: str | Path, _seen: tuple[Path, ...] = ()) -> Tree:
         raise ConfigError(f"{path}: a recipe is a mapping of keys, found {type(tree).__name__}")
     parents = tree.pop("extends", [])
     parents = [parents] if isinstance(parents, str) else parents
+    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
+        raise ConfigError(f"{path}: extends: {parents!r} is no path and no list of paths")
     base: Tree = {}
     for parent in parents:
         base = merge(base, load_recipe(path.parent / parent, (*_seen, resolved)))

@@ -20,6 +20,10 @@ class DataError(SparoError):
     """Shards, images or captions are missing, damaged or inconsistent."""
 
 
+class BadSampleError(Exception):
+    """A sample that is skipped; the message is the reason under which it is counted."""
+
+
 class CheckpointError(SparoError):
     """A checkpoint is missing, damaged or belongs to something else."""
 

@@ -86,12 +86,13 @@ def _start_wandb(project: str, folder: Path) -> Any:
     return wandb.init(project=project, name=folder.name, dir=str(folder), resume="allow", id=folder.name)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Values and those one level below; what is deeper (bad samples by shard) makes no curves."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}/")
+            yield from ((f"{key}/{inner}", v) for inner, v in value.items())
         else:
-            yield f"{prefix}{key}", value
+            yield key, value
 
 
 def _plain(value: Any) -> Any:

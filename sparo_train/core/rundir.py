@@ -23,7 +23,16 @@ from .config import differences, parse_yaml
 from .errors import ConfigError, TrainingError
 
 # Keys that may differ between the run folder and the same line again: they do not change what is computed.
-FREE_ON_RESUME = ("log.", "checkpoint.", "data.workers", "eval.", "stop_after_steps")
+FREE_ON_RESUME = (
+    "log.",
+    "checkpoint.",
+    "data.workers",
+    "data.prefetch",
+    "data.max_bad_share",
+    "optim.max_skipped",
+    "eval.",
+    "stop_after_steps",
+)
 
 
 class RunDir:
@@ -42,7 +51,10 @@ class RunDir:
             ConfigError: the folder holds a run of another recipe; the message lists the differences.
             TrainingError: another process is training in it.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"out: {self.path} cannot be made a run folder ({error})") from None
         self._take_lock()
         continued = self.config.exists()
         if continued:

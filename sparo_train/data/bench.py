@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import closing
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from ..core.errors import BadSampleError
 from ..core.rng import generator
 from .loader import ClipPipeline
-from .samples import BadSampleError, caption, decode_image, image_bytes
+from .samples import caption, decode_image, image_bytes
 from .shards import ShardReader
 from .transforms import train_pixels
 
@@ -46,12 +48,13 @@ def bench(pipeline: ClipPipeline, samples: int = 512) -> Timing:
         _one(pipeline, reader, number, seconds, done)
     reader.close()
     torch.set_num_threads(threads)
-    batches = pipeline.start()
-    next(batches)
-    begin, count = time.perf_counter(), 0
-    while count < samples:
-        count += len(next(batches).batch["image"])
-    return Timing(done["used"], seconds, pipeline.workers, count / (time.perf_counter() - begin))
+    with closing(pipeline.start()) as batches:
+        next(batches)
+        begin, count = time.perf_counter(), 0
+        while count < samples:
+            count += len(next(batches).batch["image"])
+        spent = time.perf_counter() - begin
+    return Timing(done["used"], seconds, pipeline.workers, count / spent)
 
 
 def _one(

@@ -11,13 +11,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .samples import BadSampleError, caption, decode_image, image_bytes
+from ..core.errors import BadSampleError
+from .samples import caption, decode_image, image_bytes
 from .shards import ShardReader
 from .sources import SourceConfig
 
+_EXAMPLES = 20
+
 
 class ShardReport(NamedTuple):
-    """What one shard holds. `bad`: (key, reason) of unusable samples; hashes: 64 bits of each key, image and caption."""
+    """What one shard holds. `bad`: (key, reason) of unusable samples; 64-bit hashes of each key, image and caption, 0 where absent."""
 
     url: str
     samples: int
@@ -27,24 +30,36 @@ class ShardReport(NamedTuple):
     images: np.ndarray
     captions: np.ndarray
 
+    @property
+    def damage(self) -> str | None:
+        """What is wrong with the tar itself."""
+        return None if self.intact else "truncated tar" if self.samples else "unreadable tar"
+
+
+class Duplicates(NamedTuple):
+    """Copies after the first, and the samples (shard, key) of the first groups of equal ones."""
+
+    copies: int
+    examples: list[list[tuple[str, str]]]
+
 
 class Report(NamedTuple):
-    """All shards of a source; duplicates count every copy after the first."""
+    """All shards of a source."""
 
     shards: list[ShardReport]
-    duplicate_keys: int
-    duplicate_images: int
-    duplicate_captions: int
+    keys: Duplicates
+    images: Duplicates
+    captions: Duplicates
 
     @property
     def samples(self) -> int:
         return sum(s.samples for s in self.shards)
 
     def reasons(self) -> dict[str, int]:
-        """Unusable samples by reason, truncated shards included."""
+        """Unusable samples by reason, and shards that are not whole."""
         found = Counter(reason for s in self.shards for _, reason in s.bad)
-        broken = sum(not s.intact for s in self.shards)
-        return {**found, **({"truncated tar": broken} if broken else {})}
+        found.update(s.damage for s in self.shards if s.damage)
+        return dict(found)
 
 
 def check(
@@ -57,7 +72,10 @@ def check(
             shards.append(shard)
             if report:
                 report(len(shards))
-    return Report(shards, *(_duplicates([getattr(s, name) for s in shards]) for name in ("keys", "images", "captions")))
+    reader = ShardReader()
+    found = [_duplicates(shards, name, reader) for name in ("keys", "images", "captions")]
+    reader.close()
+    return Report(shards, *found)
 
 
 def check_shard(url: str, config: SourceConfig) -> ShardReport:
@@ -65,26 +83,34 @@ def check_shard(url: str, config: SourceConfig) -> ShardReport:
     reader = ShardReader()
     index = reader.index(url)
     bad: list[tuple[str, str]] = []
-    hashes: tuple[list[int], list[int], list[int]] = ([], [], [])
+    hashes = np.zeros((3, len(index)), dtype=np.uint64)
     for ordinal in range(len(index)):
-        key, fields = reader.read(url, ordinal)
-        hashes[0].append(_hash(key.encode()))
+        key = f"number {ordinal}"
         try:
+            key, fields = reader.read(url, ordinal)
+            hashes[0, ordinal] = _hash(key.encode("utf-8", "surrogateescape"))
             text = caption(fields, config)
             data = image_bytes(fields, config.image_keys)
-            hashes[1].append(_hash(data))
-            hashes[2].append(_hash(text.encode()))
+            hashes[1:, ordinal] = _hash(data), _hash(text.encode())
             decode_image(data)
         except BadSampleError as problem:
             bad.append((key, str(problem)))
     reader.close()
-    return ShardReport(url, len(index), index.intact, bad, *(np.array(h, dtype=np.uint64) for h in hashes))
+    return ShardReport(url, len(index), index.intact, bad, *hashes)
 
 
 def _hash(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") or 1
 
 
-def _duplicates(parts: Sequence[np.ndarray]) -> int:
-    joined = np.concatenate(parts) if parts else np.zeros(0)
-    return len(joined) - len(np.unique(joined))
+def _duplicates(shards: Sequence[ShardReport], name: str, reader: ShardReader) -> Duplicates:
+    parts = [getattr(shard, name) for shard in shards]
+    joined, begins = np.concatenate(parts), np.cumsum([0, *map(len, parts)])
+    values, counts = np.unique(joined[joined > 0], return_counts=True)
+    examples = []
+    for value in values[counts > 1][:_EXAMPLES]:
+        where = np.flatnonzero(joined == value)[:_EXAMPLES]
+        shard = np.searchsorted(begins, where, side="right") - 1
+        pairs = [(shards[s].url, int(i - begins[s])) for s, i in zip(shard, where, strict=True)]
+        examples.append([(url, reader.read(url, ordinal)[0]) for url, ordinal in pairs])
+    return Duplicates(int((counts - 1).sum()), examples)

@@ -36,8 +36,9 @@ def convert_folder(source: Path, out: Path, template: str = "a photo of a {c}", 
     """An image folder: `CLASS/name.jpg` captioned by `template`, or `name.jpg` beside `name.txt`; returns samples written.
 
     Raises:
-        DataError: no images, or an image without class folder and caption file; it is named.
+        DataError: no images, an image without class folder and caption file (it is named), or shards in `out` already.
     """
+    _refuse_used(out)
     images = sorted(p for p in source.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
     if not images:
         raise DataError(f"{source}: no .jpg, .png or .webp image below this folder")
@@ -62,24 +63,35 @@ def convert_csv(
     out: Path,
     image_column: str,
     caption_column: str,
-    separator: str = ",",
+    separator: str | None = None,
     per_shard: int = 1000,
 ) -> int:
-    """A CSV/TSV with image paths (relative to the table) and captions; returns samples written.
+    """A table with image paths (relative to it) and captions; returns samples written.
+
+    Args:
+        separator: between columns; None: the one of tab, comma, semicolon that makes `image_column` a column.
 
     Raises:
-        DataError: a missing column, or a row whose image is missing; the line is named.
+        DataError: no such file, not UTF-8, a missing column, a row without image or caption (the line is named), or
+            shards in `out` already.
     """
+    _refuse_used(out)
+    if not table.is_file():
+        raise DataError(f"{table}: no such file")
     count = 0
 
     def samples() -> Iterator[tuple[str, Fields]]:
         nonlocal count
-        with table.open(newline="", encoding="utf-8") as stream:
-            reader = csv.DictReader(stream, delimiter=separator)
+        with table.open(newline="", encoding="utf-8-sig") as stream:
+            delimiter = separator or _separator(stream.readline(), image_column)
+            stream.seek(0)
+            reader = csv.DictReader(stream, delimiter=delimiter)
             for column in (image_column, caption_column):
                 if column not in (reader.fieldnames or ()):
                     raise DataError(f"{table}: no column {column!r}; {did_you_mean(column, reader.fieldnames or ())}")
             for row in reader:
+                if not row[image_column] or not row[caption_column]:
+                    raise DataError(f"{table}, line {reader.line_num}: no image or no caption")
                 path = table.parent / row[image_column]
                 suffix = IMAGE_SUFFIXES.get(path.suffix.lower())
                 if suffix is None or not path.is_file():
@@ -87,7 +99,10 @@ def convert_csv(
                 yield f"{count:09d}", {suffix: path.read_bytes(), "txt": row[caption_column].encode()}
                 count += 1
 
-    write_shards(out, samples(), per_shard)
+    try:
+        write_shards(out, samples(), per_shard)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{table}: not UTF-8 ({error}); convert it, e.g. with iconv -f latin1 -t utf-8") from None
     return count
 
 
@@ -126,6 +141,19 @@ def read_idx(path: Path) -> np.ndarray:
         raise DataError(f"{path}: not an idx file of unsigned bytes")
     shape = struct.unpack(f">{data[3]}I", data[4 : 4 + 4 * data[3]])
     return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape)
+
+
+def _separator(header: str, column: str) -> str:
+    names = {s: [name.strip('"') for name in header.rstrip("\r\n").split(s)] for s in ("\t", ",", ";")}
+    return next((s for s, found in names.items() if column in found), ",")
+
+
+def _refuse_used(out: Path) -> None:
+    found = sorted(out.glob("*.tar"))
+    if found:
+        raise DataError(
+            f"{out}: holds {len(found)} shard(s) already, which would mix with the new ones; name an empty folder"
+        )
 
 
 def _png(pixels: np.ndarray) -> bytes:

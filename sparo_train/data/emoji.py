@@ -115,6 +115,10 @@ def install(folder: Path) -> Path:
     ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    except subprocess.TimeoutExpired:
+        raise DataError(
+            "sparo data emoji: npm took more than ten minutes; check the connection and run it again"
+        ) from None
     except FileNotFoundError:
         raise DataError(
             "sparo data emoji: npm is not installed; install Node.js (Debian: apt-get install npm)"

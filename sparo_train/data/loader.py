@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ..core.contracts import Cursor, Delivery
-from ..core.errors import ConfigError, DataError, SparoError
+from ..core.errors import BadSampleError, ConfigError, DataError, SparoError
 from ..core.rng import generator
 from ..core.signals import ignore_in_worker
+from .budget import refuse_broken
 from .plan import Plan, SampleRef
-from .samples import BadSampleError, caption, decode_image, image_bytes
+from .samples import caption, decode_image, image_bytes
 from .shards import ShardReader
 from .sources import DataConfig, Source, fingerprint, open_source
 from .transforms import train_pixels
@@ -41,7 +42,7 @@ class Part(NamedTuple):
     image: Tensor
     text: Tensor
     positions: list[int]
-    skipped: Counter[tuple[str, str]]
+    skipped: dict[tuple[str, str], int]  # no Counter: torch's pin_memory copies mappings with `update`, which would add
 
 
 def prepare_example(
@@ -77,7 +78,7 @@ class _Workers(IterableDataset[Part | SparoError]):
             while True:
                 skipped: Counter[tuple[str, str]] = Counter()
                 examples = [e for stream in streams for e in self._take(reader, stream, at, skipped)]
-                yield Part(*p.stack(examples), [at[stream] for stream in streams], skipped)
+                yield Part(*p.stack(examples), [at[stream] for stream in streams], dict(skipped))
         except SparoError as error:
             yield error
         finally:
@@ -121,7 +122,7 @@ class ClipPipeline:
 
     Raises:
         ConfigError: `data.streams` does not divide the batch.
-        DataError: a source has no samples.
+        DataError: a source has no samples; from `start`: too many shards are not whole.
     """
 
     def __init__(
@@ -155,6 +156,8 @@ class ClipPipeline:
     def start(self, cursor: Cursor | None = None) -> Generator[Delivery, None, None]:
         """Batches from the beginning or behind `cursor`, without end."""
         positions = cursor.positions if cursor else (0,) * self.plan.streams
+        broken = refuse_broken(self.sources, self.config)
+        first = Counter({(d.url, d.reason): d.lost for d in broken} if cursor is None else {})
         loader = DataLoader(
             _Workers(self, positions),
             batch_size=None,
@@ -166,11 +169,6 @@ class ClipPipeline:
             generator=torch.Generator(),  # its own: a loader's start must not move the training's random stream
         )
         parts = iter(loader)
-        first = (
-            Counter({(url, "truncated tar"): 1 for s in self.sources for url in s.broken()})
-            if cursor is None
-            else Counter()
-        )
         # Workers ignore SIGTERM, which is how multiprocessing would end those of a process that exits without closing us.
         leftover = functools.partial(_kill_workers, weakref.ref(parts))
         atexit.register(leftover)
@@ -214,12 +212,12 @@ class ClipPipeline:
         return Delivery(
             {"image": image, "text": text},
             Cursor(positions),
-            dict(sum((p.skipped for p in parts), Counter())),
+            dict(sum((Counter(p.skipped) for p in parts), Counter())),
         )
 
 
 def _as_it_is(part: Part | SparoError) -> Part | SparoError:
-    """In place of torch's default_convert, which `update`s a copy of every mapping and so doubles a Counter."""
+    """In place of torch's default_convert: a part holds tensors already."""
     return part
 
 
@@ -232,41 +230,3 @@ def _kill_workers(loader: weakref.ref[Any]) -> None:
 def _start_worker(_number: int) -> None:
     torch.set_num_threads(1)
     ignore_in_worker()
-
-
-class BadSampleBudget:
-    """Counts skipped samples by (shard, reason) and stops a run whose data is too broken.
-
-    Args:
-        max_share: largest tolerated share of skipped among tried samples.
-        minimum: samples tried before the share is judged.
-    """
-
-    def __init__(self, max_share: float, minimum: int = 1000):
-        self.max_share, self.minimum = max_share, minimum
-        self.counts: Counter[tuple[str, str]] = Counter()
-
-    def add(self, skipped: dict[tuple[str, str], int], used: int) -> None:
-        """Add a batch's skips; `used` is the number of good samples so far. Raises `DataError` over the limit."""
-        self.counts.update(skipped)
-        total = sum(self.counts.values())
-        tried = used + total
-        if skipped and tried >= self.minimum and total > self.max_share * tried:
-            worst = "\n  ".join(f"{url}: {reason}, {n}" for (url, reason), n in self.counts.most_common(10))
-            raise DataError(
-                f"data: {total} of {tried} samples could not be used, over data.max_bad_share={self.max_share}:\n  {worst}\n"
-                "`sparo data check` lists them; repair or remove these shards, or raise data.max_bad_share."
-            )
-
-    def by_reason(self) -> dict[str, int]:
-        """Counts by reason, for the metrics."""
-        out: Counter[str] = Counter()
-        for (_, reason), n in self.counts.items():
-            out[reason] += n
-        return dict(out)
-
-    def state(self) -> list[list[Any]]:
-        return [[url, reason, n] for (url, reason), n in self.counts.items()]
-
-    def load(self, state: Sequence[Sequence[Any]]) -> None:
-        self.counts = Counter({(url, reason): n for url, reason, n in state})

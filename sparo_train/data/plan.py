@@ -26,9 +26,9 @@ from ..core.rng import generator
 
 
 class SampleRef(NamedTuple):
-    """One visit of a sample: which source, shard and ordinal in it, and in which epoch."""
+    """One visit of a sample: which source, shard and ordinal in it, and on which pass over the source (each visits it once)."""
 
-    epoch: int
+    number: int
     source: int
     shard: int
     ordinal: int
@@ -36,17 +36,25 @@ class SampleRef(NamedTuple):
 
 @dataclass(frozen=True)
 class _Epoch:
-    """Chunks of an epoch in order: columns source, shard, start, and the running end of each chunk."""
+    """Chunks of an epoch in order: the pass they belong to, source, shard, start, and the running end of each."""
 
+    number: np.ndarray
     source: np.ndarray
     shard: np.ndarray
     start: np.ndarray
     ends: np.ndarray
 
-    def at(self, index: int) -> tuple[int, int, int]:
+    def at(self, index: int) -> SampleRef:
         i = int(np.searchsorted(self.ends, index, side="right"))
         before = int(self.ends[i - 1]) if i else 0
-        return int(self.source[i]), int(self.shard[i]), int(self.start[i]) + index - before
+        return SampleRef(
+            int(self.number[i]), int(self.source[i]), int(self.shard[i]), int(self.start[i]) + index - before
+        )
+
+
+def per_epoch(totals: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Samples that an epoch takes from each source."""
+    return [max(1, round(w * n)) if n and w else 0 for w, n in zip(weights, totals, strict=True)]
 
 
 class Plan:
@@ -76,7 +84,7 @@ class Plan:
         self.counts = [np.asarray(c, dtype=np.int64) for c in counts]
         self.seed, self.streams, self.chunk, self.window = seed, streams, chunk, window
         self.totals = [int(c.sum()) for c in self.counts]
-        self.per_epoch = [max(1, round(w * n)) if n and w else 0 for w, n in zip(weights, self.totals, strict=True)]
+        self.per_epoch = per_epoch(self.totals, weights)
         self.epoch_size = sum(self.per_epoch)
         if self.epoch_size < streams:
             raise ConfigError(
@@ -96,7 +104,7 @@ class Plan:
         window, inside = divmod(offset, self.window)
         order = self._window_order(epoch, stream, window, min(self.window, length - window * self.window))
         begin = stream * self.epoch_size // self.streams + window * self.window
-        return SampleRef(epoch, *self._epoch(epoch).at(begin + int(order[inside])))
+        return self._epoch(epoch).at(begin + int(order[inside]))
 
     def window_chunks(self, stream: int, position: int) -> Iterator[tuple[int, int, int, int]]:
         """(source, shard, first, last+1) of the runs on disk that the window at `position` reads; for read-ahead."""
@@ -107,7 +115,7 @@ class Plan:
         end = begin + min(self.window, length - window * self.window)
         chunks = self._epoch(epoch)
         while begin < end:
-            source, shard, first = chunks.at(begin)
+            _, source, shard, first = chunks.at(begin)
             i = int(np.searchsorted(chunks.ends, begin, side="right"))
             take = min(end, int(chunks.ends[i])) - begin
             yield source, shard, first, first + take
@@ -118,14 +126,14 @@ class Plan:
             parts = [self._visit(source, epoch) for source, size in enumerate(self.per_epoch) if size]
             table = np.concatenate(parts)
             table = table[generator(self.seed, "epoch", epoch).permutation(len(table))]
-            self._epochs[epoch] = _Epoch(table[:, 0], table[:, 1], table[:, 2], np.cumsum(table[:, 3]))
+            self._epochs[epoch] = _Epoch(table[:, 0], table[:, 1], table[:, 2], table[:, 3], np.cumsum(table[:, 4]))
             while len(self._epochs) > 2:  # streams cross an epoch's border within a few samples of each other
                 self._epochs.popitem(last=False)
         self._epochs.move_to_end(epoch)
         return self._epochs[epoch]
 
     def _visit(self, source: int, epoch: int) -> np.ndarray:
-        """Rows (source, shard, start, length) that `epoch` takes from the endless sequence of passes over a source."""
+        """Rows (pass, source, shard, start, length) that `epoch` takes from the endless sequence of passes over a source."""
         size, total = self.per_epoch[source], self.totals[source]
         begin, end = epoch * size, (epoch + 1) * size
         rows = []
@@ -136,9 +144,8 @@ class Plan:
             cut_lo, cut_hi = np.clip(lo - (ends - length), 0, length), np.clip(ends - hi, 0, length)
             left = length - cut_lo - cut_hi
             here = left > 0
-            rows.append(
-                np.stack([np.full(here.sum(), source), shard[here], (start + cut_lo)[here], left[here]], axis=1)
-            )
+            which = np.full((2, here.sum()), [[number], [source]])
+            rows.append(np.stack([*which, shard[here], (start + cut_lo)[here], left[here]], axis=1))
         return np.concatenate(rows)
 
     def _pass(self, source: int, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

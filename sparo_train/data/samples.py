@@ -7,13 +7,11 @@ import json
 import warnings
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from PIL import Image, ImageFile
 
+from ..core.errors import BadSampleError
 from .sources import SourceConfig
-
-
-class BadSampleError(Exception):
-    """A sample that is skipped; the message is the reason under which it is counted."""
 
 
 def image_bytes(fields: Mapping[str, bytes], keys: Sequence[str]) -> bytes:
@@ -36,8 +34,10 @@ def decode_image(data: bytes, shrink_to: int | None = None) -> Image.Image:
             image = Image.open(io.BytesIO(data))
             if shrink_to is not None:
                 image.draft("RGB", (shrink_to, shrink_to))
+            if image.mode.startswith("I"):  # 16 bits a pixel, which PIL's conversion would clip to white
+                image = Image.fromarray((np.asarray(image, dtype=np.uint32) >> 8).astype(np.uint8))
             return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning):
+    except Exception:  # PIL picks a decoder by content, and decoders fail in their own ways
         raise BadSampleError("bad image") from None
 
 

@@ -8,13 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fsspec
 from pydantic import Field
 from webdataset.shardlists import expand_urls
 
 from ..core.config import Frozen
 from ..core.errors import ConfigError, DataError, did_you_mean
-from .shards import ShardIndex, load_index
+from .shards import ShardIndex, filesystem_of, load_index
 
 
 class SourceConfig(Frozen):
@@ -44,6 +43,15 @@ class DataConfig(Frozen):
     scaled_decoding: bool = False  # let the JPEG decoder shrink by 2, 4, 8 first: faster, pixels differ
     trim_text: bool = True  # cut a batch's token ids behind its longest caption: exact under the causal mask
     max_bad_share: float = Field(default=0.01, ge=0, le=1)
+    max_bad_share_after: int = Field(default=1000, ge=1)  # samples tried before the share is judged
+
+
+class Damage(NamedTuple):
+    """A shard that breaks off or cannot be read, and about how many samples that loses (others of the source are whole)."""
+
+    url: str
+    reason: str
+    lost: int
 
 
 class Source(NamedTuple):
@@ -58,9 +66,15 @@ class Source(NamedTuple):
     def samples(self) -> int:
         return sum(map(len, self.indexes))
 
-    def broken(self) -> list[str]:
-        """Shards that end in the middle of a member."""
-        return [url for url, index in zip(self.urls, self.indexes, strict=True) if not index.intact]
+    def broken(self) -> list[Damage]:
+        """Shards that are not whole. What they lost is estimated from the median of those that are."""
+        whole = sorted(len(index) for index in self.indexes if index.intact)
+        usual = whole[len(whole) // 2] if whole else 0
+        return [
+            Damage(url, "truncated tar" if len(index) else "unreadable tar", max(1, usual - len(index)))
+            for url, index in zip(self.urls, self.indexes, strict=True)
+            if not index.intact
+        ]
 
 
 def find_shards(pattern: str | tuple[str, ...], key: str = "shards") -> list[str]:
@@ -75,8 +89,14 @@ def find_shards(pattern: str | tuple[str, ...], key: str = "shards") -> list[str
             raise ConfigError(
                 f"{key}: {part!r} runs a shell command and cannot be read by position; use an fsspec URL (s3://, gs://, https://)"
             )
-        for url in expand_urls(part):
+        try:
+            urls = expand_urls(part)
+        except ValueError:  # braceexpand's
+            raise ConfigError(f"{key}: {part!r} has a brace without its partner; write {{00000..00331}}") from None
+        for url in urls:
             found += _expand(url, key)
+    if not found:
+        raise ConfigError(f"{key}: an empty list; name at least one folder, glob, brace range or URL")
     return list(dict.fromkeys(found))
 
 
@@ -116,12 +136,12 @@ def refuse_changed(old: Mapping[str, Any], new: Mapping[str, Any], where: str) -
     if changed:
         raise DataError(
             f"{where}: the data set changed since this checkpoint, its cursor no longer fits:\n  " + "\n  ".join(changed)
-            + "\nRestore the shards, or start another run (name=…) from these weights."
+            + "\nRestore the shards, or start another run under another name=."
         )  # fmt: skip
 
 
 def _expand(url: str, key: str) -> list[str]:
-    filesystem, path = fsspec.core.url_to_fs(url)
+    filesystem, path = filesystem_of(url)
     protocol = url.split("://", 1)[0] + "://" if "://" in url else ""
     if any(c in path for c in "*?["):
         hits = sorted(filesystem.glob(path))

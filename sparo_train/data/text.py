@@ -10,6 +10,7 @@ from open_clip.tokenizer import SimpleTokenizer
 from torch import Tensor
 
 SOT, EOT = 49406, 49407
+VOCABULARY = EOT + 1
 
 
 @lru_cache(maxsize=1)

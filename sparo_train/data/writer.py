@@ -18,10 +18,10 @@ def write_shard(path: Path, samples: Iterable[tuple[str, Fields]]) -> int:
     Raises:
         DataError: a key that webdataset could not split again, or a disk that cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     count = 0
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with TarWriter(str(temporary), encoder=False, mtime=0, user="sparo", group="sparo") as tar:
             for key, fields in samples:
                 if "." in key.rpartition("/")[2] or not key:
@@ -34,7 +34,8 @@ def write_shard(path: Path, samples: Iterable[tuple[str, Fields]]) -> int:
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error})") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary.exists():
+            temporary.unlink()
     return count
 
 
@@ -59,11 +60,11 @@ def write_wds_layout(
     dataset_type: str | None = None,
     split: str = "test",
 ) -> None:
-    """Write an evaluation set in clip-benchmark's `wds/` layout (one shard, `nshards.txt`, class names, templates, type)."""
+    """Write an evaluation set in clip-benchmark's `wds/` layout (one shard, class names, templates, type, and, last, `nshards.txt`)."""
     write_shard(root / split / "0.tar", samples)
-    (root / split / "nshards.txt").write_text("1\n", encoding="utf-8")
     for name, lines in (("classnames.txt", classnames), ("zeroshot_classification_templates.txt", templates)):
         if lines is not None:
             (root / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
     if dataset_type is not None:
         (root / "dataset_type.txt").write_text(dataset_type + "\n", encoding="utf-8")
+    (root / split / "nshards.txt").write_text("1\n", encoding="utf-8")  # the mark of a complete set

@@ -209,6 +209,6 @@ def _sparo(readout: SparoReadOut, dim: int) -> Sparo:
 
 def _lock(tower: nn.Module, groups: Sequence[Sequence[nn.Module | nn.Parameter]], unlocked: int) -> None:
     tower.requires_grad_(False)
-    for group in groups[len(groups) - unlocked :]:
+    for group in groups[max(0, len(groups) - unlocked) :]:
         for part in group:
             part.requires_grad_(True)

@@ -10,6 +10,9 @@ from pydantic import Field, model_validator
 from ..core.config import Frozen
 from ..core.errors import did_you_mean
 
+OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)  # of pixels in 0..1, as in every published CLIP
+OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
+
 
 class TokenReadOut(Frozen):
     """CLIP as published: the image's CLS token and the text's EOS token, each through a linear projection."""

@@ -8,8 +8,10 @@ and puts `module.` before everything.
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -18,7 +20,6 @@ from torch import Tensor
 
 from ..core.errors import CheckpointError
 from .clip import Clip
-from .clip_config import ClipConfig
 
 Weights = dict[str, Tensor]
 
@@ -34,22 +35,33 @@ def read_weights(path: str | Path) -> Weights:
     Raises:
         CheckpointError: missing, damaged, or holding anything but tensors and plain values.
     """
+    return to_ours(_state_dict(read_raw(path), path))
+
+
+def read_raw(path: str | Path) -> Any:
+    """What a weight file holds: tensors and plain values, never code. Raises `CheckpointError`."""
     path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
     try:
         safe = path.suffix == ".safetensors"
-        found = load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
+        return load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        if named is None:
+            raise CheckpointError(f"{path}: not a torch checkpoint (is it a web page, or a git-lfs pointer?)") from None
         raise CheckpointError(
-            f"{path}: holds objects that could run code and is refused ({str(error).splitlines()[0]}); re-save its state_dict as safetensors"
+            f"{path}: holds objects that could run code ({named[1]}) and is refused; re-save its state_dict as safetensors"
         ) from None
     except (OSError, RuntimeError, EOFError, SafetensorError) as error:
         raise CheckpointError(f"{path}: not a readable checkpoint ({error})") from None
+
+
+def _state_dict(found: Any, path: str | Path) -> Mapping[str, Tensor]:
     found = found.get("state_dict", found) if isinstance(found, Mapping) else None
     if not isinstance(found, Mapping) or not all(isinstance(v, Tensor) for v in found.values()):
         raise CheckpointError(f"{path}: holds no state dict of tensors")
-    return to_ours(found)
+    return found
 
 
 def to_ours(state: Mapping[str, Tensor]) -> Weights:
@@ -77,59 +89,6 @@ def to_sparo_clip(state: Mapping[str, Tensor], module_prefix: bool = True) -> We
         if ".sparo.k." in name and name.replace(".sparo.k.", ".sparo.v.") not in state:
             out[flat.replace("sparo.k.", "sparo.v.")] = value
     return {f"module.{name}": value for name, value in out.items()} if module_prefix else out
-
-
-def infer_config(state: Mapping[str, Tensor], image_size: int | None = None) -> ClipConfig:
-    """The model that a set of weights (in our layout) belongs to, from its shapes.
-
-    Heads are taken to be 64 wide, as in every published CLIP; CLIP and CLIP+GAP have equal shapes and read as CLIP.
-
-    Raises:
-        CheckpointError: not a ViT CLIP with a text transformer.
-    """
-    try:
-        conv, position = state["visual.conv1.weight"], state["visual.positional_embedding"]
-        text_position, embedding = state["text.positional_embedding"], state["text.token_embedding.weight"]
-    except KeyError as error:
-        raise CheckpointError(
-            f"weights: {error} is missing; only CLIP models with a ViT and a text transformer can be recognised"
-        ) from None
-    grid = round((len(position) - 1) ** 0.5)
-    layers = {
-        tower: 1 + max(int(n.split(".")[3]) for n in state if n.startswith(f"{tower}.transformer.resblocks."))
-        for tower in ("visual", "text")
-    }
-    readout: dict[str, object] = {"kind": "token"}
-    if "visual.sparo.q_emb" in state:
-        _, heads, group, _, width = state["visual.sparo.q_emb"].shape
-        readout = {
-            "kind": "sparo",
-            "slots": heads * group,
-            "grp_size": group,
-            "head_width": width,
-            "slot_width": len(state["visual.sparo.proj.weight"]),
-            "share_kv": "visual.sparo.v.weight" not in state,
-            "replace_last_block": False,  # the blocks are counted as they are
-        }
-    return ClipConfig.model_validate(
-        {
-            "vision": {
-                "image_size": image_size or grid * conv.shape[-1],
-                "patch_size": conv.shape[-1],
-                "width": len(conv),
-                "layers": layers["visual"],
-            },
-            "text": {
-                "context_length": len(text_position),
-                "vocab_size": len(embedding),
-                "width": embedding.shape[1],
-                "heads": max(1, embedding.shape[1] // 64),
-                "layers": layers["text"],
-            },
-            "embed_dim": state["visual.proj"].shape[1] if "visual.proj" in state else 512,
-            "readout": readout,
-        }
-    )
 
 
 def load_into(model: Clip, state: Mapping[str, Tensor], origin: str) -> None:

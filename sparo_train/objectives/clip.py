@@ -15,10 +15,8 @@ from ..core.config import Frozen
 from ..core.contracts import Batch, Loss, Objective, Progress
 from ..core.errors import DataError
 from ..models.clip import Clip
-from ..models.clip_config import ClipConfig
+from ..models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
 
-OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
-OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_LOGIT_SCALE = math.log(100)
 
 

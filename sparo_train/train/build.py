@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..core.contracts import Objective
+from ..core.errors import ConfigError
 from ..core.rng import torch_seed
 from ..data.loader import ClipPipeline
-from ..data.text import ClipTokenizer
+from ..data.text import VOCABULARY, ClipTokenizer
 from ..engine.local import LocalEngine
 from ..objectives.clip import ClipObjective
 from .run import RunConfig
@@ -22,6 +23,10 @@ def build_objective(config: RunConfig) -> Objective:
 def build_pipeline(config: RunConfig) -> ClipPipeline:
     """The training data of a run."""
     model = config.objective.model
+    if model.text.vocab_size < VOCABULARY:
+        raise ConfigError(
+            f"objective.model.text.vocab_size={model.text.vocab_size}: CLIP's tokenizer has {VOCABULARY} ids; remove the key"
+        )
     tokenizer = ClipTokenizer(model.text.context_length)
     return ClipPipeline(
         config.data,

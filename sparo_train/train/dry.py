@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..core.errors import ConfigError, DataError
+from ..data.plan import per_epoch
 from ..data.sources import find_shards, open_source
 from ..models.clip import Clip
 from .run import RunConfig
@@ -46,8 +47,9 @@ def dry_run(config: RunConfig) -> DryRun:
     with torch.device("meta"):
         model = Clip(model_config)
     facts = [_source(name, config) for name in config.data.sources]
-    known = [f.samples * f.weight for f in facts if f.samples is not None]
-    epoch = round(sum(known)) if len(known) == len(facts) else config.samples_per_epoch
+    known = [f for f in facts if f.samples is not None]
+    whole = sum(per_epoch([f.samples or 0 for f in known], [f.weight for f in known]))
+    epoch = whole if len(known) == len(facts) else config.samples_per_epoch
     try:
         steps = config.total_steps(epoch or 0) if config.epochs is None or epoch else None
     except ConfigError:
@@ -109,7 +111,7 @@ def _source(name: str, config: RunConfig) -> SourceFacts:
         opened = open_source(name, source)
     except (ConfigError, DataError) as error:
         return SourceFacts(name, None, None, source.weight, None, None, str(error))
-    broken = f"{len(opened.broken())} truncated shard(s)" if opened.broken() else None
+    broken = f"{len(opened.broken())} shard(s) not whole" if opened.broken() else None
     return SourceFacts(name, len(urls), opened.samples, source.weight, None, None, broken)
 
 

@@ -13,12 +13,12 @@ import torch
 
 from ..core import store
 from ..core.contracts import Cursor, DataPipeline, Engine, Objective, Progress
-from ..core.errors import TrainingError
-from ..core.metrics import MetricsLog
+from ..core.errors import DataError, TrainingError
+from ..core.metrics import MetricsLog, read
 from ..core.rng import torch_seed
 from ..core.rundir import RunDir
 from ..core.signals import StopFlag
-from ..data.loader import BadSampleBudget
+from ..data.budget import BadSampleBudget
 from ..data.sources import refuse_changed
 from .run import RunConfig
 
@@ -78,7 +78,7 @@ class Trainer:
         self.config, self.rundir, self.engine, self.objective = config, rundir, engine, objective
         self.pipeline, self.total_steps, self.view, self.evaluate = pipeline, total_steps, view, evaluate
         self.state = State()
-        self.bad = BadSampleBudget(config.data.max_bad_share)
+        self.bad = BadSampleBudget(config.data.max_bad_share, config.data.max_bad_share_after)
         self.store = store.CheckpointStore(
             rundir.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_every
         )
@@ -96,35 +96,48 @@ class Trainer:
         torch.manual_seed(torch_seed(self.config.seed, "train"))
         self._restore()
         self.log = MetricsLog(self.rundir.path, self.state.step, self.config.log.wandb, self.config.log.tensorboard)
+        self._evaluated = {record["step"] for record in read(self.log.path, "eval")}
         end = min(self.total_steps, self.config.stop_after_steps or self.total_steps)
         try:
             with StopFlag() as stop:
-                return self._loop(end, stop)
+                self._loop(end, stop)
+                return self._end(stop)
+        except DataError:
+            self._keep()
+            raise
         finally:
             self.log.close()
 
-    def _loop(self, end: int, stop: StopFlag) -> Outcome:
-        state, saved = self.state, time.monotonic()
+    def _loop(self, end: int, stop: StopFlag) -> None:
+        state, every, saved = self.state, self.config.checkpoint, time.monotonic()
         with closing(self.pipeline.start(state.cursor)) as batches:  # an error must not leave loader workers behind
             self.meter.start()
-            while state.step < end and stop.received is None:
+            while True:
+                if self.config.eval.every_steps and state.step and state.step % self.config.eval.every_steps == 0:
+                    self._evaluate()
+                if state.step >= end or stop.received is not None:
+                    return
                 with self.meter.waiting():
                     delivery = next(batches)
                 self._step(delivery)
-                now = time.monotonic()
-                due = self.config.checkpoint.every_steps and state.step % self.config.checkpoint.every_steps == 0
-                late = self.config.checkpoint.every_minutes and now - saved > 60 * self.config.checkpoint.every_minutes
+                due = every.every_steps and state.step % every.every_steps == 0
+                late = every.every_minutes and time.monotonic() - saved > 60 * every.every_minutes
                 if (due or late) and state.step < end:
                     self.save()
                     saved = time.monotonic()
-                if self.config.eval.every_steps and state.step % self.config.eval.every_steps == 0 and state.step < end:
-                    self._evaluate()
-        reason = stop.received or ("finished" if state.step >= self.total_steps else "stop_after_steps")
-        path = self.store.steps().get(state.step) or self.save()
-        self.rundir.beat(step=state.step, phase=reason)
+
+    def _end(self, stop: StopFlag) -> Outcome:
+        step = self.state.step
+        reason = stop.received or ("finished" if step >= self.total_steps else "stop_after_steps")
+        path = self._keep()
+        self.rundir.beat(step=step, phase=reason)
         if reason == "finished":
             self._evaluate()
-        return Outcome(reason, state.step, path)
+        return Outcome(reason, step, path)
+
+    def _keep(self) -> Path | None:
+        """The checkpoint of this very step, written now if need be; None before the first."""
+        return (self.store.steps().get(self.state.step) or self.save()) if self.state.step else None
 
     def _step(self, delivery: Any) -> None:
         state, size = self.state, self.config.batch_size
@@ -144,7 +157,7 @@ class Trainer:
             self.view.update(state.step, self.total_steps, facts)
             skipped: dict[str, Any] = {"skipped_steps": state.skipped_steps}
             if self.bad.counts:
-                skipped["bad_samples"] = self.bad.by_reason()
+                skipped |= {"bad_samples": self.bad.by_reason(), "bad_shards": self.bad.by_shard()}
             self.log.write("train", state.step, {"samples": state.samples, **facts, **skipped})
 
     def _count_skips(self, applied: bool, grad_norm: float) -> None:
@@ -164,13 +177,15 @@ class Trainer:
             )
 
     def _evaluate(self) -> None:
-        if self.evaluate is None:
+        """Score this step, unless that was done before a resume."""
+        if self.evaluate is None or self.state.step in self._evaluated:
             return
         self.rundir.beat(step=self.state.step, phase="evaluating")
         self.objective.eval()
         scores = self.evaluate(self.objective, self.state.step)
         self.objective.train()
         self.log.write("eval", self.state.step, scores)
+        self._evaluated.add(self.state.step)
         self.meter.start()
 
     def save(self) -> Path:

@@ -3,13 +3,18 @@
 import json
 
 import pytest
+import typer
 import yaml
 
 from evals.data import EvalSet, captions, label, pair
 from evals.encoders import load_encoder
 from evals.suite import Suite
+from launch.training import train
+from sparo_train.core import metrics
+from sparo_train.core.config import resolve
 from sparo_train.core.errors import CheckpointError, DataError
-from sparo_train.train.run import EvalTaskConfig
+from sparo_train.train.run import EvalTaskConfig, RunConfig
+from sparo_train.train.trainer import Outcome
 from tests.conftest import eval_sets, sparo, tiny_recipe
 
 
@@ -46,6 +51,7 @@ def test_eval_scores_runs_exports_and_files_alike(trained, tmp_path):
         "eval",
         str(run),
         str(run / "export"),
+        str(tmp_path / "sc.pt"),
         "--data",
         str(tmp_path / "tasks.yaml"),
         "--json",
@@ -54,7 +60,7 @@ def test_eval_scores_runs_exports_and_files_alike(trained, tmp_path):
     assert out.returncode == 0, out.stderr
     assert "mean_R@5" in out.stdout and "swap_att" in out.stdout
     results = json.loads((tmp_path / "r.json").read_text())["results"]
-    assert results["cli/ret"]["metrics"] == results["export/ret"]["metrics"]
+    assert results["cli/ret"]["metrics"] == results["export/ret"]["metrics"] == results["sc.pt/ret"]["metrics"]
     only = sparo("eval", str(run), "--tasks", "zero")
     assert only.returncode == 0 and "retrieval" not in only.stdout
 
@@ -66,7 +72,13 @@ def test_eval_scores_runs_exports_and_files_alike(trained, tmp_path):
         (["train", "{root}/recipe.yaml", "optim.lrr=1"], "optim.lrr: unknown key; did you mean 'lr'?"),
         (["eval", "{root}/none", "--data", "{root}/recipe.yaml"], "unknown key"),
         (["eval", "{root}/runs/cli", "--tasks", "zerro"], "--tasks zerro: did you mean 'zero'?"),
-        (["eval", "{root}/shards"], "--data: a checkpoint without a run folder needs"),
+        (["eval", "{root}/runs/cli", "{root}/shards"], "--data: {root}/shards has no run folder with eval.tasks"),
+        (["train", "{root}/recipe.yaml", "name=new", "eval.tasks.zero.root=none"], "none/test/nshards.txt: missing"),
+        (
+            ["train", "{root}/recipe.yaml", "out={root}/recipe.yaml"],
+            "out: {root}/recipe.yaml/tiny cannot be made a run folder",
+        ),
+        (["data", "scenes", "{root}/small", "--size", "8"], "size: Input should be greater than or equal to 16"),
         (["export", "{root}/shards"], "has no config.yaml, so it is no run folder"),
         (["export", "{root}/runs/cli", "--layout", "x"], "--layout 'x': open_clip or sparo-clip"),
         (["data", "convert", "{root}/recipe.yaml", "{root}/out"], "give an image folder, or a .csv or .tsv file"),
@@ -76,7 +88,7 @@ def test_eval_scores_runs_exports_and_files_alike(trained, tmp_path):
 def test_mistakes_end_with_code_two_and_no_traceback(trained, arguments, message):
     done = sparo(*(a.format(root=trained) for a in arguments))
     assert done.returncode == 2, done.stderr
-    assert message in done.stderr and "Traceback" not in done.stderr
+    assert message.format(root=trained) in done.stderr and "Traceback" not in done.stderr
 
 
 def test_dry_run_counts_without_training(trained, tmp_path):
@@ -94,7 +106,7 @@ def test_data_verbs(trained):
     done = sparo("data", "bench", str(trained / "recipe.yaml"), "--samples", "32")
     assert done.returncode == 0 and "decode" in done.stdout
     done = sparo("data", "index", str(trained / "shards"))
-    assert "4 shards, 96 samples, 0 truncated" in done.stderr
+    assert "4 shards, 96 samples, 0 not whole" in done.stderr
     assert len(list((trained / "shards").glob("*.idx.npy"))) == 4
 
 
@@ -130,6 +142,37 @@ def test_wrong_evaluation_data_is_named(trained, tmp_path):
             read(item, tmp_path)
     with pytest.raises(DataError, match="needs kind, caption, negative_caption"):
         pair(item._replace(fields={}), tmp_path)
+
+
+def test_an_interrupted_demo_stops(tmp_path, monkeypatch):
+    from launch import demo
+
+    trained = []
+    monkeypatch.setattr(demo, "make_scenes", lambda *_, **__: None)
+    monkeypatch.setattr(demo, "train", lambda config: trained.append(config.name) or Outcome("SIGINT", 3, None))
+    with pytest.raises(typer.Exit) as caught:
+        demo.run_demo(tmp_path, quick=True)
+    assert caught.value.exit_code == 75 and trained == ["clip"]
+
+
+def test_evaluations_are_neither_lost_nor_repeated(trained, tmp_path):
+    tree = yaml.safe_load((trained / "recipe.yaml").read_text())
+    tree |= {"out": str(tmp_path), "eval": {**tree["eval"], "every_steps": 3}, "checkpoint": {"every_steps": 3}}
+    done = []
+
+    def steps() -> list[int]:
+        return [r["step"] for r in metrics.read(tmp_path / "tiny/metrics.jsonl", "eval")]
+
+    def train_until(step):
+        done.append(train(resolve(RunConfig, {**tree, "stop_after_steps": step}, "test")))
+        return steps()
+
+    assert train_until(6) == [3, 6]
+    log = tmp_path / "tiny/metrics.jsonl"
+    log.write_text("".join(line + "\n" for line in log.read_text().splitlines() if '"eval", "step": 6' not in line))
+    assert steps() == [3]  # as if killed between the checkpoint and the evaluation of step 6
+    assert train_until(None) == [3, 6, 9, 12]
+    assert train_until(None) == [3, 6, 9, 12] and done[-1].reason == "finished"
 
 
 def test_the_quick_demo_tells_the_whole_story(tmp_path):

@@ -173,6 +173,8 @@ def test_learning_rate_is_open_clips():
 
 def test_freezing_the_image_tower_leaves_the_last_groups():
     model = tiny("sparo")
+    model.visual.lock(unlocked_groups=99)
+    assert all(p.requires_grad for p in model.visual.parameters())
     model.visual.lock(unlocked_groups=1)
     trainable = {n.split(".")[0] for n, p in model.visual.named_parameters() if p.requires_grad}
     assert trainable == {"ln_post", "sparo"}

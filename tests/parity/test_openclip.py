@@ -10,11 +10,11 @@ import torch
 from PIL import Image
 
 import sparo_train.openclip as plugin
-from sparo_train.core.errors import CheckpointError, SparoError
+from sparo_train.core.errors import CheckpointError, ConfigError, SparoError
 from sparo_train.models.clip import Clip
-from sparo_train.models.clip_config import ClipConfig
-from sparo_train.models.weights import infer_config, load_into, read_weights, to_ours, to_sparo_clip
-from sparo_train.objectives.clip import OPENAI_MEAN, OPENAI_STD
+from sparo_train.models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
+from sparo_train.models.describe import infer_config
+from sparo_train.models.weights import load_into, read_weights, to_ours, to_sparo_clip
 
 from .test_clip import READOUTS, TINY, tiny, tokens
 
@@ -97,6 +97,35 @@ def test_architecture_is_read_off_the_weights(readout):
         model = Clip(ClipConfig.model_validate({"backbone": "ViT-B-32", "readout": READOUTS[readout]}))
         again = Clip(infer_config(model.state_dict()))
     assert {n: t.shape for n, t in again.state_dict().items()} == {n: t.shape for n, t in model.state_dict().items()}
+
+
+def test_heads_that_shapes_do_not_tell_are_known_for_our_models_and_asked_for_otherwise():
+    with torch.device("meta"):
+        tiny = Clip(ClipConfig.model_validate({"backbone": "ViT-Tiny-16", "readout": READOUTS["sparo"]}))
+        assert infer_config(tiny.state_dict()).vision.head_width == tiny.config.vision.head_width == 32
+        assert infer_config(tiny.state_dict()).text.heads == tiny.config.text.heads == 4
+        odd = Clip(plugin.config_of("ViT-H-14"))
+    with pytest.raises(
+        CheckpointError, match="do not tell the number of heads at widths 1280 and 1024; name the model"
+    ):
+        infer_config(odd.state_dict())
+
+
+def test_plain_open_clip_names_describe_our_models_too():
+    assert plugin.config_of("ViT-B-32-quickgelu").quick_gelu and not plugin.config_of("ViT-B-32").quick_gelu
+    assert plugin.config_of("sparo-ViT-B-16") == plugin.names()["sparo-ViT-B-16"].model_copy(
+        update={"backbone": None, "embed_dim": 4096}
+    )
+    with pytest.raises(ConfigError, match="did you mean 'ViT-B-32'"):
+        plugin.config_of("ViT-B-33")
+    with pytest.raises(ConfigError, match=r"vision\.attentional_pool: unknown key"):
+        plugin.config_of("coca_ViT-B-32")
+
+
+def test_a_web_page_saved_as_weights_is_no_checkpoint(tmp_path):
+    (tmp_path / "x.pt").write_text("<html>404</html>")
+    with pytest.raises(CheckpointError, match=r"x\.pt: not a"):
+        read_weights(tmp_path / "x.pt")
 
 
 def test_low_precision_creation_works_through_open_clip():

@@ -15,6 +15,7 @@ from launch.training import train
 from sparo_train.core import metrics, store
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import CheckpointError, ConfigError, DataError, TrainingError
+from sparo_train.data.loader import ClipPipeline
 from sparo_train.data.writer import write_shard
 from sparo_train.objectives.clip import ClipObjective
 from sparo_train.train.run import RunConfig
@@ -164,10 +165,42 @@ def test_too_many_bad_samples_stop_the_run(tmp_path):
     tree = tiny_recipe(tmp_path / "s", tmp_path / "runs", batch_size=64, steps=40)
     with pytest.raises(DataError, match=r"(?s)could not be used, over data\.max_bad_share=0\.01.*0\.tar: bad image"):
         train(run(tree))
-    tree["data"] = {**tree["data"], "max_bad_share": 0.2}
-    train(run({**tree, "name": "tolerant", "steps": 20}))
-    last = metrics.read(tmp_path / "runs" / "tolerant" / "metrics.jsonl", "train")[-1]
+    stopped = store.CheckpointStore(tmp_path / "runs" / "tiny" / "checkpoints").latest()
+    assert stopped is not None and store.read_meta(stopped)["step"] > 0  # what was trained is kept
+    tree["data"] = {**tree["data"], "max_bad_share": 0.2}  # the remedy that the message names
+    train(run(tree))
+    last = metrics.read(tmp_path / "runs" / "tiny" / "metrics.jsonl", "train")[-1]
     assert last["bad_samples"]["bad image"] > 30
+    assert last["bad_shards"] == {str(tmp_path / "s" / "0.tar"): {"bad image": last["bad_samples"]["bad image"]}}
+
+
+def test_a_signal_before_the_first_step_leaves_nothing_that_could_not_be_resumed(shards, tmp_path, monkeypatch):
+    tree = tiny_recipe(shards, tmp_path / "early")
+    original = ClipPipeline.start
+
+    def start(self, cursor):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, cursor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ClipPipeline, "start", start)
+        outcome = train(run(tree))
+    assert outcome.reason == "SIGTERM" and outcome.step == 0 and outcome.checkpoint is None
+    assert train(run(tree)).reason == "finished"
+
+
+@pytest.mark.stress
+def test_thirty_kills_at_random_moments_lose_nothing(shards, tmp_path, straight, write_recipe):
+    recipe = write_recipe(tiny_recipe(shards, tmp_path / "killed", checkpoint={"every_steps": 1}))
+    rng = random.Random(int(os.environ.get("SPARO_TEST_SEED", "0")))
+    for _ in range(30):
+        process = start_sparo("train", str(recipe))
+        time.sleep(rng.uniform(1.5, 4.0))
+        process.kill()
+        process.communicate()
+    done = sparo("train", str(recipe))
+    assert done.returncode == 0, done.stderr
+    assert_bit_equal(tmp_path / "killed" / "tiny", straight)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from hypothesis import strategies as st
 
 from sparo_train.core.config import differences, dump, load_recipe, merge, override, parse_yaml, resolve
 from sparo_train.core.errors import ConfigError
+from sparo_train.train.build import build_pipeline
+from sparo_train.train.dry import dry_run
 from sparo_train.train.run import RunConfig, load_run
 from tests.conftest import tiny_recipe
 
@@ -32,6 +34,9 @@ def test_circles_and_missing_parents_are_named(tmp_path):
     (tmp_path / "b.yaml").write_text("extends: a.yaml\n")
     with pytest.raises(ConfigError, match="goes in a circle"):
         load_recipe(tmp_path / "a.yaml")
+    (tmp_path / "d.yaml").write_text("extends:\n")
+    with pytest.raises(ConfigError, match=r"d\.yaml: extends: None is no path"):
+        load_recipe(tmp_path / "d.yaml")
     (tmp_path / "c.yaml").write_text("extends: aa.yaml\n")
     with pytest.raises(ConfigError, match=r"aa\.yaml: no such recipe; did you mean 'a\.yaml'"):
         load_recipe(tmp_path / "c.yaml")
@@ -90,6 +95,19 @@ def test_a_backbone_fills_what_the_recipe_leaves_open(tree):
         32,
         512,
     )
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tree):
+    config = resolve(RunConfig, override(tree, ["objective.model.text.vocab_size=1000"]), "x")
+    with pytest.raises(ConfigError, match=r"objective\.model\.text\.vocab_size=1000: CLIP's tokenizer has 49408 ids"):
+        build_pipeline(config)
+
+
+def test_an_epoch_of_fractional_weights_is_counted_as_it_is_read(tree, shards):
+    half = {"shards": str(shards / "00000.tar"), "weight": 0.45}
+    tree["data"] = {**tree["data"], "sources": dict.fromkeys("abc", half)}
+    config = resolve(RunConfig, tree, "x")
+    assert dry_run(config).epoch_size == build_pipeline(config).plan.epoch_size == 3 * 11
 
 
 def test_yaml_builds_no_objects(tmp_path):

@@ -1,13 +1,17 @@
 """Emoji, Fashion-MNIST, converters, and `sparo data check`, on small files written here."""
 
 import gzip
+import io
 import json
 import struct
+import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from evals.data import EvalSet, captions, label, pair
+from launch.check_view import check_table
 from sparo_train.core.errors import DataError
 from sparo_train.data import emoji as emoji_module
 from sparo_train.data.check import check
@@ -25,7 +29,7 @@ from sparo_train.data.emoji import (
 from sparo_train.data.emoji_sets import make_emoji
 from sparo_train.data.shards import ShardReader
 from sparo_train.data.sources import SourceConfig
-from sparo_train.data.writer import write_shard
+from sparo_train.data.writer import write_shard, write_wds_layout
 from tests.conftest import jpeg, sample
 
 BODY = '<circle cx="16" cy="16" r="14" fill="{}"/>'
@@ -175,18 +179,55 @@ def test_image_folders_and_tables_become_shards(tmp_path):
     reader = ShardReader()
     path = str(tmp_path / "out/00000.tar")
     assert [reader.read(path, i)[1]["txt"] for i in range(2)] == [b"a photo of a red cube", b"its own words"]
-    (source / "table.tsv").write_text("title\tfile\na red one\tred_cube/a.b.JPG\n")
-    assert convert_csv(source / "table.tsv", tmp_path / "csv", "file", "title", "\t") == 1
-    with pytest.raises(DataError, match="no column 'flie'; did you mean 'file'"):
-        convert_csv(source / "table.tsv", tmp_path / "csv", "flie", "title", "\t")
-    (source / "bad.csv").write_text("filepath,title\nnone.jpg,words\n")
-    with pytest.raises(DataError, match=r"bad\.csv, line 2: 'none\.jpg' is no image file"):
-        convert_csv(source / "bad.csv", tmp_path / "csv", "filepath", "title")
+    with pytest.raises(DataError, match=r"out: holds 1 shard\(s\) already"):
+        convert_folder(source, tmp_path / "out")
     (source / "y.png").write_bytes(jpeg(2))
     with pytest.raises(DataError, match=r"y\.png: no class folder and no y\.txt"):
         convert_folder(source, tmp_path / "again")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"no \.jpg, \.png or \.webp image"):
-        convert_folder(tmp_path / "csv", tmp_path / "again")
+        convert_folder(tmp_path / "empty", tmp_path / "again")
+
+
+@pytest.mark.parametrize("separator", ["\t", ",", ";"])
+def test_tables_become_shards_whatever_separates_their_columns(tmp_path, separator):
+    (tmp_path / "a.jpg").write_bytes(jpeg(0))
+    (tmp_path / "t.csv").write_text(f"title{separator}file\na red one{separator}a.jpg\n")
+    assert convert_csv(tmp_path / "t.csv", tmp_path / "out", "file", "title") == 1
+    assert ShardReader().read(str(tmp_path / "out/00000.tar"), 0)[1]["txt"] == b"a red one"
+    assert convert_csv(tmp_path / "t.csv", tmp_path / "given", "file", "title", separator) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"flie,title\n", "no column 'filepath'; known: flie, title"),
+        (b"filepath,title\nnone.jpg,words\n", r"t\.csv, line 2: 'none\.jpg' is no image file"),
+        (b"filepath,title\na.jpg\n", r"t\.csv, line 2: no image or no caption"),
+        (b"filepath,title\n,words\n", r"t\.csv, line 2: no image or no caption"),
+        (b"filepath,title\na.jpg,caf\xe9\n", r"t\.csv: not UTF-8 .*iconv"),
+    ],
+)
+def test_what_is_wrong_with_a_table_is_said(tmp_path, content, message):
+    (tmp_path / "a.jpg").write_bytes(jpeg(0))
+    (tmp_path / "t.csv").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        convert_csv(tmp_path / "t.csv", tmp_path / "out", "filepath", "title")
+    with pytest.raises(DataError, match=r"none\.csv: no such file"):
+        convert_csv(tmp_path / "none.csv", tmp_path / "out", "filepath", "title")
+
+
+def test_an_evaluation_set_is_complete_or_not_there(tmp_path, monkeypatch):
+    def interrupted(self, *_arguments, **_options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "write_text", interrupted)
+        write_wds_layout(tmp_path, [sample(0)], classnames=["x"], templates=["{c}"])
+    with pytest.raises(DataError, match=r"nshards\.txt: missing"):
+        EvalSet(tmp_path)
+    write_wds_layout(tmp_path, [sample(0)], classnames=["x"], templates=["{c}"])
+    EvalSet(tmp_path).require(["classnames.txt", "zeroshot_classification_templates.txt"])
 
 
 def test_a_key_with_a_dot_is_refused(tmp_path):
@@ -204,8 +245,23 @@ def test_check_counts_duplicates_and_damage(tmp_path):
     )
     cut = tmp_path / "c.tar"
     write_shard(cut, [sample(i) for i in range(20, 24)])
-    cut.write_bytes(cut.read_bytes()[:5000])
-    report = check([str(tmp_path / f"{n}.tar") for n in "abc"], SourceConfig(shards="x"), processes=1)
-    assert report.reasons() == {"bad image": 1, "missing image": 1, "truncated tar": 1}
-    assert report.duplicate_keys == 1 and report.duplicate_images == 2 and report.duplicate_captions >= 2
+    cut.write_bytes(cut.read_bytes()[:9000])
+    (tmp_path / "d.tar").write_bytes(b"<html>" * 500)
+    a, b, c, d = (str(tmp_path / f"{n}.tar") for n in "abcd")
+    report = check([a, b, c, d], SourceConfig(shards="x"), processes=1)
+    assert f"e.g. {a}:000000 = {b}:000000" in str(check_table(report).title)
+    assert report.reasons() == {"bad image": 1, "missing image": 1, "truncated tar": 1, "unreadable tar": 1}
+    assert report.keys.examples == [[(a, "000000"), (b, "000000")]]
+    assert sorted(report.images.examples) == [[(a, "000000"), (b, "000000")], [(a, "000001"), (b, "new")]]
+    assert report.keys.copies == 1 and report.images.copies == 2 and report.captions.copies >= 2
     assert report.shards[1].bad == [("bad", "bad image"), ("no", "missing image")]
+
+
+def test_a_key_that_is_not_utf8_is_checked_and_shown(tmp_path):
+    with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.GNU_FORMAT) as tar:
+        info = tarfile.TarInfo("caf\udce9.txt")
+        info.size = 1
+        tar.addfile(info, io.BytesIO(b"x"))
+    report = check([str(tmp_path / "x.tar")], SourceConfig(shards="x"), processes=1)
+    assert report.shards[0].bad == [("caf\udce9", "missing image")]
+    assert [*check_table(report).columns[4].cells] == ["caf\\udce9"]

@@ -1,6 +1,7 @@
 """Index and positional reading agree with tarfile on any tar; damage is noticed."""
 
 import io
+import os
 import tarfile
 
 import numpy as np
@@ -8,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparo_train.core.errors import ConfigError, DataError
-from sparo_train.data.shards import ShardReader, load_index, scan, split_key, unpack
+from sparo_train.core.errors import BadSampleError, ConfigError, DataError
+from sparo_train.data.shards import ShardReader, load_index
 from sparo_train.data.sources import SourceConfig, find_shards, fingerprint, open_source, refuse_changed
+from sparo_train.data.tar import scan, split_key, unpack
 from sparo_train.data.writer import write_shard
 from tests.conftest import sample
 
@@ -44,7 +46,7 @@ def tar_bytes(items, form=tarfile.PAX_FORMAT):
 @settings(max_examples=60, deadline=None)
 def test_every_sample_is_found_whole(items, form):
     data = tar_bytes(items, form)
-    index = scan(io.BytesIO(data), len(data), "x.tar")
+    index = scan(io.BytesIO(data), len(data))
     assert index.intact
     read = [unpack(data[index.offsets[i] : index.offsets[i + 1]]) for i in range(len(index))]
     assert read == items
@@ -54,9 +56,9 @@ def test_every_sample_is_found_whole(items, form):
 @settings(max_examples=60, deadline=None)
 def test_a_cut_tar_gives_its_whole_samples_and_says_so(items, share):
     data = tar_bytes(items)
-    whole = scan(io.BytesIO(data), len(data), "x.tar")
+    whole = scan(io.BytesIO(data), len(data))
     cut = data[: max(512, int(whole.offsets[-1] * share))]
-    index = scan(io.BytesIO(cut), len(cut), "x.tar")
+    index = scan(io.BytesIO(cut), len(cut))
     read = [unpack(cut[index.offsets[i] : index.offsets[i + 1]]) for i in range(len(index))]
     assert not index.intact
     # The last sample may lack members that were written after the cut; all before it are whole.
@@ -97,8 +99,56 @@ def test_index_is_kept_and_forgotten_with_its_file(tmp_path, monkeypatch):
 def test_a_file_that_is_no_tar_is_named(tmp_path):
     path = tmp_path / "x.tar"
     path.write_bytes(b"<html>not found</html>" * 100)
-    with pytest.raises(DataError, match=r"x\.tar: not a tar file"):
-        load_index(str(path))
+    index = load_index(str(path))
+    assert len(index) == 0 and not index.intact
+    with pytest.raises(DataError, match=r"not one whole sample in them; first: .*x\.tar"):
+        open_source("a", SourceConfig(shards=str(path)))
+
+
+def test_an_index_older_than_its_shard_is_not_believed(tmp_path):
+    path = tmp_path / "x.tar"
+    first = [(f"{i}", {"jpg": bytes(600), "txt": b"old"}) for i in range(4)]
+    second = [(f"{i}", {"jpg": bytes(1500), "txt": b"new"}) for i in range(4)]
+    write_shard(path, first)
+    load_index(str(path), write_beside=True)
+    size = path.stat().st_size
+    write_shard(path, second)
+    assert path.stat().st_size == size  # tars are padded, so the size tells nothing
+    beside = tmp_path / "x.tar.idx.npy"
+    os.utime(beside, (path.stat().st_mtime - 5,) * 2)
+    assert ShardReader().read(str(path), 1) == ("1", second[1][1])
+    os.utime(beside, (path.stat().st_mtime + 5,) * 2)  # as after a careless copy: the bytes give it away
+    with pytest.raises(BadSampleError, match="stale index"):
+        ShardReader().read(str(path), 1)
+    load_index(str(path), write_beside=True)
+    assert ShardReader().read(str(path), 1) == ("1", second[1][1])
+
+
+def test_a_damaged_header_is_a_bad_sample(shards):
+    path = shards / "00000.tar"
+    start = int(load_index(str(path), write_beside=True).offsets[3])
+    data = bytearray(path.read_bytes())
+    data[start + 124 : start + 136] = b"garbage size"
+    path.write_bytes(data)
+    os.utime(f"{path}.idx.npy", (path.stat().st_mtime + 5,) * 2)
+    reader = ShardReader()
+    assert reader.read(str(path), 2)[0] == "000002"
+    with pytest.raises(BadSampleError, match="damaged tar"):
+        reader.read(str(path), 3)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("s3://bucket/{000..001}.tar", r"s3:// needs a package that is not installed; pip install 'sparo\[s3\]'"),
+        ("s4://bucket/0.tar", "s4:// is no protocol that fsspec knows; known: .*s3"),
+        ("data/{000..001.tar", "a brace without its partner"),
+        ((), "an empty list"),
+    ],
+)
+def test_addresses_that_cannot_work_say_why(pattern, message):
+    with pytest.raises((ConfigError, DataError), match=message):
+        find_shards(pattern, "data.sources.a.shards")
 
 
 def test_a_shard_that_shrank_under_the_run_is_named(shards):

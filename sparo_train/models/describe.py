@@ -1,0 +1,126 @@
+"""Which model a set of weights belongs to: by its description where there is one, by its shapes otherwise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..core.config import resolve
+from ..core.errors import CheckpointError
+from .clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
+from .weights import read_raw
+
+CONFIG_KEY = "sparo_config"  # in a `.pt` of ours: the model's description as plain values
+_HEAD_WIDTH = {128: 32, 192: 32, 384: 64, 512: 64, 640: 64, 768: 64, 896: 64, 1024: 64}  # width -> head width
+
+
+def read_config(path: str | Path) -> ClipConfig | None:
+    """The model's description, where a file carries one: a `.pt` of ours, or a weight file beside its `open_clip_config.json`.
+
+    Raises:
+        CheckpointError: a description that is none.
+    """
+    path = Path(path)
+    if (beside := path.parent / "open_clip_config.json").is_file():
+        return read_export(beside)[0]
+    found = None if path.suffix == ".safetensors" else read_raw(path)
+    if not isinstance(found, Mapping) or CONFIG_KEY not in found:
+        return None
+    return resolve(ClipConfig, found[CONFIG_KEY], f"{path}: {CONFIG_KEY}")
+
+
+def read_export(path: Path) -> tuple[ClipConfig, tuple[float, ...], tuple[float, ...]]:
+    """Model, mean and std of an `open_clip_config.json`.
+
+    Raises:
+        CheckpointError: not such a file.
+        ConfigError: a model with keys that ours do not have.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        cfg, preprocess = content["model_cfg"], content.get("preprocess_cfg", {})
+        return from_model_cfg(cfg, str(path)), preprocess.get("mean", OPENAI_MEAN), preprocess.get("std", OPENAI_STD)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not an open_clip config ({error!r})") from None
+
+
+def from_model_cfg(cfg: Mapping[str, Any], origin: str) -> ClipConfig:
+    """Our description of an open_clip `model_cfg` with a ViT and a text transformer.
+
+    Raises:
+        ConfigError: it has keys that our towers do not have.
+    """
+    vision, text = dict(cfg["vision_cfg"]), dict(cfg["text_cfg"])
+    text.pop("readout", None)
+    tree = {
+        "embed_dim": cfg["embed_dim"],
+        "quick_gelu": cfg.get("quick_gelu", False),
+        "readout": vision.pop("readout", {"kind": "token"}),
+        "vision": vision,
+        "text": text,
+    }
+    return resolve(ClipConfig, tree, origin)
+
+
+def infer_config(state: Mapping[str, Tensor], image_size: int | None = None) -> ClipConfig:
+    """The model that a set of weights (in our layout) belongs to, from its shapes.
+
+    What shapes do not tell is taken from the published CLIPs: heads 64 wide (ours for CPUs: 32), GELU, and the class
+    token rather than GAP.
+
+    Raises:
+        CheckpointError: not a ViT CLIP with a text transformer, or of a width whose heads are not known.
+    """
+    try:
+        conv, position = state["visual.conv1.weight"], state["visual.positional_embedding"]
+        text_position, embedding = state["text.positional_embedding"], state["text.token_embedding.weight"]
+    except KeyError as error:
+        raise CheckpointError(
+            f"weights: {error} is missing; only CLIP models with a ViT and a text transformer can be recognised"
+        ) from None
+    width, text_width = len(conv), embedding.shape[1]
+    if width not in _HEAD_WIDTH or text_width not in _HEAD_WIDTH:
+        raise CheckpointError(
+            f"weights: shapes do not tell the number of heads at widths {width} and {text_width}; name the model (--model)"
+        )
+    grid = round((len(position) - 1) ** 0.5)
+    layers = {
+        tower: 1 + max(int(n.split(".")[3]) for n in state if n.startswith(f"{tower}.transformer.resblocks."))
+        for tower in ("visual", "text")
+    }
+    readout: dict[str, object] = {"kind": "token"}
+    if "visual.sparo.q_emb" in state:
+        _, heads, group, _, head_width = state["visual.sparo.q_emb"].shape
+        readout = {
+            "kind": "sparo",
+            "slots": heads * group,
+            "grp_size": group,
+            "head_width": head_width,
+            "slot_width": len(state["visual.sparo.proj.weight"]),
+            "share_kv": "visual.sparo.v.weight" not in state,
+            "replace_last_block": False,  # the blocks are counted as they are
+        }
+    return ClipConfig.model_validate(
+        {
+            "vision": {
+                "image_size": image_size or grid * conv.shape[-1],
+                "patch_size": conv.shape[-1],
+                "width": width,
+                "layers": layers["visual"],
+                "head_width": _HEAD_WIDTH[width],
+            },
+            "text": {
+                "context_length": len(text_position),
+                "vocab_size": len(embedding),
+                "width": text_width,
+                "heads": text_width // _HEAD_WIDTH[text_width],
+                "layers": layers["text"],
+            },
+            "embed_dim": state["visual.proj"].shape[1] if "visual.proj" in state else 512,
+            "readout": readout,
+        }
+    )
