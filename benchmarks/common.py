@@ -36,6 +36,19 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
+def peak_growth(call: Callable[[], Any]) -> float:
+    """Bytes by which the resident set's peak grows over a call (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
+    before = _peak_resident()
+    call()
+    return _peak_resident() - before
+
+
+def _peak_resident() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * float(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+
+
 def row(
     name: str, pairs: list[tuple[float, float]], bar: float | None, unit: str, more_is_better: bool
 ) -> dict[str, Any]:

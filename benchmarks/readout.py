@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import interleave, parser, report, row, seconds
+from common import interleave, parser, peak_growth, report, row, seconds
 
 from sparo_train.models.sparo import Sparo
 
@@ -57,16 +56,7 @@ def measure_here(form: str, case: tuple[int, int, int]) -> float:
     small = step(form, (8, 4, 4), "cpu")
     small()  # threads and kernels are loaded before the baseline is taken
     run = step(form, case, "cpu")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
-    before = peak_resident()
-    run()
-    return peak_resident() - before
-
-
-def peak_resident() -> float:
-    """VmHWM, bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * float(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+    return peak_growth(run)
 
 
 def main() -> None:

@@ -25,6 +25,6 @@ def make_emoji_set(folder: Path, size: int, seed: int, processes: int) -> dict[s
     with Bar() as bar:
         npm = bar.start_task_named("npm install")
         modules = install(folder / "npm")
-        bar.remove_task(npm)
+        bar.update(npm, visible=False)
         task = bar.start_task_named("rasterising emoji")
         return make_emoji(folder, modules, size, seed, processes, lambda done, total: bar.show(task, done, total))

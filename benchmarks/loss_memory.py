@@ -1,0 +1,152 @@
+"""The contrastive loss at a global batch of 32,768 on 64 ranks: one rank's memory and time against open_clip's ClipLoss.
+
+python benchmarks/loss_memory.py [--quick] [--json FILE]
+
+Memory and time are one rank's: forward and backward of 512 of 32,768 pairs in a process of their own, in which what
+other ranks would send is copied from memory. Gradients are compared on four real gloo ranks. open_clip's side is
+`ClipLoss(local_loss=True, gather_with_grad=True)`, the setting whose gradients are exact.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn
+import torch.multiprocessing as mp
+from common import parser, peak_growth, report, row
+from open_clip.loss import ClipLoss
+from torch import Tensor
+from torch.nn import functional as F
+
+from sparo_train.core.ring import Ring, Shift
+from sparo_train.objectives.contrastive import contrastive
+
+RANKS, SHARE = 64, 512
+CASES = (4096, 8192)
+MEMORY_BAR, TIME_BAR = 4.0, 1 / 1.15
+
+
+class OneOf64(Ring):
+    """Rank 0 of 64 as it sees the others: what arrives has the shape of what leaves, and is copied from memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = RANKS
+
+    def shift(self, *tensors: Tensor) -> Shift:
+        return Shift([], tuple(t.clone() for t in tensors), tensors)
+
+
+class GatherOf64(torch.autograd.Function):
+    """all_gather with gradient as rank 0 of 64 sees it; the backward returns its slice, as a reduce-scatter would."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.roll(k, dims=1) for k in range(RANKS))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].clone()
+
+
+def features(d: int, b: int = SHARE, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [F.normalize(torch.randn(b, d, generator=generator), dim=1).requires_grad_() for _ in range(2)]
+
+
+def run(form: str, image: Tensor, text: Tensor, scale: Tensor) -> None:
+    if form == "ours":
+        contrastive(image, text, scale, exchange="ring", ring=OneOf64()).total.backward()
+    else:
+        torch.distributed.nn.all_gather = GatherOf64.apply
+        ClipLoss(local_loss=True, gather_with_grad=True, rank=0, world_size=RANKS)(image, text, scale).backward()
+
+
+def measure(form: str, d: int) -> None:
+    """In a process of its own: bytes above the features themselves, and seconds."""
+    scale = torch.tensor(20.0, requires_grad=True)
+    run(form, *features(8, 4), scale)  # kernels are loaded before the baseline is taken
+    image, text = features(d)
+    begin = time.perf_counter()
+    grown = peak_growth(lambda: run(form, image, text, scale))
+    print(json.dumps([grown / 2**20, time.perf_counter() - begin]))
+
+
+def gradients_on(rank: int, folder: str, form: str, size: int) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)  # open_clip's gather is deprecated in torch
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{form}", rank=rank, world_size=size)
+    image, text = features(1024, 32, seed=rank)
+    scale = torch.tensor(20.0, requires_grad=True)
+    if form == "ours":
+        contrastive(image, text, scale, exchange="ring").total.backward()
+    else:
+        loss = ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=size)
+        loss(image, text, scale).backward()
+    assert scale.grad is not None
+    dist.all_reduce(scale.grad)
+    torch.save([image.grad, text.grad, scale.grad], f"{folder}/{form}-{rank}")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def gradient_difference(size: int = 4) -> float:
+    """Largest relative difference of the gradients of both sides, over ranks and tensors."""
+    with tempfile.TemporaryDirectory() as folder:
+        for form in ("ours", "theirs"):
+            mp.start_processes(gradients_on, (folder, form, size), nprocs=size, start_method="fork")
+        found = [
+            [torch.load(f"{folder}/{form}-{rank}", weights_only=True) for rank in range(size)]
+            for form in ("ours", "theirs")
+        ]
+    pairs = [(a, b) for ours, theirs in zip(*found, strict=True) for a, b in zip(ours, theirs, strict=True)]
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def child(form: str, d: int) -> tuple[float, float]:
+    command = [sys.executable, __file__, "--measure", form, str(d)]
+    grown, spent = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return grown, spent
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--measure", nargs=2, help="internal: form d")
+    options = arguments.parse_args()
+    if options.measure:
+        measure(options.measure[0], int(options.measure[1]))
+        return
+    difference = gradient_difference()
+    rows = []
+    for d in CASES[:1] if options.quick else CASES:
+        pairs = [(child("ours", d), child("theirs", d)) for _ in range(1 if options.quick else 3)]
+        rows.append(row(f"peak memory d={d}", [(a[0], b[0]) for a, b in pairs], MEMORY_BAR, "MiB", False))
+        rows.append(row(f"time d={d}", [(a[1], b[1]) for a, b in pairs], TIME_BAR, "s", False))
+    rows.append(
+        {
+            "name": "gradients, 4 ranks, relative difference",
+            "ours": difference,
+            "theirs": 0.0,
+            "unit": "",
+            "ratio": difference,
+            "spread": [difference, difference],
+            "n": 1,
+            "bar": 1e-5,
+            "ok": difference <= 1e-5,
+        }
+    )
+    report(f"softmax loss, forward + backward, {SHARE} of {SHARE * RANKS} pairs, fp32", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

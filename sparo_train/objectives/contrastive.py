@@ -1,0 +1,217 @@
+"""The contrastive losses over the global batch, with gradients equal to those of one process that holds it whole.
+
+Softmax, as in CLIP (Radford et al. 2021, Fig. 3), for B pairs with z_ij = scale * <x_i, y_j>:
+
+    1/(2B) sum_i [lse_j z_ij - z_ii] + 1/(2B) sum_j [lse_i z_ij - z_jj]
+
+Sigmoid, as in SigLIP (Zhai et al. 2023, Eq. 1), with z_ij = scale * <x_i, y_j> + bias:
+
+    -1/B sum_ij log sigmoid(t_ij z_ij),  t_ij = 1 on the diagonal, -1 off it
+
+Every rank holds b of the B pairs. In a ring each rank keeps its images while the other ranks' texts visit in turn: a
+block of b x b logits (in tiles of rows) gives the images' log-sum-exp at home and adds to the texts' own, which travels
+with them and is complete when they are home again. The backward makes the round once more: a block of dL/dz gives the
+images' gradient at home and adds to the texts' gradient, which travels. One product of features per block forward and
+three backward, against two and four where every rank computes both its images' and its texts' rows.
+
+Ranks average their gradients afterwards (DDP, FSDP2 and DeepSpeed do), so each rank's loss is its share of the global
+loss times the number of ranks: their mean is the global loss, and so is the mean of their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..core.ring import Ring
+
+Kind = Literal["softmax", "sigmoid"]
+Exchange = Literal["auto", "gather", "ring"]
+_TILE = 1 << 22  # logits of a tile
+_SMALL = (
+    1 << 24
+)  # `auto` gathers while a rank's rows of logits and the gathered features both stay below this many numbers
+
+
+class Contrast(NamedTuple):
+    """`total`: this rank's share of the loss times the number of ranks; `correct`: (b,) bool, image i is nearer to text i than to any other."""
+
+    total: Tensor
+    correct: Tensor
+
+
+def contrastive(
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    kind: Kind = "softmax",
+    exchange: Exchange = "auto",
+    ring: Ring | None = None,
+) -> Contrast:
+    """The loss of this rank's pairs within the global batch.
+
+    Args:
+        image, text: (b, D) encodings, the same b on every rank; computed in fp32 (fp64 where given so).
+        scale: 0-d, what logits are multiplied with (not its logarithm).
+        bias: 0-d, added to the logits; sigmoid only.
+        exchange: `ring`: as above; `gather`: all features and this rank's rows at once; `auto`: gather while it is small.
+        ring: the ranks; default: those of the default process group.
+    """
+    ring = ring or Ring()
+    wide = torch.float64 if image.dtype == torch.float64 else torch.float32
+    image, text, scale = image.to(wide), text.to(wide), scale.to(wide)
+    bias = torch.zeros_like(scale) if bias is None else bias.to(wide)
+    if exchange == "auto":
+        exchange = "gather" if len(image) * ring.size * max(len(image), image.shape[1]) <= _SMALL else "ring"
+    if exchange == "gather":
+        return _gathered(image, text, scale, bias, kind, ring)
+    tile = max(1, _TILE // len(image))
+    function = _RingSoftmax if kind == "softmax" else _RingSigmoid
+    total, correct = function.apply(image, text, scale, bias, ring, tile)  # type: ignore[misc]
+    return Contrast(total, correct)
+
+
+def _gathered(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, kind: Kind, ring: Ring) -> Contrast:
+    own = torch.arange(len(image), device=image.device) + ring.rank * len(image)
+    logits = scale * image @ ring.gather(text).T
+    found = logits.detach()
+    correct = found.gather(1, own[:, None])[:, 0] > found.scatter(1, own[:, None], -torch.inf).amax(dim=1)
+    if kind == "softmax":
+        rows = F.cross_entropy(logits, own) + F.cross_entropy(scale * text @ ring.gather(image).T, own)
+        return Contrast(rows / 2, correct)
+    logits = logits + bias
+    sign = torch.full_like(logits, -1.0).scatter_(1, own[:, None], 1.0)
+    return Contrast(-F.logsigmoid(sign * logits).sum() / len(image), correct)
+
+
+class _RingSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, ring: Ring, tile: int) -> Any:
+        b = len(image)
+        rows, rival, diagonal = (image.new_full((b,), -torch.inf) for _ in range(3))
+        visiting, columns = text, None
+        for step in range(ring.size):
+            following = ring.shift(visiting) if step + 1 < ring.size else None
+            here = image.new_full((b,), -torch.inf)
+            for part in _tiles(b, tile):
+                z = (image[part] @ visiting.T).mul_(scale)
+                rows[part] = torch.logaddexp(rows[part], z.logsumexp(dim=1))
+                here = torch.logaddexp(here, z.logsumexp(dim=0))
+                if step == 0:
+                    diagonal[part] = z.diagonal(part.start)
+                    z.diagonal(part.start).fill_(-torch.inf)
+                rival[part] = torch.maximum(rival[part], z.amax(dim=1))
+            if columns is not None:
+                here = torch.logaddexp(here, columns.wait()[0])
+            columns = ring.shift(here)  # one step behind its texts; after the last one it is home
+            if following is not None:
+                (visiting,) = following.wait()
+        assert columns is not None
+        (own,) = columns.wait()
+        ctx.save_for_backward(image, text, scale, rows, own)
+        ctx.ring, ctx.tile = ring, tile
+        correct = diagonal > rival
+        ctx.mark_non_differentiable(correct)
+        return ((rows - diagonal).mean() + (own - diagonal).mean()) / 2, correct
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        image, text, scale, rows, columns = ctx.saved_tensors
+
+        def weigh(z: Tensor, part: slice, home: bool, columns: Tensor) -> Tensor:
+            g = (z - rows[part, None]).exp_()
+            g += (z - columns).exp_()
+            if home:
+                g.diagonal(part.start).sub_(2)
+            return g
+
+        factor = gradients[0] / (2 * len(image))
+        d_image, d_text, d_scale, _ = _backward(image, text, (columns,), scale, None, factor, weigh, ctx.ring, ctx.tile)
+        return d_image, d_text, d_scale, None, None, None
+
+
+class _RingSigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, ring: Ring, tile: int) -> Any:
+        b = len(image)
+        total = image.new_zeros(())
+        rival, diagonal = (image.new_full((b,), -torch.inf) for _ in range(2))
+        visiting = text
+        for step in range(ring.size):
+            following = ring.shift(visiting) if step + 1 < ring.size else None
+            for part in _tiles(b, tile):
+                z = (image[part] @ visiting.T).mul_(scale).add_(bias)
+                if step == 0:  # the pairs themselves are the positives
+                    diagonal[part] = z.diagonal(part.start)
+                    total -= F.logsigmoid(diagonal[part]).sum()
+                    z.diagonal(part.start).fill_(-torch.inf)
+                rival[part] = torch.maximum(rival[part], z.amax(dim=1))
+                total -= F.logsigmoid(-z).sum()
+            if following is not None:
+                (visiting,) = following.wait()
+        correct = diagonal > rival
+        ctx.save_for_backward(image, text, scale, bias)
+        ctx.ring, ctx.tile = ring, tile
+        ctx.mark_non_differentiable(correct)
+        return total / b, correct
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        image, text, scale, bias = ctx.saved_tensors
+
+        def weigh(z: Tensor, part: slice, home: bool) -> Tensor:
+            g = z.sigmoid()
+            if home:
+                g.diagonal(part.start).sub_(1)
+            return g
+
+        factor = gradients[0] / len(image)
+        found = _backward(image, text, (), scale, bias, factor, weigh, ctx.ring, ctx.tile)
+        return *found, None, None
+
+
+def _backward(
+    image: Tensor,
+    text: Tensor,
+    facts: tuple[Tensor, ...],
+    scale: Tensor,
+    bias: Tensor | None,
+    factor: Tensor,
+    weigh: Callable[..., Tensor],
+    ring: Ring,
+    tile: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of image, text, scale and bias. `weigh(z, rows, at_home, *facts)` is dL/dz of a tile, up to `factor`;
+    texts travel with their `facts`, and their gradient one step behind them."""
+    b = len(image)
+    d_image, d_scale, d_bias = torch.zeros_like(image), torch.zeros_like(scale), torch.zeros_like(scale)
+    visiting, behind = (text, *facts), None
+    for step in range(ring.size):
+        following = ring.shift(*visiting) if step + 1 < ring.size else None
+        here = torch.zeros_like(text)
+        for part in _tiles(b, tile):
+            product = image[part] @ visiting[0].T
+            z = product * scale if bias is None else product * scale + bias
+            g = weigh(z, part, step == 0, *visiting[1:])
+            d_scale += torch.linalg.vecdot(g.flatten(), product.flatten())
+            d_bias += g.sum()
+            d_image[part] += g @ visiting[0]
+            here += g.T @ image[part]
+        if behind is not None:
+            here += behind.wait()[0]
+        behind = ring.shift(here)
+        if following is not None:
+            visiting = following.wait()
+    assert behind is not None
+    (d_text,) = behind.wait()
+    spread = factor * scale
+    return d_image.mul_(spread), d_text.mul_(spread), d_scale * factor, d_bias * factor
+
+
+def _tiles(rows: int, tile: int) -> list[slice]:
+    return [slice(begin, min(rows, begin + tile)) for begin in range(0, rows, tile)]

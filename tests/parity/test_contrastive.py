@@ -1,0 +1,128 @@
+"""The exact losses against the formulas as printed, on one rank and on several."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from sparo_train.core.ring import Ring
+from sparo_train.objectives import contrastive as module
+from sparo_train.objectives.contrastive import contrastive
+from tests.ranks import run_ranks
+
+
+def features(b, d, seed=0, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    image, text = (F.normalize(torch.randn(b, d, generator=g, dtype=torch.float64), dim=1) for _ in range(2))
+    return image.to(dtype), F.normalize(text + 0.5 * image, dim=1).to(dtype)
+
+
+def plain(image, text, scale, bias, kind):
+    """The formulas as printed, over the whole batch."""
+    z = scale * image @ text.T
+    if kind == "softmax":
+        return ((z.logsumexp(1) - z.diagonal()).mean() + (z.logsumexp(0) - z.diagonal()).mean()) / 2
+    sign = 2 * torch.eye(len(z), dtype=z.dtype) - 1
+    return -F.logsigmoid(sign * (z + bias)).sum() / len(z)
+
+
+def leaves(image, text, dtype=torch.float64, scale=20.0, bias=-4.0):
+    values = (image, text, torch.tensor(scale, dtype=dtype), torch.tensor(bias, dtype=dtype))
+    return [v.clone().requires_grad_() for v in values]
+
+
+def gradients(tensors):
+    return [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors]
+
+
+def close(found, expected, tolerance):
+    return all(
+        float((a - b).norm()) <= tolerance * max(float(b.norm()), 1e-3) for a, b in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+@given(b=st.integers(1, 9), d=st.integers(1, 8), tile=st.integers(1, 40), seed=st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_one_rank_in_tiles_is_the_formula(kind, b, d, tile, seed):
+    image, text = features(b, d, seed)
+    expected, found = leaves(image, text), leaves(image, text)
+    loss = plain(*expected, kind)
+    loss.backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_TILE", tile)
+        got = contrastive(*found, kind=kind, exchange="ring")
+    got.total.backward()
+    assert float(got.total.detach()) == pytest.approx(float(loss.detach()), rel=1e-12, abs=1e-12)
+    assert close(gradients(found), gradients(expected), 1e-11)
+    if d > 1:  # with one dimension all texts are equally near, or nearly
+        assert torch.equal(got.correct, (image @ text.T).argmax(1) == torch.arange(b))
+
+
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+def test_a_collapsed_model_gets_nothing_right(exchange):
+    same = torch.ones(4, 3) / 3**0.5
+    assert not contrastive(same, same, torch.tensor(10.0), exchange=exchange).correct.any()
+
+
+def on_rank(rank, image, text, kind, exchange, dtype):
+    ring = Ring()
+    b = len(image) // ring.size
+    own = [t[rank * b : (rank + 1) * b].to(dtype) for t in (image, text)]
+    mine = leaves(*own, dtype)
+    got = contrastive(*mine, kind=kind, exchange=exchange)
+    got.total.backward()
+    return float(got.total.detach()), gradients(mine), got.correct
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+def test_the_mean_over_ranks_is_the_global_batch(world_size, kind, exchange):
+    image, text = features(12, 16)
+    whole = leaves(image, text)
+    loss = plain(*whole, kind)
+    loss.backward()
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        found = run_ranks(world_size, on_rank, image, text, kind, exchange, dtype)
+        totals, parts, correct = zip(*found, strict=True)
+        assert sum(totals) / world_size == pytest.approx(float(loss.detach()), rel=10 * tolerance)
+        d_image, d_text = (torch.cat([p[i] for p in parts]) / world_size for i in range(2))
+        d_scale, d_bias = (sum(p[i] for p in parts) / world_size for i in range(2, 4))
+        assert close([d_image, d_text, d_scale, d_bias], gradients(whole), tolerance)
+        assert torch.equal(torch.cat(correct), (image @ text.T).argmax(1) == torch.arange(12))
+
+
+def test_low_precision_features_are_multiplied_in_fp32():
+    image, text = (t.to(torch.bfloat16) for t in features(8, 32, dtype=torch.float32))
+    found = leaves(image, text, torch.float32)
+    for exchange in ("ring", "gather"):
+        total = contrastive(*found[:3], exchange=exchange).total
+        assert total.dtype == torch.float32
+        assert float(total.detach()) == pytest.approx(
+            float(plain(*(t.detach().float() for t in found), "softmax")), rel=1e-6
+        )
+
+
+def test_large_logits_neither_overflow_nor_vanish():
+    image, text = features(6, 3, dtype=torch.float32)
+    found = leaves(image, text, torch.float32, scale=1000.0)
+    expected = leaves(image.double(), text.double(), scale=1000.0)
+    contrastive(*found[:3], exchange="ring").total.backward()
+    plain(*expected, "softmax").backward()
+    assert close([g.double() for g in gradients(found)], gradients(expected), 2e-4)
+
+
+def around(rank):
+    ring, here = Ring(), torch.tensor([float(rank)])
+    seen = [rank]
+    for _ in range(ring.size):
+        (here,) = ring.shift(here).wait()
+        seen.append(int(here))
+    return seen
+
+
+def test_what_is_shifted_comes_home_after_a_round():
+    assert run_ranks(3, around) == [[0, 2, 1, 0], [1, 0, 2, 1], [2, 1, 0, 2]]
+    assert Ring().size == 1 and Ring().shift(torch.ones(2)).wait()[0].tolist() == [1, 1]
