@@ -45,6 +45,7 @@ def model_cfg(config: ClipConfig) -> dict[str, Any]:
         "custom_text": True,
         "quick_gelu": config.quick_gelu,
         "init_logit_scale": config.init_logit_scale,
+        **({} if config.init_logit_bias is None else {"init_logit_bias": config.init_logit_bias}),
         "vision_cfg": {**config.vision.model_dump(), **extra},
         "text_cfg": {**config.text.model_dump(), **text_extra},
     }

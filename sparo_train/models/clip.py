@@ -146,6 +146,8 @@ class Clip(nn.Module):
         self.visual = build_vision(config, cast_dtype)
         self.text = build_text(config, cast_dtype)
         self.logit_scale = nn.Parameter(torch.ones([]) * config.init_logit_scale)
+        bias = config.init_logit_bias
+        self.logit_bias = None if bias is None else nn.Parameter(torch.ones([]) * bias)
         self.context_length, self.vocab_size = config.text.context_length, config.text.vocab_size
 
     def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:

@@ -102,6 +102,7 @@ class ClipConfig(Frozen):
     readout: ReadOutConfig = TokenReadOut()
     quick_gelu: bool = False
     init_logit_scale: float = math.log(1 / 0.07)
+    init_logit_bias: float | None = None  # SigLIP's: -10, with init_logit_scale=2.3026; softmax has none
 
     @model_validator(mode="before")
     @classmethod

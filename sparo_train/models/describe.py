@@ -59,6 +59,7 @@ def from_model_cfg(cfg: Mapping[str, Any], origin: str) -> ClipConfig:
     tree = {
         "embed_dim": cfg["embed_dim"],
         "quick_gelu": cfg.get("quick_gelu", False),
+        "init_logit_bias": cfg.get("init_logit_bias"),
         "readout": vision.pop("readout", {"kind": "token"}),
         "vision": vision,
         "text": text,
@@ -122,5 +123,6 @@ def infer_config(state: Mapping[str, Tensor], image_size: int | None = None) -> 
             },
             "embed_dim": state["visual.proj"].shape[1] if "visual.proj" in state else 512,
             "readout": readout,
+            "init_logit_bias": 0.0 if "logit_bias" in state else None,
         }
     )

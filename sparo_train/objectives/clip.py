@@ -7,27 +7,46 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..core.config import Frozen
 from ..core.contracts import Batch, Loss, Objective, Progress
 from ..core.errors import DataError
 from ..models.clip import Clip
 from ..models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
+from .contrastive import Exchange, Kind, contrastive
 
 MAX_LOGIT_SCALE = math.log(100)
 
 
+class ContrastiveConfig(Frozen):
+    """`kind`: CLIP's softmax, or SigLIP's sigmoid, which needs `model.init_logit_bias`. `exchange`: see `contrastive`."""
+
+    kind: Kind = "softmax"
+    exchange: Exchange = "auto"
+
+
 class ClipObjectiveConfig(Frozen):
     kind: Literal["clip"] = "clip"
+    loss: ContrastiveConfig = ContrastiveConfig()
     model: ClipConfig = ClipConfig()
     mean: tuple[float, float, float] = OPENAI_MEAN
     std: tuple[float, float, float] = OPENAI_STD
     # sparo-clip decays every matrix, position embeddings and SPARO's queries included; open_clip >= 4 leaves position embeddings out.
     decay_policy: Literal["sparo-clip", "open_clip4"] = "sparo-clip"
     max_logit_scale: float = Field(default=MAX_LOGIT_SCALE, gt=0)
+
+    @model_validator(mode="after")
+    def _bias(self) -> ClipObjectiveConfig:
+        sigmoid, bias = self.loss.kind == "sigmoid", self.model.init_logit_bias
+        if sigmoid and bias is None:
+            raise ValueError(
+                "loss.kind=sigmoid needs model.init_logit_bias (SigLIP: -10, and model.init_logit_scale=2.3026)"
+            )
+        if bias is not None and not sigmoid:
+            raise ValueError("model.init_logit_bias is for loss.kind=sigmoid: a softmax does not see it")
+        return self
 
 
 class Embeddings(NamedTuple):
@@ -38,7 +57,7 @@ class Embeddings(NamedTuple):
 
 
 class ClipObjective(Objective):
-    """Symmetric softmax cross-entropy between images and texts of the batch, logits in fp32.
+    """CLIP's loss, or SigLIP's, between images and texts of the global batch, logits in fp32.
 
     `embed` and `loss` are apart because the loss needs the whole global batch, however it is gathered.
     """
@@ -68,14 +87,13 @@ class ClipObjective(Objective):
         )
 
     def loss(self, embeddings: Embeddings, progress: Progress) -> Loss:
-        """CLIP's loss over the given embeddings; metrics: loss, accuracy (image to text), logit_scale."""
+        """The loss of these pairs within the global batch; metrics: loss, accuracy (image to text), logit_scale, logit_bias."""
+        loss, bias = self.config.loss, self.model.logit_bias
         with torch.autocast(embeddings.image.device.type, enabled=False):
             scale = self.model.logit_scale.exp()
-            logits = scale * embeddings.image @ embeddings.text.T
-            labels = torch.arange(len(logits), device=logits.device)
-            total = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
-        accuracy = (logits.detach().argmax(dim=1) == labels).float().mean()
-        return Loss(total, {"loss": total.detach(), "accuracy": accuracy, "logit_scale": scale.detach()})
+            total, correct = contrastive(*embeddings, scale, bias, loss.kind, loss.exchange)
+        metrics = {"loss": total.detach(), "accuracy": correct.float().mean(), "logit_scale": scale.detach()}
+        return Loss(total, metrics if bias is None else {**metrics, "logit_bias": bias.detach()})
 
     def forward(self, batch: Batch, progress: Progress) -> Loss:
         return self.loss(self.embed(batch), progress)
