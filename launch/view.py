@@ -59,7 +59,9 @@ class Bar(Progress):
             left = self.tasks[task].time_remaining
             rest = f"  {timedelta(seconds=round(left))} left" if left else ""
             console.print(
-                f"{self.tasks[task].description}  {done:.0f}/{total or 0:.0f}  {facts}{rest}".rstrip(), highlight=False
+                f"{self.tasks[task].description}  {done:.0f}/{total or 0:.0f}  {facts}{rest}".rstrip(),
+                highlight=False,
+                soft_wrap=True,
             )
 
 
@@ -89,7 +91,7 @@ class ProgressView:
         self._bar.show(self._task, step, total, text)
 
     def say(self, text: str) -> None:
-        console.print(f"{self.title}  {text}", highlight=False)
+        console.print(f"{self.title}  {text}", highlight=False, soft_wrap=True)
         self.note(text)
 
     def note(self, text: str) -> None:

@@ -60,6 +60,25 @@ class Objective(nn.Module):
         """EMA, centre, clamp: called once after every applied step."""
 
 
+class CoupledObjective(Objective):
+    """An objective whose loss needs the embeddings of the whole global batch (contrastive ones)."""
+
+    @abstractmethod
+    def embed(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Embeddings of these samples, one row each per tensor."""
+
+    @abstractmethod
+    def loss(self, embeddings: tuple[Tensor, ...], progress: Progress) -> Loss:
+        """The loss of this rank's embeddings within the global batch."""
+
+    @abstractmethod
+    def loss_parameters(self) -> Sequence[nn.Parameter]:
+        """Parameters that `loss` uses itself (temperature, bias)."""
+
+    def forward(self, batch: Batch, progress: Progress) -> Loss:
+        return self.loss(self.embed(batch), progress)
+
+
 class Engine(Protocol):
     """Runs an objective on devices: precision, wrapping, backward, optimizer."""
 
@@ -67,7 +86,10 @@ class Engine(Protocol):
 
     def prepare(self, objective: Objective) -> None: ...
     def forward(self, batch: Batch, progress: Progress) -> Loss: ...
-    def backward(self, loss: Loss, *, last: bool) -> None: ...
+    def embed(self, batch: Batch) -> tuple[Tensor, ...]: ...
+    def backward(self, total: Tensor, *, last: bool) -> None: ...
+    def random_state(self) -> dict[str, Tensor]: ...
+    def set_random_state(self, state: Mapping[str, Tensor]) -> None: ...
     def step(self, progress: Progress) -> StepReport: ...
     def state_dict(self) -> dict[str, dict[str, Tensor]]: ...
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None: ...

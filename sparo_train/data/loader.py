@@ -30,17 +30,17 @@ Tokenize = Callable[[str], Sequence[int]]  # caption -> token ids, SOT and EOT i
 
 
 class Example(NamedTuple):
-    """One training example: pixels (3, S, S) uint8 and token ids."""
+    """One training example: pixels (3, S, S) uint8, token ids, and, under patch dropout, the patches that are kept."""
 
     pixels: np.ndarray
     tokens: Sequence[int]
+    patches: np.ndarray | None
 
 
 class Part(NamedTuple):
     """A worker's share of a batch: of its streams, `per_stream` examples each, and where the streams stand now."""
 
-    image: Tensor
-    text: Tensor
+    batch: dict[str, Tensor]
     positions: list[int]
     skipped: dict[tuple[str, str], int]  # no Counter: torch's pin_memory copies mappings with `update`, which would add
 
@@ -52,12 +52,14 @@ def prepare_example(
     size: int,
     tokenize: Tokenize,
     rng: np.random.Generator,
+    patches: tuple[int, int] | None = None,
 ) -> Example:
     """Decode, augment and tokenise a sample; raises `BadSampleError` with the reason."""
     text = caption(fields, source.config)
     image = decode_image(image_bytes(fields, source.config.image_keys), 2 * size if config.scaled_decoding else None)
     pixels = train_pixels(image, size, config.crop_scale, config.hflip, rng)
-    return Example(np.ascontiguousarray(pixels.transpose(2, 0, 1)), tokenize(text))
+    kept = None if patches is None else np.sort(rng.permutation(patches[0])[: patches[1]])
+    return Example(np.ascontiguousarray(pixels.transpose(2, 0, 1)), tokenize(text), kept)
 
 
 class _Workers(IterableDataset[Part | SparoError]):
@@ -78,7 +80,7 @@ class _Workers(IterableDataset[Part | SparoError]):
             while True:
                 skipped: Counter[tuple[str, str]] = Counter()
                 examples = [e for stream in streams for e in self._take(reader, stream, at, skipped)]
-                yield Part(*p.stack(examples), [at[stream] for stream in streams], dict(skipped))
+                yield Part(p.stack(examples), [at[stream] for stream in streams], dict(skipped))
         except SparoError as error:
             yield error
         finally:
@@ -116,9 +118,10 @@ class ClipPipeline:
         context_length: length of a token row; longer captions keep EOT at the last position.
         tokenize: caption -> ids; called in the workers.
         seed: the run's seed.
+        patches: (P, K) under patch dropout: K of the P patches of each image are drawn with the sample's own stream.
 
     Batches hold `image` (B, 3, S, S) uint8 and `text` (B, T) int64, T = context_length or, with `trim_text`, the
-    longest caption of the batch rounded up to eight.
+    longest caption of the batch rounded up to eight; and with `patches` the kept ones, (B, K) int64, ascending.
 
     Raises:
         ConfigError: `data.streams` does not divide the batch.
@@ -133,12 +136,13 @@ class ClipPipeline:
         context_length: int,
         tokenize: Tokenize,
         seed: int,
+        patches: tuple[int, int] | None = None,
     ):
         streams = config.streams or math.gcd(batch_size, 16)
         if batch_size % streams:
             raise ConfigError(f"data.streams={streams} does not divide batch_size={batch_size}")
         self.config, self.batch_size, self.image_size, self.seed = config, batch_size, image_size, seed
-        self.context_length, self.tokenize = context_length, tokenize
+        self.context_length, self.tokenize, self.patches = context_length, tokenize, patches
         self.sources = [open_source(name, source) for name, source in config.sources.items()]
         self.plan = Plan(
             [[len(index) for index in s.indexes] for s in self.sources],
@@ -188,15 +192,18 @@ class ClipPipeline:
         source = self.sources[ref.source]
         _, fields = reader.read(source.urls[ref.shard], ref.ordinal)
         rng = generator(self.seed, "augment", *ref)
-        return prepare_example(fields, source, self.config, self.image_size, self.tokenize, rng)
+        return prepare_example(fields, source, self.config, self.image_size, self.tokenize, rng, self.patches)
 
-    def stack(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
-        """Examples to tensors: image uint8, text padded with 0 to the context length."""
-        image = torch.from_numpy(np.stack([e.pixels for e in examples]))
+    def stack(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        """Examples to a batch: image uint8, text padded with 0 to the context length, patches where there are any."""
+        batch = {"image": torch.from_numpy(np.stack([e.pixels for e in examples]))}
         text = np.zeros((len(examples), self.context_length), dtype=np.int64)
         for row, example in zip(text, examples, strict=True):
             row[: len(example.tokens)] = example.tokens
-        return image, torch.from_numpy(text)
+        batch["text"] = torch.from_numpy(text)
+        if self.patches is not None:
+            batch["patches"] = torch.from_numpy(np.stack([e.patches for e in examples if e.patches is not None]))
+        return batch
 
     def _assemble(self, delivered: Sequence[Part | SparoError]) -> Delivery:
         parts: list[Part] = []
@@ -204,13 +211,13 @@ class ClipPipeline:
             if isinstance(part, SparoError):
                 raise part
             parts.append(part)
-        image, text = torch.cat([p.image for p in parts]), torch.cat([p.text for p in parts])
+        batch = {key: torch.cat([p.batch[key] for p in parts]) for key in parts[0].batch}
         if self.config.trim_text:
-            longest = int(text.argmax(dim=1).max()) + 1
-            text = text[:, : min(self.context_length, -(-longest // 8) * 8)].contiguous()
+            longest = int(batch["text"].argmax(dim=1).max()) + 1
+            batch["text"] = batch["text"][:, : min(self.context_length, -(-longest // 8) * 8)].contiguous()
         positions = tuple(at for p in parts for at in p.positions)
         return Delivery(
-            {"image": image, "text": text},
+            batch,
             Cursor(positions),
             dict(sum((Counter(p.skipped) for p in parts), Counter())),
         )

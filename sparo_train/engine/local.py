@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..core.config import Frozen
-from ..core.contracts import Batch, Loss, Objective, Progress, StepReport
+from ..core.contracts import Batch, CoupledObjective, Loss, Objective, Progress, StepReport
 from ..core.errors import CheckpointError, ConfigError
 from .optim import OptimConfig, build_adamw, learning_rate
 
@@ -55,15 +55,19 @@ class LocalEngine:
 
     def forward(self, batch: Batch, progress: Progress) -> Loss:
         """The objective's loss on a CPU batch, under autocast where the recipe asks for bf16."""
-        moved = {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
-        precision = torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.precision == "bf16")
-        with precision, self._attention():
-            return self.objective(moved, progress)
+        with self._autocast(), self._attention():
+            return self.objective(self._moved(batch), progress)
 
-    def backward(self, loss: Loss, *, last: bool) -> None:
+    def embed(self, batch: Batch) -> tuple[Tensor, ...]:
+        """A coupled objective's embeddings of a CPU batch, computed as `forward` computes them."""
+        assert isinstance(self.objective, CoupledObjective)
+        with self._autocast(), self._attention():
+            return self.objective.embed(self._moved(batch))
+
+    def backward(self, total: Tensor, *, last: bool) -> None:
         """Accumulate gradients. `last` marks the final micro-batch; one process has nothing to synchronise there."""
         with self._attention():  # recomputed activations take the kernels of the forward
-            loss.total.backward()
+            total.backward()
 
     def step(self, progress: Progress) -> StepReport:
         """Clip, check that the gradient is finite, step or skip, then the objective's `after_step`."""
@@ -83,6 +87,25 @@ class LocalEngine:
         self.optimizer.zero_grad(set_to_none=True)
         return StepReport(lr, value, applied)
 
+    def random_state(self) -> dict[str, Tensor]:
+        """The state of torch's generators that a forward may draw from."""
+        state = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self.device)
+        return state
+
+    def set_random_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go back to what `random_state` returned."""
+        torch.set_rng_state(state["cpu"])
+        if self.device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], self.device)
+
+    def _moved(self, batch: Batch) -> dict[str, Tensor]:
+        return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.precision == "bf16")
+
     def _attention(self) -> AbstractContextManager[object, bool | None]:
         plain = self.config.attention == "plain" or (self.config.attention == "auto" and self.device.type == "cpu")
         return sdpa_kernel(SDPBackend.MATH) if plain else nullcontext()
@@ -94,10 +117,7 @@ class LocalEngine:
             for p, entries in self.optimizer.state.items()
             for key, value in entries.items()
         }
-        random = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            random["cuda"] = torch.cuda.get_rng_state(self.device)
-        return {"model": self.objective.state_dict(), "optimizer": optimizer, "random": random}
+        return {"model": self.objective.state_dict(), "optimizer": optimizer, "random": self.random_state()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Restore what `state_dict` returned; the learning rate follows from the step.
@@ -117,6 +137,4 @@ class LocalEngine:
             for p in group["params"]:
                 if own := entries.get(self._names[id(p)]):
                     self.optimizer.state[p] = {k: v.to(p.device).clone() for k, v in own.items()}
-        torch.set_rng_state(state["random"]["cpu"])
-        if self.device.type == "cuda" and "cuda" in state["random"]:
-            torch.cuda.set_rng_state(state["random"]["cuda"], self.device)
+        self.set_random_state(state["random"])

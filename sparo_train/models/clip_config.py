@@ -54,6 +54,11 @@ class VisionConfig(Frozen):
     def tokens(self) -> int:
         return (self.image_size // self.patch_size) ** 2 + 1
 
+    @property
+    def kept_patches(self) -> int:
+        """Patches that `patch_dropout` leaves (open_clip's rounding)."""
+        return max(1, int((self.tokens - 1) * (1 - self.patch_dropout)))
+
 
 class TextConfig(Frozen):
     context_length: int = Field(default=77, gt=2)

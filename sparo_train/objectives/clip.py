@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from ..core.config import Frozen
-from ..core.contracts import Batch, Loss, Objective, Progress
+from ..core.contracts import Batch, CoupledObjective, Loss, Progress
 from ..core.errors import DataError
 from ..models.clip import Clip
 from ..models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
@@ -56,7 +56,7 @@ class Embeddings(NamedTuple):
     text: Tensor
 
 
-class ClipObjective(Objective):
+class ClipObjective(CoupledObjective):
     """CLIP's loss, or SigLIP's, between images and texts of the global batch, logits in fp32.
 
     `embed` and `loss` are apart because the loss needs the whole global batch, however it is gathered.
@@ -77,26 +77,27 @@ class ClipObjective(Objective):
         return image.to(torch.float32).div(255).sub(self.mean).div(self.std)
 
     def embed(self, batch: Batch) -> Embeddings:
-        """Encode `image` (B, 3, H, W) uint8 and `text` (B, T) int64."""
+        """Encode `image` (B, 3, H, W) uint8, of which `patches` (B, K) int64 where given, and `text` (B, T) int64."""
         for key in ("image", "text"):
             if key not in batch:
                 raise DataError(f"objective clip: the batch has no {key!r} (it has {', '.join(batch)})")
         return Embeddings(
-            self.model.encode_image(self.pixels(batch["image"]), normalize=True),
+            self.model.encode_image(self.pixels(batch["image"]), normalize=True, patches=batch.get("patches")),
             self.model.encode_text(batch["text"], normalize=True),
         )
 
-    def loss(self, embeddings: Embeddings, progress: Progress) -> Loss:
+    def loss(self, embeddings: tuple[Tensor, ...], progress: Progress) -> Loss:
         """The loss of these pairs within the global batch; metrics: loss, accuracy (image to text), logit_scale, logit_bias."""
         loss, bias = self.config.loss, self.model.logit_bias
-        with torch.autocast(embeddings.image.device.type, enabled=False):
+        image, text = embeddings
+        with torch.autocast(image.device.type, enabled=False):
             scale = self.model.logit_scale.exp()
-            total, correct = contrastive(*embeddings, scale, bias, loss.kind, loss.exchange)
+            total, correct = contrastive(image, text, scale, bias, loss.kind, loss.exchange)
         metrics = {"loss": total.detach(), "accuracy": correct.float().mean(), "logit_scale": scale.detach()}
         return Loss(total, metrics if bias is None else {**metrics, "logit_bias": bias.detach()})
 
-    def forward(self, batch: Batch, progress: Progress) -> Loss:
-        return self.loss(self.embed(batch), progress)
+    def loss_parameters(self) -> Sequence[nn.Parameter]:
+        return [p for p in (self.model.logit_scale, self.model.logit_bias) if p is not None]
 
     def shard_units(self) -> Sequence[nn.Module]:
         return [*self.model.visual.transformer.resblocks, *self.model.text.transformer.resblocks]

@@ -35,6 +35,7 @@ def build_pipeline(config: RunConfig) -> ClipPipeline:
         model.text.context_length,
         tokenizer,
         config.seed,
+        (model.vision.tokens - 1, model.vision.kept_patches) if model.vision.patch_dropout else None,
     )
 
 

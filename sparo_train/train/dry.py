@@ -99,7 +99,7 @@ def memory_estimate(config: RunConfig, parameters: int) -> dict[str, int]:
         "weights": 4 * parameters,
         "gradients": 4 * parameters,
         "optimizer": 8 * parameters,
-        "activations": config.batch_size * activations,
+        "activations": config.micro_batch * activations,
         "logits": 4 * 4 * config.batch_size**2,
     }
 

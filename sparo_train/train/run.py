@@ -52,6 +52,8 @@ class RunConfig(Frozen):
     out: str = "runs"
     seed: int = Field(default=0, ge=0)
     batch_size: int = Field(gt=0)
+    # samples per forward; None: the whole batch. Gradients are those of the whole batch either way (train/accumulate.py).
+    micro_batch_size: int | None = Field(default=None, gt=0)
     steps: int | None = Field(default=None, gt=0)
     epochs: float | None = Field(default=None, gt=0)
     samples: int | None = Field(default=None, gt=0)
@@ -75,6 +77,11 @@ class RunConfig(Frozen):
         if len(given) != 1:
             raise ValueError(f"give exactly one of steps, epochs, samples (given: {', '.join(given) or 'none'})")
         return self
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples per forward."""
+        return min(self.micro_batch_size or self.batch_size, self.batch_size)
 
     @property
     def folder(self) -> Path:

@@ -20,6 +20,7 @@ from ..core.rundir import RunDir
 from ..core.signals import StopFlag
 from ..data.budget import BadSampleBudget
 from ..data.sources import refuse_changed
+from .accumulate import gradients
 from .run import RunConfig
 
 Evaluate = Callable[[Objective, int], dict[str, Any]]  # scores by task, for metrics.jsonl
@@ -143,8 +144,7 @@ class Trainer:
         state, size = self.state, self.config.batch_size
         self.bad.add(delivery.skipped, state.samples + size)
         progress = Progress(state.step, self.total_steps, state.samples)
-        loss = self.engine.forward(delivery.batch, progress)
-        self.engine.backward(loss, last=True)
+        loss = gradients(self.engine, self.objective, delivery.batch, progress, self.config.micro_batch)
         report = self.engine.step(progress)
         state.step, state.samples, state.cursor = state.step + 1, state.samples + size, delivery.cursor
         self._count_skips(report.applied, report.grad_norm)

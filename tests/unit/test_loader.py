@@ -169,7 +169,7 @@ def test_counts_survive_torchs_pinning(shards, monkeypatch):
     from torch.utils.data._utils.pin_memory import pin_memory
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor)
-    part = Part(torch.zeros(1), torch.zeros(1), [3], {("x.tar", "bad image"): 7})
+    part = Part({"image": torch.zeros(1)}, [3], {("x.tar", "bad image"): 7})
     assert pin_memory(part).skipped == {("x.tar", "bad image"): 7}
 
 

@@ -1,0 +1,76 @@
+"""One optimizer step's gradients from micro-batches, equal to those of the whole batch.
+
+Where the loss of a sample depends on that sample alone, micro-batches are weighed by their size. Where it couples the
+batch, embeddings are cached (GradCache, Gao et al. 2021): every micro-batch is embedded without a graph, the loss and its
+gradient with respect to the embeddings are computed over all of them, and every micro-batch is embedded again with a
+graph, from the same random state, to carry that gradient into the parameters.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core.contracts import Batch, CoupledObjective, Engine, Loss, Objective, Progress
+
+
+def gradients(engine: Engine, objective: Objective, batch: Batch, progress: Progress, micro_batch_size: int) -> Loss:
+    """Run forward and backward over this rank's batch, at most `micro_batch_size` samples at a time.
+
+    Returns:
+        the loss of the whole batch, detached.
+    """
+    parts = split(batch, micro_batch_size)
+    if len(parts) == 1:
+        loss = engine.forward(batch, progress)
+        engine.backward(loss.total, last=True)
+        return loss._replace(total=loss.total.detach())
+    if isinstance(objective, CoupledObjective):
+        return _cached(engine, objective, parts, progress)
+    return _weighed(engine, parts, progress)
+
+
+def split(batch: Batch, size: int) -> list[dict[str, Tensor]]:
+    """The batch in pieces of `size` samples, the last one perhaps smaller."""
+    total = len(next(iter(batch.values())))
+    return [{key: value[begin : begin + size] for key, value in batch.items()} for begin in range(0, total, size)]
+
+
+def _weighed(engine: Engine, parts: list[dict[str, Tensor]], progress: Progress) -> Loss:
+    sizes = [len(next(iter(part.values()))) for part in parts]
+    total: Tensor | None = None
+    metrics: dict[str, Tensor] = {}
+    for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+        weight = size / sum(sizes)
+        loss = engine.forward(part, progress)
+        engine.backward(loss.total * weight, last=number == len(parts) - 1)
+        total = loss.total.detach() * weight + (0 if total is None else total)
+        for name, value in loss.metrics.items():
+            metrics[name] = value * weight + metrics.get(name, 0)
+    assert total is not None
+    return Loss(total, metrics)
+
+
+def _cached(engine: Engine, objective: CoupledObjective, parts: list[dict[str, Tensor]], progress: Progress) -> Loss:
+    states, cached = [], []
+    for part in parts:
+        states.append(engine.random_state())
+        with torch.no_grad():
+            cached.append(engine.embed(part))
+    leaves = tuple(torch.cat(pieces).requires_grad_() for pieces in zip(*cached, strict=True))
+    loss = objective.loss(leaves, progress)
+    own = objective.loss_parameters()
+    found = torch.autograd.grad(loss.total, [*leaves, *own])
+    wanted, of_own = found[: len(leaves)], found[len(leaves) :]
+    begin = 0
+    for number, (part, state) in enumerate(zip(parts, states, strict=True)):
+        last = number == len(parts) - 1
+        engine.set_random_state(state)
+        embeddings = engine.embed(part)
+        end = begin + len(embeddings[0])
+        carrier = torch.stack([(e * g[begin:end]).sum() for e, g in zip(embeddings, wanted, strict=True)]).sum()
+        if last:  # the loss's own parameters join the last backward, where ranks exchange gradients
+            carrier = carrier + sum(((p * g).sum() for p, g in zip(own, of_own, strict=True)), carrier.new_zeros(()))
+        engine.backward(carrier, last=last)
+        begin = end
+    return loss._replace(total=loss.total.detach())
