@@ -100,6 +100,11 @@ class Cursor(NamedTuple):
 
     positions: tuple[int, ...]
 
+    @staticmethod
+    def joined(parts: Sequence[Cursor]) -> Cursor:
+        """The whole cursor from those of the ranks, in their order."""
+        return Cursor(tuple(position for part in parts for position in part.positions))
+
     def to_json(self) -> list[int]:
         return list(self.positions)
 

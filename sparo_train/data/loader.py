@@ -73,7 +73,7 @@ class _Workers(IterableDataset[Part | SparoError]):
         info = get_worker_info()
         number, of = (info.id, info.num_workers) if info else (0, 1)
         p = self.pipeline
-        streams = range(number * p.plan.streams // of, (number + 1) * p.plan.streams // of)
+        streams = p.own[number * len(p.own) // of : (number + 1) * len(p.own) // of]
         at = {stream: self.positions[stream] for stream in streams}
         reader = ShardReader()
         try:
@@ -118,6 +118,7 @@ class ClipPipeline:
         context_length: length of a token row; longer captions keep EOT at the last position.
         tokenize: caption -> ids; called in the workers.
         seed: the run's seed.
+        rank, world_size: this process reads its contiguous block of the streams; the global batch is the ranks' batches in order.
         patches: (P, K) under patch dropout: K of the P patches of each image are drawn with the sample's own stream.
 
     Batches hold `image` (B, 3, S, S) uint8 and `text` (B, T) int64, T = context_length or, with `trim_text`, the
@@ -137,10 +138,18 @@ class ClipPipeline:
         tokenize: Tokenize,
         seed: int,
         patches: tuple[int, int] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
     ):
-        streams = config.streams or math.gcd(batch_size, 16)
+        streams = config.streams or default_streams(batch_size)
         if batch_size % streams:
             raise ConfigError(f"data.streams={streams} does not divide batch_size={batch_size}")
+        if streams % world_size:
+            raise ConfigError(
+                f"data.streams={streams}: {world_size} ranks cannot share them evenly; "
+                f"use a world size that divides them, or a multiple of it for data.streams (which must divide batch_size={batch_size})"
+            )
+        self.rank, self.own = rank, range(rank * streams // world_size, (rank + 1) * streams // world_size)
         self.config, self.batch_size, self.image_size, self.seed = config, batch_size, image_size, seed
         self.context_length, self.tokenize, self.patches = context_length, tokenize, patches
         self.sources = [open_source(name, source) for name, source in config.sources.items()]
@@ -153,15 +162,19 @@ class ClipPipeline:
             config.window,
         )
         self.per_stream = batch_size // streams
-        self.workers = min(config.workers, streams)
+        self.workers = min(config.workers, len(self.own))
         plan = {"streams": streams, "chunk": config.chunk, "window": config.window, "seed": seed}
         self.fingerprint: dict[str, Any] = {**fingerprint(self.sources), "plan": plan}
 
     def start(self, cursor: Cursor | None = None) -> Generator[Delivery, None, None]:
-        """Batches from the beginning or behind `cursor`, without end."""
+        """This rank's batches from the beginning or behind `cursor` (of all streams), without end.
+
+        A delivery's cursor holds this rank's streams; the ranks' positions in order are the whole cursor.
+        """
         positions = cursor.positions if cursor else (0,) * self.plan.streams
         broken = refuse_broken(self.sources, self.config)
-        first = Counter({(d.url, d.reason): d.lost for d in broken} if cursor is None else {})
+        news = cursor is None and self.rank == 0
+        first = Counter({(d.url, d.reason): d.lost for d in broken} if news else {})
         loader = DataLoader(
             _Workers(self, positions),
             batch_size=None,
@@ -221,6 +234,12 @@ class ClipPipeline:
             Cursor(positions),
             dict(sum((Counter(p.skipped) for p in parts), Counter())),
         )
+
+
+def default_streams(batch_size: int) -> int:
+    """16 streams, and more for batches over 256 (up to 512), so that many ranks and workers can share them; a divisor of the batch."""
+    wanted = 1 << max(4, min(9, (batch_size // 8).bit_length() - 1))
+    return math.gcd(batch_size, wanted)
 
 
 def _as_it_is(part: Part | SparoError) -> Part | SparoError:

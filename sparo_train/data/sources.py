@@ -35,7 +35,9 @@ class DataConfig(Frozen):
     sources: dict[str, SourceConfig] = Field(min_length=1)
     workers: int = Field(default=2, ge=0)
     prefetch: int = Field(default=4, ge=1)  # batches each worker prepares ahead
-    streams: int | None = Field(default=None, gt=0)  # C of the plan; must divide the batch; default: gcd(batch, 16)
+    streams: int | None = Field(
+        default=None, gt=0
+    )  # C of the plan; must divide the batch; default: 16 to 512, with the batch
     chunk: int = Field(default=64, gt=0)
     window: int = Field(default=2048, gt=0)
     crop_scale: tuple[float, float] = (0.9, 1.0)

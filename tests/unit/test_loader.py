@@ -17,7 +17,7 @@ from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.rng import generator
 from sparo_train.data.bench import STAGES, bench
 from sparo_train.data.budget import BadSampleBudget
-from sparo_train.data.loader import ClipPipeline, Part
+from sparo_train.data.loader import ClipPipeline, Part, default_streams
 from sparo_train.data.samples import caption, decode_image
 from sparo_train.data.sources import DataConfig, SourceConfig
 from sparo_train.data.text import ClipTokenizer, decode_tokens
@@ -26,12 +26,12 @@ from sparo_train.data.writer import write_shard
 from tests.conftest import jpeg, sample
 
 
-def pipeline(shards, **changes):
+def pipeline(shards, rank=0, world_size=1, **changes):
     config = DataConfig(
         sources={"a": SourceConfig(shards=str(shards))},
         **{"streams": 4, "window": 16, "chunk": 4, "hflip": 0.5, **changes},
     )
-    return ClipPipeline(config, 8, 32, 16, ClipTokenizer(16), seed=3)
+    return ClipPipeline(config, 8, 32, 16, ClipTokenizer(16), seed=3, rank=rank, world_size=world_size)
 
 
 def take(deliveries, n):
@@ -53,6 +53,53 @@ def test_resuming_at_any_batch_continues_bit_equal(shards):
         cursor = Cursor(tuple(json.loads(json.dumps(straight[at - 1].cursor.to_json()))))
         resumed = take(pipeline(shards, workers=2).start(cursor), 15 - at)
         assert all(same(a, b) for a, b in zip(straight[at:], resumed, strict=True))
+
+
+def ranks(shards, world_size, cursor, n, **changes):
+    """The global batches of `n` steps, and the whole cursor behind each, put together from all ranks."""
+    runs = [
+        take(pipeline(shards, r, world_size, trim_text=False, **changes).start(cursor), n) for r in range(world_size)
+    ]
+    return [
+        ({k: torch.cat([d.batch[k] for d in step]) for k in ("image", "text")}, Cursor.joined([d.cursor for d in step]))
+        for step in zip(*runs, strict=True)
+    ]
+
+
+def equal_steps(a, b):
+    return all(
+        x[1] == y[1] and all(torch.equal(x[0][k], y[0][k]) for k in ("image", "text"))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_any_ranks_and_workers_read_the_same_global_batches(shards, tmp_path, broken):
+    root = broken_shards(tmp_path / "bad") if broken else shards
+    straight = ranks(root, 1, None, 14, workers=0)
+    assert equal_steps(ranks(root, 2, None, 14, workers=1), straight)
+    assert equal_steps(ranks(root, 4, None, 14, workers=0), straight)
+    for before, after, at in ((2, 4, 5), (4, 1, 9), (1, 2, 12)):  # the world size changes at step `at`
+        first = ranks(root, before, None, at, workers=0)
+        assert equal_steps(first + ranks(root, after, first[-1][1], 14 - at, workers=0), straight)
+
+
+def test_shards_that_are_not_whole_are_reported_once(tmp_path):
+    root = broken_shards(tmp_path / "bad")
+    found = [next(pipeline(root, rank, 2, workers=0).start()).skipped for rank in range(2)]
+    assert [sum(reason == "truncated tar" for _, reason in skipped) for skipped in found] == [1, 0]
+
+
+def test_ranks_that_cannot_share_the_streams_are_refused(shards):
+    with pytest.raises(ConfigError, match=r"data\.streams=4: 3 ranks cannot share them evenly"):
+        pipeline(shards, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "streams"), [(128, 16), (256, 32), (4096, 512), (32768, 512), (96, 16), (100, 4), (7, 1)]
+)
+def test_streams_grow_with_the_batch_and_divide_it(batch, streams):
+    assert default_streams(batch) == streams and batch % streams == 0
 
 
 def test_an_epoch_reads_every_sample_once(shards):
