@@ -49,7 +49,7 @@ def our_step(batch: int, bf16: bool, cut: bool, device: str) -> Callable[[], Non
     progress = Progress(0, 100, 0)
 
     def run() -> None:
-        engine.backward(engine.forward(data, progress).total, last=True)
+        engine.backward(engine.forward(data, progress, last=True).total, last=True)
         engine.step(progress)
         if device == "cuda":
             torch.cuda.synchronize()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +13,7 @@ from rich.markup import escape
 
 from sparo_train import __version__
 from sparo_train.core.config import Frozen, load_recipe, resolve
+from sparo_train.core.distributed import find_world
 from sparo_train.core.errors import ConfigError, SparoError
 from sparo_train.train.run import EvalTaskConfig, load_run
 
@@ -127,8 +130,30 @@ def version() -> None:
 
 def main() -> None:
     """Entry point of the `sparo` command."""
+    code = _code()
+    if find_world().size > 1:  # gloo's threads may outlive the interpreter and abort it; nothing is left to be done
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _code() -> int:
     try:
         app()
     except SparoError as error:
-        console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(error.exit_code)
+        if not error.repeated:
+            console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        return error.exit_code
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except Exception:
+        if find_world().size == 1:
+            raise
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -15,11 +15,12 @@ from evals.results import Result
 from evals.suite import Suite
 from sparo_train.core.config import dump
 from sparo_train.core.contracts import Objective
+from sparo_train.core.distributed import Ranks, find_world
 from sparo_train.core.errors import CheckpointError, SparoError
 from sparo_train.core.rundir import RunDir, environment
 from sparo_train.models.describe import CONFIG_KEY
 from sparo_train.models.weights import to_sparo_clip
-from sparo_train.train.build import build_engine, build_objective, build_pipeline
+from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks
 from sparo_train.train.run import RunConfig
 from sparo_train.train.trainer import Outcome, Trainer
 
@@ -29,19 +30,28 @@ SIGNAL_EXIT = 75
 
 
 def train(config: RunConfig) -> Outcome:
-    """Train a recipe into its run folder, from where it stands."""
-    pipeline = build_pipeline(config)
+    """Train a recipe into its run folder, from where it stands, together with the other ranks where there are any."""
+    ranks = build_ranks(config, find_world())
+    try:
+        return _train(config, ranks)
+    finally:
+        ranks.close()
+
+
+def _train(config: RunConfig, ranks: Ranks) -> Outcome:
+    pipeline = build_pipeline(config, ranks.world)
     total = config.total_steps(pipeline.plan.epoch_size)
-    engine, objective = build_engine(config), build_objective(config)
+    engine, objective = build_engine(config, ranks), build_objective(config)
     rundir = RunDir(config.folder)
     try:
-        with ProgressView(config.name, rundir.path / "log.txt") as view:
-            continued = rundir.open_for_training(dump(config))
+        with ProgressView(config.name, rundir.path / "log.txt", silent=ranks.rank > 0) as view:
+            continued = ranks.first(lambda: rundir.open_for_training(dump(config)))
             if not continued:
-                view.say(f"{total} steps of {config.batch_size} samples -> {rundir.path}")
+                among = f" on {ranks.size} ranks" if ranks.size > 1 else ""
+                view.say(f"{total} steps of {config.batch_size} samples{among} -> {rundir.path}")
             try:
                 evaluate = make_evaluate(config, rundir.path, view.say)
-                outcome = Trainer(config, rundir, engine, objective, pipeline, total, view, evaluate).fit()
+                outcome = Trainer(config, rundir, ranks, engine, objective, pipeline, total, view, evaluate).fit()
             except SparoError as error:
                 view.note(f"error: {error}")
                 raise

@@ -66,15 +66,19 @@ class Bar(Progress):
 
 
 class ProgressView:
-    """Training as a person sees it: loss, samples/s, data wait and what is left; what is said also goes to `log`."""
+    """Training as a person sees it: loss, samples/s, data wait and what is left; what is said also goes to `log`.
 
-    def __init__(self, title: str, log: Path):
-        self.title, self.log = title, log
+    `silent`: for ranks other than the first.
+    """
+
+    def __init__(self, title: str, log: Path, silent: bool = False):
+        self.title, self.log, self.silent = title, log, silent
         self._bar = Bar()
         self._task: TaskID | None = None
 
     def __enter__(self) -> ProgressView:
-        self._bar.start()
+        if not self.silent:
+            self._bar.start()
         return self
 
     def __exit__(
@@ -86,13 +90,16 @@ class ProgressView:
         text = (
             f"loss {facts['loss']:.3f}  {facts['samples_per_second']:.0f} samples/s  data wait {facts['data_wait']:.0%}"
         )
+        if self.silent:
+            return
         if self._task is None:
             self._task = self._bar.start_task_named(self.title, total)
         self._bar.show(self._task, step, total, text)
 
     def say(self, text: str) -> None:
-        console.print(f"{self.title}  {text}", highlight=False, soft_wrap=True)
-        self.note(text)
+        if not self.silent:
+            console.print(f"{self.title}  {text}", highlight=False, soft_wrap=True)
+            self.note(text)
 
     def note(self, text: str) -> None:
         """A line for RUN/log.txt only."""

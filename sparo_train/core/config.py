@@ -147,6 +147,9 @@ def _explain(model: type[BaseModel], tree: Tree, problem: Any) -> str:
         return f"{dotted}: unknown key; {did_you_mean(str(problem['loc'][-1]), known)}"
     if problem["type"] == "missing":
         return f"{dotted}: a value is required"
+    if problem["type"] == "union_tag_invalid":
+        known = [tag.strip(" '") for tag in problem["ctx"]["expected_tags"].split(",")]
+        return f"{dotted}.kind: {problem['ctx']['tag']!r}; {did_you_mean(problem['ctx']['tag'], known)}"
     message = problem["msg"].removeprefix("Value error, ")
     shown = "" if isinstance(problem.get("input"), dict) else f" (got {problem.get('input')!r})"
     return f"{dotted}: {message}{shown}"

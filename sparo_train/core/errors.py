@@ -10,6 +10,7 @@ class SparoError(Exception):
     """A problem the user can fix; the command line prints it without a traceback and exits with `exit_code`."""
 
     exit_code = 2
+    repeated = False  # another rank prints it
 
 
 class ConfigError(SparoError):

@@ -24,6 +24,15 @@ class StopFlag:
             raise KeyboardInterrupt
         self.received = self.received or name
 
+    def number(self) -> int:
+        """0 where no signal came, else its place among those that stop a run, so that ranks can agree on one."""
+        return 0 if self.received is None else 1 + _NAMES.index(self.received)
+
+    @staticmethod
+    def name(number: int) -> str | None:
+        """The signal of `number`; None for 0."""
+        return _NAMES[number - 1] if number else None
+
     def __enter__(self) -> StopFlag:
         for name in _NAMES:
             self._old[name] = signal.signal(getattr(signal, name), self._handle)

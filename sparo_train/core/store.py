@@ -1,7 +1,7 @@
 """Checkpoints: a folder of safetensors files and a meta.json that exists only after its rename.
 
     checkpoints/step-00012000/
-        model.safetensors  optimizer.safetensors  random.safetensors
+        model.safetensors  optimizer.safetensors
         meta.json          step, samples, cursor, fingerprint, versions, and size + sha256 of every file
 
 Everything is written into a hidden temporary folder, flushed to disk, and renamed. A killed writer or a full

@@ -18,8 +18,9 @@ from ..core.errors import CheckpointError, ConfigError
 from .optim import OptimConfig, build_adamw, learning_rate
 
 
-class LocalEngineConfig(Frozen):
-    kind: Literal["local"] = "local"
+class DeviceConfig(Frozen):
+    """What every engine's recipe block has."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["fp32", "bf16"] = "bf16"  # bf16: autocast; weights and optimizer stay fp32
     # How scaled_dot_product_attention is computed. On CPUs its fused backward is slow for a CLIP's short sequences
@@ -29,13 +30,17 @@ class LocalEngineConfig(Frozen):
     compile: bool = False
 
 
+class LocalEngineConfig(DeviceConfig):
+    kind: Literal["local"] = "local"
+
+
 class LocalEngine:
     """Runs forward, backward and the optimizer of an objective in this process.
 
     Order of preparation: activation checkpointing, device, compile (blocks see their checkpointing), optimizer.
     """
 
-    def __init__(self, config: LocalEngineConfig, optim: OptimConfig):
+    def __init__(self, config: DeviceConfig, optim: OptimConfig):
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("engine.device: cuda was asked for and torch sees no GPU; use engine.device=cpu or auto")
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
@@ -50,15 +55,19 @@ class LocalEngine:
         if self.config.compile:
             for unit in objective.shard_units():
                 unit.compile()
+        self.wrap(objective)
         self.optimizer = build_adamw(self.optim_config, objective)
         self._names = {id(p): name for name, p in objective.named_parameters()}
 
-    def forward(self, batch: Batch, progress: Progress) -> Loss:
+    def wrap(self, objective: Objective) -> None:
+        """What an engine of several ranks puts around the objective, after compile and before the optimizer."""
+
+    def forward(self, batch: Batch, progress: Progress, *, last: bool) -> Loss:
         """The objective's loss on a CPU batch, under autocast where the recipe asks for bf16."""
         with self._autocast(), self._attention():
             return self.objective(self._moved(batch), progress)
 
-    def embed(self, batch: Batch) -> tuple[Tensor, ...]:
+    def embed(self, batch: Batch, *, last: bool) -> tuple[Tensor, ...]:
         """A coupled objective's embeddings of a CPU batch, computed as `forward` computes them."""
         assert isinstance(self.objective, CoupledObjective)
         with self._autocast(), self._attention():
@@ -111,13 +120,13 @@ class LocalEngine:
         return sdpa_kernel(SDPBackend.MATH) if plain else nullcontext()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """`model`: parameters and buffers by name; `optimizer`: `NAME/exp_avg` …; `random`: generator states."""
+        """`model`: parameters and buffers by name; `optimizer`: `NAME/exp_avg` …"""
         optimizer = {
             f"{self._names[id(p)]}/{key}": value
             for p, entries in self.optimizer.state.items()
             for key, value in entries.items()
         }
-        return {"model": self.objective.state_dict(), "optimizer": optimizer, "random": self.random_state()}
+        return {"model": self.objective.state_dict(), "optimizer": optimizer}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Restore what `state_dict` returned; the learning rate follows from the step.
@@ -137,4 +146,3 @@ class LocalEngine:
             for p in group["params"]:
                 if own := entries.get(self._names[id(p)]):
                     self.optimizer.state[p] = {k: v.to(p.device).clone() for k, v in own.items()}
-        self.set_random_state(state["random"])

@@ -22,7 +22,7 @@ def gradients(engine: Engine, objective: Objective, batch: Batch, progress: Prog
     """
     parts = split(batch, micro_batch_size)
     if len(parts) == 1:
-        loss = engine.forward(batch, progress)
+        loss = engine.forward(batch, progress, last=True)
         engine.backward(loss.total, last=True)
         return loss._replace(total=loss.total.detach())
     if isinstance(objective, CoupledObjective):
@@ -42,8 +42,9 @@ def _weighed(engine: Engine, parts: list[dict[str, Tensor]], progress: Progress)
     metrics: dict[str, Tensor] = {}
     for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
         weight = size / sum(sizes)
-        loss = engine.forward(part, progress)
-        engine.backward(loss.total * weight, last=number == len(parts) - 1)
+        last = number == len(parts) - 1
+        loss = engine.forward(part, progress, last=last)
+        engine.backward(loss.total * weight, last=last)
         total = loss.total.detach() * weight + (0 if total is None else total)
         for name, value in loss.metrics.items():
             metrics[name] = value * weight + metrics.get(name, 0)
@@ -56,7 +57,7 @@ def _cached(engine: Engine, objective: CoupledObjective, parts: list[dict[str, T
     for part in parts:
         states.append(engine.random_state())
         with torch.no_grad():
-            cached.append(engine.embed(part))
+            cached.append(engine.embed(part, last=False))
     leaves = tuple(torch.cat(pieces).requires_grad_() for pieces in zip(*cached, strict=True))
     loss = objective.loss(leaves, progress)
     own = objective.loss_parameters()
@@ -66,7 +67,7 @@ def _cached(engine: Engine, objective: CoupledObjective, parts: list[dict[str, T
     for number, (part, state) in enumerate(zip(parts, states, strict=True)):
         last = number == len(parts) - 1
         engine.set_random_state(state)
-        embeddings = engine.embed(part)
+        embeddings = engine.embed(part, last=last)
         end = begin + len(embeddings[0])
         carrier = torch.stack([(e * g[begin:end]).sum() for e, g in zip(embeddings, wanted, strict=True)]).sum()
         if last:  # the loss's own parameters join the last backward, where ranks exchange gradients

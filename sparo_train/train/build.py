@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from ..core.contracts import Objective
+from ..core.contracts import Engine, Objective
+from ..core.distributed import Ranks, World
 from ..core.errors import ConfigError
 from ..core.rng import torch_seed
 from ..data.loader import ClipPipeline
 from ..data.text import VOCABULARY, ClipTokenizer
+from ..engine.ddp import DdpEngine
 from ..engine.local import LocalEngine
 from ..objectives.clip import ClipObjective
 from .run import RunConfig
+
+_ALONE = World()
 
 
 def build_objective(config: RunConfig) -> Objective:
@@ -20,8 +24,8 @@ def build_objective(config: RunConfig) -> Objective:
     return ClipObjective(config.objective)
 
 
-def build_pipeline(config: RunConfig) -> ClipPipeline:
-    """The training data of a run."""
+def build_pipeline(config: RunConfig, world: World = _ALONE) -> ClipPipeline:
+    """The training data of a run, as one of its ranks reads it."""
     model = config.objective.model
     if model.text.vocab_size < VOCABULARY:
         raise ConfigError(
@@ -36,8 +40,34 @@ def build_pipeline(config: RunConfig) -> ClipPipeline:
         tokenizer,
         config.seed,
         (model.vision.tokens - 1, model.vision.kept_patches) if model.vision.patch_dropout else None,
+        world.rank,
+        world.size,
     )
 
 
-def build_engine(config: RunConfig) -> LocalEngine:
-    return LocalEngine(config.engine, config.optim)
+def build_ranks(config: RunConfig, world: World) -> Ranks:
+    """Join the other ranks.
+
+    Raises:
+        ConfigError: an engine of one process among several, or not the recipe's world size.
+    """
+    engine = config.engine
+    if config.world_size not in (None, world.size):
+        raise ConfigError(
+            f"world_size={config.world_size}: {world.size} rank(s) were started; start that many, or change the key"
+        )
+    if engine.kind == "local":
+        if world.size > 1:
+            raise ConfigError(
+                f"engine.kind=local runs in one process and {world.size} were started; use engine.kind=ddp"
+            )
+        return Ranks(world, "gloo", 0.0)
+    on_gpu = engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available())
+    return Ranks(world, "nccl" if on_gpu else "gloo", engine.timeout)
+
+
+def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
+    """The recipe's engine on this rank."""
+    if config.engine.kind == "local":
+        return LocalEngine(config.engine, config.optim)
+    return DdpEngine(config.engine, config.optim, ranks)

@@ -99,7 +99,7 @@ def memory_estimate(config: RunConfig, parameters: int) -> dict[str, int]:
         "weights": 4 * parameters,
         "gradients": 4 * parameters,
         "optimizer": 8 * parameters,
-        "activations": config.micro_batch * activations,
+        "activations": config.micro_batch(config.world_size or 1) * activations,
         "logits": 4 * 4 * config.batch_size**2,
     }
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from ..core.config import Frozen, Tree, load_recipe, override, resolve
 from ..core.errors import ConfigError
 from ..data.sources import DataConfig
+from ..engine.ddp import DdpEngineConfig
 from ..engine.local import LocalEngineConfig
 from ..engine.optim import OptimConfig
 from ..objectives.clip import ClipObjectiveConfig
@@ -45,6 +46,15 @@ class EvalConfig(Frozen):
     tasks: dict[str, EvalTaskConfig] = Field(default_factory=dict)
 
 
+def _engine_kind(value: Any) -> str:
+    return value.get("kind", "local") if isinstance(value, dict) else getattr(value, "kind", "local")
+
+
+EngineConfig = Annotated[
+    Annotated[LocalEngineConfig, Tag("local")] | Annotated[DdpEngineConfig, Tag("ddp")], Discriminator(_engine_kind)
+]
+
+
 class RunConfig(Frozen):
     """A whole recipe. Exactly one of `steps`, `epochs`, `samples` says how long it trains."""
 
@@ -52,7 +62,10 @@ class RunConfig(Frozen):
     out: str = "runs"
     seed: int = Field(default=0, ge=0)
     batch_size: int = Field(gt=0)
-    # samples per forward; None: the whole batch. Gradients are those of the whole batch either way (train/accumulate.py).
+    world_size: int | None = Field(
+        default=None, gt=0
+    )  # ranks it must be started with; None: any that share the streams
+    # samples per forward and rank; None: all of the rank's. Gradients are those of the whole batch either way (train/accumulate.py).
     micro_batch_size: int | None = Field(default=None, gt=0)
     steps: int | None = Field(default=None, gt=0)
     epochs: float | None = Field(default=None, gt=0)
@@ -66,7 +79,7 @@ class RunConfig(Frozen):
     objective: ClipObjectiveConfig = ClipObjectiveConfig()
     data: DataConfig
     optim: OptimConfig = OptimConfig()
-    engine: LocalEngineConfig = LocalEngineConfig()
+    engine: EngineConfig = LocalEngineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     eval: EvalConfig = EvalConfig()
@@ -78,10 +91,10 @@ class RunConfig(Frozen):
             raise ValueError(f"give exactly one of steps, epochs, samples (given: {', '.join(given) or 'none'})")
         return self
 
-    @property
-    def micro_batch(self) -> int:
-        """Samples per forward."""
-        return min(self.micro_batch_size or self.batch_size, self.batch_size)
+    def micro_batch(self, world_size: int) -> int:
+        """Samples per forward and rank."""
+        own = self.batch_size // world_size
+        return min(self.micro_batch_size or own, own)
 
     @property
     def folder(self) -> Path:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any, Protocol
 import torch
 
 from ..core import store
-from ..core.contracts import Cursor, DataPipeline, Engine, Objective, Progress
-from ..core.errors import DataError, TrainingError
+from ..core.contracts import Cursor, DataPipeline, Delivery, Engine, Objective, Progress
+from ..core.distributed import Ranks
+from ..core.errors import DataError, SparoError, TrainingError
 from ..core.metrics import MetricsLog, read
 from ..core.rng import torch_seed
 from ..core.rundir import RunDir
@@ -21,6 +23,7 @@ from ..core.signals import StopFlag
 from ..data.budget import BadSampleBudget
 from ..data.sources import refuse_changed
 from .accumulate import gradients
+from .meter import Meter, over_ranks
 from .run import RunConfig
 
 Evaluate = Callable[[Objective, int], dict[str, Any]]  # scores by task, for metrics.jsonl
@@ -58,7 +61,8 @@ class Trainer:
 
     Args:
         config: the resolved recipe.
-        rundir: opened for training.
+        rundir: opened for training (by rank 0).
+        ranks: this process among those that train together.
         engine, objective, pipeline: what to train with.
         total_steps: the length of the schedule.
         view: where progress is shown.
@@ -69,6 +73,7 @@ class Trainer:
         self,
         config: RunConfig,
         rundir: RunDir,
+        ranks: Ranks,
         engine: Engine,
         objective: Objective,
         pipeline: DataPipeline,
@@ -76,7 +81,7 @@ class Trainer:
         view: View,
         evaluate: Evaluate | None = None,
     ):
-        self.config, self.rundir, self.engine, self.objective = config, rundir, engine, objective
+        self.config, self.rundir, self.ranks, self.engine, self.objective = config, rundir, ranks, engine, objective
         self.pipeline, self.total_steps, self.view, self.evaluate = pipeline, total_steps, view, evaluate
         self.state = State()
         self.bad = BadSampleBudget(config.data.max_bad_share, config.data.max_bad_share_after)
@@ -94,44 +99,77 @@ class Trainer:
             CheckpointError: a checkpoint that cannot be read or written.
         """
         self.engine.prepare(self.objective)
-        torch.manual_seed(torch_seed(self.config.seed, "train"))
         self._restore()
-        self.log = MetricsLog(self.rundir.path, self.state.step, self.config.log.wandb, self.config.log.tensorboard)
-        self._evaluated = {record["step"] for record in read(self.log.path, "eval")}
+        self.log, log = None, self.config.log
+        if self.ranks.rank == 0:
+            self.log = MetricsLog(self.rundir.path, self.state.step, log.wandb, log.tensorboard)
+        self._evaluated = self.ranks.first(
+            lambda: {r["step"] for r in read(self.rundir.path / "metrics.jsonl", "eval")}
+        )
         end = min(self.total_steps, self.config.stop_after_steps or self.total_steps)
         try:
             with StopFlag() as stop:
-                self._loop(end, stop)
-                return self._end(stop)
+                return self._end(self._loop(end, stop))
         except DataError:
             self._keep()
             raise
         finally:
-            self.log.close()
+            if self.log is not None:
+                self.log.close()
 
-    def _loop(self, end: int, stop: StopFlag) -> None:
-        state, every, saved = self.state, self.config.checkpoint, time.monotonic()
+    def _loop(self, end: int, stop: StopFlag) -> str | None:
+        """Train up to step `end`; returns the signal that came before it, or None."""
+        state, every = self.state, self.config.checkpoint
+        self._saved = time.monotonic()
         with closing(self.pipeline.start(state.cursor)) as batches:  # an error must not leave loader workers behind
             self.meter.start()
             while True:
                 if self.config.eval.every_steps and state.step and state.step % self.config.eval.every_steps == 0:
                     self._evaluate()
-                if state.step >= end or stop.received is not None:
-                    return
-                with self.meter.waiting():
-                    delivery = next(batches)
+                if state.step >= end:
+                    return None
+                delivery, trouble = self._next(batches)
+                signal, late = self._agree(stop, delivery, trouble)
+                if signal is not None or delivery is None:
+                    return signal
                 self._step(delivery)
                 due = every.every_steps and state.step % every.every_steps == 0
-                late = every.every_minutes and time.monotonic() - saved > 60 * every.every_minutes
                 if (due or late) and state.step < end:
                     self.save()
-                    saved = time.monotonic()
+                    self._saved = time.monotonic()
 
-    def _end(self, stop: StopFlag) -> Outcome:
+    def _next(self, batches: Iterator[Delivery]) -> tuple[Delivery | None, SparoError | None]:
+        """The next batch, or what is wrong with it: an error of one rank has to be told to the others first."""
+        with self.meter.waiting():
+            try:
+                return next(batches), None
+            except SparoError as error:
+                return None, error
+
+    def _agree(self, stop: StopFlag, delivery: Delivery | None, trouble: SparoError | None) -> tuple[str | None, bool]:
+        """What all ranks do next: the signal to stop for, and whether a checkpoint is due by time; raises on trouble of any."""
+        minutes = self.config.checkpoint.every_minutes
+        late = self.ranks.rank == 0 and minutes > 0 and time.monotonic() - self._saved > 60 * minutes
+        skipped = delivery is not None and bool(delivery.skipped)
+        signal, failed, late, any_skipped = self.ranks.most([stop.number(), trouble is not None, late, skipped])
+        if trouble is not None and self.ranks.size == 1:
+            raise trouble
+        if failed:
+            told = self.ranks.gather(None if trouble is None else str(trouble))
+            first = next((rank, text) for rank, text in enumerate(told) if text is not None)
+            error = DataError(f"rank {first[0]}: {first[1]}")
+            error.repeated = self.ranks.rank > 0
+            raise error
+        if any_skipped and delivery is not None:
+            found = sum((Counter(part) for part in self.ranks.gather(delivery.skipped)), Counter())
+            self.bad.add(found, self.state.samples + self.config.batch_size)
+        return StopFlag.name(signal), bool(late)
+
+    def _end(self, signal: str | None) -> Outcome:
         step = self.state.step
-        reason = stop.received or ("finished" if step >= self.total_steps else "stop_after_steps")
+        reason = signal or ("finished" if step >= self.total_steps else "stop_after_steps")
         path = self._keep()
-        self.rundir.beat(step=step, phase=reason)
+        self._beat(reason)
         if reason == "finished":
             self._evaluate()
         return Outcome(reason, step, path)
@@ -140,25 +178,37 @@ class Trainer:
         """The checkpoint of this very step, written now if need be; None before the first."""
         return (self.store.steps().get(self.state.step) or self.save()) if self.state.step else None
 
-    def _step(self, delivery: Any) -> None:
-        state, size = self.state, self.config.batch_size
-        self.bad.add(delivery.skipped, state.samples + size)
+    def _step(self, delivery: Delivery) -> None:
+        state, size, every = self.state, self.config.batch_size, self.config.log
+        # Named, not carried on: what a step draws depends on neither the past nor the number of ranks before.
+        torch.manual_seed(torch_seed(self.config.seed, "step", state.step, self.ranks.rank))
         progress = Progress(state.step, self.total_steps, state.samples)
-        loss = gradients(self.engine, self.objective, delivery.batch, progress, self.config.micro_batch)
+        loss = gradients(
+            self.engine, self.objective, delivery.batch, progress, self.config.micro_batch(self.ranks.size)
+        )
         report = self.engine.step(progress)
         state.step, state.samples, state.cursor = state.step + 1, state.samples + size, delivery.cursor
         self._count_skips(report.applied, report.grad_norm)
         self.meter.add(size)
-        if self.meter.beat_due(self.config.log.heartbeat_seconds):
-            self.rundir.beat(step=state.step, phase="training")
-        if state.step % self.config.log.every_steps == 0 or state.step == self.total_steps:
-            facts = {name: float(value) for name, value in loss.metrics.items()}
-            facts |= {"lr": report.lr, "grad_norm": report.grad_norm, **self.meter.take()}
-            self.view.update(state.step, self.total_steps, facts)
-            skipped: dict[str, Any] = {"skipped_steps": state.skipped_steps}
-            if self.bad.counts:
-                skipped |= {"bad_samples": self.bad.by_reason(), "bad_shards": self.bad.by_shard()}
+        if self.meter.beat_due(every.heartbeat_seconds):
+            self._beat("training")
+        if state.step % every.every_steps == 0 or state.step == self.total_steps:
+            own = {name: float(value) for name, value in loss.metrics.items()} | self.meter.take()
+            facts = over_ranks(self.ranks.gather(own)) | {"lr": report.lr, "grad_norm": report.grad_norm}
+            self._report(facts)
+
+    def _report(self, facts: dict[str, float]) -> None:
+        state = self.state
+        self.view.update(state.step, self.total_steps, facts)
+        skipped: dict[str, Any] = {"skipped_steps": state.skipped_steps}
+        if self.bad.counts:
+            skipped |= {"bad_samples": self.bad.by_reason(), "bad_shards": self.bad.by_shard()}
+        if self.log is not None:
             self.log.write("train", state.step, {"samples": state.samples, **facts, **skipped})
+
+    def _beat(self, phase: str) -> None:
+        if self.ranks.rank == 0:
+            self.rundir.beat(step=self.state.step, phase=phase)
 
     def _count_skips(self, applied: bool, grad_norm: float) -> None:
         state, limit = self.state, self.config.optim.max_skipped
@@ -178,41 +228,46 @@ class Trainer:
 
     def _evaluate(self) -> None:
         """Score this step, unless that was done before a resume."""
-        if self.evaluate is None or self.state.step in self._evaluated:
+        evaluate, step = self.evaluate, self.state.step
+        if evaluate is None or step in self._evaluated:
             return
-        self.rundir.beat(step=self.state.step, phase="evaluating")
+        self._beat("evaluating")
         self.objective.eval()
-        scores = self.evaluate(self.objective, self.state.step)
+        scores = self.ranks.first(lambda: evaluate(self.objective, step))
         self.objective.train()
-        self.log.write("eval", self.state.step, scores)
+        if self.log is not None:
+            self.log.write("eval", step, scores)
         self._evaluated.add(self.state.step)
         self.meter.start()
 
     def save(self) -> Path:
         """Write a checkpoint of everything that training depends on."""
         state = self.state
-        self.rundir.beat(step=state.step, phase="saving")
+        self._beat("saving")
+        cursors = self.ranks.gather(state.cursor)
         meta = {
             "samples": state.samples,
             "skipped_steps": state.skipped_steps,
             "skipped_in_a_row": state.skipped_in_a_row,
-            "cursor": state.cursor.to_json() if state.cursor else None,
+            "cursor": Cursor.joined([cursor for cursor in cursors if cursor is not None]).to_json(),
+            "world_size": self.ranks.size,
             "fingerprint": self.pipeline.fingerprint,
             "bad_samples": self.bad.state(),
             "total_steps": self.total_steps,
             "objective": self.config.objective.kind,
         }
-        path = self.store.save(state.step, self.engine.state_dict(), meta)
+        tensors = self.engine.state_dict()
+        path = self.ranks.first(lambda: self.store.save(state.step, tensors, meta))
         self.meter.start()
         return path
 
     def _restore(self) -> None:
-        path = self.store.latest()
+        path = self.ranks.first(self.store.latest)
         if path is None:
             return
         meta = store.read_meta(path)
         refuse_changed(meta["fingerprint"], self.pipeline.fingerprint, str(path))
-        self.engine.load_state_dict({part: store.read_part(path, part) for part in ("model", "optimizer", "random")})
+        self.engine.load_state_dict({part: store.read_part(path, part) for part in ("model", "optimizer")})
         self.state = State(
             meta["step"],
             meta["samples"],
@@ -222,44 +277,3 @@ class Trainer:
         )
         self.bad.load(meta["bad_samples"])
         self.view.say(f"continuing from {path} (step {self.state.step} of {self.total_steps})")
-
-
-class Meter:
-    """Samples per second and the share of time spent waiting for data, between two calls of `take`."""
-
-    def __init__(self) -> None:
-        self.start()
-        self._beat = 0.0
-
-    def start(self) -> None:
-        self._since, self._waited, self._samples = time.monotonic(), 0.0, 0
-
-    def waiting(self) -> _Stopwatch:
-        return _Stopwatch(self)
-
-    def add(self, samples: int) -> None:
-        self._samples += samples
-
-    def take(self) -> dict[str, float]:
-        spent = max(time.monotonic() - self._since, 1e-9)
-        out = {"samples_per_second": self._samples / spent, "data_wait": self._waited / spent}
-        self.start()
-        return out
-
-    def beat_due(self, seconds: float) -> bool:
-        now = time.monotonic()
-        due = now - self._beat >= seconds
-        if due:
-            self._beat = now
-        return due
-
-
-class _Stopwatch:
-    def __init__(self, meter: Meter):
-        self.meter = meter
-
-    def __enter__(self) -> None:
-        self._begin = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self.meter._waited += time.monotonic() - self._begin

@@ -24,9 +24,7 @@ from tests.conftest import sample, sparo, start_sparo, tiny_recipe
 
 def parts(folder: Path, step: int):
     path = folder / "checkpoints" / f"step-{step:08d}"
-    return {part: store.read_part(path, part) for part in ("model", "optimizer", "random")}, store.read_meta(path)[
-        "cursor"
-    ]
+    return {part: store.read_part(path, part) for part in ("model", "optimizer")}, store.read_meta(path)["cursor"]
 
 
 def assert_bit_equal(a: Path, b: Path, step: int = 12) -> None:

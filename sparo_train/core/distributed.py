@@ -1,0 +1,146 @@
+"""Ranks: who we are, what ranks agree on, and what happens when one of them does not answer.
+
+Engines exchange gradients in the default process group. What the loop has to say (a signal came, a loader failed, where
+the cursors stand) goes through gloo groups of its own: it never waits for a GPU and never mixes with training's
+collectives.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .errors import ConfigError, SparoError, TrainingError
+
+T = TypeVar("T")
+_PATIENCE = timedelta(
+    hours=24
+)  # for what rank 0 alone does (evaluating); a rank that dies is noticed at once all the same
+
+
+@dataclass(frozen=True)
+class World:
+    """Which of how many ranks this process is, and which on this machine."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+
+def find_world(environment: Mapping[str, str] | None = None) -> World:
+    """The world that torchrun or SLURM started, read off the environment; of one rank where neither did.
+
+    Raises:
+        ConfigError: the environment says half of it.
+    """
+    env = os.environ if environment is None else environment
+    if "WORLD_SIZE" in env:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    elif int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_PROCID" in env:
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+    else:
+        return World()
+    missing = [name for name in names if name not in env]
+    if missing:
+        raise ConfigError(f"{missing[0]} is not set, although {names[1]} is; start with torchrun or srun")
+    return World(*(int(env[name]) for name in names))
+
+
+class Ranks:
+    """What the ranks of a run say to each other.
+
+    Args:
+        world: from `find_world`.
+        backend: of training's own collectives: gloo or nccl.
+        timeout: seconds after which a rank that does not answer ends the run.
+    """
+
+    def __init__(self, world: World, backend: str, timeout: float):
+        self.world, self.rank, self.size, self.timeout = world, world.rank, world.size, timeout
+        if self.size > 1:
+            _rendezvous_of_slurm()
+            limit = timedelta(seconds=timeout)
+            with self.named("joining the process group"):
+                dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=limit)
+                self._control: Any = dist.new_group(backend="gloo", timeout=limit)
+                self._patient: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+    @contextmanager
+    def named(self, what: str) -> Iterator[None]:
+        """Turn a failed collective into an error that names this rank and what it was doing."""
+        try:
+            yield
+        except (dist.DistError, RuntimeError) as error:
+            if self.size == 1 or not _is_collective(error):
+                raise
+            raise TrainingError(
+                f"rank {self.rank} of {self.size}: {what} failed; another rank died, or did not answer within "
+                f"{self.timeout:g} s (engine.timeout). The same line continues from the last checkpoint. "
+                f"({str(error).splitlines()[0][:200]})"
+            ) from None
+
+    def most(self, values: Sequence[int]) -> list[int]:
+        """The largest of each value over ranks."""
+        if self.size == 1:
+            return list(values)
+        with self.named("agreeing on how to go on"):
+            found = torch.tensor(values, dtype=torch.int64)
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._control)
+        return found.tolist()
+
+    def gather(self, value: T) -> list[T]:
+        """Everybody's value, by rank."""
+        if self.size == 1:
+            return [value]
+        out: list[Any] = [None] * self.size
+        with self.named("gathering"):
+            dist.all_gather_object(out, value, group=self._control)
+        return out
+
+    def first(self, call: Callable[[], T]) -> T:
+        """What `call` returns on rank 0; the others wait, and fail with it where it fails."""
+        if self.size == 1:
+            return call()
+        box: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                box[0] = call()
+            except SparoError as error:
+                box[1] = error
+        with self.named("waiting for rank 0"):
+            dist.broadcast_object_list(box, src=0, group=self._patient)
+        if box[1] is not None:
+            box[1].repeated = self.rank > 0
+            raise box[1]
+        return box[0]
+
+    def close(self) -> None:
+        """Leave the process group; nothing that took part in it may be alive any more."""
+        if self.size > 1 and dist.is_initialized():
+            gc.collect()
+            dist.destroy_process_group()
+
+
+def _is_collective(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or any(
+        w in text for w in ("gloo", "nccl", "timed out", "connection", "store")
+    )
+
+
+def _rendezvous_of_slurm() -> None:
+    """MASTER_ADDR and MASTER_PORT where srun started us without them: the step's first node, a port from the job's id."""
+    if "MASTER_ADDR" not in os.environ:
+        nodes = os.environ.get("SLURM_STEP_NODELIST", "")
+        found = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
+        os.environ["MASTER_ADDR"] = (found.stdout.split() or ["127.0.0.1"])[0]
+    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000))

@@ -1,0 +1,57 @@
+"""How fast it goes and how long it waits for data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+
+class Meter:
+    """Samples per second and the share of time spent waiting for data, between two calls of `take`."""
+
+    def __init__(self) -> None:
+        self.start()
+        self._beat = 0.0
+
+    def start(self) -> None:
+        self._since, self._waited, self._samples, self._steps = time.monotonic(), 0.0, 0, 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waited += time.monotonic() - begin
+
+    def add(self, samples: int) -> None:
+        self._samples, self._steps = self._samples + samples, self._steps + 1
+
+    def take(self) -> dict[str, float]:
+        """`samples_per_second`, `data_wait` (share) and `work` (seconds per step without the wait), from here on anew."""
+        spent = max(time.monotonic() - self._since, 1e-9)
+        out = {
+            "samples_per_second": self._samples / spent,
+            "data_wait": self._waited / spent,
+            "work": (spent - self._waited) / max(1, self._steps),
+        }
+        self.start()
+        return out
+
+    def beat_due(self, seconds: float) -> bool:
+        now = time.monotonic()
+        due = now - self._beat >= seconds
+        if due:
+            self._beat = now
+        return due
+
+
+def over_ranks(facts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Means over ranks, and `step_spread`: how much longer the slowest rank works on a step than the fastest, as a share."""
+    out = {name: sum(f[name] for f in facts) / len(facts) for name in facts[0]}
+    work = [f["work"] for f in facts]
+    out["step_seconds"] = out.pop("work")
+    if len(facts) > 1:
+        out["step_spread"] = max(work) / max(min(work), 1e-9) - 1
+    return out

@@ -1,0 +1,217 @@
+"""Two ranks in processes of their own: equal to one, killed, stopped, grown and shrunk, and never silent."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from launch.training import train
+from sparo_train.core import metrics, store
+from sparo_train.core.config import resolve
+from sparo_train.core.distributed import World, find_world
+from sparo_train.core.errors import ConfigError
+from sparo_train.data.writer import write_shard
+from sparo_train.train.run import RunConfig
+from tests.conftest import eval_sets, sample, tiny_recipe
+from tests.resume.test_training import assert_bit_equal
+
+_RANK_ONE_FAILS = """
+import os
+from launch.cli import main
+from sparo_train.core.errors import DataError
+from sparo_train.data.loader import ClipPipeline
+
+whole = ClipPipeline.example
+
+def example(self, reader, ref):
+    if os.environ["RANK"] == "1" and ref.ordinal == 17:
+        raise DataError("x.tar: the disk is gone")
+    return whole(self, reader, ref)
+
+ClipPipeline.example = example
+main()
+"""
+
+
+def start_ranks(world_size, *arguments, program=("-m", "launch.cli")):
+    """`sparo …` once per rank, as torchrun would start it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    command = [sys.executable, *program, *map(str, arguments)]
+    return [
+        subprocess.Popen(
+            command,
+            env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(world_size)
+    ]
+
+
+def finish(processes, seconds=120):
+    """(exit codes, stderr) by rank; fails where a rank hangs."""
+    found = []
+    for process in processes:
+        try:
+            _, stderr = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            for other in processes:
+                other.kill()
+            raise
+        found.append((process.returncode, stderr))
+    return found
+
+
+def losses(folder):
+    return [r["loss"] for r in metrics.read(folder / "metrics.jsonl", "train")]
+
+
+def wait_for_step(folder, step, processes):
+    while all(p.poll() is None for p in processes):
+        records = metrics.read(folder / "metrics.jsonl", "train")
+        if records and records[-1]["step"] >= step:
+            return
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Shards, a two-rank recipe, and its uninterrupted run."""
+    from sparo_train.data.writer import write_shards
+
+    root = tmp_path_factory.mktemp("ranks")
+    write_shards(root / "shards", (sample(i) for i in range(96)), 24)
+    tree = tiny_recipe(root / "shards", root, eval={"every_steps": 6, "tasks": eval_sets(root / "sets")})
+    tree["engine"] = {"kind": "ddp", "device": "cpu", "precision": "fp32", "timeout": 20}
+    (root / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    found = finish(start_ranks(2, "train", root / "recipe.yaml", "name=straight"))
+    assert [code for code, _ in found] == [0, 0], found
+    assert "12 steps of 8 samples on 2 ranks" in found[0][1] and "step 12" not in found[1][1]
+    return root
+
+
+def test_two_ranks_train_as_one_process(place):
+    tree = yaml.safe_load((place / "recipe.yaml").read_text())
+    train(resolve(RunConfig, {**tree, "name": "alone"}, "x"))
+    assert losses(place / "alone") == pytest.approx(losses(place / "straight"), rel=1e-5)
+    records = [metrics.read(place / name / "metrics.jsonl") for name in ("alone", "straight")]
+    assert [r["step"] for r in records[1] if r["kind"] == "eval"] == [6, 12]
+    assert records[1][-2]["step_spread"] >= 0 and "step_spread" not in records[0][-2]
+    for old, new in zip(*([r for r in found if r["kind"] == "train"] for found in records), strict=True):
+        assert old["grad_norm"] == pytest.approx(new["grad_norm"], rel=1e-4)
+
+
+def test_micro_batches_on_two_ranks_change_nothing(place):
+    found = finish(start_ranks(2, "train", place / "recipe.yaml", "name=micro", "micro_batch_size=2", "steps=6"))
+    assert [code for code, _ in found] == [0, 0], found
+    assert losses(place / "micro")[:2] == pytest.approx(losses(place / "straight")[:2], rel=1e-5)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_others_and_the_same_line_loses_nothing(place, rank):
+    line = ("train", place / "recipe.yaml", f"name=killed{rank}")
+    folder = place / f"killed{rank}"
+    processes = start_ranks(2, *line)
+    wait_for_step(folder, 4 + rank, processes)
+    processes[rank].kill()
+    found = finish(processes, 60)
+    code, stderr = found[1 - rank]
+    if code == 0:
+        pytest.skip("the run finished before the kill")
+    assert code == 3 and f"rank {1 - rank} of 2: " in stderr and "another rank died" in stderr, stderr
+    found = finish(start_ranks(2, *line))
+    assert [code for code, _ in found] == [0, 0], found
+    assert_bit_equal(folder, place / "straight")
+
+
+def test_a_signal_to_one_rank_stops_all_with_one_checkpoint(place):
+    line = ("train", place / "recipe.yaml", "name=stopped", "checkpoint.every_steps=0")
+    processes = start_ranks(2, *line)
+    wait_for_step(place / "stopped", 2, processes)
+    processes[1].send_signal(signal.SIGUSR1)
+    found = finish(processes)
+    if found[0][0] == 0:
+        pytest.skip("the run finished before the signal")
+    assert [code for code, _ in found] == [75, 75], found
+    assert json.loads((place / "stopped/heartbeat.json").read_text())["phase"] == "SIGUSR1"
+    found = finish(start_ranks(2, *line))
+    assert [code for code, _ in found] == [0, 0], found
+    assert_bit_equal(place / "stopped", place / "straight")
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(place):
+    tree = {**yaml.safe_load((place / "recipe.yaml").read_text()), "name": "elastic"}
+    first = finish(start_ranks(2, "train", place / "recipe.yaml", "name=elastic", "stop_after_steps=5"))
+    assert [code for code, _ in first] == [0, 0], first
+    train(resolve(RunConfig, {**tree, "stop_after_steps": 8}, "x"))
+    last = finish(start_ranks(4, "train", place / "recipe.yaml", "name=elastic"))
+    assert [code for code, _ in last] == [0] * 4, last
+    assert losses(place / "elastic") == pytest.approx(losses(place / "straight"), rel=1e-4)
+    ends = [store.read_meta(place / name / "checkpoints/step-00000012") for name in ("elastic", "straight")]
+    assert ends[0]["cursor"] == ends[1]["cursor"] and ends[0]["samples"] == 96
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("engine={kind: local}", "engine.kind=local runs in one process and 2 were started; use engine.kind=ddp"),
+        ("world_size=4", "world_size=4: 2 rank(s) were started"),
+        ("optim.lr=5", "holds a run of another recipe"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_all_ranks_at_once(place, override, message):
+    found = finish(start_ranks(2, "train", place / "recipe.yaml", "name=straight", override), 60)
+    assert [code for code, _ in found] == [2, 2] and message in found[0][1], found
+
+
+def test_trouble_on_one_rank_stops_all_saved_and_is_told_once(place):
+    line = ("train", place / "recipe.yaml", "name=trouble", "checkpoint.every_steps=0", "data.prefetch=1")
+    found = finish(start_ranks(2, *line, program=("-c", _RANK_ONE_FAILS)), 60)
+    assert [code for code, _ in found] == [2, 2], found
+    assert "error: rank 1: x.tar: the disk is gone" in found[0][1] and "error:" not in found[1][1]
+    kept = store.CheckpointStore(place / "trouble/checkpoints").latest()
+    assert kept is None or store.read_meta(kept)["step"] > 0
+    found = finish(start_ranks(2, *line))
+    assert [code for code, _ in found] == [0, 0], found
+    assert_bit_equal(place / "trouble", place / "straight")
+
+
+def test_bad_samples_of_all_ranks_are_judged_together(place):
+    good = [sample(i) for i in range(48)]
+    write_shard(place / "bad/0.tar", ((k, {**f, "jpg": b"x"} if i % 8 == 0 else f) for i, (k, f) in enumerate(good)))
+    line = (
+        "train",
+        place / "recipe.yaml",
+        "name=bad",
+        f"data.sources.a.shards={place}/bad",
+        "data.max_bad_share_after=16",
+    )
+    found = finish(start_ranks(2, *line), 60)
+    assert [code for code, _ in found] == [2, 2], found
+    assert "could not be used, over data.max_bad_share=0.01" in found[0][1]
+
+
+def test_the_world_is_read_off_the_environment():
+    assert find_world({}) == World(0, 1, 0)
+    assert find_world({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == World(3, 4, 1)
+    slurm = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
+    assert find_world(slurm) == World(5, 8, 1)
+    assert find_world({**slurm, "SLURM_STEP_NUM_TASKS": "1"}) == World(0, 1, 0)
+    with pytest.raises(ConfigError, match="RANK is not set, although WORLD_SIZE is; start with torchrun or srun"):
+        find_world({"WORLD_SIZE": "2"})
