@@ -42,7 +42,7 @@ def shortened(command: str) -> str:
     """The same command at a size for tests: two training steps, a few scenes."""
     parts = []
     for part in command.split(" && "):
-        if part.startswith("sparo train") and "--dry" not in part:
+        if re.match(r"sparo train|torchrun .* train", part) and "--dry" not in part:
             part += " " + " ".join(SHORT)
         if part == "sparo data scenes":
             part += " --train 140"
@@ -61,6 +61,7 @@ def sandbox(tmp_path, modules, monkeypatch):  # noqa: F811
         f'#!/bin/sh\nwhile [ "$1" != --prefix ]; do shift; done\nmkdir -p "$2" && cp -r {modules} "$2/"\n'
     )
     (tools / "sparo").write_text(f'#!/bin/sh\nexec {sys.executable} -c "from launch.cli import main; main()" "$@"\n')
+    (tools / "torchrun").write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
     for tool in tools.iterdir():
         tool.chmod(0o755)
     for package in modules.glob("@iconify-json/*"):
