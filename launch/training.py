@@ -21,8 +21,10 @@ from sparo_train.core.rundir import RunDir, environment
 from sparo_train.models.describe import CONFIG_KEY
 from sparo_train.models.weights import to_sparo_clip
 from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks
+from sparo_train.train.flops import FlopCounter
 from sparo_train.train.run import RunConfig
-from sparo_train.train.trainer import Outcome, Trainer
+from sparo_train.train.state import Outcome
+from sparo_train.train.trainer import Trainer
 
 from .view import ProgressView, console
 
@@ -51,7 +53,9 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
                 view.say(f"{total} steps of {config.batch_size} samples{among} -> {rundir.path}")
             try:
                 evaluate = make_evaluate(config, rundir.path, view.say)
-                outcome = Trainer(config, rundir, ranks, engine, objective, pipeline, total, view, evaluate).fit()
+                flops = FlopCounter(lambda: build_objective(config))
+                trainer = Trainer(config, rundir, ranks, engine, objective, pipeline, total, view, evaluate, flops)
+                outcome = trainer.fit()
             except SparoError as error:
                 view.note(f"error: {error}")
                 raise

@@ -31,11 +31,15 @@ class Loss(NamedTuple):
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one optimizer step did. `applied` is False where a non-finite gradient made the engine skip it."""
+    """What one optimizer step did. `applied` is False where a non-finite gradient made the engine skip it.
+
+    `norms`: the gradient's norm within each of the objective's parts, 0-d tensors on the device.
+    """
 
     lr: float
     grad_norm: float
     applied: bool
+    norms: dict[str, Tensor]
 
 
 class Objective(nn.Module):
@@ -47,6 +51,10 @@ class Objective(nn.Module):
     def shard_units(self) -> Sequence[nn.Module]:
         """Modules an engine wraps one by one (compile, shard), in forward order."""
         return []
+
+    def parts(self) -> Mapping[str, nn.Module]:
+        """Modules by name whose gradient norms are worth watching apart."""
+        return {}
 
     def no_decay(self) -> Iterable[str]:
         """Names of parameters that weight decay leaves alone."""

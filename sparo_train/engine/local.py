@@ -83,8 +83,7 @@ class LocalEngine:
         lr = learning_rate(self.optim_config, progress.step, progress.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm, norms = self.norms()
         if self.optim_config.clip_grad_norm is not None:
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grads_with_norm_(parameters, self.optim_config.clip_grad_norm, norm)
@@ -94,7 +93,18 @@ class LocalEngine:
             self.optimizer.step()
             self.objective.after_step(progress)
         self.optimizer.zero_grad(set_to_none=True)
-        return StepReport(lr, value, applied)
+        return StepReport(lr, value, applied, norms)
+
+    def norms(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The gradient's norm, whole and within each of the objective's parts."""
+        held = {id(p): p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None}
+        each = torch._foreach_norm(list(held.values()))  # pyright: ignore[reportPrivateImportUsage]  as get_total_norm does
+        by_tensor = dict(zip(held, each, strict=True))
+        norms = {
+            name: _joined([by_tensor[id(p)] for p in module.parameters() if id(p) in by_tensor])
+            for name, module in self.objective.parts().items()
+        }
+        return _joined(list(by_tensor.values())), norms
 
     def random_state(self) -> dict[str, Tensor]:
         """The state of torch's generators that a forward may draw from."""
@@ -146,3 +156,7 @@ class LocalEngine:
             for p in group["params"]:
                 if own := entries.get(self._names[id(p)]):
                     self.optimizer.state[p] = {k: v.to(p.device).clone() for k, v in own.items()}
+
+
+def _joined(norms: list[Tensor]) -> Tensor:
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -101,6 +101,9 @@ class ClipObjective(CoupledObjective):
 
     def shard_units(self) -> Sequence[nn.Module]:
         return [*self.model.visual.transformer.resblocks, *self.model.text.transformer.resblocks]
+
+    def parts(self) -> Mapping[str, nn.Module]:
+        return {"visual": self.model.visual, "text": self.model.text}
 
     def no_decay(self) -> Iterable[str]:
         names = set(super().no_decay())

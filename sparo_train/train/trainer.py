@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..core import store
-from ..core.contracts import Cursor, DataPipeline, Delivery, Engine, Objective, Progress
+from ..core.contracts import Batch, Cursor, DataPipeline, Delivery, Engine, Objective, Progress
 from ..core.distributed import Ranks
 from ..core.errors import DataError, SparoError, TrainingError
 from ..core.metrics import MetricsLog, read
@@ -23,37 +22,10 @@ from ..core.signals import StopFlag
 from ..data.budget import BadSampleBudget
 from ..data.sources import refuse_changed
 from .accumulate import gradients
+from .flops import FlopCounter, memory, utilisation
 from .meter import Meter, over_ranks
 from .run import RunConfig
-
-Evaluate = Callable[[Objective, int], dict[str, Any]]  # scores by task, for metrics.jsonl
-
-
-class View(Protocol):
-    """Shows a human what happens."""
-
-    def update(self, step: int, total: int, facts: dict[str, float]) -> None: ...
-    def say(self, text: str) -> None: ...
-
-
-@dataclass
-class State:
-    """What the loop carries from step to step, beside the engine's own state."""
-
-    step: int = 0
-    samples: int = 0
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0
-    cursor: Cursor | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Why the loop ended: `finished`, `stop_after_steps`, or a signal's name; and where."""
-
-    reason: str
-    step: int
-    checkpoint: Path | None
+from .state import Evaluate, Outcome, State, View
 
 
 class Trainer:
@@ -67,6 +39,7 @@ class Trainer:
         total_steps: the length of the schedule.
         view: where progress is shown.
         evaluate: called every `eval.every_steps` and at the end; None: no evaluation.
+        flops: counts a step's model FLOPs, for the metrics; None: they are left out.
     """
 
     def __init__(
@@ -80,9 +53,11 @@ class Trainer:
         total_steps: int,
         view: View,
         evaluate: Evaluate | None = None,
+        flops: FlopCounter | None = None,
     ):
         self.config, self.rundir, self.ranks, self.engine, self.objective = config, rundir, ranks, engine, objective
-        self.pipeline, self.total_steps, self.view, self.evaluate = pipeline, total_steps, view, evaluate
+        self.pipeline, self.total_steps, self.view = pipeline, total_steps, view
+        self.evaluate, self.flops = evaluate, flops
         self.state = State()
         self.bad = BadSampleBudget(config.data.max_bad_share, config.data.max_bad_share_after)
         self.store = store.CheckpointStore(
@@ -176,7 +151,10 @@ class Trainer:
 
     def _keep(self) -> Path | None:
         """The checkpoint of this very step, written now if need be; None before the first."""
-        return (self.store.steps().get(self.state.step) or self.save()) if self.state.step else None
+        if not self.state.step:
+            return None
+        written = self.ranks.first(lambda: self.store.steps().get(self.state.step))
+        return written or self.save()
 
     def _step(self, delivery: Delivery) -> None:
         state, size, every = self.state, self.config.batch_size, self.config.log
@@ -194,8 +172,18 @@ class Trainer:
             self._beat("training")
         if state.step % every.every_steps == 0 or state.step == self.total_steps:
             own = {name: float(value) for name, value in loss.metrics.items()} | self.meter.take()
+            own["memory"] = memory(self.engine.device)
             facts = over_ranks(self.ranks.gather(own)) | {"lr": report.lr, "grad_norm": report.grad_norm}
-            self._report(facts)
+            facts |= {f"grad_norm_{part}": float(norm) for part, norm in report.norms.items()}
+            self._report(facts | self._speed(delivery.batch, facts["samples_per_second"]))
+
+    def _speed(self, batch: Batch, samples_per_second: float) -> dict[str, float]:
+        """Model FLOP/s of one rank, and their share of its device's peak where that is known."""
+        if self.flops is None:
+            return {}
+        rate = self.flops.per_sample(batch) * samples_per_second / self.ranks.size
+        share = utilisation(rate, self.engine.device)
+        return {"tflops": rate / 1e12} | ({} if share is None else {"mfu": share})
 
     def _report(self, facts: dict[str, float]) -> None:
         state = self.state

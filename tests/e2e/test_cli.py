@@ -14,7 +14,7 @@ from sparo_train.core import metrics
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import CheckpointError, DataError
 from sparo_train.train.run import EvalTaskConfig, RunConfig
-from sparo_train.train.trainer import Outcome
+from sparo_train.train.state import Outcome
 from tests.conftest import eval_sets, sparo, tiny_recipe
 
 

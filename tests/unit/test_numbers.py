@@ -1,0 +1,58 @@
+"""What a run reports about itself."""
+
+import math
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from launch.training import train
+from sparo_train.core import metrics
+from sparo_train.core.config import override, resolve
+from sparo_train.train import flops
+from sparo_train.train.build import build_objective, build_pipeline
+from sparo_train.train.flops import FlopCounter, memory, utilisation
+from sparo_train.train.meter import over_ranks
+from sparo_train.train.run import RunConfig
+from tests.conftest import tiny_recipe
+
+
+@pytest.mark.parametrize("readout", ["{kind: token}", "{kind: sparo, slots: 4, slot_width: 8, head_width: 8}"])
+def test_model_flops_are_three_counted_forwards(shards, tmp_path, readout):
+    config = resolve(RunConfig, override(tiny_recipe(shards, tmp_path), [f"objective.model.readout={readout}"]), "x")
+    batch = next(build_pipeline(config).start()).batch
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        build_objective(config).embed({key: value[:1] for key, value in batch.items()})
+    counter = FlopCounter(lambda: build_objective(config))
+    assert counter.per_sample(batch) == 3 * counted.get_total_flops()
+    longer = {**batch, "text": torch.cat([batch["text"], batch["text"]], dim=1)}
+    assert counter.per_sample(longer) > counter.per_sample(batch)
+
+
+def test_utilisation_is_known_for_known_devices_only(monkeypatch):
+    assert utilisation(1e12, torch.device("cpu")) is None
+    monkeypatch.setattr(flops.torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    assert utilisation(98.9e12, torch.device("cuda")) == pytest.approx(0.1)
+    monkeypatch.setattr(flops.torch.cuda, "get_device_name", lambda _: "NVIDIA Something")
+    assert utilisation(1e12, torch.device("cuda")) is None
+
+
+def test_memory_is_in_gibibytes():
+    before = memory(torch.device("cpu"))
+    held = torch.ones(2**26)
+    assert memory(torch.device("cpu")) >= before > 0.1 and float(held[0]) == 1
+
+
+def test_numbers_of_several_ranks_are_one_line():
+    found = over_ranks([{"loss": 1.0, "work": 0.1}, {"loss": 3.0, "work": 0.15}])
+    assert found == {"loss": 2.0, "step_seconds": pytest.approx(0.125), "step_spread": pytest.approx(0.5)}
+
+
+def test_a_run_reports_norms_per_tower_speed_and_memory(shards, tmp_path):
+    config = resolve(RunConfig, tiny_recipe(shards, tmp_path, steps=4), "x")
+    train(config)
+    last = metrics.read(config.folder / "metrics.jsonl", "train")[-1]
+    parts = math.hypot(last["grad_norm_visual"], last["grad_norm_text"])
+    assert 0 < parts <= last["grad_norm"] * (1 + 1e-6)  # the rest is the temperature's
+    assert {"tflops", "memory", "step_seconds", "samples_per_second", "data_wait", "logit_scale", "lr"} <= last.keys()
+    assert "mfu" not in last and last["tflops"] > 0
