@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from sparo_train import __version__
 from sparo_train.core.config import Frozen, load_recipe, resolve
-from sparo_train.core.distributed import find_world
+from sparo_train.core.distributed import started
 from sparo_train.core.errors import ConfigError, SparoError
 from sparo_train.train.run import EvalTaskConfig, load_run
 
@@ -131,7 +131,7 @@ def version() -> None:
 def main() -> None:
     """Entry point of the `sparo` command."""
     code = _code()
-    if find_world().size > 1:  # gloo's threads may outlive the interpreter and abort it; nothing is left to be done
+    if started():  # gloo's threads may outlive the interpreter and abort it; nothing is left to be done
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -148,7 +148,7 @@ def _code() -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception:
-        if find_world().size == 1:
+        if not started():
             raise
         traceback.print_exc()
         return 1

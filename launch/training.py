@@ -15,7 +15,7 @@ from evals.results import Result
 from evals.suite import Suite
 from sparo_train.core.config import dump
 from sparo_train.core.contracts import Objective
-from sparo_train.core.distributed import Ranks, find_world
+from sparo_train.core.distributed import Ranks, find_world, started
 from sparo_train.core.errors import CheckpointError, SparoError
 from sparo_train.core.rundir import RunDir, environment
 from sparo_train.models.describe import CONFIG_KEY
@@ -68,7 +68,9 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
 def exit_if_stopped(outcome: Outcome) -> None:
     """After a signal: leave with code 75 (EX_TEMPFAIL); everything is saved and the same line continues."""
     if outcome.reason.startswith("SIG"):
-        console.print("run the same line again to continue", highlight=False)
+        world = started()
+        if world is None or world.rank == 0:
+            console.print("run the same line again to continue", highlight=False)
         raise typer.Exit(SIGNAL_EXIT)
 
 

@@ -99,10 +99,12 @@ class ProgressView:
     def say(self, text: str) -> None:
         if not self.silent:
             console.print(f"{self.title}  {text}", highlight=False, soft_wrap=True)
-            self.note(text)
+        self.note(text)
 
     def note(self, text: str) -> None:
         """A line for RUN/log.txt only."""
+        if self.silent:
+            return
         with self.log.open("a", encoding="utf-8") as stream:
             stream.write(f"{datetime.now().isoformat(timespec='seconds')}  {text}\n")
 

@@ -1,32 +1,40 @@
-"""Functions run on several gloo ranks, each in a process forked from the test's."""
+"""Functions run on several gloo ranks, each in a process of its own."""
 
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from sparo_train.core.distributed import Ranks, World
+
+_CONTEXT = get_context("forkserver")  # forked from a process that has imported much and run nothing
+_CONTEXT.set_forkserver_preload(["torch", "open_clip", "tests.ranks"])
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120) -> list[Any]:
-    """`function(rank, *arguments)` on every rank of a gloo group; returns the results by rank.
+    """`function(ranks, *arguments)` on every rank of a gloo group; returns the results by rank.
 
     Raises:
         AssertionError: a rank failed or did not end; its traceback is repeated.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = get_context("fork")
-        processes = [
-            context.Process(target=_rank, args=(rank, world_size, Path(folder), function, arguments))
-            for rank in range(world_size)
-        ]
+        common = (world_size, free_port(), Path(folder), function, arguments)
+        processes = [_CONTEXT.Process(target=_rank, args=(rank, *common)) for rank in range(world_size)]
         for process in processes:
             process.start()
         for process in processes:
@@ -39,20 +47,16 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, se
         return [torch.load(Path(folder) / f"result-{rank}", weights_only=False) for rank in range(world_size)]
 
 
-def _rank(rank: int, world_size: int, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, size: int, port: int, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     code = 1
     try:
-        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/store",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=60),
-        )
-        result = function(rank, *arguments)
-        torch.save(result, folder / f"result-{rank}")
-        dist.barrier()
+        torch.set_num_threads(1)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        ranks = Ranks(World(rank, size, rank), "gloo", 60)
+        torch.save(function(ranks, *arguments), folder / f"result-{rank}")
+        ranks.most([0])  # nobody leaves before all are done
         code = 0
     except BaseException:
         (folder / f"error-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from .errors import ConfigError, SparoError, TrainingError
 
 T = TypeVar("T")
-_PATIENCE = timedelta(
-    hours=24
-)  # for what rank 0 alone does (evaluating); a rank that dies is noticed at once all the same
+# For what rank 0 alone does (evaluating); gloo notices a rank that dies at once all the same.
+_PATIENCE = timedelta(hours=24)
+_STARTED: list[World] = []
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class Ranks:
             _rendezvous_of_slurm()
             limit = timedelta(seconds=timeout)
             with self.named("joining the process group"):
+                _STARTED.append(world)
                 dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=limit)
                 self._control: Any = dist.new_group(backend="gloo", timeout=limit)
                 self._patient: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
@@ -87,6 +88,15 @@ class Ranks:
                 f"{self.timeout:g} s (engine.timeout). The same line continues from the last checkpoint. "
                 f"({str(error).splitlines()[0][:200]})"
             ) from None
+
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """For what fails on all ranks alike: rank 0 prints it."""
+        try:
+            yield
+        except SparoError as error:
+            error.repeated = self.rank > 0
+            raise
 
     def most(self, values: Sequence[int]) -> list[int]:
         """The largest of each value over ranks."""
@@ -130,6 +140,11 @@ class Ranks:
             dist.destroy_process_group()
 
 
+def started() -> World | None:
+    """The world of several ranks that this process was part of, if any."""
+    return _STARTED[0] if _STARTED else None
+
+
 def _is_collective(error: BaseException) -> bool:
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(
@@ -140,7 +155,14 @@ def _is_collective(error: BaseException) -> bool:
 def _rendezvous_of_slurm() -> None:
     """MASTER_ADDR and MASTER_PORT where srun started us without them: the step's first node, a port from the job's id."""
     if "MASTER_ADDR" not in os.environ:
-        nodes = os.environ.get("SLURM_STEP_NODELIST", "")
-        found = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
-        os.environ["MASTER_ADDR"] = (found.stdout.split() or ["127.0.0.1"])[0]
+        nodes = os.environ.get("SLURM_STEP_NODELIST", "127.0.0.1")
+        if any(c in nodes for c in ",["):
+            command = ["scontrol", "show", "hostnames", nodes]
+            try:
+                nodes = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+            except (OSError, subprocess.CalledProcessError, IndexError):
+                raise ConfigError(
+                    f"MASTER_ADDR is not set and scontrol cannot tell the first of {nodes}; export it"
+                ) from None
+        os.environ["MASTER_ADDR"] = nodes
     os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000))

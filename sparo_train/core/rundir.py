@@ -23,16 +23,20 @@ from .config import differences, parse_yaml
 from .errors import ConfigError, TrainingError
 
 # Keys that may differ between the run folder and the same line again: they do not change what is computed.
-FREE_ON_RESUME = (
-    "log.",
-    "checkpoint.",
+FREE_ON_RESUME = {
     "data.workers",
     "data.prefetch",
     "data.max_bad_share",
+    "data.max_bad_share_after",
     "optim.max_skipped",
-    "eval.",
     "stop_after_steps",
-)
+    "world_size",
+    "micro_batch_size",
+    "engine.kind",
+    "engine.timeout",
+    "engine.bucket_mb",
+}
+FREE_BLOCKS = ("log.", "checkpoint.", "eval.")
 
 
 class RunDir:
@@ -97,7 +101,9 @@ class RunDir:
         changed = [
             d
             for d in differences(old, parse_yaml(resolved, "the recipe"))
-            if not d.startswith(FREE_ON_RESUME) and ": '(absent)' -> " not in d  # a key that a newer version added
+            if not d.startswith(FREE_BLOCKS)
+            and d.partition(":")[0] not in FREE_ON_RESUME
+            and ": '(absent)' -> " not in d  # a key that a newer version added
         ]
         if changed:
             raise ConfigError(

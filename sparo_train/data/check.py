@@ -91,7 +91,7 @@ def check_shard(url: str, config: SourceConfig) -> ShardReport:
             hashes[0, ordinal] = _hash(key.encode("utf-8", "surrogateescape"))
             text = caption(fields, config)
             data = image_bytes(fields, config.image_keys)
-            hashes[1:, ordinal] = _hash(data), _hash(text.encode())
+            hashes[1:, ordinal] = _hash(data), _hash(text.encode("utf-8", "surrogatepass"))
             decode_image(data)
         except BadSampleError as problem:
             bad.append((key, str(problem)))

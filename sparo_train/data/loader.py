@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
     batch: dict[str, Tensor]
     positions: list[int]
-    skipped: dict[tuple[str, str], int]  # no Counter: torch's pin_memory copies mappings with `update`, which would add
+    skipped: dict[tuple[str, str], int]
 
 
 def prepare_example(
@@ -182,7 +182,6 @@ class ClipPipeline:
             prefetch_factor=self.config.prefetch if self.workers else None,
             collate_fn=_as_it_is,  # pyright: ignore[reportArgumentType]
             worker_init_fn=_start_worker,
-            pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # its own: a loader's start must not move the training's random stream
         )
         parts = iter(loader)
@@ -228,6 +227,8 @@ class ClipPipeline:
         if self.config.trim_text:
             longest = int(batch["text"].argmax(dim=1).max()) + 1
             batch["text"] = batch["text"][:, : min(self.context_length, -(-longest // 8) * 8)].contiguous()
+        if torch.cuda.is_available():  # here, because what is concatenated or cut is not pinned any more
+            batch = {key: value.pin_memory() for key, value in batch.items()}
         positions = tuple(at for p in parts for at in p.positions)
         return Delivery(
             batch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -62,6 +63,8 @@ class DdpEngine(LocalEngine):
         self.ranks, self.bucket_mb = ranks, config.bucket_mb
         if self.device.type == "cuda":
             local = ranks.world.local_rank
+            if torch.cuda.device_count() == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+                local = 0  # srun gave each task a GPU of its own
             if local >= torch.cuda.device_count():
                 raise ConfigError(
                     f"engine.kind=ddp: rank {ranks.rank} is number {local} on this machine, which has "
@@ -72,7 +75,8 @@ class DdpEngine(LocalEngine):
 
     def wrap(self, objective: Objective) -> None:
         root = _Root(objective)
-        if self.ranks.size == 1:
+        self._warm = self.ranks.size == 1
+        if self._warm:
             self._root: nn.Module = root
             return
         on_gpu = [self.device] if self.device.type == "cuda" else None
@@ -87,13 +91,36 @@ class DdpEngine(LocalEngine):
 
     def forward(self, batch: Batch, progress: Progress, *, last: bool) -> Loss:
         """The objective's loss of this rank's batch; the mean over ranks is the global one."""
-        with self._exchanging(last), self._autocast(), self._attention(), self.ranks.named("the loss"):
-            return self._root(self._moved(batch), progress)
+        if isinstance(self.objective, CoupledObjective):  # its loss talks to other ranks, outside what is timed
+            return self.objective.loss(self.embed(batch, last=last), progress)
+        return self._run(batch, progress, last)
 
     def embed(self, batch: Batch, *, last: bool) -> tuple[Tensor, ...]:
         """A coupled objective's embeddings of this rank's batch."""
-        with self._exchanging(last), self._autocast(), self._attention():
-            return self._root(self._moved(batch), None)
+        return self._run(batch, None, last)
+
+    def _run(self, batch: Batch, progress: Progress | None, last: bool) -> Any:
+        moved = self._moved(batch)
+        if not self._warm and torch.is_grad_enabled():
+            self._warm_up(moved, progress)
+        with self._exchanging(last), self._autocast(), self._attention(), self._clock.running():
+            return self._root(moved, progress)
+
+    def _warm_up(self, batch: Batch, progress: Progress | None) -> None:
+        """Before anything is accumulated: one backward of zeros, after which DDP orders its buckets anew, once and for all.
+
+        Otherwise the first step of every process would add up in another order than its later ones, and a resumed run
+        would differ in the last bit from one never stopped.
+        """
+        self._warm = True
+        state = self.random_state()
+        with self._autocast(), self._attention():
+            out = self._root(batch, progress)
+        nothing = [p.sum() for p in self.objective.parameters() if p.requires_grad]
+        nothing += [t.sum() for t in (out if isinstance(out, tuple) else (out.total,))]
+        super().backward(torch.stack([t.float() for t in nothing]).sum() * 0.0, last=True)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.set_random_state(state)
 
     def backward(self, total: Tensor, *, last: bool) -> None:
         """Accumulate gradients; after the `last` micro-batch they are the mean over ranks."""

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..core.config import Frozen
 from ..core.contracts import Batch, CoupledObjective, Loss, Objective, Progress, StepReport
 from ..core.errors import CheckpointError, ConfigError
+from .clock import Clock
 from .optim import OptimConfig, build_adamw, learning_rate
 
 
@@ -46,6 +47,7 @@ class LocalEngine:
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
         self.config, self.optim_config = config, optim
         self.device = torch.device(kind)
+        self._clock = Clock(self.device)
 
     def prepare(self, objective: Objective) -> None:
         """Take over `objective`: to the device, compiled if asked, with its optimizer."""
@@ -64,13 +66,13 @@ class LocalEngine:
 
     def forward(self, batch: Batch, progress: Progress, *, last: bool) -> Loss:
         """The objective's loss on a CPU batch, under autocast where the recipe asks for bf16."""
-        with self._autocast(), self._attention():
+        with self._autocast(), self._attention(), self._clock.running():
             return self.objective(self._moved(batch), progress)
 
     def embed(self, batch: Batch, *, last: bool) -> tuple[Tensor, ...]:
         """A coupled objective's embeddings of a CPU batch, computed as `forward` computes them."""
         assert isinstance(self.objective, CoupledObjective)
-        with self._autocast(), self._attention():
+        with self._autocast(), self._attention(), self._clock.running():
             return self.objective.embed(self._moved(batch))
 
     def backward(self, total: Tensor, *, last: bool) -> None:
@@ -94,6 +96,10 @@ class LocalEngine:
             self.objective.after_step(progress)
         self.optimizer.zero_grad(set_to_none=True)
         return StepReport(lr, value, applied, norms)
+
+    def forward_seconds(self) -> float:
+        """Seconds spent in forwards since the last call."""
+        return self._clock.take()
 
     def norms(self) -> tuple[Tensor, dict[str, Tensor]]:
         """The gradient's norm, whole and within each of the objective's parts."""

@@ -22,7 +22,8 @@ def read_config(path: str | Path) -> ClipConfig | None:
     """The model's description, where a file carries one: a `.pt` of ours, or a weight file beside its `open_clip_config.json`.
 
     Raises:
-        CheckpointError: a description that is none.
+        CheckpointError: the file cannot be read.
+        ConfigError: its description is none of ours.
     """
     path = Path(path)
     if (beside := path.parent / "open_clip_config.json").is_file():

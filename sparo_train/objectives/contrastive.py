@@ -44,6 +44,11 @@ class Contrast(NamedTuple):
     correct: Tensor
 
 
+def logits_held(own: int, total: int) -> int:
+    """How many logits a rank of `own` out of `total` pairs holds at once under `auto`, at most."""
+    return max(min(own * total, _SMALL), min(own, max(1, _TILE // own)) * own)
+
+
 def contrastive(
     image: Tensor,
     text: Tensor,

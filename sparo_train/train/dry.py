@@ -10,6 +10,7 @@ from ..core.errors import ConfigError, DataError
 from ..data.plan import per_epoch
 from ..data.sources import find_shards, open_source
 from ..models.clip import Clip
+from ..objectives.contrastive import logits_held
 from .run import RunConfig
 
 _BLOCK_ACTIVATIONS = 34  # bytes per token and channel that a pre-norm block keeps for backward in 16 bit (Korthikanti et al. 2022, Eq. 1 without scores)
@@ -100,7 +101,7 @@ def memory_estimate(config: RunConfig, parameters: int) -> dict[str, int]:
         "gradients": 4 * parameters,
         "optimizer": 8 * parameters,
         "activations": config.micro_batch(config.world_size or 1) * activations,
-        "logits": 4 * 4 * config.batch_size**2,
+        "logits": 4 * 4 * logits_held(config.batch_size // (config.world_size or 1), config.batch_size),
     }
 
 

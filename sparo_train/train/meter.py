@@ -29,12 +29,12 @@ class Meter:
         self._samples, self._steps = self._samples + samples, self._steps + 1
 
     def take(self) -> dict[str, float]:
-        """`samples_per_second`, `data_wait` (share) and `work` (seconds per step without the wait), from here on anew."""
+        """`samples_per_second`, `data_wait` (share) and `step_seconds`, from here on anew."""
         spent = max(time.monotonic() - self._since, 1e-9)
         out = {
             "samples_per_second": self._samples / spent,
             "data_wait": self._waited / spent,
-            "work": (spent - self._waited) / max(1, self._steps),
+            "step_seconds": spent / max(1, self._steps),
         }
         self.start()
         return out
@@ -48,10 +48,12 @@ class Meter:
 
 
 def over_ranks(facts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Means over ranks, and `step_spread`: how much longer the slowest rank works on a step than the fastest, as a share."""
+    """Means over ranks, and `step_spread`: how much longer the slowest rank's forward takes than the fastest's, as a share.
+
+    Forwards are compared because nothing in them waits for other ranks; whole steps take equally long on all of them.
+    """
     out = {name: sum(f[name] for f in facts) / len(facts) for name in facts[0]}
-    work = [f["work"] for f in facts]
-    out["step_seconds"] = out.pop("work")
+    own = [f["forward_seconds"] for f in facts]
     if len(facts) > 1:
-        out["step_spread"] = max(work) / max(min(work), 1e-9) - 1
+        out["step_spread"] = max(own) / max(min(own), 1e-9) - 1
     return out

@@ -64,6 +64,7 @@ class Trainer:
             rundir.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_every
         )
         self.meter = Meter()
+        self.log: MetricsLog | None = None
 
     def fit(self) -> Outcome:
         """Train from the newest complete checkpoint (or the start) to the end, a signal, or an error.
@@ -75,12 +76,7 @@ class Trainer:
         """
         self.engine.prepare(self.objective)
         self._restore()
-        self.log, log = None, self.config.log
-        if self.ranks.rank == 0:
-            self.log = MetricsLog(self.rundir.path, self.state.step, log.wandb, log.tensorboard)
-        self._evaluated = self.ranks.first(
-            lambda: {r["step"] for r in read(self.rundir.path / "metrics.jsonl", "eval")}
-        )
+        self._evaluated = self.ranks.first(self._open_log)
         end = min(self.total_steps, self.config.stop_after_steps or self.total_steps)
         try:
             with StopFlag() as stop:
@@ -91,6 +87,12 @@ class Trainer:
         finally:
             if self.log is not None:
                 self.log.close()
+
+    def _open_log(self) -> set[int]:
+        """On rank 0; returns the steps that are evaluated already."""
+        log = self.config.log
+        self.log = MetricsLog(self.rundir.path, self.state.step, log.wandb, log.tensorboard)
+        return {record["step"] for record in read(self.log.path, "eval")}
 
     def _loop(self, end: int, stop: StopFlag) -> str | None:
         """Train up to step `end`; returns the signal that came before it, or None."""
@@ -132,12 +134,12 @@ class Trainer:
         if failed:
             told = self.ranks.gather(None if trouble is None else str(trouble))
             first = next((rank, text) for rank, text in enumerate(told) if text is not None)
-            error = DataError(f"rank {first[0]}: {first[1]}")
-            error.repeated = self.ranks.rank > 0
-            raise error
-        if any_skipped and delivery is not None:
+            with self.ranks.alike():
+                raise DataError(f"rank {first[0]}: {first[1]}")
+        if any_skipped and not signal and delivery is not None:  # with a signal the batch is left for the resume
             found = sum((Counter(part) for part in self.ranks.gather(delivery.skipped)), Counter())
-            self.bad.add(found, self.state.samples + self.config.batch_size)
+            with self.ranks.alike():
+                self.bad.add(found, self.state.samples + self.config.batch_size)
         return StopFlag.name(signal), bool(late)
 
     def _end(self, signal: str | None) -> Outcome:
@@ -161,18 +163,19 @@ class Trainer:
         # Named, not carried on: what a step draws depends on neither the past nor the number of ranks before.
         torch.manual_seed(torch_seed(self.config.seed, "step", state.step, self.ranks.rank))
         progress = Progress(state.step, self.total_steps, state.samples)
-        loss = gradients(
-            self.engine, self.objective, delivery.batch, progress, self.config.micro_batch(self.ranks.size)
-        )
-        report = self.engine.step(progress)
+        micro = self.config.micro_batch(self.ranks.size)
+        with self.ranks.named(f"step {state.step + 1}"):
+            loss = gradients(self.engine, self.objective, delivery.batch, progress, micro)
+            report = self.engine.step(progress)
         state.step, state.samples, state.cursor = state.step + 1, state.samples + size, delivery.cursor
-        self._count_skips(report.applied, report.grad_norm)
+        with self.ranks.alike():
+            self._count_skips(report.applied, report.grad_norm)
         self.meter.add(size)
         if self.meter.beat_due(every.heartbeat_seconds):
             self._beat("training")
         if state.step % every.every_steps == 0 or state.step == self.total_steps:
             own = {name: float(value) for name, value in loss.metrics.items()} | self.meter.take()
-            own["memory"] = memory(self.engine.device)
+            own |= {"memory": memory(self.engine.device), "forward_seconds": self.engine.forward_seconds()}
             facts = over_ranks(self.ranks.gather(own)) | {"lr": report.lr, "grad_norm": report.grad_norm}
             facts |= {f"grad_norm_{part}": float(norm) for part, norm in report.norms.items()}
             self._report(facts | self._speed(delivery.batch, facts["samples_per_second"]))
@@ -249,12 +252,16 @@ class Trainer:
         self.meter.start()
         return path
 
+    def _fitting_meta(self, path: Path) -> dict[str, Any]:
+        meta = store.read_meta(path)
+        refuse_changed(meta["fingerprint"], self.pipeline.fingerprint, str(path))
+        return meta
+
     def _restore(self) -> None:
         path = self.ranks.first(self.store.latest)
         if path is None:
             return
-        meta = store.read_meta(path)
-        refuse_changed(meta["fingerprint"], self.pipeline.fingerprint, str(path))
+        meta = self.ranks.first(lambda: self._fitting_meta(path))
         self.engine.load_state_dict({part: store.read_part(path, part) for part in ("model", "optimizer")})
         self.state = State(
             meta["step"],

@@ -8,6 +8,7 @@ from launch.training import train
 from sparo_train.core import metrics
 from sparo_train.core.config import override, resolve
 from sparo_train.core.contracts import CoupledObjective, Loss, Objective, Progress
+from sparo_train.engine.ddp import DdpEngine, DdpEngineConfig
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import OptimConfig
 from sparo_train.objectives.contrastive import contrastive
@@ -15,6 +16,7 @@ from sparo_train.train.accumulate import gradients
 from sparo_train.train.build import build_objective, build_pipeline
 from sparo_train.train.run import RunConfig
 from tests.conftest import tiny_recipe
+from tests.ranks import run_ranks
 
 PROGRESS = Progress(0, 10, 0)
 
@@ -58,6 +60,38 @@ def test_cached_accumulation_is_exact_with_augmentation_and_patch_dropout(shards
     single, rounded = found(build_objective(config), batch, -(-12 // parts))
     assert float(single.total) == pytest.approx(float(whole.total), rel=1e-6)
     assert_close({n: g.double() for n, g in rounded.items()}, expected, 2e-6)
+
+
+def trained(ranks, tree, restart_at, micro_batch_size):
+    """Parameters after six steps on these ranks, with a new engine taking over at `restart_at`."""
+    config = resolve(RunConfig, tree, "x")
+    optim = OptimConfig(lr=1e-3, clip_grad_norm=1.0)
+    batches = build_pipeline(config, ranks.world).start()
+    saved = None
+    for step in range(6):
+        if step in (0, restart_at):
+            objective = build_objective(config)
+            engine = DdpEngine(DdpEngineConfig(kind="ddp", device="cpu", precision="fp32"), optim, ranks)
+            engine.prepare(objective)
+            if saved:
+                engine.load_state_dict(saved)
+        progress = Progress(step, 6, 12 * step)
+        gradients(engine, objective, next(batches).batch, progress, micro_batch_size)
+        engine.step(progress)
+        saved = {part: {n: t.clone() for n, t in tensors.items()} for part, tensors in engine.state_dict().items()}
+    return saved["model"]
+
+
+@pytest.mark.parametrize(("world_size", "micro_batch_size"), [(4, 3), (3, 2)])
+def test_ranks_end_as_one_process_and_bit_equal_after_a_restart(shards, tmp_path, world_size, micro_batch_size):
+    tree = tiny_recipe(shards, tmp_path, batch_size=12)
+    tree["data"] = {**tree["data"], "workers": 0, "streams": 12}
+    (alone,) = run_ranks(1, trained, tree, None, 12)
+    straight = run_ranks(world_size, trained, tree, None, micro_batch_size)
+    again = run_ranks(world_size, trained, tree, 3, micro_batch_size)
+    for name, value in straight[0].items():
+        assert all(torch.equal(value, other[name]) for other in (*straight[1:], *again)), name
+        assert torch.allclose(value, alone[name], rtol=1e-4, atol=2e-5), name
 
 
 class Noisy(CoupledObjective):

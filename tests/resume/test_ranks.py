@@ -2,11 +2,12 @@
 
 import json
 import os
+import random
 import signal
-import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import pytest
 import yaml
@@ -18,9 +19,24 @@ from sparo_train.core.distributed import World, find_world
 from sparo_train.core.errors import ConfigError
 from sparo_train.data.writer import write_shard
 from sparo_train.train.run import RunConfig
-from tests.conftest import eval_sets, sample, tiny_recipe
+from tests.conftest import eval_sets, sample, sparo, tiny_recipe
+from tests.ranks import free_port
 from tests.resume.test_training import assert_bit_equal
 
+_RANK_ONE_IS_SLOW = """
+import os, time
+from launch.cli import main
+from sparo_train.objectives.clip import ClipObjective
+
+whole = ClipObjective.embed
+
+def embed(self, batch):
+    time.sleep(0.5 * int(os.environ["RANK"]))
+    return whole(self, batch)
+
+ClipObjective.embed = embed
+main()
+"""
 _RANK_ONE_FAILS = """
 import os
 from launch.cli import main
@@ -41,15 +57,12 @@ main()
 
 def start_ranks(world_size, *arguments, program=("-m", "launch.cli")):
     """`sparo …` once per rank, as torchrun would start it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     env = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
     }
     command = [sys.executable, *program, *map(str, arguments)]
     return [
@@ -98,7 +111,7 @@ def place(tmp_path_factory):
     root = tmp_path_factory.mktemp("ranks")
     write_shards(root / "shards", (sample(i) for i in range(96)), 24)
     tree = tiny_recipe(root / "shards", root, eval={"every_steps": 6, "tasks": eval_sets(root / "sets")})
-    tree["engine"] = {"kind": "ddp", "device": "cpu", "precision": "fp32", "timeout": 20}
+    tree["engine"] = {"kind": "ddp", "device": "cpu", "precision": "fp32", "timeout": 60}
     (root / "recipe.yaml").write_text(yaml.safe_dump(tree))
     found = finish(start_ranks(2, "train", root / "recipe.yaml", "name=straight"))
     assert [code for code, _ in found] == [0, 0], found
@@ -123,9 +136,9 @@ def test_micro_batches_on_two_ranks_change_nothing(place):
     assert losses(place / "micro")[:2] == pytest.approx(losses(place / "straight")[:2], rel=1e-5)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_ends_the_others_and_the_same_line_loses_nothing(place, rank):
-    line = ("train", place / "recipe.yaml", f"name=killed{rank}")
+@pytest.mark.parametrize(("rank", "micro"), [(0, 4), (1, 2)])
+def test_a_killed_rank_ends_the_others_and_the_same_line_loses_nothing(place, rank, micro):
+    line = ("train", place / "recipe.yaml", f"name=killed{rank}", f"micro_batch_size={micro}")
     folder = place / f"killed{rank}"
     processes = start_ranks(2, *line)
     wait_for_step(folder, 4 + rank, processes)
@@ -137,7 +150,10 @@ def test_a_killed_rank_ends_the_others_and_the_same_line_loses_nothing(place, ra
     assert code == 3 and f"rank {1 - rank} of 2: " in stderr and "another rank died" in stderr, stderr
     found = finish(start_ranks(2, *line))
     assert [code for code, _ in found] == [0, 0], found
-    assert_bit_equal(folder, place / "straight")
+    if micro == 4:  # a rank's whole batch
+        assert_bit_equal(folder, place / "straight")
+    else:
+        assert losses(folder) == pytest.approx(losses(place / "straight"), rel=1e-4)
 
 
 def test_a_signal_to_one_rank_stops_all_with_one_checkpoint(place):
@@ -186,7 +202,7 @@ def test_trouble_on_one_rank_stops_all_saved_and_is_told_once(place):
     assert [code for code, _ in found] == [2, 2], found
     assert "error: rank 1: x.tar: the disk is gone" in found[0][1] and "error:" not in found[1][1]
     kept = store.CheckpointStore(place / "trouble/checkpoints").latest()
-    assert kept is None or store.read_meta(kept)["step"] > 0
+    assert (store.read_meta(kept)["step"] if kept else 0) == len(losses(place / "trouble"))  # nothing trained is lost
     found = finish(start_ranks(2, *line))
     assert [code for code, _ in found] == [0, 0], found
     assert_bit_equal(place / "trouble", place / "straight")
@@ -204,7 +220,55 @@ def test_bad_samples_of_all_ranks_are_judged_together(place):
     )
     found = finish(start_ranks(2, *line), 60)
     assert [code for code, _ in found] == [2, 2], found
-    assert "could not be used, over data.max_bad_share=0.01" in found[0][1]
+    assert "could not be used, over data.max_bad_share=0.01" in found[0][1] and "error:" not in found[1][1]
+
+
+def test_skips_are_counted_once_although_a_signal_came_between(place):
+    line = ("train", place / "recipe.yaml", f"data.sources.a.shards={place}/bad", "data.max_bad_share=1.0")
+    line = (*line, "checkpoint.every_steps=0", "eval.tasks={}")
+    finish(start_ranks(2, *line, "name=skips"), 60)
+    processes = start_ranks(2, *line, "name=cut")
+    wait_for_step(place / "cut", 3, processes)
+    processes[0].send_signal(signal.SIGTERM)
+    if finish(processes)[0][0] == 0:
+        pytest.skip("the run finished before the signal")
+    finish(start_ranks(2, *line, "name=cut"))
+    ends = [metrics.read(place / name / "metrics.jsonl", "train")[-1]["bad_samples"] for name in ("skips", "cut")]
+    assert ends[0] == ends[1] and ends[0]["bad image"] > 0
+
+
+def test_a_slow_rank_shows_in_the_spread(place):
+    line = ("train", place / "recipe.yaml", "name=slow", "steps=4")
+    found = finish(start_ranks(2, *line, program=("-c", _RANK_ONE_IS_SLOW)), 60)
+    assert [code for code, _ in found] == [0, 0], found
+    assert metrics.read(place / "slow/metrics.jsonl", "train")[-1]["step_spread"] > 1
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(3600)
+def test_fifty_random_kills_lose_nothing(place):
+    """A random rank dies at a random step, or while a checkpoint is being written; every start continues the run."""
+    tree = yaml.safe_load((place / "recipe.yaml").read_text())
+    tree |= {"steps": 120, "eval": {"tasks": {}}, "checkpoint": {"every_steps": 2}}
+    (place / "long.yaml").write_text(yaml.safe_dump(tree))
+    assert [c for c, _ in finish(start_ranks(2, "train", place / "long.yaml", "name=long"))] == [0, 0]
+    rng = random.Random(int(os.environ.get("SPARO_TEST_SEED", "0")))
+    folder, counts, at = place / "shot", Counter(), 0
+    for number in range(50):
+        processes = start_ranks(2, "train", place / "long.yaml", "name=shot", "stop_after_steps=119")
+        rank, inside_save = rng.randrange(2), number % 2 == 1
+        wait_for_step(folder, min(118, at + rng.randrange(1, 5)), processes)
+        while inside_save and all(p.poll() is None for p in processes) and not list(folder.glob("checkpoints/.tmp-*")):
+            time.sleep(0.0005)
+        processes[rank].kill()
+        codes = [code for code, _ in finish(processes, 90)]
+        counts[rank, "inside a save" if inside_save else "at a step", codes[1 - rank]] += 1
+        kept = store.CheckpointStore(folder / "checkpoints").latest()
+        at = store.read_meta(kept)["step"] if kept else 0
+    done = finish(start_ranks(2, "train", place / "long.yaml", "name=shot"))
+    assert [code for code, _ in done] == [0, 0], done
+    print("\n".join(f"rank {r} killed {how}: {n} times, the other ended with {c}" for (r, how, c), n in counts.items()))
+    assert_bit_equal(folder, place / "long", 120)
 
 
 def test_the_world_is_read_off_the_environment():
@@ -213,5 +277,7 @@ def test_the_world_is_read_off_the_environment():
     slurm = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
     assert find_world(slurm) == World(5, 8, 1)
     assert find_world({**slurm, "SLURM_STEP_NUM_TASKS": "1"}) == World(0, 1, 0)
+    done = sparo("version", WORLD_SIZE="2")
+    assert done.returncode == 0 and "Traceback" not in done.stderr
     with pytest.raises(ConfigError, match="RANK is not set, although WORLD_SIZE is; start with torchrun or srun"):
         find_world({"WORLD_SIZE": "2"})

@@ -135,7 +135,7 @@ def test_a_run_folder_refuses_another_recipe_and_a_second_process(tmp_path):
         second.open_for_training("lr: 2\nlog: {every_steps: 5}\n")
     second.close()
     third = RunDir(tmp_path / "run")
-    assert third.open_for_training("lr: 1\nlog: {every_steps: 9}\n") is True
+    assert third.open_for_training("lr: 1\nlog: {every_steps: 9}\nworld_size: 4\nengine: {kind: ddp}\n") is True
     third.beat(step=3)
     third.close()
     beat = json.loads((tmp_path / "run" / "heartbeat.json").read_text())

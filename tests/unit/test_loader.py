@@ -17,7 +17,7 @@ from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.rng import generator
 from sparo_train.data.bench import STAGES, bench
 from sparo_train.data.budget import BadSampleBudget
-from sparo_train.data.loader import ClipPipeline, Part, default_streams
+from sparo_train.data.loader import ClipPipeline, default_streams
 from sparo_train.data.samples import caption, decode_image
 from sparo_train.data.sources import DataConfig, SourceConfig
 from sparo_train.data.text import ClipTokenizer, decode_tokens
@@ -210,14 +210,6 @@ def test_an_early_excess_is_judged_when_enough_was_tried():
     budget.add({("x.tar", "bad image"): 5}, 10)
     with pytest.raises(DataError, match="5 of 105 samples"):
         budget.add({}, 100)
-
-
-def test_counts_survive_torchs_pinning(shards, monkeypatch):
-    from torch.utils.data._utils.pin_memory import pin_memory
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor)
-    part = Part({"image": torch.zeros(1)}, [3], {("x.tar", "bad image"): 7})
-    assert pin_memory(part).skipped == {("x.tar", "bad image"): 7}
 
 
 def test_every_visit_is_augmented_anew_even_within_an_epoch(tmp_path):

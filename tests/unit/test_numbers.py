@@ -44,8 +44,8 @@ def test_memory_is_in_gibibytes():
 
 
 def test_numbers_of_several_ranks_are_one_line():
-    found = over_ranks([{"loss": 1.0, "work": 0.1}, {"loss": 3.0, "work": 0.15}])
-    assert found == {"loss": 2.0, "step_seconds": pytest.approx(0.125), "step_spread": pytest.approx(0.5)}
+    found = over_ranks([{"loss": 1.0, "forward_seconds": 0.1}, {"loss": 3.0, "forward_seconds": 0.15}])
+    assert found == {"loss": 2.0, "forward_seconds": pytest.approx(0.125), "step_spread": pytest.approx(0.5)}
 
 
 def test_a_run_reports_norms_per_tower_speed_and_memory(shards, tmp_path):
@@ -54,5 +54,14 @@ def test_a_run_reports_norms_per_tower_speed_and_memory(shards, tmp_path):
     last = metrics.read(config.folder / "metrics.jsonl", "train")[-1]
     parts = math.hypot(last["grad_norm_visual"], last["grad_norm_text"])
     assert 0 < parts <= last["grad_norm"] * (1 + 1e-6)  # the rest is the temperature's
-    assert {"tflops", "memory", "step_seconds", "samples_per_second", "data_wait", "logit_scale", "lr"} <= last.keys()
+    assert {
+        "tflops",
+        "memory",
+        "step_seconds",
+        "forward_seconds",
+        "samples_per_second",
+        "data_wait",
+        "logit_scale",
+        "lr",
+    } <= last.keys()
     assert "mfu" not in last and last["tflops"] > 0
