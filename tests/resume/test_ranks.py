@@ -136,10 +136,10 @@ def test_micro_batches_on_two_ranks_change_nothing(place):
     assert losses(place / "micro")[:2] == pytest.approx(losses(place / "straight")[:2], rel=1e-5)
 
 
-@pytest.mark.parametrize(("rank", "micro"), [(0, 4), (1, 2)])
+@pytest.mark.parametrize(("rank", "micro"), [(0, 4), (1, 4), (1, 2)])
 def test_a_killed_rank_ends_the_others_and_the_same_line_loses_nothing(place, rank, micro):
-    line = ("train", place / "recipe.yaml", f"name=killed{rank}", f"micro_batch_size={micro}")
-    folder = place / f"killed{rank}"
+    line = ("train", place / "recipe.yaml", f"name=killed{rank}{micro}", f"micro_batch_size={micro}")
+    folder = place / f"killed{rank}{micro}"
     processes = start_ranks(2, *line)
     wait_for_step(folder, 4 + rank, processes)
     processes[rank].kill()
