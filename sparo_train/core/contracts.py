@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from .pieces import Pieces, Source
 
 Batch = Mapping[str, Tensor]
 
@@ -64,6 +67,8 @@ class Objective(nn.Module):
         """Recompute activations in backward, where the objective's modules support it."""
         raise ValueError(f"engine.grad_checkpointing: {type(self).__name__} has nothing to checkpoint; set it to false")
 
+    keeps_teacher = False  # True where `after_step` writes to more than `loss_parameters` and buffers (an EMA)
+
     def after_step(self, progress: Progress) -> None:
         """EMA, centre, clamp: called once after every applied step."""
 
@@ -76,32 +81,47 @@ class CoupledObjective(Objective):
         """Embeddings of these samples, one row each per tensor."""
 
     @abstractmethod
-    def loss(self, embeddings: tuple[Tensor, ...], progress: Progress) -> Loss:
-        """The loss of this rank's embeddings within the global batch."""
+    def loss(self, embeddings: tuple[Tensor, ...], own: Sequence[Tensor], progress: Progress) -> Loss:
+        """The loss of this rank's embeddings within the global batch; `own`: the values of `loss_parameters`."""
 
     @abstractmethod
     def loss_parameters(self) -> Sequence[nn.Parameter]:
         """Parameters that `loss` uses itself (temperature, bias)."""
 
     def forward(self, batch: Batch, progress: Progress) -> Loss:
-        return self.loss(self.embed(batch), progress)
+        return self.loss(self.embed(batch), self.loss_parameters(), progress)
+
+
+class Embedded(NamedTuple):
+    """What an engine's forward of a coupled objective gives to its loss: `rows` per sample, and `own`, the loss's parameters.
+
+    An engine may keep a parameter in pieces, so its value comes out of the forward, with its graph.
+    """
+
+    rows: tuple[Tensor, ...]
+    own: tuple[Tensor, ...]
 
 
 class Engine(Protocol):
-    """Runs an objective on devices: precision, wrapping, backward, optimizer."""
+    """Runs an objective on devices: precision, wrapping, backward, optimizer.
+
+    `whole`: inside, rank 0 has the objective as an ordinary module to evaluate; all ranks enter it together.
+    `pieces`: what this rank writes of the parts `model` and `optimizer`. `load`: takes its own share of them.
+    """
 
     device: torch.device
 
     def prepare(self, objective: Objective) -> None: ...
     def forward(self, batch: Batch, progress: Progress, *, last: bool) -> Loss: ...
-    def embed(self, batch: Batch, *, last: bool) -> tuple[Tensor, ...]: ...
+    def embed(self, batch: Batch, *, last: bool) -> Embedded: ...
     def backward(self, total: Tensor, *, last: bool) -> None: ...
     def random_state(self) -> dict[str, Tensor]: ...
     def set_random_state(self, state: Mapping[str, Tensor]) -> None: ...
     def step(self, progress: Progress) -> StepReport: ...
     def forward_seconds(self) -> float: ...
-    def state_dict(self) -> dict[str, dict[str, Tensor]]: ...
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None: ...
+    def whole(self) -> AbstractContextManager[Objective | None]: ...
+    def pieces(self) -> Pieces: ...
+    def load(self, source: Source) -> None: ...
 
 
 class Cursor(NamedTuple):

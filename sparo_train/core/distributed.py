@@ -74,6 +74,7 @@ class Ranks:
                 dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=limit)
                 self._control: Any = dist.new_group(backend="gloo", timeout=limit)
                 self._patient: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
+                self._saving: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     @contextmanager
     def named(self, what: str) -> Iterator[None]:
@@ -107,13 +108,13 @@ class Ranks:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self._control)
         return found.tolist()
 
-    def gather(self, value: T) -> list[T]:
-        """Everybody's value, by rank."""
+    def gather(self, value: T, saving: bool = False) -> list[T]:
+        """Everybody's value, by rank. `saving`: among the threads that write a checkpoint, in a group of their own."""
         if self.size == 1:
             return [value]
         out: list[Any] = [None] * self.size
         with self.named("gathering"):
-            dist.all_gather_object(out, value, group=self._control)
+            dist.all_gather_object(out, value, group=self._saving if saving else self._control)
         return out
 
     def first(self, call: Callable[[], T]) -> T:

@@ -35,6 +35,11 @@ FREE_ON_RESUME = {
     "engine.kind",
     "engine.timeout",
     "engine.bucket_mb",
+    "engine.reshard_after_forward",
+    "engine.shard_size",
+    "engine.param_dtype",
+    "engine.reduce_dtype",
+    "engine.cpu_offload",
 }
 FREE_BLOCKS = ("log.", "checkpoint.", "eval.")
 

@@ -1,11 +1,12 @@
 """Checkpoints: a folder of safetensors files and a meta.json that exists only after its rename.
 
     checkpoints/step-00012000/
-        model.safetensors  optimizer.safetensors
-        meta.json          step, samples, cursor, fingerprint, versions, and size + sha256 of every file
+        model.safetensors  optimizer.safetensors             one rank
+        model-00003-of-00008.safetensors …                   several: each writes its pieces (core/pieces.py)
+        meta.json          step, samples, cursor, fingerprint, recipe, versions; size + sha256 of every file, and its own
 
 Everything is written into a hidden temporary folder, flushed to disk, and renamed. A killed writer or a full
-disk leaves the previous checkpoint as it was and a temporary folder that the next save removes.
+disk leaves the previous checkpoint as it was and a temporary folder that the next start removes.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .errors import CheckpointError
+from .pieces import Pieces, PiecesReader, write_pieces
 
-State = dict[str, dict[str, Tensor]]
-FORMAT = 1
+FORMAT = 2
+Files = dict[str, dict[str, Any]]  # name -> {"part", "bytes", "sha256"}
 
 
 class CheckpointStore:
-    """The checkpoints of one run folder.
+    """The checkpoints of one run folder. A save is `write` on every rank, then `complete` or `abandon` on one.
 
     Args:
         root: the `checkpoints/` folder.
@@ -40,44 +41,69 @@ class CheckpointStore:
     def __init__(self, root: Path, keep_last: int = 2, keep_every: int = 0):
         self.root, self.keep_last, self.keep_every = root, max(1, keep_last), keep_every
 
-    def save(self, step: int, state: State, meta: Mapping[str, Any]) -> Path:
-        """Write `state` (part -> name -> tensor) and `meta`; return the folder once it is complete on disk.
+    def folder(self, step: int) -> Path:
+        """Where the checkpoint of a step is, once it is complete."""
+        return self.root / f"step-{step:08d}"
+
+    def _temporary(self, step: int) -> Path:
+        return self.root / f".tmp-step-{step:08d}"
+
+    def write(self, step: int, pieces: Pieces, rank: int = 0, size: int = 1) -> Files:
+        """Write one rank's pieces into the temporary folder; returns what is to be told to `complete`.
 
         Raises:
             CheckpointError: the disk is full or read-only; older checkpoints are untouched.
         """
-        target = self.root / f"step-{step:08d}"
-        temporary = self.root / f".tmp-step-{step:08d}"
+        temporary = self._temporary(step)
+        files: Files = {}
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            self._sweep()
-            temporary.mkdir()
-            files = {}
-            for part, tensors in state.items():
-                path = temporary / f"{part}.safetensors"
-                save_file({name: t.detach().contiguous().cpu() for name, t in tensors.items()}, path)
+            temporary.mkdir(parents=True, exist_ok=True)
+            for part, held in pieces.items():
+                path = temporary / (
+                    f"{part}-{rank:05d}-of-{size:05d}.safetensors" if size > 1 else f"{part}.safetensors"
+                )
+                write_pieces(path, held)
                 _flush(path)
-                files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+                files[path.name] = {"part": part, "bytes": path.stat().st_size, "sha256": _sha256(path)}
+        except (OSError, SafetensorError) as error:
+            raise self._failure(step, error) from None
+        return files
+
+    def complete(self, step: int, files: Files, meta: Mapping[str, Any]) -> Path:
+        """Make the checkpoint exist, with everything that the ranks wrote; then remove what is not to be kept.
+
+        Raises:
+            CheckpointError: the disk is full or read-only, or a rank's file is not to be seen from here.
+        """
+        temporary, target = self._temporary(step), self.folder(step)
+        content = {**meta, "format": FORMAT, "step": step, "files": files}
+        try:
+            for name, facts in files.items():
+                if not (temporary / name).is_file() or (temporary / name).stat().st_size != facts["bytes"]:
+                    raise OSError(
+                        f"{name}, which another rank wrote, is not here: `out` has to be a folder that all machines share"
+                    )
             path = temporary / "meta.json"
-            path.write_text(json.dumps({**meta, "format": FORMAT, "step": step, "files": files}), encoding="utf-8")
+            path.write_text(json.dumps({**content, "checksum": _checksum(content)}), encoding="utf-8")
             _flush(path)
+            _flush(temporary)
             if target.exists():
-                shutil.rmtree(target)
+                target.rename(self.root / f".tmp-old-{step:08d}")
             temporary.rename(target)
             _flush(self.root)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            kept = self.latest()
-            raise CheckpointError(
-                f"{target}: could not be written ({error}); "
-                + (
-                    f"{kept} is intact. Free space or fix permissions, then run the same line again."
-                    if kept
-                    else "no earlier one exists."
-                )
-            ) from None
+        except OSError as error:
+            raise self._failure(step, error) from None
         self._prune()
         return target
+
+    def abandon(self, step: int) -> None:
+        """Remove what `write` left; nobody may be writing any more."""
+        shutil.rmtree(self._temporary(step), ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Remove what killed writers left; to be called before training starts."""
+        for leftover in self.root.glob(".tmp-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def steps(self) -> dict[int, Path]:
         """Complete checkpoints by step, oldest first."""
@@ -91,48 +117,70 @@ class CheckpointStore:
         """The newest complete checkpoint, or None."""
         return next(reversed(list(self.steps().values())), None)
 
-    def _sweep(self) -> None:
-        for leftover in self.root.glob(".tmp-step-*"):
-            shutil.rmtree(leftover)
+    def _failure(self, step: int, error: Exception) -> CheckpointError:
+        kept = self.latest()
+        remedy = (
+            f"{kept} is intact. Free space or fix permissions, then run the same line again."
+            if kept
+            else "no earlier one exists."
+        )
+        return CheckpointError(f"{self.folder(step)}: could not be written ({error}); {remedy}")
 
     def _prune(self) -> None:
         steps = self.steps()
         for step in list(steps)[: -self.keep_last]:
             if not (self.keep_every and step % self.keep_every == 0):
-                shutil.rmtree(steps[step])
+                shutil.rmtree(steps[step], ignore_errors=True)
+        self.sweep()
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The meta.json of a checkpoint folder, checked for its format and the sizes of its files."""
+    """The meta.json of a checkpoint folder; its checksum, its format and the sizes of its files are verified."""
+    remedy = f"remove {path} to continue from the checkpoint before it"
     try:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}/meta.json: not readable ({error}); remove {path} to continue from the one before"
-        ) from None
+        checksum = meta.pop("checksum", None)
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path}/meta.json: not readable ({error}); {remedy}") from None
     if meta.get("format") != FORMAT:
         raise CheckpointError(f"{path}: format {meta.get('format')!r}, this version reads {FORMAT}")
+    if checksum != _checksum(meta):
+        raise CheckpointError(f"{path}/meta.json: damaged (its checksum differs); {remedy}")
     for name, expected in meta["files"].items():
         size = (path / name).stat().st_size if (path / name).is_file() else None
         if size != expected["bytes"]:
             found = "missing" if size is None else f"{size} bytes"
-            raise CheckpointError(
-                f"{path / name}: {found}, should be {expected['bytes']} bytes; remove {path} to continue from the checkpoint before it"
-            )
+            raise CheckpointError(f"{path / name}: {found}, should be {expected['bytes']} bytes; {remedy}")
     return meta
 
 
+def open_checkpoint(path: Path, parts: Sequence[str], share: tuple[int, int] = (0, 1)) -> PiecesReader:
+    """A reader of a checkpoint's parts, after the checksums of this rank's share (rank, of how many) of the files.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or there is no such part.
+    """
+    files = read_meta(path)["files"]
+    wanted = {part: [path / name for name, facts in files.items() if facts["part"] == part] for part in parts}
+    for part, paths in wanted.items():
+        if not paths:
+            raise CheckpointError(f"{path}: holds no {part!r}")
+    rank, size = share
+    for file in [file for paths in wanted.values() for file in paths][rank::size]:
+        if _sha256(file) != files[file.name]["sha256"]:
+            raise CheckpointError(
+                f"{file}: damaged (its checksum differs); remove {path} to continue from the checkpoint before it"
+            )
+    return PiecesReader(wanted)
+
+
 def read_part(path: Path, part: str) -> dict[str, Tensor]:
-    """One part (`model`, `optimizer`, …) of a checkpoint folder, its checksum verified."""
-    expected = read_meta(path)["files"].get(f"{part}.safetensors")
-    file = path / f"{part}.safetensors"
-    if expected is None:
-        raise CheckpointError(f"{path}: holds no {part!r}")
-    if _sha256(file) != expected["sha256"]:
-        raise CheckpointError(
-            f"{file}: damaged (its checksum differs); remove {path} to continue from the checkpoint before it"
-        )
-    return load_file(file)
+    """One part (`model`, `optimizer`, …) of a checkpoint folder, its checksums verified."""
+    return open_checkpoint(path, [part]).part(part)
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 import torch
@@ -13,10 +12,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..core.config import Frozen
-from ..core.contracts import Batch, CoupledObjective, Loss, Objective, Progress, StepReport
-from ..core.errors import CheckpointError, ConfigError
+from ..core.contracts import Batch, CoupledObjective, Embedded, Loss, Objective, Progress, StepReport
+from ..core.errors import ConfigError
+from ..core.pieces import Pieces, Source
 from .clock import Clock
 from .optim import OptimConfig, build_adamw, learning_rate
+from .spans import Span, load_tensors, pieces_of
 
 
 class DeviceConfig(Frozen):
@@ -40,6 +41,8 @@ class LocalEngine:
 
     Order of preparation: activation checkpointing, device, compile (blocks see their checkpointing), optimizer.
     """
+
+    share = (0, 1)  # this process, of how many, among those that write a checkpoint together
 
     def __init__(self, config: DeviceConfig, optim: OptimConfig):
         if config.device == "cuda" and not torch.cuda.is_available():
@@ -69,11 +72,11 @@ class LocalEngine:
         with self._autocast(), self._attention(), self._clock.running():
             return self.objective(self._moved(batch), progress)
 
-    def embed(self, batch: Batch, *, last: bool) -> tuple[Tensor, ...]:
+    def embed(self, batch: Batch, *, last: bool) -> Embedded:
         """A coupled objective's embeddings of a CPU batch, computed as `forward` computes them."""
         assert isinstance(self.objective, CoupledObjective)
         with self._autocast(), self._attention(), self._clock.running():
-            return self.objective.embed(self._moved(batch))
+            return Embedded(self.objective.embed(self._moved(batch)), tuple(self.objective.loss_parameters()))
 
     def backward(self, total: Tensor, *, last: bool) -> None:
         """Accumulate gradients. `last` marks the final micro-batch; one process has nothing to synchronise there."""
@@ -86,11 +89,11 @@ class LocalEngine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         norm, norms = self.norms()
-        if self.optim_config.clip_grad_norm is not None:
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.optim_config.clip_grad_norm, norm)
-        value = float(norm)
+        value, most = float(norm), self.optim_config.clip_grad_norm
         applied = math.isfinite(value)
+        if applied and most is not None and value > most:  # torch.nn.utils.clip_grads_with_norm_ takes no shards
+            shards = [Span.of(g).local for g in self._gradients().values()]
+            torch._foreach_mul_(shards, most / (value + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
         if applied:
             self.optimizer.step()
             self.objective.after_step(progress)
@@ -103,7 +106,7 @@ class LocalEngine:
 
     def norms(self) -> tuple[Tensor, dict[str, Tensor]]:
         """The gradient's norm, whole and within each of the objective's parts."""
-        held = {id(p): p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None}
+        held = self._gradients()
         each = torch._foreach_norm(list(held.values()))  # pyright: ignore[reportPrivateImportUsage]  as get_total_norm does
         by_tensor = dict(zip(held, each, strict=True))
         norms = {
@@ -111,6 +114,10 @@ class LocalEngine:
             for name, module in self.objective.parts().items()
         }
         return _joined(list(by_tensor.values())), norms
+
+    def _gradients(self) -> dict[int, Tensor]:
+        """Gradients by the id of their parameter."""
+        return {id(p): p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None}
 
     def random_state(self) -> dict[str, Tensor]:
         """The state of torch's generators that a forward may draw from."""
@@ -135,33 +142,41 @@ class LocalEngine:
         plain = self.config.attention == "plain" or (self.config.attention == "auto" and self.device.type == "cpu")
         return sdpa_kernel(SDPBackend.MATH) if plain else nullcontext()
 
-    def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """`model`: parameters and buffers by name; `optimizer`: `NAME/exp_avg` …"""
+    @contextmanager
+    def whole(self) -> Iterator[Objective | None]:
+        """The objective as an ordinary module in evaluation mode; None on ranks that do not hold it."""
+        self.objective.eval()
+        try:
+            yield self.objective
+        finally:
+            self.objective.train()
+
+    def pieces(self) -> Pieces:
+        """What this rank writes: `model`, parameters and buffers by name; `optimizer`, `NAME/exp_avg` …"""
         optimizer = {
             f"{self._names[id(p)]}/{key}": value
             for p, entries in self.optimizer.state.items()
             for key, value in entries.items()
         }
-        return {"model": self.objective.state_dict(), "optimizer": optimizer}
+        parts = {"model": self.objective.state_dict(), "optimizer": optimizer}
+        return {part: pieces_of(tensors, *self.share) for part, tensors in parts.items()}
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Restore what `state_dict` returned; the learning rate follows from the step.
+    def load(self, source: Source) -> None:
+        """Take this rank's share of a checkpoint, whatever engine and however many ranks wrote it.
 
         Raises:
-            CheckpointError: parameter names differ.
+            CheckpointError: parameter names or shapes differ.
         """
-        model = dict(state["model"])
-        missing, unexpected = self.objective.load_state_dict(model, strict=False)
-        if missing or unexpected:
-            raise CheckpointError(f"checkpoint: parameters differ; missing {missing[:5]}, unexpected {unexpected[:5]}")
-        entries: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        for key, value in state["optimizer"].items():
+        load_tensors(source, "model", self.objective.state_dict())
+        held = {self._names[id(p)]: p for group in self.optimizer.param_groups for p in group["params"]}
+        found: dict[str, Tensor] = {}
+        for key in source.names("optimizer"):
             name, _, entry = key.rpartition("/")
-            entries[name][entry] = value
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                if own := entries.get(self._names[id(p)]):
-                    self.optimizer.state[p] = {k: v.to(p.device).clone() for k, v in own.items()}
+            if (p := held.get(name)) is not None:
+                shape = source.shape("optimizer", key)
+                like = p.detach() if shape == tuple(p.shape) else torch.zeros(shape, device=p.device)
+                self.optimizer.state[p][entry] = found[key] = torch.zeros_like(like)
+        load_tensors(source, "optimizer", found)
 
 
 def _joined(norms: list[Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from pydantic import Field
+from torch.distributed.tensor import DTensor
 
 from ..core.config import Frozen
 from ..core.contracts import Objective
@@ -40,16 +41,16 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
 def build_adamw(config: OptimConfig, objective: Objective) -> torch.optim.AdamW:
     """AdamW over the trainable parameters: those in `objective.no_decay()` without weight decay, the rest with it."""
     undecayed = set(objective.no_decay())
-    named = {name: p for name, p in objective.named_parameters() if p.requires_grad}
-    if not named:
+    groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
+    for name, p in objective.named_parameters():
+        if p.requires_grad:  # the fused kernel does not take shards and whole tensors in one group
+            groups.setdefault((name not in undecayed, isinstance(p, DTensor)), []).append(p)
+    if not groups:
         raise ConfigError("objective: no parameter is trainable")
-    groups = [
-        {"params": [p for name, p in named.items() if name in undecayed], "weight_decay": 0.0},
-        {
-            "params": [p for name, p in named.items() if name not in undecayed],
-            "weight_decay": config.weight_decay,
-        },
-    ]
     return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+        [{"params": groups[key], "weight_decay": config.weight_decay if key[0] else 0.0} for key in sorted(groups)],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=True,
     )

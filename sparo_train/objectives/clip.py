@@ -86,12 +86,12 @@ class ClipObjective(CoupledObjective):
             self.model.encode_text(batch["text"], normalize=True),
         )
 
-    def loss(self, embeddings: tuple[Tensor, ...], progress: Progress) -> Loss:
+    def loss(self, embeddings: tuple[Tensor, ...], own: Sequence[Tensor], progress: Progress) -> Loss:
         """The loss of these pairs within the global batch; metrics: loss, accuracy (image to text), logit_scale, logit_bias."""
-        loss, bias = self.config.loss, self.model.logit_bias
+        loss, bias = self.config.loss, own[1] if len(own) > 1 else None
         image, text = embeddings
         with torch.autocast(image.device.type, enabled=False):
-            scale = self.model.logit_scale.exp()
+            scale = own[0].exp()
             total, correct = contrastive(image, text, scale, bias, loss.kind, loss.exchange)
         metrics = {"loss": total.detach(), "accuracy": correct.float().mean(), "logit_scale": scale.detach()}
         return Loss(total, metrics if bias is None else {**metrics, "logit_bias": bias.detach()})

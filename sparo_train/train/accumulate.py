@@ -58,20 +58,22 @@ def _cached(engine: Engine, objective: CoupledObjective, parts: list[dict[str, T
         states.append(engine.random_state())
         with torch.no_grad():
             cached.append(engine.embed(part, last=False))
-    leaves = tuple(torch.cat(pieces).requires_grad_() for pieces in zip(*cached, strict=True))
-    loss = objective.loss(leaves, progress)
-    own = objective.loss_parameters()
+    leaves = tuple(torch.cat(pieces).requires_grad_() for pieces in zip(*(c.rows for c in cached), strict=True))
+    own = tuple(p.detach().clone().requires_grad_() for p in cached[0].own)
+    loss = objective.loss(leaves, own, progress)
     found = torch.autograd.grad(loss.total, [*leaves, *own])
     wanted, of_own = found[: len(leaves)], found[len(leaves) :]
     begin = 0
     for number, (part, state) in enumerate(zip(parts, states, strict=True)):
         last = number == len(parts) - 1
         engine.set_random_state(state)
-        embeddings = engine.embed(part, last=last)
-        end = begin + len(embeddings[0])
-        carrier = torch.stack([(e * g[begin:end]).sum() for e, g in zip(embeddings, wanted, strict=True)]).sum()
+        rows, parameters = engine.embed(part, last=last)
+        end = begin + len(rows[0])
+        carrier = torch.stack([(e * g[begin:end]).sum() for e, g in zip(rows, wanted, strict=True)]).sum()
         if last:  # the loss's own parameters join the last backward, where ranks exchange gradients
-            carrier = carrier + sum(((p * g).sum() for p, g in zip(own, of_own, strict=True)), carrier.new_zeros(()))
+            carrier = carrier + sum(
+                ((p * g).sum() for p, g in zip(parameters, of_own, strict=True)), carrier.new_zeros(())
+            )
         engine.backward(carrier, last=last)
         begin = end
     return loss._replace(total=loss.total.detach())

@@ -11,6 +11,7 @@ from ..core.rng import torch_seed
 from ..data.loader import ClipPipeline
 from ..data.text import VOCABULARY, ClipTokenizer
 from ..engine.ddp import DdpEngine
+from ..engine.fsdp2 import Fsdp2Engine
 from ..engine.local import LocalEngine
 from ..objectives.clip import ClipObjective
 from .run import RunConfig
@@ -59,15 +60,17 @@ def build_ranks(config: RunConfig, world: World) -> Ranks:
     if engine.kind == "local":
         if world.size > 1:
             raise ConfigError(
-                f"engine.kind=local runs in one process and {world.size} were started; use engine.kind=ddp"
+                f"engine.kind=local runs in one process and {world.size} were started; use engine.kind=ddp or fsdp2"
             )
         return Ranks(world, "gloo", 0.0)
     on_gpu = engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available())
-    return Ranks(world, "nccl" if on_gpu else "gloo", engine.timeout)
+    return Ranks(world, "cpu:gloo,cuda:nccl" if on_gpu else "gloo", engine.timeout)
 
 
 def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
     """The recipe's engine on this rank."""
     if config.engine.kind == "local":
         return LocalEngine(config.engine, config.optim)
-    return DdpEngine(config.engine, config.optim, ranks)
+    if config.engine.kind == "ddp":
+        return DdpEngine(config.engine, config.optim, ranks)
+    return Fsdp2Engine(config.engine, config.optim, ranks)

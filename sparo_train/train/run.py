@@ -11,18 +11,23 @@ from ..core.config import Frozen, Tree, load_recipe, override, resolve
 from ..core.errors import ConfigError
 from ..data.sources import DataConfig
 from ..engine.ddp import DdpEngineConfig
+from ..engine.fsdp2 import Fsdp2EngineConfig
 from ..engine.local import LocalEngineConfig
 from ..engine.optim import OptimConfig
 from ..objectives.clip import ClipObjectiveConfig
 
 
 class CheckpointConfig(Frozen):
-    """A checkpoint is written every so many steps, every so many minutes (whichever comes first), on a signal, and at the end."""
+    """A checkpoint is written every so many steps, every so many minutes (whichever comes first), on a signal, and at the end.
+
+    `background`: training goes on while it is written; false waits for it.
+    """
 
     every_steps: int = Field(default=1000, ge=0)
     every_minutes: float = Field(default=30.0, ge=0)
     keep_last: int = Field(default=2, ge=1)
     keep_every: int = Field(default=0, ge=0)
+    background: bool = True
 
 
 class LogConfig(Frozen):
@@ -51,7 +56,10 @@ def _engine_kind(value: Any) -> str:
 
 
 EngineConfig = Annotated[
-    Annotated[LocalEngineConfig, Tag("local")] | Annotated[DdpEngineConfig, Tag("ddp")], Discriminator(_engine_kind)
+    Annotated[LocalEngineConfig, Tag("local")]
+    | Annotated[DdpEngineConfig, Tag("ddp")]
+    | Annotated[Fsdp2EngineConfig, Tag("fsdp2")],
+    Discriminator(_engine_kind),
 ]
 
 

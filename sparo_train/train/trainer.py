@@ -7,17 +7,18 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ..core import store
 from ..core.contracts import Batch, Cursor, DataPipeline, Delivery, Engine, Objective, Progress
 from ..core.distributed import Ranks
-from ..core.errors import DataError, SparoError, TrainingError
+from ..core.errors import CheckpointError, DataError, SparoError, TrainingError
 from ..core.metrics import MetricsLog, read
+from ..core.pieces import Source
 from ..core.rng import torch_seed
-from ..core.rundir import RunDir
+from ..core.rundir import RunDir, environment
 from ..core.signals import StopFlag
 from ..data.budget import BadSampleBudget
 from ..data.sources import refuse_changed
@@ -25,6 +26,7 @@ from .accumulate import gradients
 from .flops import FlopCounter, memory, utilisation
 from .meter import Meter, over_ranks
 from .run import RunConfig
+from .saving import Saver
 from .state import Evaluate, Outcome, State, View
 
 
@@ -60,9 +62,9 @@ class Trainer:
         self.evaluate, self.flops = evaluate, flops
         self.state = State()
         self.bad = BadSampleBudget(config.data.max_bad_share, config.data.max_bad_share_after)
-        self.store = store.CheckpointStore(
-            rundir.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_every
-        )
+        every = config.checkpoint
+        self.store = store.CheckpointStore(rundir.checkpoints, every.keep_last, every.keep_every)
+        self.saver = Saver(self.store, ranks, every.background)
         self.meter = Meter()
         self.log: MetricsLog | None = None
 
@@ -85,6 +87,7 @@ class Trainer:
             self._keep()
             raise
         finally:
+            self.saver.close()
             if self.log is not None:
                 self.log.close()
 
@@ -128,7 +131,10 @@ class Trainer:
         minutes = self.config.checkpoint.every_minutes
         late = self.ranks.rank == 0 and minutes > 0 and time.monotonic() - self._saved > 60 * minutes
         skipped = delivery is not None and bool(delivery.skipped)
-        signal, failed, late, any_skipped = self.ranks.most([stop.number(), trouble is not None, late, skipped])
+        flags = [stop.number(), trouble is not None, late, skipped, self.saver.failed]
+        signal, failed, late, any_skipped, unsaved = self.ranks.most(flags)
+        if unsaved:
+            self.saver.wait()
         if trouble is not None and self.ranks.size == 1:
             raise trouble
         if failed:
@@ -152,11 +158,14 @@ class Trainer:
         return Outcome(reason, step, path)
 
     def _keep(self) -> Path | None:
-        """The checkpoint of this very step, written now if need be; None before the first."""
+        """The checkpoint of this very step, complete, written now if need be; None before the first."""
         if not self.state.step:
             return None
+        self.saver.wait()
         written = self.ranks.first(lambda: self.store.steps().get(self.state.step))
-        return written or self.save()
+        if written is None:
+            self.save()
+        return written or self.saver.wait()
 
     def _step(self, delivery: Delivery) -> None:
         state, size, every = self.state, self.config.batch_size, self.config.log
@@ -176,6 +185,7 @@ class Trainer:
         if state.step % every.every_steps == 0 or state.step == self.total_steps:
             own = {name: float(value) for name, value in loss.metrics.items()} | self.meter.take()
             own |= {"memory": memory(self.engine.device), "forward_seconds": self.engine.forward_seconds()}
+            own["save_wait"] = self.saver.waited()
             facts = over_ranks(self.ranks.gather(own)) | {"lr": report.lr, "grad_norm": report.grad_norm}
             facts |= {f"grad_norm_{part}": float(norm) for part, norm in report.norms.items()}
             self._report(facts | self._speed(delivery.batch, facts["samples_per_second"]))
@@ -223,16 +233,15 @@ class Trainer:
         if evaluate is None or step in self._evaluated:
             return
         self._beat("evaluating")
-        self.objective.eval()
-        scores = self.ranks.first(lambda: evaluate(self.objective, step))
-        self.objective.train()
+        with self.engine.whole() as objective:
+            scores = self.ranks.first(lambda: evaluate(cast(Objective, objective), step))
         if self.log is not None:
             self.log.write("eval", step, scores)
         self._evaluated.add(self.state.step)
         self.meter.start()
 
-    def save(self) -> Path:
-        """Write a checkpoint of everything that training depends on."""
+    def save(self) -> None:
+        """Begin to write a checkpoint of everything that training depends on."""
         state = self.state
         self._beat("saving")
         cursors = self.ranks.gather(state.cursor)
@@ -245,12 +254,27 @@ class Trainer:
             "fingerprint": self.pipeline.fingerprint,
             "bad_samples": self.bad.state(),
             "total_steps": self.total_steps,
-            "objective": self.config.objective.kind,
+            "recipe": self.config.model_dump(mode="json"),
+            "environment": environment(),
         }
-        tensors = self.engine.state_dict()
-        path = self.ranks.first(lambda: self.store.save(state.step, tensors, meta))
-        self.meter.start()
-        return path
+        self.saver.save(state.step, self.engine.pieces(), meta)
+
+    def _latest(self) -> Path | None:
+        self.store.sweep()
+        return self.store.latest()
+
+    def _load(self, path: Path) -> None:
+        """Each rank verifies its share of the files, then takes its share of the tensors; what one finds ends all."""
+        opened: Source | SparoError
+        try:
+            opened = store.open_checkpoint(path, ("model", "optimizer"), (self.ranks.rank, self.ranks.size))
+        except SparoError as error:
+            opened = error
+        told = [text for text in self.ranks.gather(str(opened) if isinstance(opened, SparoError) else None) if text]
+        with self.ranks.alike():
+            if told or isinstance(opened, SparoError):
+                raise CheckpointError(told[0])
+            self.engine.load(opened)
 
     def _fitting_meta(self, path: Path) -> dict[str, Any]:
         meta = store.read_meta(path)
@@ -258,11 +282,11 @@ class Trainer:
         return meta
 
     def _restore(self) -> None:
-        path = self.ranks.first(self.store.latest)
+        path = self.ranks.first(self._latest)
         if path is None:
             return
         meta = self.ranks.first(lambda: self._fitting_meta(path))
-        self.engine.load_state_dict({part: store.read_part(path, part) for part in ("model", "optimizer")})
+        self._load(path)
         self.state = State(
             meta["step"],
             meta["samples"],

@@ -5,16 +5,16 @@ import torch
 from torch import nn
 
 from launch.training import train
-from sparo_train.core import metrics
+from sparo_train.core import metrics, store
 from sparo_train.core.config import override, resolve
 from sparo_train.core.contracts import CoupledObjective, Loss, Objective, Progress
-from sparo_train.engine.ddp import DdpEngine, DdpEngineConfig
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import OptimConfig
 from sparo_train.objectives.contrastive import contrastive
 from sparo_train.train.accumulate import gradients
-from sparo_train.train.build import build_objective, build_pipeline
+from sparo_train.train.build import build_engine, build_objective, build_pipeline
 from sparo_train.train.run import RunConfig
+from sparo_train.train.saving import Saver
 from tests.conftest import tiny_recipe
 from tests.ranks import run_ranks
 
@@ -62,35 +62,58 @@ def test_cached_accumulation_is_exact_with_augmentation_and_patch_dropout(shards
     assert_close({n: g.double() for n, g in rounded.items()}, expected, 2e-6)
 
 
-def trained(ranks, tree, restart_at, micro_batch_size):
-    """Parameters after six steps on these ranks, with a new engine taking over at `restart_at`."""
-    config = resolve(RunConfig, tree, "x")
-    optim = OptimConfig(lr=1e-3, clip_grad_norm=1.0)
+def trained(ranks, tree, engine, micro_batch_size, folder, restart_at=None):
+    """Six steps on these ranks, saved; with another engine taking over from a checkpoint where `restart_at` says {step: engine}."""
+    config = resolve(RunConfig, {**tree, "engine": engine}, "x")
     batches = build_pipeline(config, ranks.world).start()
-    saved = None
+    keeper = store.CheckpointStore(folder)
+    saver = Saver(keeper, ranks)
+    takes_over = {0: engine, **(restart_at or {})}
     for step in range(6):
-        if step in (0, restart_at):
-            objective = build_objective(config)
-            engine = DdpEngine(DdpEngineConfig(kind="ddp", device="cpu", precision="fp32"), optim, ranks)
+        if step in takes_over:
+            config, objective = resolve(RunConfig, {**tree, "engine": takes_over[step]}, "x"), build_objective(config)
+            engine = build_engine(config, ranks)
             engine.prepare(objective)
-            if saved:
-                engine.load_state_dict(saved)
+            if step:
+                engine.load(store.open_checkpoint(keeper.folder(step), ("model", "optimizer")))
         progress = Progress(step, 6, 12 * step)
         gradients(engine, objective, next(batches).batch, progress, micro_batch_size)
         engine.step(progress)
-        saved = {part: {n: t.clone() for n, t in tensors.items()} for part, tensors in engine.state_dict().items()}
-    return saved["model"]
+        saver.save(step + 1, engine.pieces(), {})
+        saver.wait()
+    saver.close()
 
 
-@pytest.mark.parametrize(("world_size", "micro_batch_size"), [(4, 3), (3, 2)])
-def test_ranks_end_as_one_process_and_bit_equal_after_a_restart(shards, tmp_path, world_size, micro_batch_size):
-    tree = tiny_recipe(shards, tmp_path, batch_size=12)
+def model_after(folder):
+    return store.read_part(store.CheckpointStore(folder).latest(), "model")
+
+
+def engine_block(kind, **keys):
+    return {"kind": kind, "device": "cpu", "precision": "fp32", **keys}
+
+
+DDP, FSDP2 = engine_block("ddp"), engine_block("fsdp2")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch_size", "engine"),
+    [
+        (4, 3, DDP),
+        (3, 2, DDP),
+        (2, 6, FSDP2),
+        (4, 2, {**FSDP2, "shard_size": 2}),
+        (3, 2, {**FSDP2, "reshard_after_forward": False, "cpu_offload": True}),
+    ],
+)
+def test_ranks_end_as_one_process_and_bit_equal_after_a_restart(shards, tmp_path, world_size, micro_batch_size, engine):
+    tree = tiny_recipe(shards, tmp_path, batch_size=12, optim={"lr": 1e-3, "clip_grad_norm": 1.0})
     tree["data"] = {**tree["data"], "workers": 0, "streams": 12}
-    (alone,) = run_ranks(1, trained, tree, None, 12)
-    straight = run_ranks(world_size, trained, tree, None, micro_batch_size)
-    again = run_ranks(world_size, trained, tree, 3, micro_batch_size)
-    for name, value in straight[0].items():
-        assert all(torch.equal(value, other[name]) for other in (*straight[1:], *again)), name
+    run_ranks(1, trained, tree, engine_block("local"), 12, tmp_path / "alone")
+    run_ranks(world_size, trained, tree, engine, micro_batch_size, tmp_path / "straight")
+    run_ranks(world_size, trained, tree, engine, micro_batch_size, tmp_path / "again", {3: engine})
+    straight, again, alone = (model_after(tmp_path / name) for name in ("straight", "again", "alone"))
+    for name, value in straight.items():
+        assert torch.equal(value, again[name]), name
         assert torch.allclose(value, alone[name], rtol=1e-4, atol=2e-5), name
 
 
@@ -106,8 +129,8 @@ class Noisy(CoupledObjective):
     def embed(self, batch):
         return tuple(self.drop(self.layer(batch[key])) for key in ("a", "b"))
 
-    def loss(self, embeddings, progress):
-        total, _ = contrastive(*embeddings, self.temperature.exp())
+    def loss(self, embeddings, own, progress):
+        total, _ = contrastive(*embeddings, own[0].exp())
         return Loss(total, {})
 
     def loss_parameters(self):
@@ -122,7 +145,9 @@ def test_the_second_forward_draws_what_the_first_one_drew():
     reference = Noisy()
     torch.manual_seed(7)
     parts = [reference.embed({k: v[i : i + 3] for k, v in batch.items()}) for i in range(0, 8, 3)]
-    total = reference.loss(tuple(torch.cat(p) for p in zip(*parts, strict=True)), PROGRESS).total
+    total = reference.loss(
+        tuple(torch.cat(p) for p in zip(*parts, strict=True)), reference.loss_parameters(), PROGRESS
+    ).total
     total.backward()
     assert float(loss.total) == pytest.approx(float(total.detach()), rel=1e-12)
     assert_close(got, {n: p.grad for n, p in reference.named_parameters()}, 1e-12)

@@ -143,7 +143,7 @@ def test_loss_equals_open_clips_and_clamps_the_scale():
     batch = {"image": torch.randint(0, 255, (4, 3, 32, 32), dtype=torch.uint8), "text": tokens(3, 5, 7, 9)}
     embedded = objective.embed(batch)
     expected = open_clip.loss.ClipLoss()(embedded.image, embedded.text, objective.model.logit_scale.exp())
-    loss = objective.loss(embedded, Progress(0, 1, 0))
+    loss = objective.loss(embedded, objective.loss_parameters(), Progress(0, 1, 0))
     torch.testing.assert_close(loss.total, expected)
     with torch.no_grad():
         objective.model.logit_scale.fill_(9.0)

@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from sparo_train.core import metrics, store
+from sparo_train.core.distributed import Ranks, World
 from sparo_train.core.errors import CheckpointError, ConfigError, TrainingError
+from sparo_train.core.pieces import Piece
 from sparo_train.core.rng import generator, torch_seed
 from sparo_train.core.rundir import RunDir
 from sparo_train.core.signals import StopFlag
+from sparo_train.train.saving import Saver
 
 STATE = {
     "model": {"w": torch.arange(6.0).view(2, 3), "scale": torch.tensor(2.5)},
@@ -20,8 +23,15 @@ STATE = {
 }
 
 
+def save(keeper, step, state, meta):
+    """As one rank saves."""
+    return Saver(keeper, Ranks(World(), "gloo", 0.0), asynchronous=False).save(
+        step, {part: {n: Piece.whole(t) for n, t in tensors.items()} for part, tensors in state.items()}, meta
+    ) or keeper.folder(step)
+
+
 def test_a_checkpoint_reads_back_bit_equal(tmp_path):
-    path = store.CheckpointStore(tmp_path).save(7, STATE, {"samples": 56})
+    path = save(store.CheckpointStore(tmp_path), 7, STATE, {"samples": 56})
     assert store.read_meta(path)["samples"] == 56 and store.read_meta(path)["step"] == 7
     assert all(torch.equal(store.read_part(path, "model")[n], t) for n, t in STATE["model"].items())
 
@@ -29,40 +39,40 @@ def test_a_checkpoint_reads_back_bit_equal(tmp_path):
 def test_old_checkpoints_go_except_every_nth(tmp_path):
     keeper = store.CheckpointStore(tmp_path, keep_last=2, keep_every=4)
     for step in range(1, 11):
-        keeper.save(step, STATE, {})
+        save(keeper, step, STATE, {})
     assert list(keeper.steps()) == [4, 8, 9, 10]
 
 
 def test_unfinished_and_foreign_folders_are_not_checkpoints(tmp_path):
     keeper = store.CheckpointStore(tmp_path)
-    keeper.save(3, STATE, {})
+    save(keeper, 3, STATE, {})
     (tmp_path / ".tmp-step-00000009").mkdir()
     (tmp_path / "step-00000005").mkdir()
     (tmp_path / "step-final").mkdir()
     assert keeper.latest() == tmp_path / "step-00000003"
-    keeper.save(4, STATE, {})
+    save(keeper, 4, STATE, {})
     assert not (tmp_path / ".tmp-step-00000009").exists()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
 def test_a_disk_that_refuses_leaves_the_previous_checkpoint(tmp_path, monkeypatch, code):
     keeper = store.CheckpointStore(tmp_path)
-    before = keeper.save(3, STATE, {})
+    before = save(keeper, 3, STATE, {})
 
     def refuse(*_):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(store, "save_file", refuse)
+    monkeypatch.setattr(store, "write_pieces", refuse)
     with pytest.raises(CheckpointError, match=r"step-00000004: could not be written .*step-00000003 is intact"):
-        keeper.save(4, STATE, {})
+        save(keeper, 4, STATE, {})
     assert keeper.latest() == before and torch.equal(store.read_part(before, "model")["w"], STATE["model"]["w"])
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000003"]
 
 
 def test_saving_the_same_step_again_replaces_it(tmp_path):
     keeper = store.CheckpointStore(tmp_path)
-    keeper.save(3, STATE, {"samples": 1})
-    assert store.read_meta(keeper.save(3, STATE, {"samples": 2}))["samples"] == 2
+    save(keeper, 3, STATE, {"samples": 1})
+    assert store.read_meta(save(keeper, 3, STATE, {"samples": 2}))["samples"] == 2
 
 
 @pytest.mark.parametrize(
@@ -71,18 +81,18 @@ def test_saving_the_same_step_again_replaces_it(tmp_path):
         (lambda p: (p / "model.safetensors").unlink(), r"model\.safetensors: missing"),
         (lambda p: (p / "model.safetensors").write_bytes(b"x"), r"model\.safetensors: 1 bytes, should be"),
         (lambda p: (p / "meta.json").write_text("{"), r"meta\.json: not readable"),
-        (lambda p: (p / "meta.json").write_text('{"format": 99}'), "format 99, this version reads 1"),
+        (lambda p: (p / "meta.json").write_text('{"format": 99}'), "format 99, this version reads 2"),
     ],
 )
 def test_damage_is_named_with_the_remedy(tmp_path, damage, message):
-    path = store.CheckpointStore(tmp_path).save(1, STATE, {})
+    path = save(store.CheckpointStore(tmp_path), 1, STATE, {})
     damage(path)
     with pytest.raises(CheckpointError, match=message):
         store.read_part(path, "model")
 
 
 def test_a_flipped_bit_is_noticed(tmp_path):
-    path = store.CheckpointStore(tmp_path).save(1, STATE, {})
+    path = save(store.CheckpointStore(tmp_path), 1, STATE, {})
     file = path / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1

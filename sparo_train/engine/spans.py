@@ -1,0 +1,66 @@
+"""Which elements of a tensor this rank holds: all of a plain tensor, some rows of a DTensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from ..core.errors import CheckpointError
+from ..core.pieces import Piece, Source, owners
+
+
+class Span(NamedTuple):
+    """`local`: this rank's part of a tensor (a view); `begin`: its first element in row-major order; `copy` of `copies` alike."""
+
+    local: Tensor
+    begin: int = 0
+    copy: int = 0
+    copies: int = 1
+
+    @staticmethod
+    def of(tensor: Tensor) -> Span:
+        """Of a plain tensor, or of a DTensor sharded by rows over the last dimension of its mesh and copied over the first."""
+        if not isinstance(tensor, DTensor):
+            return Span(tensor.detach())
+        assert tensor.placements[-1] == Shard(0), tensor.placements
+        mesh = tensor.device_mesh
+        index, parts = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+        rows_each = -(-tensor.shape[0] // parts)  # as torch.chunk deals them
+        begin = min(tensor.shape[0], index * rows_each) * math.prod(tensor.shape[1:])
+        copies = (mesh.get_local_rank(0), mesh.size(0)) if mesh.ndim > 1 else (0, 1)
+        return Span(tensor.to_local().detach(), begin, *copies)
+
+
+def pieces_of(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Piece]:
+    """What this rank writes of them: its own rows, and its share of what several ranks hold alike."""
+    spans = {name: Span.of(tensor) for name, tensor in tensors.items()}
+    plain = [name for name in tensors if not isinstance(tensors[name], DTensor)]
+    mine = dict(zip(plain, (owner == rank for owner in owners([tensors[n].nbytes for n in plain], size)), strict=True))
+    found = {}
+    for number, (name, span) in enumerate(spans.items()):
+        if mine.get(name, number % span.copies == span.copy) and (span.local.numel() or name in mine):
+            found[name] = Piece(span.local, tuple(tensors[name].shape), span.begin)
+    return found
+
+
+def load_tensors(source: Source, part: str, tensors: Mapping[str, Tensor]) -> None:
+    """Fill these tensors from a part of a checkpoint, each rank its own elements.
+
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
+    saved = set(source.names(part))
+    missing, unexpected = sorted(tensors.keys() - saved), sorted(saved - tensors.keys())
+    if missing or unexpected:
+        raise CheckpointError(f"checkpoint: {part} differs; missing {missing[:5]}, unexpected {unexpected[:5]}")
+    for name, tensor in tensors.items():
+        if source.shape(part, name) != tuple(tensor.shape):
+            raise CheckpointError(
+                f"checkpoint: {part} {name!r} has shape {source.shape(part, name)}, the model has {tuple(tensor.shape)}"
+            )
+        local, begin, *_ = Span.of(tensor)
+        local.copy_(source.read(part, name, begin, begin + local.numel()).view(local.shape))

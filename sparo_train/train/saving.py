@@ -1,0 +1,109 @@
+"""Checkpoints written behind training: a copy is staged, and a thread on every rank writes its pieces while steps go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.distributed import Ranks
+from ..core.errors import CheckpointError, SparoError
+from ..core.pieces import Piece, Pieces
+from ..core.store import CheckpointStore, Files
+
+
+class Saver:
+    """One checkpoint at a time; the next save, the end of the run and an error of it wait for the one under way.
+
+    The threads of the ranks talk through a process group of their own: on training's they would mix with its collectives.
+
+    Args:
+        store: where to.
+        ranks: who writes together.
+        asynchronous: False waits for every checkpoint before training goes on.
+    """
+
+    def __init__(self, store: CheckpointStore, ranks: Ranks, asynchronous: bool = True):
+        self.store, self.ranks, self.asynchronous = store, ranks, asynchronous
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._under_way: Future[Path] | None = None
+        self._staged: dict[tuple[str, str], Tensor] = {}
+        self._waited = 0.0
+
+    def save(self, step: int, pieces: Pieces, meta: Mapping[str, Any]) -> None:
+        """Write this rank's pieces and, all ranks together, make the checkpoint of `step`.
+
+        Raises:
+            CheckpointError: the one before could not be written, or this one where saving is not asynchronous.
+        """
+        begin = time.monotonic()
+        self.wait()
+        staged = {
+            part: {name: self._copied(part, name, p) for name, p in held.items()} for part, held in pieces.items()
+        }
+        self._under_way = self._thread.submit(self._write, step, staged, meta)
+        if not self.asynchronous:
+            self.wait()
+        self._waited += time.monotonic() - begin
+
+    def wait(self) -> Path | None:
+        """Until the checkpoint under way is complete; raises on every rank what it failed with on any."""
+        if self._under_way is None:
+            return None
+        under_way, self._under_way = self._under_way, None
+        with self.ranks.alike(), self.ranks.named("writing a checkpoint"):
+            return under_way.result()
+
+    @property
+    def failed(self) -> bool:
+        """True where the checkpoint under way has ended with an error, which `wait` raises."""
+        under_way = self._under_way
+        return under_way is not None and under_way.done() and under_way.exception() is not None
+
+    def waited(self) -> float:
+        """Seconds that training stood still for saving since the last call."""
+        found, self._waited = self._waited, 0.0
+        return found
+
+    def close(self) -> None:
+        """End the thread, after what it is writing."""
+        self._thread.shutdown()
+
+    def _copied(self, part: str, name: str, piece: Piece) -> Piece:
+        """The piece in memory that the next steps do not write to; the same memory for every save."""
+        data = piece.data
+        buffer = self._staged.get((part, name))
+        if buffer is None or buffer.shape != data.shape or buffer.dtype != data.dtype:
+            buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+            self._staged[part, name] = buffer
+        return piece._replace(data=buffer.copy_(data))
+
+    def _write(self, step: int, pieces: Pieces, meta: Mapping[str, Any]) -> Path:
+        own: Files | CheckpointError
+        try:
+            own = self.store.write(step, pieces, self.ranks.rank, self.ranks.size)
+        except CheckpointError as error:
+            own = error
+        told = self.ranks.gather(own, saving=True)
+        failed = next(((rank, t) for rank, t in enumerate(told) if isinstance(t, SparoError)), None)
+        done: Path | CheckpointError | None = None
+        if self.ranks.rank == 0:
+            try:
+                if failed is not None:
+                    at = f"rank {failed[0]}: " if self.ranks.size > 1 else ""
+                    raise CheckpointError(f"{at}{failed[1]}")
+                files = {name: facts for part in told if isinstance(part, dict) for name, facts in part.items()}
+                done = self.store.complete(step, files, meta)
+            except CheckpointError as error:
+                self.store.abandon(step)
+                done = error
+        done = self.ranks.gather(done, saving=True)[0]
+        if isinstance(done, SparoError):
+            raise done
+        assert done is not None
+        return done
