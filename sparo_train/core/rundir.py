@@ -40,6 +40,8 @@ FREE_ON_RESUME = {
     "engine.param_dtype",
     "engine.reduce_dtype",
     "engine.cpu_offload",
+    "engine.stage",
+    "engine.whole_below",
 }
 FREE_BLOCKS = ("log.", "checkpoint.", "eval.")
 

@@ -61,11 +61,14 @@ class LocalEngine:
             for unit in objective.shard_units():
                 unit.compile()
         self.wrap(objective)
-        self.optimizer = build_adamw(self.optim_config, objective)
+        self.optimizer = self._build_optimizer(objective)
         self._names = {id(p): name for name, p in objective.named_parameters()}
 
     def wrap(self, objective: Objective) -> None:
         """What an engine of several ranks puts around the objective, after compile and before the optimizer."""
+
+    def _build_optimizer(self, objective: Objective) -> torch.optim.Optimizer:
+        return build_adamw(self.optim_config, objective)
 
     def forward(self, batch: Batch, progress: Progress, *, last: bool) -> Loss:
         """The objective's loss on a CPU batch, under autocast where the recipe asks for bf16."""

@@ -37,7 +37,7 @@ class Root(nn.Module):
         if progress is not None:
             return self.objective(batch, progress)
         assert isinstance(self.objective, CoupledObjective)
-        own = tuple(p.view_as(p) for p in self.objective.loss_parameters())  # hooks belong on outputs, not on leaves
+        own = tuple(p.clone() for p in self.objective.loss_parameters())  # hooks belong on outputs, not on leaves
         return tuple(self.objective.embed(batch)), own
 
 

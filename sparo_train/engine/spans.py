@@ -53,14 +53,20 @@ def load_tensors(source: Source, part: str, tensors: Mapping[str, Tensor]) -> No
     Raises:
         CheckpointError: names or shapes differ.
     """
-    saved = set(source.names(part))
-    missing, unexpected = sorted(tensors.keys() - saved), sorted(saved - tensors.keys())
-    if missing or unexpected:
-        raise CheckpointError(f"checkpoint: {part} differs; missing {missing[:5]}, unexpected {unexpected[:5]}")
+    refuse_differences(source, part, {name: tuple(t.shape) for name, t in tensors.items()})
     for name, tensor in tensors.items():
-        if source.shape(part, name) != tuple(tensor.shape):
-            raise CheckpointError(
-                f"checkpoint: {part} {name!r} has shape {source.shape(part, name)}, the model has {tuple(tensor.shape)}"
-            )
         local, begin, *_ = Span.of(tensor)
         local.copy_(source.read(part, name, begin, begin + local.numel()).view(local.shape))
+
+
+def refuse_differences(source: Source, part: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError where a part of a checkpoint does not hold exactly these tensors."""
+    saved = set(source.names(part))
+    missing, unexpected = sorted(shapes.keys() - saved), sorted(saved - shapes.keys())
+    if missing or unexpected:
+        raise CheckpointError(f"checkpoint: {part} differs; missing {missing[:5]}, unexpected {unexpected[:5]}")
+    for name, shape in shapes.items():
+        if source.shape(part, name) != shape:
+            raise CheckpointError(
+                f"checkpoint: {part} {name!r} has shape {source.shape(part, name)}, the model has {shape}"
+            )

@@ -11,6 +11,7 @@ from ..core.rng import torch_seed
 from ..data.loader import ClipPipeline
 from ..data.text import VOCABULARY, ClipTokenizer
 from ..engine.ddp import DdpEngine
+from ..engine.deepspeed import DeepSpeedEngine
 from ..engine.fsdp2 import Fsdp2Engine
 from ..engine.local import LocalEngine
 from ..objectives.clip import ClipObjective
@@ -60,7 +61,7 @@ def build_ranks(config: RunConfig, world: World) -> Ranks:
     if engine.kind == "local":
         if world.size > 1:
             raise ConfigError(
-                f"engine.kind=local runs in one process and {world.size} were started; use engine.kind=ddp or fsdp2"
+                f"engine.kind=local runs in one process and {world.size} were started; use engine.kind=ddp, fsdp2 or deepspeed"
             )
         return Ranks(world, "gloo", 0.0)
     on_gpu = engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available())
@@ -73,4 +74,6 @@ def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
         return LocalEngine(config.engine, config.optim)
     if config.engine.kind == "ddp":
         return DdpEngine(config.engine, config.optim, ranks)
-    return Fsdp2Engine(config.engine, config.optim, ranks)
+    if config.engine.kind == "fsdp2":
+        return Fsdp2Engine(config.engine, config.optim, ranks)
+    return DeepSpeedEngine(config.engine, config.optim, ranks)

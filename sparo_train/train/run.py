@@ -11,6 +11,7 @@ from ..core.config import Frozen, Tree, load_recipe, override, resolve
 from ..core.errors import ConfigError
 from ..data.sources import DataConfig
 from ..engine.ddp import DdpEngineConfig
+from ..engine.deepspeed import DeepSpeedEngineConfig
 from ..engine.fsdp2 import Fsdp2EngineConfig
 from ..engine.local import LocalEngineConfig
 from ..engine.optim import OptimConfig
@@ -58,7 +59,8 @@ def _engine_kind(value: Any) -> str:
 EngineConfig = Annotated[
     Annotated[LocalEngineConfig, Tag("local")]
     | Annotated[DdpEngineConfig, Tag("ddp")]
-    | Annotated[Fsdp2EngineConfig, Tag("fsdp2")],
+    | Annotated[Fsdp2EngineConfig, Tag("fsdp2")]
+    | Annotated[DeepSpeedEngineConfig, Tag("deepspeed")],
     Discriminator(_engine_kind),
 ]
 

@@ -165,7 +165,8 @@ class Trainer:
         written = self.ranks.first(lambda: self.store.steps().get(self.state.step))
         if written is None:
             self.save()
-        return written or self.saver.wait()
+            self.saver.wait()
+        return self.store.folder(self.state.step)
 
     def _step(self, delivery: Delivery) -> None:
         state, size, every = self.state, self.config.batch_size, self.config.log

@@ -95,6 +95,14 @@ def engine_block(kind, **keys):
 DDP, FSDP2 = engine_block("ddp"), engine_block("fsdp2")
 
 
+ZERO_1, ZERO_2, ZERO_3 = (engine_block("deepspeed", stage=stage) for stage in (1, 2, 3))
+
+
+def two_tree(shards, tmp_path):
+    tree = tiny_recipe(shards, tmp_path, batch_size=12, optim={"lr": 1e-3, "clip_grad_norm": 1.0})
+    return {**tree, "data": {**tree["data"], "workers": 0, "streams": 12}}
+
+
 @pytest.mark.parametrize(
     ("world_size", "micro_batch_size", "engine"),
     [
@@ -103,11 +111,14 @@ DDP, FSDP2 = engine_block("ddp"), engine_block("fsdp2")
         (2, 6, FSDP2),
         (4, 2, {**FSDP2, "shard_size": 2}),
         (3, 2, {**FSDP2, "reshard_after_forward": False, "cpu_offload": True}),
+        (2, 3, ZERO_1),
+        (2, 6, ZERO_2),
+        (3, 2, {**ZERO_3, "whole_below": 0}),
+        (2, 6, ZERO_3),
     ],
 )
 def test_ranks_end_as_one_process_and_bit_equal_after_a_restart(shards, tmp_path, world_size, micro_batch_size, engine):
-    tree = tiny_recipe(shards, tmp_path, batch_size=12, optim={"lr": 1e-3, "clip_grad_norm": 1.0})
-    tree["data"] = {**tree["data"], "workers": 0, "streams": 12}
+    tree = two_tree(shards, tmp_path)
     run_ranks(1, trained, tree, engine_block("local"), 12, tmp_path / "alone")
     run_ranks(world_size, trained, tree, engine, micro_batch_size, tmp_path / "straight")
     run_ranks(world_size, trained, tree, engine, micro_batch_size, tmp_path / "again", {3: engine})
@@ -115,6 +126,15 @@ def test_ranks_end_as_one_process_and_bit_equal_after_a_restart(shards, tmp_path
     for name, value in straight.items():
         assert torch.equal(value, again[name]), name
         assert torch.allclose(value, alone[name], rtol=1e-4, atol=2e-5), name
+
+
+def test_a_run_changes_engines_on_its_way(shards, tmp_path):
+    tree = two_tree(shards, tmp_path)
+    run_ranks(2, trained, tree, DDP, 6, tmp_path / "straight")
+    run_ranks(2, trained, tree, ZERO_1, 6, tmp_path / "changing", {1: FSDP2, 2: ZERO_3, 3: DDP, 4: ZERO_2, 5: FSDP2})
+    straight, changing = model_after(tmp_path / "straight"), model_after(tmp_path / "changing")
+    for name, value in straight.items():
+        assert torch.allclose(value, changing[name], rtol=1e-4, atol=2e-5), name
 
 
 class Noisy(CoupledObjective):

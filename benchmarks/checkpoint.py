@@ -1,0 +1,102 @@
+"""What saving costs: the same training with a checkpoint every 20 steps, in the background and waited for, against none.
+
+    python benchmarks/checkpoint.py [--quick] [--json FILE] [--model ViT-Tiny-8] [--batch 64] [--steps 60]
+
+Whole runs of `sparo train` on images made here, taken in turn; steps per second over all steps but the first 20, the
+wait for a save that is still under way included, as the trainer's own records have it.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import interleave, parser, report, row
+from PIL import Image
+
+from launch.training import train
+from sparo_train.core import metrics, store
+from sparo_train.core.config import resolve
+from sparo_train.data.writer import write_shards
+from sparo_train.train.run import RunConfig
+
+EVERY = 20
+
+
+def shards(folder: Path, count: int) -> Path:
+    rng = np.random.default_rng(0)
+
+    def samples() -> Any:
+        for i in range(count):
+            buffer = io.BytesIO()
+            Image.fromarray(rng.integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(buffer, format="JPEG")
+            yield f"{i:06d}", {"jpg": buffer.getvalue(), "txt": f"picture number {i}".encode()}
+
+    write_shards(folder, samples(), count // 4)
+    return folder
+
+
+def run(place: Path, number: int, options: Any, saving: str) -> tuple[float, float]:
+    """Steps per second, and MB per checkpoint, of one run."""
+    tree = {
+        "name": f"run-{number}",
+        "out": str(place / "runs"),
+        "batch_size": options.batch,
+        "steps": options.steps,
+        "objective": {
+            "kind": "clip",
+            "model": {
+                "backbone": options.model,
+                "readout": {"kind": "sparo", "slots": 32, "slot_width": 32, "head_width": 32},
+            },
+        },
+        "data": {"sources": {"a": {"shards": str(place / "shards")}}, "workers": 1},
+        "engine": {"precision": "fp32"},
+        "checkpoint": {
+            "every_steps": 0 if saving == "none" else EVERY,
+            "every_minutes": 0,
+            "background": saving != "waited for",
+            "keep_last": 1,
+        },
+        "log": {"every_steps": EVERY, "tensorboard": False},
+    }
+    config = resolve(RunConfig, tree, "benchmark")
+    done = train(config)
+    records = metrics.read(config.folder / "metrics.jsonl", "train")[1:]
+    assert done.checkpoint is not None
+    size = sum(facts["bytes"] for facts in store.read_meta(done.checkpoint)["files"].values()) / 1e6
+    return EVERY * len(records) / sum(EVERY * r["step_seconds"] for r in records), size
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--model", default="ViT-Tiny-8")
+    flags.add_argument("--batch", type=int, default=64)
+    flags.add_argument("--steps", type=int, default=80)
+    options = flags.parse_args()
+    rounds = 1 if options.quick else 4
+    options.steps = 40 if options.quick else options.steps
+    rows = []
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        place = Path(folder)
+        shards(place / "shards", 4096)
+        runs = iter(range(1000))
+        for saving, bar in (("in the background", 0.9), ("waited for", None)):
+            sizes = []
+
+            def with_saving(saving: str = saving, sizes: list[float] = sizes) -> float:
+                rate, size = run(place, next(runs), options, saving)
+                sizes.append(size)
+                return rate
+
+            pairs = interleave(with_saving, lambda: run(place, next(runs), options, "none")[0], rounds)
+            name = f"{saving}, every {EVERY} steps, {sizes[-1]:.0f} MB"
+            rows.append(row(name, pairs, bar, "steps/s", True))
+    report(f"checkpoints, {options.model}, batch {options.batch}: with saving (ours) / without", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""DeepSpeed's ZeRO: optimizer state (stage 1), gradients too (2), parameters too (3) in pieces over the ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import Tensor, nn
+
+from ..core.contracts import Batch, CoupledObjective, Objective, Progress, StepReport
+from ..core.errors import CheckpointError, ConfigError
+from ..core.pieces import Piece, Pieces, Source
+from .optim import build_adamw, learning_rate
+from .ranked import RankedEngineConfig, Root, ShardedEngine
+from .spans import pieces_of, refuse_differences
+from .zero import ENTRIES, Zero
+
+
+class DeepSpeedEngineConfig(RankedEngineConfig):
+    """`stage`: of ZeRO. `bucket_mb`: gradients exchanged at a time. `whole_below`: stage 3 leaves smaller parameters whole."""
+
+    kind: Literal["deepspeed"]
+    stage: Literal[1, 2, 3] = 2
+    bucket_mb: int = Field(default=200, gt=0)
+    whole_below: int = Field(default=100_000, ge=0)
+
+
+class _Inside(Root):
+    """`Root` that opens autocast and the attention kernel itself: DeepSpeed closes an autocast that it was not told of."""
+
+    def __init__(self, objective: Objective, contexts: Callable[[], list[AbstractContextManager[Any, Any]]]):
+        super().__init__(objective)
+        self._contexts = contexts
+        own = objective.loss_parameters() if isinstance(objective, CoupledObjective) else []
+        self._shapes = [p.shape for p in own]
+
+    def forward(self, batch: Batch, progress: Progress | None) -> Any:
+        with ExitStack() as stack:
+            for context in self._contexts():
+                stack.enter_context(context)
+            out = super().forward(batch, progress)
+        if progress is not None:
+            return out
+        rows, own = out
+        return rows, tuple(p.view(shape) for p, shape in zip(own, self._shapes, strict=True))
+
+
+class DeepSpeedEngine(ShardedEngine):
+    """Order of preparation: activation checkpointing, device, compile, optimizer, `deepspeed.initialize`, which shards both.
+
+    Weights are fp32; bf16 is autocast, as in the other engines. 0-d parameters are one-element vectors while DeepSpeed
+    holds them, which it cannot do with 0-d ones. Checkpoints are ours, of fp32 master weights, for any engine and world size.
+
+    Raises:
+        ConfigError: DeepSpeed is not installed; stage 3 with an objective that keeps a teacher.
+    """
+
+    kind = "deepspeed"
+    config: DeepSpeedEngineConfig
+
+    def prepare(self, objective: Objective) -> None:
+        if self.config.stage == 3 and objective.keeps_teacher:
+            raise ConfigError(
+                f"engine.stage=3: {type(objective).__name__} keeps a teacher, whose average cannot follow parameters in "
+                "pieces of DeepSpeed's; use engine.stage=2, or engine.kind=fsdp2"
+            )
+        self._shapes = {name: tuple(t.shape) for name, t in objective.state_dict().items()}
+        super().prepare(objective)
+
+    def _build_optimizer(self, objective: Objective) -> Any:
+        os.environ.setdefault("DS_ACCELERATOR", self.device.type)
+        deepspeed = _quiet_deepspeed()
+        for p in objective.parameters():
+            if p.ndim == 0:
+                p.data = p.data.view(1)
+        os.environ.setdefault("LOCAL_RANK", str(self.ranks.world.local_rank))  # DeepSpeed insists on it
+        elements = self.config.bucket_mb * 1_000_000 // 4
+        zero: dict[str, Any] = {"stage": self.config.stage, "reduce_bucket_size": elements, "overlap_comm": False}
+        if self.config.stage == 3:
+            zero |= {"stage3_param_persistence_threshold": self.config.whole_below, "memory_efficient_linear": False}
+        else:
+            zero |= {"allgather_bucket_size": elements, "contiguous_gradients": True}
+        with self.ranks.named("sharding the model"):
+            self._root, *_ = deepspeed.initialize(
+                model=_Inside(objective, lambda: [self._autocast(), self._attention()]),
+                optimizer=build_adamw(self.optim_config, objective),
+                dist_init_required=False,
+                config={
+                    "train_micro_batch_size_per_gpu": 1,  # the loop cuts batches itself
+                    "gradient_accumulation_steps": 1,
+                    "gradient_clipping": self.optim_config.clip_grad_norm or 0.0,
+                    "steps_per_print": None,
+                    "zero_allow_untested_optimizer": True,
+                    "zero_force_ds_cpu_optimizer": False,
+                    "zero_optimization": zero,
+                },
+            )
+        self._zero = Zero(self._root, self.config.stage)
+        self._zero.forget_gradients()
+        if self.config.stage == 3 and isinstance(objective, CoupledObjective):
+            for p in objective.loss_parameters():  # used by `Root`, which does not own them
+                deepspeed.zero.register_external_parameter(self._root.module, p)
+        return self._root.optimizer
+
+    def _run(self, batch: Batch, progress: Progress | None, last: bool) -> Any:
+        moved = self._moved(batch)
+        with self._clock.running():
+            return self._root(moved, progress)
+
+    def backward(self, total: Tensor, *, last: bool) -> None:
+        """Accumulate gradients; after the `last` micro-batch they are the mean over ranks, each rank holding its pieces."""
+        self._root.set_gradient_accumulation_boundary(last)
+        with self._attention(), self.ranks.named("averaging gradients"):
+            self._root.backward(total, scale_wrt_gas=False)
+
+    def step(self, progress: Progress) -> StepReport:
+        """DeepSpeed clips, checks and steps; the objective's `after_step` reaches the master weights of the loss's parameters."""
+        lr = learning_rate(self.optim_config, progress.step, progress.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        norm, norms = self.norms()
+        with self.ranks.named("stepping"):
+            self._root.step()
+        applied = self._root.was_step_applied()
+        if applied:
+            self._follow(progress)
+        self._zero.forget_gradients()
+        return StepReport(lr, float(norm) if applied else math.inf, applied, norms)
+
+    def _follow(self, progress: Progress) -> None:
+        own = list(self.objective.loss_parameters()) if isinstance(self.objective, CoupledObjective) else []
+        with self._zero.whole(own):
+            self.objective.after_step(progress)
+            values = [p.detach().clone() for p in own]
+        for p, value in zip(own, values, strict=True):
+            self._zero.write(p, value)
+
+    def norms(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The gradient's norm, whole and within each of the objective's parts: squares of this rank's pieces, summed over ranks."""
+        parts = {part: {id(p) for p in module.parameters()} for part, module in self.objective.parts().items()}
+        named = self._trained()
+        sums = torch.zeros(1 + len(parts), device=self.device)
+        for name, gradient in self._zero.gradients(named):
+            inside = [True, *(id(named[name]) in ids for ids in parts.values())]
+            square = torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+            sums += square * torch.tensor(inside, device=self.device)
+        with self.ranks.named("summing the gradient's norm"):
+            if self.ranks.size > 1:
+                dist.all_reduce(sums)
+        whole, *norms = sums.sqrt()
+        return whole, dict(zip(parts, norms, strict=True))
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.objective.named_parameters() if p.requires_grad}
+
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        parameters = dict(self.objective.named_parameters())
+        for name, shape in self._shapes.items():
+            if (p := parameters.get(name)) is None:
+                yield name, self.objective.get_buffer(name)
+            else:
+                with self._zero.whole([p]):
+                    yield name, p.detach().view(shape)
+
+    def pieces(self) -> Pieces:
+        """As the other engines': fp32 master weights and the optimizer's moments, each rank what it holds of them."""
+        model: dict[str, Piece] = {}
+        optimizer: dict[str, Piece] = {}
+        alike = {name: b for name, b in self.objective.named_buffers() if name in self._shapes}  # on all ranks
+        for name, p in self.objective.named_parameters():
+            if not p.requires_grad:
+                if self.config.stage < 3:
+                    alike[name] = p
+                    continue
+                data, begin = self._zero.frozen(p)
+                if data.numel():
+                    model[name] = Piece(data, self._shapes[name], begin)
+            elif (spot := self._zero.spot(p)) is not None:
+                entries = self._zero.entries(spot.flat)
+                model[name] = Piece(spot.of(spot.flat), self._shapes[name], spot.begin)
+                for key in ENTRIES:
+                    if key in entries:
+                        optimizer[f"{name}/{key}"] = Piece(spot.of(entries[key]), self._shapes[name], spot.begin)
+        steps = [entries["step"] for entries in map(self._zero.entries, self._zero.flats) if "step" in entries]
+        counts = {f"{name}/step": steps[0] for name in self._trained()} if steps else {}
+        return {"model": model | pieces_of(alike, *self.share), "optimizer": optimizer | pieces_of(counts, *self.share)}
+
+    def load(self, source: Source) -> None:
+        """Take this rank's pieces of a checkpoint, whatever engine and however many ranks wrote it.
+
+        Raises:
+            CheckpointError: parameter names or shapes differ, or parameters have not taken the same number of steps.
+        """
+        trained = self._trained()
+        refuse_differences(source, "model", self._shapes)
+        counts = {float(source.read("optimizer", f"{n}/step")) for n in trained if source.names("optimizer")}
+        if len(counts) > 1:
+            raise CheckpointError(
+                f"checkpoint: parameters took {sorted(counts)} steps, and DeepSpeed counts them together; use another engine"
+            )
+        self._zero.start_entries(*counts or (0.0,))
+        for name, t in [*self.objective.named_parameters(), *self.objective.named_buffers()]:
+            if name in trained:
+                if (spot := self._zero.spot(trained[name])) is not None:
+                    end = spot.begin + spot.length
+                    spot.of(spot.flat).copy_(source.read("model", name, spot.begin, end))
+                    for key in ENTRIES if counts else ():
+                        spot.of(self._zero.entries(spot.flat)[key]).copy_(
+                            source.read("optimizer", f"{name}/{key}", spot.begin, end)
+                        )
+            elif name in self._shapes:
+                held, begin = self._zero.frozen(t) if isinstance(t, nn.Parameter) else (t.detach().view(-1), 0)
+                held.copy_(source.read("model", name, begin, begin + held.numel()))
+        with self.ranks.named("spreading the weights"):
+            self._zero.refresh()
+
+
+def _quiet_deepspeed() -> Any:
+    try:
+        import deepspeed
+        from deepspeed.utils import groups, logger
+    except ImportError as error:
+        raise ConfigError(f"engine.kind=deepspeed: {error}; pip install 'sparo[deepspeed]'") from None
+    logger.setLevel("ERROR")  # a skipped step is reported by the loop
+    # An operator for inference only, which would be compiled for half a minute on CPUs.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if dist.is_initialized():
+        groups._WORLD_GROUP = dist.group.WORLD  # or it makes a group with a time-out of its own
+    return deepspeed

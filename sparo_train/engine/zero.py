@@ -1,0 +1,139 @@
+"""Where DeepSpeed's ZeRO keeps a parameter: runs of elements in flat fp32 tensors, one per parameter group and rank.
+
+Stages 1 and 2 cut a group's concatenation evenly over the ranks, beside whole copies to compute with; stage 3 cuts every
+parameter evenly. Written against DeepSpeed 0.19; what its public functions cannot do locally (reading a piece without a
+gather, writing one before the first step) is done on its own tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+ENTRIES = ("exp_avg", "exp_avg_sq")
+
+
+class Spot(NamedTuple):
+    """`length` elements from `begin` of a parameter, at `offset` of the flat tensor of its group."""
+
+    flat: Tensor
+    offset: int
+    begin: int
+    length: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """These elements in a flat tensor of the same layout: a view."""
+        return flat.detach().narrow(0, self.offset, self.length)
+
+
+class Zero:
+    """The tensors behind an initialised DeepSpeed engine.
+
+    Args:
+        engine: what `deepspeed.initialize` returned.
+        stage: 1, 2 or 3.
+    """
+
+    def __init__(self, engine: Any, stage: int):
+        self.engine, self.optimizer, self.stage = engine, engine.optimizer, stage
+
+    @property
+    def flats(self) -> Sequence[Tensor]:
+        """This rank's fp32 master weights, by parameter group (stage 3: by sub-group)."""
+        o = self.optimizer
+        return o.fp32_partitioned_groups_flat if self.stage == 3 else o.single_partition_of_fp32_groups
+
+    def spot(self, p: nn.Parameter) -> Spot | None:
+        """Where this rank holds elements of a trained parameter; None where it holds none."""
+        o = self.optimizer
+        if self.stage == 3:
+            group, offset, each = o.grad_position[o.get_param_id(p)]
+            begin = dist.get_rank(o.dp_process_group) * each
+            length = min(each, p.ds_numel - begin)  # type: ignore[attr-defined]
+            return Spot(self.flats[group], offset, begin, length) if length > 0 else None
+        held = getattr(p, "_hp_mapping", None)
+        if held is None:
+            return None
+        at, of = held.hp_fragment_address, held.lp_fragment_address
+        return Spot(self.flats[held.param_group_index], at.start, of.start, at.numel)
+
+    def frozen(self, p: nn.Parameter) -> tuple[Tensor, int]:
+        """This rank's elements of a parameter that is not trained, and the first one's index."""
+        if self.stage < 3:
+            return p.detach().view(-1), 0
+        held: Tensor = p.ds_tensor  # type: ignore[attr-defined]
+        begin = self.engine.global_rank * held.numel()
+        return held.detach().view(-1)[: max(0, p.ds_numel - begin)], begin  # type: ignore[attr-defined]
+
+    def entries(self, flat: Tensor) -> dict[str, Tensor]:
+        """The optimizer's state of a flat tensor; empty before the first step."""
+        return self.optimizer.optimizer.state.get(flat, {})
+
+    def start_entries(self, step: float) -> None:
+        """Make the optimizer's state exist, as after `step` steps, on every rank alike."""
+        for flat in self.flats:
+            state = self.optimizer.optimizer.state[flat]
+            for name in ENTRIES:
+                state.setdefault(name, torch.zeros_like(flat, requires_grad=False))
+            state["step"] = torch.tensor(step, dtype=torch.float32, device=flat.device)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """After master weights were written: the copies to compute with. All ranks together."""
+        o = self.optimizer
+        if self.stage < 3:
+            o.update_lp_params()
+            return
+        o._partition_all_parameters()
+        for group in range(len(o.fp16_groups)):
+            o._reassign_or_swap_out_partitioned_parameters(group)
+        if len(o.persistent_parameters):
+            o.persistent_parameters[0].all_gather(o.persistent_parameters)
+
+    @torch.no_grad()
+    def write(self, p: nn.Parameter, value: Tensor) -> None:
+        """Set a parameter to the same value on every rank: master weights and, where it is whole here, the copy."""
+        if (spot := self.spot(p)) is not None:
+            spot.of(spot.flat).copy_(value.reshape(-1)[spot.begin : spot.begin + spot.length])
+        if p.numel():
+            p.copy_(value)
+
+    def whole(self, parameters: Sequence[nn.Parameter]) -> Any:
+        """A context in which these parameters are whole, for reading."""
+        if self.stage < 3:
+            return nullcontext()
+        from deepspeed.runtime.zero import GatheredParameters  # the extra `deepspeed`
+
+        return GatheredParameters(list(parameters), modifier_rank=None)
+
+    def gradients(self, named: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+        """This rank's pieces of the gradients, averaged over ranks, after the last backward and before the step."""
+        if self.stage == 3:
+            from deepspeed.utils import safe_get_local_grad
+
+            for name, p in named.items():
+                if (spot := self.spot(p)) is not None:
+                    yield name, safe_get_local_grad(p)[: spot.length]
+            return
+        starts: dict[tuple[int, int], Tensor] = {}
+        for group, tensors in self.optimizer.averaged_gradients.items():
+            offset = 0
+            for tensor in tensors or ():
+                starts[group, offset] = tensor.reshape(-1)
+                offset += tensor.numel()
+        groups = {id(flat): number for number, flat in enumerate(self.flats)}
+        for name, p in named.items():
+            if (spot := self.spot(p)) is not None and (
+                found := starts.get((groups[id(spot.flat)], spot.offset))
+            ) is not None:
+                yield name, found[: spot.length]
+
+    def forget_gradients(self) -> None:
+        """Stage 3 keeps the last step's gradient of a parameter that this step does not reach."""
+        if self.stage == 3:
+            self.optimizer.grad_partitions_flat_buffer.zero_()
