@@ -8,35 +8,18 @@ wait for a save that is still under way included, as the trainer's own records h
 
 from __future__ import annotations
 
-import io
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from common import interleave, parser, report, row
-from PIL import Image
+from common import interleave, noise_shards, parser, report, row
 
 from launch.training import train
 from sparo_train.core import metrics, store
 from sparo_train.core.config import resolve
-from sparo_train.data.writer import write_shards
 from sparo_train.train.run import RunConfig
 
 EVERY = 20
-
-
-def shards(folder: Path, count: int) -> Path:
-    rng = np.random.default_rng(0)
-
-    def samples() -> Any:
-        for i in range(count):
-            buffer = io.BytesIO()
-            Image.fromarray(rng.integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(buffer, format="JPEG")
-            yield f"{i:06d}", {"jpg": buffer.getvalue(), "txt": f"picture number {i}".encode()}
-
-    write_shards(folder, samples(), count // 4)
-    return folder
 
 
 def run(place: Path, number: int, options: Any, saving: str) -> tuple[float, float]:
@@ -82,7 +65,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         place = Path(folder)
-        shards(place / "shards", 4096)
+        noise_shards(place / "shards", 4096)
         runs = iter(range(1000))
         for saving, bar in (("in the background", 0.9), ("waited for", None)):
             sizes = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import statistics
 import time
@@ -10,10 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
 from sparo_train.core.rundir import environment, machine_name
+from sparo_train.data.writer import write_shards
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -47,6 +51,19 @@ def peak_growth(call: Callable[[], Any]) -> float:
 def _peak_resident() -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * float(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+
+
+def noise_shards(folder: Path, count: int) -> None:
+    """Training shards of `count` noise images of 64 px with captions."""
+    rng = np.random.default_rng(0)
+
+    def samples() -> Any:
+        for i in range(count):
+            buffer = io.BytesIO()
+            Image.fromarray(rng.integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(buffer, format="JPEG")
+            yield f"{i:06d}", {"jpg": buffer.getvalue(), "txt": f"picture number {i}".encode()}
+
+    write_shards(folder, samples(), count // 4)
 
 
 def row(

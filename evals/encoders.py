@@ -18,6 +18,7 @@ from sparo_train.models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
 from sparo_train.models.describe import infer_config, read_config, read_export
 from sparo_train.models.readouts import Slots
 from sparo_train.models.weights import load_into, read_weights
+from sparo_train.models.zero_folder import is_zero_folder, read_zero_folder
 from sparo_train.objectives.clip import ClipObjective, ClipObjectiveConfig
 from sparo_train.train.run import RunConfig
 
@@ -110,7 +111,7 @@ def load_encoder(checkpoint: str | Path, model: str | None = None, device: str =
 
     Args:
         checkpoint: a run folder (its newest checkpoint), one of its `checkpoints/step-…` folders, an exported open_clip
-            folder, or a .pt/.safetensors file (ours, sparo-clip's, open_clip's).
+            folder, a .pt/.safetensors file (ours, sparo-clip's, open_clip's), or a DeepSpeed ZeRO folder.
         model: for a file: an open_clip model name, ours included (`ViT-B-32-quickgelu`, `gap-ViT-B-16`); default: what the
             file says of itself, else what its shapes tell (then `assumed` says what was taken for granted).
 
@@ -122,10 +123,12 @@ def load_encoder(checkpoint: str | Path, model: str | None = None, device: str =
         encoder = _from_run(path)
     elif (path / "open_clip_config.json").is_file():
         encoder = _from_export(path)
-    elif path.is_file():
+    elif path.is_file() or is_zero_folder(path):
         encoder = _from_file(path, model)
     else:
-        raise CheckpointError(f"{path}: no run folder, no checkpoint folder, no exported folder, no weight file")
+        raise CheckpointError(
+            f"{path}: no run folder, no checkpoint folder, no exported folder, no DeepSpeed folder, no weight file"
+        )
     return encoder.to(device)
 
 
@@ -166,8 +169,8 @@ def _from_export(path: Path) -> ClipEncoder:
 
 
 def _from_file(path: Path, name: str | None) -> ClipEncoder:
-    weights, assumed = read_weights(path), ""
-    config = _named(name) if name else read_config(path)
+    weights, assumed = read_zero_folder(path) if path.is_dir() else read_weights(path), ""
+    config = _named(name) if name else None if path.is_dir() else read_config(path)
     if config is None:
         config = infer_config(weights)
         v, t = config.vision, config.text

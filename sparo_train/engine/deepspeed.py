@@ -134,11 +134,14 @@ class DeepSpeedEngine(ShardedEngine):
         return StepReport(lr, float(norm) if applied else math.inf, applied, norms)
 
     def _follow(self, progress: Progress) -> None:
+        """The objective's `after_step`, on whole parameters of the loss, and what it made of them."""
         own = list(self.objective.loss_parameters()) if isinstance(self.objective, CoupledObjective) else []
-        with self._zero.whole(own):
-            self.objective.after_step(progress)
-            values = [p.detach().clone() for p in own]
-        for p, value in zip(own, values, strict=True):
+        kept = [p.data for p in own]
+        for p in own:
+            p.data = p.detach().clone() if p.numel() else self._zero.whole(p, tuple(p.ds_shape))  # type: ignore[attr-defined]
+        self.objective.after_step(progress)
+        for p, data in zip(own, kept, strict=True):
+            value, p.data = p.data, data
             self._zero.write(p, value)
 
     def norms(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -162,11 +165,8 @@ class DeepSpeedEngine(ShardedEngine):
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         parameters = dict(self.objective.named_parameters())
         for name, shape in self._shapes.items():
-            if (p := parameters.get(name)) is None:
-                yield name, self.objective.get_buffer(name)
-            else:
-                with self._zero.whole([p]):
-                    yield name, p.detach().view(shape)
+            p = parameters.get(name)
+            yield name, self.objective.get_buffer(name) if p is None else self._zero.whole(p, shape)
 
     def pieces(self) -> Pieces:
         """As the other engines': fp32 master weights and the optimizer's moments, each rank what it holds of them."""
@@ -174,16 +174,14 @@ class DeepSpeedEngine(ShardedEngine):
         optimizer: dict[str, Piece] = {}
         alike = {name: b for name, b in self.objective.named_buffers() if name in self._shapes}  # on all ranks
         for name, p in self.objective.named_parameters():
-            if not p.requires_grad:
-                if self.config.stage < 3:
-                    alike[name] = p
-                    continue
-                data, begin = self._zero.frozen(p)
-                if data.numel():
-                    model[name] = Piece(data, self._shapes[name], begin)
-            elif (spot := self._zero.spot(p)) is not None:
+            if self.config.stage < 3 and not p.requires_grad:
+                alike[name] = p
+                continue
+            data, begin = self._zero.held(p)
+            if data.numel():
+                model[name] = Piece(data, self._shapes[name], begin)
+            if p.requires_grad and (spot := self._zero.spot(p)) is not None:
                 entries = self._zero.entries(spot.flat)
-                model[name] = Piece(spot.of(spot.flat), self._shapes[name], spot.begin)
                 for key in ENTRIES:
                     if key in entries:
                         optimizer[f"{name}/{key}"] = Piece(spot.of(entries[key]), self._shapes[name], spot.begin)
@@ -206,17 +204,14 @@ class DeepSpeedEngine(ShardedEngine):
             )
         self._zero.start_entries(*counts or (0.0,))
         for name, t in [*self.objective.named_parameters(), *self.objective.named_buffers()]:
-            if name in trained:
-                if (spot := self._zero.spot(trained[name])) is not None:
-                    end = spot.begin + spot.length
-                    spot.of(spot.flat).copy_(source.read("model", name, spot.begin, end))
-                    for key in ENTRIES if counts else ():
-                        spot.of(self._zero.entries(spot.flat)[key]).copy_(
-                            source.read("optimizer", f"{name}/{key}", spot.begin, end)
-                        )
-            elif name in self._shapes:
-                held, begin = self._zero.frozen(t) if isinstance(t, nn.Parameter) else (t.detach().view(-1), 0)
-                held.copy_(source.read("model", name, begin, begin + held.numel()))
+            if name not in self._shapes:  # a buffer that is not saved
+                continue
+            held, begin = self._zero.held(t) if isinstance(t, nn.Parameter) else (t.detach().view(-1), 0)
+            held.copy_(source.read("model", name, begin, begin + held.numel()))
+            if counts and name in trained and (spot := self._zero.spot(trained[name])) is not None:
+                for key in ENTRIES:
+                    saved = source.read("optimizer", f"{name}/{key}", spot.begin, spot.begin + spot.length)
+                    spot.of(self._zero.entries(spot.flat)[key]).copy_(saved)
         with self.ranks.named("spreading the weights"):
             self._zero.refresh()
 

@@ -7,8 +7,8 @@ gather, writing one before the first step) is done on its own tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -95,21 +95,34 @@ class Zero:
         if len(o.persistent_parameters):
             o.persistent_parameters[0].all_gather(o.persistent_parameters)
 
+    def held(self, p: nn.Parameter) -> tuple[Tensor, int]:
+        """This rank's elements of a parameter, from the master weights where it is trained, and the first one's index."""
+        if not p.requires_grad:
+            return self.frozen(p)
+        spot = self.spot(p)
+        return (p.new_empty(0), 0) if spot is None else (spot.of(spot.flat), spot.begin)
+
+    @torch.no_grad()
+    def whole(self, p: nn.Parameter, shape: tuple[int, ...]) -> Tensor:
+        """A parameter's value, a new tensor; all ranks together.
+
+        Not by DeepSpeed's GatheredParameters, which in stage 3 leaves its record of the order of modules at odds with itself.
+        """
+        if self.stage < 3 and not p.requires_grad:
+            return p.detach().clone().view(shape)
+        held, begin = self.held(p)
+        found = torch.zeros(math.prod(shape), dtype=p.dtype, device=self.engine.device)
+        found[begin : begin + held.numel()] = held
+        dist.all_reduce(found)
+        return found.view(shape)
+
     @torch.no_grad()
     def write(self, p: nn.Parameter, value: Tensor) -> None:
         """Set a parameter to the same value on every rank: master weights and, where it is whole here, the copy."""
-        if (spot := self.spot(p)) is not None:
-            spot.of(spot.flat).copy_(value.reshape(-1)[spot.begin : spot.begin + spot.length])
+        held, begin = self.held(p)
+        held.copy_(value.reshape(-1)[begin : begin + held.numel()])
         if p.numel():
             p.copy_(value)
-
-    def whole(self, parameters: Sequence[nn.Parameter]) -> Any:
-        """A context in which these parameters are whole, for reading."""
-        if self.stage < 3:
-            return nullcontext()
-        from deepspeed.runtime.zero import GatheredParameters  # the extra `deepspeed`
-
-        return GatheredParameters(list(parameters), modifier_rank=None)
 
     def gradients(self, named: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
         """This rank's pieces of the gradients, averaged over ranks, after the last backward and before the step."""

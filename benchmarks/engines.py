@@ -1,0 +1,134 @@
+"""Every engine on two ranks, the same recipe and the same batches: steps per second, memory per rank, and the losses.
+
+    python benchmarks/engines.py [--quick] [--json FILE] [--model ViT-B-32] [--batch 8] [--device cpu]
+
+Whole runs of `sparo train` in two processes, engines in turn, against ddp on the same machine. Memory: on a CPU the peak
+of a rank's resident set above that of a run of two steps of the smallest model (Python, torch and the engine's libraries), on a
+GPU the peak of its allocator. Losses of every step are compared with ddp's.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+from common import noise_shards, parser, report, row
+
+from sparo_train.core import metrics
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "ddp": {"kind": "ddp"},
+    "fsdp2": {"kind": "fsdp2"},
+    "fsdp2, reshard_after_forward: false": {"kind": "fsdp2", "reshard_after_forward": False},
+    "deepspeed, stage: 1": {"kind": "deepspeed", "stage": 1},
+    "deepspeed, stage: 2": {"kind": "deepspeed", "stage": 2},
+    "deepspeed, stage: 3": {"kind": "deepspeed", "stage": 3},
+}
+RANKS, WARM = 2, 4
+
+
+def recipe(place: Path, name: str, options: Any, engine: dict[str, Any], model: str, steps: int) -> Path:
+    readout = {"kind": "sparo", "slots": 64, "slot_width": 64, "head_width": 64}
+    tree = {
+        "name": name,
+        "out": str(place),
+        "batch_size": options.batch * RANKS,
+        "steps": steps,
+        "objective": {"kind": "clip", "model": {"backbone": model, "readout": readout}},
+        "data": {"sources": {"a": {"shards": str(place / "shards")}}, "workers": 1, "streams": 4},
+        "optim": {"lr": 1e-4, "warmup_steps": 1},
+        "engine": {"device": options.device, "precision": "fp32", **engine},
+        "checkpoint": {"every_steps": 0, "every_minutes": 0},
+        "log": {"every_steps": 1, "tensorboard": False},
+    }
+    path = place / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def run(place: Path, name: str, options: Any, engine: dict[str, Any], model: str, steps: int) -> list[dict[str, Any]]:
+    """The records of a run on two ranks."""
+    path = recipe(place, name, options, engine, model, steps)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    threads = str(max(1, (os.cpu_count() or 2) // RANKS))
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": threads,
+        "WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    command = [sys.executable, "-m", "launch.cli", "train", str(path)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(RANKS)
+    ]
+    errors = [process.communicate()[1] for process in ranks]
+    if any(process.returncode for process in ranks):
+        sys.exit("\n".join(errors))
+    return metrics.read(place / name / "metrics.jsonl", "train")
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--model", default="ViT-B-32")
+    flags.add_argument("--batch", type=int, default=8, help="pairs per rank")
+    flags.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    options = flags.parse_args()
+    rounds, steps = (1, 8) if options.quick else (3, 20)
+    model = "ViT-Tiny-16" if options.quick else options.model
+    speed: dict[str, list[float]] = {name: [] for name in ENGINES}
+    memory: dict[str, list[float]] = {name: [] for name in ENGINES}
+    losses: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        noise_shards(place / "shards", 1024)
+        base = {}
+        for number, (name, engine) in enumerate(ENGINES.items()):
+            small = [] if options.device == "cuda" else run(place, f"base-{number}", options, engine, "ViT-Tiny-16", 2)
+            base[name] = small[-1]["memory"] if small else 0.0
+        for turn in range(rounds):
+            for number, (name, engine) in enumerate(ENGINES.items()):
+                records = run(place, f"run-{turn}-{number}", options, engine, model, steps)
+                speed[name].append(1 / statistics.median(r["step_seconds"] for r in records[WARM:]))
+                memory[name].append(records[-1]["memory"] - base[name])
+                losses[name] = [r["loss"] for r in records]
+    rows = []
+    for name in ENGINES:
+        difference = max(abs(a - b) / abs(b) for a, b in zip(losses[name], losses["ddp"], strict=True))
+        rows.append(row(f"{name}: steps/s", list(zip(speed[name], speed["ddp"], strict=True)), None, "steps/s", True))
+        if not options.quick:
+            rows.append(row(f"{name}: memory", list(zip(memory[name], memory["ddp"], strict=True)), None, "GiB", False))
+        facts = {
+            "ours": difference,
+            "theirs": 0.0,
+            "unit": "relative",
+            "ratio": difference,
+            "spread": [difference] * 2,
+            "n": steps,
+        }
+        rows.append({"name": f"{name}: largest loss difference", **facts, "bar": 1e-5, "ok": difference <= 1e-5})
+    report(
+        f"engines on {RANKS} ranks, {model}, {options.batch} pairs a rank, fp32: engine (ours) / ddp",
+        rows,
+        options.json,
+    )
+
+
+if __name__ == "__main__":
+    main()

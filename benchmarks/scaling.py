@@ -1,0 +1,262 @@
+"""Memory and communication per rank for every engine, from ViT-B/16 to ViT-g/14 on 1 to 1,024 GPUs; and what a plan of 1,024 ranks does.
+
+    python benchmarks/scaling.py [--quick] [--json FILE] [--markdown]
+
+Nothing here is timed and no rank is started. Parameters and the activations that backward keeps are counted on the real
+objective with fake tensors; engine memory follows from what each engine keeps in fp32 (`engines` says it in five lines).
+`plan` walks the real data plan of 1,024 ranks through an epoch; `loss` runs one rank's share of the real ring loss.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from common import parser, peak_growth
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
+
+from sparo_train.core.ring import Ring, Shift
+from sparo_train.data.plan import Plan
+from sparo_train.models.clip_config import ClipConfig
+from sparo_train.objectives.clip import ClipObjective, ClipObjectiveConfig
+from sparo_train.objectives.contrastive import contrastive
+from sparo_train.openclip import config_of
+
+MODELS = ("ViT-B-16", "ViT-L-14", "ViT-H-14", "ViT-g-14")
+RANKS = (1, 8, 64, 1024)
+LOCAL_BATCH = 128
+GB = 1e9
+
+
+class Model(NamedTuple):
+    """Parameters, of the largest shard unit and outside of all units; bytes that backward keeps per pair, whole and checkpointed; encoding width."""
+
+    name: str
+    parameters: int
+    unit: int
+    root: int
+    kept: float
+    checkpointed: float
+    width: int
+
+
+class Cost(NamedTuple):
+    """Bytes per rank: weights + gradients + optimizer as they stay, the most gathered on top, and sent per step."""
+
+    engine: str
+    states: float
+    gathered: float
+    sent: float
+
+
+def measured(name: str) -> Model:
+    """Counted on fake tensors: nothing is allocated or computed."""
+    whole = config_of(name)
+    readout = {"kind": "sparo", "slots": 128, "slot_width": 64, "head_width": 64}
+    config = ClipConfig.model_validate({**whole.model_dump(exclude={"readout", "backbone"}), "readout": readout})
+    with FakeTensorMode():
+        objective = ClipObjective(ClipObjectiveConfig(model=config))
+        total = sum(p.numel() for p in objective.parameters())
+        units = [sum(p.numel() for p in unit.parameters()) for unit in objective.shard_units()]
+        kept = _kept_per_pair(objective, config)
+        objective.set_grad_checkpointing(True)
+        checkpointed = _kept_per_pair(objective, config)
+    return Model(name, total, max(units), total - sum(units), kept, checkpointed, config.width)
+
+
+def _kept_per_pair(objective: ClipObjective, config: ClipConfig) -> float:
+    """Bytes that one more pair adds to what autograd keeps between forward and backward, under bf16 autocast."""
+    found = [_kept(objective, config, pairs) for pairs in (2, 6)]
+    return (found[1] - found[0]) / 4
+
+
+def _kept(objective: ClipObjective, config: ClipConfig, pairs: int) -> float:
+    seen: dict[int, int] = {}
+    alive = []  # or an address could come up twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        alive.append(tensor)
+        return tensor
+
+    size = config.vision.image_size
+    batch = {
+        "image": torch.zeros(pairs, 3, size, size, dtype=torch.uint8),
+        "text": torch.zeros(pairs, config.text.context_length, dtype=torch.long),
+    }
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", torch.bfloat16):
+        out = objective.embed(batch)
+    assert out[0].requires_grad
+    return sum(seen.values())
+
+
+def engines(m: Model, n: int) -> Iterator[Cost]:
+    """fp32 weights, gradients and two Adam moments are 4 + 4 + 8 bytes a parameter; bf16 copies are gathered or cast per unit."""
+    p, ring = m.parameters, (n - 1) / n
+    casts = 2 * p  # autocast keeps its bf16 copies of the weights until the forward ends
+    yield Cost("ddp", 16 * p, casts, 2 * ring * 4 * p)
+    gathered = 2 * (m.root + 2 * m.unit)  # the root stays gathered, one unit computes while the next arrives
+    yield Cost("fsdp2", 16 * p / n, gathered, ring * (2 * 2 * p + 4 * p))
+    yield Cost("fsdp2, reshard_after_forward: false", 16 * p / n, 2 * p, ring * (2 * p + 4 * p))
+    g = min(8, n)
+    inside, across = (g - 1) / g, (n // g - 1) / (n // g)
+    yield Cost("fsdp2, shard_size: 8", 16 * p / g, gathered, inside * (4 * p + 4 * p) + 2 * across * 4 * p / g)
+    yield Cost("deepspeed, stage: 1", 8 * p + 12 * p / n, casts, ring * (4 * p + 4 * p))
+    yield Cost("deepspeed, stage: 2", 4 * p + 16 * p / n, casts, ring * (4 * p + 4 * p))
+    live = 4 * (m.root + 2 * m.unit)
+    yield Cost("deepspeed, stage: 3", 16 * p / n, live, ring * (2 * 4 * p + 4 * p))
+
+
+def features(m: Model, n: int) -> dict[str, float]:
+    """The loss at LOCAL_BATCH pairs a rank: bytes of features (and their gradients) alive, and sent per step."""
+    own = LOCAL_BATCH * m.width * 4
+    return {
+        "gather, alive": 4 * n * own,
+        "gather, sent": 2 * 2 * (n - 1) * own,
+        "ring, alive": 8 * own,
+        "ring, sent": 3 * (n - 1) * own,
+    }
+
+
+def plan(ranks: int, samples: int, shards: int, batch: int) -> dict[str, Any]:
+    """An epoch of the real plan, dealt to `ranks`: how often each sample is read, and how many each rank reads."""
+    counts = np.full(shards, samples // shards)
+    found = Plan([counts.tolist()], [1.0], seed=0, streams=ranks)
+    read = np.zeros((shards, samples // shards), dtype=np.int32)
+    per_rank = np.zeros(ranks, dtype=np.int64)
+    for stream in range(ranks):  # one stream a rank
+        per_rank[stream] = found.stream_length(stream)
+        for position in range(found.stream_length(stream)):
+            ref = found.at(stream, position)
+            read[ref.shard, ref.ordinal] += 1
+    return {
+        "ranks": ranks,
+        "samples": samples,
+        "read": [int(read.min()), int(read.max())],
+        "per_rank": [int(per_rank.min()), int(per_rank.max())],
+        "steps": samples // batch,
+    }
+
+
+class _OneOf(Ring):
+    """Rank 0 of many as it sees the others: what arrives has the shape of what leaves."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def shift(self, *tensors: Tensor) -> Shift:
+        return Shift([], tuple(t.clone() for t in tensors), tensors)
+
+
+def loss(ranks: int, local: int, width: int) -> dict[str, float]:
+    """One rank's share of the real loss on `ranks`: peak MiB above its own features, and what a gather would hold."""
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.tensor(20.0, requires_grad=True)
+
+    def run(image: Tensor, text: Tensor, size: int) -> None:
+        contrastive(image, text, scale, exchange="ring", ring=_OneOf(size)).total.backward()
+
+    def draw(count: int) -> list[Tensor]:
+        return [F.normalize(torch.randn(count, width, generator=generator), dim=1).requires_grad_() for _ in range(2)]
+
+    run(*draw(8), 2)
+    pair = draw(local)
+    grown = peak_growth(lambda: run(*pair, ranks))
+    return {
+        "ranks": ranks,
+        "global batch": ranks * local,
+        "width": width,
+        "ring MiB": grown / 2**20,
+        "gathered MiB": 2 * ranks * local * width * 4 / 2**20,
+    }
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--markdown", action="store_true", help="the tables as docs/scaling.md has them")
+    options = flags.parse_args()
+    models = [measured(name) for name in (MODELS[:1] if options.quick else MODELS)]
+    tables = [_model_table(models)]
+    for m in models:
+        tables.append(_engine_table(m))
+    tables.append(_feature_table(models[0]))
+    found = plan(1024, 131_072 if options.quick else 1_048_576, 1024, 1024 * 8)
+    assert found["read"] == [1, 1], found
+    assert found["per_rank"][1] - found["per_rank"][0] <= 1, found
+    tiles = [loss(1024, LOCAL_BATCH, 512 if options.quick else d) for d in (4096, 8192)[: 1 if options.quick else 2]]
+    for title, columns, rows in tables:
+        _show(title, columns, rows, options.markdown)
+    print(
+        f"plan of {found['ranks']} ranks, {found['samples']:,} samples: each is read {found['read']} times (least, most); "
+        f"a rank reads {found['per_rank']} (least, most)"
+    )
+    for t in tiles:
+        print(
+            f"loss on {t['ranks']} ranks, batch {t['global batch']:,}, width {t['width']}: peak {t['ring MiB']:.0f} MiB "
+            f"above the rank's features; gathered features would be {t['gathered MiB']:,.0f} MiB"
+        )
+    if options.json:
+        options.json.write_text(
+            json.dumps({"models": [m._asdict() for m in models], "plan": found, "loss": tiles}, indent=1)
+        )
+
+
+def _model_table(models: list[Model]) -> tuple[str, list[str], list[list[str]]]:
+    columns = [
+        "CLIP+SPARO",
+        "parameters (M)",
+        "largest unit (M)",
+        "outside units (M)",
+        "kept for backward (MB/pair)",
+        "with grad_checkpointing (MB/pair)",
+    ]
+    rows = [
+        [
+            m.name,
+            f"{m.parameters / 1e6:.0f}",
+            f"{m.unit / 1e6:.1f}",
+            f"{m.root / 1e6:.0f}",
+            f"{m.kept / 1e6:.0f}",
+            f"{m.checkpointed / 1e6:.0f}",
+        ]
+        for m in models
+    ]
+    return "models", columns, rows
+
+
+def _engine_table(m: Model) -> tuple[str, list[str], list[list[str]]]:
+    columns = ["engine", *(f"{n} GPU{'s' if n > 1 else ''}" for n in RANKS), "sent per step (64 GPUs)"]
+    rows = []
+    for costs in zip(*(engines(m, n) for n in RANKS), strict=True):
+        cells = [f"{c.states / GB:.1f} + {c.gathered / GB:.1f}" for c in costs]
+        rows.append([costs[0].engine, *cells, f"{costs[RANKS.index(64)].sent / GB:.1f}"])
+    return f"{m.name}: GB per rank, states + gathered", columns, rows
+
+
+def _feature_table(m: Model) -> tuple[str, list[str], list[list[str]]]:
+    columns = [f"features, {LOCAL_BATCH} pairs a rank, width {m.width}", *(f"{n} GPUs" for n in RANKS[1:])]
+    found = [features(m, n) for n in RANKS[1:]]
+    return "loss: GB per rank", columns, [[key, *(f"{f[key] / GB:.3f}" for f in found)] for key in found[0]]
+
+
+def _show(title: str, columns: list[str], rows: list[list[str]], markdown: bool) -> None:
+    if markdown:
+        print(f"### {title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+        print("\n".join(f"| {' | '.join(row)} |" for row in rows), end="\n\n")
+        return
+    table = Table(*columns, title=title, title_justify="left")
+    for cells in rows:
+        table.add_row(*cells)
+    Console(width=180).print(table)
+
+
+if __name__ == "__main__":
+    main()
