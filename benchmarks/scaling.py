@@ -3,14 +3,13 @@
     python benchmarks/scaling.py [--quick] [--json FILE] [--markdown]
 
 Nothing here is timed and no rank is started. Parameters and the activations that backward keeps are counted on the real
-objective with fake tensors; engine memory follows from what each engine keeps in fp32 (`engines` says it in five lines).
+objective with fake tensors; what an engine keeps and sends is computed by `sparo_train/engine/costs.py`, as `--dry` does.
 `plan` walks the real data plan of 1,024 ranks through an epoch; `loss` runs one rank's share of the real ring loss.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,10 +23,14 @@ from torch.nn import functional as F
 
 from sparo_train.core.ring import Ring, Shift
 from sparo_train.data.plan import Plan
+from sparo_train.engine.costs import Sizes, costs
+from sparo_train.engine.ddp import DdpEngineConfig
+from sparo_train.engine.deepspeed import DeepSpeedEngineConfig
+from sparo_train.engine.fsdp2 import Fsdp2EngineConfig
+from sparo_train.engine.local import DeviceConfig
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.objectives.clip import ClipObjective, ClipObjectiveConfig
 from sparo_train.objectives.contrastive import contrastive
-from sparo_train.openclip import config_of
 
 MODELS = ("ViT-B-16", "ViT-L-14", "ViT-H-14", "ViT-g-14")
 RANKS = (1, 8, 64, 1024)
@@ -47,20 +50,10 @@ class Model(NamedTuple):
     width: int
 
 
-class Cost(NamedTuple):
-    """Bytes per rank: weights + gradients + optimizer as they stay, the most gathered on top, and sent per step."""
-
-    engine: str
-    states: float
-    gathered: float
-    sent: float
-
-
 def measured(name: str) -> Model:
     """Counted on fake tensors: nothing is allocated or computed."""
-    whole = config_of(name)
     readout = {"kind": "sparo", "slots": 128, "slot_width": 64, "head_width": 64}
-    config = ClipConfig.model_validate({**whole.model_dump(exclude={"readout", "backbone"}), "readout": readout})
+    config = ClipConfig.model_validate({"backbone": name, "readout": readout})
     with FakeTensorMode():
         objective = ClipObjective(ClipObjectiveConfig(model=config))
         total = sum(p.numel() for p in objective.parameters())
@@ -97,21 +90,15 @@ def _kept(objective: ClipObjective, config: ClipConfig, pairs: int) -> float:
     return sum(seen.values())
 
 
-def engines(m: Model, n: int) -> Iterator[Cost]:
-    """fp32 weights, gradients and two Adam moments are 4 + 4 + 8 bytes a parameter; bf16 copies are gathered or cast per unit."""
-    p, ring = m.parameters, (n - 1) / n
-    casts = 2 * p  # autocast keeps its bf16 copies of the weights until the forward ends
-    yield Cost("ddp", 16 * p, casts, 2 * ring * 4 * p)
-    gathered = 2 * (m.root + 2 * m.unit)  # the root stays gathered, one unit computes while the next arrives
-    yield Cost("fsdp2", 16 * p / n, gathered, ring * (2 * 2 * p + 4 * p))
-    yield Cost("fsdp2, reshard_after_forward: false", 16 * p / n, 2 * p, ring * (2 * p + 4 * p))
-    g = min(8, n)
-    inside, across = (g - 1) / g, (n // g - 1) / (n // g)
-    yield Cost("fsdp2, shard_size: 8", 16 * p / g, gathered, inside * (4 * p + 4 * p) + 2 * across * 4 * p / g)
-    yield Cost("deepspeed, stage: 1", 8 * p + 12 * p / n, casts, ring * (4 * p + 4 * p))
-    yield Cost("deepspeed, stage: 2", 4 * p + 16 * p / n, casts, ring * (4 * p + 4 * p))
-    live = 4 * (m.root + 2 * m.unit)
-    yield Cost("deepspeed, stage: 3", 16 * p / n, live, ring * (2 * 4 * p + 4 * p))
+ENGINES: dict[str, DeviceConfig] = {
+    "ddp": DdpEngineConfig(kind="ddp"),
+    "fsdp2": Fsdp2EngineConfig(kind="fsdp2"),
+    "fsdp2, reshard_after_forward: false": Fsdp2EngineConfig(kind="fsdp2", reshard_after_forward=False),
+    "fsdp2, shard_size: 8": Fsdp2EngineConfig(kind="fsdp2", shard_size=8),
+    "deepspeed, stage: 1": DeepSpeedEngineConfig(kind="deepspeed", stage=1),
+    "deepspeed, stage: 2": DeepSpeedEngineConfig(kind="deepspeed", stage=2),
+    "deepspeed, stage: 3": DeepSpeedEngineConfig(kind="deepspeed", stage=3),
+}
 
 
 def features(m: Model, n: int) -> dict[str, float]:
@@ -235,9 +222,10 @@ def _model_table(models: list[Model]) -> tuple[str, list[str], list[list[str]]]:
 def _engine_table(m: Model) -> tuple[str, list[str], list[list[str]]]:
     columns = ["engine", *(f"{n} GPU{'s' if n > 1 else ''}" for n in RANKS), "sent per step (64 GPUs)"]
     rows = []
-    for costs in zip(*(engines(m, n) for n in RANKS), strict=True):
-        cells = [f"{c.states / GB:.1f} + {c.gathered / GB:.1f}" for c in costs]
-        rows.append([costs[0].engine, *cells, f"{costs[RANKS.index(64)].sent / GB:.1f}"])
+    for name, config in ENGINES.items():
+        found = [costs(config, Sizes(m.parameters, m.unit, m.root), n) for n in RANKS]
+        cells = [f"{c.states / GB:.1f} + {c.gathered / GB:.1f}" for c in found]
+        rows.append([name, *cells, f"{found[RANKS.index(64)].sent / GB:.1f}"])
     return f"{m.name}: GB per rank, states + gathered", columns, rows
 
 

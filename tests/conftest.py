@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import yaml
 from PIL import Image
 
 from sparo_train.data.writer import write_shards, write_wds_layout
+from tests.processes import Started
 
 WORDS = ["red", "blue", "green", "dark", "bright", "square", "circle", "plain"]
 
@@ -118,14 +118,13 @@ def write_recipe(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
     return write
 
 
-def start_sparo(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.Popen[str]:
-    """`sparo …` in a process of its own, on two threads."""
+def start_sparo(*arguments: str, cwd: Path | None = None, program: str | None = None, **environment: str) -> Started:
+    """`sparo …` (or a program around it) in a process of its own, on two threads."""
     env = {**os.environ, "OMP_NUM_THREADS": "2", **environment}
-    command = [sys.executable, "-c", "from launch.cli import main; main()", *arguments]
-    return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return Started(arguments, env, cwd, program)
 
 
 def sparo(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     process = start_sparo(*arguments, cwd=cwd, **environment)
     stdout, stderr = process.communicate(timeout=500)
-    return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+    return subprocess.CompletedProcess(arguments, process.returncode or 0, stdout, stderr)

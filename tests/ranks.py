@@ -7,16 +7,13 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Callable
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparo_train.core.distributed import Ranks, World
-
-_CONTEXT = get_context("forkserver")  # forked from a process that has imported much and run nothing
-_CONTEXT.set_forkserver_preload(["torch", "open_clip", "tests.ranks"])
+from tests.processes import CONTEXT
 
 
 def free_port() -> int:
@@ -34,7 +31,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, se
     """
     with tempfile.TemporaryDirectory() as folder:
         common = (world_size, free_port(), Path(folder), function, arguments)
-        processes = [_CONTEXT.Process(target=_rank, args=(rank, *common)) for rank in range(world_size)]
+        processes = [CONTEXT.Process(target=_rank, args=(rank, *common)) for rank in range(world_size)]
         for process in processes:
             process.start()
         for process in processes:

@@ -96,7 +96,9 @@ class RunDir:
     def _take_lock(self) -> None:
         self._lock = (self.path / ".lock").open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(
+                self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB
+            )  # not flock: loader workers would inherit it, and outlive a kill
         except OSError:
             self.close()
             raise TrainingError(

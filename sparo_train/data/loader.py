@@ -180,6 +180,8 @@ class ClipPipeline:
             batch_size=None,
             num_workers=self.workers,
             prefetch_factor=self.config.prefetch if self.workers else None,
+            # Workers whose parent is a fork server do not notice that this process was killed, and stay.
+            multiprocessing_context="fork" if self.workers else None,
             collate_fn=_as_it_is,  # pyright: ignore[reportArgumentType]
             worker_init_fn=_start_worker,
             generator=torch.Generator(),  # its own: a loader's start must not move the training's random stream

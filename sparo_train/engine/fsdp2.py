@@ -18,7 +18,7 @@ from ..core.errors import ConfigError
 from .ranked import RankedEngineConfig, Root, ShardedEngine
 from .spans import Span
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # None: as the parameters are
 
 
 class Fsdp2EngineConfig(RankedEngineConfig):
@@ -65,7 +65,7 @@ class Fsdp2Engine(ShardedEngine):
                 "mesh": init_device_mesh(self.device.type, shape, mesh_dim_names=names),
                 "mp_policy": MixedPrecisionPolicy(
                     param_dtype=_DTYPES[config.param_dtype or config.precision],
-                    reduce_dtype=_DTYPES[config.reduce_dtype],
+                    reduce_dtype=torch.bfloat16 if config.reduce_dtype == "bf16" else self._plain_dtype(),
                 ),
                 "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
                 if config.cpu_offload
@@ -76,6 +76,9 @@ class Fsdp2Engine(ShardedEngine):
             for unit in objective.shard_units():
                 fully_shard(unit, **common)
             fully_shard(self._root, **{**common, "reshard_after_forward": False})  # backward needs it first
+
+    def _plain_dtype(self) -> torch.dtype | None:
+        return None if (self.config.param_dtype or self.config.precision) == "fp32" else torch.float32
 
     def backward(self, total: Tensor, *, last: bool) -> None:
         """Accumulate gradients; after the `last` micro-batch they are the mean over ranks, each rank holding its rows."""

@@ -76,6 +76,17 @@ BACKBONES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "ViT-B-32": ({"patch_size": 32}, {}, 512),
     "ViT-S-16": ({"patch_size": 16, "width": 384}, {"width": 384, "heads": 6}, 384),
     "ViT-S-32": ({"patch_size": 32, "width": 384}, {"width": 384, "heads": 6}, 384),
+    "ViT-L-14": ({"patch_size": 14, "width": 1024, "layers": 24}, {"width": 768, "heads": 12}, 768),
+    "ViT-H-14": (
+        {"patch_size": 14, "width": 1280, "layers": 32, "head_width": 80},
+        {"width": 1024, "heads": 16, "layers": 24},
+        1024,
+    ),
+    "ViT-g-14": (
+        {"patch_size": 14, "width": 1408, "layers": 40, "head_width": 88, "mlp_ratio": 4.3637},
+        {"width": 1024, "heads": 16, "layers": 24},
+        1024,
+    ),
     "ViT-Tiny-8": (
         {"image_size": 64, "patch_size": 8, "width": 128, "layers": 4, "head_width": 32},
         _TINY_TEXT,

@@ -9,6 +9,7 @@ import torch
 from ..core.errors import ConfigError, DataError
 from ..data.plan import per_epoch
 from ..data.sources import find_shards, open_source
+from ..engine.costs import Sizes, costs
 from ..models.clip import Clip
 from ..objectives.contrastive import logits_held
 from .run import RunConfig
@@ -68,7 +69,7 @@ def dry_run(config: RunConfig) -> DryRun:
         epoch,
         steps,
         samples,
-        memory_estimate(config, sum(p.numel() for p in model.parameters())),
+        memory_estimate(config, model),
     )
 
 
@@ -82,8 +83,17 @@ def parameters_by_module(model: Clip) -> dict[str, int]:
     return out
 
 
-def memory_estimate(config: RunConfig, parameters: int) -> dict[str, int]:
-    """Bytes on one rank: fp32 weights, gradients, two Adam moments, activations of a batch, logits."""
+def memory_estimate(config: RunConfig, model: Clip) -> dict[str, int]:
+    """Bytes on one rank of `world_size` (or one): what the engine keeps, activations of a micro-batch, logits."""
+    parameters = sum(p.numel() for p in model.parameters())
+    units = [
+        sum(p.numel() for p in block.parameters())
+        for t in (model.visual, model.text)
+        for block in t.transformer.resblocks
+    ]
+    kept_by_engine = costs(
+        config.engine, Sizes(parameters, max(units, default=0), parameters - sum(units)), config.world_size or 1
+    )
     m, half = config.objective.model, config.engine.precision == "bf16"
     replaced = getattr(m.readout, "replace_last_block", False)
     block = _BLOCK_ACTIVATIONS * (1 if half else 2)
@@ -97,9 +107,10 @@ def memory_estimate(config: RunConfig, parameters: int) -> dict[str, int]:
     else:
         activations = sum(block * size * (layers - replaced) for size, layers in towers)
     return {
-        "weights": 4 * parameters,
-        "gradients": 4 * parameters,
-        "optimizer": 8 * parameters,
+        "weights": int(kept_by_engine.weights),
+        "gradients": int(kept_by_engine.gradients),
+        "optimizer": int(kept_by_engine.optimizer),
+        "gathered": int(kept_by_engine.gathered),
         "activations": config.micro_batch(config.world_size or 1) * activations,
         "logits": 4 * 4 * logits_held(config.batch_size // (config.world_size or 1), config.batch_size),
     }

@@ -112,7 +112,8 @@ def test_data_verbs(trained):
 
 def test_nothing_there_to_load_is_said(tmp_path):
     with pytest.raises(
-        CheckpointError, match="no run folder, no checkpoint folder, no exported folder, no weight file"
+        CheckpointError,
+        match="no run folder, no checkpoint folder, no exported folder, no DeepSpeed folder, no weight file",
     ):
         load_encoder(tmp_path)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tiny_recipe(tmp_path, tmp_path)))

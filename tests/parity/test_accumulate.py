@@ -62,6 +62,39 @@ def test_cached_accumulation_is_exact_with_augmentation_and_patch_dropout(shards
     assert_close({n: g.double() for n, g in rounded.items()}, expected, 2e-6)
 
 
+def engine_block(kind, **keys):
+    return {"kind": kind, "device": "cpu", "precision": "fp32", **keys}
+
+
+def all_gradients(ranks, tree, engine, micro_batch_sizes):
+    """Gradients after the first batch, in fp64, for each micro-batch size."""
+    config = resolve(RunConfig, {**tree, "engine": engine}, "x")
+    batch = next(build_pipeline(config, ranks.world).start()).batch
+    found = []
+    for size in micro_batch_sizes:
+        objective = build_objective(config).double()
+        running = build_engine(config, ranks)
+        running.prepare(objective)
+        gradients(running, objective, batch, PROGRESS, size)
+        named = {n: p.grad for n, p in objective.named_parameters() if p.grad is not None}
+        found.append({n: (g.full_tensor() if hasattr(g, "full_tensor") else g).clone() for n, g in named.items()})
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_gradients_are_those_of_one_process_with_the_whole_batch(shards, tmp_path, kind):
+    """World sizes 1, 2, 4 and accumulation 1, 2, 4, with augmentation and patch dropout; `logit_scale` included."""
+    tree = tiny_recipe(shards, tmp_path, batch_size=16)
+    tree["data"] = {**tree["data"], "workers": 0, "streams": 16}
+    ((whole,),) = run_ranks(1, all_gradients, tree, engine_block("local"), [16])
+    assert "model.logit_scale" in whole and len(whole) > 40
+    for world_size in (1, 2, 4):
+        sizes = [16 // world_size // parts for parts in (1, 2, 4)]
+        for by_rank in run_ranks(world_size, all_gradients, tree, engine_block(kind), sizes):
+            for got in by_rank:
+                assert_close(got, whole, 1e-10)
+
+
 def trained(ranks, tree, engine, micro_batch_size, folder, restart_at=None):
     """Six steps on these ranks, saved; with another engine taking over from a checkpoint where `restart_at` says {step: engine}."""
     config = resolve(RunConfig, {**tree, "engine": engine}, "x")
@@ -86,10 +119,6 @@ def trained(ranks, tree, engine, micro_batch_size, folder, restart_at=None):
 
 def model_after(folder):
     return store.read_part(store.CheckpointStore(folder).latest(), "model")
-
-
-def engine_block(kind, **keys):
-    return {"kind": kind, "device": "cpu", "precision": "fp32", **keys}
 
 
 DDP, FSDP2 = engine_block("ddp"), engine_block("fsdp2")

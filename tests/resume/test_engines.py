@@ -82,7 +82,7 @@ def test_a_rank_killed_inside_a_save_leaves_the_checkpoint_before(place, method,
     name = f"inside-{method}"
     line = ("train", place / "recipe.yaml", f"name={name}")
     program = _AT.format(method=method, rank=rank, step=6, happens="os.kill(os.getpid(), signal.SIGKILL)")
-    found = finish(start_ranks(2, *line, program=("-c", program)))
+    found = finish(start_ranks(2, *line, program=program))
     assert found[rank][0] == -9 and found[1 - rank][0] == 3, found
     assert list(store.CheckpointStore(place / name / "checkpoints").steps()) == [3]
     assert list((place / name / "checkpoints").glob(".tmp-*"))
@@ -95,7 +95,7 @@ def test_a_rank_killed_inside_a_save_leaves_the_checkpoint_before(place, method,
 def test_a_full_disk_on_one_rank_ends_all_with_one_message(place):
     line = ("train", place / "recipe.yaml", "name=full")
     happens = "from sparo_train.core import store, pieces; store.write_pieces = lambda *a: open('/dev/full', 'w').write('x' * 9999)"
-    found = finish(start_ranks(2, *line, program=("-c", _AT.format(method="write", rank=1, step=6, happens=happens))))
+    found = finish(start_ranks(2, *line, program=_AT.format(method="write", rank=1, step=6, happens=happens)))
     assert [code for code, _ in found] == [2, 2], found
     assert (
         "rank 1: " in found[0][1]

@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 
@@ -19,7 +18,7 @@ from sparo_train.core.distributed import World, find_world
 from sparo_train.core.errors import ConfigError
 from sparo_train.data.writer import write_shard
 from sparo_train.train.run import RunConfig
-from tests.conftest import eval_sets, sample, sparo, tiny_recipe
+from tests.conftest import eval_sets, sample, sparo, start_sparo, tiny_recipe
 from tests.ranks import free_port
 from tests.resume.test_training import assert_bit_equal
 
@@ -55,26 +54,16 @@ main()
 """
 
 
-def start_ranks(world_size, *arguments, program=("-m", "launch.cli")):
+def start_ranks(world_size, *arguments, program=None):
     """`sparo …` once per rank, as torchrun would start it."""
-    env = {
-        **os.environ,
+    common = {
         "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    command = [sys.executable, *program, *map(str, arguments)]
-    return [
-        subprocess.Popen(
-            command,
-            env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
-            stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for r in range(world_size)
-    ]
+    own = [{**common, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(world_size)]
+    return [start_sparo(*map(str, arguments), program=program, **env) for env in own]
 
 
 def finish(processes, seconds=120):
@@ -198,7 +187,7 @@ def test_what_cannot_run_is_refused_by_all_ranks_at_once(place, override, messag
 
 def test_trouble_on_one_rank_stops_all_saved_and_is_told_once(place):
     line = ("train", place / "recipe.yaml", "name=trouble", "checkpoint.every_steps=0", "data.prefetch=1")
-    found = finish(start_ranks(2, *line, program=("-c", _RANK_ONE_FAILS)), 60)
+    found = finish(start_ranks(2, *line, program=_RANK_ONE_FAILS), 60)
     assert [code for code, _ in found] == [2, 2], found
     assert "error: rank 1: x.tar: the disk is gone" in found[0][1] and "error:" not in found[1][1]
     kept = store.CheckpointStore(place / "trouble/checkpoints").latest()
@@ -239,7 +228,7 @@ def test_skips_are_counted_once_although_a_signal_came_between(place):
 
 def test_a_slow_rank_shows_in_the_spread(place):
     line = ("train", place / "recipe.yaml", "name=slow", "steps=4")
-    found = finish(start_ranks(2, *line, program=("-c", _RANK_ONE_IS_SLOW)), 60)
+    found = finish(start_ranks(2, *line, program=_RANK_ONE_IS_SLOW), 60)
     assert [code for code, _ in found] == [0, 0], found
     assert metrics.read(place / "slow/metrics.jsonl", "train")[-1]["step_spread"] > 1
 

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from sparo_train.core.rng import generator, torch_seed
 from sparo_train.core.rundir import RunDir
 from sparo_train.core.signals import StopFlag
 from sparo_train.train.saving import Saver
+from tests.processes import CONTEXT
 
 STATE = {
     "model": {"w": torch.arange(6.0).view(2, 3), "scale": torch.tensor(2.5)},
@@ -134,12 +136,33 @@ def test_wandb_without_wandb_says_how_to_get_it(tmp_path, monkeypatch):
         metrics.MetricsLog(tmp_path, wandb="project", tensorboard=False)
 
 
+def _open(path, queue):
+    try:
+        RunDir(path).open_for_training("lr: 1\nlog: {every_steps: 5}\n")
+        queue.put("opened")
+    except TrainingError as error:
+        queue.put("refused" if "another process is training in this folder" in str(error) else str(error))
+
+
+def in_another_process(path):
+    queue = CONTEXT.SimpleQueue()
+    process = CONTEXT.Process(target=_open, args=(path, queue))
+    process.start()
+    process.join()
+    return queue.get()
+
+
 def test_a_run_folder_refuses_another_recipe_and_a_second_process(tmp_path):
     first = RunDir(tmp_path / "run")
     assert first.open_for_training("lr: 1\nlog: {every_steps: 5}\n") is False
-    with pytest.raises(TrainingError, match="another process is training"):
-        RunDir(tmp_path / "run").open_for_training("lr: 1\n")
+    assert in_another_process(tmp_path / "run") == "refused"
+    worker = CONTEXT.get_context("fork").Process(
+        target=time.sleep, args=(60,)
+    )  # as a loader worker, it has what we have open
+    worker.start()
     first.close()
+    assert in_another_process(tmp_path / "run") == "opened"
+    worker.kill()
     second = RunDir(tmp_path / "run")
     with pytest.raises(ConfigError, match="lr: 1 -> 2"):
         second.open_for_training("lr: 2\nlog: {every_steps: 5}\n")

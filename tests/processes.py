@@ -1,0 +1,78 @@
+"""`sparo …` in processes of its own, forked from one that has imported everything and run nothing: a start costs no imports.
+
+tests/docs starts the same commands as a user does.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from multiprocessing import get_context
+from pathlib import Path
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+CONTEXT = get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.preload"])
+
+
+class Started:
+    """A running `sparo …`, with what tests use of `subprocess.Popen`."""
+
+    def __init__(
+        self, arguments: tuple[str, ...], environment: Mapping[str, str], cwd: Path | None, program: str | None
+    ):
+        self._folder = tempfile.TemporaryDirectory(prefix="sparo-test-")
+        self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
+        self._process = CONTEXT.Process(
+            target=_run, args=(arguments, dict(environment), cwd, program, self._out, self._err)
+        )
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def send_signal(self, number: int) -> None:
+        if self._process.is_alive() and self._process.pid:
+            os.kill(self._process.pid, number)
+
+    def stderr_now(self) -> str:
+        """What it has written to stderr so far."""
+        return self._err.read_text(errors="replace") if self._err.exists() else ""
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """(stdout, stderr) after its end. Raises subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("sparo", timeout or 0.0, stderr=self.stderr_now().encode())
+        return self._out.read_text(errors="replace"), self.stderr_now()
+
+
+def _run(
+    arguments: tuple[str, ...], environment: dict[str, str], cwd: Path | None, program: str | None, out: Path, err: Path
+) -> None:
+    for path, number in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    if cwd is not None:
+        os.chdir(cwd)
+    import torch
+
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "2")))
+    sys.argv = ["sparo", *arguments]
+    if program is None:
+        from launch.cli import main
+
+        main()
+    else:
+        exec(compile(program, "program", "exec"), {"__name__": "__main__"})
