@@ -5,6 +5,7 @@ tests/docs starts the same commands as a user does.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
 import sys
@@ -32,6 +33,10 @@ class Started:
         self._process.start()
 
     @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    @property
     def returncode(self) -> int | None:
         return self._process.exitcode
 
@@ -54,7 +59,8 @@ class Started:
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("sparo", timeout or 0.0, stderr=self.stderr_now().encode())
-        return self._out.read_text(errors="replace"), self.stderr_now()
+        out = self._out.read_text(errors="replace") if self._out.exists() else ""
+        return out, self.stderr_now()
 
 
 def _run(
@@ -69,6 +75,7 @@ def _run(
     import torch
 
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "2")))
+    faulthandler.enable()  # tests send SIGABRT to one that hangs
     sys.argv = ["sparo", *arguments]
     if program is None:
         from launch.cli import main

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import sys
 from types import FrameType, TracebackType
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 
 
@@ -46,6 +49,11 @@ class StopFlag:
 
 
 def ignore_in_worker() -> None:
-    """Loader workers leave signals to the main process, which saves and then closes them."""
+    """Loader workers leave signals to the main process, which saves and then closes them; where it is killed, they go too.
+
+    A worker has the sockets of its rank open: as long as it lives, the other ranks do not notice that theirs died.
+    """
     for name in _NAMES:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -69,6 +69,21 @@ def test_kill_minus_nine_at_any_step_loses_nothing(shards, tmp_path, straight, w
     assert_bit_equal(folder, straight)
 
 
+def test_loader_workers_go_with_a_killed_run(shards, tmp_path, write_recipe):
+    recipe = write_recipe(tiny_recipe(shards, tmp_path / "gone", steps=2000))
+    process = start_sparo("train", str(recipe))
+    while process.poll() is None and not metrics.read(tmp_path / "gone/tiny/metrics.jsonl", "train"):
+        time.sleep(0.01)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert children
+    process.kill()
+    process.communicate()
+    end = time.monotonic() + 3  # torch's own watch takes five seconds, in which other ranks would wait
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def test_a_signal_saves_and_the_same_line_continues(shards, tmp_path, straight, write_recipe):
     tree = tiny_recipe(shards, tmp_path / "stopped", checkpoint={"every_steps": 0, "every_minutes": 0.0})
     recipe, folder = write_recipe(tree), tmp_path / "stopped" / "tiny"
