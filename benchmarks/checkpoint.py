@@ -1,6 +1,6 @@
 """What saving costs: the same training with a checkpoint every 20 steps, in the background and waited for, against none.
 
-    python benchmarks/checkpoint.py [--quick] [--json FILE] [--model ViT-Tiny-8] [--batch 64] [--steps 60]
+    python benchmarks/checkpoint.py [--quick] [--json FILE] [--model ViT-Tiny-8] [--batch 64] [--steps 80]
 
 Whole runs of `sparo train` on images made here, taken in turn; steps per second over all steps but the first 20, the
 wait for a save that is still under way included, as the trainer's own records have it.

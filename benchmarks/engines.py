@@ -68,19 +68,19 @@ def run(place: Path, name: str, options: Any, engine: dict[str, Any], model: str
         "MASTER_PORT": str(port),
     }
     command = [sys.executable, "-m", "launch.cli", "train", str(path)]
+    logs = [place / f"{name}-{r}.err" for r in range(RANKS)]
     ranks = [
         subprocess.Popen(
             command,
             env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=log.open("w"),
         )
-        for r in range(RANKS)
+        for r, log in enumerate(logs)
     ]
-    errors = [process.communicate()[1] for process in ranks]
-    if any(process.returncode for process in ranks):
-        sys.exit("\n".join(errors))
+    codes = [process.wait() for process in ranks]
+    if any(codes):
+        sys.exit("\n".join(log.read_text() for log in logs))
     return metrics.read(place / name / "metrics.jsonl", "train")
 
 
@@ -90,7 +90,7 @@ def main() -> None:
     flags.add_argument("--batch", type=int, default=8, help="pairs per rank")
     flags.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     options = flags.parse_args()
-    rounds, steps = (1, 8) if options.quick else (3, 20)
+    rounds, steps = (1, 8) if options.quick else (2, 20)
     model = "ViT-Tiny-16" if options.quick else options.model
     speed: dict[str, list[float]] = {name: [] for name in ENGINES}
     memory: dict[str, list[float]] = {name: [] for name in ENGINES}

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .errors import ConfigError, SparoError, TrainingError
+from .errors import ConfigError, LostRankError, SparoError
 
 T = TypeVar("T")
 # For what rank 0 alone does (evaluating); gloo notices a rank that dies at once all the same.
@@ -74,7 +74,7 @@ class Ranks:
                 dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=limit)
                 self._control: Any = dist.new_group(backend="gloo", timeout=limit)
                 self._patient: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
-                self._saving: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
+                self._saving: Any = dist.new_group(backend="gloo", timeout=limit)
 
     @contextmanager
     def named(self, what: str) -> Iterator[None]:
@@ -84,7 +84,7 @@ class Ranks:
         except (dist.DistError, RuntimeError) as error:
             if self.size == 1 or not _is_collective(error):
                 raise
-            raise TrainingError(
+            raise LostRankError(
                 f"rank {self.rank} of {self.size}: {what} failed; another rank died, or did not answer within "
                 f"{self.timeout:g} s (engine.timeout). The same line continues from the last checkpoint. "
                 f"({str(error).splitlines()[0][:200]})"
@@ -95,6 +95,8 @@ class Ranks:
         """For what fails on all ranks alike: rank 0 prints it."""
         try:
             yield
+        except LostRankError:
+            raise
         except SparoError as error:
             error.repeated = self.rank > 0
             raise

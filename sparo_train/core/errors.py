@@ -35,6 +35,10 @@ class TrainingError(SparoError):
     exit_code = 3
 
 
+class LostRankError(TrainingError):
+    """Another rank died or does not answer: every rank that is left says so itself."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for a near miss, else a list of what is known."""
     known = list(known)

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from .errors import ConfigError, TrainingError
+
 
 class MetricsLog:
     """Appends records to `metrics.jsonl` and mirrors their numbers to tensorboard (and wandb, where asked).
@@ -35,8 +37,13 @@ class MetricsLog:
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Write one record: `{"kind": kind, "step": step, **values}`; non-finite numbers become strings."""
         record = {"kind": kind, "step": step, **values}
-        self._file.write(json.dumps(_plain(record)) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(_plain(record)) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise TrainingError(
+                f"{self.path}: cannot be written ({error}); free space, then run the same line again"
+            ) from None
         numbers = {f"{kind}/{k}": v for k, v in _flat(values) if isinstance(v, int | float)}
         if self._board is not None:
             for name, value in numbers.items():
@@ -75,8 +82,6 @@ def rewind(path: Path, step: int) -> None:
 
 
 def _start_wandb(project: str, folder: Path) -> Any:
-    from .errors import ConfigError
-
     try:
         import wandb  # pyright: ignore[reportMissingImports]
     except ImportError:

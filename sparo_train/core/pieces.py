@@ -135,7 +135,8 @@ class PiecesReader:
 
     def read(self, part: str, name: str, begin: int = 0, end: int | None = None) -> Tensor:
         """Elements `begin` … `end` (default: all) as a 1-d CPU tensor in the dtype of the file."""
-        end = math.prod(self.shape(part, name)) if end is None else end
+        whole = math.prod(self.shape(part, name))
+        end = whole if end is None else end
         found = [self._cut(name, run, max(begin, run.begin), min(end, run.end)) for run in self._runs[part][name]]
         kept = [piece for piece in found if piece is not None]
         if not kept:

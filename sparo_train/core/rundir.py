@@ -6,6 +6,7 @@ runs/NAME/checkpoints/step-00012000/   runs/NAME/export/   runs/NAME/evals/*.jso
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.metadata
 import json
@@ -37,12 +38,12 @@ FREE_ON_RESUME = {
     "engine.bucket_mb",
     "engine.reshard_after_forward",
     "engine.shard_size",
-    "engine.param_dtype",
-    "engine.reduce_dtype",
     "engine.cpu_offload",
     "engine.stage",
     "engine.whole_below",
 }
+# Those of one engine, free where another engine goes on.
+ENGINES_OWN = {"engine.param_dtype", "engine.reduce_dtype"}
 FREE_BLOCKS = ("log.", "checkpoint.", "eval.")
 
 
@@ -77,11 +78,12 @@ class RunDir:
         return continued
 
     def beat(self, **facts: Any) -> None:
-        """Rewrite heartbeat.json: when, which process, and what it was doing."""
-        self._write(
-            "heartbeat.json",
-            json.dumps({"time": time.time(), "pid": os.getpid(), "host": platform.node(), **facts}),
-        )
+        """Rewrite heartbeat.json: when, which process, and what it was doing; a full disk is told by what matters more."""
+        with contextlib.suppress(OSError):
+            self._write(
+                "heartbeat.json",
+                json.dumps({"time": time.time(), "pid": os.getpid(), "host": platform.node(), **facts}),
+            )
 
     def close(self) -> None:
         if self._lock is not None:
@@ -107,11 +109,13 @@ class RunDir:
 
     def _refuse_changes(self, resolved: str) -> None:
         old = parse_yaml(self.config.read_text(encoding="utf-8"), str(self.config))
+        found = differences(old, parse_yaml(resolved, "the recipe"))
+        free = FREE_ON_RESUME | (ENGINES_OWN if any(d.startswith("engine.kind:") for d in found) else set())
         changed = [
             d
-            for d in differences(old, parse_yaml(resolved, "the recipe"))
+            for d in found
             if not d.startswith(FREE_BLOCKS)
-            and d.partition(":")[0] not in FREE_ON_RESUME
+            and d.partition(":")[0] not in free
             and ": '(absent)' -> " not in d  # a key that a newer version added
         ]
         if changed:

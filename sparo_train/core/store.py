@@ -88,7 +88,7 @@ class CheckpointStore:
             _flush(path)
             _flush(temporary)
             if target.exists():
-                target.rename(self.root / f".tmp-old-{step:08d}")
+                target.rename(self.root / f".tmp-old-{target.name}")
             temporary.rename(target)
             _flush(self.root)
         except OSError as error:
@@ -103,7 +103,11 @@ class CheckpointStore:
     def sweep(self) -> None:
         """Remove what killed writers left; to be called before training starts."""
         for leftover in self.root.glob(".tmp-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            replaced = self.root / leftover.name.removeprefix(".tmp-old-")
+            if replaced.name.startswith("step-") and not replaced.exists():
+                leftover.rename(replaced)  # killed between the two renames of a checkpoint written again
+            else:
+                shutil.rmtree(leftover, ignore_errors=True)
 
     def steps(self) -> dict[int, Path]:
         """Complete checkpoints by step, oldest first."""
@@ -122,7 +126,7 @@ class CheckpointStore:
         remedy = (
             f"{kept} is intact. Free space or fix permissions, then run the same line again."
             if kept
-            else "no earlier one exists."
+            else "no earlier one exists. Free space or fix permissions."
         )
         return CheckpointError(f"{self.folder(step)}: could not be written ({error}); {remedy}")
 
@@ -143,7 +147,9 @@ def read_meta(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path}/meta.json: not readable ({error}); {remedy}") from None
     if meta.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: format {meta.get('format')!r}, this version reads {FORMAT}")
+        raise CheckpointError(
+            f"{path}: format {meta.get('format')!r}, this version reads {FORMAT}; use the version of sparo that wrote it"
+        )
     if checksum != _checksum(meta):
         raise CheckpointError(f"{path}/meta.json: damaged (its checksum differs); {remedy}")
     for name, expected in meta["files"].items():
@@ -167,7 +173,11 @@ def open_checkpoint(path: Path, parts: Sequence[str], share: tuple[int, int] = (
             raise CheckpointError(f"{path}: holds no {part!r}")
     rank, size = share
     for file in [file for paths in wanted.values() for file in paths][rank::size]:
-        if _sha256(file) != files[file.name]["sha256"]:
+        try:
+            same = _sha256(file) == files[file.name]["sha256"]
+        except OSError as error:
+            raise CheckpointError(f"{file}: not readable ({error}); fix that, or remove {path}") from None
+        if not same:
             raise CheckpointError(
                 f"{file}: damaged (its checksum differs); remove {path} to continue from the checkpoint before it"
             )

@@ -21,13 +21,17 @@ class Sizes(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Bytes on one rank. `gathered`: most that is whole for a moment; `sent`: in one optimizer step without accumulation."""
+    """Bytes on one rank. `gathered`: most that is whole for a moment; `sent`: in one optimizer step without accumulation.
+
+    Weights, gradients and optimizer are on the device, or all of them in `host` memory where they are offloaded.
+    """
 
     weights: float
     gradients: float
     optimizer: float
     gathered: float
     sent: float
+    host: float = 0.0
 
     @property
     def states(self) -> float:
@@ -37,22 +41,32 @@ class Costs(NamedTuple):
 def costs(config: DeviceConfig, sizes: Sizes, ranks: int) -> Costs:
     """Of an engine with this recipe block on so many ranks; collectives are counted as rings."""
     p, share = sizes.parameters, (ranks - 1) / ranks
-    low = 2 if config.precision == "bf16" else 0  # autocast keeps 16-bit copies of the weights until the forward ends
+    live = (
+        sizes.outside + 2 * sizes.largest_unit
+    )  # what is outside of units stays; one unit computes while the next arrives
+    # Backward keeps autocast's 16-bit copies of the weights; of checkpointed units only while one is computed again.
+    casts = 0 if config.precision == "fp32" else 2 * (live if config.grad_checkpointing else p)
     if isinstance(config, Fsdp2EngineConfig) and ranks > 1:
-        width = 2 if (config.param_dtype or config.precision) == "bf16" else 4
-        reduced = 2 if config.reduce_dtype == "bf16" else 4
-        shard = min(config.shard_size or ranks, ranks)
-        inside, copies = (shard - 1) / shard, ranks // shard
-        again = config.reshard_after_forward
-        # The root stays whole; of the units one computes while the next arrives.
-        gathered = width * (sizes.outside + 2 * sizes.largest_unit if again else p)
-        sent = inside * p * ((2 if again else 1) * width + reduced) + 2 * (copies - 1) / copies * reduced * p / shard
-        return Costs(4 * p / shard, 4 * p / shard, 8 * p / shard, gathered, sent)
+        return _fsdp2(config, sizes, ranks, live, casts)
     if isinstance(config, DeepSpeedEngineConfig):
         if config.stage == 3:
-            live = 4 * (sizes.outside + 2 * sizes.largest_unit)
-            return Costs(4 * p / ranks, 4 * p / ranks, 8 * p / ranks, live, share * (2 * 4 * p + 4 * p))
+            return Costs(4 * p / ranks, 4 * p / ranks, 8 * p / ranks, 4 * live + casts, share * (2 * 4 * p + 4 * p))
         gradients = 4 * p if config.stage == 1 else 4 * p / ranks
-        # Master weights beside the ones to compute with, although both are fp32.
-        return Costs(4 * p, gradients, 12 * p / ranks, low * p, share * (4 * p + 4 * p))
-    return Costs(4 * p, 4 * p, 8 * p, low * p, 2 * share * 4 * p)
+        # Master weights beside the ones to compute with, although both are fp32; gradients are all-reduced.
+        return Costs(4 * p, gradients, 12 * p / ranks, casts, share * (2 * 4 * p + 4 * p))
+    return Costs(4 * p, 4 * p, 8 * p, casts, 2 * share * 4 * p)
+
+
+def _fsdp2(config: Fsdp2EngineConfig, sizes: Sizes, ranks: int, live: int, casts: float) -> Costs:
+    p = sizes.parameters
+    width = 2 if (config.param_dtype or config.precision) == "bf16" else 4
+    reduced = 2 if config.reduce_dtype == "bf16" else 4
+    shard = min(config.shard_size or ranks, ranks)
+    inside, copies = (shard - 1) / shard, ranks // shard
+    again = p - sizes.outside if config.reshard_after_forward else 0  # gathered once more for backward
+    gathered = width * (live if config.reshard_after_forward else p) + (casts if width == 4 else 0)
+    sent = inside * (width * (p + again) + reduced * p) + 2 * (copies - 1) / copies * reduced * p / shard
+    states = (4 * p / shard, 4 * p / shard, 8 * p / shard)
+    if config.cpu_offload:
+        return Costs(0, 0, 0, gathered, sent, host=sum(states))
+    return Costs(*states, gathered, sent)

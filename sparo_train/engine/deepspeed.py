@@ -58,13 +58,15 @@ class DeepSpeedEngine(ShardedEngine):
     holds them, which it cannot do with 0-d ones. Checkpoints are ours, of fp32 master weights, for any engine and world size.
 
     Raises:
-        ConfigError: DeepSpeed is not installed; stage 3 with an objective that keeps a teacher.
+        ConfigError: DeepSpeed is not installed; one rank; stage 3 with an objective that keeps a teacher.
     """
 
     kind = "deepspeed"
     config: DeepSpeedEngineConfig
 
     def prepare(self, objective: Objective) -> None:
+        if self.ranks.size == 1:
+            raise ConfigError("engine.kind=deepspeed shards over ranks, and there is one; use engine.kind=local")
         if self.config.stage == 3 and objective.keeps_teacher:
             raise ConfigError(
                 f"engine.stage=3: {type(objective).__name__} keeps a teacher, whose average cannot follow parameters in "
@@ -79,7 +81,7 @@ class DeepSpeedEngine(ShardedEngine):
         for p in objective.parameters():
             if p.ndim == 0:
                 p.data = p.data.view(1)
-        os.environ.setdefault("LOCAL_RANK", str(self.ranks.world.local_rank))  # DeepSpeed insists on it
+        os.environ["LOCAL_RANK"] = str(self.device.index or 0)  # DeepSpeed takes its GPU from it
         elements = self.config.bucket_mb * 1_000_000 // 4
         zero: dict[str, Any] = {"stage": self.config.stage, "reduce_bucket_size": elements, "overlap_comm": False}
         if self.config.stage == 3:
@@ -148,14 +150,15 @@ class DeepSpeedEngine(ShardedEngine):
         """The gradient's norm, whole and within each of the objective's parts: squares of this rank's pieces, summed over ranks."""
         parts = {part: {id(p) for p in module.parameters()} for part, module in self.objective.parts().items()}
         named = self._trained()
-        sums = torch.zeros(1 + len(parts), device=self.device)
+        squares: list[list[Tensor]] = [[torch.zeros((), device=self.device)] for _ in range(1 + len(parts))]
         for name, gradient in self._zero.gradients(named):
-            inside = [True, *(id(named[name]) in ids for ids in parts.values())]
             square = torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
-            sums += square * torch.tensor(inside, device=self.device)
+            for number, inside in enumerate([True, *(id(named[name]) in ids for ids in parts.values())]):
+                if inside:
+                    squares[number].append(square)
+        sums = torch.stack([torch.stack(own).sum() for own in squares])
         with self.ranks.named("summing the gradient's norm"):
-            if self.ranks.size > 1:
-                dist.all_reduce(sums)
+            dist.all_reduce(sums)
         whole, *norms = sums.sqrt()
         return whole, dict(zip(parts, norms, strict=True))
 

@@ -52,6 +52,10 @@ class Fsdp2Engine(ShardedEngine):
         self._root = Root(objective)
         self._kept: list[torch.nn.Parameter] = []
         if size == 1:
+            if config.cpu_offload:
+                raise ConfigError(
+                    "engine.cpu_offload: shards over ranks go to the host, and there is one rank; start more"
+                )
             return
         shard = config.shard_size or size
         if size % shard:

@@ -64,7 +64,9 @@ def refuse_differences(source: Source, part: str, shapes: Mapping[str, tuple[int
     saved = set(source.names(part))
     missing, unexpected = sorted(shapes.keys() - saved), sorted(saved - shapes.keys())
     if missing or unexpected:
-        raise CheckpointError(f"checkpoint: {part} differs; missing {missing[:5]}, unexpected {unexpected[:5]}")
+        raise CheckpointError(
+            f"checkpoint: {part} differs; missing {missing[:5]}, unexpected {unexpected[:5]}; it belongs to another model, use another name="
+        )
     for name, shape in shapes.items():
         if source.shape(part, name) != shape:
             raise CheckpointError(

@@ -23,29 +23,39 @@ def is_zero_folder(path: Path) -> bool:
 def read_zero_folder(path: Path) -> Weights:
     """The fp32 master weights of a ZeRO-1, 2 or 3 folder, in our names.
 
-    DeepSpeed loads its files as pickles; here torch is told to refuse whatever is not on a list of three names.
+    DeepSpeed loads its files as pickles; here torch is told to refuse whatever is not on a list of four names.
 
     Raises:
         CheckpointError: a rank's file is missing or damaged, or holds something that could run code.
         ConfigError: DeepSpeed is not installed.
     """
     try:
-        from deepspeed.runtime.fp16.loss_scaler import LossScaler
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
         from deepspeed.runtime.zero.config import ZeroStageEnum
         from deepspeed.utils.tensor_fragment import fragment_address
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     except ImportError as error:
         raise ConfigError(f"{path}: a DeepSpeed folder, and {error}; pip install 'sparo[deepspeed]'") from None
+    known = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
     tagged = any(path.glob("*_optim_states.pt"))
     folder, tag = (path.parent, path.name) if tagged else (path, None)
     try:
-        with _tensors_only(), torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+        with _tensors_only(), torch.serialization.safe_globals(known):
             found: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)  # pyright: ignore[reportAssignmentType]
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path}: a file holds objects that could run code, and is refused ({str(error)[:200]})"
+            f"{path}: a file is damaged, or holds objects that could run code, and is refused ({str(error)[:200]})"
         ) from None
-    except (OSError, ValueError, KeyError, RuntimeError, EOFError) as error:
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        RuntimeError,
+        EOFError,
+        AttributeError,
+        TypeError,
+        AssertionError,
+    ) as error:
         raise CheckpointError(
             f"{path}: not a whole DeepSpeed checkpoint ({error}); every rank's files have to be there, whatever the number of ranks now"
         ) from None

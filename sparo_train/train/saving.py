@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..core.distributed import Ranks
-from ..core.errors import CheckpointError, SparoError
+from ..core.errors import CheckpointError
 from ..core.pieces import Piece, Pieces
 from ..core.store import CheckpointStore, Files
+
+T = TypeVar("T")
 
 
 class Saver:
@@ -56,7 +58,7 @@ class Saver:
         if self._under_way is None:
             return None
         under_way, self._under_way = self._under_way, None
-        with self.ranks.alike(), self.ranks.named("writing a checkpoint"):
+        with self.ranks.named("writing a checkpoint"):
             return under_way.result()
 
     @property
@@ -71,8 +73,8 @@ class Saver:
         return found
 
     def close(self) -> None:
-        """End the thread, after what it is writing."""
-        self._thread.shutdown()
+        """End the thread after what it is writing. Nobody waits for it: it may be waiting for a rank that is gone."""
+        self._thread.shutdown(wait=False)
 
     def _copied(self, part: str, name: str, piece: Piece) -> Piece:
         """The piece in memory that the next steps do not write to; the same memory for every save."""
@@ -84,26 +86,31 @@ class Saver:
         return piece._replace(data=buffer.copy_(data))
 
     def _write(self, step: int, pieces: Pieces, meta: Mapping[str, Any]) -> Path:
-        own: Files | CheckpointError
-        try:
-            own = self.store.write(step, pieces, self.ranks.rank, self.ranks.size)
-        except CheckpointError as error:
-            own = error
+        own = self._tried(step, lambda: self.store.write(step, pieces, self.ranks.rank, self.ranks.size))
         told = self.ranks.gather(own, saving=True)
-        failed = next(((rank, t) for rank, t in enumerate(told) if isinstance(t, SparoError)), None)
-        done: Path | CheckpointError | None = None
-        if self.ranks.rank == 0:
-            try:
-                if failed is not None:
-                    at = f"rank {failed[0]}: " if self.ranks.size > 1 else ""
-                    raise CheckpointError(f"{at}{failed[1]}")
-                files = {name: facts for part in told if isinstance(part, dict) for name, facts in part.items()}
-                done = self.store.complete(step, files, meta)
-            except CheckpointError as error:
-                self.store.abandon(step)
-                done = error
+        done = self._tried(step, lambda: self._complete(step, told, meta)) if self.ranks.rank == 0 else None
+        if isinstance(done, CheckpointError):
+            self.store.abandon(step)
         done = self.ranks.gather(done, saving=True)[0]
-        if isinstance(done, SparoError):
+        if isinstance(done, CheckpointError):
+            done.repeated = self.ranks.rank > 0
             raise done
         assert done is not None
         return done
+
+    def _complete(self, step: int, told: list[Files | CheckpointError], meta: Mapping[str, Any]) -> Path:
+        files: Files = {}
+        for rank, part in enumerate(told):
+            if isinstance(part, CheckpointError):
+                raise CheckpointError(f"rank {rank}: {part}") if self.ranks.size > 1 else part
+            files |= part
+        return self.store.complete(step, files, meta)
+
+    def _tried(self, step: int, call: Callable[[], T]) -> T | CheckpointError:
+        """Whatever goes wrong on one rank has to be told to the others, which wait for it."""
+        try:
+            return call()
+        except CheckpointError as error:
+            return error
+        except Exception as error:
+            return CheckpointError(f"{self.store.folder(step)}: could not be written ({type(error).__name__}: {error})")

@@ -222,6 +222,7 @@ class Trainer:
             f"step {state.step}: gradient norm is {grad_norm}; step skipped ({state.skipped_in_a_row} in a row)"
         )
         if state.skipped_in_a_row > limit:
+            self.saver.wait()
             kept = self.store.latest()
             raise TrainingError(
                 f"step {state.step}: {state.skipped_in_a_row} non-finite steps in a row (optim.max_skipped={limit}). "

@@ -1,5 +1,7 @@
 """Micro-batches give the gradients of the whole batch."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -101,7 +103,7 @@ def trained(ranks, tree, engine, micro_batch_size, folder, restart_at=None):
     batches = build_pipeline(config, ranks.world).start()
     keeper = store.CheckpointStore(folder)
     saver = Saver(keeper, ranks)
-    takes_over = {0: engine, **(restart_at or {})}
+    takes_over, norms = {0: engine, **(restart_at or {})}, []
     for step in range(6):
         if step in takes_over:
             config, objective = resolve(RunConfig, {**tree, "engine": takes_over[step]}, "x"), build_objective(config)
@@ -111,10 +113,12 @@ def trained(ranks, tree, engine, micro_batch_size, folder, restart_at=None):
                 engine.load(store.open_checkpoint(keeper.folder(step), ("model", "optimizer")))
         progress = Progress(step, 6, 12 * step)
         gradients(engine, objective, next(batches).batch, progress, micro_batch_size)
-        engine.step(progress)
+        report = engine.step(progress)
+        norms.append([report.grad_norm, *map(float, report.norms.values())])
         saver.save(step + 1, engine.pieces(), {})
         saver.wait()
     saver.close()
+    return norms
 
 
 def model_after(folder):
@@ -148,8 +152,10 @@ def two_tree(shards, tmp_path):
 )
 def test_ranks_end_as_one_process_and_bit_equal_after_a_restart(shards, tmp_path, world_size, micro_batch_size, engine):
     tree = two_tree(shards, tmp_path)
-    run_ranks(1, trained, tree, engine_block("local"), 12, tmp_path / "alone")
-    run_ranks(world_size, trained, tree, engine, micro_batch_size, tmp_path / "straight")
+    (norms,) = run_ranks(1, trained, tree, engine_block("local"), 12, tmp_path / "alone")
+    for found in run_ranks(world_size, trained, tree, engine, micro_batch_size, tmp_path / "straight"):
+        for ours, theirs in zip(found, norms, strict=True):  # AdamW would not show a wrong scale
+            assert ours == pytest.approx(theirs, rel=1e-4)
     run_ranks(world_size, trained, tree, engine, micro_batch_size, tmp_path / "again", {3: engine})
     straight, again, alone = (model_after(tmp_path / name) for name in ("straight", "again", "alone"))
     for name, value in straight.items():
@@ -164,6 +170,30 @@ def test_a_run_changes_engines_on_its_way(shards, tmp_path):
     straight, changing = model_after(tmp_path / "straight"), model_after(tmp_path / "changing")
     for name, value in straight.items():
         assert torch.allclose(value, changing[name], rtol=1e-4, atol=2e-5), name
+
+
+def skips(ranks, tree, engine):
+    """Whether steps were applied, and how much this rank's pieces moved in the one whose gradient one rank made infinite."""
+    config = resolve(RunConfig, {**tree, "engine": engine}, "x")
+    objective, running = build_objective(config), build_engine(config, ranks)
+    running.prepare(objective)
+    batches, applied, states = build_pipeline(config, ranks.world).start(), [], []
+    for step in range(3):
+        progress = Progress(step, 6, 12 * step)
+        loss = running.forward(next(batches).batch, progress, last=True)
+        broken = step == 1 and ranks.rank == 1
+        running.backward(loss.total * (float("inf") if broken else 1.0), last=True)
+        applied.append(running.step(progress).applied)
+        found = {f"{part}/{n}": p.data.clone() for part, held in running.pieces().items() for n, p in held.items()}
+        states.append(found)
+    same = [all(torch.equal(t, b[n]) for n, t in a.items()) for a, b in pairwise(states)]
+    return applied, same
+
+
+@pytest.mark.parametrize("engine", [DDP, FSDP2, ZERO_2, ZERO_3])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(shards, tmp_path, engine):
+    for applied, same in run_ranks(2, skips, two_tree(shards, tmp_path), engine):
+        assert applied == [True, False, True] and same == [True, False]
 
 
 class Noisy(CoupledObjective):
