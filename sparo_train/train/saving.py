@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from ..core.distributed import Ranks
-from ..core.errors import CheckpointError
-from ..core.pieces import Piece, Pieces
-from ..core.store import CheckpointStore, Files
+from ..core.errors import CheckpointError, SparoError
+from ..core.pieces import Piece, Pieces, Source
+from ..core.store import CheckpointStore, Files, open_checkpoint, read_meta
 
 T = TypeVar("T")
 
 
 class Saver:
-    """One checkpoint at a time; the next save, the end of the run and an error of it wait for the one under way.
+    """Writes and finds checkpoints, one at a time; the next save, the end of the run and an error of it wait for the one under way.
 
     The threads of the ranks talk through a process group of their own: on training's they would mix with its collectives.
 
@@ -60,6 +60,39 @@ class Saver:
         under_way, self._under_way = self._under_way, None
         with self.ranks.named("writing a checkpoint"):
             return under_way.result()
+
+    def newest(self, check: Callable[[dict[str, Any], str], None]) -> tuple[Path, dict[str, Any], Source] | None:
+        """The newest complete checkpoint, its meta, and its tensors, every rank having verified its share of the files.
+
+        Args:
+            check: raises where a meta does not fit; called by rank 0 with the path before tensors are looked at.
+
+        Raises:
+            CheckpointError: a file is missing or damaged; on every rank, whoever found it.
+        """
+
+        def found() -> tuple[Path, dict[str, Any]] | None:
+            self.store.sweep()
+            path = self.store.latest()
+            if path is None:
+                return None
+            meta = read_meta(path)
+            check(meta, str(path))
+            return path, meta
+
+        newest = self.ranks.first(found)
+        if newest is None:
+            return None
+        opened: Source | SparoError
+        try:
+            opened = open_checkpoint(newest[0], ("model", "optimizer"), (self.ranks.rank, self.ranks.size))
+        except SparoError as error:
+            opened = error
+        told = [text for text in self.ranks.gather(str(opened) if isinstance(opened, SparoError) else None) if text]
+        with self.ranks.alike():
+            if told or isinstance(opened, SparoError):
+                raise CheckpointError(told[0])
+        return *newest, opened
 
     @property
     def failed(self) -> bool:

@@ -14,9 +14,8 @@ import torch
 from ..core import store
 from ..core.contracts import Batch, Cursor, DataPipeline, Delivery, Engine, Objective, Progress
 from ..core.distributed import Ranks
-from ..core.errors import CheckpointError, DataError, SparoError, TrainingError
+from ..core.errors import DataError, SparoError, TrainingError
 from ..core.metrics import MetricsLog, read
-from ..core.pieces import Source
 from ..core.rng import torch_seed
 from ..core.rundir import RunDir, environment
 from ..core.signals import StopFlag
@@ -261,34 +260,13 @@ class Trainer:
         }
         self.saver.save(state.step, self.engine.pieces(), meta)
 
-    def _latest(self) -> Path | None:
-        self.store.sweep()
-        return self.store.latest()
-
-    def _load(self, path: Path) -> None:
-        """Each rank verifies its share of the files, then takes its share of the tensors; what one finds ends all."""
-        opened: Source | SparoError
-        try:
-            opened = store.open_checkpoint(path, ("model", "optimizer"), (self.ranks.rank, self.ranks.size))
-        except SparoError as error:
-            opened = error
-        told = [text for text in self.ranks.gather(str(opened) if isinstance(opened, SparoError) else None) if text]
-        with self.ranks.alike():
-            if told or isinstance(opened, SparoError):
-                raise CheckpointError(told[0])
-            self.engine.load(opened)
-
-    def _fitting_meta(self, path: Path) -> dict[str, Any]:
-        meta = store.read_meta(path)
-        refuse_changed(meta["fingerprint"], self.pipeline.fingerprint, str(path))
-        return meta
-
     def _restore(self) -> None:
-        path = self.ranks.first(self._latest)
-        if path is None:
+        newest = self.saver.newest(lambda meta, at: refuse_changed(meta["fingerprint"], self.pipeline.fingerprint, at))
+        if newest is None:
             return
-        meta = self.ranks.first(lambda: self._fitting_meta(path))
-        self._load(path)
+        path, meta, source = newest
+        with self.ranks.alike():
+            self.engine.load(source)
         self.state = State(
             meta["step"],
             meta["samples"],

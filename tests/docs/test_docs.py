@@ -26,6 +26,7 @@ ELSEWHERE = [
     r"^pip install -e '\.\[test\]'( && pytest)?$",
     r"^ruff check .* && pytest$",
     r"^sparo demo --quick$",
+    r"^pytest -m stress",
 ]
 SLOW = [r"^python benchmarks/"]
 
