@@ -1,0 +1,84 @@
+"""What engines refuse, and what they are said to cost."""
+
+from types import SimpleNamespace
+
+import pytest
+from pydantic import TypeAdapter
+from torch import nn
+
+from sparo_train.core.contracts import Objective
+from sparo_train.core.distributed import World
+from sparo_train.core.errors import ConfigError
+from sparo_train.engine.costs import Sizes, costs
+from sparo_train.engine.deepspeed import DeepSpeedEngine
+from sparo_train.engine.fsdp2 import Fsdp2Engine
+from sparo_train.engine.optim import OptimConfig
+from sparo_train.train.run import EngineConfig
+
+SIZES = Sizes(parameters=1000, largest_unit=100, outside=200)
+
+
+class Teaching(Objective):
+    """Stands for an objective with an average of its student."""
+
+    keeps_teacher = True
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+
+def config(**keys):
+    return TypeAdapter(EngineConfig).validate_python({"device": "cpu", "precision": "fp32", **keys})
+
+
+def among(size):
+    return SimpleNamespace(rank=0, size=size, world=World(0, size, 0))
+
+
+@pytest.mark.parametrize(
+    ("engine", "keys", "size", "message"),
+    [
+        (
+            DeepSpeedEngine,
+            {"kind": "deepspeed", "stage": 3},
+            2,
+            "engine.stage=3: Teaching keeps a teacher.*engine.stage=2",
+        ),
+        (DeepSpeedEngine, {"kind": "deepspeed"}, 1, "there is one; use engine.kind=local"),
+        (Fsdp2Engine, {"kind": "fsdp2", "cpu_offload": True}, 1, "engine.cpu_offload: .* there is one rank"),
+        (Fsdp2Engine, {"kind": "fsdp2", "shard_size": 3}, 4, "engine.shard_size=3: does not divide 4 ranks"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_said_before_anything_is_made(engine, keys, size, message):
+    with pytest.raises(ConfigError, match=message):
+        engine(config(**keys), OptimConfig(), among(size)).prepare(Teaching())
+
+
+def test_an_engine_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "deepspeed", None)
+    with pytest.raises(ConfigError, match=r"pip install 'sparo\[deepspeed\]'"):
+        objective = nn.Linear(2, 2)
+        running = DeepSpeedEngine(config(kind="deepspeed"), OptimConfig(), among(2))
+        running._build_optimizer(objective)
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "states", "gathered", "sent"),
+    [
+        ({"kind": "local"}, 1, 16_000, 0, 0),
+        ({"kind": "ddp"}, 4, 16_000, 0, 2 * 3 / 4 * 4_000),
+        ({"kind": "fsdp2"}, 4, 4_000, 4 * 400, 3 / 4 * (4 * 1_800 + 4_000)),
+        ({"kind": "fsdp2", "reshard_after_forward": False}, 4, 4_000, 4_000, 3 / 4 * 8_000),
+        ({"kind": "fsdp2", "shard_size": 2}, 4, 8_000, 4 * 400, 1 / 2 * (4 * 1_800 + 4_000) + 2 * 1 / 2 * 2_000),
+        ({"kind": "fsdp2", "precision": "bf16"}, 4, 4_000, 2 * 400, 3 / 4 * (2 * 1_800 + 4_000)),
+        ({"kind": "fsdp2", "cpu_offload": True}, 4, 0, 4 * 400, 3 / 4 * (4 * 1_800 + 4_000)),
+        ({"kind": "deepspeed", "stage": 1}, 4, 8_000 + 3_000, 0, 3 / 4 * 12_000),
+        ({"kind": "deepspeed", "stage": 2}, 4, 4_000 + 1_000 + 3_000, 0, 3 / 4 * 12_000),
+        ({"kind": "deepspeed", "stage": 3, "precision": "bf16"}, 4, 4_000, 1_600 + 2_000, 3 / 4 * 12_000),
+    ],
+)
+def test_costs_are_those_of_the_formulas(keys, ranks, states, gathered, sent):
+    found = costs(config(**keys), SIZES, ranks)
+    assert (found.states, found.gathered, found.sent) == pytest.approx((states, gathered, sent))
+    assert found.host == (4_000 if "cpu_offload" in keys else 0)
