@@ -39,12 +39,10 @@ GB = 1e9
 
 
 class Model(NamedTuple):
-    """Parameters, of the largest shard unit and outside of all units; bytes that backward keeps per pair, whole and checkpointed; encoding width."""
+    """Parameters; bytes that backward keeps per pair, as it is and with checkpointed blocks; width of an encoding."""
 
     name: str
-    parameters: int
-    unit: int
-    root: int
+    sizes: Sizes
     kept: float
     checkpointed: float
     width: int
@@ -56,12 +54,10 @@ def measured(name: str) -> Model:
     config = ClipConfig.model_validate({"backbone": name, "readout": readout})
     with FakeTensorMode():
         objective = ClipObjective(ClipObjectiveConfig(model=config))
-        total = sum(p.numel() for p in objective.parameters())
-        units = [sum(p.numel() for p in unit.parameters()) for unit in objective.shard_units()]
         kept = _kept_per_pair(objective, config)
         objective.set_grad_checkpointing(True)
         checkpointed = _kept_per_pair(objective, config)
-    return Model(name, total, max(units), total - sum(units), kept, checkpointed, config.width)
+    return Model(name, Sizes.of(objective), kept, checkpointed, config.width)
 
 
 def _kept_per_pair(objective: ClipObjective, config: ClipConfig) -> float:
@@ -208,9 +204,9 @@ def _model_table(models: list[Model]) -> tuple[str, list[str], list[list[str]]]:
     rows = [
         [
             m.name,
-            f"{m.parameters / 1e6:.0f}",
-            f"{m.unit / 1e6:.1f}",
-            f"{m.root / 1e6:.0f}",
+            f"{m.sizes.parameters / 1e6:.0f}",
+            f"{m.sizes.largest_unit / 1e6:.1f}",
+            f"{m.sizes.outside / 1e6:.0f}",
             f"{m.kept / 1e6:.0f}",
             f"{m.checkpointed / 1e6:.0f}",
         ]
@@ -223,7 +219,7 @@ def _engine_table(m: Model) -> tuple[str, list[str], list[list[str]]]:
     columns = ["engine", *(f"{n} GPU{'s' if n > 1 else ''}" for n in RANKS), "sent per step (64 GPUs)"]
     rows = []
     for name, config in ENGINES.items():
-        found = [costs(config, Sizes(m.parameters, m.unit, m.root), n) for n in RANKS]
+        found = [costs(config, m.sizes, n) for n in RANKS]
         cells = [f"{c.states / GB:.1f} + {c.gathered / GB:.1f}" for c in found]
         rows.append([name, *cells, f"{found[RANKS.index(64)].sent / GB:.1f}"])
     return f"{m.name}: GB per rank, states + gathered", columns, rows

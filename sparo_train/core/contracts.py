@@ -67,6 +67,10 @@ class Objective(nn.Module):
         """Recompute activations in backward, where the objective's modules support it."""
         raise ValueError(f"engine.grad_checkpointing: {type(self).__name__} has nothing to checkpoint; set it to false")
 
+    def loss_parameters(self) -> Sequence[nn.Parameter]:
+        """Parameters used outside of `embed`, by the loss itself (temperature, bias)."""
+        return []
+
     keeps_teacher = False  # True where `after_step` writes to more than `loss_parameters` and buffers (an EMA)
 
     def after_step(self, progress: Progress) -> None:
@@ -83,10 +87,6 @@ class CoupledObjective(Objective):
     @abstractmethod
     def loss(self, embeddings: tuple[Tensor, ...], own: Sequence[Tensor], progress: Progress) -> Loss:
         """The loss of this rank's embeddings within the global batch; `own`: the values of `loss_parameters`."""
-
-    @abstractmethod
-    def loss_parameters(self) -> Sequence[nn.Parameter]:
-        """Parameters that `loss` uses itself (temperature, bias)."""
 
     def forward(self, batch: Batch, progress: Progress) -> Loss:
         return self.loss(self.embed(batch), self.loss_parameters(), progress)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..core.contracts import Objective
 from .deepspeed import DeepSpeedEngineConfig
 from .fsdp2 import Fsdp2EngineConfig
 from .local import DeviceConfig
@@ -18,6 +19,12 @@ class Sizes(NamedTuple):
     parameters: int
     largest_unit: int
     outside: int
+
+    @staticmethod
+    def of(objective: Objective) -> Sizes:
+        parameters = sum(p.numel() for p in objective.parameters())
+        units = [sum(p.numel() for p in unit.parameters()) for unit in objective.shard_units()]
+        return Sizes(parameters, max(units, default=0), parameters - sum(units))
 
 
 class Costs(NamedTuple):

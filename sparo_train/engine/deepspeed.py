@@ -13,10 +13,10 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..core.contracts import Batch, CoupledObjective, Objective, Progress, StepReport
+from ..core.contracts import Batch, Objective, Progress, StepReport
 from ..core.errors import CheckpointError, ConfigError
 from ..core.pieces import Piece, Pieces, Source
-from .optim import build_adamw, learning_rate
+from .optim import build_adamw
 from .ranked import RankedEngineConfig, Root, ShardedEngine
 from .spans import pieces_of, refuse_differences
 from .zero import ENTRIES, Zero
@@ -37,8 +37,7 @@ class _Inside(Root):
     def __init__(self, objective: Objective, contexts: Callable[[], list[AbstractContextManager[Any, Any]]]):
         super().__init__(objective)
         self._contexts = contexts
-        own = objective.loss_parameters() if isinstance(objective, CoupledObjective) else []
-        self._shapes = [p.shape for p in own]
+        self._shapes = [p.shape for p in objective.loss_parameters()]  # before DeepSpeed holds them as vectors
 
     def forward(self, batch: Batch, progress: Progress | None) -> Any:
         with ExitStack() as stack:
@@ -78,6 +77,7 @@ class DeepSpeedEngine(ShardedEngine):
     def _build_optimizer(self, objective: Objective) -> Any:
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)
         deepspeed = _quiet_deepspeed()
+        root = _Inside(objective, lambda: [self._autocast(), self._attention()])
         for p in objective.parameters():
             if p.ndim == 0:
                 p.data = p.data.view(1)
@@ -90,7 +90,7 @@ class DeepSpeedEngine(ShardedEngine):
             zero |= {"allgather_bucket_size": elements, "contiguous_gradients": True}
         with self.ranks.named("sharding the model"):
             self._root, *_ = deepspeed.initialize(
-                model=_Inside(objective, lambda: [self._autocast(), self._attention()]),
+                model=root,
                 optimizer=build_adamw(self.optim_config, objective),
                 dist_init_required=False,
                 config={
@@ -105,7 +105,7 @@ class DeepSpeedEngine(ShardedEngine):
             )
         self._zero = Zero(self._root, self.config.stage)
         self._zero.forget_gradients()
-        if self.config.stage == 3 and isinstance(objective, CoupledObjective):
+        if self.config.stage == 3:
             for p in objective.loss_parameters():  # used by `Root`, which does not own them
                 deepspeed.zero.register_external_parameter(self._root.module, p)
         return self._root.optimizer
@@ -123,9 +123,7 @@ class DeepSpeedEngine(ShardedEngine):
 
     def step(self, progress: Progress) -> StepReport:
         """DeepSpeed clips, checks and steps; the objective's `after_step` reaches the master weights of the loss's parameters."""
-        lr = learning_rate(self.optim_config, progress.step, progress.total_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        lr = self._set_learning_rate(progress)
         norm, norms = self.norms()
         with self.ranks.named("stepping"):
             self._root.step()
@@ -137,7 +135,7 @@ class DeepSpeedEngine(ShardedEngine):
 
     def _follow(self, progress: Progress) -> None:
         """The objective's `after_step`, on whole parameters of the loss, and what it made of them."""
-        own = list(self.objective.loss_parameters()) if isinstance(self.objective, CoupledObjective) else []
+        own = self.objective.loss_parameters()
         kept = [p.data for p in own]
         for p in own:
             p.data = p.detach().clone() if p.numel() else self._zero.whole(p, tuple(p.ds_shape))  # type: ignore[attr-defined]
@@ -146,21 +144,10 @@ class DeepSpeedEngine(ShardedEngine):
             value, p.data = p.data, data
             self._zero.write(p, value)
 
-    def norms(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """The gradient's norm, whole and within each of the objective's parts: squares of this rank's pieces, summed over ranks."""
-        parts = {part: {id(p) for p in module.parameters()} for part, module in self.objective.parts().items()}
+    def _squares(self) -> Iterator[tuple[int, Tensor]]:
         named = self._trained()
-        squares: list[list[Tensor]] = [[torch.zeros((), device=self.device)] for _ in range(1 + len(parts))]
         for name, gradient in self._zero.gradients(named):
-            square = torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
-            for number, inside in enumerate([True, *(id(named[name]) in ids for ids in parts.values())]):
-                if inside:
-                    squares[number].append(square)
-        sums = torch.stack([torch.stack(own).sum() for own in squares])
-        with self.ranks.named("summing the gradient's norm"):
-            dist.all_reduce(sums)
-        whole, *norms = sums.sqrt()
-        return whole, dict(zip(parts, norms, strict=True))
+            yield id(named[name]), torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.objective.named_parameters() if p.requires_grad}

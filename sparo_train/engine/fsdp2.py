@@ -9,16 +9,11 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
-from ..core.contracts import CoupledObjective, Objective
+from ..core.contracts import Objective
 from ..core.errors import ConfigError
 from .ranked import RankedEngineConfig, Root, ShardedEngine
-from .spans import Span
-
-_DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # None: as the parameters are
+from .spans import Span, is_sharded
 
 
 class Fsdp2EngineConfig(RankedEngineConfig):
@@ -48,6 +43,10 @@ class Fsdp2Engine(ShardedEngine):
     config: Fsdp2EngineConfig
 
     def wrap(self, objective: Objective) -> None:
+        # Here, because importing them takes most of a second of every command.
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
         config, size = self.config, self.ranks.size
         self._root = Root(objective)
         self._kept: list[torch.nn.Parameter] = []
@@ -60,17 +59,15 @@ class Fsdp2Engine(ShardedEngine):
         shard = config.shard_size or size
         if size % shard:
             raise ConfigError(f"engine.shard_size={shard}: does not divide {size} ranks")
-        own = list(objective.loss_parameters()) if isinstance(objective, CoupledObjective) else []
-        kept = {p for p in objective.parameters() if p.ndim == 0} | set(own)
+        kept = {p for p in objective.parameters() if p.ndim == 0} | set(objective.loss_parameters())
         self._kept = [p for p in objective.parameters() if p in kept]  # in the same order on every rank
         shape, names = ((size,), ("shard",)) if shard == size else ((size // shard, shard), ("replicate", "shard"))
+        low = torch.bfloat16 if (config.param_dtype or config.precision) == "bf16" else None  # None: as parameters are
+        reduced = torch.bfloat16 if config.reduce_dtype == "bf16" else low and torch.float32
         with self.ranks.named("sharding the model"):
             common: dict[str, Any] = {
                 "mesh": init_device_mesh(self.device.type, shape, mesh_dim_names=names),
-                "mp_policy": MixedPrecisionPolicy(
-                    param_dtype=_DTYPES[config.param_dtype or config.precision],
-                    reduce_dtype=torch.bfloat16 if config.reduce_dtype == "bf16" else self._plain_dtype(),
-                ),
+                "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced),
                 "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
                 if config.cpu_offload
                 else OffloadPolicy(),
@@ -81,12 +78,9 @@ class Fsdp2Engine(ShardedEngine):
                 fully_shard(unit, **common)
             fully_shard(self._root, **{**common, "reshard_after_forward": False})  # backward needs it first
 
-    def _plain_dtype(self) -> torch.dtype | None:
-        return None if (self.config.param_dtype or self.config.precision) == "fp32" else torch.float32
-
     def backward(self, total: Tensor, *, last: bool) -> None:
         """Accumulate gradients; after the `last` micro-batch they are the mean over ranks, each rank holding its rows."""
-        if isinstance(self._root, FSDPModule):
+        if self.ranks.size > 1:
             self._root.set_requires_gradient_sync(last)
             self._root.set_is_last_backward(last)
         super().backward(total, last=last)
@@ -97,27 +91,14 @@ class Fsdp2Engine(ShardedEngine):
                         dist.all_reduce(p.grad, dist.ReduceOp.SUM)
                         p.grad.div_(self.ranks.size)
 
-    def norms(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """The gradient's norm, whole and within each of the objective's parts: squares of this rank's rows, summed over ranks."""
-        squares: dict[int, Tensor] = {}
+    def _squares(self) -> Iterator[tuple[int, Tensor]]:
         for key, gradient in self._gradients().items():
             span = Span.of(gradient)
-            mine = span.copy == 0 if isinstance(gradient, DTensor) else self.ranks.rank == 0
-            squares[key] = torch.linalg.vector_norm(span.local, dtype=torch.float32).square() * float(mine)
-        parts = {name: {id(p) for p in module.parameters()} for name, module in self.objective.parts().items()}
-        sums = [
-            sum((s for key, s in squares.items() if key in ids), torch.zeros(()))
-            for ids in (squares.keys(), *parts.values())
-        ]
-        found = torch.stack([s.to(self.device) for s in sums])
-        if self.ranks.size > 1:
-            with self.ranks.named("summing the gradient's norm"):
-                dist.all_reduce(found)
-        whole, *norms = found.sqrt().cpu() if self.config.cpu_offload else found.sqrt()
-        return whole, dict(zip(parts, norms, strict=True))
+            mine = span.copy == 0 if is_sharded(gradient) else self.ranks.rank == 0  # what several hold counts once
+            yield key, torch.linalg.vector_norm(span.local, dtype=torch.float32).square() * float(mine)
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.objective.state_dict().items():
-            if isinstance(tensor, DTensor):
+            if is_sharded(tensor):
                 tensor = tensor.to(self.device).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
             yield name, tensor

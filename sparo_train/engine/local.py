@@ -88,9 +88,7 @@ class LocalEngine:
 
     def step(self, progress: Progress) -> StepReport:
         """Clip, check that the gradient is finite, step or skip, then the objective's `after_step`."""
-        lr = learning_rate(self.optim_config, progress.step, progress.total_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        lr = self._set_learning_rate(progress)
         norm, norms = self.norms()
         value, most = float(norm), self.optim_config.clip_grad_norm
         applied = math.isfinite(value)
@@ -102,6 +100,12 @@ class LocalEngine:
             self.objective.after_step(progress)
         self.optimizer.zero_grad(set_to_none=True)
         return StepReport(lr, value, applied, norms)
+
+    def _set_learning_rate(self, progress: Progress) -> float:
+        lr = learning_rate(self.optim_config, progress.step, progress.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
 
     def forward_seconds(self) -> float:
         """Seconds spent in forwards since the last call."""

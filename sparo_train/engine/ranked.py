@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -98,6 +99,27 @@ class ShardedEngine(RankedEngine):
         # Made before anything is wrapped, on the host: it costs no device memory until it is used.
         self._plain = copy.deepcopy(objective) if self.ranks.rank == 0 else None
         super().prepare(objective)
+
+    @abstractmethod
+    def _squares(self) -> Iterator[tuple[int, Tensor]]:
+        """This rank's share of the squared norm of each gradient, by the id of its parameter."""
+
+    def norms(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The gradient's norm, whole and within each of the objective's parts: squares summed over parameters and ranks."""
+        parts = {name: {id(p) for p in module.parameters()} for name, module in self.objective.parts().items()}
+        squares = {key: square.to(self.device) for key, square in self._squares()}
+        nothing = torch.zeros((), device=self.device)
+        sums = torch.stack(
+            [
+                torch.stack([nothing, *(s for key, s in squares.items() if key in ids)]).sum()
+                for ids in (squares.keys(), *parts.values())
+            ]
+        )
+        if self.ranks.size > 1:
+            with self.ranks.named("summing the gradient's norm"):
+                dist.all_reduce(sums)
+        whole, *norms = sums.sqrt()
+        return whole, dict(zip(parts, norms, strict=True))
 
     @abstractmethod
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:

@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 import torch
 
+from ..core.contracts import Objective
 from ..core.errors import ConfigError, DataError
 from ..data.plan import per_epoch
 from ..data.sources import find_shards, open_source
 from ..engine.costs import Sizes, costs
 from ..models.clip import Clip
+from ..objectives.clip import ClipObjective
 from ..objectives.contrastive import logits_held
 from .run import RunConfig
 
@@ -47,7 +49,7 @@ def dry_run(config: RunConfig) -> DryRun:
     """Resolve everything that can be known before the first step."""
     model_config = config.objective.model
     with torch.device("meta"):
-        model = Clip(model_config)
+        objective = ClipObjective(config.objective)
     facts = [_source(name, config) for name in config.data.sources]
     known = [f for f in facts if f.samples is not None]
     whole = sum(per_epoch([f.samples or 0 for f in known], [f.weight for f in known]))
@@ -61,7 +63,7 @@ def dry_run(config: RunConfig) -> DryRun:
     samples = steps * config.batch_size if steps else None
     facts = [_shared(f, epoch, samples) for f in facts]
     return DryRun(
-        parameters_by_module(model),
+        parameters_by_module(objective.model),
         model_config.vision.tokens,
         model_config.text.context_length,
         model_config.width,
@@ -69,7 +71,7 @@ def dry_run(config: RunConfig) -> DryRun:
         epoch,
         steps,
         samples,
-        memory_estimate(config, model),
+        memory_estimate(config, objective),
     )
 
 
@@ -83,17 +85,9 @@ def parameters_by_module(model: Clip) -> dict[str, int]:
     return out
 
 
-def memory_estimate(config: RunConfig, model: Clip) -> dict[str, int]:
+def memory_estimate(config: RunConfig, objective: Objective) -> dict[str, int]:
     """Bytes on one rank of `world_size` (or one): what the engine keeps, activations of a micro-batch, logits."""
-    parameters = sum(p.numel() for p in model.parameters())
-    units = [
-        sum(p.numel() for p in block.parameters())
-        for t in (model.visual, model.text)
-        for block in t.transformer.resblocks
-    ]
-    kept_by_engine = costs(
-        config.engine, Sizes(parameters, max(units, default=0), parameters - sum(units)), config.world_size or 1
-    )
+    kept_by_engine = costs(config.engine, Sizes.of(objective), config.world_size or 1)
     m, half = config.objective.model, config.engine.precision == "bf16"
     replaced = getattr(m.readout, "replace_last_block", False)
     block = _BLOCK_ACTIVATIONS * (1 if half else 2)

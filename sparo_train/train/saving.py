@@ -27,11 +27,11 @@ class Saver:
     Args:
         store: where to.
         ranks: who writes together.
-        asynchronous: False waits for every checkpoint before training goes on.
+        background: False waits for every checkpoint before training goes on.
     """
 
-    def __init__(self, store: CheckpointStore, ranks: Ranks, asynchronous: bool = True):
-        self.store, self.ranks, self.asynchronous = store, ranks, asynchronous
+    def __init__(self, store: CheckpointStore, ranks: Ranks, background: bool = True):
+        self.store, self.ranks, self.background = store, ranks, background
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[Path] | None = None
         self._staged: dict[tuple[str, str], Tensor] = {}
@@ -41,7 +41,7 @@ class Saver:
         """Write this rank's pieces and, all ranks together, make the checkpoint of `step`.
 
         Raises:
-            CheckpointError: the one before could not be written, or this one where saving is not asynchronous.
+            CheckpointError: the one before could not be written, or this one where it is not written in the background.
         """
         begin = time.monotonic()
         self.wait()
@@ -49,7 +49,7 @@ class Saver:
             part: {name: self._copied(part, name, p) for name, p in held.items()} for part, held in pieces.items()
         }
         self._under_way = self._thread.submit(self._write, step, staged, meta)
-        if not self.asynchronous:
+        if not self.background:
             self.wait()
         self._waited += time.monotonic() - begin
 

@@ -64,6 +64,7 @@ class Trainer:
         every = config.checkpoint
         self.store = store.CheckpointStore(rundir.checkpoints, every.keep_last, every.keep_every)
         self.saver = Saver(self.store, ranks, every.background)
+        self._origin = {"recipe": config.model_dump(mode="json"), "environment": environment()}
         self.meter = Meter()
         self.log: MetricsLog | None = None
 
@@ -255,8 +256,7 @@ class Trainer:
             "fingerprint": self.pipeline.fingerprint,
             "bad_samples": self.bad.state(),
             "total_steps": self.total_steps,
-            "recipe": self.config.model_dump(mode="json"),
-            "environment": environment(),
+            **self._origin,
         }
         self.saver.save(state.step, self.engine.pieces(), meta)
 

@@ -3,11 +3,9 @@
 import json
 
 import pytest
-import yaml
 
 from sparo_train.core import metrics, store
-from tests.conftest import eval_sets, sample, tiny_recipe
-from tests.resume.test_ranks import finish, losses, start_ranks, wait_for_step
+from tests.resume.test_ranks import finish, losses, start_ranks, wait_for_step, with_a_straight_run
 from tests.resume.test_training import assert_bit_equal
 
 FSDP2 = "engine={kind: fsdp2, device: cpu, precision: fp32, timeout: 60}"
@@ -34,16 +32,7 @@ main()
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """Shards, a two-rank recipe, and its uninterrupted run with ddp."""
-    from sparo_train.data.writer import write_shards
-
-    root = tmp_path_factory.mktemp("engines")
-    write_shards(root / "shards", (sample(i) for i in range(96)), 24)
-    tree = tiny_recipe(root / "shards", root, eval={"every_steps": 6, "tasks": eval_sets(root / "sets")})
-    tree["engine"] = {"kind": "ddp", "device": "cpu", "precision": "fp32", "timeout": 60}
-    (root / "recipe.yaml").write_text(yaml.safe_dump(tree))
-    found = finish(start_ranks(2, "train", root / "recipe.yaml", "name=straight"))
-    assert [code for code, _ in found] == [0, 0], found
-    return root
+    return with_a_straight_run(tmp_path_factory.mktemp("engines"))
 
 
 @pytest.mark.parametrize("engine", [FSDP2, ZERO_3])

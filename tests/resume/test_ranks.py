@@ -16,7 +16,7 @@ from sparo_train.core import metrics, store
 from sparo_train.core.config import resolve
 from sparo_train.core.distributed import World, find_world
 from sparo_train.core.errors import ConfigError
-from sparo_train.data.writer import write_shard
+from sparo_train.data.writer import write_shard, write_shards
 from sparo_train.train.run import RunConfig
 from tests.conftest import eval_sets, sample, sparo, start_sparo, tiny_recipe
 from tests.ranks import free_port
@@ -94,12 +94,8 @@ def wait_for_step(folder, step, processes):
         time.sleep(0.01)
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """Shards, a two-rank recipe, and its uninterrupted run."""
-    from sparo_train.data.writer import write_shards
-
-    root = tmp_path_factory.mktemp("ranks")
+def with_a_straight_run(root):
+    """A folder with shards, a two-rank recipe for ddp, and its uninterrupted run `straight`."""
     write_shards(root / "shards", (sample(i) for i in range(96)), 24)
     tree = tiny_recipe(root / "shards", root, eval={"every_steps": 6, "tasks": eval_sets(root / "sets")})
     tree["engine"] = {"kind": "ddp", "device": "cpu", "precision": "fp32", "timeout": 60}
@@ -108,6 +104,12 @@ def place(tmp_path_factory):
     assert [code for code, _ in found] == [0, 0], found
     assert "12 steps of 8 samples on 2 ranks" in found[0][1] and "step 12" not in found[1][1]
     return root
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Shards, a two-rank recipe, and its uninterrupted run."""
+    return with_a_straight_run(tmp_path_factory.mktemp("ranks"))
 
 
 def test_two_ranks_train_as_one_process(place):

@@ -27,7 +27,7 @@ STATE = {
 
 def save(keeper, step, state, meta):
     """As one rank saves."""
-    return Saver(keeper, Ranks(World(), "gloo", 0.0), asynchronous=False).save(
+    return Saver(keeper, Ranks(World(), "gloo", 0.0), background=False).save(
         step, {part: {n: Piece.whole(t) for n, t in tensors.items()} for part, tensors in state.items()}, meta
     ) or keeper.folder(step)
 
