@@ -9,11 +9,14 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from ..core.contracts import Objective
 from ..core.errors import ConfigError
 from .ranked import RankedEngineConfig, Root, ShardedEngine
-from .spans import Span, is_sharded
+from .spans import Span
 
 
 class Fsdp2EngineConfig(RankedEngineConfig):
@@ -43,10 +46,6 @@ class Fsdp2Engine(ShardedEngine):
     config: Fsdp2EngineConfig
 
     def wrap(self, objective: Objective) -> None:
-        # Here, because importing them takes most of a second of every command.
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
         config, size = self.config, self.ranks.size
         self._root = Root(objective)
         self._kept: list[torch.nn.Parameter] = []
@@ -94,11 +93,13 @@ class Fsdp2Engine(ShardedEngine):
     def _squares(self) -> Iterator[tuple[int, Tensor]]:
         for key, gradient in self._gradients().items():
             span = Span.of(gradient)
-            mine = span.copy == 0 if is_sharded(gradient) else self.ranks.rank == 0  # what several hold counts once
+            mine = (
+                span.copy == 0 if isinstance(gradient, DTensor) else self.ranks.rank == 0
+            )  # what several hold counts once
             yield key, torch.linalg.vector_norm(span.local, dtype=torch.float32).square() * float(mine)
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.objective.state_dict().items():
-            if is_sharded(tensor):
+            if isinstance(tensor, DTensor):
                 tensor = tensor.to(self.device).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
             yield name, tensor

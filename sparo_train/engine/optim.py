@@ -7,11 +7,11 @@ from typing import Literal
 
 import torch
 from pydantic import Field
+from torch.distributed.tensor import DTensor
 
 from ..core.config import Frozen
 from ..core.contracts import Objective
 from ..core.errors import ConfigError
-from .spans import is_sharded
 
 
 class OptimConfig(Frozen):
@@ -44,7 +44,7 @@ def build_adamw(config: OptimConfig, objective: Objective) -> torch.optim.AdamW:
     groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
     for name, p in objective.named_parameters():
         if p.requires_grad:  # the fused kernel does not take shards and whole tensors in one group
-            groups.setdefault((name not in undecayed, is_sharded(p)), []).append(p)
+            groups.setdefault((name not in undecayed, isinstance(p, DTensor)), []).append(p)
     if not groups:
         raise ConfigError("objective: no parameter is trainable")
     return torch.optim.AdamW(

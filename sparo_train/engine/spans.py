@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ..core.errors import CheckpointError
 from ..core.pieces import Piece, Source, owners
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """True for a DTensor. Its module takes most of a second to import; where nobody has, there are none."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 class Span(NamedTuple):
@@ -30,22 +24,21 @@ class Span(NamedTuple):
     @staticmethod
     def of(tensor: Tensor) -> Span:
         """Of a plain tensor, or of a DTensor sharded by rows over the last dimension of its mesh and copied over the first."""
-        if not is_sharded(tensor):
+        if not isinstance(tensor, DTensor):
             return Span(tensor.detach())
-        sharded: Any = tensor
-        assert sharded.placements[-1].is_shard(0), sharded.placements
-        mesh = sharded.device_mesh
+        assert tensor.placements[-1] == Shard(0), tensor.placements
+        mesh = tensor.device_mesh
         index, parts = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         rows_each = -(-tensor.shape[0] // parts)  # as torch.chunk deals them
         begin = min(tensor.shape[0], index * rows_each) * math.prod(tensor.shape[1:])
         copies = (mesh.get_local_rank(0), mesh.size(0)) if mesh.ndim > 1 else (0, 1)
-        return Span(sharded.to_local().detach(), begin, *copies)
+        return Span(tensor.to_local().detach(), begin, *copies)
 
 
 def pieces_of(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Piece]:
     """What this rank writes of them: its own rows, and its share of what several ranks hold alike."""
     spans = {name: Span.of(tensor) for name, tensor in tensors.items()}
-    plain = [name for name in tensors if not is_sharded(tensors[name])]
+    plain = [name for name in tensors if not isinstance(tensors[name], DTensor)]
     mine = dict(zip(plain, (owner == rank for owner in owners([tensors[n].nbytes for n in plain], size)), strict=True))
     found = {}
     for number, (name, span) in enumerate(spans.items()):
