@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.markup import escape
@@ -14,10 +15,10 @@ from rich.markup import escape
 from sparo_train import __version__
 from sparo_train.core.config import Frozen, load_recipe, resolve
 from sparo_train.core.distributed import started
-from sparo_train.core.errors import ConfigError, SparoError
+from sparo_train.core.errors import ConfigError, SparoError, StoppedError
 from sparo_train.train.run import EvalTaskConfig, load_run
 
-from . import data_cli
+from . import data_cli, launch_cli
 from .view import console, out, results_table
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app = typer.Typer(
     help="Pretraining and understanding structured encoders.",
 )
 app.add_typer(data_cli.app, name="data")
+app.add_typer(launch_cli.app, name="launch")
 
 Recipe = Annotated[Path, typer.Argument(help="a YAML recipe, e.g. configs/clip/scenes_tiny.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key.path=value …")]
@@ -66,6 +68,7 @@ def evaluate(
     ] = None,
     model: Annotated[str | None, typer.Option(help="for weight files: a model name, e.g. gap-ViT-B-16")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the results here")] = None,
+    latest: Annotated[bool, typer.Option(help="also write a run folder's evals/latest.json")] = True,
 ) -> None:
     """Score checkpoints and print one table."""
     from .training import evaluate_checkpoint, recipe_tasks, write_results
@@ -87,6 +90,7 @@ def evaluate(
                 model,
                 lambda task, c=checkpoint, s=status: s.update(f"{c}: {task}"),
                 lambda text: console.print(text, highlight=False),
+                latest,
             )
     out.print(results_table(results, "per cent, 95 % intervals"))
     if json_file:
@@ -130,29 +134,40 @@ def version() -> None:
 
 def main() -> None:
     """Entry point of the `sparo` command."""
-    code = _code()
+    code, error = call(sys.argv[1:])
+    if error is not None and not isinstance(error, SparoError) and not started():
+        raise error
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process."""
     if started():  # gloo's threads may outlive the interpreter and abort it; nothing is left to be done
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(code & 255)
     sys.exit(code)
 
 
-def _code() -> int:
+def call(arguments: Sequence[str]) -> tuple[int, Exception | None]:
+    """`sparo ARGUMENTS` in this process: its exit code, and the error that it ended with; what a user can solve is printed."""
     try:
-        app()
+        app(list(arguments))
+    except StoppedError as stopped:
+        if not stopped.repeated:
+            console.print(str(stopped), highlight=False)
+        return stopped.exit_code, stopped
     except SparoError as error:
         if not error.repeated:
             console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        return error.exit_code
+        return error.exit_code, error
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except Exception:
-        if not started():
-            raise
-        traceback.print_exc()
-        return 1
-    return 0
+        return (end.code if isinstance(end.code, int) else int(end.code is not None)), None
+    except Exception as error:
+        if started():
+            traceback.print_exc()
+        return 1, error
+    return 0, None
 
 
 if __name__ == "__main__":

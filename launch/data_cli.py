@@ -21,7 +21,18 @@ from .view import console, out
 
 Processes = Annotated[int, typer.Option(min=1)]
 
+Part = Annotated[str | None, typer.Option(help="I/N: only the I-th of N parts, from 0 (sparo launch data)")]
+
 app = typer.Typer(no_args_is_help=True, help="Make, convert, check, index and benchmark shards.")
+
+
+def _part(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    number, slash, of = text.partition("/")
+    if not (slash and number.isdecimal() and of.isdecimal() and int(number) < int(of)):
+        raise ConfigError(f"--part {text!r}: write I/N with I from 0 to N-1, as in 0/8")
+    return int(number), int(of)
 
 
 @app.command()
@@ -68,21 +79,29 @@ def convert(
     separator: Annotated[str | None, typer.Option(help="between columns; default: told by the header")] = None,
     template: Annotated[str, typer.Option(help="caption for CLASS/ folders; {c} is the class")] = "a photo of a {c}",
     per_shard: Annotated[int, typer.Option(min=1)] = 1000,
+    part: Part = None,
 ) -> None:
     """Write an image folder or a table of images and captions as shards."""
+    own = _part(part)
     if source.is_dir():
-        count = convert_folder(source, folder, template, per_shard)
+        count = convert_folder(source, folder, template, per_shard, own)
     elif source.suffix in (".csv", ".tsv"):
-        count = convert_csv(source, folder, image_column, caption_column, separator, per_shard)
+        count = convert_csv(source, folder, image_column, caption_column, separator, per_shard, own)
     else:
         raise ConfigError(f"{source}: give an image folder, or a .csv or .tsv file")
     console.print(f"{folder}: {count} samples", highlight=False)
 
 
 @app.command()
-def index(shards: Annotated[list[str], typer.Argument(help="folders, globs, brace ranges, URLs")]) -> None:
+def index(
+    shards: Annotated[list[str], typer.Argument(help="folders, globs, brace ranges, URLs")], part: Part = None
+) -> None:
     """Scan shards once and keep the index beside them (NAME.tar.idx.npy); training starts at once afterwards."""
-    source = open_source("shards", SourceConfig(shards=tuple(shards)), write_beside=True)
+    number, of = _part(part) or (0, 1)
+    own = find_shards(tuple(shards))[number::of]
+    if not own:
+        return
+    source = open_source("shards", SourceConfig(shards=tuple(own)), write_beside=True)
     console.print(
         f"{len(source.urls)} shards, {source.samples} samples, {len(source.broken())} not whole",
         highlight=False,

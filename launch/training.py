@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 
 from evals.encoders import from_objective, load_encoder, read_run, run_weights
 from evals.results import Result
@@ -16,7 +16,7 @@ from evals.suite import Suite
 from sparo_train.core.config import dump
 from sparo_train.core.contracts import Objective
 from sparo_train.core.distributed import Ranks, find_world, started
-from sparo_train.core.errors import CheckpointError, SparoError
+from sparo_train.core.errors import CheckpointError, SparoError, StoppedError, SupersededError
 from sparo_train.core.rundir import RunDir, environment
 from sparo_train.models.describe import CONFIG_KEY
 from sparo_train.models.weights import to_sparo_clip
@@ -26,9 +26,7 @@ from sparo_train.train.run import RunConfig
 from sparo_train.train.state import Outcome
 from sparo_train.train.trainer import Trainer
 
-from .view import ProgressView, console
-
-SIGNAL_EXIT = 75
+from .view import ProgressView
 
 
 def train(config: RunConfig) -> Outcome:
@@ -47,15 +45,18 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
     rundir = RunDir(config.folder)
     try:
         with ProgressView(config.name, rundir.path / "log.txt", silent=ranks.rank > 0) as view:
-            continued = ranks.first(lambda: rundir.open_for_training(dump(config)))
-            if not continued:
+            patience = 2 * config.log.heartbeat_seconds
+            rundir.join(ranks.first(lambda: rundir.open_for_training(dump(config), patience)))
+            if not any(rundir.checkpoints.glob("step-*")):
                 among = f" on {ranks.size} ranks" if ranks.size > 1 else ""
                 view.say(f"{total} steps of {config.batch_size} samples{among} -> {rundir.path}")
             try:
-                evaluate = make_evaluate(config, rundir.path, view.say)
+                evaluate = make_evaluate(config, rundir, view.say)
                 flops = FlopCounter(lambda: build_objective(config))
                 trainer = Trainer(config, rundir, ranks, engine, objective, pipeline, total, view, evaluate, flops)
                 outcome = trainer.fit()
+            except SupersededError:  # not even into its log
+                raise
             except SparoError as error:
                 view.note(f"error: {error}")
                 raise
@@ -66,16 +67,16 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
 
 
 def exit_if_stopped(outcome: Outcome) -> None:
-    """After a signal: leave with code 75 (EX_TEMPFAIL); everything is saved and the same line continues."""
+    """After a signal: raise StoppedError; everything is saved and the same line continues."""
     if outcome.reason.startswith("SIG"):
+        stopped = StoppedError(outcome.reason)
         world = started()
-        if world is None or world.rank == 0:
-            console.print("run the same line again to continue", highlight=False)
-        raise typer.Exit(SIGNAL_EXIT)
+        stopped.repeated = world is not None and world.rank > 0
+        raise stopped
 
 
 def make_evaluate(
-    config: RunConfig, folder: Path, say: Callable[[str], None]
+    config: RunConfig, rundir: RunDir, say: Callable[[str], None]
 ) -> Callable[[Objective, int], dict[str, Any]] | None:
     """The trainer's evaluation: all of `eval.tasks`, written to RUN/evals and returned for the metrics."""
     if not config.eval.tasks:
@@ -85,7 +86,8 @@ def make_evaluate(
 
     def evaluate(objective: Objective, step: int) -> dict[str, Any]:
         results = suite.run(from_objective(objective))
-        write_results(folder / "evals" / f"step-{step:08d}.json", {"step": step}, results)
+        rundir.claim.check()
+        write_results(rundir.path / "evals" / f"step-{step:08d}.json", {"step": step}, results)
         say(f"step {step}: " + "  ".join(f"{name} {r.headline} {100 * r.value:.1f}" for name, r in results.items()))
         return {name: r.metrics for name, r in results.items()}
 
@@ -99,14 +101,18 @@ def evaluate_checkpoint(
     model: str | None,
     report: Callable[[str], None],
     say: Callable[[str], None],
+    latest: bool = True,
 ) -> dict[str, Result]:
-    """Score one checkpoint on the `known` tasks (none: those of its own recipe), or on those of them named in `tasks`."""
+    """Score one checkpoint on the `known` tasks (none: those of its own recipe), or on those of them named in `tasks`.
+
+    `latest`: also write a run folder's evals/latest.json.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     encoder = load_encoder(checkpoint, model, device)
     if encoder.assumed:
         say(encoder.assumed)
     results = Suite(known or recipe_tasks(Path(checkpoint)) or {}).run(encoder, tasks, report)
-    if (Path(checkpoint) / "config.yaml").is_file():
+    if latest and (Path(checkpoint) / "config.yaml").is_file():
         write_results(Path(checkpoint) / "evals" / "latest.json", {"checkpoint": encoder.label}, results)
     return results
 
@@ -127,7 +133,7 @@ def write_results(path: Path, facts: dict[str, Any], results: dict[str, Result])
         "environment": environment(),
         "results": {name: r.as_dict() for name, r in results.items()},
     }
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")  # two processes may write the same results
     temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
     temporary.replace(path)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -159,13 +160,27 @@ def _rendezvous_of_slurm() -> None:
     """MASTER_ADDR and MASTER_PORT where srun started us without them: the step's first node, a port from the job's id."""
     if "MASTER_ADDR" not in os.environ:
         nodes = os.environ.get("SLURM_STEP_NODELIST", "127.0.0.1")
-        if any(c in nodes for c in ",["):
-            command = ["scontrol", "show", "hostnames", nodes]
-            try:
-                nodes = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
-            except (OSError, subprocess.CalledProcessError, IndexError):
-                raise ConfigError(
-                    f"MASTER_ADDR is not set and scontrol cannot tell the first of {nodes}; export it"
-                ) from None
-        os.environ["MASTER_ADDR"] = nodes
-    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000))
+        try:
+            if any(c in nodes for c in ",["):
+                nodes = _scontrol("hostnames", nodes).split()[0]
+            os.environ["MASTER_ADDR"] = _address(nodes)
+        except (OSError, subprocess.CalledProcessError, IndexError):
+            raise ConfigError(
+                f"MASTER_ADDR is not set and scontrol cannot tell the address of the first of {nodes}; export it"
+            ) from None
+    # below the ports that the kernel hands out
+    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 12000))
+
+
+def _address(node: str) -> str:
+    """A node's name, or its address where only SLURM knows the name."""
+    try:
+        socket.getaddrinfo(node, None)
+    except OSError:
+        found = [w for w in _scontrol("node", node, "-o").split() if w.startswith("NodeAddr=")]
+        return found[0].partition("=")[2] if found else node
+    return node
+
+
+def _scontrol(*what: str) -> str:
+    return subprocess.run(["scontrol", "show", *what], capture_output=True, text=True, check=True).stdout

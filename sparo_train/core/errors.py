@@ -39,6 +39,24 @@ class LostRankError(TrainingError):
     """Another rank died or does not answer: every rank that is left says so itself."""
 
 
+class StoppedError(SparoError):
+    """A signal ended training, saved (EX_TEMPFAIL); the same line continues.
+
+    Args:
+        signal: its name.
+    """
+
+    exit_code = 75
+
+    def __init__(self, signal: str):
+        super().__init__("run the same line again to continue")
+        self.signal = signal
+
+
+class SupersededError(TrainingError):
+    """Another start owns the run folder: this process may not write into it."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for a near miss, else a list of what is known."""
     known = list(known)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,18 @@ class MetricsLog:
         folder: the run folder.
         after_step: records of later steps are dropped first (a resumed run replays them).
         wandb: a project name, or None; needs the `wandb` extra.
+        guard: called before every write; raises where this process may not write any more.
     """
 
-    def __init__(self, folder: Path, after_step: int = 0, wandb: str | None = None, tensorboard: bool = True):
-        self.path = folder / "metrics.jsonl"
+    def __init__(
+        self,
+        folder: Path,
+        after_step: int = 0,
+        wandb: str | None = None,
+        tensorboard: bool = True,
+        guard: Callable[[], None] = lambda: None,
+    ):
+        self.path, self._guard = folder / "metrics.jsonl", guard
         rewind(self.path, after_step)
         self._file = self.path.open("a", encoding="utf-8")
         self._board = self._wandb = None
@@ -37,6 +45,7 @@ class MetricsLog:
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Write one record: `{"kind": kind, "step": step, **values}`; non-finite numbers become strings."""
         record = {"kind": kind, "step": step, **values}
+        self._guard()
         try:
             self._file.write(json.dumps(_plain(record)) + "\n")
             self._file.flush()

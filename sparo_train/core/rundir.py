@@ -1,6 +1,6 @@
 """The run folder: resolved recipe, command, environment, metrics, checkpoints.
 
-runs/NAME/config.yaml  command.txt  environment.json  metrics.jsonl  heartbeat.json  tensorboard/
+runs/NAME/config.yaml  command.txt  environment.json  owner.json  metrics.jsonl  heartbeat.json  tensorboard/
 runs/NAME/checkpoints/step-00012000/   runs/NAME/export/   runs/NAME/evals/*.json
 """
 
@@ -22,6 +22,7 @@ import torch
 
 from .config import differences, parse_yaml
 from .errors import ConfigError, TrainingError
+from .owner import Claim, Start
 
 # Keys that may differ between the run folder and the same line again: they do not change what is computed.
 FREE_ON_RESUME = {
@@ -54,10 +55,15 @@ class RunDir:
         self.path = path
         self.config = path / "config.yaml"
         self.checkpoints = path / "checkpoints"
+        self.claim = Claim(path, "")
         self._lock: IO[str] | None = None
 
-    def open_for_training(self, resolved: str) -> bool:
-        """Create the folder, or check that it belongs to the same recipe. Returns True where a run is continued.
+    def open_for_training(self, resolved: str, patience: float = 20.0) -> str:
+        """Create the folder, or check that it belongs to the same recipe, and claim it. Returns the claim's token.
+
+        Args:
+            resolved: the recipe as YAML.
+            patience: seconds that the remains of an earlier start of the same SLURM job get to notice this one.
 
         Raises:
             ConfigError: the folder holds a run of another recipe; the message lists the differences.
@@ -67,18 +73,28 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"out: {self.path} cannot be made a run folder ({error})") from None
-        self._take_lock()
-        continued = self.config.exists()
-        if continued:
-            self._refuse_changes(resolved)
+        start = Start.here()
+        self._take_lock(start, patience)
+        self.refuse_changes(resolved)
+        self.join(start.token)
+        self.claim.take(start)
         self._write("config.yaml", resolved)
         with (self.path / "command.txt").open("a", encoding="utf-8") as stream:
             stream.write(shlex.join(sys.argv) + "\n")
         self._write("environment.json", json.dumps(environment(), indent=1))
-        return continued
+        return start.token
+
+    def join(self, token: str) -> None:
+        """Share the claim of the rank that opened the folder."""
+        self.claim = Claim(self.path, token)
 
     def beat(self, **facts: Any) -> None:
-        """Rewrite heartbeat.json: when, which process, and what it was doing; a full disk is told by what matters more."""
+        """Rewrite heartbeat.json: when, which process, and what it was doing; a full disk is told by what matters more.
+
+        Raises:
+            SupersededError: another start owns the folder.
+        """
+        self.claim.check()
         with contextlib.suppress(OSError):
             self._write(
                 "heartbeat.json",
@@ -95,19 +111,34 @@ class RunDir:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(self.path / name)
 
-    def _take_lock(self) -> None:
+    def _take_lock(self, start: Start, patience: float) -> None:
         self._lock = (self.path / ".lock").open("w")
-        try:
-            fcntl.lockf(
-                self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # not flock: loader workers would inherit it, and outlive a kill
-        except OSError:
+        if self._locked():
+            return
+        if not start.follows(self.claim.owner()):
             self.close()
             raise TrainingError(
                 f"{self.path}: another process is training in this folder; wait for it, or give this run another name="
-            ) from None
+            )
+        # SLURM started this job anew, so what still holds the lock is cut off. It stops when it sees the claim; if it
+        # stands still it cannot see it, and will be refused when it goes on.
+        self.claim.take(start)
+        end = time.monotonic() + patience
+        while not self._locked() and time.monotonic() < end:
+            time.sleep(0.2)
 
-    def _refuse_changes(self, resolved: str) -> None:
+    def _locked(self) -> bool:
+        assert self._lock is not None
+        try:  # not flock: loader workers would inherit it, and outlive a kill
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def refuse_changes(self, resolved: str) -> None:
+        """Raise ConfigError, with the differences, where the folder holds a run of another recipe."""
+        if not self.config.exists():
+            return
         old = parse_yaml(self.config.read_text(encoding="utf-8"), str(self.config))
         found = differences(old, parse_yaml(resolved, "the recipe"))
         free = FREE_ON_RESUME | (ENGINES_OWN if any(d.startswith("engine.kind:") for d in found) else set())

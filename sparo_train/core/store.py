@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +36,27 @@ class CheckpointStore:
         root: the `checkpoints/` folder.
         keep_last: how many of the newest to keep.
         keep_every: besides those, keep each whose step is a multiple of this (0: none).
+        guard: called before a checkpoint is begun and before it is renamed; raises where this process may not write.
+        writer: names the temporary folders, alike on all ranks: two starts must not write into each other's.
     """
 
-    def __init__(self, root: Path, keep_last: int = 2, keep_every: int = 0):
+    def __init__(
+        self,
+        root: Path,
+        keep_last: int = 2,
+        keep_every: int = 0,
+        guard: Callable[[], None] = lambda: None,
+        writer: str = "",
+    ):
         self.root, self.keep_last, self.keep_every = root, max(1, keep_last), keep_every
+        self.guard, self.writer = guard, writer
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of a step is, once it is complete."""
         return self.root / f"step-{step:08d}"
 
     def _temporary(self, step: int) -> Path:
-        return self.root / f".tmp-step-{step:08d}"
+        return self.root / f".tmp-{self.writer}step-{step:08d}"
 
     def write(self, step: int, pieces: Pieces, rank: int = 0, size: int = 1) -> Files:
         """Write one rank's pieces into the temporary folder; returns what is to be told to `complete`.
@@ -56,6 +66,7 @@ class CheckpointStore:
         """
         temporary = self._temporary(step)
         files: Files = {}
+        self.guard()
         try:
             temporary.mkdir(parents=True, exist_ok=True)
             for part, held in pieces.items():
@@ -87,6 +98,7 @@ class CheckpointStore:
             path.write_text(json.dumps({**content, "checksum": _checksum(content)}), encoding="utf-8")
             _flush(path)
             _flush(temporary)
+            self.guard()
             if target.exists():
                 target.rename(self.root / f".tmp-old-{target.name}")
             temporary.rename(target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,19 +33,29 @@ FASHION_TEMPLATES = ["a photo of a {c}", "a {c}"]
 FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 
 
-def convert_folder(source: Path, out: Path, template: str = "a photo of a {c}", per_shard: int = 1000) -> int:
+Part = tuple[int, int]  # which, of how many
+
+
+def convert_folder(
+    source: Path, out: Path, template: str = "a photo of a {c}", per_shard: int = 1000, part: Part | None = None
+) -> int:
     """An image folder: `CLASS/name.jpg` captioned by `template`, or `name.jpg` beside `name.txt`; returns samples written.
+
+    Args:
+        part: write only the i-th of n parts; all of them together write the same bytes as one conversion.
 
     Raises:
         DataError: no images, an image without class folder and caption file (it is named), or shards in `out` already.
     """
-    _refuse_used(out)
+    _refuse_used(out, {"source": str(source), "template": template, "per_shard": per_shard, "part": part})
     images = sorted(p for p in source.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
     if not images:
         raise DataError(f"{source}: no .jpg, .png or .webp image below this folder")
 
     def samples() -> Iterator[tuple[str, Fields]]:
         for number, path in enumerate(images):
+            if not _within(number, per_shard, part):
+                continue
             beside = path.with_suffix(".txt")
             if beside.is_file():
                 text = beside.read_bytes()
@@ -54,8 +65,8 @@ def convert_folder(source: Path, out: Path, template: str = "a photo of a {c}", 
                 raise DataError(f"{path}: no class folder and no {beside.name} beside it, so it has no caption")
             yield f"{number:09d}", {IMAGE_SUFFIXES[path.suffix.lower()]: path.read_bytes(), "txt": text}
 
-    write_shards(out, samples(), per_shard)
-    return len(images)
+    write_shards(out, samples(), per_shard, part or (0, 1))
+    return sum(_within(number, per_shard, part) for number in range(len(images)))
 
 
 def convert_csv(
@@ -65,17 +76,20 @@ def convert_csv(
     caption_column: str,
     separator: str | None = None,
     per_shard: int = 1000,
+    part: Part | None = None,
 ) -> int:
     """A table with image paths (relative to it) and captions; returns samples written.
 
     Args:
+        part: as for `convert_folder`.
         separator: between columns; None: the one of tab, comma, semicolon that makes `image_column` a column.
 
     Raises:
         DataError: no such file, not UTF-8, a missing column, a row without image or caption (the line is named), or
             shards in `out` already.
     """
-    _refuse_used(out)
+    columns = f"{image_column}, {caption_column}"
+    _refuse_used(out, {"source": str(table), "columns": columns, "per_shard": per_shard, "part": part})
     if not table.is_file():
         raise DataError(f"{table}: no such file")
     count = 0
@@ -89,18 +103,20 @@ def convert_csv(
             for column in (image_column, caption_column):
                 if column not in (reader.fieldnames or ()):
                     raise DataError(f"{table}: no column {column!r}; {did_you_mean(column, reader.fieldnames or ())}")
-            for row in reader:
+            for number, row in enumerate(reader):
+                if not _within(number, per_shard, part):
+                    continue
                 if not row[image_column] or not row[caption_column]:
                     raise DataError(f"{table}, line {reader.line_num}: no image or no caption")
                 path = table.parent / row[image_column]
                 suffix = IMAGE_SUFFIXES.get(path.suffix.lower())
                 if suffix is None or not path.is_file():
                     raise DataError(f"{table}, line {reader.line_num}: {row[image_column]!r} is no image file here")
-                yield f"{count:09d}", {suffix: path.read_bytes(), "txt": row[caption_column].encode()}
+                yield f"{number:09d}", {suffix: path.read_bytes(), "txt": row[caption_column].encode()}
                 count += 1
 
     try:
-        write_shards(out, samples(), per_shard)
+        write_shards(out, samples(), per_shard, part or (0, 1))
     except UnicodeDecodeError as error:
         raise DataError(f"{table}: not UTF-8 ({error}); convert it, e.g. with iconv -f latin1 -t utf-8") from None
     return count
@@ -148,8 +164,23 @@ def _separator(header: str, column: str) -> str:
     return next((s for s, found in names.items() if column in found), ",")
 
 
-def _refuse_used(out: Path) -> None:
+def _within(number: int, per_shard: int, part: Part | None) -> bool:
+    """Whether a sample is in a shard of this part."""
+    return part is None or number // per_shard % part[1] == part[0]
+
+
+def _refuse_used(out: Path, facts: dict[str, object]) -> None:
+    """Raise DataError where `out` has shards of anything else than other parts of the same conversion."""
+    part, mark = facts.pop("part"), out / ".parts.json"
     found = sorted(out.glob("*.tar"))
+    if isinstance(part, tuple):
+        facts["parts"] = part[1]
+        if mark.exists() and json.loads(mark.read_text(encoding="utf-8")) == facts:
+            return
+        if not found:
+            out.mkdir(parents=True, exist_ok=True)
+            mark.write_text(json.dumps(facts), encoding="utf-8")
+            return
     if found:
         raise DataError(
             f"{out}: holds {len(found)} shard(s) already, which would mix with the new ones; name an empty folder"

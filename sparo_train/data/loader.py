@@ -108,6 +108,23 @@ class _Workers(IterableDataset[Part | SparoError]):
                 raise DataError(f"data: a whole pass over stream {stream} gave no usable sample: {worst}")
 
 
+def shared_streams(config: DataConfig, batch_size: int, world_size: int) -> int:
+    """How many streams the data is cut into.
+
+    Raises:
+        ConfigError: they do not divide the batch, or the ranks do not divide them.
+    """
+    streams = config.streams or default_streams(batch_size)
+    if batch_size % streams:
+        raise ConfigError(f"data.streams={streams} does not divide batch_size={batch_size}")
+    if streams % world_size:
+        raise ConfigError(
+            f"data.streams={streams}: {world_size} ranks cannot share them evenly; "
+            f"use a world size that divides them, or a multiple of it for data.streams (which must divide batch_size={batch_size})"
+        )
+    return streams
+
+
 class ClipPipeline:
     """Image-text batches in the plan's order.
 
@@ -141,14 +158,7 @@ class ClipPipeline:
         rank: int = 0,
         world_size: int = 1,
     ):
-        streams = config.streams or default_streams(batch_size)
-        if batch_size % streams:
-            raise ConfigError(f"data.streams={streams} does not divide batch_size={batch_size}")
-        if streams % world_size:
-            raise ConfigError(
-                f"data.streams={streams}: {world_size} ranks cannot share them evenly; "
-                f"use a world size that divides them, or a multiple of it for data.streams (which must divide batch_size={batch_size})"
-            )
+        streams = shared_streams(config, batch_size, world_size)
         self.rank, self.own = rank, range(rank * streams // world_size, (rank + 1) * streams // world_size)
         self.config, self.batch_size, self.image_size, self.seed = config, batch_size, image_size, seed
         self.context_length, self.tokenize, self.patches = context_length, tokenize, patches

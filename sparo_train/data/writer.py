@@ -39,15 +39,17 @@ def write_shard(path: Path, samples: Iterable[tuple[str, Fields]]) -> int:
     return count
 
 
-def write_shards(folder: Path, samples: Iterable[tuple[str, Fields]], per_shard: int = 1000) -> list[Path]:
-    """Write samples into `folder/00000.tar`, `00001.tar`, …"""
+def write_shards(
+    folder: Path, samples: Iterable[tuple[str, Fields]], per_shard: int = 1000, part: tuple[int, int] = (0, 1)
+) -> list[Path]:
+    """Write samples into `folder/00000.tar`, `00001.tar`, …; as `part` (i, n): into every n-th of them, from the i-th."""
     iterator = iter(samples)
     paths: list[Path] = []
     while True:
         chunk = [s for _, s in zip(range(per_shard), iterator, strict=False)]
         if not chunk:
             return paths
-        paths.append(folder / f"{len(paths):05d}.tar")
+        paths.append(folder / f"{part[0] + part[1] * len(paths):05d}.tar")
         write_shard(paths[-1], chunk)
 
 

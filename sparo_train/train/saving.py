@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.distributed import Ranks
-from ..core.errors import CheckpointError, SparoError
+from ..core.errors import CheckpointError, SparoError, SupersededError
 from ..core.pieces import Piece, Pieces, Source
 from ..core.store import CheckpointStore, Files, open_checkpoint, read_meta
 
@@ -143,6 +143,8 @@ class Saver:
         """Whatever goes wrong on one rank has to be told to the others, which wait for it."""
         try:
             return call()
+        except SupersededError:  # the others belong to the same lost start
+            raise
         except CheckpointError as error:
             return error
         except Exception as error:

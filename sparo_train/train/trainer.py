@@ -62,7 +62,10 @@ class Trainer:
         self.state = State()
         self.bad = BadSampleBudget(config.data.max_bad_share, config.data.max_bad_share_after)
         every = config.checkpoint
-        self.store = store.CheckpointStore(rundir.checkpoints, every.keep_last, every.keep_every)
+        claim = rundir.claim
+        self.store = store.CheckpointStore(
+            rundir.checkpoints, every.keep_last, every.keep_every, claim.check, f"{claim.token}-"
+        )
         self.saver = Saver(self.store, ranks, every.background)
         self._origin = {"recipe": config.model_dump(mode="json"), "environment": environment()}
         self.meter = Meter()
@@ -94,7 +97,8 @@ class Trainer:
     def _open_log(self) -> set[int]:
         """On rank 0; returns the steps that are evaluated already."""
         log = self.config.log
-        self.log = MetricsLog(self.rundir.path, self.state.step, log.wandb, log.tensorboard)
+        guard = self.rundir.claim.check
+        self.log = MetricsLog(self.rundir.path, self.state.step, log.wandb, log.tensorboard, guard)
         return {record["step"] for record in read(self.log.path, "eval")}
 
     def _loop(self, end: int, stop: StopFlag) -> str | None:
@@ -210,7 +214,7 @@ class Trainer:
 
     def _beat(self, phase: str) -> None:
         if self.ranks.rank == 0:
-            self.rundir.beat(step=self.state.step, phase=phase)
+            self.rundir.beat(step=self.state.step, total=self.total_steps, phase=phase)
 
     def _count_skips(self, applied: bool, grad_norm: float) -> None:
         state, limit = self.state, self.config.optim.max_skipped

@@ -11,7 +11,7 @@ import torch
 
 from sparo_train.core import metrics, store
 from sparo_train.core.distributed import Ranks, World
-from sparo_train.core.errors import CheckpointError, ConfigError, TrainingError
+from sparo_train.core.errors import CheckpointError, ConfigError, SupersededError, TrainingError
 from sparo_train.core.pieces import Piece
 from sparo_train.core.rng import generator, torch_seed
 from sparo_train.core.rundir import RunDir
@@ -154,7 +154,7 @@ def in_another_process(path):
 
 def test_a_run_folder_refuses_another_recipe_and_a_second_process(tmp_path):
     first = RunDir(tmp_path / "run")
-    assert first.open_for_training("lr: 1\nlog: {every_steps: 5}\n") is False
+    first.open_for_training("lr: 1\nlog: {every_steps: 5}\n")
     assert in_another_process(tmp_path / "run") == "refused"
     worker = CONTEXT.get_context("fork").Process(
         target=time.sleep, args=(60,)
@@ -168,12 +168,57 @@ def test_a_run_folder_refuses_another_recipe_and_a_second_process(tmp_path):
         second.open_for_training("lr: 2\nlog: {every_steps: 5}\n")
     second.close()
     third = RunDir(tmp_path / "run")
-    assert third.open_for_training("lr: 1\nlog: {every_steps: 9}\nworld_size: 4\nengine: {kind: ddp}\n") is True
+    third.open_for_training("lr: 1\nlog: {every_steps: 9}\nworld_size: 4\nengine: {kind: ddp}\n")
     third.beat(step=3)
     third.close()
     beat = json.loads((tmp_path / "run" / "heartbeat.json").read_text())
     assert beat["step"] == 3 and beat["pid"] == os.getpid()
     assert "torch" in json.loads((tmp_path / "run" / "environment.json").read_text())["packages"]
+
+
+def _hold(path, ready, go_on, queue):
+    os.environ.update(SLURM_JOB_ID="7", SLURM_RESTART_COUNT="0")
+    rundir = RunDir(path)
+    rundir.open_for_training("lr: 1\n")
+    log = metrics.MetricsLog(path, tensorboard=False, guard=rundir.claim.check)
+    checkpoints = store.CheckpointStore(path / "checkpoints", guard=rundir.claim.check, writer="old-")
+    log.write("train", 1, {"loss": 1.0})
+    files = checkpoints.write(1, {"model": {}})
+    ready.set()
+    go_on.wait()
+    told = []
+    for write in (
+        lambda: log.write("train", 2, {"loss": 0.5}),
+        lambda: rundir.beat(step=2),
+        lambda: checkpoints.write(2, {"model": {}}),
+        lambda: checkpoints.complete(1, files, {}),
+    ):
+        try:
+            write()
+        except SupersededError as error:
+            told.append(str(error))
+    queue.put(told)
+
+
+def test_what_is_left_of_a_lost_start_writes_nothing_more(tmp_path, monkeypatch):
+    ready, go_on, queue = CONTEXT.Event(), CONTEXT.Event(), CONTEXT.SimpleQueue()
+    lost = CONTEXT.Process(target=_hold, args=(tmp_path, ready, go_on, queue))
+    lost.start()
+    ready.wait()
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with pytest.raises(TrainingError, match="another process is training"):
+        RunDir(tmp_path).open_for_training("lr: 1\n", 0.1)  # another job waits its turn
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    successor = RunDir(tmp_path)
+    successor.open_for_training("lr: 1\n", 0.1)  # the same one, started anew, does not
+    before = (tmp_path / "metrics.jsonl").read_text()
+    go_on.set()
+    told = queue.get()
+    lost.join()
+    assert len(told) == 4 and all("belongs to another start by now (job 7, restart 1" in text for text in told)
+    assert (tmp_path / "metrics.jsonl").read_text() == before and not list(tmp_path.glob("checkpoints/step-*"))
+    successor.beat(step=1)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"])

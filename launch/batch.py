@@ -1,0 +1,50 @@
+"""Shell lines around a job's srun: where its ranks meet, and whether it is started again.
+
+They run in the batch script on the job's first node, outside of any container, where SLURM's commands are.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+# The first node under a name that resolves, or under the address that SLURM has; a port there that nobody listens on,
+# below those that the kernel hands out. The trap keeps bash alive through a pre-emption's SIGTERM.
+_MEET = """\
+trap : TERM USR1 USR2
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+getent hosts "$MASTER_ADDR" >/dev/null || MASTER_ADDR=$(scontrol show node "$MASTER_ADDR" -o | tr ' ' '\\n' | sed -n 's/^NodeAddr=//p')
+for try in $(seq 0 31); do
+  MASTER_PORT=$((20000 + (SLURM_JOB_ID + try * 367) % 12000))
+  (exec 3<>"/dev/tcp/127.0.0.1/$MASTER_PORT") 2>/dev/null || break
+done
+export MASTER_ADDR MASTER_PORT"""
+
+# Saved after a signal (75), ended by one before it listened (140), or left by a lost rank: again, unless it is
+# not running (it was cancelled) or SLURM has started it elsewhere already.
+_AGAIN = """\
+code=$?
+restart=${SLURM_RESTART_COUNT:-0}
+if [ $code -eq 75 ] || [ $code -eq 140 ] || [ -e JOBS/again-"$SLURM_JOB_ID-$restart" ]; then
+  for try in $(seq 60); do
+    case "$(scontrol show job "$SLURM_JOB_ID" -o 2>/dev/null) " in
+      *" JobState=RUNNING "*" Restarts=$restart "*) scontrol requeue "$SLURM_JOB_ID" && sleep 60 && break ;;
+      *" JobState="*) break ;;
+    esac
+    sleep 5
+  done
+fi
+exit $code"""
+
+
+def before(setup: tuple[str, ...], environment: Mapping[str, str], code: Path) -> list[str]:
+    """Lines before srun: the cluster's own, its variables, the snapshot's path, and where the ranks meet."""
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
+    path = f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}"
+    return [*setup, *exports, path, *_MEET.splitlines()]
+
+
+def after(jobs: Path) -> list[str]:
+    """Lines behind srun; `jobs` holds the marks that lost ranks leave."""
+    return _AGAIN.replace("JOBS", shlex.quote(str(jobs))).splitlines()

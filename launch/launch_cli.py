@@ -1,0 +1,209 @@
+"""`sparo launch …`: jobs on a cluster, what became of them, and doing it again."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+import click
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from sparo_train.core.errors import ConfigError
+
+from . import data_cli
+from .clusters import load_cluster, options_help, split_words
+from .fanout import FanOut, eval_elements, launch_elements, plan_name
+from .launching import Order, launch_train
+from .relaunch import resubmit as resubmit_folder
+from .status import Status, failing_rank, launched, log_files, statuses
+from .status import cancel as cancel_folder
+from .sweep import expand
+from .view import console, out, results_table
+
+app = typer.Typer(no_args_is_help=True, help="Jobs on a cluster: submit, watch, cancel, submit again.")
+_OPEN = {"ignore_unknown_options": True}
+_CLUSTER = "Options of the cluster, each a key of its block in configs/clusters:\n\n" + options_help()
+
+On = Annotated[str, typer.Option("--on", help="a cluster: configs/clusters/NAME.yaml, local, or debug")]
+Parallel = Annotated[int | None, typer.Option(min=1, help="how many of an array run at a time")]
+After = Annotated[list[Path] | None, typer.Option(help="start when the job of this run has finished; may be repeated")]
+Runs = Annotated[list[Path], typer.Argument(help="folders in which jobs were launched")]
+
+
+@app.command(context_settings=_OPEN, epilog=_CLUSTER)
+def train(
+    recipe: Annotated[Path, typer.Argument(help="a YAML recipe")],
+    words: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]… [--CLUSTER-OPTION VALUE]…")] = None,
+    on: On = "slurm",
+    seeds: Annotated[int | None, typer.Option(min=1, help="so many runs, with the next seeds")] = None,
+    parallel: Parallel = None,
+    after: After = None,
+) -> None:
+    """Submit a recipe. `optim.lr=[1e-3,5e-4]` and `--seeds 3` make an array of runs; the same line again continues."""
+    overrides, options = split_words(words or [])
+    order = Order(on, load_cluster(on, options), parallel, tuple(after or ()))
+    name, runs = expand(recipe, overrides, seeds)
+    found = launch_train(runs, order, Path(runs[0].out) / name, _say)
+    for folder, job in found:
+        out.print(f"{folder}  job {job}", highlight=False, soft_wrap=True)
+    _end_of_debug(order, [job for _, job in found])
+
+
+@app.command("eval", context_settings=_OPEN, epilog=_CLUSTER)
+def evaluate(
+    words: Annotated[list[str], typer.Argument(metavar="CHECKPOINT… [--CLUSTER-OPTION VALUE]…")],
+    on: On = "slurm",
+    tasks: Annotated[str | None, typer.Option(help="comma-separated (default: all of each run's recipe)")] = None,
+    data: Annotated[Path | None, typer.Option(help="YAML with `tasks:`")] = None,
+    model: Annotated[str | None, typer.Option(help="for weight files: a model name")] = None,
+    name: Annotated[str | None, typer.Option(help="of the folder in runs/evals (default: one per plan)")] = None,
+    parallel: Parallel = None,
+    after: After = None,
+) -> None:
+    """Score checkpoints x tasks as an array. The same line again submits what is missing, and prints the table."""
+    checkpoints, options = split_words(words)
+    order = Order(on, load_cluster(on, options), parallel, tuple(after or ()))
+    elements = eval_elements(checkpoints, tasks.split(",") if tasks else None, data, model)
+    fan = FanOut.make(Path("runs/evals") / (name or plan_name(elements)), "eval", elements)
+    _launch(fan, order)
+
+
+@app.command("data", context_settings=_OPEN, epilog=_CLUSTER)
+def data(
+    words: Annotated[list[str], typer.Argument(metavar="COMMAND ARGUMENTS… [--CLUSTER-OPTION VALUE]…")],
+    parts: Annotated[int, typer.Option(min=1, help="how many jobs share the work")],
+    on: On = "slurm",
+    name: Annotated[str | None, typer.Option(help="of the folder in runs/data (default: one per plan)")] = None,
+    parallel: Parallel = None,
+) -> None:
+    """Run `sparo data COMMAND …` in parts as an array (commands with --part)."""
+    plain, options = split_words(words, others=True)
+    order = Order(on, load_cluster(on, options), parallel)
+    elements = [{"arguments": ["data", *plain, "--part", f"{number}/{parts}"]} for number in range(parts)]
+    command = typer.main.get_command(data_cli.app)
+    try:  # now, rather than on every node
+        _check_arguments(command, elements[0]["arguments"][1:])
+    except click.UsageError as error:
+        raise ConfigError(f"sparo data {' '.join(plain)}: {error.format_message()}") from None
+    fan = FanOut.make(Path("runs/data") / (name or plan_name(elements)), "data", elements)
+    _launch(fan, order)
+
+
+@app.command(hidden=True)
+def element(folder: Path, number: int) -> None:
+    """One element of a fan-out; what its jobs run."""
+    from .cli import app as sparo
+
+    FanOut(folder).run(number, lambda arguments: sparo(list(arguments), standalone_mode=False))
+
+
+@app.command()
+def status(
+    runs: Annotated[list[Path] | None, typer.Argument(help="default: all below runs/")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+) -> None:
+    """State, nodes, progress, and the reason where a job waits or failed."""
+    found = statuses(runs or launched(Path("runs")))
+    if as_json:
+        out.print_json(json.dumps([status.as_dict() for status in found]))
+    elif found:
+        out.print(_table(found))
+    else:
+        out.print("no job was launched from this folder")
+
+
+@app.command()
+def logs(
+    run: Annotated[Path, typer.Argument(help="a folder in which a job was launched")],
+    rank: Annotated[int | None, typer.Option(help="default: the one that failed, or 0")] = None,
+    lines: Annotated[int, typer.Option(min=1)] = 30,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on as it writes")] = False,
+) -> None:
+    """The last lines of a rank's log."""
+    chosen = failing_rank(run) if rank is None else rank
+    files = log_files(run, chosen)
+    if not files:
+        raise ConfigError(f"{run}: rank {chosen} has not written anything yet; see `sparo launch status {run}`")
+    for path in files:
+        console.print(f"rank {chosen}: {path}", highlight=False, soft_wrap=True)
+        print("\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]), flush=True)
+    with files[-1].open(encoding="utf-8", errors="replace") as stream:
+        stream.seek(0, 2)
+        while follow:
+            print(stream.read(), end="", flush=True)
+            time.sleep(0.5)
+
+
+@app.command()
+def cancel(runs: Runs) -> None:
+    """End jobs, or take them out of the queue. Training saves first; `resubmit` continues it."""
+    for run in runs:
+        out.print(f"{run}: cancelled {', '.join(cancel_folder(run))}", highlight=False)
+
+
+@app.command(context_settings=_OPEN, epilog=_CLUSTER)
+def resubmit(
+    words: Annotated[list[str], typer.Argument(metavar="RUN… [--CLUSTER-OPTION VALUE]…")],
+) -> None:
+    """Submit again what was launched in these folders: the same recipe, code and cluster, with changed options."""
+    runs, options = split_words(words)
+    for run in runs:
+        jobs = resubmit_folder(Path(run), options, _say)
+        out.print(f"{run}  job {', '.join(jobs) or '-: nothing is missing'}", highlight=False, soft_wrap=True)
+
+
+def _launch(fan: FanOut, order: Order) -> None:
+    jobs = launch_elements(fan, order, _say)
+    if jobs:
+        out.print(f"{fan.folder}  {len(jobs)} element(s), job {jobs[0]} …", highlight=False, soft_wrap=True)
+        _end_of_debug(order, jobs)
+    results = fan.results()
+    if results and not fan.missing():
+        fan.merge()
+        out.print(results_table({Path(c).name: r for c, r in results.items()}, "per cent, 95 % intervals"))
+    elif not jobs:
+        out.print(f"{fan.folder}: all {len(fan.elements)} elements are done", highlight=False, soft_wrap=True)
+
+
+def _check_arguments(command: click.Command, arguments: list[str]) -> None:
+    """Raise click.UsageError where a command of a group would refuse its arguments."""
+    assert isinstance(command, click.Group)
+    with command.make_context("data", list(arguments), resilient_parsing=True) as context:
+        found = command.get_command(context, arguments[0])
+        if found is None:
+            raise click.UsageError(
+                f"no command {arguments[0]!r}; there are {', '.join(command.list_commands(context))}"
+            )
+        found.make_context(arguments[0], list(arguments[1:]), parent=context)
+
+
+def _end_of_debug(order: Order, jobs: list[str]) -> None:
+    codes = [int(job.removeprefix("DEBUG_")) for job in jobs] if order.cluster.kind == "debug" else [0]
+    if max(codes):
+        raise typer.Exit(max(codes))
+
+
+def _say(text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def _table(found: list[Status]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("run", "job", "state", "progress"):
+        table.add_column(column, overflow="fold")
+    for status in found:
+        facts = [f"{status.step}/{status.total or '?'}"]
+        facts += [f"{status.rate:.0f} samples/s"] if status.rate is not None else []
+        facts += [f"{timedelta(seconds=round(status.eta))} left"] if status.eta is not None else []
+        facts += [f"saved at {status.checkpoint}"] if status.checkpoint is not None else []
+        facts += [f"{status.restarts} restart(s)"] if status.restarts else []
+        where = f" on {status.nodes}" if status.nodes else ""
+        progress = ", ".join(facts) + (f"\n{escape(status.reason)}" if status.reason else "")
+        table.add_row(status.folder, f"{status.job} ({status.on})", f"{status.state}{where}", progress)
+    return table

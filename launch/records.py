@@ -1,0 +1,78 @@
+"""What is known about a folder's jobs: RUN/jobs/*.jsonl, one line per event, appended and never changed.
+
+submitted.jsonl   every submission: job, cluster, command, code, logs
+starts.jsonl      every start of a job's first rank, and how it ended
+failures.jsonl    what a rank failed with
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sparo_train.core.store import CheckpointStore
+
+
+class Records:
+    """The records of one run or fan-out folder."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.jobs = folder, folder / "jobs"
+
+    def submitted(self) -> list[dict[str, Any]]:
+        return self._read("submitted")
+
+    def last(self) -> dict[str, Any] | None:
+        """The newest submission."""
+        found = self.submitted()
+        return found[-1] if found else None
+
+    def starts(self, job: str) -> list[dict[str, Any]]:
+        """Starts of a job and their ends, oldest first."""
+        return [line for line in self._read("starts") if line["job"] == job]
+
+    def failures(self, job: str, restart: int | None = None) -> list[dict[str, Any]]:
+        """What ranks of a job failed with (in one of its starts)."""
+        return [line for line in self._read("failures") if line["job"] == job and restart in (None, line["restart"])]
+
+    def add(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """Append one line; a short line is appended whole, whoever else appends."""
+        self.jobs.mkdir(parents=True, exist_ok=True)
+        line = json.dumps({"time": time.time(), **facts}) + "\n"
+        handle = os.open(self.jobs / f"{kind}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(handle, line.encode())
+        finally:
+            os.close(handle)
+
+    def step(self) -> int:
+        """Of the newest checkpoint; 0 where there is none."""
+        return max(CheckpointStore(self.folder / "checkpoints").steps(), default=0)
+
+    def _read(self, kind: str) -> list[dict[str, Any]]:
+        path = self.jobs / f"{kind}.jsonl"
+        found = []
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+            try:
+                found.append(json.loads(line))
+            except ValueError:  # torn by a full disk
+                continue
+        return found
+
+
+def here() -> dict[str, Any]:
+    """Which job, which start of it, and where this process runs."""
+    env = os.environ
+    array, element = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
+    job = f"{array}_{element}" if array else env.get("SLURM_JOB_ID", env.get("SUBMITIT_LOCAL_JOB_ID", str(os.getpid())))
+    return {
+        "job": job,
+        "restart": int(env.get("SLURM_RESTART_COUNT", "0")),
+        "node": env.get("SLURMD_NODENAME", platform.node()),
+        "nodes": env.get("SLURM_JOB_NODELIST", platform.node()),
+    }

@@ -1,0 +1,83 @@
+"""The code that a job runs: a copy in the run folder, so that editing the checkout changes nothing that is queued."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparo_train.core.errors import ConfigError
+
+PACKAGES = ("sparo_train", "object_centric", "evals", "launch")
+_LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of sparo's packages. `commit` is None where they are not from a git checkout."""
+
+    path: Path
+    commit: str | None
+    changed: bool
+
+
+def take_snapshot(into: Path) -> Snapshot:
+    """Copy the running code to `into/HASH`, once per content, with the checkout's commit and difference beside it.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    sources = {name: _package(name) for name in PACKAGES}
+    root = sources["launch"].parent
+    commit, diff = _git(root)
+    target = into / _hash(sources)
+    try:
+        if not target.exists():
+            temporary = into / f".{target.name}.tmp"
+            shutil.rmtree(temporary, ignore_errors=True)
+            for name, source in sources.items():
+                shutil.copytree(source, temporary / name, ignore=_LEFT_OUT)
+            if (root / "configs").is_dir():
+                shutil.copytree(root / "configs", temporary / "configs", ignore=_LEFT_OUT)
+            temporary.rename(target)
+        if commit:
+            (into / f"{target.name}.commit").write_text(commit + "\n", encoding="utf-8")
+            (into / f"{target.name}.diff").write_bytes(diff)
+    except OSError as error:
+        raise ConfigError(f"{target}: the code cannot be copied there ({error})") from None
+    return Snapshot(target.resolve(), commit, bool(diff))
+
+
+def _package(name: str) -> Path:
+    found = importlib.util.find_spec(name)
+    assert found is not None and found.origin is not None
+    return Path(found.origin).parent
+
+
+def _hash(sources: dict[str, Path]) -> str:
+    total = hashlib.sha256()
+    for name, source in sources.items():
+        for path in sorted(p for p in source.rglob("*") if p.is_file() and "__pycache__" not in p.parts):
+            total.update(f"{name}/{path.relative_to(source)}\0".encode())
+            total.update(hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()[:12]
+
+
+def _git(root: Path) -> tuple[str | None, bytes]:
+    """The commit that `root` is a checkout of, and what differs from it; None outside of one."""
+
+    def ask(*words: str) -> bytes | None:
+        try:
+            done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, check=False)
+        except OSError:
+            return None
+        return done.stdout if done.returncode == 0 else None
+
+    top = ask("rev-parse", "--show-toplevel")
+    if top is None or Path(top.decode().strip()) != root:
+        return None, b""
+    commit = ask("rev-parse", "HEAD")
+    return (commit.decode().strip() if commit else None), ask("diff", "HEAD") or b""

@@ -1,0 +1,225 @@
+"""What became of launched jobs: SLURM's view, the run folder's progress, and whom to ask why it failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sparo_train.core.errors import ConfigError, SparoError
+from sparo_train.core.metrics import read
+
+from . import slurm
+from .fanout import FanOut
+from .records import Records
+from .slurm import JobState
+from .submit import local_alive
+
+_ENDS = {
+    "OUT_OF_MEMORY": "out of memory: more --mem-gb, a smaller micro_batch_size, or fewer data.workers",
+    "TIMEOUT": "the time limit came before it was saved: more --signal-seconds",
+    "NODE_FAIL": "a node failed and SLURM did not start it again",
+    "DEADLINE": "the deadline passed",
+    "BOOT_FAIL": "its nodes did not start",
+}
+
+
+@dataclass(frozen=True)
+class Status:
+    """One run. `eta` in seconds, `rate` in samples/s; None where it is not known."""
+
+    folder: str
+    job: str
+    on: str
+    state: str
+    nodes: str
+    step: int
+    total: int | None
+    rate: float | None
+    eta: float | None
+    checkpoint: int | None
+    restarts: int
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def launched(root: Path) -> list[Path]:
+    """Folders below `root` in which jobs were launched, newest last."""
+    found = {path.parent.parent: path.stat().st_mtime for path in root.glob("**/jobs/submitted.jsonl")}
+    return sorted(found, key=lambda folder: found[folder])
+
+
+def statuses(folders: Sequence[Path]) -> list[Status]:
+    """One per folder; where SLURM does not answer, what the folder knows, with state UNKNOWN.
+
+    Raises:
+        ConfigError: a folder in which nothing was launched.
+    """
+    last = {folder: _last(folder) for folder in folders}
+    queued = [job for record in last.values() if record["cluster"]["kind"] == "slurm" for job in record["jobs"]]
+    away = ""
+    try:
+        known = slurm.states(queued)
+    except SparoError as error:
+        known, away = {}, str(error)
+    return [_status(folder, record, known, away) for folder, record in last.items()]
+
+
+def _last(folder: Path) -> dict[str, Any]:
+    record = Records(folder).last()
+    if record is None:
+        known = ", ".join(str(path) for path in launched(folder if folder.is_dir() else Path("runs"))[-8:])
+        raise ConfigError(f"{folder}: no job was launched there{'; there are ' + known if known else ''}")
+    return record
+
+
+def _status(folder: Path, record: dict[str, Any], known: dict[str, JobState], away: str) -> Status:
+    records = Records(folder)
+    found = _of_jobs(record, known, records)
+    progress = _progress(folder)
+    state, reason = _summary(found), "; ".join(dict.fromkeys(s.reason for s in found.values() if s.reason))
+    if away and record["cluster"]["kind"] == "slurm":
+        reason = away
+    elif not any(s.active for s in found.values()):
+        reason = _why(records, record, state, reason)
+    if progress.get("phase") and state == "RUNNING" and progress["phase"] != "training":
+        reason = reason or str(progress["phase"])
+    starts = [s for job in record["jobs"] for s in records.starts(job) if "end" not in s]
+    return Status(
+        str(folder),
+        ",".join(record["jobs"]),
+        record["on"],
+        state,
+        ",".join(dict.fromkeys(s.nodes for s in found.values() if s.nodes)),
+        progress.get("step", 0),
+        progress.get("total"),
+        progress.get("rate") if state in ("RUNNING", slurm.UNKNOWN) else None,
+        progress.get("eta") if state == "RUNNING" else None,
+        progress.get("checkpoint"),
+        max((s["restart"] for s in starts), default=0),
+        reason,
+    )
+
+
+def _of_jobs(record: dict[str, Any], known: dict[str, JobState], records: Records) -> dict[str, JobState]:
+    """The state of every job of a submission, elements of arrays apart."""
+    kind = record["cluster"]["kind"]
+    found: dict[str, JobState] = {}
+    for job in record["jobs"]:
+        if kind == "slurm":
+            found |= {job: known[job]} if job in known else {j: s for j, s in known.items() if j.startswith(f"{job}_")}
+            found.setdefault(job, JobState()) if not any(
+                j.partition("_")[0] == job or j == job for j in found
+            ) else None
+        elif kind == "local" and local_alive(job):
+            found[job] = JobState("RUNNING", nodes="here")
+        else:
+            ends = [s["end"] for s in records.starts(job) if "end" in s] or [
+                int(job.rpartition("_")[2] or 1) if kind == "debug" else 1
+            ]
+            found[job] = JobState("COMPLETED" if ends[-1] == 0 else "FAILED", nodes="here")
+    return found
+
+
+def _summary(found: dict[str, JobState]) -> str:
+    """RUNNING; of several elements `2 RUNNING, 1 PENDING`."""
+    counts = Counter(state.state for state in found.values())
+    return (
+        next(iter(counts))
+        if len(counts) == 1 and len(found) == 1
+        else ", ".join(f"{n} {s}" for s, n in counts.most_common())
+    )
+
+
+def _progress(folder: Path) -> dict[str, Any]:
+    """From the heartbeat and the metrics of a run, or the parts of a fan-out."""
+    if (folder / "plan.json").exists():
+        fan = FanOut(folder)
+        return {"step": len(fan.elements) - len(fan.missing()), "total": len(fan.elements)}
+    found: dict[str, Any] = {}
+    try:
+        beat = json.loads((folder / "heartbeat.json").read_text(encoding="utf-8"))
+        found |= {"step": beat["step"], "total": beat.get("total"), "phase": beat["phase"]}
+    except (OSError, ValueError, KeyError):
+        pass
+    records = read(folder / "metrics.jsonl", "train")
+    if records and records[-1]["step"]:
+        newest = records[-1]
+        found["step"] = max(newest["step"], found.get("step", 0))
+        found["rate"] = newest["samples_per_second"]
+        if found.get("total") and newest["samples_per_second"] > 0:
+            per_step = newest["samples"] / newest["step"]
+            found["eta"] = (found["total"] - found["step"]) * per_step / newest["samples_per_second"]
+    return found | {"checkpoint": Records(folder).step() or None}
+
+
+def _why(records: Records, record: dict[str, Any], state: str, reason: str) -> str:
+    """Of a job that is over: what it died of, in one line."""
+    if state == "COMPLETED":
+        return ""
+    for word, meaning in _ENDS.items():
+        if word in state:
+            return meaning
+    ends = [s for job in record["jobs"] for s in records.starts(job) if "end" in s]
+    if ends and "stuck" in ends[-1]:
+        return ends[-1]["stuck"]
+    failed = [f for job in record["jobs"] for f in records.failures(job)]
+    own = [f for f in failed if f["kind"] != "LostRankError"] or failed
+    if own:
+        return f"rank {own[-1]['rank']} on {own[-1]['node']}: {own[-1]['message'].splitlines()[0]}"
+    if ends:
+        return "" if ends[-1]["reason"] == "finished" else ends[-1]["reason"]
+    if "CANCELLED" in state or state == slurm.UNKNOWN:
+        return reason
+    return reason or "ended without a word (killed, or out of memory?); see `sparo launch logs`"
+
+
+def failing_rank(folder: Path) -> int:
+    """The rank to look at: the one that failed first for a reason of its own, or that died without a word; 0 otherwise."""
+    record, records = _last(folder), Records(folder)
+    starts = [s for job in record["jobs"] for s in records.starts(job)]
+    restart = max((s["restart"] for s in starts), default=0)
+    failed = [f for job in record["jobs"] for f in records.failures(job, restart)]
+    own = [f for f in failed if f["kind"] != "LostRankError"]
+    if own:
+        return own[0]["rank"]
+    if failed:
+        cluster = record["cluster"]
+        per_node = cluster["tasks_per_node"] or max(1, cluster["gpus_per_node"])
+        silent = set(range(cluster["nodes"] * per_node)) - {f["rank"] for f in failed}
+        return min(silent, default=failed[0]["rank"])
+    return 0
+
+
+def log_files(folder: Path, rank: int) -> list[Path]:
+    """Where a rank writes: its stdout and stderr, of the newest submission; those that are there."""
+    record = _last(folder)
+    cluster = record["cluster"]
+    per_node = cluster["tasks_per_node"] or max(1, cluster["gpus_per_node"])
+    task = rank // per_node if cluster["starter"] == "torchrun" else rank
+    names = [f"{job}_{task}_log.{end}" for job in record["jobs"] for end in ("out", "err")]
+    if (folder / "plan.json").exists():  # the elements of an array
+        names = [p.name for job in record["jobs"] for p in sorted(Path(record["logs"]).glob(f"{job}*_{task}_log.*"))]
+    return [path for name in names if (path := Path(record["logs"]) / name).exists() and path.stat().st_size]
+
+
+def cancel(folder: Path) -> list[str]:
+    """End the jobs of a folder's newest submission; returns them. Training saves first, as after any signal."""
+    record = _last(folder)
+    for job in record["jobs"]:
+        if record["cluster"]["kind"] == "slurm":
+            slurm.patiently(lambda job=job: slurm.cancel(job) or "", 60, lambda _text: None)
+        elif record["cluster"]["kind"] == "local" and local_alive(job):
+            os.kill(int(job), signal.SIGTERM)
+            end = time.monotonic() + 60
+            while local_alive(job) and time.monotonic() < end:
+                time.sleep(0.1)
+    return record["jobs"]

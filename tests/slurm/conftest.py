@@ -1,0 +1,165 @@
+"""A real SLURM for the tests of this folder (tests/slurm/cluster.py); they skip, with the reason, where it cannot run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch.records import Records
+from sparo_train.core import metrics
+from sparo_train.data.writer import write_shards
+from tests.conftest import eval_sets, sample, sparo, tiny_recipe
+from tests.resume.test_ranks import finish, start_ranks
+from tests.resume.test_training import assert_bit_equal
+from tests.slurm.cluster import Cluster
+
+STEPS = 60
+# In a job's process: every step takes SPARO_TEST_SLEEP seconds more, and rank SPARO_TEST_DIES kills itself at its fourth.
+_SLOW = '''
+import importlib.machinery, os, signal, sys, time
+
+class Finder(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name != "sparo_train.train.accumulate":
+            return None
+        spec = super().find_spec(name, path, target)
+        whole = spec.loader.exec_module
+        def exec_module(module):
+            whole(module)
+            gradients, count = module.gradients, [0]
+            def slowly(*arguments):
+                time.sleep(float(os.environ.get("SPARO_TEST_SLEEP", "0")))
+                count[0] += 1
+                if os.environ.get("SPARO_TEST_DIES") == os.environ.get("SLURM_PROCID") and count[0] == 4:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return gradients(*arguments)
+            module.gradients = slowly
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder)
+'''
+
+
+class Lab:
+    """A folder with a recipe of 60 steps, its uninterrupted runs on one and on two ranks, and the cluster."""
+
+    def __init__(self, root: Path, cluster: Cluster):
+        self.root, self.cluster, self.recipe = root, cluster, root / "recipe.yaml"
+        write_shards(root / "shards", (sample(i) for i in range(96)), 24)
+        tree = tiny_recipe(root / "shards", root, steps=STEPS, eval={"tasks": eval_sets(root / "sets")})
+        tree["engine"] = {"kind": "ddp", "device": "cpu", "precision": "fp32", "timeout": 60}
+        tree |= {"log": {"every_steps": 1, "tensorboard": False, "heartbeat_seconds": 1.0}, "checkpoint": {"every_steps": 10}}
+        self.recipe.write_text(yaml.safe_dump(tree))
+        codes = [code for code, _ in finish(start_ranks(2, "train", self.recipe, "name=two"))]
+        assert codes == [0, 0]
+        alone = ("name=one", "engine={kind: local, device: cpu, precision: fp32}")
+        done = sparo("train", str(self.recipe), *alone, OMP_NUM_THREADS="1")  # as in the jobs
+        assert done.returncode == 0, done.stderr
+        (root / "slow").mkdir()
+        (root / "slow/sitecustomize.py").write_text(_SLOW)
+        clusters = root / "configs/clusters"
+        clusters.mkdir(parents=True)
+        block = {"extends": str(Path("configs/clusters/test.yaml").resolve()), "time": 30}
+        block["setup"] = [f"export PYTHONPATH={root}/slow"]
+        block["environment"] = {"SPARO_TEST_SLEEP": "0.1"}
+        (clusters / "lab.yaml").write_text(yaml.safe_dump(block))
+
+    def sparo(self, *words: str, code: int = 0) -> str:
+        """`sparo …` in the lab's folder, with SLURM's commands; what it printed."""
+        env = {name: self.cluster.env[name] for name in ("SLURM_CONF", "PATH")}
+        done = sparo(*words, cwd=self.root, COLUMNS="200", **env)
+        assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout + done.stderr
+
+    def launch(self, name: str, *words: str) -> Path:
+        """Train the recipe as a job; its folder."""
+        self.sparo("launch", "train", "recipe.yaml", f"name={name}", "--on", "lab", *words)
+        return self.root / name
+
+    def status(self, *folders: Path) -> list[dict[str, Any]]:
+        return json.loads(self.sparo("launch", "status", *map(str, folders), "--json"))
+
+    def state(self, folder: Path) -> str:
+        return self.status(folder)[0]["state"]
+
+    def squeue(self, folder: Path, form: str = "%T") -> str:
+        """The newest job as squeue has it."""
+        record = Records(folder).last()
+        assert record
+        return self.cluster.says("squeue", "-h", "-r", "--states=all", "-j", record["jobs"][-1], "-o", form)
+
+    def wait(self, seconds: float, ready: Callable[[], Any], what: str) -> None:
+        end = time.monotonic() + seconds
+        while not ready():
+            assert time.monotonic() < end, f"{what}: not within {seconds} s\n{self._evidence()}"
+            time.sleep(0.1)
+
+    def step(self, folder: Path, step: int, seconds: float = 90) -> None:
+        """Until a run has taken so many steps."""
+        self.wait(seconds, lambda: any(r["step"] >= step for r in metrics.read(folder / "metrics.jsonl", "train")), f"step {step}")
+
+    def end(self, folder: Path, seconds: float = 150, state: str = "COMPLETED") -> None:
+        """Until its job is over, as it should."""
+        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        self.wait(seconds, lambda: set(self.squeue(folder).split()) <= set(over), f"{folder.name}: the end")
+        assert set(self.squeue(folder).split()) == {state}, self._evidence()
+
+    def equal(self, folder: Path, straight: str = "two") -> None:
+        """The same losses, parameters and moments as the run that was left alone."""
+        assert_bit_equal(folder, self.root / straight, STEPS)
+
+    def starts(self, folder: Path) -> list[tuple[int, int, str]]:
+        """(restart, step, how it ended) of every start of the newest job."""
+        records = Records(folder)
+        last = records.last()
+        assert last
+        lines = records.starts(last["jobs"][0])
+        ends = {line["restart"]: line["reason"] for line in lines if "end" in line}
+        return [(s["restart"], s["step"], ends.get(s["restart"], "")) for s in lines if "end" not in s]
+
+    def _evidence(self) -> str:
+        """What there is to see, for a failed test."""
+        text = self.cluster.says("squeue", "--states=all") + "\n" + self.cluster.says("sinfo", "-N")
+        for path in sorted(self.root.glob("*/jobs/*_log.err"), key=lambda p: p.stat().st_mtime)[-4:]:
+            text += f"\n{path}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-15:])
+        return text
+
+
+def _running(accounting: bool) -> Iterator[Cluster]:
+    problem = Cluster.missing(accounting)
+    if problem:
+        pytest.skip(problem)
+    root = Path(tempfile.mkdtemp(prefix="sparo-slurm-", dir="/tmp"))
+    cluster = Cluster(root, 16800 if not accounting else 17300, accounting)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    yield from _running(False)
+
+
+@pytest.fixture(scope="session")
+def accounted() -> Iterator[Cluster]:
+    """With slurmdbd, so that sacct answers."""
+    yield from _running(True)
+
+
+@pytest.fixture(scope="session")
+def lab(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(tmp_path_factory.mktemp("lab"), cluster)

@@ -1,0 +1,49 @@
+"""Arrays of small jobs on a real SLURM: evaluations and conversions."""
+
+import json
+
+import pytest
+
+from launch.records import Records
+from tests.conftest import jpeg
+
+pytestmark = pytest.mark.slurm
+
+
+def test_checkpoints_times_tasks_fan_out_and_merge(lab):
+    words = ("launch", "eval", "one", "two", "--tasks", "zero,pairs", "--on", "lab", "--name", "both")
+    lab.sparo(*words, "--parallel", "2")
+    folder = lab.root / "runs/evals/both"
+    lab.wait(120, lambda: (folder / "results.json").exists(), "the merged results")
+    lab.wait(20, lambda: lab.state(folder) == "4 COMPLETED", "the end")
+    assert (lab.status(folder)[0]["step"], lab.status(folder)[0]["total"]) == (4, 4)
+    merged = json.loads((folder / "results.json").read_text())["results"]
+    assert set(merged) == {"one/zero", "one/pairs", "two/zero", "two/pairs"}
+    alone = lab.sparo("eval", "one", "--tasks", "zero,pairs", "--json", "alone.json")
+    own = json.loads((lab.root / "alone.json").read_text())["results"]
+    assert all(merged[name]["metrics"] == own[name]["metrics"] for name in own) and "zero" in alone
+    assert set(json.loads((lab.root / "two/evals/latest.json").read_text())["results"]) == {"zero", "pairs"}
+    (folder / "parts/00002.json").unlink()  # as after a failed element: the same line submits what is missing
+    assert "1 element(s)" in lab.sparo(*words)
+    lab.wait(60, lambda: (folder / "parts/00002.json").exists() and lab.state(folder) == "COMPLETED", "the missing one")
+    again = lab.sparo(*words)
+    assert "micro" in again and "job" not in again and len(Records(folder).submitted()) == 2
+    other = lab.sparo("launch", "eval", "one", "--tasks", "zer", "--on", "lab", code=2)
+    assert "--tasks zer: did you mean 'zero'?" in other
+
+
+def test_a_conversion_in_parts_writes_what_one_would(lab):
+    source = lab.root / "images"
+    for i in range(30):
+        path = source / ("cat" if i % 2 else "dog") / f"{i:02d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg(i))
+    lab.sparo("data", "convert", "images", "whole", "--per-shard", "4")
+    words = ("launch", "data", "convert", "images", "parted", "--per-shard", "4", "--parts", "3", "--on", "lab")
+    lab.sparo(*words, "--name", "converted")
+    folder = lab.root / "runs/data/converted"
+    lab.wait(90, lambda: lab.state(folder) == "3 COMPLETED", "the end")
+    whole, parted = ({p.name: p.read_bytes() for p in (lab.root / name).glob("*.tar")} for name in ("whole", "parted"))
+    assert whole == parted and len(whole) == 8
+    assert "all 3 elements are done" in lab.sparo(*words, "--name", "converted")
+    assert "no such option" in lab.sparo(*words, "--per-shrad", "3", code=2).lower()
