@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 # The first node under a name that resolves, or under the address that SLURM has; a port there that nobody listens on,
-# below those that the kernel hands out. The trap keeps bash alive through a pre-emption's SIGTERM.
+# below those that the kernel hands out. The trap keeps bash alive through a pre-emption's SIGTERM;
+# srun takes the processors of a rank from a variable of its own since SLURM 22.05.
 _MEET = """\
 trap : TERM USR1 USR2
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 getent hosts "$MASTER_ADDR" >/dev/null || MASTER_ADDR=$(scontrol show node "$MASTER_ADDR" -o | tr ' ' '\\n' | sed -n 's/^NodeAddr=//p')
 for try in $(seq 0 31); do
@@ -21,12 +23,14 @@ for try in $(seq 0 31); do
 done
 export MASTER_ADDR MASTER_PORT"""
 
-# Saved after a signal (75), ended by one before it listened (140), or left by a lost rank: again, unless it is
-# not running (it was cancelled) or SLURM has started it elsewhere already.
+# Saved after a signal (75), ended by one before it listened (140), killed (137: out of memory, or by the srun of an
+# earlier start on a node that came back, for which our step has the same number), or left by a lost rank: again, unless
+# it is not running (it was cancelled) or SLURM has started it elsewhere already.
 _AGAIN = """\
 code=$?
 restart=${SLURM_RESTART_COUNT:-0}
-if [ $code -eq 75 ] || [ $code -eq 140 ] || [ -e JOBS/again-"$SLURM_JOB_ID-$restart" ]; then
+again=JOBS/again-$SLURM_JOB_ID-$restart
+if [[ " 75 137 140 " == *" $code "* ]] || [ -e "$again" ]; then
   for try in $(seq 60); do
     case "$(scontrol show job "$SLURM_JOB_ID" -o 2>/dev/null) " in
       *" JobState=RUNNING "*" Restarts=$restart "*) scontrol requeue "$SLURM_JOB_ID" && sleep 60 && break ;;

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import ConfigError, did_you_mean
 
 from . import data_cli
 from .clusters import load_cluster, options_help, split_words
 from .fanout import FanOut, eval_elements, launch_elements, plan_name
 from .launching import Order, launch_train
+from .records import Records
 from .relaunch import resubmit as resubmit_folder
 from .status import Status, failing_rank, launched, log_files, statuses
 from .status import cancel as cancel_folder
@@ -39,7 +40,7 @@ Runs = Annotated[list[Path], typer.Argument(help="folders in which jobs were lau
 @app.command(context_settings=_OPEN, epilog=_CLUSTER)
 def train(
     recipe: Annotated[Path, typer.Argument(help="a YAML recipe")],
-    words: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]… [--CLUSTER-OPTION VALUE]…")] = None,
+    words: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE or --OPTION VALUE")] = None,
     on: On = "slurm",
     seeds: Annotated[int | None, typer.Option(min=1, help="so many runs, with the next seeds")] = None,
     parallel: Parallel = None,
@@ -52,12 +53,12 @@ def train(
     found = launch_train(runs, order, Path(runs[0].out) / name, _say)
     for folder, job in found:
         out.print(f"{folder}  job {job}", highlight=False, soft_wrap=True)
-    _end_of_debug(order, [job for _, job in found])
+    _end_of_debug(order, [folder for folder, _ in found])
 
 
 @app.command("eval", context_settings=_OPEN, epilog=_CLUSTER)
 def evaluate(
-    words: Annotated[list[str], typer.Argument(metavar="CHECKPOINT… [--CLUSTER-OPTION VALUE]…")],
+    words: Annotated[list[str], typer.Argument(metavar="CHECKPOINT or --OPTION VALUE")],
     on: On = "slurm",
     tasks: Annotated[str | None, typer.Option(help="comma-separated (default: all of each run's recipe)")] = None,
     data: Annotated[Path | None, typer.Option(help="YAML with `tasks:`")] = None,
@@ -76,7 +77,7 @@ def evaluate(
 
 @app.command("data", context_settings=_OPEN, epilog=_CLUSTER)
 def data(
-    words: Annotated[list[str], typer.Argument(metavar="COMMAND ARGUMENTS… [--CLUSTER-OPTION VALUE]…")],
+    words: Annotated[list[str], typer.Argument(metavar="COMMAND ARGUMENT or --OPTION VALUE")],
     parts: Annotated[int, typer.Option(min=1, help="how many jobs share the work")],
     on: On = "slurm",
     name: Annotated[str | None, typer.Option(help="of the folder in runs/data (default: one per plan)")] = None,
@@ -86,11 +87,7 @@ def data(
     plain, options = split_words(words, others=True)
     order = Order(on, load_cluster(on, options), parallel)
     elements = [{"arguments": ["data", *plain, "--part", f"{number}/{parts}"]} for number in range(parts)]
-    command = typer.main.get_command(data_cli.app)
-    try:  # now, rather than on every node
-        _check_arguments(command, elements[0]["arguments"][1:])
-    except click.UsageError as error:
-        raise ConfigError(f"sparo data {' '.join(plain)}: {error.format_message()}") from None
+    _check_arguments(elements[0]["arguments"][1:])
     fan = FanOut.make(Path("runs/data") / (name or plan_name(elements)), "data", elements)
     _launch(fan, order)
 
@@ -129,9 +126,10 @@ def logs(
     chosen = failing_rank(run) if rank is None else rank
     files = log_files(run, chosen)
     if not files:
-        raise ConfigError(f"{run}: rank {chosen} has not written anything yet; see `sparo launch status {run}`")
+        raise ConfigError(f"{run}: rank {chosen} has no log yet; see `sparo launch status {run}`")
     for path in files:
-        console.print(f"rank {chosen}: {path}", highlight=False, soft_wrap=True)
+        empty = "" if path.stat().st_size else " (empty)"
+        console.print(f"rank {chosen}: {path}{empty}", highlight=False, soft_wrap=True)
         print("\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]), flush=True)
     with files[-1].open(encoding="utf-8", errors="replace") as stream:
         stream.seek(0, 2)
@@ -149,7 +147,7 @@ def cancel(runs: Runs) -> None:
 
 @app.command(context_settings=_OPEN, epilog=_CLUSTER)
 def resubmit(
-    words: Annotated[list[str], typer.Argument(metavar="RUN… [--CLUSTER-OPTION VALUE]…")],
+    words: Annotated[list[str], typer.Argument(metavar="RUN or --OPTION VALUE")],
 ) -> None:
     """Submit again what was launched in these folders: the same recipe, code and cluster, with changed options."""
     runs, options = split_words(words)
@@ -162,7 +160,7 @@ def _launch(fan: FanOut, order: Order) -> None:
     jobs = launch_elements(fan, order, _say)
     if jobs:
         out.print(f"{fan.folder}  {len(jobs)} element(s), job {jobs[0]} …", highlight=False, soft_wrap=True)
-        _end_of_debug(order, jobs)
+        _end_of_debug(order, [fan.folder])
     results = fan.results()
     if results and not fan.missing():
         fan.merge()
@@ -171,22 +169,27 @@ def _launch(fan: FanOut, order: Order) -> None:
         out.print(f"{fan.folder}: all {len(fan.elements)} elements are done", highlight=False, soft_wrap=True)
 
 
-def _check_arguments(command: click.Command, arguments: list[str]) -> None:
-    """Raise click.UsageError where a command of a group would refuse its arguments."""
-    assert isinstance(command, click.Group)
-    with command.make_context("data", list(arguments), resilient_parsing=True) as context:
-        found = command.get_command(context, arguments[0])
-        if found is None:
-            raise click.UsageError(
-                f"no command {arguments[0]!r}; there are {', '.join(command.list_commands(context))}"
-            )
-        found.make_context(arguments[0], list(arguments[1:]), parent=context)
+def _check_arguments(arguments: list[str]) -> None:
+    """Raise ConfigError here, rather than on every node, where `sparo data` would refuse its arguments."""
+    group: Any = typer.main.get_command(data_cli.app)
+    if arguments[0] not in group.commands:
+        raise ConfigError(f"sparo data {arguments[0]}: {did_you_mean(arguments[0], group.commands)}")
+    try:
+        group.commands[arguments[0]].make_context(arguments[0], list(arguments[1:]))
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # click's, wherever typer has it from
+            raise
+        raise ConfigError(f"sparo data {' '.join(arguments)}: {error.format_message()}") from None  # type: ignore[attr-defined]
 
 
-def _end_of_debug(order: Order, jobs: list[str]) -> None:
-    codes = [int(job.removeprefix("DEBUG_")) for job in jobs] if order.cluster.kind == "debug" else [0]
-    if max(codes):
-        raise typer.Exit(max(codes))
+def _end_of_debug(order: Order, folders: Sequence[Path]) -> None:
+    """What ran in this process ends it with its code."""
+    if order.cluster.kind == "debug":
+        found = [Records(folder) for folder in folders]
+        jobs = [(records, (records.last() or {"jobs": []})["jobs"]) for records in found]
+        code = max(s.get("end", 0) for records, own in jobs for job in own for s in records.starts(job))
+        if code:
+            raise typer.Exit(code)
 
 
 def _say(text: str) -> None:

@@ -57,9 +57,7 @@ def launch_train(runs: Sequence[RunConfig], order: Order, sweep: Path, say: Say)
         folder = _folder(run.folder)
         if folder != home and not (folder / "code").exists():
             (folder / "code").symlink_to(home.resolve() / "code")
-        (folder / "config.yaml").write_text(dump(run), encoding="utf-8")
-        with (folder / "command.txt").open("a", encoding="utf-8") as stream:
-            stream.write(shlex.join(sys.argv) + "\n")
+        RunDir(folder).describe(dump(run))
         elements.append(Element(("train", str(folder / "config.yaml")), str(folder)))
     jobs = hand_over(order, elements, home, runs[0].name if len(runs) == 1 else sweep.name, code, say)
     return [(run.folder, job) for run, job in zip(runs, jobs, strict=True)]

@@ -36,9 +36,9 @@ class Records:
         """Starts of a job and their ends, oldest first."""
         return [line for line in self._read("starts") if line["job"] == job]
 
-    def failures(self, job: str, restart: int | None = None) -> list[dict[str, Any]]:
-        """What ranks of a job failed with (in one of its starts)."""
-        return [line for line in self._read("failures") if line["job"] == job and restart in (None, line["restart"])]
+    def failures(self, job: str) -> list[dict[str, Any]]:
+        """What ranks of a job failed with, oldest first."""
+        return [line for line in self._read("failures") if line["job"] == job]
 
     def add(self, kind: str, facts: Mapping[str, Any]) -> None:
         """Append one line; a short line is appended whole, whoever else appends."""
@@ -68,10 +68,11 @@ class Records:
 def here() -> dict[str, Any]:
     """Which job, which start of it, and where this process runs."""
     env = os.environ
-    array, element = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
-    job = f"{array}_{element}" if array else env.get("SLURM_JOB_ID", env.get("SUBMITIT_LOCAL_JOB_ID", str(os.getpid())))
+    named = [env[name] for name in ("SUBMITIT_DEBUG_JOB_ID", "SUBMITIT_LOCAL_JOB_ID") if name in env]
+    if "SLURM_ARRAY_JOB_ID" in env:
+        named.append(f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}")
     return {
-        "job": job,
+        "job": [*named, env.get("SLURM_JOB_ID", str(os.getpid()))][0],
         "restart": int(env.get("SLURM_RESTART_COUNT", "0")),
         "node": env.get("SLURMD_NODENAME", platform.node()),
         "nodes": env.get("SLURM_JOB_NODELIST", platform.node()),

@@ -169,7 +169,7 @@ def cancel(job: str) -> None:
     try:
         ask("scancel", job)
     except subprocess.CalledProcessError as error:
-        if "Invalid job id" not in error.stderr:
+        if not any(over in error.stderr for over in ("Invalid job id", "already completing or completed")):
             raise SparoError(f"scancel {job}: {_last(error.stderr)}") from None
 
 

@@ -122,9 +122,7 @@ def _of_jobs(record: dict[str, Any], known: dict[str, JobState], records: Record
         elif kind == "local" and local_alive(job):
             found[job] = JobState("RUNNING", nodes="here")
         else:
-            ends = [s["end"] for s in records.starts(job) if "end" in s] or [
-                int(job.rpartition("_")[2] or 1) if kind == "debug" else 1
-            ]
+            ends = [s["end"] for s in records.starts(job) if "end" in s] or [1]
             found[job] = JobState("COMPLETED" if ends[-1] == 0 else "FAILED", nodes="here")
     return found
 
@@ -185,18 +183,18 @@ def _why(records: Records, record: dict[str, Any], state: str, reason: str) -> s
 def failing_rank(folder: Path) -> int:
     """The rank to look at: the one that failed first for a reason of its own, or that died without a word; 0 otherwise."""
     record, records = _last(folder), Records(folder)
-    starts = [s for job in record["jobs"] for s in records.starts(job)]
-    restart = max((s["restart"] for s in starts), default=0)
-    failed = [f for job in record["jobs"] for f in records.failures(job, restart)]
+    failed = [f for job in record["jobs"] for f in records.failures(job)]
+    ends = [s for job in record["jobs"] for s in records.starts(job) if "end" in s]
+    if not failed or (ends and ends[-1]["end"] == 0):
+        return 0
+    failed = [f for f in failed if (f["job"], f["restart"]) == (failed[-1]["job"], failed[-1]["restart"])]
     own = [f for f in failed if f["kind"] != "LostRankError"]
     if own:
         return own[0]["rank"]
-    if failed:
-        cluster = record["cluster"]
-        per_node = cluster["tasks_per_node"] or max(1, cluster["gpus_per_node"])
-        silent = set(range(cluster["nodes"] * per_node)) - {f["rank"] for f in failed}
-        return min(silent, default=failed[0]["rank"])
-    return 0
+    cluster = record["cluster"]
+    per_node = cluster["tasks_per_node"] or max(1, cluster["gpus_per_node"])
+    silent = set(range(cluster["nodes"] * per_node)) - {f["rank"] for f in failed}
+    return min(silent, default=failed[0]["rank"])
 
 
 def log_files(folder: Path, rank: int) -> list[Path]:
@@ -208,7 +206,7 @@ def log_files(folder: Path, rank: int) -> list[Path]:
     names = [f"{job}_{task}_log.{end}" for job in record["jobs"] for end in ("out", "err")]
     if (folder / "plan.json").exists():  # the elements of an array
         names = [p.name for job in record["jobs"] for p in sorted(Path(record["logs"]).glob(f"{job}*_{task}_log.*"))]
-    return [path for name in names if (path := Path(record["logs"]) / name).exists() and path.stat().st_size]
+    return [path for name in names if (path := Path(record["logs"]) / name).exists()]
 
 
 def cancel(folder: Path) -> list[str]:

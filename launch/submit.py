@@ -136,10 +136,10 @@ def _submit_here(
         with _environment(
             {**cluster.environment, "PYTHONPATH": f"{code}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
         ):
-            submitted = executor.submit(job)
-            found |= dict.fromkeys(lane, submitted.job_id)
+            submitted: Any = executor.submit(job)
+            found |= dict.fromkeys(lane, str(submitted.job_id))
             if debug:
-                found |= dict.fromkeys(lane, f"DEBUG_{submitted.result()}")
+                submitted.result()  # it runs now
     return [found[element] for element in elements]
 
 

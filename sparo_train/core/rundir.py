@@ -78,11 +78,15 @@ class RunDir:
         self.refuse_changes(resolved)
         self.join(start.token)
         self.claim.take(start)
+        self.describe(resolved)
+        return start.token
+
+    def describe(self, resolved: str) -> None:
+        """Write the recipe, the command and the environment into a folder that is there."""
         self._write("config.yaml", resolved)
         with (self.path / "command.txt").open("a", encoding="utf-8") as stream:
             stream.write(shlex.join(sys.argv) + "\n")
         self._write("environment.json", json.dumps(environment(), indent=1))
-        return start.token
 
     def join(self, token: str) -> None:
         """Share the claim of the rank that opened the folder."""

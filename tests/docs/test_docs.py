@@ -27,6 +27,9 @@ ELSEWHERE = [
     r"^ruff check .* && pytest$",
     r"^sparo demo --quick$",
     r"^pytest -m stress",
+    r"^apt-get install .* slurmctld",
+    r"^eval .*tests/slurm/cluster.py start",
+    r"^sparo launch (?!.*--on local)",  # tests/slurm/test_docs.py
 ]
 SLOW = [r"^python benchmarks/"]
 
@@ -43,8 +46,10 @@ def shortened(command: str) -> str:
     """The same command at a size for tests: two training steps, a few scenes."""
     parts = []
     for part in command.split(" && "):
-        if re.match(r"sparo train|torchrun .* train", part) and "--dry" not in part:
+        if re.match(r"sparo train|sparo launch train|torchrun .* train", part) and "--dry" not in part:
             part += " " + " ".join(SHORT)
+        if part.startswith("sparo launch train"):  # it runs behind the command
+            part += " && until sparo launch status | grep -q COMPLETED; do sleep 1; done"
         if part == "sparo data scenes":
             part += " --train 140"
         if part.startswith("sparo data bench"):

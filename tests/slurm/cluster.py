@@ -50,9 +50,9 @@ TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 ReturnToService=2
 # faults are noticed soon, waits are short
-SlurmctldTimeout=30
-SlurmdTimeout=10
-MessageTimeout=10
+SlurmctldTimeout=10
+SlurmdTimeout=5
+MessageTimeout=5
 KillWait=5
 MinJobAge=3600
 BatchStartTimeout=10
@@ -74,6 +74,7 @@ PartitionName=high Nodes=n[1-{nodes}] MaxTime=24:00:00 State=UP PriorityTier=10 
 """
 ACCOUNTING = """\
 AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageEnforce=associations
 AccountingStorageHost=127.0.0.1
 AccountingStoragePort={dbd_port}
 AccountingStoragePass={root}/run/munge.socket"""

@@ -22,8 +22,9 @@ from tests.resume.test_training import assert_bit_equal
 from tests.slurm.cluster import Cluster
 
 STEPS = 60
+ALONE = "engine={kind: local, device: cpu, precision: fp32}"  # one rank
 # In a job's process: every step takes SPARO_TEST_SLEEP seconds more, and rank SPARO_TEST_DIES kills itself at its fourth.
-_SLOW = '''
+_SLOW = """
 import importlib.machinery, os, signal, sys, time
 
 class Finder(importlib.machinery.PathFinder):
@@ -47,32 +48,40 @@ class Finder(importlib.machinery.PathFinder):
         return spec
 
 sys.meta_path.insert(0, Finder)
-'''
+"""
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe of 60 steps, its uninterrupted runs on one and on two ranks, and a cluster's description."""
+    root = tmp_path_factory.mktemp("lab")
+    write_shards(root / "shards", (sample(i) for i in range(96)), 24)
+    tree = tiny_recipe(root / "shards", root, steps=STEPS, eval={"tasks": eval_sets(root / "sets")})
+    tree["engine"] = {"kind": "ddp", "device": "cpu", "precision": "fp32", "timeout": 60}
+    tree |= {
+        "log": {"every_steps": 1, "tensorboard": False, "heartbeat_seconds": 1.0},
+        "checkpoint": {"every_steps": 10},
+    }
+    (root / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    codes = [code for code, _ in finish(start_ranks(2, "train", root / "recipe.yaml", "name=two"))]
+    assert codes == [0, 0]
+    done = sparo("train", str(root / "recipe.yaml"), "name=one", ALONE, OMP_NUM_THREADS="1")  # as in the jobs
+    assert done.returncode == 0, done.stderr
+    (root / "slow").mkdir()
+    (root / "slow/sitecustomize.py").write_text(_SLOW)
+    (root / "configs/clusters").mkdir(parents=True)
+    block = {"extends": str(Path("configs/clusters/test.yaml").resolve()), "time": 30}
+    block["setup"] = [f"export PYTHONPATH={root}/slow"]
+    block["environment"] = {"SPARO_TEST_SLEEP": "0.1"}
+    (root / "configs/clusters/lab.yaml").write_text(yaml.safe_dump(block))
+    return root
 
 
 class Lab:
-    """A folder with a recipe of 60 steps, its uninterrupted runs on one and on two ranks, and the cluster."""
+    """A cluster, and the folder of `place`."""
 
     def __init__(self, root: Path, cluster: Cluster):
-        self.root, self.cluster, self.recipe = root, cluster, root / "recipe.yaml"
-        write_shards(root / "shards", (sample(i) for i in range(96)), 24)
-        tree = tiny_recipe(root / "shards", root, steps=STEPS, eval={"tasks": eval_sets(root / "sets")})
-        tree["engine"] = {"kind": "ddp", "device": "cpu", "precision": "fp32", "timeout": 60}
-        tree |= {"log": {"every_steps": 1, "tensorboard": False, "heartbeat_seconds": 1.0}, "checkpoint": {"every_steps": 10}}
-        self.recipe.write_text(yaml.safe_dump(tree))
-        codes = [code for code, _ in finish(start_ranks(2, "train", self.recipe, "name=two"))]
-        assert codes == [0, 0]
-        alone = ("name=one", "engine={kind: local, device: cpu, precision: fp32}")
-        done = sparo("train", str(self.recipe), *alone, OMP_NUM_THREADS="1")  # as in the jobs
-        assert done.returncode == 0, done.stderr
-        (root / "slow").mkdir()
-        (root / "slow/sitecustomize.py").write_text(_SLOW)
-        clusters = root / "configs/clusters"
-        clusters.mkdir(parents=True)
-        block = {"extends": str(Path("configs/clusters/test.yaml").resolve()), "time": 30}
-        block["setup"] = [f"export PYTHONPATH={root}/slow"]
-        block["environment"] = {"SPARO_TEST_SLEEP": "0.1"}
-        (clusters / "lab.yaml").write_text(yaml.safe_dump(block))
+        self.root, self.cluster = root, cluster
 
     def sparo(self, *words: str, code: int = 0) -> str:
         """`sparo …` in the lab's folder, with SLURM's commands; what it printed."""
@@ -106,7 +115,11 @@ class Lab:
 
     def step(self, folder: Path, step: int, seconds: float = 90) -> None:
         """Until a run has taken so many steps."""
-        self.wait(seconds, lambda: any(r["step"] >= step for r in metrics.read(folder / "metrics.jsonl", "train")), f"step {step}")
+        self.wait(
+            seconds,
+            lambda: any(r["step"] >= step for r in metrics.read(folder / "metrics.jsonl", "train")),
+            f"step {step}",
+        )
 
     def end(self, folder: Path, seconds: float = 150, state: str = "COMPLETED") -> None:
         """Until its job is over, as it should."""
@@ -130,6 +143,7 @@ class Lab:
     def _evidence(self) -> str:
         """What there is to see, for a failed test."""
         text = self.cluster.says("squeue", "--states=all") + "\n" + self.cluster.says("sinfo", "-N")
+        text += "\n".join(["", *(self.cluster.root / "log/slurmctld.log").read_text().splitlines()[-25:]])
         for path in sorted(self.root.glob("*/jobs/*_log.err"), key=lambda p: p.stat().st_mtime)[-4:]:
             text += f"\n{path}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-15:])
         return text
@@ -155,11 +169,12 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def accounted() -> Iterator[Cluster]:
+def accounted(place: Path) -> Iterator[Lab]:
     """With slurmdbd, so that sacct answers."""
-    yield from _running(True)
+    for cluster in _running(True):
+        yield Lab(place, cluster)
 
 
 @pytest.fixture(scope="session")
-def lab(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    return Lab(tmp_path_factory.mktemp("lab"), cluster)
+def lab(cluster: Cluster, place: Path) -> Lab:
+    return Lab(place, cluster)

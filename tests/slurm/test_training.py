@@ -7,12 +7,35 @@ import pytest
 
 from launch.records import Records
 from sparo_train.core import metrics, store
+from tests.slurm.conftest import ALONE
 
 pytestmark = pytest.mark.slurm
+ASIDE = ("--nodes", "2", "--nodelist", "n3,n4")  # for long runs beside the other tests, which use n1 and n2
+HERE = ("--nodes", "2", "--nodelist", "n1,n2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def limited(lab):
+    words = (
+        "--time",
+        "2",
+        "--signal-seconds",
+        "60",
+        "--environment.SPARO_TEST_SLEEP",
+        "1.0",
+        "checkpoint.every_steps=0",
+    )
+    return lab.launch("limited", *ASIDE, *words)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loop(lab, limited):
+    words = ("--idle-restarts", "1", "--environment.SPARO_TEST_DIES", "1", "checkpoint.every_steps=0")
+    return lab.launch("loop", *ASIDE, *words)
 
 
 def test_two_nodes_train_as_two_ranks_do(lab):
-    folder = lab.launch("plain", "--nodes", "2")
+    folder = lab.launch("plain", *HERE)
     with_code = Records(folder).last()
     assert (folder / "config.yaml").exists() and len(with_code["code"].rpartition("/")[2]) == 12
     assert "name=plain" in (folder / "command.txt").read_text() and len(with_code["commit"]) == 40
@@ -28,12 +51,14 @@ def test_two_nodes_train_as_two_ranks_do(lab):
         "rate": None, "eta": None, "checkpoint": 60, "restarts": 0, "reason": "",
     }  # fmt: skip
     assert "finished at step 60" in lab.sparo("launch", "logs", str(folder))
-    changed = lab.sparo("launch", "train", "recipe.yaml", "name=plain", "optim.lr=5", "--on", "lab", "--nodes", "2", code=2)
+    changed = lab.sparo(
+        "launch", "train", "recipe.yaml", "name=plain", "optim.lr=5", "--on", "lab", "--nodes", "2", code=2
+    )
     assert "optim.lr: 0.001 -> 5" in changed
 
 
 def test_a_higher_partition_preempts_and_nothing_is_lost(lab):
-    folder = lab.launch("preempted", "--nodes", "2", "--nodelist", "n1,n2", "checkpoint.every_steps=0")
+    folder = lab.launch("preempted", *HERE, "checkpoint.every_steps=0")
     lab.step(folder, 5)
     begun = time.monotonic()
     lab.cluster.says("sbatch", "-p", "high", "--exclusive", "-w", "n1", "-o", "/dev/null", "--wrap", "sleep 2")
@@ -49,7 +74,7 @@ def test_a_higher_partition_preempts_and_nothing_is_lost(lab):
 
 
 def test_one_torchrun_per_node_is_requeued_by_a_signal(lab):
-    words = ("--nodes", "2", "--tasks-per-node", "1", "--starter", "torchrun", "checkpoint.every_steps=0")
+    words = (*HERE, "--tasks-per-node", "1", "--starter", "torchrun", "checkpoint.every_steps=0")
     folder = lab.launch("torchrun", *words)
     lab.step(folder, 5)
     lab.cluster.says("scancel", "--signal=USR2", Records(folder).last()["jobs"][0])
@@ -58,18 +83,20 @@ def test_one_torchrun_per_node_is_requeued_by_a_signal(lab):
     assert [end for *_, end in lab.starts(folder)] == ["SIGUSR2", "finished"]
 
 
-def test_the_time_limit_saves_requeues_and_goes_on(lab):
-    words = ("--nodes", "2", "--time", "2", "--signal-seconds", "60", "--environment.SPARO_TEST_SLEEP", "1.1")
-    folder = lab.launch("limited", *words, "checkpoint.every_steps=0")
-    lab.wait(150, lambda: len(lab.starts(folder)) == 2, "the second start")
-    (_, _, reason), (_, step, _) = lab.starts(folder)
-    assert reason == "SIGUSR2" and step > 0
-    lab.end(folder, 200)
-    lab.equal(folder)
+def test_a_signal_before_the_first_step_costs_a_restart(lab):
+    folder = lab.launch("early", "--nodelist", "n1", ALONE)
+    lab.wait(20, lambda: lab.squeue(folder) == "RUNNING", "running")
+    lab.cluster.says("scancel", "--signal=USR2", Records(folder).last()["jobs"][0])
+    lab.end(folder)
+    lab.equal(folder, "one")
+    assert (
+        "1"
+        in lab.cluster.says("scontrol", "show", "job", Records(folder).last()["jobs"][0]).partition("Restarts=")[2][:1]
+    )
 
 
 def test_a_cancelled_run_is_saved_and_resubmitted(lab):
-    folder = lab.launch("cancelled", "--nodes", "2", "checkpoint.every_steps=0")
+    folder = lab.launch("cancelled", *HERE, "checkpoint.every_steps=0")
     lab.step(folder, 5)
     assert "cancelled" in lab.sparo("launch", "cancel", str(folder))
     lab.end(folder, 30, "CANCELLED")
@@ -84,26 +111,16 @@ def test_a_cancelled_run_is_saved_and_resubmitted(lab):
     lab.equal(folder)
 
 
-def test_a_crash_loop_ends_with_the_reason(lab):
-    words = ("--nodes", "2", "--idle-restarts", "1", "--environment.SPARO_TEST_DIES", "1", "checkpoint.every_steps=0")
-    folder = lab.launch("loop", *words)
-    lab.end(folder, 90, "FAILED")
-    assert [end.partition(":")[0] for *_, end in lab.starts(folder)] == ["LostRankError"] * 2
-    seen = lab.status(folder)[0]
-    assert "2 starts in a row brought no checkpoint beyond step 0 (idle_restarts=1)" in seen["reason"]
-    assert "another rank died" in seen["reason"]
-    lines = lab.sparo("launch", "logs", str(folder))
-    assert "rank 1: " in lines  # the one that died without a word
-
-
 def test_lists_and_seeds_make_one_array(lab):
-    words = ("optim.lr=[1e-3,5e-4]", "--seeds", "2", "--parallel", "2", "engine={kind: local, device: cpu, precision: fp32}")
+    words = ("optim.lr=[1e-3,5e-4]", "--seeds", "2", "--parallel", "2", ALONE)
     out = lab.sparo("launch", "train", "recipe.yaml", "name=sweep", *words, "--on", "lab")
     names = ["sweep-lr0.001-seed0", "sweep-lr0.001-seed1", "sweep-lr0.0005-seed0", "sweep-lr0.0005-seed1"]
     folders = [lab.root / name for name in names]
     assert all(folder.name in out for folder in folders)
     jobs = [Records(folder).last()["jobs"][0] for folder in folders]
-    assert [job.partition("_")[2] for job in jobs] == ["0", "1", "2", "3"] and len({j.partition("_")[0] for j in jobs}) == 1
+    assert [job.partition("_")[2] for job in jobs] == ["0", "1", "2", "3"] and len(
+        {j.partition("_")[0] for j in jobs}
+    ) == 1
     assert {s["state"] for s in lab.status(*folders)} <= {"PENDING", "RUNNING"}
     lab.wait(60, lambda: sum(s["state"] == "RUNNING" for s in lab.status(*folders)) == 2, "two at a time")
     assert "JobArrayTaskLimit" in lab.status(folders[3])[0]["reason"]
@@ -112,4 +129,23 @@ def test_lists_and_seeds_make_one_array(lab):
     lab.equal(folders[0], "one")
     rates = [metrics.read(f / "metrics.jsonl", "train")[-1]["lr"] for f in folders]
     assert rates[2] == pytest.approx(rates[0] / 2)
-    assert json.dumps([s["state"] for s in lab.status(*folders)]) == '["COMPLETED", "COMPLETED", "COMPLETED", "COMPLETED"]'
+    assert (
+        json.dumps([s["state"] for s in lab.status(*folders)]) == '["COMPLETED", "COMPLETED", "COMPLETED", "COMPLETED"]'
+    )
+
+
+def test_a_crash_loop_ends_with_the_reason(lab, loop):
+    lab.end(loop, 90, "FAILED")
+    assert [end.partition(":")[0] for *_, end in lab.starts(loop)] == ["LostRankError"] * 2
+    seen = lab.status(loop)[0]
+    assert "2 starts in a row brought no checkpoint beyond step 0 (idle_restarts=1)" in seen["reason"]
+    assert "another rank died" in seen["reason"]
+    assert "rank 1: " in lab.sparo("launch", "logs", str(loop))  # the one that died without a word
+
+
+def test_the_time_limit_saves_requeues_and_goes_on(lab, limited):
+    lab.end(limited, 240)
+    lab.equal(limited)
+    starts = lab.starts(limited)
+    assert len(starts) > 1 and {reason for *_, reason in starts[:-1]} == {"SIGUSR2"}
+    assert starts[0][1] < starts[1][1] and starts[-1][2] == "finished"

@@ -19,7 +19,7 @@ from launch.fanout import FanOut
 from launch.rank import _stuck
 from launch.records import Records
 from launch.snapshot import take_snapshot
-from launch.submit import _refusal
+from launch.submit import _refusal, submit
 from launch.sweep import expand
 from sparo_train.core.config import parse_yaml
 from sparo_train.core.errors import ConfigError
@@ -40,7 +40,7 @@ def test_time_limits_are_read_as_slurm_reads_them(text, expected):
 
 @pytest.mark.parametrize("text", ["", "x", "1:2:3:4", "-3", 0, "00:00:00"])
 def test_other_time_limits_are_refused(text):
-    with pytest.raises(ValueError, match="time limit|limit of nothing"):
+    with pytest.raises(ValueError, match=r"time limit|limit of nothing"):
         minutes(text)
 
 
@@ -61,9 +61,17 @@ def test_every_shipped_cluster_resolves(path):
 
 
 def test_options_change_a_cluster():
-    words = "--nodes 2 --time 2-12 --exclusive --account 123 --environment.A 3 --setup x --sbatch.mail-user=me --mem-gb 3.5"
+    words = (
+        "--nodes 2 --time 2-12 --exclusive --account 123 --environment.A 3 --setup x --sbatch.mail-user=me --mem-gb 3.5"
+    )
     cluster = load_cluster(str(ROOT / "configs/clusters/slurm_modules.yaml"), words.split())
-    assert (cluster.nodes, cluster.time, cluster.exclusive, cluster.account, cluster.mem_gb) == (2, "2-12", True, "123", 3.5)
+    assert (cluster.nodes, cluster.time, cluster.exclusive, cluster.account, cluster.mem_gb) == (
+        2,
+        "2-12",
+        True,
+        "123",
+        3.5,
+    )
     assert cluster.environment == {"NCCL_SOCKET_IFNAME": "ib0", "A": "3"} and cluster.sbatch == {"mail-user": "me"}
     assert len(cluster.setup) == 3 and cluster.ranks == 8
     assert split_words(["a=1", "--exclusive", "b=2", "--nodes=2", "--time", "3", "c"]) == (
@@ -92,7 +100,9 @@ def test_a_wrong_option_says_what_there_is(words, message):
 
 
 def test_an_unknown_cluster_names_the_near_one(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"--on tets: did you mean 'test'\? A cluster is a file configs/clusters/NAME.yaml"):
+    with pytest.raises(
+        ConfigError, match=r"--on tets: did you mean 'test'\? A cluster is a file configs/clusters/NAME.yaml"
+    ):
         load_cluster("tets")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     (tmp_path / "sparo/clusters").mkdir(parents=True)
@@ -140,7 +150,9 @@ def test_a_snapshot_is_the_running_code_and_runs_alone(tmp_path):
     assert first == second and first.commit is not None and len(first.commit) == 40
     ask = "import launch, sparo_train, evals; print(launch.__file__, sparo_train.__file__, evals.__file__)"
     env = {**os.environ, "PYTHONPATH": str(first.path)}
-    out = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, env=env, cwd=tmp_path, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, env=env, cwd=tmp_path, check=True
+    ).stdout
     assert out.count(str(first.path)) == 3
     assert not list(first.path.rglob("*.pyc")) and (first.path / "configs/clip").is_dir()
     assert (tmp_path / f"code/{first.path.name}.commit").read_text().strip() == first.commit
@@ -148,7 +160,7 @@ def test_a_snapshot_is_the_running_code_and_runs_alone(tmp_path):
 
 def test_values_reach_the_batch_script_as_they_are():
     lines = batch.before(("module load x",), {"A": "it's $HOME; rm"}, Path("/runs/a b/code"))
-    script = "\n".join([*[line for line in lines[1:3]], 'printf "%s|%s" "$A" "$PYTHONPATH"'])
+    script = "\n".join([*lines[1:3], 'printf "%s|%s" "$A" "$PYTHONPATH"'])
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": "/old"}
     out = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env, check=True).stdout
     assert out == "it's $HOME; rm|/runs/a b/code:/old" and lines[0] == "module load x"
@@ -177,6 +189,7 @@ def _batch(tmp_path, code, state, restarts="0", mark=False):
     [
         (75, "RUNNING", "0", False, True),
         (140, "RUNNING", "0", False, True),
+        (137, "RUNNING", "0", False, True),
         (3, "RUNNING", "0", True, True),
         (3, "RUNNING", "0", False, False),
         (0, "RUNNING", "0", False, False),
@@ -198,7 +211,9 @@ def test_starts_without_progress_are_counted_per_job(tmp_path):
     now = {**place, "restart": 5}
     assert _stuck(records, now, 3) is None
     told = _stuck(records, now, 2)
-    assert told and "3 starts in a row brought no checkpoint beyond step 10" in told and "killed, or out of memory" in told
+    assert (
+        told and "3 starts in a row brought no checkpoint beyond step 10" in told and "killed, or out of memory" in told
+    )
     records.add("failures", {**now, "restart": 4, "rank": 3, "code": 2, "kind": "DataError", "message": "x.tar: gone"})
     assert "rank 3 on n1: x.tar: gone" in (_stuck(records, now, 2) or "")
     assert _stuck(records, {**now, "job": "6"}, 0) is None
@@ -217,6 +232,12 @@ def test_refusals_say_what_to_change(said, message):
     assert message in str(_refusal(said))
 
 
+def test_without_submitit_it_says_how_to_get_it(recipe, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(ConfigError, match=r"sparo launch needs submitit: pip install 'sparo\[slurm\]'"):
+        submit(load_cluster("local"), [], tmp_path, "x", tmp_path, None, None, print)
+
+
 def test_reasons_are_explained():
     assert slurm.explained("(Resources)") == "(Resources): waits for nodes to become free"
     assert slurm.explained("ReqNodeNotAvail, UnavailableNodes:n1").endswith("drained, down or reserved")
@@ -225,7 +246,18 @@ def test_reasons_are_explained():
 
 def test_local_jobs_train_as_the_same_line_here_does(recipe, tmp_path):
     assert sparo("train", str(recipe), "name=straight", OMP_NUM_THREADS="1").returncode == 0
-    words = ("launch", "train", str(recipe), "name=job", "seed=0", "optim.lr=[1e-3,5e-4]", "--on", "local", "--environment.OMP_NUM_THREADS", "1")
+    words = (
+        "launch",
+        "train",
+        str(recipe),
+        "name=job",
+        "seed=0",
+        "optim.lr=[1e-3,5e-4]",
+        "--on",
+        "local",
+        "--environment.OMP_NUM_THREADS",
+        "1",
+    )
     done = sparo(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folders = [tmp_path / f"runs/job-lr{lr}" for lr in ("0.001", "0.0005")]
@@ -237,7 +269,18 @@ def test_local_jobs_train_as_the_same_line_here_does(recipe, tmp_path):
 
 
 def test_two_local_ranks_stop_for_a_cancel_and_go_on(recipe, tmp_path):
-    words = ("launch", "train", str(recipe), "name=two", "steps=4000", "checkpoint.every_steps=0", "--on", "local", "--tasks-per-node", "2")
+    words = (
+        "launch",
+        "train",
+        str(recipe),
+        "name=two",
+        "steps=4000",
+        "checkpoint.every_steps=0",
+        "--on",
+        "local",
+        "--tasks-per-node",
+        "2",
+    )
     done = sparo(*words, cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0 and "engine.kind=local -> ddp, for 2 ranks" in done.stderr, done.stderr
     folder = tmp_path / "runs/two"
@@ -302,7 +345,9 @@ def test_parts_of_a_conversion_are_the_whole(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(jpeg(i))
     convert_folder(tmp_path / "images", tmp_path / "whole", per_shard=2)
-    counts = [convert_folder(tmp_path / "images", tmp_path / "parts", per_shard=2, part=(i, 4)) for i in (2, 0, 3, 1, 0)]
+    counts = [
+        convert_folder(tmp_path / "images", tmp_path / "parts", per_shard=2, part=(i, 4)) for i in (2, 0, 3, 1, 0)
+    ]
     whole, parts = ({p.name: p.read_bytes() for p in (tmp_path / name).glob("*.tar")} for name in ("whole", "parts"))
     assert whole == parts and sum(counts[:4]) == 11
     with pytest.raises(Exception, match="holds 6 shard"):

@@ -1,0 +1,115 @@
+"""What `sparo launch` adds on SLURM: until the first training step, and from a pre-emption's signal to the requeue.
+
+    eval "$(python tests/slurm/cluster.py start)"
+    python benchmarks/launch.py
+
+Interleaved: the demo's model and batch on two nodes by `sparo launch train`, and on two ranks by torchrun, each until its
+first step is in metrics.jsonl. Then the running job gets the signal of a pre-emption; once squeue no longer calls it
+running, it has saved at a step boundary and asked for its requeue. The second column of that row is the lead time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from common import noise_shards, parser, report, row
+
+from launch.clusters import load_cluster
+from launch.records import Records
+from sparo_train.core.metrics import read
+
+RECIPE = str(Path(__file__).resolve().parents[1] / "configs/clip/scenes_tiny.yaml")
+SAME = [
+    "log.every_steps=1",
+    "log.tensorboard=false",
+    "eval={}",
+    "checkpoint.every_steps=0",
+    "data.sources.scenes.shards=shards",
+]
+SPARO = [sys.executable, "-m", "launch.cli"]
+
+
+def until(ready: Callable[[], object], begin: float) -> float:
+    """Seconds since `begin` when it is ready; five minutes at most."""
+    while not ready():
+        if time.monotonic() > begin + 300:
+            raise SystemExit("not there after five minutes: see `sparo launch status`")
+        time.sleep(0.02)
+    return time.monotonic() - begin
+
+
+def state(job: str) -> str:
+    return subprocess.run(
+        ["squeue", "-h", "-j", job, "-o", "%T"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+
+
+def launched(name: str) -> tuple[float, float]:
+    """Seconds until the first step of a job on two nodes, and from the signal until it is requeued."""
+    folder, begin = Path("runs") / name, time.monotonic()
+    subprocess.run(
+        [*SPARO, "launch", "train", RECIPE, f"name={name}", *SAME, "--on", "test", "--nodes", "2"], check=True
+    )
+    first = until(lambda: read(folder / "metrics.jsonl", "train"), begin)
+    record = Records(folder).last()
+    assert record is not None
+    job = record["jobs"][0]
+    sent = time.monotonic()
+    subprocess.run(["scancel", "--signal=USR2", job], check=True)
+    saved = until(lambda: state(job) not in ("RUNNING", "COMPLETING"), sent)
+    subprocess.run(["scancel", job], check=True)
+    until(lambda: subprocess.run(["squeue", "-h"], capture_output=True, check=True).stdout == b"", sent)
+    return first, saved
+
+
+def direct(name: str) -> float:
+    """Seconds until the first step of the same run by torchrun."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "29477",
+        "-m",
+        "launch.cli",
+    ]
+    command += ["train", RECIPE, f"name={name}", *SAME, "engine.kind=ddp", "world_size=2"]
+    begin = time.monotonic()
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+    first = until(lambda: read(Path("runs") / name / "metrics.jsonl", "train"), begin)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return first
+
+
+def main() -> None:
+    options = parser(__doc__).parse_args()
+    rounds = 1 if options.quick else 5
+    lead = load_cluster("test").signal_seconds
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        os.chdir(folder)
+        noise_shards(Path("shards"), 2048)
+        pairs, leads = [], []
+        for number in range(rounds):
+            first, saved = launched(f"job-{number}")
+            pairs.append((first, direct(f"direct-{number}")))
+            leads.append((saved, float(lead)))
+        os.chdir("..")
+    rows = [
+        row("first step: sparo launch (ours) / torchrun", pairs, None, "s", False),
+        row("signal to requeued (ours) / lead time", leads, 1.0, "s", False),
+    ]
+    report("launching on two nodes of one machine", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
