@@ -23,22 +23,26 @@ for try in $(seq 0 31); do
 done
 export MASTER_ADDR MASTER_PORT"""
 
-# Saved after a signal (75), ended by one before it listened (140), killed (137: out of memory, or by the srun of an
-# earlier start on a node that came back, for which our step has the same number), or left by a lost rank: again, unless
-# it is not running (it was cancelled) or SLURM has started it elsewhere already.
+# Again: saved after a signal (75), ended by one before it listened (140), killed (137: out of memory, or by the srun of
+# an earlier start on a node that came back, for which our step has the same number), left by a lost rank, or never
+# started by its node; but only while the job is running (it is not where it was cancelled) and has not been restarted.
 _AGAIN = """\
 code=$?
 restart=${SLURM_RESTART_COUNT:-0}
-again=JOBS/again-$SLURM_JOB_ID-$restart
-if [[ " 75 137 140 " == *" $code "* ]] || [ -e "$again" ]; then
-  for try in $(seq 60); do
-    case "$(scontrol show job "$SLURM_JOB_ID" -o 2>/dev/null) " in
-      *" JobState=RUNNING "*" Restarts=$restart "*) scontrol requeue "$SLURM_JOB_ID" && sleep 60 && break ;;
-      *" JobState="*) break ;;
-    esac
-    sleep 5
-  done
-fi
+mark=JOBS/.$SLURM_JOB_ID-$restart
+again=no
+[[ " 75 137 140 " != *" $code "* ]] || again=yes
+[ ! -e "$mark.lost" ] || again=yes
+[ $code -eq 0 ] || [ -e "$mark.started" ] || [ "$restart" -ge 3 ] || again=yes
+rm -f "$mark".*
+for try in $(seq 60); do
+  [ $again = yes ] || break
+  case "$(scontrol show job "$SLURM_JOB_ID" -o 2>/dev/null) " in
+    *" JobState=RUNNING "*" Restarts=$restart "*) scontrol requeue "$SLURM_JOB_ID" && sleep 60 && break ;;
+    *" JobState="*) break ;;
+  esac
+  sleep 5
+done
 exit $code"""
 
 
@@ -50,5 +54,5 @@ def before(setup: tuple[str, ...], environment: Mapping[str, str], code: Path) -
 
 
 def after(jobs: Path) -> list[str]:
-    """Lines behind srun; `jobs` holds the marks that lost ranks leave."""
+    """Lines behind srun; `jobs` holds the marks that ranks leave (`launch.job.mark`)."""
     return _AGAIN.replace("JOBS", shlex.quote(str(jobs))).splitlines()

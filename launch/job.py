@@ -47,6 +47,7 @@ class Job:
         debug = "SUBMITIT_DEBUG_JOB_ID" in os.environ
         if not debug:
             stop_until_training()
+            mark("started")
         os.chdir(self.cwd)
         if self.torchrun:
             sys.exit(self._on_node(self.elements[0]))
@@ -92,6 +93,13 @@ class Job:
             rank = os.environ["SUBMITIT_LOCAL_LOCALID"]
             os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(size))
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port))
+
+
+def mark(what: str) -> None:
+    """Tell the batch script of this start, which looks for the file behind srun."""
+    if "SUBMITIT_FOLDER" in os.environ and "SLURM_JOB_ID" in os.environ:
+        name = f".{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', '0')}.{what}"
+        Path(os.environ["SUBMITIT_FOLDER"], name).touch()
 
 
 def stop_until_training() -> None:

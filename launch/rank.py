@@ -15,7 +15,7 @@ from sparo_train.core.errors import LostRankError, SparoError, StoppedError, Sup
 from sparo_train.core.owner import Claim, Start
 
 from .cli import call, leave
-from .job import LOCAL_AGAIN, stop_until_training
+from .job import LOCAL_AGAIN, mark, stop_until_training
 from .records import Records, here
 
 __all__ = ["leave", "perform"]
@@ -51,7 +51,7 @@ def _note_end(records: Records, place: dict[str, Any], rank: int, code: int, err
         if not getattr(error, "repeated", False):
             records.add("failures", {**place, "rank": rank, "code": code, "kind": kind, "message": str(error)[:2000]})
     if isinstance(error, LostRankError):
-        (records.jobs / f"again-{os.environ.get('SLURM_JOB_ID')}-{place['restart']}").touch()
+        mark("lost")
     if rank == 0:
         records.add("starts", {**place, "end": code, "reason": reason, "step": records.step()})
 

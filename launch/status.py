@@ -52,8 +52,9 @@ class Status:
 
 
 def launched(root: Path) -> list[Path]:
-    """Folders below `root` in which jobs were launched, newest last."""
-    found = {path.parent.parent: path.stat().st_mtime for path in root.glob("**/jobs/submitted.jsonl")}
+    """Folders in `root`, and one below, in which jobs were launched, newest last."""
+    paths = [path for depth in ("*", "*/*") for path in root.glob(f"{depth}/jobs/submitted.jsonl")]
+    found = {path.parent.parent: path.stat().st_mtime for path in paths}
     return sorted(found, key=lambda folder: found[folder])
 
 

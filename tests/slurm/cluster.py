@@ -36,6 +36,8 @@ CredType=cred/munge
 # cred_expire is also how long a requeued job is held before it may start again (default 120 s)
 AuthInfo=socket={root}/run/munge.socket,cred_expire=5
 SlurmctldPort={ctld_port}
+# jobs of two clusters on one machine have numbers, and so ports, of their own
+FirstJobId={first_job}
 SlurmctldPidFile={root}/run/slurmctld.pid
 SlurmdPidFile={root}/run/slurmd.%n.pid
 SlurmctldLogFile={root}/log/slurmctld.log
@@ -201,7 +203,9 @@ class Cluster:
                 os.kill(pid, signal.SIGCONT)
 
     def idle(self, seconds: float = 60) -> None:
-        """Wait until no job is there and every node can take one."""
+        """Wait until no job is there and every node can take one; a daemon that died is started again."""
+        for node in NODES:
+            self.start_node(node)
         self.wait(seconds, lambda: not self.says("squeue", "-h", "-o", "%i")
                   and self.says("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split() == ["idle"] * len(NODES), "idle nodes")  # fmt: skip
 
@@ -244,7 +248,7 @@ class Cluster:
             key.write_bytes(os.urandom(128))
             key.chmod(0o400)
         facts = {"root": self.root, "host": os.uname().nodename.split(".")[0], "nodes": len(NODES),
-                 "ctld_port": self.port + 17, "dbd_port": self.port + 19, "sql_port": self.port + 60,
+                 "first_job": 10 * (self.port - 16800) + 1, "ctld_port": self.port + 17, "dbd_port": self.port + 19, "sql_port": self.port + 60,
                  "first": self.port + 201, "last": self.port + 200 + len(NODES)}  # fmt: skip
         accounting = ACCOUNTING.format(**facts) if self.accounting else "AccountingStorageType=accounting_storage/none"
         self.conf.write_text(SLURM_CONF.format(accounting=accounting, **facts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -21,7 +22,7 @@ from tests.resume.test_ranks import finish, start_ranks
 from tests.resume.test_training import assert_bit_equal
 from tests.slurm.cluster import Cluster
 
-STEPS = 60
+STEPS = 40
 ALONE = "engine={kind: local, device: cpu, precision: fp32}"  # one rank
 # In a job's process: every step takes SPARO_TEST_SLEEP seconds more, and rank SPARO_TEST_DIES kills itself at its fourth.
 _SLOW = """
@@ -53,7 +54,7 @@ sys.meta_path.insert(0, Finder)
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a recipe of 60 steps, its uninterrupted runs on one and on two ranks, and a cluster's description."""
+    """A folder with a recipe of 40 steps, its uninterrupted runs on one and on two ranks, and a cluster's description."""
     root = tmp_path_factory.mktemp("lab")
     write_shards(root / "shards", (sample(i) for i in range(96)), 24)
     tree = tiny_recipe(root / "shards", root, steps=STEPS, eval={"tasks": eval_sets(root / "sets")})
@@ -143,7 +144,8 @@ class Lab:
     def _evidence(self) -> str:
         """What there is to see, for a failed test."""
         text = self.cluster.says("squeue", "--states=all") + "\n" + self.cluster.says("sinfo", "-N")
-        text += "\n".join(["", *(self.cluster.root / "log/slurmctld.log").read_text().splitlines()[-25:]])
+        for path in sorted((self.cluster.root / "log").glob("slurm*.log")):
+            text += "\n".join([f"\n{path.name}", *path.read_text(errors="replace").splitlines()[-12:]])
         for path in sorted(self.root.glob("*/jobs/*_log.err"), key=lambda p: p.stat().st_mtime)[-4:]:
             text += f"\n{path}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-15:])
         return text
@@ -154,7 +156,8 @@ def _running(accounting: bool) -> Iterator[Cluster]:
     if problem:
         pytest.skip(problem)
     root = Path(tempfile.mkdtemp(prefix="sparo-slurm-", dir="/tmp"))
-    cluster = Cluster(root, 16800 if not accounting else 17300, accounting)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    cluster = Cluster(root, 16800 + 1000 * worker + 500 * accounting, accounting)
     try:
         cluster.start()
         yield cluster

@@ -2,8 +2,7 @@
 
 import json
 import re
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
 import pytest
@@ -18,27 +17,17 @@ pytestmark = pytest.mark.slurm
 def test_the_commands_of_the_clusters_page_run(cluster, tmp_path):
     cluster.idle()
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    (tmp_path / "bin").mkdir()
-    sparo = tmp_path / "bin/sparo"
-    sparo.write_text(f'#!/bin/sh\nexec {sys.executable} -m launch.cli "$@"\n')
-    sparo.chmod(0o755)
-    env = {**cluster.env, "PATH": f"{tmp_path / 'bin'}:{cluster.env['PATH']}", "OMP_NUM_THREADS": "1"}
     lab = Lab(tmp_path, cluster)
     text = (ROOT / "docs/clusters.md").read_text(encoding="utf-8")
     lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
     commands = [line for line in lines if line.startswith("sparo ")]
-    assert (
-        len(lines) - len(commands) == 2 and len(commands) >= 10
-    )  # apt-get and the cluster's start: what the fixture is
+    assert len(lines) - len(commands) == 2 and len(commands) >= 10  # the two are what the fixture does
     for command in commands:
-        short = f"{command} {' '.join(SHORT)}" if "launch train" in command else command
-        short += " eval={}" if "name=sweep" in command else ""
-        short += " --train 140" if command == "sparo data scenes" else ""
-        done = subprocess.run(
-            ["bash", "-ec", short], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        if re.match(r"sparo launch (train|data|resubmit)", command):
+        words = shlex.split(command)[1:]
+        words += SHORT if "train" in words else []
+        words += ["eval={}"] if "name=sweep" in words else []
+        lab.sparo(*words, *(["--train", "140"] if words == ["data", "scenes"] else []))
+        if words[1] in ("train", "data", "resubmit"):
             lab.wait(120, lambda: not cluster.says("squeue", "-h"), command)
     lab.wait(120, lambda: not cluster.says("squeue", "-h"), "the last one")
     found = lab.status(*(folder.relative_to(tmp_path) for folder in launched(tmp_path / "runs")))

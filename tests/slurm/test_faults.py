@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slurm
 @pytest.fixture(scope="module", autouse=True)
 def counted(accounted):
     """A run on the cluster with accounting that loses a daemon, beside the other tests."""
-    folder = accounted.launch("counted", "--nodes", "2", "--environment.SPARO_TEST_SLEEP", "0.5", "--account", "lab")
+    folder = accounted.launch("counted", "--nodes", "2", "--environment.SPARO_TEST_SLEEP", "0.8", "--account", "lab")
     accounted.step(folder, 3)
     accounted.cluster.kill_daemon("n2")
     return folder
@@ -47,7 +47,7 @@ def test_a_node_that_is_lost_is_replaced(whole):
 
 
 def test_a_daemon_killed_in_mid_job_costs_a_restart_and_nothing_else(whole):
-    folder = whole.launch("deaf", "--nodes", "2", "--environment.SPARO_TEST_SLEEP", "0.5")
+    folder = whole.launch("deaf", "--nodes", "2", "--environment.SPARO_TEST_SLEEP", "0.8")
     whole.step(folder, 3)
     whole.cluster.kill_daemon("n2")  # the rank there goes on; the controller gives the node up
     whole.wait(60, lambda: whole.squeue(folder, "%T %r") != "RUNNING None", "given up")
@@ -57,7 +57,7 @@ def test_a_daemon_killed_in_mid_job_costs_a_restart_and_nothing_else(whole):
 
 
 def test_what_comes_back_from_a_cut_off_node_writes_nothing(whole):
-    folder = whole.launch("split", "--nodelist", "n1", ALONE, "--nodelist", "n1")
+    folder = whole.launch("split", "--nodelist", "n1", ALONE)
     whole.step(folder, 12)
     frozen = whole.cluster.freeze_node("n1")
     whole.cluster.says("scontrol", "update", "nodename=n1", "state=down", "reason=cut")
@@ -71,7 +71,7 @@ def test_what_comes_back_from_a_cut_off_node_writes_nothing(whole):
             ),
             "a successor",
         )
-        whole.step(folder, 30)
+        whole.step(folder, 25)
         before = {path: path.stat().st_mtime_ns for path in sorted(folder.rglob("*")) if path.name.startswith("step-")}
         whole.cluster.thaw(frozen)
         gone = time.monotonic() + 60

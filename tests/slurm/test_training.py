@@ -7,7 +7,7 @@ import pytest
 
 from launch.records import Records
 from sparo_train.core import metrics, store
-from tests.slurm.conftest import ALONE
+from tests.slurm.conftest import ALONE, STEPS
 
 pytestmark = pytest.mark.slurm
 ASIDE = ("--nodes", "2", "--nodelist", "n3,n4")  # for long runs beside the other tests, which use n1 and n2
@@ -16,16 +16,8 @@ HERE = ("--nodes", "2", "--nodelist", "n1,n2")
 
 @pytest.fixture(scope="module", autouse=True)
 def limited(lab):
-    words = (
-        "--time",
-        "2",
-        "--signal-seconds",
-        "60",
-        "--environment.SPARO_TEST_SLEEP",
-        "1.0",
-        "checkpoint.every_steps=0",
-    )
-    return lab.launch("limited", *ASIDE, *words)
+    limit = ("--time", "2", "--signal-seconds", "60", "--environment.SPARO_TEST_SLEEP", "2.0")
+    return lab.launch("limited", *ASIDE, *limit, "checkpoint.every_steps=0")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,14 +35,14 @@ def test_two_nodes_train_as_two_ranks_do(lab):
     assert "in it; `sparo launch cancel" in refused  # one job at a time
     lab.step(folder, 5)
     seen = lab.status(folder)[0]
-    assert seen["state"] == "RUNNING" and seen["nodes"] == "n[1-2]" and seen["total"] == 60 and seen["eta"] > 0
+    assert seen["state"] == "RUNNING" and seen["nodes"] == "n[1-2]" and seen["total"] == STEPS and seen["eta"] > 0
     lab.end(folder)
     lab.equal(folder)
     assert lab.status(folder)[0] | {"job": ""} == {
-        "folder": str(folder), "job": "", "on": "lab", "state": "COMPLETED", "nodes": "n[1-2]", "step": 60, "total": 60,
-        "rate": None, "eta": None, "checkpoint": 60, "restarts": 0, "reason": "",
+        "folder": str(folder), "job": "", "on": "lab", "state": "COMPLETED", "nodes": "n[1-2]", "step": STEPS, "total": STEPS,
+        "rate": None, "eta": None, "checkpoint": STEPS, "restarts": 0, "reason": "",
     }  # fmt: skip
-    assert "finished at step 60" in lab.sparo("launch", "logs", str(folder))
+    assert f"finished at step {STEPS}" in lab.sparo("launch", "logs", str(folder))
     changed = lab.sparo(
         "launch", "train", "recipe.yaml", "name=plain", "optim.lr=5", "--on", "lab", "--nodes", "2", code=2
     )
@@ -70,7 +62,7 @@ def test_a_higher_partition_preempts_and_nothing_is_lost(lab):
     assert first[2] == "SIGUSR2" and second[1] >= 5 and second[2] == "finished"
     assert lab.status(folder)[0]["restarts"] == 1
     text = (folder / "log.txt").read_text()
-    assert f"SIGUSR2 at step {second[1]}" in text and f"step-{second[1]:08d} (step {second[1]} of 60)" in text
+    assert f"SIGUSR2 at step {second[1]}" in text and f"step-{second[1]:08d} (step {second[1]} of {STEPS})" in text
 
 
 def test_one_torchrun_per_node_is_requeued_by_a_signal(lab):

@@ -166,7 +166,7 @@ def test_values_reach_the_batch_script_as_they_are():
     assert out == "it's $HOME; rm|/runs/a b/code:/old" and lines[0] == "module load x"
 
 
-def _batch(tmp_path, code, state, restarts="0", mark=False):
+def _batch(tmp_path, code, state="RUNNING", restarts="0", marks=("started",), own="0"):
     """Whether the lines behind srun ask for a requeue."""
     (tmp_path / "jobs").mkdir()
     (tmp_path / "scontrol").write_text(
@@ -176,29 +176,35 @@ def _batch(tmp_path, code, state, restarts="0", mark=False):
     (tmp_path / "sleep").write_text("#!/bin/sh\n")
     for name in ("scontrol", "sleep"):
         (tmp_path / name).chmod(0o755)
-    if mark:
-        (tmp_path / "jobs/again-7-0").touch()
+    for mark in marks:
+        (tmp_path / f"jobs/.7-{own}.{mark}").touch()
     script = f"(exit {code})\n" + "\n".join(batch.after(tmp_path / "jobs"))
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": own}
     assert subprocess.run(["bash", "-c", script], env=env, check=False).returncode == code
+    assert not list((tmp_path / "jobs").iterdir())
     return (tmp_path / "requeued").exists()
 
 
+@pytest.mark.parametrize("code", [75, 137, 140])
+def test_the_batch_script_requeues_what_may_go_on(tmp_path, code):
+    assert _batch(tmp_path, code)
+
+
 @pytest.mark.parametrize(
-    ("code", "state", "restarts", "mark", "again"),
+    ("code", "facts", "again"),
     [
-        (75, "RUNNING", "0", False, True),
-        (140, "RUNNING", "0", False, True),
-        (137, "RUNNING", "0", False, True),
-        (3, "RUNNING", "0", True, True),
-        (3, "RUNNING", "0", False, False),
-        (0, "RUNNING", "0", False, False),
-        (75, "COMPLETING", "0", False, False),
-        (75, "RUNNING", "1", False, False),  # SLURM has started it elsewhere: we are what is left of the first start
+        (3, {}, False),
+        (0, {}, False),
+        (3, {"marks": ("started", "lost")}, True),
+        (1, {"marks": ()}, True),  # its node could not start it
+        (1, {"marks": (), "own": "3", "restarts": "3"}, False),
+        (0, {"marks": ()}, False),
+        (75, {"state": "COMPLETING"}, False),
+        (75, {"restarts": "1"}, False),  # SLURM has started it elsewhere: we are what is left of the first start
     ],
 )
-def test_the_batch_script_requeues_what_may_go_on(tmp_path, code, state, restarts, mark, again):
-    assert _batch(tmp_path, code, state, restarts, mark) is again
+def test_the_batch_script_looks_before_it_requeues(tmp_path, code, facts, again):
+    assert _batch(tmp_path, code, **facts) is again
 
 
 def test_starts_without_progress_are_counted_per_job(tmp_path):
