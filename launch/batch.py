@@ -38,7 +38,7 @@ rm -f "$mark".*
 for try in $(seq 60); do
   [ $again = yes ] || break
   case "$(scontrol show job "$SLURM_JOB_ID" -o 2>/dev/null) " in
-    *" JobState=RUNNING "*" Restarts=$restart "*) scontrol requeue "$SLURM_JOB_ID" && sleep 60 && break ;;
+    *" JobState=RUNNING "*" Restarts=$restart "*) scontrol requeue "$SLURM_JOB_ID" && trap - TERM && exec sleep 60 ;;
     *" JobState="*) break ;;
   esac
   sleep 5

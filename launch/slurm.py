@@ -23,6 +23,7 @@ ACTIVE = {
     "STAGE_OUT",
 }
 UNKNOWN = "UNKNOWN"
+NO_CONFIGURATION = "configuration source"
 # What SLURM's reasons ask of a user (squeue's manual page, "JOB REASON CODES").
 REASONS = {
     "Priority": "others are first",
@@ -55,8 +56,12 @@ REASONS = {
 }
 
 
+class NoSlurmError(SparoError):
+    """This machine has no SLURM, or its commands do not know of one."""
+
+
 class SlurmAwayError(SparoError):
-    """SLURM's commands are missing, or its controller does not answer."""
+    """SLURM's controller does not answer."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +82,12 @@ def ask(*command: str, seconds: float = 60) -> str:
     """The output of one of SLURM's commands.
 
     Raises:
-        SlurmAwayError: no such command here, or no controller; the message says which.
+        NoSlurmError: no such command here, or one without a configuration.
+        SlurmAwayError: no controller answers.
         subprocess.CalledProcessError: it answered, and refused.
     """
     if shutil.which(command[0]) is None:
-        raise SlurmAwayError(f"{command[0]}: no such command on this machine; launch from a node of the cluster")
+        raise NoSlurmError(f"{command[0]}: no such command on this machine; launch from a node of the cluster")
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True).stdout
     except subprocess.TimeoutExpired:
@@ -89,11 +95,20 @@ def ask(*command: str, seconds: float = 60) -> str:
             f"{command[0]} did not answer within {seconds:g} s; SLURM's controller may be away"
         ) from None
     except subprocess.CalledProcessError as error:
+        if NO_CONFIGURATION in error.stderr:
+            raise NoSlurmError(without_configuration(command[0])) from None
         if is_away(error.stderr):
             raise SlurmAwayError(
                 f"{command[0]}: SLURM's controller does not answer; running jobs go on, try again in a minute ({_last(error.stderr)})"
             ) from None
         raise
+
+
+def without_configuration(command: str) -> str:
+    """Why a command of SLURM's found no cluster, and what to do."""
+    return (
+        f"{command}: SLURM is installed and not configured here; set SLURM_CONF, or launch from a node of the cluster"
+    )
 
 
 def is_away(text: str) -> bool:
@@ -102,7 +117,6 @@ def is_away(text: str) -> bool:
         "Unable to contact slurm controller",
         "Connection refused",
         "Socket timed out",
-        "configuration source",
         "Connection timed out",
     )
     return any(sign in text for sign in signs)
@@ -115,7 +129,7 @@ def patiently(call: Callable[[], str], seconds: float, say: Callable[[str], None
         try:
             return call()
         except SlurmAwayError as error:
-            if "no such command" in str(error) or time.monotonic() > end:
+            if time.monotonic() > end:
                 raise
             say(f"{error}; trying again")
             time.sleep(min(5.0, max(0.1, end - time.monotonic())))
@@ -146,7 +160,7 @@ def _accounted(jobs: Sequence[str]) -> dict[str, JobState]:
     """What the accounting knows of jobs that the controller has forgotten; nothing where there is no accounting."""
     try:
         out = ask("sacct", "-X", "-n", "-P", "-j", ",".join(jobs), "-o", "JobID,State,NodeList,Elapsed")
-    except (SlurmAwayError, subprocess.CalledProcessError):
+    except (SparoError, subprocess.CalledProcessError):
         return {}
     found = {}
     for line in out.splitlines():
@@ -177,7 +191,7 @@ def partitions() -> str:
     """Names of the partitions, for a message; empty where SLURM does not answer."""
     try:
         return ", ".join(dict.fromkeys(ask("sinfo", "-h", "-o", "%R").split()))
-    except (SlurmAwayError, subprocess.CalledProcessError):
+    except (SparoError, subprocess.CalledProcessError):
         return ""
 
 

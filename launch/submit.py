@@ -16,7 +16,15 @@ from .batch import after as lines_after
 from .batch import before as lines_before
 from .clusters import ClusterConfig, minutes
 from .job import Element, Job
-from .slurm import SlurmAwayError, is_away, partitions, patiently
+from .slurm import (
+    NO_CONFIGURATION,
+    NoSlurmError,
+    SlurmAwayError,
+    is_away,
+    partitions,
+    patiently,
+    without_configuration,
+)
 
 _PATIENCE = 180.0  # seconds that SLURM's controller may be away while we submit
 # How sbatch refuses, and what to do about it.
@@ -58,6 +66,7 @@ def submit(
 
     Raises:
         ConfigError: submitit is missing, or the cluster refuses the job; nothing was submitted.
+        NoSlurmError: this machine has no SLURM.
         SlurmAwayError: SLURM did not answer for minutes; nothing was submitted.
     """
     submitit = _submitit()
@@ -75,7 +84,7 @@ def submit(
             folder=jobs, cluster="slurm", slurm_max_num_timeout=10**9, slurm_python=cluster.python
         )
     except RuntimeError:
-        raise SlurmAwayError("no srun on this machine: launch from a node of the cluster, or --on local") from None
+        raise NoSlurmError("no srun on this machine: launch from a node of the cluster, or --on local") from None
     executor.update_parameters(
         name=name,
         nodes=cluster.nodes,
@@ -168,6 +177,8 @@ def _refusal(text: str) -> SparoError:
     """sbatch's words as an error that says what to change."""
     said = [line for line in text.splitlines() if line.startswith("sbatch:")] or text.strip().splitlines()[-1:]
     short = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in said)
+    if NO_CONFIGURATION in text:
+        return NoSlurmError(without_configuration("sbatch"))
     if is_away(text):
         return SlurmAwayError(f"sbatch: SLURM's controller does not answer; nothing was submitted ({short})")
     for sign, remedy in _REFUSALS.items():

@@ -61,7 +61,9 @@ class Claim:
     def check(self) -> None:
         """Raise SupersededError where another start has claimed the folder since."""
         owner = self.owner()
-        if owner.get("token") != self.token:
+        if not owner:
+            raise SupersededError(f"{self.path}: is gone, so nobody may write there; was the run folder removed?")
+        if owner["token"] != self.token:
             by = f"job {owner['job']}, restart {owner['restart']}" if owner.get("job") else f"pid {owner.get('pid')}"
             raise SupersededError(
                 f"{self.path.parent}: belongs to another start by now ({by} on {owner.get('host')}); this one stops and "

@@ -111,6 +111,8 @@ def test_commands_run_elsewhere_are_the_ones_ci_runs():
 def test_benchmark_commands_run(command, tmp_path):
     if "loader.py" in command:
         pytest.skip("needs open_clip's own environment: python benchmarks/loader.py --setup")
+    if "jobs.py" in command:
+        pytest.skip("needs the cluster of tests/slurm/cluster.py")
     quick = command if "--quick" in command else f"{command} --quick"
     done = subprocess.run(
         ["bash", "-ec", f"{quick} --json {tmp_path}/r.json"], cwd=ROOT, capture_output=True, text=True, check=False

@@ -1,7 +1,7 @@
 """What `sparo launch` adds on SLURM: until the first training step, and from a pre-emption's signal to the requeue.
 
     eval "$(python tests/slurm/cluster.py start)"
-    python benchmarks/launch.py
+    python benchmarks/jobs.py
 
 Interleaved: the demo's model and batch on two nodes by `sparo launch train`, and on two ranks by torchrun, each until its
 first step is in metrics.jsonl. Then the running job gets the signal of a pre-emption; once squeue no longer calls it
@@ -11,7 +11,6 @@ running, it has saved at a step boundary and asked for its requeue. The second c
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -84,9 +83,10 @@ def direct(name: str) -> float:
     ]
     command += ["train", RECIPE, f"name={name}", *SAME, "engine.kind=ddp", "world_size=2"]
     begin = time.monotonic()
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)  # torchrun ends with a traceback
     first = until(lambda: read(Path("runs") / name / "metrics.jsonl", "train"), begin)
-    os.killpg(process.pid, signal.SIGKILL)
+    process.terminate()  # torchrun passes it on to its ranks
     process.wait()
     return first
 
