@@ -80,7 +80,10 @@ def hand_over(order: Order, elements: Sequence[Element], home: Path, name: str, 
     }
     for folder in dict.fromkeys(element.folder for element in elements):
         own = [(e.arguments, job) for e, job in zip(elements, jobs, strict=True) if e.folder == folder]
-        several = {"jobs": list(dict.fromkeys(job for _, job in own)), "arguments": [arguments for arguments, _ in own]}
+        jobs_here = list(dict.fromkeys(job for _, job in own))
+        if len(jobs_here) > 1 and order.cluster.kind == "slurm":  # a whole array is called by its number
+            jobs_here = list(dict.fromkeys(job.partition("_")[0] for job in jobs_here))
+        several = {"jobs": jobs_here, "arguments": [arguments for arguments, _ in own]}
         Records(Path(folder)).add("submitted", {"folder": folder, **several, **facts})
     return jobs
 

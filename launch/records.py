@@ -33,12 +33,12 @@ class Records:
         return found[-1] if found else None
 
     def starts(self, job: str) -> list[dict[str, Any]]:
-        """Starts of a job and their ends, oldest first."""
-        return [line for line in self._read("starts") if line["job"] == job]
+        """Starts of a job (of all elements, for an array's number) and their ends, oldest first."""
+        return [line for line in self._read("starts") if _is_of(line["job"], job)]
 
     def failures(self, job: str) -> list[dict[str, Any]]:
         """What ranks of a job failed with, oldest first."""
-        return [line for line in self._read("failures") if line["job"] == job]
+        return [line for line in self._read("failures") if _is_of(line["job"], job)]
 
     def add(self, kind: str, facts: Mapping[str, Any]) -> None:
         """Append one line; a short line is appended whole, whoever else appends."""
@@ -63,6 +63,10 @@ class Records:
             except ValueError:  # torn by a full disk
                 continue
         return found
+
+
+def _is_of(job: str, asked: str) -> bool:
+    return job == asked or job.startswith(f"{asked}_")
 
 
 def here() -> dict[str, Any]:

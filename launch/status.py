@@ -116,10 +116,8 @@ def _of_jobs(record: dict[str, Any], known: dict[str, JobState], records: Record
     found: dict[str, JobState] = {}
     for job in record["jobs"]:
         if kind == "slurm":
-            found |= {job: known[job]} if job in known else {j: s for j, s in known.items() if j.startswith(f"{job}_")}
-            found.setdefault(job, JobState()) if not any(
-                j.partition("_")[0] == job or j == job for j in found
-            ) else None
+            own = {j: state for j, state in known.items() if j == job or j.startswith(f"{job}_")}
+            found |= own or {job: JobState()}
         elif kind == "local" and local_alive(job):
             found[job] = JobState("RUNNING", nodes="here")
         else:
@@ -131,11 +129,9 @@ def _of_jobs(record: dict[str, Any], known: dict[str, JobState], records: Record
 def _summary(found: dict[str, JobState]) -> str:
     """RUNNING; of several elements `2 RUNNING, 1 PENDING`."""
     counts = Counter(state.state for state in found.values())
-    return (
-        next(iter(counts))
-        if len(counts) == 1 and len(found) == 1
-        else ", ".join(f"{n} {s}" for s, n in counts.most_common())
-    )
+    if len(found) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{n} {state}" for state, n in counts.most_common())
 
 
 def _progress(folder: Path) -> dict[str, Any]:
@@ -206,7 +202,7 @@ def log_files(folder: Path, rank: int) -> list[Path]:
     task = rank // per_node if cluster["starter"] == "torchrun" else rank
     names = [f"{job}_{task}_log.{end}" for job in record["jobs"] for end in ("out", "err")]
     if (folder / "plan.json").exists():  # the elements of an array
-        names = [p.name for job in record["jobs"] for p in sorted(Path(record["logs"]).glob(f"{job}*_{task}_log.*"))]
+        names = [p.name for job in record["jobs"] for p in sorted(Path(record["logs"]).glob(f"{job}_*{task}_log.*"))]
     return [path for name in names if (path := Path(record["logs"]) / name).exists()]
 
 
