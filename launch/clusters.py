@@ -32,6 +32,7 @@ class ClusterConfig(Frozen):
     exclusive: bool = Field(False, description="whole nodes")
     nodes: int = Field(1, gt=0, description="machines")
     gpus_per_node: int = Field(0, ge=0, description="GPUs of each")
+    gpu_type: str | None = Field(None, description="their kind, where the cluster wants it: h100")
     tasks_per_node: int | None = Field(None, gt=0, description="ranks of each; default: one per GPU, or one")
     starter: Literal["srun", "torchrun"] = Field(
         "srun", description="srun starts every rank; torchrun: one per node, which starts its ranks"
@@ -57,6 +58,8 @@ class ClusterConfig(Frozen):
     def _one_machine(self) -> ClusterConfig:
         if self.kind != "slurm" and self.nodes > 1:
             raise ValueError(f"nodes={self.nodes}: {self.kind} is one machine; use a SLURM cluster")
+        if self.kind != "slurm" and self.setup:
+            raise ValueError(f"setup: {self.kind} runs in the environment of the shell that launches; set that up")
         if self.kind == "debug" and self.ranks > 1:
             raise ValueError("debug runs one rank in this process; use local for several")
         if self.kind == "slurm" and 60 * minutes(self.time) <= self.signal_seconds:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +72,10 @@ class FanOut:
         if not self.part(number).exists():
             target = self.part(number)
             target.parent.mkdir(parents=True, exist_ok=True)
-            temporary = target.with_suffix(".tmp")
+            temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
             arguments = [word.replace("{part}", str(temporary)) for word in self.elements[number]["arguments"]]
             call(arguments)
-            if not temporary.exists():
+            if self.kind != "eval":
                 temporary.write_text(json.dumps({"arguments": arguments}), encoding="utf-8")
             temporary.replace(target)
         if self.kind == "eval" and not self.missing():
@@ -135,7 +137,9 @@ def tasks_of(checkpoint: Path) -> list[str]:
 
 
 def launch_elements(fan: FanOut, order: Order, say: Callable[[str], None]) -> list[str]:
-    """Submit what is missing as one array; returns the jobs, none where nothing is."""
+    """Submit what is missing as one array, one rank and one GPU at most for each; returns the jobs, none where nothing is."""
+    one = {"nodes": 1, "tasks_per_node": 1, "starter": "srun", "gpus_per_node": min(1, order.cluster.gpus_per_node)}
+    order = replace(order, cluster=order.cluster.model_copy(update=one))
     refuse_busy(fan.folder)
     code = take_snapshot(fan.folder / "code")
     missing = fan.missing()

@@ -9,11 +9,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 STOPPED = 75  # saved after a signal, or nothing to save yet: may be started again
+KILLED = 137  # what a shell says of a rank that could not say why it ended
 LOCAL_AGAIN = 144  # what submitit's local executor takes for a request to be started again
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -32,6 +34,7 @@ class Job:
 
     cwd: where they run.  nodes, ranks_per_node: with `torchrun` this is called once per node.
     idle_restarts: how many restarts in a row may bring no new checkpoint.  port: where ranks of one machine meet.
+    visible: CUDA_VISIBLE_DEVICES as it was, "all" for unset, where submitit would hide the GPUs.
     """
 
     elements: tuple[Element, ...]
@@ -41,6 +44,7 @@ class Job:
     ranks_per_node: int = 1
     torchrun: bool = False
     port: int = 0
+    visible: str | None = None
 
     def __call__(self) -> int:
         """Run; on a cluster the process ends here with the exit code that the batch script looks at."""
@@ -49,6 +53,10 @@ class Job:
             stop_until_training()
             mark("started")
         os.chdir(self.cwd)
+        if self.visible == "all":
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        elif self.visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = self.visible
         if self.torchrun:
             sys.exit(self._on_node(self.elements[0]))
         self._tell_local_ranks()
@@ -84,7 +92,10 @@ class Job:
         command += [f"--nproc-per-node={self.ranks_per_node}", f"--node-rank={os.environ.get('SLURM_NODEID', '0')}"]
         command += [f"--master-addr={os.environ.get('MASTER_ADDR', '127.0.0.1')}"]
         command += [f"--master-port={os.environ.get('MASTER_PORT', str(self.port))}"]
-        return _supervise([*command, *self._words(element)], torchrun=True)
+        failures, begun = Path(element.folder, "jobs/failures.jsonl"), time.time()
+        code = _supervise([*command, *self._words(element)], torchrun=True)
+        told = failures.exists() and failures.stat().st_mtime >= begun
+        return code if told or code in (0, STOPPED) else KILLED
 
     def _tell_local_ranks(self) -> None:
         """Ranks of submitit's local executor find each other as those of torchrun do."""
@@ -116,7 +127,7 @@ def _supervise(command: list[str], torchrun: bool) -> int:
     received: list[int] = []
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN if torchrun else signal.SIG_DFL)  # what the child starts with
-    child = subprocess.Popen(command)
+    child = subprocess.Popen(command, env={**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT"})
 
     def forward(number: int, _frame: object) -> None:
         received.append(number)

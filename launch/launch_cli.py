@@ -82,10 +82,11 @@ def data(
     on: On = "slurm",
     name: Annotated[str | None, typer.Option(help="of the folder in runs/data (default: one per plan)")] = None,
     parallel: Parallel = None,
+    after: After = None,
 ) -> None:
     """Run `sparo data COMMAND …` in parts as an array (commands with --part)."""
     plain, options = split_words(words, others=True)
-    order = Order(on, load_cluster(on, options), parallel)
+    order = Order(on, load_cluster(on, options), parallel, tuple(after or ()))
     elements = [{"arguments": ["data", *plain, "--part", f"{number}/{parts}"]} for number in range(parts)]
     _check_arguments(elements[0]["arguments"][1:])
     fan = FanOut.make(Path("runs/data") / (name or plan_name(elements)), "data", elements)
@@ -163,7 +164,8 @@ def _launch(fan: FanOut, order: Order) -> None:
         _end_of_debug(order, [fan.folder])
     results = fan.results()
     if results and not fan.missing():
-        fan.merge()
+        if not (fan.folder / "results.json").exists():
+            fan.merge()
         out.print(results_table({Path(c).name: r for c, r in results.items()}, "per cent, 95 % intervals"))
     elif not jobs:
         out.print(f"{fan.folder}: all {len(fan.elements)} elements are done", highlight=False, soft_wrap=True)

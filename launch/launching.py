@@ -69,6 +69,7 @@ def hand_over(order: Order, elements: Sequence[Element], home: Path, name: str, 
     jobs = submit(order.cluster, elements, home / "jobs", name, code.path, order.parallel, dependency, say)
     facts = {
         "on": order.on,
+        "parallel": order.parallel,
         "cluster": order.cluster.model_dump(mode="json"),
         "command": shlex.join(sys.argv),
         "cwd": str(Path.cwd()),
@@ -130,7 +131,14 @@ def after_jobs(folders: Sequence[Path]) -> str | None:
         last = Records(folder).last()
         if last is None:
             raise ConfigError(f"--after {folder}: no job was launched there")
+        if last["cluster"]["kind"] != "slurm":
+            raise ConfigError(f"--after {folder}: its job is not SLURM's, so SLURM cannot wait for it")
         found = list(states(last["jobs"]).values())
+        ends = [s for job in last["jobs"] for s in Records(folder).starts(job) if "end" in s]
+        if not found and not (ends and ends[-1]["end"] == 0):
+            raise ConfigError(
+                f"--after {folder}: SLURM has forgotten its job, which has not finished; `sparo launch resubmit {folder}` first"
+            )
         if any(state.active for state in found):
             waiting += last["jobs"]
         elif any(state.state not in ("COMPLETED", "UNKNOWN") for state in found):

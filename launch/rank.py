@@ -24,7 +24,8 @@ __all__ = ["leave", "perform"]
 def perform(arguments: Sequence[str], folder: str, idle_restarts: int) -> int:
     """`sparo ARGUMENTS` on this rank, with records of its start and end; returns the exit code."""
     records, place, rank, begun = Records(Path(folder)), here(), find_world().rank, time.time()
-    stuck = _stuck(records, place, idle_restarts)
+    sys.argv = ["sparo", *arguments]
+    stuck = _stuck(records, place, idle_restarts) if arguments[0] == "train" else None  # others have no checkpoints
     if stuck:
         if rank == 0:
             print(f"error: {stuck}", file=sys.stderr, flush=True)

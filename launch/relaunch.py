@@ -43,6 +43,10 @@ def resubmit(folder: Path, options: Sequence[str], say: Callable[[str], None]) -
     try:
         elements = [Element(words, last["folder"]) for words in arguments]
         home = Path(last["folder"])
-        return hand_over(Order(last["on"], cluster), elements, home, last["name"], code, say) if elements else []
+        return (
+            hand_over(Order(last["on"], cluster, last["parallel"]), elements, home, last["name"], code, say)
+            if elements
+            else []
+        )
     finally:
         os.chdir(here)

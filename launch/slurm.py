@@ -152,7 +152,7 @@ def states(jobs: Sequence[str]) -> dict[str, JobState]:
         job, state, reason, nodes, elapsed = line.split("|")[:5]
         found[job] = JobState(state, explained(reason), nodes, elapsed)
     bases = {job.partition("_")[0] for job in found}
-    missing = [job for job in wanted if job not in found and job.partition("_")[0] not in bases]
+    missing = [job for job in wanted if job not in found and job not in bases]
     return found | (_accounted(missing) if missing else {})
 
 

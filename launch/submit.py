@@ -90,7 +90,7 @@ def submit(
         nodes=cluster.nodes,
         tasks_per_node=1 if torchrun else cluster.ranks_per_node,
         cpus_per_task=cluster.cpus_per_task and cluster.cpus_per_task * (cluster.ranks_per_node if torchrun else 1),
-        gpus_per_node=cluster.gpus_per_node or None,
+        gpus_per_node=None if cluster.gpu_type else cluster.gpus_per_node or None,
         mem_gb=cluster.mem_gb,
         timeout_min=minutes(cluster.time),
         slurm_signal_delay_s=cluster.signal_seconds,
@@ -100,7 +100,7 @@ def submit(
         slurm_array_parallelism=parallel or len(elements),
         slurm_dependency=dependency,
         slurm_exclusive=cluster.exclusive or None,
-        slurm_additional_parameters={"requeue": True, "chdir": str(Path.cwd()), **cluster.sbatch},
+        slurm_additional_parameters=_further(cluster),
         **{
             f"slurm_{key}": getattr(cluster, key)
             for key in ("partition", "account", "qos", "constraint", "nodelist", "exclude")
@@ -138,18 +138,25 @@ def _submit_here(
             tasks_per_node=1 if cluster.starter == "torchrun" else cluster.ranks_per_node,
             gpus_per_node=cluster.gpus_per_node,
             timeout_min=minutes(cluster.time),
-            local_setup=list(cluster.setup) or None,
         )
     for number, lane in enumerate(lanes):
         job = replace(_job(cluster, tuple(lane)), port=port + number)
-        with _environment(
-            {**cluster.environment, "PYTHONPATH": f"{code}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
-        ):
+        path = f"{code}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+        with _environment({**cluster.environment, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}):
             submitted: Any = executor.submit(job)
             found |= dict.fromkeys(lane, str(submitted.job_id))
             if debug:
                 submitted.result()  # it runs now
     return [found[element] for element in elements]
+
+
+def _further(cluster: ClusterConfig) -> dict[str, str | int | bool]:
+    """Arguments of sbatch that submitit has no name for, or that replace its own."""
+    found: dict[str, str | int | bool] = {"requeue": True, "chdir": str(Path.cwd())}
+    if cluster.gpu_type and cluster.gpus_per_node:
+        found["gpus_per_node"] = f"{cluster.gpu_type}:{cluster.gpus_per_node}"
+    found |= {name.replace("-", "_"): value for name, value in cluster.sbatch.items()}
+    return {name: value for name, value in found.items() if value is not False}
 
 
 def local_alive(job: str) -> bool:
@@ -162,7 +169,9 @@ def local_alive(job: str) -> bool:
 
 def _job(cluster: ClusterConfig, elements: tuple[Element, ...]) -> Job:
     torchrun = cluster.starter == "torchrun" and cluster.ranks > 1
-    return Job(elements, str(Path.cwd()), cluster.idle_restarts, cluster.nodes, cluster.ranks_per_node, torchrun)
+    visible = None if cluster.gpus_per_node else os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    job = Job(elements, str(Path.cwd()), cluster.idle_restarts, cluster.nodes, cluster.ranks_per_node, torchrun)
+    return replace(job, visible=visible if cluster.kind == "local" else None)
 
 
 def _submitit() -> Any:
@@ -177,6 +186,10 @@ def _refusal(text: str) -> SparoError:
     """sbatch's words as an error that says what to change."""
     said = [line for line in text.splitlines() if line.startswith("sbatch:")] or text.strip().splitlines()[-1:]
     short = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in said)
+    if "timed out" in text:
+        return SparoError(
+            f"sbatch: {short}; the job may be in the queue all the same: see `squeue --me` before you launch again"
+        )
     if NO_CONFIGURATION in text:
         return NoSlurmError(without_configuration("sbatch"))
     if is_away(text):

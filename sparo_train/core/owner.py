@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import SupersededError
+from .errors import SupersededError, TrainingError
+
+_TRIES = 10
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,18 @@ class Claim:
             )
 
     def owner(self) -> dict[str, Any]:
-        """What owner.json says; empty where there is none or it cannot be read."""
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        """What owner.json says; empty where there is none.
+
+        Raises:
+            TrainingError: it could not be read for some seconds.
+        """
+        for left in reversed(range(_TRIES)):
+            try:
+                return json.loads(self.path.read_text(encoding="utf-8"))
+            except FileNotFoundError:
+                return {}
+            except (OSError, ValueError) as error:  # a file server in trouble
+                if not left:
+                    raise TrainingError(f"{self.path}: cannot be read ({error})") from None
+                time.sleep(1)
+        raise AssertionError

@@ -105,6 +105,7 @@ class CheckpointStore:
             _flush(self.root)
         except OSError as error:
             raise self._failure(step, error) from None
+        self.guard()
         self._prune()
         return target
 

@@ -179,7 +179,9 @@ def _refuse_used(out: Path, facts: dict[str, object]) -> None:
             return
         if not found:
             out.mkdir(parents=True, exist_ok=True)
-            mark.write_text(json.dumps(facts), encoding="utf-8")
+            temporary = mark.with_name(f"{mark.name}.{part[0]}.tmp")  # other parts may do the same now
+            temporary.write_text(json.dumps(facts), encoding="utf-8")
+            temporary.replace(mark)
             return
     if found:
         raise DataError(

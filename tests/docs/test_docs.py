@@ -17,7 +17,9 @@ from tests.unit.test_making import modules  # noqa: F401  the fixture with a sma
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-RECIPES = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if not p.name.startswith("_"))
+RECIPES = sorted(
+    p for p in (ROOT / "configs").rglob("*.yaml") if p.parent.name != "clusters" and not p.name.startswith("_")
+)
 
 SHORT = ["steps=2", "optim.warmup_steps=1", "data.workers=0", "log.tensorboard=false"]
 # Commands that are what CI itself does, or that other tests run: .ci/run installs and tests exactly so, tests/e2e runs the demo.

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import typer
 import yaml
 
 from evals.data import EvalSet, captions, label, pair
@@ -12,7 +11,7 @@ from evals.suite import Suite
 from launch.training import train
 from sparo_train.core import metrics
 from sparo_train.core.config import resolve
-from sparo_train.core.errors import CheckpointError, DataError
+from sparo_train.core.errors import CheckpointError, DataError, StoppedError
 from sparo_train.train.run import EvalTaskConfig, RunConfig
 from sparo_train.train.state import Outcome
 from tests.conftest import eval_sets, sparo, tiny_recipe
@@ -151,7 +150,7 @@ def test_an_interrupted_demo_stops(tmp_path, monkeypatch):
     trained = []
     monkeypatch.setattr(demo, "make_scenes", lambda *_, **__: None)
     monkeypatch.setattr(demo, "train", lambda config: trained.append(config.name) or Outcome("SIGINT", 3, None))
-    with pytest.raises(typer.Exit) as caught:
+    with pytest.raises(StoppedError, match="run the same line again to continue") as caught:
         demo.run_demo(tmp_path, quick=True)
     assert caught.value.exit_code == 75 and trained == ["clip"]
 

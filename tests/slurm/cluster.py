@@ -140,9 +140,8 @@ class Cluster:
         self.start_controller()
         for node in NODES:
             self.start_node(node)
-        self.wait(
-            60, lambda: self.says("sinfo", "-h", "-N", "-p", "main", "-o", "%t").count("idle") == len(NODES), "nodes"
-        )
+        up = {"idle", "mix", "alloc", "comp"}
+        self.wait(60, lambda: [s in up for s in self._states()] == [True] * len(NODES), "nodes")
 
     def stop(self) -> None:
         """Cancel what runs, stop every daemon, and forget all jobs."""
@@ -240,6 +239,10 @@ class Cluster:
             if time.monotonic() > end:
                 raise SystemExit(f"{what}: not there after {seconds:g} s")
             time.sleep(0.05)
+
+    def _states(self) -> list[str]:
+        """Of the nodes."""
+        return self.says("sinfo", "-h", "-N", "-p", "main", "-o", "%t").split()
 
     def _configure(self) -> None:
         key = self.root / "etc/munge.key"

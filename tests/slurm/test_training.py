@@ -114,8 +114,12 @@ def test_lists_and_seeds_make_one_array(lab):
     assert {s["state"] for s in lab.status(*folders)} <= {"PENDING", "RUNNING"}
     lab.wait(60, lambda: sum(s["state"] == "RUNNING" for s in lab.status(*folders)) == 2, "two at a time")
     assert "JobArrayTaskLimit" in lab.status(folders[3])[0]["reason"]
+    for number in (0, 3):  # one element is requeued alone; the last one has the number of the whole array
+        lab.step(folders[number], 3)
+        lab.cluster.says("scancel", "--signal=USR2", jobs[number])
     for folder in folders:
         lab.wait(120, lambda f=folder: lab.squeue(f) == "COMPLETED", folder.name)
+    assert [len(lab.starts(folder)) for folder in folders] == [2, 1, 1, 2]
     lab.equal(folders[0], "one")
     rates = [metrics.read(f / "metrics.jsonl", "train")[-1]["lr"] for f in folders]
     assert rates[2] == pytest.approx(rates[0] / 2)

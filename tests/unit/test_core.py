@@ -12,6 +12,7 @@ import torch
 from sparo_train.core import metrics, store
 from sparo_train.core.distributed import Ranks, World
 from sparo_train.core.errors import CheckpointError, ConfigError, SupersededError, TrainingError
+from sparo_train.core.owner import Claim
 from sparo_train.core.pieces import Piece
 from sparo_train.core.rng import generator, torch_seed
 from sparo_train.core.rundir import RunDir
@@ -219,6 +220,18 @@ def test_what_is_left_of_a_lost_start_writes_nothing_more(tmp_path, monkeypatch)
     assert len(told) == 4 and all("belongs to another start by now (job 7, restart 1" in text for text in told)
     assert (tmp_path / "metrics.jsonl").read_text() == before and not list(tmp_path.glob("checkpoints/step-*"))
     successor.beat(step=1)
+    (tmp_path / "owner.json").unlink()
+    with pytest.raises(SupersededError, match="is gone, so nobody may write there"):
+        successor.beat(step=2)
+
+
+def test_a_file_server_in_trouble_is_waited_for_and_then_named(tmp_path, monkeypatch):
+    waits = []
+    monkeypatch.setattr("sparo_train.core.owner.time.sleep", waits.append)
+    (tmp_path / "owner.json").write_text("{")
+    with pytest.raises(TrainingError, match=r"owner\.json: cannot be read"):
+        Claim(tmp_path, "x").check()
+    assert len(waits) == 9
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"])

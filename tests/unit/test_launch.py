@@ -19,7 +19,7 @@ from launch.fanout import FanOut
 from launch.rank import _stuck
 from launch.records import Records
 from launch.snapshot import take_snapshot
-from launch.submit import _refusal, submit
+from launch.submit import _further, _refusal, submit
 from launch.sweep import expand
 from sparo_train.core.config import parse_yaml
 from sparo_train.core.errors import ConfigError
@@ -91,6 +91,7 @@ def test_options_change_a_cluster():
         (["--time", "1", "--signal-seconds", "60"], "signal_seconds=60: not below the time limit 1"),
         (["--kind", "debug", "--tasks-per-node", "2"], "debug runs one rank in this process; use local for several"),
         (["--kind", "local", "--nodes", "2"], "nodes=2: local is one machine"),
+        (["--kind", "local", "--setup", "module load x"], "setup: local runs in the environment of the shell"),
     ],
 )
 def test_a_wrong_option_says_what_there_is(words, message):
@@ -154,6 +155,13 @@ def test_a_snapshot_is_the_running_code_and_runs_alone(tmp_path):
         [sys.executable, "-c", ask], capture_output=True, text=True, env=env, cwd=tmp_path, check=True
     ).stdout
     assert out.count(str(first.path)) == 3
+    (tmp_path / "launch").mkdir()  # as in a checkout that was edited since
+    (tmp_path / "launch/__init__.py").write_text("raise SystemExit('the checkout')")
+    path = [
+        line.removeprefix("export ") for line in batch.before((), {}, first.path) if line.startswith("export PYTHON")
+    ]
+    env = {**os.environ, **dict(line.replace("${PYTHONPATH:+:$PYTHONPATH}", "").split("=", 1) for line in path)}
+    subprocess.run([sys.executable, "-m", "launch.batch"], env=env, cwd=tmp_path, check=True)
     assert not list(first.path.rglob("*.pyc")) and (first.path / "configs/clip").is_dir()
     assert (tmp_path / f"code/{first.path.name}.commit").read_text().strip() == first.commit
 
@@ -347,6 +355,39 @@ def test_local_evaluations_fan_out_and_merge(shards, tmp_path):
         FanOut.make(tmp_path / "runs/evals/e", "eval", [])
     done = sparo("launch", "eval", "runs", "--on", "debug", cwd=tmp_path)
     assert done.returncode == 2 and "give --data with a YAML of `tasks:`" in done.stderr
+
+
+def test_an_evaluation_takes_one_rank_of_a_cluster_of_many(shards, tmp_path):
+    tree = tiny_recipe(shards, tmp_path / "runs", steps=3, eval={"tasks": eval_sets(tmp_path / "sets")})
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(tree))
+    assert sparo("train", str(tmp_path / "r.yaml")).returncode == 0
+    words = (
+        "launch",
+        "eval",
+        "runs/tiny",
+        "--tasks",
+        "zero,pairs",
+        "--on",
+        "local",
+        "--tasks-per-node",
+        "2",
+        "--name",
+        "e",
+    )
+    done = sparo(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs/evals/e"
+    _wait(lambda: (folder / "results.json").exists())
+    assert Records(folder).last()["cluster"]["tasks_per_node"] == 1
+    assert set(json.loads((folder / "results.json").read_text())["results"]) == {"runs/tiny/zero", "runs/tiny/pairs"}
+    _wait(lambda: _state(folder, tmp_path)["state"] == "COMPLETED")
+    assert "acc1" in sparo(*words, cwd=tmp_path).stdout
+
+
+def test_kinds_of_gpus_and_further_arguments_replace_submitits_own():
+    words = ["--gpus-per-node", "4", "--gpu-type", "h100", "--sbatch.mail-user", "me", "--sbatch.requeue", "false"]
+    found = _further(load_cluster("slurm", words))
+    assert found["gpus_per_node"] == "h100:4" and found["mail_user"] == "me" and "requeue" not in found
 
 
 def test_parts_of_a_conversion_are_the_whole(tmp_path):
