@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -25,7 +24,6 @@ from sparo_train.core.config import parse_yaml
 from sparo_train.core.errors import ConfigError
 from sparo_train.data.convert import convert_folder
 from tests.conftest import eval_sets, jpeg, sparo, tiny_recipe
-from tests.resume.test_training import assert_bit_equal
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -262,82 +260,14 @@ def test_reasons_are_explained():
     assert slurm.explained("None") == "" and slurm.explained("SomethingElse") == "SomethingElse"
 
 
-def test_local_jobs_train_as_the_same_line_here_does(recipe, tmp_path):
-    assert sparo("train", str(recipe), "name=straight", OMP_NUM_THREADS="1").returncode == 0
-    words = (
-        "launch",
-        "train",
-        str(recipe),
-        "name=job",
-        "seed=0",
-        "optim.lr=[1e-3,5e-4]",
-        "--on",
-        "local",
-        "--environment.OMP_NUM_THREADS",
-        "1",
-    )
-    done = sparo(*words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    folders = [tmp_path / f"runs/job-lr{lr}" for lr in ("0.001", "0.0005")]
-    assert "is RUNNING in it" in sparo(*words, cwd=tmp_path).stderr
-    _wait(lambda: [_state(f, tmp_path)["state"] for f in folders] == ["COMPLETED"] * 2)
-    assert_bit_equal(folders[0], tmp_path / "runs/straight")
-    assert folders[1].joinpath("code").is_symlink()
-    assert "finished at step 12" in sparo("launch", "logs", str(folders[1]), cwd=tmp_path).stdout
-
-
-def test_two_local_ranks_stop_for_a_cancel_and_go_on(recipe, tmp_path):
-    words = (
-        "launch",
-        "train",
-        str(recipe),
-        "name=two",
-        "steps=4000",
-        "checkpoint.every_steps=0",
-        "--on",
-        "local",
-        "--tasks-per-node",
-        "2",
-    )
-    done = sparo(*words, cwd=tmp_path, OMP_NUM_THREADS="1")
-    assert done.returncode == 0 and "engine.kind=local -> ddp, for 2 ranks" in done.stderr, done.stderr
-    folder = tmp_path / "runs/two"
-    _wait(lambda: _state(folder, tmp_path)["step"] > 3)
-    seen = _state(folder, tmp_path)
-    assert seen["state"] == "RUNNING" and seen["total"] == 4000
-    assert sparo("launch", "cancel", str(folder), cwd=tmp_path).returncode == 0
-    seen = _state(folder, tmp_path)
-    assert seen["state"] == "FAILED" and seen["reason"] == "SIGTERM" and seen["checkpoint"] > 3
-    controller = Records(folder).last()["jobs"][0]
-    assert sparo("launch", "resubmit", str(folder), cwd=tmp_path, OMP_NUM_THREADS="1").returncode == 0
-    _wait(lambda: _state(folder, tmp_path)["step"] > seen["step"])
-    again = Records(folder).last()["jobs"][0]
-    assert again != controller
-    ranks = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and _job_of(p) == again]
-    for pid in ranks:  # a time limit: saved, and started again by submitit's controller
-        os.kill(pid, signal.SIGUSR2)
-    _wait(lambda: sum("end" not in s for s in Records(folder).starts(again)) == 2)
-    sparo("launch", "cancel", str(folder), cwd=tmp_path)
-
-
-def _job_of(process: Path) -> str | None:
-    try:
-        if "submitit.core._submit" not in (process / "cmdline").read_text():
-            return None
-        words = (process / "environ").read_text().split("\0")
-    except OSError:
-        return None
-    return next((word.partition("=")[2] for word in words if word.startswith("SUBMITIT_LOCAL_JOB_ID=")), None)
-
-
 def test_debug_runs_here_and_ends_with_the_code(recipe, tmp_path):
     done = sparo("launch", "train", str(recipe), "name=here", "--on", "debug", cwd=tmp_path)
     assert done.returncode == 0 and "finished at step 12" in done.stderr, done.stderr
-    assert _state(tmp_path / "runs/here", tmp_path)["state"] == "COMPLETED"
+    assert state_of(tmp_path / "runs/here", tmp_path)["state"] == "COMPLETED"
     bad = ("launch", "train", str(recipe), "name=bad", "data.sources.a.shards=/nowhere", "--on", "debug")
     done = sparo(*bad, cwd=tmp_path)
     assert done.returncode == 2 and "/nowhere" in done.stderr and "Traceback" not in done.stderr
-    seen = _state(tmp_path / "runs/bad", tmp_path)
+    seen = state_of(tmp_path / "runs/bad", tmp_path)
     assert seen["state"] == "FAILED" and "/nowhere" in seen["reason"]
 
 
@@ -355,33 +285,6 @@ def test_local_evaluations_fan_out_and_merge(shards, tmp_path):
         FanOut.make(tmp_path / "runs/evals/e", "eval", [])
     done = sparo("launch", "eval", "runs", "--on", "debug", cwd=tmp_path)
     assert done.returncode == 2 and "give --data with a YAML of `tasks:`" in done.stderr
-
-
-def test_an_evaluation_takes_one_rank_of_a_cluster_of_many(shards, tmp_path):
-    tree = tiny_recipe(shards, tmp_path / "runs", steps=3, eval={"tasks": eval_sets(tmp_path / "sets")})
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(tree))
-    assert sparo("train", str(tmp_path / "r.yaml")).returncode == 0
-    words = (
-        "launch",
-        "eval",
-        "runs/tiny",
-        "--tasks",
-        "zero,pairs",
-        "--on",
-        "local",
-        "--tasks-per-node",
-        "2",
-        "--name",
-        "e",
-    )
-    done = sparo(*words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    folder = tmp_path / "runs/evals/e"
-    _wait(lambda: (folder / "results.json").exists())
-    assert Records(folder).last()["cluster"]["tasks_per_node"] == 1
-    assert set(json.loads((folder / "results.json").read_text())["results"]) == {"runs/tiny/zero", "runs/tiny/pairs"}
-    _wait(lambda: _state(folder, tmp_path)["state"] == "COMPLETED")
-    assert "acc1" in sparo(*words, cwd=tmp_path).stdout
 
 
 def test_kinds_of_gpus_and_further_arguments_replace_submitits_own():
@@ -416,13 +319,13 @@ def test_what_a_recipe_cannot_share_is_refused_before_anything_is_submitted(reci
     assert ClusterConfig().ranks == 1
 
 
-def _state(folder: Path, cwd: Path) -> dict:
+def state_of(folder: Path, cwd: Path) -> dict:
     done = sparo("launch", "status", str(folder), "--json", cwd=cwd)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)[0]
 
 
-def _wait(ready, seconds: float = 90) -> None:
+def wait_for(ready, seconds: float = 90) -> None:
     end = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < end
