@@ -103,7 +103,8 @@ def timed(batches: Iterator[int], count: int) -> float:
 def our_rate(urls: list[str], count: int, scaled: bool) -> float:
     import torch
 
-    from sparo_train.data.loader import ClipPipeline
+    from sparo_train.data.loader import Pipeline
+    from sparo_train.data.pairs import PairExamples
     from sparo_train.data.sources import DataConfig, SourceConfig
     from sparo_train.data.text import ClipTokenizer
     from sparo_train.models.clip_config import ClipConfig
@@ -113,7 +114,7 @@ def our_rate(urls: list[str], count: int, scaled: bool) -> float:
     tiny = {"vision": {"width": 64, "layers": 2}, "text": {"width": 64, "heads": 1, "layers": 2}}
     pixels = ClipObjective(ClipObjectiveConfig(model=ClipConfig.model_validate(tiny))).pixels
     config = DataConfig(sources={"x": SourceConfig(shards=tuple(urls))}, workers=1, scaled_decoding=scaled)
-    pipeline = ClipPipeline(config, BATCH, 224, 77, ClipTokenizer(77), 0)
+    pipeline = Pipeline(config, BATCH, PairExamples(config, 224, 77, ClipTokenizer(77)), 0)
     return timed((len(pixels(d.batch["image"])) for d in pipeline.start()), count)
 
 

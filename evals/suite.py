@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from sparo_train.core.errors import DataError, did_you_mean
-from sparo_train.train.run import EvalTaskConfig
+from sparo_train.core.distributed import Ranks, World
+from sparo_train.core.errors import ConfigError, DataError, did_you_mean
+from sparo_train.train.eval_config import EvalTaskConfig, KnnTaskConfig, LinearTaskConfig, SetTaskConfig
 
 from . import data
 from .data import EvalSet, Item
-from .encoders import ClipEncoder
+from .encoders import ClipEncoder, DinoEncoder, Encoder
+from .image_tasks import run_knn, run_linear
+from .labelled import LabelledImages
 from .results import Result
 from .tasks import pairs, retrieval, zeroshot
 
@@ -31,17 +35,25 @@ class Suite:
 
     def check(self) -> None:
         """Raise `DataError` now where a set lacks a file that its task needs."""
-        for task in self.tasks.values():
-            source = EvalSet(task.root)
-            source.require(["classnames.txt"] if task.task == "zeroshot" else [])
+        for name, task in self.tasks.items():
+            if isinstance(task, SetTaskConfig):
+                EvalSet(task.root).require(["classnames.txt"] if task.task == "zeroshot" else [])
+            else:
+                for key in ("train", "test"):
+                    LabelledImages(getattr(task, key), _untouched, f"{name}.{key}")
 
     def run(
         self,
-        encoder: ClipEncoder,
+        encoder: Encoder,
         only: Sequence[str] | None = None,
         report: Callable[[str], None] | None = None,
+        ranks: Ranks | None = None,
     ) -> dict[str, Result]:
-        """Score `encoder` on the tasks named in `only` (default: all)."""
+        """Score `encoder` on the tasks named in `only` (default: all).
+
+        Args:
+            ranks: those that score together, each its share of the images where a task knows how; default: this process alone.
+        """
         for name in only or ():
             if name not in self.tasks:
                 raise DataError(f"--tasks {name}: {did_you_mean(name, self.tasks)}")
@@ -51,8 +63,24 @@ class Suite:
                 continue
             if report:
                 report(name)
-            out[name] = RUNNERS[task.task](encoder, EvalSet(task.root), self._read(task.root, encoder.image_size))
+            out[name] = self._score(name, task, encoder, ranks or Ranks(World(), "gloo", 0.0))
         return out
+
+    def _score(self, name: str, task: EvalTaskConfig, encoder: Encoder, ranks: Ranks) -> Result:
+        if isinstance(task, KnnTaskConfig):
+            return run_knn(encoder, task, ranks)
+        if isinstance(task, LinearTaskConfig):
+            if not isinstance(encoder, DinoEncoder):
+                raise ConfigError(
+                    f"{name}: task linear reads the last blocks of a DINO backbone, and {encoder.label} is none"
+                )
+            return run_linear(encoder, task, ranks)
+        if not isinstance(encoder, ClipEncoder):
+            raise ConfigError(
+                f"{name}: task {task.task} needs texts encoded, and {encoder.label} encodes images alone; use knn or linear"
+            )
+        clip = encoder
+        return ranks.first(lambda: RUNNERS[task.task](clip, EvalSet(task.root), self._read(task.root, clip.image_size)))
 
     def _read(self, root: str, size: int) -> list[Item]:
         if (root, size) not in self._items:
@@ -61,6 +89,10 @@ class Suite:
                 raise DataError(f"{root}: an evaluation set without samples")
             self._items[root, size] = items
         return self._items[root, size]
+
+
+def _untouched(image: Any, _number: int) -> Any:
+    return image
 
 
 def run_zeroshot(encoder: ClipEncoder, source: EvalSet, items: Sequence[Item]) -> Result:

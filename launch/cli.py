@@ -7,16 +7,16 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
+import torch
 import typer
 from rich.markup import escape
 
 from sparo_train import __version__
-from sparo_train.core.config import Frozen, load_recipe, resolve
-from sparo_train.core.distributed import started
-from sparo_train.core.errors import ConfigError, SparoError, StoppedError
-from sparo_train.train.run import EvalTaskConfig, load_run
+from sparo_train.core.distributed import Ranks, find_world, started
+from sparo_train.core.errors import SparoError, StoppedError
+from sparo_train.train.run import load_run
 
 from . import data_cli, launch_cli
 from .view import console, out, results_table
@@ -53,14 +53,10 @@ def train(
     exit_if_stopped(run(config))
 
 
-class _Tasks(Frozen):
-    tasks: dict[str, EvalTaskConfig]
-
-
 @app.command("eval")
 def evaluate(
     checkpoints: Annotated[
-        list[str], typer.Argument(help="run folders, checkpoint folders, exported folders, weight files")
+        list[str], typer.Argument(help="run folders, checkpoint folders, exported folders, weight files, pixels:SIZE")
     ],
     tasks: Annotated[str | None, typer.Option(help="comma-separated task names (default: all)")] = None,
     data: Annotated[
@@ -70,31 +66,30 @@ def evaluate(
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the results here")] = None,
     latest: Annotated[bool, typer.Option(help="also write a run folder's evals/latest.json")] = True,
 ) -> None:
-    """Score checkpoints and print one table."""
-    from .training import evaluate_checkpoint, recipe_tasks, write_results
+    """Score checkpoints and print one table. Under torchrun the ranks share k-NN and linear probes."""
+    from .scoring import evaluate_checkpoint, tasks_for, write_results
 
-    known: dict[str, Any] = dict(resolve(_Tasks, load_recipe(data), str(data)).tasks) if data else {}
-    for checkpoint in checkpoints if not known else []:
-        if recipe_tasks(Path(checkpoint)) is None:
-            raise ConfigError(
-                f"--data: {checkpoint} has no run folder with eval.tasks; give a YAML with `tasks:` that says what to score"
-            )
+    known = {checkpoint: tasks_for(checkpoint, data) for checkpoint in checkpoints}
+    ranks = Ranks(find_world(), "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", 3600.0)
     results = {}
     for checkpoint in checkpoints:
         with console.status(f"{checkpoint}: loading") as status:
             name = Path(checkpoint).name
             results[name if name not in results else checkpoint] = evaluate_checkpoint(
                 checkpoint,
+                known[checkpoint],
                 tasks.split(",") if tasks else None,
-                known,
                 model,
+                ranks,
                 lambda task, c=checkpoint, s=status: s.update(f"{c}: {task}"),
-                lambda text: console.print(text, highlight=False),
+                lambda text: console.print(text, highlight=False) if ranks.rank == 0 else None,
                 latest,
             )
-    out.print(results_table(results, "per cent, 95 % intervals"))
-    if json_file:
-        write_results(json_file, {}, {f"{c}/{t}": r for c, by_task in results.items() for t, r in by_task.items()})
+    if ranks.rank == 0:
+        out.print(results_table(results, "per cent, 95 % intervals"))
+        if json_file:
+            write_results(json_file, {}, {f"{c}/{t}": r for c, by_task in results.items() for t, r in by_task.items()})
+    ranks.close()
 
 
 @app.command()
@@ -102,14 +97,15 @@ def export(
     run: Annotated[Path, typer.Argument(help="a run folder or one of its checkpoints")],
     to: Annotated[Path | None, typer.Option(help="where to (default: RUN/export)")] = None,
     layout: Annotated[
-        str, typer.Option(help="open_clip (a local-dir: folder) or sparo-clip (one .pt file)")
-    ] = "open_clip",
+        str | None,
+        typer.Option(
+            help="open_clip (a local-dir: folder) or sparo-clip (one .pt file); dino (one .pth file) for DINO runs"
+        ),
+    ] = None,
 ) -> None:
-    """Write a run's newest weights for open_clip or for the sparo-clip repository."""
-    from .training import export_run
+    """Write a run's newest weights for open_clip, the sparo-clip repository, or the official DINO code."""
+    from .exporting import export_run
 
-    if layout not in ("open_clip", "sparo-clip"):
-        raise ConfigError(f"--layout {layout!r}: open_clip or sparo-clip")
     out.print(str(export_run(run, to, layout)), highlight=False, soft_wrap=True)
 
 

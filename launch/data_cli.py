@@ -119,7 +119,7 @@ def check(
     config = SourceConfig(shards=tuple(shards), caption_key=caption_key)
     if json_file and not json_file.parent.is_dir():
         raise ConfigError(f"--json {json_file}: the folder does not exist")
-    report = check_with_bar(find_shards(config.shards), config, processes)
+    report = check_with_bar(find_shards(tuple(shards)), config, processes)
     out.print(check_table(report))
     if json_file:
         json_file.write_text(json.dumps(check_facts(report), indent=1), encoding="utf-8", errors="surrogateescape")

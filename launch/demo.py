@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from evals.checkpoints import load_encoder
 from evals.data import EvalSet, pair
-from evals.encoders import load_encoder
+from evals.encoders import ClipEncoder
 from evals.results import Result
 from evals.suite import Suite
 from evals.tasks import textonly
@@ -46,7 +47,9 @@ def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
         results[name] = suite.run(encoder)
     parameters = {name: sum(p.numel() for p in e.model.parameters()) for name, e in encoders.items()}
     curves = {name: read(config.folder / "metrics.jsonl", "train") for name, config in configs.items()}
-    page = write_page(folder, results, curves, parameters, encoders["CLIP+SPARO"], data, _facts(configs, begin))
+    sparo = encoders["CLIP+SPARO"]
+    assert isinstance(sparo, ClipEncoder)
+    page = write_page(folder, results, curves, parameters, sparo, data, _facts(configs, begin))
     shown = {
         f"{name} ({parameters[name] / 1e6:.2f} M)" if name in parameters else name: r for name, r in results.items()
     }

@@ -22,7 +22,7 @@ def show_dry(config: RunConfig) -> None:
     table.add_row("all", f"{sum(dry.parameters.values()):,}")
     out.print(table)
     out.print(
-        f"tokens per image {dry.image_tokens}, per text up to {dry.text_tokens}; an encoding has {dry.encoding} numbers"
+        f"tokens per {', per '.join(f'{name} {count}' for name, count in dry.tokens.items())}; an encoding has {dry.encoding} numbers"
     )
     sources = Table(title="data", title_justify="left")
     for column in ("source", "shards", "samples", "weight", "share of an epoch", "passes over it"):

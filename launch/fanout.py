@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from evals.results import Result
-from sparo_train.core.config import load_recipe, parse_yaml, resolve
 from sparo_train.core.errors import ConfigError, did_you_mean
-from sparo_train.train.run import RunConfig
+from sparo_train.core.files import write_whole
 
 from .job import Element
 from .launching import Order, hand_over, refuse_busy
+from .scoring import tasks_for, write_results
 from .snapshot import take_snapshot
-from .training import write_results
 
 
 class FanOut:
@@ -51,8 +50,7 @@ class FanOut:
         content = {"kind": kind, "elements": list(elements)}
         if path.exists() and json.loads(path.read_text(encoding="utf-8")) != content:
             raise ConfigError(f"{folder}: holds another plan; give another --name")
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        write_whole(path, json.dumps(content, indent=1))
         return cls(folder)
 
     def part(self, number: int) -> Path:
@@ -112,9 +110,7 @@ def eval_elements(
     """
     found = []
     for checkpoint in checkpoints:
-        known = list(load_recipe(data).get("tasks", {})) if data else tasks_of(Path(checkpoint))
-        if not known:
-            raise ConfigError(f"{checkpoint}: its recipe has no eval.tasks; give --data with a YAML of `tasks:`")
+        known = tasks_for(checkpoint, data)
         for task in tasks or known:
             if task not in known:
                 raise ConfigError(f"--tasks {task}: {did_you_mean(task, known)} ({checkpoint})")
@@ -123,17 +119,6 @@ def eval_elements(
             arguments += ["--model", model] if model else []
             found.append({"checkpoint": checkpoint, "task": task, "arguments": arguments})
     return found
-
-
-def tasks_of(checkpoint: Path) -> list[str]:
-    """Names of `eval.tasks` in the recipe of a run folder or one of its checkpoints."""
-    for folder in (checkpoint, checkpoint.parent.parent):
-        path = folder / "config.yaml"
-        if path.is_file():
-            return list(
-                resolve(RunConfig, parse_yaml(path.read_text(encoding="utf-8"), str(path)), str(path)).eval.tasks
-            )
-    return []
 
 
 def launch_elements(fan: FanOut, order: Order, say: Callable[[str], None]) -> list[str]:

@@ -52,6 +52,9 @@ _Loader.add_implicit_resolver(
 )  # fmt: skip
 
 
+TAGS = ("kind", "task")  # keys that tell the members of a union apart
+
+
 def parse_yaml(text: str, origin: str) -> Any:
     """Parse YAML with the safe loader; raise `ConfigError` naming `origin` and the line."""
     try:
@@ -159,7 +162,9 @@ def _explain(model: type[BaseModel], tree: Tree, problem: Any) -> str:
         return f"{dotted}: a value is required"
     if problem["type"] == "union_tag_invalid":
         known = [tag.strip(" '") for tag in problem["ctx"]["expected_tags"].split(",")]
-        return f"{dotted}.kind: {problem['ctx']['tag']!r}; {did_you_mean(problem['ctx']['tag'], known)}"
+        key = problem["ctx"]["discriminator"].strip("'")
+        key = key if key in TAGS else TAGS[0]  # a function tells them apart by `kind`
+        return f"{dotted}.{key}: {problem['ctx']['tag']!r}; {did_you_mean(problem['ctx']['tag'], known)}"
     message = problem["msg"].removeprefix("Value error, ")
     shown = "" if isinstance(problem.get("input"), dict) else f" (got {problem.get('input')!r})"
     return f"{dotted}: {message}{shown}"
@@ -189,7 +194,9 @@ def _fields_at(annotation: Any, loc: Sequence[Any]) -> list[str]:
         if head in m.model_fields:
             return _fields_at(m.model_fields[head].annotation, rest)
     tagged = [
-        m for m in models if "kind" in m.model_fields and head in typing.get_args(m.model_fields["kind"].annotation)
+        m
+        for m in models
+        if any(head in typing.get_args(m.model_fields[tag].annotation) for tag in TAGS if tag in m.model_fields)
     ]
     if tagged:
         return _fields_at(tagged[0], rest)

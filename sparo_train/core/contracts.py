@@ -23,6 +23,12 @@ class Progress:
     step: int
     total_steps: int
     samples: int
+    steps_per_epoch: int = 1
+
+    @property
+    def epoch(self) -> int:
+        """Whole epochs behind this step."""
+        return self.step // self.steps_per_epoch
 
 
 class Loss(NamedTuple):
@@ -43,6 +49,19 @@ class StepReport:
     grad_norm: float
     applied: bool
     norms: dict[str, Tensor]
+
+
+class Footprint(NamedTuple):
+    """What a sample is to an objective, for estimates.
+
+    tokens: per kind of input.  towers: (tokens * width, blocks) of everything that keeps activations for backward.
+    encoding: numbers in one encoding.  loss: bytes that the loss of this rank's batch within the global batch holds.
+    """
+
+    tokens: dict[str, int]
+    towers: list[tuple[int, int]]
+    encoding: int
+    loss: int
 
 
 class Objective(nn.Module):
@@ -70,6 +89,24 @@ class Objective(nn.Module):
     def loss_parameters(self) -> Sequence[nn.Parameter]:
         """Parameters used outside of `embed`, by the loss itself (temperature, bias)."""
         return []
+
+    def unclipped(self) -> Iterable[str]:
+        """Names of parameters that clipping by tensor leaves alone."""
+        return []
+
+    holds_back = False  # True where `held_back` ever names a parameter
+
+    def held_back(self, progress: Progress) -> Sequence[nn.Parameter]:
+        """Parameters that this step does not touch, weight decay included."""
+        return []
+
+    def alarm(self, facts: Mapping[str, float]) -> str | None:
+        """What is wrong with these averaged metrics, for a human; None where nothing is."""
+        return None
+
+    @abstractmethod
+    def footprint(self, batch: int, whole: int) -> Footprint:
+        """Of a sample, in a rank's batch of `batch` out of `whole`."""
 
     keeps_teacher = False  # True where `after_step` writes to more than `loss_parameters` and buffers (an EMA)
 

@@ -52,6 +52,14 @@ class Ring:
         return tensor if self.size == 1 else _Gather.apply(tensor, self)  # type: ignore[return-value]
 
 
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """The sum of the ranks' tensors, new; without a graph."""
+    found = tensor.detach().clone()
+    if Ring().size > 1:
+        dist.all_reduce(found)
+    return found
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ring: Ring) -> Tensor:

@@ -14,9 +14,9 @@ import numpy as np
 from PIL import Image
 
 from ..core.errors import DataError, did_you_mean
+from .folder import IMAGE_SUFFIXES
 from .writer import Fields, write_shards, write_wds_layout
 
-IMAGE_SUFFIXES = {".jpg": "jpg", ".jpeg": "jpg", ".png": "png", ".webp": "webp"}
 FASHION = (
     "T-shirt",
     "trouser",

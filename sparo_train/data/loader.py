@@ -1,4 +1,4 @@
-"""The training pipeline: plan -> read -> decode -> augment -> tokenise -> batches that carry their cursor."""
+"""The training pipeline: plan -> read -> prepare -> batches that carry their cursor."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import functools
 import math
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,20 +22,32 @@ from ..core.rng import generator
 from ..core.signals import ignore_in_worker
 from .budget import refuse_broken
 from .plan import Plan, SampleRef
-from .samples import caption, decode_image, image_bytes
 from .shards import ShardReader
 from .sources import DataConfig, Source, fingerprint, open_source
-from .transforms import train_pixels
 
-Tokenize = Callable[[str], Sequence[int]]  # caption -> token ids, SOT and EOT included
+Lap = Callable[[str], object]  # called behind a stage of the work on a sample, with its name
 
 
-class Example(NamedTuple):
-    """One training example: pixels (3, S, S) uint8, token ids, and, under patch dropout, the patches that are kept."""
+def no_lap(_stage: str) -> None:
+    """Nobody is timing."""
 
-    pixels: np.ndarray
-    tokens: Sequence[int]
-    patches: np.ndarray | None
+
+class Examples(ABC):
+    """What the batches of a pipeline are made of; runs in the loader's workers, all but `finish`."""
+
+    image_size: int
+
+    @abstractmethod
+    def prepare(self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, lap: Lap = no_lap) -> Any:
+        """One example from a sample's members, with the random stream of this visit; raises `BadSampleError` with the reason."""
+
+    @abstractmethod
+    def stack(self, examples: Sequence[Any]) -> dict[str, Tensor]:
+        """Examples to a batch: tensors with one row each."""
+
+    def finish(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What can only be done to a rank's whole batch."""
+        return batch
 
 
 class Part(NamedTuple):
@@ -45,28 +58,11 @@ class Part(NamedTuple):
     skipped: dict[tuple[str, str], int]
 
 
-def prepare_example(
-    fields: dict[str, bytes],
-    source: Source,
-    config: DataConfig,
-    size: int,
-    tokenize: Tokenize,
-    rng: np.random.Generator,
-    patches: tuple[int, int] | None = None,
-) -> Example:
-    """Decode, augment and tokenise a sample; raises `BadSampleError` with the reason."""
-    text = caption(fields, source.config)
-    image = decode_image(image_bytes(fields, source.config.image_keys), 2 * size if config.scaled_decoding else None)
-    pixels = train_pixels(image, size, config.crop_scale, config.hflip, rng)
-    kept = None if patches is None else np.sort(rng.permutation(patches[0])[: patches[1]])
-    return Example(np.ascontiguousarray(pixels.transpose(2, 0, 1)), tokenize(text), kept)
-
-
 class _Workers(IterableDataset[Part | SparoError]):
     """Runs inside a loader worker: its streams, one after another, for ever. A user's problem is delivered, not raised:
     torch would bury its message in the worker's traceback."""
 
-    def __init__(self, pipeline: ClipPipeline, positions: Sequence[int]):
+    def __init__(self, pipeline: Pipeline, positions: Sequence[int]):
         self.pipeline, self.positions = pipeline, positions
 
     def __iter__(self) -> Iterator[Part | SparoError]:
@@ -80,7 +76,7 @@ class _Workers(IterableDataset[Part | SparoError]):
             while True:
                 skipped: Counter[tuple[str, str]] = Counter()
                 examples = [e for stream in streams for e in self._take(reader, stream, at, skipped)]
-                yield Part(p.stack(examples), [at[stream] for stream in streams], dict(skipped))
+                yield Part(p.examples.stack(examples), [at[stream] for stream in streams], dict(skipped))
         except SparoError as error:
             yield error
         finally:
@@ -88,14 +84,14 @@ class _Workers(IterableDataset[Part | SparoError]):
 
     def _take(
         self, reader: ShardReader, stream: int, at: dict[int, int], skipped: Counter[tuple[str, str]]
-    ) -> Iterator[Example]:
+    ) -> Iterator[Any]:
         p, length = self.pipeline, self.pipeline.plan.stream_length(stream)
         for _ in range(p.per_stream):
             for _tries in range(2 * length + 1):
                 position = at[stream]
                 if position % length % p.plan.window == 0:
                     for source, shard, first, last in p.plan.window_chunks(stream, position):
-                        reader.read_ahead(p.sources[source].urls[shard], first, last)
+                        p.sources[source].read_ahead(reader, shard, first, last)
                 ref = p.plan.at(stream, position)
                 at[stream] = position + 1
                 try:
@@ -125,21 +121,15 @@ def shared_streams(config: DataConfig, batch_size: int, world_size: int) -> int:
     return streams
 
 
-class ClipPipeline:
-    """Image-text batches in the plan's order.
+class Pipeline:
+    """Batches in the plan's order.
 
     Args:
         config: the recipe's `data` block.
         batch_size: examples per global batch.
-        image_size: pixels per side.
-        context_length: length of a token row; longer captions keep EOT at the last position.
-        tokenize: caption -> ids; called in the workers.
+        examples: what they are and how they are made.
         seed: the run's seed.
         rank, world_size: this process reads its contiguous block of the streams; the global batch is the ranks' batches in order.
-        patches: (P, K) under patch dropout: K of the P patches of each image are drawn with the sample's own stream.
-
-    Batches hold `image` (B, 3, S, S) uint8 and `text` (B, T) int64, T = context_length or, with `trim_text`, the
-    longest caption of the batch rounded up to eight; and with `patches` the kept ones, (B, K) int64, ascending.
 
     Raises:
         ConfigError: `data.streams` does not divide the batch.
@@ -147,21 +137,11 @@ class ClipPipeline:
     """
 
     def __init__(
-        self,
-        config: DataConfig,
-        batch_size: int,
-        image_size: int,
-        context_length: int,
-        tokenize: Tokenize,
-        seed: int,
-        patches: tuple[int, int] | None = None,
-        rank: int = 0,
-        world_size: int = 1,
+        self, config: DataConfig, batch_size: int, examples: Examples, seed: int, rank: int = 0, world_size: int = 1
     ):
         streams = shared_streams(config, batch_size, world_size)
         self.rank, self.own = rank, range(rank * streams // world_size, (rank + 1) * streams // world_size)
-        self.config, self.batch_size, self.image_size, self.seed = config, batch_size, image_size, seed
-        self.context_length, self.tokenize, self.patches = context_length, tokenize, patches
+        self.config, self.batch_size, self.examples, self.seed = config, batch_size, examples, seed
         self.sources = [open_source(name, source) for name, source in config.sources.items()]
         self.plan = Plan(
             [[len(index) for index in s.indexes] for s in self.sources],
@@ -211,23 +191,12 @@ class ClipPipeline:
             leftover()
             atexit.unregister(leftover)
 
-    def example(self, reader: ShardReader, ref: SampleRef) -> Example:
+    def example(self, reader: ShardReader, ref: SampleRef, lap: Lap = no_lap) -> Any:
         """Read and prepare one visit of a sample, with the random stream of that visit."""
         source = self.sources[ref.source]
-        _, fields = reader.read(source.urls[ref.shard], ref.ordinal)
-        rng = generator(self.seed, "augment", *ref)
-        return prepare_example(fields, source, self.config, self.image_size, self.tokenize, rng, self.patches)
-
-    def stack(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        """Examples to a batch: image uint8, text padded with 0 to the context length, patches where there are any."""
-        batch = {"image": torch.from_numpy(np.stack([e.pixels for e in examples]))}
-        text = np.zeros((len(examples), self.context_length), dtype=np.int64)
-        for row, example in zip(text, examples, strict=True):
-            row[: len(example.tokens)] = example.tokens
-        batch["text"] = torch.from_numpy(text)
-        if self.patches is not None:
-            batch["patches"] = torch.from_numpy(np.stack([e.patches for e in examples if e.patches is not None]))
-        return batch
+        _, fields = source.read(reader, ref.shard, ref.ordinal)
+        lap("read")
+        return self.examples.prepare(fields, source, generator(self.seed, "augment", *ref), lap)
 
     def _assemble(self, delivered: Sequence[Part | SparoError]) -> Delivery:
         parts: list[Part] = []
@@ -235,10 +204,7 @@ class ClipPipeline:
             if isinstance(part, SparoError):
                 raise part
             parts.append(part)
-        batch = {key: torch.cat([p.batch[key] for p in parts]) for key in parts[0].batch}
-        if self.config.trim_text:
-            longest = int(batch["text"].argmax(dim=1).max()) + 1
-            batch["text"] = batch["text"][:, : min(self.context_length, -(-longest // 8) * 8)].contiguous()
+        batch = self.examples.finish({key: torch.cat([p.batch[key] for p in parts]) for key in parts[0].batch})
         if torch.cuda.is_available():  # here, because what is concatenated or cut is not pinned any more
             batch = {key: value.pin_memory() for key, value in batch.items()}
         positions = tuple(at for p in parts for at in p.positions)

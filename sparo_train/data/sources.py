@@ -8,25 +8,37 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from webdataset.shardlists import expand_urls
 
 from ..core.config import Frozen
 from ..core.errors import ConfigError, DataError, did_you_mean
-from .shards import ShardIndex, filesystem_of, load_index
+from .folder import FolderPart, open_folder
+from .shards import ShardIndex, ShardReader, filesystem_of, load_index
 
 
 class SourceConfig(Frozen):
-    """One data set.
+    """One data set: `shards`, or a `folder` of images.
 
     `shards`: a folder, a glob, a brace range (`cc3m/{00000..00331}.tar`), an fsspec URL (`s3://bucket/{000..999}.tar`), or a list of these.
+    `folder`: images in class folders or not (`imagenet/train`); for objectives that read no captions.
     `weight`: passes over it per epoch.
     """
 
-    shards: str | tuple[str, ...]
+    shards: str | tuple[str, ...] | None = None
+    folder: str | None = None
     weight: float = Field(default=1.0, ge=0)
     image_keys: tuple[str, ...] = ("jpg", "jpeg", "png", "webp")
     caption_key: str = "txt"
+
+    @model_validator(mode="after")
+    def _one_place(self) -> SourceConfig:
+        if (self.shards is None) == (self.folder is None):
+            raise ValueError("give shards or folder, one of them")
+        return self
+
+
+PAIR_KEYS = ("crop_scale", "hflip", "trim_text")  # of `DataConfig`, read for image-text pairs alone
 
 
 class DataConfig(Frozen):
@@ -62,7 +74,17 @@ class Source(NamedTuple):
     name: str
     config: SourceConfig
     urls: list[str]
-    indexes: list[ShardIndex]
+    indexes: list[ShardIndex] | list[FolderPart]
+
+    def read(self, reader: ShardReader, shard: int, ordinal: int) -> tuple[str, dict[str, bytes]]:
+        """Key and fields of a sample; raises what `ShardReader.read` raises."""
+        index = self.indexes[shard]
+        return index.read(ordinal) if isinstance(index, FolderPart) else reader.read(self.urls[shard], ordinal)
+
+    def read_ahead(self, reader: ShardReader, shard: int, first: int, last: int) -> None:
+        """Tell the system that samples first..last-1 of a shard come soon."""
+        if not isinstance(self.indexes[shard], FolderPart):
+            reader.read_ahead(self.urls[shard], first, last)
 
     @property
     def samples(self) -> int:
@@ -103,8 +125,13 @@ def find_shards(pattern: str | tuple[str, ...], key: str = "shards") -> list[str
 
 
 def open_source(name: str, config: SourceConfig, write_beside: bool = False) -> Source:
-    """Find and index the shards of a source (16 at a time)."""
-    urls = find_shards(config.shards, f"data.sources.{name}.shards")
+    """Find and index the shards of a source (16 at a time), or the images of its folder."""
+    key = f"data.sources.{name}"
+    if config.folder is not None:
+        parts = open_folder(config.folder, f"{key}.folder")
+        return Source(name, config, [f"{config.folder}#{i}" for i in range(len(parts))], parts)
+    assert config.shards is not None
+    urls = find_shards(config.shards, f"{key}.shards")
     with ThreadPoolExecutor(16) as pool:
         indexes = list(pool.map(lambda url: load_index(url, write_beside), urls))
     source = Source(name, config, urls, indexes)
@@ -117,7 +144,10 @@ def fingerprint(sources: list[Source]) -> dict[str, Any]:
     """What a cursor belongs to: per source its shard names and counts, hashed, with readable totals."""
     out = {}
     for source in sources:
-        lines = [f"{Path(url).name} {len(index)}" for url, index in zip(source.urls, source.indexes, strict=True)]
+        lines = [
+            f"{Path(url).name} {len(index)}" + (f" {index.digest()}" if isinstance(index, FolderPart) else "")
+            for url, index in zip(source.urls, source.indexes, strict=True)
+        ]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
         out[source.name] = {
             "shards": len(lines),

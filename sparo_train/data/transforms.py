@@ -50,21 +50,23 @@ def train_pixels(
     return np.ascontiguousarray(pixels[:, ::-1]) if flip else pixels
 
 
-def eval_pixels(image: Image.Image, size: int) -> np.ndarray:
-    """Shortest side to `size` (bicubic), centre crop; (size, size, 3) uint8. open_clip's evaluation transform."""
+def eval_pixels(image: Image.Image, size: int, resize: int | None = None) -> np.ndarray:
+    """Shortest side to `resize` (bicubic; default: `size`, open_clip's way), centre crop; (size, size, 3) uint8."""
     width, height = image.size
-    short, long = min(width, height), max(width, height)
-    if short != size:
-        other = int(size * long / short)
-        image = image.resize((size, other) if width <= height else (other, size), Image.Resampling.BICUBIC)
+    short, long, to = min(width, height), max(width, height), resize or size
+    if short != to:
+        other = int(to * long / short)
+        image = image.resize((to, other) if width <= height else (other, to), Image.Resampling.BICUBIC)
     width, height = image.size
     left, top = round((width - size) / 2), round((height - size) / 2)
     return np.asarray(image.crop((left, top, left + size, top + size)))
 
 
-def resized_crop(image: Image.Image, box: Crop, size: int) -> np.ndarray:
-    """Crop, then resize to (size, size) with PIL's antialiased bicubic; (size, size, 3) uint8."""
+def resized_crop(
+    image: Image.Image, box: Crop, size: int, filter: Image.Resampling = Image.Resampling.BICUBIC
+) -> np.ndarray:
+    """Crop, then resize to (size, size) with one of PIL's antialiased filters; (size, size, 3) uint8."""
     cropped = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
     if cropped.size != (size, size):
-        cropped = cropped.resize((size, size), Image.Resampling.BICUBIC)
+        cropped = cropped.resize((size, size), filter)
     return np.asarray(cropped)

@@ -68,13 +68,16 @@ class DdpEngine(RankedEngine):
         would differ in the last bit from one never stopped.
         """
         self._warm = True
-        state = self.random_state()
+        state, buffers = self.random_state(), list(self.objective.buffers())
+        before = [b.clone() for b in buffers]  # a forward may count in them
         out = super()._run(batch, progress, last=True)
         reached = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         reached += [p for p in self.objective.parameters() if p.requires_grad]
         self.backward(torch.stack([t.float().sum() for t in reached]).sum() * 0.0, last=True)
         self.optimizer.zero_grad(set_to_none=True)
         self.set_random_state(state)
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
 
     def _exchanging(self, last: bool) -> AbstractContextManager[None]:
         wrapped = isinstance(self._root, DistributedDataParallel)

@@ -71,6 +71,11 @@ class DeepSpeedEngine(ShardedEngine):
                 f"engine.stage=3: {type(objective).__name__} keeps a teacher, whose average cannot follow parameters in "
                 "pieces of DeepSpeed's; use engine.stage=2, or engine.kind=fsdp2"
             )
+        if objective.holds_back:
+            raise ConfigError(
+                f"engine.kind=deepspeed: {type(objective).__name__} holds parameters back in some steps, and DeepSpeed steps all of "
+                "them together; use objective.freeze_last_layer=0, or engine.kind=ddp or fsdp2"
+            )
         self._shapes = {name: tuple(t.shape) for name, t in objective.state_dict().items()}
         super().prepare(objective)
 
@@ -96,7 +101,7 @@ class DeepSpeedEngine(ShardedEngine):
                 config={
                     "train_micro_batch_size_per_gpu": 1,  # the loop cuts batches itself
                     "gradient_accumulation_steps": 1,
-                    "gradient_clipping": self.optim_config.clip_grad_norm or 0.0,
+                    "gradient_clipping": 0.0 if self._clips_tensors else self.optim_config.clip_grad_norm or 0.0,
                     "steps_per_print": None,
                     "zero_allow_untested_optimizer": True,
                     "zero_force_ds_cpu_optimizer": False,
@@ -123,8 +128,11 @@ class DeepSpeedEngine(ShardedEngine):
 
     def step(self, progress: Progress) -> StepReport:
         """DeepSpeed clips, checks and steps; the objective's `after_step` reaches the master weights of the loss's parameters."""
-        lr = self._set_learning_rate(progress)
-        norm, norms = self.norms()
+        lr = self._set_rates(progress)
+        each = self._norms()
+        norm, norms = self._told(each)
+        if self._clips_tensors and math.isfinite(float(norm)):
+            self._clip(each, float(norm))
         with self.ranks.named("stepping"):
             self._root.step()
         applied = self._root.was_step_applied()
@@ -144,10 +152,18 @@ class DeepSpeedEngine(ShardedEngine):
             value, p.data = p.data, data
             self._zero.write(p, value)
 
-    def _squares(self) -> Iterator[tuple[int, Tensor]]:
+    @property
+    def _clips_tensors(self) -> bool:
+        """Clipping that DeepSpeed does not have."""
+        return self.optim_config.clip_per == "tensor" and self.optim_config.clip_grad_norm is not None
+
+    def _local_gradients(self) -> dict[int, Tensor]:
         named = self._trained()
-        for name, gradient in self._zero.gradients(named):
-            yield id(named[name]), torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+        return {id(named[name]): gradient for name, gradient in self._zero.gradients(named)}
+
+    def _squares(self) -> Iterator[tuple[int, Tensor]]:
+        for key, gradient in self._local_gradients().items():
+            yield key, torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.objective.named_parameters() if p.requires_grad}

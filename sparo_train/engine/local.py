@@ -16,7 +16,7 @@ from ..core.contracts import Batch, CoupledObjective, Embedded, Loss, Objective,
 from ..core.errors import ConfigError
 from ..core.pieces import Pieces, Source
 from .clock import Clock
-from .optim import OptimConfig, build_adamw, learning_rate
+from .optim import OptimConfig, build_adamw, learning_rate, weight_decay
 from .spans import Span, load_tensors, pieces_of
 
 
@@ -88,39 +88,63 @@ class LocalEngine:
 
     def step(self, progress: Progress) -> StepReport:
         """Clip, check that the gradient is finite, step or skip, then the objective's `after_step`."""
-        lr = self._set_learning_rate(progress)
-        norm, norms = self.norms()
-        value, most = float(norm), self.optim_config.clip_grad_norm
+        lr = self._set_rates(progress)
+        for p in self.objective.held_back(progress):
+            p.grad = None
+        each = self._norms()
+        norm, norms = self._told(each)
+        value = float(norm)
         applied = math.isfinite(value)
-        if applied and most is not None and value > most:  # torch.nn.utils.clip_grads_with_norm_ takes no shards
-            shards = [Span.of(g).local for g in self._gradients().values()]
-            torch._foreach_mul_(shards, most / (value + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
         if applied:
+            self._clip(each, value)
             self.optimizer.step()
             self.objective.after_step(progress)
         self.optimizer.zero_grad(set_to_none=True)
         return StepReport(lr, value, applied, norms)
 
-    def _set_learning_rate(self, progress: Progress) -> float:
-        lr = learning_rate(self.optim_config, progress.step, progress.total_steps)
+    def _set_rates(self, progress: Progress) -> float:
+        at = progress.step, progress.total_steps
+        lr, decay = learning_rate(self.optim_config, *at), weight_decay(self.optim_config, *at)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+            if group["decayed"]:
+                group["weight_decay"] = decay
         return lr
+
+    def _clip(self, each: Mapping[int, Tensor], value: float) -> None:
+        """Scale gradients whose norm is above `clip_grad_norm`: all together, or each by its own."""
+        most, held = self.optim_config.clip_grad_norm, self._local_gradients()
+        if most is None:
+            return
+        if self.optim_config.clip_per == "tensor":
+            free = set(self.objective.unclipped())
+            mine = [key for key in held if self._names[key] not in free]
+            factors = [(most / (each[key] + 1e-6)).clamp(max=1.0) for key in mine]  # stays on the device
+            torch._foreach_mul_([held[key] for key in mine], factors)  # pyright: ignore[reportPrivateImportUsage]
+        elif value > most:  # torch.nn.utils.clip_grads_with_norm_ takes no shards
+            torch._foreach_mul_(list(held.values()), most / (value + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
+
+    def _local_gradients(self) -> dict[int, Tensor]:
+        """What this rank holds of the gradients, to be written to, by the id of their parameter."""
+        return {key: Span.of(gradient).local for key, gradient in self._gradients().items()}
 
     def forward_seconds(self) -> float:
         """Seconds spent in forwards since the last call."""
         return self._clock.take()
 
-    def norms(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """The gradient's norm, whole and within each of the objective's parts."""
+    def _norms(self) -> dict[int, Tensor]:
+        """The norm of each gradient, by the id of its parameter."""
         held = self._gradients()
         each = torch._foreach_norm(list(held.values()))  # pyright: ignore[reportPrivateImportUsage]  as get_total_norm does
-        by_tensor = dict(zip(held, each, strict=True))
-        norms = {
-            name: _joined([by_tensor[id(p)] for p in module.parameters() if id(p) in by_tensor])
+        return dict(zip(held, each, strict=True))
+
+    def _told(self, each: Mapping[int, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The gradient's norm, whole and within each of the objective's parts."""
+        parts = {
+            name: _joined([each[id(p)] for p in module.parameters() if id(p) in each])
             for name, module in self.objective.parts().items()
         }
-        return _joined(list(by_tensor.values())), norms
+        return _joined(list(each.values())), parts
 
     def _gradients(self) -> dict[int, Tensor]:
         """Gradients by the id of their parameter."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
@@ -12,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from ..core.config import Frozen
 from ..core.contracts import Objective
 from ..core.errors import ConfigError
+from ..core.schedules import cosine, linear
 
 
 class OptimConfig(Frozen):
@@ -21,21 +21,33 @@ class OptimConfig(Frozen):
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = Field(default=1e-6, gt=0)
     weight_decay: float = Field(default=0.2, ge=0)
+    weight_decay_end: float | None = Field(
+        default=None, ge=0
+    )  # DINO: a cosine from weight_decay to it, without warm-up
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup_steps: int = Field(default=0, ge=0)
+    # open_clip's first step has lr/warmup_steps; DINO's has zero, and two steps have the whole rate at the end of the warm-up
+    warmup_from_zero: bool = False
     min_lr: float = Field(default=0.0, ge=0)
-    clip_grad_norm: float | None = Field(default=None, gt=0)  # global norm; the paper's runs do not clip
+    clip_grad_norm: float | None = Field(default=None, gt=0)  # the paper's CLIP runs do not clip
+    clip_per: Literal["global", "tensor"] = "global"  # the norm of all gradients, or of each parameter's (DINO)
     max_skipped: int = Field(default=20, ge=0)  # non-finite steps in a row before training stops
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """Learning rate of 0-based `step`: lr*(step+1)/warmup, then cosine to `min_lr` (open_clip's formula), or constant."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+    """Learning rate of 0-based `step`: linear warm-up, then cosine to `min_lr`, or constant."""
+    warm = config.warmup_steps
+    if step < warm:
+        return linear(0.0, config.lr, step, warm) if config.warmup_from_zero else config.lr * (step + 1) / warm
     if config.schedule == "constant":
         return config.lr
-    done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
-    return config.min_lr + 0.5 * (1 + math.cos(math.pi * min(1.0, done))) * (config.lr - config.min_lr)
+    return cosine(config.lr, config.min_lr, step - warm, total_steps - warm)
+
+
+def weight_decay(config: OptimConfig, step: int, total_steps: int) -> float:
+    """Weight decay of 0-based `step` for the parameters that are decayed."""
+    end = config.weight_decay_end
+    return config.weight_decay if end is None else cosine(config.weight_decay, end, step, total_steps)
 
 
 def build_adamw(config: OptimConfig, objective: Objective) -> torch.optim.AdamW:
@@ -48,7 +60,10 @@ def build_adamw(config: OptimConfig, objective: Objective) -> torch.optim.AdamW:
     if not groups:
         raise ConfigError("objective: no parameter is trainable")
     return torch.optim.AdamW(
-        [{"params": groups[key], "weight_decay": config.weight_decay if key[0] else 0.0} for key in sorted(groups)],
+        [
+            {"params": groups[key], "decayed": key[0], "weight_decay": config.weight_decay if key[0] else 0.0}
+            for key in sorted(groups)
+        ],
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,

@@ -104,22 +104,16 @@ class ShardedEngine(RankedEngine):
     def _squares(self) -> Iterator[tuple[int, Tensor]]:
         """This rank's share of the squared norm of each gradient, by the id of its parameter."""
 
-    def norms(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """The gradient's norm, whole and within each of the objective's parts: squares summed over parameters and ranks."""
-        parts = {name: {id(p) for p in module.parameters()} for name, module in self.objective.parts().items()}
+    def _norms(self) -> dict[int, Tensor]:
+        """The norm of each gradient: squares summed over ranks."""
         squares = {key: square.to(self.device) for key, square in self._squares()}
+        trained = [id(p) for p in self.objective.parameters() if p.requires_grad]  # in the same order on every rank
         nothing = torch.zeros((), device=self.device)
-        sums = torch.stack(
-            [
-                torch.stack([nothing, *(s for key, s in squares.items() if key in ids)]).sum()
-                for ids in (squares.keys(), *parts.values())
-            ]
-        )
+        sums = torch.stack([squares.get(key, nothing) for key in trained])
         if self.ranks.size > 1:
             with self.ranks.named("summing the gradient's norm"):
                 dist.all_reduce(sums)
-        whole, *norms = sums.sqrt()
-        return whole, dict(zip(parts, norms, strict=True))
+        return dict(zip(trained, sums.sqrt(), strict=True))
 
     @abstractmethod
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .clip_config import ClipConfig, GapReadOut, SparoReadOut
+from .patches import patchify
 from .readouts import Slots, normalize_slots
 from .sparo import Sparo
 
@@ -41,10 +42,7 @@ class VisionTower(VisionTransformer):
         return pooled if self.proj is None else pooled @ self.proj
 
     def _embeds(self, x: Tensor, patches: Tensor | None = None) -> Tensor:
-        (high, wide), (rows, columns) = self.patch_size, self.grid_size
-        pixels = (
-            x.reshape(len(x), x.shape[1], rows, high, columns, wide).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        )
+        pixels = patchify(x, self.conv1.kernel_size[0])
         where = self.positional_embedding[1:]
         if patches is not None:
             pixels = pixels.gather(1, patches[..., None].expand(-1, -1, pixels.shape[2]))

@@ -7,6 +7,7 @@ and puts `module.` before everything.
 
 from __future__ import annotations
 
+import argparse
 import pickle
 import re
 from collections.abc import Mapping
@@ -16,10 +17,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.errors import CheckpointError
-from .clip import Clip
 
 Weights = dict[str, Tensor]
 
@@ -38,14 +38,19 @@ def read_weights(path: str | Path) -> Weights:
     return to_ours(_state_dict(read_raw(path), path))
 
 
-def read_raw(path: str | Path) -> Any:
-    """What a weight file holds: tensors and plain values, never code. Raises `CheckpointError`."""
+def read_raw(path: str | Path, plain_namespaces: bool = False) -> Any:
+    """What a weight file holds: tensors and plain values, never code. Raises `CheckpointError`.
+
+    Args:
+        plain_namespaces: also let argparse.Namespace through, whose attributes have to be plain themselves (DINO's `args`).
+    """
     path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
     try:
         safe = path.suffix == ".safetensors"
-        return load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([argparse.Namespace] if plain_namespaces else []):
+            return load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         if named is None:
@@ -91,7 +96,7 @@ def to_sparo_clip(state: Mapping[str, Tensor], module_prefix: bool = True) -> We
     return {f"module.{name}": value for name, value in out.items()} if module_prefix else out
 
 
-def load_into(model: Clip, state: Mapping[str, Tensor], origin: str) -> None:
+def load_into(model: nn.Module, state: Mapping[str, Tensor], origin: str) -> None:
     """Load weights strictly; raises `CheckpointError` naming what is missing, unexpected or of another shape."""
     own = model.state_dict()
     problems = [f"missing {n}" for n in own if n not in state] + [f"unexpected {n}" for n in state if n not in own]

@@ -11,11 +11,11 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from ..core.config import Frozen
-from ..core.contracts import Batch, CoupledObjective, Loss, Progress
+from ..core.contracts import Batch, CoupledObjective, Footprint, Loss, Progress
 from ..core.errors import DataError
 from ..models.clip import Clip
 from ..models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
-from .contrastive import Exchange, Kind, contrastive
+from .contrastive import Exchange, Kind, contrastive, logits_held
 
 MAX_LOGIT_SCALE = math.log(100)
 
@@ -110,6 +110,16 @@ class ClipObjective(CoupledObjective):
         if self.config.decay_policy == "open_clip4":
             names |= {"model.visual.positional_embedding", "model.text.positional_embedding"}
         return names
+
+    def footprint(self, batch: int, whole: int) -> Footprint:
+        m = self.config.model
+        vision, text = self.model.visual.transformer.resblocks, self.model.text.transformer.resblocks
+        return Footprint(
+            {"image": m.vision.tokens, "text": m.text.context_length},
+            [(m.vision.tokens * m.vision.width, len(vision)), (m.text.context_length * m.text.width, len(text))],
+            m.width,
+            4 * 4 * logits_held(batch, whole),
+        )
 
     def set_grad_checkpointing(self, enable: bool) -> None:
         self.model.set_grad_checkpointing(enable)

@@ -8,13 +8,17 @@ from ..core.contracts import Engine, Objective
 from ..core.distributed import Ranks, World
 from ..core.errors import ConfigError
 from ..core.rng import torch_seed
-from ..data.loader import ClipPipeline
+from ..data.crops import CropExamples
+from ..data.loader import Pipeline
+from ..data.pairs import PairExamples
+from ..data.sources import DataConfig
 from ..data.text import VOCABULARY, ClipTokenizer
 from ..engine.ddp import DdpEngine
 from ..engine.deepspeed import DeepSpeedEngine
 from ..engine.fsdp2 import Fsdp2Engine
 from ..engine.local import LocalEngine
-from ..objectives.clip import ClipObjective
+from ..objectives.clip import ClipObjective, ClipObjectiveConfig
+from ..objectives.dino import DinoObjective, DinoObjectiveConfig
 from .run import RunConfig
 
 _ALONE = World()
@@ -23,27 +27,36 @@ _ALONE = World()
 def build_objective(config: RunConfig) -> Objective:
     """The objective with its modules initialised from the run's seed."""
     torch.manual_seed(torch_seed(config.seed, "init"))
+    if isinstance(config.objective, DinoObjectiveConfig):
+        return DinoObjective(config.objective)
     return ClipObjective(config.objective)
 
 
-def build_pipeline(config: RunConfig, world: World = _ALONE) -> ClipPipeline:
+def build_pipeline(config: RunConfig, world: World = _ALONE) -> Pipeline:
     """The training data of a run, as one of its ranks reads it."""
-    model = config.objective.model
+    objective = config.objective
+    crops = isinstance(objective, DinoObjectiveConfig)
+    examples = _crops(objective, config.data) if crops else _pairs(objective, config.data)
+    return Pipeline(config.data, config.batch_size, examples, config.seed, world.rank, world.size)
+
+
+def _crops(objective: DinoObjectiveConfig, data: DataConfig) -> CropExamples:
+    model = objective.model
+    return CropExamples(data, objective.crops, model.image_size, 2 * model.blocks if model.drop_path else 0)
+
+
+def _pairs(objective: ClipObjectiveConfig, data: DataConfig) -> PairExamples:
+    model = objective.model
     if model.text.vocab_size < VOCABULARY:
         raise ConfigError(
             f"objective.model.text.vocab_size={model.text.vocab_size}: CLIP's tokenizer has {VOCABULARY} ids; remove the key"
         )
-    tokenizer = ClipTokenizer(model.text.context_length)
-    return ClipPipeline(
-        config.data,
-        config.batch_size,
+    return PairExamples(
+        data,
         model.vision.image_size,
         model.text.context_length,
-        tokenizer,
-        config.seed,
+        ClipTokenizer(model.text.context_length),
         (model.vision.tokens - 1, model.vision.kept_patches) if model.vision.patch_dropout else None,
-        world.rank,
-        world.size,
     )
 
 

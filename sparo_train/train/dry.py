@@ -6,14 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.contracts import Objective
+from ..core.contracts import Footprint, Objective
 from ..core.errors import ConfigError, DataError
 from ..data.plan import per_epoch
-from ..data.sources import find_shards, open_source
+from ..data.sources import open_source
 from ..engine.costs import Sizes, costs
-from ..models.clip import Clip
-from ..objectives.clip import ClipObjective
-from ..objectives.contrastive import logits_held
+from .build import build_objective
 from .run import RunConfig
 
 _BLOCK_ACTIVATIONS = 34  # bytes per token and channel that a pre-norm block keeps for backward in 16 bit (Korthikanti et al. 2022, Eq. 1 without scores)
@@ -35,8 +33,7 @@ class DryRun(NamedTuple):
     """Everything `--dry` prints; bytes are estimates, counts are exact."""
 
     parameters: dict[str, int]
-    image_tokens: int
-    text_tokens: int
+    tokens: dict[str, int]
     encoding: int
     sources: list[SourceFacts]
     epoch_size: int | None
@@ -47,9 +44,9 @@ class DryRun(NamedTuple):
 
 def dry_run(config: RunConfig) -> DryRun:
     """Resolve everything that can be known before the first step."""
-    model_config = config.objective.model
     with torch.device("meta"):
-        objective = ClipObjective(config.objective)
+        objective = build_objective(config)
+    footprint = objective.footprint(config.batch_size // (config.world_size or 1), config.batch_size)
     facts = [_source(name, config) for name in config.data.sources]
     known = [f for f in facts if f.samples is not None]
     whole = sum(per_epoch([f.samples or 0 for f in known], [f.weight for f in known]))
@@ -63,62 +60,54 @@ def dry_run(config: RunConfig) -> DryRun:
     samples = steps * config.batch_size if steps else None
     facts = [_shared(f, epoch, samples) for f in facts]
     return DryRun(
-        parameters_by_module(objective.model),
-        model_config.vision.tokens,
-        model_config.text.context_length,
-        model_config.width,
+        parameters_by_module(objective),
+        footprint.tokens,
+        footprint.encoding,
         facts,
         epoch,
         steps,
         samples,
-        memory_estimate(config, objective),
+        memory_estimate(config, objective, footprint),
     )
 
 
-def parameters_by_module(model: Clip) -> dict[str, int]:
+def parameters_by_module(objective: Objective) -> dict[str, int]:
     """Parameters per part; the entries add up to the whole."""
     out: dict[str, int] = {}
-    for name, p in model.named_parameters():
-        parts = name.split(".")
-        key = ".".join(parts[: 2 if parts[0] in ("visual", "text") else 1])
+    for name, p in objective.named_parameters():
+        key = ".".join(name.split(".")[:3]).removeprefix("model.")
         out[key] = out.get(key, 0) + p.numel()
     return out
 
 
-def memory_estimate(config: RunConfig, objective: Objective) -> dict[str, int]:
-    """Bytes on one rank of `world_size` (or one): what the engine keeps, activations of a micro-batch, logits."""
+def memory_estimate(config: RunConfig, objective: Objective, footprint: Footprint) -> dict[str, int]:
+    """Bytes on one rank of `world_size` (or one): what the engine keeps, activations of a micro-batch, the loss."""
     kept_by_engine = costs(config.engine, Sizes.of(objective), config.world_size or 1)
-    m, half = config.objective.model, config.engine.precision == "bf16"
-    replaced = getattr(m.readout, "replace_last_block", False)
+    half, towers = config.engine.precision == "bf16", footprint.towers
     block = _BLOCK_ACTIVATIONS * (1 if half else 2)
-    towers = [
-        (m.vision.tokens * m.vision.width, m.vision.layers),
-        (m.text.context_length * m.text.width, m.text.layers),
-    ]
     if config.engine.grad_checkpointing:  # every block's input, and one block at a time recomputed whole
-        kept = sum((2 if half else 4) * size * (layers - replaced) for size, layers in towers)
+        kept = sum((2 if half else 4) * size * blocks for size, blocks in towers)
         activations = kept + block * max(size for size, _ in towers)
     else:
-        activations = sum(block * size * (layers - replaced) for size, layers in towers)
+        activations = sum(block * size * blocks for size, blocks in towers)
     return {
         "weights": int(kept_by_engine.weights),
         "gradients": int(kept_by_engine.gradients),
         "optimizer": int(kept_by_engine.optimizer),
         "gathered": int(kept_by_engine.gathered),
         "activations": config.micro_batch(config.world_size or 1) * activations,
-        "logits": 4 * 4 * logits_held(config.batch_size // (config.world_size or 1), config.batch_size),
+        "loss": footprint.loss,
     }
 
 
 def _source(name: str, config: RunConfig) -> SourceFacts:
     source = config.data.sources[name]
     try:
-        urls = find_shards(source.shards, f"data.sources.{name}.shards")
         opened = open_source(name, source)
     except (ConfigError, DataError) as error:
         return SourceFacts(name, None, None, source.weight, None, None, str(error))
     broken = f"{len(opened.broken())} shard(s) not whole" if opened.broken() else None
-    return SourceFacts(name, len(urls), opened.samples, source.weight, None, None, broken)
+    return SourceFacts(name, len(opened.urls), opened.samples, source.weight, None, None, broken)
 
 
 def _shared(facts: SourceFacts, epoch: int | None, samples: int | None) -> SourceFacts:

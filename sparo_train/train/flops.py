@@ -36,15 +36,20 @@ class FlopCounter:
     """
 
     def __init__(self, build: Callable[[], Objective]):
-        self._build, self._objective, self._fake = build, None, FakeTensorMode()
+        self._build, self._objective = build, None
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)  # the meta tensors that it is built of
         self._known: dict[tuple[torch.Size, ...], float] = {}
 
     def per_sample(self, batch: Batch) -> float:
         """FLOPs of forward and backward of one sample of this batch's shapes."""
         shapes = tuple(value.shape[1:] for value in batch.values())
         if shapes not in self._known:
+            if self._objective is None:
+                with torch.device("meta"):
+                    objective = self._build()
+                with self._fake:
+                    self._objective = objective.to_empty(device="cpu")
             with self._fake, FlopCounterMode(display=False) as counter, torch.no_grad():
-                self._objective = self._objective or self._build()
                 one = {k: torch.empty((1, *v.shape[1:]), dtype=v.dtype) for k, v in batch.items()}
                 if isinstance(self._objective, CoupledObjective):
                     self._objective.embed(one)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from ..core.config import Frozen, Tree, load_recipe, override, resolve
 from ..core.errors import ConfigError
-from ..data.sources import DataConfig
+from ..data.sources import PAIR_KEYS, DataConfig
 from ..engine.ddp import DdpEngineConfig
 from ..engine.deepspeed import DeepSpeedEngineConfig
 from ..engine.fsdp2 import Fsdp2EngineConfig
 from ..engine.local import LocalEngineConfig
 from ..engine.optim import OptimConfig
 from ..objectives.clip import ClipObjectiveConfig
+from ..objectives.dino import DinoObjectiveConfig
+from .eval_config import EvalTaskConfig
 
 
 class CheckpointConfig(Frozen):
@@ -38,13 +41,6 @@ class LogConfig(Frozen):
     heartbeat_seconds: float = Field(default=10.0, gt=0)
 
 
-class EvalTaskConfig(Frozen):
-    """One data set scored by one task. `root` is a folder in clip-benchmark's wds layout (or ours for pairs)."""
-
-    task: Literal["zeroshot", "retrieval", "pairs"]
-    root: str
-
-
 class EvalConfig(Frozen):
     """Scored every `every_steps` and at the end; 0: only at the end."""
 
@@ -52,8 +48,9 @@ class EvalConfig(Frozen):
     tasks: dict[str, EvalTaskConfig] = Field(default_factory=dict)
 
 
-def _engine_kind(value: Any) -> str:
-    return value.get("kind", "local") if isinstance(value, dict) else getattr(value, "kind", "local")
+def _kind(default: str) -> Callable[[Any], str]:
+    """Tells a union's members apart by `kind`, which may be left out for the first of them."""
+    return lambda value: value.get("kind", default) if isinstance(value, dict) else getattr(value, "kind", default)
 
 
 EngineConfig = Annotated[
@@ -61,7 +58,11 @@ EngineConfig = Annotated[
     | Annotated[DdpEngineConfig, Tag("ddp")]
     | Annotated[Fsdp2EngineConfig, Tag("fsdp2")]
     | Annotated[DeepSpeedEngineConfig, Tag("deepspeed")],
-    Discriminator(_engine_kind),
+    Discriminator(_kind("local")),
+]
+ObjectiveConfig = Annotated[
+    Annotated[ClipObjectiveConfig, Tag("clip")] | Annotated[DinoObjectiveConfig, Tag("dino")],
+    Discriminator(_kind("clip")),
 ]
 
 
@@ -86,7 +87,7 @@ class RunConfig(Frozen):
     stop_after_steps: int | None = Field(
         default=None, gt=0
     )  # stop there, saved, as if the schedule went on: for trials
-    objective: ClipObjectiveConfig = ClipObjectiveConfig()
+    objective: ObjectiveConfig = ClipObjectiveConfig()
     data: DataConfig
     optim: OptimConfig = OptimConfig()
     engine: EngineConfig = LocalEngineConfig()
@@ -99,6 +100,24 @@ class RunConfig(Frozen):
         given = [k for k in ("steps", "epochs", "samples") if getattr(self, k) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of steps, epochs, samples (given: {', '.join(given) or 'none'})")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_objective(self) -> RunConfig:
+        if not isinstance(self.objective, DinoObjectiveConfig):
+            named = [name for name, source in self.data.sources.items() if source.folder is not None]
+            if named:
+                raise ValueError(
+                    f"data.sources.{named[0]}.folder: has no captions; `sparo data convert` writes them into shards"
+                )
+            return self
+        for key in PAIR_KEYS:
+            if getattr(self.data, key) != type(self.data).model_fields[key].default:
+                raise ValueError(f"data.{key} is for image-text pairs; this objective has objective.crops")
+        if self.objective.head.use_bn and self.micro_batch_size is not None:
+            raise ValueError(
+                "micro_batch_size: objective.head.use_bn couples the samples of a batch, which cannot be cut; remove one of them"
+            )
         return self
 
     def micro_batch(self, world_size: int) -> int:
@@ -125,6 +144,10 @@ class RunConfig(Frozen):
                 f"optim.warmup_steps={self.optim.warmup_steps} is not below the run's {total} steps; shorten it or train longer"
             )
         return total
+
+    def steps_per_epoch(self, epoch_size: int) -> int:
+        """Whole batches in an epoch, at least one; what schedules by epoch count in."""
+        return max(1, (self.samples_per_epoch or epoch_size) // self.batch_size)
 
 
 def load_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:

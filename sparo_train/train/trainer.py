@@ -37,7 +37,7 @@ class Trainer:
         rundir: opened for training (by rank 0).
         ranks: this process among those that train together.
         engine, objective, pipeline: what to train with.
-        total_steps: the length of the schedule.
+        total_steps, steps_per_epoch: the length of the schedules.
         view: where progress is shown.
         evaluate: called every `eval.every_steps` and at the end; None: no evaluation.
         flops: counts a step's model FLOPs, for the metrics; None: they are left out.
@@ -52,13 +52,14 @@ class Trainer:
         objective: Objective,
         pipeline: DataPipeline,
         total_steps: int,
+        steps_per_epoch: int,
         view: View,
         evaluate: Evaluate | None = None,
         flops: FlopCounter | None = None,
     ):
         self.config, self.rundir, self.ranks, self.engine, self.objective = config, rundir, ranks, engine, objective
         self.pipeline, self.total_steps, self.view = pipeline, total_steps, view
-        self.evaluate, self.flops = evaluate, flops
+        self.evaluate, self.flops, self.steps_per_epoch = evaluate, flops, steps_per_epoch
         self.state = State()
         self.bad = BadSampleBudget(config.data.max_bad_share, config.data.max_bad_share_after)
         every = config.checkpoint
@@ -70,6 +71,7 @@ class Trainer:
         self._origin = {"recipe": config.model_dump(mode="json"), "environment": environment()}
         self.meter = Meter()
         self.log: MetricsLog | None = None
+        self._alarmed = False
 
     def fit(self) -> Outcome:
         """Train from the newest complete checkpoint (or the start) to the end, a signal, or an error.
@@ -176,7 +178,7 @@ class Trainer:
         state, size, every = self.state, self.config.batch_size, self.config.log
         # Named, not carried on: what a step draws depends on neither the past nor the number of ranks before.
         torch.manual_seed(torch_seed(self.config.seed, "step", state.step, self.ranks.rank))
-        progress = Progress(state.step, self.total_steps, state.samples)
+        progress = Progress(state.step, self.total_steps, state.samples, self.steps_per_epoch)
         micro = self.config.micro_batch(self.ranks.size)
         with self.ranks.named(f"step {state.step + 1}"):
             loss = gradients(self.engine, self.objective, delivery.batch, progress, micro)
@@ -193,7 +195,17 @@ class Trainer:
             own["save_wait"] = self.saver.waited()
             facts = over_ranks(self.ranks.gather(own)) | {"lr": report.lr, "grad_norm": report.grad_norm}
             facts |= {f"grad_norm_{part}": float(norm) for part, norm in report.norms.items()}
+            self._watch(facts)
             self._report(facts | self._speed(delivery.batch, facts["samples_per_second"]))
+
+    def _watch(self, facts: dict[str, float]) -> None:
+        """Say what the objective finds alarming, once until it is over; `alarm` in the metrics is 1 as long as it lasts."""
+        found = self.objective.alarm(facts)
+        if found is not None and not self._alarmed:
+            self.view.say(f"step {self.state.step}: {found}")
+        self._alarmed = found is not None
+        if self._alarmed:
+            facts["alarm"] = 1.0
 
     def _speed(self, batch: Batch, samples_per_second: float) -> dict[str, float]:
         """Model FLOP/s of one rank, and their share of its device's peak where that is known."""

@@ -5,14 +5,15 @@ import json
 import pytest
 import yaml
 
+from evals.checkpoints import load_encoder
 from evals.data import EvalSet, captions, label, pair
-from evals.encoders import load_encoder
 from evals.suite import Suite
 from launch.training import train
 from sparo_train.core import metrics
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import CheckpointError, DataError, StoppedError
-from sparo_train.train.run import EvalTaskConfig, RunConfig
+from sparo_train.train.eval_config import SetTaskConfig
+from sparo_train.train.run import RunConfig
 from sparo_train.train.state import Outcome
 from tests.conftest import eval_sets, sparo, tiny_recipe
 
@@ -79,7 +80,7 @@ def test_eval_scores_runs_exports_and_files_alike(trained, tmp_path):
         ),
         (["data", "scenes", "{root}/small", "--size", "8"], "size: Input should be greater than or equal to 16"),
         (["export", "{root}/shards"], "has no config.yaml, so it is no run folder"),
-        (["export", "{root}/runs/cli", "--layout", "x"], "--layout 'x': open_clip or sparo-clip"),
+        (["export", "{root}/runs/cli", "--layout", "x"], "--layout 'x': open_clip, sparo-clip or dino"),
         (["data", "convert", "{root}/recipe.yaml", "{root}/out"], "give an image folder, or a .csv or .tsv file"),
         (["data", "check", "{root}/sharts"], "did you mean 'shards'?"),
     ],
@@ -123,7 +124,7 @@ def test_nothing_there_to_load_is_said(tmp_path):
 def test_wrong_evaluation_data_is_named(trained, tmp_path):
     encoder = load_encoder(trained / "runs/cli")
     eval_sets(tmp_path)
-    task = {"zero": EvalTaskConfig(task="zeroshot", root=str(tmp_path / "zero"))}
+    task = {"zero": SetTaskConfig(task="zeroshot", root=str(tmp_path / "zero"))}
     (tmp_path / "zero/classnames.txt").write_text("one\ntwo\n")
     with pytest.raises(DataError, match=r"labels go up to 2, classnames\.txt names 2 classes"):
         Suite(task).run(encoder)

@@ -40,16 +40,16 @@ _RANK_ONE_FAILS = """
 import os
 from launch.cli import main
 from sparo_train.core.errors import DataError
-from sparo_train.data.loader import ClipPipeline
+from sparo_train.data.loader import Pipeline
 
-whole = ClipPipeline.example
+whole = Pipeline.example
 
-def example(self, reader, ref):
+def example(self, reader, ref, *lap):
     if os.environ["RANK"] == "1" and ref.ordinal == 17:
         raise DataError("x.tar: the disk is gone")
     return whole(self, reader, ref)
 
-ClipPipeline.example = example
+Pipeline.example = example
 main()
 """
 

@@ -15,7 +15,7 @@ from launch.training import train
 from sparo_train.core import metrics, store
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import CheckpointError, ConfigError, DataError, TrainingError
-from sparo_train.data.loader import ClipPipeline
+from sparo_train.data.loader import Pipeline
 from sparo_train.data.writer import write_shard
 from sparo_train.objectives.clip import ClipObjective
 from sparo_train.train.run import RunConfig
@@ -189,14 +189,14 @@ def test_too_many_bad_samples_stop_the_run(tmp_path):
 
 def test_a_signal_before_the_first_step_leaves_nothing_that_could_not_be_resumed(shards, tmp_path, monkeypatch):
     tree = tiny_recipe(shards, tmp_path / "early")
-    original = ClipPipeline.start
+    original = Pipeline.start
 
     def start(self, cursor):
         os.kill(os.getpid(), signal.SIGTERM)
         return original(self, cursor)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ClipPipeline, "start", start)
+        patch.setattr(Pipeline, "start", start)
         outcome = train(run(tree))
     assert outcome.reason == "SIGTERM" and outcome.step == 0 and outcome.checkpoint is None
     assert train(run(tree)).reason == "finished"

@@ -1,0 +1,138 @@
+"""Checkpoints of every kind we know, to encoders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from sparo_train.core import store
+from sparo_train.core.config import parse_yaml, resolve
+from sparo_train.core.errors import CheckpointError, ConfigError
+from sparo_train.models.clip import Clip
+from sparo_train.models.clip_config import ClipConfig
+from sparo_train.models.describe import infer_config, read_config, read_export
+from sparo_train.models.dino_files import DinoFile, is_dino, read_dino, vit_config
+from sparo_train.models.vit import Vit
+from sparo_train.models.weights import load_into, read_raw, read_weights
+from sparo_train.models.zero_folder import is_zero_folder, read_zero_folder
+from sparo_train.objectives.dino import DinoObjectiveConfig
+from sparo_train.train.run import RunConfig
+
+from .encoders import ClipEncoder, DinoEncoder, Encoder, PixelEncoder
+
+_TEACHER = "teacher.backbone."
+
+
+def load_encoder(checkpoint: str | Path, model: str | None = None, device: str = "cpu") -> Encoder:
+    """Load a checkpoint of any kind we know.
+
+    Args:
+        checkpoint: a run folder (its newest checkpoint), one of its `checkpoints/step-…` folders, an exported open_clip
+            folder, a .pt/.safetensors file (ours, sparo-clip's, open_clip's, DINO's with teacher and student or with a
+            backbone alone), a DeepSpeed ZeRO folder, or `pixels:SIZE`, the images themselves.
+        model: for a file: an open_clip model name, ours included (`ViT-B-32-quickgelu`, `gap-ViT-B-16`), or for DINO's
+            `vit_tiny`, `vit_small`, `vit_base`; default: what the file says of itself, else what its shapes tell (then
+            `assumed` says what was taken for granted).
+
+    Raises:
+        CheckpointError: nothing there that we can read.
+    """
+    path = Path(checkpoint)
+    if str(checkpoint).startswith("pixels:"):
+        return _pixels(str(checkpoint)).to(device)
+    if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
+        encoder = _from_run(path)
+    elif (path / "open_clip_config.json").is_file():
+        encoder = _from_export(path)
+    elif path.is_file() and is_dino(raw := read_raw(path, plain_namespaces=True)):
+        encoder = _from_dino(read_dino(raw, str(path)), model)
+    elif path.is_file() or is_zero_folder(path):
+        encoder = _from_file(path, model)
+    else:
+        raise CheckpointError(
+            f"{path}: no run folder, no checkpoint folder, no exported folder, no DeepSpeed folder, no weight file"
+        )
+    return encoder.to(device)
+
+
+def read_recipe(path: Path) -> RunConfig:
+    """The recipe of a run folder, or of the run that one of its checkpoint folders belongs to. Raises CheckpointError."""
+    folder = path.parent.parent if (path / "meta.json").is_file() else path
+    config_file = folder / "config.yaml"
+    if not config_file.is_file():
+        raise CheckpointError(f"{folder}: has no config.yaml, so it is no run folder")
+    return resolve(RunConfig, parse_yaml(config_file.read_text(encoding="utf-8"), str(config_file)), str(config_file))
+
+
+def read_run(path: Path) -> tuple[RunConfig, Path]:
+    """The recipe of a run folder (or of one of its checkpoint folders) and the newest complete checkpoint."""
+    config = read_recipe(path)
+    step = path if (path / "meta.json").is_file() else store.CheckpointStore(path / "checkpoints").latest()
+    if step is None:
+        raise CheckpointError(f"{path}: no complete checkpoint yet")
+    return config, step
+
+
+def run_weights(step: Path, prefix: str = "model.") -> dict[str, Tensor]:
+    """The weights below `prefix` in a checkpoint folder, without it."""
+    found = store.read_part(step, "model")
+    return {name.removeprefix(prefix): t for name, t in found.items() if name.startswith(prefix)}
+
+
+def _from_run(path: Path) -> Encoder:
+    config, step = read_run(path)
+    objective = config.objective
+    if isinstance(objective, DinoObjectiveConfig):
+        vit = Vit(objective.model)
+        load_into(vit, run_weights(step, _TEACHER), str(step))
+        return DinoEncoder(vit, objective.mean, objective.std, str(step))
+    model = Clip(objective.model)
+    load_into(model, run_weights(step), str(step))
+    return ClipEncoder(model, objective.mean, objective.std, str(step))
+
+
+def _from_export(path: Path) -> Encoder:
+    config, mean, std = read_export(path / "open_clip_config.json")
+    model = Clip(config)
+    load_into(model, read_weights(path / "open_clip_model.safetensors"), str(path))
+    return ClipEncoder(model, mean, std, str(path))
+
+
+def _from_dino(file: DinoFile, name: str | None) -> Encoder:
+    config, assumed = vit_config(file, name)
+    model = Vit(config)
+    load_into(model, file.backbone, file.origin)
+    encoder = DinoEncoder(model, *file.normalisation, file.origin)
+    encoder.assumed = assumed
+    return encoder
+
+
+def _from_file(path: Path, name: str | None) -> Encoder:
+    weights, assumed = read_zero_folder(path) if path.is_dir() else read_weights(path), ""
+    config = _named(name) if name else None if path.is_dir() else read_config(path)
+    if config is None:
+        config = infer_config(weights)
+        v, t = config.vision, config.text
+        assumed = (
+            f"{path}: told from the shapes: {config.readout.kind} read-out, ViT {v.width}x{v.layers} with patches of {v.patch_size} "
+            f"and {v.width // v.head_width} heads, text {t.width}x{t.layers} with {t.heads} heads, GELU; --model NAME says otherwise"
+        )
+    model = Clip(config)
+    load_into(model, weights, str(path))
+    encoder = ClipEncoder(model, label=str(path))
+    encoder.assumed = assumed
+    return encoder
+
+
+def _named(name: str) -> ClipConfig:
+    from sparo_train import openclip  # wraps open_clip's builders: only where a name is asked for
+
+    return openclip.config_of(name)
+
+
+def _pixels(text: str) -> Encoder:
+    size = text.partition(":")[2]
+    if not size.isdigit() or not int(size):
+        raise ConfigError(f"{text}: write pixels:SIZE, as in pixels:28")
+    return PixelEncoder(int(size))

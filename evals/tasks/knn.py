@@ -1,0 +1,103 @@
+"""Weighted k-nearest-neighbour classification as DINO scores it (Wu et al. 2018; eval_knn.py), in bounded memory and exact.
+
+Similarities are computed in blocks and only the best k of every query are kept, so neither the number of queries nor
+that of the bank's rows is limited by memory. Equal similarities are decided by the lower row, whatever the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..results import Result
+
+QUERIES, ROWS = 512, 32768  # a block of similarities has 64 MiB
+
+
+class Nearest(NamedTuple):
+    """Per query the best rows of a bank, best first: `similarity` (m, k) fp32 and `row` (m, k) int64."""
+
+    similarity: Tensor
+    row: Tensor
+
+
+def nearest(
+    queries: Tensor, bank: Tensor, k: int, first_row: int = 0, block: tuple[int, int] = (QUERIES, ROWS)
+) -> Nearest:
+    """The k rows of `bank` with the largest cosine to each query.
+
+    Args:
+        queries: (m, D), any float dtype.
+        bank: (n, D), any float dtype; a memory map is read once, block by block.
+        k: at most n are found.
+        first_row: the number of the bank's first row, where it is a part of a larger one.
+        block: queries and rows whose similarities are held at once.
+    """
+    m, k = len(queries), min(k, len(bank))
+    parts = [F.normalize(q.float(), dim=-1) for q in queries.split(block[0])]
+    found: list[Nearest | None] = [None] * len(parts)
+    for begin in range(0, len(bank), block[1]):
+        rows = F.normalize(bank[begin : begin + block[1]].to(queries.device).float(), dim=-1)
+        for number, q in enumerate(parts):
+            best = _best(q @ rows.T, k, first_row + begin)
+            before = found[number]
+            found[number] = best if before is None else merge([before, best], k)
+    if not parts or not len(bank):
+        return Nearest(queries.new_zeros(m, 0, dtype=torch.float32), queries.new_zeros(m, 0, dtype=torch.int64))
+    whole = [part for part in found if part is not None]
+    return Nearest(torch.cat([p.similarity for p in whole]), torch.cat([p.row for p in whole]))
+
+
+def merge(parts: Sequence[Nearest], k: int) -> Nearest:
+    """The best k among what several parts of a bank gave, the parts in the order of their rows."""
+    similarity, row = torch.cat([p.similarity for p in parts], 1), torch.cat([p.row for p in parts], 1)
+    order = similarity.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    return Nearest(similarity.gather(1, order), row.gather(1, order))
+
+
+def _best(similarities: Tensor, k: int, first: int) -> Nearest:
+    k = min(k, similarities.shape[1])
+    value, row = similarities.topk(min(k + 1, similarities.shape[1]), dim=1)
+    if value.shape[1] > k:
+        tied = (value[:, k - 1] == value[:, k]).nonzero().flatten()  # topk may keep any of them
+        value, row = value[:, :k].clone(), row[:, :k].clone()
+        if len(tied):
+            ordered = similarities[tied].sort(dim=1, descending=True, stable=True)
+            value[tied], row[tied] = ordered.values[:, :k], ordered.indices[:, :k]
+    row, by_row = row.sort(dim=1)
+    value, order = value.gather(1, by_row).sort(dim=1, descending=True, stable=True)
+    return Nearest(value, row.gather(1, order) + first)
+
+
+def predictions(found: Nearest, labels: Tensor, classes: int, k: int, temperature: float, top: int = 5) -> Tensor:
+    """Classes by the summed weights exp(similarity / T) of the k nearest, best first: (m, top); ties go to the lower class."""
+    k = min(k, found.row.shape[1])
+    weights = (found.similarity[:, :k] / temperature).exp()
+    votes = weights.new_zeros(len(weights), classes).scatter_add_(1, labels[found.row[:, :k]], weights)
+    return votes.sort(dim=1, descending=True, stable=True).indices[:, : min(top, classes)]
+
+
+def score(
+    found: Nearest,
+    bank_labels: Tensor,
+    labels: Tensor,
+    classes: int,
+    ks: Sequence[int],
+    temperature: float,
+    headline: int,
+) -> Result:
+    """acc1 and acc5 per k of queries with `labels` (m,), whose neighbours are in a bank with `bank_labels` (n,).
+
+    As in eval_knn.py a right class counts for acc5 among the best min(5, k).
+    """
+    metrics = {}
+    for k in ks:
+        right = predictions(found, bank_labels, classes, k, temperature) == labels[:, None]
+        metrics[f"acc1_k{k}"] = right[:, 0].double().mean().item()
+        if classes > 5:
+            metrics[f"acc5_k{k}"] = right[:, : min(5, k)].any(dim=1).double().mean().item()
+    return Result("knn", len(labels), f"acc1_k{headline}", metrics, 1 / classes)

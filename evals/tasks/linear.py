@@ -1,0 +1,74 @@
+"""DINO's linear probe (eval_linear.py): one linear layer on frozen features, SGD with momentum, a cosine per epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparo_train.core.ring import sum_over_ranks
+
+from ..results import Result
+
+Batches = Callable[[int], Iterator[tuple[Tensor, Tensor, int]]]
+
+
+def train_probe(
+    batches: Batches,
+    width: int,
+    classes: int,
+    epochs: int,
+    lr: float,
+    seed: int,
+    device: torch.device,
+    report: Callable[[int, nn.Linear], None],
+) -> nn.Linear:
+    """Train the layer; `report` sees it after every epoch.
+
+    Args:
+        batches: an epoch's batches on this rank: features (b, width), labels (b,), and the size of the global batch.
+        lr: of the whole batch (the official one is 0.001 * batch / 256).
+
+    The loss is the mean over the global batch, so any number of ranks trains the same layer.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    layer = nn.Linear(width, classes)
+    with torch.no_grad():
+        layer.weight.normal_(0.0, 0.01, generator=generator)
+        layer.bias.zero_()
+    layer = layer.to(device)
+    optimizer = torch.optim.SGD(layer.parameters(), lr, momentum=0.9, weight_decay=0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs, eta_min=0)
+    for epoch in range(epochs):
+        for features, labels, size in batches(epoch):
+            loss = F.cross_entropy(layer(features), labels, reduction="sum") / size
+            optimizer.zero_grad()
+            loss.backward()
+            for p in layer.parameters():
+                p.grad = sum_over_ranks(p.grad) if p.grad is not None else None
+            optimizer.step()
+        schedule.step()
+        report(epoch, layer)
+    return layer
+
+
+@torch.no_grad()
+def count_right(layer: nn.Linear, features: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
+    """How many of these are right among the best one and the best five: int64 (2,)."""
+    right = torch.zeros(2, dtype=torch.int64)
+    for x, y in zip(features, labels, strict=True):
+        hits = layer(x.to(layer.weight.device)).topk(min(5, layer.out_features), dim=1).indices.cpu() == y[:, None]
+        right += torch.stack([hits[:, 0].sum(), hits.any(dim=1).sum()])
+    return right
+
+
+def result(right: Sequence[tuple[int, int]], n: int, classes: int) -> Result:
+    """From the counts after every epoch. The headline is the last epoch; `acc1_best` is the best one on this very test set,
+    which is what eval_linear.py reports."""
+    last, best = right[-1], max(right)
+    metrics = {"acc1": last[0] / n, "acc1_best": best[0] / n}
+    if classes > 5:
+        metrics |= {"acc5": last[1] / n, "acc5_best": best[1] / n}
+    return Result("linear", n, "acc1", metrics, 1 / classes)

@@ -1,0 +1,18 @@
+"""Files that others may read at any moment."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write a text file so that a reader sees the old content or the new one, and two writers do not mix; returns the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path

@@ -1,0 +1,95 @@
+"""DINO's projection head (Caron et al. 2021, Sec. 3.1), with the official parameter names, and a student or teacher whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
+from torch.nn import functional as F
+
+from ..core.config import Frozen
+from .vit import Vit
+from .vit_config import VitConfig
+
+
+class DinoHeadConfig(Frozen):
+    """The official head. `norm_last_layer`: the prototypes keep norm one; `use_bn`: batch norm over the global batch in the MLP."""
+
+    out_dim: int = Field(default=65536, gt=1)
+    hidden_dim: int = Field(default=2048, gt=0)
+    bottleneck_dim: int = Field(default=256, gt=0)
+    nlayers: int = Field(default=3, ge=1)
+    use_bn: bool = False
+    norm_last_layer: bool = True
+
+
+class PrototypeLayer(nn.Module):
+    """`weight_g * weight_v / |weight_v|` applied to unit vectors: a linear layer without bias under the old weight norm.
+
+    The names are those of `nn.utils.weight_norm`, which the official checkpoints have and torch deprecates.
+    """
+
+    def __init__(self, in_dim: int, out_dim: int, norm_one: bool):
+        super().__init__()
+        self.weight_g = nn.Parameter(torch.ones(out_dim, 1), requires_grad=not norm_one)
+        self.weight_v = nn.Parameter(nn.Linear(in_dim, out_dim, bias=False).weight.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, torch._weight_norm(self.weight_v, self.weight_g, 0))  # pyright: ignore[reportPrivateImportUsage]
+
+
+class GlobalBatchNorm(nn.BatchNorm1d):
+    """Batch norm over the batches of all ranks, on any backend (torch's SyncBatchNorm runs on GPUs alone)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not (self.training and dist.is_available() and dist.is_initialized()):
+            return super().forward(input)
+        x = input.float()
+        sums = all_reduce(torch.cat([x.sum(0), x.square().sum(0), x.new_tensor([len(x)])]))
+        mean, square = sums[:-1].view(2, -1) / sums[-1]
+        var = square - mean.square()
+        with torch.no_grad():
+            keep, count = 1 - (self.momentum or 0.1), sums[-1]
+            for held, found in ((self.running_mean, mean), (self.running_var, var * count / (count - 1))):
+                held.mul_(keep).add_(found, alpha=1 - keep)  # type: ignore[union-attr]
+            self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+        return (self.weight * (x - mean) * (var + self.eps).rsqrt() + self.bias).to(input.dtype)
+
+
+class DinoHead(nn.Module):
+    """Encodings (B, in_dim) -> logits (B, out_dim): MLP, unit norm, prototypes."""
+
+    def __init__(self, in_dim: int, config: DinoHeadConfig):
+        super().__init__()
+        widths = [in_dim, *[config.hidden_dim] * (config.nlayers - 1), config.bottleneck_dim]
+        layers: list[nn.Module] = []
+        for number, (of, to) in enumerate(itertools.pairwise(widths)):
+            layers.append(nn.Linear(of, to))
+            nn.init.trunc_normal_(layers[-1].weight, std=0.02)  # type: ignore[arg-type]
+            nn.init.zeros_(layers[-1].bias)  # type: ignore[arg-type]
+            if number < config.nlayers - 1:
+                layers += [GlobalBatchNorm(to), nn.GELU()] if config.use_bn else [nn.GELU()]
+        self.mlp = layers[0] if len(layers) == 1 else nn.Sequential(*layers)
+        self.last_layer = PrototypeLayer(config.bottleneck_dim, config.out_dim, config.norm_last_layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mlp(x)
+        return self.last_layer(F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1))
+
+
+class DinoNet(nn.Module):
+    """A student or a teacher: `backbone` once per resolution, `head` once."""
+
+    def __init__(self, model: VitConfig, head: DinoHeadConfig):
+        super().__init__()
+        self.backbone = Vit(model)
+        self.head = DinoHead(model.out_width, head)
+
+    def forward(self, crops: Sequence[Tensor], drops: Sequence[Tensor | None]) -> Tensor:
+        """Crops by resolution, each (B_i, 3, H_i, W_i), to logits (sum of B_i, out_dim) in the same order."""
+        return self.head(torch.cat([self.backbone(x, drop) for x, drop in zip(crops, drops, strict=True)]))

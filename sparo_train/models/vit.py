@@ -1,0 +1,183 @@
+"""DINO's ViT (Caron et al. 2021) on timm's blocks, with the CLS token or SPARO as its encoding.
+
+Parameter names are the official ones (`cls_token`, `pos_embed`, `patch_embed.proj.*`, `blocks.{i}.*`, `norm.*`), SPARO's
+are at `sparo.*`. The patch convolution is written as the matrix product it is, and the last block of a model that gives
+only its CLS token computes only that: both exact.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from .patches import patchify
+from .readouts import Slots, normalize_slots
+from .sparo import Sparo
+from .vit_config import SparoImageReadOut, VitConfig
+
+
+class DropBlock(Block):
+    """timm's block whose dropped paths are given from outside, so that they depend on the sample and on nothing else."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, cls_only: bool = False) -> Tensor:  # type: ignore[override]
+        """Tokens (B, N, d) -> (B, N, d), or (B, 1, d) with `cls_only`.
+
+        Args:
+            scale: (B, 2), what the outputs of attention and MLP are multiplied with: 0 or 1/keep; None: 1.
+            cls_only: compute the first token alone; the others are attended to all the same.
+        """
+        read = self._first(self.norm1(x)) if cls_only else self.attn(self.norm1(x))
+        x = (x[:, :1] if cls_only else x) + (read if scale is None else read * scale[:, 0, None, None])
+        read = self.mlp(self.norm2(x))
+        return x + (read if scale is None else read * scale[:, 1, None, None])
+
+    def _first(self, x: Tensor) -> Tensor:
+        """Self-attention's output at the first token."""
+        batch, length, width = x.shape
+        attn: Any = self.attn
+        weight, bias = attn.qkv.weight, attn.qkv.bias
+        query = F.linear(x[:, :1], weight[:width], bias[:width]).view(batch, 1, attn.num_heads, -1).transpose(1, 2)
+        key, value = (
+            F.linear(x, weight[width:], bias[width:]).view(batch, length, 2, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
+        )
+        read = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        return attn.proj(read)
+
+    def attention_map(self, x: Tensor) -> Tensor:
+        """(B, N, d) -> softmax(q k^T / sqrt(d)), (B, heads, N, N)."""
+        batch, length, _ = x.shape
+        attn: Any = self.attn
+        query, key, _ = attn.qkv(self.norm1(x)).view(batch, length, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
+        return (query @ key.transpose(-2, -1) * attn.scale).softmax(-1)
+
+
+class Vit(VisionTransformer):
+    """The backbone of `config`: pixels (B, 3, H, W), normalised, to encodings (B, out_width).
+
+    Any H and W go (96-pixel crops, larger images): positions are interpolated as the official code does.
+    """
+
+    def __init__(self, config: VitConfig):
+        super().__init__(
+            img_size=config.image_size,
+            patch_size=config.patch_size,
+            num_classes=0,
+            global_pool="",
+            embed_dim=config.width,
+            depth=config.blocks,
+            num_heads=config.heads,
+            mlp_ratio=config.mlp_ratio,
+            norm_layer=functools.partial(nn.LayerNorm, eps=1e-6),
+            block_fn=DropBlock,
+        )
+        self.config, self.patch = config, config.patch_size
+        nn.init.trunc_normal_(self.cls_token, std=0.02)  # pyright: ignore[reportArgumentType]  timm's is 1e-6
+        r = config.readout
+        self.sparo = (
+            Sparo(config.width, r.slots, r.slot_width, r.head_width, r.grp_size, r.share_kv)
+            if isinstance(r, SparoImageReadOut)
+            else None
+        )
+        rates = torch.linspace(0, config.drop_path, config.blocks).repeat_interleave(2)
+        self.register_buffer("drop_rates", rates, persistent=False)
+        self.checkpointed = False
+
+    def forward(self, x: Tensor, drop: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """The encoding: CLS behind `norm`, or the flat, un-normalised slots.
+
+        Args:
+            drop: (B, 2 * blocks) uniform numbers in [0, 1), which decide the dropped paths; None: nothing is dropped.
+        """
+        if self.sparo is not None:
+            return self.slots(x, drop).flat()
+        return self.norm(self._run(self.embed(x), drop, cls_only=True))[:, 0]
+
+    def slots(self, x: Tensor, drop: Tensor | None = None, need_attention: bool = False) -> Slots:
+        """Slots (B, L, V) with attention (B, L, N), over CLS and patches (`attend_cls`: false, over patches); SPARO models only."""
+        return self._read(self._run(self.embed(x), drop), need_attention)
+
+    def intermediate(self, x: Tensor, n: int) -> list[Tensor]:
+        """The outputs of the last `n` blocks, all tokens, each behind `norm`: the official `get_intermediate_layers`."""
+        x, found = self.embed(x), []
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if len(self.blocks) - number <= n:
+                found.append(self.norm(x))
+        return found
+
+    def probe_features(self, x: Tensor, n: int = 4, avgpool: bool = False) -> Tensor:
+        """What the official linear probe reads: CLS behind `norm` of the last `n` blocks, and the mean patch of the last where asked.
+
+        With SPARO the un-normalised encoding stands in the place of the last block's CLS (App. C.2): ViT-S with
+        L = V = 64 gives 3 * 384 + 4096 = 5,248 numbers.
+        """
+        if self.sparo is None:
+            layers = self.intermediate(x, n)
+            parts = [tokens[:, 0] for tokens in layers]
+        else:
+            x, outputs = self.embed(x), []
+            for block in self.blocks:
+                x = block(x)
+                outputs.append(x)
+            replaced = self.config.readout.replace_last_block  # type: ignore[union-attr]
+            layers = [
+                self.norm(tokens) for tokens in (outputs if replaced else outputs[:-1])[-(n - 1) or len(outputs) :]
+            ]
+            parts = [*(tokens[:, 0] for tokens in layers), self._read(x, False).flat()]
+        return torch.cat([*parts, *([layers[-1][:, 1:].mean(dim=1)] if avgpool else [])], dim=-1)
+
+    def last_attention(self, x: Tensor) -> Tensor:
+        """Self-attention of the last block, (B, heads, N, N): the official `get_last_selfattention`."""
+        x = self.embed(x)
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return self.blocks[-1].attention_map(x)  # type: ignore[operator]
+
+    def embed(self, x: Tensor) -> Tensor:
+        """Pixels to tokens with their positions, (B, 1 + patches, d)."""
+        rows, columns = x.shape[-2] // self.patch, x.shape[-1] // self.patch
+        proj: Any = self.patch_embed.proj
+        tokens = F.linear(patchify(x, self.patch), proj.weight.flatten(1), proj.bias)
+        start = self.cls_token.expand(len(x), -1, -1).to(tokens.dtype)  # type: ignore[union-attr]
+        return torch.cat([start, tokens], dim=1) + self.positions(rows, columns).to(tokens.dtype)
+
+    def positions(self, rows: int, columns: int) -> Tensor:
+        """Position embeddings of a grid, (1, 1 + rows * columns, d): bicubic, and a tenth of a patch larger in the scale,
+        with which the official code keeps rounding from losing a row (vision_transformer.py, `interpolate_pos_encoding`)."""
+        table: Tensor = self.pos_embed  # type: ignore[assignment]
+        side = math.isqrt(table.shape[1] - 1)
+        if (rows, columns) == (side, side):
+            return table
+        grid = table[:, 1:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
+        scale = ((rows + 0.1) / side, (columns + 0.1) / side)
+        grid = F.interpolate(grid, scale_factor=scale, mode="bicubic")
+        return torch.cat([table[:, :1], grid.flatten(2).transpose(1, 2)], dim=1)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.checkpointed = enable
+
+    def _run(self, x: Tensor, drop: Tensor | None, cls_only: bool = False) -> Tensor:
+        scales = None
+        if drop is not None:
+            rates: Tensor = self.drop_rates  # type: ignore[assignment]
+            scales = ((drop >= rates) / (1 - rates)).to(x.dtype).unflatten(1, (-1, 2))
+        for number, block in enumerate(self.blocks):
+            scale = None if scales is None else scales[:, number]
+            last = cls_only and number == len(self.blocks) - 1
+            again = self.checkpointed and torch.is_grad_enabled()
+            x = checkpoint(block, x, scale, last, use_reentrant=False) if again else block(x, scale, last)  # type: ignore[assignment]
+        return x
+
+    def _read(self, x: Tensor, need_attention: bool) -> Slots:
+        r = self.config.readout
+        assert self.sparo is not None and isinstance(r, SparoImageReadOut)
+        x = self.norm(x) if r.norm_first else x
+        slots = self.sparo(x if r.attend_cls else x[:, 1:], need_attention=need_attention)
+        return normalize_slots(slots) if r.normalize else slots

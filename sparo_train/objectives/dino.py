@@ -1,0 +1,206 @@
+"""DINO (Caron et al. 2021) with the CLS token or SPARO: multi-crop student, averaged teacher, centring. Defaults are the official ones."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from ..core.config import Frozen
+from ..core.contracts import Batch, Footprint, Loss, Objective, Progress
+from ..core.errors import DataError
+from ..core.ring import sum_over_ranks
+from ..core.schedules import cosine, linear
+from ..data.crops import CropsConfig
+from ..models.dino_head import DinoHeadConfig, DinoNet
+from ..models.vit_config import IMAGENET_MEAN, IMAGENET_STD, VitConfig
+from .distillation import distillation
+
+
+class CollapseConfig(Frozen):
+    """When the loop warns, as shares of log(out_dim): the teacher's entropy outside of `entropy`, or the KL below `kl`."""
+
+    entropy: tuple[float, float] = (0.005, 0.999)
+    kl: float = Field(default=0.001, ge=0)
+
+
+class DinoObjectiveConfig(Frozen):
+    """`main_dino.py`'s options by their names; epochs are `samples_per_epoch` (or the data) over the batch, rounded down.
+
+    `decay_queries`, `clip_queries`: whether weight decay and `optim.clip_per=tensor` reach SPARO's queries.
+    """
+
+    kind: Literal["dino"]
+    model: VitConfig = VitConfig()
+    head: DinoHeadConfig = DinoHeadConfig()
+    crops: CropsConfig = CropsConfig()
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    std: tuple[float, float, float] = IMAGENET_STD
+    momentum_teacher: float = Field(default=0.996, ge=0, le=1)
+    center_momentum: float = Field(default=0.9, ge=0, le=1)
+    student_temp: float = Field(default=0.1, gt=0)
+    teacher_temp: float = Field(default=0.04, gt=0)
+    warmup_teacher_temp: float = Field(default=0.04, gt=0)
+    warmup_teacher_temp_epochs: int = Field(default=0, ge=0)
+    freeze_last_layer: int = Field(default=1, ge=0)  # epochs
+    decay_queries: bool = True
+    clip_queries: bool = True
+    collapse: CollapseConfig = CollapseConfig()
+
+    @model_validator(mode="after")
+    def _crops(self) -> DinoObjectiveConfig:
+        if self.crops.local_number and self.crops.local_size < self.model.patch_size:
+            raise ValueError(
+                f"crops.local_size={self.crops.local_size} is below model.patch_size={self.model.patch_size}"
+            )
+        return self
+
+
+class DinoObjective(Objective):
+    """`student` learns to predict what `teacher`, its average over steps, says of other crops of the same image.
+
+    Batches hold `global_crops` (B, G, 3, S, S) uint8, `local_crops` (B, n, 3, s, s) uint8 where there are any, and under
+    drop path `drop` (B, G + n, 2 * blocks) in [0, 1). The centre moves once per step, by the mean over the global batch
+    of the teacher's raw logits, however many micro-batches and ranks it was cut into.
+    """
+
+    keeps_teacher = True
+    mean: Tensor
+    std: Tensor
+    center: Tensor
+    _seen: Tensor
+
+    def __init__(self, config: DinoObjectiveConfig):
+        super().__init__()
+        self.config = config
+        self.student = DinoNet(config.model, config.head)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.register_buffer("center", torch.zeros(1, config.head.out_dim))
+        self.register_buffer("_seen", torch.zeros(config.head.out_dim + 1), persistent=False)  # sum of logits, and rows
+        self.register_buffer("mean", torch.tensor(config.mean).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(config.std).view(3, 1, 1), persistent=False)
+        self.holds_back = config.freeze_last_layer > 0
+        self._step = -1  # that `_seen` belongs to
+
+    def pixels(self, image: Tensor) -> Tensor:
+        """(…, 3, H, W) uint8 -> normalised fp32, with torchvision's ToTensor + Normalize arithmetic."""
+        return image.to(torch.float32).div(255).sub(self.mean).div(self.std)
+
+    def forward(self, batch: Batch, progress: Progress) -> Loss:
+        if "global_crops" not in batch:
+            raise DataError(f"objective dino: the batch has no 'global_crops' (it has {', '.join(batch)})")
+        c, crops = self.config, []
+        for key in ("global_crops", "local_crops"):
+            if key in batch:
+                crops.append(self.pixels(_by_crop(batch[key])))
+        teachers = batch["global_crops"].shape[1]
+        drops: list[Tensor | None] = [None] * len(crops)
+        if "drop" in batch:
+            drops = [_by_crop(batch["drop"][:, :teachers]), _by_crop(batch["drop"][:, teachers:])]
+        with torch.no_grad():
+            targets = self.teacher(crops[:1], [None])
+        logits = self.student(crops, drops[: len(crops)])
+        found = distillation(logits, targets, self.center, teachers, c.student_temp, self.teacher_temp(progress))
+        self._count(targets, progress.step)
+        return Loss(
+            found.loss,
+            {
+                "loss": found.loss.detach(),
+                "teacher_entropy": found.entropy,
+                "teacher_kl": found.kl,
+                "center_norm": self.center.norm(),
+            },
+        )
+
+    def teacher_temp(self, progress: Progress) -> float:
+        """The teacher's temperature: by epoch from `warmup_teacher_temp` to `teacher_temp`."""
+        c, epoch = self.config, progress.epoch
+        warm = c.warmup_teacher_temp_epochs
+        return linear(c.warmup_teacher_temp, c.teacher_temp, epoch, warm) if epoch < warm else c.teacher_temp
+
+    def momentum(self, progress: Progress) -> float:
+        """The teacher's momentum of a step."""
+        return cosine(self.config.momentum_teacher, 1.0, progress.step, progress.total_steps)
+
+    @torch.no_grad()
+    def _count(self, targets: Tensor, step: int) -> None:
+        if step != self._step:  # a step that was skipped leaves its rows behind
+            self._seen.zero_()
+            self._step = step
+        self._seen[:-1] += targets.sum(0, dtype=self._seen.dtype)
+        self._seen[-1] += len(targets)
+
+    @torch.no_grad()
+    def after_step(self, progress: Progress) -> None:
+        """The teacher follows the student, and the centre the teacher's logits of this step (Eq. 4)."""
+        keep, m = self.config.center_momentum, self.momentum(progress)
+        seen = sum_over_ranks(self._seen)
+        self.center.mul_(keep).add_(seen[:-1] / seen[-1], alpha=1 - keep)
+        self._step = -1
+        teachers, students = ([p.data for p in net.parameters()] for net in (self.teacher, self.student))
+        torch._foreach_mul_(teachers, m)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_add_(teachers, students, alpha=1 - m)  # pyright: ignore[reportPrivateImportUsage]
+
+    def held_back(self, progress: Progress) -> Sequence[nn.Parameter]:
+        """The prototypes, during the first `freeze_last_layer` epochs."""
+        frozen = progress.epoch < self.config.freeze_last_layer
+        return list(self.student.head.last_layer.parameters()) if frozen else []
+
+    def alarm(self, facts: Mapping[str, float]) -> str | None:
+        """Says so where the representation has collapsed: the same output for every image, uniform or one-hot."""
+        limits, most = self.config.collapse, math.log(self.config.head.out_dim)
+        entropy, kl = facts["teacher_entropy"] / most, facts["teacher_kl"] / most
+        low, high = limits.entropy
+        if low <= entropy <= high and kl >= limits.kl:
+            return None
+        return (
+            f"the representation collapses: teacher entropy {entropy:.4f} and KL {kl:.5f} of log(out_dim), outside "
+            f"{low}..{high} or below {limits.kl} (objective.collapse); a lower optim.lr, a lower objective.teacher_temp (uniform "
+            "outputs) or a higher one (one-hot), a larger batch, or a clip_grad_norm help"
+        )
+
+    def shard_units(self) -> Sequence[nn.Module]:
+        units: list[nn.Module] = []
+        for net in (self.teacher, self.student):
+            units += [*net.backbone.blocks, *([net.backbone.sparo] if net.backbone.sparo is not None else [])]
+        return units
+
+    def parts(self) -> Mapping[str, nn.Module]:
+        return {"backbone": self.student.backbone, "head": self.student.head}
+
+    def no_decay(self) -> Iterable[str]:
+        """Biases and vectors, the official rule: CLS token and positions are decayed."""
+        return {n for n, p in self.named_parameters() if n.endswith(".bias") or p.ndim == 1} | (
+            set() if self.config.decay_queries else self._queries()
+        )
+
+    def unclipped(self) -> Iterable[str]:
+        return set() if self.config.clip_queries else self._queries()
+
+    def _queries(self) -> set[str]:
+        return {n for n, _ in self.named_parameters() if n.endswith(".q_emb")}
+
+    def footprint(self, batch: int, whole: int) -> Footprint:
+        m, crops = self.config.model, self.config.crops
+        large, small = (1 + (side // m.patch_size) ** 2 for side in (m.image_size, crops.local_size))
+        tokens = {"global crop": large} | ({"local crop": small} if crops.local_number else {})
+        views = 2 + crops.local_number
+        return Footprint(
+            tokens,
+            [((2 * large + crops.local_number * small) * m.width, m.blocks)],
+            m.out_width,
+            4 * batch * self.config.head.out_dim * (2 * 2 + 2 * views),  # targets twice, logits and their gradient
+        )
+
+    def set_grad_checkpointing(self, enable: bool) -> None:
+        self.student.backbone.set_grad_checkpointing(enable)
+
+
+def _by_crop(x: Tensor) -> Tensor:
+    """(B, crops, …) -> (crops * B, …), crop after crop."""
+    return x.transpose(0, 1).flatten(0, 1)
