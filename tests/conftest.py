@@ -108,6 +108,39 @@ def tiny_recipe(shards: Path, out: Path, **changes: Any) -> dict[str, Any]:
     return {**tree, **changes}
 
 
+def dino_recipe(shards: Path, out: Path, **changes: Any) -> dict[str, Any]:
+    """The same for DINO+SPARO: three blocks less one, on 32-pixel crops and 16-pixel ones, with drop path."""
+    tree = tiny_recipe(shards, out, name="dino")
+    tree["objective"] = {
+        "kind": "dino",
+        "model": {
+            "image_size": 32,
+            "patch_size": 8,
+            "width": 32,
+            "depth": 3,
+            "heads": 2,
+            "drop_path": 0.2,
+            "readout": {"kind": "sparo", "slots": 4, "slot_width": 8, "head_width": 8},
+        },
+        "head": {"out_dim": 64, "hidden_dim": 32, "bottleneck_dim": 16},
+        "crops": {"local_number": 2, "local_size": 16},
+        "warmup_teacher_temp": 0.02,
+        "warmup_teacher_temp_epochs": 2,
+    }
+    tree["samples_per_epoch"] = 32
+    del tree["data"]["hflip"]
+    tree["optim"] = {
+        "lr": 1e-3,
+        "weight_decay": 0.04,
+        "weight_decay_end": 0.4,
+        "warmup_steps": 2,
+        "warmup_from_zero": True,
+        "clip_grad_norm": 0.3,
+        "clip_per": "tensor",
+    }
+    return {**tree, **changes}
+
+
 @pytest.fixture
 def write_recipe(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
     def write(tree: dict[str, Any]) -> Path:

@@ -53,11 +53,21 @@ class Ring:
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """The sum of the ranks' tensors, new; without a graph."""
-    found = tensor.detach().clone()
-    if Ring().size > 1:
-        dist.all_reduce(found)
-    return found
+    """The sum of the ranks' tensors, new; its gradient is the sum of the ranks' gradients."""
+    return _Sum.apply(tensor)  # pyright: ignore[reportReturnType]
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        found = tensor.clone(memory_format=torch.contiguous_format)
+        if Ring().size > 1:
+            dist.all_reduce(found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return sum_over_ranks(gradients[0])
 
 
 class _Gather(torch.autograd.Function):

@@ -6,13 +6,12 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 from torch.nn import functional as F
 
 from ..core.config import Frozen
+from ..core.ring import sum_over_ranks
 from .vit import Vit
 from .vit_config import VitConfig
 
@@ -47,10 +46,10 @@ class GlobalBatchNorm(nn.BatchNorm1d):
     """Batch norm over the batches of all ranks, on any backend (torch's SyncBatchNorm runs on GPUs alone)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if not (self.training and dist.is_available() and dist.is_initialized()):
+        if not self.training:
             return super().forward(input)
-        x = input.float()
-        sums = all_reduce(torch.cat([x.sum(0), x.square().sum(0), x.new_tensor([len(x)])]))
+        x = input.to(torch.promote_types(input.dtype, torch.float32))
+        sums = sum_over_ranks(torch.cat([x.sum(0), x.square().sum(0), x.new_tensor([len(x)])]))
         mean, square = sums[:-1].view(2, -1) / sums[-1]
         var = square - mean.square()
         with torch.no_grad():

@@ -165,10 +165,7 @@ class DinoObjective(Objective):
         )
 
     def shard_units(self) -> Sequence[nn.Module]:
-        units: list[nn.Module] = []
-        for net in (self.teacher, self.student):
-            units += [*net.backbone.blocks, *([net.backbone.sparo] if net.backbone.sparo is not None else [])]
-        return units
+        return [block for net in (self.teacher, self.student) for block in net.backbone.blocks]
 
     def parts(self) -> Mapping[str, nn.Module]:
         return {"backbone": self.student.backbone, "head": self.student.head}

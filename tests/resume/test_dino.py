@@ -1,0 +1,86 @@
+"""DINO runs killed, stopped and continued: student, teacher, centre and schedules to the bit."""
+
+import time
+
+import pytest
+
+from launch.training import train
+from sparo_train.core import metrics, store
+from sparo_train.core.errors import ConfigError
+from tests.conftest import dino_recipe, sparo, start_sparo
+from tests.resume.test_ranks import finish, start_ranks
+from tests.resume.test_training import assert_bit_equal, run
+
+
+def test_kill_minus_nine_loses_nothing(shards, tmp_path, write_recipe):
+    straight = run(dino_recipe(shards, tmp_path / "straight"))
+    assert train(straight).reason == "finished"
+    state = store.read_part(straight.folder / "checkpoints/step-00000012", "model")
+    assert {"center", "teacher.head.last_layer.weight_v", "student.backbone.sparo.q_emb"} <= state.keys()
+    recipe = write_recipe(dino_recipe(shards, tmp_path / "killed"))
+    folder = tmp_path / "killed/dino"
+    process = start_sparo("train", str(recipe))
+    while process.poll() is None:
+        records = metrics.read(folder / "metrics.jsonl", "train")
+        if records and records[-1]["step"] >= 5:
+            process.kill()
+            break
+        time.sleep(0.01)
+    process.communicate()
+    done = sparo("train", str(recipe))
+    assert done.returncode == 0, done.stderr
+    assert_bit_equal(folder, straight.folder)
+    record = metrics.read(folder / "metrics.jsonl", "train")[-1]
+    assert {"teacher_entropy", "teacher_kl", "center_norm", "grad_norm_backbone", "grad_norm_head"} <= record.keys()
+
+
+def test_two_ranks_go_on_from_each_others_checkpoints(shards, tmp_path, write_recipe):
+    straight = run(dino_recipe(shards, tmp_path / "alone"))
+    train(straight)
+    recipe = write_recipe(dino_recipe(shards, tmp_path / "two"))
+    engines = [f"engine={{kind: {kind}, device: cpu, precision: fp32, timeout: 60}}" for kind in ("ddp", "fsdp2")]
+    for engine, stop in zip(engines, (6, 12), strict=True):
+        found = finish(start_ranks(2, "train", recipe, engine, f"stop_after_steps={stop}"))
+        assert [code for code, _ in found] == [0, 0], found
+    ours, theirs = (
+        [r["loss"] for r in metrics.read(folder / "metrics.jsonl", "train")]
+        for folder in (tmp_path / "two/dino", straight.folder)
+    )
+    assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_a_collapse_is_told_once_and_recorded(shards, tmp_path, capsys):
+    tree = dino_recipe(shards, tmp_path / "flat", steps=6)
+    tree["objective"] |= {"teacher_temp": 50.0, "warmup_teacher_temp": 50.0}  # uniform targets
+    config = run(tree)
+    train(config)
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert said.count("the representation collapses") == 1 and "objective.collapse" in said
+    records = metrics.read(config.folder / "metrics.jsonl", "train")
+    assert [r.get("alarm") for r in records] == [1.0] * 6
+    healthy = run(dino_recipe(shards, tmp_path / "healthy", steps=6))
+    train(healthy)
+    assert not any("alarm" in r for r in metrics.read(healthy.folder / "metrics.jsonl", "train"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"micro_batch_size": 4, "objective.head.use_bn": True}, "use_bn couples the samples"),
+        ({"data.hflip": 0.5}, "data.hflip is for image-text pairs"),
+        ({"objective.model.arch": "vit_smal"}, "vit_small"),
+        ({"objective.crops.local_size": 4}, "crops.local_size=4 is below model.patch_size=8"),
+        ({"objective.model.readout.kind": "spar"}, "sparo"),
+        ({"objective.kind": "dine"}, "dino"),
+    ],
+)
+def test_mistakes_in_a_recipe_are_named(shards, tmp_path, change, message):
+    tree = dino_recipe(shards, tmp_path)
+    for dotted, value in change.items():
+        at = tree
+        *outer, last = dotted.split(".")
+        for key in outer:
+            at = at[key]
+        at[last] = value
+    with pytest.raises(ConfigError, match=message):
+        run(tree)

@@ -1,0 +1,123 @@
+"""Multi-crop: torchvision's distributions and PIL's pixels, the sample's own stream, any partition."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+from torchvision.transforms import functional as F
+
+from sparo_train.data import augment
+from sparo_train.data.crops import CropExamples, CropsConfig, crop, multi_crop
+from sparo_train.data.loader import Pipeline
+from sparo_train.data.sources import DataConfig, SourceConfig
+
+
+@pytest.fixture(scope="module")
+def image():
+    rng = np.random.default_rng(0)
+    small = Image.fromarray(rng.integers(0, 255, (13, 17, 3), dtype=np.uint8))
+    return small.resize((120, 90), Image.Resampling.BICUBIC)
+
+
+def apart(ours, theirs):
+    difference = np.abs(ours.astype(int) - np.asarray(theirs).astype(int))
+    return difference.max(), difference.mean()
+
+
+class Fixed:
+    """Draws that are given, in order."""
+
+    def __init__(self, *values, order=(0, 1, 2, 3)):
+        self.values, self.order = list(values), order
+
+    def uniform(self, low, high):
+        value = self.values.pop(0)
+        assert low <= value <= high
+        return value
+
+    def permutation(self, _n):
+        return self.order
+
+
+@pytest.mark.parametrize("factor", [0.6, 0.9, 1.4])
+def test_colour_operations_are_pils_up_to_rounding(image, factor):
+    x = np.asarray(image)
+    strengths = np.eye(4) * 0.4
+    for number, enhance in enumerate((ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)):
+        draws = [1.0, 1.0, 1.0, 0.0]
+        draws[number] = factor
+        ours = augment.jitter(x, tuple(strengths[number]), Fixed(*draws))
+        assert apart(ours, enhance(image).enhance(factor))[0] <= 2, enhance
+    assert apart(augment.gray(x), image.convert("L").convert("RGB"))[0] <= 1
+    assert apart(augment.solarize(x), ImageOps.solarize(image))[0] == 0
+    assert apart(augment.flip(x), ImageOps.mirror(image))[0] == 0
+
+
+def test_hue_and_blur_are_close_to_pils(image):
+    x = np.asarray(image)
+    for shift in (-0.1, -0.03, 0.07):
+        assert apart(augment.hue(x, shift), F.adjust_hue(image, shift))[1] < 2  # both round hues to 1/256
+    for radius in (0.1, 0.7, 1.3, 2.0):
+        ours = augment.blur(x, (0.1, 2.0), Fixed(radius))
+        most, mean = apart(ours, image.filter(ImageFilter.GaussianBlur(radius)))
+        assert most <= 8 and mean < 1, (radius, most, mean)
+
+
+def test_operations_come_in_random_order(image):
+    x = np.asarray(image)
+    one, two = (
+        augment.jitter(x, (0.4, 0.4, 0.2, 0.1), Fixed(1.4, 0.6, 1.2, 0.1, order=order))
+        for order in ([0, 1, 2, 3], [3, 2, 1, 0])
+    )
+    assert not np.array_equal(one, two)
+
+
+def test_probabilities_are_those_of_the_recipe(image):
+    """Each operation alone, told by what it leaves of the image, in 2,000 draws; within four standard errors."""
+    off = {"hflip": 0.0, "jitter_prob": 0.0, "gray_prob": 0.0, "blur_probs": (0.0, 0.0, 0.0), "solarize_prob": 0.0}
+    whole = {"global_scale": (1.0, 1.0), "local_scale": (1.0, 1.0)}
+    square = image.resize((24, 24))
+    for change, number, wanted in [
+        ({"hflip": 0.5}, 0, 0.5),
+        ({"jitter_prob": 0.8}, 0, 0.8),
+        ({"gray_prob": 0.2}, 3, 0.2),
+        ({"blur_probs": (1.0, 0.1, 0.5), "blur_radius": (1.0, 2.0)}, 0, 1.0),
+        ({"blur_probs": (1.0, 0.1, 0.5), "blur_radius": (1.0, 2.0)}, 1, 0.1),
+        ({"blur_probs": (1.0, 0.1, 0.5), "blur_radius": (1.0, 2.0)}, 4, 0.5),
+        ({"solarize_prob": 0.2}, 1, 0.2),
+        ({"solarize_prob": 0.2}, 0, 0.0),
+    ]:
+        config, rng = CropsConfig(**{**off, **whole, **change}), np.random.default_rng(0)
+        plain = crop(square, 24, number, CropsConfig(**{**off, **whole}), np.random.default_rng(1))
+        changed = np.mean([not np.array_equal(crop(square, 24, number, config, rng), plain) for _ in range(2000)])
+        assert abs(changed - wanted) <= 4 * np.sqrt(0.25 / 2000), (change, number, changed)
+
+
+def test_sizes_and_draws(image):
+    config = CropsConfig(local_number=3, local_size=16)
+    large, small = multi_crop(image, 32, config, np.random.default_rng(5))
+    assert large.shape == (2, 3, 32, 32) and small.shape == (3, 3, 16, 16) and large.dtype == np.uint8
+    again, _ = multi_crop(image, 32, config, np.random.default_rng(5))
+    assert np.array_equal(large, again) and not np.array_equal(large[0], large[1])
+
+
+def test_a_batch_does_not_depend_on_ranks_or_workers(shards):
+    def batches(rank, size, workers):
+        config = DataConfig(
+            sources={"a": SourceConfig(shards=str(shards))}, workers=workers, streams=4, window=16, chunk=4
+        )
+        examples = CropExamples(config, CropsConfig(local_number=2, local_size=16), 32, paths=4)
+        stream = Pipeline(config, 8, examples, seed=3, rank=rank, world_size=size).start()
+        found = [next(stream).batch for _ in range(3)]
+        stream.close()
+        return found
+
+    whole, halves = batches(0, 1, 0), [batches(rank, 2, 1) for rank in (0, 1)]
+    for step, batch in enumerate(whole):
+        assert {k: tuple(v.shape) for k, v in batch.items()} == {
+            "global_crops": (8, 2, 3, 32, 32),
+            "local_crops": (8, 2, 3, 16, 16),
+            "drop": (8, 4, 4),
+        }
+        for key, value in batch.items():
+            assert torch.equal(value, torch.cat([half[step][key] for half in halves])), key

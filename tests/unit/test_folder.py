@@ -1,0 +1,92 @@
+"""Image folders as training data and as labelled images."""
+
+import numpy as np
+import pytest
+
+from evals.labelled import LabelledImages
+from sparo_train.core.config import resolve
+from sparo_train.core.errors import BadSampleError, ConfigError, DataError
+from sparo_train.data.crops import CropExamples, CropsConfig
+from sparo_train.data.folder import open_folder
+from sparo_train.data.loader import Pipeline
+from sparo_train.data.shards import ShardReader
+from sparo_train.data.sources import DataConfig, SourceConfig, fingerprint, open_source
+from sparo_train.train.run import RunConfig
+from tests.conftest import dino_recipe, jpeg, tiny_recipe
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes of twelve images, and files that are none."""
+    for number in range(24):
+        path = tmp_path / "images" / f"class{number % 2}" / "deep" / f"{number:03d}.JPG"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg(number))
+    (tmp_path / "images/class0/notes.txt").write_text("x")
+    (tmp_path / "images/class0/.hidden.jpg").write_text("x")
+    return tmp_path / "images"
+
+
+def test_every_image_is_there_once_with_its_class(folder):
+    (part,) = open_folder(folder)
+    found = [part.read(i) for i in range(len(part))]
+    assert len({key for key, _ in found}) == 24
+    assert all(fields["cls"] == key[5].encode() and set(fields) == {"jpg", "cls"} for key, fields in found)
+    assert [key for key, _ in found] != sorted(key for key, _ in found)  # classes are mixed
+    assert [open_folder(folder)[0].read(i)[0] for i in range(24)] == [key for key, _ in found]
+
+
+def test_it_trains_like_shards_and_knows_when_it_changed(folder):
+    config = DataConfig(sources={"a": SourceConfig(folder=str(folder))}, workers=1, streams=4, window=8, chunk=2)
+    pipeline = Pipeline(config, 8, CropExamples(config, CropsConfig(local_number=1, local_size=16), 32), seed=1)
+    assert pipeline.plan.epoch_size == 24
+    with_cursor = pipeline.start()
+    first, second = next(with_cursor), next(with_cursor)
+    with_cursor.close()
+    again = pipeline.start(first.cursor)
+    assert np.array_equal(next(again).batch["global_crops"], second.batch["global_crops"])
+    again.close()
+    before = fingerprint(pipeline.sources)
+    (folder / "class0/deep/000.JPG").rename(folder / "class0/deep/999.JPG")
+    assert fingerprint([open_source("a", config.sources["a"])]) != before
+
+
+def test_a_file_that_is_gone_is_a_bad_sample(folder):
+    source = open_source("a", SourceConfig(folder=str(folder)))
+    for path in folder.glob("*/*/*"):
+        path.unlink()
+    with pytest.raises(BadSampleError, match="unreadable file"):
+        source.read(ShardReader(), 0, 3)
+
+
+def test_mistakes(folder, tmp_path, shards):
+    with pytest.raises(DataError, match=r"data\.sources\.a\.folder: .*nowhere is no folder"):
+        open_source("a", SourceConfig(folder=str(tmp_path / "nowhere")))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no"):
+        open_source("a", SourceConfig(folder=str(tmp_path / "empty")))
+    both = dino_recipe(shards, tmp_path)
+    both["data"]["sources"]["a"]["folder"] = str(folder)
+    with pytest.raises(ConfigError, match="give shards or folder"):
+        resolve(RunConfig, both, "x")
+    pairs = tiny_recipe(shards, tmp_path)
+    pairs["data"]["sources"]["a"] = {"folder": str(folder)}
+    with pytest.raises(ConfigError, match=r"data\.sources\.a\.folder: has no captions"):
+        resolve(RunConfig, pairs, "x")
+
+
+def test_labelled_images_come_in_a_fixed_order_and_say_what_is_wrong(folder, tmp_path):
+    def untouched(image, _number):
+        return np.asarray(image.resize((8, 8)))
+
+    images = LabelledImages(str(folder), untouched, "train")
+    assert len(images) == 24 and sorted(images[i][1] for i in range(24)) == [0] * 12 + [1] * 12
+    assert images[0][0].shape == (3, 8, 8)
+    (tmp_path / "flat").mkdir()
+    (tmp_path / "flat/a.png").write_bytes(jpeg(0))
+    with pytest.raises(DataError, match="has no label"):
+        LabelledImages(str(tmp_path / "flat"), untouched, "train")[0]
+    next(folder.glob("class1/*/*")).write_bytes(b"no image")
+    broken = LabelledImages(str(folder), untouched, "train")
+    with pytest.raises(DataError, match="bad image"):
+        [broken[i] for i in range(24)]

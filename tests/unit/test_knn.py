@@ -1,0 +1,188 @@
+"""k-NN and the linear probe against plain restatements of the official ones, in any blocks and on any ranks."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from evals.encoders import DinoEncoder
+from evals.image_tasks import run_knn, run_linear
+from evals.tasks import knn, linear
+from sparo_train.core.distributed import Ranks, World
+from sparo_train.core.errors import DataError
+from sparo_train.data.writer import write_shards
+from sparo_train.models.vit import Vit
+from sparo_train.models.vit_config import VitConfig
+from sparo_train.train.eval_config import KnnTaskConfig, LinearTaskConfig
+from tests.conftest import jpeg
+from tests.ranks import run_ranks
+
+ALONE = Ranks(World(), "gloo", 0.0)
+
+
+def official_knn(train, train_labels, test, test_labels, k, temperature, classes):
+    """eval_knn.py's vote, for all test items at once."""
+    train, test = F.normalize(train, dim=1), F.normalize(test, dim=1)
+    similarity, row = (test @ train.T).topk(k, largest=True, sorted=True)
+    one_hot = torch.zeros(len(test) * k, classes).scatter_(1, train_labels[row].view(-1, 1), 1)
+    weights = similarity.div(temperature).exp()
+    votes = (one_hot.view(len(test), k, classes) * weights.view(len(test), k, 1)).sum(1)
+    correct = votes.sort(1, True).indices.eq(test_labels.view(-1, 1))
+    top5 = correct[:, : min(5, k, classes)].sum().item()
+    return correct[:, :1].sum().item() / len(test), top5 / len(test)
+
+
+def clouds(n, m, classes, seed=0, dim=16):
+    g = torch.Generator().manual_seed(seed)
+    centres = torch.randn(classes, dim, generator=g)
+    labels = [torch.randint(0, classes, (count,), generator=g) for count in (n, m)]
+    return *(centres[y] + 1.5 * torch.randn(len(y), dim, generator=g) for y in labels), *labels
+
+
+def test_it_is_the_official_vote_for_any_number_of_tests_and_classes():
+    for n, m, classes in ((900, 300, 7), (400, 3, 12), (250, 41, 3)):
+        train, test, train_labels, test_labels = clouds(n, m, classes)
+        found = knn.nearest(test, train, 200, block=(64, 100))
+        result = knn.score(found, train_labels, test_labels, classes, (10, 20, 100, 200), 0.07, 20)
+        for k in (10, 20, 100, 200):
+            top1, top5 = official_knn(train, train_labels, test, test_labels, k, 0.07, classes)
+            assert result.metrics[f"acc1_k{k}"] == pytest.approx(top1, abs=1e-12)
+            if classes > 5:
+                assert result.metrics[f"acc5_k{k}"] == pytest.approx(top5, abs=1e-12)
+        assert result.n == m and result.headline == "acc1_k20" and result.chance == 1 / classes
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 40),
+    st.integers(1, 9),
+    st.integers(1, 30),
+    st.integers(1, 25),
+    st.integers(1, 4),
+)
+def test_blocks_and_parts_of_the_bank_change_nothing_even_with_ties(seed, n, m, k, block, parts):
+    rng = np.random.default_rng(seed)
+    axes = np.concatenate([np.eye(3), -np.eye(3)]).astype(np.float32)  # similarities are -1, 0 or 1, and mostly tied
+    bank, queries = (torch.from_numpy(axes[rng.integers(6, size=count)]) for count in (n, m))
+    similarity = F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).T
+    whole = similarity.sort(dim=1, descending=True, stable=True)
+    ends = [n * i // parts for i in range(parts + 1)]
+    found = [knn.nearest(queries, bank[a:b], k, a, (3, block)) for a, b in itertools.pairwise(ends)]
+    merged = knn.merge(found, k)
+    assert torch.equal(merged.row, whole.indices[:, :k])
+    assert torch.equal(merged.similarity, whole.values[:, :k])
+
+
+def test_half_precision_banks_are_scored_in_fp32():
+    train, test, _, _ = clouds(300, 20, 4)
+    half = knn.nearest(test, train.half(), 5)
+    assert half.similarity.dtype == torch.float32
+    assert torch.allclose(half.similarity, knn.nearest(test, train.half().float(), 5).similarity)
+
+
+def labelled(root, n, seed, classes=3):
+    """Images whose colour says the class, in one shard of labelled samples."""
+    rng, samples = np.random.default_rng(seed), []
+    for i in range(n):
+        label = int(rng.integers(classes))
+        samples.append((f"{i:05d}", {"jpg": jpeg(label + 7 * int(rng.integers(2))), "cls": str(label).encode()}))
+    write_shards(root, samples, 16)
+    return str(root)
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sets")
+    return {"train": labelled(root / "train", 43, 0), "test": labelled(root / "test", 17, 1)}
+
+
+def encoder():
+    torch.manual_seed(0)
+    tree = {"image_size": 16, "patch_size": 8, "width": 16, "depth": 3, "heads": 2}
+    return DinoEncoder(
+        Vit(VitConfig.model_validate({**tree, "readout": {"kind": "sparo", "slots": 3, "slot_width": 4}}))
+    )
+
+
+def knn_on(ranks, sets):
+    return run_knn(encoder(), KnnTaskConfig(task="knn", k=(3, 20), workers=0, **sets), ranks)
+
+
+def linear_on(ranks, sets, augment):
+    task = LinearTaskConfig(
+        task="linear", epochs=3, batch_size=10, lr=1.0, augment=augment, workers=0, resize=16, **sets
+    )
+    return run_linear(encoder(), task, ranks)
+
+
+def test_ranks_score_as_one_and_see_every_image_once(sets):
+    for task, arguments in ((knn_on, ()), (linear_on, (True,)), (linear_on, (False,))):
+        alone = task(ALONE, sets, *arguments)
+        assert alone.n == 17
+        for result in run_ranks(3, task, sets, *arguments):
+            assert result.metrics == pytest.approx(alone.metrics, abs=1e-12), task
+
+
+def test_the_probe_is_trained_as_officially(sets):
+    """Three epochs of SGD with momentum on the features of the last four blocks, against a loop that spells it out."""
+    e, task = (
+        encoder(),
+        LinearTaskConfig(task="linear", epochs=3, batch_size=10, lr=1.0, augment=False, workers=0, **sets),
+    )
+    ours = run_linear(e, task, ALONE)
+    from functools import partial
+
+    from evals.image_tasks import official_pixels
+    from evals.labelled import LabelledImages
+    from sparo_train.core.rng import generator, torch_seed
+
+    data = {}
+    for key, place in sets.items():
+        images = LabelledImages(place, partial(official_pixels, 16, None), key)
+        rows = [images[i] for i in range(len(images))]
+        data[key] = e.probe(torch.stack([x for x, _ in rows]), 4), torch.tensor([y for _, y in rows])
+    features, labels = data["train"]
+    assert features.shape == (43, 2 * 16 + 12)
+    weight = torch.empty(3, 44).normal_(0.0, 0.01, generator=torch.Generator().manual_seed(torch_seed(0, "probe")))
+    layer = nn.Linear(44, 3)
+    layer.load_state_dict({"weight": weight, "bias": torch.zeros(3)})
+    momentum = {name: torch.zeros_like(p) for name, p in layer.named_parameters()}
+    right = []
+    for epoch in range(3):
+        rate = 1.0 * 10 / 256 * 0.5 * (1 + np.cos(np.pi * epoch / 3))
+        for batch in torch.from_numpy(generator(0, "probe", epoch).permutation(43)).split(10):
+            layer.zero_grad()
+            F.cross_entropy(layer(features[batch]), labels[batch]).backward()
+            with torch.no_grad():
+                for name, p in layer.named_parameters():
+                    momentum[name] = 0.9 * momentum[name] + p.grad
+                    p -= rate * momentum[name]
+        x, y = data["test"]
+        right.append(int((layer(x).argmax(1) == y).sum()))
+    assert ours.metrics == pytest.approx({"acc1": right[-1] / 17, "acc1_best": max(right) / 17})
+    assert ours.headline == "acc1"
+
+
+def test_best_and_last_epoch_are_told_apart():
+    result = linear.result([(5, 9), (8, 9), (6, 10)], 10, 7)
+    assert result.metrics == {"acc1": 0.6, "acc1_best": 0.8, "acc5": 1.0, "acc5_best": 0.9}
+
+
+def test_a_class_that_only_training_has_is_named(sets, tmp_path):
+    train = labelled(tmp_path / "more", 20, 3, classes=6)
+    with pytest.raises(DataError, match="set the task's classes"):
+        linear_on(ALONE, {**sets, "train": train}, True)
+
+
+def test_encodings_that_are_not_finite_are_refused(sets):
+    e = encoder()
+    with torch.no_grad():
+        next(e.model.parameters()).fill_(float("nan"))
+    with pytest.raises(DataError, match="not finite"):
+        run_knn(e, KnnTaskConfig(task="knn", workers=0, **sets), ALONE)
