@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sparo_train.core.metrics import read
 from sparo_train.core.store import CheckpointStore
 
 
@@ -55,14 +56,7 @@ class Records:
         return max(CheckpointStore(self.folder / "checkpoints").steps(), default=0)
 
     def _read(self, kind: str) -> list[dict[str, Any]]:
-        path = self.jobs / f"{kind}.jsonl"
-        found = []
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-            try:
-                found.append(json.loads(line))
-            except ValueError:  # torn by a full disk
-                continue
-        return found
+        return read(self.jobs / f"{kind}.jsonl")
 
 
 def _is_of(job: str, asked: str) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, TrainingError
+from .files import write_whole
 
 
 class MetricsLog:
@@ -69,9 +70,9 @@ class MetricsLog:
 
 
 def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """Records of a metrics.jsonl, of one kind if given; a torn last line is left out."""
+    """Records of a file with a JSON object per line, of one kind if given; a line torn by a full disk is left out."""
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
         except ValueError:
@@ -85,9 +86,7 @@ def rewind(path: Path, step: int) -> None:
     """Keep the records up to `step`; a resumed run writes the later ones again."""
     if path.exists():
         kept = [r for r in read(path) if r["step"] <= step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, "".join(json.dumps(r) + "\n" for r in kept))
 
 
 def _start_wandb(project: str, folder: Path) -> Any:

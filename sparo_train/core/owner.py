@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import SupersededError, TrainingError
+from .files import write_whole
 
 _TRIES = 10
 
@@ -56,9 +57,7 @@ class Claim:
         """Make `start` the owner, whoever was it before."""
         facts = {"token": start.token, "job": start.job, "restart": start.restart}
         facts |= {"host": os.environ.get("SLURMD_NODENAME", platform.node()), "pid": os.getpid(), "time": time.time()}
-        temporary = self.path.with_name(f".owner.{start.token}.tmp")
-        temporary.write_text(json.dumps(facts), encoding="utf-8")
-        temporary.replace(self.path)
+        write_whole(self.path, json.dumps(facts))
 
     def check(self) -> None:
         """Raise SupersededError where another start has claimed the folder since."""

@@ -22,6 +22,7 @@ import torch
 
 from .config import differences, parse_yaml
 from .errors import ConfigError, TrainingError
+from .files import write_whole
 from .owner import Claim, Start
 
 # Keys that may differ between the run folder and the same line again: they do not change what is computed.
@@ -111,9 +112,7 @@ class RunDir:
             self._lock = None
 
     def _write(self, name: str, text: str) -> None:
-        temporary = self.path / f".{name}.tmp"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(self.path / name)
+        write_whole(self.path / name, text)
 
     def _take_lock(self, start: Start, patience: float) -> None:
         self._lock = (self.path / ".lock").open("w")

@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from ..core.errors import DataError, did_you_mean
+from ..core.files import write_whole
 from .folder import IMAGE_SUFFIXES
 from .writer import Fields, write_shards, write_wds_layout
 
@@ -178,10 +179,7 @@ def _refuse_used(out: Path, facts: dict[str, object]) -> None:
         if mark.exists() and json.loads(mark.read_text(encoding="utf-8")) == facts:
             return
         if not found:
-            out.mkdir(parents=True, exist_ok=True)
-            temporary = mark.with_name(f"{mark.name}.{part[0]}.tmp")  # other parts may do the same now
-            temporary.write_text(json.dumps(facts), encoding="utf-8")
-            temporary.replace(mark)
+            write_whole(mark, json.dumps(facts))  # other parts may do the same now
             return
     if found:
         raise DataError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 from ..core.config import Frozen
 from ..core.ring import sum_over_ranks
-from .vit import Vit
+from .vit import Vit, init_linears
 from .vit_config import VitConfig
 
 
@@ -25,6 +26,7 @@ class DinoHeadConfig(Frozen):
     nlayers: int = Field(default=3, ge=1)
     use_bn: bool = False
     norm_last_layer: bool = True
+    init: Literal["official", "xavier"] = "official"  # of the MLP, as the backbone's
 
 
 class PrototypeLayer(nn.Module):
@@ -69,11 +71,11 @@ class DinoHead(nn.Module):
         layers: list[nn.Module] = []
         for number, (of, to) in enumerate(itertools.pairwise(widths)):
             layers.append(nn.Linear(of, to))
-            nn.init.trunc_normal_(layers[-1].weight, std=0.02)  # type: ignore[arg-type]
             nn.init.zeros_(layers[-1].bias)  # type: ignore[arg-type]
             if number < config.nlayers - 1:
                 layers += [GlobalBatchNorm(to), nn.GELU()] if config.use_bn else [nn.GELU()]
         self.mlp = layers[0] if len(layers) == 1 else nn.Sequential(*layers)
+        init_linears(self.mlp, config.init)
         self.last_layer = PrototypeLayer(config.bottleneck_dim, config.out_dim, config.norm_last_layer)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from timm.models.vision_transformer import Block, VisionTransformer
@@ -21,6 +21,15 @@ from .patches import patchify
 from .readouts import Slots, normalize_slots
 from .sparo import Sparo
 from .vit_config import SparoImageReadOut, VitConfig
+
+
+def init_linears(module: nn.Module, kind: Literal["official", "xavier"]) -> None:
+    """The weights of a module's linear layers anew: a normal of 0.02 cut off at two (timm's is the same), or xavier-uniform."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear) and kind == "xavier":
+            nn.init.xavier_uniform_(part.weight)
+        elif isinstance(part, nn.Linear):
+            nn.init.trunc_normal_(part.weight, std=0.02)
 
 
 class DropBlock(Block):
@@ -87,6 +96,8 @@ class Vit(VisionTransformer):
         )
         rates = torch.linspace(0, config.drop_path, config.blocks).repeat_interleave(2)
         self.register_buffer("drop_rates", rates, persistent=False)
+        if config.init == "xavier":
+            init_linears(self.blocks, config.init)
         self.checkpointed = False
 
     def forward(self, x: Tensor, drop: Tensor | None = None) -> Tensor:  # type: ignore[override]

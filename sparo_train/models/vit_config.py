@@ -50,6 +50,7 @@ class VitConfig(Frozen):
     """A ViT with CLS token and learned positions. `arch` fills width, depth and heads; keys given beside it win.
 
     drop_path: of the last block; the first has none and those between are spaced evenly (student only).
+    init: the official normal of 0.02, which suits widths of hundreds, or xavier-uniform for narrow models.
     """
 
     arch: str | None = None
@@ -60,6 +61,7 @@ class VitConfig(Frozen):
     heads: int = Field(default=6, gt=0)
     mlp_ratio: float = Field(default=4.0, gt=0)
     drop_path: float = Field(default=0.1, ge=0, lt=1)
+    init: Literal["official", "xavier"] = "official"
     readout: Annotated[ClsReadOut | SparoImageReadOut, Field(discriminator="kind")] = ClsReadOut()
 
     @model_validator(mode="before")

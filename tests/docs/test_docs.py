@@ -10,15 +10,18 @@ from pathlib import Path
 import pytest
 
 from launch.recipes import recipe
+from launch.scoring import tasks_for
 from sparo_train.core.errors import ConfigError
 from sparo_train.train.dry import dry_run
 from sparo_train.train.run import load_run
-from tests.unit.test_making import modules  # noqa: F401  the fixture with a small node_modules
+from tests.unit.test_making import modules, write_idx_files  # noqa: F401  modules: the fixture with a small node_modules
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RECIPES = sorted(
-    p for p in (ROOT / "configs").rglob("*.yaml") if p.parent.name != "clusters" and not p.name.startswith("_")
+    p
+    for p in (ROOT / "configs").rglob("*.yaml")
+    if p.parent.name not in ("clusters", "tasks") and not p.name.startswith("_")
 )
 
 SHORT = ["steps=2", "optim.warmup_steps=1", "data.workers=0", "log.tensorboard=false"]
@@ -52,6 +55,8 @@ def shortened(command: str) -> str:
             part += " " + " ".join(SHORT)
         if part.startswith("sparo launch train"):  # it runs behind the command
             part += " && until sparo launch status | grep -q COMPLETED; do sleep 1; done"
+        if part == "sparo data fashion-mnist":
+            part += " --raw fashion"
         if part == "sparo data scenes":
             part += " --train 140"
         if part.startswith("sparo data bench"):
@@ -79,6 +84,7 @@ def sandbox(tmp_path, modules, monkeypatch):  # noqa: F811
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     folder = tmp_path / "checkout"
     folder.mkdir()
+    write_idx_files(folder / "fashion")
     for name in ("configs", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     return folder
@@ -123,14 +129,14 @@ def test_benchmark_commands_run(command, tmp_path):
     assert (tmp_path / "r.json").exists()
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_recipes_resolve_count_and_state_what_they_are(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_run(path)
     dry = dry_run(config)
     assert sum(dry.parameters.values()) > 1e6 and dry.steps
     text = path.read_text()
-    for word in ("# Command:", "# Hardware:", "# Expected:", "# Source:", f"configs/clip/{path.name}"):
+    for word in ("# Command:", "# Hardware:", "# Expected:", "# Source:", f"configs/{path.parent.name}/{path.name}"):
         assert word in text, word
 
 
@@ -153,6 +159,25 @@ def test_the_papers_recipes_follow_table_c3(name, steps, batch, decay, warmup, t
         assert dry_run(config).steps == steps
     slots = config.objective.model.readout.slots
     assert slots == (128 if name == "laion400m" else 64)
+
+
+def test_dinos_recipes_are_the_official_defaults(tmp_path, monkeypatch):
+    """main_dino.py's, of which docs and headers speak; 2,502 steps of 512 are the official epoch."""
+    monkeypatch.chdir(tmp_path)
+    plain, sparo, boost = (load_run(recipe(f"dino/imagenet_vits16{name}.yaml")) for name in ("", "_sparo", "_boost"))
+    assert dry_run(plain).steps == 250_200 and dry_run(boost).steps == 375_300
+    assert plain.steps_per_epoch(1_281_167) == 2502 and plain.optim.warmup_steps == 10 * 2502
+    assert boost.optim.lr == 2e-3 and boost.optim.warmup_steps == 10 * boost.steps_per_epoch(0)
+    o = plain.optim
+    assert (o.lr, o.min_lr, o.weight_decay, o.weight_decay_end, o.clip_grad_norm) == (1e-3, 1e-6, 0.04, 0.4, 3.0)
+    c = plain.objective
+    assert (c.head.out_dim, c.momentum_teacher, c.teacher_temp, c.model.drop_path) == (65536, 0.996, 0.04, 0.1)
+    assert (c.crops.local_number, c.crops.local_size, c.crops.global_scale) == (8, 96, (0.4, 1.0))
+    assert sparo.objective.model.readout.slots == sparo.objective.model.readout.slot_width == 64
+    assert sparo.objective.model_copy(update={"model": c.model}) == c and sparo.optim == o
+    assert boost.objective.warmup_teacher_temp_epochs == 30 and not boost.objective.head.norm_last_layer
+    tasks = tasks_for("", ROOT / "configs/tasks/imagenet.yaml")
+    assert tasks["knn"].k == (10, 20, 100, 200) and tasks["linear"].epochs == 100
 
 
 def test_links_and_pictures_exist():

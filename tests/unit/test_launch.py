@@ -284,7 +284,7 @@ def test_local_evaluations_fan_out_and_merge(shards, tmp_path):
     with pytest.raises(ConfigError, match="holds another plan; give another --name"):
         FanOut.make(tmp_path / "runs/evals/e", "eval", [])
     done = sparo("launch", "eval", "runs", "--on", "debug", cwd=tmp_path)
-    assert done.returncode == 2 and "give --data with a YAML of `tasks:`" in done.stderr
+    assert done.returncode == 2 and "give a YAML with `tasks:`" in done.stderr
 
 
 def test_kinds_of_gpus_and_further_arguments_replace_submitits_own():

@@ -153,11 +153,17 @@ def idx(array):
     )
 
 
-def test_fashion_mnist_becomes_captioned_shards(tmp_path):
+def write_idx_files(folder):
+    """Fashion-MNIST's four files, of noise: 20 training images and 10 of the test."""
     rng = np.random.default_rng(0)
+    folder.mkdir(exist_ok=True)
     for name, n in (("train", 20), ("t10k", 10)):
-        (tmp_path / f"{name}-images-idx3-ubyte.gz").write_bytes(idx(rng.integers(0, 255, (n, 28, 28), dtype=np.uint8)))
-        (tmp_path / f"{name}-labels-idx1-ubyte.gz").write_bytes(idx((np.arange(n) % 10).astype(np.uint8)))
+        (folder / f"{name}-images-idx3-ubyte.gz").write_bytes(idx(rng.integers(0, 255, (n, 28, 28), dtype=np.uint8)))
+        (folder / f"{name}-labels-idx1-ubyte.gz").write_bytes(idx((np.arange(n) % 10).astype(np.uint8)))
+
+
+def test_fashion_mnist_becomes_captioned_shards(tmp_path):
+    write_idx_files(tmp_path)
     assert make_fashion_mnist(tmp_path / "out", tmp_path) == {"train": 20, "zeroshot": 10}
     _, fields = ShardReader().read(str(tmp_path / "out/train/00000.tar"), 3)
     assert fields["txt"] == b"a dress" and fields["cls"] == b"3"

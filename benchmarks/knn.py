@@ -1,0 +1,78 @@
+"""k-NN at ImageNet's size in bounded memory: 50,000 queries against a bank of 1,281,167 rows in a memory map.
+
+    python benchmarks/knn.py [--queries N] [--quick] [--json FILE]
+
+The bank is fp16 noise on disk, k = 200; peak memory is what the search adds, pages of the map included. Theirs is the
+official evaluation's way: all similarities of a chunk of 500 queries against the whole bank at once, a top-k and a
+one-hot vote for each of the four k; on a part of both, since it needs the bank in memory.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from common import parser, peak_growth, report, row, seconds
+from torch import Tensor
+from torch.nn import functional as F
+
+from evals.tasks import knn
+
+KS, CLASSES, TEMPERATURE = (10, 20, 100, 200), 1000, 0.07
+
+
+def memory_map(folder: str, rows: int, width: int) -> Tensor:
+    """A bank of noise on disk."""
+    path = Path(folder) / "bank.f16"
+    rng = np.random.default_rng(0)
+    with path.open("wb") as stream:
+        for begin in range(0, rows, 65536):
+            rng.standard_normal((min(65536, rows - begin), width), dtype=np.float32).astype(np.float16).tofile(stream)
+    return torch.from_numpy(np.memmap(path, np.float16, mode="c", shape=(rows, width)))
+
+
+def ours(bank: Tensor, labels: Tensor, queries: Tensor, answers: Tensor) -> None:
+    knn.score(knn.nearest(queries, bank, max(KS)), labels, answers, CLASSES, KS, TEMPERATURE, 20)
+
+
+def theirs(bank: Tensor, labels: Tensor, queries: Tensor, answers: Tensor) -> None:
+    bank, queries = F.normalize(bank.float(), dim=1).T.contiguous(), F.normalize(queries, dim=1)
+    for k in KS:
+        for begin in range(0, len(queries), 500):
+            part = queries[begin : begin + 500]
+            similarity, row_ = torch.mm(part, bank).topk(k, largest=True, sorted=True)
+            one_hot = torch.zeros(len(part) * k, CLASSES).scatter_(1, labels[row_].view(-1, 1), 1)
+            weights = similarity.div(TEMPERATURE).exp()
+            votes = (one_hot.view(len(part), -1, CLASSES) * weights.view(len(part), -1, 1)).sum(1)
+            votes.sort(1, True).indices.eq(answers[begin : begin + 500].view(-1, 1))
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--queries", type=int, default=50000, help="of the large search")
+    options = arguments.parse_args()
+    bank_rows, width, count = (20000, 64, 400) if options.quick else (1281167, 384, options.queries)
+    g = torch.Generator().manual_seed(0)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        bank = memory_map(folder, bank_rows, width)
+        labels = torch.randint(0, CLASSES, (bank_rows,), generator=g)
+        queries, answers = torch.randn(count, width, generator=g), torch.randint(0, CLASSES, (count,), generator=g)
+        spent: list[float] = []
+        grown = peak_growth(lambda: spent.append(seconds(lambda: ours(bank, labels, queries, answers))))
+        few, small = min(500, count), bank[: min(200000, bank_rows)]
+        pairs = [
+            tuple(seconds(lambda f=f: f(small, labels, queries[:few], answers[:few])) for f in (ours, theirs))
+            for _ in range(3)
+        ]
+        rows.append(row(f"{few} x {len(small):,}, {width} wide, four k", pairs, None, "s", False))
+    matrix = 4 * count * bank_rows / 2**30
+    name = f"memory, {count:,} x {bank_rows:,} ({spent[0]:.0f} s) / the similarities whole"
+    rows.append(row(name, [(grown / 2**30, matrix)], None, "GiB", False))
+    report("k-NN", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
