@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import DataError
+from sparo_train.core.ring import sum_over_ranks
 from sparo_train.core.rng import generator, torch_seed
 from sparo_train.data.transforms import eval_pixels, random_resized_crop_box, resized_crop
 from sparo_train.train.eval_config import KnnTaskConfig, LinearTaskConfig
@@ -22,7 +23,7 @@ from .labelled import LabelledImages, batched, loader
 from .results import Result
 from .tasks import knn, linear
 
-_BATCH = 256
+_BATCH, _AT_ONCE = 256, 16  # images in a forward, and forwards whose encodings are handed on together
 
 
 class Features(NamedTuple):
@@ -41,15 +42,20 @@ def official_pixels(size: int, resize: int | None, image: Image.Image, _number: 
 def run_knn(encoder: Encoder, task: KnnTaskConfig, ranks: Ranks) -> Result:
     """DINO's k-NN: the training images are the bank, cut over the ranks; all ranks return the same result."""
     pixels = partial(official_pixels, encoder.image_size, task.resize)
-    bank, test = (
-        _features(encoder, LabelledImages(place, pixels, key), task.workers, ranks)
-        for key, place in (("train", task.train), ("test", task.test))
-    )
-    queries, labels = (torch.cat(parts) for parts in zip(*ranks.gather(test[:2]), strict=True))
-    k = max(task.k)
-    found = knn.nearest(queries.to(encoder.device), bank.encodings, k, bank.first)
+    bank, test = LabelledImages(task.train, pixels, "train"), LabelledImages(task.test, pixels, "test")
+    own = _features(encoder, test, task.workers, ranks, encoder.encode)
+    queries, labels = (torch.cat(parts) for parts in zip(*ranks.gather(own[:2]), strict=True))
+    k, seen = max(task.k), [torch.zeros(0, dtype=torch.int64)]
+
+    def rows() -> Iterator[Tensor]:
+        """The bank's encodings, of which nothing is kept: its labels are."""
+        for encodings, answers in _encoded(encoder, bank, task.workers, ranks, encoder.encode):
+            seen.append(answers)
+            yield encodings
+
+    found = knn.nearest(queries.to(encoder.device), rows(), k, _share(bank, ranks)[0])
     found = knn.merge(ranks.gather(knn.Nearest(*(t.cpu() for t in found))), k)
-    bank_labels = torch.cat(ranks.gather(bank.labels))
+    bank_labels = torch.cat(ranks.gather(torch.cat(seen)))
     classes = 1 + int(torch.cat([bank_labels, labels]).max())
     return knn.score(found, bank_labels, labels, classes, task.k, task.temperature, 20 if 20 in task.k else task.k[0])
 
@@ -62,7 +68,7 @@ def run_linear(encoder: DinoEncoder, task: LinearTaskConfig, ranks: Ranks) -> Re
     held = _features(encoder, test, task.workers, ranks, probe)
     bank = None if task.augment else _features(encoder, train, task.workers, ranks, probe)
     known = [held.labels] if bank is None else [held.labels, bank.labels]
-    classes = max(ranks.gather(task.classes or 1 + int(torch.cat(known).max())))
+    classes = task.classes or 1 + max(ranks.gather(max(torch.cat(known).tolist(), default=0)))
     right: list[tuple[int, int]] = []
 
     def report(_epoch: int, layer: nn.Linear) -> None:
@@ -78,15 +84,25 @@ def run_linear(encoder: DinoEncoder, task: LinearTaskConfig, ranks: Ranks) -> Re
             return
         train.transform = partial(_augmented, encoder.image_size, (task.seed, epoch))
         own = [numbers[ranks.rank :: ranks.size] for numbers in whole]
-        for numbers, (pixels, labels) in zip(whole, loader(train, own, task.workers), strict=True):
-            if labels.numel() and int(labels.max()) >= classes:
+        read = iter(loader(train, [mine for mine in own if mine], task.workers))
+        for numbers, mine in zip(whole, own, strict=True):
+            if not mine:  # a last batch smaller than the number of ranks
+                yield held.encodings[:0].to(encoder.device), held.labels[:0].to(encoder.device), len(numbers)
+                continue
+            pixels, labels = next(read)
+            if int(labels.max()) >= classes:
                 raise DataError(
                     f"{task.train}: label {int(labels.max())}, and {task.test} has {classes} classes; set the task's classes"
                 )
             yield probe(pixels), labels.to(encoder.device), len(numbers)
 
     lr, seed = task.lr * task.batch_size / 256, torch_seed(task.seed, "probe")
-    linear.train_probe(batches, held.encodings.shape[1], classes, task.epochs, lr, seed, encoder.device, report)
+    alone = (
+        {"summed": sum_over_ranks} if ranks.size > 1 else {}
+    )  # not by the process group: in training the others wait
+    linear.train_probe(
+        batches, held.encodings.shape[1], classes, task.epochs, lr, seed, encoder.device, report, **alone
+    )
     return linear.result(right, len(test), classes)
 
 
@@ -106,20 +122,37 @@ def _augmented(size: int, names: tuple[int, int], image: Image.Image, number: in
     return np.ascontiguousarray(pixels[:, ::-1]) if rng.random() < 0.5 else pixels
 
 
-def _features(
-    encoder: Encoder,
-    images: LabelledImages,
-    workers: int,
-    ranks: Ranks,
-    encode: Callable[[Tensor], Tensor] | None = None,
-) -> Features:
-    """This rank's share of a data set, encoded (default: the encoder's own encodings)."""
+Encode = Callable[[Tensor], Tensor]
+
+
+def _share(images: LabelledImages, ranks: Ranks) -> tuple[int, int]:
+    """This rank's images: first, and one behind the last."""
     first, last = (len(images) * (ranks.rank + i) // ranks.size for i in (0, 1))
-    found, labels = [], []
-    for pixels, answers in loader(images, batched(list(range(first, last)), _BATCH), workers):
-        found.append((encode or encoder.encode)(pixels).cpu())
-        labels.append(answers)
-    encodings = torch.cat(found) if found else torch.zeros(0, 0)
-    if not encodings.isfinite().all():
-        raise DataError(f"{images.key}: encodings are not finite; is the checkpoint whole?")
-    return Features(encodings, torch.cat(labels) if labels else torch.zeros(0, dtype=torch.int64), first)
+    return first, last
+
+
+def _encoded(
+    encoder: Encoder, images: LabelledImages, workers: int, ranks: Ranks, encode: Encode
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's share of a data set, encoded on the encoder's device, with labels, some thousand at a time."""
+    numbers = batched(list(range(*_share(images, ranks))), _BATCH)
+    found: list[tuple[Tensor, Tensor]] = []
+    for count, (pixels, labels) in enumerate(loader(images, numbers, workers), 1):
+        found.append((encode(pixels), labels))
+        if count % _AT_ONCE == 0 or count == len(numbers):
+            encodings, answers = (torch.cat(parts) for parts in zip(*found, strict=True))
+            if not encodings.isfinite().all():
+                raise DataError(f"{images.key}: encodings are not finite; is the checkpoint whole?")
+            yield encodings, answers
+            found = []
+
+
+def _features(encoder: Encoder, images: LabelledImages, workers: int, ranks: Ranks, encode: Encode) -> Features:
+    """This rank's share of a data set, encoded."""
+    parts = [(e.cpu(), y) for e, y in _encoded(encoder, images, workers, ranks, encode)]
+    first = _share(images, ranks)[0]
+    if not parts:  # more ranks than images
+        none = encode(torch.zeros(1, 3, encoder.image_size, encoder.image_size, dtype=torch.uint8))[:0]
+        return Features(none.cpu(), torch.zeros(0, dtype=torch.int64), first)
+    encodings, labels = (torch.cat(column) for column in zip(*parts, strict=True))
+    return Features(encodings, labels, first)

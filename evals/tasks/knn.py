@@ -6,7 +6,7 @@ that of the bank's rows is limited by memory. Equal similarities are decided by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,28 +26,34 @@ class Nearest(NamedTuple):
 
 
 def nearest(
-    queries: Tensor, bank: Tensor, k: int, first_row: int = 0, block: tuple[int, int] = (QUERIES, ROWS)
+    queries: Tensor,
+    bank: Tensor | Iterable[Tensor],
+    k: int,
+    first_row: int = 0,
+    block: tuple[int, int] = (QUERIES, ROWS),
 ) -> Nearest:
     """The k rows of `bank` with the largest cosine to each query.
 
     Args:
         queries: (m, D), any float dtype.
-        bank: (n, D), any float dtype; a memory map is read once, block by block.
+        bank: (n, D), any float dtype, or its rows in pieces, each of which is dropped once it was seen; a memory map is
+            read once, block by block.
         k: at most n are found.
         first_row: the number of the bank's first row, where it is a part of a larger one.
         block: queries and rows whose similarities are held at once.
     """
-    m, k = len(queries), min(k, len(bank))
     parts = [F.normalize(q.float(), dim=-1) for q in queries.split(block[0])]
     found: list[Nearest | None] = [None] * len(parts)
-    for begin in range(0, len(bank), block[1]):
-        rows = F.normalize(bank[begin : begin + block[1]].to(queries.device).float(), dim=-1)
-        for number, q in enumerate(parts):
-            best = _best(q @ rows.T, k, first_row + begin)
-            before = found[number]
-            found[number] = best if before is None else merge([before, best], k)
-    if not parts or not len(bank):
-        return Nearest(queries.new_zeros(m, 0, dtype=torch.float32), queries.new_zeros(m, 0, dtype=torch.int64))
+    for piece in [bank] if isinstance(bank, Tensor) else bank:
+        for rows in piece.split(block[1]):
+            rows = F.normalize(rows.to(queries.device).float(), dim=-1)
+            for number, q in enumerate(parts):
+                best, before = _best(q @ rows.T, k, first_row), found[number]
+                found[number] = best if before is None else merge([before, best], k)
+            first_row += len(rows)
+    if any(part is None for part in found) or not parts:
+        empty = queries.new_zeros(len(queries), 0, dtype=torch.float32)
+        return Nearest(empty, empty.long())
     whole = [part for part in found if part is not None]
     return Nearest(torch.cat([p.similarity for p in whole]), torch.cat([p.row for p in whole]))
 

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparo_train.core.ring import sum_over_ranks
-
 from ..results import Result
 
 Batches = Callable[[int], Iterator[tuple[Tensor, Tensor, int]]]
@@ -24,12 +22,14 @@ def train_probe(
     seed: int,
     device: torch.device,
     report: Callable[[int, nn.Linear], None],
+    summed: Callable[[Tensor], Tensor] = lambda gradient: gradient,
 ) -> nn.Linear:
     """Train the layer; `report` sees it after every epoch.
 
     Args:
         batches: an epoch's batches on this rank: features (b, width), labels (b,), and the size of the global batch.
         lr: of the whole batch (the official one is 0.001 * batch / 256).
+        summed: adds up a gradient over the ranks that train together.
 
     The loss is the mean over the global batch, so any number of ranks trains the same layer.
     """
@@ -47,7 +47,7 @@ def train_probe(
             optimizer.zero_grad()
             loss.backward()
             for p in layer.parameters():
-                p.grad = sum_over_ranks(p.grad) if p.grad is not None else None
+                p.grad = summed(p.grad) if p.grad is not None else None
             optimizer.step()
         schedule.step()
         report(epoch, layer)
