@@ -21,6 +21,7 @@ from sparo_train.core.contracts import Progress
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import OptimConfig
 from sparo_train.models.sparo import Sparo
+from sparo_train.models.vit_config import DROP_RANGE
 from sparo_train.objectives.dino import DinoObjective, DinoObjectiveConfig
 
 OUT, GLOBALS, LOCALS = 65536, 2, 8
@@ -40,7 +41,7 @@ def our_step(batch: int, sparo: bool, device: str) -> Callable[[], None]:
     )
     engine.prepare(DinoObjective(DinoObjectiveConfig.model_validate(tree)))
     blocks = 11 if sparo else 12
-    data = {**crops(batch), "drop": torch.rand(batch, GLOBALS + LOCALS, 2 * blocks)}
+    data = {**crops(batch), "drop": torch.randint(0, DROP_RANGE, (batch, GLOBALS + LOCALS, 2 * blocks))}
     progress = Progress(1000, 10000, 0, 100)
 
     def run() -> None:

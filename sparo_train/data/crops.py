@@ -80,13 +80,17 @@ class CropExamples(Examples):
         crops: the recipe's `objective.crops`.
         image_size: pixels per side of the global crops.
         paths: residual branches that drop path draws for (2 * blocks); 0: no drop path.
+        drop_range: numbers are drawn below it.
 
     Batches hold `global_crops` (B, 2, 3, S, S) and `local_crops` (B, n, 3, s, s) uint8, and `drop` (B, 2 + n, paths)
-    fp32 in [0, 1), drawn with the sample's own stream, so that no partition of the batch changes it.
+    int32, drawn with the sample's own stream, so that no partition of the batch changes it.
     """
 
-    def __init__(self, config: DataConfig, crops: CropsConfig, image_size: int, paths: int = 0):
-        self.config, self.crops, self.image_size, self.paths = config, crops, image_size, paths
+    def __init__(
+        self, config: DataConfig, crops: CropsConfig, image_size: int, paths: int = 0, drop_range: int = 1 << 24
+    ):
+        self.config, self.crops, self.image_size = config, crops, image_size
+        self.paths, self.drop_range = paths, drop_range
 
     def prepare(self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, lap: Lap = no_lap) -> Any:
         data = image_bytes(fields, source.config.image_keys)
@@ -97,7 +101,7 @@ class CropExamples(Examples):
         if len(small):
             found["local_crops"] = small
         if self.paths:
-            found["drop"] = rng.random((len(large) + len(small), self.paths), dtype=np.float32)
+            found["drop"] = rng.integers(0, self.drop_range, (len(large) + len(small), self.paths), dtype=np.int32)
         lap("augment")
         return found
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from .patches import patchify
 from .readouts import Slots, normalize_slots
 from .sparo import Sparo
-from .vit_config import SparoImageReadOut, VitConfig
+from .vit_config import DROP_RANGE, SparoImageReadOut, VitConfig
 
 
 def init_linears(module: nn.Module, kind: Literal["official", "xavier"]) -> None:
@@ -104,7 +104,8 @@ class Vit(VisionTransformer):
         """The encoding: CLS behind `norm`, or the flat, un-normalised slots.
 
         Args:
-            drop: (B, 2 * blocks) uniform numbers in [0, 1), which decide the dropped paths; None: nothing is dropped.
+            drop: (B, 2 * blocks) int32, uniform below `DROP_RANGE`: a path is dropped where its number is below the rate's share
+                of the range; None: nothing is dropped. Whole numbers, because FSDP2 rounds floating inputs to 16 bits.
         """
         if self.sparo is not None:
             return self.slots(x, drop).flat()
@@ -129,20 +130,20 @@ class Vit(VisionTransformer):
         With SPARO the un-normalised encoding stands in the place of the last block's CLS (App. C.2): ViT-S with
         L = V = 64 gives 3 * 384 + 4096 = 5,248 numbers.
         """
+        x, outputs = self.embed(x), []
+        for block in self.blocks:
+            x = block(x)
+            outputs.append(x)
         if self.sparo is None:
-            layers = self.intermediate(x, n)
-            parts = [tokens[:, 0] for tokens in layers]
+            parts = [self.norm(tokens[:, :1])[:, 0] for tokens in outputs[-n:]]
         else:
-            x, outputs = self.embed(x), []
-            for block in self.blocks:
-                x = block(x)
-                outputs.append(x)
             replaced = self.config.readout.replace_last_block  # type: ignore[union-attr]
-            layers = [
-                self.norm(tokens) for tokens in (outputs if replaced else outputs[:-1])[-(n - 1) or len(outputs) :]
-            ]
-            parts = [*(tokens[:, 0] for tokens in layers), self._read(x, False).flat()]
-        return torch.cat([*parts, *([layers[-1][:, 1:].mean(dim=1)] if avgpool else [])], dim=-1)
+            outputs = outputs if replaced else outputs[:-1]
+            parts = [self.norm(tokens[:, :1])[:, 0] for tokens in outputs[max(0, len(outputs) - n + 1) :]]
+            parts.append(self._read(x, False).flat())
+        if avgpool:
+            parts.append(self.norm(x)[:, 1:].mean(dim=1))
+        return torch.cat(parts, dim=-1)
 
     def last_attention(self, x: Tensor) -> Tensor:
         """Self-attention of the last block, (B, heads, N, N): the official `get_last_selfattention`."""
@@ -178,7 +179,7 @@ class Vit(VisionTransformer):
         scales = None
         if drop is not None:
             rates: Tensor = self.drop_rates  # type: ignore[assignment]
-            scales = ((drop >= rates) / (1 - rates)).to(x.dtype).unflatten(1, (-1, 2))
+            scales = ((drop >= rates * DROP_RANGE) / (1 - rates)).to(x.dtype).unflatten(1, (-1, 2))
         for number, block in enumerate(self.blocks):
             scale = None if scales is None else scales[:, number]
             last = cls_only and number == len(self.blocks) - 1

@@ -11,6 +11,7 @@ from ..core.errors import did_you_mean
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)  # of pixels in 0..1
 IMAGENET_STD = (0.229, 0.224, 0.225)
+DROP_RANGE = 1 << 24  # the numbers that decide dropped paths are below it; fp32 holds them all
 
 # Width, depth and heads by the official DINO names; the patch size is a key of its own.
 ARCHS: dict[str, dict[str, Any]] = {

@@ -65,7 +65,7 @@ class DinoObjective(Objective):
     """`student` learns to predict what `teacher`, its average over steps, says of other crops of the same image.
 
     Batches hold `global_crops` (B, G, 3, S, S) uint8, `local_crops` (B, n, 3, s, s) uint8 where there are any, and under
-    drop path `drop` (B, G + n, 2 * blocks) in [0, 1). The centre moves once per step, by the mean over the global batch
+    drop path `drop` (B, G + n, 2 * blocks) int32 below DROP_RANGE. The centre moves once per step, by the mean over the global batch
     of the teacher's raw logits, however many micro-batches and ranks it was cut into.
     """
 

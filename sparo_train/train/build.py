@@ -17,6 +17,7 @@ from ..engine.ddp import DdpEngine
 from ..engine.deepspeed import DeepSpeedEngine
 from ..engine.fsdp2 import Fsdp2Engine
 from ..engine.local import LocalEngine
+from ..models.vit_config import DROP_RANGE
 from ..objectives.clip import ClipObjective, ClipObjectiveConfig
 from ..objectives.dino import DinoObjective, DinoObjectiveConfig
 from .run import RunConfig
@@ -42,7 +43,8 @@ def build_pipeline(config: RunConfig, world: World = _ALONE) -> Pipeline:
 
 def _crops(objective: DinoObjectiveConfig, data: DataConfig) -> CropExamples:
     model = objective.model
-    return CropExamples(data, objective.crops, model.image_size, 2 * model.blocks if model.drop_path else 0)
+    paths = 2 * model.blocks if model.drop_path else 0
+    return CropExamples(data, objective.crops, model.image_size, paths, DROP_RANGE)
 
 
 def _pairs(objective: ClipObjectiveConfig, data: DataConfig) -> PairExamples:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from sparo_train.models.vit import Vit
+from sparo_train.models.vit_config import DROP_RANGE
 
 
 def schedule(base, final, epochs, per_epoch, warmup_epochs=0, start=0.0):
@@ -57,7 +58,7 @@ class Backbone(Vit):
                 out = run(x)
                 if drop is not None:
                     keep = 1 - rates[number]
-                    out = out.div(keep) * torch.floor(keep + drop[:, 2 * number + branch])[:, None, None]
+                    out = out.div(keep) * torch.floor(keep + drop[:, 2 * number + branch] / DROP_RANGE)[:, None, None]
                 x = x + out
         x = self.norm(x)
         return x[:, 0] if self.sparo is None else self.sparo.plain(x).flat()

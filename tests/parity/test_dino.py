@@ -1,8 +1,8 @@
 """DINO against a literal restatement of the official update, and its pieces against theirs."""
 
-import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from sparo_train.core.contracts import Progress
@@ -10,7 +10,7 @@ from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import OptimConfig, learning_rate, weight_decay
 from sparo_train.models.dino_head import DinoHead, DinoHeadConfig
 from sparo_train.models.vit import Vit
-from sparo_train.models.vit_config import VitConfig
+from sparo_train.models.vit_config import DROP_RANGE, VitConfig
 from sparo_train.objectives.dino import DinoObjective, DinoObjectiveConfig
 from sparo_train.objectives.distillation import distillation
 from tests.parity import official_dino as official
@@ -59,7 +59,7 @@ def batch(number, size=4, paths=0, generator=None):
         "local_crops": torch.randint(0, 256, (size, 3, 3, 16, 16), generator=g, dtype=torch.uint8),
     }
     if paths:
-        found["drop"] = torch.rand(size, 5, paths, generator=g)
+        found["drop"] = torch.randint(0, DROP_RANGE, (size, 5, paths), generator=g, dtype=torch.int32)
     return found
 
 
@@ -183,7 +183,8 @@ def test_decayed_parameters_are_the_official_ones():
 def test_the_last_block_for_cls_alone_is_exact():
     torch.manual_seed(0)
     model = Vit(config().model).double()
-    x, drop = torch.randn(3, 3, 32, 32, dtype=torch.float64), torch.rand(3, 6)
+    x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    drop = torch.randint(0, DROP_RANGE, (3, 6))
     tokens = model._run(model.embed(x), drop)
     assert torch.allclose(model(x, drop), model.norm(tokens)[:, 0], rtol=1e-12, atol=1e-13)
 
@@ -219,12 +220,24 @@ def test_probe_features_and_attention_are_the_official_ones():
     assert small.probe_features(torch.zeros(1, 3, 224, 224)).shape == (1, 5248)
 
 
+class Told(nn.Module):
+    """In place of a block: keeps what it is told to scale its branches with."""
+
+    def forward(self, x, scale, cls_only):
+        self.scale = scale
+        return x
+
+
 def test_drop_path_drops_whole_samples_at_the_official_rates():
     model = Vit(config().model.model_copy(update={"drop_path": 0.5}))
     assert torch.allclose(Vit(model.config).drop_rates, torch.tensor([0, 0, 0.25, 0.25, 0.5, 0.5]))
     x = torch.randn(1, 3, 32, 32)
-    kept, dropped = torch.ones(1, 6) * 0.999, torch.zeros(1, 6)
+    kept, dropped = torch.full((1, 6), DROP_RANGE - 1), torch.zeros(1, 6)
     assert not torch.allclose(model(x, kept), model(x))  # what is kept is scaled up
     assert not torch.allclose(model(x, dropped), model(x, kept))
-    u = torch.from_numpy(np.random.default_rng(0).random((20000, 6), dtype=np.float32))
-    assert torch.allclose((u < model.drop_rates).float().mean(0), model.drop_rates, atol=0.02)
+    numbers = torch.randint(0, DROP_RANGE, (4000, 6), generator=torch.Generator().manual_seed(0))
+    model.blocks = nn.ModuleList(Told() for _ in range(3))
+    model._run(torch.zeros(4000, 1, 1), numbers)
+    scales = torch.cat([block.scale for block in model.blocks], dim=1)
+    assert torch.allclose((scales == 0).float().mean(0), model.drop_rates, atol=0.04)
+    assert torch.allclose(scales.mean(0), torch.ones(6), atol=0.08)
