@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -32,6 +33,16 @@ def init_linears(module: nn.Module, kind: Literal["official", "xavier"]) -> None
             nn.init.trunc_normal_(part.weight, std=0.02)
 
 
+def _add(before: Tensor, x: Tensor, branch: Callable[[Tensor], Tensor], scale: Tensor | None) -> Tensor:
+    """`before + scale * branch(x)`; on a CPU, where it costs nothing to know them, only the kept samples go through."""
+    if scale is None:
+        return before + branch(x)
+    if x.device.type == "cpu":
+        kept = scale.nonzero().flatten()
+        return before.index_add(0, kept, (branch(x[kept]) * scale[kept, None, None]).to(before.dtype))
+    return torch.addcmul(before, branch(x).to(before.dtype), scale[:, None, None])
+
+
 class DropBlock(Block):
     """timm's block whose dropped paths are given from outside, so that they depend on the sample and on nothing else."""
 
@@ -42,19 +53,25 @@ class DropBlock(Block):
             scale: (B, 2), what the outputs of attention and MLP are multiplied with: 0 or 1/keep; None: 1.
             cls_only: compute the first token alone; the others are attended to all the same.
         """
-        read = self._first(self.norm1(x)) if cls_only else self.attn(self.norm1(x))
-        x = (x[:, :1] if cls_only else x) + (read if scale is None else read * scale[:, 0, None, None])
-        read = self.mlp(self.norm2(x))
-        return x + (read if scale is None else read * scale[:, 1, None, None])
+        attention = self._first if cls_only else self.attn
+        before = x[:, :1] if cls_only else x
+        x = _add(before, x, lambda t: attention(self.norm1(t)), None if scale is None else scale[:, 0])
+        return _add(x, x, lambda t: self.mlp(self.norm2(t)), None if scale is None else scale[:, 1])
 
     def _first(self, x: Tensor) -> Tensor:
         """Self-attention's output at the first token."""
         batch, length, width = x.shape
         attn: Any = self.attn
         weight, bias = attn.qkv.weight, attn.qkv.bias
-        query = F.linear(x[:, :1], weight[:width], bias[:width]).view(batch, 1, attn.num_heads, -1).transpose(1, 2)
+        query = (
+            F.linear(x[:, :1], weight[:width], bias[:width])
+            .view(batch, 1, attn.num_heads, attn.head_dim)
+            .transpose(1, 2)
+        )
         key, value = (
-            F.linear(x, weight[width:], bias[width:]).view(batch, length, 2, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
+            F.linear(x, weight[width:], bias[width:])
+            .view(batch, length, 2, attn.num_heads, attn.head_dim)
+            .permute(2, 0, 3, 1, 4)
         )
         read = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
         return attn.proj(read)
@@ -63,7 +80,9 @@ class DropBlock(Block):
         """(B, N, d) -> softmax(q k^T / sqrt(d)), (B, heads, N, N)."""
         batch, length, _ = x.shape
         attn: Any = self.attn
-        query, key, _ = attn.qkv(self.norm1(x)).view(batch, length, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, _ = (
+            attn.qkv(self.norm1(x)).view(batch, length, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4)
+        )
         return (query @ key.transpose(-2, -1) * attn.scale).softmax(-1)
 
 
