@@ -18,13 +18,15 @@ from PIL import Image
 from sparo_train.data.writer import write_shards, write_wds_layout
 from tests.processes import Started
 
+# Of every process that computes; two at once with two threads each would wait for each other on two cores.
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 WORDS = ["red", "blue", "green", "dark", "bright", "square", "circle", "plain"]
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-    torch.set_num_threads(2)
+    torch.set_num_threads(THREADS)
 
 
 def jpeg(seed: int, size: tuple[int, int] = (40, 36)) -> bytes:
@@ -152,8 +154,8 @@ def write_recipe(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
 
 
 def start_sparo(*arguments: str, cwd: Path | None = None, program: str | None = None, **environment: str) -> Started:
-    """`sparo …` (or a program around it) in a process of its own, on two threads."""
-    env = {**os.environ, "OMP_NUM_THREADS": "2", **environment}
+    """`sparo …` (or a program around it) in a process of its own."""
+    env = {**os.environ, "OMP_NUM_THREADS": str(THREADS), **environment}
     return Started(arguments, env, cwd, program)
 
 

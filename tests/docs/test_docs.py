@@ -14,6 +14,7 @@ from launch.scoring import tasks_for
 from sparo_train.core.errors import ConfigError
 from sparo_train.train.dry import dry_run
 from sparo_train.train.run import load_run
+from tests.conftest import THREADS
 from tests.unit.test_making import modules, write_idx_files  # noqa: F401  modules: the fixture with a small node_modules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +82,7 @@ def sandbox(tmp_path, modules, monkeypatch):  # noqa: F811
         (package / "package.json").write_text("{}")
     (modules / "emojibase-data/package.json").write_text("{}")
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", str(THREADS))
     folder = tmp_path / "checkout"
     folder.mkdir()
     write_idx_files(folder / "fashion")
