@@ -34,10 +34,10 @@ def init_linears(module: nn.Module, kind: Literal["official", "xavier"]) -> None
 
 
 def _add(before: Tensor, x: Tensor, branch: Callable[[Tensor], Tensor], scale: Tensor | None) -> Tensor:
-    """`before + scale * branch(x)`; on a CPU, where it costs nothing to know them, only the kept samples go through."""
+    """`before + scale * branch(x)`; in training on a CPU, where it costs nothing to know them, only kept samples go through."""
     if scale is None:
         return before + branch(x)
-    if x.device.type == "cpu":
+    if x.device.type == "cpu" and torch.is_grad_enabled():
         kept = scale.nonzero().flatten()
         return before.index_add(0, kept, (branch(x[kept]) * scale[kept, None, None]).to(before.dtype))
     return torch.addcmul(before, branch(x).to(before.dtype), scale[:, None, None])
