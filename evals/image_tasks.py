@@ -19,7 +19,7 @@ from sparo_train.data.transforms import eval_pixels, random_resized_crop_box, re
 from sparo_train.train.eval_config import KnnTaskConfig, LinearTaskConfig
 
 from .encoders import DinoEncoder, Encoder
-from .labelled import LabelledImages, batched, loader
+from .labelled import LabelledImages, batched, read_batches
 from .results import Result
 from .tasks import knn, linear
 
@@ -84,7 +84,7 @@ def run_linear(encoder: DinoEncoder, task: LinearTaskConfig, ranks: Ranks) -> Re
             return
         train.transform = partial(_augmented, encoder.image_size, (task.seed, epoch))
         own = [numbers[ranks.rank :: ranks.size] for numbers in whole]
-        read = iter(loader(train, [mine for mine in own if mine], task.workers))
+        read = read_batches(train, [mine for mine in own if mine], task.workers)
         for numbers, mine in zip(whole, own, strict=True):
             if not mine:  # a last batch smaller than the number of ranks
                 yield held.encodings[:0].to(encoder.device), held.labels[:0].to(encoder.device), len(numbers)
@@ -137,7 +137,7 @@ def _encoded(
     """This rank's share of a data set, encoded on the encoder's device, with labels, some thousand at a time."""
     numbers = batched(list(range(*_share(images, ranks))), _BATCH)
     found: list[tuple[Tensor, Tensor]] = []
-    for count, (pixels, labels) in enumerate(loader(images, numbers, workers), 1):
+    for count, (pixels, labels) in enumerate(read_batches(images, numbers, workers), 1):
         found.append((encode(pixels), labels))
         if count % _AT_ONCE == 0 or count == len(numbers):
             encodings, answers = (torch.cat(parts) for parts in zip(*found, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.signals import ignore_in_worker
@@ -37,7 +37,7 @@ class LabelledImages(Dataset[tuple[Tensor, int]]):
     def __init__(self, place: str, transform: Transform, key: str):
         as_folder = Path(place).is_dir() and not any(Path(place).glob("*.tar"))
         config = SourceConfig(folder=place) if as_folder else SourceConfig(shards=place, image_keys=IMAGE_KEYS)
-        self.source, self.transform, self.key = open_source(key, config), transform, key
+        self.source, self.transform, self.key = open_source(key, config, block="eval.tasks"), transform, key
         self._ends = np.cumsum([len(index) for index in self.source.indexes])
         broken = self.source.broken()
         if broken:
@@ -61,16 +61,39 @@ class LabelledImages(Dataset[tuple[Tensor, int]]):
         return torch.from_numpy(np.array(self.transform(image, number))).permute(2, 0, 1), int(fields["cls"])
 
 
-def loader(images: LabelledImages, numbers: list[list[int]], workers: int) -> DataLoader[Any]:
-    """Batches (pixels (b, 3, S, S) uint8, labels (b,)) of these numbers, in order."""
-    return DataLoader(
-        images,
+def read_batches(images: LabelledImages, numbers: list[list[int]], workers: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches (pixels (b, 3, S, S) uint8, labels (b,)) of these numbers, in order; raises DataError as `images` does."""
+    loader: DataLoader[Any] = DataLoader(
+        _Told(images),
         batch_sampler=numbers,
         num_workers=workers,
+        collate_fn=_collated,
         multiprocessing_context="fork" if workers else None,
         worker_init_fn=_start_worker,
         generator=torch.Generator(),
     )
+    for batch in loader:
+        if isinstance(batch, DataError):
+            raise batch
+        yield batch
+
+
+class _Told(Dataset[Any]):
+    """Images whose errors are delivered, not raised: torch would bury the message in a worker's traceback."""
+
+    def __init__(self, images: LabelledImages):
+        self.images = images
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int] | DataError:
+        try:
+            return self.images[number]
+        except DataError as error:
+            return error
+
+
+def _collated(rows: list[Any]) -> Any:
+    errors = [row for row in rows if isinstance(row, DataError)]
+    return errors[0] if errors else default_collate(rows)
 
 
 def batched(numbers: list[int], size: int) -> list[list[int]]:

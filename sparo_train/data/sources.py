@@ -124,9 +124,9 @@ def find_shards(pattern: str | tuple[str, ...], key: str = "shards") -> list[str
     return list(dict.fromkeys(found))
 
 
-def open_source(name: str, config: SourceConfig, write_beside: bool = False) -> Source:
-    """Find and index the shards of a source (16 at a time), or the images of its folder."""
-    key = f"data.sources.{name}"
+def open_source(name: str, config: SourceConfig, write_beside: bool = False, block: str = "data.sources") -> Source:
+    """Find and index the shards of a source (16 at a time), or the images of its folder; `block` is where the recipe names it."""
+    key = f"{block}.{name}"
     if config.folder is not None:
         parts = open_folder(config.folder, f"{key}.folder")
         return Source(name, config, [f"{config.folder}#{i}" for i in range(len(parts))], parts)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evals.labelled import LabelledImages
+from evals.labelled import LabelledImages, batched, read_batches
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.data.crops import CropExamples, CropsConfig
@@ -90,3 +90,6 @@ def test_labelled_images_come_in_a_fixed_order_and_say_what_is_wrong(folder, tmp
     broken = LabelledImages(str(folder), untouched, "train")
     with pytest.raises(DataError, match="bad image"):
         [broken[i] for i in range(24)]
+    with pytest.raises(DataError) as told:
+        list(read_batches(broken, batched(list(range(24)), 6), workers=1))
+    assert "bad image" in str(told.value) and "Traceback" not in str(told.value)
