@@ -1,7 +1,5 @@
 """DINO runs killed, stopped and continued: student, teacher, centre and schedules to the bit."""
 
-import time
-
 import pytest
 
 from launch.training import train
@@ -9,7 +7,7 @@ from sparo_train.core import metrics, store
 from sparo_train.core.errors import ConfigError
 from tests.conftest import dino_recipe, sparo, start_sparo
 from tests.resume.test_ranks import finish, start_ranks
-from tests.resume.test_training import assert_bit_equal, run
+from tests.resume.test_training import assert_bit_equal, kill_behind, run
 
 
 def test_kill_minus_nine_loses_nothing(shards, tmp_path, write_recipe):
@@ -19,14 +17,7 @@ def test_kill_minus_nine_loses_nothing(shards, tmp_path, write_recipe):
     assert {"center", "teacher.head.last_layer.weight_v", "student.backbone.sparo.q_emb"} <= state.keys()
     recipe = write_recipe(dino_recipe(shards, tmp_path / "killed"))
     folder = tmp_path / "killed/dino"
-    process = start_sparo("train", str(recipe))
-    while process.poll() is None:
-        records = metrics.read(folder / "metrics.jsonl", "train")
-        if records and records[-1]["step"] >= 5:
-            process.kill()
-            break
-        time.sleep(0.01)
-    process.communicate()
+    kill_behind(start_sparo("train", str(recipe)), folder, 5)
     done = sparo("train", str(recipe))
     assert done.returncode == 0, done.stderr
     assert_bit_equal(folder, straight.folder)

@@ -39,6 +39,17 @@ def assert_bit_equal(a: Path, b: Path, step: int = 12) -> None:
     assert losses[0] == losses[1] and [s for s, *_ in losses[0]] == list(range(1, step + 1))
 
 
+def kill_behind(process, folder: Path, step: int) -> None:
+    """`kill -9` once the run has logged this step, unless it ends before."""
+    while process.poll() is None:
+        records = metrics.read(folder / "metrics.jsonl", "train")
+        if records and records[-1]["step"] >= step:
+            process.kill()
+            break
+        time.sleep(0.01)
+    process.communicate()
+
+
 def run(tree) -> RunConfig:
     return resolve(RunConfig, tree, "test")
 
@@ -57,13 +68,7 @@ def test_kill_minus_nine_at_any_step_loses_nothing(shards, tmp_path, straight, w
     rng = random.Random(int(os.environ.get("SPARO_TEST_SEED", "0")))
     for kill_at in sorted(rng.sample(range(1, 12), 2)):
         process = start_sparo("train", str(recipe))
-        while process.poll() is None:
-            records = metrics.read(folder / "metrics.jsonl", "train")
-            if records and records[-1]["step"] >= kill_at:
-                process.kill()
-                break
-            time.sleep(0.01)
-        process.communicate()
+        kill_behind(process, folder, kill_at)
     done = sparo("train", str(recipe))
     assert done.returncode == 0, done.stderr
     assert_bit_equal(folder, straight)
