@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
+from sparo_train.core.contracts import Progress
 from sparo_train.core.rundir import environment, machine_name
 from sparo_train.data.writer import write_shards
+from sparo_train.engine.local import LocalEngine
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -32,6 +35,18 @@ def interleave(ours: Callable[[], float], theirs: Callable[[], float], rounds: i
     """(ours, theirs) per round, taken in turn after one unmeasured call of each; machines drift, neighbours in time less."""
     ours(), theirs()
     return [(ours(), theirs()) for _ in range(rounds)]
+
+
+def training_step(engine: LocalEngine, data: dict[str, torch.Tensor], progress: Progress) -> Callable[[], None]:
+    """Forward, backward and optimizer step of a prepared engine, until the device is done."""
+
+    def run() -> None:
+        engine.backward(engine.forward(data, progress, last=True).total, last=True)
+        engine.step(progress)
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return run
 
 
 def seconds(call: Callable[[], Any]) -> float:

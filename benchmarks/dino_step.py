@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import timm
 import torch
-from common import interleave, parser, report, row, seconds
+from common import interleave, parser, report, row, seconds, training_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -42,15 +42,7 @@ def our_step(batch: int, sparo: bool, device: str) -> Callable[[], None]:
     engine.prepare(DinoObjective(DinoObjectiveConfig.model_validate(tree)))
     blocks = 11 if sparo else 12
     data = {**crops(batch), "drop": torch.randint(0, DROP_RANGE, (batch, GLOBALS + LOCALS, 2 * blocks))}
-    progress = Progress(1000, 10000, 0, 100)
-
-    def run() -> None:
-        engine.backward(engine.forward(data, progress, last=True).total, last=True)
-        engine.step(progress)
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    return run
+    return training_step(engine, data, Progress(1000, 10000, 0, 100))
 
 
 class Official(nn.Module):

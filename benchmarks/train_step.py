@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import open_clip
 import torch
-from common import interleave, parser, report, row, seconds
+from common import interleave, parser, report, row, seconds, training_step
 
 from sparo_train.core.contracts import Progress
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
@@ -34,7 +34,7 @@ def tokens(batch: int, longest: int) -> torch.Tensor:
     return text
 
 
-def our_step(batch: int, bf16: bool, cut: bool, device: str) -> Callable[[], None]:
+def our_step(batch: int, bf16: bool, cut: bool) -> Callable[[], None]:
     torch.manual_seed(0)
     config = ClipObjectiveConfig(
         model=ClipConfig.model_validate({"backbone": "ViT-B-32", "readout": {"kind": "sparo"}})
@@ -46,15 +46,7 @@ def our_step(batch: int, bf16: bool, cut: bool, device: str) -> Callable[[], Non
         "image": torch.randint(0, 255, (batch, 3, 224, 224), dtype=torch.uint8),
         "text": text[:, :24].clone() if cut else text,
     }
-    progress = Progress(0, 100, 0)
-
-    def run() -> None:
-        engine.backward(engine.forward(data, progress, last=True).total, last=True)
-        engine.step(progress)
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    return run
+    return training_step(engine, data, Progress(0, 100, 0))
 
 
 def their_step(batch: int, bf16: bool, cut: bool, device: str) -> Callable[[], None]:
@@ -98,7 +90,7 @@ def main() -> None:
     cases = [(True, False, 1.05)] + ([] if options.quick else [(True, True, None), (False, False, 1.05)])
     rows = []
     for bf16, cut, bar in cases:
-        ours, theirs = our_step(batch, bf16, cut, device), their_step(batch, bf16, cut, device)
+        ours, theirs = our_step(batch, bf16, cut), their_step(batch, bf16, cut, device)
         pairs = interleave(
             lambda f=ours: batch / seconds(f), lambda f=theirs: batch / seconds(f), 3 if options.quick else 7
         )
