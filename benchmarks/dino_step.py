@@ -3,8 +3,9 @@
     python benchmarks/dino_step.py [--quick] [--json FILE]
 
 Theirs: timm's ViT-S/16 (12 blocks, drop path 0.1), the loss as a double loop over teacher and student crops, per-parameter
-clipping and EMA loops, one backbone pass per resolution, head run once. The second row gives them SPARO as Appendix A
-writes it in place of the last block; the third gives us plain DINO. bf16 on a GPU, fp32 on a CPU.
+clipping and EMA loops, one backbone pass per resolution, head run once; attention as vision_transformer.py writes it (two
+products around a softmax). The second row gives them torch's fused attention, the third SPARO too, as Appendix A writes
+it in place of the last block; the fourth gives us plain DINO. bf16 on a GPU, fp32 on a CPU; our attention is fused.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def our_step(batch: int, sparo: bool, device: str) -> Callable[[], None]:
     torch.manual_seed(0)
     tree = {"kind": "dino", "model": {"arch": "vit_small", "readout": {"kind": "sparo" if sparo else "cls"}}}
     engine = LocalEngine(
-        LocalEngineConfig(precision="bf16" if device == "cuda" else "fp32"),
+        LocalEngineConfig(precision="bf16" if device == "cuda" else "fp32", attention="fused"),
         OptimConfig(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.04, clip_grad_norm=3.0, clip_per="tensor"),
     )
     engine.prepare(DinoObjective(DinoObjectiveConfig.model_validate(tree)))
@@ -48,7 +49,7 @@ def our_step(batch: int, sparo: bool, device: str) -> Callable[[], None]:
 class Official(nn.Module):
     """Backbone and head of an official student or teacher."""
 
-    def __init__(self, sparo: bool, drop_path: float):
+    def __init__(self, sparo: bool, fused: bool, drop_path: float):
         super().__init__()
         self.backbone = timm.create_model(
             "vit_small_patch16_224",
@@ -57,6 +58,8 @@ class Official(nn.Module):
             dynamic_img_size=True,
             depth=11 if sparo else 12,
         )
+        for block in self.backbone.blocks:
+            block.attn.fused_attn = fused
         self.sparo = Sparo(384, 64, 64) if sparo else None
         width = 4096 if sparo else 384
         self.mlp = nn.Sequential(
@@ -74,9 +77,9 @@ class Official(nn.Module):
         return self.last_layer(F.normalize(self.mlp(torch.cat(found)), dim=-1))
 
 
-def their_step(batch: int, sparo: bool, device: str) -> Callable[[], None]:
+def their_step(batch: int, sparo: bool, fused: bool, device: str) -> Callable[[], None]:
     torch.manual_seed(0)
-    student, teacher = Official(sparo, 0.1).to(device), Official(sparo, 0.0).to(device)
+    student, teacher = Official(sparo, fused, 0.1).to(device), Official(sparo, fused, 0.0).to(device)
     teacher.load_state_dict(student.state_dict())
     teacher.requires_grad_(False)
     decayed = [p for n, p in student.named_parameters() if not (n.endswith(".bias") or p.ndim == 1) and p.requires_grad]
@@ -130,12 +133,16 @@ def main() -> None:
     options = parser(__doc__).parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     batch = 64 if device == "cuda" else 4
-    cases = [("DINO+SPARO (ours) / DINO", True, False, 1.1)]
+    cases = [("DINO+SPARO (ours) / DINO", True, False, False, 1.1)]
     if not options.quick:
-        cases += [("DINO+SPARO / DINO+SPARO as in Appendix A", True, True, 1.1), ("DINO / DINO", False, False, None)]
+        cases += [
+            ("DINO+SPARO / DINO, fused attention", True, False, True, None),
+            ("DINO+SPARO / DINO+SPARO, fused attention", True, True, True, None),
+            ("DINO / DINO", False, False, False, None),
+        ]
     rows = []
-    for label, ours_sparo, theirs_sparo, bar in cases:
-        ours, theirs = our_step(batch, ours_sparo, device), their_step(batch, theirs_sparo, device)
+    for label, ours_sparo, theirs_sparo, fused, bar in cases:
+        ours, theirs = our_step(batch, ours_sparo, device), their_step(batch, theirs_sparo, fused, device)
         pairs = interleave(
             lambda f=ours: batch / seconds(f), lambda f=theirs: batch / seconds(f), 2 if options.quick else 5
         )
