@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
@@ -30,7 +31,8 @@ def load_encoder(checkpoint: str | Path, model: str | None = None, device: str =
     Args:
         checkpoint: a run folder (its newest checkpoint), one of its `checkpoints/step-…` folders, an exported open_clip
             folder, a .pt/.safetensors file (ours, sparo-clip's, open_clip's, DINO's with teacher and student or with a
-            backbone alone), a DeepSpeed ZeRO folder, or `pixels:SIZE`, the images themselves.
+            backbone alone), a DeepSpeed ZeRO folder; `open_clip:NAME@FILE-or-tag`, `timm:NAME@FILE`, `hf:FOLDER`;
+            or `pixels:SIZE`, the images themselves.
         model: for a file: an open_clip model name, ours included (`ViT-B-32-quickgelu`, `gap-ViT-B-16`), or for DINO's
             `vit_tiny`, `vit_small`, `vit_base`; default: what the file says of itself, else what its shapes tell (then
             `assumed` says what was taken for granted).
@@ -38,9 +40,9 @@ def load_encoder(checkpoint: str | Path, model: str | None = None, device: str =
     Raises:
         CheckpointError: nothing there that we can read.
     """
-    path = Path(checkpoint)
-    if str(checkpoint).startswith("pixels:"):
-        return _pixels(str(checkpoint)).to(device)
+    path, (scheme, colon, rest) = Path(checkpoint), str(checkpoint).partition(":")
+    if colon and scheme in SCHEMES:
+        return SCHEMES[scheme](rest).to(device)
     if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
         encoder = _from_run(path)
     elif (path / "open_clip_config.json").is_file():
@@ -132,7 +134,38 @@ def _named(name: str) -> ClipConfig:
 
 
 def _pixels(text: str) -> Encoder:
-    size = text.partition(":")[2]
-    if not size.isdigit() or not int(size):
-        raise ConfigError(f"{text}: write pixels:SIZE, as in pixels:28")
-    return PixelEncoder(int(size))
+    if not text.isdigit() or not int(text):
+        raise ConfigError(f"pixels:{text}: write pixels:SIZE, as in pixels:28")
+    return PixelEncoder(int(text))
+
+
+def _open_clip(text: str) -> Encoder:
+    from .foreign import OpenClipEncoder  # wraps open_clip's builders: only where it is asked for
+
+    name, at, weights = text.partition("@")
+    if not at:
+        raise ConfigError(
+            f"open_clip:{text}: write open_clip:NAME@FILE or open_clip:NAME@TAG, as in open_clip:ViT-B-32@openai"
+        )
+    return OpenClipEncoder(name, weights)
+
+
+def _timm(text: str) -> Encoder:
+    from .foreign import from_timm
+
+    name, _, weights = text.partition("@")
+    return from_timm(name, weights)
+
+
+def _huggingface(text: str) -> Encoder:
+    from .foreign import from_huggingface
+
+    return from_huggingface(text)
+
+
+SCHEMES: dict[str, Callable[[str], Encoder]] = {
+    "pixels": _pixels,
+    "open_clip": _open_clip,
+    "timm": _timm,
+    "hf": _huggingface,
+}

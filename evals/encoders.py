@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Literal, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparo_train.core.errors import ConfigError
 from sparo_train.data.text import ClipTokenizer
 from sparo_train.models.clip import Clip
 from sparo_train.models.clip_config import OPENAI_MEAN, OPENAI_STD
@@ -19,7 +23,12 @@ from sparo_train.models.vit_config import IMAGENET_MEAN, IMAGENET_STD
 from sparo_train.objectives.clip import ClipObjective
 from sparo_train.objectives.dino import DinoObjective
 
+from .pixels import Pixels
+from .sets.base import Transform
+
+Precision = Literal["fp32", "bf16", "fp16"]
 _BATCH = 256
+_AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Encoder(ABC):
@@ -29,9 +38,15 @@ class Encoder(ABC):
         model: it is put into eval mode and not changed otherwise.
         mean, std: per-channel normalisation of pixels in 0..1.
         label: where it came from.
+
+    `transform`: an image to what `encode` takes.  `slots`: L of (L, V) encodings that are flattened, else 1.
+    `precision`: bf16 and fp16 run the model under autocast; encodings are fp32 always.
     """
 
     image_size: int
+    transform: Transform
+    slots = 1
+    precision: Precision = "fp32"
 
     def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float], label: str = ""):
         self.model, self.label = model.eval(), label
@@ -65,9 +80,27 @@ class Encoder(ABC):
     def width(self) -> int:
         """Numbers in one encoding."""
 
+    @property
+    @abstractmethod
+    def architecture(self) -> str:
+        """What the weights are the weights of, in words or JSON: part of what stored features belong to."""
+
     @abstractmethod
     def encode(self, pixels: Tensor) -> Tensor:
         """(n, 3, S, S) uint8 -> fp32 (n, D) on the encoder's device."""
+
+    @cached_property
+    def weights(self) -> str:
+        """Hex SHA-256 over all parameters and buffers, whatever file they came from."""
+        return weights_sha256(self.model.state_dict())
+
+    def resized(self, resize: int | None) -> Transform:
+        """`transform` with another resize of the shortest side before the middle is cut out; None: as it is."""
+        if resize is None:
+            return self.transform
+        if not isinstance(self.transform, Pixels):
+            raise ConfigError(f"resize={resize}: {self.label} has a transform of its own; leave resize away")
+        return Pixels(self.image_size, resize)
 
     @staticmethod
     def stacked(rows: Sequence[np.ndarray]) -> Tensor:
@@ -78,8 +111,34 @@ class Encoder(ABC):
         """(n, 3, S, S) uint8 to what the model takes."""
         return pixels.to(self.device).float().div(255).sub(self.mean).div(self.std)
 
+    def stored(self) -> tuple[Encoder, Callable[[Tensor], Tensor] | None]:
+        """The encoder whose encodings are worth keeping, and what makes this one's of them (None: they are the same)."""
+        return self, None
 
-class ClipEncoder(Encoder):
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context in which the model runs."""
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, _AMP[self.precision])
+
+
+class TextEncoder(ABC):
+    """What an `Encoder` with a text tower also is."""
+
+    label: str
+    precision: Precision
+
+    @property
+    @abstractmethod
+    def text_weights(self) -> str:
+        """Identity of the text tower: weights and architecture."""
+
+    @abstractmethod
+    def text(self, captions: Sequence[str]) -> Tensor:
+        """Unit-norm fp32 encodings (n, D) on the CPU, in the space of the images."""
+
+
+class ClipEncoder(Encoder, TextEncoder):
     """Any of our CLIP models; encodings have norm one."""
 
     model: Clip
@@ -90,26 +149,39 @@ class ClipEncoder(Encoder):
         super().__init__(model, mean, std, label)
         self.tokenizer = ClipTokenizer(model.config.text.context_length)
         self.image_size, self._width = model.config.vision.image_size, model.config.width
+        self.transform = Pixels(self.image_size, self.image_size)
+        readout = model.config.readout
+        self.slots = readout.slots if readout.kind == "sparo" else 1
 
     @property
     def width(self) -> int:
         return self._width
 
-    @torch.inference_mode()
-    def encode(self, pixels: Tensor) -> Tensor:
-        return self.model.encode_image(self.normalised(pixels), normalize=True).float()
+    @property
+    def architecture(self) -> str:
+        return self.model.config.model_dump_json()
+
+    @property
+    def text_weights(self) -> str:
+        return self._text_weights
+
+    @cached_property
+    def _text_weights(self) -> str:
+        return text_identity(self.model.state_dict(), self.architecture)
 
     @torch.inference_mode()
+    def encode(self, pixels: Tensor) -> Tensor:
+        with self.autocast():
+            return self.model.encode_image(self.normalised(pixels), normalize=True).float()
+
     def text(self, captions: Sequence[str], batch: int = _BATCH) -> Tensor:
-        """Unit-norm fp32 encodings (n, D); each distinct caption is encoded once."""
-        distinct = sorted(set(captions), key=lambda c: (len(c), c))
-        parts = []
-        for begin in range(0, len(distinct), batch):
-            tokens = self.tokenizer.batch(distinct[begin : begin + batch])
-            tokens = tokens[:, : int(tokens.argmax(dim=1).max()) + 1]  # exact under the causal mask
-            parts.append(self.model.encode_text(tokens.to(self.device), normalize=True).float().cpu())
-        where = {caption: i for i, caption in enumerate(distinct)}
-        return torch.cat(parts)[[where[c] for c in captions]]
+        """Unit-norm fp32 encodings (n, D); each distinct caption is encoded once, among others of its length."""
+        return encode_texts(captions, self.tokenizer.batch, self._texts, batch)
+
+    @torch.inference_mode()
+    def _texts(self, tokens: Tensor) -> Tensor:
+        with self.autocast():
+            return self.model.encode_text(tokens.to(self.device), normalize=True)
 
     @torch.inference_mode()
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
@@ -133,19 +205,28 @@ class DinoEncoder(Encoder):
     ):
         super().__init__(model, mean, std, label)
         self.image_size = model.config.image_size
+        self.transform = Pixels(self.image_size, round(self.image_size * 256 / 224))
+        readout = model.config.readout
+        self.slots = readout.slots if readout.kind == "sparo" else 1
 
     @property
     def width(self) -> int:
         return self.model.config.out_width
 
+    @property
+    def architecture(self) -> str:
+        return self.model.config.model_dump_json()
+
     @torch.inference_mode()
     def encode(self, pixels: Tensor) -> Tensor:
-        return self.model(self.normalised(pixels)).float()
+        with self.autocast():
+            return self.model(self.normalised(pixels)).float()
 
     @torch.no_grad()  # a probe is trained on these, which inference tensors do not allow
     def probe(self, pixels: Tensor, n: int = 4, avgpool: bool = False) -> Tensor:
         """What DINO's linear probe reads, see `Vit.probe_features`; (n, 3, S, S) uint8 -> fp32 (n, width)."""
-        return self.model.probe_features(self.normalised(pixels), n, avgpool).float()
+        with self.autocast():
+            return self.model.probe_features(self.normalised(pixels), n, avgpool).float()
 
     @torch.inference_mode()
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
@@ -163,11 +244,19 @@ class PixelEncoder(Encoder):
 
     def __init__(self, size: int = 28):
         super().__init__(nn.Linear(1, 1), (0.0,) * 3, (1.0,) * 3, f"pixels:{size}")
-        self.image_size = size
+        self.image_size, self.transform = size, Pixels(size, size)
 
     @property
     def width(self) -> int:
         return 3 * self.image_size**2
+
+    @property
+    def architecture(self) -> str:
+        return self.label
+
+    @cached_property
+    def weights(self) -> str:
+        return "none"
 
     def encode(self, pixels: Tensor) -> Tensor:
         return self.normalised(pixels).flatten(1)
@@ -179,3 +268,47 @@ def from_objective(objective: nn.Module) -> Encoder:
         return DinoEncoder(objective.teacher.backbone, objective.config.mean, objective.config.std)
     assert isinstance(objective, ClipObjective)
     return ClipEncoder(objective.model, objective.config.mean, objective.config.std)
+
+
+def encode_texts(
+    captions: Sequence[str],
+    tokenize: Callable[[list[str]], Tensor],
+    encode: Callable[[Tensor], Tensor],
+    batch: int = _BATCH,
+    cut: bool = True,
+) -> Tensor:
+    """Unit-norm fp32 encodings (n, D) on the CPU, each distinct caption encoded once, the batches sorted by length.
+
+    Args:
+        tokenize: texts to ids (n, N) whose largest id is EOT.
+        cut: shorten a batch behind its last EOT, which is exact where attention is causal and EOT is what is read.
+    """
+    distinct = sorted(set(captions))
+    tokens = tokenize(distinct)
+    lengths = tokens.argmax(dim=1) + 1
+    order = lengths.argsort(stable=True) if cut else torch.arange(len(distinct))
+    parts = []
+    for rows in order.split(batch):
+        length = int(lengths[rows].max()) if cut else tokens.shape[1]
+        parts.append(nn.functional.normalize(encode(tokens[rows, :length]).float(), dim=-1).cpu())
+    found = torch.cat(parts)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order))
+    where = {caption: int(i) for caption, i in zip(distinct, place, strict=True)}
+    return found[[where[c] for c in captions]]
+
+
+def weights_sha256(tensors: Mapping[str, Tensor], keep: Callable[[str], bool] = lambda name: True) -> str:
+    """Hex SHA-256 over names, dtypes, shapes and values."""
+    digest = hashlib.sha256()
+    for name in filter(keep, sorted(tensors)):
+        t = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode())
+        digest.update(t.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def text_identity(tensors: Mapping[str, Tensor], architecture: str) -> str:
+    """Of a CLIP's text side: all weights outside `visual.`, logit scale and bias left away, and the architecture."""
+    found = weights_sha256(tensors, lambda n: not n.startswith(("visual.", "logit_")))
+    return hashlib.sha256(f"{found}\n{architecture}".encode()).hexdigest()

@@ -1,16 +1,23 @@
-"""One result: metrics with n, an interval on the headline, and the chance level."""
+"""One result: metrics with n, intervals, the chance level, the options that decided it, and what was predicted."""
 
 from __future__ import annotations
 
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
+
+DRAWS = 2000
+_AT_ONCE = 2**24  # numbers of a bootstrap that are held at once
+
 
 class Result(NamedTuple):
     """A scored task.
 
     metrics: fractions in 0..1 by name.  headline: the metric to show first.  n: items behind it.
-    interval: Wilson 95 % interval of the headline.  chance: its value for random guessing.
+    chance: its value for random guessing.  intervals: 95 % by metric; the headline's is Wilson's where none is given.
+    options: what the papers leave open, as it was decided here.  counts: what else there is to know, in samples.
+    predictions: arrays with one row per sample.  keys: the samples' names, in their order.  data: the set's identity (SHA-256).
     """
 
     task: str
@@ -18,6 +25,12 @@ class Result(NamedTuple):
     headline: str
     metrics: dict[str, float]
     chance: float
+    intervals: dict[str, tuple[float, float]] = {}  # noqa: RUF012  never written to
+    options: dict[str, Any] = {}  # noqa: RUF012
+    counts: dict[str, int] = {}  # noqa: RUF012
+    predictions: dict[str, np.ndarray] = {}  # noqa: RUF012
+    keys: tuple[str, ...] = ()
+    data: str = ""
 
     @property
     def value(self) -> float:
@@ -25,10 +38,20 @@ class Result(NamedTuple):
 
     @property
     def interval(self) -> tuple[float, float]:
-        return wilson(self.value, self.n)
+        return self.intervals.get(self.headline) or wilson(self.value, self.n)
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> Result:
+        """What `as_dict` gave; predictions and keys are not in it."""
+        known = {name: value for name, value in found.items() if name in cls._fields}
+        return cls(**{**known, "intervals": {name: tuple(v) for name, v in known.get("intervals", {}).items()}})
 
     def as_dict(self) -> dict[str, Any]:
-        return {**self._asdict(), "interval": list(self.interval)}
+        """All but the predictions and their keys, as JSON takes it."""
+        intervals = {name: list(found) for name, found in self.intervals.items()}
+        out = {**self._asdict(), "intervals": intervals, "interval": list(self.interval)}
+        del out["predictions"], out["keys"]
+        return out
 
 
 def wilson(p: float, n: int, z: float = 1.959964) -> tuple[float, float]:
@@ -38,3 +61,27 @@ def wilson(p: float, n: int, z: float = 1.959964) -> tuple[float, float]:
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def bootstrap(sums: np.ndarray, counts: np.ndarray, draws: int = DRAWS, seed: int = 0) -> np.ndarray:
+    """Ratios of means under resampling of clusters with replacement: (draws, M).
+
+    Args:
+        sums: (n, M), each cluster's sum of M metrics.  counts: (n, M), the items behind each.
+    """
+    rng, n = np.random.default_rng(seed), len(sums)
+    table, out = np.concatenate([sums, counts], axis=1).astype(np.float64), []
+    step = max(1, _AT_ONCE // max(1, n))
+    for begin in range(0, draws, step):
+        size = min(step, draws - begin)
+        picked = rng.integers(0, n, (size, n)) + n * np.arange(size)[:, None]
+        weights = np.bincount(picked.ravel(), minlength=size * n).reshape(size, n)
+        total = weights @ table
+        out.append(total[:, : sums.shape[1]] / np.maximum(total[:, sums.shape[1] :], 1))
+    return np.concatenate(out)
+
+
+def percentiles(draws: np.ndarray) -> tuple[float, float]:
+    """The middle 95 per cent of draws."""
+    low, high = np.percentile(draws, [2.5, 97.5])
+    return float(low), float(high)

@@ -9,17 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-import torch
 import typer
 from rich.markup import escape
 
 from sparo_train import __version__
-from sparo_train.core.distributed import Ranks, find_world, started
+from sparo_train.core.distributed import started
 from sparo_train.core.errors import SparoError, StoppedError
 from sparo_train.train.run import load_run
 
-from . import data_cli, launch_cli
-from .view import console, out, results_table
+from . import data_cli, eval_cli, launch_cli
+from .view import console, out
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -29,6 +28,7 @@ app = typer.Typer(
 )
 app.add_typer(data_cli.app, name="data")
 app.add_typer(launch_cli.app, name="launch")
+app.add_typer(eval_cli.app, name="eval")
 
 Recipe = Annotated[Path, typer.Argument(help="a YAML recipe, e.g. configs/clip/scenes_tiny.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key.path=value …")]
@@ -51,45 +51,6 @@ def train(
     from .training import train as run
 
     exit_if_stopped(run(config))
-
-
-@app.command("eval")
-def evaluate(
-    checkpoints: Annotated[
-        list[str], typer.Argument(help="run folders, checkpoint folders, exported folders, weight files, pixels:SIZE")
-    ],
-    tasks: Annotated[str | None, typer.Option(help="comma-separated task names (default: all)")] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="YAML with `tasks:` as under a recipe's eval (default: the run's own)")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="for weight files: a model name, e.g. gap-ViT-B-16")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="also write the results here")] = None,
-    latest: Annotated[bool, typer.Option(help="also write a run folder's evals/latest.json")] = True,
-) -> None:
-    """Score checkpoints and print one table. Under torchrun the ranks share k-NN and linear probes."""
-    from .scoring import evaluate_checkpoint, tasks_for, write_results
-
-    known = {checkpoint: tasks_for(checkpoint, data) for checkpoint in checkpoints}
-    ranks = Ranks(find_world(), "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", 3600.0)
-    results = {}
-    for checkpoint in checkpoints:
-        with console.status(f"{checkpoint}: loading") as status:
-            name = Path(checkpoint).name
-            results[name if name not in results else checkpoint] = evaluate_checkpoint(
-                checkpoint,
-                known[checkpoint],
-                tasks.split(",") if tasks else None,
-                model,
-                ranks,
-                lambda task, c=checkpoint, s=status: s.update(f"{c}: {task}"),
-                lambda text: console.print(text, highlight=False) if ranks.rank == 0 else None,
-                latest,
-            )
-    if ranks.rank == 0:
-        out.print(results_table(results, "per cent, 95 % intervals"))
-        if json_file:
-            write_results(json_file, {}, {f"{c}/{t}": r for c, by_task in results.items() for t, r in by_task.items()})
-    ranks.close()
 
 
 @app.command()

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from evals.checkpoints import load_encoder
-from evals.data import EvalSet, pair
 from evals.encoders import ClipEncoder
 from evals.results import Result
+from evals.sets.base import Pair
+from evals.sets.shards import WdsSet
 from evals.suite import Suite
 from evals.tasks import textonly
 from sparo_train.core.metrics import read
@@ -63,12 +64,11 @@ def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
 
 
 def blind(data: Path) -> Result:
-    """How far text alone gets on the caption pairs; `micro` is the best blind guesser, beside the models' accuracy."""
-    source = EvalSet(data / "pairs")
-    facts = [pair(item, source.root) for item in source.items(64)]
+    """How far text alone gets on the caption pairs; `macro` is the best blind guesser, beside the models' accuracy."""
+    facts: list[Pair] = [pair for _, _, row in WdsSet(data / "pairs", "pairs") for pair in row]
     corpus = [training_scene(0, index)[1] for index in range(_CORPUS)]
-    found = textonly.score([f["caption"] for f in facts], [f["negative_caption"] for f in facts], corpus)
-    return Result("pairs", found.n, "micro", {"micro": found.value}, found.chance)
+    found = textonly.score([f.caption for f in facts], [f.negative_caption for f in facts], corpus)
+    return Result("pairs", found.n, "macro", {"macro": found.value}, found.chance)
 
 
 def _config(name: str, folder: Path, data: Path, quick: bool) -> RunConfig:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.results import Result
-from sparo_train.core.errors import ConfigError, did_you_mean
+from sparo_train.core.errors import ConfigError
 from sparo_train.core.files import write_whole
 
 from .job import Element
@@ -95,13 +95,16 @@ class FanOut:
         for number, element in enumerate(self.elements):
             if self.kind == "eval" and self.part(number).exists():
                 for name, facts in json.loads(self.part(number).read_text(encoding="utf-8"))["results"].items():
-                    facts.pop("interval")
-                    found.setdefault(element["checkpoint"], {})[name.rpartition("/")[2]] = Result(**facts)
+                    found.setdefault(element["checkpoint"], {})[name.rpartition("/")[2]] = Result.from_dict(facts)
         return found
 
 
 def eval_elements(
-    checkpoints: Sequence[str], tasks: Sequence[str] | None, data: Path | None, model: str | None
+    checkpoints: Sequence[str],
+    tasks: Sequence[str] | None,
+    data: Path | None,
+    model: str | None,
+    root: Path = Path("data"),
 ) -> list[dict[str, Any]]:
     """Checkpoints x tasks.
 
@@ -110,11 +113,8 @@ def eval_elements(
     """
     found = []
     for checkpoint in checkpoints:
-        known = tasks_for(checkpoint, data)
-        for task in tasks or known:
-            if task not in known:
-                raise ConfigError(f"--tasks {task}: {did_you_mean(task, known)} ({checkpoint})")
-            arguments = ["eval", checkpoint, "--tasks", task, "--json", "{part}", "--no-latest"]
+        for task in tasks_for(checkpoint, data, tasks, root):
+            arguments = ["eval", checkpoint, "--tasks", task, "--root", str(root), "--json", "{part}", "--no-latest"]
             arguments += ["--data", str(data)] if data else []
             arguments += ["--model", model] if model else []
             found.append({"checkpoint": checkpoint, "task": task, "arguments": arguments})

@@ -62,6 +62,7 @@ def evaluate(
     on: On = "slurm",
     tasks: Annotated[str | None, typer.Option(help="comma-separated (default: all of each run's recipe)")] = None,
     data: Annotated[Path | None, typer.Option(help="YAML with `tasks:`")] = None,
+    root: Annotated[Path, typer.Option(help="folder of the sets of `sparo eval --list`")] = Path("data"),
     model: Annotated[str | None, typer.Option(help="for weight files: a model name")] = None,
     name: Annotated[str | None, typer.Option(help="of the folder in runs/evals (default: one per plan)")] = None,
     parallel: Parallel = None,
@@ -70,7 +71,7 @@ def evaluate(
     """Score checkpoints x tasks as an array. The same line again submits what is missing, and prints the table."""
     checkpoints, options = split_words(words)
     order = Order(on, load_cluster(on, options), parallel, tuple(after or ()))
-    elements = eval_elements(checkpoints, tasks.split(",") if tasks else None, data, model)
+    elements = eval_elements(checkpoints, tasks.split(",") if tasks else None, data, model, root)
     fan = FanOut.make(Path("runs/evals") / (name or plan_name(elements)), "eval", elements)
     _launch(fan, order)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from jinja2 import Environment
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from evals.data import EvalSet, Item, captions
 from evals.encoders import ClipEncoder
 from evals.results import Result
+from evals.sets.shards import WdsSet
 from sparo_train.data.text import decode_tokens
 
 _HTML = """<!doctype html><html lang="en"><meta charset="utf-8"><title>sparo demo</title>
@@ -49,10 +50,10 @@ def write_page(
     facts: Mapping[str, Any],
 ) -> Path:
     """Write `demo.html` and `demo.png` into `folder`; returns the page's path."""
-    source = EvalSet(data / "retrieval")
-    items = list(source.items(encoder.image_size))[:200]
+    samples = list(islice(WdsSet(data / "retrieval", "captions"), 200))
+    images = [encoder.transform(image) for _, image, _ in samples]
     curve_figure = draw_curves(curves)
-    attention_figure = draw_attention(encoder, items, [captions(i, source.root)[0] for i in items])
+    attention_figure = draw_attention(encoder, images, [captions[0] for _, _, captions in samples])
     curve_figure.savefig(folder / "curves.png", dpi=110)
     attention_figure.savefig(folder / "demo.png", dpi=110)
     template = Environment(autoescape=True).from_string(_HTML)
@@ -111,10 +112,10 @@ def draw_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
 
 
 def draw_attention(
-    encoder: ClipEncoder, items: Sequence[Item], texts: Sequence[str], slots: int = 4, columns: int = 6
+    encoder: ClipEncoder, images: Sequence[np.ndarray], texts: Sequence[str], slots: int = 4, columns: int = 6
 ) -> Figure:
     """A grid: input images on top, then one row per chosen slot with its attention over image and words."""
-    image = encoder.image_slots([i.pixels for i in items])
+    image = encoder.image_slots(images)
     text = encoder.text_slots(texts)
     assert image.attention is not None and text.attention is not None
     chosen = choose_slots(image.values, text.values, text.attention, encoder.tokenizer.batch(texts), slots)
@@ -125,14 +126,14 @@ def draw_attention(
         len(chosen) + 1, columns, figsize=(1.75 * columns, 2.05 * (len(chosen) + 1)), layout="constrained"
     )
     for column in range(columns):
-        pixels = items[column].pixels
+        pixels = images[column]
         axes[0, column].imshow(pixels)
         axes[0, column].set_title(_wrap(texts[column]), fontsize=6.5)
         words = decode_tokens(encoder.tokenizer(texts[column]))
         for row, slot in enumerate(chosen, start=1):
             heat = image.attention[column, slot, 1:].reshape(grid, grid)
             axis = axes[row, column]
-            axis.imshow(np.asarray(pixels).mean(axis=2), cmap="gray", vmin=0, vmax=400)
+            axis.imshow(pixels.mean(axis=2), cmap="gray", vmin=0, vmax=400)
             extent = (-0.5, pixels.shape[1] - 0.5, pixels.shape[0] - 0.5, -0.5)
             axis.imshow(
                 heat.numpy(),

@@ -3,67 +3,146 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from evals import catalogue
 from evals.checkpoints import load_encoder, read_recipe
+from evals.encoders import Encoder, Precision
+from evals.features import FeatureStore, Storage
+from evals.records import append
 from evals.results import Result
 from evals.suite import Suite
+from sparo_train import __version__
 from sparo_train.core.config import Frozen, load_recipe, resolve
 from sparo_train.core.distributed import Ranks
-from sparo_train.core.errors import CheckpointError, ConfigError
+from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
 from sparo_train.core.files import write_whole
 from sparo_train.core.rundir import environment
-from sparo_train.train.eval_config import EvalTaskConfig
+from sparo_train.train.eval_config import EvalTaskConfig, SetTaskConfig
 
 
 class _Tasks(Frozen):
     tasks: dict[str, EvalTaskConfig]
 
 
-def tasks_for(checkpoint: str, data: Path | None) -> dict[str, EvalTaskConfig]:
-    """What to score a checkpoint on: the `tasks:` of a YAML, or `eval.tasks` of the run that it belongs to.
+@dataclass(frozen=True)
+class How:
+    """The options of `sparo eval` beyond checkpoints and tasks.
+
+    features: folder of the feature store; None keeps no features.  results: where lines and predictions go; None: to the
+    run folder of a run, nowhere for other checkpoints.  part: (i, n): encode the i-th of n shares only.
+    """
+
+    model: str | None = None
+    features: Path | None = None
+    storage: Storage = "fp32"
+    precision: Precision = "fp32"
+    limit: int | None = None
+    results: Path | None = None
+    part: tuple[int, int] | None = None
+    latest: bool = True
+
+
+def features_folder() -> Path:
+    """Where features are kept unless the command line says otherwise."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("SPARO_FEATURES") or cache / "sparo" / "features")
+
+
+def tasks_for(
+    checkpoint: str, data: Path | None, only: Sequence[str] | None = None, root: Path | None = None
+) -> dict[str, EvalTaskConfig]:
+    """What to score a checkpoint on.
+
+    Args:
+        data: a YAML with `tasks:`; default: `eval.tasks` of the run that the checkpoint belongs to.
+        only: names of these tasks, of the folder that their data lies in (`scenes` for data/scenes/…), or of the catalogue's
+            sets and groups, whose files lie below `root`; default: all of the YAML or the run.
 
     Raises:
-        ConfigError: neither is there.
+        ConfigError: neither is there, or a name that is none of these.
     """
+    known = _known(checkpoint, data)
+    if not only and not known:
+        raise ConfigError(
+            f"--data: {checkpoint} has no run folder with eval.tasks; give a YAML with `tasks:` that says what to score, "
+            "or --tasks with names of `sparo eval --list`"
+        )
+    if not only:
+        return known
+    found: dict[str, EvalTaskConfig] = {}
+    for name in only:
+        grouped = {n: t for n, t in known.items() if isinstance(t, SetTaskConfig) and Path(t.root).parent.name == name}
+        listed = catalogue.tasks(name, root or Path("data"))
+        chosen = {name: known[name]} if name in known else grouped or listed
+        if not chosen:
+            among = [
+                *known,
+                *(Path(t.root).parent.name for t in known.values() if isinstance(t, SetTaskConfig)),
+                *catalogue.names(),
+            ]
+            raise ConfigError(f"--tasks {name}: {did_you_mean(name, dict.fromkeys(among))}")
+        found |= chosen
+    return found
+
+
+def _known(checkpoint: str, data: Path | None) -> dict[str, EvalTaskConfig]:
     if data is not None:
         return dict(resolve(_Tasks, load_recipe(data), str(data)).tasks)
     try:
-        known = dict(read_recipe(Path(checkpoint)).eval.tasks)
+        return dict(read_recipe(Path(checkpoint)).eval.tasks)
     except CheckpointError:
-        known = {}
-    if not known:
-        raise ConfigError(
-            f"--data: {checkpoint} has no run folder with eval.tasks; give a YAML with `tasks:` that says what to score"
-        )
-    return known
+        return {}
 
 
 def evaluate_checkpoint(
     checkpoint: str,
     known: dict[str, EvalTaskConfig],
-    only: Sequence[str] | None,
-    model: str | None,
+    how: How,
     ranks: Ranks,
-    report: Callable[[str], None],
+    report: Callable[[str, int, int], None],
     say: Callable[[str], None],
-    latest: bool = True,
 ) -> dict[str, Result]:
-    """Score one checkpoint on the `known` tasks, or on those of them named in `only`.
-
-    `latest`: also write a run folder's evals/latest.json.
-    """
-    encoder = load_encoder(checkpoint, model, _device(ranks))
+    """Score one checkpoint on `known` and keep the results; `report` is told a place, the images done, and their number."""
+    encoder = load_encoder(checkpoint, how.model, _device(ranks))
+    encoder.precision = how.precision
     if encoder.assumed:
         say(encoder.assumed)
-    results = Suite(known).run(encoder, only, report, ranks)
-    if latest and ranks.rank == 0 and (Path(checkpoint) / "config.yaml").is_file():
+    if how.limit is not None:
+        known = {name: task.model_copy(update={"limit": how.limit}) for name, task in known.items()}
+    store = FeatureStore(how.features, how.storage, report)
+    is_run = (Path(checkpoint) / "config.yaml").is_file()
+    folder = how.results or (Path(checkpoint) / "evals" if is_run and how.latest else None)
+    suite, results = Suite(known, store), {}
+    for name in known:
+        begin = time.monotonic()
+        for task, result in suite.run(encoder, [name], None, ranks, how.part).items():
+            results[task] = result
+            if folder is not None and ranks.rank == 0:
+                append(folder, checkpoint, task, result, _facts(encoder, how, time.monotonic() - begin))
+    if how.latest and is_run and results and ranks.rank == 0:
         write_results(Path(checkpoint) / "evals" / "latest.json", {"checkpoint": encoder.label}, results)
     return results
+
+
+def _facts(encoder: Encoder, how: How, seconds: float) -> dict[str, Any]:
+    return {
+        "checkpoint": {"label": encoder.label, "sha256": encoder.weights, "architecture": encoder.architecture},
+        "preprocessing": repr(encoder.transform),
+        "precision": how.precision,
+        "storage": how.storage,
+        "limit": how.limit,
+        "seconds": round(seconds, 3),
+        "sparo": __version__,
+        "environment": environment(),
+    }
 
 
 def _device(ranks: Ranks) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..results import Result
+from ..results import Result, wilson
 
 QUERIES, ROWS = 512, 32768  # a block of similarities has 64 MiB
 
@@ -100,10 +100,15 @@ def score(
 
     As in eval_knn.py a right class counts for acc5 among the best min(5, k).
     """
-    metrics = {}
+    metrics, predicted = {}, {}
     for k in ks:
-        right = predictions(found, bank_labels, classes, k, temperature) == labels[:, None]
+        best = predictions(found, bank_labels, classes, k, temperature)
+        predicted[f"predicted_k{k}"], right = best.cpu().numpy(), best == labels[:, None]
         metrics[f"acc1_k{k}"] = right[:, 0].double().mean().item()
         if classes > 5:
             metrics[f"acc5_k{k}"] = right[:, : min(5, k)].any(dim=1).double().mean().item()
-    return Result("knn", len(labels), f"acc1_k{headline}", metrics, 1 / classes)
+    intervals = {name: wilson(value, len(labels)) for name, value in metrics.items()}
+    right = torch.from_numpy(predicted[f"predicted_k{headline}"][:, 0]) == labels
+    predicted["right"] = right.numpy()
+    options = {"temperature": temperature, "normalised": "the encoding as a whole"}
+    return Result("knn", len(labels), f"acc1_k{headline}", metrics, 1 / classes, intervals, options, {}, predicted)

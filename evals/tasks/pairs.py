@@ -2,38 +2,69 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Literal
 
-import torch
+import numpy as np
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..results import Result
+from ..results import DRAWS, Result, percentiles, wilson
 
 
-def score(image: Tensor, true: Tensor, false: Tensor, kinds: Sequence[str]) -> Result:
-    """Accuracy per kind, their unweighted mean (`macro`, the paper's average) and over all pairs (`micro`).
+def score(
+    image: Tensor,
+    true: Tensor,
+    false: Tensor,
+    kinds: Sequence[str],
+    average: Literal["macro", "micro"] = "macro",
+    texts: Sequence[tuple[str, str]] = (),
+) -> Result:
+    """Accuracy per kind, their unweighted mean (`macro`) and over all pairs (`micro`).
 
     Args:
         image, true, false: (n, D) encodings of each pair's image and captions.  kinds: its kind, e.g. `swap_att`.
+        average: the headline. Table B.1 of the SPARO paper has the macro one; SugarCrepe's authors use micro.
+        texts: true and false caption of each pair; those with the same words in another order are scored apart, as
+            `order_only`, where an encoder blind to order guesses.
     """
     image = F.normalize(image.float(), dim=-1)
     margin = (image * (F.normalize(true.float(), dim=-1) - F.normalize(false.float(), dim=-1))).sum(dim=1)
-    right = (margin > 0).float()
+    return of_margins(margin, kinds, average, texts)
+
+
+def of_margins(
+    margin: Tensor,
+    kinds: Sequence[str],
+    average: Literal["macro", "micro"] = "macro",
+    texts: Sequence[tuple[str, str]] = (),
+) -> Result:
+    """The same from margins (n,): similarity to the true caption less that to the false one."""
+    right, rng = (margin > 0).numpy(), np.random.default_rng(0)
     metrics: dict[str, float] = {}
+    intervals: dict[str, tuple[float, float]] = {}
+    draws = []
+    table = np.asarray(kinds)
     for kind in dict.fromkeys(kinds):
-        here = torch.tensor([k == kind for k in kinds])
-        metrics[kind] = right[here].mean().item()
-    macro = sum(metrics.values()) / len(metrics)
-    return Result(
-        "pairs",
-        len(kinds),
-        "micro",
-        {
-            "micro": right.mean().item(),
-            "macro": macro,
-            **metrics,
-            "ties": (margin == 0).float().mean().item(),
-        },
-        0.5,
-    )
+        here = right[table == kind]
+        metrics[kind] = float(here.mean())
+        intervals[kind] = wilson(metrics[kind], len(here))
+        draws.append(
+            rng.binomial(len(here), metrics[kind], DRAWS) / len(here)
+        )  # a bootstrap within the kind is just this
+    metrics |= {"macro": sum(metrics.values()) / len(metrics), "micro": float(right.mean())}
+    intervals |= {"macro": percentiles(np.mean(draws, axis=0)), "micro": wilson(metrics["micro"], len(right))}
+    counts = {"ties": int((margin == 0).sum())}
+    same = np.asarray([_words(a) == _words(b) for a, b in texts], dtype=bool)
+    if same.any():
+        metrics["order_only"] = float(right[same].mean())
+        intervals["order_only"] = wilson(metrics["order_only"], int(same.sum()))
+        counts["order_only"] = int(same.sum())
+    options = {"average": average, "ties": "lose", "macro_interval": "bootstrap within kind"}
+    predictions = {"margin": margin.numpy(), "right": right, "kind": table}
+    return Result("pairs", len(kinds), average, metrics, 0.5, intervals, options, counts, predictions)
+
+
+def _words(text: str) -> list[str]:
+    return sorted(re.findall(r"[\w']+", text.lower()))

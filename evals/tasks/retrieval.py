@@ -1,45 +1,68 @@
-"""Image-text retrieval: hit rates at 1, 5 and 10 in both directions."""
+"""Image-text retrieval in both directions: hit rates (what tables call R@k), precision and true recall, named apart."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from ..results import Result
+from ..results import Result, bootstrap, percentiles
+from .knn import nearest
 
 KS = (1, 5, 10)
-_CHUNK = 1024
 
 
-def score(image: Tensor, text: Tensor, image_of_text: Tensor) -> Result:
+def score(image: Tensor, text: Tensor, image_of_text: Tensor, ks: Sequence[int] = KS) -> Result:
     """R@k: is any right item among the k nearest?
 
     Args:
         image: (I, D) encodings.  text: (T, D) encodings.  image_of_text: (T,) index of each text's image.
+        ks: those larger than the number of candidates are left away.
 
     Returns:
-        `text_R@k`: image query, texts ranked (images without a text are not queries); `image_R@k`: text query, images
-        ranked; headline `mean_R@5`, the mean of both directions.
+        `text_R@k`: image query, texts ranked; `image_R@k`: text query, images ranked; headline `mean_R@5`, the mean of both.
+        `text_precision@k`: the share of the k texts that are right (how Section 4.2 of the SPARO paper words its R@5);
+        `text_recall@k`: the share of the image's texts that are among the k. Images without a text are no queries and are
+        counted (clip-benchmark takes them for misses). Intervals resample images, each with its texts.
     """
-    image, text = F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1)
-    to_image = _hits(text, image, lambda rows, found: found == image_of_text[rows, None])
-    to_text = _hits(image, text, lambda rows, found: image_of_text[found] == rows[:, None])
-    asked = torch.isin(torch.arange(len(image)), image_of_text)
-    metrics = {f"text_R@{k}": to_text[k][asked].mean().item() for k in to_text}
-    metrics |= {f"image_R@{k}": to_image[k].mean().item() for k in to_image}
-    k = 5 if 5 in to_text and 5 in to_image else max(to_text.keys() & to_image.keys())
-    metrics[f"mean_R@{k}"] = (metrics[f"text_R@{k}"] + metrics[f"image_R@{k}"]) / 2
-    return Result("retrieval", int(asked.sum()), f"mean_R@{k}", metrics, min(1.0, k / len(image)))
-
-
-def _hits(queries: Tensor, items: Tensor, right) -> dict[int, Tensor]:  # type: ignore[no-untyped-def]
-    """Per k (no larger than the number of items), 1.0 where a right item is among the k nearest."""
-    ks = [k for k in KS if k <= len(items)]
-    parts = []
-    for begin in range(0, len(queries), _CHUNK):
-        rows = torch.arange(begin, min(begin + _CHUNK, len(queries)))
-        found = (queries[rows] @ items.T).topk(max(ks), dim=1).indices
-        parts.append(right(rows, found))
-    table = torch.cat(parts)
-    return {k: table[:, :k].any(dim=1).float() for k in ks}
+    largest_text, largest_image = (max((k for k in ks if k <= n), default=1) for n in (len(text), len(image)))
+    texts_found = nearest(image, text, largest_text).row.cpu()
+    images_found = nearest(text, image, largest_image).row.cpu()
+    right_texts = image_of_text[texts_found] == torch.arange(len(image))[:, None]
+    right_images = images_found == image_of_text[:, None]
+    owned = torch.bincount(image_of_text, minlength=len(image))
+    asked = owned > 0
+    columns: dict[str, tuple[Tensor, Tensor]] = {}  # per image: sum, and of how many
+    for k in [k for k in ks if k <= largest_text]:
+        among = right_texts[:, :k].sum(1).double() * asked
+        columns[f"text_R@{k}"] = (among > 0).double(), asked.double()
+        columns[f"text_precision@{k}"] = among / k, asked.double()
+        columns[f"text_recall@{k}"] = among / owned.clamp(min=1), asked.double()
+    for k in [k for k in ks if k <= largest_image]:
+        hit = right_images[:, :k].any(1).double()
+        columns[f"image_R@{k}"] = torch.zeros(len(image)).double().index_add_(0, image_of_text, hit), owned.double()
+    metrics = {name: (total.sum() / of.sum()).item() for name, (total, of) in columns.items()}
+    sums, counts = (torch.stack(list(column), 1).numpy() for column in zip(*columns.values(), strict=True))
+    draws = bootstrap(sums, counts)
+    by_name = dict(zip(columns, draws.T, strict=True))
+    both = [k for k in ks if f"text_R@{k}" in metrics and f"image_R@{k}" in metrics]
+    for k in both:
+        metrics[f"mean_R@{k}"] = (metrics[f"text_R@{k}"] + metrics[f"image_R@{k}"]) / 2
+        by_name[f"mean_R@{k}"] = (by_name[f"text_R@{k}"] + by_name[f"image_R@{k}"]) / 2
+    head = 5 if 5 in both else max(both, default=0)
+    return Result(
+        "retrieval",
+        int(asked.sum()),
+        f"mean_R@{head}" if both else next(iter(metrics)),
+        metrics,
+        min(1.0, head / len(image)),
+        {name: percentiles(found) for name, found in by_name.items()},
+        options={"recall": "hit rate", "interval": "bootstrap over images"},
+        counts={"images": len(image), "texts": len(text), "images_without_caption": int((~asked).sum())},
+        predictions={
+            "texts_found": texts_found.numpy().astype(np.int32),
+            "images_found": images_found.numpy().astype(np.int32),
+        },
+    )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..results import Result
+from ..results import Result, wilson
 
 
 def prompts(classnames: Sequence[str], templates: Sequence[str]) -> list[str]:
@@ -25,14 +25,67 @@ def classifier(text: Tensor, classes: int) -> Tensor:
     return F.normalize(per_class.mean(dim=1), dim=-1)
 
 
-def score(image: Tensor, weights: Tensor, labels: Tensor) -> Result:
-    """acc1, acc5 (from five classes on) and mean per-class recall of image encodings (n, D) against class vectors (C, D)."""
-    logits = F.normalize(image.float(), dim=-1) @ weights.T
-    top = logits.topk(min(5, len(weights)), dim=1).indices
-    right = top == labels[:, None]
-    metrics = {"acc1": right[:, 0].float().mean().item()}
-    if len(weights) > 5:
-        metrics["acc5"] = right.any(dim=1).float().mean().item()
-    recalls = [right[labels == c, 0].float().mean() for c in labels.unique()]
-    metrics["mean_per_class_recall"] = torch.stack(recalls).mean().item()
-    return Result("zeroshot", len(labels), "acc1", metrics, 1 / len(weights))
+def score(images: Iterable[Tensor], weights: Tensor, labels: Tensor) -> Result:
+    """acc1, acc5 (from five classes on, as clip-benchmark has it) and mean per-class recall.
+
+    Args:
+        images: encodings (n_i, D) in blocks.  weights: class vectors (C, D).  labels: (n,) int64.
+
+    Equal logits are decided for the lower class.
+    """
+    parts = []
+    for block in images:
+        logits = F.normalize(block.float(), dim=-1) @ weights.T
+        parts.append(ranked(logits, min(5, len(weights))))
+    return of_ranked(torch.cat(parts), labels, len(weights), "zeroshot")
+
+
+def ranked(logits: Tensor, k: int) -> Tensor:
+    """The k best classes (n, k), best first; of equal logits the lower class comes first."""
+    value, found = logits.topk(min(k + 1, logits.shape[1]), dim=1)
+    tied = (value[:, 1:] == value[:, :-1]).any(dim=1).nonzero().flatten()  # topk may take any of them
+    if len(tied):
+        found[tied] = logits[tied].sort(dim=1, descending=True, stable=True).indices[:, : found.shape[1]]
+    return found[:, :k]
+
+
+def of_ranked(found: Tensor, labels: Tensor, classes: int, task: str) -> Result:
+    """From each sample's best classes (n, min(5, C))."""
+    right = found == labels[:, None]
+    first = right[:, 0]
+    metrics = {"acc1": first.double().mean().item()}
+    intervals = {"acc1": wilson(metrics["acc1"], len(labels))}
+    if classes >= 5:
+        metrics["acc5"] = right.any(dim=1).double().mean().item()
+        intervals["acc5"] = wilson(metrics["acc5"], len(labels))
+    support = torch.bincount(labels, minlength=classes)
+    hits = torch.bincount(labels, weights=first.double(), minlength=classes)
+    metrics["mean_per_class_recall"] = (hits[support > 0] / support[support > 0]).mean().item()
+    predictions = {"predicted": found.numpy(), "right": first.numpy(), "label": labels.numpy()}
+    return Result(task, len(labels), "acc1", metrics, 1 / classes, intervals, predictions=predictions)
+
+
+def score_multilabel(images: Iterable[Tensor], weights: Tensor, labels: Tensor) -> Result:
+    """Mean average precision over classes, as clip-benchmark defines it: precision at every positive's rank.
+
+    Args:
+        labels: (n, C) of zeros and ones. A class without a positive counts as 0 there; `classes_without_positive` says how many.
+    """
+    scores = torch.cat([F.normalize(block.float(), dim=-1) @ weights.T for block in images])
+    order = scores.sort(dim=0, descending=True, stable=True).indices
+    truth = labels.gather(0, order).double()
+    precision = truth.cumsum(0) / torch.arange(1, len(truth) + 1).double()[:, None]
+    average = (precision * truth).sum(0) / truth.sum(0).clamp(min=1)
+    value = average.mean().item()
+    chance = labels.double().mean().item()
+    half = 1.959964 * average.std().item() / len(average) ** 0.5  # over classes: images do not enter one by one
+    return Result(
+        "zeroshot",
+        len(labels),
+        "mean_average_precision",
+        {"mean_average_precision": value},
+        chance,
+        {"mean_average_precision": (max(0.0, value - half), min(1.0, value + half))},
+        counts={"classes_without_positive": int((truth.sum(0) == 0).sum())},
+        predictions={"scores": scores.numpy(), "average_precision": average.numpy()},
+    )

@@ -37,6 +37,7 @@ FREE_ON_RESUME = {
     "micro_batch_size",
     "engine.kind",
     "engine.timeout",
+    "engine.threads",
     "engine.bucket_mb",
     "engine.reshard_after_forward",
     "engine.shard_size",

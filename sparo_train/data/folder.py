@@ -41,6 +41,10 @@ class FolderPart:
         first, slash, _ = name.partition("/")
         return name, {**fields, "cls": str(self._numbers[first]).encode()} if slash else fields
 
+    def names(self) -> list[str]:
+        """The files' paths below the folder, in order."""
+        return [os.fsdecode(name) for name in self._names]
+
     def digest(self) -> str:
         """Of the names, for the data's fingerprint."""
         return hashlib.sha256(b"\n".join(self._names)).hexdigest()[:16]

@@ -136,7 +136,8 @@ def open_source(name: str, config: SourceConfig, write_beside: bool = False, blo
         indexes = list(pool.map(lambda url: load_index(url, write_beside), urls))
     source = Source(name, config, urls, indexes)
     if not source.samples:
-        raise DataError(f"data.sources.{name}: {len(urls)} shard(s), not one whole sample in them; first: {urls[0]}")
+        why = "".join(f" ({damage.reason})" for damage in source.broken()[:1])
+        raise DataError(f"{key}: {len(urls)} shard(s), not one whole sample in them; first: {urls[0]}{why}")
     return source
 
 

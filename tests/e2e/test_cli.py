@@ -6,13 +6,13 @@ import pytest
 import yaml
 
 from evals.checkpoints import load_encoder
-from evals.data import EvalSet, captions, label, pair
+from evals.sets.shards import FACTS, WdsSet
 from evals.suite import Suite
 from launch.training import train
 from sparo_train.core import metrics
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import CheckpointError, DataError, StoppedError
-from sparo_train.train.eval_config import SetTaskConfig
+from sparo_train.train.eval_config import ZeroshotTaskConfig
 from sparo_train.train.run import RunConfig
 from sparo_train.train.state import Outcome
 from tests.conftest import eval_sets, sparo, tiny_recipe
@@ -124,25 +124,24 @@ def test_nothing_there_to_load_is_said(tmp_path):
 def test_wrong_evaluation_data_is_named(trained, tmp_path):
     encoder = load_encoder(trained / "runs/cli")
     eval_sets(tmp_path)
-    task = {"zero": SetTaskConfig(task="zeroshot", root=str(tmp_path / "zero"))}
+    task = {"zero": ZeroshotTaskConfig(task="zeroshot", root=str(tmp_path / "zero"))}
     (tmp_path / "zero/classnames.txt").write_text("one\ntwo\n")
-    with pytest.raises(DataError, match=r"labels go up to 2, classnames\.txt names 2 classes"):
+    with pytest.raises(DataError, match=r"has label 2, and there are 2 class names"):
         Suite(task).run(encoder)
     (tmp_path / "zero/classnames.txt").unlink()
     with pytest.raises(DataError, match=r"classnames\.txt: missing"):
         Suite(task).run(encoder)
     with pytest.raises(DataError, match=r"nshards\.txt: missing"):
-        EvalSet(tmp_path / "none")
+        WdsSet(tmp_path / "none", "label")
     tar = tmp_path / "ret/test/0.tar"
     tar.write_bytes(tar.read_bytes()[:3000])
-    with pytest.raises(DataError, match=r"0\.tar: truncated"):
-        list(EvalSet(tmp_path / "ret").items(32))
-    item = next(EvalSet(tmp_path / "pairs").items(32))
-    for read, message in ((label, "no integer .cls"), (captions, "no caption in .txt")):
+    with pytest.raises(DataError, match=r"not one whole sample in them; first: \S+0\.tar \(unreadable tar\)"):
+        WdsSet(tmp_path / "ret", "captions")
+    for kind, message in (("label", "has no label"), ("labels", r"no \.npy member")):
         with pytest.raises(DataError, match=message):
-            read(item, tmp_path)
+            WdsSet(tmp_path / "pairs", kind).read(0)
     with pytest.raises(DataError, match="needs kind, caption, negative_caption"):
-        pair(item._replace(fields={}), tmp_path)
+        FACTS["pairs"]({}, "here")
 
 
 def test_an_interrupted_demo_stops(tmp_path, monkeypatch):

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from evals.labelled import LabelledImages, batched, read_batches
+from evals.sets import base
+from evals.sets.base import batched, read_batches
+from evals.sets.shards import SourceSet
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.data.crops import CropExamples, CropsConfig
@@ -75,21 +77,25 @@ def test_mistakes(folder, tmp_path, shards):
         resolve(RunConfig, pairs, "x")
 
 
-def test_labelled_images_come_in_a_fixed_order_and_say_what_is_wrong(folder, tmp_path):
-    def untouched(image, _number):
+def test_labelled_images_come_in_a_fixed_order_and_say_what_is_wrong(folder, tmp_path, monkeypatch):
+    def small(image):
         return np.asarray(image.resize((8, 8)))
 
-    images = LabelledImages(str(folder), untouched, "train")
-    assert len(images) == 24 and sorted(images[i][1] for i in range(24)) == [0] * 12 + [1] * 12
-    assert images[0][0].shape == (3, 8, 8)
+    images = SourceSet(str(folder), "label", "train")
+    assert len(images) == 24 and sorted(label for _, _, label in images) == [0] * 12 + [1] * 12
+    keys = [key for key, _, _ in images]
+    batches = list(read_batches(images, small, batched(range(24), 7), workers=1))
+    assert [len(b.keys) for b in batches] == [7, 7, 7, 3] and [key for b in batches for key in b.keys] == keys
+    assert batches[0].pixels.shape == (7, 3, 8, 8)
     (tmp_path / "flat").mkdir()
     (tmp_path / "flat/a.png").write_bytes(jpeg(0))
     with pytest.raises(DataError, match="has no label"):
-        LabelledImages(str(tmp_path / "flat"), untouched, "train")[0]
+        SourceSet(str(tmp_path / "flat"), "label", "train").read(0)
     next(folder.glob("class1/*/*")).write_bytes(b"no image")
-    broken = LabelledImages(str(folder), untouched, "train")
+    broken = SourceSet(str(folder), "label", "train")
     with pytest.raises(DataError, match="bad image"):
-        [broken[i] for i in range(24)]
+        list(broken)
+    monkeypatch.setattr(base, "_FEW", 0)
     with pytest.raises(DataError) as told:
-        list(read_batches(broken, batched(list(range(24)), 6), workers=1))
+        list(read_batches(broken, small, batched(range(24), 6), workers=1))
     assert "bad image" in str(told.value) and "Traceback" not in str(told.value)

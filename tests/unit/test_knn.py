@@ -11,7 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from evals.encoders import DinoEncoder
-from evals.image_tasks import run_knn, run_linear
+from evals.features import FeatureStore
+from evals.linear import run_linear
+from evals.runners import run_knn
+from evals.scoring import Scoring
+from evals.sets.shards import SourceSet
 from evals.tasks import knn, linear
 from sparo_train.core.distributed import Ranks, World
 from sparo_train.core.errors import DataError
@@ -111,14 +115,18 @@ def encoder():
 
 
 def knn_on(ranks, sets):
-    return run_knn(encoder(), KnnTaskConfig(task="knn", k=(3, 20), workers=0, **sets), ranks)
+    return run_knn(scoring(encoder(), ranks), KnnTaskConfig(task="knn", k=(3, 20), workers=0, **sets))
 
 
 def linear_on(ranks, sets, augment):
     task = LinearTaskConfig(
         task="linear", epochs=3, batch_size=14, classes=3, lr=1.0, augment=augment, workers=0, resize=16, **sets
     )
-    return run_linear(encoder(), task, ranks)
+    return run_linear(scoring(encoder(), ranks), task)
+
+
+def scoring(encoder, ranks=ALONE, store=None):
+    return Scoring("task", encoder, FeatureStore(store), ranks)
 
 
 def test_ranks_score_as_one_and_see_every_image_once(sets, tmp_path):
@@ -137,18 +145,14 @@ def test_the_probe_is_trained_as_officially(sets):
         encoder(),
         LinearTaskConfig(task="linear", epochs=3, batch_size=10, lr=1.0, augment=False, workers=0, **sets),
     )
-    ours = run_linear(e, task, ALONE)
-    from functools import partial
-
-    from evals.image_tasks import official_pixels
-    from evals.labelled import LabelledImages
+    ours = run_linear(scoring(e), task)
     from sparo_train.core.rng import generator, torch_seed
 
     data = {}
     for key, place in sets.items():
-        images = LabelledImages(place, partial(official_pixels, 16, None), key)
-        rows = [images[i] for i in range(len(images))]
-        data[key] = e.probe(torch.stack([x for x, _ in rows]), 4), torch.tensor([y for _, y in rows])
+        rows = list(SourceSet(place, "label", key))
+        pixels = e.stacked([e.transform(image) for _, image, _ in rows])
+        data[key] = e.probe(pixels, 4), torch.tensor([label for _, _, label in rows])
     features, labels = data["train"]
     assert features.shape == (43, 2 * 16 + 12)
     weight = torch.empty(3, 44).normal_(0.0, 0.01, generator=torch.Generator().manual_seed(torch_seed(0, "probe")))
@@ -187,4 +191,4 @@ def test_encodings_that_are_not_finite_are_refused(sets):
     with torch.no_grad():
         next(e.model.parameters()).fill_(float("nan"))
     with pytest.raises(DataError, match="not finite"):
-        run_knn(e, KnnTaskConfig(task="knn", workers=0, **sets), ALONE)
+        run_knn(scoring(e), KnnTaskConfig(task="knn", workers=0, **sets))

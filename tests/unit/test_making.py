@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evals.data import EvalSet, captions, label, pair
+from evals.sets.shards import WdsSet
 from launch.check_view import check_table
 from sparo_train.core.errors import DataError
 from sparo_train.data import emoji as emoji_module
@@ -101,15 +101,15 @@ def test_splits_do_not_leak(modules, tmp_path):
     assert len(train) == counts["train"] and "twemoji" not in {t["vendor"] for t in train}
     held = [e.label for e in read_emoji(modules) if is_held_out(e)]
     assert held and not set(held) & {t["label"] for t in train}
-    vendor, new = EvalSet(tmp_path / "out" / "zeroshot_vendor"), EvalSet(tmp_path / "out" / "zeroshot_concepts")
+    vendor, new = (WdsSet(tmp_path / "out" / name, "label") for name in ("zeroshot_vendor", "zeroshot_concepts"))
     assert not set(vendor.lines("classnames.txt")) & set(new.lines("classnames.txt"))
     assert set(new.lines("classnames.txt")) <= set(held)
     for source in (vendor, new):
         names = source.lines("classnames.txt")
-        assert {label(i, source.root) for i in source.items(16)} == set(range(len(names)))
-    assert all(captions(i, tmp_path) for i in EvalSet(tmp_path / "out" / "retrieval").items(16))
-    rows = [pair(i, tmp_path) for i in EvalSet(tmp_path / "out" / "pairs").items(16)]
-    assert all(r["caption"] != r["negative_caption"] for r in rows)
+        assert {label for _, _, label in source} == set(range(len(names)))
+    assert all(captions for _, _, captions in WdsSet(tmp_path / "out" / "retrieval", "captions"))
+    rows = [pair for _, _, (pair,) in WdsSet(tmp_path / "out" / "pairs", "pairs")]
+    assert all(r.caption != r.negative_caption for r in rows)
     again = make_emoji(tmp_path / "again", modules, size=16, processes=1)
     assert (
         again == counts
@@ -167,8 +167,8 @@ def test_fashion_mnist_becomes_captioned_shards(tmp_path):
     assert make_fashion_mnist(tmp_path / "out", tmp_path) == {"train": 20, "zeroshot": 10}
     _, fields = ShardReader().read(str(tmp_path / "out/train/00000.tar"), 3)
     assert fields["txt"] == b"a dress" and fields["cls"] == b"3"
-    test = EvalSet(tmp_path / "out" / "zeroshot")
-    assert tuple(test.lines("classnames.txt")) == FASHION and len(list(test.items(28))) == 10
+    test = WdsSet(tmp_path / "out" / "zeroshot", "label")
+    assert tuple(test.classnames()) == FASHION and len(list(test)) == 10
     with pytest.raises(
         DataError, match=r"train-images-idx3-ubyte\.gz: missing; Debian: apt-get install dataset-fashion-mnist"
     ):
@@ -231,9 +231,10 @@ def test_an_evaluation_set_is_complete_or_not_there(tmp_path, monkeypatch):
         patch.setattr(Path, "write_text", interrupted)
         write_wds_layout(tmp_path, [sample(0)], classnames=["x"], templates=["{c}"])
     with pytest.raises(DataError, match=r"nshards\.txt: missing"):
-        EvalSet(tmp_path)
+        WdsSet(tmp_path, "label")
     write_wds_layout(tmp_path, [sample(0)], classnames=["x"], templates=["{c}"])
-    EvalSet(tmp_path).require(["classnames.txt", "zeroshot_classification_templates.txt"])
+    whole = WdsSet(tmp_path, "label")
+    assert (whole.classnames(), whole.templates(), len(whole)) == (["x"], ["{c}"], 1)
 
 
 def test_a_key_with_a_dot_is_refused(tmp_path):

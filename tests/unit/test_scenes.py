@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evals.data import EvalSet, captions, label, pair
+from evals.sets.shards import WdsSet
 from evals.tasks import textonly
 from sparo_train.core.errors import DataError
 from sparo_train.core.rng import generator
@@ -126,13 +126,13 @@ def test_everything_is_written_as_documented(rendered):
 
     mask = np.asarray(Image.open(io.BytesIO(fields["mask.png"])))
     assert mask.shape == (32, 32) and mask.max() <= len(graph["objects"])
-    zero, held = EvalSet(rendered / "zeroshot"), EvalSet(rendered / "zeroshot_heldout")
-    assert zero.lines("classnames.txt") == held.lines("classnames.txt") == CLASSES
-    labels = [label(i, held.root) for i in held.items(32)]
+    zero, held = (WdsSet(rendered / name, "label") for name in ("zeroshot", "zeroshot_heldout"))
+    assert zero.classnames() == held.classnames() == CLASSES
+    labels = [label for _, _, label in held]
     assert {tuple(CLASSES[x].split()) for x in labels} == HELD_OUT
-    texts = [captions(i, rendered)[0] for i in EvalSet(rendered / "retrieval").items(32)]
+    texts = [captions[0] for _, _, captions in WdsSet(rendered / "retrieval", "captions")]
     assert len(set(texts)) == 10
-    kinds = [pair(i, rendered)["kind"] for i in EvalSet(rendered / "pairs").items(32)]
+    kinds = [pair.kind for _, _, (pair,) in WdsSet(rendered / "pairs", "pairs")]
     assert len(kinds) == 21 and set(kinds) == set(KINDS)
 
 

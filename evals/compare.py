@@ -1,0 +1,74 @@
+"""Two checkpoints on the same samples: McNemar's test, and a paired bootstrap of the difference."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import binomtest
+
+from sparo_train.core.errors import DataError
+
+from .records import Record, predictions_of
+from .results import DRAWS, percentiles
+
+
+class Comparison(NamedTuple):
+    """Of the headline, second less first. `only_first`, `only_second`: samples that one alone has right; p: exact McNemar, two-sided."""
+
+    task: str
+    headline: str
+    difference: float
+    interval: tuple[float, float]
+    only_first: int
+    only_second: int
+    p: float
+    n: int
+
+
+def compare(first: Record, second: Record) -> Comparison:
+    """Compare two records of one task.
+
+    The interval resamples the samples both have seen: pairs within their kind where the headline is macro, images with
+    their captions for retrieval.
+
+    Raises:
+        DataError: other data, other options, or predictions that were not kept.
+    """
+    if first.dataset != second.dataset or first.result.headline != second.result.headline:
+        raise DataError(
+            f"{first.task}: {first.checkpoint} and {second.checkpoint} were scored on other data or by other headlines "
+            f"({first.dataset[:12]} {first.result.headline}, {second.dataset[:12]} {second.result.headline})"
+        )
+    a, b = predictions_of(first), predictions_of(second)
+    if not np.array_equal(a["keys"], b["keys"]):
+        raise DataError(f"{first.task}: the samples of {first.checkpoint} and {second.checkpoint} have other keys")
+    if first.result.task == "retrieval":
+        raise DataError(f"{first.task}: retrieval has no single right or wrong per sample; compare its intervals")
+    if "right" not in a:
+        raise DataError(f"{first.task}: its metric has no right and wrong to be paired")
+    right = a["right"].astype(np.int64), b["right"].astype(np.int64)
+    change = right[1] - right[0]
+    strata = a["kind"] if first.result.headline == "macro" else _classes(first, a, len(change))
+    names = np.unique(strata)
+    rng, draws = np.random.default_rng(0), []
+    means = []
+    for name in names:
+        here = change[strata == name]
+        shares = np.asarray([(here == v).mean() for v in (-1, 0, 1)])
+        counts = rng.multinomial(len(here), shares / shares.sum(), DRAWS)
+        draws.append((counts[:, 2] - counts[:, 0]) / len(here))
+        means.append(here.mean())
+    worse, better = int((change < 0).sum()), int((change > 0).sum())
+    p = binomtest(better, better + worse).pvalue if better + worse else 1.0
+    interval = percentiles(np.mean(draws, axis=0))
+    return Comparison(
+        first.task, first.result.headline, float(np.mean(means)), interval, worse, better, float(p), len(change)
+    )
+
+
+def _classes(record: Record, found: dict[str, np.ndarray], n: int) -> np.ndarray:
+    """Samples resampled together: all of them, or by class where the headline is a mean over classes."""
+    if record.result.headline == "mean_per_class_recall":
+        return found["label"]
+    return np.zeros(n, np.int64)

@@ -1,0 +1,59 @@
+"""What a runner works with: an encoder, the store, and the ranks that score together."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparo_train.core.distributed import Ranks
+from sparo_train.core.errors import ConfigError, DataError
+
+from .encoders import Encoder, TextEncoder
+from .features import Features, FeatureStore, View
+from .sets.base import EvalSet, Transform
+
+
+class Scoring(NamedTuple):
+    """`name`: the task's, for errors.  `part`: encode only this share of the images (i of n), and score nothing before all are there."""
+
+    name: str
+    encoder: Encoder
+    store: FeatureStore
+    ranks: Ranks
+    part: tuple[int, int] | None = None
+
+    def features(
+        self, source: EvalSet, workers: int, transform: Transform | None = None, view: View | None = None
+    ) -> Features:
+        """The set's encodings. Raises `PartsMissingError` where other processes have not encoded theirs."""
+        found = self.store.images(self.encoder, source, transform, view, workers, self.ranks, self.part)
+        if found is None:
+            raise PartsMissingError(f"{self.name}: the other shares of {source.root} are not encoded yet")
+        return found
+
+    def with_texts(self) -> TextEncoder:
+        """The encoder, which must have a text tower."""
+        if not isinstance(self.encoder, TextEncoder):
+            raise ConfigError(
+                f"{self.name}: needs texts encoded, and {self.encoder.label} encodes images alone; use knn, linear or probe"
+            )
+        return self.encoder
+
+    def texts(self, captions: list[str]) -> Tensor:
+        """Unit-norm encodings (n, D) of captions."""
+        return self.store.texts(self.with_texts(), captions)
+
+
+class PartsMissingError(DataError):
+    """Not an error where several processes share the encoding: the last one of them scores."""
+
+
+def labels_of(features: Features, source: EvalSet, classes: int | None) -> Tensor:
+    """(n,) int64. Raises `DataError` where a label is not below `classes`."""
+    labels = torch.tensor(features.facts, dtype=torch.int64)
+    if classes is not None and len(labels) and int(labels.max()) >= classes:
+        key = features.keys[int(labels.argmax())]
+        raise DataError(f"{source.root}: {key} has label {int(labels.max())}, and there are {classes} class names")
+    return labels

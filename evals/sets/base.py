@@ -1,0 +1,215 @@
+"""What every evaluation set is: images by number with keys and facts, and a way to read them in batches."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from sparo_train.core.errors import BadSampleError, DataError
+from sparo_train.core.signals import ignore_in_worker
+from sparo_train.data.samples import decode_image
+from sparo_train.data.shards import ShardReader
+
+IMAGE_KEYS = ("webp", "png", "jpg", "jpeg")
+Transform = Callable[[Image.Image], np.ndarray]  # an image to (S, S, 3) uint8
+_FEW = 256  # images that are read before workers would have started
+FactKind = Literal["label", "labels", "captions", "pairs", "none"]
+Fact = Any  # int | list[int] of 0 and 1 | list[str] | list[Pair] | None, by kind
+
+
+class Pair(NamedTuple):
+    """A true and a false caption of an image; `kind` is the split or category, `key` its name there."""
+
+    kind: str
+    caption: str
+    negative_caption: str
+    key: str = ""
+
+
+class EvalSet(ABC):
+    """Images by number, in a fixed order.
+
+    `root`: where it lies, for errors.  `kind`: what the facts are.
+    """
+
+    root: Path
+    kind: FactKind
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, number: int) -> tuple[str, Image.Image, Fact]:
+        """Key, RGB image and fact. Raises `DataError` where one is missing or damaged: scores need all samples."""
+
+    def __iter__(self) -> Iterator[tuple[str, Image.Image, Fact]]:
+        """All samples, in order, as `read` gives them."""
+        return map(self.read, range(len(self)))
+
+    @abstractmethod
+    def identity(self) -> str:
+        """Hex SHA-256 over names, byte sizes and annotations: the same on every machine that holds the same files."""
+
+    @abstractmethod
+    def stamp(self) -> str:
+        """Changes when a file of it is written again on this machine."""
+
+    def classnames(self) -> list[str]:
+        """One name per label. Raises `DataError` where the set has none."""
+        raise DataError(f"{self.root}: has no class names; zero-shot classification needs them")
+
+    def templates(self) -> list[str]:
+        """Prompts with `{c}` for the class name."""
+        return ["a photo of a {c}."]
+
+    def check(self) -> None:
+        """Raise `DataError` now where a file that will be needed is missing."""
+        self.stamp()
+
+
+class Limited(EvalSet):
+    """`count` samples of a set, evenly spaced, so that classes that follow each other are all met."""
+
+    def __init__(self, whole: EvalSet, count: int):
+        self.whole, self.root, self.kind = whole, whole.root, whole.kind
+        self._numbers = [i * len(whole) // count for i in range(min(count, len(whole)))]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def read(self, number: int) -> tuple[str, Image.Image, Fact]:
+        return self.whole.read(self._numbers[number])
+
+    def identity(self) -> str:
+        return sha256(self.whole.identity(), f"limit {len(self)}")
+
+    def stamp(self) -> str:
+        return self.whole.stamp()
+
+    def classnames(self) -> list[str]:
+        return self.whole.classnames()
+
+    def templates(self) -> list[str]:
+        return self.whole.templates()
+
+    def check(self) -> None:
+        self.whole.check()
+
+
+class Batch(NamedTuple):
+    """Pixels (b, 3, S, S) uint8, keys and facts of consecutive samples."""
+
+    pixels: Tensor
+    keys: list[str]
+    facts: list[Fact]
+
+
+def read_batches(
+    source: EvalSet, transform: Transform, numbers: Sequence[Sequence[int]], workers: int
+) -> Iterator[Batch]:
+    """These samples, batch by batch and in order; raises `DataError` as `source.read` does."""
+    if sum(map(len, numbers)) < _FEW:
+        workers = 0
+    loader: DataLoader[Any] = DataLoader(
+        _Told(source, transform),
+        batch_sampler=numbers,  # type: ignore[arg-type]
+        num_workers=workers,
+        collate_fn=_collated,
+        multiprocessing_context="fork" if workers else None,
+        worker_init_fn=start_worker,
+        generator=torch.Generator(),
+    )
+    for batch in loader:
+        if isinstance(batch, DataError):
+            raise batch
+        yield batch
+
+
+class _Told(Dataset[Any]):
+    """Samples whose errors are delivered, not raised: torch would bury the message in a worker's traceback."""
+
+    def __init__(self, source: EvalSet, transform: Transform):
+        self.source, self.transform = source, transform
+
+    def __getitem__(self, number: int) -> tuple[np.ndarray, str, Fact] | DataError:
+        try:
+            key, image, fact = self.source.read(number)
+        except DataError as error:
+            return error
+        return np.asarray(self.transform(image)), key, fact
+
+
+def _collated(rows: list[Any]) -> Batch | DataError:
+    for row in rows:
+        if isinstance(row, DataError):
+            return row
+    pixels = torch.from_numpy(np.stack([row[0] for row in rows])).permute(0, 3, 1, 2)
+    return Batch(pixels, [row[1] for row in rows], [row[2] for row in rows])
+
+
+def batched(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Cut into batches, the last one perhaps smaller."""
+    return [numbers[i : i + size] for i in range(0, len(numbers), size)]
+
+
+def decoded(data: bytes, where: object) -> Image.Image:
+    """The RGB image in these bytes. Raises `DataError` naming `where`."""
+    try:
+        return decode_image(data)
+    except BadSampleError as bad:
+        raise DataError(f"{where}: {bad}") from None
+
+
+def opened(path: Path) -> Image.Image:
+    """The RGB image in a file. Raises `DataError` naming it."""
+    try:
+        return decoded(path.read_bytes(), path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); scores need all images") from None
+
+
+def sha256(*parts: str | bytes) -> str:
+    """Hex digest of several parts, told apart."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(f"{len(data)}\n".encode() + data)
+    return digest.hexdigest()
+
+
+def sizes_of(paths: Sequence[Path]) -> tuple[bytes, bytes]:
+    """Byte sizes, and times of last change, of local files. Raises `DataError` naming the first that is missing."""
+    sizes, times = np.zeros(len(paths), np.int64), np.zeros(len(paths), np.int64)
+    for i, path in enumerate(paths):
+        try:
+            found = path.stat()
+        except OSError:
+            missing = sum(not p.is_file() for p in paths)
+            raise DataError(f"{path}: missing ({missing} of {len(paths)} files are); scores need all images") from None
+        sizes[i], times[i] = found.st_size, found.st_mtime_ns
+    return sizes.tobytes(), times.tobytes()
+
+
+_readers: list[ShardReader] = []  # one per process, opened when it first reads
+
+
+def shard_reader() -> ShardReader:
+    """This process's reader of shards."""
+    if not _readers:
+        _readers.append(ShardReader())
+    return _readers[0]
+
+
+def start_worker(_number: int) -> None:
+    _readers.clear()  # handles of the parent
+    torch.set_num_threads(1)
+    ignore_in_worker()

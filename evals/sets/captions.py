@@ -1,0 +1,139 @@
+"""Image-caption sets in their published files: COCO and Flickr's Karpathy splits, and SugarCrepe."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sparo_train.core.errors import DataError
+
+from .base import Pair, sha256
+from .files import FileSet
+
+SPLITS = (
+    "replace_obj",
+    "replace_att",
+    "replace_rel",
+    "swap_obj",
+    "swap_att",
+    "add_obj",
+    "add_att",
+)  # the paper's order
+# SHA-256 of the published JSON files, first 16 digits (RAIVNLab/sugar-crepe); swap_obj lost one pair on 2023-11-18
+CHECKSUMS = {
+    "add_obj": "1b9d76b93139a937",
+    "add_att": "012d88d729693d19",
+    "replace_obj": "9d299600639947e9",
+    "replace_att": "9fe55fd4c0a9ad1f",
+    "replace_rel": "356bcc2fc4c6aed3",
+    "swap_obj": "073cdb8e253d0536",
+    "swap_att": "7a7ce04e5c4c8041",
+}
+OLD_SWAP_OBJ = "15624c2460f5c10e"
+
+
+class KarpathySet(FileSet):
+    """Images with their captions, as one of three annotation files says.
+
+    Args:
+        images: the folder with the images.
+        annotations: a COCO captions file (`coco_test_karpathy.json`: `images`, `annotations`), Karpathy's own
+            `dataset_coco.json` or `dataset_flickr30k.json` (`images` with `split` and `sentences`), or clip-benchmark's
+            `flickr30k_test_karpathy.txt` (a header, then `name.jpg,caption`).
+        split: of Karpathy's own file.
+    """
+
+    def __init__(self, images: str | Path, annotations: str | Path, split: str = "test"):
+        path = Path(annotations)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+        rows = _flickr(text, path) if path.suffix == ".txt" else _coco(text, path, split)
+        super().__init__(Path(images), list(rows), list(rows.values()), "captions", sha256(text).encode())
+
+
+class SugarCrepeSet(FileSet):
+    """The splits found in a folder, over distinct images: `SPLIT.json` and `val2017/*.jpg`.
+
+    Args:
+        root: with the JSON files (or `data/SPLIT.json`) and COCO's `val2017` beside them.
+        splits: which to read; default: all seven.
+
+    `version` tells the published data apart by checksum: "7,511 pairs", "7,512 pairs" (the paper's) or "not published data".
+
+    Raises:
+        DataError: a split or an image is missing, or a file that is no such JSON.
+    """
+
+    def __init__(self, root: str | Path, splits: Sequence[str] = SPLITS):
+        folder = Path(root)
+        by_image: dict[str, list[Pair]] = {}
+        sums = {}
+        for split in splits:
+            path = next((p for p in (folder / f"{split}.json", folder / "data" / f"{split}.json") if p.is_file()), None)
+            if path is None:
+                raise DataError(
+                    f"{folder / split}.json: missing; SugarCrepe has seven of these, and val2017/ beside them"
+                )
+            data = path.read_bytes()
+            sums[split] = hashlib.sha256(data).hexdigest()[:16]
+            for key, item in _object(data.decode("utf-8", "replace"), path).items():
+                try:
+                    pair = Pair(split, item["caption"], item["negative_caption"], key)
+                    by_image.setdefault(item["filename"], []).append(pair)
+                except (KeyError, TypeError):
+                    raise DataError(f"{path}: item {key} needs filename, caption and negative_caption") from None
+        self.version = _version(sums)
+        names = sorted(by_image)
+        super().__init__(
+            folder / "val2017", names, [by_image[name] for name in names], "pairs", json.dumps(sums).encode()
+        )
+
+
+def _version(sums: dict[str, str]) -> str:
+    if any(found not in (CHECKSUMS.get(split), OLD_SWAP_OBJ) for split, found in sums.items()):
+        return "not published data"
+    return "7,512 pairs" if sums.get("swap_obj") == OLD_SWAP_OBJ else "7,511 pairs"
+
+
+def _coco(text: str, path: Path, split: str) -> dict[str, list[str]]:
+    found = _object(text, path)
+    rows: dict[str, list[str]] = {}
+    try:
+        if "annotations" in found:
+            names = {image["id"]: image["file_name"] for image in found["images"]}
+            rows = {names[number]: [] for number in sorted(names)}
+            for note in found["annotations"]:
+                rows[names[note["image_id"]]].append(note["caption"].strip())
+        else:
+            for image in found["images"]:
+                if image["split"] == split:
+                    rows[image["filename"]] = [sentence["raw"].strip() for sentence in image["sentences"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: is neither a COCO captions file nor one of Karpathy's ({error!r})") from None
+    return rows
+
+
+def _flickr(text: str, path: Path) -> dict[str, list[str]]:
+    rows: dict[str, list[str]] = {}
+    for number, line in enumerate(text.splitlines()[1:], 2):
+        name, found, caption = line.strip().partition(".jpg,")
+        if line.strip() and not found:
+            raise DataError(f"{path}: line {number} is not `name.jpg,caption`")
+        if found:
+            rows.setdefault(f"{name}.jpg", []).append(caption)
+    return rows
+
+
+def _object(text: str, path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{path}: no JSON ({error}); truncated? fetch it again") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: must hold a JSON object")
+    return found

@@ -1,0 +1,177 @@
+"""clip-benchmark's linear probe (the SPARO paper's): AdamW on normalised features, the weight decay searched in log space.
+
+The search trains 7 of 97 weight decays, then halves its steps around the best. clip-benchmark trains each anew and the best
+one again every time; here one pass over the data trains all decays of a round (they share start and order), each once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import RandomSampler
+
+from sparo_train.core.errors import DataError
+
+from ..results import Result
+from .zeroshot import of_ranked, ranked
+
+DECAYS = np.logspace(-6, 2, num=97).tolist()
+_COARSE, _STEPS = 16, (8, 4, 2, 1)
+
+
+class Labelled(NamedTuple):
+    """Features by number: `rows` (m,) int64 -> (m, D) fp32, and labels (n,) int64."""
+
+    rows: Callable[[Tensor], Tensor]
+    labels: Tensor
+
+    def only(self, numbers: Tensor) -> Labelled:
+        """Some of them."""
+        return Labelled(lambda at: self.rows(numbers[at]), self.labels[numbers])
+
+    def with_more(self, other: Labelled) -> Labelled:
+        """These, then others."""
+
+        def rows(at: Tensor) -> Tensor:
+            mine = at < len(self.labels)
+            first, second = self.rows(at[mine]), other.rows(at[~mine] - len(self.labels))
+            out = torch.empty(len(at), (first if len(first) else second).shape[1])
+            out[mine], out[~mine] = first, second
+            return out
+
+        return Labelled(rows, torch.cat([self.labels, other.labels]))
+
+
+class Probes(NamedTuple):
+    """P linear layers: weight (P, C, D), bias (P, C)."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(n, D) -> (n, P, C)."""
+        p, c, d = self.weight.shape
+        return torch.addmm(self.bias.flatten(), x, self.weight.view(p * c, d).T).view(-1, p, c)
+
+
+class Training(NamedTuple):
+    """How probes are trained; the defaults are clip-benchmark's command line."""
+
+    lr: float = 0.1
+    epochs: int = 10
+    batch_size: int = 64
+    seed: int = 0
+    device: torch.device = torch.device("cpu")
+
+
+def train_probes(data: Labelled, classes: int, decays: Sequence[float], how: Training) -> Probes:
+    """Train one layer per weight decay, all from the same start and in the same order of the data.
+
+    Start and order are those that `torch.manual_seed(how.seed)`, `nn.Linear` and a shuffling DataLoader give one after
+    the other, so that every layer is the one that a training of its own would find (fp32 rounding apart).
+    """
+    width, count, n = data.rows(torch.zeros(1, dtype=torch.int64)).shape[1], len(decays), len(data.labels)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(how.seed)
+        layer = torch.nn.Linear(width, classes)
+        orders = []
+        for _ in range(how.epochs):
+            torch.empty((), dtype=torch.int64).random_()  # a DataLoader's seed for its workers
+            orders.append(torch.tensor(list(RandomSampler(range(n)))))
+    weight = layer.weight.detach().expand(count, -1, -1).contiguous().to(how.device)
+    bias = layer.bias.detach().expand(count, -1).contiguous().to(how.device)
+    each = [[w, b] for w, b in zip(weight.unbind(), bias.unbind(), strict=True)]
+    groups = [{"params": pair, "weight_decay": decay} for pair, decay in zip(each, decays, strict=True)]
+    optimizer = torch.optim.AdamW(groups, lr=how.lr, fused=True)
+    probes, step, steps = Probes(weight, bias), 0, how.epochs * -(-n // how.batch_size)
+    for order in orders:
+        for rows in order.split(how.batch_size):
+            rate = 0.5 * (1 + math.cos(math.pi * step / steps)) * how.lr
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            gradient = _gradient(probes, data.rows(rows).to(how.device), data.labels[rows].to(how.device))
+            for (w, b), dw, db in zip(each, gradient.weight.unbind(), gradient.bias.unbind(), strict=True):
+                w.grad, b.grad = dw, db
+            optimizer.step()
+            step += 1
+    return probes
+
+
+def _gradient(probes: Probes, x: Tensor, y: Tensor) -> Probes:
+    """Of every layer's mean cross-entropy."""
+    error = probes.logits(x).softmax(dim=-1)
+    error[torch.arange(len(y), device=y.device), :, y] -= 1
+    error /= len(y)
+    return Probes((error.flatten(1).T @ x).view_as(probes.weight), error.sum(dim=0))
+
+
+def best_classes(probes: Probes, data: Labelled, device: torch.device, k: int = 1, block: int = 4096) -> Tensor:
+    """(P, n, k) int64; layers with logits that are not finite find class -1."""
+    out = []
+    for rows in torch.arange(len(data.labels)).split(block):
+        logits = probes.logits(data.rows(rows).to(device))
+        found = torch.stack([ranked(one, k) for one in logits.unbind(dim=1)])
+        found[~logits.isfinite().all(dim=2).T] = -1
+        out.append(found.cpu())
+    return torch.cat(out, dim=1)
+
+
+def search(train: Labelled, held_out: Labelled, classes: int, how: Training) -> tuple[float, dict[float, float]]:
+    """The weight decay that is best on `held_out`, and every accuracy seen on the way; ties keep the earlier one."""
+    seen: dict[int, float] = {}
+
+    def best_of(numbers: Sequence[int]) -> int:
+        new = [i for i in dict.fromkeys(numbers) if i not in seen]
+        if new:
+            found = best_classes(train_probes(train, classes, [DECAYS[i] for i in new], how), held_out, how.device)
+            right = (found[:, :, 0] == held_out.labels).double().mean(dim=1)
+            seen.update(zip(new, right.tolist(), strict=True))
+        return max(numbers, key=lambda i: (seen[i], -numbers.index(i)))
+
+    peak = best_of(range(0, len(DECAYS), _COARSE))
+    for step in _STEPS:
+        peak = best_of([max(peak - step, 0), peak, min(peak + step, len(DECAYS) - 1)])
+    return DECAYS[peak], {DECAYS[i]: accuracy for i, accuracy in sorted(seen.items())}
+
+
+def few_shots(labels: Tensor, k: int, seed: int) -> Tensor:
+    """Numbers of k samples per class, in a random order that `seed` decides. Raises `DataError` where a class has fewer."""
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    by_class = labels[order].sort(stable=True)
+    counts = torch.bincount(labels)
+    poor = ((counts > 0) & (counts < k)).nonzero().flatten()
+    if len(poor):
+        raise DataError(f"fewshot_k={k}: class {int(poor[0])} has {int(counts[poor[0]])} training images")
+    place = torch.arange(len(labels)) - (counts.cumsum(0) - counts)[by_class.values]
+    return order[by_class.indices[place < k].sort().values]
+
+
+def score(
+    train: Labelled,
+    test: Labelled,
+    classes: int,
+    how: Training,
+    held_out: Labelled | None,
+    fewshot_k: int = -1,
+    decay: float = 0.0,
+) -> Result:
+    """Train and test: the weight decay from `held_out` where there is one (then trained on both, unless few-shot), else `decay`."""
+    tried: dict[float, float] = {}
+    if fewshot_k > 0:
+        train = train.only(few_shots(train.labels, fewshot_k, how.seed))
+    if held_out is not None:
+        decay, tried = search(train, held_out, classes, how)
+        train = train if fewshot_k > 0 else train.with_more(held_out)
+    probes = train_probes(train, classes, [decay], how)
+    found = best_classes(probes, test, how.device, min(5, classes))[0]
+    result = of_ranked(found, test.labels, classes, "probe")
+    options = {
+        "optimizer": "AdamW on weight and bias", "lr": how.lr, "epochs": how.epochs, "batch_size": how.batch_size,
+        "seed": how.seed, "weight_decay": decay, "tried": {f"{d:.3g}": a for d, a in tried.items()}, "fewshot_k": fewshot_k,
+    }  # fmt: skip
+    return result._replace(options=options)

@@ -1,0 +1,257 @@
+"""The feature store: encoded once, never for something else, whole or absent."""
+
+import json
+import multiprocessing
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from evals.batches import BatchSize
+from evals.encoders import ClipEncoder, Encoder, PixelEncoder, TextEncoder
+from evals.features import FeatureStore
+from evals.pixels import Pixels
+from evals.sets.base import Limited
+from evals.sets.shards import SourceSet, WdsSet
+from evals.wrapped import MaskedEncoder, masked
+from sparo_train.core.distributed import Ranks, World
+from sparo_train.core.errors import ConfigError, DataError, SparoError
+from sparo_train.data.writer import write_shards
+from sparo_train.models.clip import Clip
+from sparo_train.models.clip_config import ClipConfig
+from tests.conftest import eval_sets, jpeg
+from tests.ranks import run_ranks
+
+
+class Counting(Encoder, TextEncoder):
+    """Mean colours through a matrix; counts what it is asked."""
+
+    image_size, width, architecture, text_weights = 8, 4, "means", "tower"  # type: ignore[assignment]
+
+    def __init__(self, seed=0):
+        torch.manual_seed(seed)
+        super().__init__(nn.Linear(3, 4), (0.5,) * 3, (0.5,) * 3, f"counting {seed}")
+        self.transform, self.images, self.texts = Pixels(8, 8), 0, []
+
+    @torch.inference_mode()
+    def encode(self, pixels):
+        self.images += len(pixels)
+        return self.model(self.normalised(pixels).mean((2, 3)))
+
+    def text(self, captions):
+        self.texts += captions
+        return torch.tensor([[len(c), c.count("a"), 1, 0] for c in captions]).float()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """600 images: three parts."""
+    root = tmp_path_factory.mktemp("set")
+    write_shards(root, ((f"{i:04d}", {"jpg": jpeg(i % 40), "cls": str(i % 5).encode()}) for i in range(600)), 100)
+    return SourceSet(str(root), "label", "test")
+
+
+def test_the_second_reading_encodes_nothing_and_finds_the_same(source, tmp_path):
+    plain = FeatureStore().images(Counting(), source)
+    first, second = Counting(), Counting()
+    a, b = (FeatureStore(tmp_path).images(e, source) for e in (first, second))
+    assert (first.images, second.images) == (600, 0)
+    assert a.keys == b.keys == plain.keys and a.facts == b.facts == [i % 5 for i in range(600)]
+    assert torch.equal(a.whole(), b.whole()) and torch.equal(a.whole(), plain.whole())
+    at = torch.tensor([599, 0, 300, 255, 256])
+    assert torch.equal(b.rows(at), plain.whole()[at])
+    assert torch.equal(torch.cat(list(b.blocks(100))), plain.whole())
+    manifest = json.loads(next(tmp_path.glob("images/*/manifest.json")).read_text())
+    assert manifest["checkpoint"]["sha256"] == first.weights and manifest["data"]["n"] == 600
+
+
+def test_other_weights_transforms_precision_views_and_data_are_encoded_anew(source, tmp_path):
+    store = FeatureStore(tmp_path)
+
+    def encoded(encoder=None, **options):
+        encoder = encoder or Counting()
+        store.images(encoder, options.pop("source", source), **options)
+        return encoder.images
+
+    assert encoded() == 600 and encoded() == 0
+    assert encoded(Counting(1)) == 600
+    assert encoded(transform=Pixels(8, 16)) == 600
+    other = Counting()
+    other.precision = "bf16"
+    assert encoded(other) == 600
+    assert encoded(source=Limited(source, 100)) == 100
+    moved = Counting()
+    moved.mean = moved.mean + 0.1
+    assert encoded(moved) == 600
+    assert FeatureStore(tmp_path, "fp16").images(again := Counting(), source) is not None and again.images == 600
+    shard = next(iter(source.source.urls))
+    os.utime(shard, ns=(1, 1))  # written again, for all we know
+    assert encoded() == 600
+
+
+def test_half_precision_is_stored_and_read_as_fp32(source, tmp_path):
+    half, full = (FeatureStore(tmp_path, kind).images(Counting(), source) for kind in ("fp16", "fp32"))
+    assert half.parts[0].dtype == np.float16 and half.whole().dtype == torch.float32
+    assert 0 < (half.whole() - full.whole()).abs().max() < 1e-3
+
+
+def test_a_damaged_part_is_encoded_again(source, tmp_path):
+    FeatureStore(tmp_path).images(Counting(), source)
+    part = sorted(tmp_path.glob("images/*/part-*.npy"))[1]
+    part.write_bytes(part.read_bytes()[:200])
+    again = Counting()
+    found = FeatureStore(tmp_path).images(again, source)
+    assert again.images == 256 and torch.equal(found.whole(), FeatureStore().images(Counting(), source).whole())
+
+
+class _Killed(Counting):
+    def encode(self, pixels):
+        if self.images >= 256:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode(pixels)
+
+
+def _killed(root, place):
+    FeatureStore(root).images(_Killed(), SourceSet(place, "label", "test"))
+
+
+def test_a_kill_in_the_middle_loses_one_part_at_most(source, tmp_path):
+    process = multiprocessing.get_context("spawn").Process(target=_killed, args=(tmp_path, str(source.root)))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    rest = Counting()
+    found = FeatureStore(tmp_path).images(rest, source)
+    assert rest.images == 600 - 256
+    assert torch.equal(found.whole(), FeatureStore().images(Counting(), source).whole())
+
+
+def test_shares_of_processes_that_do_not_know_each_other_add_up(source, tmp_path):
+    counts = []
+    for own in range(3):
+        encoder = Counting()
+        found = FeatureStore(tmp_path).images(encoder, source, part=(own, 3))
+        counts.append(encoder.images)
+        assert (found is None) == (own < 2)
+    assert counts == [256, 256, 88]
+    assert torch.equal(found.whole(), FeatureStore().images(Counting(), source).whole())
+
+
+def _on_rank(ranks, source, root):
+    encoder = Counting()
+    found = FeatureStore(root).images(encoder, source, ranks=ranks)
+    return encoder.images, found.whole(), found.keys
+
+
+def test_ranks_share_the_images_and_all_have_all(source, tmp_path):
+    alone = _on_rank(Ranks(World(), "gloo", 0.0), source, None)
+    for root in (tmp_path, None):
+        results = run_ranks(2, _on_rank, source, root)
+        assert sum(images for images, _, _ in results) == 600
+        for _, whole, keys in results:
+            assert torch.equal(whole, alone[1]) and keys == alone[2]
+
+
+def _broken_on_rank(ranks, source, root):
+    encoder = Counting()
+    if ranks.rank == 1:
+        encoder.encode = lambda pixels: torch.full((len(pixels), 4), float("nan"))
+    try:
+        FeatureStore(root).images(encoder, source, ranks=ranks)
+    except DataError as error:
+        return str(error)
+
+
+def test_an_error_of_one_rank_ends_all_at_once(source, tmp_path):
+    assert all("is not finite" in text for text in run_ranks(2, _broken_on_rank, source, tmp_path))
+
+
+def test_encodings_that_are_not_finite_name_their_image(source, tmp_path):
+    encoder = Counting()
+    with torch.no_grad():
+        encoder.model.bias[2] = float("inf")
+    with pytest.raises(DataError, match=r"the encoding of '0000' is not finite \(256 of 256"):
+        FeatureStore(tmp_path).images(encoder, source)
+    assert not list(tmp_path.glob("images/*/part-*"))
+
+
+def test_texts_are_encoded_once_per_tower(tmp_path):
+    encoder, store = Counting(), FeatureStore(tmp_path)
+    found = store.texts(encoder, ["a cat", "a dog", "a cat"])
+    assert encoder.texts == ["a cat", "a dog"] and torch.equal(found[0], found[2])
+    again = FeatureStore(tmp_path).texts(encoder, ["a bird", "a dog"])
+    assert encoder.texts == ["a cat", "a dog", "a bird"] and torch.equal(again[1], found[1])
+    other = Counting()
+    other.text_weights = "another"
+    store.texts(other, ["a cat"])
+    assert other.texts == ["a cat"]
+
+
+def test_the_batch_is_halved_until_it_fits_and_remembered(tmp_path):
+    path, encoder, sizes = tmp_path / "sizes.json", Counting(), []
+
+    def call(pixels):
+        sizes.append(len(pixels))
+        if len(pixels) > 20:
+            raise torch.OutOfMemoryError("too much")
+        return pixels.float().mean((2, 3))
+
+    pixels = torch.arange(100, dtype=torch.uint8).view(100, 1, 1, 1).expand(-1, 3, 2, 2)
+    found = BatchSize(path, {"cpu": 128}).run(encoder, "v", call, pixels)
+    assert torch.equal(found[:, 0], torch.arange(100).float()) and sizes[:4] == [100, 50, 25, 12]
+    assert BatchSize(path, {"cpu": 128}).of(encoder, "v") == 12
+    path.write_text("damaged")
+    assert BatchSize(path, {"cpu": 128}).of(encoder, "v") == 128
+
+    def never(_):
+        raise torch.OutOfMemoryError("too much")
+
+    with pytest.raises(SparoError, match="one image does not fit"):
+        BatchSize().run(encoder, "v", never, pixels)
+
+
+def clip():
+    torch.manual_seed(0)
+    tree = {
+        "vision": {"image_size": 16, "patch_size": 8, "width": 16, "layers": 2, "head_width": 8},
+        "text": {"context_length": 16, "width": 16, "heads": 2, "layers": 2},
+        "readout": {"kind": "sparo", "slots": 3, "slot_width": 4, "head_width": 4},
+    }
+    return ClipEncoder(Clip(ClipConfig.model_validate(tree)))
+
+
+def test_a_selection_of_slots_is_an_encoder_over_the_same_stored_features(tmp_path):
+    sets = eval_sets(tmp_path / "sets")
+    source, store, inner = WdsSet(sets["zero"]["root"], "label"), FeatureStore(tmp_path / "store"), clip()
+    whole = store.images(inner, source).whole()
+    chosen = MaskedEncoder.of_slots(inner, [0, 2])
+    folders = len(list((tmp_path / "store/images").iterdir()))
+    found = store.images(chosen, source).whole()
+    assert len(list((tmp_path / "store/images").iterdir())) == folders
+    assert (
+        torch.equal(found[:, :4], whole[:, :4]) and not found[:, 4:8].any() and torch.equal(found[:, 8:], whole[:, 8:])
+    )
+    pixels = torch.stack([torch.from_numpy(inner.transform(image)).permute(2, 0, 1) for _, image, _ in source])
+    assert torch.allclose(chosen.encode(pixels), found, atol=1e-6)
+    assert isinstance(chosen, TextEncoder) and torch.equal(chosen.text(["a cat"]), inner.text(["a cat"]))
+    assert not isinstance(masked(PixelEncoder(4), torch.ones(48)), TextEncoder)
+    with pytest.raises(ConfigError, match=r"a mask of \(5,\); its encodings take \(12,\) or \(3,\)"):
+        masked(inner, torch.ones(5))
+
+
+def test_texts_of_any_length_are_encoded_as_alone():
+    encoder = clip()
+    captions = [
+        "a",
+        "a small red cube on a big blue ball",
+        "two",
+        "a",
+        "one two three four five six seven eight nine ten",
+    ]
+    tokens = encoder.tokenizer.batch(captions)
+    with torch.inference_mode():
+        alone = encoder.model.encode_text(tokens, normalize=True)
+    assert torch.allclose(encoder.text(captions, batch=2), alone, atol=1e-6)
