@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,9 @@ import torch
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
+
+if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+    sys.path.append(sys.path.pop(0))  # evals.py beside this file must not stand before the package of that name
 
 from sparo_train.core.contracts import Progress
 from sparo_train.core.rundir import environment, machine_name

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sparo_train.core.errors import DataError
+from sparo_train.core.errors import SparoError
 from sparo_train.train.eval_config import (
     EvalTaskConfig,
     PairsTaskConfig,
@@ -162,7 +162,7 @@ def look(listed: Listed, root: Path) -> Presence:
         source = open_set(config, listed.task)
         source.check()
         return _judged(listed, source, config.root)
-    except DataError as error:
+    except SparoError as error:
         return Presence("odd", str(error), config.root)
 
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
 from sparo_train.models.weights import load_into, read_raw
 
-from .encoders import Encoder, TextEncoder, encode_texts, text_identity
-from .pixels import LibraryPixels, Pixels
+from .encoders import TEXTS, Encoder, TextEncoder, encode_texts, text_identity
+from .pixels import FlooredPixels, LibraryPixels, Pixels
 
 
 class OpenClipEncoder(Encoder, TextEncoder):
@@ -48,7 +48,7 @@ class OpenClipEncoder(Encoder, TextEncoder):
             raise CheckpointError(f"{label}: no such file, and no tag of {name} (known: {tags})")
         try:
             built: Any = open_clip.create_model_and_transforms(name, pretrained=weights, force_custom_text=True)
-        except (OSError, RuntimeError, KeyError) as error:
+        except (OSError, RuntimeError, KeyError, AssertionError) as error:
             raise CheckpointError(f"{label}: open_clip cannot load it ({str(error)[:300]})") from None
         model, _, transform = built
         pixels = LibraryPixels(transform.transforms, label)
@@ -85,14 +85,21 @@ class OpenClipEncoder(Encoder, TextEncoder):
         with self.autocast():
             return self.model.encode_image(self.normalised(pixels), normalize=True).float()
 
-    def text(self, captions: Sequence[str], batch: int = 256) -> Tensor:
+    def text(self, captions: Sequence[str], batch: int | None = None) -> Tensor:
         """Unit-norm fp32 encodings (n, D); each distinct caption is encoded once."""
-        return encode_texts(captions, self._tokenizer, self._texts, batch, cut=self._causal)
+        return encode_texts(captions, self._tokenizer, self._texts, batch or TEXTS[self.device.type], cut=self._causal)
 
     @torch.inference_mode()
     def _texts(self, tokens: Tensor) -> Tensor:
-        with self.autocast():
-            return self.model.encode_text(tokens.to(self.device), normalize=True)
+        text, whole = self.model.text, getattr(self.model.text, "attn_mask", None)
+        if self._causal:
+            text.attn_mask = whole[: tokens.shape[1], : tokens.shape[1]]  # open_clip does not cut it to shorter rows
+        try:
+            with self.autocast():
+                return self.model.encode_text(tokens.to(self.device), normalize=True)
+        finally:
+            if self._causal:
+                text.attn_mask = whole
 
 
 class BackboneEncoder(Encoder):
@@ -177,7 +184,7 @@ def from_huggingface(place: str) -> BackboneEncoder:
     label = f"hf:{place}"
     try:
         config = AutoConfig.from_pretrained(place)
-        processor = AutoImageProcessor.from_pretrained(place, use_fast=False).to_dict()
+        processor = AutoImageProcessor.from_pretrained(place, backend="pil").to_dict()
         model = AutoModel.from_pretrained(place, config=config, use_safetensors=True)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{label}: transformers cannot load it ({str(error)[:300]})") from None
@@ -201,7 +208,7 @@ def _hf_pixels(processor: dict[str, Any], label: str) -> Pixels:
     cropped = bool(processor.get("do_center_crop")) and crop.get("height") == crop.get("width")
     bicubic = processor.get("resample") == 3
     if processor.get("do_resize") and bicubic and cropped and "shortest_edge" in size and processor.get("do_normalize"):
-        return Pixels(crop["height"], size["shortest_edge"])
+        return FlooredPixels(crop["height"], size["shortest_edge"])
     raise ConfigError(
         f"{label}: its image processor is not bicubic resize of the shortest side, centre crop and normalisation "
         f"(size {size}, crop_size {crop}, resample {processor.get('resample')}); write preprocessor_config.json so"

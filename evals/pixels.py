@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from sparo_train.core.errors import ConfigError
-from sparo_train.data.transforms import eval_pixels
+from sparo_train.data.transforms import eval_pixels, shortest_side
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,16 @@ class Pixels:
 
     def __call__(self, image: Image.Image) -> np.ndarray:
         return eval_pixels(image, self.size, self.resize)
+
+
+@dataclass(frozen=True)
+class FlooredPixels(Pixels):
+    """The same with the crop's corner rounded down, as Hugging Face's processors cut."""
+
+    def __call__(self, image: Image.Image) -> np.ndarray:
+        image = shortest_side(image, self.resize)
+        left, top = (image.width - self.size) // 2, (image.height - self.size) // 2
+        return np.asarray(image.crop((left, top, left + self.size, top + self.size)))
 
 
 class LibraryPixels:

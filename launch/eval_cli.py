@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -76,7 +77,7 @@ def score(
 ) -> None:
     """Score checkpoints and print one table. Under torchrun the ranks share the encoding, the k-NN search and DINO's probe."""
     if listed:
-        out.print(_catalogue(root))
+        _catalogue(root)
         return
     if not checkpoints:
         raise ConfigError("sparo eval: name a checkpoint, or --list to see the data sets")
@@ -255,21 +256,22 @@ def _show(
         console.print(text, highlight=False, soft_wrap=True)
 
 
-def _catalogue(root: Path) -> Table:
+def _catalogue(root: Path) -> None:
     from evals import catalogue
 
-    table = Table(title=f"data sets below {root} (--root)", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("set", "n", "classes", "chance", "here", "where, and what", "licence"):
-        table.add_column(column, justify="right" if column in ("n", "classes", "chance") else "left", overflow="fold")
+    out.print(
+        f"Data sets, each in the folder of its name below {root} (--root), or in the wds layout:\n", highlight=False
+    )
     for listed in catalogue.LISTED:
         found = catalogue.look(listed, root)
-        facts = [
-            f"{listed.n:,}" if listed.n else "?",
-            str(listed.classes or "-"),
-            f"{100 * listed.chance:.1f}" if listed.chance else "-",
-        ]
-        table.add_row(listed.name, *facts, found.state, f"{found.root}: {found.note}", listed.licence)
-    return table
+        facts = [f"{listed.n:,} images" if listed.n else "size not published"]
+        facts += [f"{listed.classes} classes"] if listed.classes else []
+        facts += [f"chance {100 * listed.chance:.1f} %"] if listed.chance else []
+        colour = {"absent": "dim", "odd": "red"}.get(found.state, "green")
+        out.print(
+            f"[bold]{listed.name}[/]  [{colour}]{found.state}[/]  {', '.join(facts)}", highlight=False, soft_wrap=True
+        )
+        out.print(f"    {escape(found.note)}; licence: {escape(listed.licence)}", highlight=False, soft_wrap=True)
 
 
 def _grid(found: Any) -> Table:

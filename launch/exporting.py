@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from evals.checkpoints import read_run, run_weights
 from sparo_train.core.errors import ConfigError
@@ -39,26 +41,32 @@ def export_run(run: Path, to: Path | None, layout: str | None) -> Path:
             f"--layout {layout!r}: a run of objective {config.objective.kind} goes to {' or '.join(fitting)}"
         )
     home = (run.parent.parent if (run / "meta.json").is_file() else run) / "export"
-    if isinstance(config.objective, DinoObjectiveConfig):
-        return _dino(config, config.objective, step, to or home / "dino.pth")
+    return export_weights(config, run_weights(step, ""), home, to, layout)
+
+
+def export_weights(
+    config: RunConfig, weights: Mapping[str, Tensor], home: Path, to: Path | None = None, layout: str | None = None
+) -> Path:
+    """Write an objective's state dict; returns the path: `to`, or the layout's usual name in `home`."""
+    objective = config.objective
+    if isinstance(objective, DinoObjectiveConfig):
+        return _dino(config, objective, weights, to or home / "dino.pth")
+    model = {name.removeprefix("model."): t for name, t in weights.items() if name.startswith("model.")}
     if layout == "sparo-clip":
-        return _sparo_clip(config, config.objective, step, to or home / "sparo_clip.pt")
+        return _sparo_clip(config, objective, model, to or home / "sparo_clip.pt")
     from sparo_train import openclip  # wraps open_clip's builders
 
-    objective = config.objective
-    return openclip.export(objective.model, run_weights(step), to or home, objective.mean, objective.std)
+    return openclip.export(objective.model, model, to or home, objective.mean, objective.std)
 
 
-def _sparo_clip(config: RunConfig, objective: ClipObjectiveConfig, step: Path, path: Path) -> Path:
+def _sparo_clip(config: RunConfig, objective: ClipObjectiveConfig, weights: Mapping[str, Tensor], path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     model = objective.model.model_dump(mode="json")  # what shapes do not tell; sparo-clip's loader ignores it
-    torch.save(
-        {"epoch": 0, "name": config.name, "state_dict": to_sparo_clip(run_weights(step)), CONFIG_KEY: model}, path
-    )
+    torch.save({"epoch": 0, "name": config.name, "state_dict": to_sparo_clip(weights), CONFIG_KEY: model}, path)
     return path
 
 
-def _dino(config: RunConfig, objective: DinoObjectiveConfig, step: Path, path: Path) -> Path:
+def _dino(config: RunConfig, objective: DinoObjectiveConfig, weights: Mapping[str, Tensor], path: Path) -> Path:
     description = objective.model_dump(mode="json", include={"model", "mean", "std"})
     args = {
         "arch": _arch(objective.model),
@@ -71,7 +79,7 @@ def _dino(config: RunConfig, objective: DinoObjectiveConfig, step: Path, path: P
         "batch_size": config.batch_size,
         "lr": config.optim.lr,
     }
-    return write_dino(path, run_weights(step, ""), description, args, int(config.epochs or 0))
+    return write_dino(path, dict(weights), description, args, int(config.epochs or 0))
 
 
 def _arch(model: VitConfig) -> str:

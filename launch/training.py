@@ -18,7 +18,9 @@ from sparo_train.train.run import RunConfig
 from sparo_train.train.state import Outcome
 from sparo_train.train.trainer import Trainer
 
+from .clusters import load_cluster
 from .scoring import write_results
+from .side import submit_side
 from .view import ProgressView
 
 
@@ -74,13 +76,21 @@ def exit_if_stopped(outcome: Outcome) -> None:
 def make_evaluate(
     config: RunConfig, rundir: RunDir, say: Callable[[str], None]
 ) -> Callable[[Objective, int], dict[str, Any]] | None:
-    """The trainer's evaluation: all of `eval.tasks`, written to RUN/evals and returned for the metrics."""
-    if not config.eval.tasks:
+    """The trainer's evaluation: all of `eval.tasks`, written to RUN/evals and returned for the metrics; `eval.side` is submitted."""
+    side = config.eval.side
+    if not config.eval.tasks and side is None:
         return None
+    if side is not None:
+        Suite(side.tasks).check()
+        load_cluster(side.on, side.options)
     suite = Suite(config.eval.tasks)
     suite.check()  # now, rather than in the middle of training
 
     def evaluate(objective: Objective, step: int) -> dict[str, Any]:
+        if side is not None:
+            submit_side(config, side, objective.state_dict(), rundir.path, step, say)
+        if not config.eval.tasks:
+            return {}
         results = suite.run(from_objective(objective))
         rundir.claim.check()
         write_results(rundir.path / "evals" / f"step-{step:08d}.json", {"step": step}, results)

@@ -34,7 +34,7 @@ def open_set(config: SetTaskConfig, task: str, split: str | None = None) -> Eval
     """
     kind, layout = _KINDS[task], config.layout
     if layout != "wds" and _FACTS_OF[layout] != kind:
-        raise ConfigError(f"layout={layout}: has {_FACTS_OF[layout]}s, and task {task} needs {kind}s")
+        raise ConfigError(f"layout={layout}: has {_FACTS_OF[layout]}, and task {task} needs {kind}")
     whole = _open(config, layout, kind, split or config.split)
     return whole if config.limit is None else Limited(whole, config.limit)
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..results import Result, wilson
 
-QUERIES, ROWS = 512, 32768  # a block of similarities has 64 MiB
+QUERIES, ROWS = 256, 131072  # a block of similarities has 128 MiB; few large ones make the top-k cheap
 
 
 class Nearest(NamedTuple):
@@ -44,11 +44,17 @@ def nearest(
     """
     parts = [F.normalize(q.float(), dim=-1) for q in queries.split(block[0])]
     found: list[Nearest | None] = [None] * len(parts)
+    room = queries.new_empty(
+        0, dtype=torch.float32
+    )  # one memory for all blocks: fresh pages cost as much as a fifth of the product
     for piece in [bank] if isinstance(bank, Tensor) else bank:
         for rows in piece.split(block[1]):
-            rows = F.normalize(rows.to(queries.device).float(), dim=-1)
+            rows = normalised(rows, queries.device)
             for number, q in enumerate(parts):
-                best, before = _best(q @ rows.T, k, first_row), found[number]
+                if room.numel() < len(q) * len(rows):
+                    room = room.new_empty(len(q) * len(rows))
+                product = torch.mm(q, rows.T, out=room[: len(q) * len(rows)].view(len(q), len(rows)))
+                best, before = best_of(product, k, first_row), found[number]
                 found[number] = best if before is None else merge([before, best], k)
             first_row += len(rows)
     if any(part is None for part in found) or not parts:
@@ -58,6 +64,13 @@ def nearest(
     return Nearest(torch.cat([p.similarity for p in whole]), torch.cat([p.row for p in whole]))
 
 
+def normalised(rows: Tensor, device: torch.device) -> Tensor:
+    """`F.normalize` of fp32 rows, without a second copy of those that had to be converted."""
+    moved = rows.to(device, torch.float32)
+    norm = torch.linalg.vector_norm(moved, dim=1, keepdim=True).clamp_min_(1e-12)
+    return moved / norm if moved is rows else moved.div_(norm)
+
+
 def merge(parts: Sequence[Nearest], k: int) -> Nearest:
     """The best k among what several parts of a bank gave, the parts in the order of their rows."""
     similarity, row = torch.cat([p.similarity for p in parts], 1), torch.cat([p.row for p in parts], 1)
@@ -65,7 +78,8 @@ def merge(parts: Sequence[Nearest], k: int) -> Nearest:
     return Nearest(similarity.gather(1, order), row.gather(1, order))
 
 
-def _best(similarities: Tensor, k: int, first: int) -> Nearest:
+def best_of(similarities: Tensor, k: int, first: int) -> Nearest:
+    """The k largest of every row (m, n), ties to the lower column; columns are counted from `first`."""
     k = min(k, similarities.shape[1])
     value, row = similarities.topk(min(k + 1, similarities.shape[1]), dim=1)
     if value.shape[1] > k:

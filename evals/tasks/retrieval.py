@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..results import Result, bootstrap, percentiles
-from .knn import nearest
+from .knn import Nearest, best_of, merge, normalised
 
 KS = (1, 5, 10)
+_BLOCK = 2**25  # similarities held at once: 128 MiB
 
 
 def score(image: Tensor, text: Tensor, image_of_text: Tensor, ks: Sequence[int] = KS) -> Result:
@@ -28,8 +29,7 @@ def score(image: Tensor, text: Tensor, image_of_text: Tensor, ks: Sequence[int] 
         counted (clip-benchmark takes them for misses). Intervals resample images, each with its texts.
     """
     largest_text, largest_image = (max((k for k in ks if k <= n), default=1) for n in (len(text), len(image)))
-    texts_found = nearest(image, text, largest_text).row.cpu()
-    images_found = nearest(text, image, largest_image).row.cpu()
+    texts_found, images_found = (n.row.cpu() for n in nearest_both(image, text, largest_text, largest_image))
     right_texts = image_of_text[texts_found] == torch.arange(len(image))[:, None]
     right_images = images_found == image_of_text[:, None]
     owned = torch.bincount(image_of_text, minlength=len(image))
@@ -66,3 +66,20 @@ def score(image: Tensor, text: Tensor, image_of_text: Tensor, ks: Sequence[int] 
             "images_found": images_found.numpy().astype(np.int32),
         },
     )
+
+
+def nearest_both(image: Tensor, text: Tensor, texts: int, images: int) -> tuple[Nearest, Nearest]:
+    """For every image its nearest `texts` texts, for every text its nearest `images` images; each similarity is computed once."""
+    image, text = (normalised(x, image.device) for x in (image, text))
+    rows = min(len(image), max(1, _BLOCK // len(text)))
+    room = image.new_empty(rows * len(text))
+    by_image, by_text = [], None
+    for first in range(0, len(image), rows):
+        part = image[first : first + rows]
+        size = len(part) * len(text)
+        product = torch.mm(part, text.T, out=room[:size].view(len(part), len(text)))
+        by_image.append(best_of(product, texts, 0))
+        found = best_of(product.T, images, first)
+        by_text = found if by_text is None else merge([by_text, found], images)
+    assert by_text is not None
+    return Nearest(*(torch.cat(parts) for parts in zip(*by_image, strict=True))), by_text

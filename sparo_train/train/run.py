@@ -41,11 +41,23 @@ class LogConfig(Frozen):
     heartbeat_seconds: float = Field(default=10.0, gt=0)
 
 
+class SideEvalConfig(Frozen):
+    """Tasks too long to wait for: a job of its own scores the weights of every evaluated step.
+
+    `on`: a cluster, as `sparo launch --on`.  `options`: its `--key value` options, e.g. [--gpus-per-node, "1"].
+    """
+
+    on: str
+    tasks: dict[str, EvalTaskConfig] = Field(min_length=1)
+    options: tuple[str, ...] = ()
+
+
 class EvalConfig(Frozen):
-    """Scored every `every_steps` and at the end; 0: only at the end."""
+    """Scored every `every_steps` and at the end; 0: only at the end. `side`: tasks that a job of its own scores meanwhile."""
 
     every_steps: int = Field(default=0, ge=0)
     tasks: dict[str, EvalTaskConfig] = Field(default_factory=dict)
+    side: SideEvalConfig | None = None
 
 
 def _kind(default: str) -> Callable[[Any], str]:

@@ -19,7 +19,7 @@ from evals.sets.shards import SourceSet, WdsSet
 from evals.wrapped import MaskedEncoder, masked
 from sparo_train.core.distributed import Ranks, World
 from sparo_train.core.errors import ConfigError, DataError, SparoError
-from sparo_train.data.writer import write_shards
+from sparo_train.data.writer import write_shards, write_wds_layout
 from sparo_train.models.clip import Clip
 from sparo_train.models.clip_config import ClipConfig
 from tests.conftest import eval_sets, jpeg
@@ -66,6 +66,12 @@ def test_the_second_reading_encodes_nothing_and_finds_the_same(source, tmp_path)
     assert torch.equal(torch.cat(list(b.blocks(100))), plain.whole())
     manifest = json.loads(next(tmp_path.glob("images/*/manifest.json")).read_text())
     assert manifest["checkpoint"]["sha256"] == first.weights and manifest["data"]["n"] == 600
+
+
+def test_more_workers_than_shards_read_everything_in_order(tmp_path):
+    write_wds_layout(tmp_path, [(f"{i:03d}", {"jpg": jpeg(i % 7), "cls": b"0"}) for i in range(300)], classnames=["a"])
+    found = FeatureStore().images(Counting(), WdsSet(tmp_path, "label"), workers=3)
+    assert found.keys == [f"{i:03d}" for i in range(300)]
 
 
 def test_other_weights_transforms_precision_views_and_data_are_encoded_anew(source, tmp_path):
@@ -234,7 +240,7 @@ def test_a_selection_of_slots_is_an_encoder_over_the_same_stored_features(tmp_pa
     assert (
         torch.equal(found[:, :4], whole[:, :4]) and not found[:, 4:8].any() and torch.equal(found[:, 8:], whole[:, 8:])
     )
-    pixels = torch.stack([torch.from_numpy(inner.transform(image)).permute(2, 0, 1) for _, image, _ in source])
+    pixels = inner.stacked([inner.transform(image) for _, image, _ in source])
     assert torch.allclose(chosen.encode(pixels), found, atol=1e-6)
     assert isinstance(chosen, TextEncoder) and torch.equal(chosen.text(["a cat"]), inner.text(["a cat"]))
     assert not isinstance(masked(PixelEncoder(4), torch.ones(48)), TextEncoder)

@@ -1,0 +1,206 @@
+"""Our evaluation against clip-benchmark 1.6.2's own functions (and, for k-NN, DINO's), in one process, on equal inputs.
+
+    python benchmarks/evals.py [--quick] [--json FILE]
+
+Needs clip-benchmark, which the test extra installs. Features are random; results are compared before times are reported:
+equal to the last digit for retrieval, zero-shot and k-NN, the same weight decay for the probe. The classifier is built by an untrained
+text tower (ViT-Tiny with a context of 77 for all 80,000 prompts, ViT-B-32 for some of them), which costs what a trained one costs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from common import interleave, parser, peak_growth, report, row, seconds
+from open_clip import IMAGENET_CLASSNAMES
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from evals.encoders import ClipEncoder
+from evals.sets.files import imagenet_templates
+from evals.tasks import knn, probe, retrieval, zeroshot
+from sparo_train.models.clip import Clip
+from sparo_train.models.clip_config import ClipConfig
+
+KS = (10, 20, 100, 200)
+
+
+class Stock(nn.Module):
+    """What clip-benchmark calls a model: images are their own features, texts rows of a table."""
+
+    def __init__(self, table: Tensor):
+        super().__init__()
+        self.table = table
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        return images.flatten(1)
+
+    def encode_text(self, tokens: Tensor) -> Tensor:
+        return self.table[tokens]
+
+
+def retrieval_rows(quick: bool) -> list[dict[str, Any]]:
+    from clip_benchmark.metrics import zeroshot_retrieval
+
+    images, captions, width = (1000, 5, 512) if quick else (5000, 5, 512)
+    image, noise = torch.randn(images, width), torch.randn(images * captions, width)
+    owner = torch.arange(images).repeat_interleave(captions)
+    text = image[owner] + 4 * noise
+    texts = [[str(i * captions + j) for j in range(captions)] for i in range(images)]
+    numbers: Any = lambda words: torch.tensor([int(word) for word in words])  # noqa: E731
+    found: dict[str, dict[str, float]] = {}
+
+    def ours() -> None:
+        found["ours"] = retrieval.score(image, text, owner).metrics
+
+    def theirs() -> None:
+        loader = DataLoader(
+            list(zip(image.unflatten(1, (1, -1)), texts, strict=True)), 64,
+            collate_fn=lambda rows: (torch.stack([x for x, _ in rows]), [t for _, t in rows]),
+        )  # fmt: skip
+        with silent():
+            found["theirs"] = zeroshot_retrieval.evaluate(Stock(text), loader, numbers, "cpu", False, [1, 5, 10])
+
+    ours()
+    growth = [(peak_growth(ours), peak_growth(theirs))]
+    pairs = [(seconds(ours), seconds(theirs)) for _ in range(1 if quick else 2)]
+    for k in (1, 5, 10):
+        assert abs(found["ours"][f"image_R@{k}"] - found["theirs"][f"image_retrieval_recall@{k}"]) < 1e-6
+        assert abs(found["ours"][f"text_R@{k}"] - found["theirs"][f"text_retrieval_recall@{k}"]) < 1e-6
+    name = f"retrieval, {images:,} x {images * captions:,}, D = {width}, intervals included"
+    memory = [tuple(v / 2**20 for v in pair) for pair in growth]
+    return [row(name, pairs, 10, "s", False), row(f"{name}: memory", memory, 10, "MiB", False)]  # type: ignore[arg-type]
+
+
+def classifier_rows(quick: bool) -> list[dict[str, Any]]:
+    small, whole = {"context_length": 77, "width": 128, "heads": 4, "layers": 4}, {}
+    cases = (("ViT-Tiny-16", small, 25 if quick else 1000), ("ViT-B-32", whole, 2 if quick else 20))
+    return [_classifier_row(*case, 1 if quick or case[2] == 1000 else 3) for case in cases]
+
+
+def _classifier_row(backbone: str, text: dict[str, int], classes: int, rounds: int) -> dict[str, Any]:
+    from clip_benchmark.metrics import zeroshot_classification
+
+    torch.manual_seed(0)
+    tree = {"backbone": backbone, "readout": {"kind": "token"}, **({"text": text} if text else {})}
+    encoder = ClipEncoder(Clip(ClipConfig.model_validate(tree)))
+    names, templates = IMAGENET_CLASSNAMES[:classes], imagenet_templates()
+    found: dict[str, Tensor] = {}
+
+    def ours() -> None:
+        found["ours"] = zeroshot.classifier(encoder.text(zeroshot.prompts(names, templates)), classes)
+
+    def theirs() -> None:
+        with silent(), torch.no_grad():
+            found["theirs"] = zeroshot_classification.zero_shot_classifier(
+                encoder.model, encoder.tokenizer.batch, names, templates, "cpu", amp=False
+            )
+
+    pairs = [(seconds(ours), seconds(theirs)) for _ in range(rounds)]
+    difference = float((found["ours"].T - found["theirs"]).abs().max())
+    assert difference < 1e-5, difference
+    return row(f"classifier, {backbone}, {classes:,} classes x {len(templates)}", pairs, 5, "s", False)
+
+
+def probe_rows(quick: bool) -> list[dict[str, Any]]:
+    from clip_benchmark.metrics import linear_probe
+
+    n, width, classes, epochs = (1000, 128, 10, 2) if quick else (10000, 512, 100, 10)
+    centres = torch.randn(classes, width)
+    y, answers = torch.randint(0, classes, (n,)), torch.randint(0, classes, (n // 5,))
+    x, held = (F.normalize(centres[t] + 3 * torch.randn(len(t), width), dim=1) for t in (y, answers))
+    decays = np.logspace(-6, 2, num=97).tolist()
+    found: dict[str, float] = {}
+
+    def ours() -> None:
+        train, other = probe.Labelled(lambda at: x[at], y), probe.Labelled(lambda at: held[at], answers)
+        found["ours"] = probe.search(train, other, classes, probe.Training(epochs=epochs))[0]
+
+    def loader(features: Tensor, labels: Tensor) -> DataLoader[Any]:
+        return DataLoader(linear_probe.FeatureDataset(features, labels), 64, shuffle=True)
+
+    def theirs() -> None:
+        arguments = (loader(x, y), loader(held, answers), width, classes, 0.1, epochs, False, "cpu", False, 0)
+        with silent(), on_cpu():
+            peak = linear_probe.find_peak(decays, list(range(0, 97, 16)), *arguments)
+            for span in (8, 4, 2, 1):
+                around = [max(peak - span, 0), peak, min(peak + span, 96)]
+                peak = linear_probe.find_peak(decays, around, *arguments)
+        found["theirs"] = decays[peak]
+
+    pairs = [(seconds(ours), seconds(theirs)) for _ in range(1 if quick else 2)]
+    if found["ours"] != found["theirs"]:
+        print(f"weight decays differ: {found}")
+    name = f"probe, search over 97 weight decays, {n:,} x {width}, {classes} classes, {epochs} epochs"
+    return [row(name, pairs, 5, "s", False)]
+
+
+def knn_rows(quick: bool) -> list[dict[str, Any]]:
+    queries, rows, width, classes = (500, 20000, 384, 1000) if quick else (2000, 200000, 384, 1000)
+    bank, labels = torch.randn(rows, width), torch.randint(0, classes, (rows,))
+    asked, answers = torch.randn(queries, width), torch.randint(0, classes, (queries,))
+    found: dict[str, list[float]] = {}
+
+    def ours() -> None:
+        result = knn.score(knn.nearest(asked, bank, max(KS)), labels, answers, classes, KS, 0.07, 20)
+        found["ours"] = [result.metrics[f"acc1_k{k}"] for k in KS]
+
+    def theirs() -> None:
+        columns, q = F.normalize(bank, dim=1).T.contiguous(), F.normalize(asked, dim=1)
+        found["theirs"] = [_official_knn(columns, labels, q, answers, k, classes) for k in KS]
+
+    pairs = interleave(lambda: seconds(ours), lambda: seconds(theirs), 1 if quick else 3)
+    assert np.allclose(found["ours"], found["theirs"], atol=1.1 / queries), found
+    return [row(f"k-NN, four k, {queries:,} x {rows:,} x {width}", pairs, 4, "s", False)]
+
+
+def _official_knn(columns: Tensor, labels: Tensor, queries: Tensor, answers: Tensor, k: int, classes: int) -> float:
+    """eval_knn.py: a hundred pieces, a one-hot vote."""
+    right, size = 0, max(1, len(queries) // 100)
+    for begin in range(0, len(queries), size):
+        part = queries[begin : begin + size]
+        similarity, found = torch.mm(part, columns).topk(k, largest=True, sorted=True)
+        one_hot = torch.zeros(len(part) * k, classes).scatter_(1, labels[found].view(-1, 1), 1)
+        weights = similarity.div(0.07).exp()
+        votes = (one_hot.view(len(part), -1, classes) * weights.view(len(part), -1, 1)).sum(1)
+        right += int(votes.sort(1, True).indices[:, 0].eq(answers[begin : begin + size]).sum())
+    return right / len(queries)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Their progress is not ours to print."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """clip-benchmark's probe asks for CUDA by name."""
+    kept = {kind: kind.cuda for kind in (Tensor, nn.Module)}
+    try:
+        for kind in kept:
+            kind.cuda = lambda self, *_: self  # type: ignore[method-assign, assignment]
+        yield
+    finally:
+        for kind, method in kept.items():
+            kind.cuda = method  # type: ignore[method-assign]
+
+
+def main() -> None:
+    options = parser(__doc__).parse_args()
+    torch.manual_seed(0)
+    rows: list[dict[str, Any]] = []
+    for case in (retrieval_rows, classifier_rows, probe_rows, knn_rows):
+        rows += case(options.quick)
+    report("evaluation against clip-benchmark 1.6.2 and DINO's k-NN", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Models of other libraries give as encoders what they give by themselves."""
+
+import io
+
+import numpy as np
+import open_clip
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch.nn import functional as F
+
+from evals.checkpoints import load_encoder
+from evals.encoders import TextEncoder
+from sparo_train.core.errors import CheckpointError, ConfigError
+from tests.conftest import jpeg
+
+
+def images(n=3):
+    return [Image.open(io.BytesIO(jpeg(i, (90 - 20 * i, 70)))).convert("RGB") for i in range(n)]
+
+
+def encoded(encoder):
+    pixels = [torch.from_numpy(np.array(encoder.transform(image))).permute(2, 0, 1) for image in images()]
+    return encoder.encode(torch.stack(pixels))
+
+
+def test_open_clip(tmp_path):
+    import sparo_train.openclip  # noqa: F401  our small names
+
+    torch.manual_seed(0)
+    model, _, transform = open_clip.create_model_and_transforms("ViT-Tiny-16")
+    model.eval()
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    encoder = load_encoder(f"open_clip:ViT-Tiny-16@{tmp_path / 'w.pt'}")
+    with torch.inference_mode():
+        expected = model.encode_image(torch.stack([transform(image) for image in images()]), normalize=True)
+        texts = model.encode_text(
+            open_clip.get_tokenizer("ViT-Tiny-16")(["a cat", "a red cube on a ball"]), normalize=True
+        )
+    assert torch.allclose(encoded(encoder), expected, atol=1e-6) and encoder.width == expected.shape[1]
+    assert isinstance(encoder, TextEncoder)
+    assert torch.allclose(encoder.text(["a cat", "a red cube on a ball"]), texts, atol=1e-6)
+    for name, kind, message in (
+        (f"open_clip:ViT-Tiny-17@{tmp_path / 'w.pt'}", ConfigError, "did you mean 'ViT-Tiny-16'"),
+        ("open_clip:ViT-B-32", ConfigError, "write open_clip:NAME@FILE"),
+        ("open_clip:ViT-B-32@nothing.pt", CheckpointError, "no such file, and no tag of ViT-B-32"),
+        (f"open_clip:ViT-B-32@{tmp_path / 'w.pt'}", CheckpointError, "open_clip cannot load it"),
+    ):
+        with pytest.raises(kind, match=message):
+            load_encoder(name)
+
+
+def test_timm(tmp_path):
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit").eval()
+    save_file(model.state_dict(), tmp_path / "w.safetensors")
+    encoder = load_encoder(f"timm:test_vit@{tmp_path / 'w.safetensors'}")
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
+    with torch.inference_mode():
+        features = model.forward_features(torch.stack([transform(image) for image in images()]))
+        expected = model.forward_head(features, pre_logits=True)
+    assert torch.allclose(encoded(encoder), expected, atol=1e-5) and not isinstance(encoder, TextEncoder)
+    torch.save({"x": torch.zeros(1)}, tmp_path / "odd.pt")
+    with pytest.raises(CheckpointError, match="does not fit the model: missing"):
+        load_encoder(f"timm:test_vit@{tmp_path / 'odd.pt'}")
+    with pytest.raises(ConfigError, match=r"timm:tst_vit@x: did you mean"):
+        load_encoder("timm:tst_vit@x")
+
+
+def test_huggingface(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    torch.manual_seed(0)
+    config = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8
+    )
+    model = transformers.CLIPVisionModel(config).eval()
+    model.save_pretrained(tmp_path / "m")
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 40}, crop_size={"height": 32, "width": 32})
+    processor.save_pretrained(tmp_path / "m")
+    encoder = load_encoder(f"hf:{tmp_path / 'm'}")
+    pixels = torch.stack([torch.from_numpy(np.array(encoder.transform(image))).permute(2, 0, 1) for image in images()])
+    with torch.inference_mode():
+        expected = model(pixel_values=encoder.normalised(pixels)).pooler_output
+        own = processor(images(), return_tensors="pt")["pixel_values"]
+    assert torch.allclose(encoder.encode(pixels), expected, atol=1e-6) and encoder.width == 32
+    assert torch.allclose(
+        encoder.normalised(pixels), own, atol=2 / 255 / 0.26
+    )  # of 255 levels, two: theirs may resize by another implementation
+    transformers.CLIPImageProcessor(size={"height": 32, "width": 32}, do_center_crop=False).save_pretrained(
+        tmp_path / "m"
+    )
+    with pytest.raises(ConfigError, match="its image processor is not bicubic resize of the shortest side"):
+        load_encoder(f"hf:{tmp_path / 'm'}")
+    with pytest.raises(CheckpointError, match="transformers cannot load it"):
+        load_encoder(f"hf:{tmp_path / 'none'}")
+
+
+def test_the_text_towers_identity_does_not_depend_on_the_images():
+    from tests.unit.test_features import clip
+
+    one, two = clip(), clip()
+    with torch.no_grad():
+        next(two.model.visual.parameters()).add_(1)
+    assert one.weights != two.weights and one.text_weights == two.text_weights
+    with torch.no_grad():
+        next(two.model.text.parameters()).add_(1)
+    two = type(two)(two.model)
+    assert one.text_weights != two.text_weights
+    assert F.cosine_similarity(one.text(["a"]), one.text(["a"])).item() == pytest.approx(1, abs=1e-5)

@@ -1,0 +1,231 @@
+"""The published layouts of evaluation sets, written small: what is read, and what is said of what is wrong."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from evals import catalogue
+from evals.sets import captions as caption_sets
+from evals.sets.base import Limited, Pair
+from evals.sets.captions import SPLITS, KarpathySet, SugarCrepeSet
+from evals.sets.files import ImageNetSet, ObjectNetSet, imagenet_templates, wordnet_ids
+from evals.sets.names import published
+from evals.sets.opening import open_set
+from evals.sets.shards import WdsSet
+from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.data.writer import write_wds_layout
+from sparo_train.train.eval_config import PairsTaskConfig, RetrievalTaskConfig, ZeroshotTaskConfig
+from tests.conftest import jpeg
+
+
+def put(path, data=None):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(jpeg(len(str(path))) if data is None else data)
+
+
+def test_imagenet_classes_are_those_with_a_folder_in_imagenets_order(tmp_path):
+    wnids = [wordnet_ids()[i] for i in (7, 3, 900)]
+    for wnid in wnids:
+        for n in range(2):
+            put(tmp_path / wnid / f"{wnid}_{n}.JPEG")
+    found = ImageNetSet(tmp_path, expected=3)
+    assert found.classnames() == [_openai(i) for i in (3, 7, 900)]
+    assert [label for _, _, label in found] == [0, 0, 1, 1, 2, 2] and len(found.templates()) == 80
+    with pytest.raises(DataError, match="has 3 class folders, 200 expected"):
+        ImageNetSet(tmp_path, expected=200)
+    put(tmp_path / "val" / "x.jpg")
+    with pytest.raises(DataError, match="val: is not one of ImageNet's 1,000 WordNet ids; give the folder that holds"):
+        ImageNetSet(tmp_path)
+
+
+def _openai(i):
+    from open_clip import IMAGENET_CLASSNAMES
+
+    return IMAGENET_CLASSNAMES[i]
+
+
+def test_imagenet_v2_has_numbered_folders(tmp_path):
+    for number in (0, 10, 2):
+        put(tmp_path / str(number) / "a.jpeg")
+    found = ImageNetSet(tmp_path, numbered=True)
+    assert {key: label for key, _, label in found} == {"0/a.jpeg": 0, "2/a.jpeg": 1, "10/a.jpeg": 2}
+    assert found.classnames() == [_openai(i) for i in (0, 2, 10)]
+
+
+def objectnet(root):
+    image = Image.new("RGB", (12, 10), (255, 0, 0))
+    image.paste((0, 0, 255), (2, 2, 10, 8))
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    for folder in ("air_freshener", "banana", "alarm_clock"):
+        put(root / "objectnet-1.0/images" / folder / "1.png", buffer.getvalue())
+    names = {"air_freshener": "Air freshener", "banana": "Banana", "alarm_clock": "Alarm clock"}
+    for place, content in {
+        "folder_to_objectnet_label.json": names,
+        "objectnet_to_imagenet_1k.json": {"Banana": "banana", "Alarm clock": "analog clock; digital clock"},
+    }.items():
+        put(root / "objectnet-1.0/mappings" / place, json.dumps(content).encode())
+
+
+def test_objectnet_keeps_shared_classes_and_cuts_its_border_where_asked(tmp_path):
+    objectnet(tmp_path)
+    cut, whole = ObjectNetSet(tmp_path), ObjectNetSet(tmp_path, border_crop=False)
+    assert cut.classnames() == ["alarm clock", "banana"] and [label for _, _, label in cut] == [0, 1]
+    assert cut.read(0)[1].size == (8, 6) and whole.read(0)[1].size == (12, 10)
+    assert np.asarray(cut.read(0)[1])[..., 0].max() == 0 and np.asarray(whole.read(0)[1])[0, 0].tolist() == [255, 0, 0]
+    assert cut.identity() != whole.identity()
+    (tmp_path / "objectnet-1.0/mappings/objectnet_to_imagenet_1k.json").unlink()
+    with pytest.raises(DataError, match=r"objectnet_to_imagenet_1k\.json: missing"):
+        ObjectNetSet(tmp_path)
+
+
+COCO = {
+    "images": [{"id": 7, "file_name": "b.jpg"}, {"id": 2, "file_name": "a.jpg"}, {"id": 9, "file_name": "c.jpg"}],
+    "annotations": [
+        {"image_id": 7, "caption": "b one"},
+        {"image_id": 2, "caption": " a one "},
+        {"image_id": 7, "caption": "b two, with a comma"},
+    ],
+}
+KARPATHY = {
+    "images": [
+        {"filename": "a.jpg", "split": "test", "sentences": [{"raw": "a one"}]},
+        {"filename": "z.jpg", "split": "train", "sentences": [{"raw": "z"}]},
+        {"filename": "b.jpg", "split": "test", "sentences": [{"raw": "b one"}, {"raw": "b two, with a comma"}]},
+    ]
+}
+FLICKR = "image,caption\na.jpg,a one\nb.jpg,b one\nb.jpg,b two, with a comma\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "empty"),
+    [("coco.json", json.dumps(COCO), 1), ("own.json", json.dumps(KARPATHY), 0), ("flickr.txt", FLICKR, 0)],
+)
+def test_karpathy_splits_in_each_of_their_files(tmp_path, name, text, empty):
+    for image in "abc":
+        put(tmp_path / f"{image}.jpg")
+    put(tmp_path / name, text.encode())
+    found = {key: captions for key, _, captions in KarpathySet(tmp_path, tmp_path / name)}
+    assert found["a.jpg"] == ["a one"] and found["b.jpg"] == ["b one", "b two, with a comma"]
+    assert sum(not captions for captions in found.values()) == empty
+    (tmp_path / "b.jpg").unlink()
+    with pytest.raises(DataError, match=r"b\.jpg: missing \(1 of \d files are\)"):
+        KarpathySet(tmp_path, tmp_path / name).check()
+    put(tmp_path / name, text[: len(text) // 2].encode() if name.endswith("json") else b"header\nno caption here\n")
+    with pytest.raises(DataError, match=r"truncated\?|line 2 is not"):
+        KarpathySet(tmp_path, tmp_path / name)
+
+
+def sugar_crepe(root):
+    for number, split in enumerate(SPLITS):
+        rows = {
+            str(i * (2 if split == "swap_obj" else 1)): {
+                "filename": f"{(number + i) % 4:012d}.jpg",
+                "caption": f"a {split} of {i}",
+                "negative_caption": f"of {split} a {i}" if split.startswith("swap") else f"no {split} of {i}",
+            }
+            for i in range(3)
+        }
+        put(root / f"{split}.json", json.dumps(rows).encode())
+    for i in range(4):
+        put(root / "val2017" / f"{i:012d}.jpg")
+
+
+def test_sugar_crepe_has_every_image_once_whatever_its_keys(tmp_path, monkeypatch):
+    sugar_crepe(tmp_path)
+    found = SugarCrepeSet(tmp_path)
+    pairs = [pair for _, _, row in found for pair in row]
+    assert len(found) == 4 and len(pairs) == 21 and found.version == "not published data"
+    assert {p.key for p in pairs if p.kind == "swap_obj"} == {"0", "2", "4"}
+    sums = {s: __import__("hashlib").sha256((tmp_path / f"{s}.json").read_bytes()).hexdigest()[:16] for s in SPLITS}
+    monkeypatch.setattr(caption_sets, "CHECKSUMS", sums)
+    assert SugarCrepeSet(tmp_path).version == "7,511 pairs"
+    monkeypatch.setattr(caption_sets, "CHECKSUMS", {**sums, "swap_obj": "other"})
+    monkeypatch.setattr(caption_sets, "OLD_SWAP_OBJ", sums["swap_obj"])
+    assert SugarCrepeSet(tmp_path).version == "7,512 pairs"
+    put(tmp_path / "add_obj.json", b'{"0": {"filename": "x.jpg", "caption": "a"}}')
+    with pytest.raises(DataError, match=r"add_obj\.json: item 0 needs filename, caption and negative_caption"):
+        SugarCrepeSet(tmp_path)
+    (tmp_path / "add_obj.json").unlink()
+    with pytest.raises(DataError, match=r"add_obj\.json: missing; SugarCrepe has seven"):
+        SugarCrepeSet(tmp_path)
+
+
+def test_several_labels_come_from_npy_members(tmp_path):
+    def member(row):
+        buffer = io.BytesIO()
+        np.save(buffer, np.asarray(row))
+        return buffer.getvalue()
+
+    rows = [[1, 0, 1], [0, 0, 1]]
+    write_wds_layout(
+        tmp_path, [(f"{i}", {"jpg": jpeg(i), "npy": member(r)}) for i, r in enumerate(rows)], classnames=list("abc")
+    )
+    (tmp_path / "dataset_type.txt").write_text("multilabel")
+    found = WdsSet(tmp_path, "label")
+    assert found.kind == "labels" and [fact for _, _, fact in found] == rows
+    bad = tmp_path / "bad"
+    write_wds_layout(bad, [("0", {"jpg": jpeg(0), "npy": member([0.5, 1])})], classnames=["a"])
+    (bad / "dataset_type.txt").write_text("multilabel")
+    with pytest.raises(DataError, match="one row of zeros and ones"):
+        WdsSet(bad, "label").read(0)
+
+
+def test_a_limit_meets_all_of_a_set_and_is_another_set(tmp_path):
+    write_wds_layout(
+        tmp_path,
+        [(f"{i:02d}", {"jpg": jpeg(i), "cls": str(i // 10).encode()}) for i in range(30)],
+        classnames=list("abc"),
+    )
+    whole = WdsSet(tmp_path, "label")
+    few = Limited(whole, 6)
+    assert [label for _, _, label in few] == [0, 0, 1, 1, 2, 2]
+    assert few.identity() != whole.identity() and len(Limited(whole, 99)) == 30
+
+
+def test_a_layout_that_has_other_facts_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="layout=imagenet: has label, and task pairs needs pairs"):
+        open_set(PairsTaskConfig(task="pairs", root=str(tmp_path), layout="imagenet"), "pairs")
+    with pytest.raises(ConfigError, match="layout=karpathy: needs annotations"):
+        open_set(RetrievalTaskConfig(task="retrieval", root=str(tmp_path), layout="karpathy"), "retrieval")
+
+
+def test_class_names_of_known_sets_come_from_clip_benchmark(tmp_path):
+    pytest.importorskip("clip_benchmark")
+    write_wds_layout(tmp_path, [("0", {"jpg": jpeg(0), "cls": b"0"})])
+    config = ZeroshotTaskConfig(task="zeroshot", root=str(tmp_path), known_as="vtab/eurosat")
+    found = open_set(config, "zeroshot")
+    assert len(found.classnames()) == 10 and len(found.templates()) == 3
+    assert published("classnames", "imagenet1k") == [_openai(i) for i in range(1000)]
+    assert published("templates", "imagenet1k") == imagenet_templates()
+    with pytest.raises(DataError, match=r"classnames\.txt: missing"):
+        open_set(config.model_copy(update={"known_as": "no such set"}), "zeroshot").classnames()
+
+
+def test_the_catalogue_knows_where_sets_lie_and_what_is_wrong_with_them(tmp_path):
+    listed = {entry.name: entry for entry in catalogue.LISTED}
+    assert sum(entry.group == "vtab" for entry in catalogue.LISTED) == 19
+    assert catalogue.look(listed["imagenet-a"], tmp_path).state == "absent"
+    sugar_crepe(tmp_path / "sugar_crepe")
+    found = catalogue.look(listed["sugar_crepe"], tmp_path)
+    assert found.state == "odd" and "not the published ones" in found.note
+    write_wds_layout(tmp_path / "wds_vtab-pcam", [("0", {"jpg": jpeg(0), "cls": b"0"})], classnames=["a", "b"])
+    found = catalogue.look(listed["vtab/pcam"], tmp_path)
+    assert found.state == "odd" and "1 images, 32,768 expected" in found.note
+    tasks = catalogue.tasks("vtab", tmp_path)
+    assert len(tasks) == 19 and tasks["vtab/pcam"].root == str(tmp_path / "wds_vtab-pcam")
+    assert catalogue.tasks("imagenet1k:probe", tmp_path)["imagenet1k:probe"].task == "probe"
+    assert not catalogue.tasks("mscoco_captions:probe", tmp_path) and not catalogue.tasks("no", tmp_path)
+    coco = catalogue.tasks("mscoco_captions", tmp_path)["mscoco_captions"]
+    assert coco.layout == "karpathy" and coco.annotations.endswith("coco_test_karpathy.json")
+
+
+def test_pairs_survive_being_stored():
+    from evals.features import _fact
+
+    pairs = [Pair("swap_obj", "a", "b", "3")]
+    assert _fact(json.loads(json.dumps(pairs))) == pairs
+    assert _fact(["one", "two"]) == ["one", "two"] and _fact(4) == 4 and _fact([1, 0]) == [1, 0]
