@@ -91,7 +91,8 @@ class OpenClipEncoder(Encoder, TextEncoder):
 
     @torch.inference_mode()
     def _texts(self, tokens: Tensor) -> Tensor:
-        text, whole = self.model.text, getattr(self.model.text, "attn_mask", None)
+        text: Any = self.model.text
+        whole: Any = getattr(text, "attn_mask", None)
         if self._causal:
             text.attn_mask = whole[: tokens.shape[1], : tokens.shape[1]]  # open_clip does not cut it to shorter rows
         try:
