@@ -43,6 +43,10 @@ def compare(first: Record, second: Record) -> Comparison:
     a, b = predictions_of(first), predictions_of(second)
     if not np.array_equal(a["keys"], b["keys"]):
         raise DataError(f"{first.task}: the samples of {first.checkpoint} and {second.checkpoint} have other keys")
+    if "label" in a and not np.array_equal(a["label"], b["label"]):
+        raise DataError(
+            f"{first.task}: the labels of {first.checkpoint} and {second.checkpoint} differ; one was scored on other annotations"
+        )
     if first.result.task == "retrieval":
         raise DataError(f"{first.task}: retrieval has no single right or wrong per sample; compare its intervals")
     if "right" not in a:

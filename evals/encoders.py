@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Literal, Self
@@ -25,10 +24,10 @@ from sparo_train.objectives.dino import DinoObjective
 
 from .pixels import Pixels
 from .sets.base import Transform
+from .texts import TEXTS, encode_texts, text_identity, weights_sha256
 
 Precision = Literal["fp32", "bf16", "fp16"]
 _BATCH = 256
-TEXTS = {"cpu": 64, "cuda": 2048}  # in a batch: on a CPU a small one stays in its caches
 _AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -269,47 +268,3 @@ def from_objective(objective: nn.Module) -> Encoder:
         return DinoEncoder(objective.teacher.backbone, objective.config.mean, objective.config.std)
     assert isinstance(objective, ClipObjective)
     return ClipEncoder(objective.model, objective.config.mean, objective.config.std)
-
-
-def encode_texts(
-    captions: Sequence[str],
-    tokenize: Callable[[list[str]], Tensor],
-    encode: Callable[[Tensor], Tensor],
-    batch: int,
-    cut: bool = True,
-) -> Tensor:
-    """Unit-norm fp32 encodings (n, D) on the CPU, each distinct caption encoded once, the batches sorted by length.
-
-    Args:
-        tokenize: texts to ids (n, N) whose largest id is EOT.
-        cut: shorten a batch behind its last EOT, which is exact where attention is causal and EOT is what is read.
-    """
-    distinct = sorted(set(captions))
-    tokens = tokenize(distinct)
-    lengths = tokens.argmax(dim=1) + 1
-    order = lengths.argsort(stable=True) if cut else torch.arange(len(distinct))
-    parts = []
-    for rows in order.split(batch):
-        length = int(lengths[rows].max()) if cut else tokens.shape[1]
-        parts.append(nn.functional.normalize(encode(tokens[rows, :length]).float(), dim=-1).cpu())
-    found = torch.cat(parts)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order))
-    where = {caption: int(i) for caption, i in zip(distinct, place, strict=True)}
-    return found[[where[c] for c in captions]]
-
-
-def weights_sha256(tensors: Mapping[str, Tensor], keep: Callable[[str], bool] = lambda name: True) -> str:
-    """Hex SHA-256 over names, dtypes, shapes and values."""
-    digest = hashlib.sha256()
-    for name in filter(keep, sorted(tensors)):
-        t = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode())
-        digest.update(t.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def text_identity(tensors: Mapping[str, Tensor], architecture: str) -> str:
-    """Of a CLIP's text side: all weights outside `visual.`, logit scale and bias left away, and the architecture."""
-    found = weights_sha256(tensors, lambda n: not n.startswith(("visual.", "logit_")))
-    return hashlib.sha256(f"{found}\n{architecture}".encode()).hexdigest()

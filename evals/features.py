@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import uuid
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,72 +26,14 @@ from sparo_train.core.files import write_whole
 
 from .batches import BatchSize
 from .encoders import Encoder, TextEncoder
-from .sets.base import EvalSet, Fact, Pair, Transform, batched, read_batches
+from .feature_table import Features, View
+from .parts import Part, bounds_of, known_texts, open_part, part_path, write_array
+from .sets.base import EvalSet, Transform, batched, read_batches
 
 Storage = Literal["fp32", "fp16"]
 _TYPES = {"fp32": np.float32, "fp16": np.float16}
 _FORMAT = 1
 _ALONE = Ranks(World(), "gloo", 0.0)
-
-
-class View(NamedTuple):
-    """Which function of an encoder is stored: (n, 3, S, S) uint8 to (n, D); `name` says it all, its options included."""
-
-    name: str
-    encode: Callable[[Tensor], Tensor]
-
-
-class Features:
-    """Encodings of a set with keys and facts, in parts that may be memory maps.
-
-    Args:
-        parts: (n_i, D) fp32 or fp16.  keys, facts: one per row.
-        of: what is done to rows (n, D) as they are read.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[np.ndarray],
-        keys: Sequence[str],
-        facts: Sequence[Fact],
-        of: Callable[[Tensor], Tensor] | None = None,
-    ):
-        self.parts, self.keys, self.facts = list(parts), list(keys), list(facts)
-        self._of = of or (lambda rows: rows)
-        self._ends = list(accumulate(len(p) for p in self.parts))
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    @property
-    def width(self) -> int:
-        return self.parts[0].shape[1]
-
-    def blocks(self, rows: int = 8192) -> Iterator[Tensor]:
-        """fp32 (≤ rows, D), in order."""
-        for part in self.parts:
-            for begin in range(0, len(part), rows):
-                yield self._of(_tensor(part[begin : begin + rows]))
-
-    def whole(self) -> Tensor:
-        """fp32 (n, D), in memory."""
-        return torch.cat(list(self.blocks()))
-
-    def rows(self, numbers: Tensor) -> Tensor:
-        """fp32 rows by number, in the order asked."""
-        out = torch.empty(len(numbers), self.width)
-        part = torch.bucketize(numbers, torch.tensor(self._ends), right=True)
-        for i in part.unique().tolist():
-            here = (part == i).nonzero().flatten()
-            local = numbers[here] - (self._ends[i - 1] if i else 0)
-            out[here] = _tensor(self.parts[i][local.numpy()])
-        return self._of(out)
-
-    def share(self, rank: int, size: int) -> tuple[Features, int]:
-        """The rank's consecutive parts, and the number of their first row."""
-        first, last = (len(self.parts) * (rank + i) // size for i in (0, 1))
-        begin, end = (self._ends[i - 1] if i else 0 for i in (first, last))
-        return Features(self.parts[first:last], self.keys[begin:end], self.facts[begin:end], self._of), begin
 
 
 class FeatureStore:
@@ -143,17 +83,17 @@ class FeatureStore:
             encoder, of = encoder.stored()
         view, transform = view or View("encode", encoder.encode), transform or encoder.transform
         job = _Job(encoder, source, transform, view, workers)
-        bounds = _bounds(len(source))
+        spans = bounds_of(len(source))
         own, among = part or (ranks.rank, ranks.size)
         if self.root is None:
-            parts = list(self._encoded(job, bounds[own::among]))
+            parts = list(self._encoded(job, spans[own::among]))
             return _features(sorted((p for got in ranks.gather(parts) for p in got), key=lambda p: p.first), of)
         facts = self._facts(job)
         folder = self.root / "images" / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
         if own == 0:
             write_whole(folder / "manifest.json", json.dumps(facts, indent=1))
-        together(ranks, lambda: self._fill(folder, job, bounds, own, among))
-        found = [_open(folder, number, span) for number, span in enumerate(bounds)]
+        _together(ranks, lambda: self._fill(folder, job, spans, own, among))
+        found = [open_part(folder, number, span) for number, span in enumerate(spans)]
         whole = [p for p in found if p is not None]
         if len(whole) == len(found):
             return _features(whole, of)
@@ -167,13 +107,13 @@ class FeatureStore:
             return encoder.text(captions)
         facts = {"format": _FORMAT, "tower": encoder.text_weights, "precision": encoder.precision}
         folder = self.root / "texts" / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-        known = _known_texts(folder)
+        known = known_texts(folder)
         new = sorted(set(captions) - known.keys())
         if new:
             encoded = encoder.text(new)
             _refuse_non_finite(encoded, new, "the text tower")
             name = "part-" + hashlib.sha256(json.dumps(new).encode()).hexdigest()[:16]
-            _write_array(folder / f"{name}.npy", encoded.numpy())
+            write_array(folder / f"{name}.npy", encoded.numpy())
             write_whole(folder / f"{name}.json", json.dumps(new))
             known |= {caption: encoded[i].numpy() for i, caption in enumerate(new)}
         return torch.from_numpy(np.stack([known[caption] for caption in captions]))
@@ -192,15 +132,15 @@ class FeatureStore:
             "slots": encoder.slots,
         }
 
-    def _fill(self, folder: Path, job: _Job, bounds: list[tuple[int, int]], own: int, of: int) -> None:
+    def _fill(self, folder: Path, job: _Job, spans: list[tuple[int, int]], own: int, of: int) -> None:
         """Encode this process's parts that are missing."""
-        missing = [i for i in range(own, len(bounds), of) if _open(folder, i, bounds[i]) is None]
-        for number, part in zip(missing, self._encoded(job, [bounds[i] for i in missing]), strict=True):
-            _write_array(_name(folder, number, "npy"), part.array)
+        missing = [i for i in range(own, len(spans), of) if open_part(folder, i, spans[i]) is None]
+        for number, part in zip(missing, self._encoded(job, [spans[i] for i in missing]), strict=True):
+            write_array(part_path(folder, number, "npy"), part.array)
             facts = {"first": part.first, "keys": part.keys, "facts": part.facts}
-            write_whole(_name(folder, number, "json"), json.dumps(facts))
+            write_whole(part_path(folder, number, "json"), json.dumps(facts))
 
-    def _encoded(self, job: _Job, spans: Sequence[tuple[int, int]]) -> Iterator[_Part]:
+    def _encoded(self, job: _Job, spans: Sequence[tuple[int, int]]) -> Iterator[Part]:
         """These parts, one after another, read by one set of workers."""
         size, done, total = self.batch.of(job.encoder, job.view.name), 0, sum(end - begin for begin, end in spans)
         cuts = [batched(range(begin, end), size) for begin, end in spans]
@@ -215,7 +155,7 @@ class FeatureStore:
                 facts += batch.facts
                 done += len(batch.keys)
                 self.report(str(job.source.root), done, total)
-            yield _Part(begin, np.concatenate(encoded), keys, facts)
+            yield Part(begin, np.concatenate(encoded), keys, facts)
 
 
 class _Job(NamedTuple):
@@ -226,25 +166,12 @@ class _Job(NamedTuple):
     workers: int
 
 
-class _Part(NamedTuple):
-    first: int
-    array: np.ndarray
-    keys: list[str]
-    facts: list[Fact]
-
-
-def _bounds(count: int) -> list[tuple[int, int]]:
-    """First and last + 1 of every part: 32 of them where that makes 256 to 4,096 images each."""
-    size = max(256, min(4096, -(-count // 32)))
-    return [(begin, min(begin + size, count)) for begin in range(0, count, size)]
-
-
-def _features(parts: Sequence[_Part], of: Callable[[Tensor], Tensor] | None) -> Features:
+def _features(parts: Sequence[Part], of: Callable[[Tensor], Tensor] | None) -> Features:
     keys, facts = [k for p in parts for k in p.keys], [f for p in parts for f in p.facts]
     return Features([p.array for p in parts], keys, facts, of)
 
 
-def together(ranks: Ranks, call: Callable[[], None]) -> None:
+def _together(ranks: Ranks, call: Callable[[], None]) -> None:
     """Run `call` on every rank; where it fails on one, all of them fail."""
     failed: SparoError | None = None
     try:
@@ -260,54 +187,6 @@ def together(ranks: Ranks, call: Callable[[], None]) -> None:
         raise error
 
 
-def _open(folder: Path, number: int, span: tuple[int, int]) -> _Part | None:
-    """A part where it is whole."""
-    begin, end = span
-    try:
-        facts = json.loads(_name(folder, number, "json").read_text(encoding="utf-8"))
-        array = np.load(_name(folder, number, "npy"), mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    if len(array) != end - begin or len(facts["keys"]) != end - begin:
-        return None
-    return _Part(begin, array, facts["keys"], [_fact(fact) for fact in facts["facts"]])
-
-
-def _fact(fact: Any) -> Fact:
-    """JSON has no tuples: pairs come back as lists of four."""
-    return [Pair(*p) for p in fact] if isinstance(fact, list) and fact and isinstance(fact[0], list) else fact
-
-
-def _name(folder: Path, number: int, suffix: str) -> Path:
-    return folder / f"part-{number:05d}.{suffix}"
-
-
-def _write_array(path: Path, array: np.ndarray) -> None:
-    """Whole and on disk before the name exists."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        with temporary.open("wb") as stream:
-            np.save(stream, array, allow_pickle=False)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _known_texts(folder: Path) -> dict[str, np.ndarray]:
-    known: dict[str, np.ndarray] = {}
-    for path in sorted(folder.glob("part-*.json")):
-        try:
-            texts = json.loads(path.read_text(encoding="utf-8"))
-            array = np.load(path.with_suffix(".npy"), mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError):
-            continue
-        known |= dict(zip(texts, array, strict=True)) if len(texts) == len(array) else {}
-    return known
-
-
 def _refuse_non_finite(found: Tensor, keys: Sequence[str], where: str) -> None:
     good = found.isfinite().flatten(1).all(dim=1)
     if not good.all():
@@ -316,7 +195,3 @@ def _refuse_non_finite(found: Tensor, keys: Sequence[str], where: str) -> None:
             f"{where}: the encoding of {keys[bad]!r} is not finite ({int((~good).sum())} of {len(keys)} in its batch); "
             "is the checkpoint whole? fp16 overflows where bf16 and fp32 do not"
         )
-
-
-def _tensor(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.array(array, dtype=np.float32))  # a copy: memory maps are read-only

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
 from sparo_train.models.weights import load_into, read_raw
 
-from .encoders import TEXTS, Encoder, TextEncoder, encode_texts, text_identity
+from .encoders import Encoder, TextEncoder
 from .pixels import FlooredPixels, LibraryPixels, Pixels
+from .texts import TEXTS, encode_texts, text_identity
 
 
 class OpenClipEncoder(Encoder, TextEncoder):

@@ -18,7 +18,7 @@ from sparo_train.data.transforms import random_resized_crop_box, resized_crop
 from sparo_train.train.eval_config import LinearTaskConfig
 
 from .encoders import DinoEncoder
-from .features import Features, View
+from .feature_table import Features, View
 from .results import Result
 from .scoring import Scoring, labels_of
 from .sets.base import EvalSet, Fact, Limited, batched, read_batches

@@ -17,7 +17,7 @@ from sparo_train.train.eval_config import (
     ZeroshotTaskConfig,
 )
 
-from .features import Features
+from .feature_table import Features
 from .linear import run_linear
 from .results import Result
 from .scoring import Scoring, labels_of

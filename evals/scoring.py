@@ -11,7 +11,8 @@ from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import ConfigError, DataError
 
 from .encoders import Encoder, TextEncoder
-from .features import Features, FeatureStore, View
+from .feature_table import Features, View
+from .features import FeatureStore
 from .sets.base import EvalSet, Transform
 
 

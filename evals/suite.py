@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from sparo_train.core.distributed import Ranks, World
 from sparo_train.core.errors import DataError, did_you_mean
@@ -47,7 +47,6 @@ class Suite:
         self,
         encoder: Encoder,
         only: Sequence[str] | None = None,
-        report: Callable[[str], None] | None = None,
         ranks: Ranks = _ALONE,
         part: tuple[int, int] | None = None,
     ) -> dict[str, Result]:
@@ -64,8 +63,6 @@ class Suite:
         for name, task in self.tasks.items():
             if only and name not in only:
                 continue
-            if report:
-                report(name)
             try:
                 out[name] = RUNNERS[task.task](Scoring(name, encoder, self.store, ranks, part), task)
             except PartsMissingError:

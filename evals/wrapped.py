@@ -9,7 +9,8 @@ from torch import Tensor
 
 from sparo_train.core.errors import ConfigError
 
-from .encoders import Encoder, TextEncoder, weights_sha256
+from .encoders import Encoder, TextEncoder
+from .texts import weights_sha256
 
 
 class MaskedEncoder(Encoder):

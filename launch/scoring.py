@@ -123,7 +123,7 @@ def evaluate_checkpoint(
     suite, results = Suite(known, store), {}
     for name in known:
         begin = time.monotonic()
-        for task, result in suite.run(encoder, [name], None, ranks, how.part).items():
+        for task, result in suite.run(encoder, [name], ranks, how.part).items():
             results[task] = result
             if folder is not None and ranks.rank == 0:
                 append(folder, checkpoint, task, result, _facts(encoder, how, time.monotonic() - begin))

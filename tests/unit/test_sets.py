@@ -224,8 +224,8 @@ def test_the_catalogue_knows_where_sets_lie_and_what_is_wrong_with_them(tmp_path
 
 
 def test_pairs_survive_being_stored():
-    from evals.features import _fact
+    from evals.parts import fact_of
 
     pairs = [Pair("swap_obj", "a", "b", "3")]
-    assert _fact(json.loads(json.dumps(pairs))) == pairs
-    assert _fact(["one", "two"]) == ["one", "two"] and _fact(4) == 4 and _fact([1, 0]) == [1, 0]
+    assert fact_of(json.loads(json.dumps(pairs))) == pairs
+    assert fact_of(["one", "two"]) == ["one", "two"] and fact_of(4) == 4 and fact_of([1, 0]) == [1, 0]

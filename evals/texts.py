@@ -1,0 +1,56 @@
+"""Encoding texts in batches of equal length, and telling weights apart by their content."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+TEXTS = {"cpu": 64, "cuda": 2048}  # in a batch: on a CPU a small one stays in its caches
+
+
+def encode_texts(
+    captions: Sequence[str],
+    tokenize: Callable[[list[str]], Tensor],
+    encode: Callable[[Tensor], Tensor],
+    batch: int,
+    cut: bool = True,
+) -> Tensor:
+    """Unit-norm fp32 encodings (n, D) on the CPU, each distinct caption encoded once, the batches sorted by length.
+
+    Args:
+        tokenize: texts to ids (n, N) whose largest id is EOT.
+        cut: shorten a batch behind its last EOT, which is exact where attention is causal and EOT is what is read.
+    """
+    distinct = sorted(set(captions))
+    tokens = tokenize(distinct)
+    lengths = tokens.argmax(dim=1) + 1
+    order = lengths.argsort(stable=True) if cut else torch.arange(len(distinct))
+    parts = []
+    for rows in order.split(batch):
+        length = int(lengths[rows].max()) if cut else tokens.shape[1]
+        parts.append(F.normalize(encode(tokens[rows, :length]).float(), dim=-1).cpu())
+    found = torch.cat(parts)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order))
+    where = {caption: int(i) for caption, i in zip(distinct, place, strict=True)}
+    return found[[where[c] for c in captions]]
+
+
+def weights_sha256(tensors: Mapping[str, Tensor], keep: Callable[[str], bool] = lambda name: True) -> str:
+    """Hex SHA-256 over names, dtypes, shapes and values."""
+    digest = hashlib.sha256()
+    for name in filter(keep, sorted(tensors)):
+        t = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode())
+        digest.update(t.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def text_identity(tensors: Mapping[str, Tensor], architecture: str) -> str:
+    """Of a CLIP's text side: all weights outside `visual.`, logit scale and bias left away, and the architecture."""
+    found = weights_sha256(tensors, lambda n: not n.startswith(("visual.", "logit_")))
+    return hashlib.sha256(f"{found}\n{architecture}".encode()).hexdigest()
