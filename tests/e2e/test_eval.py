@@ -304,3 +304,31 @@ def test_long_tasks_are_scored_by_a_job_of_their_own(world, tmp_path):
     assert {n.rpartition("/")[2]: r["metrics"] for n, r in aside.items()} == {
         n.rpartition("/")[2]: pytest.approx(r["metrics"]) for n, r in after.items()
     }
+
+
+GOLDEN = {
+    "knn": {"acc1_k1": 1.0, "acc1_k20": 0.8333},
+    "pairs": {"replace_att": 0.6667, "swap_att": 0.8333, "macro": 0.75},
+    "probe": {"acc1": 0.5, "mean_per_class_recall": 0.4911},
+    "ret": {
+        "text_R@5": 0.4167,
+        "text_R@10": 0.8333,
+        "text_precision@10": 0.0833,
+        "image_R@5": 0.3333,
+        "mean_R@5": 0.375,
+    },
+    "shots": {"acc1": 0.3, "mean_per_class_recall": 0.2902},
+    "zero": {"acc1": 0.25, "mean_per_class_recall": 0.25},
+}
+
+
+def test_the_numbers_of_a_small_trained_run_stay(scored):
+    """Of run s0, with two samples of slack: processors round differently."""
+    root, _ = scored
+    lines = [json.loads(line) for line in (root / "results/results.jsonl").read_text().splitlines()]
+    found = {line["name"]: (line["metrics"], line["n"]) for line in lines if line["checkpoint"] == "runs/s0"}
+    for task, expected in GOLDEN.items():
+        metrics, n = found[task]
+        for name, value in expected.items():
+            assert metrics[name] == pytest.approx(value, abs=2.01 / n), f"{task} {name}"
+    assert GOLDEN.keys() == found.keys()
