@@ -10,11 +10,12 @@ from scipy.stats import binomtest
 from sparo_train.core.errors import DataError
 
 from .records import Record, predictions_of
-from .results import DRAWS, percentiles
+from .results import DRAWS, bootstrap, percentiles
 
 
 class Comparison(NamedTuple):
-    """Of the headline, second less first. `only_first`, `only_second`: samples that one alone has right; p: exact McNemar, two-sided."""
+    """Of the headline, second less first. `only_first`, `only_second`: samples that one alone has right (retrieval: images
+    whose texts it finds); p: exact McNemar, two-sided, None for retrieval, whose samples are not right or wrong."""
 
     task: str
     headline: str
@@ -22,7 +23,7 @@ class Comparison(NamedTuple):
     interval: tuple[float, float]
     only_first: int
     only_second: int
-    p: float
+    p: float | None
     n: int
 
 
@@ -48,7 +49,7 @@ def compare(first: Record, second: Record) -> Comparison:
             f"{first.task}: the labels of {first.checkpoint} and {second.checkpoint} differ; one was scored on other annotations"
         )
     if first.result.task == "retrieval":
-        raise DataError(f"{first.task}: retrieval has no single right or wrong per sample; compare its intervals")
+        return _retrieval(first, second, a, b)
     if "right" not in a:
         raise DataError(f"{first.task}: its metric has no right and wrong to be paired")
     right = a["right"].astype(np.int64), b["right"].astype(np.int64)
@@ -68,6 +69,28 @@ def compare(first: Record, second: Record) -> Comparison:
     interval = percentiles(np.mean(draws, axis=0))
     return Comparison(
         first.task, first.result.headline, float(np.mean(means)), interval, worse, better, float(p), len(change)
+    )
+
+
+def _retrieval(first: Record, second: Record, a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> Comparison:
+    """Both directions under the same resampled images."""
+    headline = first.result.headline
+    names = (
+        [headline.replace("mean", kind) for kind in ("text", "image")] if headline.startswith("mean") else [headline]
+    )
+    at = [a["columns"].tolist().index(name) for name in names]
+    draws = bootstrap(*(np.concatenate([a[key][:, at], b[key][:, at]], axis=1) for key in ("sums", "counts")))
+    change = b["sums"][:, at[0]] - a["sums"][:, at[0]]
+    difference = draws[:, len(at) :].mean(axis=1) - draws[:, : len(at)].mean(axis=1)
+    return Comparison(
+        first.task,
+        headline,
+        second.result.value - first.result.value,
+        percentiles(difference),
+        int((change < 0).sum()),
+        int((change > 0).sum()),
+        None,
+        first.result.n,
     )
 
 

@@ -181,7 +181,7 @@ def compare(
             ends,
             str(c.only_first),
             str(c.only_second),
-            f"{c.p:.2g}",
+            "-" if c.p is None else f"{c.p:.2g}",
         )
     out.print(drawn)
     if plot:

@@ -24,6 +24,7 @@ def score(image: Tensor, text: Tensor, image_of_text: Tensor, ks: Sequence[int] 
 
     Returns:
         `text_R@k`: image query, texts ranked; `image_R@k`: text query, images ranked; headline `mean_R@5`, the mean of both.
+        Predictions have, per image, each metric's sum and the number of queries behind it.
         `text_precision@k`: the share of the k texts that are right (how Section 4.2 of the SPARO paper words its R@5);
         `text_recall@k`: the share of the image's texts that are among the k. Images without a text are no queries and are
         counted (clip-benchmark takes them for misses). Intervals resample images, each with its texts.
@@ -64,6 +65,9 @@ def score(image: Tensor, text: Tensor, image_of_text: Tensor, ks: Sequence[int] 
         predictions={
             "texts_found": texts_found.numpy().astype(np.int32),
             "images_found": images_found.numpy().astype(np.int32),
+            "columns": np.asarray(list(columns)),
+            "sums": sums.astype(np.float32),
+            "counts": counts.astype(np.float32),
         },
     )
 

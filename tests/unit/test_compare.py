@@ -1,0 +1,127 @@
+"""Comparisons and tables of results, against what can be computed by hand."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binom
+
+from evals import layouts
+from evals.compare import compare
+from evals.records import append, read_records
+from evals.results import Result, bootstrap, percentiles
+from evals.tasks import pairs, retrieval, zeroshot
+from sparo_train.core.errors import DataError
+
+
+def scored(right):
+    labels = torch.arange(len(right)) % 3
+    found = torch.where(torch.tensor(right).bool(), labels, (labels + 1) % 3)[:, None]
+    result = zeroshot.of_ranked(found, labels, 3, "zeroshot")
+    return result._replace(keys=tuple(f"{i}" for i in range(len(right))), data="d" * 64)
+
+
+def two(tmp_path, first, second, task="t"):
+    for name, result in (("a", first), ("b", second)):
+        append(tmp_path / name, name, task, result, {})
+    return [read_records([tmp_path / name])[0] for name in "ab"]
+
+
+def test_mcnemar_is_the_exact_one_and_the_interval_holds_the_difference(tmp_path):
+    first, second = [1] * 60 + [0] * 40, [1] * 50 + [0] * 10 + [1] * 30 + [0] * 10
+    found = compare(*two(tmp_path, scored(first), scored(second)))
+    assert (found.only_first, found.only_second, found.n) == (10, 30, 100)
+    assert found.difference == pytest.approx(0.2) and found.p == pytest.approx(2 * binom.cdf(10, 40, 0.5))
+    assert 0.05 < found.interval[0] < 0.2 < found.interval[1] < 0.35
+    same = compare(*two(tmp_path / "same", scored(first), scored(first)))
+    assert (same.difference, same.interval, same.p) == (0.0, (0.0, 0.0), 1.0)
+
+
+def test_a_macro_mean_is_compared_within_its_kinds(tmp_path):
+    kinds = ["x"] * 90 + ["y"] * 10
+    results = [
+        pairs.of_margins(torch.tensor(m), kinds)._replace(keys=tuple(map(str, range(100))), data="d")
+        for m in ([1.0] * 90 + [-1.0] * 10, [1.0] * 100)
+    ]
+    found = compare(*two(tmp_path, *results))
+    assert found.difference == pytest.approx(0.5) and found.interval == (0.5, 0.5)  # all of y, none of x
+
+
+def test_retrieval_is_compared_over_the_same_resampled_images(tmp_path):
+    g = torch.Generator().manual_seed(0)
+    image = torch.randn(80, 8, generator=g)
+    owner = torch.arange(80).repeat_interleave(2)
+    results = [
+        retrieval.score(image, image[owner] + noise * torch.randn(160, 8, generator=g), owner)._replace(
+            keys=tuple(map(str, range(80))), data="d"
+        )
+        for noise in (2.0, 0.5)
+    ]
+    found = compare(*two(tmp_path, *results))
+    assert found.difference == pytest.approx(results[1].value - results[0].value) and found.p is None
+    assert 0 < found.interval[0] < found.difference < found.interval[1] and found.only_second > found.only_first
+    assert compare(*two(tmp_path / "same", results[0], results[0])).interval == (0.0, 0.0)
+
+
+def test_other_data_labels_and_headlines_are_not_compared(tmp_path):
+    one = scored([1, 0, 1])
+    with pytest.raises(DataError, match="other data or by other headlines"):
+        compare(*two(tmp_path / "1", one, one._replace(data="e")))
+    with pytest.raises(DataError, match="have other keys"):
+        compare(*two(tmp_path / "2", one, one._replace(keys=("x", "y", "z"))))
+    other = one._replace(predictions={**one.predictions, "label": np.zeros(3, np.int64)})
+    with pytest.raises(DataError, match="labels of a and b differ"):
+        compare(*two(tmp_path / "3", one, other))
+    records = two(tmp_path / "4", one, one)
+    next((tmp_path / "4/b/predictions").iterdir()).unlink()
+    with pytest.raises(DataError, match="predictions of b on t are not there; score it again"):
+        compare(*records)
+
+
+def test_the_bootstrap_covers_what_it_should():
+    """Clusters of two equal answers: the interval is that of 200 clusters, not of 400 samples."""
+    rng = np.random.default_rng(0)
+    p = (rng.random(200) < 0.5).astype(float)
+    draws = bootstrap(np.stack([2 * p], 1), np.full((200, 1), 2.0))[:, 0]
+    low, high = percentiles(draws)
+    assert (high - low) / 2 == pytest.approx(1.96 * (p.mean() * (1 - p.mean()) / 200) ** 0.5, rel=0.1)
+    assert draws.mean() == pytest.approx(p.mean(), abs=0.01)
+
+
+def test_lines_survive_a_cut_and_the_newest_counts(tmp_path):
+    one = scored([1, 0, 1])
+    append(tmp_path, "a", "t", scored([0, 0, 1]), {})
+    append(tmp_path, "a", "t", one, {"x": 1})
+    with (tmp_path / "results.jsonl").open("a") as stream:
+        stream.write('{"schema": 1, "checkp')
+    (found,) = read_records([tmp_path])
+    assert found.result.metrics == one.metrics and found.facts == {"x": 1}
+    (tmp_path / "results.jsonl").write_text('no json\n{"schema": 1}\n')
+    with pytest.raises(DataError, match="line 1 is no JSON"):
+        read_records([tmp_path])
+
+
+def test_every_printed_row_has_its_columns(tmp_path):
+    append(tmp_path, "runs/a_b", "imagenet1k", scored([1, 0, 1]), {})
+    for name, columns in layouts.LAYOUTS.items():
+        found = layouts.grid(read_records([tmp_path]), name, ["all"])
+        assert all(len(row.cells) == len(columns) for row in found.rows) and len(found.rows) in (13, 15)
+    one = layouts.grid(read_records([tmp_path]), "1", ["CC15M"])
+    assert [row.name for row in one.rows] == [
+        "runs/a_b",
+        "paper: CC15M CLIP16",
+        "paper: CC15M C+GAP",
+        "paper: CC15M C+SPARO",
+    ]
+    assert "runs/a\\_b & 66.7 & -- " in layouts.latex(one) and "| paper: CC15M C+SPARO | 43.7 |" in layouts.markdown(
+        one
+    )
+    macro = [cell.value for row in layouts.grid([], "B.1", ["all"]).rows for cell in row.cells[:7]]
+    means = np.asarray(macro).reshape(-1, 7).mean(axis=1)
+    printed = [row.cells[7].value for row in layouts.grid([], "B.1", ["all"]).rows]
+    assert np.abs(means - printed).max() < 1.1e-3  # Table B.1's average is the unweighted mean
+
+
+def test_a_result_survives_json():
+    found = scored([1, 0, 1])
+    back = Result.from_dict(found.as_dict())
+    assert back.metrics == found.metrics and back.interval == found.interval and back.data == found.data
