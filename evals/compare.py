@@ -79,7 +79,8 @@ def _retrieval(first: Record, second: Record, a: dict[str, np.ndarray], b: dict[
         [headline.replace("mean", kind) for kind in ("text", "image")] if headline.startswith("mean") else [headline]
     )
     at = [a["columns"].tolist().index(name) for name in names]
-    draws = bootstrap(*(np.concatenate([a[key][:, at], b[key][:, at]], axis=1) for key in ("sums", "counts")))
+    sums, counts = (np.concatenate([a[key][:, at], b[key][:, at]], axis=1) for key in ("sums", "counts"))
+    draws = bootstrap(sums, counts)
     change = b["sums"][:, at[0]] - a["sums"][:, at[0]]
     difference = draws[:, len(at) :].mean(axis=1) - draws[:, : len(at)].mean(axis=1)
     return Comparison(
