@@ -149,7 +149,8 @@ def compare(
     second: Annotated[str, typer.Argument(help="another")],
     plot: Annotated[Path | None, typer.Option(help="also draw the relative changes here (PNG, PDF or SVG)")] = None,
 ) -> None:
-    """Two checkpoints on the same samples: differences with paired 95 % intervals, McNemar's test, and the relative changes."""
+    """Two checkpoints on the same samples: differences with paired 95 % intervals, how many samples
+    one alone has right (1st, 2nd), and McNemar's exact p."""
     from evals.compare import compare as paired
     from evals.plots import relative_change
     from evals.records import Record, read_records
@@ -163,9 +164,9 @@ def compare(
                 f"{place}: holds results of {len({r.checkpoint for r in records})} checkpoints; give a folder with one"
             )
         sides.append({record.task: record for record in records})
-    drawn = Table(title=f"{second} against {first}", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("task", "headline", "n", "difference", "95 %", "only first right", "only second right", "McNemar p"):
-        drawn.add_column(name, justify="left" if name in ("task", "headline") else "right")
+    drawn = Table(title=f"{second} against {first}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("task", "headline", "n", "difference", "95 %", "only 1st", "only 2nd", "p"):
+        drawn.add_column(name, justify="left" if name in ("task", "headline") else "right", no_wrap=True)
     for task in [task for task in sides[0] if task in sides[1]]:
         try:
             c = paired(sides[0][task], sides[1][task])
