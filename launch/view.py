@@ -113,8 +113,7 @@ def results_table(results: Mapping[str, Mapping[str, Result]], title: str) -> Ta
     """Rows: (task, metric); columns: checkpoints; the headline comes first, its 95 % interval below it."""
     table = Table(title=title, title_justify="left")
     for column in ("task", "metric", "n", "chance", *results):
-        name = column in ("task", "metric")
-        table.add_column(column, justify="left" if name else "right", no_wrap=name)
+        table.add_column(column, justify="left" if column in ("task", "metric") else "right", overflow="fold")
     tasks = dict.fromkeys(task for by_task in results.values() for task in by_task)
     for task in tasks:
         first = max((r[task] for r in results.values() if task in r), key=lambda r: len(r.metrics))
