@@ -149,7 +149,6 @@ class Presence(NamedTuple):
 
     state: str
     note: str
-    root: str
 
 
 def look(listed: Listed, root: Path) -> Presence:
@@ -157,27 +156,27 @@ def look(listed: Listed, root: Path) -> Presence:
     config = task_of(listed, root, listed.task)
     assert isinstance(config, SetTaskConfig)
     if not Path(config.root).exists():
-        return Presence("absent", listed.files, config.root)
+        return Presence("absent", listed.files)
     try:
         source = open_set(config, listed.task)
         source.check()
-        return _judged(listed, source, config.root)
+        return _judged(listed, source)
     except SparoError as error:
-        return Presence("odd", str(error), config.root)
+        return Presence("odd", str(error))
 
 
-def _judged(listed: Listed, source: EvalSet, root: str) -> Presence:
+def _judged(listed: Listed, source: EvalSet) -> Presence:
     notes = []
     if isinstance(source, SugarCrepeSet):
         notes.append(source.version)
         if source.version == "7,512 pairs" and len(source) == 1561:
-            return Presence("intact", notes[0], root)
+            return Presence("intact", notes[0])
         if source.version == "not published data":
-            return Presence("odd", "the JSON files are not the published ones (SHA-256)", root)
+            return Presence("odd", "the JSON files are not the published ones (SHA-256)")
     if listed.n is not None and len(source) != listed.n:
-        return Presence("odd", f"{len(source):,} images, {listed.n:,} expected", root)
+        return Presence("odd", f"{len(source):,} images, {listed.n:,} expected")
     if listed.task == "zeroshot":
         found = len(source.classnames())
         if listed.classes is not None and found != listed.classes:
-            return Presence("odd", f"{found} class names, {listed.classes} expected", root)
-    return Presence("intact" if listed.n is not None else "there", ", ".join([*notes, f"{len(source):,} images"]), root)
+            return Presence("odd", f"{found} class names, {listed.classes} expected")
+    return Presence("intact" if listed.n is not None else "there", ", ".join([*notes, f"{len(source):,} images"]))

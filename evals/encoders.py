@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from .sets.base import Transform
 from .texts import TEXTS, encode_texts, text_identity, weights_sha256
 
 Precision = Literal["fp32", "bf16", "fp16"]
-_BATCH = 256
 _AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -62,23 +61,15 @@ class Encoder(ABC):
         self.mean, self.std = self.mean.to(device), self.std.to(device)
         return self
 
-    @torch.inference_mode()
-    def image(self, pixels: Iterable[np.ndarray], batch: int = _BATCH) -> Tensor:
-        """Encodings (n, D), fp32 on the CPU, of (S, S, 3) uint8 images."""
-        out, rows = [], []
-        for array in pixels:
-            rows.append(array)
-            if len(rows) == batch:
-                out.append(self.encode(self.stacked(rows)).cpu())
-                rows = []
-        if rows:
-            out.append(self.encode(self.stacked(rows)).cpu())
-        return torch.cat(out) if out else torch.zeros(0, self.width)
-
     @property
-    @abstractmethod
     def width(self) -> int:
         """Numbers in one encoding."""
+        return self._measured
+
+    @cached_property
+    def _measured(self) -> int:
+        size = self.image_size
+        return self.encode(torch.zeros(1, 3, size, size, dtype=torch.uint8)).shape[1]
 
     @property
     @abstractmethod
@@ -138,28 +129,15 @@ class TextEncoder(ABC):
         """Unit-norm fp32 encodings (n, D) on the CPU, in the space of the images."""
 
 
-class ClipEncoder(Encoder, TextEncoder):
-    """Any of our CLIP models; encodings have norm one."""
+class TwoTowerEncoder(Encoder, TextEncoder):
+    """A model with `encode_image` and `encode_text` as open_clip's have them; encodings have norm one.
 
-    model: Clip
+    `tokenize`: texts to ids (n, N).  `causal`: a batch of texts may be cut behind its last EOT.
+    """
 
-    def __init__(
-        self, model: Clip, mean: Sequence[float] = OPENAI_MEAN, std: Sequence[float] = OPENAI_STD, label: str = ""
-    ):
-        super().__init__(model, mean, std, label)
-        self.tokenizer = ClipTokenizer(model.config.text.context_length)
-        self.image_size, self._width = model.config.vision.image_size, model.config.width
-        self.transform = Pixels(self.image_size, self.image_size)
-        readout = model.config.readout
-        self.slots = readout.slots if readout.kind == "sparo" else 1
-
-    @property
-    def width(self) -> int:
-        return self._width
-
-    @property
-    def architecture(self) -> str:
-        return self.model.config.model_dump_json()
+    model: Any
+    tokenize: Callable[[list[str]], Tensor]
+    causal = True
 
     @property
     def text_weights(self) -> str:
@@ -176,12 +154,37 @@ class ClipEncoder(Encoder, TextEncoder):
 
     def text(self, captions: Sequence[str], batch: int | None = None) -> Tensor:
         """Unit-norm fp32 encodings (n, D); each distinct caption is encoded once, among others of its length."""
-        return encode_texts(captions, self.tokenizer.batch, self._texts, batch or TEXTS[self.device.type])
+        return encode_texts(captions, self.tokenize, self._texts, batch or TEXTS[self.device.type], self.causal)
 
     @torch.inference_mode()
     def _texts(self, tokens: Tensor) -> Tensor:
         with self.autocast():
             return self.model.encode_text(tokens.to(self.device), normalize=True)
+
+
+class ClipEncoder(TwoTowerEncoder):
+    """Any of our CLIP models."""
+
+    model: Clip
+
+    def __init__(
+        self, model: Clip, mean: Sequence[float] = OPENAI_MEAN, std: Sequence[float] = OPENAI_STD, label: str = ""
+    ):
+        super().__init__(model, mean, std, label)
+        self.tokenizer = ClipTokenizer(model.config.text.context_length)
+        self.tokenize = self.tokenizer.batch
+        self.image_size, self._width = model.config.vision.image_size, model.config.width
+        self.transform = Pixels(self.image_size, self.image_size)
+        readout = model.config.readout
+        self.slots = readout.slots if readout.kind == "sparo" else 1
+
+    @property
+    def width(self) -> int:
+        return self._width
+
+    @property
+    def architecture(self) -> str:
+        return self.model.config.model_dump_json()
 
     @torch.inference_mode()
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:

@@ -86,7 +86,8 @@ class FeatureStore:
         spans = bounds_of(len(source))
         own, among = part or (ranks.rank, ranks.size)
         if self.root is None:
-            parts = list(self._encoded(job, spans[own::among]))
+            parts: list[Part] = []
+            _together(ranks, lambda: parts.extend(self._encoded(job, spans[own::among])))
             return _features(sorted((p for got in ranks.gather(parts) for p in got), key=lambda p: p.first), of)
         facts = self._facts(job)
         folder = self.root / "images" / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]

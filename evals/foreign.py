@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,16 @@ from torch import Tensor, nn
 from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
 from sparo_train.models.weights import load_into, read_raw
 
-from .encoders import Encoder, TextEncoder
+from .encoders import Encoder, TwoTowerEncoder
 from .pixels import FlooredPixels, LibraryPixels, Pixels
-from .texts import TEXTS, encode_texts, text_identity
 
 
-class OpenClipEncoder(Encoder, TextEncoder):
-    """A model that open_clip builds, with open_clip's own transform; encodings have norm one.
+class OpenClipEncoder(TwoTowerEncoder):
+    """A model that open_clip builds, with open_clip's own transform.
 
     Args:
         name: a model name.  weights: a file, or a tag that open_clip knows.
     """
-
-    model: Any
 
     def __init__(self, name: str, weights: str):
         import sparo_train.openclip  # noqa: F401  our own names and read-outs too
@@ -54,54 +50,28 @@ class OpenClipEncoder(Encoder, TextEncoder):
         model, _, transform = built
         pixels = LibraryPixels(transform.transforms, label)
         super().__init__(model, pixels.mean, pixels.std, label)
-        self.transform, self._tokenizer = pixels, open_clip.get_tokenizer(name)
+        self.transform, tokenizer = pixels, open_clip.get_tokenizer(name)
+        self.tokenize = tokenizer
         size = model.visual.image_size
         self.image_size = size if isinstance(size, int) else size[0]
         text = model.text
-        self._causal = getattr(text, "attn_mask", None) is not None and getattr(text, "pool_type", "") == "argmax"
-        self._causal &= isinstance(self._tokenizer, open_clip.SimpleTokenizer)
-
-    @property
-    def width(self) -> int:
-        return self._width
-
-    @cached_property
-    def _width(self) -> int:
-        return _width_of(self)
+        reads_eot = getattr(text, "attn_mask", None) is not None and getattr(text, "pool_type", "") == "argmax"
+        self.causal = reads_eot and isinstance(tokenizer, open_clip.SimpleTokenizer)
 
     @property
     def architecture(self) -> str:
         return "open_clip " + json.dumps(self._config, sort_keys=True, default=str)
 
-    @property
-    def text_weights(self) -> str:
-        return self._text_weights
-
-    @cached_property
-    def _text_weights(self) -> str:
-        return text_identity(self.model.state_dict(), self.architecture)
-
-    @torch.inference_mode()
-    def encode(self, pixels: Tensor) -> Tensor:
-        with self.autocast():
-            return self.model.encode_image(self.normalised(pixels), normalize=True).float()
-
-    def text(self, captions: Sequence[str], batch: int | None = None) -> Tensor:
-        """Unit-norm fp32 encodings (n, D); each distinct caption is encoded once."""
-        return encode_texts(captions, self._tokenizer, self._texts, batch or TEXTS[self.device.type], cut=self._causal)
-
-    @torch.inference_mode()
     def _texts(self, tokens: Tensor) -> Tensor:
+        if not self.causal:
+            return super()._texts(tokens)
         text: Any = self.model.text
-        whole: Any = getattr(text, "attn_mask", None)
-        if self._causal:
-            text.attn_mask = whole[: tokens.shape[1], : tokens.shape[1]]  # open_clip does not cut it to shorter rows
+        whole = text.attn_mask
+        text.attn_mask = whole[: tokens.shape[1], : tokens.shape[1]]  # open_clip does not cut it to shorter rows
         try:
-            with self.autocast():
-                return self.model.encode_text(tokens.to(self.device), normalize=True)
+            return super()._texts(tokens)
         finally:
-            if self._causal:
-                text.attn_mask = whole
+            text.attn_mask = whole
 
 
 class BackboneEncoder(Encoder):
@@ -126,14 +96,6 @@ class BackboneEncoder(Encoder):
         self._forward, self.transform, self.image_size, self._architecture = forward, transform, size, architecture
 
     @property
-    def width(self) -> int:
-        return self._width
-
-    @cached_property
-    def _width(self) -> int:
-        return _width_of(self)
-
-    @property
     def architecture(self) -> str:
         return self._architecture
 
@@ -141,11 +103,6 @@ class BackboneEncoder(Encoder):
     def encode(self, pixels: Tensor) -> Tensor:
         with self.autocast():
             return self._forward(self.normalised(pixels)).float()
-
-
-def _width_of(encoder: Encoder) -> int:
-    size = encoder.image_size
-    return encoder.encode(torch.zeros(1, 3, size, size, dtype=torch.uint8)).shape[1]
 
 
 def from_timm(name: str, weights: str) -> BackboneEncoder:

@@ -21,8 +21,8 @@ from .encoders import DinoEncoder
 from .feature_table import Features, View
 from .results import Result
 from .scoring import Scoring, labels_of
-from .sets.base import EvalSet, Fact, Limited, batched, read_batches
-from .sets.shards import SourceSet
+from .sets.base import EvalSet, Fact, batched, read_batches
+from .sets.opening import open_labelled
 from .tasks import linear
 
 _BATCH = 256
@@ -35,14 +35,13 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
         raise ConfigError(
             f"{scoring.name}: task linear reads the last blocks of a DINO backbone, and {encoder.label} is none; use probe"
         )
-    train, test = (_open(getattr(task, key), key, task.limit) for key in ("train", "test"))
+    train, test = open_labelled(task)
     probe = partial(encoder.probe, n=task.n_last_blocks, avgpool=task.avgpool)
     view = View(f"probe n={task.n_last_blocks} avgpool={task.avgpool}", probe)
     transform = encoder.resized(task.resize)
-    held = scoring.features(test, task.workers, transform, view)
-    bank = None if task.augment else scoring.features(train, task.workers, transform, view)
-    answers = labels_of(held, test, None)
-    known = [answers] if bank is None else [answers, labels_of(bank, train, None)]
+    held, *rest = scoring.features([test] if task.augment else [test, train], task.workers, transform, view)
+    bank, answers = (rest[0] if rest else None), labels_of(held, test, task.classes)
+    known = [answers] if bank is None else [answers, labels_of(bank, train, task.classes)]
     classes = task.classes or 1 + max(torch.cat(known).tolist())
     own, first = held.share(ranks.rank, ranks.size)
     own_answers = answers[first : first + len(own)]
@@ -55,23 +54,18 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
 
     def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor, int]]:
         order = generator(task.seed, "probe", epoch).permutation(len(train)).tolist()
-        for numbers, mine in _dealt(order, task.batch_size, ranks):
-            if bank is not None:
-                at = torch.tensor(mine, dtype=torch.int64)
-                yield bank.rows(at).to(encoder.device), known[1][at].to(encoder.device), len(numbers)
         if bank is None:
             yield from _augmented(scoring, task, train, epoch, order, probe, classes, held.width)
+            return
+        for numbers, mine in _dealt(order, task.batch_size, ranks):
+            at = torch.tensor(mine, dtype=torch.int64)
+            yield bank.rows(at).to(encoder.device), known[1][at].to(encoder.device), len(numbers)
 
     lr, seed = task.lr * task.batch_size / 256, torch_seed(task.seed, "probe")
     # not by the process group: in training the others wait
     alone = {"summed": sum_over_ranks} if ranks.size > 1 else {}
     linear.train_probe(batches, held.width, classes, task.epochs, lr, seed, encoder.device, report, **alone)
     return linear.result(right, len(test), classes)._replace(data=test.identity())
-
-
-def _open(place: str, key: str, limit: int | None) -> EvalSet:
-    source = SourceSet(place, "label", key)
-    return source if limit is None else Limited(source, limit)
 
 
 def _like(features: Features, labels: Tensor) -> list[Tensor]:

@@ -23,8 +23,7 @@ from .results import Result
 from .scoring import Scoring, labels_of
 from .sets.base import EvalSet, Limited, Pair
 from .sets.captions import SugarCrepeSet
-from .sets.opening import open_set
-from .sets.shards import SourceSet
+from .sets.opening import open_labelled, open_set
 from .tasks import knn, pairs, probe, retrieval, zeroshot
 
 
@@ -35,7 +34,7 @@ def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
     names, templates = source.classnames(), source.templates()
     if task.classes not in (None, len(names)):
         raise DataError(f"{source.root}: has {len(names)} class names, {task.classes} expected")
-    images = scoring.features(source, task.workers)
+    (images,) = scoring.features([source], task.workers)
 
     def score() -> Result:
         weights = zeroshot.classifier(scoring.texts(zeroshot.prompts(names, templates)), len(names))
@@ -59,7 +58,7 @@ def run_retrieval(scoring: Scoring, task: RetrievalTaskConfig) -> Result:
     """R@k in both directions over the set's captions."""
     scoring.with_texts()
     source = open_set(task, task.task)
-    images = scoring.features(source, task.workers)
+    (images,) = scoring.features([source], task.workers)
     owner = torch.tensor([i for i, lines in enumerate(images.facts) for _ in lines], dtype=torch.int64)
     texts = [line for lines in images.facts for line in lines]
     if not texts:
@@ -72,7 +71,7 @@ def run_pairs(scoring: Scoring, task: PairsTaskConfig) -> Result:
     """Accuracy of true against false captions."""
     scoring.with_texts()
     source = open_set(task, task.task)
-    images = scoring.features(source, task.workers)
+    (images,) = scoring.features([source], task.workers)
     found: list[Pair] = [pair for row in images.facts for pair in row]
     owner = torch.tensor([i for i, row in enumerate(images.facts) for _ in row])
 
@@ -93,7 +92,7 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
     parts = {"train": open_set(task, task.task, task.train_split), "test": open_set(task, task.task)}
     if task.val_split is not None:
         parts["val"] = open_set(task, task.task, task.val_split)
-    features = {name: scoring.features(source, task.workers) for name, source in parts.items()}
+    features = dict(zip(parts, scoring.features(list(parts.values()), task.workers), strict=True))
     labels = {name: labels_of(features[name], source, None) for name, source in parts.items()}
     classes = 1 + max(int(found.max()) for found in labels.values())
     known = {name: _labelled(features[name], labels[name], task.normalize) for name in parts}
@@ -124,9 +123,8 @@ def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
     """DINO's k-NN: the training images are the bank, whose search is cut over the ranks; all return the same result."""
     encoder, ranks = scoring.encoder, scoring.ranks
     transform = encoder.resized(task.resize)
-    bank_set, test_set = (_limited(SourceSet(getattr(task, k), "label", k), task.limit) for k in ("train", "test"))
-    test = scoring.features(test_set, task.workers, transform)
-    bank = scoring.features(bank_set, task.workers, transform)
+    bank_set, test_set = open_labelled(task)
+    bank, test = scoring.features([bank_set, test_set], task.workers, transform)
     share, first = bank.share(ranks.rank, ranks.size)
     queries, k = test.whole().to(encoder.device), max(task.k)
     found = knn.nearest(queries, share.blocks(), k, first)
@@ -136,10 +134,6 @@ def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
     headline = 20 if 20 in task.k else task.k[0]
     result = knn.score(found, bank_labels, labels, classes, task.k, task.temperature, headline)
     return _told(result, test, test_set, {})
-
-
-def _limited(source: EvalSet, limit: int | None) -> EvalSet:
-    return source if limit is None else Limited(source, limit)
 
 
 def _told(

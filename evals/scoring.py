@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,12 +27,19 @@ class Scoring(NamedTuple):
     part: tuple[int, int] | None = None
 
     def features(
-        self, source: EvalSet, workers: int, transform: Transform | None = None, view: View | None = None
-    ) -> Features:
-        """The set's encodings. Raises `PartsMissingError` where other processes have not encoded theirs."""
-        found = self.store.images(self.encoder, source, transform, view, workers, self.ranks, self.part)
-        if found is None:
-            raise PartsMissingError(f"{self.name}: the other shares of {source.root} are not encoded yet")
+        self, sources: Sequence[EvalSet], workers: int, transform: Transform | None = None, view: View | None = None
+    ) -> list[Features]:
+        """The sets' encodings, all that a task needs at once: this process's shares of all of them come before any is missed.
+
+        Raises:
+            PartsMissingError: other processes have not encoded theirs.
+        """
+        tried = [self.store.images(self.encoder, s, transform, view, workers, self.ranks, self.part) for s in sources]
+        found = [features for features in tried if features is not None]
+        if len(found) < len(tried):
+            raise PartsMissingError(
+                f"{self.name}: other shares of {sources[tried.index(None)].root} are not encoded yet"
+            )
         return found
 
     def with_texts(self) -> TextEncoder:
@@ -56,5 +64,5 @@ def labels_of(features: Features, source: EvalSet, classes: int | None) -> Tenso
     labels = torch.tensor(features.facts, dtype=torch.int64)
     if classes is not None and len(labels) and int(labels.max()) >= classes:
         key = features.keys[int(labels.argmax())]
-        raise DataError(f"{source.root}: {key} has label {int(labels.max())}, and there are {classes} class names")
+        raise DataError(f"{source.root}: {key} has label {int(labels.max())}, and there are {classes} classes")
     return labels

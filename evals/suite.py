@@ -13,8 +13,7 @@ from .features import FeatureStore
 from .results import Result
 from .runners import RUNNERS
 from .scoring import PartsMissingError, Scoring
-from .sets.opening import open_set
-from .sets.shards import SourceSet
+from .sets.opening import open_labelled, open_set
 
 _ALONE = Ranks(World(), "gloo", 0.0)
 
@@ -32,7 +31,7 @@ class Suite:
 
     def check(self) -> None:
         """Raise `DataError` now where a set lacks a file that its task needs."""
-        for name, task in self.tasks.items():
+        for task in self.tasks.values():
             if isinstance(task, SetTaskConfig):
                 found = open_set(task, task.task)
                 found.check()
@@ -40,8 +39,7 @@ class Suite:
                     found.classnames()
             else:
                 assert isinstance(task, LabelledTaskConfig)
-                for key in ("train", "test"):
-                    SourceSet(getattr(task, key), "label", f"{name}.{key}")
+                open_labelled(task)
 
     def run(
         self,

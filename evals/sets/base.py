@@ -22,8 +22,8 @@ from sparo_train.data.shards import ShardReader
 IMAGE_KEYS = ("webp", "png", "jpg", "jpeg")
 Transform = Callable[[Image.Image], np.ndarray]  # an image to (S, S, 3) uint8
 _FEW = 256  # images that are read before workers would have started
-FactKind = Literal["label", "labels", "captions", "pairs", "none"]
-Fact = Any  # int | list[int] of 0 and 1 | list[str] | list[Pair] | None, by kind
+FactKind = Literal["label", "labels", "captions", "pairs"]
+Fact = Any  # int | list[int] of 0 and 1 | list[str] | list[Pair], by kind
 
 
 class Pair(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
@@ -40,14 +40,12 @@ class FileSet(EvalSet):
         return self._names[number], opened(self.root / self._names[number]), self._facts[number]
 
     def identity(self) -> str:
-        return sha256(json.dumps([self._names, self._facts]), self._stat()[0], self._extra)
+        return sha256(json.dumps([self._names, self._facts]), self._stat[0], self._extra)
 
     def stamp(self) -> str:
-        return sha256(self._stat()[1])
+        return sha256(self._stat[1])
 
-    def check(self) -> None:
-        self._stat()
-
+    @cached_property
     def _stat(self) -> tuple[bytes, bytes]:
         return sizes_of([self.root / name for name in self._names])
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from sparo_train.core.errors import ConfigError
-from sparo_train.train.eval_config import RetrievalTaskConfig, SetTaskConfig, ZeroshotTaskConfig
+from sparo_train.train.eval_config import LabelledTaskConfig, RetrievalTaskConfig, SetTaskConfig, ZeroshotTaskConfig
 
 from .base import EvalSet, FactKind, Limited
 from .captions import KarpathySet, SugarCrepeSet
 from .files import ImageNetSet, ObjectNetSet
-from .shards import WdsSet
+from .shards import SourceSet, WdsSet
 
 _KINDS: dict[str, FactKind] = {"zeroshot": "label", "probe": "label", "retrieval": "captions", "pairs": "pairs"}
 _FACTS_OF: dict[str, FactKind] = {
@@ -37,6 +37,12 @@ def open_set(config: SetTaskConfig, task: str, split: str | None = None) -> Eval
         raise ConfigError(f"layout={layout}: has {_FACTS_OF[layout]}, and task {task} needs {kind}")
     whole = _open(config, layout, kind, split or config.split)
     return whole if config.limit is None else Limited(whole, config.limit)
+
+
+def open_labelled(config: LabelledTaskConfig) -> tuple[EvalSet, EvalSet]:
+    """The training and the test images, each with its label."""
+    train, test = (SourceSet(getattr(config, key), "label", key) for key in ("train", "test"))
+    return (train, test) if config.limit is None else (Limited(train, config.limit), Limited(test, config.limit))
 
 
 def _open(config: SetTaskConfig, layout: str, kind: FactKind, split: str) -> EvalSet:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -66,20 +67,21 @@ class SourceSet(EvalSet):
 
     def identity(self) -> str:
         if self._folder:
-            return sha256("folder", *self._names(), self._stat()[0])
+            return sha256("folder", *self._names(), self._stat[0])
         parts = [part for url, index in zip(self.source.urls, self.source.indexes, strict=True)
                  for part in (Path(url).name, index.offsets.tobytes())]  # type: ignore[union-attr]  # fmt: skip
         return sha256("shards", self.kind, *parts)
 
     def stamp(self) -> str:
         if self._folder:
-            return sha256(self._stat()[1])
+            return sha256(self._stat[1])
         infos = [filesystem.info(path) for filesystem, path in map(filesystem_of, self.source.urls)]
         return sha256(*(f"{i['size']} {i.get('mtime', i.get('ETag', ''))}" for i in infos))
 
     def _names(self) -> list[str]:
         return [name for part in self.source.indexes for name in part.names()]  # type: ignore[union-attr]
 
+    @cached_property
     def _stat(self) -> tuple[bytes, bytes]:
         return sizes_of([self.root / name for name in self._names()])
 
@@ -183,5 +185,4 @@ FACTS: dict[FactKind, Callable[[dict[str, bytes], str], Fact]] = {
     "labels": _labels,
     "captions": _captions,
     "pairs": _pairs,
-    "none": lambda _fields, _where: None,
 }

@@ -126,7 +126,7 @@ def test_wrong_evaluation_data_is_named(trained, tmp_path):
     eval_sets(tmp_path)
     task = {"zero": ZeroshotTaskConfig(task="zeroshot", root=str(tmp_path / "zero"))}
     (tmp_path / "zero/classnames.txt").write_text("one\ntwo\n")
-    with pytest.raises(DataError, match=r"has label 2, and there are 2 class names"):
+    with pytest.raises(DataError, match=r"has label 2, and there are 2 classes"):
         Suite(task).run(encoder)
     (tmp_path / "zero/classnames.txt").unlink()
     with pytest.raises(DataError, match=r"classnames\.txt: missing"):

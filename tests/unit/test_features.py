@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 
 import numpy as np
@@ -14,6 +15,8 @@ from evals.batches import BatchSize
 from evals.encoders import ClipEncoder, Encoder, PixelEncoder, TextEncoder
 from evals.features import FeatureStore
 from evals.pixels import Pixels
+from evals.runners import run_knn
+from evals.scoring import PartsMissingError, Scoring
 from evals.sets.base import Limited
 from evals.sets.shards import SourceSet, WdsSet
 from evals.wrapped import MaskedEncoder, masked
@@ -22,8 +25,11 @@ from sparo_train.core.errors import ConfigError, DataError, SparoError
 from sparo_train.data.writer import write_shards, write_wds_layout
 from sparo_train.models.clip import Clip
 from sparo_train.models.clip_config import ClipConfig
+from sparo_train.train.eval_config import KnnTaskConfig
 from tests.conftest import eval_sets, jpeg
 from tests.ranks import run_ranks
+
+ALONE = Ranks(World(), "gloo", 0.0)
 
 
 class Counting(Encoder, TextEncoder):
@@ -144,6 +150,23 @@ def test_shares_of_processes_that_do_not_know_each_other_add_up(source, tmp_path
         assert (found is None) == (own < 2)
     assert counts == [256, 256, 88]
     assert torch.equal(found.whole(), FeatureStore().images(Counting(), source).whole())
+
+
+def test_a_share_of_a_task_with_two_sets_is_encoded_of_both_before_it_waits(source, tmp_path):
+    task = KnnTaskConfig(task="knn", k=(1,), train=str(source.root), test=str(source.root), limit=599, workers=0)
+    first, second = (Scoring("t", Counting(), FeatureStore(tmp_path), ALONE, (own, 2)) for own in (0, 1))
+    other = task.model_copy(update={"test": str(copied(source, tmp_path / "copy"))})
+    with pytest.raises(PartsMissingError, match="other shares of"):
+        run_knn(first, other)
+    assert first.encoder.images == 2 * (599 - 256)
+    assert run_knn(second, other).metrics["acc1_k1"] > 0.5 and second.encoder.images == 2 * 256
+
+
+def copied(source, folder):
+    shutil.copytree(source.root, folder)
+    for path in folder.iterdir():
+        os.utime(path, ns=(5, 5))
+    return folder
 
 
 def _on_rank(ranks, source, root):
