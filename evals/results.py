@@ -70,12 +70,10 @@ def bootstrap(sums: np.ndarray, counts: np.ndarray, draws: int = DRAWS, seed: in
         sums: (n, M), each cluster's sum of M metrics.  counts: (n, M), the items behind each.
     """
     rng, n = np.random.default_rng(seed), len(sums)
-    table, out = np.concatenate([sums, counts], axis=1).astype(np.float64), []
-    step = max(1, _AT_ONCE // max(1, n))
+    table, times = np.unique(np.concatenate([sums, counts], axis=1, dtype=np.float64), axis=0, return_counts=True)
+    out, step = [], max(1, _AT_ONCE // len(table))
     for begin in range(0, draws, step):
-        size = min(step, draws - begin)
-        picked = rng.integers(0, n, (size, n)) + n * np.arange(size)[:, None]
-        weights = np.bincount(picked.ravel(), minlength=size * n).reshape(size, n)
+        weights = rng.multinomial(n, times / n, min(step, draws - begin))  # clusters that are alike are drawn together
         total = weights @ table
         out.append(total[:, : sums.shape[1]] / np.maximum(total[:, sums.shape[1] :], 1))
     return np.concatenate(out)

@@ -6,6 +6,7 @@ that of the bank's rows is limited by memory. Equal similarities are decided by 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -78,19 +79,43 @@ def merge(parts: Sequence[Nearest], k: int) -> Nearest:
     return Nearest(similarity.gather(1, order), row.gather(1, order))
 
 
-def best_of(similarities: Tensor, k: int, first: int) -> Nearest:
+def best_of(table: Tensor, k: int, first: int) -> Nearest:
     """The k largest of every row (m, n), ties to the lower column; columns are counted from `first`."""
-    k = min(k, similarities.shape[1])
-    value, row = similarities.topk(min(k + 1, similarities.shape[1]), dim=1)
+    k = min(k, table.shape[1])
+    value, row = _largest(table, min(k + 1, table.shape[1]))
     if value.shape[1] > k:
         tied = (value[:, k - 1] == value[:, k]).nonzero().flatten()  # topk may keep any of them
         value, row = value[:, :k].clone(), row[:, :k].clone()
         if len(tied):
-            ordered = similarities[tied].sort(dim=1, descending=True, stable=True)
+            ordered = table[tied].sort(dim=1, descending=True, stable=True)
             value[tied], row[tied] = ordered.values[:, :k], ordered.indices[:, :k]
     row, by_row = row.sort(dim=1)
     value, order = value.gather(1, by_row).sort(dim=1, descending=True, stable=True)
     return Nearest(value, row.gather(1, order) + first)
+
+
+def _largest(table: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`topk` of long rows: the k groups with the largest maxima hold the k largest values (of equal ones, some)."""
+    n = table.shape[1]
+    wanted = math.isqrt(n // max(1, k)) // 2
+    if wanted < 4:
+        return table.topk(k, dim=1)
+    size = next((s for s in range(wanted, 2 * wanted) if n % s == 0), wanted)
+    groups = n // size
+    chosen = _maxima(table[:, : size * groups], size, groups).topk(k, dim=1, sorted=False).indices
+    columns = (chosen[:, None] + groups * torch.arange(size, device=table.device)[:, None]).flatten(1)
+    if n % size:
+        rest = torch.arange(size * groups, n, device=table.device)
+        columns = torch.cat([columns, rest.expand(len(table), -1)], dim=1)
+    value, place = table.gather(1, columns).topk(k, dim=1)
+    return value, columns.gather(1, place)
+
+
+def _maxima(table: Tensor, size: int, groups: int) -> Tensor:
+    """(m, groups) over the columns that are equal modulo `groups`; a transposed table is read in the order in which it lies."""
+    if table.stride(1) == 1:
+        return table.unflatten(1, (size, groups)).amax(dim=1)
+    return table.T.unflatten(0, (size, groups)).amax(dim=0).T.contiguous()
 
 
 def predictions(found: Nearest, labels: Tensor, classes: int, k: int, temperature: float, top: int = 5) -> Tensor:

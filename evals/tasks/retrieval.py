@@ -75,15 +75,12 @@ def score(image: Tensor, text: Tensor, image_of_text: Tensor, ks: Sequence[int] 
 def nearest_both(image: Tensor, text: Tensor, texts: int, images: int) -> tuple[Nearest, Nearest]:
     """For every image its nearest `texts` texts, for every text its nearest `images` images; each similarity is computed once."""
     image, text = (normalised(x, image.device) for x in (image, text))
-    rows = min(len(image), max(1, _BLOCK // len(text)))
-    room = image.new_empty(rows * len(text))
-    by_image, by_text = [], None
-    for first in range(0, len(image), rows):
-        part = image[first : first + rows]
-        size = len(part) * len(text)
-        product = torch.mm(part, text.T, out=room[:size].view(len(part), len(text)))
-        by_image.append(best_of(product, texts, 0))
-        found = best_of(product.T, images, first)
-        by_text = found if by_text is None else merge([by_text, found], images)
-    assert by_text is not None
-    return Nearest(*(torch.cat(parts) for parts in zip(*by_image, strict=True))), by_text
+    rows = min(len(text), max(64, _BLOCK // len(image) // 64 * 64))  # round numbers are cut into equal groups
+    room = image.new_empty(rows * len(image))
+    by_image: list[Nearest] = []
+    by_text: list[Nearest] = []
+    for first, part in zip(range(0, len(text), rows), text.split(rows), strict=True):
+        product = torch.mm(part, image.T, out=room[: len(part) * len(image)].view(len(part), len(image)))
+        by_text.append(best_of(product, images, 0))
+        by_image = [merge([*by_image, best_of(product.T, texts, first)], texts)]
+    return by_image[0], Nearest(*(torch.cat(parts) for parts in zip(*by_text, strict=True)))

@@ -83,6 +83,23 @@ def test_blocks_and_parts_of_the_bank_change_nothing_even_with_ties(seed, n, m, 
     assert torch.equal(merged.similarity, whole.values[:, :k])
 
 
+@given(
+    seed=st.integers(0, 2**31),
+    n=st.integers(1, 3000),
+    k=st.integers(1, 12),
+    values=st.sampled_from([2, 40, 10**6]),
+    transposed=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_long_rows_searched_in_groups_give_what_a_full_sort_gives(seed, n, k, values, transposed):
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randint(0, values, (5, n), generator=generator).float()
+    found = knn.best_of(table.T.contiguous().T if transposed else table, k, 100)
+    expected = table.sort(dim=1, descending=True, stable=True)
+    assert torch.equal(found.similarity, expected.values[:, :k])
+    assert torch.equal(found.row, expected.indices[:, :k] + 100)
+
+
 def test_half_precision_banks_are_scored_in_fp32():
     train, test, _, _ = clouds(300, 20, 4)
     half = knn.nearest(test, train.half(), 5)
