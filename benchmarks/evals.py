@@ -10,13 +10,13 @@ text tower (ViT-Tiny with a context of 77 for all 80,000 prompts, ViT-B-32 for s
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from common import interleave, parser, peak_growth, report, row, seconds
+from common import interleave, parser, peak_growth, report, row, seconds, silent
+from evals_pairs import sugar_crepe_rows
 from open_clip import IMAGENET_CLASSNAMES
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -69,7 +69,7 @@ def retrieval_rows(quick: bool) -> list[dict[str, Any]]:
 
     ours()
     growth = [(peak_growth(ours), peak_growth(theirs))]
-    pairs = [(seconds(ours), seconds(theirs)) for _ in range(1 if quick else 5)]
+    pairs = [(seconds(ours), seconds(theirs)) for _ in range(1 if quick else 9)]
     for k in (1, 5, 10):
         assert abs(found["ours"][f"image_R@{k}"] - found["theirs"][f"image_retrieval_recall@{k}"]) < 1e-6
         assert abs(found["ours"][f"text_R@{k}"] - found["theirs"][f"text_retrieval_recall@{k}"]) < 1e-6
@@ -174,13 +174,6 @@ def _official_knn(columns: Tensor, labels: Tensor, queries: Tensor, answers: Ten
 
 
 @contextlib.contextmanager
-def silent() -> Iterator[None]:
-    """Their progress is not ours to print."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
-
-
-@contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
     """clip-benchmark's probe asks for CUDA by name."""
     kept = {kind: kind.cuda for kind in (Tensor, nn.Module)}
@@ -197,7 +190,7 @@ def main() -> None:
     options = parser(__doc__).parse_args()
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
-    for case in (retrieval_rows, classifier_rows, probe_rows, knn_rows):
+    for case in (retrieval_rows, classifier_rows, sugar_crepe_rows, probe_rows, knn_rows):
         rows += case(options.quick)
     report("evaluation against clip-benchmark 1.6.2 and DINO's k-NN", rows, options.json)
 
