@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import NamedTuple
 
@@ -23,6 +24,11 @@ class Column(NamedTuple):
     label: str
     task: str
     metric: str | None
+
+    @property
+    def heading(self) -> str:
+        """Group and label on one line."""
+        return f"{self.group} {self.label}".strip()
 
 
 class Cell(NamedTuple):
@@ -137,49 +143,59 @@ def _printed(layout: str, wanted: Sequence[str]) -> list[Row]:
     ]
 
 
-def markdown(table: Grid) -> str:
+def markdown(table: Grid, transpose: bool = False) -> str:
     """Per cent with intervals; the best of our rows in bold."""
-    head = ["", *(f"{c.group} {c.label}".strip() for c in table.columns)]
-    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * len(table.columns) + "|"]
-    best = _best(table)
-    for row in table.rows:
-        cells = [_bold(_text(cell), not row.paper and cell is not None and cell.value == b, "**", "**")
-                 for cell, b in zip(row.cells, best, strict=True)]  # fmt: skip
-        lines.append("| " + " | ".join([row.name.replace("|", "\\|"), *cells]) + " |")
+    heads, names, cells = _drawn(table, transpose, _text, ("**", "**"))
+    lines = ["| " + " | ".join(["", *heads]) + " |", "|---" + "|---:" * len(heads) + "|"]
+    lines += ["| " + " | ".join([name, *row]) + " |" for name, row in zip(names, cells, strict=True)]
     return f"{table.title}, per cent, 95 % intervals\n\n" + "\n".join(lines) + "\n"
 
 
-def latex(table: Grid) -> str:
-    """A booktabs tabular; the best of our rows in bold."""
-    groups: list[tuple[str, int]] = []
-    for column in table.columns:
-        if groups and groups[-1][0] == column.group:
-            groups[-1] = (column.group, groups[-1][1] + 1)
-        else:
-            groups.append((column.group, 1))
-    head = " & ".join(f"\\multicolumn{{{n}}}{{c}}{{{_escaped(g)}}}" for g, n in groups)
-    lines = [f"% {table.title}, per cent", f"\\begin{{tabular}}{{l{'r' * len(table.columns)}}}", "\\toprule"]
-    lines += [f" & {head} \\\\", " & " + " & ".join(_escaped(c.label) for c in table.columns) + " \\\\", "\\midrule"]
-    best, printed = _best(table), False
-    for row in table.rows:
-        if row.paper and not printed:
-            lines.append("\\midrule")
-            printed = True
-        cells = [_bold("--" if cell is None else f"{100 * cell.value:.1f}", not row.paper and cell is not None and cell.value == b,
-                       "\\textbf{", "}") for cell, b in zip(row.cells, best, strict=True)]  # fmt: skip
-        lines.append(" & ".join([_escaped(row.name), *cells]) + " \\\\")
-    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
+def latex(table: Grid, transpose: bool = False) -> str:
+    """A booktabs tabular without intervals; the best of our rows in bold."""
+    number = lambda cell: "--" if cell is None else f"{100 * cell.value:.1f}"  # noqa: E731
+    heads, names, cells = _drawn(table, transpose, number, ("\\textbf{", "}"), _escaped)
+    top = [" & ".join(["", *heads])]
+    if not transpose:
+        groups = [(group, len(list(found))) for group, found in itertools.groupby(c.group for c in table.columns)]
+        spans = " & ".join(f"\\multicolumn{{{n}}}{{c}}{{{_escaped(group)}}}" for group, n in groups)
+        top = [f" & {spans}", " & ".join(["", *(_escaped(c.label) for c in table.columns)])]
+    body = [" & ".join([name, *row]) for name, row in zip(names, cells, strict=True)]
+    ruled = next((i for i, row in enumerate(table.rows) if row.paper and not transpose), len(body))
+    lines = [*(f"{line} \\\\" for line in top), "\\midrule", *(f"{line} \\\\" for line in body[:ruled])]
+    if ruled < len(body):
+        lines += ["\\midrule", *(f"{line} \\\\" for line in body[ruled:])]
+    begin = [f"% {table.title}, per cent", f"\\begin{{tabular}}{{l{'r' * len(heads)}}}", "\\toprule"]
+    return "\n".join([*begin, *lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
 
 
-def as_csv(table: Grid) -> str:
-    """Fractions in full precision, each with its interval's ends in columns of their own."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
+def as_csv(table: Grid, transpose: bool = False) -> str:
+    """Fractions in full precision, each with its interval's ends in columns (or rows) of their own."""
     names = [f"{c.task} {c.metric or 'headline'}" for c in table.columns]
-    writer.writerow(["checkpoint", *(f"{name}{end}" for name in names for end in ("", " low", " high"))])
+    lines = [["checkpoint", *(f"{name}{end}" for name in names for end in ("", " low", " high"))]]
     for row in table.rows:
-        writer.writerow([row.name, *(v for cell in row.cells for v in (cell or ("", "", "")))])
+        lines.append([row.name, *("" if v is None else str(v) for cell in row.cells for v in cell or (None,) * 3)])
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(zip(*lines, strict=True) if transpose else lines)
     return out.getvalue()
+
+
+def _drawn(
+    table: Grid,
+    transpose: bool,
+    text: Callable[[Cell | None], str],
+    bold: tuple[str, str],
+    escape: Callable[[str], str] = lambda name: name.replace("|", "\\|"),
+) -> tuple[list[str], list[str], list[list[str]]]:
+    """Heads of the columns, names of the rows, and the cells between them."""
+    best, cells = _best(table), []
+    for row in table.rows:
+        marked = [
+            not row.paper and cell is not None and cell.value == b for cell, b in zip(row.cells, best, strict=True)
+        ]
+        cells.append([bold[0] + text(c) + bold[1] if m else text(c) for c, m in zip(row.cells, marked, strict=True)])
+    heads, names = [escape(c.heading) for c in table.columns], [escape(row.name) for row in table.rows]
+    return (names, heads, [list(row) for row in zip(*cells, strict=True)]) if transpose else (heads, names, cells)
 
 
 def _best(table: Grid) -> list[float | None]:
@@ -197,10 +213,6 @@ def _text(cell: Cell | None) -> str:
     return f"{100 * cell.value:.1f}" + (
         "" if cell.low is None or cell.high is None else f" ({100 * cell.low:.1f}–{100 * cell.high:.1f})"
     )
-
-
-def _bold(text: str, yes: bool, left: str, right: str) -> str:
-    return f"{left}{text}{right}" if yes else text
 
 
 def _escaped(text: str) -> str:

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich import box
-from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -18,7 +17,8 @@ from evals.results import Result
 from sparo_train.core.distributed import Ranks, find_world
 from sparo_train.core.errors import ConfigError, did_you_mean
 
-from .view import Bar, console, out, results_table
+from .eval_view import Encoding, grid_table, show_catalogue, show_results
+from .view import console, out
 
 
 class _ScoreUnlessNamed(TyperGroup):
@@ -77,7 +77,7 @@ def score(
 ) -> None:
     """Score checkpoints and print one table. Under torchrun the ranks share the encoding, the k-NN search and DINO's probe."""
     if listed:
-        _catalogue(root)
+        show_catalogue(root)
         return
     if not checkpoints:
         raise ConfigError("sparo eval: name a checkpoint, or --list to see the data sets")
@@ -96,7 +96,7 @@ def score(
     ranks = Ranks(find_world(), "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", 3600.0)
     found: dict[str, dict[str, Result]] = {}
     for checkpoint in checkpoints:
-        with _Encoding(checkpoint, ranks.rank > 0) as report:
+        with Encoding(checkpoint, ranks.rank > 0) as report:
             name = Path(checkpoint).name
             found[name if name not in found else checkpoint] = evaluate_checkpoint(
                 checkpoint,
@@ -107,7 +107,7 @@ def score(
                 lambda text: console.print(text, highlight=False) if ranks.rank == 0 else None,
             )
     if ranks.rank == 0:
-        _show(found, known, how.part)
+        show_results(found, known, how.part)
         if json_file:
             write_results(json_file, {}, {f"{c}/{t}": r for c, by_task in found.items() for t, r in by_task.items()})
     ranks.close()
@@ -125,6 +125,9 @@ def table(
             help="with a layout: training sets whose printed rows are added (CC3M, CC12M, CC15M, L400M, ImageNet), or all"
         ),
     ] = "",
+    transpose: Annotated[
+        bool, typer.Option(help="a row per task and a column per checkpoint (and per printed row of the paper)")
+    ] = False,
     format: Annotated[str, typer.Option(help="terminal, markdown, csv or latex")] = "terminal",
 ) -> None:
     """One table of results: checkpoints x tasks, or a table of the paper."""
@@ -132,13 +135,13 @@ def table(
     from evals.records import read_records
 
     found = layouts.grid(read_records(results), layout, [word for word in paper.split(",") if word])
-    writers: Mapping[str, Callable[[layouts.Grid], str]] = {
+    writers: Mapping[str, Callable[[layouts.Grid, bool], str]] = {
         "markdown": layouts.markdown, "csv": layouts.as_csv, "latex": layouts.latex,
     }  # fmt: skip
     if format == "terminal":
-        out.print(_grid(found))
+        out.print(grid_table(found, transpose))
     elif format in writers:
-        print(writers[format](found), end="")
+        print(writers[format](found, transpose), end="")
     else:
         raise ConfigError(f"--format {format}: {did_you_mean(format, ['terminal', *writers])}")
 
@@ -203,29 +206,6 @@ def export_results(
     out.print(f"{len(written)} file(s) in {to}", highlight=False, soft_wrap=True)
 
 
-class _Encoding:
-    """A bar per set that is being encoded."""
-
-    def __init__(self, checkpoint: str, silent: bool):
-        self.checkpoint, self.silent, self._bar = checkpoint, silent, Bar()
-        self._tasks: dict[str, Any] = {}
-
-    def __enter__(self) -> Callable[[str, int, int], None]:
-        if not self.silent:
-            self._bar.start()
-        return self._report
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def _report(self, place: str, done: int, total: int) -> None:
-        if self.silent:
-            return
-        if place not in self._tasks:
-            self._tasks[place] = self._bar.start_task_named(f"{Path(self.checkpoint).name}: {place}", total)
-        self._bar.show(self._tasks[place], done, total)
-
-
 def _part(text: str | None, features: Path | None) -> tuple[int, int] | None:
     """`I/N` with I from 0, or the SLURM array's place."""
     if text is None:
@@ -243,49 +223,3 @@ def _part(text: str | None, features: Path | None) -> tuple[int, int] | None:
     if not own.isdigit() or not of.isdigit() or not int(own) < int(of):
         raise ConfigError(f"--part {text}: write I/N with I from 0 to N-1, as in 0/4, or slurm")
     return int(own), int(of)
-
-
-def _show(
-    found: Mapping[str, Mapping[str, Result]], known: Mapping[str, Mapping[str, Any]], part: tuple[int, int] | None
-) -> None:
-    if any(found.values()):
-        out.print(results_table(found, "per cent, 95 % intervals"))
-    missing = sum(len(tasks) for tasks in known.values()) - sum(len(r) for r in found.values())
-    if missing:
-        assert part is not None
-        text = f"share {part[0]} of {part[1]} is encoded; {missing} task(s) wait for other shares: the same line without --part scores"
-        console.print(text, highlight=False, soft_wrap=True)
-
-
-def _catalogue(root: Path) -> None:
-    from evals import catalogue
-
-    out.print(
-        f"Data sets, each in the folder of its name below {root} (--root), or in the wds layout:\n", highlight=False
-    )
-    for listed in catalogue.LISTED:
-        found = catalogue.look(listed, root)
-        facts = [f"{listed.n:,} images" if listed.n else "size not published"]
-        facts += [f"{listed.classes} classes"] if listed.classes else []
-        facts += [f"chance {100 * listed.chance:.1f} %"] if listed.chance else []
-        colour = {"absent": "dim", "odd": "red"}.get(found.state, "green")
-        out.print(
-            f"[bold]{listed.name}[/]  [{colour}]{found.state}[/]  {', '.join(facts)}", highlight=False, soft_wrap=True
-        )
-        out.print(f"    {escape(found.note)}; licence: {escape(listed.licence)}", highlight=False, soft_wrap=True)
-
-
-def _grid(found: Any) -> Table:
-    table = Table(title=f"{found.title}, per cent, 95 % intervals", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("")
-    for column in found.columns:
-        table.add_column(f"{column.group}\n{column.label}".strip(), justify="right")
-    for row in found.rows:
-        cells = [
-            "-"
-            if c is None
-            else f"{100 * c.value:.1f}" + ("" if c.low is None else f"\n{100 * c.low:.1f}–{100 * c.high:.1f}")
-            for c in row.cells
-        ]
-        table.add_row(row.name, *cells, style="dim" if row.paper else None)
-    return table

@@ -115,6 +115,12 @@ def test_every_printed_row_has_its_columns(tmp_path):
     assert "runs/a\\_b & 66.7 & -- " in layouts.latex(one) and "| paper: CC15M C+SPARO | 43.7 |" in layouts.markdown(
         one
     )
+    turned = layouts.markdown(one, transpose=True)
+    assert "|  | runs/a_b | paper: CC15M CLIP16 |" in turned and "| ImageNet- V1 | 66.7 (" in turned
+    assert "ImageNet- V2 & -- & 33.7 & " in layouts.latex(one, transpose=True)
+    first, value, low = layouts.as_csv(one, transpose=True).splitlines()[:3]
+    assert first.startswith("checkpoint,runs/a_b,paper: CC15M CLIP16") and low.startswith("imagenet1k acc1 low,0.")
+    assert value.split(",") == ["imagenet1k acc1", str(2 / 3), "0.384", "0.399", "0.437"]
     macro = [cell.value for row in layouts.grid([], "B.1", ["all"]).rows for cell in row.cells[:7]]
     means = np.asarray(macro).reshape(-1, 7).mean(axis=1)
     printed = [row.cells[7].value for row in layouts.grid([], "B.1", ["all"]).rows]
