@@ -1,6 +1,6 @@
 """The data sets of the SPARO paper by name: where their files must lie, and what they must hold.
 
-Names and sizes are clip-benchmark's and DataComp's; nothing is downloaded here. Every set may also lie in the `wds/` layout
+Names and sizes are clip-benchmark's, DataComp's and VTAB's; nothing is downloaded here. Every set may also lie in the `wds/` layout
 (`clip_benchmark_export_wds`, or the Hub's clip-benchmark/wds_* copies), in ROOT/NAME or ROOT/wds_NAME with `-` for `/`.
 """
 
@@ -25,20 +25,21 @@ from .sets.opening import open_set
 
 
 class Listed(NamedTuple):
-    """A data set: `files` is what must lie below ROOT/NAME where it is not in the wds layout; `n` images, as far as published."""
+    """A data set: `files` is what must lie below ROOT/NAME where it is not in the wds layout; `n` images."""
 
     name: str
     group: str
     task: str
     files: str
     options: dict[str, Any]
-    n: int | None
+    n: int
     classes: int | None
     chance: float | None
     licence: str
 
 
 _WDS = "test/nshards.txt, test/0.tar …, classnames.txt"
+_CLEVR = "CLEVR_v1.0/{images/val,scenes/CLEVR_val_scenes.json}"
 _CAPTIONS = "the images, and {0}_test_karpathy.{1} (or Karpathy's dataset_{2}.json)"
 
 
@@ -47,8 +48,10 @@ def _imagenet(name: str, files: str, layout: str, n: int, classes: int, chance: 
     return Listed(name, "imagenet", "zeroshot", files, expected, n, classes, chance, licence)
 
 
-def _vtab(name: str, n: int | None, classes: int | None, chance: float | None, licence: str) -> Listed:
-    return Listed(name, "vtab", "zeroshot", _WDS, {}, n, classes, chance, licence)
+def _vtab(name: str, n: int, classes: int, chance: float | None, licence: str, files: str | None = None) -> Listed:
+    """`files`: where its authors' own files are read too; torchvision's layout."""
+    options = {"layout": "torchvision"} if files else {}
+    return Listed(name, "vtab", "zeroshot", files or _WDS, options, n, classes, chance, licence)
 
 
 def _retrieval(name: str, files: str, n: int, licence: str) -> Listed:
@@ -67,24 +70,24 @@ LISTED = [
         "CC BY 4.0, and never to be trained on",
     ),
     _vtab("vtab/caltech101", 6085, 102, 0.010, "CC BY 4.0"),
-    _vtab("vtab/cifar100", 10000, 100, 0.010, _STATED),
-    _vtab("vtab/clevr_count_all", 15000, 8, 0.125, "CC BY 4.0"),
-    _vtab("vtab/clevr_closest_object_distance", 15000, 6, 0.191, "CC BY 4.0"),
-    _vtab("vtab/diabetic_retinopathy", None, 5, None, "Kaggle's competition rules"),
-    _vtab("vtab/dmlab", None, 6, None, _STATED),
-    _vtab("vtab/dsprites_label_orientation", None, None, None, "zlib"),
-    _vtab("vtab/dsprites_label_x_position", None, None, None, "zlib"),
-    _vtab("vtab/dtd", 1880, 47, 0.021, "research only"),
+    _vtab("vtab/cifar100", 10000, 100, 0.010, _STATED, "cifar-100-python/{train,test,meta}"),
+    _vtab("vtab/clevr_count_all", 15000, 8, 0.125, "CC BY 4.0", _CLEVR),
+    _vtab("vtab/clevr_closest_object_distance", 15000, 6, 0.191, "CC BY 4.0", _CLEVR),
+    _vtab("vtab/diabetic_retinopathy", 42670, 5, None, "Kaggle's competition rules"),
+    _vtab("vtab/dmlab", 22735, 6, None, _STATED),
+    _vtab("vtab/dsprites_label_orientation", 73728, 16, 0.062, "zlib"),
+    _vtab("vtab/dsprites_label_x_position", 73728, 16, 0.062, "zlib"),
+    _vtab("vtab/dtd", 1880, 47, 0.021, "research only", "dtd/dtd/{images,labels}"),
     _vtab("vtab/eurosat", 5400, 10, 0.101, "MIT"),
-    _vtab("vtab/flowers", 6149, 102, 0.010, _STATED),
+    _vtab("vtab/flowers", 6149, 102, 0.010, _STATED, "flowers-102/{jpg,imagelabels.mat,setid.mat}"),
     _vtab("vtab/kitti_closest_vehicle_distance", 711, 4, 0.295, "CC BY-NC-SA 3.0"),
-    _vtab("vtab/pcam", 32768, 2, 0.500, "CC0"),
-    _vtab("vtab/pets", 3669, 37, 0.027, "CC BY-SA 4.0"),
+    _vtab("vtab/pcam", 32768, 2, 0.500, "CC0", "pcam/camelyonpatch_level_2_split_test_{x,y}.h5 (needs h5py)"),
+    _vtab("vtab/pets", 3669, 37, 0.027, "CC BY-SA 4.0", "oxford-iiit-pet/{images,annotations}"),
     _vtab("vtab/resisc45", 6300, 45, 0.022, _STATED),
-    _vtab("vtab/smallnorb_label_azimuth", None, None, None, "research only"),
-    _vtab("vtab/smallnorb_label_elevation", None, None, None, "research only"),
-    _vtab("vtab/svhn", 26032, 10, 0.118, "not commercial"),
-    _vtab("sun397", 108754, 397, 0.005, "research only"),
+    _vtab("vtab/smallnorb_label_azimuth", 12150, 18, 0.056, "research only"),
+    _vtab("vtab/smallnorb_label_elevation", 12150, 9, 0.111, "research only"),
+    _vtab("vtab/svhn", 26032, 10, 0.118, "not commercial", "test_32x32.mat"),
+    _vtab("sun397", 108754, 397, 0.005, "research only", "SUN397/ClassName.txt, SUN397/a/abbey/*.jpg …"),
     _retrieval("mscoco_captions", _CAPTIONS.format("coco", "json", "coco"), 5000, "captions CC BY 4.0; images Flickr's terms"),
     _retrieval("flickr8k", _CAPTIONS.format("flickr8k", "txt", "flickr8k"), 1000, "research, not commercial"),
     _retrieval("flickr30k", _CAPTIONS.format("flickr30k", "txt", "flickr30k"), 1000, "research, not commercial"),
@@ -173,10 +176,10 @@ def _judged(listed: Listed, source: EvalSet) -> Presence:
             return Presence("intact", notes[0])
         if source.version == "not published data":
             return Presence("odd", "the JSON files are not the published ones (SHA-256)")
-    if listed.n is not None and len(source) != listed.n:
+    if len(source) != listed.n:
         return Presence("odd", f"{len(source):,} images, {listed.n:,} expected")
     if listed.task == "zeroshot":
         found = len(source.classnames())
         if listed.classes is not None and found != listed.classes:
             return Presence("odd", f"{found} class names, {listed.classes} expected")
-    return Presence("intact" if listed.n is not None else "there", ", ".join([*notes, f"{len(source):,} images"]))
+    return Presence("intact", ", ".join([*notes, f"{len(source):,} images"]))

@@ -1,4 +1,5 @@
-"""Class names and templates that clip-benchmark publishes, from its data files where it is installed; it is never imported."""
+"""Class names and templates of a set: from its folder, else those that clip-benchmark publishes, whose data files are read where
+it is installed; it is never imported."""
 
 from __future__ import annotations
 
@@ -6,15 +7,32 @@ import importlib.util
 import json
 from pathlib import Path
 
-_FILES = {"classnames": "en_classnames.json", "templates": "en_zeroshot_classification_templates.json"}
+from sparo_train.core.errors import DataError
+
+OWN = {"classnames": "classnames.txt", "templates": "zeroshot_classification_templates.txt"}
+_PUBLISHED = {"classnames": "en_classnames.json", "templates": "en_zeroshot_classification_templates.json"}
+
+
+def named(what: str, root: Path, known_as: str | None) -> list[str] | None:
+    """`classnames` or `templates` of the set in `root`; None where neither the folder nor clip-benchmark has them."""
+    if (root / OWN[what]).is_file():
+        return lines(root / OWN[what])
+    return published(what, known_as) if known_as else None
+
+
+def lines(path: Path) -> list[str]:
+    """Non-empty lines of a text file. Raises `DataError` where it is missing."""
+    if not path.is_file():
+        raise DataError(f"{path}: missing; this task needs it (one entry per line)")
+    return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def published(what: str, name: str) -> list[str] | None:
-    """`classnames` or `templates` of a set by clip-benchmark's name (`vtab/pets`); None where it has none or is not installed."""
+    """By clip-benchmark's name (`vtab/pets`); None where it has none or is not installed."""
     spec = importlib.util.find_spec("clip_benchmark")
     if spec is None or not spec.submodule_search_locations:
         return None
-    path = Path(spec.submodule_search_locations[0]) / "datasets" / _FILES[what]
+    path = Path(spec.submodule_search_locations[0]) / "datasets" / _PUBLISHED[what]
     if not path.is_file():
         return None
     table = json.loads(path.read_text(encoding="utf-8"))

@@ -10,6 +10,7 @@ from sparo_train.train.eval_config import LabelledTaskConfig, RetrievalTaskConfi
 from .base import EvalSet, FactKind, Limited
 from .captions import KarpathySet, SugarCrepeSet
 from .files import ImageNetSet, ObjectNetSet
+from .library import open_library
 from .shards import SourceSet, WdsSet
 
 _KINDS: dict[str, FactKind] = {"zeroshot": "label", "probe": "label", "retrieval": "captions", "pairs": "pairs"}
@@ -19,6 +20,7 @@ _FACTS_OF: dict[str, FactKind] = {
     "objectnet": "label",
     "karpathy": "captions",
     "sugar_crepe": "pairs",
+    "torchvision": "label",
 }
 
 
@@ -55,6 +57,8 @@ def _open(config: SetTaskConfig, layout: str, kind: FactKind, split: str) -> Eva
         if config.annotations is None:
             raise ConfigError("layout=karpathy: needs annotations, the file with the captions")
         return KarpathySet(config.root, config.annotations, split)
+    if layout == "torchvision":
+        return open_library(config.root, config.known_as, split)
     if layout == "objectnet":
         return ObjectNetSet(config.root, getattr(config, "border_crop", True))
     expected = config.classes if isinstance(config, ZeroshotTaskConfig) else None

@@ -21,7 +21,7 @@ from sparo_train.data.shards import filesystem_of
 from sparo_train.data.sources import SourceConfig, open_source
 
 from .base import IMAGE_KEYS, EvalSet, Fact, FactKind, Pair, decoded, sha256, shard_reader, sizes_of
-from .names import published
+from .names import OWN, lines, named
 
 _WITH_LABEL = "a .cls member, or a class folder"
 
@@ -118,22 +118,10 @@ class WdsSet(SourceSet):
         self.root, self.known_as = folder, known_as
 
     def classnames(self) -> list[str]:
-        return self._named("classnames.txt", "classnames") or self.lines("classnames.txt")
+        return named("classnames", self.root, self.known_as) or lines(self.root / OWN["classnames"])
 
     def templates(self) -> list[str]:
-        return self._named("zeroshot_classification_templates.txt", "templates") or super().templates()
-
-    def _named(self, file: str, what: str) -> list[str] | None:
-        if (self.root / file).is_file():
-            return self.lines(file)
-        return published(what, self.known_as) if self.known_as else None
-
-    def lines(self, name: str) -> list[str]:
-        """Non-empty lines of a text file beside the splits."""
-        path = self.root / name
-        if not path.is_file():
-            raise DataError(f"{path}: missing; this task needs it (one entry per line)")
-        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return named("templates", self.root, self.known_as) or super().templates()
 
     def identity(self) -> str:
         return sha256("wds", super().identity())

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from evals.sets.names import lines
 from evals.sets.shards import WdsSet
 from launch.check_view import check_table
 from sparo_train.core.errors import DataError
@@ -102,10 +103,10 @@ def test_splits_do_not_leak(modules, tmp_path):
     held = [e.label for e in read_emoji(modules) if is_held_out(e)]
     assert held and not set(held) & {t["label"] for t in train}
     vendor, new = (WdsSet(tmp_path / "out" / name, "label") for name in ("zeroshot_vendor", "zeroshot_concepts"))
-    assert not set(vendor.lines("classnames.txt")) & set(new.lines("classnames.txt"))
-    assert set(new.lines("classnames.txt")) <= set(held)
+    assert not set(lines(vendor.root / "classnames.txt")) & set(lines(new.root / "classnames.txt"))
+    assert set(lines(new.root / "classnames.txt")) <= set(held)
     for source in (vendor, new):
-        names = source.lines("classnames.txt")
+        names = lines(source.root / "classnames.txt")
         assert {label for _, _, label in source} == set(range(len(names)))
     assert all(captions for _, _, captions in WdsSet(tmp_path / "out" / "retrieval", "captions"))
     rows = [pair for _, _, (pair,) in WdsSet(tmp_path / "out" / "pairs", "pairs")]

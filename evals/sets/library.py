@@ -1,0 +1,173 @@
+"""VTAB's sets as their authors publish them: those that torchvision reads and verifies, SUN397 and CLEVR.
+
+Nothing is downloaded. The other VTAB tasks depend on the order in which TensorFlow Datasets stores its examples
+(their test sets are a percentage of it) and are read in the `wds/` layout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torchvision import datasets
+
+from sparo_train.core.errors import ConfigError, DataError, did_you_mean
+
+from .base import EvalSet, Fact, sha256, sizes_of
+from .files import FileSet
+from .names import OWN, lines, named
+
+_READERS: dict[str, Callable[[str, str], Any]] = {
+    "vtab/cifar100": lambda root, split: datasets.CIFAR100(root, train=_one_of(split, "train", "test") == "train"),
+    "vtab/dtd": lambda root, split: datasets.DTD(root, split),
+    "vtab/flowers": lambda root, split: datasets.Flowers102(root, split),
+    "vtab/pcam": lambda root, split: datasets.PCAM(root, split),
+    "vtab/pets": lambda root, split: datasets.OxfordIIITPet(root, "trainval" if split == "train" else split),
+    "vtab/svhn": lambda root, split: datasets.SVHN(root, split),
+}
+_CLEVR = {"vtab/clevr_count_all": "count", "vtab/clevr_closest_object_distance": "distance"}
+_DISTANCES = (8.0, 8.5, 9.0, 9.5, 10.0)  # VTAB's classes of the closest object, in CLEVR's pixel depth
+_ARCHIVES = {".gz", ".tgz", ".tar", ".zip"}
+SETS = [*_READERS, *_CLEVR, "sun397"]
+
+
+def open_library(root: str | Path, name: str | None, split: str) -> EvalSet:
+    """One of `SETS` in the folder that torchvision calls its `root`.
+
+    Raises:
+        ConfigError: a name that is not among them.
+        DataError: files that are missing, or not the published ones (torchvision's MD5 sums).
+    """
+    folder = Path(root)
+    if name in _CLEVR:
+        return ClevrSet(folder, name, split)
+    if name == "sun397":
+        if split != "test":
+            raise DataError(
+                f"{folder}: SUN397 as published has no split {split}; a folder in the wds layout may have one"
+            )
+        return SunSet(folder)
+    if name not in _READERS:
+        raise ConfigError(f"layout=torchvision: known_as={name}: {did_you_mean(str(name), SETS)}")
+    return TorchvisionSet(folder, name, split)
+
+
+class TorchvisionSet(EvalSet):
+    """A set of `torchvision.datasets`; keys are the numbers it gives its samples."""
+
+    kind = "label"
+
+    def __init__(self, root: Path, name: str, split: str):
+        self.root, self.known_as, self._split = root, name, split
+        try:
+            self._samples = _READERS[name](str(root), split)
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = str(error).removesuffix(" You can use download=True to download it")
+            raise DataError(
+                f"{root}: {name}, split {split}: {reason.rstrip('.')}; nothing is downloaded here: fetch it again"
+            ) from None
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def read(self, number: int) -> tuple[str, Image.Image, Fact]:
+        try:
+            image, label = self._samples[number]
+        except OSError as error:
+            raise DataError(f"{self.root}: {self.known_as}, sample {number}: cannot be read ({error})") from None
+        return f"{self._split}/{number:06d}", image.convert("RGB"), int(label)
+
+    def identity(self) -> str:
+        names = [path.relative_to(self.root).as_posix() for path in self._files]
+        return sha256("torchvision", self.known_as, self._split, json.dumps(names), self._stat[0])
+
+    def stamp(self) -> str:
+        return sha256(self._stat[1])
+
+    def classnames(self) -> list[str]:
+        found = named("classnames", self.root, self.known_as) or getattr(self._samples, "classes", None)
+        return list(found) if found else lines(self.root / OWN["classnames"])
+
+    def templates(self) -> list[str]:
+        return _templates(self.root, self.known_as)
+
+    @cached_property
+    def _files(self) -> list[Path]:
+        found = (path for path in self.root.rglob("*") if path.suffix not in _ARCHIVES and path.is_file())
+        return sorted(path for path in found if path.name not in OWN.values())
+
+    @cached_property
+    def _stat(self) -> tuple[bytes, bytes]:
+        return sizes_of(self._files)
+
+
+class SunSet(FileSet):
+    """SUN397, all 108,754 images; clip-benchmark ignores the split too."""
+
+    def __init__(self, root: Path):
+        top = root / "SUN397"
+        classes = [line[3:].strip() for line in lines(top / "ClassName.txt")]  # /a/abbey
+        place = {name: i for i, name in enumerate(classes)}
+        names = sorted(path.relative_to(top).as_posix() for path in top.rglob("sun_*.jpg"))
+        labels = [place.get(name.partition("/")[2].rpartition("/")[0], -1) for name in names]
+        if -1 in labels:
+            raise DataError(f"{top / names[labels.index(-1)]}: its folder is no class of {top / 'ClassName.txt'}")
+        super().__init__(top, names, labels, "label")
+        self._classes, self._place = [name.replace("_", " ").replace("/", " ") for name in classes], root
+
+    def classnames(self) -> list[str]:
+        return named("classnames", self._place, "sun397") or self._classes
+
+    def templates(self) -> list[str]:
+        return _templates(self._place, "sun397")
+
+
+class ClevrSet(FileSet):
+    """CLEVR_v1.0's validation images as VTAB labels them, by the number of objects or the closest one's distance."""
+
+    def __init__(self, root: Path, name: str, split: str):
+        top = next((p for p in (root / "CLEVR_v1.0", root / "clevr" / "CLEVR_v1.0") if p.is_dir()), root)
+        part = "val" if split == "test" else split
+        annotations = top / "scenes" / f"CLEVR_{part}_scenes.json"
+        try:
+            scenes = json.loads(annotations.read_text(encoding="utf-8"))["scenes"]
+            facts = {scene["image_filename"]: _clevr_label(_CLEVR[name], scene["objects"]) for scene in scenes}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{annotations}: not CLEVR's scenes ({type(error).__name__}: {error}); fetch it again"
+            ) from None
+        names = sorted(facts)
+        super().__init__(top / "images" / part, names, [facts[n] for n in names], "label")
+        self._place, self.known_as = root, name
+
+    def classnames(self) -> list[str]:
+        return named("classnames", self._place, self.known_as) or lines(self._place / OWN["classnames"])
+
+    def templates(self) -> list[str]:
+        return _templates(self._place, self.known_as)
+
+
+def _clevr_label(task: str, objects: list[dict[str, Any]]) -> int:
+    if task == "count":
+        return len(objects) - 3
+    return int(np.searchsorted(_DISTANCES, min(thing["pixel_coords"][2] for thing in objects), side="left"))
+
+
+def _one_of(split: str, *known: str) -> str:
+    if split not in known:
+        raise ValueError(f"known splits are {', '.join(known)}")
+    return split
+
+
+def _templates(root: Path, known_as: str) -> list[str]:
+    found = named("templates", root, known_as)
+    if found is None:
+        raise DataError(
+            f"{root / OWN['templates']}: missing; install clip-benchmark, whose prompts for {known_as} are used, or write them there"
+        )
+    return found

@@ -1,0 +1,187 @@
+"""VTAB's sets as published, written small: torchvision's folders and binary files, SUN397, CLEVR."""
+
+import hashlib
+import json
+import pickle
+
+import numpy as np
+import pytest
+from scipy.io import savemat
+from torchvision import datasets
+
+from evals import catalogue
+from evals.sets import library
+from evals.sets.library import open_library
+from evals.sets.opening import open_set
+from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.train.eval_config import ProbeTaskConfig, ZeroshotTaskConfig
+from tests.conftest import jpeg
+
+
+def put(path, data):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+
+
+def md5(path):
+    return hashlib.md5(path.read_bytes()).hexdigest()
+
+
+def cifar(root, monkeypatch):
+    """CIFAR-100's three pickles, whose sums are then the expected ones."""
+    names = [f"class_{i}" for i in range(100)]
+    for name, labels in (("train", [5, 6, 7, 8]), ("test", [3, 99])):
+        pixels = np.arange(len(labels) * 3072).reshape(len(labels), 3072).astype(np.uint8)
+        put(root / "cifar-100-python" / name, pickle.dumps({"data": pixels, "fine_labels": labels}))
+    put(root / "cifar-100-python/meta", pickle.dumps({"fine_label_names": names}))
+    sums = {name: md5(root / "cifar-100-python" / name) for name in ("train", "test", "meta")}
+    monkeypatch.setattr(datasets.CIFAR100, "train_list", [["train", sums["train"]]])
+    monkeypatch.setattr(datasets.CIFAR100, "test_list", [["test", sums["test"]]])
+    monkeypatch.setattr(datasets.CIFAR100, "meta", {"filename": "meta", "key": "fine_label_names", "md5": sums["meta"]})
+
+
+def test_cifar_is_read_and_its_sums_are_checked_before_anything_is_unpickled(tmp_path, monkeypatch):
+    cifar(tmp_path, monkeypatch)
+    found = open_library(tmp_path, "vtab/cifar100", "test")
+    assert [(key, image.size, label) for key, image, label in found] == [
+        ("test/000000", (32, 32), 3),
+        ("test/000001", (32, 32), 99),
+    ]
+    assert np.asarray(found.read(0)[1])[0, 1].tolist() == [1, 1025 % 256, 2049 % 256]
+    assert found.classnames()[3] == "class_3" and len(open_library(tmp_path, "vtab/cifar100", "train")) == 4
+    assert found.identity() != open_library(tmp_path, "vtab/cifar100", "train").identity()
+    with pytest.raises(DataError, match="cifar100, split val: known splits are train, test"):
+        open_library(tmp_path, "vtab/cifar100", "val")
+    (tmp_path / "classnames.txt").write_text("\n".join(f"own {i}" for i in range(100)))
+    assert found.classnames()[3] == "own 3"
+    touched = tmp_path / "touched"
+    bomb = pickle.dumps(Bomb(str(touched)))
+    put(tmp_path / "cifar-100-python/test", bomb)
+    with pytest.raises(DataError, match="cifar100, split test: Dataset not found or corrupted; nothing is downloaded"):
+        open_library(tmp_path, "vtab/cifar100", "test")
+    assert not touched.exists()
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def test_names_and_prompts_are_those_of_clip_benchmarks_builder(tmp_path, monkeypatch):
+    builder = pytest.importorskip("clip_benchmark.datasets.builder")
+    cifar(tmp_path, monkeypatch)
+    found, theirs = open_library(tmp_path, "vtab/cifar100", "test"), builder.build_dataset(
+        "cifar100", str(tmp_path), split="test", download=False
+    )  # fmt: skip
+    assert (found.classnames(), found.templates()) == (theirs.classes, theirs.templates)
+    assert [label for _, _, label in found] == [label for _, label in theirs]
+
+
+def test_folders_of_dtd_pets_and_flowers(tmp_path, monkeypatch):
+    for i, name in enumerate(("dotted/dotted_1.jpg", "banded/banded_2.jpg")):
+        put(tmp_path / "dtd/dtd/images" / name, jpeg(i))
+        put(tmp_path / f"dtd/dtd/labels/{('test', 'train')[i]}1.txt", name + "\n")
+        put(tmp_path / f"dtd/dtd/labels/{('train', 'test')[i]}1.txt", "".join(sorted(("dotted/dotted_1.jpg\n", "banded/banded_2.jpg\n"))))  # fmt: skip
+    dtd = open_library(tmp_path, "vtab/dtd", "test")
+    assert [label for _, _, label in dtd] == [0, 1] and dtd.classnames() == ["banded", "dotted"]
+    put(tmp_path / "oxford-iiit-pet/images/Pug_1.jpg", jpeg(3))
+    put(tmp_path / "oxford-iiit-pet/annotations/test.txt", "Pug_1 1 2 1\n")
+    pets = open_library(tmp_path, "vtab/pets", "test")
+    assert [label for _, _, label in pets] == [0] and len(pets.templates()) > 0
+    for i in (1, 2):
+        put(tmp_path / f"flowers-102/jpg/image_0000{i}.jpg", jpeg(i))
+    savemat(tmp_path / "flowers-102/imagelabels.mat", {"labels": [[102, 7]]})
+    savemat(tmp_path / "flowers-102/setid.mat", {"trnid": [[1, 2]], "valid": [[1, 2]], "tstid": [[2, 1]]})
+    files = {"label": "imagelabels.mat", "setid": "setid.mat"}
+    sums = {key: (name, md5(tmp_path / "flowers-102" / name)) for key, name in files.items()}
+    with pytest.raises(DataError, match="flowers, split test: Dataset not found or corrupted"):
+        open_library(tmp_path, "vtab/flowers", "test")
+    monkeypatch.setattr(datasets.Flowers102, "_file_dict", sums | {"image": ("102flowers.tgz", "")})
+    assert [label for _, _, label in open_library(tmp_path, "vtab/flowers", "test")] == [6, 101]
+    before = dtd.stamp()
+    (tmp_path / "dtd/dtd/images/banded/banded_2.jpg").write_bytes(b"no image")
+    again = open_library(tmp_path, "vtab/dtd", "test")
+    assert again.stamp() != before and again.identity() != dtd.identity()
+    with pytest.raises(DataError, match="vtab/dtd, sample 0: cannot be read"):
+        again.read(0)
+
+
+def test_svhn_has_zero_for_ten(tmp_path, monkeypatch):
+    pixels = np.arange(32 * 32 * 3 * 2).reshape(32, 32, 3, 2).astype(np.uint8)
+    savemat(tmp_path / "test_32x32.mat", {"X": pixels, "y": np.array([[10], [7]], np.uint8)})
+    monkeypatch.setitem(datasets.SVHN.split_list, "test", ["", "test_32x32.mat", md5(tmp_path / "test_32x32.mat")])
+    found = open_library(tmp_path, "vtab/svhn", "test")
+    assert [label for _, _, label in found] == [0, 7] and found.classnames()[:2] == ["zero", "one"]
+    assert np.asarray(found.read(1)[1]).tolist() == pixels[..., 1].tolist()
+
+
+def clevr(root):
+    depth = [[12.0, 8.0, 9.0], [8.2, 11.0, 30.0, 9.9], [10.5] * 10]
+    scenes = [
+        {"image_filename": f"CLEVR_val_{i:06d}.png", "objects": [{"pixel_coords": [1, 2, d]} for d in found]}
+        for i, found in enumerate(depth)
+    ]
+    put(root / "CLEVR_v1.0/scenes/CLEVR_val_scenes.json", json.dumps({"scenes": scenes[::-1]}))
+    for scene in scenes:
+        put(root / "CLEVR_v1.0/images/val" / scene["image_filename"], jpeg(1))
+
+
+def test_clevr_is_labelled_as_vtab_does(tmp_path):
+    clevr(tmp_path)
+    count = open_library(tmp_path, "vtab/clevr_count_all", "test")
+    assert [(key, label) for key, _, label in count][1] == ("CLEVR_val_000001.png", 1)
+    assert [label for _, _, label in count] == [0, 1, 7] and count.classnames()[7] == "ten"
+    distance = open_library(tmp_path, "vtab/clevr_closest_object_distance", "test")
+    assert [label for _, _, label in distance] == [0, 1, 5] and distance.identity() != count.identity()
+    put(tmp_path / "CLEVR_v1.0/scenes/CLEVR_val_scenes.json", "[]")
+    with pytest.raises(DataError, match=r"CLEVR_val_scenes\.json: not CLEVR's scenes \(TypeError"):
+        open_library(tmp_path, "vtab/clevr_count_all", "test")
+
+
+def test_sun397_is_in_one_order_and_knows_its_classes(tmp_path):
+    put(tmp_path / "SUN397/ClassName.txt", "/a/abbey\n/a/apse/indoor\n/b/back_yard\n")
+    for name in ("b/back_yard/sun_b.jpg", "a/apse/indoor/sun_a.jpg", "a/abbey/sun_z.jpg"):
+        put(tmp_path / "SUN397" / name, jpeg(2))
+    found = open_library(tmp_path, "sun397", "test")
+    assert [(key, label) for key, _, label in found] == [
+        ("a/abbey/sun_z.jpg", 0), ("a/apse/indoor/sun_a.jpg", 1), ("b/back_yard/sun_b.jpg", 2),
+    ]  # fmt: skip
+    assert found.classnames() == ["abbey", "apse indoor", "back yard"]
+    theirs = datasets.SUN397(tmp_path)
+    assert {str(f.relative_to(tmp_path / "SUN397")): n for f, n in zip(theirs._image_files, theirs._labels, strict=True)} == {
+        key: label for key, _, label in found
+    }  # fmt: skip
+    with pytest.raises(DataError, match="SUN397 as published has no split train"):
+        open_library(tmp_path, "sun397", "train")
+    put(tmp_path / "SUN397/c/cave/sun_c.jpg", jpeg(2))
+    with pytest.raises(DataError, match=r"sun_c\.jpg: its folder is no class of .*ClassName\.txt"):
+        open_library(tmp_path, "sun397", "test")
+
+
+def test_what_is_missing_or_unknown_is_said(tmp_path, monkeypatch):
+    config = ZeroshotTaskConfig(task="zeroshot", root=str(tmp_path), layout="torchvision", known_as="vtab/pet")
+    with pytest.raises(ConfigError, match="known_as=vtab/pet: did you mean 'vtab/pets'"):
+        open_set(config, "zeroshot")
+    with pytest.raises(DataError, match="vtab/pets, split test: Dataset not found; nothing is downloaded here"):
+        open_set(config.model_copy(update={"known_as": "vtab/pets"}), "zeroshot")
+    clevr(tmp_path)
+    monkeypatch.setattr(library, "named", lambda *_: None)
+    found = open_library(tmp_path, "vtab/clevr_count_all", "test")
+    with pytest.raises(DataError, match=r"classnames\.txt: missing"):
+        found.classnames()
+    with pytest.raises(DataError, match="install clip-benchmark, whose prompts for vtab/clevr_count_all are used"):
+        found.templates()
+
+
+def test_the_catalogue_finds_published_files(tmp_path, monkeypatch):
+    cifar(tmp_path / "vtab/cifar100", monkeypatch)
+    listed = {entry.name: entry for entry in catalogue.LISTED}["vtab/cifar100"]
+    assert catalogue.look(listed, tmp_path) == ("odd", "2 images, 10,000 expected")
+    assert catalogue.look(listed._replace(n=2), tmp_path) == ("intact", "2 images")
+    (probe,) = catalogue.tasks("vtab/cifar100:probe", tmp_path).values()
+    assert isinstance(probe, ProbeTaskConfig) and len(open_set(probe, "probe", probe.train_split)) == 4
+    put(tmp_path / "vtab/cifar100/cifar-100-python/test", b"truncated")
+    assert catalogue.look(listed, tmp_path).state == "odd"
