@@ -62,7 +62,8 @@ class Job:
         self._tell_local_ranks()
         if len(self.elements) > 1 and not debug:
             sys.exit(self._in_turn())
-        from .rank import leave, perform
+        from .cli import leave
+        from .rank import perform
 
         code = max(perform(e.arguments, e.folder, self.idle_restarts) for e in self.elements)
         if not debug:

@@ -18,8 +18,6 @@ from .cli import call, leave
 from .job import LOCAL_AGAIN, mark, stop_until_training
 from .records import Records, here
 
-__all__ = ["leave", "perform"]
-
 
 def perform(arguments: Sequence[str], folder: str, idle_restarts: int) -> int:
     """`sparo ARGUMENTS` on this rank, with records of its start and end; returns the exit code."""

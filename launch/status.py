@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -189,17 +189,19 @@ def failing_rank(folder: Path) -> int:
     if own:
         return own[0]["rank"]
     cluster = record["cluster"]
-    per_node = cluster["tasks_per_node"] or max(1, cluster["gpus_per_node"])
-    silent = set(range(cluster["nodes"] * per_node)) - {f["rank"] for f in failed}
+    silent = set(range(cluster["nodes"] * _ranks_per_node(cluster))) - {f["rank"] for f in failed}
     return min(silent, default=failed[0]["rank"])
+
+
+def _ranks_per_node(cluster: Mapping[str, Any]) -> int:
+    return cluster["tasks_per_node"] or max(1, cluster["gpus_per_node"])
 
 
 def log_files(folder: Path, rank: int) -> list[Path]:
     """Where a rank writes: its stdout and stderr, of the newest submission; those that are there."""
     record = _last(folder)
     cluster = record["cluster"]
-    per_node = cluster["tasks_per_node"] or max(1, cluster["gpus_per_node"])
-    task = rank // per_node if cluster["starter"] == "torchrun" else rank
+    task = rank // _ranks_per_node(cluster) if cluster["starter"] == "torchrun" else rank
     names = [f"{job}_{task}_log.{end}" for job in record["jobs"] for end in ("out", "err")]
     if (folder / "plan.json").exists():  # the elements of an array
         names = [p.name for job in record["jobs"] for p in sorted(Path(record["logs"]).glob(f"{job}_*{task}_log.*"))]

@@ -76,9 +76,27 @@ def submit(
         if dependency:
             raise ConfigError(f"--after: {cluster.kind} has no queue; wait for the other run, or use SLURM")
         return _submit_here(submitit, cluster, elements, jobs, code, parallel or 1)
-    torchrun = cluster.starter == "torchrun"
+    executor = _executor(submitit, cluster, jobs, name, code)
+    executor.update_parameters(slurm_array_parallelism=parallel or len(elements), slurm_dependency=dependency)
     job = _job(cluster, ())
     calls = [replace(job, elements=(element,)) for element in elements]
+    found: list[str] = []
+
+    def call() -> str:
+        with _nothing_left(jobs):
+            try:
+                found.extend(job.job_id for job in executor.submit_array(calls))
+            except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
+                raise _refusal(str(error)) from None
+        return ""
+
+    patiently(call, _PATIENCE, say)
+    return found
+
+
+def _executor(submitit: Any, cluster: ClusterConfig, jobs: Path, name: str, code: Path) -> Any:
+    """submitit's for SLURM, with all that a cluster's description says."""
+    torchrun = cluster.starter == "torchrun"
     try:
         executor = submitit.AutoExecutor(
             folder=jobs, cluster="slurm", slurm_max_num_timeout=10**9, slurm_python=cluster.python
@@ -97,8 +115,6 @@ def submit(
         slurm_setup=lines_before(cluster.setup, cluster.environment, code),
         slurm_teardown=lines_after(jobs),
         slurm_srun_args=list(cluster.srun_args) or None,
-        slurm_array_parallelism=parallel or len(elements),
-        slurm_dependency=dependency,
         slurm_exclusive=cluster.exclusive or None,
         slurm_additional_parameters=_further(cluster),
         **{
@@ -106,18 +122,7 @@ def submit(
             for key in ("partition", "account", "qos", "constraint", "nodelist", "exclude")
         },
     )
-    found: list[str] = []
-
-    def call() -> str:
-        with _nothing_left(jobs):
-            try:
-                found.extend(job.job_id for job in executor.submit_array(calls))
-            except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
-                raise _refusal(str(error)) from None
-        return ""
-
-    patiently(call, _PATIENCE, say)
-    return found
+    return executor
 
 
 def _submit_here(

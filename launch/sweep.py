@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ def expand(recipe: Path, overrides: Sequence[str], seeds: int | None = None) -> 
     for text in overrides:
         key, equals, value = text.partition("=")
         parsed = parse_yaml(value, f"override {text!r}") if equals else None
-        if isinstance(parsed, list) and not _takes_list(recipe, overrides, text, parsed):
+        if isinstance(parsed, list) and not _takes_list(recipe, overrides, text):
             if not parsed:
                 raise ConfigError(f"override {text!r}: an empty list of values")
             axes[key.strip()] = parsed
@@ -43,6 +44,9 @@ def expand(recipe: Path, overrides: Sequence[str], seeds: int | None = None) -> 
         if "seed" in axes or seeds < 1:
             raise ConfigError(f"--seeds {seeds}: give at least 1, or seed=[…], not both")
         axes["seed"] = list(range(base.seed, base.seed + seeds))
+    count = math.prod(map(len, axes.values()))
+    if count > _MOST:
+        raise ConfigError(f"{count} runs: more than {_MOST} in one array; sweep over fewer values")
     found = []
     for values in itertools.product(*axes.values()):
         own = [_assign(key, value) for key, value in zip(axes, values, strict=True)]
@@ -52,7 +56,7 @@ def expand(recipe: Path, overrides: Sequence[str], seeds: int | None = None) -> 
     return base.name, found
 
 
-def _takes_list(recipe: Path, overrides: Sequence[str], text: str, values: list[Any]) -> bool:
+def _takes_list(recipe: Path, overrides: Sequence[str], text: str) -> bool:
     """Whether the recipe's key itself holds a list: then it is a value, and no sweep."""
     others = [o for o in overrides if o != text and not isinstance(parse_yaml(o.partition("=")[2], o), list)]
     tree = override(load_recipe(recipe), [*others, text])
@@ -92,5 +96,3 @@ def _refuse_doubles(runs: Sequence[RunConfig]) -> None:
     double = next((name for name in names if names.count(name) > 1), None)
     if double:
         raise ConfigError(f"two runs of the sweep would be called {double!r}; give values whose names differ")
-    if len(runs) > _MOST:
-        raise ConfigError(f"{len(runs)} runs: more than {_MOST} in one array; sweep over fewer values")

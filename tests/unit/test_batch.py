@@ -1,0 +1,102 @@
+"""The shell lines around srun, refusals of sbatch, and starts that lead nowhere."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch import batch, slurm
+from launch.rank import _stuck
+from launch.records import Records
+from launch.submit import _refusal
+
+
+def test_values_reach_the_batch_script_as_they_are():
+    lines = batch.before(("module load x",), {"A": "it's $HOME; rm"}, Path("/runs/a b/code"))
+    script = "\n".join([*lines[1:3], 'printf "%s|%s" "$A" "$PYTHONPATH"'])
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": "/old"}
+    out = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env, check=True).stdout
+    assert out == "it's $HOME; rm|/runs/a b/code:/old" and lines[0] == "module load x"
+
+
+def _batch(tmp_path, code, state="RUNNING", restarts="0", marks=("started",), own="0"):
+    """Whether the lines behind srun ask for a requeue."""
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "scontrol").write_text(
+        f'#!/bin/sh\n[ "$1" = show ] && echo "JobId=7 JobState={state} Reason=None Requeue=1 Restarts={restarts} BatchFlag=1"\n'
+        f'[ "$1" = requeue ] && touch {tmp_path}/requeued\nexit 0\n'
+    )
+    (tmp_path / "sleep").write_text("#!/bin/sh\n")
+    for name in ("scontrol", "sleep"):
+        (tmp_path / name).chmod(0o755)
+    for mark in marks:
+        (tmp_path / f"jobs/.7-{own}.{mark}").touch()
+    script = f"(exit {code})\n" + "\n".join(batch.after(tmp_path / "jobs"))
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": own}
+    ended = subprocess.run(["bash", "-c", script], env=env, check=False).returncode
+    requeued = (tmp_path / "requeued").exists()
+    assert ended == (0 if requeued else code)  # there it waits to be ended
+    assert not list((tmp_path / "jobs").iterdir())
+    return requeued
+
+
+@pytest.mark.parametrize("code", [75, 137, 140])
+def test_the_batch_script_requeues_what_may_go_on(tmp_path, code):
+    assert _batch(tmp_path, code)
+
+
+@pytest.mark.parametrize(
+    ("code", "facts", "again"),
+    [
+        (3, {}, False),
+        (0, {}, False),
+        (3, {"marks": ("started", "lost")}, True),
+        (1, {"marks": ()}, True),  # its node could not start it
+        (1, {"marks": (), "own": "3", "restarts": "3"}, False),
+        (0, {"marks": ()}, False),
+        (75, {"state": "COMPLETING"}, False),
+        (75, {"restarts": "1"}, False),  # SLURM has started it elsewhere: we are what is left of the first start
+    ],
+)
+def test_the_batch_script_looks_before_it_requeues(tmp_path, code, facts, again):
+    assert _batch(tmp_path, code, **facts) is again
+
+
+def test_starts_without_progress_are_counted_per_job(tmp_path):
+    records = Records(tmp_path)
+    place = {"job": "5", "restart": 0, "node": "n1"}
+    for restart, step in enumerate([0, 0, 10, 10, 10]):
+        records.add("starts", {**place, "restart": restart, "step": step})
+    (tmp_path / "checkpoints/step-00000010").mkdir(parents=True)
+    (tmp_path / "checkpoints/step-00000010/meta.json").touch()
+    now = {**place, "restart": 5}
+    assert _stuck(records, now, 3) is None
+    told = _stuck(records, now, 2)
+    assert (
+        told and "3 starts in a row brought no checkpoint beyond step 10" in told and "killed, or out of memory" in told
+    )
+    records.add("failures", {**now, "restart": 4, "rank": 3, "code": 2, "kind": "DataError", "message": "x.tar: gone"})
+    assert "rank 3 on n1: x.tar: gone" in (_stuck(records, now, 2) or "")
+    assert _stuck(records, {**now, "job": "6"}, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified", "--account"),
+        ("sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates accounting/QOS policy", "in the queue"),
+        ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "--gpus-per-node"),
+        ("sbatch: error: Something new", "sbatch refused the job: Something new"),
+        ("sbatch: fatal: Could not establish a configuration source", "set SLURM_CONF"),
+        ("sbatch: error: Batch job submission failed: Unable to contact slurm controller", "nothing was submitted"),
+    ],
+)  # fmt: skip
+def test_refusals_say_what_to_change(said, message):
+    assert message in str(_refusal(said))
+
+
+def test_reasons_are_explained():
+    assert slurm.explained("(Resources)") == "(Resources): waits for nodes to become free"
+    assert slurm.explained("ReqNodeNotAvail, UnavailableNodes:n1").endswith("drained, down or reserved")
+    assert slurm.explained("None") == "" and slurm.explained("SomethingElse") == "SomethingElse"

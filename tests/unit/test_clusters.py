@@ -1,0 +1,101 @@
+"""What a cluster is: its YAML, options over it, time limits."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch.clusters import load_cluster, minutes, split_words, with_options
+from launch.submit import _further
+from sparo_train.core.config import parse_yaml
+from sparo_train.core.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(30, 30), ("30", 30), ("90:30", 91), ("24:00:00", 1440), ("2-12", 3600), ("1-00:30:00", 1470), ("0:0:1", 1)],
+)
+def test_time_limits_are_read_as_slurm_reads_them(text, expected):
+    assert minutes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "x", "1:2:3:4", "-3", 0, "00:00:00"])
+def test_other_time_limits_are_refused(text):
+    with pytest.raises(ValueError, match=r"time limit|limit of nothing"):
+        minutes(text)
+
+
+@given(st.integers(0, 9), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
+def test_a_time_limit_in_days_equals_the_same_in_hours(days, hours, mins, secs):
+    if days + hours + mins + secs:
+        assert minutes(f"{days}-{hours}:{mins}:{secs}") == minutes(f"{24 * days + hours}:{mins:02d}:{secs:02d}")
+
+
+def test_yaml_times_are_text_and_numbers_are_numbers():
+    found = parse_yaml("[24:00:00, 1_000, 0x1F, 1e-3, -3, 5, .5]", "x")
+    assert found == ["24:00:00", 1000, 31, 0.001, -3, 5, 0.5]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/clusters").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_shipped_cluster_resolves(path):
+    assert load_cluster(str(path)).ranks >= 1
+
+
+def test_options_change_a_cluster():
+    words = (
+        "--nodes 2 --time 2-12 --exclusive --account 123 --environment.A 3 --setup x --sbatch.mail-user=me --mem-gb 3.5"
+    )
+    cluster = load_cluster(str(ROOT / "configs/clusters/slurm_modules.yaml"), words.split())
+    assert (cluster.nodes, cluster.time, cluster.exclusive, cluster.account, cluster.mem_gb) == (
+        2,
+        "2-12",
+        True,
+        "123",
+        3.5,
+    )
+    assert cluster.environment == {"NCCL_SOCKET_IFNAME": "ib0", "A": "3"} and cluster.sbatch == {"mail-user": "me"}
+    assert len(cluster.setup) == 3 and cluster.ranks == 8
+    assert split_words(["a=1", "--exclusive", "b=2", "--nodes=2", "--time", "3", "c"]) == (
+        ["a=1", "b=2", "c"],
+        ["--exclusive", "--nodes=2", "--time", "3"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--node", "2"], "--node: no option of a cluster; did you mean 'nodes'?"),
+        (["--frob", "2"], "The options are --kind, --partition, --account"),
+        (["--nodes"], "--nodes: a value is required"),
+        (["--nodes", "x"], "nodes: Input should be a valid integer"),
+        (["--environment", "x"], "write --environment.NAME value"),
+        (["--time", "1", "--signal-seconds", "60"], "signal_seconds=60: not below the time limit 1"),
+        (["--kind", "debug", "--tasks-per-node", "2"], "debug runs one rank in this process; use local for several"),
+        (["--kind", "local", "--nodes", "2"], "nodes=2: local is one machine"),
+        (["--kind", "local", "--setup", "module load x"], "setup: local runs in the environment of the shell"),
+    ],
+)
+def test_a_wrong_option_says_what_there_is(words, message):
+    with pytest.raises(ConfigError) as error:
+        load_cluster("test", words)
+    assert message in str(error.value)
+
+
+def test_an_unknown_cluster_names_the_near_one(tmp_path, monkeypatch):
+    with pytest.raises(
+        ConfigError, match=r"--on tets: did you mean 'test'\? A cluster is a file configs/clusters/NAME.yaml"
+    ):
+        load_cluster("tets")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "sparo/clusters").mkdir(parents=True)
+    (tmp_path / "sparo/clusters/mine.yaml").write_text("partition: p\ntime: 24:00:00\n")
+    assert load_cluster("mine").partition == "p" and with_options({}, []) == {}
+
+
+def test_kinds_of_gpus_and_further_arguments_replace_submitits_own():
+    words = ["--gpus-per-node", "4", "--gpu-type", "h100", "--sbatch.mail-user", "me", "--sbatch.requeue", "false"]
+    found = _further(load_cluster("slurm", words))
+    assert found["gpus_per_node"] == "h100:4" and found["mail_user"] == "me" and "requeue" not in found
