@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from evals.encoders import ClipEncoder
+from evals.own import ClipEncoder
 from evals.sets.files import imagenet_templates
 from evals.tasks import knn, probe, retrieval, zeroshot
 from sparo_train.models.clip import Clip

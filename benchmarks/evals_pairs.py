@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from evals.encoders import ClipEncoder
+from evals.own import ClipEncoder
 from evals.sets.captions import SPLITS
 from evals.suite import Suite
 from sparo_train.models.clip import Clip

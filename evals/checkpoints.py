@@ -20,7 +20,8 @@ from sparo_train.models.zero_folder import is_zero_folder, read_zero_folder
 from sparo_train.objectives.dino import DinoObjectiveConfig
 from sparo_train.train.run import RunConfig
 
-from .encoders import ClipEncoder, DinoEncoder, Encoder, PixelEncoder
+from .encoders import Encoder
+from .own import ClipEncoder, DinoEncoder, PixelEncoder
 
 _TEACHER = "teacher.backbone."
 

@@ -17,8 +17,8 @@ from sparo_train.core.rng import generator, torch_seed
 from sparo_train.data.transforms import random_resized_crop_box, resized_crop
 from sparo_train.train.eval_config import LinearTaskConfig
 
-from .encoders import DinoEncoder
 from .feature_table import Features, View
+from .own import DinoEncoder
 from .results import Result
 from .scoring import Scoring, labels_of
 from .sets.base import EvalSet, Fact, batched, read_batches

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.checkpoints import load_encoder
-from evals.encoders import ClipEncoder
+from evals.own import ClipEncoder
 from evals.results import Result
 from evals.sets.base import Pair
 from evals.sets.shards import WdsSet

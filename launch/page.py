@@ -18,7 +18,7 @@ from jinja2 import Environment
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from evals.encoders import ClipEncoder
+from evals.own import ClipEncoder
 from evals.results import Result
 from evals.sets.shards import WdsSet
 from sparo_train.data.text import decode_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from evals.encoders import from_objective
+from evals.own import from_objective
 from evals.suite import Suite
 from sparo_train.core.config import dump
 from sparo_train.core.contracts import Objective

@@ -8,41 +8,8 @@ import tarfile
 import pytest
 import yaml
 
-from sparo_train.data.writer import write_shards, write_wds_layout
-from tests.conftest import eval_sets, jpeg, sample, sparo, tiny_recipe
-from tests.unit.test_sets import sugar_crepe
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """Two runs that differ by their seed, with sets for every task in a folder called small."""
-    root = tmp_path_factory.mktemp("eval")
-    write_shards(root / "shards", (sample(i) for i in range(96)), 24)
-    tasks = eval_sets(root / "small")
-    for split, n in (("train", 60), ("test", 30)):
-        rows = [(f"{i:03d}", {"jpg": jpeg(i % 12), "cls": str(i % 4).encode()}) for i in range(n)]
-        write_wds_layout(root / "small/probe", rows, classnames=list("abcd"), split=split)
-    sugar_crepe(root / "data/sugar_crepe")
-    tasks["probe"] = {"task": "probe", "root": str(root / "small/probe"), "epochs": 2}
-    tasks["shots"] = {**tasks["probe"], "fewshot_k": 3, "val_proportion": 0}
-    places = {key: str(root / "small/probe" / key) for key in ("train", "test")}
-    tasks["knn"] = {"task": "knn", "k": [1, 20], **places}
-    tree = tiny_recipe(root / "shards", root / "runs", eval={"tasks": tasks})
-    (root / "recipe.yaml").write_text(yaml.safe_dump(tree))
-    for seed in (0, 1):
-        done = sparo("train", str(root / "recipe.yaml"), f"name=s{seed}", f"seed={seed}", "eval.tasks={}", cwd=root)
-        assert done.returncode == 0, done.stderr
-    (root / "tasks.yaml").write_text(yaml.safe_dump({"tasks": tasks}))
-    return root
-
-
-@pytest.fixture(scope="module")
-def scored(world):
-    done = sparo(
-        "eval", "runs/s0", "runs/s1", "--data", "tasks.yaml", "--results", "results", "--features", "store", cwd=world
-    )
-    assert done.returncode == 0, done.stderr
-    return world, done.stdout
+from sparo_train.data.writer import write_wds_layout
+from tests.conftest import jpeg, sparo
 
 
 def test_every_task_is_scored_and_kept_with_all_that_it_depends_on(scored):
@@ -165,87 +132,6 @@ def test_a_limit_is_another_set_and_is_said(scored):
     assert line["n"] == 5 and line["facts"]["limit"] == 5
 
 
-def test_results_go_where_clip_benchmark_builds_its_tables(scored):
-    pytest.importorskip("clip_benchmark")
-    root, _ = scored
-    done = sparo("eval", "export", "results", "--to", "cb", cwd=root)
-    assert done.returncode == 0 and "8 file(s)" not in done.stderr
-    from clip_benchmark.cli import main_build
-
-    class Options:
-        files = [str(path) for path in sorted((root / "cb").glob("*.json"))]  # noqa: RUF012
-        output = str(root / "cb.csv")
-
-    main_build(Options)
-    rows = list(csv.DictReader((root / "cb.csv").open()))
-    assert {row["task"] for row in rows} >= {"zeroshot_classification", "zeroshot_retrieval", "linear_probe"}
-    found = next(r for r in rows if r["task"] == "zeroshot_classification" and r["pretrained"] == "runs/s0")
-    lines = [json.loads(line) for line in (root / "results/results.jsonl").read_text().splitlines()]
-    zero = next(line for line in lines if line["checkpoint"] == "runs/s0" and line["name"] == "zero")
-    assert float(found["acc1"]) == pytest.approx(zero["metrics"]["acc1"])
-
-
-PLUGIN = "import sys, sparo_train.openclip as plugin; plugin._main(sys.argv[1:])"
-SUGAR_CREPE = """
-import json, sys
-import open_clip, torch
-from PIL import Image
-
-name, weights, root, out = sys.argv[1:]
-model, _, transform = open_clip.create_model_and_transforms(name, pretrained=weights)
-tokenizer = open_clip.get_tokenizer(name)
-model.eval()
-found = {}
-for split in ("add_obj", "add_att", "replace_obj", "replace_att", "replace_rel", "swap_obj", "swap_att"):
-    right = rows = 0
-    for item in json.load(open(f"{root}/{split}.json")).values():
-        image = transform(Image.open(f"{root}/val2017/{item['filename']}")).unsqueeze(0)
-        with torch.no_grad():
-            y = model.encode_image(image, normalize=True)
-            p, n = (model.encode_text(tokenizer(item[key]), normalize=True) for key in ("caption", "negative_caption"))
-        right += float((y @ p.T).item() > (y @ n.T).item())
-        rows += 1
-    found[split] = right / rows
-json.dump(found, open(out, "w"))
-"""
-
-
-def test_stock_programs_give_our_numbers_for_our_exports(scored):
-    """clip_benchmark's own command on a wds set, and a SugarCrepe script of the stock kind, through the plug-in runner."""
-    pytest.importorskip("clip_benchmark")
-    root, _ = scored
-    assert sparo("export", "runs/s0", "--to", "exported", cwd=root).returncode == 0
-    (root / "stock.py").write_text(SUGAR_CREPE)
-    model = f"local-dir:{root / 'exported'}"
-    runner = ("run", "--")
-    done = sparo(*runner, "stock.py", model, "", "data/sugar_crepe", "stock.json", cwd=root, program=PLUGIN)
-    assert done.returncode == 0, done.stderr
-    stock = json.loads((root / "stock.json").read_text())
-    done = sparo(
-        "eval", "exported", "--tasks", "sugar_crepe,zero,ret", "--data", "tasks.yaml", "--results", "ours", cwd=root
-    )
-    assert done.returncode == 0, done.stderr
-    ours = {line["name"]: line for line in map(json.loads, (root / "ours/results.jsonl").read_text().splitlines())}
-    assert {split: ours["sugar_crepe"]["metrics"][split] for split in stock} == stock
-    for task, folder, kind in (("zero", "zero", "zeroshot_classification"), ("ret", "ret", "zeroshot_retrieval")):
-        if task == "ret":
-            (root / "small/ret/dataset_type.txt").write_text("retrieval")
-        done = sparo(
-            *runner, "clip_benchmark.cli", "eval", "--model", model, "--pretrained", "", "--dataset", f"wds/{folder}",
-            "--dataset_root", str(root / "small" / folder), "--task", kind, "--num_workers", "0", "--no_amp",
-            "--recall_k", "1", "5", "10", "--output", f"{task}.json",
-            cwd=root, program=PLUGIN,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        theirs = json.loads((root / f"{task}.json").read_text())["metrics"]
-        names = {"image_retrieval_recall@": "image_R@", "text_retrieval_recall@": "text_R@"}
-        for name, value in theirs.items():
-            for their, our in names.items():
-                name = name.replace(their, our)
-            if value == value:
-                assert ours[task]["metrics"][name] == pytest.approx(value, abs=1e-7), name
-
-
 def test_missing_captions_are_counted_and_missing_class_names_named(scored, tmp_path):
     root, _ = scored
     rows = [(f"{i}", {"jpg": jpeg(i), "txt": b"" if i == 3 else f"a {i}".encode()}) for i in range(8)]
@@ -270,42 +156,6 @@ def test_missing_captions_are_counted_and_missing_class_names_named(scored, tmp_
     tar.write_bytes(tar.read_bytes()[: cut + 100])
     done = sparo("eval", "runs/s0", "--data", f"{tmp_path}/t.yaml", "--tasks", "r", "--no-latest", cwd=root)
     assert done.returncode == 2 and "truncated tar; scores over part of a data set mean nothing" in done.stderr
-
-
-def test_long_tasks_are_scored_by_a_job_of_their_own(world, tmp_path):
-    """`eval.side`: the weights of an evaluated step, scored beside the training; the same numbers as afterwards."""
-    import time
-
-    tree = yaml.safe_load((world / "recipe.yaml").read_text())
-    tasks = {name: tree["eval"]["tasks"][name] for name in ("zero", "ret")}
-    tree |= {"name": "side", "out": str(tmp_path / "runs")}
-    tree["eval"] = {"tasks": {"pairs": tree["eval"]["tasks"]["pairs"]}, "side": {"on": "local", "tasks": tasks}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
-    done = sparo("train", str(tmp_path / "recipe.yaml"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "eval.side submitted to local" in done.stderr
-    path = tmp_path / "runs/side/evals/side-00000012/results.json"
-    for _ in range(600):
-        if path.exists():
-            break
-        time.sleep(0.2)
-    aside = json.loads(path.read_text())["results"]
-    done = sparo(
-        "eval",
-        "runs/side",
-        "--data",
-        f"{world}/tasks.yaml",
-        "--tasks",
-        "zero,ret",
-        "--json",
-        "after.json",
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    after = json.loads((tmp_path / "after.json").read_text())["results"]
-    assert {n.rpartition("/")[2]: r["metrics"] for n, r in aside.items()} == {
-        n.rpartition("/")[2]: pytest.approx(r["metrics"]) for n, r in after.items()
-    }
 
 
 GOLDEN = {

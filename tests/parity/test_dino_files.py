@@ -112,6 +112,7 @@ def test_an_export_loads_officially_and_here_and_scores_alike(shards, tmp_path):
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not missing and all(name.startswith(("mlp", "last_layer", "head")) for name in unexpected)
     ours, theirs = load_encoder(config.folder), load_encoder(path)
+    assert (ours.weights, ours.architecture) == (theirs.weights, theirs.architecture)  # they share stored features
     x = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     assert torch.equal(ours.encode(x), theirs.encode(x)) and theirs.assumed == ""
     assert torch.allclose(ours.encode(x), model.eval()(ours.normalised(x)), atol=1e-5)

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from evals.batches import BatchSize
-from evals.encoders import ClipEncoder, Encoder, PixelEncoder, TextEncoder
+from evals.encoders import Encoder, TextEncoder
 from evals.features import FeatureStore
+from evals.own import ClipEncoder, PixelEncoder
 from evals.pixels import Pixels
 from evals.runners import run_knn
 from evals.scoring import PartsMissingError, Scoring

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from evals.encoders import DinoEncoder
 from evals.features import FeatureStore
 from evals.linear import run_linear
+from evals.own import DinoEncoder
 from evals.runners import run_knn
 from evals.scoring import Scoring
 from evals.sets.shards import SourceSet
