@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.train.eval_config import LabelledTaskConfig, RetrievalTaskConfig, SetTaskConfig, ZeroshotTaskConfig
 
 from .base import EvalSet, FactKind, Limited
 from .captions import KarpathySet, SugarCrepeSet
-from .files import ImageNetSet, ObjectNetSet
+from .files import FolderSet, ImageNetSet, ObjectNetSet
 from .library import open_library
 from .shards import SourceSet, WdsSet
 
 _KINDS: dict[str, FactKind] = {"zeroshot": "label", "probe": "label", "retrieval": "captions", "pairs": "pairs"}
 _FACTS_OF: dict[str, FactKind] = {
+    "folder": "label",
     "imagenet": "label",
     "imagenetv2": "label",
     "objectnet": "label",
@@ -62,5 +63,11 @@ def _open(config: SetTaskConfig, layout: str, kind: FactKind, split: str) -> Eva
     if layout == "objectnet":
         return ObjectNetSet(config.root, getattr(config, "border_crop", True))
     expected = config.classes if isinstance(config, ZeroshotTaskConfig) else None
-    folder = Path(config.root) / split if (Path(config.root) / split).is_dir() else Path(config.root)
+    folder = Path(config.root) / split
+    if not folder.is_dir():
+        if split != config.split:
+            raise DataError(f"{folder}: missing; layout {layout} has a folder per split")
+        folder = Path(config.root)
+    if layout == "folder":
+        return FolderSet(folder, config.known_as, config.root)
     return ImageNetSet(folder, expected, numbered=layout == "imagenetv2")

@@ -8,16 +8,16 @@ from pydantic import Discriminator, Field
 
 from ..core.config import Frozen
 
-Layout = Literal["wds", "imagenet", "imagenetv2", "objectnet", "karpathy", "sugar_crepe", "torchvision"]
+Layout = Literal["wds", "folder", "imagenet", "imagenetv2", "objectnet", "karpathy", "sugar_crepe", "torchvision"]
 
 
 class SetTaskConfig(Frozen):
     """One data set scored by one task.
 
     `root`: a folder in clip-benchmark's wds layout, or in the published layout that `layout` names:
-    `imagenet` (one folder per WordNet id; A and R are scored over the classes that have one), `imagenetv2` (numbered folders),
-    `objectnet`, `karpathy` (images, with `annotations`), `sugar_crepe`, `torchvision` (the folder that it calls `root`, of a set
-    that `known_as` names).
+    `folder` (one folder per class, named like it), `imagenet` (one folder per WordNet id; A and R are scored over the classes
+    that have one), `imagenetv2` (numbered folders), `objectnet`, `karpathy` (images, with `annotations`), `sugar_crepe`,
+    `torchvision` (the folder that it calls `root`, of a set that `known_as` names).
     `known_as`: clip-benchmark's name of the set, whose class names and templates are used where the folder has none.
     `limit`: so many samples, evenly spaced.  `workers`: processes that decode images.
     """

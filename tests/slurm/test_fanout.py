@@ -1,11 +1,15 @@
 """Arrays of small jobs on a real SLURM: evaluations and conversions."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
 from launch.records import Records
 from tests.conftest import jpeg
+from tests.slurm.conftest import ALONE, STEPS
 
 pytestmark = pytest.mark.slurm
 
@@ -30,6 +34,35 @@ def test_checkpoints_times_tasks_fan_out_and_merge(lab):
     assert "micro" in again and "job" not in again and len(Records(folder).submitted()) == 2
     other = lab.sparo("launch", "eval", "one", "--tasks", "zer", "--on", "lab", code=2)
     assert "--tasks zer: did you mean 'zero'?" in other
+
+
+def test_shares_of_an_array_score_what_one_process_would(lab):
+    words = "eval one --tasks zero,pairs --features shares --no-latest --results shared --part slurm"
+    script = lab.root / "shares.sh"
+    script.write_text(f"#!/bin/bash\n{Path(sys.executable).with_name('sparo')} {words}\n")
+    lab.cluster.says("sbatch", "--array=3-5", "--chdir", str(lab.root), "--output=share-%a.log", str(script))
+    lines = lab.root / "shared/results.jsonl"
+    lab.wait(90, lambda: lines.exists() and lines.read_text().count("\n") >= 2, "the scores")
+    found = {line["name"]: line["metrics"] for line in map(json.loads, lines.read_text().splitlines())}
+    lab.sparo("eval", "one", "--tasks", "zero,pairs", "--features", "none", "--no-latest", "--json", "whole.json")
+    whole = json.loads((lab.root / "whole.json").read_text())["results"]
+    assert found == {name.rpartition("/")[2]: pytest.approx(result["metrics"]) for name, result in whole.items()}
+    lab.wait(30, lambda: not lab.cluster.says("squeue", "-h", "--name=shares.sh"), "the end")
+    waited = sum("wait for other shares" in (lab.root / f"share-{i}.log").read_text() for i in (3, 4, 5))
+    assert waited < 3
+
+
+def test_a_training_hands_long_tasks_to_a_job(lab):
+    tasks = yaml.safe_load((lab.root / "recipe.yaml").read_text())["eval"]["tasks"]
+    side = yaml.safe_dump({"on": "lab", "tasks": {"zero": tasks["zero"]}}, default_flow_style=True, width=1000).strip()
+    said = lab.sparo("train", "recipe.yaml", "name=aside", ALONE, f"eval.side={side}")
+    assert "eval.side submitted to lab" in said
+    path = lab.root / f"aside/evals/side-{STEPS:08d}/results.json"
+    lab.wait(60, path.exists, "the side job's results")
+    ((name, result),) = json.loads(path.read_text())["results"].items()
+    lab.sparo("eval", "aside", "--tasks", "zero", "--no-latest", "--json", "aside.json")
+    (own,) = json.loads((lab.root / "aside.json").read_text())["results"].values()
+    assert name.endswith("/zero") and result["metrics"] == pytest.approx(own["metrics"])
 
 
 def test_a_conversion_in_parts_writes_what_one_would(lab):

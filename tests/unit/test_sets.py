@@ -17,7 +17,7 @@ from evals.sets.opening import open_set
 from evals.sets.shards import WdsSet
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.data.writer import write_wds_layout
-from sparo_train.train.eval_config import PairsTaskConfig, RetrievalTaskConfig, ZeroshotTaskConfig
+from sparo_train.train.eval_config import PairsTaskConfig, ProbeTaskConfig, RetrievalTaskConfig, ZeroshotTaskConfig
 from tests.conftest import jpeg
 
 
@@ -45,6 +45,24 @@ def _openai(i):
     from open_clip import IMAGENET_CLASSNAMES
 
     return IMAGENET_CLASSNAMES[i]
+
+
+def test_class_folders_name_their_classes(tmp_path):
+    for split in ("train", "test"):
+        for name in ("polar_bear", "cat"):
+            put(tmp_path / split / name / "1.jpg")
+    config = ProbeTaskConfig(task="probe", root=str(tmp_path), layout="folder")
+    found = open_set(config, "probe")
+    assert [(key, label) for key, _, label in found] == [("cat/1.jpg", 0), ("polar_bear/1.jpg", 1)]
+    assert found.classnames() == ["cat", "polar bear"] and found.templates() == ["a photo of a {c}."]
+    assert len(open_set(config, "probe", "train")) == 2
+    with pytest.raises(DataError, match="val: missing; layout folder has a folder per split"):
+        open_set(config, "probe", "val")
+    (tmp_path / "classnames.txt").write_text("a cat\na bear\n")
+    assert found.classnames() == ["a cat", "a bear"]
+    put(tmp_path / "test" / "stray.jpg")
+    with pytest.raises(DataError, match=r"stray\.jpg: lies beside the class folders"):
+        open_set(config, "probe")
 
 
 def test_imagenet_v2_has_numbered_folders(tmp_path):
