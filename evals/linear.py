@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sparo_train.core.distributed import Ranks
-from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.core.errors import DataError
 from sparo_train.core.ring import sum_over_ranks
 from sparo_train.core.rng import generator, torch_seed
 from sparo_train.data.transforms import random_resized_crop_box, resized_crop
@@ -20,7 +20,7 @@ from sparo_train.train.eval_config import LinearTaskConfig
 from .feature_table import Features, View
 from .own import DinoEncoder
 from .results import Result
-from .scoring import Scoring, labels_of
+from .scoring import Scoring, UnfitError, labels_of
 from .sets.base import EvalSet, Fact, batched, read_batches
 from .sets.opening import open_labelled
 from .tasks import linear
@@ -32,7 +32,7 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
     """The test features are computed once; those of training too where `augment` is off. All ranks return the same result."""
     encoder, ranks = scoring.encoder, scoring.ranks
     if not isinstance(encoder, DinoEncoder):
-        raise ConfigError(
+        raise UnfitError(
             f"{scoring.name}: task linear reads the last blocks of a DINO backbone, and {encoder.label} is none; use probe"
         )
     train, test = open_labelled(task)

@@ -45,7 +45,7 @@ class Scoring(NamedTuple):
     def with_texts(self) -> TextEncoder:
         """The encoder, which must have a text tower."""
         if not isinstance(self.encoder, TextEncoder):
-            raise ConfigError(
+            raise UnfitError(
                 f"{self.name}: needs texts encoded, and {self.encoder.label} encodes images alone; use knn, linear or probe"
             )
         return self.encoder
@@ -53,6 +53,10 @@ class Scoring(NamedTuple):
     def texts(self, captions: list[str]) -> Tensor:
         """Unit-norm encodings (n, D) of captions."""
         return self.store.texts(self.with_texts(), captions)
+
+
+class UnfitError(ConfigError):
+    """A task that this kind of encoder cannot do; raised before anything is encoded."""
 
 
 class PartsMissingError(DataError):

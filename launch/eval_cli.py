@@ -17,8 +17,8 @@ from evals.results import Result
 from sparo_train.core.distributed import Ranks, find_world
 from sparo_train.core.errors import ConfigError, did_you_mean
 
-from .eval_view import Encoding, grid_table, show_catalogue, show_results
-from .view import console, out
+from .eval_view import Encoding, grid_table, show_catalogue
+from .view import console, out, results_table
 
 
 class _ScoreUnlessNamed(TyperGroup):
@@ -51,7 +51,8 @@ def score(
         typer.Option(help="comma-separated: tasks of the run or YAML, folders of data, sets and groups of --list"),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="YAML with `tasks:` as under a recipe's eval (default: the run's own)")
+        Path | None,
+        typer.Option(help="YAML with `tasks:`, or a recipe, whose eval.tasks are taken (default: the run's own)"),
     ] = None,
     root: Annotated[Path, typer.Option(help="folder of the sets of --list")] = Path("data"),
     listed: Annotated[
@@ -104,10 +105,11 @@ def score(
                 how,
                 ranks,
                 report,
-                lambda text: console.print(text, highlight=False) if ranks.rank == 0 else None,
+                lambda text: console.print(text, highlight=False, soft_wrap=True) if ranks.rank == 0 else None,
             )
     if ranks.rank == 0:
-        show_results(found, known, how.part)
+        if any(found.values()):
+            out.print(results_table(found, "per cent, 95 % intervals"))
         if json_file:
             write_results(json_file, {}, {f"{c}/{t}": r for c, by_task in found.items() for t, r in by_task.items()})
     ranks.close()

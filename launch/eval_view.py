@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from evals.layouts import Cell, Grid
-from evals.results import Result
 
-from .view import Bar, console, out, results_table
+from .view import Bar, out
 
 
 class Encoding:
@@ -37,19 +36,6 @@ class Encoding:
         if place not in self._tasks:
             self._tasks[place] = self._bar.start_task_named(f"{Path(self.checkpoint).name}: {place}", total)
         self._bar.show(self._tasks[place], done, total)
-
-
-def show_results(
-    found: Mapping[str, Mapping[str, Result]], known: Mapping[str, Mapping[str, Any]], part: tuple[int, int] | None
-) -> None:
-    """The table of what was scored (by checkpoint and task), and how many of the tasks `known` wait for other shares."""
-    if any(found.values()):
-        out.print(results_table(found, "per cent, 95 % intervals"))
-    missing = sum(len(tasks) for tasks in known.values()) - sum(len(r) for r in found.values())
-    if missing:
-        assert part is not None
-        text = f"share {part[0]} of {part[1]} is encoded; {missing} task(s) wait for other shares: the same line without --part scores"
-        console.print(text, highlight=False, soft_wrap=True)
 
 
 def show_catalogue(root: Path) -> None:
@@ -79,12 +65,12 @@ def grid_table(found: Grid, transpose: bool) -> Table:
     rows = [[_cell_text(cell) for cell in row.cells] for row in found.rows]
     if transpose:
         for row, style in zip(found.rows, styles, strict=True):
-            table.add_column(row.name, justify="right", style=style)
+            table.add_column(row.name, justify="right", style=style, overflow="fold")
         for column, cells in zip(found.columns, zip(*rows, strict=True), strict=True):
             table.add_row(column.heading, *cells)
         return table
     for column in found.columns:
-        table.add_column(f"{column.group}\n{column.label}".strip(), justify="right")
+        table.add_column(f"{column.group}\n{column.label}".strip(), justify="right", overflow="fold")
     for row, cells, style in zip(found.rows, rows, styles, strict=True):
         table.add_row(row.name, *cells, style=style)
     return table

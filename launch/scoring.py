@@ -18,6 +18,7 @@ from evals.encoders import Encoder, Precision
 from evals.features import FeatureStore, Storage
 from evals.records import append
 from evals.results import Result
+from evals.scoring import UnfitError
 from evals.suite import Suite
 from sparo_train import __version__
 from sparo_train.core.config import Frozen, load_recipe, resolve
@@ -62,7 +63,7 @@ def tasks_for(
     """What to score a checkpoint on.
 
     Args:
-        data: a YAML with `tasks:`; default: `eval.tasks` of the run that the checkpoint belongs to.
+        data: a YAML with `tasks:`, or a recipe with `eval.tasks`; default: `eval.tasks` of the run that the checkpoint belongs to.
         only: names of these tasks, of the folder that their data lies in (`scenes` for data/scenes/…), or of the catalogue's
             sets and groups, whose files lie below `root`; default: all of the YAML or the run.
 
@@ -95,7 +96,10 @@ def tasks_for(
 
 def _known(checkpoint: str, data: Path | None) -> dict[str, EvalTaskConfig]:
     if data is not None:
-        return dict(resolve(_Tasks, load_recipe(data), str(data)).tasks)
+        tree = load_recipe(data)
+        if "tasks" not in tree and isinstance(tree.get("eval"), dict):
+            tree = {"tasks": tree["eval"].get("tasks", {})}
+        return dict(resolve(_Tasks, tree, str(data)).tasks)
     try:
         return dict(read_recipe(Path(checkpoint)).eval.tasks)
     except CheckpointError:
@@ -110,7 +114,10 @@ def evaluate_checkpoint(
     report: Callable[[str, int, int], None],
     say: Callable[[str], None],
 ) -> dict[str, Result]:
-    """Score one checkpoint on `known` and keep the results; `report` is told a place, the images done, and their number."""
+    """Score one checkpoint on `known` and keep the results; `report` is told a place, the images done, and their number.
+
+    Tasks that its kind of encoder cannot do are said and left out; `UnfitError` where nothing is left.
+    """
     encoder = load_encoder(checkpoint, how.model, _device(ranks))
     encoder.precision = how.precision
     if encoder.assumed:
@@ -120,13 +127,30 @@ def evaluate_checkpoint(
     store = FeatureStore(how.features, how.storage, report)
     is_run = (Path(checkpoint) / "config.yaml").is_file()
     folder = how.results or (Path(checkpoint) / "evals" if is_run and how.latest else None)
-    suite, results = Suite(known, store), {}
+    suite, results, unfit = Suite(known, store), {}, []
     for name in known:
         begin = time.monotonic()
-        for task, result in suite.run(encoder, [name], ranks, how.part).items():
+        try:
+            found = suite.run(encoder, [name], ranks, how.part)
+        except UnfitError as error:
+            unfit.append(error)
+            continue
+        for task, result in found.items():
             results[task] = result
+            if result.counts.get("images_without_caption"):
+                say(f"{task}: {result.counts['images_without_caption']} image(s) without a caption are no queries")
             if folder is not None and ranks.rank == 0:
                 append(folder, checkpoint, task, result, _facts(encoder, how, time.monotonic() - begin))
+    if unfit and len(unfit) == len(known):
+        raise unfit[0]
+    for error in unfit:
+        say(f"left out: {error}")
+    waiting = len(known) - len(unfit) - len(results)
+    if waiting and how.part:
+        say(
+            f"share {how.part[0]} of {how.part[1]} is encoded; {waiting} task(s) wait for other shares: "
+            "the same line without --part scores"
+        )
     if how.latest and is_run and results and ranks.rank == 0:
         write_results(Path(checkpoint) / "evals" / "latest.json", {"checkpoint": encoder.label}, results)
     return results

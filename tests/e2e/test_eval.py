@@ -43,6 +43,8 @@ def test_a_folder_of_data_names_its_tasks_and_the_catalogue_its_sets(scored):
     root, _ = scored
     done = sparo("eval", "runs/s0", "--data", "tasks.yaml", "--tasks", "small", "--no-latest", cwd=root)
     assert done.returncode == 0 and "ret" in done.stdout and "knn" not in done.stdout
+    again = sparo("eval", "runs/s0", "--data", "recipe.yaml", "--tasks", "ret", "--no-latest", cwd=root)
+    assert again.returncode == 0 and "mean_R@5" in again.stdout, again.stderr
     done = sparo("eval", "runs/s0", "--tasks", "sugar_crepe", "--no-latest", "--results", "sc", cwd=root)
     assert done.returncode == 0, done.stderr
     line = json.loads((root / "sc/results.jsonl").read_text())
@@ -111,6 +113,18 @@ def test_shares_of_an_array_score_once_all_are_there(scored):
         assert done.returncode == 2 and message in done.stderr
 
 
+def test_tasks_that_an_encoder_cannot_do_are_left_out_and_said(scored):
+    root, _ = scored
+    words = ("--data", "tasks.yaml", "--features", "store", "--no-latest")
+    done = sparo("eval", "runs/s0", "pixels:8", *words, "--tasks", "zero,shots", "--json", "mixed.json", cwd=root)
+    assert done.returncode == 0, done.stderr
+    assert "left out: zero: needs texts encoded, and pixels:8 encodes images alone" in done.stderr
+    found = json.loads((root / "mixed.json").read_text())["results"]
+    assert [name.rpartition("/")[2] for name in found] == ["zero", "shots", "shots"]
+    done = sparo("eval", "pixels:8", *words, "--tasks", "zero,ret", cwd=root)
+    assert done.returncode == 2 and "use knn, linear or probe" in done.stderr
+
+
 def test_a_limit_is_another_set_and_is_said(scored):
     root, _ = scored
     done = sparo(
@@ -148,6 +162,7 @@ def test_missing_captions_are_counted_and_missing_class_names_named(scored, tmp_
     assert done.returncode == 0, done.stderr
     line = json.loads((tmp_path / "out/results.jsonl").read_text())
     assert line["counts"]["images_without_caption"] == 1 and line["n"] == 7
+    assert "r: 1 image(s) without a caption are no queries" in done.stderr
     done = sparo("eval", "runs/s0", "--data", f"{tmp_path}/t.yaml", "--tasks", "c", "--no-latest", cwd=root)
     assert done.returncode == 2 and "classnames.txt: missing" in done.stderr
     tar = tmp_path / "ret/test/0.tar"
