@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +16,7 @@ from . import slurm
 from .fanout import FanOut
 from .records import Records
 from .slurm import JobState
-from .submit import local_alive
+from .submit import end_local, local_alive
 
 _ENDS = {
     "OUT_OF_MEMORY": "out of memory: more --mem-gb, a smaller micro_batch_size, or fewer data.workers",
@@ -215,8 +212,5 @@ def cancel(folder: Path) -> list[str]:
         if record["cluster"]["kind"] == "slurm":
             slurm.patiently(lambda job=job: slurm.cancel(job) or "", 60, lambda _text: None)
         elif record["cluster"]["kind"] == "local" and local_alive(job):
-            os.kill(int(job), signal.SIGTERM)
-            end = time.monotonic() + 60
-            while local_alive(job) and time.monotonic() < end:
-                time.sleep(0.1)
+            end_local(job)
     return record["jobs"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,19 @@ def local_alive(job: str) -> bool:
         return b"submitit.local._local" in Path(f"/proc/{int(job)}/cmdline").read_bytes()
     except (OSError, ValueError):
         return False
+
+
+def end_local(job: str, patience: float = 60.0) -> None:
+    """Ask a local job to save and end; kill what is left of it after `patience` seconds, as SLURM does after KillWait."""
+    with suppress(OSError):  # it ended in between
+        os.kill(int(job), signal.SIGTERM)
+        end = time.monotonic() + patience
+        while local_alive(job) and time.monotonic() < end:
+            time.sleep(0.1)
+        if local_alive(job):
+            ranks = Path(f"/proc/{job}/task/{job}/children").read_text().split()
+            for pid in (job, *ranks):
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def _job(cluster: ClusterConfig, elements: tuple[Element, ...]) -> Job:

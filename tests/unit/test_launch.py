@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from launch import batch
 from launch.clusters import ClusterConfig, load_cluster
 from launch.fanout import FanOut
 from launch.snapshot import take_snapshot
-from launch.submit import submit
+from launch.submit import end_local, local_alive, submit
 from launch.sweep import expand
 from sparo_train.core.errors import ConfigError
 from sparo_train.data.convert import convert_folder
@@ -133,6 +134,18 @@ def test_what_a_recipe_cannot_share_is_refused_before_anything_is_submitted(reci
     assert done.returncode == 2 and "1 node(s) of 1 rank(s) are 1" in done.stderr
     assert not (tmp_path / "runs/x").exists()
     assert ClusterConfig().ranks == 1
+
+
+def test_a_local_job_that_does_not_end_is_killed_with_its_ranks():
+    deaf = "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    rank = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", deaf + rank, "submitit.local._local"]) as job:
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children")
+        wait_for(lambda: local_alive(str(job.pid)) and children.read_text().split(), 20)
+        (child,) = children.read_text().split()
+        end_local(str(job.pid), 0.5)
+        assert job.wait(10) == -signal.SIGKILL
+    wait_for(lambda: not Path(f"/proc/{child}").exists() or "zombie" in Path(f"/proc/{child}/status").read_text(), 10)
 
 
 def state_of(folder: Path, cwd: Path) -> dict:
