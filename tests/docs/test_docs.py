@@ -91,6 +91,7 @@ def sandbox(tmp_path, modules, monkeypatch):  # noqa: F811
     return folder
 
 
+@pytest.mark.timeout(1500)  # some fifty commands, one after another
 def test_every_printed_command_runs(sandbox):
     commands = [c for c in blocks("bash") if not any(re.match(p, c) for p in ELSEWHERE + SLOW)]
     assert len(commands) > 8

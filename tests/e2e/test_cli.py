@@ -28,6 +28,7 @@ def trained(tmp_path_factory):
     write_shards(root / "shards", (sample(i) for i in range(96)), 24)
     tree = tiny_recipe(root / "shards", root / "runs", eval={"every_steps": 6, "tasks": eval_sets(root / "sets")})
     (root / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    (root / "odd.yaml").write_text("task: {}\n")
     done = sparo("train", str(root / "recipe.yaml"), "name=cli", cwd=root)
     assert done.returncode == 0, done.stderr
     assert "finished at step 12" in done.stderr
@@ -70,7 +71,8 @@ def test_eval_scores_runs_exports_and_files_alike(trained, tmp_path):
     [
         (["train", "nothing.yaml"], "nothing.yaml: no such recipe"),
         (["train", "{root}/recipe.yaml", "optim.lrr=1"], "optim.lrr: unknown key; did you mean 'lr'?"),
-        (["eval", "{root}/none", "--data", "{root}/recipe.yaml"], "unknown key"),
+        (["eval", "{root}/none", "--data", "{root}/recipe.yaml"], "no run folder, no checkpoint folder"),
+        (["eval", "{root}/none", "--data", "{root}/odd.yaml"], "task: unknown key; did you mean 'tasks'?"),
         (["eval", "{root}/runs/cli", "--tasks", "zerro"], "--tasks zerro: did you mean 'zero'?"),
         (["eval", "{root}/runs/cli", "{root}/shards"], "--data: {root}/shards has no run folder with eval.tasks"),
         (["train", "{root}/recipe.yaml", "name=new", "eval.tasks.zero.root=none"], "none/test/nshards.txt: missing"),
