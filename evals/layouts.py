@@ -106,9 +106,11 @@ def grid(records: Sequence[Record], layout: str | None, paper: Sequence[str] = (
         paper: training sets (`CC15M`, …) whose printed rows are added below, or `all`; only with a layout.
 
     Raises:
-        ConfigError: no such layout.
+        ConfigError: no such layout, or printed rows without one.
     """
     table = by_checkpoint(records)
+    if layout is None and paper:
+        raise ConfigError(f"--paper {','.join(paper)}: the paper's rows need a --layout: {', '.join(LAYOUTS)}")
     if layout is None:
         tasks = dict.fromkeys(record.task for record in records)
         columns = [Column("", task, task, None) for task in tasks]

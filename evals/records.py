@@ -67,6 +67,8 @@ def append(folder: Path, checkpoint: str, task: str, result: Result, facts: dict
 def read_records(places: Iterable[str | Path]) -> list[Record]:
     """The newest line per checkpoint and task of these folders, run folders or .jsonl files, in the order first met.
 
+    What was scored with a `--limit` counts where there is nothing else.
+
     Raises:
         DataError: nothing there, or a line that is none of ours. A last line that was cut by a kill is passed over.
     """
@@ -88,7 +90,9 @@ def read_records(places: Iterable[str | Path]) -> list[Record]:
             record = Record(
                 content["checkpoint"], content["name"], Result.from_dict(content), content["facts"], content["predictions"], path.parent
             )  # fmt: skip
-            found[record.checkpoint, record.task] = record
+            before = found.get((record.checkpoint, record.task))
+            if before is None or before.facts.get("limit") or not record.facts.get("limit"):
+                found[record.checkpoint, record.task] = record
     return list(found.values())
 
 
@@ -131,8 +135,10 @@ def _keep(folder: Path, result: Result) -> str:
 
 
 def by_checkpoint(records: Sequence[Record]) -> dict[str, dict[str, Record]]:
-    """Checkpoint, then task."""
+    """Checkpoint, then task; what was scored with a `--limit` says so in the checkpoint's name."""
     out: dict[str, dict[str, Record]] = {}
     for record in records:
-        out.setdefault(record.checkpoint, {})[record.task] = record
+        limit = record.facts.get("limit")
+        name = record.checkpoint if not limit else f"{record.checkpoint} (limit {limit})"
+        out.setdefault(name, {})[record.task] = record
     return out

@@ -10,7 +10,7 @@ from evals.compare import compare
 from evals.records import append, read_records
 from evals.results import Result, bootstrap, percentiles
 from evals.tasks import pairs, retrieval, zeroshot
-from sparo_train.core.errors import DataError
+from sparo_train.core.errors import ConfigError, DataError
 
 
 def scored(right):
@@ -125,6 +125,19 @@ def test_every_printed_row_has_its_columns(tmp_path):
     means = np.asarray(macro).reshape(-1, 7).mean(axis=1)
     printed = [row.cells[7].value for row in layouts.grid([], "B.1", ["all"]).rows]
     assert np.abs(means - printed).max() < 1.1e-3  # Table B.1's average is the unweighted mean
+
+
+def test_a_limited_result_never_stands_for_the_whole(tmp_path):
+    def rows():
+        return [(row.name, row.cells[0].value) for row in layouts.grid(read_records([tmp_path]), None).rows]
+
+    append(tmp_path, "a", "t", scored([1]), {"limit": 1})
+    assert rows() == [("a (limit 1)", 1.0)]
+    append(tmp_path, "a", "t", scored([1, 0, 1]), {"limit": None})
+    append(tmp_path, "a", "t", scored([1]), {"limit": 1})
+    assert rows() == [("a", 2 / 3)]
+    with pytest.raises(ConfigError, match=r"--paper CC15M: the paper's rows need a --layout: 1, 2, 3, B\.1"):
+        layouts.grid(read_records([tmp_path]), None, ["CC15M"])
 
 
 def test_a_result_survives_json():
