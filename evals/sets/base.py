@@ -19,6 +19,8 @@ from sparo_train.core.signals import ignore_in_worker
 from sparo_train.data.samples import decode_image
 from sparo_train.data.shards import ShardReader
 
+from .names import OWN, lines, named
+
 IMAGE_KEYS = ("webp", "png", "jpg", "jpeg")
 Transform = Callable[[Image.Image], np.ndarray]  # an image to (S, S, 3) uint8
 _FEW = 256  # images that are read before workers would have started
@@ -38,11 +40,14 @@ class Pair(NamedTuple):
 class EvalSet(ABC):
     """Images by number, in a fixed order.
 
-    `root`: where it lies, for errors.  `kind`: what the facts are.
+    `root`: where it lies, for errors.  `kind`: what the facts are.  `home`: the folder that files of class names and prompts
+    lie in (default: root).  `known_as`: clip-benchmark's name of it, for those that `home` has no file of.
     """
 
     root: Path
     kind: FactKind
+    home: Path | None = None
+    known_as: str | None = None
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -64,12 +69,23 @@ class EvalSet(ABC):
         """Changes when a file of it is written again on this machine."""
 
     def classnames(self) -> list[str]:
-        """One name per label. Raises `DataError` where the set has none."""
-        raise DataError(f"{self.root}: has no class names; zero-shot classification needs them")
+        """One name per label: from a file in `home`, else clip-benchmark's, else the set's own. Raises `DataError` without any."""
+        home = self.home or self.root
+        return named("classnames", home, self.known_as) or self.own_classnames() or lines(home / OWN["classnames"])
+
+    def own_classnames(self) -> list[str]:
+        """What the data itself calls its classes, where it does."""
+        return []
 
     def templates(self) -> list[str]:
-        """Prompts with `{c}` for the class name."""
-        return ["a photo of a {c}."]
+        """Prompts with `{c}` for the class name. Raises `DataError` where those of a known set cannot be had."""
+        home = self.home or self.root
+        found = named("templates", home, self.known_as)
+        if found is None and self.known_as:
+            raise DataError(
+                f"{home / OWN['templates']}: missing; install clip-benchmark, whose prompts for {self.known_as} are used, or write them there"
+            )
+        return found or ["a photo of a {c}."]
 
     def check(self) -> None:
         """Raise `DataError` now where a file that will be needed is missing."""
@@ -80,7 +96,7 @@ class Limited(EvalSet):
     """`count` samples of a set, evenly spaced, so that classes that follow each other are all met."""
 
     def __init__(self, whole: EvalSet, count: int):
-        self.whole, self.root, self.kind = whole, whole.root, whole.kind
+        self.whole, self.root, self.kind, self.known_as = whole, whole.root, whole.kind, whole.known_as
         self._numbers = [i * len(whole) // count for i in range(min(count, len(whole)))]
 
     def __len__(self) -> int:

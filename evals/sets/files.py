@@ -15,7 +15,6 @@ from sparo_train.core.errors import DataError
 from sparo_train.data.folder import open_folder
 
 from .base import EvalSet, Fact, FactKind, opened, sha256, sizes_of
-from .names import named
 
 
 class FileSet(EvalSet):
@@ -87,17 +86,13 @@ class ImageNetSet(FileSet):
 
 
 class FolderSet(FileSet):
-    """A folder with one folder per class, in the order of their names, which are the class names (`_` is a space).
-
-    Args:
-        known_as: clip-benchmark's name of the set, for class names and templates that `home` has no file of.
-        home: the folder above the splits, where there are any.
+    """A folder with one folder per class, in the order of their names, which name the classes (`_` is a space).
 
     Raises:
         DataError: no images, or some outside the class folders.
     """
 
-    def __init__(self, root: str | Path, known_as: str | None = None, home: str | Path | None = None):
+    def __init__(self, root: str | Path):
         folder = Path(root)
         names = [name for part in open_folder(folder, "root", mixed=False) for name in part.names()]
         for name in names:
@@ -106,13 +101,9 @@ class FolderSet(FileSet):
         self._classes = sorted({name.partition("/")[0] for name in names})
         place = {name: i for i, name in enumerate(self._classes)}
         super().__init__(folder, names, [place[name.partition("/")[0]] for name in names], "label")
-        self.known_as, self._home = known_as, Path(home or root)
 
-    def classnames(self) -> list[str]:
-        return named("classnames", self._home, self.known_as) or [name.replace("_", " ") for name in self._classes]
-
-    def templates(self) -> list[str]:
-        return named("templates", self._home, self.known_as) or super().templates()
+    def own_classnames(self) -> list[str]:
+        return [name.replace("_", " ") for name in self._classes]
 
 
 class ObjectNetSet(FileSet):

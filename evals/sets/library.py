@@ -20,7 +20,7 @@ from sparo_train.core.errors import ConfigError, DataError, did_you_mean
 
 from .base import EvalSet, Fact, sha256, sizes_of
 from .files import FileSet
-from .names import OWN, lines, named
+from .names import OWN, lines
 
 _READERS: dict[str, Callable[[str, str], Any]] = {
     "vtab/cifar100": lambda root, split: datasets.CIFAR100(root, train=_one_of(split, "train", "test") == "train"),
@@ -45,7 +45,7 @@ def open_library(root: str | Path, name: str | None, split: str) -> EvalSet:
     """
     folder = Path(root)
     if name in _CLEVR:
-        return ClevrSet(folder, name, split)
+        return ClevrSet(folder, _CLEVR[name], split)
     if name == "sun397":
         if split != "test":
             raise DataError(
@@ -89,12 +89,8 @@ class TorchvisionSet(EvalSet):
     def stamp(self) -> str:
         return sha256(self._stat[1])
 
-    def classnames(self) -> list[str]:
-        found = named("classnames", self.root, self.known_as) or getattr(self._samples, "classes", None)
-        return list(found) if found else lines(self.root / OWN["classnames"])
-
-    def templates(self) -> list[str]:
-        return _templates(self.root, self.known_as)
+    def own_classnames(self) -> list[str]:
+        return list(getattr(self._samples, "classes", []))
 
     @cached_property
     def _files(self) -> list[Path]:
@@ -118,38 +114,28 @@ class SunSet(FileSet):
         if -1 in labels:
             raise DataError(f"{top / names[labels.index(-1)]}: its folder is no class of {top / 'ClassName.txt'}")
         super().__init__(top, names, labels, "label")
-        self._classes, self._place = [name.replace("_", " ").replace("/", " ") for name in classes], root
+        self._classes = [name.replace("_", " ").replace("/", " ") for name in classes]
 
-    def classnames(self) -> list[str]:
-        return named("classnames", self._place, "sun397") or self._classes
-
-    def templates(self) -> list[str]:
-        return _templates(self._place, "sun397")
+    def own_classnames(self) -> list[str]:
+        return self._classes
 
 
 class ClevrSet(FileSet):
     """CLEVR_v1.0's validation images as VTAB labels them, by the number of objects or the closest one's distance."""
 
-    def __init__(self, root: Path, name: str, split: str):
+    def __init__(self, root: Path, task: str, split: str):
         top = next((p for p in (root / "CLEVR_v1.0", root / "clevr" / "CLEVR_v1.0") if p.is_dir()), root)
         part = "val" if split == "test" else split
         annotations = top / "scenes" / f"CLEVR_{part}_scenes.json"
         try:
             scenes = json.loads(annotations.read_text(encoding="utf-8"))["scenes"]
-            facts = {scene["image_filename"]: _clevr_label(_CLEVR[name], scene["objects"]) for scene in scenes}
+            facts = {scene["image_filename"]: _clevr_label(task, scene["objects"]) for scene in scenes}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{annotations}: not CLEVR's scenes ({type(error).__name__}: {error}); fetch it again"
             ) from None
         names = sorted(facts)
         super().__init__(top / "images" / part, names, [facts[n] for n in names], "label")
-        self._place, self.known_as = root, name
-
-    def classnames(self) -> list[str]:
-        return named("classnames", self._place, self.known_as) or lines(self._place / OWN["classnames"])
-
-    def templates(self) -> list[str]:
-        return _templates(self._place, self.known_as)
 
 
 def _clevr_label(task: str, objects: list[dict[str, Any]]) -> int:
@@ -162,12 +148,3 @@ def _one_of(split: str, *known: str) -> str:
     if split not in known:
         raise ValueError(f"known splits are {', '.join(known)}")
     return split
-
-
-def _templates(root: Path, known_as: str) -> list[str]:
-    found = named("templates", root, known_as)
-    if found is None:
-        raise DataError(
-            f"{root / OWN['templates']}: missing; install clip-benchmark, whose prompts for {known_as} are used, or write them there"
-        )
-    return found

@@ -37,4 +37,6 @@ def published(what: str, name: str) -> list[str] | None:
         return None
     table = json.loads(path.read_text(encoding="utf-8"))
     found = table.get(name) or table.get(name.rpartition("/")[2])
+    if found is None and what == "templates":
+        found = table.get("imagenet1k")  # what clip-benchmark uses where a set has no prompts of its own
     return [str(entry) for entry in found] if isinstance(found, list) else None

@@ -39,6 +39,7 @@ def open_set(config: SetTaskConfig, task: str, split: str | None = None) -> Eval
     if layout != "wds" and _FACTS_OF[layout] != kind:
         raise ConfigError(f"layout={layout}: has {_FACTS_OF[layout]}, and task {task} needs {kind}")
     whole = _open(config, layout, kind, split or config.split)
+    whole.home, whole.known_as = Path(config.root), config.known_as
     return whole if config.limit is None else Limited(whole, config.limit)
 
 
@@ -50,7 +51,7 @@ def open_labelled(config: LabelledTaskConfig) -> tuple[EvalSet, EvalSet]:
 
 def _open(config: SetTaskConfig, layout: str, kind: FactKind, split: str) -> EvalSet:
     if layout == "wds":
-        return WdsSet(config.root, kind, split, config.known_as)
+        return WdsSet(config.root, kind, split)
     if layout == "sugar_crepe":
         return SugarCrepeSet(config.root)
     if layout == "karpathy":
@@ -69,5 +70,5 @@ def _open(config: SetTaskConfig, layout: str, kind: FactKind, split: str) -> Eva
             raise DataError(f"{folder}: missing; layout {layout} has a folder per split")
         folder = Path(config.root)
     if layout == "folder":
-        return FolderSet(folder, config.known_as, config.root)
+        return FolderSet(folder)
     return ImageNetSet(folder, expected, numbered=layout == "imagenetv2")

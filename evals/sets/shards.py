@@ -21,7 +21,6 @@ from sparo_train.data.shards import filesystem_of
 from sparo_train.data.sources import SourceConfig, open_source
 
 from .base import IMAGE_KEYS, EvalSet, Fact, FactKind, Pair, decoded, sha256, shard_reader, sizes_of
-from .names import OWN, lines, named
 
 _WITH_LABEL = "a .cls member, or a class folder"
 
@@ -87,16 +86,9 @@ class SourceSet(EvalSet):
 
 
 class WdsSet(SourceSet):
-    """A folder in the layout above.
+    """A folder in the layout above. Raises `DataError` where files are missing, which it names."""
 
-    Args:
-        known_as: clip-benchmark's name of it, for class names and templates that the folder does not have.
-
-    Raises:
-        DataError: missing files, named with what should be there.
-    """
-
-    def __init__(self, root: str | Path, kind: FactKind, split: str = "test", known_as: str | None = None):
+    def __init__(self, root: str | Path, kind: FactKind, split: str = "test"):
         folder = Path(root)
         counter = folder / split / "nshards.txt"
         if not counter.is_file():
@@ -115,13 +107,7 @@ class WdsSet(SourceSet):
         super().__init__(
             tuple(map(str, shards)), "labels" if kind == "label" and declared == "multilabel" else kind, split
         )
-        self.root, self.known_as = folder, known_as
-
-    def classnames(self) -> list[str]:
-        return named("classnames", self.root, self.known_as) or lines(self.root / OWN["classnames"])
-
-    def templates(self) -> list[str]:
-        return named("templates", self.root, self.known_as) or super().templates()
+        self.root = folder
 
     def identity(self) -> str:
         return sha256("wds", super().identity())
