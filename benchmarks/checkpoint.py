@@ -14,7 +14,7 @@ from typing import Any
 
 from common import interleave, noise_shards, parser, report, row
 
-from launch.training import train
+from launch.runs.train import train
 from sparo_train.core import metrics, store
 from sparo_train.core.config import resolve
 from sparo_train.train.run import RunConfig

@@ -22,9 +22,9 @@ from rich.table import Table
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path.append(sys.path.pop(0))  # evals.py beside this file must not stand before the package of that name
 
+from sparo_data.writer import write_shards
 from sparo_train.core.contracts import Progress
 from sparo_train.core.rundir import environment, machine_name
-from sparo_train.data.writer import write_shards
 from sparo_train.engine.local import LocalEngine
 
 

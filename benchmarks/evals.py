@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from evals.own import ClipEncoder
-from evals.sets.files import imagenet_templates
+from evals.encoders.own import ClipEncoder
+from evals.sets.image_files import imagenet_templates
 from evals.tasks import knn, probe, retrieval, zeroshot
-from sparo_train.models.clip import Clip
 from sparo_train.models.clip_config import ClipConfig
+from sparo_train.models.clip_model import Clip
 
 KS = (10, 20, 100, 200)
 

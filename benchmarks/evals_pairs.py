@@ -17,12 +17,12 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from evals.own import ClipEncoder
+from evals.encoders.own import ClipEncoder
 from evals.sets.captions import SPLITS
-from evals.suite import Suite
-from sparo_train.models.clip import Clip
+from evals.suite.image_text_tasks import PairsTaskConfig
+from evals.suite.suite import Suite
 from sparo_train.models.clip_config import ClipConfig
-from sparo_train.train.eval_config import PairsTaskConfig
+from sparo_train.models.clip_model import Clip
 
 
 def sugar_crepe_rows(quick: bool) -> list[dict[str, Any]]:

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from common import noise_shards, parser, report, row
 
-from launch.clusters import load_cluster
-from launch.records import Records
+from launch.jobs.clusters import load_cluster
+from launch.jobs.records import Records
 from sparo_train.core.metrics import read
 
 RECIPE = str(Path(__file__).resolve().parents[1] / "configs/clip/scenes_tiny.yaml")

@@ -58,7 +58,7 @@ def photo(rng: np.random.Generator, shortest: int) -> bytes:
 
 def make_shards(root: Path, shortest: int, count: int) -> list[str]:
     """Two shards of `count` samples in all, from 64 distinct photos."""
-    from sparo_train.data.writer import write_shards
+    from sparo_data.writer import write_shards
 
     rng = np.random.default_rng(0)
     photos = [photo(rng, shortest) for _ in range(64)]
@@ -103,18 +103,19 @@ def timed(batches: Iterator[int], count: int) -> float:
 def our_rate(urls: list[str], count: int, scaled: bool) -> float:
     import torch
 
-    from sparo_train.data.loader import Pipeline
-    from sparo_train.data.pairs import PairExamples
-    from sparo_train.data.sources import DataConfig, SourceConfig
-    from sparo_train.data.text import ClipTokenizer
+    from sparo_train.data.examples.image_text import ImageTextExamples
+    from sparo_train.data.examples.text import ClipTokenizer
+    from sparo_train.data.read.loader import Pipeline
+    from sparo_train.data.read.shards import ShardsConfig
+    from sparo_train.data.read.sources import DataConfig
     from sparo_train.models.clip_config import ClipConfig
     from sparo_train.objectives.clip import ClipObjective, ClipObjectiveConfig
 
     torch.set_num_threads(1)
     tiny = {"vision": {"width": 64, "layers": 2}, "text": {"width": 64, "heads": 1, "layers": 2}}
     pixels = ClipObjective(ClipObjectiveConfig(model=ClipConfig.model_validate(tiny))).pixels
-    config = DataConfig(sources={"x": SourceConfig(shards=tuple(urls))}, workers=1, scaled_decoding=scaled)
-    pipeline = Pipeline(config, BATCH, PairExamples(config, 224, 77, ClipTokenizer(77)), 0)
+    config = DataConfig(sources={"x": ShardsConfig(shards=tuple(urls))}, workers=1, scaled_decoding=scaled)
+    pipeline = Pipeline(config, BATCH, ImageTextExamples(config, 224, 77, ClipTokenizer(77)), 0)
     return timed((len(pixels(d.batch["image"])) for d in pipeline.start()), count)
 
 

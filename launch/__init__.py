@@ -1,1 +1,1 @@
-"""The command line: where the parts are put together."""
+"""The command line and what it sets in motion: where the parts are put together."""

@@ -25,9 +25,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .core.errors import ConfigError, SparoError, did_you_mean
-from .models.clip import GapVisionTower, SparoTextTower, SparoVisionTower, build_text, build_vision
-from .models.clip_config import BACKBONES, TINY_SPARO, ClipConfig, SparoReadOut
+from .models.clip_config import BACKBONES, TINY_SPARO, ClipConfig
+from .models.clip_model import TextTower, VisionTower, build_text, build_vision
 from .models.describe import from_model_cfg
+from .models.slots import NoReadOut
 from .models.weights import to_ours
 
 _VISION_KEYS = ("image_size", "patch_size", "width", "layers", "head_width", "mlp_ratio", "patch_dropout")
@@ -37,9 +38,8 @@ TESTED = "3.3.0"
 
 def model_cfg(config: ClipConfig) -> dict[str, Any]:
     """open_clip's `model_cfg` for one of our models; plain CLIP needs no `readout` and loads without this module."""
-    readout = config.readout.model_dump()
-    extra = {} if readout["kind"] == "token" else {"readout": readout}
-    text_extra = extra if readout["kind"] == "sparo" else {}
+    extra = {} if isinstance(config.readout, NoReadOut) else {"readout": config.readout.model_dump()}
+    text_extra = extra if config.readout.placement.text else {}
     return {
         "embed_dim": config.width,
         "custom_text": True,
@@ -144,7 +144,7 @@ def _wrap_text(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 
 def _wrap_convert(original: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
     def convert(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        ours = any(isinstance(m, SparoVisionTower | GapVisionTower) for m in model.modules())
+        ours = any(isinstance(m, VisionTower) for m in model.modules())
         if ours or any(name.startswith("model.visual.") for name in state_dict):
             state_dict = to_ours(state_dict)
         return original(model, state_dict)
@@ -168,12 +168,11 @@ def _config(
 
 
 def _self_test() -> None:
-    readout = SparoReadOut(kind="sparo", slots=2, slot_width=4, head_width=4)
     config = ClipConfig.model_validate(
         {
             "vision": {"image_size": 16, "patch_size": 8, "width": 16, "layers": 2, "head_width": 8},
             "text": {"context_length": 8, "vocab_size": 32, "width": 16, "heads": 2, "layers": 2},
-            "readout": readout.model_dump(),
+            "readout": {"kind": "sparo", "slots": 2, "slot_width": 4, "head_width": 4},
         }
     )
     arguments = model_cfg(config)
@@ -189,7 +188,7 @@ def _self_test() -> None:
         _moved(f"building a model failed: {error}")
     finally:
         torch.set_rng_state(random)
-    if not isinstance(model.visual, SparoVisionTower) or not isinstance(model.text, SparoTextTower):
+    if not isinstance(model.visual, VisionTower) or not isinstance(model.text, TextTower):
         _moved("CustomTextCLIP no longer looks its tower builders up in open_clip.model")
     if any(abs(float(f.detach().norm()) - 1) > 1e-5 or f.shape != (1, 8) for f in features):
         _moved("encodings are not the towers' own")

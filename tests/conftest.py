@@ -15,7 +15,7 @@ import torch
 import yaml
 from PIL import Image
 
-from sparo_train.data.writer import write_shards, write_wds_layout
+from sparo_data.writer import write_shards, write_wds_layout
 from tests.processes import Started
 
 # Of every process that computes; two at once with two threads each would wait for each other on two cores.

@@ -6,5 +6,5 @@ import torch._dynamo
 import torch._inductor.compile_fx
 import torch.distributed.fsdp  # noqa: F401
 
-import launch.cli  # noqa: F401
+import launch.cli.main  # noqa: F401
 import tests.ranks  # noqa: F401

@@ -78,7 +78,7 @@ def _run(
     faulthandler.enable()  # tests send SIGABRT to one that hangs
     sys.argv = ["sparo", *arguments]
     if program is None:
-        from launch.cli import main
+        from launch.cli.main import main
 
         main()
     else:

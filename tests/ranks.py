@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from sparo_train.core.distributed import Ranks, World
+from sparo_train.core.distributed import Ranks
+from sparo_train.core.world import World
 from tests.processes import CONTEXT
 
 

@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,16 +16,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.signals import ignore_in_worker
-from sparo_train.data.samples import decode_image
-from sparo_train.data.shards import ShardReader
+from sparo_train.data.examples.samples import decode_image
 
 from .names import OWN, lines, named
 
 IMAGE_KEYS = ("webp", "png", "jpg", "jpeg")
 Transform = Callable[[Image.Image], np.ndarray]  # an image to (S, S, 3) uint8
 _FEW = 256  # images that are read before workers would have started
-FactKind = Literal["label", "labels", "captions", "pairs"]
-Fact = Any  # int | list[int] of 0 and 1 | list[str] | list[Pair], by kind
+FactKind = str  # label, labels, captions, pairs, masks, or a layout's own word
+Fact = Any  # int | list[int] of 0 and 1 | list[str] | list[Pair] | an array (H, W) of object numbers, by kind
 
 
 class Pair(NamedTuple):
@@ -35,6 +34,13 @@ class Pair(NamedTuple):
     caption: str
     negative_caption: str
     key: str = ""
+
+
+class Layout(NamedTuple):
+    """A row of `sparo.layouts`. `kinds`: the facts it may have.  `open`: (a task's config, the kind it needs, the split) to the set."""
+
+    kinds: tuple[FactKind, ...]
+    open: Callable[[Any, FactKind, str], EvalSet]
 
 
 class EvalSet(ABC):
@@ -121,7 +127,7 @@ class Limited(EvalSet):
         self.whole.check()
 
 
-class Batch(NamedTuple):
+class ImageBatch(NamedTuple):
     """Pixels (b, 3, S, S) uint8, keys and facts of consecutive samples."""
 
     pixels: Tensor
@@ -131,7 +137,7 @@ class Batch(NamedTuple):
 
 def read_batches(
     source: EvalSet, transform: Transform, numbers: Sequence[Sequence[int]], workers: int
-) -> Iterator[Batch]:
+) -> Iterator[ImageBatch]:
     """These samples, batch by batch and in order; raises `DataError` as `source.read` does."""
     if sum(map(len, numbers)) < _FEW:
         workers = 0
@@ -164,12 +170,12 @@ class _Told(Dataset[Any]):
         return np.asarray(self.transform(image)), key, fact
 
 
-def _collated(rows: list[Any]) -> Batch | DataError:
+def _collated(rows: list[Any]) -> ImageBatch | DataError:
     for row in rows:
         if isinstance(row, DataError):
             return row
     pixels = torch.from_numpy(np.stack([row[0] for row in rows])).permute(0, 3, 1, 2)
-    return Batch(pixels, [row[1] for row in rows], [row[2] for row in rows])
+    return ImageBatch(pixels, [row[1] for row in rows], [row[2] for row in rows])
 
 
 def batched(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
@@ -215,17 +221,6 @@ def sizes_of(paths: Sequence[Path]) -> tuple[bytes, bytes]:
     return sizes.tobytes(), times.tobytes()
 
 
-_readers: list[ShardReader] = []  # one per process, opened when it first reads
-
-
-def shard_reader() -> ShardReader:
-    """This process's reader of shards."""
-    if not _readers:
-        _readers.append(ShardReader())
-    return _readers[0]
-
-
 def start_worker(_number: int) -> None:
-    _readers.clear()  # handles of the parent
     torch.set_num_threads(1)
     ignore_in_worker()

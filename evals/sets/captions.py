@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparo_train.core.errors import DataError
+from sparo_train.core.errors import ConfigError, DataError
 
-from .base import Pair, sha256
-from .files import FileSet
+from .base import Layout, Pair, sha256
+from .config import SetTaskConfig
+from .image_files import FileSet
 
 SPLITS = (
     "replace_obj",
@@ -137,3 +138,14 @@ def _object(text: str, path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DataError(f"{path}: must hold a JSON object")
     return found
+
+
+def _karpathy(config: SetTaskConfig, split: str) -> KarpathySet:
+    annotations = getattr(config, "annotations", None)
+    if annotations is None:
+        raise ConfigError("layout=karpathy: needs annotations, the file with the captions")
+    return KarpathySet(config.root, annotations, split)
+
+
+KARPATHY = Layout(("captions",), lambda config, _kind, split: _karpathy(config, split))
+SUGAR_CREPE = Layout(("pairs",), lambda config, _kind, _split: SugarCrepeSet(config.root))

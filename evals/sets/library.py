@@ -18,8 +18,8 @@ from torchvision import datasets
 
 from sparo_train.core.errors import ConfigError, DataError, did_you_mean
 
-from .base import EvalSet, Fact, sha256, sizes_of
-from .files import FileSet
+from .base import EvalSet, Fact, Layout, sha256, sizes_of
+from .image_files import FileSet
 from .names import OWN, lines
 
 _READERS: dict[str, Callable[[str, str], Any]] = {
@@ -84,7 +84,7 @@ class TorchvisionSet(EvalSet):
 
     def identity(self) -> str:
         names = [path.relative_to(self.root).as_posix() for path in self._files]
-        return sha256("torchvision", self.known_as, self._split, json.dumps(names), self._stat[0])
+        return sha256("torchvision", str(self.known_as), self._split, json.dumps(names), self._stat[0])
 
     def stamp(self) -> str:
         return sha256(self._stat[1])
@@ -148,3 +148,6 @@ def _one_of(split: str, *known: str) -> str:
     if split not in known:
         raise ValueError(f"known splits are {', '.join(known)}")
     return split
+
+
+LAYOUT = Layout(("label",), lambda config, _kind, split: open_library(config.root, config.known_as, split))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..results import Result, wilson
+from .result import Result, wilson
 
 QUERIES, ROWS = 256, 131072  # a block of similarities has 128 MiB; few large ones make the top-k cheap
 

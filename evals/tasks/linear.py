@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..results import Result
+from .result import Result
 
 Batches = Callable[[int], Iterator[tuple[Tensor, Tensor, int]]]
 

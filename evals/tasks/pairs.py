@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..results import DRAWS, Result, percentiles, wilson
+from .result import DRAWS, Result, percentiles, wilson
 
 
 def score(

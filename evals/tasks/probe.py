@@ -17,7 +17,7 @@ from torch.utils.data import RandomSampler
 
 from sparo_train.core.errors import DataError
 
-from ..results import Result
+from .result import Result
 from .zeroshot import of_ranked, ranked
 
 DECAYS = np.logspace(-6, 2, num=97).tolist()

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..results import Result, bootstrap, percentiles
 from .knn import Nearest, best_of, merge, normalised
+from .result import Result, bootstrap, percentiles
 
 KS = (1, 5, 10)
 _BLOCK = 2**25  # similarities held at once: 128 MiB

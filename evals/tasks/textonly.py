@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ..results import Result
+from .result import Result
 
 
 def score(true: Sequence[str], false: Sequence[str], corpus: Sequence[str], folds: int = 5) -> Result:

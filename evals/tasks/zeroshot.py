@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..results import Result, wilson
+from .result import Result, wilson
 
 
 def prompts(classnames: Sequence[str], templates: Sequence[str]) -> list[str]:

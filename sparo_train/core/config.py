@@ -10,7 +10,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .errors import ConfigError, did_you_mean
+from .plugins import NESTED
 
 Tree = dict[str, Any]
 
@@ -50,9 +51,6 @@ _Loader.add_implicit_resolver(
     re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*(?:[eE][-+]?\d+)|\d[\d_]*\.[\d_]*|\.\d[\d_]*(?:[eE][-+]?\d+)?|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"),
     list("-+0123456789."),
 )  # fmt: skip
-
-
-TAGS = ("kind", "task")  # keys that tell the members of a union apart
 
 
 def parse_yaml(text: str, origin: str) -> Any:
@@ -130,7 +128,7 @@ def resolve(model: type[C], tree: Tree, origin: str) -> C:
     try:
         return model.model_validate_json(json.dumps(tree))
     except ValidationError as error:
-        lines = [_explain(model, tree, problem) for problem in error.errors()]
+        lines = [_explained(*problem) for problem in _flat(model, error.errors(), ())]
         raise ConfigError(f"{origin}: {len(lines)} problem(s)\n  " + "\n  ".join(lines)) from None
     except TypeError as error:
         raise ConfigError(f"{origin}: a value is of a kind YAML recipes do not hold: {error}") from None
@@ -152,36 +150,35 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
     return [] if old == new else [f"{prefix.rstrip('.')}: {old!r} -> {new!r}"]
 
 
-def _explain(model: type[BaseModel], tree: Tree, problem: Any) -> str:
-    location = _visible(tree, problem["loc"])
-    dotted = ".".join(map(str, location)) or "(top level)"
+def wrong_keys(model: type[BaseModel], tree: Tree) -> list[tuple[Any, ...]]:
+    """Where a tree does not fit a model: the keys of every problem."""
+    try:
+        model.model_validate_json(json.dumps(tree))
+    except ValidationError as error:
+        return [where for _, where, _ in _flat(model, error.errors(), ())]
+    return []
+
+
+def _flat(model: Any, problems: Sequence[Any], above: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, ...], Any]]:
+    """(model, place, problem) of every problem; those of a block that an open table's row checks are the row's own model's."""
+    for problem in problems:
+        where = (*above, *problem["loc"])
+        if problem["type"] == NESTED:
+            yield from _flat(problem["ctx"]["model"], problem["ctx"]["problems"], where)
+        else:
+            yield model, where, problem
+
+
+def _explained(model: Any, where: tuple[Any, ...], problem: Any) -> str:
+    dotted = ".".join(map(str, where)) or "(top level)"
     if problem["type"] == "extra_forbidden":
         known = _fields_at(model, tuple(problem["loc"])[:-1])
         return f"{dotted}: unknown key; {did_you_mean(str(problem['loc'][-1]), known)}"
     if problem["type"] == "missing":
         return f"{dotted}: a value is required"
-    if problem["type"] == "union_tag_invalid":
-        known = [tag.strip(" '") for tag in problem["ctx"]["expected_tags"].split(",")]
-        key = problem["ctx"]["discriminator"].strip("'")
-        key = key if key in TAGS else TAGS[0]  # a function tells them apart by `kind`
-        return f"{dotted}.{key}: {problem['ctx']['tag']!r}; {did_you_mean(problem['ctx']['tag'], known)}"
-    message = problem["msg"].removeprefix("Value error, ")
-    shown = "" if isinstance(problem.get("input"), dict) else f" (got {problem.get('input')!r})"
-    return f"{dotted}: {message}{shown}"
-
-
-def _visible(tree: Any, loc: Sequence[Any]) -> list[Any]:
-    """Drop the union tags that pydantic puts into a location: they are no keys of the recipe."""
-    out: list[Any] = []
-    for index, part in enumerate(loc):
-        if isinstance(tree, dict) and part not in tree and index < len(loc) - 1:
-            continue
-        out.append(part)
-        if isinstance(tree, dict):
-            tree = tree.get(part)
-        elif isinstance(tree, list) and isinstance(part, int) and part < len(tree):
-            tree = tree[part]
-    return out
+    got = problem.get("input")
+    shown = "" if got is None or isinstance(got, dict) else f" (got {got!r})"
+    return f"{dotted}: {problem['msg'].removeprefix('Value error, ')}{shown}"
 
 
 def _fields_at(annotation: Any, loc: Sequence[Any]) -> list[str]:
@@ -193,13 +190,6 @@ def _fields_at(annotation: Any, loc: Sequence[Any]) -> list[str]:
     for m in models:
         if head in m.model_fields:
             return _fields_at(m.model_fields[head].annotation, rest)
-    tagged = [
-        m
-        for m in models
-        if any(head in typing.get_args(m.model_fields[tag].annotation) for tag in TAGS if tag in m.model_fields)
-    ]
-    if tagged:
-        return _fields_at(tagged[0], rest)
     return _fields_at(annotation, rest)  # a list index, a mapping's key
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from .pieces import Pieces, Source
+from .pieces import CheckpointReader, Pieces
 
 Batch = Mapping[str, Tensor]
 
@@ -158,7 +158,7 @@ class Engine(Protocol):
     def forward_seconds(self) -> float: ...
     def whole(self) -> AbstractContextManager[Objective | None]: ...
     def pieces(self) -> Pieces: ...
-    def load(self, source: Source) -> None: ...
+    def load(self, source: CheckpointReader) -> None: ...
 
 
 class Cursor(NamedTuple):

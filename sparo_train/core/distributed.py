@@ -11,9 +11,8 @@ import gc
 import os
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,39 +20,11 @@ import torch
 import torch.distributed as dist
 
 from .errors import ConfigError, LostRankError, SparoError
+from .world import World, note_start
 
 T = TypeVar("T")
 # For what rank 0 alone does (evaluating); gloo notices a rank that dies at once all the same.
 _PATIENCE = timedelta(hours=24)
-_STARTED: list[World] = []
-
-
-@dataclass(frozen=True)
-class World:
-    """Which of how many ranks this process is, and which on this machine."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-
-
-def find_world(environment: Mapping[str, str] | None = None) -> World:
-    """The world that torchrun or SLURM started, read off the environment; of one rank where neither did.
-
-    Raises:
-        ConfigError: the environment says half of it.
-    """
-    env = os.environ if environment is None else environment
-    if "WORLD_SIZE" in env:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    elif int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_PROCID" in env:
-        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-    else:
-        return World()
-    missing = [name for name in names if name not in env]
-    if missing:
-        raise ConfigError(f"{missing[0]} is not set, although {names[1]} is; start with torchrun or srun")
-    return World(*(int(env[name]) for name in names))
 
 
 class Ranks:
@@ -71,7 +42,7 @@ class Ranks:
             _rendezvous_of_slurm()
             limit = timedelta(seconds=timeout)
             with self.named("joining the process group"):
-                _STARTED.append(world)
+                note_start(world)
                 dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=limit)
                 self._control: Any = dist.new_group(backend="gloo", timeout=limit)
                 self._patient: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
@@ -142,11 +113,6 @@ class Ranks:
         if self.size > 1 and dist.is_initialized():
             gc.collect()
             dist.destroy_process_group()
-
-
-def started() -> World | None:
-    """The world of several ranks that this process was part of, if any."""
-    return _STARTED[0] if _STARTED else None
 
 
 def _is_collective(error: BaseException) -> bool:

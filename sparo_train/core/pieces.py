@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 Pieces = dict[str, dict[str, Piece]]  # part -> name -> what this rank writes
 
 
-class Source(Protocol):
+class CheckpointReader(Protocol):
     """Where an engine reads its state from."""
 
     def names(self, part: str) -> Sequence[str]: ...

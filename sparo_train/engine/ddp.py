@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from ..core.contracts import Batch, Objective, Progress
+from .kinds import EngineKind, replicated
 from .ranked import RankedEngine, RankedEngineConfig, Root
 
 # Our buffers never change; torch 2.15 renamed the switch for not sending them before every forward.
@@ -26,7 +27,7 @@ _SYNC_BUFFERS = next(
 class DdpEngineConfig(RankedEngineConfig):
     """As `local`, on every rank."""
 
-    kind: Literal["ddp"]
+    kind: Literal["ddp"] = "ddp"
     bucket_mb: int = Field(default=25, gt=0)
 
 
@@ -82,3 +83,6 @@ class DdpEngine(RankedEngine):
     def _exchanging(self, last: bool) -> AbstractContextManager[None]:
         wrapped = isinstance(self._root, DistributedDataParallel)
         return self._root.no_sync() if wrapped and not last else nullcontext()
+
+
+ENGINE = EngineKind(DdpEngineConfig, DdpEngine, replicated)

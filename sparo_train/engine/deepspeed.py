@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ..core.contracts import Batch, Objective, Progress, StepReport
 from ..core.errors import CheckpointError, ConfigError
-from ..core.pieces import Piece, Pieces, Source
+from ..core.pieces import CheckpointReader, Piece, Pieces
+from .kinds import Costs, EngineKind, Sizes, casts
 from .optim import build_adamw
 from .ranked import RankedEngineConfig, Root, ShardedEngine
 from .spans import pieces_of, refuse_differences
@@ -25,7 +26,7 @@ from .zero import ENTRIES, Zero
 class DeepSpeedEngineConfig(RankedEngineConfig):
     """`stage`: of ZeRO. `bucket_mb`: gradients exchanged at a time. `whole_below`: stage 3 leaves smaller parameters whole."""
 
-    kind: Literal["deepspeed"]
+    kind: Literal["deepspeed"] = "deepspeed"
     stage: Literal[1, 2, 3] = 2
     bucket_mb: int = Field(default=200, gt=0)
     whole_below: int = Field(default=100_000, ge=0)
@@ -195,7 +196,7 @@ class DeepSpeedEngine(ShardedEngine):
         counts = {f"{name}/step": steps[0] for name in self._trained()} if steps else {}
         return {"model": model | pieces_of(alike, *self.share), "optimizer": optimizer | pieces_of(counts, *self.share)}
 
-    def load(self, source: Source) -> None:
+    def load(self, source: CheckpointReader) -> None:
         """Take this rank's pieces of a checkpoint, whatever engine and however many ranks wrote it.
 
         Raises:
@@ -234,3 +235,15 @@ def _quiet_deepspeed() -> Any:
     if dist.is_initialized():
         groups._WORLD_GROUP = dist.group.WORLD  # or it makes a group with a time-out of its own
     return deepspeed
+
+
+def _costs(config: DeepSpeedEngineConfig, sizes: Sizes, ranks: int) -> Costs:
+    p, cast, sent = sizes.parameters, casts(config, sizes), (ranks - 1) / ranks * (2 * 4 + 4) * sizes.parameters
+    if config.stage == 3:
+        return Costs(4 * p / ranks, 4 * p / ranks, 8 * p / ranks, 4 * sizes.live + cast, sent)
+    gradients = 4 * p if config.stage == 1 else 4 * p / ranks
+    # Master weights beside the ones to compute with, although both are fp32; gradients are all-reduced.
+    return Costs(4 * p, gradients, 12 * p / ranks, cast, sent)
+
+
+ENGINE = EngineKind(DeepSpeedEngineConfig, DeepSpeedEngine, _costs)

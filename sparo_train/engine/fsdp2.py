@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..core.contracts import Objective
 from ..core.errors import ConfigError
+from .kinds import Costs, EngineKind, Sizes, casts, replicated
 from .ranked import RankedEngineConfig, Root, ShardedEngine
 from .spans import Span
 
@@ -27,7 +28,7 @@ class Fsdp2EngineConfig(RankedEngineConfig):
     `param_dtype`: what is gathered and computed with; default: that of `precision`. `cpu_offload`: shards and optimizer in host memory.
     """
 
-    kind: Literal["fsdp2"]
+    kind: Literal["fsdp2"] = "fsdp2"
     reshard_after_forward: bool = True
     shard_size: int | None = Field(default=None, gt=0)
     param_dtype: Literal["fp32", "bf16"] | None = None
@@ -103,3 +104,24 @@ class Fsdp2Engine(ShardedEngine):
             if isinstance(tensor, DTensor):
                 tensor = tensor.to(self.device).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
             yield name, tensor
+
+
+def _costs(config: Fsdp2EngineConfig, sizes: Sizes, ranks: int) -> Costs:
+    if ranks == 1:
+        return replicated(config, sizes, ranks)
+    p = sizes.parameters
+    width = 2 if (config.param_dtype or config.precision) == "bf16" else 4
+    reduced = 2 if config.reduce_dtype == "bf16" else 4
+    shard = min(config.shard_size or ranks, ranks)
+    inside, copies = (shard - 1) / shard, ranks // shard
+    again = p - sizes.outside if config.reshard_after_forward else 0  # gathered once more for backward
+    cast = casts(config, sizes) if width == 4 else 0
+    gathered = width * (sizes.live if config.reshard_after_forward else p) + cast
+    sent = inside * (width * (p + again) + reduced * p) + 2 * (copies - 1) / copies * reduced * p / shard
+    states = (4 * p / shard, 4 * p / shard, 8 * p / shard)
+    if config.cpu_offload:
+        return Costs(0, 0, 0, gathered, sent, host=sum(states))
+    return Costs(*states, gathered, sent)
+
+
+ENGINE = EngineKind(Fsdp2EngineConfig, Fsdp2Engine, _costs)

@@ -15,8 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..core.config import Frozen
 from ..core.contracts import Batch, CoupledObjective, Embedded, Loss, Objective, Progress, StepReport
 from ..core.errors import ConfigError
-from ..core.pieces import Pieces, Source
+from ..core.pieces import CheckpointReader, Pieces
 from .clock import Clock
+from .kinds import EngineKind, replicated
 from .optim import OptimConfig, build_adamw, learning_rate, weight_decay
 from .spans import Span, load_tensors, pieces_of
 
@@ -198,7 +199,7 @@ class LocalEngine:
         parts = {"model": self.objective.state_dict(), "optimizer": optimizer}
         return {part: pieces_of(tensors, *self.share) for part, tensors in parts.items()}
 
-    def load(self, source: Source) -> None:
+    def load(self, source: CheckpointReader) -> None:
         """Take this rank's share of a checkpoint, whatever engine and however many ranks wrote it.
 
         Raises:
@@ -218,3 +219,8 @@ class LocalEngine:
 
 def _joined(norms: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+ENGINE = EngineKind(
+    LocalEngineConfig, lambda config, optim, _ranks: LocalEngine(config, optim), replicated, one_process=True
+)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from ..core.errors import CheckpointError
-from ..core.pieces import Piece, Source, owners
+from ..core.pieces import CheckpointReader, Piece, owners
 
 
 class Span(NamedTuple):
@@ -47,7 +47,7 @@ def pieces_of(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, 
     return found
 
 
-def load_tensors(source: Source, part: str, tensors: Mapping[str, Tensor]) -> None:
+def load_tensors(source: CheckpointReader, part: str, tensors: Mapping[str, Tensor]) -> None:
     """Fill these tensors from a part of a checkpoint, each rank its own elements.
 
     Raises:
@@ -59,7 +59,7 @@ def load_tensors(source: Source, part: str, tensors: Mapping[str, Tensor]) -> No
         local.copy_(source.read(part, name, begin, begin + local.numel()).view(local.shape))
 
 
-def refuse_differences(source: Source, part: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def refuse_differences(source: CheckpointReader, part: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError where a part of a checkpoint does not hold exactly these tensors."""
     saved = set(source.names(part))
     missing, unexpected = sorted(shapes.keys() - saved), sorted(saved - shapes.keys())

@@ -3,42 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from ..core.config import Frozen
 from ..core.errors import did_you_mean
+from ..core.plugins import Open
+from ..core.tables import READOUTS
 
 OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)  # of pixels in 0..1, as in every published CLIP
 OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
-
-
-class TokenReadOut(Frozen):
-    """CLIP as published: the image's CLS token and the text's EOS token, each through a linear projection."""
-
-    kind: Literal["token"] = "token"
-
-
-class GapReadOut(Frozen):
-    """CLIP+GAP of the paper: mean over all image tokens, CLS included, then `ln_post` and the projection. Text keeps EOS."""
-
-    kind: Literal["gap"]
-
-
-class SparoReadOut(Frozen):
-    """SPARO on both towers with the same number of slots L and the same slot width V (Sec. 3.3)."""
-
-    kind: Literal["sparo"]
-    slots: int = Field(default=64, gt=0)
-    slot_width: int = Field(default=64, gt=0)
-    head_width: int = Field(default=64, gt=0)
-    grp_size: int = Field(default=1, gt=0)
-    share_kv: bool = True
-    replace_last_block: bool = True  # the paper: SPARO takes the place of the last transformer block
-
-
-ReadOutConfig = Annotated[TokenReadOut | GapReadOut | SparoReadOut, Field(discriminator="kind")]
 
 
 class VisionConfig(Frozen):
@@ -108,14 +83,14 @@ TINY_SPARO = {
 class ClipConfig(Frozen):
     """A CLIP model. `backbone` fills `vision`, `text` and `embed_dim`; keys given beside it win.
 
-    With SPARO `embed_dim` is not used: the encoding has slots * slot_width numbers.
+    A read-out with slots of a width of its own does not use `embed_dim`: its encoding has slots * slot_width numbers.
     """
 
     backbone: str | None = None
     vision: VisionConfig = VisionConfig()
     text: TextConfig = TextConfig()
     embed_dim: int = Field(default=512, gt=0)
-    readout: ReadOutConfig = TokenReadOut()
+    readout: Annotated[Any, Open(READOUTS, default="token")] = Field(default_factory=lambda: READOUTS.row("token")())
     quick_gelu: bool = False
     init_logit_scale: float = math.log(1 / 0.07)
     init_logit_bias: float | None = None  # SigLIP's: -10, with init_logit_scale=2.3026; softmax has none
@@ -138,21 +113,28 @@ class ClipConfig(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> ClipConfig:
-        v, t, r = self.vision, self.text, self.readout
+        object.__setattr__(self, "readout", self.readout.resolved(normalize=True))  # the resolved recipe says all of it
+        v, t, replaced = self.vision, self.text, self.readout.placement.replaced
         if v.image_size % v.patch_size:
             raise ValueError(f"vision.patch_size={v.patch_size} does not divide vision.image_size={v.image_size}")
         if v.width % v.head_width:
             raise ValueError(f"vision.head_width={v.head_width} does not divide vision.width={v.width}")
         if t.width % t.heads:
             raise ValueError(f"text.heads={t.heads} does not divide text.width={t.width}")
-        if isinstance(r, SparoReadOut) and r.slots % r.grp_size:
-            raise ValueError(f"readout.grp_size={r.grp_size} does not divide readout.slots={r.slots}")
-        if isinstance(r, SparoReadOut) and r.replace_last_block and min(v.layers, t.layers) < 2:
-            raise ValueError("readout.replace_last_block needs at least two layers in both towers")
+        if replaced >= min(v.layers, t.layers):
+            raise ValueError(
+                f"readout.kind={self.readout.kind} replaces {replaced} block(s) and needs more layers in both towers "
+                f"(readout.replace_last_block; vision.layers={v.layers}, text.layers={t.layers})"
+            )
         return self
 
     @property
     def width(self) -> int:
         """Numbers in one encoding."""
-        r = self.readout
-        return r.slots * r.slot_width if isinstance(r, SparoReadOut) else self.embed_dim
+        slots, slot_width = self.readout.shape(self.embed_dim)
+        return slots * slot_width
+
+    @property
+    def slots(self) -> int:
+        """L of an encoding of (L, V) numbers; 1 without slots."""
+        return self.readout.shape(self.embed_dim)[0]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..core.config import resolve
 from ..core.errors import CheckpointError
+from ..core.tables import READOUTS
 from .clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
 from .weights import read_raw
 
@@ -94,18 +95,6 @@ def infer_config(state: Mapping[str, Tensor], image_size: int | None = None) -> 
         tower: 1 + max(int(n.split(".")[3]) for n in state if n.startswith(f"{tower}.transformer.resblocks."))
         for tower in ("visual", "text")
     }
-    readout: dict[str, object] = {"kind": "token"}
-    if "visual.sparo.q_emb" in state:
-        _, heads, group, _, head_width = state["visual.sparo.q_emb"].shape
-        readout = {
-            "kind": "sparo",
-            "slots": heads * group,
-            "grp_size": group,
-            "head_width": head_width,
-            "slot_width": len(state["visual.sparo.proj.weight"]),
-            "share_kv": "visual.sparo.v.weight" not in state,
-            "replace_last_block": False,  # the blocks are counted as they are
-        }
     return ClipConfig.model_validate(
         {
             "vision": {
@@ -123,7 +112,21 @@ def infer_config(state: Mapping[str, Tensor], image_size: int | None = None) -> 
                 "layers": layers["text"],
             },
             "embed_dim": state["visual.proj"].shape[1] if "visual.proj" in state else 512,
-            "readout": readout,
+            "readout": infer_readout(state, "visual.", 0) or {"kind": "token"},  # the blocks are counted as they are
             "init_logit_bias": 0.0 if "logit_bias" in state else None,
         }
     )
+
+
+def infer_readout(state: Mapping[str, Tensor], prefix: str, replaced: int) -> dict[str, Any] | None:
+    """The `readout` block of a tower whose weights are below `prefix`, from the names and shapes of its modules; None without one.
+
+    Args:
+        replaced: blocks that it takes the place of, where that is an option.
+    """
+    parts = {name.removeprefix(prefix).partition(".")[0] for name in state if name.startswith(prefix)}
+    for kind in (kind for kind in READOUTS.names() if kind in parts):
+        own = f"{prefix}{kind}."
+        weights = {name.removeprefix(own): value for name, value in state.items() if name.startswith(own)}
+        return {"kind": kind, **READOUTS.row(kind).infer(weights, replaced)}
+    return None

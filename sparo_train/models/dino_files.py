@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..core.config import resolve
 from ..core.errors import CheckpointError, ConfigError, did_you_mean
-from .describe import CONFIG_KEY
+from ..core.tables import READOUTS
+from .describe import CONFIG_KEY, infer_readout
 from .vit_config import ARCHS, IMAGENET_MEAN, IMAGENET_STD, VitConfig
 
 _PREFIXES = ("module.", "backbone.")
@@ -97,18 +98,10 @@ def vit_config(file: DinoFile, name: str | None = None) -> tuple[VitConfig, str]
         "readout": {"kind": "cls"},
     }
     said = f"{file.origin}: told from the shapes: ViT {width}x{blocks} with patches of {patch} and {heads} heads"
-    if "sparo.q_emb" in weights:
-        _, groups, group, _, head_width = weights["sparo.q_emb"].shape
-        tree["depth"] = blocks + 1
-        tree["readout"] = {
-            "kind": "sparo",
-            "slots": groups * group,
-            "grp_size": group,
-            "head_width": head_width,
-            "slot_width": len(weights["sparo.proj.weight"]),
-            "share_kv": "sparo.v.weight" not in weights,
-        }
-        said += ", SPARO in place of one more block, behind `norm`"
+    if readout := infer_readout(weights, "", 1):
+        replaced = READOUTS.row(readout["kind"]).model_validate(readout).placement.replaced
+        tree |= {"depth": blocks + replaced, "readout": readout}
+        said += f", {readout['kind'].upper()} in place of {replaced} more block(s), behind `norm`"
     return VitConfig.model_validate(tree), said
 
 

@@ -18,13 +18,79 @@ of benchmarks/readout.py.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .readouts import ReadOut, Slots
+from .slots import Placement, ReadOut, ReadOutConfig, ReadOutPair, Slots
+
+
+class SparoReadOut(ReadOutConfig):
+    """SPARO on every tower with the same number of slots L and the same slot width V (Sec. 3.3, 3.4).
+
+    What the paper leaves open for DINO is a key, and CLIP+SPARO's own choice the default:
+
+    norm_first: the tower's last norm on all tokens before the read-out; false reads the blocks' output.
+    attend_cls: the image's class token is one of the positions that slots attend to.
+    normalize: every slot to one norm (Eq. 2); default: in CLIP, and not before DINO's head.
+    """
+
+    kind: Literal["sparo"] = "sparo"
+    slots: int = Field(default=64, gt=0)
+    slot_width: int = Field(default=64, gt=0)
+    head_width: int = Field(default=64, gt=0)
+    grp_size: int = Field(default=1, gt=0)
+    share_kv: bool = True
+    replace_last_block: bool = True  # the paper: SPARO takes the place of the last transformer block
+    norm_first: bool = True
+    attend_cls: bool = True
+    normalize: bool | None = None
+
+    @model_validator(mode="after")
+    def _groups(self) -> SparoReadOut:
+        if self.slots % self.grp_size:
+            raise ValueError(f"readout.grp_size={self.grp_size} does not divide readout.slots={self.slots}")
+        return self
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(
+            int(self.replace_last_block),
+            "tokens" if self.norm_first else "nothing",
+            self.attend_cls,
+            bool(self.normalize),
+        )
+
+    def resolved(self, normalize: bool) -> Self:
+        return self if self.normalize is not None else self.model_copy(update={"normalize": normalize})
+
+    def shape(self, embed_dim: int) -> tuple[int, int]:
+        return self.slots, self.slot_width
+
+    def build(self, image_dim: int | None, text_dim: int | None, embed_dim: int) -> ReadOutPair:
+        """Two modules without anything in common (the paper's towers share none)."""
+        return ReadOutPair(self._of(image_dim), self._of(text_dim))
+
+    def _of(self, dim: int | None) -> Sparo | None:
+        if dim is None:
+            return None
+        return Sparo(dim, self.slots, self.slot_width, self.head_width, self.grp_size, self.share_kv)
+
+    @classmethod
+    def infer(cls, weights: Mapping[str, Tensor], replaced: int) -> dict[str, Any]:
+        _, heads, group, _, head_width = weights["q_emb"].shape
+        return {
+            "slots": heads * group,
+            "grp_size": group,
+            "head_width": head_width,
+            "slot_width": len(weights["proj.weight"]),
+            "share_kv": "v.weight" not in weights,
+            "replace_last_block": bool(replaced),
+        }
 
 
 class _AttendPoolProject(torch.autograd.Function):

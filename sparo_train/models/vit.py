@@ -1,7 +1,7 @@
-"""DINO's ViT (Caron et al. 2021) on timm's blocks, with the CLS token or SPARO as its encoding.
+"""DINO's ViT (Caron et al. 2021) on timm's blocks, with the CLS token or a read-out's slots as its encoding.
 
-Parameter names are the official ones (`cls_token`, `pos_embed`, `patch_embed.proj.*`, `blocks.{i}.*`, `norm.*`), SPARO's
-are at `sparo.*`. The patch convolution is written as the matrix product it is, and the last block of a model that gives
+Parameter names are the official ones (`cls_token`, `pos_embed`, `patch_embed.proj.*`, `blocks.{i}.*`, `norm.*`), a read-out's
+are below its `kind` (`sparo.*`). The patch convolution is written as the matrix product it is, and the last block of a model that gives
 only its CLS token computes only that: both exact.
 """
 
@@ -19,9 +19,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .patches import patchify
-from .readouts import Slots, normalize_slots
-from .sparo import Sparo
-from .vit_config import DROP_RANGE, SparoImageReadOut, VitConfig
+from .slots import Slots, read_slots
+from .vit_config import DROP_RANGE, VitConfig
 
 
 def init_linears(module: nn.Module, kind: Literal["official", "xavier"]) -> None:
@@ -107,12 +106,11 @@ class Vit(VisionTransformer):
         )
         self.config, self.patch = config, config.patch_size
         nn.init.trunc_normal_(self.cls_token, std=0.02)  # pyright: ignore[reportArgumentType]  timm's is 1e-6
-        r = config.readout
-        self.sparo = (
-            Sparo(config.width, r.slots, r.slot_width, r.head_width, r.grp_size, r.share_kv)
-            if isinstance(r, SparoImageReadOut)
-            else None
-        )
+        self.place = config.readout.placement
+        readout = config.readout.build(config.width, None, config.width).image
+        self.read_by = config.readout.kind if readout is not None else None
+        if readout is not None:
+            self.add_module(config.readout.kind, readout)
         rates = torch.linspace(0, config.drop_path, config.blocks).repeat_interleave(2)
         self.register_buffer("drop_rates", rates, persistent=False)
         if config.init == "xavier":
@@ -126,12 +124,12 @@ class Vit(VisionTransformer):
             drop: (B, 2 * blocks) int32, uniform below `DROP_RANGE`: a path is dropped where its number is below the rate's share
                 of the range; None: nothing is dropped. Whole numbers, because FSDP2 rounds floating inputs to 16 bits.
         """
-        if self.sparo is not None:
+        if self.read_by is not None:
             return self.slots(x, drop).flat()
         return self.norm(self._run(self.embed(x), drop, cls_only=True))[:, 0]
 
     def slots(self, x: Tensor, drop: Tensor | None = None, need_attention: bool = False) -> Slots:
-        """Slots (B, L, V) with attention (B, L, N), over CLS and patches (`attend_cls`: false, over patches); SPARO models only."""
+        """Slots (B, L, V) with attention (B, L, N), over CLS and patches (`attend_cls`: false, over patches); models with a read-out."""
         return self._read(self._run(self.embed(x), drop), need_attention)
 
     def intermediate(self, x: Tensor, n: int) -> list[Tensor]:
@@ -146,18 +144,17 @@ class Vit(VisionTransformer):
     def probe_features(self, x: Tensor, n: int = 4, avgpool: bool = False) -> Tensor:
         """What the official linear probe reads: CLS behind `norm` of the last `n` blocks, and the mean patch of the last where asked.
 
-        With SPARO the un-normalised encoding stands in the place of the last block's CLS (App. C.2): ViT-S with
-        L = V = 64 gives 3 * 384 + 4096 = 5,248 numbers.
+        With a read-out its encoding stands in the place of the last block's CLS (App. C.2, where SPARO's is not normalised): ViT-S
+        with L = V = 64 gives 3 * 384 + 4096 = 5,248 numbers.
         """
         x, outputs = self.embed(x), []
         for block in self.blocks:
             x = block(x)
             outputs.append(x)
-        if self.sparo is None:
+        if self.read_by is None:
             parts = [self.norm(tokens[:, :1])[:, 0] for tokens in outputs[-n:]]
         else:
-            replaced = self.config.readout.replace_last_block  # type: ignore[union-attr]
-            outputs = outputs if replaced else outputs[:-1]
+            outputs = outputs if self.place.replaced else outputs[:-1]
             parts = [self.norm(tokens[:, :1])[:, 0] for tokens in outputs[max(0, len(outputs) - n + 1) :]]
             parts.append(self._read(x, False).flat())
         if avgpool:
@@ -207,8 +204,5 @@ class Vit(VisionTransformer):
         return x
 
     def _read(self, x: Tensor, need_attention: bool) -> Slots:
-        r = self.config.readout
-        assert self.sparo is not None and isinstance(r, SparoImageReadOut)
-        x = self.norm(x) if r.norm_first else x
-        slots = self.sparo(x if r.attend_cls else x[:, 1:], need_attention=need_attention)
-        return normalize_slots(slots) if r.normalize else slots
+        assert self.read_by is not None
+        return read_slots(self.get_submodule(self.read_by), self.place, self.norm, x, None, need_attention)

@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from ..core.config import Frozen
 from ..core.errors import did_you_mean
+from ..core.plugins import Open
+from ..core.tables import READOUTS
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)  # of pixels in 0..1
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -19,32 +21,6 @@ ARCHS: dict[str, dict[str, Any]] = {
     "vit_small": {"width": 384, "depth": 12, "heads": 6},
     "vit_base": {"width": 768, "depth": 12, "heads": 12},
 }
-
-
-class ClsReadOut(Frozen):
-    """DINO as published: the CLS token behind the last block and `norm`."""
-
-    kind: Literal["cls"] = "cls"
-
-
-class SparoImageReadOut(Frozen):
-    """SPARO in place of the last block (Sec. 3.4; L = V = 64 in Sec. 4.3). What the paper leaves open is a key.
-
-    norm_first: `norm` on all tokens before the read-out, as CLIP+SPARO has it; false reads the blocks' output.
-    attend_cls: the CLS token is one of the positions that slots attend to.
-    normalize: every slot to one norm before the head, as CLIP+SPARO has it; the paper changes nothing about the head.
-    """
-
-    kind: Literal["sparo"]
-    slots: int = Field(default=64, gt=0)
-    slot_width: int = Field(default=64, gt=0)
-    head_width: int = Field(default=64, gt=0)
-    grp_size: int = Field(default=1, gt=0)
-    share_kv: bool = True
-    replace_last_block: bool = True
-    norm_first: bool = True
-    attend_cls: bool = True
-    normalize: bool = False
 
 
 class VitConfig(Frozen):
@@ -63,7 +39,7 @@ class VitConfig(Frozen):
     mlp_ratio: float = Field(default=4.0, gt=0)
     drop_path: float = Field(default=0.1, ge=0, lt=1)
     init: Literal["official", "xavier"] = "official"
-    readout: Annotated[ClsReadOut | SparoImageReadOut, Field(discriminator="kind")] = ClsReadOut()
+    readout: Annotated[Any, Open(READOUTS, default="cls")] = Field(default_factory=lambda: READOUTS.row("cls")())
 
     @model_validator(mode="before")
     @classmethod
@@ -77,24 +53,29 @@ class VitConfig(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> VitConfig:
-        r = self.readout
+        object.__setattr__(
+            self, "readout", self.readout.resolved(normalize=False)
+        )  # the resolved recipe says all of it
         if self.image_size % self.patch_size:
             raise ValueError(f"patch_size={self.patch_size} does not divide image_size={self.image_size}")
         if self.width % self.heads:
             raise ValueError(f"heads={self.heads} does not divide width={self.width}")
-        if isinstance(r, SparoImageReadOut) and r.slots % r.grp_size:
-            raise ValueError(f"readout.grp_size={r.grp_size} does not divide readout.slots={r.slots}")
         if self.blocks < 1:
-            raise ValueError("readout.replace_last_block needs a depth of at least two")
+            raise ValueError(f"readout.replace_last_block needs a depth of at least two (depth={self.depth})")
         return self
 
     @property
     def blocks(self) -> int:
         """Transformer blocks there are."""
-        return self.depth - (isinstance(self.readout, SparoImageReadOut) and self.readout.replace_last_block)
+        return self.depth - self.readout.placement.replaced
 
     @property
     def out_width(self) -> int:
         """Numbers in one encoding."""
-        r = self.readout
-        return r.slots * r.slot_width if isinstance(r, SparoImageReadOut) else self.width
+        slots, slot_width = self.readout.shape(self.width)
+        return slots * slot_width
+
+    @property
+    def slots(self) -> int:
+        """L of an encoding of (L, V) numbers; 1 without slots."""
+        return self.readout.shape(self.width)[0]

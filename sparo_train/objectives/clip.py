@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -12,10 +12,14 @@ from torch import Tensor, nn
 
 from ..core.config import Frozen
 from ..core.contracts import Batch, CoupledObjective, Footprint, Loss, Progress
-from ..core.errors import DataError
-from ..models.clip import Clip
+from ..core.errors import ConfigError, DataError
+from ..data.examples.image_text import ImageTextExamples
+from ..data.examples.text import VOCABULARY, ClipTokenizer
+from ..data.read.sources import DataConfig
 from ..models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
+from ..models.clip_model import Clip
 from .contrastive import Exchange, Kind, contrastive, logits_held
+from .method import Method
 
 MAX_LOGIT_SCALE = math.log(100)
 
@@ -127,3 +131,29 @@ class ClipObjective(CoupledObjective):
     @torch.no_grad()
     def after_step(self, progress: Progress) -> None:
         self.model.logit_scale.clamp_(0, self.config.max_logit_scale)
+
+
+def _examples(config: ClipObjectiveConfig, data: DataConfig) -> ImageTextExamples:
+    model = config.model
+    if model.text.vocab_size < VOCABULARY:
+        raise ConfigError(
+            f"objective.model.text.vocab_size={model.text.vocab_size}: CLIP's tokenizer has {VOCABULARY} ids; remove the key"
+        )
+    return ImageTextExamples(
+        data,
+        model.vision.image_size,
+        model.text.context_length,
+        ClipTokenizer(model.text.context_length),
+        (model.vision.tokens - 1, model.vision.kept_patches) if model.vision.patch_dropout else None,
+    )
+
+
+def _rules(run: Any) -> None:
+    for name, source in run.data.sources.items():
+        if not source.has_captions:
+            raise ValueError(
+                f"data.sources.{name}.{source.kind}: has no captions; `sparo data convert` writes them into shards"
+            )
+
+
+METHOD = Method(ClipObjectiveConfig, ClipObjective, _examples, _rules, exports=("open_clip", "sparo-clip"))

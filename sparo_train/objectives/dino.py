@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -16,10 +16,12 @@ from ..core.contracts import Batch, Footprint, Loss, Objective, Progress
 from ..core.errors import DataError
 from ..core.ring import sum_over_ranks
 from ..core.schedules import cosine, linear
-from ..data.crops import CropsConfig
+from ..data.examples.crops import CropExamples, CropsConfig
+from ..data.read.sources import PAIR_KEYS, DataConfig
 from ..models.dino_head import DinoHeadConfig, DinoNet
-from ..models.vit_config import IMAGENET_MEAN, IMAGENET_STD, VitConfig
+from ..models.vit_config import DROP_RANGE, IMAGENET_MEAN, IMAGENET_STD, VitConfig
 from .distillation import distillation
+from .method import Method
 
 
 class CollapseConfig(Frozen):
@@ -35,7 +37,7 @@ class DinoObjectiveConfig(Frozen):
     `decay_queries`, `clip_queries`: whether weight decay and `optim.clip_per=tensor` reach SPARO's queries.
     """
 
-    kind: Literal["dino"]
+    kind: Literal["dino"] = "dino"
     model: VitConfig = VitConfig()
     head: DinoHeadConfig = DinoHeadConfig()
     crops: CropsConfig = CropsConfig()
@@ -201,3 +203,21 @@ class DinoObjective(Objective):
 def _by_crop(x: Tensor) -> Tensor:
     """(B, crops, …) -> (crops * B, …), crop after crop."""
     return x.transpose(0, 1).flatten(0, 1)
+
+
+def _examples(config: DinoObjectiveConfig, data: DataConfig) -> CropExamples:
+    model = config.model
+    return CropExamples(data, config.crops, model.image_size, 2 * model.blocks if model.drop_path else 0, DROP_RANGE)
+
+
+def _rules(run: Any) -> None:
+    for key in PAIR_KEYS:
+        if getattr(run.data, key) != type(run.data).model_fields[key].default:
+            raise ValueError(f"data.{key} is for image-text pairs; this objective has objective.crops")
+    if run.objective.head.use_bn and run.micro_batch_size is not None:
+        raise ValueError(
+            "micro_batch_size: objective.head.use_bn couples the samples of a batch, which cannot be cut; remove one of them"
+        )
+
+
+METHOD = Method(DinoObjectiveConfig, DinoObjective, _examples, _rules, exports=("dino",))

@@ -1,25 +1,16 @@
-"""From a recipe to objects."""
+"""From a recipe to objects: each block is built by the row that it names."""
 
 from __future__ import annotations
 
 import torch
 
 from ..core.contracts import Engine, Objective
-from ..core.distributed import Ranks, World
+from ..core.distributed import Ranks
 from ..core.errors import ConfigError
 from ..core.rng import torch_seed
-from ..data.crops import CropExamples
-from ..data.loader import Pipeline
-from ..data.pairs import PairExamples
-from ..data.sources import DataConfig
-from ..data.text import VOCABULARY, ClipTokenizer
-from ..engine.ddp import DdpEngine
-from ..engine.deepspeed import DeepSpeedEngine
-from ..engine.fsdp2 import Fsdp2Engine
-from ..engine.local import LocalEngine
-from ..models.vit_config import DROP_RANGE
-from ..objectives.clip import ClipObjective, ClipObjectiveConfig
-from ..objectives.dino import DinoObjective, DinoObjectiveConfig
+from ..core.tables import ENGINES, METHODS
+from ..core.world import World
+from ..data.read.loader import Pipeline
 from .run import RunConfig
 
 _ALONE = World()
@@ -28,38 +19,13 @@ _ALONE = World()
 def build_objective(config: RunConfig) -> Objective:
     """The objective with its modules initialised from the run's seed."""
     torch.manual_seed(torch_seed(config.seed, "init"))
-    if isinstance(config.objective, DinoObjectiveConfig):
-        return DinoObjective(config.objective)
-    return ClipObjective(config.objective)
+    return METHODS.row(config.objective.kind).objective(config.objective)
 
 
 def build_pipeline(config: RunConfig, world: World = _ALONE) -> Pipeline:
     """The training data of a run, as one of its ranks reads it."""
-    objective = config.objective
-    crops = isinstance(objective, DinoObjectiveConfig)
-    examples = _crops(objective, config.data) if crops else _pairs(objective, config.data)
+    examples = METHODS.row(config.objective.kind).examples(config.objective, config.data)
     return Pipeline(config.data, config.batch_size, examples, config.seed, world.rank, world.size)
-
-
-def _crops(objective: DinoObjectiveConfig, data: DataConfig) -> CropExamples:
-    model = objective.model
-    paths = 2 * model.blocks if model.drop_path else 0
-    return CropExamples(data, objective.crops, model.image_size, paths, DROP_RANGE)
-
-
-def _pairs(objective: ClipObjectiveConfig, data: DataConfig) -> PairExamples:
-    model = objective.model
-    if model.text.vocab_size < VOCABULARY:
-        raise ConfigError(
-            f"objective.model.text.vocab_size={model.text.vocab_size}: CLIP's tokenizer has {VOCABULARY} ids; remove the key"
-        )
-    return PairExamples(
-        data,
-        model.vision.image_size,
-        model.text.context_length,
-        ClipTokenizer(model.text.context_length),
-        (model.vision.tokens - 1, model.vision.kept_patches) if model.vision.patch_dropout else None,
-    )
 
 
 def build_ranks(config: RunConfig, world: World) -> Ranks:
@@ -73,10 +39,10 @@ def build_ranks(config: RunConfig, world: World) -> Ranks:
         raise ConfigError(
             f"world_size={config.world_size}: {world.size} rank(s) were started; start that many, or change the key"
         )
-    if engine.kind == "local":
+    if ENGINES.row(engine.kind).one_process:
         if world.size > 1:
             raise ConfigError(
-                f"engine.kind=local runs in one process and {world.size} were started; use engine.kind=ddp, fsdp2 or deepspeed"
+                f"engine.kind={engine.kind} runs in one process and {world.size} were started; use engine.kind=ddp, fsdp2 or deepspeed"
             )
         return Ranks(world, "gloo", 0.0)
     on_gpu = engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available())
@@ -85,10 +51,4 @@ def build_ranks(config: RunConfig, world: World) -> Ranks:
 
 def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
     """The recipe's engine on this rank."""
-    if config.engine.kind == "local":
-        return LocalEngine(config.engine, config.optim)
-    if config.engine.kind == "ddp":
-        return DdpEngine(config.engine, config.optim, ranks)
-    if config.engine.kind == "fsdp2":
-        return Fsdp2Engine(config.engine, config.optim, ranks)
-    return DeepSpeedEngine(config.engine, config.optim, ranks)
+    return ENGINES.row(config.engine.kind).build(config.engine, config.optim, ranks)

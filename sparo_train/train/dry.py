@@ -8,9 +8,10 @@ import torch
 
 from ..core.contracts import Footprint, Objective
 from ..core.errors import ConfigError, DataError
-from ..data.plan import per_epoch
-from ..data.sources import open_source
-from ..engine.costs import Sizes, costs
+from ..core.tables import ENGINES
+from ..data.read.plan import per_epoch
+from ..data.read.sources import open_source
+from ..engine.kinds import Sizes
 from .build import build_objective
 from .run import RunConfig
 
@@ -82,7 +83,8 @@ def parameters_by_module(objective: Objective) -> dict[str, int]:
 
 def memory_estimate(config: RunConfig, objective: Objective, footprint: Footprint) -> dict[str, int]:
     """Bytes on one rank of `world_size` (or one): what the engine keeps, activations of a micro-batch, the loss."""
-    kept_by_engine = costs(config.engine, Sizes.of(objective), config.world_size or 1)
+    kind = ENGINES.row(config.engine.kind)
+    kept_by_engine = kind.costs(config.engine, Sizes.of(objective), config.world_size or 1)
     half, towers = config.engine.precision == "bf16", footprint.towers
     block = _BLOCK_ACTIVATIONS * (1 if half else 2)
     if config.engine.grad_checkpointing:  # every block's input, and one block at a time recomputed whole
@@ -107,7 +109,7 @@ def _source(name: str, config: RunConfig) -> SourceFacts:
     except (ConfigError, DataError) as error:
         return SourceFacts(name, None, None, source.weight, None, None, str(error))
     broken = f"{len(opened.broken())} shard(s) not whole" if opened.broken() else None
-    return SourceFacts(name, len(opened.urls), opened.samples, source.weight, None, None, broken)
+    return SourceFacts(name, len(opened.storages), opened.samples, source.weight, None, None, broken)
 
 
 def _shared(facts: SourceFacts, epoch: int | None, samples: int | None) -> SourceFacts:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 
 from ..core.config import Frozen, Tree, load_recipe, override, resolve
 from ..core.errors import ConfigError
-from ..data.sources import PAIR_KEYS, DataConfig
-from ..engine.ddp import DdpEngineConfig
-from ..engine.deepspeed import DeepSpeedEngineConfig
-from ..engine.fsdp2 import Fsdp2EngineConfig
-from ..engine.local import LocalEngineConfig
+from ..core.plugins import Open, Table
+from ..core.tables import ENGINES, METHODS, TASKS
+from ..data.read.sources import DataConfig
 from ..engine.optim import OptimConfig
-from ..objectives.clip import ClipObjectiveConfig
-from ..objectives.dino import DinoObjectiveConfig
-from .eval_config import EvalTaskConfig
+
+TaskConfig = Annotated[Any, Open(TASKS, key="task")]  # one entry of `eval.tasks`
 
 
 class CheckpointConfig(Frozen):
@@ -48,7 +44,7 @@ class SideEvalConfig(Frozen):
     """
 
     on: str
-    tasks: dict[str, EvalTaskConfig] = Field(min_length=1)
+    tasks: dict[str, TaskConfig] = Field(min_length=1)
     options: tuple[str, ...] = ()
 
 
@@ -56,26 +52,12 @@ class EvalConfig(Frozen):
     """Scored every `every_steps` and at the end; 0: only at the end. `side`: tasks that a job of its own scores meanwhile."""
 
     every_steps: int = Field(default=0, ge=0)
-    tasks: dict[str, EvalTaskConfig] = Field(default_factory=dict)
+    tasks: dict[str, TaskConfig] = Field(default_factory=dict)
     side: SideEvalConfig | None = None
 
 
-def _kind(default: str) -> Callable[[Any], str]:
-    """Tells a union's members apart by `kind`, which may be left out for the first of them."""
-    return lambda value: value.get("kind", default) if isinstance(value, dict) else getattr(value, "kind", default)
-
-
-EngineConfig = Annotated[
-    Annotated[LocalEngineConfig, Tag("local")]
-    | Annotated[DdpEngineConfig, Tag("ddp")]
-    | Annotated[Fsdp2EngineConfig, Tag("fsdp2")]
-    | Annotated[DeepSpeedEngineConfig, Tag("deepspeed")],
-    Discriminator(_kind("local")),
-]
-ObjectiveConfig = Annotated[
-    Annotated[ClipObjectiveConfig, Tag("clip")] | Annotated[DinoObjectiveConfig, Tag("dino")],
-    Discriminator(_kind("clip")),
-]
+def _default(table: Table, name: str) -> Any:
+    return table.row(name).config()
 
 
 class RunConfig(Frozen):
@@ -99,10 +81,10 @@ class RunConfig(Frozen):
     stop_after_steps: int | None = Field(
         default=None, gt=0
     )  # stop there, saved, as if the schedule went on: for trials
-    objective: ObjectiveConfig = ClipObjectiveConfig()
+    objective: Annotated[Any, Open(METHODS, default="clip")] = Field(default_factory=lambda: _default(METHODS, "clip"))
     data: DataConfig
     optim: OptimConfig = OptimConfig()
-    engine: EngineConfig = LocalEngineConfig()
+    engine: Annotated[Any, Open(ENGINES, default="local")] = Field(default_factory=lambda: _default(ENGINES, "local"))
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     eval: EvalConfig = EvalConfig()
@@ -115,21 +97,8 @@ class RunConfig(Frozen):
         return self
 
     @model_validator(mode="after")
-    def _fits_objective(self) -> RunConfig:
-        if not isinstance(self.objective, DinoObjectiveConfig):
-            named = [name for name, source in self.data.sources.items() if source.folder is not None]
-            if named:
-                raise ValueError(
-                    f"data.sources.{named[0]}.folder: has no captions; `sparo data convert` writes them into shards"
-                )
-            return self
-        for key in PAIR_KEYS:
-            if getattr(self.data, key) != type(self.data).model_fields[key].default:
-                raise ValueError(f"data.{key} is for image-text pairs; this objective has objective.crops")
-        if self.objective.head.use_bn and self.micro_batch_size is not None:
-            raise ValueError(
-                "micro_batch_size: objective.head.use_bn couples the samples of a batch, which cannot be cut; remove one of them"
-            )
+    def _fits_method(self) -> RunConfig:
+        METHODS.row(self.objective.kind).rules(self)
         return self
 
     def micro_batch(self, world_size: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.distributed import Ranks
 from ..core.errors import CheckpointError, SparoError, SupersededError
-from ..core.pieces import Piece, Pieces, Source
+from ..core.pieces import CheckpointReader, Piece, Pieces
 from ..core.store import CheckpointStore, Files, open_checkpoint, read_meta
 
 T = TypeVar("T")
@@ -61,7 +61,9 @@ class Saver:
         with self.ranks.named("writing a checkpoint"):
             return under_way.result()
 
-    def newest(self, check: Callable[[dict[str, Any], str], None]) -> tuple[Path, dict[str, Any], Source] | None:
+    def newest(
+        self, check: Callable[[dict[str, Any], str], None]
+    ) -> tuple[Path, dict[str, Any], CheckpointReader] | None:
         """The newest complete checkpoint, its meta, and its tensors, every rank having verified its share of the files.
 
         Args:
@@ -83,7 +85,7 @@ class Saver:
         newest = self.ranks.first(found)
         if newest is None:
             return None
-        opened: Source | SparoError
+        opened: CheckpointReader | SparoError
         try:
             opened = open_checkpoint(newest[0], ("model", "optimizer"), (self.ranks.rank, self.ranks.size))
         except SparoError as error:

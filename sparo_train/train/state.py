@@ -12,7 +12,7 @@ from ..core.contracts import Cursor, Objective
 Evaluate = Callable[[Objective, int], dict[str, Any]]  # scores by task, for metrics.jsonl
 
 
-class View(Protocol):
+class Display(Protocol):
     """Shows a human what happens."""
 
     def update(self, step: int, total: int, facts: dict[str, float]) -> None: ...

@@ -19,14 +19,14 @@ from ..core.metrics import MetricsLog, read
 from ..core.rng import torch_seed
 from ..core.rundir import RunDir, environment
 from ..core.signals import StopFlag
-from ..data.budget import BadSampleBudget
-from ..data.sources import refuse_changed
+from ..data.read.budget import BadSampleBudget
+from ..data.read.sources import refuse_changed
 from .accumulate import gradients
 from .flops import FlopCounter, memory, utilisation
 from .meter import Meter, over_ranks
 from .run import RunConfig
 from .saving import Saver
-from .state import Evaluate, Outcome, State, View
+from .state import Display, Evaluate, Outcome, State
 
 
 class Trainer:
@@ -53,7 +53,7 @@ class Trainer:
         pipeline: DataPipeline,
         total_steps: int,
         steps_per_epoch: int,
-        view: View,
+        view: Display,
         evaluate: Evaluate | None = None,
         flops: FlopCounter | None = None,
     ):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.recipes import recipe
-from launch.scoring import tasks_for
+from evals.suite.evaluate import tasks_for
+from launch.runs.recipes import recipe
 from sparo_train.core.errors import ConfigError
 from sparo_train.train.dry import dry_run
 from sparo_train.train.run import load_run
@@ -74,7 +74,9 @@ def sandbox(tmp_path, modules, monkeypatch):  # noqa: F811
     (tools / "npm").write_text(
         f'#!/bin/sh\nwhile [ "$1" != --prefix ]; do shift; done\nmkdir -p "$2" && cp -r {modules} "$2/"\n'
     )
-    (tools / "sparo").write_text(f'#!/bin/sh\nexec {sys.executable} -c "from launch.cli import main; main()" "$@"\n')
+    (tools / "sparo").write_text(
+        f'#!/bin/sh\nexec {sys.executable} -c "from launch.cli.main import main; main()" "$@"\n'
+    )
     (tools / "torchrun").write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
     for tool in tools.iterdir():
         tool.chmod(0o755)

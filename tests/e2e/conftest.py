@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from sparo_train.data.writer import write_shards, write_wds_layout
+from sparo_data.writer import write_shards, write_wds_layout
 from tests.conftest import eval_sets, jpeg, sample, sparo, tiny_recipe
 from tests.unit.test_sets import sugar_crepe
 

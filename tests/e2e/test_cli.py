@@ -5,14 +5,14 @@ import json
 import pytest
 import yaml
 
-from evals.checkpoints import load_encoder
-from evals.sets.shards import FACTS, WdsSet
-from evals.suite import Suite
-from launch.training import train
+from evals.encoders.loading import load_encoder
+from evals.sets.wds import FACTS, WdsSet
+from evals.suite.image_text_tasks import ZeroshotTaskConfig
+from evals.suite.suite import Suite
+from launch.runs.train import train
 from sparo_train.core import metrics
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import CheckpointError, DataError, StoppedError
-from sparo_train.train.eval_config import ZeroshotTaskConfig
 from sparo_train.train.run import RunConfig
 from sparo_train.train.state import Outcome
 from tests.conftest import eval_sets, sparo, tiny_recipe
@@ -21,7 +21,7 @@ from tests.conftest import eval_sets, sparo, tiny_recipe
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run of twelve steps with its evaluation sets, made through the command line."""
-    from sparo_train.data.writer import write_shards
+    from sparo_data.writer import write_shards
     from tests.conftest import sample
 
     root = tmp_path_factory.mktemp("cli")
@@ -82,7 +82,7 @@ def test_eval_scores_runs_exports_and_files_alike(trained, tmp_path):
         ),
         (["data", "scenes", "{root}/small", "--size", "8"], "size: Input should be greater than or equal to 16"),
         (["export", "{root}/shards"], "has no config.yaml, so it is no run folder"),
-        (["export", "{root}/runs/cli", "--layout", "x"], "--layout 'x': open_clip, sparo-clip or dino"),
+        (["export", "{root}/runs/cli", "--layout", "x"], "--layout: 'x'; known: dino, open_clip, sparo-clip"),
         (["data", "convert", "{root}/recipe.yaml", "{root}/out"], "give an image folder, or a .csv or .tsv file"),
         (["data", "check", "{root}/sharts"], "did you mean 'shards'?"),
     ],
@@ -147,7 +147,7 @@ def test_wrong_evaluation_data_is_named(trained, tmp_path):
 
 
 def test_an_interrupted_demo_stops(tmp_path, monkeypatch):
-    from launch import demo
+    from launch.runs import demo
 
     trained = []
     monkeypatch.setattr(demo, "make_scenes", lambda *_, **__: None)

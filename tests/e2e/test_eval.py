@@ -8,7 +8,7 @@ import tarfile
 import pytest
 import yaml
 
-from sparo_train.data.writer import write_wds_layout
+from sparo_data.writer import write_wds_layout
 from tests.conftest import jpeg, sparo
 
 

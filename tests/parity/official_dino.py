@@ -61,7 +61,7 @@ class Backbone(Vit):
                     out = out.div(keep) * torch.floor(keep + drop[:, 2 * number + branch] / DROP_RANGE)[:, None, None]
                 x = x + out
         x = self.norm(x)
-        return x[:, 0] if self.sparo is None else self.sparo.plain(x).flat()
+        return x[:, 0] if self.read_by is None else self.sparo.plain(x).flat()
 
     def official_positions(self, x, height, width):
         count, of = x.shape[1], self.pos_embed.shape[1] - 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from launch.training import train
+from launch.runs.train import train
 from sparo_train.core import metrics, store
 from sparo_train.core.config import override, resolve
 from sparo_train.core.contracts import CoupledObjective, Loss, Objective, Progress

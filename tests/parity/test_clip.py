@@ -7,8 +7,8 @@ from torch.nn import functional as F
 
 from sparo_train.core.contracts import Progress
 from sparo_train.engine.optim import OptimConfig, build_adamw, learning_rate
-from sparo_train.models.clip import Clip
 from sparo_train.models.clip_config import ClipConfig
+from sparo_train.models.clip_model import Clip
 from sparo_train.objectives.clip import ClipObjective, ClipObjectiveConfig
 
 TINY = {

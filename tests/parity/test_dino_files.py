@@ -9,8 +9,8 @@ import yaml
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from evals.checkpoints import load_encoder
-from launch.training import train
+from evals.encoders.loading import load_encoder
+from launch.runs.train import train
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import VitConfig

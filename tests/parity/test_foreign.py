@@ -11,8 +11,8 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-from evals.checkpoints import load_encoder
-from evals.encoders import TextEncoder
+from evals.encoders.encoder import TextEncoder
+from evals.encoders.loading import load_encoder
 from sparo_train.core.errors import CheckpointError, ConfigError
 from tests.conftest import jpeg
 

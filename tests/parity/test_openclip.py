@@ -11,8 +11,8 @@ from PIL import Image
 
 import sparo_train.openclip as plugin
 from sparo_train.core.errors import CheckpointError, ConfigError, SparoError
-from sparo_train.models.clip import Clip
 from sparo_train.models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
+from sparo_train.models.clip_model import Clip
 from sparo_train.models.describe import infer_config
 from sparo_train.models.weights import load_into, read_weights, to_ours, to_sparo_clip
 
@@ -137,11 +137,11 @@ def test_low_precision_creation_works_through_open_clip():
 def test_runner_registers_before_the_program(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
-        "import open_clip, sys\nm, _, _ = open_clip.create_model_and_transforms('sparo-ViT-Tiny-8')\nprint(type(m.visual).__name__, sys.argv[1:])\n"
+        "import open_clip, sys\nm, _, _ = open_clip.create_model_and_transforms('sparo-ViT-Tiny-8')\nprint(type(m.visual.sparo).__name__, sys.argv[1:])\n"
     )
     command = [sys.executable, "-m", "sparo_train.openclip", "run", "--", str(program), "--flag"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.strip().endswith("SparoVisionTower ['--flag']")
+    assert done.stdout.strip().endswith("Sparo ['--flag']")
 
 
 def test_moved_internals_fail_loudly():

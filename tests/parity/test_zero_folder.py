@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from evals.checkpoints import load_encoder
+from evals.encoders.loading import load_encoder
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import CheckpointError
 from sparo_train.models.zero_folder import read_zero_folder

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.training import train
+from launch.runs.train import train
 from sparo_train.core import metrics, store
 from sparo_train.core.errors import ConfigError
 from tests.conftest import dino_recipe, sparo, start_sparo

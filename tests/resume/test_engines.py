@@ -14,7 +14,7 @@ ZERO_3 = "engine={kind: deepspeed, stage: 3, device: cpu, precision: fp32, timeo
 # A rank that dies, or whose disk refuses, at a place of the program: what happens there is `at`'s body.
 _AT = """
 import os, signal
-from launch.cli import main
+from launch.cli.main import main
 from sparo_train.core.store import CheckpointStore
 
 whole = CheckpointStore.{method}

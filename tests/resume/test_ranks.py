@@ -11,12 +11,12 @@ from collections import Counter
 import pytest
 import yaml
 
-from launch.training import train
+from launch.runs.train import train
+from sparo_data.writer import write_shard, write_shards
 from sparo_train.core import metrics, store
 from sparo_train.core.config import resolve
-from sparo_train.core.distributed import World, find_world
 from sparo_train.core.errors import ConfigError
-from sparo_train.data.writer import write_shard, write_shards
+from sparo_train.core.world import World, find_world
 from sparo_train.train.run import RunConfig
 from tests.conftest import eval_sets, sample, sparo, start_sparo, tiny_recipe
 from tests.ranks import free_port
@@ -24,7 +24,7 @@ from tests.resume.test_training import assert_bit_equal
 
 _RANK_ONE_IS_SLOW = """
 import os, time
-from launch.cli import main
+from launch.cli.main import main
 from sparo_train.objectives.clip import ClipObjective
 
 whole = ClipObjective.embed
@@ -38,16 +38,16 @@ main()
 """
 _RANK_ONE_FAILS = """
 import os
-from launch.cli import main
+from launch.cli.main import main
 from sparo_train.core.errors import DataError
-from sparo_train.data.loader import Pipeline
+from sparo_train.data.read.loader import Pipeline
 
 whole = Pipeline.example
 
-def example(self, reader, ref, *lap):
+def example(self, ref, *on_stage):
     if os.environ["RANK"] == "1" and ref.ordinal == 17:
         raise DataError("x.tar: the disk is gone")
-    return whole(self, reader, ref)
+    return whole(self, ref)
 
 Pipeline.example = example
 main()

@@ -11,12 +11,12 @@ import pytest
 import torch
 import yaml
 
-from launch.training import train
+from launch.runs.train import train
+from sparo_data.writer import write_shard
 from sparo_train.core import metrics, store
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import CheckpointError, ConfigError, DataError, TrainingError
-from sparo_train.data.loader import Pipeline
-from sparo_train.data.writer import write_shard
+from sparo_train.data.read.loader import Pipeline
 from sparo_train.objectives.clip import ClipObjective
 from sparo_train.train.run import RunConfig
 from tests.conftest import sample, sparo, start_sparo, tiny_recipe

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.records import Records
+from launch.jobs.records import Records
+from sparo_data.writer import write_shards
 from sparo_train.core import metrics
-from sparo_train.data.writer import write_shards
 from tests.conftest import eval_sets, sample, sparo, tiny_recipe
 from tests.resume.test_ranks import finish, start_ranks
 from tests.resume.test_training import assert_bit_equal

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.status import launched
+from launch.jobs.status import launched
 from tests.docs.test_docs import ROOT, SHORT
 from tests.slurm.conftest import Lab
 
@@ -38,7 +38,7 @@ def test_the_commands_of_the_clusters_page_run(cluster, tmp_path):
 
 
 def test_the_page_explains_every_key():
-    from launch.clusters import ClusterConfig
+    from launch.jobs.clusters import ClusterConfig
 
     text = Path(ROOT / "docs/clusters.md").read_text(encoding="utf-8")
     assert not [name for name in ClusterConfig.model_fields if f"`{name}`" not in text]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.records import Records
+from launch.jobs.records import Records
 from tests.conftest import jpeg
 from tests.slurm.conftest import ALONE, STEPS
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import slurm
-from launch.records import Records
+from launch.jobs import slurm
+from launch.jobs.records import Records
 from tests.conftest import sparo, start_sparo
 from tests.slurm.conftest import ALONE
 

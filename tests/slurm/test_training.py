@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from launch.records import Records
+from launch.jobs.records import Records
 from sparo_train.core import metrics, store
 from tests.slurm.conftest import ALONE, STEPS
 

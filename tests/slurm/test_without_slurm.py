@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.records import Records
+from launch.jobs.records import Records
 from tests.conftest import eval_sets, sparo, tiny_recipe
 from tests.resume.test_training import assert_bit_equal
 from tests.unit.test_launch import state_of, wait_for

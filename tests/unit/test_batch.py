@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import batch, slurm
-from launch.rank import _stuck
-from launch.records import Records
-from launch.submit import _refusal
+from launch.cli.node import _stuck
+from launch.jobs import batch, slurm
+from launch.jobs.records import Records
+from launch.jobs.submit import _refusal
 
 
 def test_values_reach_the_batch_script_as_they_are():

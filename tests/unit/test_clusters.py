@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.clusters import load_cluster, minutes, split_words, with_options
-from launch.submit import _further
+from launch.jobs.clusters import load_cluster, minutes, split_words, with_options
+from launch.jobs.submit import _further
 from sparo_train.core.config import parse_yaml
 from sparo_train.core.errors import ConfigError
 

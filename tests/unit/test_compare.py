@@ -5,11 +5,11 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from evals import layouts
-from evals.compare import compare
-from evals.records import append, read_records
-from evals.results import Result, bootstrap, percentiles
+from evals.report import paper_tables as layouts
+from evals.report.compare import compare
+from evals.report.results_file import append, read_records
 from evals.tasks import pairs, retrieval, zeroshot
+from evals.tasks.result import Result, bootstrap, percentiles
 from sparo_train.core.errors import ConfigError, DataError
 
 

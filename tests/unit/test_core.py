@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from sparo_train.core import metrics, store
-from sparo_train.core.distributed import Ranks, World
+from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import CheckpointError, ConfigError, SupersededError, TrainingError
 from sparo_train.core.owner import Claim
 from sparo_train.core.pieces import Piece
 from sparo_train.core.rng import generator, torch_seed
 from sparo_train.core.rundir import RunDir
 from sparo_train.core.signals import StopFlag
+from sparo_train.core.world import World
 from sparo_train.train.saving import Saver
 from tests.processes import CONTEXT
 

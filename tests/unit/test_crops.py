@@ -6,10 +6,11 @@ import torch
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torchvision.transforms import functional as F
 
-from sparo_train.data import augment
-from sparo_train.data.crops import CropExamples, CropsConfig, crop, multi_crop
-from sparo_train.data.loader import Pipeline
-from sparo_train.data.sources import DataConfig, SourceConfig
+from sparo_train.data.examples import augment
+from sparo_train.data.examples.crops import CropExamples, CropsConfig, crop, multi_crop
+from sparo_train.data.read.loader import Pipeline
+from sparo_train.data.read.shards import ShardsConfig
+from sparo_train.data.read.sources import DataConfig
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def test_sizes_and_draws(image):
 def test_a_batch_does_not_depend_on_ranks_or_workers(shards):
     def batches(rank, size, workers):
         config = DataConfig(
-            sources={"a": SourceConfig(shards=str(shards))}, workers=workers, streams=4, window=16, chunk=4
+            sources={"a": ShardsConfig(shards=str(shards))}, workers=workers, streams=4, window=16, chunk=4
         )
         examples = CropExamples(config, CropsConfig(local_number=2, local_size=16), 32, paths=4)
         stream = Pipeline(config, 8, examples, seed=3, rank=rank, world_size=size).start()

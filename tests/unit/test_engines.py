@@ -3,17 +3,16 @@
 from types import SimpleNamespace
 
 import pytest
-from pydantic import TypeAdapter
 from torch import nn
 
 from sparo_train.core.contracts import Objective
-from sparo_train.core.distributed import World
 from sparo_train.core.errors import ConfigError
-from sparo_train.engine.costs import Sizes, costs
+from sparo_train.core.tables import ENGINES
+from sparo_train.core.world import World
 from sparo_train.engine.deepspeed import DeepSpeedEngine
 from sparo_train.engine.fsdp2 import Fsdp2Engine
+from sparo_train.engine.kinds import Sizes
 from sparo_train.engine.optim import OptimConfig
-from sparo_train.train.run import EngineConfig
 
 SIZES = Sizes(parameters=1000, largest_unit=100, outside=200)
 
@@ -29,7 +28,7 @@ class Teaching(Objective):
 
 
 def config(**keys):
-    return TypeAdapter(EngineConfig).validate_python({"device": "cpu", "precision": "fp32", **keys})
+    return ENGINES.row(keys["kind"]).config.model_validate({"device": "cpu", "precision": "fp32", **keys})
 
 
 def among(size):
@@ -79,6 +78,6 @@ def test_an_engine_that_is_not_there_is_named(monkeypatch):
     ],
 )
 def test_costs_are_those_of_the_formulas(keys, ranks, states, gathered, sent):
-    found = costs(config(**keys), SIZES, ranks)
+    found = ENGINES.row(keys["kind"]).costs(config(**keys), SIZES, ranks)
     assert (found.states, found.gathered, found.sent) == pytest.approx((states, gathered, sent))
     assert found.host == (4_000 if "cpu_offload" in keys else 0)

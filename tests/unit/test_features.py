@@ -11,22 +11,22 @@ import pytest
 import torch
 from torch import nn
 
-from evals.batches import BatchSize
-from evals.encoders import Encoder, TextEncoder
-from evals.features import FeatureStore
-from evals.own import ClipEncoder, PixelEncoder
-from evals.pixels import Pixels
-from evals.runners import run_knn
-from evals.scoring import PartsMissingError, Scoring
+from evals.encoders.encoder import Encoder, TextEncoder
+from evals.encoders.masked import MaskedEncoder, masked
+from evals.encoders.own import ClipEncoder, PixelEncoder
+from evals.encoders.pixels import Pixels
 from evals.sets.base import Limited
-from evals.sets.shards import SourceSet, WdsSet
-from evals.wrapped import MaskedEncoder, masked
-from sparo_train.core.distributed import Ranks, World
+from evals.sets.wds import SourceSet, WdsSet
+from evals.store.batch_sizes import BatchSize
+from evals.store.features import FeatureStore
+from evals.suite.labelled_tasks import KnnTaskConfig, run_knn
+from evals.suite.scoring import PartsMissingError, Scoring
+from sparo_data.writer import write_shards, write_wds_layout
+from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import ConfigError, DataError, SparoError
-from sparo_train.data.writer import write_shards, write_wds_layout
-from sparo_train.models.clip import Clip
+from sparo_train.core.world import World
 from sparo_train.models.clip_config import ClipConfig
-from sparo_train.train.eval_config import KnnTaskConfig
+from sparo_train.models.clip_model import Clip
 from tests.conftest import eval_sets, jpeg
 from tests.ranks import run_ranks
 
@@ -100,7 +100,7 @@ def test_other_weights_transforms_precision_views_and_data_are_encoded_anew(sour
     moved.mean = moved.mean + 0.1
     assert encoded(moved) == 600
     assert FeatureStore(tmp_path, "fp16").images(again := Counting(), source) is not None and again.images == 600
-    shard = next(iter(source.source.urls))
+    shard = next(iter(s.url for s in source.source.storages))
     os.utime(shard, ns=(1, 1))  # written again, for all we know
     assert encoded() == 600
 

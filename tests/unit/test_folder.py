@@ -5,14 +5,13 @@ import pytest
 
 from evals.sets import base
 from evals.sets.base import batched, read_batches
-from evals.sets.shards import SourceSet
+from evals.sets.wds import SourceSet
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
-from sparo_train.data.crops import CropExamples, CropsConfig
-from sparo_train.data.folder import open_folder
-from sparo_train.data.loader import Pipeline
-from sparo_train.data.shards import ShardReader
-from sparo_train.data.sources import DataConfig, SourceConfig, fingerprint, open_source
+from sparo_train.data.examples.crops import CropExamples, CropsConfig
+from sparo_train.data.read.folder import FolderConfig, open_folder
+from sparo_train.data.read.loader import Pipeline
+from sparo_train.data.read.sources import DataConfig, fingerprint, open_source
 from sparo_train.train.run import RunConfig
 from tests.conftest import dino_recipe, jpeg, tiny_recipe
 
@@ -39,7 +38,7 @@ def test_every_image_is_there_once_with_its_class(folder):
 
 
 def test_it_trains_like_shards_and_knows_when_it_changed(folder):
-    config = DataConfig(sources={"a": SourceConfig(folder=str(folder))}, workers=1, streams=4, window=8, chunk=2)
+    config = DataConfig(sources={"a": FolderConfig(folder=str(folder))}, workers=1, streams=4, window=8, chunk=2)
     pipeline = Pipeline(config, 8, CropExamples(config, CropsConfig(local_number=1, local_size=16), 32), seed=1)
     assert pipeline.plan.epoch_size == 24
     with_cursor = pipeline.start()
@@ -54,19 +53,19 @@ def test_it_trains_like_shards_and_knows_when_it_changed(folder):
 
 
 def test_a_file_that_is_gone_is_a_bad_sample(folder):
-    source = open_source("a", SourceConfig(folder=str(folder)))
+    source = open_source("a", FolderConfig(folder=str(folder)))
     for path in folder.glob("*/*/*"):
         path.unlink()
     with pytest.raises(BadSampleError, match="unreadable file"):
-        source.read(ShardReader(), 0, 3)
+        source.storages[0].read(3)
 
 
 def test_mistakes(folder, tmp_path, shards):
     with pytest.raises(DataError, match=r"data\.sources\.a\.folder: .*nowhere is no folder"):
-        open_source("a", SourceConfig(folder=str(tmp_path / "nowhere")))
+        open_source("a", FolderConfig(folder=str(tmp_path / "nowhere")))
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="holds no"):
-        open_source("a", SourceConfig(folder=str(tmp_path / "empty")))
+        open_source("a", FolderConfig(folder=str(tmp_path / "empty")))
     both = dino_recipe(shards, tmp_path)
     both["data"]["sources"]["a"]["folder"] = str(folder)
     with pytest.raises(ConfigError, match="give shards or folder"):

@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from evals.features import FeatureStore
-from evals.linear import run_linear
-from evals.own import DinoEncoder
-from evals.runners import run_knn
-from evals.scoring import Scoring
-from evals.sets.shards import SourceSet
+from evals.encoders.own import DinoEncoder
+from evals.sets.wds import SourceSet
+from evals.store.features import FeatureStore
+from evals.suite.labelled_tasks import KnnTaskConfig, run_knn
+from evals.suite.linear_probe import LinearTaskConfig, run_linear
+from evals.suite.scoring import Scoring
 from evals.tasks import knn, linear
-from sparo_train.core.distributed import Ranks, World
+from sparo_data.writer import write_shards
+from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import DataError
-from sparo_train.data.writer import write_shards
+from sparo_train.core.world import World
 from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import VitConfig
-from sparo_train.train.eval_config import KnnTaskConfig, LinearTaskConfig
 from tests.conftest import jpeg
 from tests.ranks import run_ranks
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch import batch
-from launch.clusters import ClusterConfig, load_cluster
-from launch.fanout import FanOut
-from launch.snapshot import take_snapshot
-from launch.submit import end_local, local_alive, submit
-from launch.sweep import expand
+from launch.jobs import batch
+from launch.jobs.clusters import ClusterConfig, load_cluster
+from launch.jobs.fanout import FanOut
+from launch.jobs.snapshot import take_snapshot
+from launch.jobs.submit import end_local, local_alive, submit
+from launch.jobs.sweep import expand
+from sparo_data.convert import convert_folder
 from sparo_train.core.errors import ConfigError
-from sparo_train.data.convert import convert_folder
 from tests.conftest import eval_sets, jpeg, sparo, tiny_recipe
 
 
@@ -72,7 +72,7 @@ def test_a_snapshot_is_the_running_code_and_runs_alone(tmp_path):
         line.removeprefix("export ") for line in batch.before((), {}, first.path) if line.startswith("export PYTHON")
     ]
     env = {**os.environ, **dict(line.replace("${PYTHONPATH:+:$PYTHONPATH}", "").split("=", 1) for line in path)}
-    subprocess.run([sys.executable, "-m", "launch.batch"], env=env, cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, "-m", "launch.jobs.batch"], env=env, cwd=tmp_path, check=True)
     assert not list(first.path.rglob("*.pyc")) and (first.path / "configs/clip").is_dir()
     assert (tmp_path / f"code/{first.path.name}.commit").read_text().strip() == first.commit
 

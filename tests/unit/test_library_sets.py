@@ -9,12 +9,13 @@ import pytest
 from scipy.io import savemat
 from torchvision import datasets
 
-from evals import catalogue
-from evals.sets import library
+from evals.sets import base
 from evals.sets.library import open_library
 from evals.sets.opening import open_set
+from evals.suite.image_text_tasks import ZeroshotTaskConfig
+from evals.suite.labelled_tasks import ProbeTaskConfig
+from evals.suite import catalogue
 from sparo_train.core.errors import ConfigError, DataError
-from sparo_train.train.eval_config import ProbeTaskConfig, ZeroshotTaskConfig
 from tests.conftest import jpeg
 
 
@@ -118,6 +119,11 @@ def test_svhn_has_zero_for_ten(tmp_path, monkeypatch):
     assert np.asarray(found.read(1)[1]).tolist() == pixels[..., 1].tolist()
 
 
+def open_known(root, name):
+    config = ZeroshotTaskConfig(task="zeroshot", root=str(root), layout="torchvision", known_as=name)
+    return open_set(config, "label")
+
+
 def clevr(root):
     depth = [[12.0, 8.0, 9.0], [8.2, 11.0, 30.0, 9.9], [10.5] * 10]
     scenes = [
@@ -131,7 +137,7 @@ def clevr(root):
 
 def test_clevr_is_labelled_as_vtab_does(tmp_path):
     clevr(tmp_path)
-    count = open_library(tmp_path, "vtab/clevr_count_all", "test")
+    count = open_known(tmp_path, "vtab/clevr_count_all")
     assert [(key, label) for key, _, label in count][1] == ("CLEVR_val_000001.png", 1)
     assert [label for _, _, label in count] == [0, 1, 7] and count.classnames()[7] == "ten"
     distance = open_library(tmp_path, "vtab/clevr_closest_object_distance", "test")
@@ -164,12 +170,12 @@ def test_sun397_is_in_one_order_and_knows_its_classes(tmp_path):
 def test_what_is_missing_or_unknown_is_said(tmp_path, monkeypatch):
     config = ZeroshotTaskConfig(task="zeroshot", root=str(tmp_path), layout="torchvision", known_as="vtab/pet")
     with pytest.raises(ConfigError, match="known_as=vtab/pet: did you mean 'vtab/pets'"):
-        open_set(config, "zeroshot")
+        open_set(config, "label")
     with pytest.raises(DataError, match="vtab/pets, split test: Dataset not found; nothing is downloaded here"):
-        open_set(config.model_copy(update={"known_as": "vtab/pets"}), "zeroshot")
+        open_set(config.model_copy(update={"known_as": "vtab/pets"}), "label")
     clevr(tmp_path)
-    monkeypatch.setattr(library, "named", lambda *_: None)
-    found = open_library(tmp_path, "vtab/clevr_count_all", "test")
+    monkeypatch.setattr(base, "named", lambda *_: None)
+    found = open_known(tmp_path, "vtab/clevr_count_all")
     with pytest.raises(DataError, match=r"classnames\.txt: missing"):
         found.classnames()
     with pytest.raises(DataError, match="install clip-benchmark, whose prompts for vtab/clevr_count_all are used"):
@@ -182,6 +188,6 @@ def test_the_catalogue_finds_published_files(tmp_path, monkeypatch):
     assert catalogue.look(listed, tmp_path) == ("odd", "2 images, 10,000 expected")
     assert catalogue.look(listed._replace(n=2), tmp_path) == ("intact", "2 images")
     (probe,) = catalogue.tasks("vtab/cifar100:probe", tmp_path).values()
-    assert isinstance(probe, ProbeTaskConfig) and len(open_set(probe, "probe", probe.train_split)) == 4
+    assert isinstance(probe, ProbeTaskConfig) and len(open_set(probe, "label", probe.train_split)) == 4
     put(tmp_path / "vtab/cifar100/cifar-100-python/test", b"truncated")
     assert catalogue.look(listed, tmp_path).state == "odd"

@@ -9,25 +9,26 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparo_data.bench import bench
+from sparo_data.writer import write_shard
 from sparo_train.core.contracts import Cursor
 from sparo_train.core.errors import ConfigError, DataError
-from sparo_train.data.bench import bench
-from sparo_train.data.budget import BadSampleBudget
-from sparo_train.data.loader import Pipeline, default_streams
-from sparo_train.data.pairs import PairExamples
-from sparo_train.data.sources import DataConfig, SourceConfig
-from sparo_train.data.text import ClipTokenizer
-from sparo_train.data.writer import write_shard
+from sparo_train.data.examples.image_text import ImageTextExamples
+from sparo_train.data.examples.text import ClipTokenizer
+from sparo_train.data.read.budget import BadSampleBudget
+from sparo_train.data.read.loader import Pipeline, default_streams
+from sparo_train.data.read.shards import ShardsConfig
+from sparo_train.data.read.sources import DataConfig
 from tests.conftest import jpeg, sample
 
 
 def pairs(config):
-    return PairExamples(config, 32, 16, ClipTokenizer(16))
+    return ImageTextExamples(config, 32, 16, ClipTokenizer(16))
 
 
 def pipeline(shards, rank=0, world_size=1, **changes):
     config = DataConfig(
-        sources={"a": SourceConfig(shards=str(shards))},
+        sources={"a": ShardsConfig(shards=str(shards))},
         **{"streams": 4, "window": 16, "chunk": 4, "hflip": 0.5, **changes},
     )
     return Pipeline(config, 8, pairs(config), seed=3, rank=rank, world_size=world_size)
@@ -157,7 +158,7 @@ def test_bad_samples_are_skipped_and_counted_by_shard_and_reason(tmp_path):
         for key, n in d.skipped.items():
             found[key] = found.get(key, 0) + n
     first, second = (str(root / f"0000{i}.tar") for i in range(2))
-    lost = 48 - len(p.sources[0].indexes[1])
+    lost = 48 - len(p.sources[0].storages[1])
     assert found[second, "truncated tar"] == lost > 10  # estimated from the whole shard beside it, and exact here
     assert {r for (u, r) in found if u == first} == {"bad image", "missing caption", "bad text", "missing image"}
     skipped = sum(found.values()) - lost
@@ -214,7 +215,7 @@ def test_an_early_excess_is_judged_when_enough_was_tried():
 def test_every_visit_is_augmented_anew_even_within_an_epoch(tmp_path):
     write_shard(tmp_path / "0.tar", (sample(i) for i in range(8)))
     config = DataConfig(
-        sources={"a": SourceConfig(shards=str(tmp_path), weight=2.0)}, workers=0, streams=1, crop_scale=(0.3, 1.0)
+        sources={"a": ShardsConfig(shards=str(tmp_path), weight=2.0)}, workers=0, streams=1, crop_scale=(0.3, 1.0)
     )
     p = Pipeline(config, 16, pairs(config), seed=3)
     batch = next(p.start()).batch
@@ -236,8 +237,8 @@ def test_several_sources_mix_by_weight(shards, tmp_path):
         ((f"{i}", {"png": jpeg(i), "json": json.dumps({"say": "other"}).encode()}) for i in range(8)),
     )
     sources = {
-        "a": SourceConfig(shards=str(shards), weight=0.5),
-        "b": SourceConfig(shards=str(tmp_path / "b"), weight=3.0, caption_key="json:say"),
+        "a": ShardsConfig(shards=str(shards), weight=0.5),
+        "b": ShardsConfig(shards=str(tmp_path / "b"), weight=3.0, caption_key="json:say"),
     }
     config = DataConfig(sources=sources, workers=0, streams=4)
     p = Pipeline(config, 8, pairs(config), 0)

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 from evals.sets.names import lines
-from evals.sets.shards import WdsSet
-from launch.check_view import check_table
-from sparo_train.core.errors import DataError
-from sparo_train.data import emoji as emoji_module
-from sparo_train.data.check import check
-from sparo_train.data.convert import FASHION, convert_csv, convert_folder, make_fashion_mnist
-from sparo_train.data.emoji import (
+from evals.sets.wds import WdsSet
+from launch.views.check_table import check_table
+from sparo_data import emoji as emoji_module
+from sparo_data.check import check
+from sparo_data.convert import FASHION, convert_csv, convert_folder, make_fashion_mnist
+from sparo_data.emoji import (
     Emoji,
     attribute_pairs,
     install,
@@ -27,10 +26,10 @@ from sparo_train.data.emoji import (
     read_emoji,
     sibling_pairs,
 )
-from sparo_train.data.emoji_sets import make_emoji
-from sparo_train.data.shards import ShardReader
-from sparo_train.data.sources import SourceConfig
-from sparo_train.data.writer import write_shard, write_wds_layout
+from sparo_data.emoji_sets import make_emoji
+from sparo_data.writer import write_shard, write_wds_layout
+from sparo_train.core.errors import DataError
+from sparo_train.data.read.shards import ShardReader, ShardsConfig
 from tests.conftest import jpeg, sample
 
 BODY = '<circle cx="16" cy="16" r="14" fill="{}"/>'
@@ -256,7 +255,7 @@ def test_check_counts_duplicates_and_damage(tmp_path):
     cut.write_bytes(cut.read_bytes()[:9000])
     (tmp_path / "d.tar").write_bytes(b"<html>" * 500)
     a, b, c, d = (str(tmp_path / f"{n}.tar") for n in "abcd")
-    report = check([a, b, c, d], SourceConfig(shards="x"), processes=1)
+    report = check([a, b, c, d], ShardsConfig(shards="x"), processes=1)
     assert f"e.g. {a}:000000 = {b}:000000" in str(check_table(report).title)
     assert report.reasons() == {"bad image": 1, "missing image": 1, "truncated tar": 1, "unreadable tar": 1}
     assert report.keys.examples == [[(a, "000000"), (b, "000000")]]
@@ -270,6 +269,6 @@ def test_a_key_that_is_not_utf8_is_checked_and_shown(tmp_path):
         info = tarfile.TarInfo("caf\udce9.txt")
         info.size = 1
         tar.addfile(info, io.BytesIO(b"x"))
-    report = check([str(tmp_path / "x.tar")], SourceConfig(shards="x"), processes=1)
+    report = check([str(tmp_path / "x.tar")], ShardsConfig(shards="x"), processes=1)
     assert report.shards[0].bad == [("caf\udce9", "missing image")]
     assert [*check_table(report).columns[4].cells] == ["caf\\udce9"]

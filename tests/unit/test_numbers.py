@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from launch.training import train
+from launch.runs.train import train
 from sparo_train.core import metrics
 from sparo_train.core.config import override, resolve
 from sparo_train.train import flops

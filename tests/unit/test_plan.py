@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparo_train.core.errors import ConfigError
-from sparo_train.data.plan import Plan
+from sparo_train.data.read.plan import Plan
 
 shard_counts = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(lambda c: sum(c) > 0)
 plans = st.builds(

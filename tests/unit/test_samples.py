@@ -9,10 +9,11 @@ from PIL import Image
 
 from sparo_train.core.errors import BadSampleError
 from sparo_train.core.rng import generator
-from sparo_train.data.samples import caption, decode_image
-from sparo_train.data.sources import DataConfig, SourceConfig
-from sparo_train.data.text import ClipTokenizer, decode_tokens
-from sparo_train.data.transforms import Crop, eval_pixels, random_resized_crop_box, resized_crop, train_pixels
+from sparo_train.data.examples.samples import caption, decode_image
+from sparo_train.data.examples.text import ClipTokenizer, decode_tokens
+from sparo_train.data.examples.transforms import Crop, eval_pixels, random_resized_crop_box, resized_crop, train_pixels
+from sparo_train.data.read.shards import ShardsConfig
+from sparo_train.data.read.sources import DataConfig
 from tests.conftest import jpeg
 
 
@@ -27,7 +28,7 @@ from tests.conftest import jpeg
 )
 def test_captions_that_cannot_be_used_say_why(key, fields, reason):
     with pytest.raises(BadSampleError, match=reason):
-        caption(fields, SourceConfig(shards="x", caption_key=key))
+        caption(fields, ShardsConfig(shards="x", caption_key=key))
 
 
 def test_a_decompression_bomb_is_a_bad_image(monkeypatch):
@@ -40,7 +41,7 @@ def test_scaled_decoding_is_off_by_default_and_shrinks():
     data = jpeg(0, (512, 512))
     assert decode_image(data).size == (512, 512)
     assert decode_image(data, 128).size == (128, 128)
-    assert DataConfig(sources={"a": SourceConfig(shards="x")}).scaled_decoding is False
+    assert DataConfig(sources={"a": ShardsConfig(shards="x")}).scaled_decoding is False
 
 
 def photo(width, height, seed=0):

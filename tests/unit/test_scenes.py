@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evals.sets.shards import WdsSet
+from evals.sets.wds import WdsSet
 from evals.tasks import textonly
+from sparo_data.render import Body, Camera, project, render
+from sparo_data.scene_pairs import KINDS, make_pair
+from sparo_data.scene_sets import ScenesConfig, render_scenes
+from sparo_data.scenes import CLASSES, HELD_OUT, OPPOSITE, caption, sample_scene, training_scene
 from sparo_train.core.errors import DataError
 from sparo_train.core.rng import generator
-from sparo_train.data.render import Body, Camera, project, render
-from sparo_train.data.scene_pairs import KINDS, make_pair
-from sparo_train.data.scene_sets import ScenesConfig, render_scenes
-from sparo_train.data.scenes import CLASSES, HELD_OUT, OPPOSITE, caption, sample_scene, training_scene
-from sparo_train.data.shards import ShardReader
+from sparo_train.data.read.shards import ShardReader
 
 CONFIG = ScenesConfig(train=24, per_shard=12, per_class=1, retrieval=10, pairs_per_kind=3, size=32)
 

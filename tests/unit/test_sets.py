@@ -7,17 +7,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evals import catalogue
 from evals.sets import captions as caption_sets
 from evals.sets.base import Limited, Pair
 from evals.sets.captions import SPLITS, KarpathySet, SugarCrepeSet
-from evals.sets.files import ImageNetSet, ObjectNetSet, imagenet_templates, wordnet_ids
+from evals.sets.image_files import ImageNetSet, ObjectNetSet, imagenet_templates, wordnet_ids
 from evals.sets.names import published
 from evals.sets.opening import open_set
-from evals.sets.shards import WdsSet
+from evals.sets.wds import WdsSet
+from evals.suite.image_text_tasks import PairsTaskConfig, RetrievalTaskConfig, ZeroshotTaskConfig
+from evals.suite.labelled_tasks import ProbeTaskConfig
+from evals.suite import catalogue
+from sparo_data.writer import write_wds_layout
 from sparo_train.core.errors import ConfigError, DataError
-from sparo_train.data.writer import write_wds_layout
-from sparo_train.train.eval_config import PairsTaskConfig, ProbeTaskConfig, RetrievalTaskConfig, ZeroshotTaskConfig
 from tests.conftest import jpeg
 
 
@@ -52,17 +53,17 @@ def test_class_folders_name_their_classes(tmp_path):
         for name in ("polar_bear", "cat"):
             put(tmp_path / split / name / "1.jpg")
     config = ProbeTaskConfig(task="probe", root=str(tmp_path), layout="folder")
-    found = open_set(config, "probe")
+    found = open_set(config, "label")
     assert [(key, label) for key, _, label in found] == [("cat/1.jpg", 0), ("polar_bear/1.jpg", 1)]
     assert found.classnames() == ["cat", "polar bear"] and found.templates() == ["a photo of a {c}."]
-    assert len(open_set(config, "probe", "train")) == 2
+    assert len(open_set(config, "label", "train")) == 2
     with pytest.raises(DataError, match="val: missing; layout folder has a folder per split"):
-        open_set(config, "probe", "val")
+        open_set(config, "label", "val")
     (tmp_path / "classnames.txt").write_text("a cat\na bear\n")
     assert found.classnames() == ["a cat", "a bear"]
     put(tmp_path / "test" / "stray.jpg")
     with pytest.raises(DataError, match=r"stray\.jpg: lies beside the class folders"):
-        open_set(config, "probe")
+        open_set(config, "label")
 
 
 def test_imagenet_v2_has_numbered_folders(tmp_path):
@@ -208,19 +209,19 @@ def test_a_layout_that_has_other_facts_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="layout=imagenet: has label, and task pairs needs pairs"):
         open_set(PairsTaskConfig(task="pairs", root=str(tmp_path), layout="imagenet"), "pairs")
     with pytest.raises(ConfigError, match="layout=karpathy: needs annotations"):
-        open_set(RetrievalTaskConfig(task="retrieval", root=str(tmp_path), layout="karpathy"), "retrieval")
+        open_set(RetrievalTaskConfig(task="retrieval", root=str(tmp_path), layout="karpathy"), "captions")
 
 
 def test_class_names_of_known_sets_come_from_clip_benchmark(tmp_path):
     pytest.importorskip("clip_benchmark")
     write_wds_layout(tmp_path, [("0", {"jpg": jpeg(0), "cls": b"0"})])
     config = ZeroshotTaskConfig(task="zeroshot", root=str(tmp_path), known_as="vtab/eurosat")
-    found = open_set(config, "zeroshot")
+    found = open_set(config, "label")
     assert len(found.classnames()) == 10 and len(found.templates()) == 3
     assert published("classnames", "imagenet1k") == [_openai(i) for i in range(1000)]
     assert published("templates", "imagenet1k") == imagenet_templates()
     with pytest.raises(DataError, match=r"classnames\.txt: missing"):
-        open_set(config.model_copy(update={"known_as": "no such set"}), "zeroshot").classnames()
+        open_set(config.model_copy(update={"known_as": "no such set"}), "label").classnames()
 
 
 def test_the_catalogue_knows_where_sets_lie_and_what_is_wrong_with_them(tmp_path):
@@ -242,7 +243,7 @@ def test_the_catalogue_knows_where_sets_lie_and_what_is_wrong_with_them(tmp_path
 
 
 def test_pairs_survive_being_stored():
-    from evals.parts import fact_of
+    from evals.store.parts import fact_of
 
     pairs = [Pair("swap_obj", "a", "b", "3")]
     assert fact_of(json.loads(json.dumps(pairs))) == pairs

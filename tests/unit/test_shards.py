@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparo_data.writer import write_shard
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
-from sparo_train.data.shards import ShardReader, load_index
-from sparo_train.data.sources import SourceConfig, find_shards, fingerprint, open_source, refuse_changed
-from sparo_train.data.tar import scan, split_key, unpack
-from sparo_train.data.writer import write_shard
+from sparo_train.data.read.shard_lists import find_shards
+from sparo_train.data.read.shards import ShardReader, ShardsConfig, load_index
+from sparo_train.data.read.sources import fingerprint, open_source, refuse_changed
+from sparo_train.data.read.tar import scan, split_key, unpack
 from tests.conftest import sample
 
 names = (
@@ -102,7 +103,7 @@ def test_a_file_that_is_no_tar_is_named(tmp_path):
     index = load_index(str(path))
     assert len(index) == 0 and not index.intact
     with pytest.raises(DataError, match=r"not one whole sample in them; first: .*x\.tar"):
-        open_source("a", SourceConfig(shards=str(path)))
+        open_source("a", ShardsConfig(shards=str(path)))
 
 
 def test_an_index_older_than_its_shard_is_not_believed(tmp_path):
@@ -193,7 +194,7 @@ def test_patterns_that_match_nothing_are_explained(shards, pattern, message):
 
 
 def test_a_changed_data_set_is_refused_with_the_change(shards):
-    config = SourceConfig(shards=str(shards))
+    config = ShardsConfig(shards=str(shards))
     before = fingerprint([open_source("a", config)])
     (shards / "00003.tar").unlink()
     after = fingerprint([open_source("a", config)])

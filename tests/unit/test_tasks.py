@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from evals.results import Result, wilson
 from evals.tasks import pairs, retrieval, textonly, zeroshot
+from evals.tasks.result import Result, wilson
 
 
 def test_zeroshot_equals_open_clips_classifier_and_accuracy():

@@ -1,0 +1,160 @@
+"""Anything that encodes images, and texts where it has a tower for them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparo_train.core.errors import ConfigError
+
+from ..sets.base import Transform
+from .pixels import Pixels
+from .texts import TEXTS, encode_texts, text_identity, weights_sha256
+
+Precision = Literal["fp32", "bf16", "fp16"]
+_AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Encoder(ABC):
+    """A model in eval mode with its preprocessing.
+
+    Args:
+        model: it is put into eval mode and not changed otherwise.
+        mean, std: per-channel normalisation of pixels in 0..1.
+        label: where it came from.
+
+    `transform`: an image to what `encode` takes.  `slots`: L of (L, V) encodings that are flattened, else 1.
+    `precision`: bf16 and fp16 run the model under autocast; encodings are fp32 always.
+    """
+
+    image_size: int
+    transform: Transform
+    slots = 1
+    precision: Precision = "fp32"
+
+    def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float], label: str = ""):
+        self.model, self.label = model.eval(), label
+        self.assumed = ""  # what the file did not say and was taken for granted
+        self.device = next(iter(model.parameters())).device
+        self.mean = torch.tensor(mean, device=self.device).view(3, 1, 1)
+        self.std = torch.tensor(std, device=self.device).view(3, 1, 1)
+
+    def to(self, device: str) -> Self:
+        """Move model and normalisation."""
+        self.model.to(device)
+        self.device = next(iter(self.model.parameters())).device
+        self.mean, self.std = self.mean.to(device), self.std.to(device)
+        return self
+
+    @property
+    def offers(self) -> frozenset[str]:
+        """What tasks may need of it beside encodings of images (`evals/suite/task.py`, NEEDS)."""
+        found = {"texts": isinstance(self, TextEncoder), "slots": self.slots > 1}
+        return frozenset(word for word, here in found.items() if here)
+
+    @property
+    def width(self) -> int:
+        """Numbers in one encoding."""
+        return self._measured
+
+    @cached_property
+    def _measured(self) -> int:
+        size = self.image_size
+        return self.encode(torch.zeros(1, 3, size, size, dtype=torch.uint8)).shape[1]
+
+    @property
+    @abstractmethod
+    def architecture(self) -> str:
+        """What the weights are the weights of, in words or JSON: part of what stored features belong to."""
+
+    @abstractmethod
+    def encode(self, pixels: Tensor) -> Tensor:
+        """(n, 3, S, S) uint8 -> fp32 (n, D) on the encoder's device."""
+
+    @cached_property
+    def weights(self) -> str:
+        """Hex SHA-256 over all parameters and buffers, whatever file they came from."""
+        return weights_sha256(self.model.state_dict())
+
+    def resized(self, resize: int | None) -> Transform:
+        """`transform` with another resize of the shortest side before the middle is cut out; None: as it is."""
+        if resize is None:
+            return self.transform
+        if not isinstance(self.transform, Pixels):
+            raise ConfigError(f"resize={resize}: {self.label} has a transform of its own; leave resize away")
+        return Pixels(self.image_size, resize)
+
+    @staticmethod
+    def stacked(rows: Sequence[np.ndarray]) -> Tensor:
+        """(S, S, 3) uint8 images to (n, 3, S, S)."""
+        return torch.from_numpy(np.stack(rows)).permute(0, 3, 1, 2)
+
+    def normalised(self, pixels: Tensor) -> Tensor:
+        """(n, 3, S, S) uint8 to what the model takes."""
+        return pixels.to(self.device).float().div(255).sub(self.mean).div(self.std)
+
+    def stored(self) -> tuple[Encoder, Callable[[Tensor], Tensor] | None]:
+        """The encoder whose encodings are worth keeping, and what makes this one's of them (None: they are the same)."""
+        return self, None
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context in which the model runs."""
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, _AMP[self.precision])
+
+
+class TextEncoder(ABC):
+    """What an `Encoder` with a text tower also is."""
+
+    label: str
+    precision: Precision
+
+    @property
+    @abstractmethod
+    def text_weights(self) -> str:
+        """Identity of the text tower: weights and architecture."""
+
+    @abstractmethod
+    def text(self, captions: Sequence[str]) -> Tensor:
+        """Unit-norm fp32 encodings (n, D) on the CPU, in the space of the images."""
+
+
+class TwoTowerEncoder(Encoder, TextEncoder):
+    """A model with `encode_image` and `encode_text` as open_clip's have them; encodings have norm one.
+
+    `tokenize`: texts to ids (n, N).  `causal`: a batch of texts may be cut behind its last EOT.
+    """
+
+    model: Any
+    tokenize: Callable[[list[str]], Tensor]
+    causal = True
+
+    @property
+    def text_weights(self) -> str:
+        return self._text_weights
+
+    @cached_property
+    def _text_weights(self) -> str:
+        return text_identity(self.model.state_dict(), self.architecture)
+
+    @torch.inference_mode()
+    def encode(self, pixels: Tensor) -> Tensor:
+        with self.autocast():
+            return self.model.encode_image(self.normalised(pixels), normalize=True).float()
+
+    def text(self, captions: Sequence[str], batch: int | None = None) -> Tensor:
+        """Unit-norm fp32 encodings (n, D); each distinct caption is encoded once, among others of its length."""
+        return encode_texts(captions, self.tokenize, self._texts, batch or TEXTS[self.device.type], self.causal)
+
+    @torch.inference_mode()
+    def _texts(self, tokens: Tensor) -> Tensor:
+        with self.autocast():
+            return self.model.encode_text(tokens.to(self.device), normalize=True)

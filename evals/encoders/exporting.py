@@ -1,0 +1,115 @@
+"""`sparo export`: a run's newest weights in the layouts of other programs, each a row of `sparo.exports`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sparo_train.core.errors import ConfigError
+from sparo_train.core.tables import EXPORTS, METHODS
+from sparo_train.models.describe import CONFIG_KEY
+from sparo_train.models.dino_files import write_dino
+from sparo_train.models.vit_config import ARCHS, VitConfig
+from sparo_train.models.weights import to_sparo_clip
+from sparo_train.train.run import RunConfig
+
+from .loading import read_run, run_weights
+
+
+@dataclass(frozen=True)
+class Export:
+    """A row of `sparo.exports`.
+
+    Args:
+        methods: whose runs it writes, by their names in `sparo.methods`.
+        write: (the recipe, the objective's state dict, the path) to what it wrote.
+        name: of the file in RUN/export; empty: the folder itself.
+    """
+
+    methods: tuple[str, ...]
+    write: Callable[[RunConfig, Mapping[str, Tensor], Path], Path]
+    name: str = ""
+
+
+def export_run(run: Path, to: Path | None, layout: str | None) -> Path:
+    """Write a run's newest weights; returns the path.
+
+    Args:
+        layout: `open_clip` (a `local-dir:` folder) or `sparo-clip` (one .pt file) for CLIP, `dino` (one .pth file with
+            student, teacher and centre) for DINO, or what a plug-in adds; None: the method's own.
+
+    Raises:
+        ConfigError: a layout of another method.
+    """
+    if layout is not None and layout not in EXPORTS.names():
+        EXPORTS.row(layout, "--layout")
+    config, step = read_run(run)
+    home = (run.parent.parent if (run / "meta.json").is_file() else run) / "export"
+    return export_weights(config, run_weights(step), home, to, layout)
+
+
+def export_weights(
+    config: RunConfig, weights: Mapping[str, Tensor], home: Path, to: Path | None = None, layout: str | None = None
+) -> Path:
+    """Write an objective's state dict; returns the path: `to`, or the layout's usual name in `home`."""
+    kind = config.objective.kind
+    fitting = METHODS.row(kind).exports
+    if layout is None and not fitting:
+        raise ConfigError(
+            f"objective.kind={kind}: names no layout to export to; --layout says which ({', '.join(EXPORTS.names())})"
+        )
+    name = layout or fitting[0]
+    export: Export = EXPORTS.row(name, "--layout")
+    if kind not in export.methods:
+        raise ConfigError(f"--layout {name!r}: a run of objective {kind} goes to {' or '.join(fitting) or 'no layout'}")
+    return export.write(config, weights, to or home / export.name)
+
+
+def _clip_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("model."): t for name, t in weights.items() if name.startswith("model.")}
+
+
+def _open_clip(config: RunConfig, weights: Mapping[str, Tensor], folder: Path) -> Path:
+    from sparo_train import openclip  # wraps open_clip's builders
+
+    objective = config.objective
+    return openclip.export(objective.model, _clip_weights(weights), folder, objective.mean, objective.std)
+
+
+def _sparo_clip(config: RunConfig, weights: Mapping[str, Tensor], path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    model = config.objective.model.model_dump(mode="json")  # what shapes do not tell; sparo-clip's loader ignores it
+    state = to_sparo_clip(_clip_weights(weights))
+    torch.save({"epoch": 0, "name": config.name, "state_dict": state, CONFIG_KEY: model}, path)
+    return path
+
+
+def _dino(config: RunConfig, weights: Mapping[str, Tensor], path: Path) -> Path:
+    objective = config.objective
+    description = objective.model_dump(mode="json", include={"model", "mean", "std"})
+    args = {
+        "arch": _arch(objective.model),
+        "patch_size": objective.model.patch_size,
+        "drop_path_rate": objective.model.drop_path,
+        "out_dim": objective.head.out_dim,
+        "norm_last_layer": objective.head.norm_last_layer,
+        "use_bn_in_head": objective.head.use_bn,
+        "batch_size": config.batch_size,
+        "lr": config.optim.lr,
+    }
+    return write_dino(path, dict(weights), description, args, int(config.epochs or 0))
+
+
+def _arch(model: VitConfig) -> str:
+    """The official name of a model of these sizes; its own for others."""
+    sizes = {"width": model.width, "depth": model.depth, "heads": model.heads}
+    return next((name for name, known in ARCHS.items() if known == sizes), f"vit_{model.width}x{model.depth}")
+
+
+OPEN_CLIP = Export(("clip",), _open_clip)
+SPARO_CLIP = Export(("clip",), _sparo_clip, "sparo_clip.pt")
+DINO = Export(("dino",), _dino, "dino.pth")

@@ -1,0 +1,174 @@
+"""Other people's models as encoders: any open_clip model, timm backbones, vision backbones of Hugging Face.
+
+    open_clip:ViT-B-32@laion2b_e16.pt   open_clip:ViT-B-32@openai   timm:vit_small_patch16_224@weights.safetensors   hf:FOLDER
+
+Files are read as they lie; a tag or a hub's name is downloaded by the library itself unless its cache has it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import timm
+import torch
+from timm.data.config import resolve_model_data_config
+from timm.data.transforms_factory import create_transform
+from torch import Tensor, nn
+
+from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
+from sparo_train.models.weights import load_into, read_raw
+
+from .encoder import Encoder, TwoTowerEncoder
+from .pixels import FlooredPixels, LibraryPixels, Pixels
+
+
+class OpenClipEncoder(TwoTowerEncoder):
+    """A model that open_clip builds, with open_clip's own transform.
+
+    Args:
+        name: a model name.  weights: a file, or a tag that open_clip knows.
+    """
+
+    def __init__(self, name: str, weights: str):
+        import sparo_train.openclip  # noqa: F401  our own names and read-outs too
+
+        label = f"open_clip:{name}@{weights}"
+        self._config = open_clip.get_model_config(name)
+        if self._config is None:
+            raise ConfigError(f"{label}: {did_you_mean(name, open_clip.list_models())}")
+        if not Path(weights).is_file() and weights not in open_clip.list_pretrained_tags_by_model(name):
+            tags = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "none"
+            raise CheckpointError(f"{label}: no such file, and no tag of {name} (known: {tags})")
+        try:
+            built: Any = open_clip.create_model_and_transforms(name, pretrained=weights, force_custom_text=True)
+        except (OSError, RuntimeError, KeyError, AssertionError) as error:
+            raise CheckpointError(f"{label}: open_clip cannot load it ({str(error)[:300]})") from None
+        model, _, transform = built
+        pixels = LibraryPixels(transform.transforms, label)
+        super().__init__(model, pixels.mean, pixels.std, label)
+        self.transform, tokenizer = pixels, open_clip.get_tokenizer(name)
+        self.tokenize = tokenizer
+        size = model.visual.image_size
+        self.image_size = size if isinstance(size, int) else size[0]
+        text = model.text
+        reads_eot = getattr(text, "attn_mask", None) is not None and getattr(text, "pool_type", "") == "argmax"
+        self.causal = reads_eot and isinstance(tokenizer, open_clip.SimpleTokenizer)
+
+    @property
+    def architecture(self) -> str:
+        return "open_clip " + json.dumps(self._config, sort_keys=True, default=str)
+
+    def _texts(self, tokens: Tensor) -> Tensor:
+        if not self.causal:
+            return super()._texts(tokens)
+        text: Any = self.model.text
+        whole = text.attn_mask
+        text.attn_mask = whole[: tokens.shape[1], : tokens.shape[1]]  # open_clip does not cut it to shorter rows
+        try:
+            return super()._texts(tokens)
+        finally:
+            text.attn_mask = whole
+
+
+class BackboneEncoder(Encoder):
+    """A vision model without texts; encodings as it gives them.
+
+    Args:
+        forward: normalised pixels (n, 3, S, S) to encodings (n, D).
+        architecture: see `Encoder`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[[Tensor], Tensor],
+        transform: LibraryPixels | Pixels,
+        normalisation: tuple[Sequence[float], Sequence[float]],
+        size: int,
+        architecture: str,
+        label: str,
+    ):
+        super().__init__(model, *normalisation, label)
+        self._forward, self.transform, self.image_size, self._architecture = forward, transform, size, architecture
+
+    @property
+    def architecture(self) -> str:
+        return self._architecture
+
+    @torch.inference_mode()
+    def encode(self, pixels: Tensor) -> Tensor:
+        with self.autocast():
+            return self._forward(self.normalised(pixels)).float()
+
+
+def from_timm(name: str, weights: str) -> BackboneEncoder:
+    """A timm backbone without its classifier, pooled as timm pools it, with timm's evaluation transform."""
+    label = f"timm:{name}@{weights}" if weights else f"timm:{name}"
+    if not timm.is_model(name):
+        raise ConfigError(f"{label}: {did_you_mean(name.split('.')[0], timm.list_models())}")
+    if weights and not Path(weights).is_file():
+        raise CheckpointError(f"{label}: {weights} is no file")
+    try:
+        model = timm.create_model(name, pretrained=not weights, num_classes=0)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{label}: timm cannot build it ({str(error)[:300]}); give {label}@FILE") from None
+    if weights:
+        load_into(model, _without_head(read_raw(weights), model, label), weights)
+    config = resolve_model_data_config(model)
+    transform: Any = create_transform(**config, is_training=False)
+    pixels = LibraryPixels(transform.transforms, label)
+    size = config["input_size"][-1]
+    return BackboneEncoder(model, model, pixels, (pixels.mean, pixels.std), size, f"timm {name}", label)
+
+
+def _without_head(raw: Any, model: nn.Module, label: str) -> dict[str, Tensor]:
+    """The state dict in a timm file, without a classifier that `model` does not have."""
+    found = raw.get("state_dict", raw.get("model", raw)) if isinstance(raw, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
+        raise CheckpointError(f"{label}: holds no state dict of tensors")
+    own, heads = model.state_dict(), ("head.", "fc.", "classifier.", "head_dist.", "last_linear.")
+    return {name: t for name, t in found.items() if name in own or not name.startswith(heads)}
+
+
+def from_huggingface(place: str) -> BackboneEncoder:
+    """A vision backbone in a Hugging Face folder (or by name, from its cache): the pooled output, else the first token."""
+    try:
+        from transformers import AutoConfig, AutoImageProcessor, AutoModel  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ConfigError(f"hf:{place}: needs transformers; pip install 'sparo[hf]'") from None
+    label = f"hf:{place}"
+    try:
+        config = AutoConfig.from_pretrained(place)
+        processor = AutoImageProcessor.from_pretrained(place, backend="pil").to_dict()
+        model = AutoModel.from_pretrained(place, config=config, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{label}: transformers cannot load it ({str(error)[:300]})") from None
+    model = getattr(model, "vision_model", model)
+
+    def forward(pixels: Tensor) -> Tensor:
+        out = model(pixel_values=pixels)
+        pooled = getattr(out, "pooler_output", None)
+        return out.last_hidden_state[:, 0] if pooled is None else pooled.flatten(1)
+
+    transform = _hf_pixels(processor, label)
+    normalisation = (processor["image_mean"], processor["image_std"])
+    return BackboneEncoder(
+        model, forward, transform, normalisation, transform.size, f"hf {config.to_json_string()}", label
+    )
+
+
+def _hf_pixels(processor: dict[str, Any], label: str) -> Pixels:
+    """The processor's resize and crop where ours does the same (bicubic, shortest side, centre), else an error."""
+    size, crop = processor.get("size") or {}, processor.get("crop_size") or {}
+    cropped = bool(processor.get("do_center_crop")) and crop.get("height") == crop.get("width")
+    bicubic = processor.get("resample") == 3
+    if processor.get("do_resize") and bicubic and cropped and "shortest_edge" in size and processor.get("do_normalize"):
+        return FlooredPixels(crop["height"], size["shortest_edge"])
+    raise ConfigError(
+        f"{label}: its image processor is not bicubic resize of the shortest side, centre crop and normalisation "
+        f"(size {size}, crop_size {crop}, resample {processor.get('resample')}); write preprocessor_config.json so"
+    )

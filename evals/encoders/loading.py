@@ -1,0 +1,168 @@
+"""Checkpoints of every kind we know, to encoders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from sparo_train.core import store
+from sparo_train.core.config import parse_yaml, resolve
+from sparo_train.core.errors import CheckpointError, ConfigError
+from sparo_train.core.tables import ENCODERS
+from sparo_train.models.clip_config import ClipConfig
+from sparo_train.models.clip_model import Clip
+from sparo_train.models.describe import infer_config, read_config, read_export
+from sparo_train.models.dino_files import DinoFile, is_dino, read_dino, vit_config
+from sparo_train.models.vit import Vit
+from sparo_train.models.weights import load_into, read_raw, read_weights
+from sparo_train.models.zero_folder import is_zero_folder, read_zero_folder
+from sparo_train.train.build import build_objective
+from sparo_train.train.run import RunConfig
+
+from .encoder import Encoder
+from .own import ClipEncoder, DinoEncoder, PixelEncoder
+
+
+def load_encoder(checkpoint: str | Path, model: str | None = None, device: str = "cpu") -> Encoder:
+    """Load a checkpoint of any kind we know.
+
+    Args:
+        checkpoint: a run folder (its newest checkpoint), one of its `checkpoints/step-…` folders, an exported open_clip
+            folder, a .pt/.safetensors file (ours, sparo-clip's, open_clip's, DINO's with teacher and student or with a
+            backbone alone), a DeepSpeed ZeRO folder; `open_clip:NAME@FILE-or-tag`, `timm:NAME@FILE`, `hf:FOLDER`;
+            or `pixels:SIZE`, the images themselves.
+        model: for a file: an open_clip model name, ours included (`ViT-B-32-quickgelu`, `gap-ViT-B-16`), or for DINO's
+            `vit_tiny`, `vit_small`, `vit_base`; default: what the file says of itself, else what its shapes tell (then
+            `assumed` says what was taken for granted).
+
+    Raises:
+        CheckpointError: nothing there that we can read.
+    """
+    path, (scheme, colon, rest) = Path(checkpoint), str(checkpoint).partition(":")
+    if colon and scheme in SCHEMES:
+        return SCHEMES[scheme](rest).to(device)
+    if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
+        encoder = _from_run(path)
+    elif (path / "open_clip_config.json").is_file():
+        encoder = _from_export(path)
+    elif path.is_file() and is_dino(raw := read_raw(path, plain_namespaces=True)):
+        encoder = _from_dino(read_dino(raw, str(path)), model)
+    elif path.is_file() or is_zero_folder(path):
+        encoder = _from_file(path, model)
+    else:
+        raise CheckpointError(
+            f"{path}: no run folder, no checkpoint folder, no exported folder, no DeepSpeed folder, no weight file"
+        )
+    return encoder.to(device)
+
+
+def read_recipe(path: Path) -> RunConfig:
+    """The recipe of a run folder, or of the run that one of its checkpoint folders belongs to. Raises CheckpointError."""
+    folder = path.parent.parent if (path / "meta.json").is_file() else path
+    config_file = folder / "config.yaml"
+    if not config_file.is_file():
+        raise CheckpointError(f"{folder}: has no config.yaml, so it is no run folder")
+    return resolve(RunConfig, parse_yaml(config_file.read_text(encoding="utf-8"), str(config_file)), str(config_file))
+
+
+def read_run(path: Path) -> tuple[RunConfig, Path]:
+    """The recipe of a run folder (or of one of its checkpoint folders) and the newest complete checkpoint."""
+    config = read_recipe(path)
+    step = path if (path / "meta.json").is_file() else store.CheckpointStore(path / "checkpoints").latest()
+    if step is None:
+        raise CheckpointError(f"{path}: no complete checkpoint yet")
+    return config, step
+
+
+def run_weights(step: Path) -> dict[str, Tensor]:
+    """The objective's weights in a checkpoint folder."""
+    return store.read_part(step, "model")
+
+
+def _from_run(path: Path) -> Encoder:
+    """A run is loaded by building its objective, whatever method that is of."""
+    config, step = read_run(path)
+    objective = build_objective(config)
+    load_into(objective, run_weights(step), str(step))
+    encoder = ENCODERS.row(config.objective.kind, "objective.kind")(objective)
+    encoder.label = str(step)
+    return encoder
+
+
+def _from_export(path: Path) -> Encoder:
+    config, mean, std = read_export(path / "open_clip_config.json")
+    model = Clip(config)
+    load_into(model, read_weights(path / "open_clip_model.safetensors"), str(path))
+    return ClipEncoder(model, mean, std, str(path))
+
+
+def _from_dino(file: DinoFile, name: str | None) -> Encoder:
+    config, assumed = vit_config(file, name)
+    model = Vit(config)
+    load_into(model, file.backbone, file.origin)
+    encoder = DinoEncoder(model, *file.normalisation, file.origin)
+    encoder.assumed = assumed
+    return encoder
+
+
+def _from_file(path: Path, name: str | None) -> Encoder:
+    weights, assumed = read_zero_folder(path) if path.is_dir() else read_weights(path), ""
+    config = _named(name) if name else None if path.is_dir() else read_config(path)
+    if config is None:
+        config = infer_config(weights)
+        v, t = config.vision, config.text
+        assumed = (
+            f"{path}: told from the shapes: {config.readout.kind} read-out, ViT {v.width}x{v.layers} with patches of {v.patch_size} "
+            f"and {v.width // v.head_width} heads, text {t.width}x{t.layers} with {t.heads} heads, GELU; --model NAME says otherwise"
+        )
+    model = Clip(config)
+    load_into(model, weights, str(path))
+    encoder = ClipEncoder(model, label=str(path))
+    encoder.assumed = assumed
+    return encoder
+
+
+def _named(name: str) -> ClipConfig:
+    from sparo_train import openclip  # wraps open_clip's builders: only where a name is asked for
+
+    return openclip.config_of(name)
+
+
+def _pixels(text: str) -> Encoder:
+    if not text.isdigit() or not int(text):
+        raise ConfigError(f"pixels:{text}: write pixels:SIZE, as in pixels:28")
+    return PixelEncoder(int(text))
+
+
+def _open_clip(text: str) -> Encoder:
+    from .foreign import OpenClipEncoder  # wraps open_clip's builders: only where it is asked for
+
+    name, at, weights = text.partition("@")
+    if not at:
+        raise ConfigError(
+            f"open_clip:{text}: write open_clip:NAME@FILE or open_clip:NAME@TAG, as in open_clip:ViT-B-32@openai"
+        )
+    return OpenClipEncoder(name, weights)
+
+
+def _timm(text: str) -> Encoder:
+    from .foreign import from_timm
+
+    name, _, weights = text.partition("@")
+    return from_timm(name, weights)
+
+
+def _huggingface(text: str) -> Encoder:
+    from .foreign import from_huggingface
+
+    return from_huggingface(text)
+
+
+SCHEMES: dict[str, Callable[[str], Encoder]] = {
+    "pixels": _pixels,
+    "open_clip": _open_clip,
+    "timm": _timm,
+    "hf": _huggingface,
+}

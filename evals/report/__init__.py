@@ -1,0 +1,1 @@
+"""Results on disk, and tables, comparisons and plots of them."""

@@ -1,0 +1,102 @@
+"""Two checkpoints on the same samples: McNemar's test, and a paired bootstrap of the difference."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import binomtest
+
+from sparo_train.core.errors import DataError
+
+from ..tasks.result import DRAWS, bootstrap, percentiles
+from .results_file import Record, predictions_of
+
+
+class Comparison(NamedTuple):
+    """Of the headline, second less first. `only_first`, `only_second`: samples that one alone has right (retrieval: images
+    whose texts it finds); p: exact McNemar, two-sided, None for retrieval, whose samples are not right or wrong."""
+
+    task: str
+    headline: str
+    difference: float
+    interval: tuple[float, float]
+    only_first: int
+    only_second: int
+    p: float | None
+    n: int
+
+
+def compare(first: Record, second: Record) -> Comparison:
+    """Compare two records of one task.
+
+    The interval resamples the samples both have seen: pairs within their kind where the headline is macro, images with
+    their captions for retrieval.
+
+    Raises:
+        DataError: other data, other options, or predictions that were not kept.
+    """
+    if first.dataset != second.dataset or first.result.headline != second.result.headline:
+        raise DataError(
+            f"{first.task}: {first.checkpoint} and {second.checkpoint} were scored on other data or by other headlines "
+            f"({first.dataset[:12]} {first.result.headline}, {second.dataset[:12]} {second.result.headline})"
+        )
+    a, b = predictions_of(first), predictions_of(second)
+    if not np.array_equal(a["keys"], b["keys"]):
+        raise DataError(f"{first.task}: the samples of {first.checkpoint} and {second.checkpoint} have other keys")
+    if "label" in a and not np.array_equal(a["label"], b["label"]):
+        raise DataError(
+            f"{first.task}: the labels of {first.checkpoint} and {second.checkpoint} differ; one was scored on other annotations"
+        )
+    if first.result.task == "retrieval":
+        return _retrieval(first, second, a, b)
+    if "right" not in a:
+        raise DataError(f"{first.task}: its metric has no right and wrong to be paired")
+    right = a["right"].astype(np.int64), b["right"].astype(np.int64)
+    change = right[1] - right[0]
+    strata = a["kind"] if first.result.headline == "macro" else _classes(first, a, len(change))
+    names = np.unique(strata)
+    rng, draws = np.random.default_rng(0), []
+    means = []
+    for name in names:
+        here = change[strata == name]
+        shares = np.asarray([(here == v).mean() for v in (-1, 0, 1)])
+        counts = rng.multinomial(len(here), shares / shares.sum(), DRAWS)
+        draws.append((counts[:, 2] - counts[:, 0]) / len(here))
+        means.append(here.mean())
+    worse, better = int((change < 0).sum()), int((change > 0).sum())
+    p = binomtest(better, better + worse).pvalue if better + worse else 1.0
+    interval = percentiles(np.mean(draws, axis=0))
+    return Comparison(
+        first.task, first.result.headline, float(np.mean(means)), interval, worse, better, float(p), len(change)
+    )
+
+
+def _retrieval(first: Record, second: Record, a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> Comparison:
+    """Both directions under the same resampled images."""
+    headline = first.result.headline
+    names = (
+        [headline.replace("mean", kind) for kind in ("text", "image")] if headline.startswith("mean") else [headline]
+    )
+    at = [a["columns"].tolist().index(name) for name in names]
+    sums, counts = (np.concatenate([a[key][:, at], b[key][:, at]], axis=1) for key in ("sums", "counts"))
+    draws = bootstrap(sums, counts)
+    change = b["sums"][:, at[0]] - a["sums"][:, at[0]]
+    difference = draws[:, len(at) :].mean(axis=1) - draws[:, : len(at)].mean(axis=1)
+    return Comparison(
+        first.task,
+        headline,
+        second.result.value - first.result.value,
+        percentiles(difference),
+        int((change < 0).sum()),
+        int((change > 0).sum()),
+        None,
+        first.result.n,
+    )
+
+
+def _classes(record: Record, found: dict[str, np.ndarray], n: int) -> np.ndarray:
+    """Samples resampled together: all of them, or by class where the headline is a mean over classes."""
+    if record.result.headline == "mean_per_class_recall":
+        return found["label"]
+    return np.zeros(n, np.int64)

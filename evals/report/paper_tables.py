@@ -1,0 +1,223 @@
+"""Tables of results: which metric of which task stands in which column, and the cells as terminal, Markdown, CSV, LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+from collections.abc import Callable, Sequence
+from importlib import resources
+from typing import NamedTuple
+
+import yaml
+
+from sparo_train.core.errors import ConfigError, did_you_mean
+
+from ..tasks.result import Result
+from .results_file import Record, by_checkpoint
+
+
+class Column(NamedTuple):
+    """`group`: the heading above the label.  metric: None is the task's headline."""
+
+    group: str
+    label: str
+    task: str
+    metric: str | None
+
+    @property
+    def heading(self) -> str:
+        """Group and label on one line."""
+        return f"{self.group} {self.label}".strip()
+
+
+class Cell(NamedTuple):
+    """A fraction with its 95 % interval where there is one."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+class Row(NamedTuple):
+    """`paper`: as printed in the SPARO paper, not ours."""
+
+    name: str
+    cells: list[Cell | None]
+    paper: bool = False
+
+
+class Grid(NamedTuple):
+    """A table before it is drawn."""
+
+    title: str
+    columns: list[Column]
+    rows: list[Row]
+
+
+def _imagenets() -> list[Column]:
+    names = {"V1": "imagenet1k", "V2": "imagenetv2", "Sketch": "imagenet_sketch", "A": "imagenet-a", "R": "imagenet-r"}
+    return [Column("ImageNet-", label, task, "acc1") for label, task in names.items()]
+
+
+def _retrievals() -> list[Column]:
+    sets = {"COCO": "mscoco_captions", "F8k": "flickr8k", "F30k": "flickr30k"}
+    kinds = {"Image R@5": "image_R@5", "Text R@5": "text_R@5"}
+    return [Column(group, label, task, metric) for group, metric in kinds.items() for label, task in sets.items()]
+
+
+def _sugar_crepe() -> list[Column]:
+    splits = {
+        "Replace": {"Object": "replace_obj", "Attribute": "replace_att", "Relation": "replace_rel"},
+        "Swap": {"Object": "swap_obj", "Attribute": "swap_att"},
+        "Add": {"Object": "add_obj", "Attribute": "add_att"},
+        "": {"Avg": "macro"},
+    }
+    return [Column(g, label, "sugar_crepe", metric) for g, found in splits.items() for label, metric in found.items()]
+
+
+LAYOUTS = {
+    "1": [
+        *_imagenets(),
+        Column("", "ObjectNet", "objectnet", "acc1"),
+        Column("", "SugarCrepe", "sugar_crepe", "macro"),
+    ],
+    "2": _retrievals(),
+    "3": [
+        Column("ImageNet", "CLIP probe", "imagenet1k:probe", "acc1"),
+        Column("ImageNet", "20-NN", "knn", "acc1_k20"),
+        Column("ImageNet", "DINO linear", "linear", "acc1"),
+    ],
+    "B.1": _sugar_crepe(),
+}
+_TITLES = {
+    "1": "Zero-shot recognition, robustness, compositionality (layout of Table 1)",
+    "2": "Zero-shot retrieval, hit rate at 5 (layout of Table 2)",
+    "3": "ImageNet linear probes and nearest neighbours (layout of Table 3)",
+    "B.1": "SugarCrepe (layout of Table B.1)",
+}
+
+
+def grid(records: Sequence[Record], layout: str | None, paper: Sequence[str] = ()) -> Grid:
+    """Checkpoints as rows.
+
+    Args:
+        layout: a key of `LAYOUTS`; None: every task's headline.
+        paper: training sets (`CC15M`, …) whose printed rows are added below, or `all`; only with a layout.
+
+    Raises:
+        ConfigError: no such layout, or printed rows without one.
+    """
+    table = by_checkpoint(records)
+    if layout is None and paper:
+        raise ConfigError(f"--paper {','.join(paper)}: the paper's rows need a --layout: {', '.join(LAYOUTS)}")
+    if layout is None:
+        tasks = dict.fromkeys(record.task for record in records)
+        columns = [Column("", task, task, None) for task in tasks]
+    elif layout in LAYOUTS:
+        columns = LAYOUTS[layout]
+    else:
+        raise ConfigError(f"--layout {layout}: {did_you_mean(layout, LAYOUTS)}")
+    rows = [
+        Row(name, [_cell(found[c.task].result, c.metric) if c.task in found else None for c in columns])
+        for name, found in table.items()
+    ]
+    if layout is not None:
+        rows += _printed(layout, paper)
+    return Grid(_TITLES.get(layout or "", "Results"), columns, rows)
+
+
+def _cell(result: Result, metric: str | None) -> Cell | None:
+    name = metric or result.headline
+    if name not in result.metrics:
+        return None
+    low, high = result.interval if name == result.headline else result.intervals.get(name, (None, None))
+    return Cell(result.metrics[name], low, high)
+
+
+def _printed(layout: str, wanted: Sequence[str]) -> list[Row]:
+    text = (resources.files("evals.report") / "paper.yaml").read_text(encoding="utf-8")
+    rows = yaml.safe_load(text)[layout]
+    return [
+        Row(f"paper: {data} {model}", [None if v is None else Cell(v) for v in values], True)
+        for data, model, *values in rows
+        if "all" in wanted or data in wanted
+    ]
+
+
+def markdown(table: Grid, transpose: bool = False) -> str:
+    """Per cent with intervals; the best of our rows in bold."""
+    heads, names, cells = _drawn(table, transpose, _text, ("**", "**"))
+    lines = ["| " + " | ".join(["", *heads]) + " |", "|---" + "|---:" * len(heads) + "|"]
+    lines += ["| " + " | ".join([name, *row]) + " |" for name, row in zip(names, cells, strict=True)]
+    return f"{table.title}, per cent, 95 % intervals\n\n" + "\n".join(lines) + "\n"
+
+
+def latex(table: Grid, transpose: bool = False) -> str:
+    """A booktabs tabular without intervals; the best of our rows in bold."""
+    number = lambda cell: "--" if cell is None else f"{100 * cell.value:.1f}"  # noqa: E731
+    heads, names, cells = _drawn(table, transpose, number, ("\\textbf{", "}"), _escaped)
+    top = [" & ".join(["", *heads])]
+    if not transpose:
+        groups = [(group, len(list(found))) for group, found in itertools.groupby(c.group for c in table.columns)]
+        spans = " & ".join(f"\\multicolumn{{{n}}}{{c}}{{{_escaped(group)}}}" for group, n in groups)
+        top = [f" & {spans}", " & ".join(["", *(_escaped(c.label) for c in table.columns)])]
+    body = [" & ".join([name, *row]) for name, row in zip(names, cells, strict=True)]
+    ruled = next((i for i, row in enumerate(table.rows) if row.paper and not transpose), len(body))
+    lines = [*(f"{line} \\\\" for line in top), "\\midrule", *(f"{line} \\\\" for line in body[:ruled])]
+    if ruled < len(body):
+        lines += ["\\midrule", *(f"{line} \\\\" for line in body[ruled:])]
+    begin = [f"% {table.title}, per cent", f"\\begin{{tabular}}{{l{'r' * len(heads)}}}", "\\toprule"]
+    return "\n".join([*begin, *lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
+
+
+def as_csv(table: Grid, transpose: bool = False) -> str:
+    """Fractions in full precision, each with its interval's ends in columns (or rows) of their own."""
+    names = [f"{c.task} {c.metric or 'headline'}" for c in table.columns]
+    lines = [["checkpoint", *(f"{name}{end}" for name in names for end in ("", " low", " high"))]]
+    for row in table.rows:
+        lines.append([row.name, *("" if v is None else str(v) for cell in row.cells for v in cell or (None,) * 3)])
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(zip(*lines, strict=True) if transpose else lines)
+    return out.getvalue()
+
+
+def _drawn(
+    table: Grid,
+    transpose: bool,
+    text: Callable[[Cell | None], str],
+    bold: tuple[str, str],
+    escape: Callable[[str], str] = lambda name: name.replace("|", "\\|"),
+) -> tuple[list[str], list[str], list[list[str]]]:
+    """Heads of the columns, names of the rows, and the cells between them."""
+    best, cells = _best(table), []
+    for row in table.rows:
+        marked = [
+            not row.paper and cell is not None and cell.value == b for cell, b in zip(row.cells, best, strict=True)
+        ]
+        cells.append([bold[0] + text(c) + bold[1] if m else text(c) for c, m in zip(row.cells, marked, strict=True)])
+    heads, names = [escape(c.heading) for c in table.columns], [escape(row.name) for row in table.rows]
+    return (names, heads, [list(row) for row in zip(*cells, strict=True)]) if transpose else (heads, names, cells)
+
+
+def _best(table: Grid) -> list[float | None]:
+    """Of each column, among our own rows where there are several."""
+    own = [row for row in table.rows if not row.paper]
+    if len(own) < 2:
+        return [None] * len(table.columns)
+    columns = [[row.cells[i] for row in own] for i in range(len(table.columns))]
+    return [max((c.value for c in column if c is not None), default=None) for column in columns]
+
+
+def _text(cell: Cell | None) -> str:
+    if cell is None:
+        return "–"
+    return f"{100 * cell.value:.1f}" + (
+        "" if cell.low is None or cell.high is None else f" ({100 * cell.low:.1f}–{100 * cell.high:.1f})"
+    )
+
+
+def _escaped(text: str) -> str:
+    for sign in "\\&%$#_{}":
+        text = text.replace(sign, "\\textbackslash " if sign == "\\" else "\\" + sign)
+    return text.replace("~", "\\textasciitilde ")

@@ -1,0 +1,43 @@
+"""Relative change of one checkpoint against another, task by task, as Fig. 2 of the SPARO paper draws it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from sparo_train.core.errors import DataError
+
+from .results_file import Record
+
+
+def relative_change(first: Mapping[str, Record], second: Mapping[str, Record], path: Path) -> dict[str, float]:
+    """Draw (second - first) / first of every shared task's headline, largest on top; returns the fractions.
+
+    Raises:
+        DataError: no shared task.
+    """
+    shared = [task for task in first if task in second and first[task].result.value > 0]
+    if not shared:
+        raise DataError("the two checkpoints share no task with a score above zero")
+    change = {task: second[task].result.value / first[task].result.value - 1 for task in shared}
+    order = sorted(shared, key=lambda task: change[task])
+    names = [next(iter(side.values())).checkpoint for side in (first, second)]
+    figure, axis = plt.subplots(figsize=(6.4, 0.9 + 0.3 * len(order)), layout="constrained")
+    colours = ["#b2182b" if change[task] < 0 else "#2166ac" for task in order]
+    bars = axis.barh(order, [100 * change[task] for task in order], color=colours)
+    axis.bar_label(bars, fmt="%+.1f %%", padding=3, fontsize=8)
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.margins(x=0.18)
+    axis.set_xlabel(f"relative change of the headline, per cent\n{names[1]} against {names[0]}", fontsize=8)
+    axis.tick_params(labelsize=8)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return change

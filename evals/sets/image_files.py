@@ -1,0 +1,198 @@
+"""Sets whose images are plain files: a base class, and the ImageNet family."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
+from pathlib import Path
+
+from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
+from PIL import Image
+
+from sparo_train.core.errors import DataError
+from sparo_train.data.read.folder import open_folder
+
+from .base import EvalSet, Fact, FactKind, Layout, opened, sha256, sizes_of
+from .config import SetTaskConfig
+
+
+class FileSet(EvalSet):
+    """Image files with facts.
+
+    Args:
+        root: what keys are relative to.
+        names: the files' paths below `root`, which are also their keys.
+        facts: of each.
+        kind: what the facts are.
+        extra: what else decides on the set's identity, e.g. an annotation file's content.
+    """
+
+    def __init__(self, root: Path, names: Sequence[str], facts: Sequence[Fact], kind: FactKind, extra: bytes = b""):
+        self.root, self.kind, self._names, self._facts, self._extra = root, kind, list(names), list(facts), extra
+        if not self._names:
+            raise DataError(f"{root}: an evaluation set without images")
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def read(self, number: int) -> tuple[str, Image.Image, Fact]:
+        return self._names[number], opened(self.root / self._names[number]), self._facts[number]
+
+    def identity(self) -> str:
+        return sha256(json.dumps([self._names, self._facts]), self._stat[0], self._extra)
+
+    def stamp(self) -> str:
+        return sha256(self._stat[1])
+
+    @cached_property
+    def _stat(self) -> tuple[bytes, bytes]:
+        return sizes_of([self.root / name for name in self._names])
+
+
+class ImageNetSet(FileSet):
+    """A folder with one folder per class, named by WordNet id (or, `numbered`, by the class's number as ImageNet-V2 is).
+
+    The classes are those that have a folder, in ImageNet's order, so that A and R are scored over their 200.
+
+    Args:
+        expected: how many classes there must be.
+
+    Raises:
+        DataError: a folder that is no class, or another number of them.
+    """
+
+    def __init__(self, root: str | Path, expected: int | None = None, numbered: bool = False):
+        folder = Path(root)
+        names = [name for part in open_folder(folder, "root", mixed=False) for name in part.names()]
+        present = sorted({name.partition("/")[0] for name in names})
+        known = {str(i): i for i in range(1000)} if numbered else {wnid: i for i, wnid in enumerate(wordnet_ids())}
+        for name in present:
+            if name not in known:
+                what = "a class number from 0 to 999" if numbered else "one of ImageNet's 1,000 WordNet ids"
+                raise DataError(f"{folder / name}: is not {what}; give the folder that holds the class folders")
+        if expected is not None and len(present) != expected:
+            raise DataError(f"{folder}: has {len(present)} class folders, {expected} expected; fetch it again")
+        classes = sorted(known[name] for name in present)
+        place = {imagenet: i for i, imagenet in enumerate(classes)}
+        super().__init__(folder, names, [place[known[name.partition("/")[0]]] for name in names], "label")
+        self._classes = classes
+
+    def classnames(self) -> list[str]:
+        return [IMAGENET_CLASSNAMES[i] for i in self._classes]
+
+    def templates(self) -> list[str]:
+        return imagenet_templates()
+
+
+class FolderSet(FileSet):
+    """A folder with one folder per class, in the order of their names, which name the classes (`_` is a space).
+
+    Raises:
+        DataError: no images, or some outside the class folders.
+    """
+
+    def __init__(self, root: str | Path):
+        folder = Path(root)
+        names = [name for part in open_folder(folder, "root", mixed=False) for name in part.names()]
+        for name in names:
+            if "/" not in name:
+                raise DataError(f"{folder / name}: lies beside the class folders; its class is not known")
+        self._classes = sorted({name.partition("/")[0] for name in names})
+        place = {name: i for i, name in enumerate(self._classes)}
+        super().__init__(folder, names, [place[name.partition("/")[0]] for name in names], "label")
+
+    def own_classnames(self) -> list[str]:
+        return [name.replace("_", " ") for name in self._classes]
+
+
+class ObjectNetSet(FileSet):
+    """ObjectNet's 113 classes that ImageNet has too, from `objectnet-1.0/images` and its four mapping files.
+
+    Args:
+        border_crop: cut the red border of two pixels off first, as wise-ft does and clip-benchmark does not.
+    """
+
+    def __init__(self, root: str | Path, border_crop: bool = True):
+        folder = Path(root)
+        top = folder / "objectnet-1.0" if (folder / "objectnet-1.0").is_dir() else folder
+        names_of = _json(_mapping(folder, "folder_to_objectnet_label.json"))
+        shared = set(_json(_mapping(folder, "objectnet_to_imagenet_1k.json")))
+        folders = sorted(name for name, label in names_of.items() if label in shared)
+        missing = shared - set(names_of.values())
+        if missing:
+            raise DataError(f"{folder}: folder_to_objectnet_label.json lacks {sorted(missing)[0]!r}")
+        place = {name: i for i, name in enumerate(folders)}
+        names = [n for part in open_folder(top / "images", "root", mixed=False) for n in part.names()]
+        names = [name for name in names if name.partition("/")[0] in place]
+        super().__init__(top / "images", names, [place[name.partition("/")[0]] for name in names], "label")
+        self._classnames, self.border_crop = [names_of[name].lower() for name in folders], border_crop
+
+    def read(self, number: int) -> tuple[str, Image.Image, Fact]:
+        key, image, fact = super().read(number)
+        if self.border_crop:
+            image = image.crop((2, 2, image.width - 2, image.height - 2))
+        return key, image, fact
+
+    def identity(self) -> str:
+        return sha256(super().identity(), f"border_crop {self.border_crop}")
+
+    def classnames(self) -> list[str]:
+        return self._classnames
+
+    def templates(self) -> list[str]:
+        return imagenet_templates()
+
+
+def imagenet_templates() -> list[str]:
+    """OpenAI's 80, with `{c}`."""
+    return [template("{c}") for template in OPENAI_IMAGENET_TEMPLATES]
+
+
+@cache
+def wordnet_ids() -> list[str]:
+    """ImageNet's 1,000 WordNet ids in the order of its classes, from timm's own table."""
+    spec = importlib.util.find_spec("timm")
+    assert spec is not None and spec.submodule_search_locations
+    table = Path(spec.submodule_search_locations[0]) / "data" / "_info" / "imagenet_synsets.txt"
+    return table.read_text(encoding="utf-8").split()
+
+
+def _mapping(folder: Path, name: str) -> Path:
+    for place in (folder, folder / "mappings", folder / "objectnet-1.0" / "mappings"):
+        if (place / name).is_file():
+            return place / name
+    raise DataError(f"{folder / name}: missing; it comes in ObjectNet's mappings folder")
+
+
+def _json(path: Path) -> Mapping[str, str]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: must hold a JSON object")
+    return found
+
+
+def _split_folder(config: SetTaskConfig, split: str) -> Path:
+    """ROOT/SPLIT, or ROOT where a set of one split has no folder for it."""
+    folder = Path(config.root) / split
+    if folder.is_dir():
+        return folder
+    if split != config.split:
+        raise DataError(f"{folder}: missing; layout {config.layout} has a folder per split")
+    return Path(config.root)
+
+
+def _imagenet(config: SetTaskConfig, split: str, numbered: bool) -> ImageNetSet:
+    return ImageNetSet(_split_folder(config, split), getattr(config, "classes", None), numbered=numbered)
+
+
+FOLDER = Layout(("label",), lambda config, _kind, split: FolderSet(_split_folder(config, split)))
+IMAGENET = Layout(("label",), lambda config, _kind, split: _imagenet(config, split, numbered=False))
+IMAGENETV2 = Layout(("label",), lambda config, _kind, split: _imagenet(config, split, numbered=True))
+OBJECTNET = Layout(
+    ("label",), lambda config, _kind, _split: ObjectNetSet(config.root, getattr(config, "border_crop", True))
+)

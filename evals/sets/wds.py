@@ -1,0 +1,183 @@
+"""Sets in tar shards, clip-benchmark's `wds/` layout first of all, and images in class folders.
+
+ROOT/test/nshards.txt  ROOT/test/0.tar …   key.jpg + key.cls | key.npy (several labels) | key.txt (captions, one per line) | key.json (pairs)
+    key.mask.png (masks: an object's number per pixel)
+ROOT/classnames.txt  ROOT/zeroshot_classification_templates.txt  ROOT/dataset_type.txt
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from PIL import Image
+
+from sparo_train.core.errors import BadSampleError, DataError
+from sparo_train.data.examples.samples import image_bytes
+from sparo_train.data.read.folder import FolderConfig, FolderPart
+from sparo_train.data.read.remote import filesystem_of
+from sparo_train.data.read.shards import Shard, ShardsConfig
+from sparo_train.data.read.sources import open_source
+
+from .base import IMAGE_KEYS, EvalSet, Fact, FactKind, Layout, Pair, decoded, sha256, sizes_of
+
+_WITH_LABEL = "a .cls member, or a class folder"
+
+
+class SourceSet(EvalSet):
+    """Images in shards or in class folders.
+
+    Args:
+        place: a folder of shards, a glob, a brace range, a URL; or a folder of class folders with images.
+        kind: what the facts are.
+        key: what to call it in errors.
+
+    Raises:
+        DataError: nothing there, or a truncated shard.
+    """
+
+    def __init__(self, place: str | tuple[str, ...], kind: FactKind, key: str):
+        first = Path(place if isinstance(place, str) else place[0])
+        as_folder = isinstance(place, str) and first.is_dir() and not any(first.glob("*.tar"))
+        config = FolderConfig(folder=str(place)) if as_folder else ShardsConfig(shards=place, image_keys=IMAGE_KEYS)
+        self.source, self.kind, self.root = open_source(key, config, block="eval.tasks"), kind, first
+        self._folder = as_folder
+        self._ends = np.cumsum([len(storage) for storage in self.source.storages])
+        broken = self.source.broken()
+        if broken:
+            raise DataError(
+                f"{broken[0].url}: {broken[0].reason}; scores over part of a data set mean nothing, fetch it again"
+            )
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, number: int) -> tuple[str, Image.Image, Fact]:
+        shard = int(np.searchsorted(self._ends, number, side="right"))
+        ordinal = number - (int(self._ends[shard - 1]) if shard else 0)
+        storage, key = self.source.storages[shard], f"number {ordinal}"
+        try:
+            key, fields = storage.read(ordinal)
+            image = decoded(image_bytes(fields, IMAGE_KEYS), f"{storage.url}: sample {key}")
+        except BadSampleError as bad:
+            raise DataError(f"{storage.url}: sample {key}: {bad}") from None
+        return key, image, FACTS[self.kind](fields, f"{storage.url}: sample {key}")
+
+    def identity(self) -> str:
+        if self._folder:
+            return sha256("folder", *self._names(), self._stat[0])
+        shards = cast(Sequence[Shard], self.source.storages)
+        return sha256("shards", self.kind, *(p for s in shards for p in (Path(s.url).name, s.index.offsets.tobytes())))
+
+    def stamp(self) -> str:
+        if self._folder:
+            return sha256(self._stat[1])
+        infos = [filesystem.info(path) for filesystem, path in (filesystem_of(s.url) for s in self.source.storages)]
+        return sha256(*(f"{i['size']} {i.get('mtime', i.get('ETag', ''))}" for i in infos))
+
+    def _names(self) -> list[str]:
+        return [name for part in cast(Sequence[FolderPart], self.source.storages) for name in part.names()]
+
+    @cached_property
+    def _stat(self) -> tuple[bytes, bytes]:
+        return sizes_of([self.root / name for name in self._names()])
+
+
+class WdsSet(SourceSet):
+    """A folder in the layout above. Raises `DataError` where files are missing, which it names."""
+
+    def __init__(self, root: str | Path, kind: FactKind, split: str = "test"):
+        folder = Path(root)
+        counter = folder / split / "nshards.txt"
+        if not counter.is_file():
+            raise DataError(f"{counter}: missing; an evaluation set has {split}/nshards.txt and {split}/0.tar …")
+        try:
+            number = int(counter.read_text(encoding="utf-8"))
+        except ValueError:
+            raise DataError(f"{counter}: must hold the number of shards, nothing else") from None
+        shards = [folder / split / f"{i}.tar" for i in range(number)]
+        for path in shards:
+            if not path.is_file():
+                raise DataError(f"{path}: missing; {counter} names {number} shard(s)")
+        if not shards:
+            raise DataError(f"{counter}: names no shard")
+        declared = _declared(folder)
+        super().__init__(
+            tuple(map(str, shards)), "labels" if kind == "label" and declared == "multilabel" else kind, split
+        )
+        self.root = folder
+
+    def identity(self) -> str:
+        return sha256("wds", super().identity())
+
+
+def _declared(root: Path) -> str:
+    path = root / "dataset_type.txt"
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+
+
+def _label(fields: dict[str, bytes], where: str) -> int:
+    text = fields.get("cls", b"").strip()
+    if not text.isdigit():
+        raise DataError(f"{where} has no label ({_WITH_LABEL})")
+    return int(text)
+
+
+def _labels(fields: dict[str, bytes], where: str) -> list[int]:
+    if "npy" not in fields:
+        raise DataError(f"{where} has no .npy member, which holds the labels of a multilabel set")
+    try:
+        table = np.load(io.BytesIO(fields["npy"]), allow_pickle=False)
+    except ValueError:
+        raise DataError(f"{where}: .npy cannot be read as an array of numbers") from None
+    if table.ndim != 1 or not np.isin(table, (0, 1)).all():
+        raise DataError(f"{where}: .npy must hold one row of zeros and ones, one per class")
+    return table.astype(int).tolist()
+
+
+def _captions(fields: dict[str, bytes], where: str) -> list[str]:
+    """None of them is an answer too: the task counts images without a caption."""
+    try:
+        text = fields.get("txt", b"").decode("utf-8")
+    except UnicodeDecodeError:
+        raise DataError(f"{where}: .txt is not UTF-8") from None
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _pairs(fields: dict[str, bytes], where: str) -> list[Pair]:
+    try:
+        found = json.loads(fields["json"])
+        return [Pair(found["kind"], found["caption"], found["negative_caption"])]
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{where}: .json needs kind, caption, negative_caption ({error})") from None
+
+
+def _mask(fields: dict[str, bytes], where: str) -> np.ndarray:
+    """(H, W), an object's number per pixel, 0 for the background."""
+    if "mask.png" not in fields:
+        raise DataError(f"{where} has no .mask.png member, which holds an object's number per pixel")
+    try:
+        with Image.open(io.BytesIO(fields["mask.png"]), formats=("PNG",)) as image:
+            table = np.asarray(image)
+    except (OSError, ValueError, SyntaxError) as error:
+        raise DataError(f"{where}: .mask.png cannot be read ({error})") from None
+    if table.ndim != 2:
+        raise DataError(f"{where}: .mask.png has {table.shape[2:]} channels; it must hold one number per pixel")
+    return table
+
+
+FACTS: dict[FactKind, Callable[[dict[str, bytes], str], Fact]] = {
+    "label": _label,
+    "labels": _labels,
+    "captions": _captions,
+    "pairs": _pairs,
+    "masks": _mask,
+}
+
+
+LAYOUT = Layout(tuple(FACTS), lambda config, kind, split: WdsSet(config.root, kind, split))

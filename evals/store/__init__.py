@@ -1,0 +1,1 @@
+"""The feature store: every image is encoded once per checkpoint."""

@@ -1,0 +1,199 @@
+"""The feature store: every image of a set is encoded once per checkpoint; every task reads what is there.
+
+    STORE/images/KEY/manifest.json  part-00000.npy  part-00000.json …      STORE/texts/TOWER/part-HASH.npy  part-HASH.json
+
+KEY is a hash of the weights, the architecture, the preprocessing, the precision, the view, the set's identity and stamp,
+and the storage type, so that nothing is ever read for other weights, transforms or data. A part's JSON (keys and facts)
+is renamed into place after its array, so that a part is whole or absent; what is there already is not encoded again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparo_train.core.distributed import Ranks
+from sparo_train.core.errors import DataError, SparoError
+from sparo_train.core.files import write_whole
+from sparo_train.core.world import World
+
+from ..encoders.encoder import Encoder, TextEncoder
+from ..sets.base import EvalSet, Transform, batched, read_batches
+from .batch_sizes import BatchSize
+from .feature_table import Features, View
+from .parts import Part, bounds_of, known_texts, open_part, part_path, write_array
+
+Storage = Literal["fp32", "fp16"]
+_TYPES = {"fp32": np.float32, "fp16": np.float16}
+_FORMAT = 1
+_ALONE = Ranks(World(), "gloo", 0.0)
+
+
+class FeatureStore:
+    """Where encodings are kept.
+
+    Args:
+        root: a folder; None keeps nothing, and encodings live in memory.
+        storage: type on disk and in memory maps; scores are computed in fp32 whatever it is.
+        report: told a set's name, the images done and how many there are.
+    """
+
+    def __init__(
+        self,
+        root: str | Path | None = None,
+        storage: Storage = "fp32",
+        report: Callable[[str, int, int], None] = lambda name, done, total: None,
+    ):
+        self.root, self.storage, self.report = Path(root) if root else None, storage, report
+        self.batch = BatchSize(self.root / "batch_sizes.json" if self.root else None)
+
+    def images(
+        self,
+        encoder: Encoder,
+        source: EvalSet,
+        transform: Transform | None = None,
+        view: View | None = None,
+        workers: int = 0,
+        ranks: Ranks = _ALONE,
+        part: tuple[int, int] | None = None,
+    ) -> Features | None:
+        """The encodings of a set, as far as they are not there already.
+
+        Args:
+            transform: default: the encoder's own.
+            view: default: `encoder.encode`.
+            ranks: each encodes its parts; all get all of them.
+            part: (i, n): only the i-th of n shares, for processes that do not know each other (a SLURM array).
+
+        Returns:
+            None where `part` was given and other processes' parts are missing still.
+
+        Raises:
+            DataError: an image that cannot be read, or an encoding that is not finite.
+        """
+        of = None
+        if view is None:
+            encoder, of = encoder.stored()
+        view, transform = view or View("encode", encoder.encode), transform or encoder.transform
+        job = _Job(encoder, source, transform, view, workers)
+        spans = bounds_of(len(source))
+        own, among = part or (ranks.rank, ranks.size)
+        if self.root is None:
+            parts: list[Part] = []
+            _together(ranks, lambda: parts.extend(self._encoded(job, spans[own::among])))
+            return _features(sorted((p for got in ranks.gather(parts) for p in got), key=lambda p: p.first), of)
+        facts = self._facts(job)
+        folder = self.root / "images" / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+        if own == 0:
+            write_whole(folder / "manifest.json", json.dumps(facts, indent=1))
+        _together(ranks, lambda: self._fill(folder, job, spans, own, among))
+        found = [open_part(folder, number, span) for number, span in enumerate(spans)]
+        whole = [p for p in found if p is not None]
+        if len(whole) == len(found):
+            return _features(whole, of)
+        if part is not None:
+            return None
+        raise DataError(f"{folder}: parts vanished while they were read; do several processes clean this store?")
+
+    def texts(self, encoder: TextEncoder, captions: Sequence[str]) -> Tensor:
+        """Unit-norm fp32 encodings (n, D) of captions, each distinct one encoded once per text tower."""
+        if self.root is None:
+            return encoder.text(captions)
+        facts = {"format": _FORMAT, "tower": encoder.text_weights, "precision": encoder.precision}
+        folder = self.root / "texts" / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+        known = known_texts(folder)
+        new = sorted(set(captions) - known.keys())
+        if new:
+            encoded = encoder.text(new)
+            _refuse_non_finite(encoded, new, "the text tower")
+            name = "part-" + hashlib.sha256(json.dumps(new).encode()).hexdigest()[:16]
+            write_array(folder / f"{name}.npy", encoded.numpy())
+            write_whole(folder / f"{name}.json", json.dumps(new))
+            known |= {caption: encoded[i].numpy() for i, caption in enumerate(new)}
+        return torch.from_numpy(np.stack([known[caption] for caption in captions]))
+
+    def _facts(self, job: _Job) -> dict[str, Any]:
+        encoder, source = job.encoder, job.source
+        return {
+            "format": _FORMAT,
+            "checkpoint": {"sha256": encoder.weights, "architecture": encoder.architecture},
+            "preprocessing": repr(job.transform),
+            "normalisation": [encoder.mean.flatten().tolist(), encoder.std.flatten().tolist()],
+            "precision": encoder.precision,
+            "view": job.view.name,
+            "data": {"sha256": source.identity(), "stamp": source.stamp(), "n": len(source), "root": str(source.root)},
+            "storage": self.storage,
+            "slots": encoder.slots,
+        }
+
+    def _fill(self, folder: Path, job: _Job, spans: list[tuple[int, int]], own: int, of: int) -> None:
+        """Encode this process's parts that are missing."""
+        missing = [i for i in range(own, len(spans), of) if open_part(folder, i, spans[i]) is None]
+        for number, part in zip(missing, self._encoded(job, [spans[i] for i in missing]), strict=True):
+            write_array(part_path(folder, number, "npy"), part.array)
+            facts = {"first": part.first, "keys": part.keys, "facts": part.facts}
+            write_whole(part_path(folder, number, "json"), json.dumps(facts))
+
+    def _encoded(self, job: _Job, spans: Sequence[tuple[int, int]]) -> Iterator[Part]:
+        """These parts, one after another, read by one set of workers."""
+        size, done, total = self.batch.of(job.encoder, job.view.name), 0, sum(end - begin for begin, end in spans)
+        cuts = [batched(range(begin, end), size) for begin, end in spans]
+        batches = read_batches(job.source, job.transform, [batch for cut in cuts for batch in cut], job.workers)
+        for (begin, _), cut in zip(spans, cuts, strict=True):
+            encoded, keys, facts = [], [], []
+            for batch in islice(batches, len(cut)):
+                found = self.batch.run(job.encoder, job.view.name, job.view.encode, batch.pixels)
+                _refuse_non_finite(found, batch.keys, str(job.source.root))
+                encoded.append(found.numpy().astype(_TYPES[self.storage], copy=False))
+                keys += batch.keys
+                facts += batch.facts
+                done += len(batch.keys)
+                self.report(str(job.source.root), done, total)
+            yield Part(begin, np.concatenate(encoded), keys, facts)
+
+
+class _Job(NamedTuple):
+    encoder: Encoder
+    source: EvalSet
+    transform: Transform
+    view: View
+    workers: int
+
+
+def _features(parts: Sequence[Part], of: Callable[[Tensor], Tensor] | None) -> Features:
+    keys, facts = [k for p in parts for k in p.keys], [f for p in parts for f in p.facts]
+    return Features([p.array for p in parts], keys, facts, of)
+
+
+def _together(ranks: Ranks, call: Callable[[], None]) -> None:
+    """Run `call` on every rank; where it fails on one, all of them fail."""
+    failed: SparoError | None = None
+    try:
+        call()
+    except SparoError as error:
+        failed = error
+    reasons = [reason for reason in ranks.gather(str(failed) if failed else None) if reason]
+    if failed is not None:
+        raise failed
+    if reasons:
+        error = DataError(reasons[0])
+        error.repeated = True
+        raise error
+
+
+def _refuse_non_finite(found: Tensor, keys: Sequence[str], where: str) -> None:
+    good = found.isfinite().flatten(1).all(dim=1)
+    if not good.all():
+        bad = int((~good).nonzero()[0])
+        raise DataError(
+            f"{where}: the encoding of {keys[bad]!r} is not finite ({int((~good).sum())} of {len(keys)} in its batch); "
+            "is the checkpoint whole? fp16 overflows where bf16 and fp32 do not"
+        )

@@ -1,0 +1,183 @@
+"""`sparo eval`: checkpoints to scores."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparo_train import __version__
+from sparo_train.core.config import Frozen, load_recipe, resolve
+from sparo_train.core.distributed import Ranks
+from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
+from sparo_train.core.files import write_whole
+from sparo_train.core.rundir import environment
+from sparo_train.train.run import TaskConfig as AnyTask
+
+from ..encoders.encoder import Encoder, Precision
+from ..encoders.loading import load_encoder, read_recipe
+from ..report.results_file import append
+from ..sets.config import SetTaskConfig, TaskConfig
+from ..store.features import FeatureStore, Storage
+from ..tasks.result import Result
+from . import catalogue
+from .suite import Suite
+from .task import UnfitError
+
+
+class _Tasks(Frozen):
+    tasks: dict[str, AnyTask]
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """The options of `sparo eval` beyond checkpoints and tasks.
+
+    features: folder of the feature store; None keeps no features.  results: where lines and predictions go; None: to the
+    run folder of a run, nowhere for other checkpoints.  part: (i, n): encode the i-th of n shares only.
+    """
+
+    model: str | None = None
+    features: Path | None = None
+    storage: Storage = "fp32"
+    precision: Precision = "fp32"
+    limit: int | None = None
+    results: Path | None = None
+    part: tuple[int, int] | None = None
+    latest: bool = True
+
+
+def features_folder() -> Path:
+    """Where features are kept unless the command line says otherwise."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("SPARO_FEATURES") or cache / "sparo" / "features")
+
+
+def tasks_for(
+    checkpoint: str, data: Path | None, only: Sequence[str] | None = None, root: Path | None = None
+) -> dict[str, TaskConfig]:
+    """What to score a checkpoint on.
+
+    Args:
+        data: a YAML with `tasks:`, or a recipe with `eval.tasks`; default: `eval.tasks` of the run that the checkpoint belongs to.
+        only: names of these tasks, of the folder that their data lies in (`scenes` for data/scenes/…), or of the catalogue's
+            sets and groups, whose files lie below `root`; default: all of the YAML or the run.
+
+    Raises:
+        ConfigError: neither is there, or a name that is none of these.
+    """
+    known = _known(checkpoint, data)
+    if not only and not known:
+        raise ConfigError(
+            f"--data: {checkpoint} has no run folder with eval.tasks; give a YAML with `tasks:` that says what to score, "
+            "or --tasks with names of `sparo eval --list`"
+        )
+    if not only:
+        return known
+    found: dict[str, TaskConfig] = {}
+    for name in only:
+        grouped = {n: t for n, t in known.items() if isinstance(t, SetTaskConfig) and Path(t.root).parent.name == name}
+        listed = catalogue.tasks(name, root or Path("data"))
+        chosen = {name: known[name]} if name in known else grouped or listed
+        if not chosen:
+            among = [
+                *known,
+                *(Path(t.root).parent.name for t in known.values() if isinstance(t, SetTaskConfig)),
+                *catalogue.names(),
+            ]
+            raise ConfigError(f"--tasks {name}: {did_you_mean(name, dict.fromkeys(among))}")
+        found |= chosen
+    return found
+
+
+def _known(checkpoint: str, data: Path | None) -> dict[str, TaskConfig]:
+    if data is not None:
+        tree = load_recipe(data)
+        if "tasks" not in tree and isinstance(tree.get("eval"), dict):
+            tree = {"tasks": tree["eval"].get("tasks", {})}
+        return dict(resolve(_Tasks, tree, str(data)).tasks)
+    try:
+        return dict(read_recipe(Path(checkpoint)).eval.tasks)
+    except CheckpointError:
+        return {}
+
+
+def evaluate_checkpoint(
+    checkpoint: str,
+    known: dict[str, TaskConfig],
+    how: EvalOptions,
+    ranks: Ranks,
+    report: Callable[[str, int, int], None],
+    say: Callable[[str], None],
+) -> dict[str, Result]:
+    """Score one checkpoint on `known` and keep the results; `report` is told a place, the images done, and their number.
+
+    Tasks that its kind of encoder cannot do are said and left out; `UnfitError` where nothing is left.
+    """
+    encoder = load_encoder(checkpoint, how.model, _device(ranks))
+    encoder.precision = how.precision
+    if encoder.assumed:
+        say(encoder.assumed)
+    if how.limit is not None:
+        known = {name: task.model_copy(update={"limit": how.limit}) for name, task in known.items()}
+    store = FeatureStore(how.features, how.storage, report)
+    is_run = (Path(checkpoint) / "config.yaml").is_file()
+    folder = how.results or (Path(checkpoint) / "evals" if is_run and how.latest else None)
+    suite, results, unfit = Suite(known, store), {}, []
+    for name in known:
+        begin = time.monotonic()
+        try:
+            found = suite.run(encoder, [name], ranks, how.part)
+        except UnfitError as error:
+            unfit.append(error)
+            continue
+        for task, result in found.items():
+            results[task] = result
+            if result.counts.get("images_without_caption"):
+                say(f"{task}: {result.counts['images_without_caption']} image(s) without a caption are no queries")
+            if folder is not None and ranks.rank == 0:
+                append(folder, checkpoint, task, result, _facts(encoder, how, time.monotonic() - begin))
+    if unfit and len(unfit) == len(known):
+        raise unfit[0]
+    for error in unfit:
+        say(f"left out: {error}")
+    waiting = len(known) - len(unfit) - len(results)
+    if waiting and how.part:
+        say(
+            f"share {how.part[0]} of {how.part[1]} is encoded; {waiting} task(s) wait for other shares: "
+            "the same line without --part scores"
+        )
+    if how.latest and is_run and results and ranks.rank == 0:
+        write_results(Path(checkpoint) / "evals" / "latest.json", {"checkpoint": encoder.label}, results)
+    return results
+
+
+def _facts(encoder: Encoder, how: EvalOptions, seconds: float) -> dict[str, Any]:
+    return {
+        "checkpoint": {"label": encoder.label, "sha256": encoder.weights, "architecture": encoder.architecture},
+        "preprocessing": repr(encoder.transform),
+        "precision": how.precision,
+        "storage": how.storage,
+        "limit": how.limit,
+        "seconds": round(seconds, 3),
+        "sparo": __version__,
+        "environment": environment(),
+    }
+
+
+def _device(ranks: Ranks) -> str:
+    if not torch.cuda.is_available():
+        return "cpu"
+    return f"cuda:{ranks.world.local_rank % torch.cuda.device_count()}"
+
+
+def write_results(path: Path, facts: dict[str, Any], results: dict[str, Result]) -> None:
+    """Results with their intervals and the environment, as one JSON file."""
+    content = {**facts, "environment": environment(), "results": {name: r.as_dict() for name, r in results.items()}}
+    write_whole(path, json.dumps(content, indent=1))

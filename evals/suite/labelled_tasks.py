@@ -1,0 +1,106 @@
+"""Tasks of any image encoder on labelled images: clip-benchmark's linear probe and DINO's k-NN."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch.nn import functional as F
+
+from sparo_train.core.errors import ConfigError
+
+from ..sets.config import LabelledTaskConfig, SetTaskConfig
+from ..sets.opening import open_labelled, open_set
+from ..store.feature_table import Features
+from ..tasks import knn, probe
+from ..tasks.result import Result
+from .scoring import Scoring, described, labels_of
+from .task import Task
+
+
+class ProbeTaskConfig(SetTaskConfig):
+    """clip-benchmark's linear probe on the whole encoding: AdamW, a cosine per step, the weight decay searched on held-out data.
+
+    `train_split`: beside `split`.  `val_split` or `val_proportion` (drawn by `seed`): what the weight decay is searched on; neither:
+    `weight_decay` is used. The SPARO paper gives lr and epochs, and neither batch size nor held-out share.
+    `fewshot_k`: images per class, -1: all.
+    """
+
+    task: Literal["probe"] = "probe"
+    train_split: str = "train"
+    val_split: str | None = None
+    val_proportion: float = Field(default=0.2, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    fewshot_k: int = Field(default=-1, ge=-1)
+    lr: float = Field(default=0.1, gt=0)
+    epochs: int = Field(default=10, ge=1)
+    batch_size: int = Field(default=64, gt=0)
+    normalize: bool = True
+    seed: int = 0
+
+
+class KnnTaskConfig(LabelledTaskConfig):
+    """DINO's weighted k-NN; the headline is k = 20 where it is among them. Encodings as they are, normalised as a whole."""
+
+    task: Literal["knn"] = "knn"
+    k: tuple[int, ...] = Field(default=(10, 20, 100, 200), min_length=1)
+    temperature: float = Field(default=0.07, gt=0)
+
+
+def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
+    """clip-benchmark's linear probe on the encodings."""
+    parts = {"train": open_set(task, "label", task.train_split), "test": open_set(task, "label")}
+    if task.val_split is not None:
+        parts["val"] = open_set(task, "label", task.val_split)
+    features = dict(zip(parts, scoring.features(list(parts.values()), task.workers), strict=True))
+    labels = {name: labels_of(features[name], source, None) for name, source in parts.items()}
+    classes = 1 + max(int(found.max()) for found in labels.values())
+    known = {name: _labelled(features[name], labels[name], task.normalize) for name in parts}
+    train, held_out = known["train"], known.get("val")
+    if held_out is None and task.val_proportion > 0:
+        order = torch.randperm(len(train.labels), generator=torch.Generator().manual_seed(task.seed))
+        cut = round(task.val_proportion * len(order))
+        if not 0 < cut < len(order):
+            raise ConfigError(f"val_proportion={task.val_proportion}: of {len(order)} images leaves one side empty")
+        train, held_out = train.only(order[cut:]), train.only(order[:cut])
+    how = probe.Training(task.lr, task.epochs, task.batch_size, task.seed, scoring.encoder.device)
+    found = scoring.ranks.first(
+        lambda: probe.score(train, known["test"], classes, how, held_out, task.fewshot_k, task.weight_decay)
+    )
+    held = task.val_split or task.val_proportion
+    return described(found, features["test"], parts["test"], {"normalize": task.normalize, "held_out": held})
+
+
+def _labelled(features: Features, labels: torch.Tensor, normalize: bool) -> probe.Labelled:
+    def rows(numbers: torch.Tensor) -> torch.Tensor:
+        found = features.rows(numbers)
+        return F.normalize(found, dim=-1) if normalize else found
+
+    return probe.Labelled(rows, labels)
+
+
+def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
+    """DINO's k-NN: the training images are the bank, whose search is cut over the ranks; all return the same result."""
+    encoder, ranks = scoring.encoder, scoring.ranks
+    transform = encoder.resized(task.resize)
+    bank_set, test_set = open_labelled(task)
+    bank, test = scoring.features([bank_set, test_set], task.workers, transform)
+    share, first = bank.share(ranks.rank, ranks.size)
+    queries, k = test.whole().to(encoder.device), max(task.k)
+    found = knn.nearest(queries, share.blocks(), k, first)
+    found = knn.merge(ranks.gather(knn.Nearest(*(t.cpu() for t in found))), k)
+    labels, bank_labels = labels_of(test, test_set, None), labels_of(bank, bank_set, None)
+    classes = 1 + int(torch.cat([bank_labels, labels]).max())
+    headline = 20 if 20 in task.k else task.k[0]
+    result = knn.score(found, bank_labels, labels, classes, task.k, task.temperature, headline)
+    return described(result, test, test_set, {})
+
+
+def check_labelled(task: LabelledTaskConfig) -> None:
+    """Raise `DataError` where the images are not there."""
+    open_labelled(task)
+
+
+PROBE = Task(ProbeTaskConfig, run_probe, lambda task: open_set(task, "label").check())
+KNN = Task(KnnTaskConfig, run_knn, check_labelled)

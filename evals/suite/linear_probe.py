@@ -1,0 +1,148 @@
+"""DINO's linear probe on a set's images: features once where the protocol allows it, through the backbone where not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from pydantic import Field
+from torch import Tensor, nn
+
+from sparo_train.core.distributed import Ranks
+from sparo_train.core.errors import DataError
+from sparo_train.core.ring import sum_over_ranks
+from sparo_train.core.rng import generator, torch_seed
+from sparo_train.data.examples.transforms import random_resized_crop_box, resized_crop
+
+from ..encoders.own import DinoEncoder
+from ..sets.base import EvalSet, Fact, batched, read_batches
+from ..sets.config import LabelledTaskConfig
+from ..sets.opening import open_labelled
+from ..store.feature_table import Features, View
+from ..tasks import linear
+from ..tasks.result import Result
+from .labelled_tasks import check_labelled
+from .scoring import Scoring, labels_of
+from .task import Task
+
+_BATCH = 256
+
+
+class LinearTaskConfig(LabelledTaskConfig):
+    """DINO's linear probe on CLS of the last blocks (with SPARO: its encoding for the last one's).
+
+    `batch_size`: of all ranks; the rate is `lr * batch_size / 256`. `augment`: false trains on features computed once,
+    which is another protocol. `avgpool`: also the mean patch of the last block (official for ViT-B, with n_last_blocks=1).
+    """
+
+    task: Literal["linear"] = "linear"
+    n_last_blocks: int = Field(default=4, ge=1)
+    avgpool: bool = False
+    epochs: int = Field(default=100, ge=1)
+    lr: float = Field(default=0.001, gt=0)
+    batch_size: int = Field(default=1024, gt=0)
+    augment: bool = True
+    classes: int | None = Field(default=None, gt=1)
+    seed: int = 0
+
+
+def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
+    """The test features are computed once; those of training too where `augment` is off. All ranks return the same result."""
+    encoder, ranks = scoring.encoder, scoring.ranks
+    assert isinstance(encoder, DinoEncoder)  # what offers `blocks`
+    train, test = open_labelled(task)
+    probe = partial(encoder.probe, n=task.n_last_blocks, avgpool=task.avgpool)
+    view = View(f"probe n={task.n_last_blocks} avgpool={task.avgpool}", probe)
+    transform = encoder.resized(task.resize)
+    held, *rest = scoring.features([test] if task.augment else [test, train], task.workers, transform, view)
+    bank, answers = (rest[0] if rest else None), labels_of(held, test, task.classes)
+    known = [answers] if bank is None else [answers, labels_of(bank, train, task.classes)]
+    classes = task.classes or 1 + max(torch.cat(known).tolist())
+    own, first = held.share(ranks.rank, ranks.size)
+    own_answers = answers[first : first + len(own)]
+    right: list[tuple[int, int]] = []
+
+    def report(_epoch: int, layer: nn.Linear) -> None:
+        counts = linear.count_right(layer, list(own.blocks(_BATCH)), _like(own, own_answers))
+        best, five = (sum(column) for column in zip(*ranks.gather(counts.tolist()), strict=True))
+        right.append((best, five))
+
+    def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+        order = generator(task.seed, "probe", epoch).permutation(len(train)).tolist()
+        if bank is None:
+            yield from _augmented(scoring, task, train, epoch, order, probe, classes, held.width)
+            return
+        for numbers, mine in _dealt(order, task.batch_size, ranks):
+            at = torch.tensor(mine, dtype=torch.int64)
+            yield bank.rows(at).to(encoder.device), known[1][at].to(encoder.device), len(numbers)
+
+    lr, seed = task.lr * task.batch_size / 256, torch_seed(task.seed, "probe")
+    # not by the process group: in training the others wait
+    alone = {"summed": sum_over_ranks} if ranks.size > 1 else {}
+    linear.train_probe(batches, held.width, classes, task.epochs, lr, seed, encoder.device, report, **alone)
+    return linear.result(right, len(test), classes)._replace(data=test.identity())
+
+
+def _like(features: Features, labels: Tensor) -> list[Tensor]:
+    """Labels in the blocks of `features`."""
+    return list(labels.split([len(block) for block in features.blocks(_BATCH)]))
+
+
+def _dealt(order: list[int], size: int, ranks: Ranks) -> Iterator[tuple[list[int], list[int]]]:
+    """Global batches, and of each what is this rank's."""
+    for numbers in batched(order, size):
+        yield list(numbers), list(numbers[ranks.rank :: ranks.size])
+
+
+def _augmented(
+    scoring: Scoring, task: LinearTaskConfig, train: EvalSet, epoch: int, order: list[int], probe: partial[Tensor],
+    classes: int, width: int,
+) -> Iterator[tuple[Tensor, Tensor, int]]:  # fmt: skip
+    """An epoch through the backbone."""
+    encoder = scoring.encoder
+    dealt = list(_dealt(order, task.batch_size, scoring.ranks))
+    crops = _Crops(train, encoder.image_size, task.seed, epoch)
+    read = read_batches(crops, np.asarray, [mine for _, mine in dealt if mine], task.workers)
+    for numbers, mine in dealt:
+        if not mine:  # a last batch smaller than the number of ranks
+            none = torch.zeros(0, dtype=torch.int64, device=encoder.device)
+            yield torch.zeros(0, width, device=encoder.device), none, len(numbers)
+            continue
+        batch = next(read)
+        labels = torch.tensor(batch.facts, dtype=torch.int64)
+        if int(labels.max()) >= classes:
+            raise DataError(
+                f"{task.train}: label {int(labels.max())}, and {task.test} has {classes} classes; set the task's classes"
+            )
+        yield probe(batch.pixels), labels.to(encoder.device), len(numbers)
+
+
+class _Crops(EvalSet):
+    """torchvision's RandomResizedCrop and flip as eval_linear.py has them: bilinear, 8 to 100 per cent of the area."""
+
+    def __init__(self, whole: EvalSet, size: int, seed: int, epoch: int):
+        self.whole, self.size, self.names = whole, size, (seed, epoch)
+        self.root, self.kind = whole.root, whole.kind
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def read(self, number: int) -> tuple[str, Image.Image, Fact]:
+        key, image, fact = self.whole.read(number)
+        rng = generator(self.names[0], "probe-augment", self.names[1], number)
+        box = random_resized_crop_box(image.size, (0.08, 1.0), rng)
+        pixels = resized_crop(image, box, self.size, Image.Resampling.BILINEAR)
+        return key, Image.fromarray(pixels[:, ::-1] if rng.random() < 0.5 else pixels), fact
+
+    def identity(self) -> str:
+        return self.whole.identity()
+
+    def stamp(self) -> str:
+        return self.whole.stamp()
+
+
+LINEAR = Task(LinearTaskConfig, run_linear, check_labelled, needs=("blocks",))

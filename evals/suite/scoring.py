@@ -1,0 +1,71 @@
+"""What a runner works with: an encoder, the store, and the ranks that score together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparo_train.core.distributed import Ranks
+from sparo_train.core.errors import DataError
+
+from ..encoders.encoder import Encoder, TextEncoder
+from ..sets.base import EvalSet, Transform
+from ..store.feature_table import Features, View
+from ..store.features import FeatureStore
+from ..tasks.result import Result
+
+
+class Scoring(NamedTuple):
+    """`name`: the task's, for errors.  `part`: encode only this share of the images (i of n), and score nothing before all are there."""
+
+    name: str
+    encoder: Encoder
+    store: FeatureStore
+    ranks: Ranks
+    part: tuple[int, int] | None = None
+
+    def features(
+        self, sources: Sequence[EvalSet], workers: int, transform: Transform | None = None, view: View | None = None
+    ) -> list[Features]:
+        """The sets' encodings, all that a task needs at once: this process's shares of all of them come before any is missed.
+
+        Raises:
+            PartsMissingError: other processes have not encoded theirs.
+        """
+        tried = [self.store.images(self.encoder, s, transform, view, workers, self.ranks, self.part) for s in sources]
+        found = [features for features in tried if features is not None]
+        if len(found) < len(tried):
+            raise PartsMissingError(
+                f"{self.name}: other shares of {sources[tried.index(None)].root} are not encoded yet"
+            )
+        return found
+
+    def texts(self, captions: list[str]) -> Tensor:
+        """Unit-norm encodings (n, D) of captions, by an encoder that offers `texts`."""
+        assert isinstance(self.encoder, TextEncoder)
+        return self.store.texts(self.encoder, captions)
+
+
+class PartsMissingError(DataError):
+    """Not an error where several processes share the encoding: the last one of them scores."""
+
+
+def labels_of(features: Features, source: EvalSet, classes: int | None) -> Tensor:
+    """(n,) int64. Raises `DataError` where a label is not below `classes`."""
+    labels = torch.tensor(features.facts, dtype=torch.int64)
+    if classes is not None and len(labels) and int(labels.max()) >= classes:
+        key = features.keys[int(labels.argmax())]
+        raise DataError(f"{source.root}: {key} has label {int(labels.max())}, and there are {classes} classes")
+    return labels
+
+
+def described(
+    result: Result, images: Features, source: EvalSet, options: dict[str, Any], keys: list[str] | None = None
+) -> Result:
+    """A result with what only the caller knows: options, the data's identity, and the keys of its predictions."""
+    return result._replace(
+        options={**options, **result.options}, data=source.identity(), keys=tuple(keys or images.keys)
+    )

@@ -1,0 +1,58 @@
+"""Data sets times tasks: encode what a task needs, hand the features over, collect results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sparo_train.core.distributed import Ranks
+from sparo_train.core.tables import TASKS
+from sparo_train.core.world import World
+
+from ..encoders.encoder import Encoder
+from ..sets.config import TaskConfig
+from ..store.features import FeatureStore
+from ..tasks.result import Result
+from .scoring import PartsMissingError, Scoring
+from .task import chosen, refuse_unfit
+
+_ALONE = Ranks(World(), "gloo", 0.0)
+
+
+class Suite:
+    """Several evaluation sets, scored as often as asked.
+
+    Args:
+        tasks: by name, as in a recipe's `eval.tasks`.
+        store: where features are kept; default: nowhere.
+    """
+
+    def __init__(self, tasks: Mapping[str, TaskConfig], store: FeatureStore | None = None):
+        self.tasks, self.store = dict(tasks), store or FeatureStore()
+
+    def check(self) -> None:
+        """Raise `DataError` now where a set lacks a file that its task needs."""
+        for task in self.tasks.values():
+            TASKS.row(task.task).check(task)
+
+    def run(
+        self,
+        encoder: Encoder,
+        only: Sequence[str] | None = None,
+        ranks: Ranks = _ALONE,
+        part: tuple[int, int] | None = None,
+    ) -> dict[str, Result]:
+        """Score `encoder` on the tasks named in `only` (default: all).
+
+        Args:
+            ranks: those that score together; each encodes its share of the images, and all return the same results.
+            part: (i, n): encode the i-th of n shares only; tasks whose other shares are missing are left out of the results.
+        """
+        tasks, out = chosen(self.tasks, only), {}
+        for name, task in tasks.items():
+            refuse_unfit(name, task, encoder)
+        for name, task in tasks.items():
+            try:
+                out[name] = TASKS.row(task.task).run(Scoring(name, encoder, self.store, ranks, part), task)
+            except PartsMissingError:
+                continue
+        return out

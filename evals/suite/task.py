@@ -1,0 +1,93 @@
+"""What a task is: one value, which `sparo.tasks` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sparo_train.core.contracts import Objective
+from sparo_train.core.errors import ConfigError, did_you_mean
+from sparo_train.core.tables import ENCODERS, TASKS
+
+from ..encoders.encoder import Encoder
+from ..sets.config import TaskConfig
+from ..tasks.result import Result
+from .scoring import Scoring
+
+
+class Need(NamedTuple):
+    """What a task needs of an encoder, what is so where one does not offer it, and what to do then."""
+
+    what: str
+    instead: str
+    remedy: str
+
+
+NEEDS = {
+    "texts": Need("texts encoded", "encodes images alone", "use knn, linear or probe"),
+    "blocks": Need("the last blocks of a DINO backbone", "has none", "use probe"),
+    "slots": Need("slots", "has none", "use a model with a read-out (objective.model.readout.kind=sparo)"),
+    "masks": Need("a mask per slot", "has none", "use an object-centric model"),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A row of `sparo.tasks`.
+
+    Args:
+        config: the entry of `eval.tasks`, with `task: Literal[NAME] = NAME`.
+        run: scores it.
+        check: raises `DataError` now where the config's data is not there, or not what the task takes.
+        needs: of `NEEDS`, or words of one's own that an encoder's `offers` may have.
+    """
+
+    config: type[TaskConfig]
+    run: Callable[[Scoring, Any], Result]
+    check: Callable[[Any], None]
+    needs: tuple[str, ...] = ()
+
+
+class UnfitError(ConfigError):
+    """A task that this kind of encoder cannot do; raised before anything is encoded."""
+
+
+def refuse_unfit(name: str, task: TaskConfig, encoder: Encoder) -> None:
+    """Raise `UnfitError` where `encoder` does not offer what the task needs; `name`: what the task is called."""
+    for word in TASKS.row(task.task).needs:
+        if word not in encoder.offers:
+            need = NEEDS.get(
+                word,
+                Need(word, "does not offer that", f"it offers {', '.join(sorted(encoder.offers)) or 'nothing more'}"),
+            )
+            raise UnfitError(f"{name}: needs {need.what}, and {encoder.label} {need.instead}; {need.remedy}")
+
+
+def encoder_of(objective: Objective, method: str) -> Encoder:
+    """What encodes inside a training objective, on its device, in evaluation mode; `method`: its `kind`."""
+    return ENCODERS.row(method)(objective)
+
+
+def refuse_unfit_to(
+    objective: Objective, method: str, tasks: Mapping[str, TaskConfig], block: str = "eval.tasks"
+) -> None:
+    """Raise `UnfitError` where one of a recipe's tasks cannot be done with what the recipe trains."""
+    if not tasks:
+        return
+    try:
+        encoder = encoder_of(objective, method)
+        encoder.label = encoder.label or f"objective.kind={method}"
+        for name, task in tasks.items():
+            refuse_unfit(f"{block}.{name}", task, encoder)
+    finally:
+        objective.train()  # an encoder puts its model into evaluation mode
+
+
+def chosen(tasks: Mapping[str, Any], only: Iterable[str] | None) -> dict[str, Any]:
+    """The tasks of these names (default: all). Raises `ConfigError` with a near miss."""
+    names = list(only or tasks)
+    for name in names:
+        if name not in tasks:
+            raise ConfigError(f"--tasks {name}: {did_you_mean(name, tasks)}")
+    return {name: task for name, task in tasks.items() if name in names}

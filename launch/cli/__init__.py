@@ -1,0 +1,1 @@
+"""The commands of `sparo`, a rank's program, and how a process ends."""

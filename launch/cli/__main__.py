@@ -1,0 +1,5 @@
+"""`python -m launch.cli` is `sparo`, for torchrun."""
+
+from .main import main
+
+main()

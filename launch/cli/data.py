@@ -1,0 +1,146 @@
+"""`sparo data …`: make, convert, check, index and benchmark shards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparo_data.bench import bench as run_bench
+from sparo_data.convert import FASHION_FOLDER, convert_csv, convert_folder, make_fashion_mnist
+from sparo_train.core.errors import ConfigError
+from sparo_train.data.read.shard_lists import find_shards
+from sparo_train.data.read.shards import ShardsConfig
+from sparo_train.data.read.sources import open_source
+from sparo_train.train.build import build_pipeline
+from sparo_train.train.run import load_run
+
+from ..runs.making import make_emoji_set, make_scenes
+from ..views.check_table import check_facts, check_table, check_with_bar
+from ..views.terminal import console, out
+
+Processes = Annotated[int, typer.Option(min=1)]
+
+Part = Annotated[str | None, typer.Option(help="I/N: only the I-th of N parts, from 0 (sparo launch data)")]
+
+app = typer.Typer(no_args_is_help=True, help="Make, convert, check, index and benchmark shards.")
+
+
+def _part(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    number, slash, of = text.partition("/")
+    if not (slash and number.isdecimal() and of.isdecimal() and int(number) < int(of)):
+        raise ConfigError(f"--part {text!r}: write I/N with I from 0 to N-1, as in 0/8")
+    return int(number), int(of)
+
+
+@app.command()
+def scenes(
+    folder: Annotated[Path, typer.Argument()] = Path("data/scenes"),
+    train: Annotated[int, typer.Option(help="training scenes")] = 8000,
+    size: Annotated[int, typer.Option(help="pixels per side")] = 64,
+    seed: int = 0,
+    processes: Processes = 2,
+) -> None:
+    """Render the captioned scenes with their evaluation sets."""
+    make_scenes(folder, train, size, seed, processes)
+    console.print(f"{folder}: ready", highlight=False)
+
+
+@app.command()
+def emoji(
+    folder: Annotated[Path, typer.Argument()] = Path("data/emoji"),
+    size: Annotated[int, typer.Option(help="pixels per side")] = 64,
+    seed: int = 0,
+    processes: Processes = 2,
+) -> None:
+    """Fetch emoji drawings of nine vendors through npm and write them with captions and leak-free tests."""
+    for part, count in make_emoji_set(folder, size, seed, processes).items():
+        console.print(f"{folder}/{part}: {count} samples", highlight=False)
+
+
+@app.command("fashion-mnist")
+def fashion_mnist(
+    folder: Annotated[Path, typer.Argument()] = Path("data/fashion_mnist"),
+    raw: Annotated[Path, typer.Option(help="folder of the idx files")] = FASHION_FOLDER,
+) -> None:
+    """Write Fashion-MNIST (Debian: dataset-fashion-mnist) as captioned shards with a zero-shot test."""
+    for part, count in make_fashion_mnist(folder, raw).items():
+        console.print(f"{folder}/{part}: {count} samples", highlight=False)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="an image folder, or a .csv/.tsv file")],
+    folder: Annotated[Path, typer.Argument(help="where the shards go")],
+    image_column: str = "filepath",
+    caption_column: str = "title",
+    separator: Annotated[str | None, typer.Option(help="between columns; default: told by the header")] = None,
+    template: Annotated[str, typer.Option(help="caption for CLASS/ folders; {c} is the class")] = "a photo of a {c}",
+    per_shard: Annotated[int, typer.Option(min=1)] = 1000,
+    part: Part = None,
+) -> None:
+    """Write an image folder or a table of images and captions as shards."""
+    own = _part(part)
+    if source.is_dir():
+        count = convert_folder(source, folder, template, per_shard, own)
+    elif source.suffix in (".csv", ".tsv"):
+        count = convert_csv(source, folder, image_column, caption_column, separator, per_shard, own)
+    else:
+        raise ConfigError(f"{source}: give an image folder, or a .csv or .tsv file")
+    console.print(f"{folder}: {count} samples", highlight=False)
+
+
+@app.command()
+def index(
+    shards: Annotated[list[str], typer.Argument(help="folders, globs, brace ranges, URLs")], part: Part = None
+) -> None:
+    """Scan shards once and keep the index beside them (NAME.tar.idx.npy); training starts at once afterwards."""
+    number, of = _part(part) or (0, 1)
+    own = find_shards(tuple(shards))[number::of]
+    if not own:
+        return
+    source = open_source("shards", ShardsConfig(shards=tuple(own)), write_beside=True)
+    console.print(
+        f"{len(source.storages)} shards, {source.samples} samples, {len(source.broken())} not whole",
+        highlight=False,
+    )
+
+
+@app.command()
+def check(
+    shards: Annotated[list[str], typer.Argument(help="folders, globs, brace ranges, URLs")],
+    caption_key: str = "txt",
+    processes: Processes = 2,
+    json_file: Annotated[Path | None, typer.Option("--json", help="also write the report here")] = None,
+) -> None:
+    """Read and decode everything: counts, duplicates, broken samples. Ends with code 1 where anything is broken."""
+    config = ShardsConfig(shards=tuple(shards), caption_key=caption_key)
+    if json_file and not json_file.parent.is_dir():
+        raise ConfigError(f"--json {json_file}: the folder does not exist")
+    report = check_with_bar(find_shards(tuple(shards)), config, processes)
+    out.print(check_table(report))
+    if json_file:
+        json_file.write_text(json.dumps(check_facts(report), indent=1), encoding="utf-8", errors="surrogateescape")
+    if report.reasons():
+        raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    recipe: Annotated[Path, typer.Argument(help="the recipe whose data to read")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value …")] = None,
+    samples: Annotated[int, typer.Option(min=1)] = 512,
+) -> None:
+    """Samples per second of one worker, share of time per stage, and of the whole pipeline."""
+    timing = run_bench(build_pipeline(load_run(recipe, overrides)), samples)
+    out.print(f"one worker: {timing.worker_rate:.0f} samples/s over {timing.samples} samples", highlight=False)
+    for stage, share in timing.shares().items():
+        out.print(
+            f"  {stage:<9} {share:6.1%}  {1000 * timing.seconds[stage] / timing.samples:7.3f} ms",
+            highlight=False,
+        )
+    out.print(f"pipeline with {timing.workers} worker(s): {timing.pipeline_rate:.0f} samples/s", highlight=False)

@@ -1,0 +1,229 @@
+"""`sparo eval`: score checkpoints, and draw, compare and export what was scored."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.table import Table
+from typer.core import TyperGroup
+
+from evals.tasks.result import Result
+from sparo_train.core.distributed import Ranks
+from sparo_train.core.errors import ConfigError, did_you_mean
+from sparo_train.core.world import find_world
+
+from ..views.eval_tables import Encoding, grid_table, show_catalogue
+from ..views.results_table import results_table
+from ..views.terminal import console, out
+
+
+class _ScoreUnlessNamed(TyperGroup):
+    """`sparo eval CHECKPOINT…` scores; `sparo eval table …` and the other names do what they say."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] != "--help"):
+            args = ["score", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_ScoreUnlessNamed,
+    pretty_exceptions_enable=False,
+    help="Score checkpoints (`sparo eval CHECKPOINT…` is `sparo eval score CHECKPOINT…`), and draw what was scored.",
+)
+Results = Annotated[list[str], typer.Argument(help="run folders, folders with results.jsonl, or such files")]
+
+
+@app.command()
+def score(
+    checkpoints: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="run folders, checkpoint folders, exported folders, weight files, open_clip:NAME@FILE, timm:NAME@FILE, hf:FOLDER, pixels:SIZE"
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="comma-separated: tasks of the run or YAML, folders of data, sets and groups of --list"),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="YAML with `tasks:`, or a recipe, whose eval.tasks are taken (default: the run's own)"),
+    ] = None,
+    root: Annotated[Path, typer.Option(help="folder of the sets of --list")] = Path("data"),
+    listed: Annotated[
+        bool, typer.Option("--list", help="every data set: where its files must lie, and whether they do")
+    ] = False,
+    model: Annotated[str | None, typer.Option(help="for weight files: a model name, e.g. gap-ViT-B-16")] = None,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16: how the model runs; scores are fp32")] = "fp32",
+    limit: Annotated[int | None, typer.Option(min=1, help="so many images per set, evenly spaced")] = None,
+    features: Annotated[
+        str | None,
+        typer.Option(help="folder of the feature store, or none (default: $SPARO_FEATURES, ~/.cache/sparo/features)"),
+    ] = None,
+    storage: Annotated[str, typer.Option(help="fp32 or fp16: how features are stored")] = "fp32",
+    part: Annotated[
+        str | None,
+        typer.Option(help="I/N, or slurm (the array's): encode the I-th of N shares; score where all are there"),
+    ] = None,
+    results: Annotated[
+        Path | None, typer.Option(help="folder for results.jsonl and predictions (default: RUN/evals, for runs)")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="also write the results here, as one file")] = None,
+    latest: Annotated[bool, typer.Option(help="write into a run's own evals folder")] = True,
+) -> None:
+    """Score checkpoints and print one table. Under torchrun the ranks share the encoding, the k-NN search and DINO's probe."""
+    if listed:
+        show_catalogue(root)
+        return
+    if not checkpoints:
+        raise ConfigError("sparo eval: name a checkpoint, or --list to see the data sets")
+    from evals.suite.evaluate import EvalOptions, evaluate_checkpoint, features_folder, tasks_for, write_results
+
+    for key, value, among in (
+        ("precision", precision, ("fp32", "bf16", "fp16")),
+        ("storage", storage, ("fp32", "fp16")),
+    ):
+        if value not in among:
+            raise ConfigError(f"--{key} {value}: {did_you_mean(value, among)}")
+    folder = features_folder() if features is None else None if features == "none" else Path(features)
+    how = EvalOptions(model, folder, storage, precision, limit, results, _part(part, folder), latest)  # type: ignore[arg-type]
+    only = tasks.split(",") if tasks else None
+    known = {checkpoint: tasks_for(checkpoint, data, only, root) for checkpoint in checkpoints}
+    ranks = Ranks(find_world(), "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", 3600.0)
+    found: dict[str, dict[str, Result]] = {}
+    for checkpoint in checkpoints:
+        with Encoding(checkpoint, ranks.rank > 0) as report:
+            name = Path(checkpoint).name
+            found[name if name not in found else checkpoint] = evaluate_checkpoint(
+                checkpoint,
+                known[checkpoint],
+                how,
+                ranks,
+                report,
+                lambda text: console.print(text, highlight=False, soft_wrap=True) if ranks.rank == 0 else None,
+            )
+    if ranks.rank == 0:
+        if any(found.values()):
+            out.print(results_table(found, "per cent, 95 % intervals"))
+        if json_file:
+            write_results(json_file, {}, {f"{c}/{t}": r for c, by_task in found.items() for t, r in by_task.items()})
+    ranks.close()
+
+
+@app.command()
+def table(
+    results: Results,
+    layout: Annotated[
+        str | None, typer.Option(help="1, 2, 3 or B.1: columns as in the SPARO paper (default: every headline)")
+    ] = None,
+    paper: Annotated[
+        str,
+        typer.Option(
+            help="with a layout: training sets whose printed rows are added (CC3M, CC12M, CC15M, L400M, ImageNet), or all"
+        ),
+    ] = "",
+    transpose: Annotated[
+        bool, typer.Option(help="a row per task and a column per checkpoint (and per printed row of the paper)")
+    ] = False,
+    format: Annotated[str, typer.Option(help="terminal, markdown, csv or latex")] = "terminal",
+) -> None:
+    """One table of results: checkpoints x tasks, or a table of the paper."""
+    from evals.report import paper_tables as layouts
+    from evals.report.results_file import read_records
+
+    found = layouts.grid(read_records(results), layout, [word for word in paper.split(",") if word])
+    writers: Mapping[str, Callable[[layouts.Grid, bool], str]] = {
+        "markdown": layouts.markdown, "csv": layouts.as_csv, "latex": layouts.latex,
+    }  # fmt: skip
+    if format == "terminal":
+        out.print(grid_table(found, transpose))
+    elif format in writers:
+        print(writers[format](found, transpose), end="")
+    else:
+        raise ConfigError(f"--format {format}: {did_you_mean(format, ['terminal', *writers])}")
+
+
+@app.command()
+def compare(
+    first: Annotated[str, typer.Argument(help="a run folder, or a folder with results.jsonl of one checkpoint")],
+    second: Annotated[str, typer.Argument(help="another")],
+    plot: Annotated[Path | None, typer.Option(help="also draw the relative changes here (PNG, PDF or SVG)")] = None,
+) -> None:
+    """Two checkpoints on the same samples: differences with paired 95 % intervals, how many samples
+    one alone has right (1st, 2nd), and McNemar's exact p."""
+    from evals.report.compare import compare as paired
+    from evals.report.plots import relative_change
+    from evals.report.results_file import Record, read_records
+    from sparo_train.core.errors import DataError
+
+    sides: list[dict[str, Record]] = []
+    for place in (first, second):
+        records = read_records([place])
+        if len({record.checkpoint for record in records}) != 1:
+            raise ConfigError(
+                f"{place}: holds results of {len({r.checkpoint for r in records})} checkpoints; give a folder with one"
+            )
+        sides.append({record.task: record for record in records})
+    drawn = Table(title=f"{second} against {first}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("task", "headline", "n", "difference", "95 %", "only 1st", "only 2nd", "p"):
+        drawn.add_column(name, justify="left" if name in ("task", "headline") else "right", no_wrap=True)
+    for task in [task for task in sides[0] if task in sides[1]]:
+        try:
+            c = paired(sides[0][task], sides[1][task])
+        except DataError as error:
+            console.print(str(error), highlight=False, soft_wrap=True)
+            continue
+        ends = "–".join(f"{100 * v:+.1f}" for v in c.interval)
+        drawn.add_row(
+            task,
+            c.headline,
+            str(c.n),
+            f"{100 * c.difference:+.2f}",
+            ends,
+            str(c.only_first),
+            str(c.only_second),
+            "-" if c.p is None else f"{c.p:.2g}",
+        )
+    out.print(drawn)
+    if plot:
+        relative_change(sides[0], sides[1], plot)
+        out.print(str(plot), highlight=False, soft_wrap=True)
+
+
+@app.command("export")
+def export_results(
+    results: Results,
+    to: Annotated[Path, typer.Option(help="folder for the JSON files")],
+) -> None:
+    """Results as clip-benchmark's JSON files, for `clip_benchmark build`."""
+    from evals.report.clip_benchmark_json import write
+    from evals.report.results_file import read_records
+
+    written = write(read_records(results), to)
+    out.print(f"{len(written)} file(s) in {to}", highlight=False, soft_wrap=True)
+
+
+def _part(text: str | None, features: Path | None) -> tuple[int, int] | None:
+    """`I/N` with I from 0, or the SLURM array's place."""
+    if text is None:
+        return None
+    if features is None:
+        raise ConfigError(
+            "--part: several processes share their work through the feature store; leave --features none away"
+        )
+    if text == "slurm":
+        values = [os.environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("ID", "MIN", "COUNT")]
+        if not all(v.isdigit() for v in values):
+            raise ConfigError("--part slurm: SLURM_ARRAY_TASK_ID, _MIN and _COUNT are not set; this is no SLURM array")
+        return int(values[0]) - int(values[1]), int(values[2])
+    own, _, of = text.partition("/")
+    if not own.isdigit() or not of.isdigit() or not int(own) < int(of):
+        raise ConfigError(f"--part {text}: write I/N with I from 0 to N-1, as in 0/4, or slurm")
+    return int(own), int(of)

@@ -1,0 +1,215 @@
+"""`sparo launch …`: jobs on a cluster, what became of them, and doing it again."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from sparo_train.core.errors import ConfigError, did_you_mean
+
+from ..jobs.clusters import load_cluster, options_help, split_words
+from ..jobs.fanout import FanOut, eval_elements, launch_elements, plan_name
+from ..jobs.launching import Order, launch_train
+from ..jobs.records import Records
+from ..jobs.relaunch import resubmit as resubmit_folder
+from ..jobs.status import Status, failing_rank, launched, log_files, statuses
+from ..jobs.status import cancel as cancel_folder
+from ..jobs.sweep import expand
+from ..views.results_table import results_table
+from ..views.terminal import console, out
+from . import data as data_cli
+
+app = typer.Typer(no_args_is_help=True, help="Jobs on a cluster: submit, watch, cancel, submit again.")
+_OPEN = {"ignore_unknown_options": True}
+_CLUSTER = "Options of the cluster, each a key of its block in configs/clusters:\n\n" + options_help()
+
+On = Annotated[str, typer.Option("--on", help="a cluster: configs/clusters/NAME.yaml, local, or debug")]
+Parallel = Annotated[int | None, typer.Option(min=1, help="how many of an array run at a time")]
+After = Annotated[list[Path] | None, typer.Option(help="start when the job of this run has finished; may be repeated")]
+Runs = Annotated[list[Path], typer.Argument(help="folders in which jobs were launched")]
+
+
+@app.command(context_settings=_OPEN, epilog=_CLUSTER)
+def train(
+    recipe: Annotated[Path, typer.Argument(help="a YAML recipe")],
+    words: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE or --OPTION VALUE")] = None,
+    on: On = "slurm",
+    seeds: Annotated[int | None, typer.Option(min=1, help="so many runs, with the next seeds")] = None,
+    parallel: Parallel = None,
+    after: After = None,
+) -> None:
+    """Submit a recipe. `optim.lr=[1e-3,5e-4]` and `--seeds 3` make an array of runs; the same line again continues."""
+    overrides, options = split_words(words or [])
+    order = Order(on, load_cluster(on, options), parallel, tuple(after or ()))
+    name, runs = expand(recipe, overrides, seeds)
+    found = launch_train(runs, order, Path(runs[0].out) / name, _say)
+    for folder, job in found:
+        out.print(f"{folder}  job {job}", highlight=False, soft_wrap=True)
+    _end_of_debug(order, [folder for folder, _ in found])
+
+
+@app.command("eval", context_settings=_OPEN, epilog=_CLUSTER)
+def evaluate(
+    words: Annotated[list[str], typer.Argument(metavar="CHECKPOINT or --OPTION VALUE")],
+    on: On = "slurm",
+    tasks: Annotated[str | None, typer.Option(help="comma-separated (default: all of each run's recipe)")] = None,
+    data: Annotated[Path | None, typer.Option(help="YAML with `tasks:`")] = None,
+    root: Annotated[Path, typer.Option(help="folder of the sets of `sparo eval --list`")] = Path("data"),
+    model: Annotated[str | None, typer.Option(help="for weight files: a model name")] = None,
+    name: Annotated[str | None, typer.Option(help="of the folder in runs/evals (default: one per plan)")] = None,
+    parallel: Parallel = None,
+    after: After = None,
+) -> None:
+    """Score checkpoints x tasks as an array. The same line again submits what is missing, and prints the table."""
+    checkpoints, options = split_words(words)
+    order = Order(on, load_cluster(on, options), parallel, tuple(after or ()))
+    elements = eval_elements(checkpoints, tasks.split(",") if tasks else None, data, model, root)
+    fan = FanOut.make(Path("runs/evals") / (name or plan_name(elements)), "eval", elements)
+    _launch(fan, order)
+
+
+@app.command("data", context_settings=_OPEN, epilog=_CLUSTER)
+def data(
+    words: Annotated[list[str], typer.Argument(metavar="COMMAND ARGUMENT or --OPTION VALUE")],
+    parts: Annotated[int, typer.Option(min=1, help="how many jobs share the work")],
+    on: On = "slurm",
+    name: Annotated[str | None, typer.Option(help="of the folder in runs/data (default: one per plan)")] = None,
+    parallel: Parallel = None,
+    after: After = None,
+) -> None:
+    """Run `sparo data COMMAND …` in parts as an array (commands with --part)."""
+    plain, options = split_words(words, others=True)
+    order = Order(on, load_cluster(on, options), parallel, tuple(after or ()))
+    elements = [{"arguments": ["data", *plain, "--part", f"{number}/{parts}"]} for number in range(parts)]
+    _check_arguments(elements[0]["arguments"][1:])
+    fan = FanOut.make(Path("runs/data") / (name or plan_name(elements)), "data", elements)
+    _launch(fan, order)
+
+
+@app.command(hidden=True)
+def element(context: typer.Context, folder: Path, number: int) -> None:
+    """One element of a fan-out; what its jobs run."""
+    sparo = context.find_root().command
+    FanOut(folder).run(number, lambda arguments: sparo.main(list(arguments), standalone_mode=False))
+
+
+@app.command()
+def status(
+    runs: Annotated[list[Path] | None, typer.Argument(help="default: all below runs/")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+) -> None:
+    """State, nodes, progress, and the reason where a job waits or failed."""
+    found = statuses(runs or launched(Path("runs")))
+    if as_json:
+        out.print_json(json.dumps([status.as_dict() for status in found]))
+    elif found:
+        out.print(_table(found))
+    else:
+        out.print("no job was launched from this folder")
+
+
+@app.command()
+def logs(
+    run: Annotated[Path, typer.Argument(help="a folder in which a job was launched")],
+    rank: Annotated[int | None, typer.Option(help="default: the one that failed, or 0")] = None,
+    lines: Annotated[int, typer.Option(min=1)] = 30,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on as it writes")] = False,
+) -> None:
+    """The last lines of a rank's log."""
+    chosen = failing_rank(run) if rank is None else rank
+    files = log_files(run, chosen)
+    if not files:
+        raise ConfigError(f"{run}: rank {chosen} has no log yet; see `sparo launch status {run}`")
+    for path in files:
+        empty = "" if path.stat().st_size else " (empty)"
+        console.print(f"rank {chosen}: {path}{empty}", highlight=False, soft_wrap=True)
+        print("\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]), flush=True)
+    with files[-1].open(encoding="utf-8", errors="replace") as stream:
+        stream.seek(0, 2)
+        while follow:
+            print(stream.read(), end="", flush=True)
+            time.sleep(0.5)
+
+
+@app.command()
+def cancel(runs: Runs) -> None:
+    """End jobs, or take them out of the queue. Training saves first; `resubmit` continues it."""
+    for run in runs:
+        out.print(f"{run}: cancelled {', '.join(cancel_folder(run))}", highlight=False)
+
+
+@app.command(context_settings=_OPEN, epilog=_CLUSTER)
+def resubmit(
+    words: Annotated[list[str], typer.Argument(metavar="RUN or --OPTION VALUE")],
+) -> None:
+    """Submit again what was launched in these folders: the same recipe, code and cluster, with changed options."""
+    runs, options = split_words(words)
+    for run in runs:
+        jobs = resubmit_folder(Path(run), options, _say)
+        out.print(f"{run}  job {', '.join(jobs) or '-: nothing is missing'}", highlight=False, soft_wrap=True)
+
+
+def _launch(fan: FanOut, order: Order) -> None:
+    jobs = launch_elements(fan, order, _say)
+    if jobs:
+        out.print(f"{fan.folder}  {len(jobs)} element(s), job {jobs[0]} …", highlight=False, soft_wrap=True)
+        _end_of_debug(order, [fan.folder])
+    results = fan.results()
+    if results and not fan.missing():
+        if not (fan.folder / "results.json").exists():
+            fan.merge()
+        out.print(results_table({Path(c).name: r for c, r in results.items()}, "per cent, 95 % intervals"))
+    elif not jobs:
+        out.print(f"{fan.folder}: all {len(fan.elements)} elements are done", highlight=False, soft_wrap=True)
+
+
+def _check_arguments(arguments: list[str]) -> None:
+    """Raise ConfigError here, rather than on every node, where `sparo data` would refuse its arguments."""
+    group: Any = typer.main.get_command(data_cli.app)
+    if arguments[0] not in group.commands:
+        raise ConfigError(f"sparo data {arguments[0]}: {did_you_mean(arguments[0], group.commands)}")
+    try:
+        group.commands[arguments[0]].make_context(arguments[0], list(arguments[1:]))
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # click's, wherever typer has it from
+            raise
+        raise ConfigError(f"sparo data {' '.join(arguments)}: {error.format_message()}") from None  # type: ignore[attr-defined]
+
+
+def _end_of_debug(order: Order, folders: Sequence[Path]) -> None:
+    """What ran in this process ends it with its code."""
+    if order.cluster.kind == "debug":
+        found = [Records(folder) for folder in folders]
+        jobs = [(records, (records.last() or {"jobs": []})["jobs"]) for records in found]
+        code = max(s.get("end", 0) for records, own in jobs for job in own for s in records.starts(job))
+        if code:
+            raise typer.Exit(code)
+
+
+def _say(text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def _table(found: list[Status]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("run", "job", "state", "progress"):
+        table.add_column(column, overflow="fold")
+    for status in found:
+        facts = [f"{status.step}/{status.total or '?'}"]
+        facts += [f"{status.rate:.0f} samples/s"] if status.rate is not None else []
+        facts += [f"{timedelta(seconds=round(status.eta))} left"] if status.eta is not None else []
+        facts += [f"saved at {status.checkpoint}"] if status.checkpoint is not None else []
+        facts += [f"{status.restarts} restart(s)"] if status.restarts else []
+        where = f" on {status.nodes}" if status.nodes else ""
+        progress = ", ".join(facts) + (f"\n{escape(status.reason)}" if status.reason else "")
+        table.add_row(status.folder, f"{status.job} ({status.on})", f"{status.state}{where}", progress)
+    return table

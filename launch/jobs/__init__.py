@@ -1,0 +1,1 @@
+"""Jobs on clusters: describing, submitting, watching and repeating them."""

@@ -1,0 +1,195 @@
+"""Clusters: where jobs run, described once in a YAML block and changed by options of the command line."""
+
+from __future__ import annotations
+
+import os
+import re
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from sparo_train.core.config import Frozen, Tree, load_recipe, parse_yaml, resolve
+from sparo_train.core.errors import ConfigError, did_you_mean
+
+from ..shipped import configs
+
+_TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
+
+
+class ClusterConfig(Frozen):
+    """One cluster. Every key is also an option of `sparo launch`: `nodes: 2` is `--nodes 2`."""
+
+    kind: Literal["slurm", "local", "debug"] = Field(
+        "slurm", description="slurm; local: processes here; debug: in this process"
+    )
+    partition: str | None = Field(None, description="SLURM's partition")
+    account: str | None = Field(None, description="whom to charge")
+    qos: str | None = Field(None, description="quality of service")
+    constraint: str | None = Field(None, description="features that nodes must have")
+    nodelist: str | None = Field(None, description="nodes to use")
+    exclude: str | None = Field(None, description="nodes not to use")
+    exclusive: bool = Field(False, description="whole nodes")
+    nodes: int = Field(1, gt=0, description="machines")
+    gpus_per_node: int = Field(0, ge=0, description="GPUs of each")
+    gpu_type: str | None = Field(None, description="their kind, where the cluster wants it: h100")
+    tasks_per_node: int | None = Field(None, gt=0, description="ranks of each; default: one per GPU, or one")
+    starter: Literal["srun", "torchrun"] = Field(
+        "srun", description="srun starts every rank; torchrun: one per node, which starts its ranks"
+    )
+    cpus_per_task: int | None = Field(None, gt=0, description="processors of a rank")
+    mem_gb: float | None = Field(None, gt=0, description="memory of a node")
+    time: str | int = Field("24:00:00", description="limit, as SLURM writes it: 30 (minutes), 24:00:00, 2-12:00:00")
+    signal_seconds: int = Field(120, gt=0, description="how long before the limit the job is told to save")
+    idle_restarts: int = Field(3, ge=0, description="restarts in a row that may bring no new checkpoint")
+    setup: tuple[str, ...] = Field((), description="shell lines before the job: module load …, conda activate …")
+    python: str | None = Field(None, description="the interpreter, as a shell command; default: the one that launches")
+    srun_args: tuple[str, ...] = Field((), description="further arguments of srun: --container-image=…")
+    environment: dict[str, str] = Field(default_factory=dict, description="variables of the job")
+    sbatch: dict[str, str | int | bool] = Field(default_factory=dict, description="further arguments of sbatch")
+
+    @field_validator("time")
+    @classmethod
+    def _is_time(cls, value: str | int) -> str | int:
+        minutes(value)
+        return value
+
+    @model_validator(mode="after")
+    def _one_machine(self) -> ClusterConfig:
+        if self.kind != "slurm" and self.nodes > 1:
+            raise ValueError(f"nodes={self.nodes}: {self.kind} is one machine; use a SLURM cluster")
+        if self.kind != "slurm" and self.setup:
+            raise ValueError(f"setup: {self.kind} runs in the environment of the shell that launches; set that up")
+        if self.kind == "debug" and self.ranks > 1:
+            raise ValueError("debug runs one rank in this process; use local for several")
+        if self.kind == "slurm" and 60 * minutes(self.time) <= self.signal_seconds:
+            raise ValueError(f"signal_seconds={self.signal_seconds}: not below the time limit {self.time}")
+        return self
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.tasks_per_node or max(1, self.gpus_per_node)
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+def minutes(time: str | int) -> int:
+    """A SLURM time limit in whole minutes, rounded up: 90, "90:00" (minutes:seconds), "24:00:00", "2-12", "2-12:30:00".
+
+    Raises:
+        ValueError: anything else.
+    """
+    found = _TIME.fullmatch(str(time))
+    if not found or (isinstance(time, int) and time <= 0):
+        raise ValueError(f"{time!r} is no time limit; write minutes, HH:MM:SS or D-HH:MM:SS")
+    days, a, b, c = (int(found[name] or 0) for name in "dabc")
+    if found["d"] is not None:
+        seconds = 60 * (60 * (24 * days + a) + b) + c
+    elif found["c"] is not None:
+        seconds = 60 * (60 * a + b) + c
+    else:
+        seconds = 60 * a + b
+    if not seconds:
+        raise ValueError(f"{time!r}: a limit of nothing")
+    return -(-seconds // 60)
+
+
+def cluster_folders() -> list[Path]:
+    """Where clusters are described: ./configs/clusters, the user's own, and those that come with sparo."""
+    own = Path(os.environ.get("XDG_CONFIG_HOME", Path.home() / ".config")) / "sparo/clusters"
+    return [Path("configs/clusters"), own, *(folder / "clusters" for folder in configs())]
+
+
+def load_cluster(name: str, options: Sequence[str] = ()) -> ClusterConfig:
+    """The cluster of a name (or a YAML file), changed by `--key value` options.
+
+    Raises:
+        ConfigError: no such cluster, or an option that is none; the message lists those that are.
+    """
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        found = [folder / f"{name}.yaml" for folder in cluster_folders() if (folder / f"{name}.yaml").is_file()]
+        if not found:
+            known = {p.stem for folder in cluster_folders() if folder.is_dir() for p in folder.glob("*.yaml")}
+            raise ConfigError(
+                f"--on {name}: {did_you_mean(name, known)} A cluster is a file configs/clusters/NAME.yaml or "
+                f"{cluster_folders()[1]}/NAME.yaml (docs/clusters.md)"
+            )
+        path = found[0]
+    tree = load_recipe(path)
+    return resolve(ClusterConfig, with_options(tree, options), str(path))
+
+
+def with_options(base: Tree, words: Sequence[str]) -> Tree:
+    """A cluster's keys with `--nodes 2 --mem-gb=8 --exclusive --environment.NAME value`; lists and mappings are added to."""
+    tree: Tree = dict(base)
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        key, dot, inner = name.replace("-", "_").partition(".")
+        inner = name.partition(".")[2]
+        if not word.startswith("--") or key not in ClusterConfig.model_fields:
+            known = ", ".join("--" + name.replace("_", "-") for name in ClusterConfig.model_fields)
+            near = (
+                did_you_mean(key, ClusterConfig.model_fields) if word.startswith("--") else "an option begins with --."
+            )
+            near = near if near.startswith(("did", "an")) else ""
+            raise ConfigError(f"{word}: no option of a cluster; {near} The options are {known}".replace("  ", " "))
+        kinds = _kinds(key)
+        if not equals:
+            if bool in kinds and (not rest or rest[0] not in ("true", "false")):
+                value = "true"
+            elif rest:
+                value = rest.pop(0)
+            else:
+                raise ConfigError(f"{word}: a value is required")
+        parsed: Any = parse_yaml(value, word)
+        if str in kinds and not isinstance(parsed, str) and not (int in kinds and isinstance(parsed, int)):
+            parsed = value
+        if tuple in kinds:
+            parsed = [*tree.get(key, []), value]
+        if dict in kinds:
+            if not dot:
+                raise ConfigError(f"{word}: write --{name}.NAME value")
+            parsed = {**tree.get(key, {}), inner: str(value) if key == "environment" else parsed}
+        tree[key] = parsed
+    return tree
+
+
+def split_words(words: Sequence[str], others: bool = False) -> tuple[list[str], list[str]]:
+    """What is not an option of a cluster, and what is. `others`: unknown options belong to the first part too."""
+    plain: list[str] = []
+    options: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        key = word.removeprefix("--").partition("=")[0].partition(".")[0].replace("-", "_")
+        if not word.startswith("--") or (others and key not in ClusterConfig.model_fields):
+            plain.append(word)
+            continue
+        options.append(word)
+        flag = key in ClusterConfig.model_fields and bool in _kinds(key)
+        if "=" not in word and rest and (not flag or rest[0] in ("true", "false")):
+            options.append(rest.pop(0))
+    return plain, options
+
+
+def _kinds(key: str) -> set[Any]:
+    """The plain types that a key's values may have."""
+    annotation = ClusterConfig.model_fields[key].annotation
+    parts = (
+        typing.get_args(annotation) if typing.get_origin(annotation) not in (tuple, dict, Literal) else (annotation,)
+    )
+    return {typing.get_origin(part) or part for part in parts or (annotation,)}
+
+
+def options_help() -> str:
+    """One line per key, for `--help`."""
+    return "\n\n".join(
+        f"--{name.replace('_', '-')}  {field.description}" for name, field in ClusterConfig.model_fields.items()
+    )

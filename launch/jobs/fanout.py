@@ -1,0 +1,137 @@
+"""Many small jobs as one array: checkpoints x tasks, parts of a conversion. Their folder says what is done.
+
+FOLDER/plan.json   kind, and the `sparo` arguments of every element
+FOLDER/parts/      one file per finished element; results.json once all are there
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from evals.suite.evaluate import tasks_for, write_results
+from evals.tasks.result import Result
+from sparo_train.core.errors import ConfigError
+from sparo_train.core.files import write_whole
+
+from .job import Element
+from .launching import Order, hand_over, refuse_busy
+from .snapshot import take_snapshot
+
+
+class FanOut:
+    """A folder of elements.
+
+    Args:
+        folder: with a plan.json.
+
+    Raises:
+        ConfigError: there is none.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        path = folder / "plan.json"
+        if not path.is_file():
+            raise ConfigError(f"{folder}: no plan.json; it is no folder of `sparo launch eval` or `sparo launch data`")
+        plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        self.kind: str = plan["kind"]
+        self.elements: list[dict[str, Any]] = plan["elements"]
+
+    @classmethod
+    def make(cls, folder: Path, kind: str, elements: Sequence[dict[str, Any]]) -> FanOut:
+        """Write the plan; one that is there has to be the same."""
+        path = folder / "plan.json"
+        content = {"kind": kind, "elements": list(elements)}
+        if path.exists() and json.loads(path.read_text(encoding="utf-8")) != content:
+            raise ConfigError(f"{folder}: holds another plan; give another --name")
+        write_whole(path, json.dumps(content, indent=1))
+        return cls(folder)
+
+    def part(self, number: int) -> Path:
+        return self.folder / "parts" / f"{number:05d}.json"
+
+    @staticmethod
+    def arguments(number: int, folder: str) -> tuple[str, ...]:
+        """What a job runs for one element."""
+        return ("launch", "element", folder, str(number))
+
+    def missing(self) -> list[int]:
+        """Elements that are not done yet."""
+        return [number for number in range(len(self.elements)) if not self.part(number).exists()]
+
+    def run(self, number: int, call: Callable[[Sequence[str]], None]) -> None:
+        """One element, in this process; nothing where it is done. The last one to finish merges."""
+        if not self.part(number).exists():
+            target = self.part(number)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+            arguments = [word.replace("{part}", str(temporary)) for word in self.elements[number]["arguments"]]
+            call(arguments)
+            if self.kind != "eval":
+                temporary.write_text(json.dumps({"arguments": arguments}), encoding="utf-8")
+            temporary.replace(target)
+        if self.kind == "eval" and not self.missing():
+            self.merge()
+
+    def merge(self) -> None:
+        """All parts as one results.json, in the form of `sparo eval --json`, and each run's evals/latest.json."""
+        results = {
+            f"{checkpoint}/{task}": r for checkpoint, by_task in self.results().items() for task, r in by_task.items()
+        }
+        write_results(self.folder / "results.json", {}, results)
+        for checkpoint, by_task in self.results().items():
+            if (Path(checkpoint) / "config.yaml").is_file():
+                write_results(Path(checkpoint) / "evals" / "latest.json", {"checkpoint": checkpoint}, by_task)
+
+    def results(self) -> dict[str, dict[str, Result]]:
+        """What is there so far, by checkpoint and task."""
+        found: dict[str, dict[str, Result]] = {}
+        for number, element in enumerate(self.elements):
+            if self.kind == "eval" and self.part(number).exists():
+                for name, facts in json.loads(self.part(number).read_text(encoding="utf-8"))["results"].items():
+                    found.setdefault(element["checkpoint"], {})[name.rpartition("/")[2]] = Result.from_dict(facts)
+        return found
+
+
+def eval_elements(
+    checkpoints: Sequence[str],
+    tasks: Sequence[str] | None,
+    data: Path | None,
+    model: str | None,
+    root: Path = Path("data"),
+) -> list[dict[str, Any]]:
+    """Checkpoints x tasks.
+
+    Raises:
+        ConfigError: a checkpoint whose tasks cannot be told, or a task that is none of them.
+    """
+    found = []
+    for checkpoint in checkpoints:
+        for task in tasks_for(checkpoint, data, tasks, root):
+            arguments = ["eval", checkpoint, "--tasks", task, "--root", str(root), "--json", "{part}", "--no-latest"]
+            arguments += ["--data", str(data)] if data else []
+            arguments += ["--model", model] if model else []
+            found.append({"checkpoint": checkpoint, "task": task, "arguments": arguments})
+    return found
+
+
+def launch_elements(fan: FanOut, order: Order, say: Callable[[str], None]) -> list[str]:
+    """Submit what is missing as one array, one rank and one GPU at most for each; returns the jobs, none where nothing is."""
+    one = {"nodes": 1, "tasks_per_node": 1, "starter": "srun", "gpus_per_node": min(1, order.cluster.gpus_per_node)}
+    order = replace(order, cluster=order.cluster.model_copy(update=one))
+    refuse_busy(fan.folder)
+    code = take_snapshot(fan.folder / "code")
+    missing = fan.missing()
+    elements = [Element(fan.arguments(number, str(fan.folder)), str(fan.folder)) for number in missing]
+    return hand_over(order, elements, fan.folder, fan.folder.name, code, say) if elements else []
+
+
+def plan_name(elements: Sequence[dict[str, Any]]) -> str:
+    """A name that says the same for the same plan."""
+    return hashlib.sha256(json.dumps(elements, sort_keys=True).encode()).hexdigest()[:8]

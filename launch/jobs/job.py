@@ -1,0 +1,151 @@
+"""What a job runs on its nodes: `sparo …` as one rank, or the torchrun of a node.
+
+This module imports nothing heavy: until it listens for signals, one of them would end the process where it stands.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROGRAM = "launch.cli.node"  # by name: the program may import jobs, and a job stays light until it runs
+STOPPED = 75  # saved after a signal, or nothing to save yet: may be started again
+KILLED = 137  # what a shell says of a rank that could not say why it ended
+LOCAL_AGAIN = 144  # what submitit's local executor takes for a request to be started again
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Element:
+    """One `sparo ARGUMENTS` with the folder that keeps its records."""
+
+    arguments: tuple[str, ...]
+    folder: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """A picklable callable for submitit: the elements, one after another, on every rank.
+
+    cwd: where they run.  nodes, ranks_per_node: with `torchrun` this is called once per node.
+    idle_restarts: how many restarts in a row may bring no new checkpoint.  port: where ranks of one machine meet.
+    visible: CUDA_VISIBLE_DEVICES as it was, "all" for unset, where submitit would hide the GPUs.
+    """
+
+    elements: tuple[Element, ...]
+    cwd: str
+    idle_restarts: int
+    nodes: int = 1
+    ranks_per_node: int = 1
+    torchrun: bool = False
+    port: int = 0
+    visible: str | None = None
+
+    def __call__(self) -> int:
+        """Run; on a cluster the process ends here with the exit code that the batch script looks at."""
+        debug = "SUBMITIT_DEBUG_JOB_ID" in os.environ
+        if not debug:
+            stop_until_training()
+            mark("started")
+        os.chdir(self.cwd)
+        if self.visible == "all":
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        elif self.visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = self.visible
+        if self.torchrun:
+            sys.exit(self._on_node(self.elements[0]))
+        self._tell_local_ranks()
+        if len(self.elements) > 1 and not debug:
+            sys.exit(self._in_turn())
+        node = importlib.import_module(PROGRAM)
+        code = max(node.perform(e.arguments, e.folder, self.idle_restarts) for e in self.elements)
+        if not debug:
+            node.leave(code)
+        return code
+
+    def checkpoint(self) -> Any:
+        """submitit asks for this where a signal comes before we listen: start again as it was."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)
+
+    def _words(self, element: Element) -> list[str]:
+        return ["-m", PROGRAM, element.folder, str(self.idle_restarts), *element.arguments]
+
+    def _in_turn(self) -> int:
+        """Every element in a process of its own, until one of them is stopped."""
+        codes = []
+        for element in self.elements:
+            codes.append(_supervise([sys.executable, "-u", *self._words(element)], torchrun=False))
+            if codes[-1] in (STOPPED, LOCAL_AGAIN):
+                return codes[-1]
+        return max(codes)
+
+    def _on_node(self, element: Element) -> int:
+        command = [sys.executable, "-u", "-m", "torch.distributed.run", f"--nnodes={self.nodes}"]
+        command += [f"--nproc-per-node={self.ranks_per_node}", f"--node-rank={os.environ.get('SLURM_NODEID', '0')}"]
+        command += [f"--master-addr={os.environ.get('MASTER_ADDR', '127.0.0.1')}"]
+        command += [f"--master-port={os.environ.get('MASTER_PORT', str(self.port))}"]
+        failures, begun = Path(element.folder, "jobs/failures.jsonl"), time.time()
+        code = _supervise([*command, *self._words(element)], torchrun=True)
+        told = failures.exists() and failures.stat().st_mtime >= begun
+        return code if told or code in (0, STOPPED) else KILLED
+
+    def _tell_local_ranks(self) -> None:
+        """Ranks of submitit's local executor find each other as those of torchrun do."""
+        size = int(os.environ.get("SUBMITIT_LOCAL_NTASKS", "1"))
+        if size > 1:
+            rank = os.environ["SUBMITIT_LOCAL_LOCALID"]
+            os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(size))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port))
+
+
+def mark(what: str) -> None:
+    """Tell the batch script of this start, which looks for the file behind srun."""
+    if "SUBMITIT_FOLDER" in os.environ and "SLURM_JOB_ID" in os.environ:
+        name = f".{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', '0')}.{what}"
+        Path(os.environ["SUBMITIT_FOLDER"], name).touch()
+
+
+def stop_until_training() -> None:
+    """A signal before training listens, or behind its end, ends the process as one that may be started again."""
+    for number in _SIGNALS:
+        signal.signal(number, lambda _number, _frame: os._exit(STOPPED))
+
+
+def _supervise(command: list[str], torchrun: bool) -> int:
+    """Run a child and pass our signals on, to it or to the ranks below it; returns the exit code.
+
+    torchrun would end its ranks where they stand: it does not hear the signals, its ranks get them from here.
+    """
+    received: list[int] = []
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN if torchrun else signal.SIG_DFL)  # what the child starts with
+    child = subprocess.Popen(command, env={**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT"})
+
+    def forward(number: int, _frame: object) -> None:
+        received.append(number)
+        for pid in _children(child.pid) if torchrun else [child.pid]:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+    for number in _SIGNALS:
+        signal.signal(number, forward)
+    code = child.wait()
+    if received and code not in (0, LOCAL_AGAIN):  # torchrun reports every failed rank as 1
+        return STOPPED
+    return code if code >= 0 else 128 - code
+
+
+def _children(pid: int) -> list[int]:
+    listings = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(word) for listing in listings for word in listing.read_text().split()]

@@ -1,0 +1,158 @@
+"""`sparo launch train`: from a recipe to jobs, each with a run folder that holds all it needs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparo_train.core.config import dump, override, parse_yaml, resolve
+from sparo_train.core.errors import ConfigError
+from sparo_train.core.rundir import RunDir
+from sparo_train.core.tables import ENGINES
+from sparo_train.data.read.loader import shared_streams
+from sparo_train.train.run import RunConfig
+
+from .clusters import ClusterConfig
+from .job import Element
+from .records import Records
+from .slurm import states
+from .snapshot import Snapshot, take_snapshot
+from .submit import local_alive, submit
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Order:
+    """How a launch was asked for.
+
+    on: the cluster's name.  cluster: its block.  parallel: elements at a time.  after: run folders to wait for.
+    """
+
+    on: str
+    cluster: ClusterConfig
+    parallel: int | None = None
+    after: tuple[Path, ...] = ()
+
+
+def launch_train(runs: Sequence[RunConfig], order: Order, sweep: Path, say: Say) -> list[tuple[Path, str]]:
+    """Submit runs; several become one array whose logs and code are in `sweep`. Returns folders and jobs.
+
+    Raises:
+        ConfigError: ranks that the recipe cannot use, a folder with another recipe or with a job that is not over, or a
+            refusal of the cluster. Nothing was submitted then.
+    """
+    runs = [for_ranks(run, order.cluster, say) for run in runs]
+    for run in runs:
+        refuse_busy(run.folder)
+        RunDir(run.folder).refuse_changes(dump(run))
+    home = runs[0].folder if len(runs) == 1 else sweep
+    code = take_snapshot(_folder(home / "code"))
+    elements = []
+    for run in runs:
+        folder = _folder(run.folder)
+        if folder != home and not (folder / "code").exists():
+            (folder / "code").symlink_to(home.resolve() / "code")
+        RunDir(folder).describe(dump(run))
+        elements.append(Element(("train", str(folder / "config.yaml")), str(folder)))
+    jobs = hand_over(order, elements, home, runs[0].name if len(runs) == 1 else sweep.name, code, say)
+    return [(run.folder, job) for run, job in zip(runs, jobs, strict=True)]
+
+
+def hand_over(order: Order, elements: Sequence[Element], home: Path, name: str, code: Snapshot, say: Say) -> list[str]:
+    """Submit elements and record it in each one's folder, once per folder; returns the jobs."""
+    dependency = after_jobs(order.after)
+    jobs = submit(order.cluster, elements, home / "jobs", name, code.path, order.parallel, dependency, say)
+    facts = {
+        "on": order.on,
+        "parallel": order.parallel,
+        "cluster": order.cluster.model_dump(mode="json"),
+        "command": shlex.join(sys.argv),
+        "cwd": str(Path.cwd()),
+        "logs": str((home / "jobs").resolve()),
+        "name": name,
+        "code": str(code.path),
+        "commit": code.commit,
+        "changed": code.changed,
+    }
+    for folder in dict.fromkeys(element.folder for element in elements):
+        own = [(e.arguments, job) for e, job in zip(elements, jobs, strict=True) if e.folder == folder]
+        jobs_here = list(dict.fromkeys(job for _, job in own))
+        if len(jobs_here) > 1 and order.cluster.kind == "slurm":  # a whole array is called by its number
+            jobs_here = list(dict.fromkeys(job.partition("_")[0] for job in jobs_here))
+        several = {"jobs": jobs_here, "arguments": [arguments for arguments, _ in own]}
+        Records(Path(folder)).add("submitted", {"folder": folder, **several, **facts})
+    return jobs
+
+
+def for_ranks(run: RunConfig, cluster: ClusterConfig, say: Say) -> RunConfig:
+    """The recipe for a job's ranks: `world_size` says how many there have to be, and one process's engine becomes ddp."""
+    ranks = cluster.ranks
+    if run.world_size not in (None, ranks):
+        raise ConfigError(
+            f"world_size={run.world_size}: {cluster.nodes} node(s) of {cluster.ranks_per_node} rank(s) are {ranks}; "
+            "change --nodes, --tasks-per-node or --gpus-per-node, or the key"
+        )
+    shared_streams(run.data, run.batch_size, ranks)
+    changes = [f"world_size={ranks}"]
+    if ranks > 1 and ENGINES.row(run.engine.kind).one_process:
+        say(f"{run.name}: engine.kind={run.engine.kind} -> ddp, for {ranks} ranks")
+        changes.append("engine=" + json.dumps({**run.engine.model_dump(mode="json"), "kind": "ddp"}))
+    tree: dict[str, Any] = parse_yaml(dump(run), run.name)
+    return resolve(RunConfig, override(tree, changes), run.name)
+
+
+def refuse_busy(folder: Path) -> None:
+    """Raise ConfigError where a job of this folder is queued or running."""
+    last = Records(folder).last()
+    if last is None:
+        return
+    busy = {job: "RUNNING" for job in last["jobs"] if last["cluster"]["kind"] == "local" and local_alive(job)}
+    if last["cluster"]["kind"] == "slurm":
+        busy = {job: state.state for job, state in states(last["jobs"]).items() if state.active}
+    for job, state in busy.items():
+        raise ConfigError(
+            f"{folder}: job {job} is {state} in it; `sparo launch cancel {folder}` first, or wait, or give another name="
+        )
+
+
+def after_jobs(folders: Sequence[Path]) -> str | None:
+    """sbatch's dependency on the last jobs of these folders; None where all of them are over.
+
+    Raises:
+        ConfigError: a folder without a job, or whose job failed.
+    """
+    waiting = []
+    for folder in folders:
+        last = Records(folder).last()
+        if last is None:
+            raise ConfigError(f"--after {folder}: no job was launched there")
+        if last["cluster"]["kind"] != "slurm":
+            raise ConfigError(f"--after {folder}: its job is not SLURM's, so SLURM cannot wait for it")
+        found = list(states(last["jobs"]).values())
+        ends = [s for job in last["jobs"] for s in Records(folder).starts(job) if "end" in s]
+        if not found and not (ends and ends[-1]["end"] == 0):
+            raise ConfigError(
+                f"--after {folder}: SLURM has forgotten its job, which has not finished; `sparo launch resubmit {folder}` first"
+            )
+        if any(state.active for state in found):
+            waiting += last["jobs"]
+        elif any(state.state not in ("COMPLETED", "UNKNOWN") for state in found):
+            bad = next(s.state for s in found if s.state != "COMPLETED")
+            raise ConfigError(
+                f"--after {folder}: its job {last['jobs'][0]} ended as {bad}; `sparo launch resubmit {folder}` first"
+            )
+    return "afterok:" + ":".join(waiting) if waiting else None
+
+
+def _folder(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out: {path} cannot be made a run folder ({error})") from None
+    return path

@@ -1,0 +1,83 @@
+"""Sweeps: an override with a list where the recipe has no list stands for several runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sparo_train.core.config import load_recipe, override, parse_yaml, wrong_keys
+from sparo_train.core.errors import ConfigError
+from sparo_train.train.run import RunConfig, load_run
+
+_MOST = 1000  # elements that SLURM's MaxArraySize allows by default
+
+
+def expand(recipe: Path, overrides: Sequence[str], seeds: int | None = None) -> tuple[str, list[RunConfig]]:
+    """The sweep's name, and every combination of the lists in `overrides` and of the seeds, as resolved recipes with a name of their own.
+
+    Args:
+        seeds: so many runs each, with the recipe's seed, the next, …; None: the recipe's alone, without a suffix.
+
+    Raises:
+        ConfigError: a recipe that does not resolve, two runs of one name, or more runs than an array may have.
+    """
+    axes: dict[str, list[Any]] = {}
+    fixed: list[str] = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        parsed = parse_yaml(value, f"override {text!r}") if equals else None
+        if isinstance(parsed, list) and not _takes_list(recipe, overrides, text):
+            if not parsed:
+                raise ConfigError(f"override {text!r}: an empty list of values")
+            axes[key.strip()] = parsed
+        else:
+            fixed.append(text)
+    base = load_run(recipe, [*fixed, *(_assign(key, values[0]) for key, values in axes.items())])
+    if seeds is not None:
+        if "seed" in axes or seeds < 1:
+            raise ConfigError(f"--seeds {seeds}: give at least 1, or seed=[…], not both")
+        axes["seed"] = list(range(base.seed, base.seed + seeds))
+    count = math.prod(map(len, axes.values()))
+    if count > _MOST:
+        raise ConfigError(f"{count} runs: more than {_MOST} in one array; sweep over fewer values")
+    found = []
+    for values in itertools.product(*axes.values()):
+        own = [_assign(key, value) for key, value in zip(axes, values, strict=True)]
+        name = "-".join([base.name, *(_suffix(key, value, axes) for key, value in zip(axes, values, strict=True))])
+        found.append(load_run(recipe, [*fixed, *own, f"name={json.dumps(name)}"]) if own else base)
+    _refuse_doubles(found)
+    return base.name, found
+
+
+def _takes_list(recipe: Path, overrides: Sequence[str], text: str) -> bool:
+    """Whether the recipe's key itself holds a list: then it is a value, and no sweep."""
+    others = [o for o in overrides if o != text and not isinstance(parse_yaml(o.partition("=")[2], o), list)]
+    tree = override(load_recipe(recipe), [*others, text])
+    tree.setdefault("name", "x")
+    at = text.partition("=")[0].strip().split(".")
+    return not any(at == list(map(str, where))[: len(at)] for where in wrong_keys(RunConfig, tree))
+
+
+def _assign(key: str, value: Any) -> str:
+    return f"{key}={json.dumps(value)}"
+
+
+def _suffix(key: str, value: Any, axes: dict[str, list[Any]]) -> str:
+    """`lr0.001`; the whole key where two end alike; only what a run's name may hold."""
+    last = key.rpartition(".")[2]
+    short = last if sum(k.rpartition(".")[2] == last for k in axes) == 1 else key
+    text = value.get("kind", json.dumps(value)) if isinstance(value, dict) else value
+    text = f"{text:g}" if isinstance(text, float) else str(text)
+    return f"{short}{re.sub(r'[^A-Za-z0-9._-]+', '_', text).strip('_')}"
+
+
+def _refuse_doubles(runs: Sequence[RunConfig]) -> None:
+    names = [run.name for run in runs]
+    double = next((name for name in names if names.count(name) > 1), None)
+    if double:
+        raise ConfigError(f"two runs of the sweep would be called {double!r}; give values whose names differ")

@@ -1,0 +1,102 @@
+"""`sparo demo`: render, train CLIP and CLIP+SPARO of equal size, score, draw the page."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from evals.encoders.loading import load_encoder
+from evals.encoders.own import ClipEncoder
+from evals.sets.base import Pair
+from evals.sets.wds import WdsSet
+from evals.suite.suite import Suite
+from evals.tasks import textonly
+from evals.tasks.result import Result
+from sparo_data.scenes import training_scene
+from sparo_train.core.metrics import read
+from sparo_train.train.run import RunConfig, load_run
+
+from ..views.page import write_page
+from ..views.results_table import results_table
+from ..views.terminal import console, out
+from .making import make_scenes
+from .recipes import recipe
+from .train import exit_if_stopped, train
+
+READOUTS = {
+    "CLIP": "{kind: token}",
+    "CLIP+SPARO": "{kind: sparo, slots: 32, slot_width: 32, head_width: 32}",
+}
+_CORPUS = 4000
+
+
+def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
+    """The whole story in `folder`; interrupted, the same line continues. Returns the scores it printed."""
+    begin = time.monotonic()
+    data = folder / "scenes"
+    sizes = {"per_class": 4, "retrieval": 60, "pairs_per_kind": 12} if quick else {}
+    make_scenes(data, 400 if quick else 8000, 64, 0, **sizes)
+    configs = {name: _config(name, folder, data, quick) for name in READOUTS}
+    for name, config in configs.items():
+        console.rule(f"training {name}")
+        exit_if_stopped(train(config))
+    results: dict[str, dict[str, Result]] = {"text only": {"pairs": blind(data)}}
+    suite = Suite(next(iter(configs.values())).eval.tasks)
+    encoders = {name: load_encoder(config.folder) for name, config in configs.items()}
+    for name, encoder in encoders.items():
+        console.print(f"scoring {name} …", highlight=False)
+        results[name] = suite.run(encoder)
+    parameters = {name: sum(p.numel() for p in e.model.parameters()) for name, e in encoders.items()}
+    curves = {name: read(config.folder / "metrics.jsonl", "train") for name, config in configs.items()}
+    sparo = encoders["CLIP+SPARO"]
+    assert isinstance(sparo, ClipEncoder)
+    page = write_page(folder, results, curves, parameters, sparo, data, _facts(configs, begin))
+    shown = {
+        f"{name} ({parameters[name] / 1e6:.2f} M)" if name in parameters else name: r for name, r in results.items()
+    }
+    out.print(results_table(shown, "sparo demo: per cent, 95 % intervals; one seed"))
+    out.print(
+        f"page: {page}   picture: {page.with_name('demo.png')}   {time.monotonic() - begin:.0f} s",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return results
+
+
+def blind(data: Path) -> Result:
+    """How far text alone gets on the caption pairs; `macro` is the best blind guesser, beside the models' accuracy."""
+    facts: list[Pair] = [pair for _, _, row in WdsSet(data / "pairs", "pairs") for pair in row]
+    corpus = [training_scene(0, index)[1] for index in range(_CORPUS)]
+    found = textonly.score([f.caption for f in facts], [f.negative_caption for f in facts], corpus)
+    return Result("pairs", found.n, "macro", {"macro": found.value}, found.chance)
+
+
+def _config(name: str, folder: Path, data: Path, quick: bool) -> RunConfig:
+    overrides = [
+        f"name={name.lower().replace('+', '_')}",
+        f"out={folder}",
+        f"objective.model.readout={READOUTS[name]}",
+        f"data.sources.scenes.shards={data}/train",
+    ]
+    for task in ("zeroshot", "heldout", "retrieval", "pairs"):
+        overrides.append(f"eval.tasks.{task}.root={data}/{'zeroshot_heldout' if task == 'heldout' else task}")
+    overrides += ["steps=200", "eval.every_steps=0"]  # both trainings in minutes on two slow cores
+    if quick:
+        overrides += [
+            "steps=15",
+            "optim.warmup_steps=5",
+            "log.every_steps=5",
+            "checkpoint.every_steps=0",
+        ]
+    return load_run(recipe("clip/scenes_tiny.yaml"), overrides)
+
+
+def _facts(configs: dict[str, RunConfig], begin: float) -> dict[str, Any]:
+    config = next(iter(configs.values()))
+    return {
+        "steps": config.steps,
+        "batch_size": config.batch_size,
+        "seed": config.seed,
+        "seconds": round(time.monotonic() - begin),
+    }

@@ -1,0 +1,30 @@
+"""The work behind `sparo data scenes|emoji|fashion-mnist|convert`, with progress."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sparo_data.emoji import install
+from sparo_data.emoji_sets import make_emoji
+from sparo_data.scene_sets import ScenesConfig, render_scenes
+from sparo_train.core.config import resolve
+
+from ..views.progress import Bar
+
+
+def make_scenes(folder: Path, train: int, size: int, seed: int, processes: int = 2, **sizes: int) -> None:
+    """Render scenes into `folder` (what is there already stays)."""
+    config = resolve(ScenesConfig, {"train": train, "size": size, "seed": seed, **sizes}, str(folder))
+    with Bar() as bar:
+        task = bar.start_task_named("rendering scenes")
+        render_scenes(folder, config, processes, lambda done, total: bar.show(task, done, total))
+
+
+def make_emoji_set(folder: Path, size: int, seed: int, processes: int) -> dict[str, int]:
+    """Fetch and rasterise the emoji; returns samples per part."""
+    with Bar() as bar:
+        npm = bar.start_task_named("npm install")
+        modules = install(folder / "npm")
+        bar.update(npm, visible=False)
+        task = bar.start_task_named("rasterising emoji")
+        return make_emoji(folder, modules, size, seed, processes, lambda done, total: bar.show(task, done, total))

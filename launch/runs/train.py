@@ -1,0 +1,103 @@
+"""`sparo train`: recipe to finished run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from evals.suite.evaluate import write_results
+from evals.suite.suite import Suite
+from evals.suite.task import encoder_of, refuse_unfit_to
+from sparo_train.core.config import dump
+from sparo_train.core.contracts import Objective
+from sparo_train.core.distributed import Ranks
+from sparo_train.core.errors import SparoError, StoppedError, SupersededError
+from sparo_train.core.rundir import RunDir
+from sparo_train.core.world import find_world, started
+from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks
+from sparo_train.train.flops import FlopCounter
+from sparo_train.train.run import RunConfig
+from sparo_train.train.state import Outcome
+from sparo_train.train.trainer import Trainer
+
+from ..jobs.clusters import load_cluster
+from ..jobs.side import submit_side
+from ..views.progress import ProgressView
+
+
+def train(config: RunConfig) -> Outcome:
+    """Train a recipe into its run folder, from where it stands, together with the other ranks where there are any."""
+    ranks = build_ranks(config, find_world())
+    try:
+        return _train(config, ranks)
+    finally:
+        ranks.close()
+
+
+def _train(config: RunConfig, ranks: Ranks) -> Outcome:
+    pipeline = build_pipeline(config, ranks.world)
+    epoch = pipeline.plan.epoch_size
+    total, steps_per_epoch = config.total_steps(epoch), config.steps_per_epoch(epoch)
+    engine, objective = build_engine(config, ranks), build_objective(config)
+    rundir = RunDir(config.folder)
+    try:
+        with ProgressView(config.name, rundir.path / "log.txt", silent=ranks.rank > 0) as view:
+            patience = 2 * config.log.heartbeat_seconds
+            rundir.join(ranks.first(lambda: rundir.open_for_training(dump(config), patience)))
+            if not any(rundir.checkpoints.glob("step-*")):
+                among = f" on {ranks.size} ranks" if ranks.size > 1 else ""
+                view.say(f"{total} steps of {config.batch_size} samples{among} -> {rundir.path}")
+            try:
+                evaluate = make_evaluate(config, objective, rundir, view.say)
+                flops = FlopCounter(lambda: build_objective(config))
+                trainer = Trainer(
+                    config, rundir, ranks, engine, objective, pipeline, total, steps_per_epoch, view, evaluate, flops
+                )
+                outcome = trainer.fit()
+            except SupersededError:  # not even into its log
+                raise
+            except SparoError as error:
+                view.note(f"error: {error}")
+                raise
+            view.say(f"{outcome.reason} at step {outcome.step}; checkpoint {outcome.checkpoint}")
+            return outcome
+    finally:
+        rundir.close()
+
+
+def exit_if_stopped(outcome: Outcome) -> None:
+    """After a signal: raise StoppedError; everything is saved and the same line continues."""
+    if outcome.reason.startswith("SIG"):
+        stopped = StoppedError(outcome.reason)
+        world = started()
+        stopped.repeated = world is not None and world.rank > 0
+        raise stopped
+
+
+def make_evaluate(
+    config: RunConfig, trained: Objective, rundir: RunDir, say: Callable[[str], None]
+) -> Callable[[Objective, int], dict[str, Any]] | None:
+    """The trainer's evaluation: all of `eval.tasks`, written to RUN/evals and returned for the metrics; `eval.side` is submitted."""
+    side, method = config.eval.side, config.objective.kind
+    if not config.eval.tasks and side is None:
+        return None
+    refuse_unfit_to(trained, method, config.eval.tasks)  # all of it now, rather than in the middle of training
+    if side is not None:
+        refuse_unfit_to(trained, method, side.tasks, "eval.side.tasks")
+        Suite(side.tasks).check()
+        load_cluster(side.on, side.options)
+    suite = Suite(config.eval.tasks)
+    suite.check()
+
+    def evaluate(objective: Objective, step: int) -> dict[str, Any]:
+        if side is not None:
+            submit_side(config, side, objective.state_dict(), rundir.path, step, say)
+        if not config.eval.tasks:
+            return {}
+        results = suite.run(encoder_of(objective, method))
+        rundir.claim.check()
+        write_results(rundir.path / "evals" / f"step-{step:08d}.json", {"step": step}, results)
+        say(f"step {step}: " + "  ".join(f"{name} {r.headline} {100 * r.value:.1f}" for name, r in results.items()))
+        return {name: r.metrics for name, r in results.items()}
+
+    return evaluate

@@ -1,0 +1,1 @@
+"""What a person sees: progress, tables, the demo's page."""

@@ -1,0 +1,85 @@
+"""How `sparo eval` shows what it does: bars, tables, the list of data sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from evals.report.paper_tables import Cell, Grid
+
+from .progress import Bar
+from .terminal import out
+
+
+class Encoding:
+    """A bar per set that is being encoded."""
+
+    def __init__(self, checkpoint: str, silent: bool):
+        self.checkpoint, self.silent, self._bar = checkpoint, silent, Bar()
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> Callable[[str, int, int], None]:
+        if not self.silent:
+            self._bar.start()
+        return self._report
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def _report(self, place: str, done: int, total: int) -> None:
+        if self.silent:
+            return
+        if place not in self._tasks:
+            self._tasks[place] = self._bar.start_task_named(f"{Path(self.checkpoint).name}: {place}", total)
+        self._bar.show(self._tasks[place], done, total)
+
+
+def show_catalogue(root: Path) -> None:
+    """Every data set below `root`: there or not, whole or not, and what it must be."""
+    from evals.suite import catalogue
+
+    out.print(
+        f"Data sets, each in the folder of its name below {root} (--root), or in the wds layout:\n", highlight=False
+    )
+    for listed in catalogue.LISTED:
+        found = catalogue.look(listed, root)
+        facts = [f"{listed.n:,} images"]
+        facts += [f"{listed.classes} classes"] if listed.classes else []
+        facts += [f"chance {100 * listed.chance:.1f} %"] if listed.chance else []
+        colour = {"absent": "dim", "odd": "red"}.get(found.state, "green")
+        out.print(
+            f"[bold]{listed.name}[/]  [{colour}]{found.state}[/]  {', '.join(facts)}", highlight=False, soft_wrap=True
+        )
+        out.print(f"    {escape(found.note)}; licence: {escape(listed.licence)}", highlight=False, soft_wrap=True)
+
+
+def grid_table(found: Grid, transpose: bool) -> Table:
+    """A grid for the terminal, intervals below the values, the paper's own numbers dimmed."""
+    table = Table(title=f"{found.title}, per cent, 95 % intervals", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("")
+    styles = ["dim" if row.paper else None for row in found.rows]
+    rows = [[_cell_text(cell) for cell in row.cells] for row in found.rows]
+    if transpose:
+        for row, style in zip(found.rows, styles, strict=True):
+            table.add_column(row.name, justify="right", style=style, overflow="fold")
+        for column, cells in zip(found.columns, zip(*rows, strict=True), strict=True):
+            table.add_row(column.heading, *cells)
+        return table
+    for column in found.columns:
+        table.add_column(f"{column.group}\n{column.label}".strip(), justify="right", overflow="fold")
+    for row, cells, style in zip(found.rows, rows, styles, strict=True):
+        table.add_row(row.name, *cells, style=style)
+    return table
+
+
+def _cell_text(cell: Cell | None) -> str:
+    if cell is None:
+        return "-"
+    return f"{100 * cell.value:.1f}" + (
+        "" if cell.low is None or cell.high is None else f"\n{100 * cell.low:.1f}–{100 * cell.high:.1f}"
+    )

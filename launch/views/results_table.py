@@ -1,0 +1,44 @@
+"""Scores in one table: a row per task and metric, a column per checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.table import Table
+
+from evals.tasks.result import Result
+
+
+def results_table(results: Mapping[str, Mapping[str, Result]], title: str) -> Table:
+    """Rows: (task, metric); columns: checkpoints; the headline comes first, its 95 % interval below it."""
+    table = Table(title=title, title_justify="left")
+    for column in ("task", "metric", "n", "chance", *results):
+        table.add_column(column, justify="left" if column in ("task", "metric") else "right", overflow="fold")
+    tasks = dict.fromkeys(task for by_task in results.values() for task in by_task)
+    for task in tasks:
+        first = max((r[task] for r in results.values() if task in r), key=lambda r: len(r.metrics))
+        found = [by_task.get(task) for by_task in results.values()]
+        head = [_percent(r.value) if r else "-" for r in found]
+        table.add_row(task, first.headline, str(first.n), _percent(first.chance), *head, style="bold")
+        table.add_row(
+            "",
+            "  95 %",
+            "",
+            "",
+            *(f"{_percent(r.interval[0])}–{_percent(r.interval[1])}" if r else "-" for r in found),
+        )
+        for metric in first.metrics:
+            if metric != first.headline:
+                table.add_row(
+                    "",
+                    metric,
+                    "",
+                    "",
+                    *(_percent(r.metrics[metric]) if r and metric in r.metrics else "-" for r in found),
+                )
+        table.add_section()
+    return table
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}"

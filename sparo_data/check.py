@@ -1,0 +1,116 @@
+"""`sparo data check`: count, look for duplicates, decode everything once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import NamedTuple
+
+import numpy as np
+
+from sparo_train.core.errors import BadSampleError
+from sparo_train.data.examples.samples import caption, decode_image, image_bytes
+from sparo_train.data.read.shards import ShardReader
+from sparo_train.data.read.sources import SourceConfig
+
+_EXAMPLES = 20
+
+
+class ShardReport(NamedTuple):
+    """What one shard holds. `bad`: (key, reason) of unusable samples; 64-bit hashes of each key, image and caption, 0 where absent."""
+
+    url: str
+    samples: int
+    intact: bool
+    bad: list[tuple[str, str]]
+    keys: np.ndarray
+    images: np.ndarray
+    captions: np.ndarray
+
+    @property
+    def damage(self) -> str | None:
+        """What is wrong with the tar itself."""
+        return None if self.intact else "truncated tar" if self.samples else "unreadable tar"
+
+
+class Duplicates(NamedTuple):
+    """Copies after the first, and the samples (shard, key) of the first groups of equal ones."""
+
+    copies: int
+    examples: list[list[tuple[str, str]]]
+
+
+class Report(NamedTuple):
+    """All shards of a source."""
+
+    shards: list[ShardReport]
+    keys: Duplicates
+    images: Duplicates
+    captions: Duplicates
+
+    @property
+    def samples(self) -> int:
+        return sum(s.samples for s in self.shards)
+
+    def reasons(self) -> dict[str, int]:
+        """Unusable samples by reason, and shards that are not whole."""
+        found = Counter(reason for s in self.shards for _, reason in s.bad)
+        found.update(s.damage for s in self.shards if s.damage)
+        return dict(found)
+
+
+def check(
+    urls: Sequence[str], config: SourceConfig, processes: int = 2, report: Callable[[int], None] | None = None
+) -> Report:
+    """Read, decode and hash every sample of the given shards; `report` is called with the number of shards done."""
+    shards = []
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        for shard in pool.map(check_shard, urls, [config] * len(urls)):
+            shards.append(shard)
+            if report:
+                report(len(shards))
+    reader = ShardReader()
+    found = [_duplicates(shards, name, reader) for name in ("keys", "images", "captions")]
+    reader.close()
+    return Report(shards, *found)
+
+
+def check_shard(url: str, config: SourceConfig) -> ShardReport:
+    """One shard of `check`."""
+    reader = ShardReader()
+    index = reader.index(url)
+    bad: list[tuple[str, str]] = []
+    hashes = np.zeros((3, len(index)), dtype=np.uint64)
+    for ordinal in range(len(index)):
+        key = f"number {ordinal}"
+        try:
+            key, fields = reader.read(url, ordinal)
+            hashes[0, ordinal] = _hash(key.encode("utf-8", "surrogateescape"))
+            text = caption(fields, config)
+            data = image_bytes(fields, config.image_keys)
+            hashes[1:, ordinal] = _hash(data), _hash(text.encode("utf-8", "surrogatepass"))
+            decode_image(data)
+        except BadSampleError as problem:
+            bad.append((key, str(problem)))
+    reader.close()
+    return ShardReport(url, len(index), index.intact, bad, *hashes)
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") or 1
+
+
+def _duplicates(shards: Sequence[ShardReport], name: str, reader: ShardReader) -> Duplicates:
+    parts = [getattr(shard, name) for shard in shards]
+    joined, begins = np.concatenate(parts), np.cumsum([0, *map(len, parts)])
+    values, counts = np.unique(joined[joined > 0], return_counts=True)
+    examples = []
+    for value in values[counts > 1][:_EXAMPLES]:
+        where = np.flatnonzero(joined == value)[:_EXAMPLES]
+        shard = np.searchsorted(begins, where, side="right") - 1
+        pairs = [(shards[s].url, int(i - begins[s])) for s, i in zip(shard, where, strict=True)]
+        examples.append([(url, reader.read(url, ordinal)[0]) for url, ordinal in pairs])
+    return Duplicates(int((counts - 1).sum()), examples)

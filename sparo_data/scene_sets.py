@@ -1,0 +1,166 @@
+"""Writing the rendered data set: training shards and the four evaluation sets.
+
+ROOT/train/00000.tar …      key.jpg key.txt key.json (scene graph) key.mask.png (value i+1: object i)
+ROOT/zeroshot/              24 colour-shape classes, one object per image        (clip-benchmark's wds layout)
+ROOT/zeroshot_heldout/      images of the six pairs that never occur in training, told apart among all 24
+ROOT/retrieval/             scenes of two to four objects, every caption unique
+ROOT/pairs/                 key.jpg key.json {"kind", "caption", "negative_caption"}
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from PIL import Image
+from pydantic import Field
+
+from sparo_train.core.config import Frozen, differences
+from sparo_train.core.errors import DataError
+from sparo_train.core.rng import generator
+
+from .scene_pairs import KINDS, make_pair
+from .scenes import CLASSES, HELD_OUT, TEMPLATES, Scene, caption, join, sample_scene, sample_thing, training_scene
+from .writer import Fields, write_shard, write_wds_layout
+
+
+class ScenesConfig(Frozen):
+    """How much to render. Equal configs give equal bytes."""
+
+    seed: int = 0
+    size: int = Field(default=64, ge=16)
+    train: int = Field(default=8000, gt=0)
+    per_shard: int = Field(default=500, gt=0)
+    per_class: int = Field(default=20, gt=0)
+    retrieval: int = Field(default=400, gt=0)
+    pairs_per_kind: int = Field(default=150, gt=0)
+    antialias: int = Field(default=2, ge=1)
+    masks: bool = True
+
+
+def render_scenes(
+    root: Path, config: ScenesConfig, processes: int = 2, report: Callable[[int, int], None] | None = None
+) -> None:
+    """Render everything into `root`; shards that are already there are kept, so an interrupted call continues.
+
+    Args:
+        report: called with (scenes done, scenes in all) whenever a shard is finished.
+
+    Raises:
+        DataError: `root` holds scenes of another config.
+    """
+    _claim(root, config)
+    shards = -(-config.train // config.per_shard)
+    jobs: list[tuple[Callable[[Path, ScenesConfig, int], int], int]] = [(_train_shard, i) for i in range(shards)]
+    jobs += [(_zeroshot, 0), (_zeroshot, 1), (_retrieval, 0), (_pairs, 0)]
+    total = (
+        config.train
+        + (len(CLASSES) + len(HELD_OUT)) * config.per_class
+        + config.retrieval
+        + len(KINDS) * config.pairs_per_kind
+    )
+    done = 0
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        for future in [pool.submit(job, root, config, i) for job, i in jobs]:
+            done += future.result()
+            if report:
+                report(done, total)
+
+
+def _claim(root: Path, config: ScenesConfig) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    path = root / "scenes.json"
+    if path.exists():
+        changed = differences(json.loads(path.read_text(encoding="utf-8")), config.model_dump(mode="json"))
+        if changed:
+            raise DataError(
+                f"{root}: holds scenes made otherwise ({'; '.join(changed)}); remove it or choose another folder"
+            )
+    path.write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
+
+
+def _fields(
+    scene: Scene, config: ScenesConfig, text: str | None = None, masks: bool = False, **extra: object
+) -> dict[str, bytes]:
+    frame = scene.render(config.size, config.antialias)
+    fields = {"jpg": _encode(Image.fromarray(frame.rgb), format="JPEG", quality=95)}
+    if text is not None:
+        fields["txt"] = text.encode()
+    fields["json"] = json.dumps({**extra, **scene.graph()}).encode()
+    if masks:
+        fields["mask.png"] = _encode(Image.fromarray(frame.mask), format="PNG")
+    return fields
+
+
+def _encode(image: Image.Image, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, **options)  # type: ignore[arg-type]
+    return buffer.getvalue()
+
+
+def _train_shard(root: Path, config: ScenesConfig, number: int) -> int:
+    first, last = number * config.per_shard, min(config.train, (number + 1) * config.per_shard)
+
+    def samples() -> Iterator[tuple[str, Fields]]:
+        for index in range(first, last):
+            scene, text = training_scene(config.seed, index)
+            yield f"{index:08d}", _fields(scene, config, text, config.masks)
+
+    path = root / "train" / f"{number:05d}.tar"
+    if not path.exists():
+        write_shard(path, samples())
+    return last - first
+
+
+def _zeroshot(root: Path, config: ScenesConfig, held_out: int) -> int:
+    classes = [c for c in CLASSES if tuple(c.split()) in HELD_OUT] if held_out else CLASSES
+    name = "zeroshot_heldout" if held_out else "zeroshot"
+
+    def samples() -> Iterator[tuple[str, Fields]]:
+        for words in classes:
+            label, (color, shape) = CLASSES.index(words), words.split()
+            for index in range(config.per_class):
+                rng = generator(config.seed, "scenes", name, label, index)
+                scene = sample_scene(rng, 1, things=[sample_thing(rng)._replace(color=color, shape=shape)])
+                yield f"{label:03d}_{index:05d}", {**_fields(scene, config), "cls": str(label).encode()}
+
+    if not (root / name / "test" / "nshards.txt").exists():
+        write_wds_layout(root / name, samples(), classnames=CLASSES, templates=TEMPLATES)
+    return len(classes) * config.per_class
+
+
+def _retrieval(root: Path, config: ScenesConfig, _: int) -> int:
+    def samples() -> Iterator[tuple[str, Fields]]:
+        seen: set[str] = set()
+        index = 0
+        while len(seen) < config.retrieval:
+            rng = generator(config.seed, "scenes", "retrieval", index)
+            index += 1
+            scene = sample_scene(rng, int(rng.integers(2, 5)))
+            text = join([t.phrase() for t in scene.things]) if rng.random() < 0.5 else caption(scene, rng)
+            if text not in seen:
+                seen.add(text)
+                yield f"{len(seen):06d}", _fields(scene, config, text)
+
+    if not (root / "retrieval" / "test" / "nshards.txt").exists():
+        write_wds_layout(root / "retrieval", samples(), dataset_type="retrieval")
+    return config.retrieval
+
+
+def _pairs(root: Path, config: ScenesConfig, _: int) -> int:
+    def samples() -> Iterator[tuple[str, Fields]]:
+        for kind in KINDS:
+            for index in range(config.pairs_per_kind):
+                scene, true, false = make_pair(kind, generator(config.seed, "scenes", "pairs", kind, index))
+                yield (
+                    f"{kind}_{index:05d}",
+                    _fields(scene, config, kind=kind, caption=true, negative_caption=false),
+                )
+
+    if not (root / "pairs" / "test" / "nshards.txt").exists():
+        write_wds_layout(root / "pairs", samples(), dataset_type="pairs")
+    return len(KINDS) * config.pairs_per_kind

@@ -1,0 +1,72 @@
+"""Writing shards: reproducible bytes, complete or absent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from webdataset.writer import TarWriter
+
+from sparo_train.core.errors import DataError
+
+Fields = Mapping[str, bytes]  # extension -> content
+
+
+def write_shard(path: Path, samples: Iterable[tuple[str, Fields]]) -> int:
+    """Write samples (key, fields) to one tar and rename it into place; equal samples give equal bytes. Returns the count.
+
+    Raises:
+        DataError: a key that webdataset could not split again, or a disk that cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    count = 0
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TarWriter(str(temporary), encoder=False, mtime=0, user="sparo", group="sparo") as tar:
+            for key, fields in samples:
+                if "." in key.rpartition("/")[2] or not key:
+                    raise DataError(
+                        f"{path}: key {key!r} holds a dot or is empty; a dot ends the key in webdataset's layout"
+                    )
+                tar.write({"__key__": key, **fields})
+                count += 1
+        temporary.replace(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error})") from None
+    finally:
+        if temporary.exists():
+            temporary.unlink()
+    return count
+
+
+def write_shards(
+    folder: Path, samples: Iterable[tuple[str, Fields]], per_shard: int = 1000, part: tuple[int, int] = (0, 1)
+) -> list[Path]:
+    """Write samples into `folder/00000.tar`, `00001.tar`, …; as `part` (i, n): into every n-th of them, from the i-th."""
+    iterator = iter(samples)
+    paths: list[Path] = []
+    while True:
+        chunk = [s for _, s in zip(range(per_shard), iterator, strict=False)]
+        if not chunk:
+            return paths
+        paths.append(folder / f"{part[0] + part[1] * len(paths):05d}.tar")
+        write_shard(paths[-1], chunk)
+
+
+def write_wds_layout(
+    root: Path,
+    samples: Iterable[tuple[str, Fields]],
+    *,
+    classnames: list[str] | None = None,
+    templates: list[str] | None = None,
+    dataset_type: str | None = None,
+    split: str = "test",
+) -> None:
+    """Write an evaluation set in clip-benchmark's `wds/` layout (one shard, class names, templates, type, and, last, `nshards.txt`)."""
+    write_shard(root / split / "0.tar", samples)
+    for name, lines in (("classnames.txt", classnames), ("zeroshot_classification_templates.txt", templates)):
+        if lines is not None:
+            (root / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if dataset_type is not None:
+        (root / "dataset_type.txt").write_text(dataset_type + "\n", encoding="utf-8")
+    (root / split / "nshards.txt").write_text("1\n", encoding="utf-8")  # the mark of a complete set

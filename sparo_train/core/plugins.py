@@ -1,0 +1,158 @@
+"""Open tables: a recipe names a row, own rows come first, installed packages add more through entry points.
+
+    MINE = Table("sparo.methods", {"clip": "sparo_train.objectives.clip:METHOD"}, ("config", "objective"))
+    class Recipe(Frozen):
+        objective: Annotated[Any, Open(MINE, default="clip")]
+
+A row is imported when it is named and not before, so a package that is broken breaks only who names it. An own row cannot
+be replaced. The block of a recipe is checked by its row's own pydantic model, and what is wrong in it is told by dotted key.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
+from typing import Any
+
+from pydantic import BaseModel, GetCoreSchemaHandler, ValidationError
+from pydantic_core import PydanticCustomError, core_schema
+
+from .errors import ConfigError, did_you_mean
+
+GROUPS = "sparo."  # every group of ours begins with it
+NESTED = "open_table"  # type of the pydantic error that carries those of a row's own model
+
+
+class Table:
+    """Rows by name.
+
+    Args:
+        group: of the entry points, `sparo.…`.
+        own: `name -> module:attribute`.
+        attributes: what a row must have; empty: it is called.
+    """
+
+    def __init__(self, group: str, own: Mapping[str, str], attributes: Sequence[str] = ()):
+        self.group, self.own, self.attributes = group, dict(own), tuple(attributes)
+
+    def names(self) -> list[str]:
+        """Own rows, then those of installed packages; nothing is imported."""
+        return list(dict.fromkeys([*self.own, *(entry.name for entry in entry_points(group=self.group))]))
+
+    def row(self, name: str, key: str = "") -> Any:
+        """The row of a name, imported now.
+
+        Args:
+            key: what to call the place that names it, for errors (`objective.kind`).
+
+        Raises:
+            ConfigError: no such row, a package that cannot be imported, a row without what the table asks for, or two
+                packages that both add it.
+        """
+        told = f"{key}: " if key else f"{self.group}: "
+        if name in self.own:
+            module, _, attribute = self.own[name].partition(":")
+            return getattr(importlib.import_module(module), attribute)
+        found = list({e.value: e for e in entry_points(group=self.group) if e.name == name}.values())
+        if not found:
+            raise ConfigError(f"{told}{name!r}; {did_you_mean(str(name), self.names())}")
+        if len(found) > 1:
+            packages = " and ".join(sorted(_package(e) for e in found))
+            raise ConfigError(f"{told}{name!r} is added by {packages}; uninstall all but one")
+        return self._loaded(found[0], told)
+
+    def _loaded(self, entry: EntryPoint, told: str) -> Any:
+        whose = f"{told}{entry.name!r} of package {_package(entry)}"
+        try:
+            row = entry.load()
+        except Exception as error:  # somebody else's module may fail in any way while it is imported
+            raise ConfigError(
+                f"{whose} ({entry.value}) cannot be imported ({type(error).__name__}: {error}); repair or uninstall it"
+            ) from error
+        missing = [a for a in self.attributes if not hasattr(row, a)] if self.attributes else []
+        if missing or not (self.attributes or callable(row)):
+            wanted = f"has no {', '.join(missing)}" if missing else "cannot be called"
+            raise ConfigError(f"{whose} ({entry.value}) {wanted}; docs/extending.md says what a row of {self.group} is")
+        return row
+
+
+Completion = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+class Open:
+    """Annotates a field of a recipe whose block is checked by the row that it names.
+
+    Args:
+        table: where rows are looked up. A row is a pydantic model, or has one as its `config`.
+        key: of the block, that names the row; the row's model has it as a field, too.
+        default: the row of a block that names none, or what completes such a block (raising `ValueError`); None: it has to name one.
+    """
+
+    def __init__(self, table: Table, key: str = "kind", default: str | Completion | None = None):
+        self.table, self.key, self.default = table, key, default
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.with_info_plain_validator_function(self._checked)
+
+    def _checked(self, value: Any, info: core_schema.ValidationInfo) -> BaseModel:
+        if isinstance(value, BaseModel):
+            wanted = self._model({self.key: getattr(value, self.key, None)})
+            if isinstance(value, wanted):
+                return value
+            raise PydanticCustomError(
+                "block",
+                "{found} is not the {wanted} of its row",
+                {"found": type(value).__name__, "wanted": wanted.__name__},
+            )
+        if not isinstance(value, Mapping):
+            raise PydanticCustomError("block", "a block with keys is expected")
+        if self.key not in value and callable(self.default):
+            value = self.default(value)
+        model = self._model(value)
+        try:
+            return model.model_validate_json(json.dumps(value)) if info.mode == "json" else model.model_validate(value)
+        except ValidationError as error:
+            found = error.errors()
+            raise _nested(f"{len(found)} problem(s), first: {found[0]['msg']}", found, model) from None
+
+    def _model(self, block: Mapping[str, Any]) -> type[BaseModel]:
+        name = block.get(self.key, self.default)
+        if not isinstance(name, str):
+            message = (
+                f"a value is required; {did_you_mean('', self.table.names())}" if name is None else "a name is expected"
+            )
+            raise self._wrong(message, name)
+        try:
+            row = self.table.row(name)
+        except ConfigError as error:
+            raise self._wrong(str(error).removeprefix(f"{self.table.group}: "), None) from error
+        model: type[BaseModel] = row if isinstance(row, type) else row.config
+        if self.key not in model.model_fields or model.model_fields[self.key].get_default() != name:
+            raise self._wrong(
+                f"{name!r}: {model.__name__} of {self.table.group} has no field {self.key}: Literal[{name!r}] = {name!r}",
+                None,
+            )
+        return model
+
+    def _wrong(self, message: str, value: Any) -> PydanticCustomError:
+        problem = {"type": "row", "loc": (self.key,), "msg": message}
+        return _nested(message, [problem if value is None else {**problem, "input": value}], None)
+
+
+def _nested(message: str, problems: Sequence[Any], model: type[BaseModel] | None) -> PydanticCustomError:
+    return PydanticCustomError(NESTED, "{message}", {"message": message, "problems": problems, "model": model})
+
+
+def _package(entry: EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
+
+
+def plugin_distributions() -> list[Distribution]:
+    """Installed packages, other than ours, that add rows to any of our tables."""
+    found: dict[str, Distribution] = {}
+    for dist in distributions():
+        if any(entry.group.startswith(GROUPS) for entry in dist.entry_points):
+            found.setdefault(dist.name, dist)  # the first one on the path is the one that is used
+    return [dist for name, dist in found.items() if name != "sparo"]

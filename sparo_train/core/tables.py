@@ -1,0 +1,99 @@
+"""The doors of the house: every table that a recipe or a command looks names up in. Rows are named, not imported."""
+
+from __future__ import annotations
+
+from .plugins import Table
+
+# What is trained: config, objective, examples, rules across blocks, layouts of its export (objectives/method.py).
+METHODS = Table(
+    "sparo.methods",
+    {
+        "clip": "sparo_train.objectives.clip:METHOD",
+        "dino": "sparo_train.objectives.dino:METHOD",
+    },
+    ("config", "objective", "examples", "rules", "exports"),
+)
+
+# How tokens become slots: a config, which builds the read-outs of both towers (models/slots.py).
+READOUTS = Table(
+    "sparo.readouts",
+    {
+        "token": "sparo_train.models.readouts.pooling:TokenReadOut",
+        "cls": "sparo_train.models.readouts.pooling:ClsReadOut",
+        "gap": "sparo_train.models.readouts.pooling:GapReadOut",
+        "sparo": "sparo_train.models.sparo:SparoReadOut",
+    },
+    ("placement", "shape", "build", "infer"),
+)
+
+# What runs an objective on devices: config, engine, and what it costs (engine/local.py: EngineRow).
+ENGINES = Table(
+    "sparo.engines",
+    {
+        "local": "sparo_train.engine.local:ENGINE",
+        "ddp": "sparo_train.engine.ddp:ENGINE",
+        "fsdp2": "sparo_train.engine.fsdp2:ENGINE",
+        "deepspeed": "sparo_train.engine.deepspeed:ENGINE",
+    },
+    ("config", "build", "costs", "one_process"),
+)
+
+# Where samples lie: config, and what opens it (data/read/sources.py).
+SOURCES = Table(
+    "sparo.sources",
+    {
+        "shards": "sparo_train.data.read.shards:SOURCE",
+        "folder": "sparo_train.data.read.folder:SOURCE",
+    },
+    ("config", "open"),
+)
+
+# From a trained objective to what encodes images (and texts), by the method's name (evals/encoders/).
+ENCODERS = Table(
+    "sparo.encoders",
+    {
+        "clip": "evals.encoders.own:clip_encoder",
+        "dino": "evals.encoders.own:dino_encoder",
+    },
+)
+
+# What is scored: config, what it needs of an encoder, and the run (evals/suite/task.py).
+TASKS = Table(
+    "sparo.tasks",
+    {
+        "zeroshot": "evals.suite.image_text_tasks:ZEROSHOT",
+        "retrieval": "evals.suite.image_text_tasks:RETRIEVAL",
+        "pairs": "evals.suite.image_text_tasks:PAIRS",
+        "probe": "evals.suite.labelled_tasks:PROBE",
+        "knn": "evals.suite.labelled_tasks:KNN",
+        "linear": "evals.suite.linear_probe:LINEAR",
+    },
+    ("config", "needs", "check", "run"),
+)
+
+# How evaluation data lies on disk: the facts it has, and what opens it (evals/sets/opening.py).
+LAYOUTS = Table(
+    "sparo.layouts",
+    {
+        "wds": "evals.sets.wds:LAYOUT",
+        "folder": "evals.sets.image_files:FOLDER",
+        "imagenet": "evals.sets.image_files:IMAGENET",
+        "imagenetv2": "evals.sets.image_files:IMAGENETV2",
+        "objectnet": "evals.sets.image_files:OBJECTNET",
+        "karpathy": "evals.sets.captions:KARPATHY",
+        "sugar_crepe": "evals.sets.captions:SUGAR_CREPE",
+        "torchvision": "evals.sets.library:LAYOUT",
+    },
+    ("kinds", "open"),
+)
+
+# Other programs' files: which methods a layout fits, and what writes it (evals/encoders/exporting.py).
+EXPORTS = Table(
+    "sparo.exports",
+    {
+        "open_clip": "evals.encoders.exporting:OPEN_CLIP",
+        "sparo-clip": "evals.encoders.exporting:SPARO_CLIP",
+        "dino": "evals.encoders.exporting:DINO",
+    },
+    ("methods", "write"),
+)

@@ -1,0 +1,111 @@
+"""Multi-crop (Caron et al. 2020): two large and several small views of an image, augmented as the official DINO code does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from pydantic import Field
+from torch import Tensor
+
+from ...core.config import Frozen
+from ..read.loader import Examples, OnStage, ignore_stage
+from ..read.sources import DataConfig, Source
+from .augment import blur, flip, gray, jitter, solarize
+from .samples import decode_image, image_bytes
+from .transforms import random_resized_crop_box, resized_crop
+
+Fraction = Field(ge=0, le=1)
+
+
+class CropsConfig(Frozen):
+    """`main_dino.py`'s crops and its DataAugmentationDINO. Global crops have the model's `image_size`.
+
+    jitter: brightness, contrast, saturation, hue, with probability `jitter_prob`. blur_probs: of the first global crop, the second
+    and the local ones; blur_radius in pixels. solarize_prob: of the second global crop.
+    """
+
+    local_number: int = Field(default=8, ge=0)
+    local_size: int = Field(default=96, gt=0)
+    global_scale: tuple[float, float] = (0.4, 1.0)
+    local_scale: tuple[float, float] = (0.05, 0.4)
+    hflip: float = Field(default=0.5, ge=0, le=1)
+    jitter: tuple[float, float, float, float] = (0.4, 0.4, 0.2, 0.1)
+    jitter_prob: float = Field(default=0.8, ge=0, le=1)
+    gray_prob: float = Field(default=0.2, ge=0, le=1)
+    blur_probs: tuple[float, float, float] = (1.0, 0.1, 0.5)
+    blur_radius: tuple[float, float] = (0.1, 2.0)
+    solarize_prob: float = Field(default=0.2, ge=0, le=1)
+
+
+def crop(image: Image.Image, size: int, number: int, config: CropsConfig, rng: np.random.Generator) -> np.ndarray:
+    """View `number` of an image (0, 1: the global ones), (size, size, 3) uint8."""
+    c = config
+    pixels = resized_crop(
+        image, random_resized_crop_box(image.size, c.global_scale if number < 2 else c.local_scale, rng), size
+    )
+    if rng.random() < c.hflip:
+        pixels = flip(pixels)
+    if rng.random() < c.jitter_prob:
+        pixels = jitter(pixels, c.jitter, rng)
+    if rng.random() < c.gray_prob:
+        pixels = gray(pixels)
+    if rng.random() < c.blur_probs[min(number, 2)]:
+        pixels = blur(pixels, c.blur_radius, rng)
+    if number == 1 and rng.random() < c.solarize_prob:
+        pixels = solarize(pixels)
+    return pixels
+
+
+def multi_crop(
+    image: Image.Image, size: int, config: CropsConfig, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Global views (2, 3, size, size) and local ones (n, 3, local_size, local_size), uint8."""
+    found = []
+    for first, count, side in ((0, 2, size), (2, config.local_number, config.local_size)):
+        out = np.empty((count, 3, side, side), dtype=np.uint8)
+        for number in range(count):
+            out[number] = crop(image, side, first + number, config, rng).transpose(2, 0, 1)
+        found.append(out)
+    return found[0], found[1]
+
+
+class CropExamples(Examples):
+    """Images as multi-crops; captions are not read.
+
+    Args:
+        config: the recipe's `data` block.
+        crops: the recipe's `objective.crops`.
+        image_size: pixels per side of the global crops.
+        paths: residual branches that drop path draws for (2 * blocks); 0: no drop path.
+        drop_range: numbers are drawn below it.
+
+    Batches hold `global_crops` (B, 2, 3, S, S) and `local_crops` (B, n, 3, s, s) uint8, and `drop` (B, 2 + n, paths)
+    int32, drawn with the sample's own stream, so that no partition of the batch changes it.
+    """
+
+    def __init__(
+        self, config: DataConfig, crops: CropsConfig, image_size: int, paths: int = 0, drop_range: int = 1 << 24
+    ):
+        self.config, self.crops, self.image_size = config, crops, image_size
+        self.paths, self.drop_range = paths, drop_range
+
+    def prepare(
+        self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
+    ) -> Any:
+        data = image_bytes(fields, source.config.image_keys)
+        image = decode_image(data, 2 * self.image_size if self.config.scaled_decoding else None)
+        on_stage("decode")
+        large, small = multi_crop(image, self.image_size, self.crops, rng)
+        found = {"global_crops": large}
+        if len(small):
+            found["local_crops"] = small
+        if self.paths:
+            found["drop"] = rng.integers(0, self.drop_range, (len(large) + len(small), self.paths), dtype=np.int32)
+        on_stage("augment")
+        return found
+
+    def stack(self, examples: Any) -> dict[str, Tensor]:
+        return {key: torch.from_numpy(np.stack([e[key] for e in examples])) for key in examples[0]}

@@ -1,0 +1,77 @@
+"""How much of a data set may be broken before a run stops."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...core.errors import DataError
+from .sources import Damage, DataConfig, Source
+
+_NAMED = 10
+_SHARDS = {"truncated tar", "unreadable tar"}  # judged before the first step, against the whole source
+_REMEDY = "`sparo data check` lists them; repair or remove these shards, or raise data.max_bad_share."
+
+
+def refuse_broken(sources: Sequence[Source], config: DataConfig) -> list[Damage]:
+    """The shards that are not whole. Raises `DataError` naming them where they lose more than `data.max_bad_share`."""
+    found = [damage for source in sources for damage in source.broken()]
+    lost = sum(damage.lost for damage in found)
+    total = lost + sum(source.samples for source in sources)
+    if found and total >= config.max_bad_share_after and lost > config.max_bad_share * total:
+        worst = "\n  ".join(
+            f"{d.url}: {d.reason}, about {d.lost} lost" for d in sorted(found, key=lambda d: -d.lost)[:_NAMED]
+        )
+        raise DataError(
+            f"data: {len(found)} shard(s) are not whole, about {lost} of {total} samples are lost, "
+            f"over data.max_bad_share={config.max_bad_share}:\n  {worst}\n{_REMEDY}"
+        )
+    return found
+
+
+class BadSampleBudget:
+    """Counts skipped samples by (shard, reason) and stops a run whose data is too broken.
+
+    Args:
+        max_share: largest tolerated share of skipped among tried samples.
+        minimum: samples tried before the share is judged.
+    """
+
+    def __init__(self, max_share: float, minimum: int = 1000):
+        self.max_share, self.minimum = max_share, minimum
+        self.counts: Counter[tuple[str, str]] = Counter()
+
+    def add(self, skipped: Mapping[tuple[str, str], int], used: int) -> None:
+        """Add a batch's skips; `used` is the number of good samples so far. Raises `DataError` over the limit."""
+        counts = self.counts + Counter(skipped)
+        total = sum(n for (_, reason), n in counts.items() if reason not in _SHARDS)
+        tried = used + total
+        if tried >= self.minimum and total > self.max_share * tried:
+            worst = "\n  ".join(f"{url}: {reason}, {n}" for (url, reason), n in counts.most_common(_NAMED))
+            raise DataError(
+                f"data: {total} of {tried} samples could not be used, over data.max_bad_share={self.max_share}:\n"
+                f"  {worst}\n{_REMEDY}"
+            )
+        self.counts = counts  # only now: a run that stops here saves itself without this batch
+
+    def by_reason(self) -> dict[str, int]:
+        """Counts by reason, for the metrics."""
+        out: Counter[str] = Counter()
+        for (_, reason), n in self.counts.items():
+            out[reason] += n
+        return dict(out)
+
+    def by_shard(self) -> dict[str, dict[str, int]]:
+        """Counts by shard and reason, the worst ten shards first."""
+        out: dict[str, Counter[str]] = defaultdict(Counter)
+        for (url, reason), n in self.counts.items():
+            out[url][reason] += n
+        worst = sorted(out.items(), key=lambda item: -item[1].total())[:_NAMED]
+        return {url: dict(reasons) for url, reasons in worst}
+
+    def state(self) -> list[list[Any]]:
+        return [[url, reason, n] for (url, reason), n in self.counts.items()]
+
+    def load(self, state: Sequence[Sequence[Any]]) -> None:
+        self.counts = Counter({(url, reason): n for url, reason, n in state})

@@ -1,0 +1,236 @@
+"""The training pipeline: plan -> read -> prepare -> batches that carry their cursor."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import math
+import weakref
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from ...core.contracts import Cursor, Delivery
+from ...core.errors import BadSampleError, ConfigError, DataError, SparoError
+from ...core.rng import generator
+from ...core.signals import ignore_in_worker
+from .budget import refuse_broken
+from .plan import Plan, SampleRef
+from .shards import close_reader
+from .sources import DataConfig, Source, fingerprint, open_source
+
+OnStage = Callable[[str], object]  # called behind a stage of the work on a sample, with its name
+
+
+def ignore_stage(_stage: str) -> None:
+    """Nobody is timing."""
+
+
+class Examples(ABC):
+    """What the batches of a pipeline are made of; runs in the loader's workers, all but `finish`."""
+
+    image_size: int
+
+    @abstractmethod
+    def prepare(
+        self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
+    ) -> Any:
+        """One example from a sample's members, with the random stream of this visit; raises `BadSampleError` with the reason."""
+
+    @abstractmethod
+    def stack(self, examples: Sequence[Any]) -> dict[str, Tensor]:
+        """Examples to a batch: tensors with one row each."""
+
+    def finish(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What can only be done to a rank's whole batch."""
+        return batch
+
+
+class WorkerBatch(NamedTuple):
+    """A worker's share of a batch: of its streams, `per_stream` examples each, and where the streams stand now."""
+
+    batch: dict[str, Tensor]
+    positions: list[int]
+    skipped: dict[tuple[str, str], int]
+
+
+class _Workers(IterableDataset[WorkerBatch | SparoError]):
+    """Runs inside a loader worker: its streams, one after another, for ever. A user's problem is delivered, not raised:
+    torch would bury its message in the worker's traceback."""
+
+    def __init__(self, pipeline: Pipeline, positions: Sequence[int]):
+        self.pipeline, self.positions = pipeline, positions
+
+    def __iter__(self) -> Iterator[WorkerBatch | SparoError]:
+        info = get_worker_info()
+        number, of = (info.id, info.num_workers) if info else (0, 1)
+        p = self.pipeline
+        streams = p.own[number * len(p.own) // of : (number + 1) * len(p.own) // of]
+        at = {stream: self.positions[stream] for stream in streams}
+        try:
+            while True:
+                skipped: Counter[tuple[str, str]] = Counter()
+                examples = [e for stream in streams for e in self._take(stream, at, skipped)]
+                yield WorkerBatch(p.examples.stack(examples), [at[stream] for stream in streams], dict(skipped))
+        except SparoError as error:
+            yield error
+        finally:
+            close_reader()
+
+    def _take(self, stream: int, at: dict[int, int], skipped: Counter[tuple[str, str]]) -> Iterator[Any]:
+        p, length = self.pipeline, self.pipeline.plan.stream_length(stream)
+        for _ in range(p.per_stream):
+            for _tries in range(2 * length + 1):
+                position = at[stream]
+                if position % length % p.plan.window == 0:
+                    for source, shard, first, last in p.plan.window_chunks(stream, position):
+                        p.sources[source].storages[shard].read_ahead(first, last)
+                ref = p.plan.at(stream, position)
+                at[stream] = position + 1
+                try:
+                    yield p.example(ref)
+                    break
+                except BadSampleError as bad:
+                    skipped[p.sources[ref.source].storages[ref.shard].url, str(bad)] += 1
+            else:
+                worst = ", ".join(f"{url} ({reason}: {n})" for (url, reason), n in skipped.most_common(3))
+                raise DataError(f"data: a whole pass over stream {stream} gave no usable sample: {worst}")
+
+
+def shared_streams(config: DataConfig, batch_size: int, world_size: int) -> int:
+    """How many streams the data is cut into.
+
+    Raises:
+        ConfigError: they do not divide the batch, or the ranks do not divide them.
+    """
+    streams = config.streams or default_streams(batch_size)
+    if batch_size % streams:
+        raise ConfigError(f"data.streams={streams} does not divide batch_size={batch_size}")
+    if streams % world_size:
+        raise ConfigError(
+            f"data.streams={streams}: {world_size} ranks cannot share them evenly; "
+            f"use a world size that divides them, or a multiple of it for data.streams (which must divide batch_size={batch_size})"
+        )
+    return streams
+
+
+class Pipeline:
+    """Batches in the plan's order.
+
+    Args:
+        config: the recipe's `data` block.
+        batch_size: examples per global batch.
+        examples: what they are and how they are made.
+        seed: the run's seed.
+        rank, world_size: this process reads its contiguous block of the streams; the global batch is the ranks' batches in order.
+
+    Raises:
+        ConfigError: `data.streams` does not divide the batch.
+        DataError: a source has no samples; from `start`: too many shards are not whole.
+    """
+
+    def __init__(
+        self, config: DataConfig, batch_size: int, examples: Examples, seed: int, rank: int = 0, world_size: int = 1
+    ):
+        streams = shared_streams(config, batch_size, world_size)
+        self.rank, self.own = rank, range(rank * streams // world_size, (rank + 1) * streams // world_size)
+        self.config, self.batch_size, self.examples, self.seed = config, batch_size, examples, seed
+        self.sources = [open_source(name, source) for name, source in config.sources.items()]
+        self.plan = Plan(
+            [[len(storage) for storage in s.storages] for s in self.sources],
+            [s.config.weight for s in self.sources],
+            seed,
+            streams,
+            config.chunk,
+            config.window,
+        )
+        self.per_stream = batch_size // streams
+        self.workers = min(config.workers, len(self.own))
+        plan = {"streams": streams, "chunk": config.chunk, "window": config.window, "seed": seed}
+        self.fingerprint: dict[str, Any] = {**fingerprint(self.sources), "plan": plan}
+
+    def start(self, cursor: Cursor | None = None) -> Generator[Delivery, None, None]:
+        """This rank's batches from the beginning or behind `cursor` (of all streams), without end.
+
+        A delivery's cursor holds this rank's streams; the ranks' positions in order are the whole cursor.
+        """
+        positions = cursor.positions if cursor else (0,) * self.plan.streams
+        broken = refuse_broken(self.sources, self.config)
+        news = cursor is None and self.rank == 0
+        first = Counter({(d.url, d.reason): d.lost for d in broken} if news else {})
+        loader = DataLoader(
+            _Workers(self, positions),
+            batch_size=None,
+            num_workers=self.workers,
+            prefetch_factor=self.config.prefetch if self.workers else None,
+            # Workers whose parent is a fork server do not notice that this process was killed, and stay.
+            multiprocessing_context="fork" if self.workers else None,
+            collate_fn=_as_it_is,  # pyright: ignore[reportArgumentType]
+            worker_init_fn=_start_worker,
+            generator=torch.Generator(),  # its own: a loader's start must not move the training's random stream
+        )
+        parts = iter(loader)
+        # Workers ignore SIGTERM, which is how multiprocessing would end those of a process that exits without closing us.
+        leftover = functools.partial(_kill_workers, weakref.ref(parts))
+        atexit.register(leftover)
+        try:
+            while True:
+                delivery = self._assemble([next(parts) for _ in range(max(1, self.workers))])
+                yield delivery._replace(skipped=dict(first + Counter(delivery.skipped))) if first else delivery
+                first = Counter()
+        finally:  # at once: an exception's traceback may keep this frame, and with it the workers, alive
+            if self.workers:
+                parts._shutdown_workers()  # pyright: ignore[reportAttributeAccessIssue]
+            leftover()
+            atexit.unregister(leftover)
+
+    def example(self, ref: SampleRef, on_stage: OnStage = ignore_stage) -> Any:
+        """Read and prepare one visit of a sample, with the random stream of that visit."""
+        source = self.sources[ref.source]
+        _, fields = source.storages[ref.shard].read(ref.ordinal)
+        on_stage("read")
+        return self.examples.prepare(fields, source, generator(self.seed, "augment", *ref), on_stage)
+
+    def _assemble(self, delivered: Sequence[WorkerBatch | SparoError]) -> Delivery:
+        parts: list[WorkerBatch] = []
+        for part in delivered:
+            if isinstance(part, SparoError):
+                raise part
+            parts.append(part)
+        batch = self.examples.finish({key: torch.cat([p.batch[key] for p in parts]) for key in parts[0].batch})
+        if torch.cuda.is_available():  # here, because what is concatenated or cut is not pinned any more
+            batch = {key: value.pin_memory() for key, value in batch.items()}
+        positions = tuple(at for p in parts for at in p.positions)
+        return Delivery(
+            batch,
+            Cursor(positions),
+            dict(sum((Counter(p.skipped) for p in parts), Counter())),
+        )
+
+
+def default_streams(batch_size: int) -> int:
+    """16 streams, and more for batches over 256 (up to 512), so that many ranks and workers can share them; a divisor of the batch."""
+    wanted = 1 << max(4, min(9, (batch_size // 8).bit_length() - 1))
+    return math.gcd(batch_size, wanted)
+
+
+def _as_it_is(part: WorkerBatch | SparoError) -> WorkerBatch | SparoError:
+    """In place of torch's default_convert: a part holds tensors already."""
+    return part
+
+
+def _kill_workers(loader: weakref.ref[Any]) -> None:
+    for worker in getattr(loader(), "_workers", []):
+        if worker.is_alive():
+            worker.kill()
+
+
+def _start_worker(_number: int) -> None:
+    torch.set_num_threads(1)
+    ignore_in_worker()

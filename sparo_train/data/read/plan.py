@@ -1,0 +1,170 @@
+"""The data plan: which sample comes next is a pure function of (seed, stream, position).
+
+An epoch visits `round(weight * n)` samples of every source, always finishing a pass over the source before the next
+one begins. The pass is cut into chunks of neighbouring samples at a random offset, the chunks of all sources are
+permuted, their concatenation is cut into C streams of equal length, and each stream is shuffled inside windows:
+
+    pass       (seed, source, pass)            order and offset of a source's chunks
+    epoch      (seed, epoch)                   order of all chunks
+    window     (seed, epoch, stream, window)   order inside a window of a stream
+
+A global batch takes batch/C samples from each stream. Streams are dealt to ranks and workers, so any number of them
+reads the same global batches, and a cursor is C integers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ...core.errors import ConfigError
+from ...core.rng import generator
+
+
+class SampleRef(NamedTuple):
+    """One visit of a sample: which source, shard and ordinal in it, and on which pass over the source (each visits it once)."""
+
+    number: int
+    source: int
+    shard: int
+    ordinal: int
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """Chunks of an epoch in order: the pass they belong to, source, shard, start, and the running end of each."""
+
+    number: np.ndarray
+    source: np.ndarray
+    shard: np.ndarray
+    start: np.ndarray
+    ends: np.ndarray
+
+    def at(self, index: int) -> SampleRef:
+        i = int(np.searchsorted(self.ends, index, side="right"))
+        before = int(self.ends[i - 1]) if i else 0
+        return SampleRef(
+            int(self.number[i]), int(self.source[i]), int(self.shard[i]), int(self.start[i]) + index - before
+        )
+
+
+def per_epoch(totals: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Samples that an epoch takes from each source."""
+    return [max(1, round(w * n)) if n and w else 0 for w, n in zip(weights, totals, strict=True)]
+
+
+class Plan:
+    """The order of all samples, for ever.
+
+    Args:
+        counts: samples per shard, per source.
+        weights: passes over each source per epoch (2.0: every sample twice, 0.5: every other epoch).
+        seed: the run's seed.
+        streams: C, how many streams the epoch is cut into.
+        chunk: neighbouring samples kept together on disk.
+        window: samples of a stream shuffled together.
+
+    Raises:
+        ConfigError: no samples, or fewer samples per epoch than streams.
+    """
+
+    def __init__(
+        self,
+        counts: Sequence[Sequence[int]],
+        weights: Sequence[float],
+        seed: int,
+        streams: int,
+        chunk: int = 64,
+        window: int = 2048,
+    ):
+        self.counts = [np.asarray(c, dtype=np.int64) for c in counts]
+        self.seed, self.streams, self.chunk, self.window = seed, streams, chunk, window
+        self.totals = [int(c.sum()) for c in self.counts]
+        self.per_epoch = per_epoch(self.totals, weights)
+        self.epoch_size = sum(self.per_epoch)
+        if self.epoch_size < streams:
+            raise ConfigError(
+                f"data.streams={streams}: an epoch has only {self.epoch_size} samples; use at most that many streams"
+            )
+        self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
+        self._windows: OrderedDict[tuple[int, int, int], np.ndarray] = OrderedDict()
+
+    def stream_length(self, stream: int) -> int:
+        """Samples of a stream per epoch; streams differ by at most one."""
+        return (stream + 1) * self.epoch_size // self.streams - stream * self.epoch_size // self.streams
+
+    def at(self, stream: int, position: int) -> SampleRef:
+        """The sample at `position` (0, 1, … without end) of `stream`."""
+        length = self.stream_length(stream)
+        epoch, offset = divmod(position, length)
+        window, inside = divmod(offset, self.window)
+        order = self._window_order(epoch, stream, window, min(self.window, length - window * self.window))
+        begin = stream * self.epoch_size // self.streams + window * self.window
+        return self._epoch(epoch).at(begin + int(order[inside]))
+
+    def window_chunks(self, stream: int, position: int) -> Iterator[tuple[int, int, int, int]]:
+        """(source, shard, first, last+1) of the runs on disk that the window at `position` reads; for read-ahead."""
+        length = self.stream_length(stream)
+        epoch, offset = divmod(position, length)
+        window = offset // self.window
+        begin = stream * self.epoch_size // self.streams + window * self.window
+        end = begin + min(self.window, length - window * self.window)
+        chunks = self._epoch(epoch)
+        while begin < end:
+            _, source, shard, first = chunks.at(begin)
+            i = int(np.searchsorted(chunks.ends, begin, side="right"))
+            take = min(end, int(chunks.ends[i])) - begin
+            yield source, shard, first, first + take
+            begin += take
+
+    def _epoch(self, epoch: int) -> _Epoch:
+        if epoch not in self._epochs:
+            parts = [self._visit(source, epoch) for source, size in enumerate(self.per_epoch) if size]
+            table = np.concatenate(parts)
+            table = table[generator(self.seed, "epoch", epoch).permutation(len(table))]
+            self._epochs[epoch] = _Epoch(table[:, 0], table[:, 1], table[:, 2], table[:, 3], np.cumsum(table[:, 4]))
+            while len(self._epochs) > 2:  # streams cross an epoch's border within a few samples of each other
+                self._epochs.popitem(last=False)
+        self._epochs.move_to_end(epoch)
+        return self._epochs[epoch]
+
+    def _visit(self, source: int, epoch: int) -> np.ndarray:
+        """Rows (pass, source, shard, start, length) that `epoch` takes from the endless sequence of passes over a source."""
+        size, total = self.per_epoch[source], self.totals[source]
+        begin, end = epoch * size, (epoch + 1) * size
+        rows = []
+        for number in range(begin // total, (end - 1) // total + 1):
+            shard, start, length = self._pass(source, number)
+            ends = np.cumsum(length)
+            lo, hi = max(0, begin - number * total), min(total, end - number * total)
+            cut_lo, cut_hi = np.clip(lo - (ends - length), 0, length), np.clip(ends - hi, 0, length)
+            left = length - cut_lo - cut_hi
+            here = left > 0
+            which = np.full((2, here.sum()), [[number], [source]])
+            rows.append(np.stack([*which, shard[here], (start + cut_lo)[here], left[here]], axis=1))
+        return np.concatenate(rows)
+
+    def _pass(self, source: int, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """A pass over a source: chunks (shard, start, length) in random order, cut at a random offset per shard."""
+        rng, counts = generator(self.seed, "pass", source, number), self.counts[source]
+        offsets = rng.integers(0, self.chunk, size=len(counts))
+        shard = np.repeat(np.arange(len(counts)), (counts + offsets + self.chunk - 1) // self.chunk)
+        first = np.r_[0, np.flatnonzero(np.diff(shard)) + 1] if len(shard) else np.zeros(0, dtype=np.int64)
+        nth = np.arange(len(shard)) - np.repeat(first, np.diff(np.r_[first, len(shard)]))
+        start = np.maximum(nth * self.chunk - offsets[shard], 0)
+        stop = np.minimum((nth + 1) * self.chunk - offsets[shard], counts[shard])
+        keep = np.flatnonzero(stop > start)
+        keep = keep[rng.permutation(len(keep))]
+        return shard[keep], start[keep], (stop - start)[keep]
+
+    def _window_order(self, epoch: int, stream: int, window: int, size: int) -> np.ndarray:
+        key = (epoch, stream, window)
+        if key not in self._windows:
+            self._windows[key] = generator(self.seed, "window", epoch, stream, window).permutation(size)
+            while len(self._windows) > 2 * self.streams:
+                self._windows.popitem(last=False)
+        return self._windows[key]

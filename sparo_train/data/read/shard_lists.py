@@ -1,0 +1,66 @@
+"""Which tars a `shards` value means: folders, globs, brace ranges and fsspec URLs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from webdataset.shardlists import expand_urls
+
+from ...core.errors import ConfigError, did_you_mean
+from .remote import filesystem_of
+
+
+def find_shards(pattern: str | tuple[str, ...], key: str = "shards") -> list[str]:
+    """Expand a `shards` value to a sorted list of paths and URLs.
+
+    Raises:
+        ConfigError: a `pipe:` command, or a pattern that matches nothing; `key` is named.
+    """
+    found: list[str] = []
+    for part in (pattern,) if isinstance(pattern, str) else pattern:
+        if part.startswith("pipe:"):
+            raise ConfigError(
+                f"{key}: {part!r} runs a shell command and cannot be read by position; use an fsspec URL (s3://, gs://, https://)"
+            )
+        try:
+            urls = expand_urls(part)
+        except ValueError:  # braceexpand's
+            raise ConfigError(f"{key}: {part!r} has a brace without its partner; write {{00000..00331}}") from None
+        for url in urls:
+            found += _expand(url, key)
+    if not found:
+        raise ConfigError(f"{key}: an empty list; name at least one folder, glob, brace range or URL")
+    return list(dict.fromkeys(found))
+
+
+def _expand(url: str, key: str) -> list[str]:
+    filesystem, path = filesystem_of(url)
+    protocol = url.split("://", 1)[0] + "://" if "://" in url else ""
+    if any(c in path for c in "*?["):
+        hits = sorted(filesystem.glob(path))
+    elif filesystem.isdir(path):
+        hits = sorted(filesystem.glob(path.rstrip("/") + "/*.tar"))
+    elif filesystem.exists(path):
+        return [url]
+    else:
+        hits = []
+    if not hits:
+        raise ConfigError(f"{key}: {url!r} matches no shard; {_nearest(url)}")
+    return [protocol + str(hit) if protocol else _as_given(url, str(hit)) for hit in hits]
+
+
+def _as_given(url: str, hit: str) -> str:
+    """fsspec answers with absolute paths; keep relative ones relative, so that a run folder can move with its data."""
+    if Path(url).is_absolute():
+        return hit
+    try:
+        return str(Path(hit).relative_to(Path.cwd()))
+    except ValueError:
+        return hit
+
+
+def _nearest(url: str) -> str:
+    folder = Path(url).parent
+    if "://" in url or not folder.is_dir():
+        return f"{folder} is no folder" if "://" not in url else "check the address and your credentials"
+    return did_you_mean(Path(url).name, [p.name for p in folder.iterdir()][:200])

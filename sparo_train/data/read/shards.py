@@ -1,0 +1,206 @@
+"""Reading webdataset tars by position: an index of byte offsets per shard, and one read per sample.
+
+A sample is a run of members that share a key (`000001.jpg`, `000001.txt`, `000001.json`). The index holds the byte
+offset of every sample, so that any sample of any shard is one read, and resuming replays nothing. It is built by
+scanning headers once, and kept beside the shard (`NAME.tar.idx.npy`, from `sparo data index`) or in the user's cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import tarfile
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import numpy as np
+from fsspec.implementations.local import LocalFileSystem
+
+from ...core.errors import BadSampleError, DataError
+from .remote import filesystem_of
+from .shard_lists import find_shards
+from .sources import SourceConfig, SourceKind
+from .storage import Storage
+from .tar import ShardIndex, scan, unpack
+
+
+class ShardsConfig(SourceConfig):
+    """Webdataset tars. `shards`: a folder, a glob, a brace range (`cc3m/{00000..00331}.tar`), an fsspec URL
+    (`s3://bucket/{000..999}.tar`), or a list of these."""
+
+    kind: Literal["shards"] = "shards"
+    shards: str | tuple[str, ...]
+
+
+_OPEN_SHARDS = 64
+
+
+def load_index(url: str, write_beside: bool = False) -> ShardIndex:
+    """The index of a shard: from beside it (where not older than the shard), from the cache, or by scanning it now.
+
+    Args:
+        write_beside: scan in any case, and keep the index beside the shard.
+
+    Raises:
+        DataError: the shard cannot be opened. One that is no tar file has no samples and is not intact.
+    """
+    filesystem, path = filesystem_of(url)
+    try:
+        info = filesystem.info(path)
+    except OSError as error:
+        raise DataError(f"{url}: cannot be read ({error})") from None
+    size, stamp = info["size"], str(info.get("mtime", info.get("ETag", "")))
+    local = isinstance(filesystem, LocalFileSystem)
+    cached = _cache_file(url, size, stamp)
+    beside = Path(path + ".idx.npy") if local else cached
+    fresh = beside.exists() and (not local or beside.stat().st_mtime >= info["mtime"])
+    for candidate in [] if write_beside else ([beside] if fresh else []) + [cached]:
+        if candidate.exists() and (index := _read_index(candidate, size)) is not None:
+            break
+    else:
+        try:
+            with filesystem.open(path, "rb") as stream:
+                index = scan(stream, size)  # pyright: ignore[reportArgumentType]
+        except OSError as error:
+            raise DataError(f"{url}: cannot be read ({error})") from None
+        _write_index(beside if write_beside else cached, index, size)
+    return index
+
+
+class ShardReader:
+    """Random access to the samples of many shards. Local files are read with `pread` through a small set of handles;
+    other file systems through fsspec, which fetches and keeps blocks."""
+
+    def __init__(self) -> None:
+        self._handles: OrderedDict[str, BinaryIO] = OrderedDict()
+        self._indexes: OrderedDict[str, ShardIndex] = OrderedDict()
+
+    def read(self, url: str, ordinal: int) -> tuple[str, dict[str, bytes]]:
+        """Key and fields of a sample.
+
+        Raises:
+            BadSampleError: these bytes are not the members of one sample.
+            DataError: the shard is shorter than its index says.
+        """
+        offsets = self.index(url).offsets
+        start, end = int(offsets[ordinal]), int(offsets[ordinal + 1])
+        stream = self._handle(url)
+        if isinstance(stream, io.FileIO):
+            data = os.pread(stream.fileno(), end - start, start)
+        else:
+            stream.seek(start)
+            data = stream.read(end - start)
+        if len(data) < end - start:
+            raise DataError(f"{url}: shorter than its index; the file changed, remove its .idx.npy and start again")
+        try:
+            return unpack(data)
+        except (ValueError, tarfile.TarError):
+            raise BadSampleError("damaged tar or stale index") from None
+
+    def read_ahead(self, url: str, first: int, last: int) -> None:
+        """Tell the system that samples first..last-1 of a local shard come soon."""
+        stream = self._handle(url)
+        if isinstance(stream, io.FileIO) and hasattr(os, "posix_fadvise"):
+            offsets = self.index(url).offsets
+            start = int(offsets[first])
+            os.posix_fadvise(stream.fileno(), start, int(offsets[last]) - start, os.POSIX_FADV_WILLNEED)
+
+    def index(self, url: str) -> ShardIndex:
+        if url not in self._indexes:
+            self._indexes[url] = load_index(url)
+            while len(self._indexes) > 16 * _OPEN_SHARDS:
+                self._indexes.popitem(last=False)
+        self._indexes.move_to_end(url)
+        return self._indexes[url]
+
+    def _handle(self, url: str) -> BinaryIO:
+        if url not in self._handles:
+            filesystem, path = filesystem_of(url)
+            try:
+                local = isinstance(filesystem, LocalFileSystem)
+                self._handles[url] = io.FileIO(path) if local else filesystem.open(path, "rb")  # type: ignore[assignment]
+            except OSError as error:
+                raise DataError(f"{url}: cannot be opened ({error})") from None
+            while len(self._handles) > _OPEN_SHARDS:
+                self._handles.popitem(last=False)[1].close()
+        self._handles.move_to_end(url)
+        return self._handles[url]
+
+    def close(self) -> None:
+        for stream in self._handles.values():
+            stream.close()
+        self._handles.clear()
+
+
+def _cache_file(url: str, size: int, stamp: str) -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    absolute = url if "://" in url else str(Path(url).resolve())
+    return (
+        base / "sparo" / "index" / (hashlib.sha256(f"{absolute}\n{size}\n{stamp}".encode()).hexdigest()[:32] + ".npy")
+    )
+
+
+def _read_index(path: Path, size: int) -> ShardIndex | None:
+    """An index file is int64: [bytes of the shard, intact, offsets …]; None where it belongs to another file."""
+    try:
+        table = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    return ShardIndex(table[2:], bool(table[1])) if len(table) >= 2 and table[0] == size else None
+
+
+def _write_index(path: Path, index: ShardIndex, size: int) -> None:
+    table = np.concatenate([np.asarray([size, index.intact], dtype=np.int64), index.offsets])
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as stream:
+            np.save(stream, table)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # a read-only cache costs a scan per start, no more
+
+
+class Shard(Storage):
+    """A tar with its index."""
+
+    def __init__(self, url: str, index: ShardIndex):
+        self.url, self.index, self.intact = url, index, index.intact
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def read(self, number: int) -> tuple[str, dict[str, bytes]]:
+        return process_reader().read(self.url, number)
+
+    def read_ahead(self, first: int, last: int) -> None:
+        process_reader().read_ahead(self.url, first, last)
+
+
+_readers: dict[int, ShardReader] = {}  # by process: a fork must not move the places of its parent's streams
+
+
+def process_reader() -> ShardReader:
+    """This process's own reader, made when it first reads."""
+    return _readers.setdefault(os.getpid(), ShardReader())
+
+
+def close_reader() -> None:
+    """Close the handles that this process has open; what is read later opens them again."""
+    if reader := _readers.pop(os.getpid(), None):
+        reader.close()
+
+
+def _open(config: ShardsConfig, key: str, write_beside: bool) -> list[Shard]:
+    """All shards, indexed 16 at a time."""
+    urls = find_shards(config.shards, f"{key}.shards")
+    with ThreadPoolExecutor(16) as pool:
+        return [
+            Shard(url, i) for url, i in zip(urls, pool.map(lambda u: load_index(u, write_beside), urls), strict=True)
+        ]
+
+
+SOURCE = SourceKind(ShardsConfig, _open)

@@ -1,0 +1,140 @@
+"""The data a recipe means: several sources with weights, each in a storage of its own kind."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+from pydantic import Field
+
+from ...core.config import Frozen
+from ...core.errors import DataError
+from ...core.plugins import Open
+from ...core.tables import SOURCES
+from .storage import Storage
+
+
+class SourceConfig(Frozen):
+    """What the block of every source has, whatever it is stored in (`sparo.sources`).
+
+    `weight`: passes over it per epoch.  `image_keys`: extensions that are images, the first that a sample has counts.
+    `caption_key`: extension of captions, or `json:NAME` for a field of the sample's json.
+    """
+
+    kind: Any  # a Literal of one name, in each of them
+    weight: float = Field(default=1.0, ge=0)
+    image_keys: tuple[str, ...] = ("jpg", "jpeg", "png", "webp")
+    caption_key: str = "txt"
+    has_captions: ClassVar[bool] = True
+
+
+class SourceKind(NamedTuple):
+    """A row of `sparo.sources`. `open`: (config, its dotted key, whether indexes are written beside the data) to storages."""
+
+    config: type[SourceConfig]
+    open: Callable[[Any, str, bool], Sequence[Storage]]
+
+
+def named(block: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A block that names no kind is told by its `shards` or `folder`; resolved recipes of older versions have both, one of them null."""
+    given = [key for key in ("shards", "folder") if block.get(key) is not None]
+    if len(given) != 1:
+        raise ValueError("give shards or folder, one of them")
+    return {
+        "kind": given[0],
+        **{key: v for key, v in block.items() if v is not None or key not in ("shards", "folder")},
+    }
+
+
+PAIR_KEYS = ("crop_scale", "hflip", "trim_text")  # of `DataConfig`, read for image-text pairs alone
+
+
+class DataConfig(Frozen):
+    """What is read, in which order, and how it is treated."""
+
+    sources: dict[str, Annotated[Any, Open(SOURCES, default=named)]] = Field(min_length=1)
+    workers: int = Field(default=2, ge=0)
+    prefetch: int = Field(default=4, ge=1)  # batches each worker prepares ahead
+    streams: int | None = Field(
+        default=None, gt=0
+    )  # C of the plan; must divide the batch; default: 16 to 512, with the batch
+    chunk: int = Field(default=64, gt=0)
+    window: int = Field(default=2048, gt=0)
+    crop_scale: tuple[float, float] = (0.9, 1.0)
+    hflip: float = Field(default=0.0, ge=0, le=1)
+    scaled_decoding: bool = False  # let the JPEG decoder shrink by 2, 4, 8 first: faster, pixels differ
+    trim_text: bool = True  # cut a batch's token ids behind its longest caption: exact under the causal mask
+    max_bad_share: float = Field(default=0.01, ge=0, le=1)
+    max_bad_share_after: int = Field(default=1000, ge=1)  # samples tried before the share is judged
+
+
+class Damage(NamedTuple):
+    """A shard that breaks off or cannot be read, and about how many samples that loses (others of the source are whole)."""
+
+    url: str
+    reason: str
+    lost: int
+
+
+class Source(NamedTuple):
+    """A source with its storages found and indexed."""
+
+    name: str
+    config: SourceConfig
+    storages: Sequence[Storage]
+
+    @property
+    def samples(self) -> int:
+        return sum(map(len, self.storages))
+
+    def broken(self) -> list[Damage]:
+        """Storages that are not whole. What they lost is estimated from the median of those that are."""
+        whole = sorted(len(storage) for storage in self.storages if storage.intact)
+        usual = whole[len(whole) // 2] if whole else 0
+        return [
+            Damage(s.url, "truncated tar" if len(s) else "unreadable tar", max(1, usual - len(s)))
+            for s in self.storages
+            if not s.intact
+        ]
+
+
+def open_source(name: str, config: SourceConfig, write_beside: bool = False, block: str = "data.sources") -> Source:
+    """Find and index what a source holds; `block` is where the recipe names it. Raises `DataError` where there is no sample."""
+    key = f"{block}.{name}"
+    source = Source(name, config, SOURCES.row(config.kind).open(config, key, write_beside))
+    if not source.samples:
+        first = source.storages[0].url if source.storages else config.kind
+        why = "".join(f" ({damage.reason})" for damage in source.broken()[:1])
+        raise DataError(f"{key}: {len(source.storages)} shard(s), not one whole sample in them; first: {first}{why}")
+    return source
+
+
+def fingerprint(sources: list[Source]) -> dict[str, Any]:
+    """What a cursor belongs to: per source its shard names and counts, hashed, with readable totals."""
+    out = {}
+    for source in sources:
+        lines = [f"{Path(s.url).name} {len(s)} {s.digest()}".rstrip() for s in source.storages]
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        out[source.name] = {
+            "shards": len(lines),
+            "samples": source.samples,
+            "weight": source.config.weight,
+            "sha256": digest,
+        }
+    return out
+
+
+def refuse_changed(old: Mapping[str, Any], new: Mapping[str, Any], where: str) -> None:
+    """Raise `DataError` saying what changed between two fingerprints."""
+    changed = [
+        f"{key}: {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key) != new.get(key)
+    ]
+    if changed:
+        raise DataError(
+            f"{where}: the data set changed since this checkpoint, its cursor no longer fits:\n  " + "\n  ".join(changed)
+            + "\nRestore the shards, or start another run under another name=."
+        )  # fmt: skip

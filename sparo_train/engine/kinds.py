@@ -1,0 +1,79 @@
+"""What an engine is to a recipe, and what it keeps and sends per rank: fp32 weights, gradients and two Adam moments.
+
+Activations and the loss's features are not in the costs: they do not depend on the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..core.contracts import Engine, Objective
+from ..core.distributed import Ranks
+from .optim import OptimConfig
+
+
+class Sizes(NamedTuple):
+    """Parameters: all of them, those of the largest shard unit, and those outside of all units."""
+
+    parameters: int
+    largest_unit: int
+    outside: int
+
+    @staticmethod
+    def of(objective: Objective) -> Sizes:
+        parameters = sum(p.numel() for p in objective.parameters())
+        units = [sum(p.numel() for p in unit.parameters()) for unit in objective.shard_units()]
+        return Sizes(parameters, max(units, default=0), parameters - sum(units))
+
+    @property
+    def live(self) -> int:
+        """Of an engine that gathers unit by unit: what is outside of units stays; one computes while the next arrives."""
+        return self.outside + 2 * self.largest_unit
+
+
+class Costs(NamedTuple):
+    """Bytes on one rank. `gathered`: most that is whole for a moment; `sent`: in one optimizer step without accumulation.
+
+    Weights, gradients and optimizer are on the device, or all of them in `host` memory where they are offloaded.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    sent: float
+    host: float = 0.0
+
+    @property
+    def states(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """A row of `sparo.engines`.
+
+    Args:
+        config: the recipe's `engine` block, a `DeviceConfig`.
+        build: to the engine of this rank.
+        costs: of this block on so many ranks; collectives are counted as rings.
+        one_process: it takes no part in a run of several ranks.
+    """
+
+    config: type[Any]
+    build: Callable[[Any, OptimConfig, Ranks], Engine]
+    costs: Callable[[Any, Sizes, int], Costs]
+    one_process: bool = False
+
+
+def casts(config: Any, sizes: Sizes) -> float:
+    """Bytes of autocast's 16-bit copies of weights that backward keeps; of checkpointed units only while one is computed again."""
+    return 0 if config.precision == "fp32" else 2 * (sizes.live if config.grad_checkpointing else sizes.parameters)
+
+
+def replicated(config: Any, sizes: Sizes, ranks: int) -> Costs:
+    """Everything on every rank; gradients are all-reduced."""
+    p = sizes.parameters
+    return Costs(4 * p, 4 * p, 8 * p, casts(config, sizes), 2 * (ranks - 1) / ranks * 4 * p)

@@ -1,0 +1,236 @@
+"""CLIP on open_clip's own blocks, pooled as open_clip does (EOS, CLS) or by any read-out of `sparo.readouts`.
+
+State-dict names are those of open_clip's `CustomTextCLIP` (`visual.*`, `text.*`, `logit_scale`) with a read-out's
+modules below its kind (`visual.sparo.*`, `text.sparo.*`), so a run's weights load in open_clip without renaming.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from open_clip.transformer import LayerNorm, LayerNormFp32, QuickGELU, TextTransformer, VisionTransformer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..core.errors import ConfigError
+from .clip_config import ClipConfig
+from .patches import patchify
+from .slots import NoReadOut, ReadOut, ReadOutConfig, ReadOutPair, Slots, read_slots
+
+
+class VisionTower(VisionTransformer):
+    """open_clip's ViT, pooled by itself or by a read-out.
+
+    The patch convolution is written as the matrix product it is (stride = kernel size): same parameters, same function; the
+    convolution's weight gradient alone is a tenth of a ViT-B/32 step on a CPU. Patch dropout (Li et al. 2023, FLIP) may be given
+    from outside, so that it depends on the sample and on nothing else.
+
+    Args:
+        readout: the recipe's block.
+        embed_dim: of the projection, where there is one.
+        layers: of the backbone, those that the read-out replaces included.
+        module: the read-out; None: built here.
+        kwargs: open_clip's.
+    """
+
+    def __init__(
+        self, readout: ReadOutConfig, embed_dim: int, layers: int, module: ReadOut | None = None, **kwargs: Any
+    ):
+        place = readout.placement
+        super().__init__(layers=layers - place.replaced, output_dim=embed_dim if place.projected else 1, **kwargs)
+        if not place.projected:
+            self.proj = None
+        self.place, self.read_by = place, None if isinstance(readout, NoReadOut) else readout.kind
+        if self.read_by is not None:
+            self.add_module(self.read_by, module or readout.build(kwargs["width"], None, embed_dim).image)
+            slots, width = readout.shape(embed_dim)
+            self.output_dim = slots * width
+
+    def forward(self, x: Tensor, patches: Tensor | None = None) -> Tensor:
+        """Pixels (B, 3, H, W) -> (B, output_dim); `patches` (B, K) int64: the patches to look at, in place of a random draw."""
+        pooled, _ = self._pool(self.transformer(self._embeds(x, patches)))
+        return pooled if self.proj is None else pooled @ self.proj
+
+    def slots(self, image: Tensor, need_attention: bool = False) -> Slots:
+        """Slots of images (B, 3, H, W), of one norm, not projected; attention (B, L, 1 + H*W/p^2), CLS first."""
+        return self._read(self.transformer(self._embeds(image)), need_attention)
+
+    def _pool(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._pool(x) if self.read_by is None else (self._read(x, False).flat(), x[:, 1:])
+
+    def _read(self, x: Tensor, need_attention: bool) -> Slots:
+        return read_slots(_readout(self), self.place, self.ln_post, x, None, need_attention)
+
+    def _embeds(self, x: Tensor, patches: Tensor | None = None) -> Tensor:
+        pixels = patchify(x, self.conv1.kernel_size[0])
+        where = self.positional_embedding[1:]
+        if patches is not None:
+            pixels = pixels.gather(1, patches[..., None].expand(-1, -1, pixels.shape[2]))
+            where = where[patches]
+        x = F.linear(pixels, self.conv1.weight.flatten(1), self.conv1.bias)
+        start = (self.class_embedding.to(x.dtype) + self.positional_embedding[0].to(x.dtype)).expand(len(x), 1, -1)
+        x = torch.cat([start, x + where.to(x.dtype)], dim=1)
+        return self.ln_pre(x if patches is not None else self.patch_dropout(x))
+
+    def lock(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False) -> None:
+        """Freeze all but the last `unlocked_groups` groups; a read-out with `ln_post` (and a projection) is the last one."""
+        if self.read_by is None:
+            super().lock(unlocked_groups, freeze_bn_stats)
+            return
+        stem = [self.conv1, self.class_embedding, self.positional_embedding, self.ln_pre]
+        last = [self.ln_post, _readout(self), *([] if self.proj is None else [self.proj])]
+        _lock(self, [stem, *([b] for b in self.transformer.resblocks), last], unlocked_groups)
+
+
+class TextTower(TextTransformer):
+    """open_clip's text transformer, pooled by itself or by a read-out that reads up to and including EOS.
+
+    It also takes batches cut to their longest caption: under the causal mask a position never sees later ones, so cutting
+    behind the last EOS changes no result. Arguments are those of `VisionTower`; a read-out may leave the text to EOS.
+    """
+
+    def __init__(
+        self, readout: ReadOutConfig, embed_dim: int, layers: int, module: ReadOut | None = None, **kwargs: Any
+    ):
+        place = readout.placement
+        pooling: dict[str, Any] = {"output_dim": embed_dim}
+        if place.text:
+            pooling = {"output_dim": None, "pool_type": "none", "proj_type": "none"}
+        super().__init__(layers=layers - place.replaced, **kwargs, **pooling)
+        self.place, self.read_by = place._replace(attend_cls=True), readout.kind if place.text else None
+        if self.read_by is not None:
+            self.add_module(self.read_by, module or readout.build(None, kwargs["width"], embed_dim).text)
+            slots, width = readout.shape(embed_dim)
+            self.output_dim = slots * width
+
+    def slots(self, text: Tensor, need_attention: bool = False) -> Slots:
+        """Slots of token ids (B, T), of one norm; attention (B, L, T), zero behind EOS."""
+        x, mask = self._embeds(text)
+        x = self.transformer(x, attn_mask=mask)
+        return read_slots(_readout(self), self.place, self.ln_final, x, up_to_eos(text), need_attention)
+
+    def forward(self, text: Tensor) -> Tensor:
+        if self.read_by is not None:
+            return self.slots(text).flat()
+        return super().forward(text)  # type: ignore[return-value]
+
+    def forward_intermediates(self, text: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        out = super().forward_intermediates(text, *args, **kwargs)
+        if self.read_by is not None and "text_features" in out:  # without a pool they are all tokens
+            out["text_features"] = self.forward(text)
+        return out
+
+    def _embeds(self, text: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, mask = super()._embeds(text)
+        return x, None if mask is None else mask[: x.shape[1], : x.shape[1]]
+
+    def lock(self, unlocked_layers: int = 0, freeze_layer_norm: bool = True) -> None:
+        if self.read_by is None:
+            super().lock(unlocked_layers, freeze_layer_norm)
+            return
+        stem = [self.token_embedding, self.positional_embedding]
+        groups = [stem, *([b] for b in self.transformer.resblocks), [self.ln_final, _readout(self)]]
+        _lock(self, groups, unlocked_layers)
+
+
+def _readout(tower: VisionTower | TextTower) -> nn.Module:
+    """The tower's read-out, which is named as its row is."""
+    if tower.read_by is None:
+        raise ConfigError(
+            "slots: this model pools by itself and has none; use a read-out (objective.model.readout.kind)"
+        )
+    return tower.get_submodule(tower.read_by)
+
+
+def _unit(features: Tensor) -> Tensor:
+    """Norm one, computed in fp32 (fp64 stays)."""
+    return F.normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=-1)
+
+
+def up_to_eos(text: Tensor) -> Tensor:
+    """(B, T) bool: True up to and including EOS, which has the largest id of CLIP's vocabulary."""
+    positions = torch.arange(text.shape[1], device=text.device)
+    return positions[None, :] <= text.argmax(dim=-1, keepdim=True)
+
+
+class Clip(nn.Module):
+    """Two towers and a temperature, with open_clip's calling conventions.
+
+    Args:
+        config: the model.
+        cast_dtype: fp16/bf16 weights want LayerNorms that compute in fp32 (open_clip's rule); None otherwise.
+    """
+
+    def __init__(self, config: ClipConfig, cast_dtype: torch.dtype | None = None):
+        super().__init__()
+        self.config = config
+        pair = ReadOutPair(None, None)  # each tower builds its own, unless they share modules
+        if config.readout.placement.shared:
+            pair = config.readout.build(config.vision.width, config.text.width, config.embed_dim)
+        self.visual = build_vision(config, cast_dtype, pair.image)
+        self.text = build_text(config, cast_dtype, pair.text)
+        self.logit_scale = nn.Parameter(torch.ones([]) * config.init_logit_scale)
+        bias = config.init_logit_bias
+        self.logit_bias = None if bias is None else nn.Parameter(torch.ones([]) * bias)
+        self.context_length, self.vocab_size = config.text.context_length, config.text.vocab_size
+
+    def encode_image(self, image: Tensor, normalize: bool = False, patches: Tensor | None = None) -> Tensor:
+        """(B, 3, H, W) normalised pixels (of `patches` (B, K) only) -> (B, width). SPARO encodings have norm one either way."""
+        features = self.visual(image, patches)
+        return _unit(features) if normalize else features
+
+    def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
+        """(B, T) token ids -> (B, width)."""
+        features = self.text(text)
+        return _unit(features) if normalize else features
+
+    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.encode_image(image, True), self.encode_text(text, True), self.logit_scale.exp()
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.visual.set_grad_checkpointing(enable)
+        self.text.set_grad_checkpointing(enable)
+
+
+def build_vision(
+    config: ClipConfig, cast_dtype: torch.dtype | None = None, module: ReadOut | None = None
+) -> VisionTower:
+    """The image tower of `config`; `module`: its read-out, where both towers' were built together."""
+    v = config.vision
+    return VisionTower(
+        config.readout,
+        config.embed_dim,
+        v.layers,
+        module,
+        image_size=v.image_size,
+        patch_size=v.patch_size,
+        width=v.width,
+        heads=v.width // v.head_width,
+        mlp_ratio=v.mlp_ratio,
+        patch_dropout=v.patch_dropout,
+        **_layers(config, cast_dtype),
+    )
+
+
+def build_text(config: ClipConfig, cast_dtype: torch.dtype | None = None, module: ReadOut | None = None) -> TextTower:
+    """The text tower of `config`; `module`: as above."""
+    return TextTower(
+        config.readout, config.embed_dim, module=module, **config.text.model_dump(), **_layers(config, cast_dtype)
+    )
+
+
+def _layers(config: ClipConfig, cast_dtype: torch.dtype | None) -> dict[str, Any]:
+    low = cast_dtype in (torch.float16, torch.bfloat16)
+    return {
+        "act_layer": QuickGELU if config.quick_gelu else nn.GELU,
+        "norm_layer": LayerNormFp32 if low else LayerNorm,
+    }
+
+
+def _lock(tower: nn.Module, groups: Sequence[Sequence[nn.Module | nn.Parameter]], unlocked: int) -> None:
+    tower.requires_grad_(False)
+    for group in groups[max(0, len(groups) - unlocked) :]:
+        for part in group:
+            part.requires_grad_(True)

@@ -1,0 +1,54 @@
+"""The class token and EOS, as CLIP and DINO were published, and the mean of the paper's GAP baseline."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from ..slots import NoReadOut, Placement, ReadOut, ReadOutConfig, ReadOutPair, Slots
+
+
+class TokenReadOut(NoReadOut):
+    """CLIP as published: the image's CLS token and the text's EOS token, each through a linear projection."""
+
+    kind: Literal["token"] = "token"
+
+
+class ClsReadOut(NoReadOut):
+    """DINO as published: the CLS token behind the last block and `norm`."""
+
+    kind: Literal["cls"] = "cls"
+
+
+class GapReadOut(ReadOutConfig):
+    """CLIP+GAP of the paper: mean over all image tokens, CLS included, then the norm and the projection. Text keeps EOS."""
+
+    kind: Literal["gap"] = "gap"
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(norm="slots", normalize=False, projected=True, text=False)
+
+    def shape(self, embed_dim: int) -> tuple[int, int]:
+        return 1, embed_dim
+
+    def build(self, image_dim: int | None, text_dim: int | None, embed_dim: int) -> ReadOutPair:
+        return ReadOutPair(None if image_dim is None else MeanPool(image_dim), None)
+
+
+class MeanPool(ReadOut):
+    """One slot: the mean of the tokens that may be read."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.slots, self.width = 1, dim
+
+    def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
+        batch, length, _ = tokens.shape
+        if keep is None:
+            mean, weight = tokens.mean(dim=1, keepdim=True), tokens.new_full((batch, 1, length), 1 / length)
+        else:
+            weight = (keep / keep.sum(dim=1, keepdim=True)).to(tokens.dtype)[:, None]
+            mean = weight @ tokens
+        return Slots(mean, weight if need_attention else None)

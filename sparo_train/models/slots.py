@@ -1,0 +1,131 @@
+"""What a read-out is, how slots become an encoding, and what a tower has to know to hold one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, Self
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..core.config import Frozen
+
+
+class Slots(NamedTuple):
+    """What every read-out returns. A named tuple, so that torch.compile and pytrees take it as it is.
+
+    values: (B, L, V).  attention: (B, L, N) or None.
+    """
+
+    values: Tensor
+    attention: Tensor | None = None
+
+    def flat(self) -> Tensor:
+        """The encoding: (B, L*V), slot after slot."""
+        return self.values.flatten(1)
+
+
+class ReadOut(nn.Module, ABC):
+    """Turns tokens (B, N, d) into L slots of V numbers."""
+
+    slots: int
+    width: int
+
+    @abstractmethod
+    def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
+        """Tokens (B, N, d), of which `keep` (B, N) bool may be read (None: all), to slots, not normalised."""
+
+
+class ReadOutPair(NamedTuple):
+    """The read-outs of both towers; None where a tower keeps its own pooling. They may share modules."""
+
+    image: ReadOut | None
+    text: ReadOut | None
+
+
+class Placement(NamedTuple):
+    """How towers hold a read-out.
+
+    replaced: transformer blocks that it takes the place of.
+    norm: what the tower's last norm runs on: every token before it, the slots behind it, or nothing.
+    attend_cls: an image's class token is among its tokens.
+    normalize: slots to one norm (Eq. 2).
+    projected: the tower's own projection follows, to `embed_dim` numbers.
+    text: the text tower is read by one, too; false leaves it to EOS.
+    shared: both towers' modules have to be built together.
+    """
+
+    replaced: int = 0
+    norm: Literal["tokens", "slots", "nothing"] = "tokens"
+    attend_cls: bool = True
+    normalize: bool = True
+    projected: bool = False
+    text: bool = True
+    shared: bool = False
+
+
+class ReadOutConfig(Frozen, ABC):
+    """A row of `sparo.readouts`: the recipe's `readout` block. Its `kind` is the name of the modules in a state dict, too."""
+
+    kind: Any  # a Literal of one name, in each of them
+
+    @property
+    def placement(self) -> Placement:
+        """What towers have to know."""
+        return Placement()
+
+    def resolved(self, normalize: bool) -> Self:
+        """With the method's own choice where the recipe makes none: CLIP normalises slots, DINO's head takes them as they are."""
+        return self
+
+    @abstractmethod
+    def shape(self, embed_dim: int) -> tuple[int, int]:
+        """L and V of the encoding of a model of this `embed_dim`."""
+
+    @abstractmethod
+    def build(self, image_dim: int | None, text_dim: int | None, embed_dim: int) -> ReadOutPair:
+        """Read-outs for tokens of these widths; None for a tower that is not there, or is built by itself."""
+
+    @classmethod
+    def infer(cls, weights: Mapping[str, Tensor], replaced: int) -> dict[str, Any]:
+        """The keys of the block that weights (named below `kind`) tell by their shapes, for towers with `replaced` blocks fewer."""
+        return {}
+
+
+class NoReadOut(ReadOutConfig):
+    """The towers' own pooling, under its own names."""
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(projected=True, text=False)
+
+    def shape(self, embed_dim: int) -> tuple[int, int]:
+        return 1, embed_dim
+
+    def build(self, image_dim: int | None, text_dim: int | None, embed_dim: int) -> ReadOutPair:
+        return ReadOutPair(None, None)
+
+
+def normalize_slots(slots: Slots) -> Slots:
+    """Each slot to L2 norm 1/sqrt(L), so that the flat encoding has norm one (Sec. 3.3, Eq. 2). Always in fp32.
+
+    Args:
+        slots: values (B, L, V) of any float dtype.
+
+    Returns:
+        values (B, L, V) in fp32 (float64 stays float64); the cosine of two encodings is the mean of their slots' cosines.
+    """
+    values = slots.values if slots.values.dtype.itemsize >= 4 else slots.values.float()
+    return slots._replace(values=F.normalize(values, dim=-1) * values.shape[1] ** -0.5)
+
+
+def read_slots(
+    readout: nn.Module, place: Placement, norm: nn.Module, x: Tensor, keep: Tensor | None, need_attention: bool
+) -> Slots:
+    """What a tower does with its last block's tokens (B, N, d), class token first: norm, read-out, one norm per slot."""
+    tokens = norm(x) if place.norm == "tokens" else x
+    slots: Slots = readout(tokens if place.attend_cls else tokens[:, 1:], keep, need_attention=need_attention)
+    if place.norm == "slots":
+        slots = slots._replace(values=norm(slots.values))
+    return normalize_slots(slots) if place.normalize else slots
