@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sparo_train.core.distributed import Ranks
-from sparo_train.core.errors import DataError, SparoError
+from sparo_train.core.errors import DataError
 from sparo_train.core.files import write_whole
 from sparo_train.core.world import World
 
@@ -88,13 +88,13 @@ class FeatureStore:
         own, among = part or (ranks.rank, ranks.size)
         if self.root is None:
             parts: list[Part] = []
-            _together(ranks, lambda: parts.extend(self._encoded(job, spans[own::among])))
+            ranks.together(lambda: parts.extend(self._encoded(job, spans[own::among])))
             return _features(sorted((p for got in ranks.gather(parts) for p in got), key=lambda p: p.first), of)
         facts = self._facts(job)
         folder = self.root / "images" / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
         if own == 0:
             write_whole(folder / "manifest.json", json.dumps(facts, indent=1))
-        _together(ranks, lambda: self._fill(folder, job, spans, own, among))
+        ranks.together(lambda: self._fill(folder, job, spans, own, among))
         found = [open_part(folder, number, span) for number, span in enumerate(spans)]
         whole = [p for p in found if p is not None]
         if len(whole) == len(found):
@@ -171,22 +171,6 @@ class _Job(NamedTuple):
 def _features(parts: Sequence[Part], of: Callable[[Tensor], Tensor] | None) -> Features:
     keys, facts = [k for p in parts for k in p.keys], [f for p in parts for f in p.facts]
     return Features([p.array for p in parts], keys, facts, of)
-
-
-def _together(ranks: Ranks, call: Callable[[], None]) -> None:
-    """Run `call` on every rank; where it fails on one, all of them fail."""
-    failed: SparoError | None = None
-    try:
-        call()
-    except SparoError as error:
-        failed = error
-    reasons = [reason for reason in ranks.gather(str(failed) if failed else None) if reason]
-    if failed is not None:
-        raise failed
-    if reasons:
-        error = DataError(reasons[0])
-        error.repeated = True
-        raise error
 
 
 def _refuse_non_finite(found: Tensor, keys: Sequence[str], where: str) -> None:

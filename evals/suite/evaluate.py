@@ -16,7 +16,7 @@ from sparo_train import __version__
 from sparo_train.core.config import Frozen, load_recipe, resolve
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
-from sparo_train.core.files import write_whole
+from sparo_train.core.files import cache_folder, write_whole
 from sparo_train.core.rundir import environment
 from sparo_train.train.run import TaskConfig as AnyTask
 
@@ -55,8 +55,7 @@ class EvalOptions:
 
 def features_folder() -> Path:
     """Where features are kept unless the command line says otherwise."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("SPARO_FEATURES") or cache / "sparo" / "features")
+    return Path(os.environ.get("SPARO_FEATURES") or cache_folder() / "features")
 
 
 def tasks_for(

@@ -50,7 +50,7 @@ def launch_train(runs: Sequence[RunConfig], order: Order, sweep: Path, say: Say)
     runs = [for_ranks(run, order.cluster, say) for run in runs]
     for run in runs:
         refuse_busy(run.folder)
-        RunDir(run.folder).refuse_changes(dump(run))
+        RunDir(run.folder).refuse_changes(run)
     home = runs[0].folder if len(runs) == 1 else sweep
     code = take_snapshot(_folder(home / "code"))
     elements = []
@@ -58,7 +58,7 @@ def launch_train(runs: Sequence[RunConfig], order: Order, sweep: Path, say: Say)
         folder = _folder(run.folder)
         if folder != home and not (folder / "code").exists():
             (folder / "code").symlink_to(home.resolve() / "code")
-        RunDir(folder).describe(dump(run))
+        RunDir(folder).describe(run)
         elements.append(Element(("train", str(folder / "config.yaml")), str(folder)))
     jobs = hand_over(order, elements, home, runs[0].name if len(runs) == 1 else sweep.name, code, say)
     return [(run.folder, job) for run, job in zip(runs, jobs, strict=True)]

@@ -8,7 +8,6 @@ from typing import Any
 from evals.suite.evaluate import write_results
 from evals.suite.suite import Suite
 from evals.suite.task import encoder_of, refuse_unfit_to
-from sparo_train.core.config import dump
 from sparo_train.core.contracts import Objective
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import SparoError, StoppedError, SupersededError
@@ -17,7 +16,7 @@ from sparo_train.core.world import find_world, started
 from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks
 from sparo_train.train.flops import FlopCounter
 from sparo_train.train.run import RunConfig
-from sparo_train.train.state import Outcome
+from sparo_train.train.state import Evaluate, Outcome
 from sparo_train.train.trainer import Trainer
 
 from ..jobs.clusters import load_cluster
@@ -43,13 +42,13 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
     try:
         with ProgressView(config.name, rundir.path / "log.txt", silent=ranks.rank > 0) as view:
             patience = 2 * config.log.heartbeat_seconds
-            rundir.join(ranks.first(lambda: rundir.open_for_training(dump(config), patience)))
+            rundir.join(ranks.first(lambda: rundir.open_for_training(config, patience)))
             if not any(rundir.checkpoints.glob("step-*")):
                 among = f" on {ranks.size} ranks" if ranks.size > 1 else ""
                 view.say(f"{total} steps of {config.batch_size} samples{among} -> {rundir.path}")
             try:
                 evaluate = make_evaluate(config, objective, rundir, view.say)
-                flops = FlopCounter(lambda: build_objective(config))
+                flops = FlopCounter(lambda: build_objective(config)) if config.log.flops else None
                 trainer = Trainer(
                     config, rundir, ranks, engine, objective, pipeline, total, steps_per_epoch, view, evaluate, flops
                 )
@@ -74,9 +73,7 @@ def exit_if_stopped(outcome: Outcome) -> None:
         raise stopped
 
 
-def make_evaluate(
-    config: RunConfig, trained: Objective, rundir: RunDir, say: Callable[[str], None]
-) -> Callable[[Objective, int], dict[str, Any]] | None:
+def make_evaluate(config: RunConfig, trained: Objective, rundir: RunDir, say: Callable[[str], None]) -> Evaluate | None:
     """The trainer's evaluation: all of `eval.tasks`, written to RUN/evals and returned for the metrics; `eval.side` is submitted."""
     side, method = config.eval.side, config.objective.kind
     if not config.eval.tasks and side is None:
@@ -89,14 +86,15 @@ def make_evaluate(
     suite = Suite(config.eval.tasks)
     suite.check()
 
-    def evaluate(objective: Objective, step: int) -> dict[str, Any]:
-        if side is not None:
+    def evaluate(objective: Objective, step: int, ranks: Ranks) -> dict[str, Any]:
+        if side is not None and ranks.rank == 0:
             submit_side(config, side, objective.state_dict(), rundir.path, step, say)
         if not config.eval.tasks:
             return {}
-        results = suite.run(encoder_of(objective, method))
-        rundir.claim.check()
-        write_results(rundir.path / "evals" / f"step-{step:08d}.json", {"step": step}, results)
+        results = suite.run(encoder_of(objective, method), ranks=ranks)
+        if ranks.rank == 0:
+            rundir.claim.check()
+            write_results(rundir.path / "evals" / f"step-{step:08d}.json", {"step": step}, results)
         say(f"step {step}: " + "  ".join(f"{name} {r.headline} {100 * r.value:.1f}" for name, r in results.items()))
         return {name: r.metrics for name, r in results.items()}
 

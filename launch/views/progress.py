@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import TracebackType
@@ -94,12 +95,12 @@ class ProgressView:
 
     def say(self, text: str) -> None:
         if not self.silent:
-            console.print(f"{self.title}  {text}", highlight=False, soft_wrap=True)
+            console.print(f"{self.title}  {text}", highlight=False, soft_wrap=True, markup=False)
         self.note(text)
 
     def note(self, text: str) -> None:
         """A line for RUN/log.txt only."""
         if self.silent:
             return
-        with self.log.open("a", encoding="utf-8") as stream:
+        with suppress(OSError), self.log.open("a", encoding="utf-8", errors="replace") as stream:  # it only reports
             stream.write(f"{datetime.now().isoformat(timespec='seconds')}  {text}\n")

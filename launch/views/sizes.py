@@ -21,9 +21,11 @@ def show_dry(config: RunConfig) -> None:
     table.add_section()
     table.add_row("all", f"{sum(dry.parameters.values()):,}")
     out.print(table)
-    out.print(
-        f"tokens per {', per '.join(f'{name} {count}' for name, count in dry.tokens.items())}; an encoding has {dry.encoding} numbers"
-    )
+    if dry.encoding is None:
+        out.print("what a sample amounts to is not known: the objective has no footprint")
+    else:
+        tokens = ", per ".join(f"{name} {count}" for name, count in dry.tokens.items())
+        out.print(f"tokens per {tokens}; an encoding has {dry.encoding} numbers")
     sources = Table(title="data", title_justify="left")
     for column in ("source", "shards", "samples", "weight", "share of an epoch", "passes over it"):
         sources.add_column(column, justify="left" if column == "source" else "right")

@@ -10,12 +10,12 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import ConfigError, did_you_mean
 from .plugins import NESTED
@@ -30,6 +30,32 @@ class Frozen(BaseModel):
 
 
 C = TypeVar("C", bound=Frozen)
+_ON_RESUME = "on_resume"
+
+
+def free(default: Any, description: str | None = None, with_kind: bool = False, **constraints: Any) -> Any:
+    """A field that may differ between a run folder and the same line again: it does not change what is computed.
+
+    Args:
+        with_kind: only where the block's `kind` changes, too (a choice that one engine has).
+    """
+    mark: dict[str, Any] = {_ON_RESUME: "with kind" if with_kind else "free"}
+    return Field(default=default, description=description, json_schema_extra=mark, **constraints)
+
+
+def free_keys(config: BaseModel, switched: Collection[str] = (), prefix: str = "") -> Iterator[str]:
+    """Dotted keys of fields made by `free`; a block made by it is given as itself, with all that is below.
+
+    Args:
+        switched: blocks whose kind changes.
+    """
+    for name, field in type(config).model_fields.items():
+        key, value = f"{prefix}{name}", getattr(config, name)
+        mark = field.json_schema_extra.get(_ON_RESUME) if isinstance(field.json_schema_extra, dict) else None
+        if mark == "free" or (mark is not None and prefix.rstrip(".") in switched):
+            yield key
+        elif isinstance(value, BaseModel):
+            yield from free_keys(value, switched, f"{key}.")
 
 
 class _Loader(yaml.SafeLoader):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Progress:
 
 
 class Loss(NamedTuple):
-    """`total`: 0-d tensor to back-propagate; `metrics`: detached 0-d tensors by name."""
+    """`total`: 0-d tensor to back-propagate, logged as `loss`; `metrics`: what else to log, detached 0-d tensors by name."""
 
     total: Tensor
     metrics: dict[str, Tensor]
@@ -40,14 +40,15 @@ class Loss(NamedTuple):
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one optimizer step did. `applied` is False where a non-finite gradient made the engine skip it.
+    """What one optimizer step did.
 
-    `norms`: the gradient's norm within each of the objective's parts, 0-d tensors on the device.
+    `applied`: false where a non-finite gradient made the engine skip it; a 0-d bool tensor where the host did not wait to know.
+    `grad_norm`, `norms`: the gradient's norm, and within each of the objective's parts: 0-d tensors on the device.
     """
 
     lr: float
-    grad_norm: float
-    applied: bool
+    grad_norm: Tensor
+    applied: bool | Tensor
     norms: dict[str, Tensor]
 
 
@@ -64,11 +65,12 @@ class Footprint(NamedTuple):
     loss: int
 
 
-class Objective(nn.Module):
-    """Owns its modules, its loss, and what follows a step; knows neither rank nor engine."""
+class Objective(nn.Module, ABC):
+    """Owns its modules, its loss, and what follows a step; knows neither rank nor engine. Only `forward` has to be written."""
 
     @abstractmethod
-    def forward(self, batch: Batch, progress: Progress) -> Loss: ...
+    def forward(self, batch: Batch, progress: Progress) -> Loss:
+        """The loss of this rank's batch; its mean over ranks is the global one. May count in buffers."""
 
     def shard_units(self) -> Sequence[nn.Module]:
         """Modules an engine wraps one by one (compile, shard), in forward order."""
@@ -94,8 +96,6 @@ class Objective(nn.Module):
         """Names of parameters that clipping by tensor leaves alone."""
         return []
 
-    holds_back = False  # True where `held_back` ever names a parameter
-
     def held_back(self, progress: Progress) -> Sequence[nn.Parameter]:
         """Parameters that this step does not touch, weight decay included."""
         return []
@@ -104,14 +104,21 @@ class Objective(nn.Module):
         """What is wrong with these averaged metrics, for a human; None where nothing is."""
         return None
 
-    @abstractmethod
-    def footprint(self, batch: int, whole: int) -> Footprint:
-        """Of a sample, in a rank's batch of `batch` out of `whole`."""
+    def footprint(self, batch: int, world_batch: int) -> Footprint | None:
+        """Of a sample, in a rank's batch of `batch` out of `world_batch`, for estimates; None: it is not known."""
+        return None
 
-    keeps_teacher = False  # True where `after_step` writes to more than `loss_parameters` and buffers (an EMA)
+    def averaged(self) -> Iterable[nn.Parameter]:
+        """Parameters that `after_step` writes to, beside `loss_parameters` (a teacher's)."""
+        return []
 
     def after_step(self, progress: Progress) -> None:
         """EMA, centre, clamp: called once after every applied step."""
+
+    def after_step_if(self, applied: Tensor, progress: Progress) -> None:
+        """The same where only the device knows (0-d bool) whether the step was applied. Overridden, nothing has to be waited for."""
+        if bool(applied):
+            self.after_step(progress)
 
 
 class CoupledObjective(Objective):
@@ -142,21 +149,24 @@ class Embedded(NamedTuple):
 class Engine(Protocol):
     """Runs an objective on devices: precision, wrapping, backward, optimizer.
 
-    `whole`: inside, rank 0 has the objective as an ordinary module to evaluate; all ranks enter it together.
+    `side`: precision, kernels, random state and time on this rank's device.
+    `full_model`: inside, rank 0 has the objective as an ordinary module to evaluate, every rank where `replicated`; all ranks
+    enter it together.
     `pieces`: what this rank writes of the parts `model` and `optimizer`. `load`: takes its own share of them.
     """
 
-    device: torch.device
+    side: Any
+    replicated: bool
+
+    @property
+    def device(self) -> torch.device: ...
 
     def prepare(self, objective: Objective) -> None: ...
     def forward(self, batch: Batch, progress: Progress, *, last: bool) -> Loss: ...
     def embed(self, batch: Batch, *, last: bool) -> Embedded: ...
     def backward(self, total: Tensor, *, last: bool) -> None: ...
-    def random_state(self) -> dict[str, Tensor]: ...
-    def set_random_state(self, state: Mapping[str, Tensor]) -> None: ...
     def step(self, progress: Progress) -> StepReport: ...
-    def forward_seconds(self) -> float: ...
-    def whole(self) -> AbstractContextManager[Objective | None]: ...
+    def full_model(self) -> AbstractContextManager[Objective | None]: ...
     def pieces(self) -> Pieces: ...
     def load(self, source: CheckpointReader) -> None: ...
 

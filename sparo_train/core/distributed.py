@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .errors import ConfigError, LostRankError, SparoError
+from .errors import ConfigError, DataError, LostRankError, SparoError
 from .world import World, note_start
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ class Ranks:
         if self.size > 1:
             _rendezvous_of_slurm()
             limit = timedelta(seconds=timeout)
-            with self.named("joining the process group"):
+            with self.named("joining the process group", ours=True):
                 note_start(world)
                 dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=limit)
                 self._control: Any = dist.new_group(backend="gloo", timeout=limit)
@@ -49,35 +50,56 @@ class Ranks:
                 self._saving: Any = dist.new_group(backend="gloo", timeout=limit)
 
     @contextmanager
-    def named(self, what: str) -> Iterator[None]:
-        """Turn a failed collective into an error that names this rank and what it was doing."""
+    def named(self, what: str, ours: bool = False) -> Iterator[None]:
+        """Turn a failed collective into an error that names this rank and what it was doing.
+
+        Args:
+            ours: nothing but collectives runs inside, so that whatever torch raises there is one of theirs.
+        """
         try:
             yield
         except (dist.DistError, RuntimeError) as error:
-            if self.size == 1 or not _is_collective(error):
+            if self.size == 1 or not (ours or _is_collective(error)):
                 raise
             raise LostRankError(
                 f"rank {self.rank} of {self.size}: {what} failed; another rank died, or did not answer within "
                 f"{self.timeout:g} s (engine.timeout). The same line continues from the last checkpoint. "
                 f"({str(error).splitlines()[0][:200]})"
-            ) from None
+            ) from error
 
     @contextmanager
-    def alike(self) -> Iterator[None]:
-        """For what fails on all ranks alike: rank 0 prints it."""
+    def on_all(self) -> Iterator[None]:
+        """For what fails on all ranks with the same error: they can act on it together, and rank 0 prints it."""
         try:
             yield
         except LostRankError:
             raise
         except SparoError as error:
-            error.repeated = self.rank > 0
+            error.everywhere, error.repeated = True, self.rank > 0
             raise
+
+    def together(self, call: Callable[[], T]) -> T:
+        """What `call` returns here; where it fails on one rank, all of them fail with that rank's words."""
+        failed: SparoError | None = None
+        found: list[T] = []
+        try:
+            found.append(call())
+        except LostRankError:
+            raise
+        except SparoError as error:
+            failed = error
+        words = [text for text in self.gather(str(failed) if failed else None) if text]
+        if not words:
+            return found[0]
+        error = failed or DataError(words[0])
+        error.everywhere, error.repeated = True, failed is None
+        raise error
 
     def most(self, values: Sequence[int]) -> list[int]:
         """The largest of each value over ranks."""
         if self.size == 1:
             return list(values)
-        with self.named("agreeing on how to go on"):
+        with self.named("agreeing on how to go on", ours=True):
             found = torch.tensor(values, dtype=torch.int64)
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self._control)
         return found.tolist()
@@ -87,7 +109,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         out: list[Any] = [None] * self.size
-        with self.named("gathering"):
+        with self.named("gathering", ours=True):
             dist.all_gather_object(out, value, group=self._saving if saving else self._control)
         return out
 
@@ -101,10 +123,10 @@ class Ranks:
                 box[0] = call()
             except SparoError as error:
                 box[1] = error
-        with self.named("waiting for rank 0"):
+        with self.named("waiting for rank 0", ours=True):
             dist.broadcast_object_list(box, src=0, group=self._patient)
         if box[1] is not None:
-            box[1].repeated = self.rank > 0
+            box[1].everywhere, box[1].repeated = True, self.rank > 0
             raise box[1]
         return box[0]
 
@@ -115,11 +137,13 @@ class Ranks:
             dist.destroy_process_group()
 
 
+# gloo raises plain RuntimeErrors, which begin with the place in its source, and has one message without.
+_GLOO = re.compile(r"\[[^\]]*/gloo/[^\]]*\]|Application timeout caused pair closure")
+
+
 def _is_collective(error: BaseException) -> bool:
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or any(
-        w in text for w in ("gloo", "nccl", "timed out", "connection", "store")
-    )
+    """Whether this is a collective's own error: by type where there is one, never by a word that other errors use, too."""
+    return isinstance(error, dist.DistError) or _GLOO.match(str(error)) is not None
 
 
 def _rendezvous_of_slurm() -> None:

@@ -11,6 +11,7 @@ class SparoError(Exception):
 
     exit_code = 2
     repeated = False  # another rank prints it
+    everywhere = False  # every rank has it, so all of them can still act together
 
 
 class ConfigError(SparoError):

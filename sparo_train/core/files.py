@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """Where sparo keeps what can be found again: $XDG_CACHE_HOME/sparo, or ~/.cache/sparo."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparo"
 
 
 def write_whole(path: Path, text: str) -> Path:

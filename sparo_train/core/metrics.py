@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from .errors import ConfigError, TrainingError
 from .files import write_whole
@@ -20,6 +20,7 @@ class MetricsLog:
         after_step: records of later steps are dropped first (a resumed run replays them).
         wandb: a project name, or None; needs the `wandb` extra.
         guard: called before every write; raises where this process may not write any more.
+        say: told once where tensorboard or wandb fails; the run goes on without it.
     """
 
     def __init__(
@@ -29,19 +30,24 @@ class MetricsLog:
         wandb: str | None = None,
         tensorboard: bool = True,
         guard: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = lambda text: None,
     ):
-        self.path, self._guard = folder / "metrics.jsonl", guard
+        self.path, self._guard, self._say = folder / "metrics.jsonl", guard, say
         rewind(self.path, after_step)
         self._file = self.path.open("a", encoding="utf-8")
-        self._board = self._wandb = None
+        self._mirrors: dict[str, _Mirror] = {}
         if tensorboard:
-            from torch.utils.tensorboard.writer import (
-                SummaryWriter,
-            )  # a second to import: only where it is used
-
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=after_step + 1)
+            self._begin("tensorboard", lambda: _Tensorboard(folder, after_step))
         if wandb is not None:
-            self._wandb = _start_wandb(wandb, folder)
+            self._begin("wandb", lambda: _Wandb(wandb, folder))
+
+    def _begin(self, name: str, make: Callable[[], _Mirror]) -> None:
+        try:
+            self._mirrors[name] = make()
+        except ConfigError:  # not installed: a mistake of the recipe
+            raise
+        except Exception as error:  # a library that only reports may fail in any way, and may not end a run
+            self._say(f"log.{name}: cannot be started ({type(error).__name__}: {error}); the run goes on without it")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Write one record: `{"kind": kind, "step": step, **values}`; non-finite numbers become strings."""
@@ -55,18 +61,57 @@ class MetricsLog:
                 f"{self.path}: cannot be written ({error}); free space, then run the same line again"
             ) from None
         numbers = {f"{kind}/{k}": v for k, v in _flat(values) if isinstance(v, int | float)}
-        if self._board is not None:
-            for name, value in numbers.items():
-                self._board.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log(numbers, step=step)
+        self._mirror(lambda mirror: mirror.add(numbers, step))
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        self._mirror(lambda mirror: mirror.close())
+
+    def _mirror(self, call: Callable[[_Mirror], None]) -> None:
+        for name, mirror in list(self._mirrors.items()):
+            try:
+                call(mirror)
+            except Exception as error:  # as above
+                del self._mirrors[name]
+                self._say(
+                    f"log.{name}: cannot be written ({type(error).__name__}: {error}); the run goes on without it"
+                )
+
+
+class _Mirror(Protocol):
+    def add(self, numbers: Mapping[str, float], step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Tensorboard:
+    def __init__(self, folder: Path, after_step: int):
+        from torch.utils.tensorboard.writer import SummaryWriter  # a second to import: only where it is used
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=after_step + 1)
+
+    def add(self, numbers: Mapping[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, project: str, folder: Path):
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise ConfigError(
+                "log.wandb: wandb is not installed; pip install 'sparo[wandb]' or set log.wandb=null"
+            ) from None
+        self._run = wandb.init(project=project, name=folder.name, dir=str(folder), resume="allow", id=folder.name)
+
+    def add(self, numbers: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
 
 
 def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
@@ -87,16 +132,6 @@ def rewind(path: Path, step: int) -> None:
     if path.exists():
         kept = [r for r in read(path) if r["step"] <= step]
         write_whole(path, "".join(json.dumps(r) + "\n" for r in kept))
-
-
-def _start_wandb(project: str, folder: Path) -> Any:
-    try:
-        import wandb  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise ConfigError(
-            "log.wandb: wandb is not installed; pip install 'sparo[wandb]' or set log.wandb=null"
-        ) from None
-    return wandb.init(project=project, name=folder.name, dir=str(folder), resume="allow", id=folder.name)
 
 
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -15,39 +15,16 @@ import platform
 import shlex
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from .config import differences, parse_yaml
+from .config import Frozen, Tree, differences, dump, free_keys, parse_yaml, resolve
 from .errors import ConfigError, TrainingError
 from .files import write_whole
 from .owner import Claim, Start
-
-# Keys that may differ between the run folder and the same line again: they do not change what is computed.
-FREE_ON_RESUME = {
-    "data.workers",
-    "data.prefetch",
-    "data.max_bad_share",
-    "data.max_bad_share_after",
-    "optim.max_skipped",
-    "stop_after_steps",
-    "world_size",
-    "micro_batch_size",
-    "engine.kind",
-    "engine.timeout",
-    "engine.threads",
-    "engine.bucket_mb",
-    "engine.reshard_after_forward",
-    "engine.shard_size",
-    "engine.cpu_offload",
-    "engine.stage",
-    "engine.whole_below",
-}
-# Those of one engine, free where another engine goes on.
-ENGINES_OWN = {"engine.param_dtype", "engine.reduce_dtype"}
-FREE_BLOCKS = ("log.", "checkpoint.", "eval.")
 
 
 class RunDir:
@@ -60,11 +37,11 @@ class RunDir:
         self.claim = Claim(path, "")
         self._lock: IO[str] | None = None
 
-    def open_for_training(self, resolved: str, patience: float = 20.0) -> str:
+    def open_for_training(self, config: Frozen, patience: float = 20.0) -> str:
         """Create the folder, or check that it belongs to the same recipe, and claim it. Returns the claim's token.
 
         Args:
-            resolved: the recipe as YAML.
+            config: the resolved recipe.
             patience: seconds that the remains of an earlier start of the same SLURM job get to notice this one.
 
         Raises:
@@ -77,15 +54,15 @@ class RunDir:
             raise ConfigError(f"out: {self.path} cannot be made a run folder ({error})") from None
         start = Start.here()
         self._take_lock(start, patience)
-        self.refuse_changes(resolved)
+        self.refuse_changes(config)
         self.join(start.token)
         self.claim.take(start)
-        self.describe(resolved)
+        self.describe(config)
         return start.token
 
-    def describe(self, resolved: str) -> None:
+    def describe(self, config: Frozen) -> None:
         """Write the recipe, the command and the environment into a folder that is there."""
-        self._write("config.yaml", resolved)
+        self._write("config.yaml", dump(config))
         with (self.path / "command.txt").open("a", encoding="utf-8") as stream:
             stream.write(shlex.join(sys.argv) + "\n")
         self._write("environment.json", json.dumps(environment(), indent=1))
@@ -139,26 +116,33 @@ class RunDir:
             return False
         return True
 
-    def refuse_changes(self, resolved: str) -> None:
+    def refuse_changes(self, config: Frozen) -> None:
         """Raise ConfigError, with the differences, where the folder holds a run of another recipe."""
         if not self.config.exists():
             return
-        old = parse_yaml(self.config.read_text(encoding="utf-8"), str(self.config))
-        found = differences(old, parse_yaml(resolved, "the recipe"))
-        free = FREE_ON_RESUME | (ENGINES_OWN if any(d.startswith("engine.kind:") for d in found) else set())
-        changed = [
-            d
-            for d in found
-            if not d.startswith(FREE_BLOCKS)
-            and d.partition(":")[0] not in free
-            and ": '(absent)' -> " not in d  # a key that a newer version added
-        ]
+        held: Tree = parse_yaml(self.config.read_text(encoding="utf-8"), str(self.config))
+        new: Tree = parse_yaml(dump(config), "the recipe")
+        try:  # as this version writes it: what the recipe left open then has the defaults of now
+            before = resolve(type(config), held, str(self.config))
+        except ConfigError:
+            before = config  # of a version whose keys are gone: what differs is shown as it is
+        else:
+            held = parse_yaml(dump(before), str(self.config))
+        found = differences(held, new)
+        switched = [line.partition(".kind:")[0] for line in found if ".kind:" in line]
+        free = {*free_keys(before, switched), *free_keys(config, switched)}
+        changed = [line for line in found if not _within(line.partition(":")[0], free)]
         if changed:
             raise ConfigError(
                 f"{self.path}: holds a run of another recipe:\n  "
                 + "\n  ".join(changed)
                 + "\nUse another name=, undo the change, or remove the folder."
             )
+
+
+def _within(key: str, free: Collection[str]) -> bool:
+    """Whether a key is one of these, or below one."""
+    return any(key == one or key.startswith(f"{one}.") for one in free)
 
 
 def environment() -> dict[str, Any]:

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from ..core.config import free
 from ..core.contracts import Batch, Objective, Progress
 from .kinds import EngineKind, replicated
 from .ranked import RankedEngine, RankedEngineConfig, Root
@@ -27,8 +27,8 @@ _SYNC_BUFFERS = next(
 class DdpEngineConfig(RankedEngineConfig):
     """As `local`, on every rank."""
 
-    kind: Literal["ddp"] = "ddp"
-    bucket_mb: int = Field(default=25, gt=0)
+    kind: Literal["ddp"] = free("ddp")
+    bucket_mb: int = free(25, "gradients exchanged at a time", gt=0)
 
 
 class DdpEngine(RankedEngine):
@@ -69,14 +69,14 @@ class DdpEngine(RankedEngine):
         would differ in the last bit from one never stopped.
         """
         self._warm = True
-        state, buffers = self.random_state(), list(self.objective.buffers())
+        state, buffers = self.side.random_state(), list(self.objective.buffers())
         before = [b.clone() for b in buffers]  # a forward may count in them
         out = super()._run(batch, progress, last=True)
         reached = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         reached += [p for p in self.objective.parameters() if p.requires_grad]
         self.backward(torch.stack([t.float().sum() for t in reached]).sum() * 0.0, last=True)
         self.optimizer.zero_grad(set_to_none=True)
-        self.set_random_state(state)
+        self.side.set_random_state(state)
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
 

@@ -10,26 +10,29 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
 from torch import Tensor, nn
 
-from ..core.contracts import Batch, Objective, Progress, StepReport
+from ..core.config import free
+from ..core.contracts import Batch, CoupledObjective, Embedded, Loss, Objective, Progress, StepReport
+from ..core.distributed import Ranks
 from ..core.errors import CheckpointError, ConfigError
 from ..core.pieces import CheckpointReader, Piece, Pieces
+from .device import Device
 from .kinds import Costs, EngineKind, Sizes, casts
-from .optim import build_adamw
-from .ranked import RankedEngineConfig, Root, ShardedEngine
+from .optim import OptimConfig, build_adamw
+from .ranked import PlainCopy, RankedEngineConfig, Root, own_gpu, summed_norms
 from .spans import pieces_of, refuse_differences
+from .update import clip_apart, set_rates, total_norms
 from .zero import ENTRIES, Zero
 
 
 class DeepSpeedEngineConfig(RankedEngineConfig):
-    """`stage`: of ZeRO. `bucket_mb`: gradients exchanged at a time. `whole_below`: stage 3 leaves smaller parameters whole."""
+    """ZeRO: see `stage`."""
 
-    kind: Literal["deepspeed"] = "deepspeed"
-    stage: Literal[1, 2, 3] = 2
-    bucket_mb: int = Field(default=200, gt=0)
-    whole_below: int = Field(default=100_000, ge=0)
+    kind: Literal["deepspeed"] = free("deepspeed")
+    stage: Literal[1, 2, 3] = free(2, "in pieces: optimizer state (1), gradients too (2), parameters too (3)")
+    bucket_mb: int = free(200, "gradients exchanged at a time", gt=0)
+    whole_below: int = free(100_000, "stage 3 leaves smaller parameters whole", ge=0)
 
 
 class _Inside(Root):
@@ -51,39 +54,63 @@ class _Inside(Root):
         return rows, tuple(p.view(shape) for p, shape in zip(own, self._shapes, strict=True))
 
 
-class DeepSpeedEngine(ShardedEngine):
+class DeepSpeedEngine:
     """Order of preparation: activation checkpointing, device, compile, optimizer, `deepspeed.initialize`, which shards both.
 
     Weights are fp32; bf16 is autocast, as in the other engines. 0-d parameters are one-element vectors while DeepSpeed
     holds them, which it cannot do with 0-d ones. Checkpoints are ours, of fp32 master weights, for any engine and world size.
 
     Raises:
-        ConfigError: DeepSpeed is not installed; one rank; stage 3 with an objective that keeps a teacher.
+        ConfigError: DeepSpeed is not installed; one rank; an objective that writes to parameters (stage 3), or holds some back.
     """
 
-    kind = "deepspeed"
-    config: DeepSpeedEngineConfig
+    replicated = False
+
+    def __init__(self, config: DeepSpeedEngineConfig, optim: OptimConfig, ranks: Ranks):
+        self.config, self.optim_config, self.ranks = config, optim, ranks
+        self.share, self.side = (ranks.rank, ranks.size), Device(config, ranks.first)
+        own_gpu(self.side, "deepspeed", ranks)
+
+    @property
+    def device(self) -> torch.device:
+        return self.side.device
 
     def prepare(self, objective: Objective) -> None:
         if self.ranks.size == 1:
             raise ConfigError("engine.kind=deepspeed shards over ranks, and there is one; use engine.kind=local")
-        if self.config.stage == 3 and objective.keeps_teacher:
+        if self.config.stage == 3 and list(objective.averaged()):
             raise ConfigError(
                 f"engine.stage=3: {type(objective).__name__} keeps a teacher, whose average cannot follow parameters in "
                 "pieces of DeepSpeed's; use engine.stage=2, or engine.kind=fsdp2"
             )
-        if objective.holds_back:
+        self._refuse_held_back(objective, Progress(0, 1, 0))
+        self._shapes = {name: tuple(t.shape) for name, t in objective.state_dict().items()}
+        self._plain = PlainCopy(objective, self.ranks, self.device)
+        self.objective = self.side.take(objective)
+        self.optimizer = self._build_optimizer(objective)
+        self._names = {id(p): name for name, p in objective.named_parameters()}
+
+    def _refuse_held_back(self, objective: Objective, progress: Progress) -> None:
+        if objective.held_back(progress):
             raise ConfigError(
                 f"engine.kind=deepspeed: {type(objective).__name__} holds parameters back in some steps, and DeepSpeed steps all of "
                 "them together; use objective.freeze_last_layer=0, or engine.kind=ddp or fsdp2"
             )
-        self._shapes = {name: tuple(t.shape) for name, t in objective.state_dict().items()}
-        super().prepare(objective)
+
+    def forward(self, batch: Batch, progress: Progress, *, last: bool) -> Loss:
+        """The objective's loss of this rank's batch; the mean over ranks is the global one."""
+        if isinstance(self.objective, CoupledObjective):  # its loss talks to other ranks, outside what is timed
+            return self.objective.loss(*self.embed(batch, last=last), progress)
+        return self._run(batch, progress)
+
+    def embed(self, batch: Batch, *, last: bool) -> Embedded:
+        """A coupled objective's embeddings of this rank's batch."""
+        return Embedded(*self._run(batch, None))
 
     def _build_optimizer(self, objective: Objective) -> Any:
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)
         deepspeed = _quiet_deepspeed()
-        root = _Inside(objective, lambda: [self._autocast(), self._attention()])
+        root = _Inside(objective, lambda: [self.side.autocast(), self.side.attention()])
         for p in objective.parameters():
             if p.ndim == 0:
                 p.data = p.data.view(1)
@@ -116,31 +143,39 @@ class DeepSpeedEngine(ShardedEngine):
                 deepspeed.zero.register_external_parameter(self._root.module, p)
         return self._root.optimizer
 
-    def _run(self, batch: Batch, progress: Progress | None, last: bool) -> Any:
-        moved = self._moved(batch)
-        with self._clock.running():
+    def _run(self, batch: Batch, progress: Progress | None) -> Any:
+        moved = self.side.moved(batch)
+        with self.side.clock.running():
             return self._root(moved, progress)
 
     def backward(self, total: Tensor, *, last: bool) -> None:
         """Accumulate gradients; after the `last` micro-batch they are the mean over ranks, each rank holding its pieces."""
         self._root.set_gradient_accumulation_boundary(last)
-        with self._attention(), self.ranks.named("averaging gradients"):
+        with self.side.attention(), self.ranks.named("averaging gradients"):
             self._root.backward(total, scale_wrt_gas=False)
 
     def step(self, progress: Progress) -> StepReport:
         """DeepSpeed clips, checks and steps; the objective's `after_step` reaches the master weights of the loss's parameters."""
-        lr = self._set_rates(progress)
-        each = self._norms()
-        norm, norms = self._told(each)
-        if self._clips_tensors and math.isfinite(float(norm)):
-            self._clip(each, float(norm))
+        self._refuse_held_back(self.objective, progress)
+        lr = set_rates(self.optimizer, self.optim_config, progress)
+        gradients = self._local_gradients()
+        squares = {key: torch.linalg.vector_norm(g, dtype=torch.float32).square() for key, g in gradients.items()}
+        each = summed_norms(self.objective, squares, self.ranks, self.device)
+        norm, norms = total_norms(self.objective, each)
+        if self._clips_tensors and bool(norm.isfinite()):
+            free = set(self.objective.unclipped())
+            clip_apart(
+                {key: g for key, g in gradients.items() if self._names[key] not in free},
+                each,
+                self.optim_config.clip_grad_norm or 0.0,
+            )
         with self.ranks.named("stepping"):
             self._root.step()
         applied = self._root.was_step_applied()
         if applied:
             self._follow(progress)
         self._zero.forget_gradients()
-        return StepReport(lr, float(norm) if applied else math.inf, applied, norms)
+        return StepReport(lr, norm if applied else torch.full_like(norm, math.inf), applied, norms)
 
     def _follow(self, progress: Progress) -> None:
         """The objective's `after_step`, on whole parameters of the loss, and what it made of them."""
@@ -162,9 +197,8 @@ class DeepSpeedEngine(ShardedEngine):
         named = self._trained()
         return {id(named[name]): gradient for name, gradient in self._zero.gradients(named)}
 
-    def _squares(self) -> Iterator[tuple[int, Tensor]]:
-        for key, gradient in self._local_gradients().items():
-            yield key, torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+    def full_model(self) -> AbstractContextManager[Objective | None]:
+        return self._plain.filled(self._gathered)
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.objective.named_parameters() if p.requires_grad}

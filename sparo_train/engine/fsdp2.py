@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ..core.config import free
 from ..core.contracts import Objective
 from ..core.errors import ConfigError
 from .kinds import Costs, EngineKind, Sizes, casts, replicated
-from .ranked import RankedEngineConfig, Root, ShardedEngine
+from .ranked import PlainCopy, RankedEngine, RankedEngineConfig, Root, summed_norms
 from .spans import Span
 
 
 class Fsdp2EngineConfig(RankedEngineConfig):
-    """As `ddp`, with everything in pieces.
+    """As `ddp`, with everything in pieces."""
 
-    `reshard_after_forward`: free a block's gathered parameters between its forward and its backward (less memory, one
-    more gather); false keeps them. `shard_size`: ranks that share one copy (default: all; a machine's GPUs: HSDP).
-    `param_dtype`: what is gathered and computed with; default: that of `precision`. `cpu_offload`: shards and optimizer in host memory.
-    """
+    kind: Literal["fsdp2"] = free("fsdp2")
+    reshard_after_forward: bool = free(
+        True, "free a block's gathered parameters between forward and backward: less memory, one more gather"
+    )
+    shard_size: int | None = free(None, "ranks that share one copy; default: all; a machine's GPUs: HSDP", gt=0)
+    param_dtype: Literal["fp32", "bf16"] | None = free(
+        None, "what is gathered and computed with; default: that of precision", with_kind=True
+    )
+    reduce_dtype: Literal["fp32", "bf16"] = free("fp32", "what gradients are summed in", with_kind=True)
+    cpu_offload: bool = free(False, "shards and optimizer in host memory")
 
-    kind: Literal["fsdp2"] = "fsdp2"
-    reshard_after_forward: bool = True
-    shard_size: int | None = Field(default=None, gt=0)
-    param_dtype: Literal["fp32", "bf16"] | None = None
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    cpu_offload: bool = False
 
-
-class Fsdp2Engine(ShardedEngine):
+class Fsdp2Engine(RankedEngine):
     """Order of preparation: activation checkpointing, device, compile, `fully_shard` of each unit, then of the root, optimizer.
 
     Units are sharded after they are compiled, so that their hooks stay outside of the graph; the optimizer comes last,
@@ -45,6 +45,11 @@ class Fsdp2Engine(ShardedEngine):
 
     kind = "fsdp2"
     config: Fsdp2EngineConfig
+    replicated = False
+
+    def prepare(self, objective: Objective) -> None:
+        self._plain = PlainCopy(objective, self.ranks, self.device)
+        super().prepare(objective)
 
     def wrap(self, objective: Objective) -> None:
         config, size = self.config, self.ranks.size
@@ -90,6 +95,12 @@ class Fsdp2Engine(ShardedEngine):
                     if p.grad is not None:
                         dist.all_reduce(p.grad, dist.ReduceOp.SUM)
                         p.grad.div_(self.ranks.size)
+
+    def _norms(self) -> dict[int, Tensor]:
+        return summed_norms(self.objective, dict(self._squares()), self.ranks, self.device)
+
+    def full_model(self) -> AbstractContextManager[Objective | None]:
+        return self._plain.filled(self._gathered)
 
     def _squares(self) -> Iterator[tuple[int, Tensor]]:
         for key, gradient in self._gradients().items():

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch.distributed.tensor import DTensor
 
-from ..core.config import Frozen
+from ..core.config import Frozen, free
 from ..core.contracts import Objective
 from ..core.errors import ConfigError
 from ..core.schedules import cosine, linear
@@ -31,7 +31,7 @@ class OptimConfig(Frozen):
     min_lr: float = Field(default=0.0, ge=0)
     clip_grad_norm: float | None = Field(default=None, gt=0)  # the paper's CLIP runs do not clip
     clip_per: Literal["global", "tensor"] = "global"  # the norm of all gradients, or of each parameter's (DINO)
-    max_skipped: int = Field(default=20, ge=0)  # non-finite steps in a row before training stops
+    max_skipped: int = free(20, "non-finite steps in a row before training stops", ge=0)
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import copy
 import os
-from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
 from torch import Tensor, nn
 
+from ..core.config import free
 from ..core.contracts import Batch, CoupledObjective, Embedded, Loss, Objective, Progress
 from ..core.distributed import Ranks
 from ..core.errors import ConfigError
-from .local import DeviceConfig, LocalEngine
+from .device import Device, DeviceConfig
+from .local import LocalEngine
 from .optim import OptimConfig
 
 
 class RankedEngineConfig(DeviceConfig):
-    """`timeout`: seconds after which a rank that does not answer ends the run."""
+    """One process per device."""
 
-    timeout: float = Field(default=600.0, gt=0)
+    timeout: float = free(600.0, "seconds after which a rank that does not answer ends the run", gt=0)
 
 
 class Root(nn.Module):
@@ -43,29 +43,15 @@ class Root(nn.Module):
 
 
 class RankedEngine(LocalEngine):
-    """Runs the objective through `Root`, wrapped by a subclass.
-
-    Raises:
-        ConfigError: more ranks on this machine than GPUs.
-    """
+    """Runs the objective through `Root`, wrapped by a subclass. Raises `ConfigError` where there are more ranks than GPUs."""
 
     kind: str
     _root: Any  # what `Root` was wrapped into
 
     def __init__(self, config: RankedEngineConfig, optim: OptimConfig, ranks: Ranks):
-        super().__init__(config, optim)
+        super().__init__(config, optim, ranks.first)
         self.ranks, self.share = ranks, (ranks.rank, ranks.size)
-        if self.device.type == "cuda":
-            local = ranks.world.local_rank
-            if torch.cuda.device_count() == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-                local = 0  # srun gave each task a GPU of its own
-            if local >= torch.cuda.device_count():
-                raise ConfigError(
-                    f"engine.kind={self.kind}: rank {ranks.rank} is number {local} on this machine, which has "
-                    f"{torch.cuda.device_count()} GPU(s); start one process per GPU"
-                )
-            self.device = torch.device("cuda", local)
-            torch.cuda.set_device(self.device)
+        own_gpu(self.side, self.kind, ranks)
 
     def forward(self, batch: Batch, progress: Progress, *, last: bool) -> Loss:
         """The objective's loss of this rank's batch; the mean over ranks is the global one."""
@@ -78,8 +64,8 @@ class RankedEngine(LocalEngine):
         return Embedded(*self._run(batch, None, last))
 
     def _run(self, batch: Batch, progress: Progress | None, last: bool) -> Any:
-        moved = self._moved(batch)
-        with self._exchanging(last), self._autocast(), self._attention(), self._clock.running():
+        moved = self.side.moved(batch)
+        with self._exchanging(last), self.side.autocast(), self.side.attention(), self.side.clock.running():
             return self._root(moved, progress)
 
     def backward(self, total: Tensor, *, last: bool) -> None:
@@ -92,38 +78,41 @@ class RankedEngine(LocalEngine):
         return nullcontext()
 
 
-class ShardedEngine(RankedEngine):
-    """Keeps parameters in pieces; what needs them whole gets a copy."""
+def own_gpu(side: Device, kind: str, ranks: Ranks) -> None:
+    """Give this rank the GPU of its number on this machine. Raises `ConfigError` where there are more ranks than GPUs."""
+    if side.device.type != "cuda":
+        return
+    local = ranks.world.local_rank
+    if torch.cuda.device_count() == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        local = 0  # srun gave each task a GPU of its own
+    if local >= torch.cuda.device_count():
+        raise ConfigError(
+            f"engine.kind={kind}: rank {ranks.rank} is number {local} on this machine, which has "
+            f"{torch.cuda.device_count()} GPU(s); start one process per GPU"
+        )
+    side.device = torch.device("cuda", local)
+    torch.cuda.set_device(side.device)
 
-    def prepare(self, objective: Objective) -> None:
-        # Made before anything is wrapped, on the host: it costs no device memory until it is used.
-        self._plain = copy.deepcopy(objective) if self.ranks.rank == 0 else None
-        super().prepare(objective)
 
-    @abstractmethod
-    def _squares(self) -> Iterator[tuple[int, Tensor]]:
-        """This rank's share of the squared norm of each gradient, by the id of its parameter."""
+class PlainCopy:
+    """What an engine that keeps parameters in pieces evaluates: a copy of the objective on rank 0.
 
-    def _norms(self) -> dict[int, Tensor]:
-        """The norm of each gradient: squares summed over ranks."""
-        squares = {key: square.to(self.device) for key, square in self._squares()}
-        trained = [id(p) for p in self.objective.parameters() if p.requires_grad]  # in the same order on every rank
-        nothing = torch.zeros((), device=self.device)
-        sums = torch.stack([squares.get(key, nothing) for key in trained])
-        if self.ranks.size > 1:
-            with self.ranks.named("summing the gradient's norm"):
-                dist.all_reduce(sums)
-        return dict(zip(trained, sums.sqrt(), strict=True))
+    Made before anything is wrapped, on the host: it costs no device memory until it is used.
+    """
 
-    @abstractmethod
-    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
-        """The state of the objective, whole, one tensor at a time; all ranks together."""
+    def __init__(self, objective: Objective, ranks: Ranks, device: torch.device):
+        self.ranks, self.device = ranks, device
+        self._plain = copy.deepcopy(objective) if ranks.rank == 0 else None
 
     @contextmanager
-    def whole(self) -> Iterator[Objective | None]:
-        """On rank 0 a copy of the objective as it stands, in evaluation mode; None on the others."""
+    def filled(self, gathered: Callable[[], Iterator[tuple[str, Tensor]]]) -> Iterator[Objective | None]:
+        """On rank 0 the objective as it stands, in evaluation mode; None on the others.
+
+        Args:
+            gathered: the objective's state, whole, one tensor at a time; all ranks together.
+        """
         with self.ranks.named("gathering the model"), torch.no_grad():
-            state = {name: t.to("cpu", copy=True) for name, t in self._gathered() if self._plain is not None}
+            state = {name: t.to("cpu", copy=True) for name, t in gathered() if self._plain is not None}
         if self._plain is None:
             yield None
             return
@@ -132,3 +121,17 @@ class ShardedEngine(RankedEngine):
             yield self._plain.to(self.device).eval()
         finally:
             self._plain.to("cpu")
+
+
+def summed_norms(
+    objective: Objective, squares: Mapping[int, Tensor], ranks: Ranks, device: torch.device
+) -> dict[int, Tensor]:
+    """The norm of each gradient by the id of its parameter, from each rank's share of their squares."""
+    here = {key: square.to(device) for key, square in squares.items()}
+    trained = [id(p) for p in objective.parameters() if p.requires_grad]  # in the same order on every rank
+    nothing = torch.zeros((), device=device)
+    sums = torch.stack([here.get(key, nothing) for key in trained])
+    if ranks.size > 1:
+        with ranks.named("summing the gradient's norm"):
+            dist.all_reduce(sums)
+    return dict(zip(trained, sums.sqrt(), strict=True))

@@ -91,13 +91,13 @@ class ClipObjective(CoupledObjective):
         )
 
     def loss(self, embeddings: tuple[Tensor, ...], own: Sequence[Tensor], progress: Progress) -> Loss:
-        """The loss of these pairs within the global batch; metrics: loss, accuracy (image to text), logit_scale, logit_bias."""
+        """The loss of these pairs within the global batch; metrics: accuracy (image to text), logit_scale, logit_bias."""
         loss, bias = self.config.loss, own[1] if len(own) > 1 else None
         image, text = embeddings
         with torch.autocast(image.device.type, enabled=False):
             scale = own[0].exp()
             total, correct = contrastive(image, text, scale, bias, loss.kind, loss.exchange)
-        metrics = {"loss": total.detach(), "accuracy": correct.float().mean(), "logit_scale": scale.detach()}
+        metrics = {"accuracy": correct.float().mean(), "logit_scale": scale.detach()}
         return Loss(total, metrics if bias is None else {**metrics, "logit_bias": bias.detach()})
 
     def loss_parameters(self) -> Sequence[nn.Parameter]:
@@ -115,14 +115,14 @@ class ClipObjective(CoupledObjective):
             names |= {"model.visual.positional_embedding", "model.text.positional_embedding"}
         return names
 
-    def footprint(self, batch: int, whole: int) -> Footprint:
+    def footprint(self, batch: int, world_batch: int) -> Footprint:
         m = self.config.model
         vision, text = self.model.visual.transformer.resblocks, self.model.text.transformer.resblocks
         return Footprint(
             {"image": m.vision.tokens, "text": m.text.context_length},
             [(m.vision.tokens * m.vision.width, len(vision)), (m.text.context_length * m.text.width, len(text))],
             m.width,
-            4 * 4 * logits_held(batch, whole),
+            4 * 4 * logits_held(batch, world_batch),
         )
 
     def set_grad_checkpointing(self, enable: bool) -> None:
@@ -131,6 +131,9 @@ class ClipObjective(CoupledObjective):
     @torch.no_grad()
     def after_step(self, progress: Progress) -> None:
         self.model.logit_scale.clamp_(0, self.config.max_logit_scale)
+
+    def after_step_if(self, applied: Tensor, progress: Progress) -> None:
+        self.after_step(progress)  # what was not stepped is clamped already
 
 
 def _examples(config: ClipObjectiveConfig, data: DataConfig) -> ImageTextExamples:

@@ -71,7 +71,6 @@ class DinoObjective(Objective):
     of the teacher's raw logits, however many micro-batches and ranks it was cut into.
     """
 
-    keeps_teacher = True
     mean: Tensor
     std: Tensor
     center: Tensor
@@ -86,7 +85,6 @@ class DinoObjective(Objective):
         self.register_buffer("_seen", torch.zeros(config.head.out_dim + 1), persistent=False)  # sum of logits, and rows
         self.register_buffer("mean", torch.tensor(config.mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(config.std).view(3, 1, 1), persistent=False)
-        self.holds_back = config.freeze_last_layer > 0
         self._step = -1  # that `_seen` belongs to
 
     def pixels(self, image: Tensor) -> Tensor:
@@ -112,7 +110,6 @@ class DinoObjective(Objective):
         return Loss(
             found.loss,
             {
-                "loss": found.loss.detach(),
                 "teacher_entropy": found.entropy,
                 "teacher_kl": found.kl,
                 "center_norm": self.center.norm(),
@@ -137,6 +134,9 @@ class DinoObjective(Objective):
         self._seen[:-1] += targets.sum(0, dtype=self._seen.dtype)
         self._seen[-1] += len(targets)
 
+    def averaged(self) -> Iterable[nn.Parameter]:
+        return self.teacher.parameters()
+
     @torch.no_grad()
     def after_step(self, progress: Progress) -> None:
         """The teacher follows the student, and the centre the teacher's logits of this step (Eq. 4)."""
@@ -147,6 +147,20 @@ class DinoObjective(Objective):
         teachers, students = ([p.data for p in net.parameters()] for net in (self.teacher, self.student))
         torch._foreach_mul_(teachers, m)  # pyright: ignore[reportPrivateImportUsage]
         torch._foreach_add_(teachers, students, alpha=1 - m)  # pyright: ignore[reportPrivateImportUsage]
+
+    @torch.no_grad()
+    def after_step_if(self, applied: Tensor, progress: Progress) -> None:
+        """The same with a momentum of one where the step was skipped."""
+        seen = sum_over_ranks(self._seen)
+        mean = seen[:-1] / seen[-1]
+        # what a skipped step would bring may not be finite: it is replaced, not multiplied with zero
+        self.center.lerp_(torch.where(applied, mean, self.center[0]), 1 - self.config.center_momentum)
+        self._step = -1
+        gain = torch.where(applied, 1 - self.momentum(progress), 0.0)
+        teachers, students = ([p.data for p in net.parameters()] for net in (self.teacher, self.student))
+        apart = torch._foreach_sub(students, teachers)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_mul_(apart, gain.to(self.center.dtype))  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_add_(teachers, apart)  # pyright: ignore[reportPrivateImportUsage]
 
     def held_back(self, progress: Progress) -> Sequence[nn.Parameter]:
         """The prototypes, during the first `freeze_last_layer` epochs."""
@@ -184,7 +198,7 @@ class DinoObjective(Objective):
     def _queries(self) -> set[str]:
         return {n for n, _ in self.named_parameters() if n.endswith(".q_emb")}
 
-    def footprint(self, batch: int, whole: int) -> Footprint:
+    def footprint(self, batch: int, world_batch: int) -> Footprint:
         m, crops = self.config.model, self.config.crops
         large, small = (1 + (side // m.patch_size) ** 2 for side in (m.image_size, crops.local_size))
         tokens = {"global crop": large} | ({"local crop": small} if crops.local_number else {})

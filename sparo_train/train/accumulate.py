@@ -55,7 +55,7 @@ def _weighed(engine: Engine, parts: list[dict[str, Tensor]], progress: Progress)
 def _cached(engine: Engine, objective: CoupledObjective, parts: list[dict[str, Tensor]], progress: Progress) -> Loss:
     states, cached = [], []
     for part in parts:
-        states.append(engine.random_state())
+        states.append(engine.side.random_state())
         with torch.no_grad():
             cached.append(engine.embed(part, last=False))
     leaves = tuple(torch.cat(pieces).requires_grad_() for pieces in zip(*(c.rows for c in cached), strict=True))
@@ -66,7 +66,7 @@ def _cached(engine: Engine, objective: CoupledObjective, parts: list[dict[str, T
     begin = 0
     for number, (part, state) in enumerate(zip(parts, states, strict=True)):
         last = number == len(parts) - 1
-        engine.set_random_state(state)
+        engine.side.set_random_state(state)
         rows, parameters = engine.embed(part, last=last)
         end = begin + len(rows[0])
         carrier = torch.stack([(e * g[begin:end]).sum() for e, g in zip(rows, wanted, strict=True)]).sum()

@@ -31,11 +31,12 @@ class SourceFacts(NamedTuple):
 
 
 class DryRun(NamedTuple):
-    """Everything `--dry` prints; bytes are estimates, counts are exact."""
+    """Everything `--dry` prints; bytes are estimates, counts are exact. `encoding` is None, and estimates that need it are
+    missing, where the objective does not say what a sample amounts to."""
 
     parameters: dict[str, int]
     tokens: dict[str, int]
-    encoding: int
+    encoding: int | None
     sources: list[SourceFacts]
     epoch_size: int | None
     steps: int | None
@@ -62,8 +63,8 @@ def dry_run(config: RunConfig) -> DryRun:
     facts = [_shared(f, epoch, samples) for f in facts]
     return DryRun(
         parameters_by_module(objective),
-        footprint.tokens,
-        footprint.encoding,
+        {} if footprint is None else footprint.tokens,
+        None if footprint is None else footprint.encoding,
         facts,
         epoch,
         steps,
@@ -81,10 +82,13 @@ def parameters_by_module(objective: Objective) -> dict[str, int]:
     return out
 
 
-def memory_estimate(config: RunConfig, objective: Objective, footprint: Footprint) -> dict[str, int]:
+def memory_estimate(config: RunConfig, objective: Objective, footprint: Footprint | None) -> dict[str, int]:
     """Bytes on one rank of `world_size` (or one): what the engine keeps, activations of a micro-batch, the loss."""
     kind = ENGINES.row(config.engine.kind)
     kept_by_engine = kind.costs(config.engine, Sizes.of(objective), config.world_size or 1)
+    states = {name: int(getattr(kept_by_engine, name)) for name in ("weights", "gradients", "optimizer", "gathered")}
+    if footprint is None:
+        return states
     half, towers = config.engine.precision == "bf16", footprint.towers
     block = _BLOCK_ACTIVATIONS * (1 if half else 2)
     if config.engine.grad_checkpointing:  # every block's input, and one block at a time recomputed whole
@@ -92,14 +96,8 @@ def memory_estimate(config: RunConfig, objective: Objective, footprint: Footprin
         activations = kept + block * max(size for size, _ in towers)
     else:
         activations = sum(block * size * blocks for size, blocks in towers)
-    return {
-        "weights": int(kept_by_engine.weights),
-        "gradients": int(kept_by_engine.gradients),
-        "optimizer": int(kept_by_engine.optimizer),
-        "gathered": int(kept_by_engine.gathered),
-        "activations": config.micro_batch(config.world_size or 1) * activations,
-        "loss": footprint.loss,
-    }
+    micro = config.micro_batch(config.world_size or 1)
+    return {**states, "activations": micro * activations, "loss": footprint.loss}
 
 
 def _source(name: str, config: RunConfig) -> SourceFacts:

@@ -91,7 +91,7 @@ class Saver:
         except SparoError as error:
             opened = error
         told = [text for text in self.ranks.gather(str(opened) if isinstance(opened, SparoError) else None) if text]
-        with self.ranks.alike():
+        with self.ranks.on_all():
             if told or isinstance(opened, SparoError):
                 raise CheckpointError(told[0])
         return *newest, opened

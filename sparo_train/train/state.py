@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..core.contracts import Cursor, Objective
+from ..core.distributed import Ranks
 
-Evaluate = Callable[[Objective, int], dict[str, Any]]  # scores by task, for metrics.jsonl
+# Scores by task, for metrics.jsonl; the ranks are those that score together.
+Evaluate = Callable[[Objective, int, Ranks], dict[str, Any]]
 
 
 class Display(Protocol):
@@ -28,6 +30,16 @@ class State:
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     cursor: Cursor | None = None
+
+    def counts(self) -> dict[str, int]:
+        """What a checkpoint's meta holds of it, beside the step and the cursor of all ranks."""
+        return {"samples": self.samples, "skipped_steps": self.skipped_steps, "skipped_in_a_row": self.skipped_in_a_row}
+
+    @staticmethod
+    def of(meta: Mapping[str, Any]) -> State:
+        """As it was when a checkpoint was written."""
+        cursor = Cursor(tuple(meta["cursor"]))
+        return State(meta["step"], meta["samples"], meta["skipped_steps"], meta["skipped_in_a_row"], cursor)
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def trained(ranks, tree, engine, micro_batch_size, folder, restart_at=None):
         progress = Progress(step, 6, 12 * step)
         gradients(engine, objective, next(batches).batch, progress, micro_batch_size)
         report = engine.step(progress)
-        norms.append([report.grad_norm, *map(float, report.norms.values())])
+        norms.append([*map(float, (report.grad_norm, *report.norms.values()))])
         saver.save(step + 1, engine.pieces(), {})
         saver.wait()
     saver.close()

@@ -5,11 +5,13 @@ import json
 import os
 import signal
 import time
+from typing import Literal
 
 import pytest
 import torch
 
 from sparo_train.core import metrics, store
+from sparo_train.core.config import Frozen, free
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import CheckpointError, ConfigError, SupersededError, TrainingError
 from sparo_train.core.owner import Claim
@@ -25,6 +27,29 @@ STATE = {
     "model": {"w": torch.arange(6.0).view(2, 3), "scale": torch.tensor(2.5)},
     "random": {"cpu": torch.zeros(5, dtype=torch.uint8)},
 }
+
+
+class Log(Frozen):
+    every_steps: int = 5
+
+
+class Local(Frozen):
+    kind: Literal["local"] = free("local")
+    precision: str = "fp32"
+
+
+class Ddp(Frozen):
+    kind: Literal["ddp"] = free("ddp")
+    precision: str = "fp32"
+    bucket_mb: int = free(25)
+    param_dtype: str | None = free("bf16", with_kind=True)
+
+
+class Recipe(Frozen):
+    lr: int = 1
+    world_size: int | None = free(None)
+    log: Log = free(Log())
+    engine: Local | Ddp = Local()
 
 
 def save(keeper, step, state, meta):
@@ -140,7 +165,7 @@ def test_wandb_without_wandb_says_how_to_get_it(tmp_path, monkeypatch):
 
 def _open(path, queue):
     try:
-        RunDir(path).open_for_training("lr: 1\nlog: {every_steps: 5}\n")
+        RunDir(path).open_for_training(Recipe())
         queue.put("opened")
     except TrainingError as error:
         queue.put("refused" if "another process is training in this folder" in str(error) else str(error))
@@ -156,7 +181,7 @@ def in_another_process(path):
 
 def test_a_run_folder_refuses_another_recipe_and_a_second_process(tmp_path):
     first = RunDir(tmp_path / "run")
-    first.open_for_training("lr: 1\nlog: {every_steps: 5}\n")
+    first.open_for_training(Recipe())
     assert in_another_process(tmp_path / "run") == "refused"
     worker = CONTEXT.get_context("fork").Process(
         target=time.sleep, args=(60,)
@@ -167,10 +192,10 @@ def test_a_run_folder_refuses_another_recipe_and_a_second_process(tmp_path):
     worker.kill()
     second = RunDir(tmp_path / "run")
     with pytest.raises(ConfigError, match="lr: 1 -> 2"):
-        second.open_for_training("lr: 2\nlog: {every_steps: 5}\n")
+        second.open_for_training(Recipe(lr=2))
     second.close()
     third = RunDir(tmp_path / "run")
-    third.open_for_training("lr: 1\nlog: {every_steps: 9}\nworld_size: 4\nengine: {kind: ddp}\n")
+    third.open_for_training(Recipe(log=Log(every_steps=9), world_size=4, engine=Ddp()))
     third.beat(step=3)
     third.close()
     beat = json.loads((tmp_path / "run" / "heartbeat.json").read_text())
@@ -181,7 +206,7 @@ def test_a_run_folder_refuses_another_recipe_and_a_second_process(tmp_path):
 def _hold(path, ready, go_on, queue):
     os.environ.update(SLURM_JOB_ID="7", SLURM_RESTART_COUNT="0")
     rundir = RunDir(path)
-    rundir.open_for_training("lr: 1\n")
+    rundir.open_for_training(Recipe())
     log = metrics.MetricsLog(path, tensorboard=False, guard=rundir.claim.check)
     checkpoints = store.CheckpointStore(path / "checkpoints", guard=rundir.claim.check, writer="old-")
     log.write("train", 1, {"loss": 1.0})
@@ -210,10 +235,10 @@ def test_what_is_left_of_a_lost_start_writes_nothing_more(tmp_path, monkeypatch)
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     with pytest.raises(TrainingError, match="another process is training"):
-        RunDir(tmp_path).open_for_training("lr: 1\n", 0.1)  # another job waits its turn
+        RunDir(tmp_path).open_for_training(Recipe(), 0.1)  # another job waits its turn
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     successor = RunDir(tmp_path)
-    successor.open_for_training("lr: 1\n", 0.1)  # the same one, started anew, does not
+    successor.open_for_training(Recipe(), 0.1)  # the same one, started anew, does not
     before = (tmp_path / "metrics.jsonl").read_text()
     go_on.set()
     told = queue.get()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from sparo_train.core.contracts import Objective
+from sparo_train.core.contracts import Loss, Objective
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.tables import ENGINES
 from sparo_train.core.world import World
@@ -20,11 +20,15 @@ SIZES = Sizes(parameters=1000, largest_unit=100, outside=200)
 class Teaching(Objective):
     """Stands for an objective with an average of its student."""
 
-    keeps_teacher = True
-
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(2, 2)
+
+    def averaged(self):
+        return self.layer.parameters()
+
+    def forward(self, batch, progress):
+        return Loss(self.layer.weight.sum(), {})
 
 
 def config(**keys):
@@ -32,7 +36,7 @@ def config(**keys):
 
 
 def among(size):
-    return SimpleNamespace(rank=0, size=size, world=World(0, size, 0))
+    return SimpleNamespace(rank=0, size=size, world=World(0, size, 0), first=lambda call: call())
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from evals.sets.image_files import ImageNetSet, ObjectNetSet, imagenet_templates
 from evals.sets.names import published
 from evals.sets.opening import open_set
 from evals.sets.wds import WdsSet
+from evals.suite import catalogue
 from evals.suite.image_text_tasks import PairsTaskConfig, RetrievalTaskConfig, ZeroshotTaskConfig
 from evals.suite.labelled_tasks import ProbeTaskConfig
-from evals.suite import catalogue
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.errors import ConfigError, DataError
 from tests.conftest import jpeg

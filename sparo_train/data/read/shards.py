@@ -20,6 +20,7 @@ import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
 from ...core.errors import BadSampleError, DataError
+from ...core.files import cache_folder
 from .remote import filesystem_of
 from .shard_lists import find_shards
 from .sources import SourceConfig, SourceKind
@@ -136,10 +137,9 @@ class ShardReader:
 
 
 def _cache_file(url: str, size: int, stamp: str) -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     absolute = url if "://" in url else str(Path(url).resolve())
     return (
-        base / "sparo" / "index" / (hashlib.sha256(f"{absolute}\n{size}\n{stamp}".encode()).hexdigest()[:32] + ".npy")
+        cache_folder() / "index" / (hashlib.sha256(f"{absolute}\n{size}\n{stamp}".encode()).hexdigest()[:32] + ".npy")
     )
 
 

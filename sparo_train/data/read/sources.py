@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from ...core.config import Frozen
+from ...core.config import Frozen, free
 from ...core.errors import DataError
 from ...core.plugins import Open
 from ...core.tables import SOURCES
@@ -55,8 +55,8 @@ class DataConfig(Frozen):
     """What is read, in which order, and how it is treated."""
 
     sources: dict[str, Annotated[Any, Open(SOURCES, default=named)]] = Field(min_length=1)
-    workers: int = Field(default=2, ge=0)
-    prefetch: int = Field(default=4, ge=1)  # batches each worker prepares ahead
+    workers: int = free(2, "processes per rank that read and prepare; 0: the training process itself", ge=0)
+    prefetch: int = free(4, "batches each worker prepares ahead", ge=1)
     streams: int | None = Field(
         default=None, gt=0
     )  # C of the plan; must divide the batch; default: 16 to 512, with the batch
@@ -66,8 +66,8 @@ class DataConfig(Frozen):
     hflip: float = Field(default=0.0, ge=0, le=1)
     scaled_decoding: bool = False  # let the JPEG decoder shrink by 2, 4, 8 first: faster, pixels differ
     trim_text: bool = True  # cut a batch's token ids behind its longest caption: exact under the causal mask
-    max_bad_share: float = Field(default=0.01, ge=0, le=1)
-    max_bad_share_after: int = Field(default=1000, ge=1)  # samples tried before the share is judged
+    max_bad_share: float = free(0.01, "largest share of samples that may be unusable", ge=0, le=1)
+    max_bad_share_after: int = free(1000, "samples tried before the share is judged", ge=1)
 
 
 class Damage(NamedTuple):

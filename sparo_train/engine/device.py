@@ -1,0 +1,119 @@
+"""What every engine does on its device: precision, attention kernels, moving batches, random state, time spent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..core.config import Frozen, free
+from ..core.contracts import Batch, Objective
+from ..core.errors import ConfigError
+from .attention import Attention, fastest
+from .clock import Clock
+
+
+class DeviceConfig(Frozen):
+    """What every engine's block has."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU where torch sees one")
+    precision: Literal["fp32", "bf16"] = Field(
+        default="bf16", description="bf16: autocast; weights and optimizer stay fp32"
+    )
+    attention: Literal["auto", "plain", "fused"] = free(
+        "auto",
+        "how attention is computed; auto: torch's choice on a GPU, and on a CPU what a short measurement finds faster",
+    )
+    # Loader workers that need a core each want one left free: threads that wait for a core spin (DINO on Fashion-MNIST, two
+    # cores, one worker: 6.7 steps/s with one thread, 4.2 with two).
+    threads: int | None = free(None, "of the CPU; default: torch's own number", gt=0)
+    grad_checkpointing: bool = Field(
+        default=False, description="recompute activations in backward: less memory, slower"
+    )
+    compile: bool = Field(default=False, description="compile the objective's shard units")
+
+
+class Device:
+    """One rank's device.
+
+    Args:
+        config: the recipe's `engine` block.
+        agreed: makes all ranks take what rank 0 finds; default: this process is alone.
+
+    Raises:
+        ConfigError: a GPU was asked for and there is none.
+    """
+
+    def __init__(self, config: DeviceConfig, agreed: Callable[[Callable[[], Any]], Any] = lambda find: find()):
+        if config.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("engine.device: cuda was asked for and torch sees no GPU; use engine.device=cpu or auto")
+        kind = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+        self.config, self.device, self._agreed = config, torch.device(kind), agreed
+        self.clock = Clock(self.device)
+        self.kernel = Attention("fused" if config.attention == "auto" else config.attention)
+        self._copies: torch.cuda.Stream | None = None
+
+    def take(self, objective: Objective) -> Objective:
+        """Make an objective ready for this device, in one order: compiled blocks have to see their checkpointing.
+
+        The attention kernel is chosen with the threads that will run it.
+        """
+        if self.config.threads:
+            torch.set_num_threads(self.config.threads)
+        footprint = objective.footprint(1, 1)
+        if self.config.attention == "auto" and self.device.type == "cpu" and footprint is not None:
+            tokens = sorted(set(footprint.tokens.values()))
+            self.kernel = self._agreed(lambda: fastest(tokens, self.config.precision))
+        if self.config.grad_checkpointing:
+            objective.set_grad_checkpointing(True)
+        objective.to(self.device)
+        if self.config.compile:
+            for unit in objective.shard_units():
+                unit.compile()
+        return objective
+
+    def keep_kernel(self, name: str) -> None:
+        """Go on with the kernel that a checkpoint was trained with, so that a resumed run has the same bits."""
+        if self.config.attention == "auto" and name in ("plain", "fused"):
+            self.kernel = Attention(name)
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.precision == "bf16")
+
+    def attention(self) -> AbstractContextManager[object, bool | None]:
+        return sdpa_kernel(SDPBackend.MATH) if self.kernel.name == "plain" else nullcontext()
+
+    def moved(self, batch: Batch) -> dict[str, Tensor]:
+        """The batch on the device, for what runs next."""
+        return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+
+    def moved_ahead(self, batch: Batch) -> Batch:
+        """Begin to copy a batch that is needed later, beside what the device is doing; on a CPU there is nothing to copy."""
+        if self.device.type != "cuda":
+            return batch
+        self._copies = self._copies or torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self._copies):
+            out = self.moved(batch)
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self._copies)  # on the device; the host goes on
+        for value in out.values():
+            value.record_stream(current)
+        return out
+
+    def random_state(self) -> dict[str, Tensor]:
+        """The state of torch's generators that a forward may draw from."""
+        state = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self.device)
+        return state
+
+    def set_random_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go back to what `random_state` returned."""
+        torch.set_rng_state(state["cpu"])
+        if self.device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], self.device)

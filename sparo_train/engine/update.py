@@ -1,0 +1,49 @@
+"""Norms, clipping and rates of an optimizer step. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from ..core.contracts import Objective, Progress
+from .optim import OptimConfig, learning_rate, weight_decay
+
+
+def set_rates(optimizer: torch.optim.Optimizer, config: OptimConfig, progress: Progress) -> float:
+    """The learning rate of this step, returned, and its weight decay, into the optimizer's groups."""
+    at = progress.step, progress.total_steps
+    lr, decay = learning_rate(config, *at), weight_decay(config, *at)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        if group["decayed"]:
+            group["weight_decay"] = decay
+    return lr
+
+
+def total_norms(objective: Objective, each: Mapping[int, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The gradient's norm, whole and within each of the objective's parts, from those of parameters by their id."""
+    parts = {
+        name: _joined([each[id(p)] for p in module.parameters() if id(p) in each])
+        for name, module in objective.parts().items()
+    }
+    return _joined(list(each.values())), parts
+
+
+def clip_together(gradients: Collection[Tensor], norm: Tensor, most: float) -> None:
+    """Scale all gradients where their norm is above `most`. (torch.nn.utils.clip_grads_with_norm_ takes no shards.)"""
+    held = list(gradients)
+    # In double precision, as Python would; a gradient below the limit is multiplied with one, which changes no bit.
+    factor = torch.where(norm > most, most / (norm.double() + 1e-6), 1.0).to(held[0].device, held[0].dtype)
+    torch._foreach_mul_(held, factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def clip_apart(gradients: Mapping[int, Tensor], norms: Mapping[int, Tensor], most: float) -> None:
+    """Scale every gradient whose own norm is above `most`."""
+    factors = [(most / (norms[key] + 1e-6)).clamp(max=1.0).to(gradient.device) for key, gradient in gradients.items()]
+    torch._foreach_mul_(list(gradients.values()), factors)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _joined(norms: list[Tensor]) -> Tensor:
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())

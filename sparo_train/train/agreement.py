@@ -1,0 +1,60 @@
+"""What the ranks settle before every step: stop, save, or what is wrong. One small maximum over gloo, which waits for no GPU."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from ..core.contracts import Delivery
+from ..core.distributed import Ranks
+from ..core.errors import DataError, SparoError
+from ..core.signals import StopFlag
+from ..data.read.budget import BadSampleBudget
+from .saving import Saver
+
+
+class Agreement:
+    """Ranks that left behind different steps could not save together, so all of them decide the same.
+
+    Args:
+        every_minutes: after which a checkpoint is due, by rank 0's clock; 0: never.
+    """
+
+    def __init__(self, ranks: Ranks, saver: Saver, bad: BadSampleBudget, every_minutes: float):
+        self.ranks, self.saver, self.bad, self.every_minutes = ranks, saver, bad, every_minutes
+        self.saved()
+
+    def saved(self) -> None:
+        """A checkpoint was begun now."""
+        self._saved = time.monotonic()
+
+    def settle(
+        self, stop: StopFlag, delivery: Delivery | None, trouble: SparoError | None, samples: int
+    ) -> tuple[str | None, bool]:
+        """The signal to stop for, and whether a checkpoint is due by time.
+
+        Args:
+            delivery, trouble: this rank's next batch, or what is wrong with it.
+            samples: good ones, this batch's included.
+
+        Raises:
+            SparoError: what any rank's data is in trouble with, or too many bad samples; on every rank alike.
+        """
+        late = self.ranks.rank == 0 and 0 < 60 * self.every_minutes < time.monotonic() - self._saved
+        skipped = delivery is not None and bool(delivery.skipped)
+        flags = [stop.number(), trouble is not None, late, skipped, self.saver.failed]
+        signal, failed, late, any_skipped, unsaved = self.ranks.most(flags)
+        if unsaved:
+            self.saver.wait()
+        if trouble is not None and self.ranks.size == 1:
+            raise trouble
+        if failed:
+            words = self.ranks.gather(None if trouble is None else str(trouble))
+            rank, text = next((rank, text) for rank, text in enumerate(words) if text is not None)
+            with self.ranks.on_all():
+                raise DataError(f"rank {rank}: {text}")
+        if any_skipped and not signal and delivery is not None:  # with a signal the batch is left for the resume
+            found = sum((Counter(part) for part in self.ranks.gather(delivery.skipped)), Counter())
+            with self.ranks.on_all():
+                self.bad.add(found, samples)
+        return StopFlag.name(signal), bool(late)

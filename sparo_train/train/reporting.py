@@ -1,0 +1,161 @@
+"""What a run says of itself: metrics, a line for a human, the heartbeat, a profile. Nothing here may end it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.contracts import Batch, Engine, Loss, Objective, StepReport
+from ..core.distributed import Ranks
+from ..core.metrics import MetricsLog, read
+from ..core.rundir import RunDir
+from .flops import FlopCounter, memory, utilisation
+from .meter import Meter, over_ranks
+from .run import LogConfig, ProfileConfig
+from .state import Display
+
+_COLLECT_EVERY = 50  # steps
+
+
+class Reporter:
+    """Averages over ranks what there is to tell at a log step, and tells it.
+
+    Args:
+        flops: counts a sample's model FLOPs; None leaves them out.
+    """
+
+    def __init__(
+        self,
+        config: LogConfig,
+        rundir: RunDir,
+        ranks: Ranks,
+        engine: Engine,
+        display: Display,
+        flops: FlopCounter | None,
+    ):
+        self.config, self.rundir, self.ranks, self.engine, self.display = config, rundir, ranks, engine, display
+        self.flops, self.meter = flops, Meter()
+        self._log: MetricsLog | None = None
+        self._alarmed = False
+
+    def open(self, after_step: int) -> set[int]:
+        """On rank 0: continue metrics.jsonl behind this step; returns the steps that are evaluated already."""
+        c = self.config
+        self._log = MetricsLog(
+            self.rundir.path, after_step, c.wandb, c.tensorboard, self.rundir.claim.check, self.display.say
+        )
+        return {record["step"] for record in read(self._log.path, "eval")}
+
+    def step(
+        self, step: int, total_steps: int, loss: Loss, report: StepReport, batch: Batch, objective: Objective
+    ) -> dict[str, Any]:
+        """The facts of a log step, the same on every rank, shown; this is where the host waits for the device."""
+        own = {"loss": float(loss.total), **{name: float(value) for name, value in loss.metrics.items()}}
+        own |= self.meter.take()
+        own |= {"memory": memory(self.engine.device), "forward_seconds": self.engine.side.clock.take()}
+        facts = over_ranks(self.ranks.gather(own)) | {"lr": report.lr, "grad_norm": float(report.grad_norm)}
+        facts |= {f"grad_norm_{part}": float(norm) for part, norm in report.norms.items()}
+        self._watch(objective, step, facts)
+        facts |= self._speed(batch, facts["samples_per_second"])
+        self.display.update(step, total_steps, facts)
+        return facts
+
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """A record of metrics.jsonl, on rank 0."""
+        if self._log is not None:
+            self._log.write(kind, step, values)
+
+    def beat(self, step: int, total_steps: int, phase: str) -> None:
+        """What the run is doing, for those who watch its folder."""
+        if self.ranks.rank == 0:
+            self.rundir.beat(step=step, total=total_steps, phase=phase)
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+
+    def _watch(self, objective: Objective, step: int, facts: dict[str, float]) -> None:
+        """Say what the objective finds alarming, once until it is over; `alarm` in the metrics is 1 as long as it lasts."""
+        found = objective.alarm(facts)
+        if found is not None and not self._alarmed:
+            self.display.say(f"step {step}: {found}")
+        self._alarmed = found is not None
+        if self._alarmed:
+            facts["alarm"] = 1.0
+
+    def _speed(self, batch: Batch, samples_per_second: float) -> dict[str, float]:
+        """Model FLOP/s of one rank, and their share of its device's peak where that is known."""
+        if self.flops is None:
+            return {}
+        try:
+            rate = self.flops.per_sample(batch) * samples_per_second / self.ranks.size
+        except Exception as error:  # some operations cannot be traced without data, each fails in its own way
+            self.flops = None
+            first = str(error).partition("\n")[0][:200]
+            self.display.say(
+                f"model FLOPs cannot be counted ({type(error).__name__}: {first}); tflops and mfu are left out (log.flops=false does so)"
+            )
+            return {}
+        share = utilisation(rate, self.engine.device)
+        return {"tflops": rate / 1e12} | ({} if share is None else {"mfu": share})
+
+
+class Collector:
+    """Python's garbage collection at steps of our choosing: by itself it stops one rank at a time, and the others wait for it."""
+
+    def __enter__(self) -> Collector:
+        self._before = gc.isenabled()
+        gc.collect()
+        gc.disable()
+        return self
+
+    def step(self, step: int) -> None:
+        """Collect what is young, on every rank behind the same step."""
+        if step % _COLLECT_EVERY == 0:
+            gc.collect(1)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before:
+            gc.enable()
+
+
+class Profile:
+    """A trace of some steps of rank 0, for chrome://tracing or Perfetto, in RUN/profile."""
+
+    def __init__(self, config: ProfileConfig | None, folder: Path, say: Callable[[str], None]):
+        self._say, self._folder, self._running = say, folder, None
+        if config is not None:
+            self._guarded(lambda: self._start(config))
+
+    def _start(self, config: ProfileConfig) -> None:
+        schedule = torch.profiler.schedule(wait=config.wait, warmup=1, active=config.steps, repeat=1)
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self._running = torch.profiler.profile(activities=kinds, schedule=schedule, on_trace_ready=self._write)
+        self._running.start()
+
+    def _write(self, found: Any) -> None:
+        self._folder.mkdir(exist_ok=True)
+        path = self._folder / "trace.json.gz"
+        found.export_chrome_trace(str(path))
+        self._say(f"log.profile: {path}")
+
+    def step(self) -> None:
+        """Behind every step."""
+        if self._running is not None:
+            self._guarded(self._running.step)
+
+    def close(self) -> None:
+        if self._running is not None:
+            self._guarded(self._running.stop)
+
+    def _guarded(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except Exception as error:  # a profiler only reports
+            self._running = None
+            self._say(f"log.profile: failed ({type(error).__name__}: {error}); the run goes on without it")

@@ -1,0 +1,52 @@
+"""Steps whose gradient was not finite: counted, told, and the end of a run that has too many in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ..core.contracts import StepReport
+from ..core.errors import TrainingError
+from .state import State
+
+
+class SkippedSteps:
+    """What became of the steps since the host last looked.
+
+    On a CPU it looks after every step. A GPU would have to be waited for: there it looks where it waits anyway (log steps, saves,
+    evaluations, the end), so a run may take a few steps more before it ends.
+
+    Args:
+        limit: `optim.max_skipped`.
+        say: tells a human.
+        kept: the newest checkpoint, for the error.
+    """
+
+    def __init__(self, limit: int, say: Callable[[str], None], kept: Callable[[], object]):
+        self.limit, self._say, self._kept = limit, say, kept
+        self._pending: list[tuple[int, bool | Tensor, Tensor]] = []
+
+    def add(self, step: int, report: StepReport) -> None:
+        """Note a step that was taken; `step` counts it."""
+        self._pending.append((step, report.applied, report.grad_norm))
+
+    def known(self) -> bool:
+        """Whether looking waits for nothing."""
+        return all(isinstance(applied, bool) for _, applied, _ in self._pending)
+
+    def look(self, state: State) -> None:
+        """Count what happened into `state`. Raises `TrainingError` over the limit."""
+        pending, self._pending = self._pending, []
+        for step, applied, norm in pending:
+            if bool(applied):
+                state.skipped_in_a_row = 0
+                continue
+            state.skipped_steps += 1
+            state.skipped_in_a_row += 1
+            self._say(f"step {step}: gradient norm is {float(norm)}; step skipped ({state.skipped_in_a_row} in a row)")
+            if state.skipped_in_a_row > self.limit:
+                raise TrainingError(
+                    f"step {step}: {state.skipped_in_a_row} non-finite steps in a row (optim.max_skipped={self.limit}). "
+                    f"Lower optim.lr, set optim.clip_grad_norm=1.0 or engine.precision=fp32; the last good checkpoint is {self._kept()}."
+                )
