@@ -15,8 +15,8 @@ from typing import Any
 from common import interleave, noise_shards, parser, report, row
 
 from launch.runs.train import train
-from sparo_train.core import metrics, store
 from sparo_train.core.config import resolve
+from sparo_train.core.disk import metrics, store
 from sparo_train.train.run import RunConfig
 
 EVERY = 20

@@ -24,7 +24,7 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 
 from sparo_data.writer import write_shards
 from sparo_train.core.contracts import Progress
-from sparo_train.core.rundir import environment, machine_name
+from sparo_train.core.disk.rundir import environment, machine_name
 from sparo_train.engine.local import LocalEngine
 
 

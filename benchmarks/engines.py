@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 from common import noise_shards, parser, report, row
 
-from sparo_train.core import metrics
+from sparo_train.core.disk import metrics
 
 ENGINES: dict[str, dict[str, Any]] = {
     "ddp": {"kind": "ddp"},

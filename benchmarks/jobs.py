@@ -22,7 +22,7 @@ from common import noise_shards, parser, report, row
 
 from launch.jobs.clusters import load_cluster
 from launch.jobs.records import Records
-from sparo_train.core.metrics import read
+from sparo_train.core.disk.metrics import read
 
 RECIPE = str(Path(__file__).resolve().parents[1] / "configs/clip/scenes_tiny.yaml")
 SAME = [

@@ -22,11 +22,12 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from sparo_train.core.ring import Ring, Shift
+from sparo_train.core.tables import ENGINES
 from sparo_train.data.read.plan import Plan
-from sparo_train.engine.costs import Sizes, costs
 from sparo_train.engine.ddp import DdpEngineConfig
 from sparo_train.engine.deepspeed import DeepSpeedEngineConfig
 from sparo_train.engine.fsdp2 import Fsdp2EngineConfig
+from sparo_train.engine.kinds import Sizes
 from sparo_train.engine.local import DeviceConfig
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.objectives.clip import ClipObjective, ClipObjectiveConfig
@@ -219,7 +220,7 @@ def _engine_table(m: Model) -> tuple[str, list[str], list[list[str]]]:
     columns = ["engine", *(f"{n} GPU{'s' if n > 1 else ''}" for n in RANKS), "sent per step (64 GPUs)"]
     rows = []
     for name, config in ENGINES.items():
-        found = [costs(config, m.sizes, n) for n in RANKS]
+        found = [ENGINES.row(config.kind).costs(config, m.sizes, n) for n in RANKS]
         cells = [f"{c.states / GB:.1f} + {c.gathered / GB:.1f}" for c in found]
         rows.append([name, *cells, f"{found[RANKS.index(64)].sent / GB:.1f}"])
     return f"{m.name}: GB per rank, states + gathered", columns, rows

@@ -1,3 +1,64 @@
-"""`sparo_train`: everything that trains. See docs/architecture.md for the map."""
+"""`sparo_train`: everything that trains. See docs/architecture.md for the map.
+
+The names in `__all__` are what programs import; each is loaded when it is first used (PEP 562), torch with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+_HOMES = {
+    "Sparo": "sparo_train.models.sparo",
+    "SparoReadOut": "sparo_train.models.sparo",
+    "ReadOut": "sparo_train.models.slots",
+    "ReadOutConfig": "sparo_train.models.slots",
+    "ReadOutPair": "sparo_train.models.slots",
+    "Slots": "sparo_train.models.slots",
+    "normalize_slots": "sparo_train.models.slots",
+    "Clip": "sparo_train.models.clip_model",
+    "ClipConfig": "sparo_train.models.clip_config",
+    "Vit": "sparo_train.models.vit",
+    "VitConfig": "sparo_train.models.vit_config",
+    "Objective": "sparo_train.core.contracts",
+    "CoupledObjective": "sparo_train.core.contracts",
+    "Loss": "sparo_train.core.contracts",
+    "Method": "sparo_train.objectives.method",
+    "RunConfig": "sparo_train.train.run",
+    "load_run": "sparo_train.train.run",
+    "load_encoder": "evals.encoders.loading",
+    "train": "launch.runs.train",
+}
+__all__ = [
+    "Clip",
+    "ClipConfig",
+    "CoupledObjective",
+    "Loss",
+    "Method",
+    "Objective",
+    "ReadOut",
+    "ReadOutConfig",
+    "ReadOutPair",
+    "RunConfig",
+    "Slots",
+    "Sparo",
+    "SparoReadOut",
+    "Vit",
+    "VitConfig",
+    "__version__",
+    "load_encoder",
+    "load_run",
+    "normalize_slots",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -56,7 +56,11 @@ class Encoder(ABC):
     @property
     def offers(self) -> frozenset[str]:
         """What tasks may need of it beside encodings of images (`evals/suite/task.py`, NEEDS)."""
-        found = {"texts": isinstance(self, TextEncoder), "slots": self.slots > 1}
+        found = {
+            "texts": isinstance(self, TextEncoder),
+            "blocks": isinstance(self, BlocksEncoder),
+            "slots": self.slots > 1,
+        }
         return frozenset(word for word, here in found.items() if here)
 
     @property
@@ -67,7 +71,7 @@ class Encoder(ABC):
     @cached_property
     def _measured(self) -> int:
         size = self.image_size
-        return self.encode(torch.zeros(1, 3, size, size, dtype=torch.uint8)).shape[1]
+        return self.encode(torch.zeros(1, 3, size, size, dtype=torch.uint8)).numel()
 
     @property
     @abstractmethod
@@ -76,7 +80,7 @@ class Encoder(ABC):
 
     @abstractmethod
     def encode(self, pixels: Tensor) -> Tensor:
-        """(n, 3, S, S) uint8 -> fp32 (n, D) on the encoder's device."""
+        """(n, 3, S, S) uint8 -> fp32 (n, D), or (n, L, D) with slots apart, on the encoder's device."""
 
     @cached_property
     def weights(self) -> str:
@@ -125,6 +129,14 @@ class TextEncoder(ABC):
     @abstractmethod
     def text(self, captions: Sequence[str]) -> Tensor:
         """Unit-norm fp32 encodings (n, D) on the CPU, in the space of the images."""
+
+
+class BlocksEncoder(ABC):
+    """What an `Encoder` whose last blocks can be read also is."""
+
+    @abstractmethod
+    def probe(self, pixels: Tensor, n: int = 4, avgpool: bool = False) -> Tensor:
+        """What DINO's linear probe reads of the last `n` blocks: (n, 3, S, S) uint8 -> fp32 (n, width)."""
 
 
 class TwoTowerEncoder(Encoder, TextEncoder):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sparo_train.core import store
 from sparo_train.core.config import parse_yaml, resolve
+from sparo_train.core.disk import store
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.tables import ENCODERS
 from sparo_train.models.clip_config import ClipConfig

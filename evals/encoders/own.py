@@ -19,7 +19,7 @@ from sparo_train.models.vit_config import IMAGENET_MEAN, IMAGENET_STD
 from sparo_train.objectives.clip import ClipObjective
 from sparo_train.objectives.dino import DinoObjective
 
-from .encoder import Encoder, TwoTowerEncoder
+from .encoder import BlocksEncoder, Encoder, TwoTowerEncoder
 from .pixels import Pixels
 
 _NOT_ENCODING: Any = {  # names, what training alone reads, and a width that the weights' shapes tell where it is used
@@ -66,7 +66,7 @@ class ClipEncoder(TwoTowerEncoder):
         return self.model.text.slots(tokens, need_attention=True)  # type: ignore[operator, return-value]
 
 
-class DinoEncoder(Encoder):
+class DinoEncoder(Encoder, BlocksEncoder):
     """A DINO backbone; encodings as they are (CLS behind `norm`, or flat slots), not normalised."""
 
     model: Vit
@@ -91,10 +91,6 @@ class DinoEncoder(Encoder):
     def encode(self, pixels: Tensor) -> Tensor:
         with self.autocast():
             return self.model(self.normalised(pixels)).float()
-
-    @property
-    def offers(self) -> frozenset[str]:
-        return super().offers | {"blocks"}
 
     @torch.no_grad()  # a probe is trained on these, which inference tensors do not allow
     def probe(self, pixels: Tensor, n: int = 4, avgpool: bool = False) -> Tensor:

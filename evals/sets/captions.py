@@ -11,8 +11,8 @@ from typing import Any
 from sparo_train.core.errors import ConfigError, DataError
 
 from .base import Layout, Pair, sha256
-from .config import SetTaskConfig
 from .image_files import FileSet
+from .task_config import SetTaskConfig
 
 SPLITS = (
     "replace_obj",

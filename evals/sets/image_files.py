@@ -15,7 +15,7 @@ from sparo_train.core.errors import DataError
 from sparo_train.data.read.folder import open_folder
 
 from .base import EvalSet, Fact, FactKind, Layout, opened, sha256, sizes_of
-from .config import SetTaskConfig
+from .task_config import SetTaskConfig
 
 
 class FileSet(EvalSet):

@@ -8,7 +8,7 @@ from sparo_train.core.errors import ConfigError
 from sparo_train.core.tables import LAYOUTS
 
 from .base import EvalSet, Limited
-from .config import LabelledTaskConfig, SetTaskConfig
+from .task_config import LabelledTaskConfig, SetTaskConfig
 from .wds import SourceSet
 
 

@@ -24,7 +24,7 @@ class Features:
     """Encodings of a set with keys and facts, in parts that may be memory maps.
 
     Args:
-        parts: (n_i, D) fp32 or fp16.  keys, facts: one per row.
+        parts: (n_i, D), or (n_i, L, D) where slots are kept apart, fp32 or fp16.  keys, facts: one per row.
         of: what is done to rows (n, D) as they are read.
     """
 
@@ -44,7 +44,8 @@ class Features:
 
     @property
     def width(self) -> int:
-        return self.parts[0].shape[1]
+        """Numbers in one encoding."""
+        return int(np.prod(self.parts[0].shape[1:]))
 
     def blocks(self, rows: int = 8192) -> Iterator[Tensor]:
         """fp32 (≤ rows, D), in order."""
@@ -52,13 +53,13 @@ class Features:
             for begin in range(0, len(part), rows):
                 yield self._of(_tensor(part[begin : begin + rows]))
 
-    def whole(self) -> Tensor:
-        """fp32 (n, D), in memory."""
+    def in_memory(self) -> Tensor:
+        """fp32 (n, D), all of them."""
         return torch.cat(list(self.blocks()))
 
     def rows(self, numbers: Tensor) -> Tensor:
         """fp32 rows by number, in the order asked."""
-        out = torch.empty(len(numbers), self.width)
+        out = torch.empty(len(numbers), *self.parts[0].shape[1:])
         part = torch.bucketize(numbers, torch.tensor(self._ends), right=True)
         for i in part.unique().tolist():
             here = (part == i).nonzero().flatten()

@@ -29,7 +29,7 @@ from ..encoders.encoder import Encoder, TextEncoder
 from ..sets.base import EvalSet, Transform, batched, read_batches
 from .batch_sizes import BatchSize
 from .feature_table import Features, View
-from .parts import Part, bounds_of, known_texts, open_part, part_path, write_array
+from .parts import Part, bounds_of, known_texts, open_part, write_array, write_part
 
 Storage = Literal["fp32", "fp16"]
 _TYPES = {"fp32": np.float32, "fp16": np.float16}
@@ -138,9 +138,7 @@ class FeatureStore:
         """Encode this process's parts that are missing."""
         missing = [i for i in range(own, len(spans), of) if open_part(folder, i, spans[i]) is None]
         for number, part in zip(missing, self._encoded(job, [spans[i] for i in missing]), strict=True):
-            write_array(part_path(folder, number, "npy"), part.array)
-            facts = {"first": part.first, "keys": part.keys, "facts": part.facts}
-            write_whole(part_path(folder, number, "json"), json.dumps(facts))
+            write_part(folder, number, part)
 
     def _encoded(self, job: _Job, spans: Sequence[tuple[int, int]]) -> Iterator[Part]:
         """These parts, one after another, read by one set of workers."""

@@ -14,8 +14,8 @@ from sparo_train.core.tables import TASKS
 
 from ..sets.base import EvalSet
 from ..sets.captions import SPLITS, SugarCrepeSet
-from ..sets.config import SetTaskConfig, TaskConfig
 from ..sets.opening import open_set
+from ..sets.task_config import SetTaskConfig, TaskConfig
 
 
 class Listed(NamedTuple):

@@ -14,16 +14,16 @@ import torch
 
 from sparo_train import __version__
 from sparo_train.core.config import Frozen, load_recipe, resolve
+from sparo_train.core.disk.rundir import environment
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
 from sparo_train.core.files import cache_folder, write_whole
-from sparo_train.core.rundir import environment
 from sparo_train.train.run import TaskConfig as AnyTask
 
 from ..encoders.encoder import Encoder, Precision
 from ..encoders.loading import load_encoder, read_recipe
 from ..report.results_file import append
-from ..sets.config import SetTaskConfig, TaskConfig
+from ..sets.task_config import SetTaskConfig, TaskConfig
 from ..store.features import FeatureStore, Storage
 from ..tasks.result import Result
 from . import catalogue

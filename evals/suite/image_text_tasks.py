@@ -11,8 +11,8 @@ from sparo_train.core.errors import DataError
 
 from ..sets.base import Limited, Pair
 from ..sets.captions import SugarCrepeSet
-from ..sets.config import SetTaskConfig
 from ..sets.opening import open_set
+from ..sets.task_config import SetTaskConfig
 from ..tasks import pairs, retrieval, zeroshot
 from ..tasks.result import Result
 from .scoring import Scoring, described, labels_of
@@ -81,7 +81,7 @@ def run_retrieval(scoring: Scoring, task: RetrievalTaskConfig) -> Result:
     texts = [line for lines in images.facts for line in lines]
     if not texts:
         raise DataError(f"{source.root}: not one image has a caption")
-    found = scoring.ranks.first(lambda: retrieval.score(images.whole(), scoring.texts(texts), owner, task.k))
+    found = scoring.ranks.first(lambda: retrieval.score(images.in_memory(), scoring.texts(texts), owner, task.k))
     return described(found, images, source, {})
 
 

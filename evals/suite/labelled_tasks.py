@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from sparo_train.core.errors import ConfigError
 
-from ..sets.config import LabelledTaskConfig, SetTaskConfig
 from ..sets.opening import open_labelled, open_set
+from ..sets.task_config import LabelledTaskConfig, SetTaskConfig
 from ..store.feature_table import Features
 from ..tasks import knn, probe
 from ..tasks.result import Result
@@ -87,7 +87,7 @@ def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
     bank_set, test_set = open_labelled(task)
     bank, test = scoring.features([bank_set, test_set], task.workers, transform)
     share, first = bank.share(ranks.rank, ranks.size)
-    queries, k = test.whole().to(encoder.device), max(task.k)
+    queries, k = test.in_memory().to(encoder.device), max(task.k)
     found = knn.nearest(queries, share.blocks(), k, first)
     found = knn.merge(ranks.gather(knn.Nearest(*(t.cpu() for t in found))), k)
     labels, bank_labels = labels_of(test, test_set, None), labels_of(bank, bank_set, None)

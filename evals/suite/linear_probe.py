@@ -18,10 +18,10 @@ from sparo_train.core.ring import sum_over_ranks
 from sparo_train.core.rng import generator, torch_seed
 from sparo_train.data.examples.transforms import random_resized_crop_box, resized_crop
 
-from ..encoders.own import DinoEncoder
+from ..encoders.encoder import BlocksEncoder
 from ..sets.base import EvalSet, Fact, batched, read_batches
-from ..sets.config import LabelledTaskConfig
 from ..sets.opening import open_labelled
+from ..sets.task_config import LabelledTaskConfig
 from ..store.feature_table import Features, View
 from ..tasks import linear
 from ..tasks.result import Result
@@ -53,7 +53,7 @@ class LinearTaskConfig(LabelledTaskConfig):
 def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
     """The test features are computed once; those of training too where `augment` is off. All ranks return the same result."""
     encoder, ranks = scoring.encoder, scoring.ranks
-    assert isinstance(encoder, DinoEncoder)  # what offers `blocks`
+    assert isinstance(encoder, BlocksEncoder)  # what offers `blocks`
     train, test = open_labelled(task)
     probe = partial(encoder.probe, n=task.n_last_blocks, avgpool=task.avgpool)
     view = View(f"probe n={task.n_last_blocks} avgpool={task.avgpool}", probe)

@@ -9,7 +9,7 @@ from sparo_train.core.tables import TASKS
 from sparo_train.core.world import World
 
 from ..encoders.encoder import Encoder
-from ..sets.config import TaskConfig
+from ..sets.task_config import TaskConfig
 from ..store.features import FeatureStore
 from ..tasks.result import Result
 from .scoring import PartsMissingError, Scoring

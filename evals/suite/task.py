@@ -11,7 +11,7 @@ from sparo_train.core.errors import ConfigError, did_you_mean
 from sparo_train.core.tables import ENCODERS, TASKS
 
 from ..encoders.encoder import Encoder
-from ..sets.config import TaskConfig
+from ..sets.task_config import TaskConfig
 from ..tasks.result import Result
 from .scoring import Scoring
 

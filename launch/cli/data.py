@@ -8,17 +8,8 @@ from typing import Annotated
 
 import typer
 
-from sparo_data.bench import bench as run_bench
-from sparo_data.convert import FASHION_FOLDER, convert_csv, convert_folder, make_fashion_mnist
 from sparo_train.core.errors import ConfigError
-from sparo_train.data.read.shard_lists import find_shards
-from sparo_train.data.read.shards import ShardsConfig
-from sparo_train.data.read.sources import open_source
-from sparo_train.train.build import build_pipeline
-from sparo_train.train.run import load_run
 
-from ..runs.making import make_emoji_set, make_scenes
-from ..views.check_table import check_facts, check_table, check_with_bar
 from ..views.terminal import console, out
 
 Processes = Annotated[int, typer.Option(min=1)]
@@ -46,6 +37,8 @@ def scenes(
     processes: Processes = 2,
 ) -> None:
     """Render the captioned scenes with their evaluation sets."""
+    from ..runs.making import make_scenes  # here and below: `sparo --help` needs none of it
+
     make_scenes(folder, train, size, seed, processes)
     console.print(f"{folder}: ready", highlight=False)
 
@@ -58,6 +51,8 @@ def emoji(
     processes: Processes = 2,
 ) -> None:
     """Fetch emoji drawings of nine vendors through npm and write them with captions and leak-free tests."""
+    from ..runs.making import make_emoji_set
+
     for part, count in make_emoji_set(folder, size, seed, processes).items():
         console.print(f"{folder}/{part}: {count} samples", highlight=False)
 
@@ -65,10 +60,12 @@ def emoji(
 @app.command("fashion-mnist")
 def fashion_mnist(
     folder: Annotated[Path, typer.Argument()] = Path("data/fashion_mnist"),
-    raw: Annotated[Path, typer.Option(help="folder of the idx files")] = FASHION_FOLDER,
+    raw: Annotated[Path | None, typer.Option(help="folder of the idx files (default: Debian's)")] = None,
 ) -> None:
     """Write Fashion-MNIST (Debian: dataset-fashion-mnist) as captioned shards with a zero-shot test."""
-    for part, count in make_fashion_mnist(folder, raw).items():
+    from sparo_data.convert import FASHION_FOLDER, make_fashion_mnist
+
+    for part, count in make_fashion_mnist(folder, raw or FASHION_FOLDER).items():
         console.print(f"{folder}/{part}: {count} samples", highlight=False)
 
 
@@ -84,6 +81,8 @@ def convert(
     part: Part = None,
 ) -> None:
     """Write an image folder or a table of images and captions as shards."""
+    from sparo_data.convert import convert_csv, convert_folder
+
     own = _part(part)
     if source.is_dir():
         count = convert_folder(source, folder, template, per_shard, own)
@@ -99,6 +98,10 @@ def index(
     shards: Annotated[list[str], typer.Argument(help="folders, globs, brace ranges, URLs")], part: Part = None
 ) -> None:
     """Scan shards once and keep the index beside them (NAME.tar.idx.npy); training starts at once afterwards."""
+    from sparo_train.data.read.shard_lists import find_shards
+    from sparo_train.data.read.shards import ShardsConfig
+    from sparo_train.data.read.sources import open_source
+
     number, of = _part(part) or (0, 1)
     own = find_shards(tuple(shards))[number::of]
     if not own:
@@ -118,6 +121,11 @@ def check(
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the report here")] = None,
 ) -> None:
     """Read and decode everything: counts, duplicates, broken samples. Ends with code 1 where anything is broken."""
+    from sparo_train.data.read.shard_lists import find_shards
+    from sparo_train.data.read.shards import ShardsConfig
+
+    from ..views.check_table import check_facts, check_table, check_with_bar
+
     config = ShardsConfig(shards=tuple(shards), caption_key=caption_key)
     if json_file and not json_file.parent.is_dir():
         raise ConfigError(f"--json {json_file}: the folder does not exist")
@@ -136,6 +144,10 @@ def bench(
     samples: Annotated[int, typer.Option(min=1)] = 512,
 ) -> None:
     """Samples per second of one worker, share of time per stage, and of the whole pipeline."""
+    from sparo_data.bench import bench as run_bench
+    from sparo_train.train.build import build_pipeline
+    from sparo_train.train.run import load_run
+
     timing = run_bench(build_pipeline(load_run(recipe, overrides)), samples)
     out.print(f"one worker: {timing.worker_rate:.0f} samples/s over {timing.samples} samples", highlight=False)
     for stage, share in timing.shares().items():

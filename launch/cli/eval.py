@@ -7,19 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich import box
 from rich.table import Table
 from typer.core import TyperGroup
 
-from evals.tasks.result import Result
-from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import ConfigError, did_you_mean
 from sparo_train.core.world import find_world
 
-from ..views.eval_tables import Encoding, grid_table, show_catalogue
-from ..views.results_table import results_table
 from ..views.terminal import console, out
 
 
@@ -80,11 +75,20 @@ def score(
 ) -> None:
     """Score checkpoints and print one table. Under torchrun the ranks share the encoding, the k-NN search and DINO's probe."""
     if listed:
+        from ..views.eval_tables import show_catalogue  # here and below: `sparo --help` needs none of it
+
         show_catalogue(root)
         return
     if not checkpoints:
         raise ConfigError("sparo eval: name a checkpoint, or --list to see the data sets")
+    import torch
+
     from evals.suite.evaluate import EvalOptions, evaluate_checkpoint, features_folder, tasks_for, write_results
+    from evals.tasks.result import Result
+    from sparo_train.core.distributed import Ranks
+
+    from ..views.eval_tables import Encoding
+    from ..views.results_table import results_table
 
     for key, value, among in (
         ("precision", precision, ("fp32", "bf16", "fp16")),
@@ -137,6 +141,8 @@ def table(
     """One table of results: checkpoints x tasks, or a table of the paper."""
     from evals.report import paper_tables as layouts
     from evals.report.results_file import read_records
+
+    from ..views.eval_tables import grid_table
 
     found = layouts.grid(read_records(results), layout, [word for word in paper.split(",") if word])
     writers: Mapping[str, Callable[[layouts.Grid, bool], str]] = {

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -17,16 +17,13 @@ from rich.table import Table
 from sparo_train.core.errors import ConfigError, did_you_mean
 
 from ..jobs.clusters import load_cluster, options_help, split_words
-from ..jobs.fanout import FanOut, eval_elements, launch_elements, plan_name
-from ..jobs.launching import Order, launch_train
-from ..jobs.records import Records
-from ..jobs.relaunch import resubmit as resubmit_folder
-from ..jobs.status import Status, failing_rank, launched, log_files, statuses
-from ..jobs.status import cancel as cancel_folder
-from ..jobs.sweep import expand
-from ..views.results_table import results_table
 from ..views.terminal import console, out
 from . import data as data_cli
+
+if TYPE_CHECKING:  # commands import what they need: `sparo --help` needs none of it
+    from ..jobs.fanout import FanOut
+    from ..jobs.launching import LaunchOptions
+    from ..jobs.status import Status
 
 app = typer.Typer(no_args_is_help=True, help="Jobs on a cluster: submit, watch, cancel, submit again.")
 _OPEN = {"ignore_unknown_options": True}
@@ -48,8 +45,11 @@ def train(
     after: After = None,
 ) -> None:
     """Submit a recipe. `optim.lr=[1e-3,5e-4]` and `--seeds 3` make an array of runs; the same line again continues."""
+    from ..jobs.launching import LaunchOptions, launch_train
+    from ..jobs.sweep import expand
+
     overrides, options = split_words(words or [])
-    order = Order(on, load_cluster(on, options), parallel, tuple(after or ()))
+    order = LaunchOptions(on, load_cluster(on, options), parallel, tuple(after or ()))
     name, runs = expand(recipe, overrides, seeds)
     found = launch_train(runs, order, Path(runs[0].out) / name, _say)
     for folder, job in found:
@@ -70,8 +70,11 @@ def evaluate(
     after: After = None,
 ) -> None:
     """Score checkpoints x tasks as an array. The same line again submits what is missing, and prints the table."""
+    from ..jobs.fanout import FanOut, eval_elements, plan_name
+    from ..jobs.launching import LaunchOptions
+
     checkpoints, options = split_words(words)
-    order = Order(on, load_cluster(on, options), parallel, tuple(after or ()))
+    order = LaunchOptions(on, load_cluster(on, options), parallel, tuple(after or ()))
     elements = eval_elements(checkpoints, tasks.split(",") if tasks else None, data, model, root)
     fan = FanOut.make(Path("runs/evals") / (name or plan_name(elements)), "eval", elements)
     _launch(fan, order)
@@ -87,8 +90,11 @@ def data(
     after: After = None,
 ) -> None:
     """Run `sparo data COMMAND …` in parts as an array (commands with --part)."""
+    from ..jobs.fanout import FanOut, plan_name
+    from ..jobs.launching import LaunchOptions
+
     plain, options = split_words(words, others=True)
-    order = Order(on, load_cluster(on, options), parallel, tuple(after or ()))
+    order = LaunchOptions(on, load_cluster(on, options), parallel, tuple(after or ()))
     elements = [{"arguments": ["data", *plain, "--part", f"{number}/{parts}"]} for number in range(parts)]
     _check_arguments(elements[0]["arguments"][1:])
     fan = FanOut.make(Path("runs/data") / (name or plan_name(elements)), "data", elements)
@@ -98,6 +104,8 @@ def data(
 @app.command(hidden=True)
 def element(context: typer.Context, folder: Path, number: int) -> None:
     """One element of a fan-out; what its jobs run."""
+    from ..jobs.fanout import FanOut
+
     sparo = context.find_root().command
     FanOut(folder).run(number, lambda arguments: sparo.main(list(arguments), standalone_mode=False))
 
@@ -108,6 +116,8 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
 ) -> None:
     """State, nodes, progress, and the reason where a job waits or failed."""
+    from ..jobs.status import launched, statuses
+
     found = statuses(runs or launched(Path("runs")))
     if as_json:
         out.print_json(json.dumps([status.as_dict() for status in found]))
@@ -125,6 +135,8 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on as it writes")] = False,
 ) -> None:
     """The last lines of a rank's log."""
+    from ..jobs.status import failing_rank, log_files
+
     chosen = failing_rank(run) if rank is None else rank
     files = log_files(run, chosen)
     if not files:
@@ -143,6 +155,8 @@ def logs(
 @app.command()
 def cancel(runs: Runs) -> None:
     """End jobs, or take them out of the queue. Training saves first; `resubmit` continues it."""
+    from ..jobs.status import cancel as cancel_folder
+
     for run in runs:
         out.print(f"{run}: cancelled {', '.join(cancel_folder(run))}", highlight=False)
 
@@ -152,13 +166,18 @@ def resubmit(
     words: Annotated[list[str], typer.Argument(metavar="RUN or --OPTION VALUE")],
 ) -> None:
     """Submit again what was launched in these folders: the same recipe, code and cluster, with changed options."""
+    from ..jobs.relaunch import resubmit as resubmit_folder
+
     runs, options = split_words(words)
     for run in runs:
         jobs = resubmit_folder(Path(run), options, _say)
         out.print(f"{run}  job {', '.join(jobs) or '-: nothing is missing'}", highlight=False, soft_wrap=True)
 
 
-def _launch(fan: FanOut, order: Order) -> None:
+def _launch(fan: FanOut, order: LaunchOptions) -> None:
+    from ..jobs.fanout import launch_elements
+    from ..views.results_table import results_table
+
     jobs = launch_elements(fan, order, _say)
     if jobs:
         out.print(f"{fan.folder}  {len(jobs)} element(s), job {jobs[0]} …", highlight=False, soft_wrap=True)
@@ -185,8 +204,10 @@ def _check_arguments(arguments: list[str]) -> None:
         raise ConfigError(f"sparo data {' '.join(arguments)}: {error.format_message()}") from None  # type: ignore[attr-defined]
 
 
-def _end_of_debug(order: Order, folders: Sequence[Path]) -> None:
+def _end_of_debug(order: LaunchOptions, folders: Sequence[Path]) -> None:
     """What ran in this process ends it with its code."""
+    from ..jobs.records import Records
+
     if order.cluster.kind == "debug":
         found = [Records(folder) for folder in folders]
         jobs = [(records, (records.last() or {"jobs": []})["jobs"]) for records in found]

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sparo_train.core.disk.owner import Claim, Start
 from sparo_train.core.errors import LostRankError, SparoError, StoppedError, SupersededError
-from sparo_train.core.owner import Claim, Start
 from sparo_train.core.world import find_world
 
 from ..jobs.job import LOCAL_AGAIN, mark, stop_until_training

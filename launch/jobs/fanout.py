@@ -20,7 +20,7 @@ from sparo_train.core.errors import ConfigError
 from sparo_train.core.files import write_whole
 
 from .job import Element
-from .launching import Order, hand_over, refuse_busy
+from .launching import LaunchOptions, hand_over, refuse_busy
 from .snapshot import take_snapshot
 
 
@@ -121,7 +121,7 @@ def eval_elements(
     return found
 
 
-def launch_elements(fan: FanOut, order: Order, say: Callable[[str], None]) -> list[str]:
+def launch_elements(fan: FanOut, order: LaunchOptions, say: Callable[[str], None]) -> list[str]:
     """Submit what is missing as one array, one rank and one GPU at most for each; returns the jobs, none where nothing is."""
     one = {"nodes": 1, "tasks_per_node": 1, "starter": "srun", "gpus_per_node": min(1, order.cluster.gpus_per_node)}
     order = replace(order, cluster=order.cluster.model_copy(update=one))

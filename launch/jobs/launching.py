@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sparo_train.core.config import dump, override, parse_yaml, resolve
+from sparo_train.core.disk.rundir import RunDir
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.rundir import RunDir
 from sparo_train.core.tables import ENGINES
 from sparo_train.data.read.loader import shared_streams
 from sparo_train.train.run import RunConfig
@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Order:
+class LaunchOptions:
     """How a launch was asked for.
 
     on: the cluster's name.  cluster: its block.  parallel: elements at a time.  after: run folders to wait for.
@@ -40,7 +40,7 @@ class Order:
     after: tuple[Path, ...] = ()
 
 
-def launch_train(runs: Sequence[RunConfig], order: Order, sweep: Path, say: Say) -> list[tuple[Path, str]]:
+def launch_train(runs: Sequence[RunConfig], order: LaunchOptions, sweep: Path, say: Say) -> list[tuple[Path, str]]:
     """Submit runs; several become one array whose logs and code are in `sweep`. Returns folders and jobs.
 
     Raises:
@@ -64,7 +64,9 @@ def launch_train(runs: Sequence[RunConfig], order: Order, sweep: Path, say: Say)
     return [(run.folder, job) for run, job in zip(runs, jobs, strict=True)]
 
 
-def hand_over(order: Order, elements: Sequence[Element], home: Path, name: str, code: Snapshot, say: Say) -> list[str]:
+def hand_over(
+    order: LaunchOptions, elements: Sequence[Element], home: Path, name: str, code: Snapshot, say: Say
+) -> list[str]:
     """Submit elements and record it in each one's folder, once per folder; returns the jobs."""
     dependency = after_jobs(order.after)
     jobs = submit(order.cluster, elements, home / "jobs", name, code.path, order.parallel, dependency, say)

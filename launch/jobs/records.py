@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparo_train.core.metrics import read
-from sparo_train.core.store import CheckpointStore
+from sparo_train.core.disk.metrics import read
+from sparo_train.core.disk.store import CheckpointStore
 
 
 class Records:

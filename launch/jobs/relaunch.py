@@ -12,7 +12,7 @@ from sparo_train.core.errors import ConfigError
 from .clusters import ClusterConfig, with_options
 from .fanout import FanOut
 from .job import Element
-from .launching import Order, hand_over, refuse_busy
+from .launching import LaunchOptions, hand_over, refuse_busy
 from .records import Records
 from .snapshot import Snapshot
 
@@ -44,7 +44,7 @@ def resubmit(folder: Path, options: Sequence[str], say: Callable[[str], None]) -
         elements = [Element(words, last["folder"]) for words in arguments]
         home = Path(last["folder"])
         return (
-            hand_over(Order(last["on"], cluster, last["parallel"]), elements, home, last["name"], code, say)
+            hand_over(LaunchOptions(last["on"], cluster, last["parallel"]), elements, home, last["name"], code, say)
             if elements
             else []
         )

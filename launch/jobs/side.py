@@ -15,7 +15,7 @@ from sparo_train.train.run import RunConfig, SideEvalConfig
 
 from .clusters import load_cluster
 from .fanout import FanOut, eval_elements, launch_elements
-from .launching import Order
+from .launching import LaunchOptions
 
 
 def submit_side(
@@ -37,7 +37,7 @@ def submit_side(
     data = write_whole(folder / "tasks.yaml", yaml.safe_dump({"tasks": tasks}))
     try:
         fan = FanOut.make(folder, "eval", eval_elements([str(exported)], None, data, None))
-        jobs = launch_elements(fan, Order(side.on, load_cluster(side.on, side.options)), say)
+        jobs = launch_elements(fan, LaunchOptions(side.on, load_cluster(side.on, side.options)), say)
     except SparoError as error:
         say(f"step {step}: eval.side was not submitted: {error}")
     else:

@@ -6,12 +6,15 @@ import hashlib
 import importlib.util
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import Distribution
 from pathlib import Path
 
 from sparo_train.core.errors import ConfigError
+from sparo_train.core.plugins import GROUPS, plugin_distributions
 
-PACKAGES = ("sparo_train", "object_centric", "evals", "launch")
+PACKAGES = ("sparo_train", "sparo_data", "object_centric", "evals", "launch")
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
 
 
@@ -27,19 +30,30 @@ class Snapshot:
 def take_snapshot(into: Path) -> Snapshot:
     """Copy the running code to `into/HASH`, once per content, with the checkout's commit and difference beside it.
 
+    Packages that add rows to our tables come along with their entry points: a job finds what this process found.
+
     Raises:
         ConfigError: the folder cannot be written.
     """
-    sources = {name: _package(name) for name in PACKAGES}
+    plugins = plugin_distributions()
+    sources = {name: _package(name) for name in PACKAGES} | _modules_of(plugins)
+    infos = {f"{d.name.replace('-', '_')}-{d.version}.dist-info": d for d in plugins}
     root = sources["launch"].parent
     commit, diff = _git(root)
-    target = into / _hash(sources)
+    target = into / _hash(sources, [d.read_text("entry_points.txt") or "" for d in infos.values()])
     try:
         if not target.exists():
             temporary = into / f".{target.name}.tmp"
             shutil.rmtree(temporary, ignore_errors=True)
             for name, source in sources.items():
-                shutil.copytree(source, temporary / name, ignore=_LEFT_OUT)
+                if source.is_dir():
+                    shutil.copytree(source, temporary / name, ignore=_LEFT_OUT)
+                else:
+                    shutil.copy2(source, temporary / source.name)
+            for name, dist in infos.items():
+                (temporary / name).mkdir()
+                for part in ("METADATA", "entry_points.txt"):
+                    (temporary / name / part).write_text(dist.read_text(part) or "", encoding="utf-8")
             if (root / "configs").is_dir():
                 shutil.copytree(root / "configs", temporary / "configs", ignore=_LEFT_OUT)
             temporary.rename(target)
@@ -57,10 +71,29 @@ def _package(name: str) -> Path:
     return Path(found.origin).parent
 
 
-def _hash(sources: dict[str, Path]) -> str:
-    total = hashlib.sha256()
+def _modules_of(plugins: Sequence[Distribution]) -> dict[str, Path]:
+    """The top-level packages and modules behind the rows of plug-ins, found without importing them; broken ones are left out."""
+    found: dict[str, Path] = {}
+    for name in sorted(
+        {
+            entry.module.partition(".")[0]
+            for dist in plugins
+            for entry in dist.entry_points
+            if entry.group.startswith(GROUPS)
+        }
+    ):
+        spec = importlib.util.find_spec(name) if name not in PACKAGES else None
+        if spec is not None and spec.origin is not None and Path(spec.origin).suffix == ".py":
+            path = Path(spec.origin)
+            found[name] = path.parent if path.name == "__init__.py" else path
+    return found
+
+
+def _hash(sources: dict[str, Path], rows: Sequence[str]) -> str:
+    total = hashlib.sha256("\0".join(rows).encode())
     for name, source in sources.items():
-        for path in sorted(p for p in source.rglob("*") if p.is_file() and "__pycache__" not in p.parts):
+        files = source.rglob("*") if source.is_dir() else [source]
+        for path in sorted(p for p in files if p.is_file() and "__pycache__" not in p.parts):
             total.update(f"{name}/{path.relative_to(source)}\0".encode())
             total.update(hashlib.sha256(path.read_bytes()).digest())
     return total.hexdigest()[:12]

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sparo_train.core.disk.metrics import read
 from sparo_train.core.errors import ConfigError, SparoError
-from sparo_train.core.metrics import read
 
 from . import slurm
 from .fanout import FanOut

@@ -9,9 +9,9 @@ from evals.suite.evaluate import write_results
 from evals.suite.suite import Suite
 from evals.suite.task import encoder_of, refuse_unfit_to
 from sparo_train.core.contracts import Objective
+from sparo_train.core.disk.rundir import RunDir
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import SparoError, StoppedError, SupersededError
-from sparo_train.core.rundir import RunDir
 from sparo_train.core.world import find_world, started
 from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks
 from sparo_train.train.flops import FlopCounter

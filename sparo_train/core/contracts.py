@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from .pieces import CheckpointReader, Pieces
+from .disk.pieces import CheckpointReader, Pieces
 
 Batch = Mapping[str, Tensor]
 

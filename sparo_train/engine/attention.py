@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..core.disk.rundir import machine_name
 from ..core.files import cache_folder, write_whole
-from ..core.rundir import machine_name
 
 _SHAPE = (16, 8, 64)  # samples, heads, width of a head
 _ROUNDS = 5

@@ -14,16 +14,15 @@ from torch import Tensor, nn
 
 from ..core.config import free
 from ..core.contracts import Batch, CoupledObjective, Embedded, Loss, Objective, Progress, StepReport
+from ..core.disk.pieces import CheckpointReader, Pieces
 from ..core.distributed import Ranks
-from ..core.errors import CheckpointError, ConfigError
-from ..core.pieces import CheckpointReader, Piece, Pieces
+from ..core.errors import ConfigError
 from .device import Device
 from .kinds import Costs, EngineKind, Sizes, casts
 from .optim import OptimConfig, build_adamw
 from .ranked import PlainCopy, RankedEngineConfig, Root, own_gpu, summed_norms
-from .spans import pieces_of, refuse_differences
 from .update import clip_apart, set_rates, total_norms
-from .zero import ENTRIES, Zero
+from .zero import Zero
 
 
 class DeepSpeedEngineConfig(RankedEngineConfig):
@@ -211,24 +210,7 @@ class DeepSpeedEngine:
 
     def pieces(self) -> Pieces:
         """As the other engines': fp32 master weights and the optimizer's moments, each rank what it holds of them."""
-        model: dict[str, Piece] = {}
-        optimizer: dict[str, Piece] = {}
-        alike = {name: b for name, b in self.objective.named_buffers() if name in self._shapes}  # on all ranks
-        for name, p in self.objective.named_parameters():
-            if self.config.stage < 3 and not p.requires_grad:
-                alike[name] = p
-                continue
-            data, begin = self._zero.held(p)
-            if data.numel():
-                model[name] = Piece(data, self._shapes[name], begin)
-            if p.requires_grad and (spot := self._zero.spot(p)) is not None:
-                entries = self._zero.entries(spot.flat)
-                for key in ENTRIES:
-                    if key in entries:
-                        optimizer[f"{name}/{key}"] = Piece(spot.of(entries[key]), self._shapes[name], spot.begin)
-        steps = [entries["step"] for entries in map(self._zero.entries, self._zero.flats) if "step" in entries]
-        counts = {f"{name}/step": steps[0] for name in self._trained()} if steps else {}
-        return {"model": model | pieces_of(alike, *self.share), "optimizer": optimizer | pieces_of(counts, *self.share)}
+        return self._zero.pieces(self.objective, self._shapes, self.share)
 
     def load(self, source: CheckpointReader) -> None:
         """Take this rank's pieces of a checkpoint, whatever engine and however many ranks wrote it.
@@ -236,23 +218,7 @@ class DeepSpeedEngine:
         Raises:
             CheckpointError: parameter names or shapes differ, or parameters have not taken the same number of steps.
         """
-        trained = self._trained()
-        refuse_differences(source, "model", self._shapes)
-        counts = {float(source.read("optimizer", f"{n}/step")) for n in trained if source.names("optimizer")}
-        if len(counts) > 1:
-            raise CheckpointError(
-                f"checkpoint: parameters took {sorted(counts)} steps, and DeepSpeed counts them together; use another engine"
-            )
-        self._zero.start_entries(*counts or (0.0,))
-        for name, t in [*self.objective.named_parameters(), *self.objective.named_buffers()]:
-            if name not in self._shapes:  # a buffer that is not saved
-                continue
-            held, begin = self._zero.held(t) if isinstance(t, nn.Parameter) else (t.detach().view(-1), 0)
-            held.copy_(source.read("model", name, begin, begin + held.numel()))
-            if counts and name in trained and (spot := self._zero.spot(trained[name])) is not None:
-                for key in ENTRIES:
-                    saved = source.read("optimizer", f"{name}/{key}", spot.begin, spot.begin + spot.length)
-                    spot.of(self._zero.entries(spot.flat)[key]).copy_(saved)
+        self._zero.load(self.objective, self._shapes, source)
         with self.ranks.named("spreading the weights"):
             self._zero.refresh()
 

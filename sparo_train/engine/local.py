@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.config import free
 from ..core.contracts import Batch, CoupledObjective, Embedded, Loss, Objective, Progress, StepReport
-from ..core.pieces import CheckpointReader, Pieces
+from ..core.disk.pieces import CheckpointReader, Pieces
 from .device import Device, DeviceConfig
 from .kinds import EngineKind, replicated
 from .optim import OptimConfig, build_adamw

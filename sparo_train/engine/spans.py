@@ -9,8 +9,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from ..core.disk.pieces import CheckpointReader, Piece, owners
 from ..core.errors import CheckpointError
-from ..core.pieces import CheckpointReader, Piece, owners
 
 
 class Span(NamedTuple):

@@ -8,12 +8,16 @@ gather, writing one before the first step) is done on its own tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from ..core.disk.pieces import CheckpointReader, Piece, Pieces
+from ..core.errors import CheckpointError
+from .spans import pieces_of, refuse_differences
 
 ENTRIES = ("exp_avg", "exp_avg_sq")
 
@@ -145,6 +149,52 @@ class Zero:
                 found := starts.get((groups[id(spot.flat)], spot.offset))
             ) is not None:
                 yield name, found[: spot.length]
+
+    def pieces(self, objective: nn.Module, shapes: Mapping[str, tuple[int, ...]], share: tuple[int, int]) -> Pieces:
+        """What this rank writes: runs of master weights and moments, and its share of what all ranks hold.
+
+        Args:
+            shapes: of the objective's state before DeepSpeed held it.  share: this rank, of how many.
+        """
+        model: dict[str, Piece] = {}
+        optimizer: dict[str, Piece] = {}
+        everywhere = {name: b for name, b in objective.named_buffers() if name in shapes}
+        trained = [name for name, p in objective.named_parameters() if p.requires_grad]
+        for name, p in objective.named_parameters():
+            if self.stage < 3 and not p.requires_grad:
+                everywhere[name] = p
+                continue
+            data, begin = self.held(p)
+            if data.numel():
+                model[name] = Piece(data, shapes[name], begin)
+            if p.requires_grad and (spot := self.spot(p)) is not None:
+                entries = self.entries(spot.flat)
+                for key in ENTRIES:
+                    if key in entries:
+                        optimizer[f"{name}/{key}"] = Piece(spot.of(entries[key]), shapes[name], spot.begin)
+        steps = [entries["step"] for entries in map(self.entries, self.flats) if "step" in entries]
+        counts = {f"{name}/step": steps[0] for name in trained} if steps else {}
+        return {"model": model | pieces_of(everywhere, *share), "optimizer": optimizer | pieces_of(counts, *share)}
+
+    def load(self, objective: nn.Module, shapes: Mapping[str, tuple[int, ...]], source: CheckpointReader) -> None:
+        """Fill master weights and moments; the copies to compute with follow by `refresh`. Raises `CheckpointError`."""
+        trained = {name: p for name, p in objective.named_parameters() if p.requires_grad}
+        refuse_differences(source, "model", shapes)
+        counts = {float(source.read("optimizer", f"{n}/step")) for n in trained if source.names("optimizer")}
+        if len(counts) > 1:
+            raise CheckpointError(
+                f"checkpoint: parameters took {sorted(counts)} steps, and DeepSpeed counts them together; use another engine"
+            )
+        self.start_entries(*counts or (0.0,))
+        for name, t in [*objective.named_parameters(), *objective.named_buffers()]:
+            if name not in shapes:  # a buffer that is not saved
+                continue
+            held, begin = self.held(t) if isinstance(t, nn.Parameter) else (t.detach().view(-1), 0)
+            held.copy_(source.read("model", name, begin, begin + held.numel()))
+            if counts and name in trained and (spot := self.spot(trained[name])) is not None:
+                for key in ENTRIES:
+                    saved = source.read("optimizer", f"{name}/{key}", spot.begin, spot.begin + spot.length)
+                    spot.of(self.entries(spot.flat)[key]).copy_(saved)
 
     def forget_gradients(self) -> None:
         """Stage 3 keeps the last step's gradient of a parameter that this step does not reach."""

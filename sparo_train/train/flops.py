@@ -48,7 +48,8 @@ class FlopCounter:
                 with torch.device("meta"):
                     objective = self._build()
                 with self._fake:
-                    self._objective = objective.to_empty(device="cpu")
+                    # without gradients: the counter's hooks stumble over a parameter that is a module's input
+                    self._objective = objective.to_empty(device="cpu").requires_grad_(False)
             with self._fake, FlopCounterMode(display=False) as counter, torch.no_grad():
                 one = {k: torch.empty((1, *v.shape[1:]), dtype=v.dtype) for k, v in batch.items()}
                 if isinstance(self._objective, CoupledObjective):

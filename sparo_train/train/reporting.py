@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..core.contracts import Batch, Engine, Loss, Objective, StepReport
+from ..core.disk.metrics import MetricsLog, read
+from ..core.disk.rundir import RunDir
 from ..core.distributed import Ranks
-from ..core.metrics import MetricsLog, read
-from ..core.rundir import RunDir
 from .flops import FlopCounter, memory, utilisation
 from .meter import Meter, over_ranks
 from .run import LogConfig, ProfileConfig

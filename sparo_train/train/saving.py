@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..core.disk.pieces import CheckpointReader, Piece, Pieces
+from ..core.disk.store import CheckpointStore, Files, open_checkpoint, read_meta
 from ..core.distributed import Ranks
 from ..core.errors import CheckpointError, SparoError, SupersededError
-from ..core.pieces import CheckpointReader, Piece, Pieces
-from ..core.store import CheckpointStore, Files, open_checkpoint, read_meta
 
 T = TypeVar("T")
 

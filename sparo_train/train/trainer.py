@@ -9,12 +9,12 @@ from typing import cast
 
 import torch
 
-from ..core import store
 from ..core.contracts import Cursor, DataPipeline, Delivery, Engine, Objective, Progress
+from ..core.disk import store
+from ..core.disk.rundir import RunDir, environment
 from ..core.distributed import Ranks
 from ..core.errors import CheckpointError, LostRankError, SparoError, SupersededError
 from ..core.rng import torch_seed
-from ..core.rundir import RunDir, environment
 from ..core.signals import StopFlag
 from ..core.world import World
 from ..data.read.budget import BadSampleBudget

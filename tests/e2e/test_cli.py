@@ -10,8 +10,8 @@ from evals.sets.wds import FACTS, WdsSet
 from evals.suite.image_text_tasks import ZeroshotTaskConfig
 from evals.suite.suite import Suite
 from launch.runs.train import train
-from sparo_train.core import metrics
 from sparo_train.core.config import resolve
+from sparo_train.core.disk import metrics
 from sparo_train.core.errors import CheckpointError, DataError, StoppedError
 from sparo_train.train.run import RunConfig
 from sparo_train.train.state import Outcome

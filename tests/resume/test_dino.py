@@ -3,7 +3,7 @@
 import pytest
 
 from launch.runs.train import train
-from sparo_train.core import metrics, store
+from sparo_train.core.disk import metrics, store
 from sparo_train.core.errors import ConfigError
 from tests.conftest import dino_recipe, sparo, start_sparo
 from tests.resume.test_ranks import finish, start_ranks

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sparo_train.core import metrics, store
+from sparo_train.core.disk import metrics, store
 from tests.resume.test_ranks import finish, losses, start_ranks, wait_for_step, with_a_straight_run
 from tests.resume.test_training import assert_bit_equal
 
@@ -15,7 +15,7 @@ ZERO_3 = "engine={kind: deepspeed, stage: 3, device: cpu, precision: fp32, timeo
 _AT = """
 import os, signal
 from launch.cli.main import main
-from sparo_train.core.store import CheckpointStore
+from sparo_train.core.disk.store import CheckpointStore
 
 whole = CheckpointStore.{method}
 
@@ -83,7 +83,7 @@ def test_a_rank_killed_inside_a_save_leaves_the_checkpoint_before(place, method,
 
 def test_a_full_disk_on_one_rank_ends_all_with_one_message(place):
     line = ("train", place / "recipe.yaml", "name=full")
-    happens = "from sparo_train.core import store, pieces; store.write_pieces = lambda *a: open('/dev/full', 'w').write('x' * 9999)"
+    happens = "from sparo_train.core.disk import store, pieces; store.write_pieces = lambda *a: open('/dev/full', 'w').write('x' * 9999)"
     found = finish(start_ranks(2, *line, program=_AT.format(method="write", rank=1, step=6, happens=happens)))
     assert [code for code, _ in found] == [2, 2], found
     assert (

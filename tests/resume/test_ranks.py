@@ -13,8 +13,8 @@ import yaml
 
 from launch.runs.train import train
 from sparo_data.writer import write_shard, write_shards
-from sparo_train.core import metrics, store
 from sparo_train.core.config import resolve
+from sparo_train.core.disk import metrics, store
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.world import World, find_world
 from sparo_train.train.run import RunConfig

@@ -13,8 +13,8 @@ import yaml
 
 from launch.runs.train import train
 from sparo_data.writer import write_shard
-from sparo_train.core import metrics, store
 from sparo_train.core.config import resolve
+from sparo_train.core.disk import metrics, store
 from sparo_train.core.errors import CheckpointError, ConfigError, DataError, TrainingError
 from sparo_train.data.read.loader import Pipeline
 from sparo_train.objectives.clip import ClipObjective

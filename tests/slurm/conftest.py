@@ -16,7 +16,7 @@ import yaml
 
 from launch.jobs.records import Records
 from sparo_data.writer import write_shards
-from sparo_train.core import metrics
+from sparo_train.core.disk import metrics
 from tests.conftest import eval_sets, sample, sparo, tiny_recipe
 from tests.resume.test_ranks import finish, start_ranks
 from tests.resume.test_training import assert_bit_equal

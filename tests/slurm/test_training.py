@@ -6,7 +6,7 @@ import time
 import pytest
 
 from launch.jobs.records import Records
-from sparo_train.core import metrics, store
+from sparo_train.core.disk import metrics, store
 from tests.slurm.conftest import ALONE, STEPS
 
 pytestmark = pytest.mark.slurm

@@ -10,14 +10,14 @@ from typing import Literal
 import pytest
 import torch
 
-from sparo_train.core import metrics, store
 from sparo_train.core.config import Frozen, free
+from sparo_train.core.disk import metrics, store
+from sparo_train.core.disk.owner import Claim
+from sparo_train.core.disk.pieces import Piece
+from sparo_train.core.disk.rundir import RunDir
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import CheckpointError, ConfigError, SupersededError, TrainingError
-from sparo_train.core.owner import Claim
-from sparo_train.core.pieces import Piece
 from sparo_train.core.rng import generator, torch_seed
-from sparo_train.core.rundir import RunDir
 from sparo_train.core.signals import StopFlag
 from sparo_train.core.world import World
 from sparo_train.train.saving import Saver
@@ -253,7 +253,7 @@ def test_what_is_left_of_a_lost_start_writes_nothing_more(tmp_path, monkeypatch)
 
 def test_a_file_server_in_trouble_is_waited_for_and_then_named(tmp_path, monkeypatch):
     waits = []
-    monkeypatch.setattr("sparo_train.core.owner.time.sleep", waits.append)
+    monkeypatch.setattr("sparo_train.core.disk.owner.time.sleep", waits.append)
     (tmp_path / "owner.json").write_text("{")
     with pytest.raises(TrainingError, match=r"owner\.json: cannot be read"):
         Claim(tmp_path, "x").check()

@@ -1,5 +1,6 @@
 """The feature store: encoded once, never for something else, whole or absent."""
 
+import io
 import json
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from evals.encoders.encoder import Encoder, TextEncoder
@@ -18,6 +20,7 @@ from evals.encoders.pixels import Pixels
 from evals.sets.base import Limited
 from evals.sets.wds import SourceSet, WdsSet
 from evals.store.batch_sizes import BatchSize
+from evals.store.feature_table import View
 from evals.store.features import FeatureStore
 from evals.suite.labelled_tasks import KnnTaskConfig, run_knn
 from evals.suite.scoring import PartsMissingError, Scoring
@@ -67,10 +70,10 @@ def test_the_second_reading_encodes_nothing_and_finds_the_same(source, tmp_path)
     a, b = (FeatureStore(tmp_path).images(e, source) for e in (first, second))
     assert (first.images, second.images) == (600, 0)
     assert a.keys == b.keys == plain.keys and a.facts == b.facts == [i % 5 for i in range(600)]
-    assert torch.equal(a.whole(), b.whole()) and torch.equal(a.whole(), plain.whole())
+    assert torch.equal(a.in_memory(), b.in_memory()) and torch.equal(a.in_memory(), plain.in_memory())
     at = torch.tensor([599, 0, 300, 255, 256])
-    assert torch.equal(b.rows(at), plain.whole()[at])
-    assert torch.equal(torch.cat(list(b.blocks(100))), plain.whole())
+    assert torch.equal(b.rows(at), plain.in_memory()[at])
+    assert torch.equal(torch.cat(list(b.blocks(100))), plain.in_memory())
     manifest = json.loads(next(tmp_path.glob("images/*/manifest.json")).read_text())
     assert manifest["checkpoint"]["sha256"] == first.weights and manifest["data"]["n"] == 600
 
@@ -107,8 +110,8 @@ def test_other_weights_transforms_precision_views_and_data_are_encoded_anew(sour
 
 def test_half_precision_is_stored_and_read_as_fp32(source, tmp_path):
     half, full = (FeatureStore(tmp_path, kind).images(Counting(), source) for kind in ("fp16", "fp32"))
-    assert half.parts[0].dtype == np.float16 and half.whole().dtype == torch.float32
-    assert 0 < (half.whole() - full.whole()).abs().max() < 1e-3
+    assert half.parts[0].dtype == np.float16 and half.in_memory().dtype == torch.float32
+    assert 0 < (half.in_memory() - full.in_memory()).abs().max() < 1e-3
 
 
 def test_a_damaged_part_is_encoded_again(source, tmp_path):
@@ -117,7 +120,7 @@ def test_a_damaged_part_is_encoded_again(source, tmp_path):
     part.write_bytes(part.read_bytes()[:200])
     again = Counting()
     found = FeatureStore(tmp_path).images(again, source)
-    assert again.images == 256 and torch.equal(found.whole(), FeatureStore().images(Counting(), source).whole())
+    assert again.images == 256 and torch.equal(found.in_memory(), FeatureStore().images(Counting(), source).in_memory())
 
 
 class _Killed(Counting):
@@ -139,7 +142,7 @@ def test_a_kill_in_the_middle_loses_one_part_at_most(source, tmp_path):
     rest = Counting()
     found = FeatureStore(tmp_path).images(rest, source)
     assert rest.images == 600 - 256
-    assert torch.equal(found.whole(), FeatureStore().images(Counting(), source).whole())
+    assert torch.equal(found.in_memory(), FeatureStore().images(Counting(), source).in_memory())
 
 
 def test_shares_of_processes_that_do_not_know_each_other_add_up(source, tmp_path):
@@ -150,7 +153,7 @@ def test_shares_of_processes_that_do_not_know_each_other_add_up(source, tmp_path
         counts.append(encoder.images)
         assert (found is None) == (own < 2)
     assert counts == [256, 256, 88]
-    assert torch.equal(found.whole(), FeatureStore().images(Counting(), source).whole())
+    assert torch.equal(found.in_memory(), FeatureStore().images(Counting(), source).in_memory())
 
 
 def test_a_share_of_a_task_with_two_sets_is_encoded_of_both_before_it_waits(source, tmp_path):
@@ -173,7 +176,7 @@ def copied(source, folder):
 def _on_rank(ranks, source, root):
     encoder = Counting()
     found = FeatureStore(root).images(encoder, source, ranks=ranks)
-    return encoder.images, found.whole(), found.keys
+    return encoder.images, found.in_memory(), found.keys
 
 
 def test_ranks_share_the_images_and_all_have_all(source, tmp_path):
@@ -256,10 +259,10 @@ def clip():
 def test_a_selection_of_slots_is_an_encoder_over_the_same_stored_features(tmp_path):
     sets = eval_sets(tmp_path / "sets")
     source, store, inner = WdsSet(sets["zero"]["root"], "label"), FeatureStore(tmp_path / "store"), clip()
-    whole = store.images(inner, source).whole()
+    whole = store.images(inner, source).in_memory()
     chosen = MaskedEncoder.of_slots(inner, [0, 2])
     folders = len(list((tmp_path / "store/images").iterdir()))
-    found = store.images(chosen, source).whole()
+    found = store.images(chosen, source).in_memory()
     assert len(list((tmp_path / "store/images").iterdir())) == folders
     assert (
         torch.equal(found[:, :4], whole[:, :4]) and not found[:, 4:8].any() and torch.equal(found[:, 8:], whole[:, 8:])
@@ -285,3 +288,28 @@ def test_texts_of_any_length_are_encoded_as_alone():
     with torch.inference_mode():
         alone = encoder.model.encode_text(tokens, normalize=True)
     assert torch.allclose(encoder.text(captions, batch=2), alone, atol=1e-6)
+
+
+def test_masks_and_slots_have_a_home_in_the_store(tmp_path):
+    folder, rng = tmp_path / "masks", np.random.default_rng(0)
+    masks = [rng.integers(0, 5, (6, 8)).astype(np.uint8) for _ in range(10)]
+    rows = []
+    for i, mask in enumerate(masks):
+        png = io.BytesIO()
+        Image.fromarray(mask).save(png, format="PNG")
+        rows.append((f"{i:03d}", {"jpg": jpeg(i, (8, 6)), "mask.png": png.getvalue()}))
+    write_wds_layout(folder, rows)
+    source = WdsSet(folder, "masks")
+    slots = View("slots", lambda pixels: pixels.float().mean((2, 3)).unflatten(1, (3, 1)))  # (n, L, D)
+    store = FeatureStore(tmp_path / "store")
+    for _ in range(2):  # written, then read
+        found = store.images(Counting(), source, view=slots)
+        assert all(np.array_equal(fact, mask) for fact, mask in zip(found.facts, masks, strict=True))
+        assert found.in_memory().shape == (10, 3, 1) and found.width == 3
+        assert torch.equal(found.rows(torch.tensor([7, 2])), found.in_memory()[[7, 2]])
+    (table,) = (tmp_path / "store").rglob("part-*.facts.npz")
+    table.write_bytes(table.read_bytes()[:40])  # torn: the part is made again
+    assert np.array_equal(store.images(Counting(), source, view=slots).facts[3], masks[3])
+    write_wds_layout(tmp_path / "bad", [("0", {"jpg": jpeg(1), "mask.png": jpeg(2)})])
+    with pytest.raises(DataError, match=r"sample 0: \.mask\.png cannot be read"):
+        WdsSet(tmp_path / "bad", "masks").read(0)

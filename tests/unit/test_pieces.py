@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparo_train.core.disk.pieces import Piece, PiecesReader, owners, write_pieces
 from sparo_train.core.errors import CheckpointError
-from sparo_train.core.pieces import Piece, PiecesReader, owners, write_pieces
 
 
 def written(folder, cuts_by_name):

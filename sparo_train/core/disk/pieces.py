@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .errors import CheckpointError
+from ..errors import CheckpointError
 
 _HEADER = "pieces"  # where a file's header says what is not a whole tensor: {name: [begin, shape]}
 

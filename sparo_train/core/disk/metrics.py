@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from .errors import ConfigError, TrainingError
-from .files import write_whole
+from ..errors import ConfigError, TrainingError
+from ..files import write_whole
 
 
 class MetricsLog:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import SupersededError, TrainingError
-from .files import write_whole
+from ..errors import SupersededError, TrainingError
+from ..files import write_whole
 
 _TRIES = 10
 

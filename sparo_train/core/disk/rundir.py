@@ -21,9 +21,9 @@ from typing import IO, Any
 
 import torch
 
-from .config import Frozen, Tree, differences, dump, free_keys, parse_yaml, resolve
-from .errors import ConfigError, TrainingError
-from .files import write_whole
+from ..config import Frozen, Tree, differences, dump, free_keys, parse_yaml, resolve
+from ..errors import ConfigError, TrainingError
+from ..files import write_whole
 from .owner import Claim, Start
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from .errors import CheckpointError
+from ..errors import CheckpointError
 from .pieces import Pieces, PiecesReader, write_pieces
 
 FORMAT = 2

@@ -1,0 +1,211 @@
+"""A stranger's package of two files (tests/plugin/rotations) with its dist-info, in a folder on the path: no line of ours knows it."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from sparo_data.writer import write_shards
+from sparo_train.core.config import resolve
+from sparo_train.core.disk import metrics
+from sparo_train.core.errors import ConfigError
+from sparo_train.core.plugins import Table
+from sparo_train.train.run import RunConfig
+from tests.conftest import eval_sets, sample, start_sparo, tiny_recipe
+from tests.resume.test_ranks import finish, free_port, losses, wait_for_step
+
+ROWS = """
+[sparo.methods]
+rotations = rotations:METHOD
+clip = rotations:METHOD
+[sparo.readouts]
+queries = rotations:QueriesReadOut
+[sparo.encoders]
+rotations = rotations.scoring:RotationsEncoder
+[sparo.tasks]
+neighbour = rotations.scoring:TASK
+[sparo.exports]
+rotations-backbone = rotations.scoring:EXPORT
+[sparo.engines]
+broken = nowhere_at_all:ENGINE
+half = rotations:RotationsConfig
+"""
+PROGRAM = "import sys; sys.path.insert(0, {site!r}); from launch.cli.main import main; main()"
+
+
+def install(folder, rows=ROWS, name="sparo-rotations"):
+    shutil.copytree(Path(__file__).parents[1] / "plugin/rotations", folder / "rotations", dirs_exist_ok=True)
+    info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(rows)
+
+
+def recipe(root):
+    tasks = eval_sets(root / "sets")
+    tree = tiny_recipe(root / "shards", root, name="whole")
+    tree["objective"] = {
+        "kind": "rotations",
+        "model": {
+            "image_size": 32,
+            "patch_size": 8,
+            "width": 32,
+            "depth": 2,
+            "heads": 2,
+            "drop_path": 0.0,
+            "readout": {"kind": "queries", "slots": 3},
+        },
+    }
+    del tree["data"]["hflip"]
+    tree["eval"] = {"tasks": {"near": {"task": "neighbour", "root": tasks["zero"]["root"]}}}
+    return tree
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("plugin")
+    write_shards(root / "shards", (sample(i) for i in range(96)), 24)
+    (root / "site").mkdir()
+    install(root / "site")
+    (root / "recipe.yaml").write_text(yaml.safe_dump(recipe(root)))
+    code, out = run(root, "train", "recipe.yaml")
+    assert code == 0, out
+    return root
+
+
+def start(root, *arguments, **environment):
+    return start_sparo(*arguments, cwd=root, program=PROGRAM.format(site=str(root / "site")), **environment)
+
+
+def run(root, *arguments, **environment):
+    process = start(root, *arguments, **environment)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out + err
+
+
+def test_it_trains_and_goes_on_bit_equal_after_a_kill(place):
+    cut = start(place, "train", "recipe.yaml", "name=cut")
+    wait_for_step(place / "cut", 5, [cut])
+    cut.kill()
+    cut.communicate(timeout=60)
+    code, out = run(place, "train", "recipe.yaml", "name=cut")
+    assert code == 0 and "finished at step 12" in out, out
+    assert losses(place / "cut") == losses(place / "whole") and len(losses(place / "whole")) == 12
+    record = metrics.read(place / "whole/metrics.jsonl", "train")[-1]
+    assert {"loss", "accuracy", "tflops"} <= record.keys()  # the metrics name no loss: the total is it
+
+
+def test_two_ranks_in_pieces_train_as_one_process(place):
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    engine = "engine={kind: fsdp2, device: cpu, precision: fp32, timeout: 60}"
+    ranks = [
+        start(
+            place,
+            "train",
+            "recipe.yaml",
+            "name=pieces",
+            engine,
+            OMP_NUM_THREADS="1",
+            RANK=str(r),
+            LOCAL_RANK=str(r),
+            **common,
+        )
+        for r in range(2)
+    ]
+    found = finish(ranks)
+    assert [code for code, _ in found] == [0, 0], found
+    assert losses(place / "pieces") == pytest.approx(losses(place / "whole"), rel=1e-4)
+
+
+def test_it_is_counted_scored_and_exported(place):
+    code, out = run(place, "train", "recipe.yaml", "--dry")
+    assert code == 0 and "the objective has no footprint" in out and "backbone" in out, out
+    stored = json.loads((place / "whole/evals/step-00000012.json").read_text())["results"]["near"]
+    code, out = run(place, "eval", "whole", "--features", str(place / "features"), "--json", str(place / "near.json"))
+    again = json.loads((place / "near.json").read_text())["results"]["whole/near"]
+    assert code == 0 and again["metrics"] == stored["metrics"] and again["data"] == stored["data"], out
+    code, out = run(place, "export", "whole")
+    assert code == 0 and "queries.query" in load_file(place / "whole/export/rotations.safetensors"), out
+    code, out = run(place, "export", "whole", "--layout", "open_clip")
+    assert code == 2 and "a run of objective rotations goes to rotations-backbone" in out
+
+
+def test_its_read_out_goes_into_clip_and_open_clip(place):
+    tree = tiny_recipe(place / "shards", place, name="clip", steps=2, optim={"lr": 1e-3})
+    tree["objective"]["model"]["readout"] = {"kind": "queries", "slots": 3}
+    (place / "clip.yaml").write_text(yaml.safe_dump(tree))
+    code, out = run(place, "train", "clip.yaml")
+    assert code == 0, out
+    code, out = run(place, "export", "clip")
+    config = json.loads((place / "clip/export/open_clip_config.json").read_text())
+    assert code == 0 and config["model_cfg"]["text_cfg"]["readout"]["kind"] == "queries", out
+    (place / "tasks.yaml").write_text(yaml.safe_dump({"tasks": eval_sets(place / "clip_sets")}))
+    code, out = run(
+        place,
+        "eval",
+        "clip",
+        "clip/export",
+        "--data",
+        "tasks.yaml",
+        "--features",
+        "none",
+        "--json",
+        str(place / "both.json"),
+    )
+    scores = json.loads((place / "both.json").read_text())["results"]
+    assert scores["clip/zero"]["metrics"] == scores["export/zero"]["metrics"], out
+    assert code == 0, out
+
+
+def test_a_job_takes_it_along(place):
+    code, out = run(place, "launch", "train", "recipe.yaml", "name=job", "--on", "local")
+    assert code == 0, out
+    end = time.monotonic() + 120
+    while time.monotonic() < end and not (place / "job/checkpoints/step-00000012").exists():
+        time.sleep(0.3)
+    assert losses(place / "job") == losses(place / "whole")
+    (snapshot,) = [p for p in (place / "job/code").iterdir() if p.is_dir()]
+    assert (snapshot / "rotations/scoring.py").is_file() and list(snapshot.glob("sparo_rotations-1.0.dist-info"))
+
+
+def test_what_is_wrong_with_a_row_is_told_to_who_names_it(place, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(place / "site"))
+    tree = recipe(place)
+    assert type(resolve(RunConfig, tree, "r").objective).__module__ == "rotations"
+    clip = {**tree, "objective": {"kind": "clip"}, "eval": {}}
+    assert type(resolve(RunConfig, clip, "r").objective).__module__ == "sparo_train.objectives.clip"  # ours stays
+    for change, message in (
+        ({"objective": {"kind": "rotation"}}, r"objective\.kind: 'rotation'; did you mean 'rotations'"),
+        ({"objective": {**tree["objective"], "modle": {}}}, r"objective\.modle: unknown key; did you mean 'model'"),
+        (
+            {"objective": {"kind": "rotations", "model": {"readout": {"kind": "queries", "slot": 1}}}},
+            r"objective\.model\.readout\.slot: unknown key; did you mean 'slots'",
+        ),
+        (
+            {"engine": {"kind": "broken"}},
+            r"engine\.kind: 'broken' of package sparo-rotations 1\.0 .*ModuleNotFoundError.*repair or uninstall",
+        ),
+        ({"engine": {"kind": "half"}}, r"engine\.kind: 'half' of package .* has no config, build, costs, one_process"),
+        ({"objective": []}, r"objective: a block with keys is expected"),
+        ({"eval": {"tasks": {"a": {"root": "x"}}}}, r"eval\.tasks\.a\.task: a value is required"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resolve(RunConfig, {**tree, **change}, "r")
+    (tmp_path / "other").mkdir()
+    install(tmp_path / "other", "[sparo.methods]\nrotations = rotations.scoring:TASK\n", "another")
+    monkeypatch.syspath_prepend(str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match=r"'rotations' is added by another 1\.0 and sparo-rotations 1\.0"):
+        Table("sparo.methods", {}).row("rotations")
+
+
+def test_tasks_that_do_not_fit_are_refused_before_step_1(place):
+    text = {"task": "zeroshot", "root": str(place / "sets/zero")}
+    code, out = run(place, "train", "recipe.yaml", "name=unfit", f"eval.tasks={{zero: {json.dumps(text)}}}")
+    assert (
+        code == 2 and "eval.tasks.zero: needs texts encoded, and objective.kind=rotations encodes images alone" in out
+    )
+    assert not list((place / "unfit/checkpoints").glob("step-*"))

@@ -1,0 +1,71 @@
+"""What encodes with it, how it is scored, and a file for other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from evals.encoders.encoder import Encoder
+from evals.encoders.exporting import Export
+from evals.encoders.pixels import Pixels
+from evals.sets.opening import open_set
+from evals.sets.task_config import SetTaskConfig
+from evals.suite.scoring import Scoring, described, labels_of
+from evals.suite.task import Task
+from evals.tasks.result import Result
+from sparo_train.train.run import RunConfig
+
+from . import Rotations
+
+
+class RotationsEncoder(Encoder):
+    def __init__(self, objective: Rotations):
+        super().__init__(objective.backbone, (0.5,) * 3, (0.5,) * 3)
+        config = objective.config.model
+        self.image_size, self.slots = config.image_size, config.slots
+        self.transform = Pixels(config.image_size, config.image_size)
+
+    @property
+    def architecture(self) -> str:
+        return self.model.config.model_dump_json()
+
+    @torch.inference_mode()
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Slots apart: (n, L, V)."""
+        return self.model(self.normalised(pixels)).unflatten(1, (self.slots, -1)).float()
+
+
+class NeighbourConfig(SetTaskConfig):
+    task: Literal["neighbour"] = "neighbour"
+
+
+def neighbour(scoring: Scoring, task: NeighbourConfig) -> Result:
+    """How often the image with the most similar slots has the same label."""
+    source = open_set(task, "label")
+    (images,) = scoring.features([source], task.workers)
+    labels = labels_of(images, source, None)
+
+    def score() -> Result:
+        slots = F.normalize(images.in_memory(), dim=-1)  # (n, L, V)
+        alike = torch.einsum("ilv,jlv->ij", slots, slots).fill_diagonal_(-torch.inf)
+        right = float((labels[alike.argmax(1)] == labels).float().mean())
+        return Result("neighbour", len(labels), "acc1", {"acc1": right}, 1 / int(labels.max() + 1))
+
+    return described(scoring.ranks.first(score), images, source, {})
+
+
+def _write(config: RunConfig, weights: Mapping[str, Tensor], path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    backbone = {n.removeprefix("backbone."): t.contiguous() for n, t in weights.items() if n.startswith("backbone.")}
+    save_file(backbone, path)
+    return path
+
+
+TASK = Task(NeighbourConfig, neighbour, lambda task: open_set(task, "label").check(), needs=("slots",))
+EXPORT = Export(("rotations",), _write, "rotations.safetensors")

@@ -1,0 +1,80 @@
+"""The rules of the house that no linter knows."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+import sparo_train
+from sparo_train.core import tables
+from sparo_train.core.contracts import Objective
+from sparo_train.core.plugins import Table
+from sparo_train.models.slots import ReadOut
+
+ROOT = Path(__file__).parents[2]
+FILES = [
+    p for top in ("sparo_train", "sparo_data", "object_centric", "evals", "launch") for p in (ROOT / top).rglob("*.py")
+]
+HEAVY = ("torch", "open_clip", "timm", "torchvision", "numpy", "PIL", "evals", "sparo_data")
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["train"], ["eval", "score"], ["data", "scenes"], ["launch", "train"], ["export"]]
+)
+def test_help_and_version_import_nothing_heavy(words):
+    ask = (
+        "import sys; from launch.cli.main import app; app([*sys.argv[1:], '--help'], standalone_mode=False);"
+        f"print([m for m in {HEAVY} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", ask, *words], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout[-300:]
+
+
+def test_public_names_are_there_and_load_nothing_before_they_are_used():
+    ask = "import sys, sparo_train; print(dir(sparo_train) == sorted(sparo_train.__all__), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
+    for name in sparo_train.__all__:
+        assert getattr(sparo_train, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Sparro'"):
+        _ = sparo_train.Sparro
+
+
+def test_every_own_row_is_there_and_is_what_its_table_asks_for():
+    rows = {name: table for name, table in vars(tables).items() if isinstance(table, Table)}
+    assert {"METHODS", "ENCODERS", "TASKS", "EXPORTS", "READOUTS", "ENGINES", "SOURCES", "LAYOUTS"} == rows.keys()
+    for table in rows.values():
+        for name in table.own:
+            row = table.row(name)
+            assert all(hasattr(row, a) for a in table.attributes) and (table.attributes or callable(row)), name
+
+
+def test_no_two_modules_and_no_two_classes_share_a_name():
+    modules, classes = defaultdict(list), defaultdict(list)
+    for path in FILES:
+        if not path.stem.startswith("__"):
+            modules[path.stem].append(path)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                classes[node.name].append(path)
+    assert not {name: found for name, found in {**modules, **classes}.items() if len(found) > 1}
+
+
+def test_nobody_asks_which_method_it_is():
+    found = [
+        f"{p}: {line}"
+        for p in FILES
+        for line in p.read_text(encoding="utf-8").splitlines()
+        if re.search("isinstance.*(Dino|ClipObjective)", line)
+    ]
+    assert not found
+
+
+def test_what_a_contract_needs_cannot_be_left_out():
+    for contract in (Objective, ReadOut):
+        with pytest.raises(TypeError, match="abstract"):
+            contract()
