@@ -3,7 +3,7 @@
     python benchmarks/scaling.py [--quick] [--json FILE] [--markdown]
 
 Nothing here is timed and no rank is started. Parameters and the activations that backward keeps are counted on the real
-objective with fake tensors; what an engine keeps and sends is computed by `sparo_train/engine/costs.py`, as `--dry` does.
+objective with fake tensors; what an engine keeps and sends is computed by each engine's row of `sparo.engines`, as `--dry` does.
 `plan` walks the real data plan of 1,024 ranks through an epoch; `loss` runs one rank's share of the real ring loss.
 """
 
@@ -21,8 +21,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
+from sparo_train.core import tables
 from sparo_train.core.ring import Ring, Shift
-from sparo_train.core.tables import ENGINES
 from sparo_train.data.read.plan import Plan
 from sparo_train.engine.ddp import DdpEngineConfig
 from sparo_train.engine.deepspeed import DeepSpeedEngineConfig
@@ -220,7 +220,7 @@ def _engine_table(m: Model) -> tuple[str, list[str], list[list[str]]]:
     columns = ["engine", *(f"{n} GPU{'s' if n > 1 else ''}" for n in RANKS), "sent per step (64 GPUs)"]
     rows = []
     for name, config in ENGINES.items():
-        found = [ENGINES.row(config.kind).costs(config, m.sizes, n) for n in RANKS]
+        found = [tables.ENGINES.row(config.kind).costs(config, m.sizes, n) for n in RANKS]
         cells = [f"{c.states / GB:.1f} + {c.gathered / GB:.1f}" for c in found]
         rows.append([name, *cells, f"{found[RANKS.index(64)].sent / GB:.1f}"])
     return f"{m.name}: GB per rank, states + gathered", columns, rows

@@ -3,6 +3,7 @@
 The names in `__all__` are what programs import; each is loaded when it is first used (PEP 562), torch with it.
 """
 
+# pyright: reportUnsupportedDunderAll=false
 from __future__ import annotations
 
 import importlib

@@ -22,6 +22,7 @@ from sparo_train.train.run import TaskConfig as AnyTask
 
 from ..encoders.encoder import Encoder, Precision
 from ..encoders.loading import load_encoder, read_recipe
+from ..encoders.masked import MaskedEncoder
 from ..report.results_file import append
 from ..sets.task_config import SetTaskConfig, TaskConfig
 from ..store.features import FeatureStore, Storage
@@ -41,6 +42,7 @@ class EvalOptions:
 
     features: folder of the feature store; None keeps no features.  results: where lines and predictions go; None: to the
     run folder of a run, nowhere for other checkpoints.  part: (i, n): encode the i-th of n shares only.
+    slots: of the image's encoding, these alone.
     """
 
     model: str | None = None
@@ -51,6 +53,7 @@ class EvalOptions:
     results: Path | None = None
     part: tuple[int, int] | None = None
     latest: bool = True
+    slots: tuple[int, ...] | None = None
 
 
 def features_folder() -> Path:
@@ -121,6 +124,10 @@ def evaluate_checkpoint(
     """
     encoder = load_encoder(checkpoint, how.model, _device(ranks))
     encoder.precision = how.precision
+    name = checkpoint
+    if how.slots is not None:
+        encoder = only_slots(encoder, how.slots)
+        name = f"{checkpoint} (slots {','.join(map(str, how.slots))})"
     if encoder.assumed:
         say(encoder.assumed)
     if how.limit is not None:
@@ -141,7 +148,7 @@ def evaluate_checkpoint(
             if result.counts.get("images_without_caption"):
                 say(f"{task}: {result.counts['images_without_caption']} image(s) without a caption are no queries")
             if folder is not None and ranks.rank == 0:
-                append(folder, checkpoint, task, result, _facts(encoder, how, time.monotonic() - begin))
+                append(folder, name, task, result, _facts(encoder, how, time.monotonic() - begin))
     if unfit and len(unfit) == len(known):
         raise unfit[0]
     for error in unfit:
@@ -152,9 +159,21 @@ def evaluate_checkpoint(
             f"share {how.part[0]} of {how.part[1]} is encoded; {waiting} task(s) wait for other shares: "
             "the same line without --part scores"
         )
-    if how.latest and is_run and results and ranks.rank == 0:
+    if how.latest and is_run and results and how.slots is None and ranks.rank == 0:
         write_results(Path(checkpoint) / "evals" / "latest.json", {"checkpoint": encoder.label}, results)
     return results
+
+
+def only_slots(encoder: Encoder, slots: Sequence[int]) -> Encoder:
+    """These slots of an encoder's encodings, the others at zero. Raises `ConfigError` where it has no such slot."""
+    wrong = [slot for slot in slots if not 0 <= slot < encoder.slots]
+    if encoder.slots < 2:
+        raise ConfigError(f"--slots: {encoder.label} has no slots; use a model with a read-out (readout.kind=sparo)")
+    if wrong or not slots:
+        raise ConfigError(
+            f"--slots {wrong[0] if wrong else ''}: {encoder.label} has {encoder.slots} slots, numbered from 0"
+        )
+    return MaskedEncoder.of_slots(encoder, slots)
 
 
 def _facts(encoder: Encoder, how: EvalOptions, seconds: float) -> dict[str, Any]:

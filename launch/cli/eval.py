@@ -63,6 +63,9 @@ def score(
         typer.Option(help="folder of the feature store, or none (default: $SPARO_FEATURES, ~/.cache/sparo/features)"),
     ] = None,
     storage: Annotated[str, typer.Option(help="fp32 or fp16: how features are stored")] = "fp32",
+    slots: Annotated[
+        str | None, typer.Option(help="only these slots of the images' encodings, from 0: 0,3,8-15 (texts stay whole)")
+    ] = None,
     part: Annotated[
         str | None,
         typer.Option(help="I/N, or slurm (the array's): encode the I-th of N shares; score where all are there"),
@@ -97,7 +100,7 @@ def score(
         if value not in among:
             raise ConfigError(f"--{key} {value}: {did_you_mean(value, among)}")
     folder = features_folder() if features is None else None if features == "none" else Path(features)
-    how = EvalOptions(model, folder, storage, precision, limit, results, _part(part, folder), latest)  # type: ignore[arg-type]
+    how = EvalOptions(model, folder, storage, precision, limit, results, _part(part, folder), latest, _slots(slots))  # type: ignore[arg-type]
     only = tasks.split(",") if tasks else None
     known = {checkpoint: tasks_for(checkpoint, data, only, root) for checkpoint in checkpoints}
     ranks = Ranks(find_world(), "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", 3600.0)
@@ -233,3 +236,18 @@ def _part(text: str | None, features: Path | None) -> tuple[int, int] | None:
     if not own.isdigit() or not of.isdigit() or not int(own) < int(of):
         raise ConfigError(f"--part {text}: write I/N with I from 0 to N-1, as in 0/4, or slurm")
     return int(own), int(of)
+
+
+def _slots(text: str | None) -> tuple[int, ...] | None:
+    """`0,3,8-15` to numbers, each once, in order."""
+    if text is None:
+        return None
+    found: set[int] = set()
+    for word in text.split(","):
+        first, dash, last = word.strip().partition("-")
+        if not first.isdecimal() or (
+            dash and not (last.isdecimal() and int(first) <= int(last) < int(first) + 100_000)
+        ):
+            raise ConfigError(f"--slots {text}: {word!r} is no slot; write numbers from 0 and ranges, as in 0,3,8-15")
+        found.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(found))

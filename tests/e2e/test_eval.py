@@ -3,11 +3,13 @@
 import csv
 import io
 import json
+import re
 import tarfile
 
 import pytest
 import yaml
 
+from evals.report.results_file import read_records
 from sparo_data.writer import write_wds_layout
 from tests.conftest import jpeg, sparo
 
@@ -123,6 +125,25 @@ def test_tasks_that_an_encoder_cannot_do_are_left_out_and_said(scored):
     assert [name.rpartition("/")[2] for name in found] == ["zero", "shots", "shots"]
     done = sparo("eval", "pixels:8", *words, "--tasks", "zero,ret", cwd=root)
     assert done.returncode == 2 and "use knn, linear or probe" in done.stderr
+
+
+def test_slots_are_chosen_by_number(scored):
+    root, _ = scored
+    words = ("eval", "runs/s0", "--data", "tasks.yaml", "--tasks", "zero", "--features", "store", "--results", "chosen")
+    for chosen in ("0-3", "1,3", "3"):
+        done = sparo(*words, "--slots", chosen, "--json", f"slots-{chosen}.json", cwd=root)
+        assert done.returncode == 0, done.stderr
+    found = {c: json.loads((root / f"slots-{c}.json").read_text())["results"]["s0/zero"] for c in ("0-3", "1,3", "3")}
+    whole = next(r for r in read_records([root / "results"]) if r.checkpoint == "runs/s0" and r.task == "zero")
+    assert found["0-3"]["metrics"] == whole.result.metrics  # all four of them
+    assert {r.checkpoint for r in read_records([root / "chosen"])} == {
+        "runs/s0 (slots 0,1,2,3)", "runs/s0 (slots 1,3)", "runs/s0 (slots 3)",
+    }  # fmt: skip
+    for bad, message in (("4", "--slots 4: .* has 4 slots, numbered from 0"), ("1-x", "'1-x' is no slot"), ("", "'' is no slot")):
+        done = sparo(*words, "--slots", bad, cwd=root)
+        assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
+    done = sparo("eval", "pixels:8", *words[2:], "--slots", "0", cwd=root)
+    assert done.returncode == 2 and "pixels:8 has no slots" in done.stderr
 
 
 def test_a_limit_is_another_set_and_is_said(scored):

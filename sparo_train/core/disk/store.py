@@ -2,7 +2,7 @@
 
     checkpoints/step-00012000/
         model.safetensors  optimizer.safetensors             one rank
-        model-00003-of-00008.safetensors …                   several: each writes its pieces (core/pieces.py)
+        model-00003-of-00008.safetensors …                   several: each writes its pieces (pieces.py)
         meta.json          step, samples, cursor, fingerprint, recipe, versions; size + sha256 of every file, and its own
 
 Everything is written into a hidden temporary folder, flushed to disk, and renamed. A killed writer or a full
