@@ -124,10 +124,10 @@ def evaluate_checkpoint(
     """
     encoder = load_encoder(checkpoint, how.model, _device(ranks))
     encoder.precision = how.precision
-    name = checkpoint
+    scored = checkpoint
     if how.slots is not None:
         encoder = only_slots(encoder, how.slots)
-        name = f"{checkpoint} (slots {','.join(map(str, how.slots))})"
+        scored = f"{checkpoint} (slots {','.join(map(str, how.slots))})"
     if encoder.assumed:
         say(encoder.assumed)
     if how.limit is not None:
@@ -148,7 +148,7 @@ def evaluate_checkpoint(
             if result.counts.get("images_without_caption"):
                 say(f"{task}: {result.counts['images_without_caption']} image(s) without a caption are no queries")
             if folder is not None and ranks.rank == 0:
-                append(folder, name, task, result, _facts(encoder, how, time.monotonic() - begin))
+                append(folder, scored, task, result, _facts(encoder, how, time.monotonic() - begin))
     if unfit and len(unfit) == len(known):
         raise unfit[0]
     for error in unfit:
