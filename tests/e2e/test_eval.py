@@ -139,7 +139,11 @@ def test_slots_are_chosen_by_number(scored):
     assert {r.checkpoint for r in read_records([root / "chosen"])} == {
         "runs/s0 (slots 0,1,2,3)", "runs/s0 (slots 1,3)", "runs/s0 (slots 3)",
     }  # fmt: skip
-    for bad, message in (("4", "--slots 4: .* has 4 slots, numbered from 0"), ("1-x", "'1-x' is no slot"), ("", "'' is no slot")):
+    for bad, message in (
+        ("4", "--slots 4: .* has 4 slots, numbered from 0"),
+        ("1-x", "'1-x' is no slot"),
+        ("", "'' is no slot"),
+    ):
         done = sparo(*words, "--slots", bad, cwd=root)
         assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
     done = sparo("eval", "pixels:8", *words[2:], "--slots", "0", cwd=root)

@@ -1,18 +1,25 @@
 """What engines refuse, and what they are said to cost."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
-from sparo_train.core.contracts import Loss, Objective
+from sparo_train.core.config import resolve
+from sparo_train.core.contracts import Loss, Objective, Progress
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.tables import ENGINES
 from sparo_train.core.world import World
 from sparo_train.engine.deepspeed import DeepSpeedEngine
 from sparo_train.engine.fsdp2 import Fsdp2Engine
 from sparo_train.engine.kinds import Sizes
+from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import OptimConfig
+from sparo_train.train.build import build_objective
+from sparo_train.train.run import RunConfig
+from tests.conftest import dino_recipe, tiny_recipe
 
 SIZES = Sizes(parameters=1000, largest_unit=100, outside=200)
 
@@ -85,3 +92,44 @@ def test_costs_are_those_of_the_formulas(keys, ranks, states, gathered, sent):
     found = ENGINES.row(keys["kind"]).costs(config(**keys), SIZES, ranks)
     assert (found.states, found.gathered, found.sent) == pytest.approx((states, gathered, sent))
     assert found.host == (4_000 if "cpu_offload" in keys else 0)
+
+
+def after_four_steps(kind, device, on_host):
+    """Weights, buffers and moments of a small objective behind four steps, the second of which is not finite."""
+    torch.manual_seed(0)
+    tree = (tiny_recipe if kind == "clip" else dino_recipe)(Path("x"), Path("x"))
+    tree["optim"] = {**tree["optim"], "clip_grad_norm": 0.5}
+    run = resolve(RunConfig, tree, "x")
+    objective = build_objective(run)
+    engine = LocalEngine(LocalEngineConfig(device=device, precision="fp32"), run.optim)
+    engine.prepare(objective)
+    engine.decides_on_host = on_host
+    made = torch.Generator().manual_seed(1)
+    applied = []
+    for step in range(4):
+        batch = {
+            "image": torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8, generator=made),
+            "text": torch.randint(1, 40000, (8, 16), generator=made),
+            "global_crops": torch.randint(0, 256, (8, 2, 3, 32, 32), dtype=torch.uint8, generator=made),
+            "local_crops": torch.randint(0, 256, (8, 2, 3, 16, 16), dtype=torch.uint8, generator=made),
+            "patches": torch.arange(3).expand(8, 3),
+        }
+        progress = Progress(step, 10, 8 * step, 4)
+        loss = engine.forward(batch, progress, last=True)
+        engine.backward(loss.total * (float("nan") if step == 1 else 1.0), last=True)
+        applied.append(bool(engine.step(progress).applied))
+    assert applied == [True, False, True, True]
+    moments = {
+        f"{n}/{k}": v for n, p in objective.named_parameters() for k, v in engine.optimizer.state.get(p, {}).items()
+    }
+    return {**objective.state_dict(), **moments}
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("clip", 0.0), ("dino", 1e-6)])
+def test_a_step_that_the_device_decides_on_ends_as_one_that_the_host_does(kind, tolerance):
+    on_host, on_device = (after_four_steps(kind, "cpu", on_host) for on_host in (True, False))
+    assert on_host.keys() == on_device.keys() and all(
+        v.isfinite().all() for v in on_host.values() if v.is_floating_point()
+    )
+    for name, value in on_host.items():
+        torch.testing.assert_close(on_device[name], value, rtol=tolerance, atol=tolerance, msg=name)

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Every figure that needs a GPU, in pieces of under nine minutes: bash benchmarks/gpu.sh [PIECE …] [OUT=folder]
+#
+# Each piece writes OUT/PIECE.txt (its tables, with the machine's name) and OUT/PIECE*.json; one that fails does not stop the rest.
+# Pieces: tests step readout dino loss engines evals knn mfu. Without a name: all of them, one after another.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=${OUT:-gpu_figures}
+mkdir -p "$out"
+python=${PYTHON:-python3}
+limit=${LIMIT:-530}
+
+gpus() { $python -c 'import torch; print(torch.cuda.device_count())'; }
+
+piece() {
+  case $1 in
+    tests) $python -m pytest -m gpu -n 0 -p no:cacheprovider ;;
+    step) $python benchmarks/train_step.py --json "$out/step.json" ;;
+    readout) $python benchmarks/readout.py --json "$out/readout.json" ;;
+    dino) $python benchmarks/dino_step.py --json "$out/dino.json" ;;
+    loss) $python benchmarks/loss_memory.py --json "$out/loss.json" ;;
+    engines)
+      if [ "$(gpus)" -ge 2 ]; then
+        $python benchmarks/engines.py --device cuda --batch 128 --json "$out/engines.json"
+      else
+        echo "engines: two GPUs are needed, $(gpus) seen"
+      fi ;;
+    evals) $python benchmarks/evals.py --quick --json "$out/evals.json" ;;
+    knn) $python benchmarks/knn.py --quick --json "$out/knn.json" ;;
+    mfu) $python benchmarks/mfu.py --json "$out/mfu.json" ;;
+    *) echo "no such piece: $1"; return 2 ;;
+  esac
+}
+
+[ "$(gpus)" -ge 1 ] || { echo "no GPU: torch sees none"; exit 2; }
+[ $# -gt 0 ] || set -- tests step readout dino loss engines evals knn mfu
+failed=0
+for name in "$@"; do
+  echo "== $name"
+  export -f piece gpus
+  export out python
+  timeout "$limit" bash -c "piece $name" 2>&1 | tee "$out/$name.txt" || { echo "$name: failed or over $limit s"; failed=1; }
+done
+exit $failed
