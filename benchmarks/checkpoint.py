@@ -63,7 +63,7 @@ def main() -> None:
     rounds = 1 if options.quick else 4
     options.steps = 40 if options.quick else options.steps
     rows = []
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         noise_shards(place / "shards", 4096)
         runs = iter(range(1000))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every figure that needs a GPU, in pieces of under nine minutes: bash benchmarks/gpu.sh [PIECE …] [OUT=folder]
+# Every figure that needs a GPU, in pieces of under nine minutes: [OUT=folder] bash benchmarks/gpu.sh [PIECE …]
 #
 # Each piece writes OUT/PIECE.txt (its tables, with the machine's name) and OUT/PIECE*.json; one that fails does not stop the rest.
 # Pieces: tests step readout dino loss engines evals knn mfu. Without a name: all of them, one after another.

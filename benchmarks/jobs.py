@@ -95,7 +95,7 @@ def main() -> None:
     options = parser(__doc__).parse_args()
     rounds = 1 if options.quick else 5
     lead = load_cluster("test").signal_seconds
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         noise_shards(Path("shards"), 2048)
         pairs, leads = [], []

@@ -4,7 +4,7 @@
 
 One rule: model FLOPs of a sample are three times the matrix products and attentions of its forward, counted on the operations
 themselves (sparo_train/train/flops.py); what is recomputed is not counted. Published for CLIP, by rules of their own: 9 to 15 per cent
-on A100 (open_clip), 39 (NeMo, g/14). Batches lie on the device. "theirs" is the same step without compile.
+on A100 (open_clip), 39 (NeMo, g/14). Batches lie on the device. "theirs" is the same step without compile (on a CPU both are).
 """
 
 from __future__ import annotations

@@ -81,6 +81,11 @@ def _open_clip(config: RunConfig, weights: Mapping[str, Tensor], folder: Path) -
 
 
 def _sparo_clip(config: RunConfig, weights: Mapping[str, Tensor], path: Path) -> Path:
+    readout = config.objective.model.readout
+    if readout.placement.text and readout.kind != "sparo":
+        raise ConfigError(
+            f"--layout sparo-clip: has no place for the read-out {readout.kind!r}; use --layout open_clip"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     model = config.objective.model.model_dump(mode="json")  # what shapes do not tell; sparo-clip's loader ignores it
     state = to_sparo_clip(_clip_weights(weights))

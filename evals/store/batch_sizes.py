@@ -18,7 +18,7 @@ _FIRST = {"cpu": 256, "cuda": 2048}
 
 
 class BatchSize:
-    """ImageBatch sizes by model, precision, view and device.
+    """Batch sizes by model, precision, view and device.
 
     Args:
         path: where they are remembered between runs; None: nowhere.

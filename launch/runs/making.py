@@ -1,4 +1,4 @@
-"""The work behind `sparo data scenes|emoji|fashion-mnist|convert`, with progress."""
+"""The work behind `sparo data scenes|emoji`, with progress."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from evals.suite.task import encoder_of, refuse_unfit_to
 from sparo_train.core.contracts import Objective
 from sparo_train.core.disk.rundir import RunDir
 from sparo_train.core.distributed import Ranks
-from sparo_train.core.errors import SparoError, StoppedError, SupersededError
+from sparo_train.core.errors import ConfigError, SparoError, StoppedError, SupersededError
+from sparo_train.core.tables import METHODS
 from sparo_train.core.world import find_world, started
 from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks
 from sparo_train.train.flops import FlopCounter
@@ -81,6 +82,10 @@ def make_evaluate(config: RunConfig, trained: Objective, rundir: RunDir, say: Ca
     refuse_unfit_to(trained, method, config.eval.tasks)  # all of it now, rather than in the middle of training
     if side is not None:
         refuse_unfit_to(trained, method, side.tasks, "eval.side.tasks")
+        if not METHODS.row(method).exports:
+            raise ConfigError(
+                f"eval.side: objective.kind={method} names no layout to export to, which a job of its own would read"
+            )
         Suite(side.tasks).check()
         load_cluster(side.on, side.options)
     suite = Suite(config.eval.tasks)

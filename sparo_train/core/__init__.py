@@ -1,1 +1,1 @@
-"""The floor: errors, configuration, random streams, the run folder, checkpoints, metrics, signals."""
+"""The floor: recipes, open tables, contracts, ranks, errors, random streams; in `disk` what a run keeps."""

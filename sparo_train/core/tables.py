@@ -26,7 +26,7 @@ READOUTS = Table(
     ("placement", "shape", "build", "infer"),
 )
 
-# What runs an objective on devices: config, engine, and what it costs (engine/local.py: EngineRow).
+# What runs an objective on devices: config, engine, and what it costs (engine/kinds.py: EngineKind).
 ENGINES = Table(
     "sparo.engines",
     {
@@ -71,7 +71,7 @@ TASKS = Table(
     ("config", "needs", "check", "run"),
 )
 
-# How evaluation data lies on disk: the facts it has, and what opens it (evals/sets/opening.py).
+# How evaluation data lies on disk: the facts it has, and what opens it (evals/sets/base.py: Layout).
 LAYOUTS = Table(
     "sparo.layouts",
     {

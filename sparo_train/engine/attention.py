@@ -1,29 +1,32 @@
-"""Which form of attention is faster on this CPU: found by a short measurement, and remembered for this machine.
+"""Which form of attention is faster on this CPU: measured on the first batch, and remembered for this machine.
 
-torch's fused kernel wins on long sequences and loses on short ones, by a factor that depends on the processor, the precision and
-the threads: on one EPYC with two threads plain attention is twice as fast for 50 tokens in bf16 and half as fast for 197.
+torch's fused kernel wins here and plain attention there, by a factor that depends on the processor, the precision, the threads and
+the lengths. The operation alone does not tell: on one EPYC plain attention is faster by itself for 50 tokens in bf16, and a whole
+ViT-B/32 step is a third slower with it, because it keeps every map for backward. So whole forwards and backwards are timed.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from contextlib import nullcontext, suppress
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..core.contracts import CoupledObjective, Objective, Progress
 from ..core.disk.rundir import machine_name
 from ..core.files import cache_folder, write_whole
 
-_SHAPE = (16, 8, 64)  # samples, heads, width of a head
-_ROUNDS = 5
+_SAMPLES, _ROUNDS = 8, 3
+FORMS = ("plain", "fused")
 
 
 class Attention(NamedTuple):
-    """`name`: plain or fused.  `seconds`: of one forward and backward over all lengths, plain and fused, where they were measured."""
+    """`name`: plain or fused.  `seconds`: of a forward and backward of a few samples, plain and fused, where they were measured."""
 
     name: str
     seconds: tuple[float, float] | None = None
@@ -31,47 +34,83 @@ class Attention(NamedTuple):
     def __str__(self) -> str:
         if self.seconds is None:
             return self.name
-        plain, fused = (1000 * s for s in self.seconds)
-        return f"{self.name} (plain {plain:.1f} ms, fused {fused:.1f} ms)"
+        return (
+            f"{self.name} (a few samples: plain {1000 * self.seconds[0]:.1f} ms, fused {1000 * self.seconds[1]:.1f} ms)"
+        )
+
+    def running(self) -> AbstractContextManager[object, bool | None]:
+        """The context in which attention is computed so."""
+        return sdpa_kernel(SDPBackend.MATH) if self.name == "plain" else nullcontext()
 
 
-def fastest(tokens: list[int], precision: str) -> Attention:
-    """The faster form for sequences of these lengths in fp32 or bf16, with torch's current number of threads.
+def fastest(
+    objective: Objective,
+    batch: Mapping[str, Tensor],
+    progress: Progress,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    agreed: Callable[[Callable[[], Any]], Any],
+    precision: str,
+) -> Attention:
+    """The faster form for this objective and batch; parameters, buffers, gradients and random states are as they were.
 
-    The answer is kept in the user's cache: it would differ from one start to the next where both are nearly equal, and a run
+    The answer is kept in the user's cache: it could differ from one start to the next where both are nearly equal, and a run
     would then not end with the same bits twice.
+
+    Args:
+        agreed: makes all ranks take what rank 0 finds; all of them measure, because an objective may talk to the others.
     """
-    path = cache_folder() / "attention.json"
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        known = {}
-    known = known if isinstance(known, dict) else {}
-    key = f"{machine_name()} torch {torch.__version__} {precision} {torch.get_num_threads()} {tokens}"
-    found = known.get(key)
-    if not (isinstance(found, list) and len(found) == 2 and all(isinstance(s, float) for s in found)):
-        found = list(_measured(tokens, torch.bfloat16 if precision == "bf16" else torch.float32))
-        with suppress(OSError):  # measured again at the next start
-            write_whole(path, json.dumps({**known, key: found}, indent=1))
-    plain, fused = found
+    few = {key: value[:_SAMPLES] for key, value in batch.items()}
+    size = sum(p.numel() for p in objective.parameters())
+    shapes = {key: tuple(value.shape) for key, value in few.items()}
+    key = f"{machine_name()}, torch {torch.__version__}, {torch.get_num_threads()} threads, {precision}, {size} parameters, {shapes}"
+    seconds = agreed(lambda: _known().get(key))
+    if not (isinstance(seconds, list) and len(seconds) == 2):
+        own = _measured(objective, few, progress, autocast)
+        seconds = agreed(lambda: own)
+        agreed(lambda: _remember(key, own))
+    plain, fused = map(float, seconds)
     return Attention("plain" if plain <= fused else "fused", (plain, fused))
 
 
-def _measured(tokens: list[int], dtype: torch.dtype) -> tuple[float, float]:
-    """Seconds of plain and fused, each the best of alternating rounds, summed over the lengths."""
-    batch, heads, width = _SHAPE
-    totals = [0.0, 0.0]
+def _measured(
+    objective: Objective,
+    batch: dict[str, Tensor],
+    progress: Progress,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> list[float]:
+    """Seconds of plain and of fused: the smallest of alternating rounds behind an unmeasured one."""
+    trained = [p for p in objective.parameters() if p.requires_grad]
+    held, best = [(b, b.clone()) for b in objective.buffers()], [float("inf")] * 2
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        for length in tokens:
-            q, k, v, g = (torch.randn(batch, heads, length, width, dtype=dtype) for _ in range(4))
-            for tensor in (q, k, v):
-                tensor.requires_grad_()
-            best = [float("inf")] * 2
-            for _ in range(_ROUNDS):
-                for form in (0, 1):
-                    with nullcontext() if form else sdpa_kernel(SDPBackend.MATH):
-                        begin = time.perf_counter()
-                        F.scaled_dot_product_attention(q, k, v).backward(g)
-                        best[form] = min(best[form], time.perf_counter() - begin)
-            totals = [total + b for total, b in zip(totals, best, strict=True)]
-    return totals[0], totals[1]
+        for number in range(_ROUNDS):
+            for form, name in enumerate(FORMS):
+                begin = time.perf_counter()
+                with Attention(name).running():
+                    with autocast():
+                        total = _total(objective, batch, progress)
+                    torch.autograd.grad(total, trained, allow_unused=True)  # leaves .grad and its hooks alone
+                if number:
+                    best[form] = min(best[form], time.perf_counter() - begin)
+    with torch.no_grad():
+        for buffer, value in held:
+            buffer.copy_(value)
+    return best
+
+
+def _total(objective: Objective, batch: dict[str, Tensor], progress: Progress) -> Tensor:
+    """What a backward begins with; a coupled objective's own loss would need the other ranks."""
+    if isinstance(objective, CoupledObjective):
+        return torch.stack([rows.float().square().sum() for rows in objective.embed(batch)]).sum()
+    return objective(batch, progress).total
+
+
+def _known() -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        found = json.loads((cache_folder() / "attention.json").read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _remember(key: str, seconds: list[float]) -> None:
+    with suppress(OSError):  # measured again at the next start
+        write_whole(cache_folder() / "attention.json", json.dumps({**_known(), key: seconds}, indent=1))

@@ -16,7 +16,7 @@ from ..core.contracts import Batch, Objective, Progress
 from .kinds import EngineKind, replicated
 from .ranked import RankedEngine, RankedEngineConfig, Root
 
-# Our buffers never change; torch 2.15 renamed the switch for not sending them before every forward.
+# Our buffers are the same on all ranks, or a rank's own until they are summed; torch 2.15 renamed the switch for not sending them before every forward.
 _SYNC_BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -58,6 +58,7 @@ class DdpEngine(RankedEngine):
             )
 
     def _run(self, batch: Batch, progress: Progress | None, last: bool) -> Any:
+        self.side.choose_kernel(self.objective, batch, progress)
         if not self._warm and torch.is_grad_enabled():
             self._warm_up(batch, progress)
         return super()._run(batch, progress, last)

@@ -60,12 +60,14 @@ class LocalEngine:
 
     def forward(self, batch: Batch, progress: Progress, *, last: bool) -> Loss:
         """The objective's loss of a batch, under autocast where the recipe asks for bf16."""
+        self.side.choose_kernel(self.objective, batch, progress)
         with self.side.autocast(), self.side.attention(), self.side.clock.running():
             return self.objective(self.side.moved(batch), progress)
 
     def embed(self, batch: Batch, *, last: bool) -> Embedded:
         """A coupled objective's embeddings of a batch, computed as `forward` computes them."""
         assert isinstance(self.objective, CoupledObjective)
+        self.side.choose_kernel(self.objective, batch, None)
         with self.side.autocast(), self.side.attention(), self.side.clock.running():
             return Embedded(self.objective.embed(self.side.moved(batch)), tuple(self.objective.loss_parameters()))
 

@@ -40,7 +40,7 @@ class Reporter:
         self.config, self.rundir, self.ranks, self.engine, self.display = config, rundir, ranks, engine, display
         self.flops, self.meter = flops, Meter()
         self._log: MetricsLog | None = None
-        self._alarmed = False
+        self._alarmed = self._said_kernel = False
 
     def open(self, after_step: int) -> set[int]:
         """On rank 0: continue metrics.jsonl behind this step; returns the steps that are evaluated already."""
@@ -61,6 +61,10 @@ class Reporter:
         facts |= {f"grad_norm_{part}": float(norm) for part, norm in report.norms.items()}
         self._watch(objective, step, facts)
         facts |= self._speed(batch, facts["samples_per_second"])
+        kernel = self.engine.side.kernel
+        if kernel.seconds is not None and not self._said_kernel:
+            self._said_kernel = True
+            self.display.say(f"engine.attention: {kernel}")
         self.display.update(step, total_steps, facts)
         return facts
 

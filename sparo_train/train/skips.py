@@ -15,7 +15,7 @@ class SkippedSteps:
     """What became of the steps since the host last looked.
 
     On a CPU it looks after every step. A GPU would have to be waited for: there it looks where it waits anyway (log steps, saves,
-    evaluations, the end), so a run may take a few steps more before it ends.
+    the end), so a run may take a few steps more before it ends.
 
     Args:
         limit: `optim.max_skipped`.

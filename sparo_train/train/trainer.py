@@ -89,8 +89,6 @@ class Trainer:
         self.engine.prepare(self.objective)
         self._restore()
         self._evaluated = self.ranks.first(lambda: self.report.open(self.state.step))
-        if self.engine.side.kernel.seconds is not None:
-            self.display.say(f"engine.attention: {self.engine.side.kernel}")
         end = min(self.total_steps, self.config.stop_after_steps or self.total_steps)
         self.profile = Profile(*self._profile)
         try:

@@ -143,6 +143,8 @@ def test_its_read_out_goes_into_clip_and_open_clip(place):
     code, out = run(place, "export", "clip")
     config = json.loads((place / "clip/export/open_clip_config.json").read_text())
     assert code == 0 and config["model_cfg"]["text_cfg"]["readout"]["kind"] == "queries", out
+    code, out = run(place, "export", "clip", "--layout", "sparo-clip")
+    assert code == 2 and "has no place for the read-out 'queries'" in out
     (place / "tasks.yaml").write_text(yaml.safe_dump({"tasks": eval_sets(place / "clip_sets")}))
     code, out = run(
         place,

@@ -1,1 +1,1 @@
-"""Read-outs beside the paper's own (models/sparo.py): one file, one row of `sparo.readouts`, one test each."""
+"""Read-outs beside the paper's own (models/sparo.py): each a row of `sparo.readouts`."""
