@@ -122,6 +122,10 @@ class Collector:
         if step % _COLLECT_EVERY == 0:
             gc.collect(1)
 
+    def everything(self) -> None:
+        """Behind what makes much of it and takes its time anyway (an evaluation)."""
+        gc.collect()
+
     def __exit__(self, *_: object) -> None:
         if self._before:
             gc.enable()

@@ -188,6 +188,7 @@ class Trainer:
                 scores = self.ranks.first(lambda: evaluate(cast(Objective, objective), step, _ALONE))
         self.report.write("eval", step, scores)
         self._evaluated.add(step)
+        self.garbage.everything()
         self.report.meter.start()
 
     def _end(self, signal: str | None) -> Outcome:
