@@ -21,7 +21,9 @@ from ..core.contracts import CoupledObjective, Objective, Progress
 from ..core.disk.rundir import machine_name
 from ..core.files import cache_folder, write_whole
 
-_SAMPLES, _ROUNDS = 8, 3
+_SAMPLES = 8
+_ROUNDS, _SECONDS = (2, 20), 0.5  # at least and at most, as many as fit into this time
+_MARGIN = 1.15  # plain attention has to be so much faster: what is nearly equal must not change from one machine of a kind to the next
 FORMS = ("plain", "fused")
 
 
@@ -65,11 +67,11 @@ def fastest(
     key = f"{machine_name()}, torch {torch.__version__}, {torch.get_num_threads()} threads, {precision}, {size} parameters, {shapes}"
     seconds = agreed(lambda: _known().get(key))
     if not (isinstance(seconds, list) and len(seconds) == 2):
-        own = _measured(objective, few, progress, autocast)
+        own = _measured(objective, few, progress, autocast, agreed)
         seconds = agreed(lambda: own)
         agreed(lambda: _remember(key, own))
     plain, fused = map(float, seconds)
-    return Attention("plain" if plain <= fused else "fused", (plain, fused))
+    return Attention("plain" if _MARGIN * plain <= fused else "fused", (plain, fused))
 
 
 def _measured(
@@ -77,24 +79,29 @@ def _measured(
     batch: dict[str, Tensor],
     progress: Progress,
     autocast: Callable[[], AbstractContextManager[Any]],
+    agreed: Callable[[Callable[[], Any]], Any],
 ) -> list[float]:
     """Seconds of plain and of fused: the smallest of alternating rounds behind an unmeasured one."""
     trained = [p for p in objective.parameters() if p.requires_grad]
-    held, best = [(b, b.clone()) for b in objective.buffers()], [float("inf")] * 2
+    held = [(b, b.clone()) for b in objective.buffers()]
+
+    def seconds(name: str) -> float:
+        begin = time.perf_counter()
+        with Attention(name).running():
+            with autocast():
+                total = _total(objective, batch, progress)
+            torch.autograd.grad(total, trained, allow_unused=True)  # leaves .grad and its hooks alone
+        return time.perf_counter() - begin
+
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        for number in range(_ROUNDS):
-            for form, name in enumerate(FORMS):
-                begin = time.perf_counter()
-                with Attention(name).running():
-                    with autocast():
-                        total = _total(objective, batch, progress)
-                    torch.autograd.grad(total, trained, allow_unused=True)  # leaves .grad and its hooks alone
-                if number:
-                    best[form] = min(best[form], time.perf_counter() - begin)
+        first = [seconds(name) for name in FORMS]
+        # as many on every rank: an objective may talk to the others
+        rounds = agreed(lambda: max(_ROUNDS[0], min(_ROUNDS[1], int(_SECONDS / sum(first)))))
+        found = [[seconds(name) for name in FORMS] for _ in range(rounds)]
     with torch.no_grad():
         for buffer, value in held:
             buffer.copy_(value)
-    return best
+    return [min(times) for times in zip(*found, strict=True)]
 
 
 def _total(objective: Objective, batch: dict[str, Tensor], progress: Progress) -> Tensor:
