@@ -60,6 +60,7 @@ def test_a_sweep_that_makes_no_sense_is_refused(recipe, overrides, seeds, messag
 def test_a_snapshot_is_the_running_code_and_runs_alone(tmp_path):
     first, second = take_snapshot(tmp_path / "code"), take_snapshot(tmp_path / "code")
     assert first == second and first.commit is not None and len(first.commit) == 40
+    assert not list(first.path.rglob("*.pyc")) and (first.path / "configs/clip").is_dir()
     ask = "import launch, sparo_train, evals; print(launch.__file__, sparo_train.__file__, evals.__file__)"
     env = {**os.environ, "PYTHONPATH": str(first.path)}
     out = subprocess.run(
@@ -73,7 +74,6 @@ def test_a_snapshot_is_the_running_code_and_runs_alone(tmp_path):
     ]
     env = {**os.environ, **dict(line.replace("${PYTHONPATH:+:$PYTHONPATH}", "").split("=", 1) for line in path)}
     subprocess.run([sys.executable, "-m", "launch.jobs.batch"], env=env, cwd=tmp_path, check=True)
-    assert not list(first.path.rglob("*.pyc")) and (first.path / "configs/clip").is_dir()
     assert (tmp_path / f"code/{first.path.name}.commit").read_text().strip() == first.commit
 
 
