@@ -118,9 +118,14 @@ def score(
             )
     if ranks.rank == 0:
         if any(found.values()):
-            out.print(results_table(found, "per cent, 95 % intervals"))
+            chosen = f", slots {slots} of the images alone" if slots else ""
+            out.print(results_table(found, f"per cent, 95 % intervals{chosen}"))
         if json_file:
-            write_results(json_file, {}, {f"{c}/{t}": r for c, by_task in found.items() for t, r in by_task.items()})
+            write_results(
+                json_file,
+                {"slots": how.slots} if how.slots else {},
+                {f"{c}/{t}": r for c, by_task in found.items() for t, r in by_task.items()},
+            )
     ranks.close()
 
 

@@ -66,7 +66,7 @@ def fastest(
     shapes = {key: tuple(value.shape) for key, value in few.items()}
     key = f"{machine_name()}, torch {torch.__version__}, {torch.get_num_threads()} threads, {precision}, {size} parameters, {shapes}"
     seconds = agreed(lambda: _known().get(key))
-    if not (isinstance(seconds, list) and len(seconds) == 2):
+    if not (isinstance(seconds, list) and len(seconds) == 2 and all(isinstance(s, int | float) for s in seconds)):
         own = _measured(objective, few, progress, autocast, agreed)
         seconds = agreed(lambda: own)
         agreed(lambda: _remember(key, own))

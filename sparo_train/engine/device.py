@@ -82,8 +82,8 @@ class Device:
             self.kernel = fastest(objective, batch, at, self.autocast, self._agreed, self.config.precision)
 
     def keep_kernel(self, name: str) -> None:
-        """Go on with the kernel that a checkpoint was trained with, so that a resumed run has the same bits."""
-        if self.config.attention == "auto" and name in FORMS:
+        """Go on with the kernel that a checkpoint was trained with, so that a resumed run has the same bits; a GPU has its own choice."""
+        if self.config.attention == "auto" and self.device.type == "cpu" and name in FORMS:
             self.kernel, self._undecided = Attention(name), False
 
     def autocast(self) -> torch.autocast:

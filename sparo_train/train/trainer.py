@@ -240,7 +240,7 @@ class Trainer:
         path, meta, source = newest
         with self.ranks.on_all():
             self.engine.load(source)
-        self.engine.side.keep_kernel(meta.get("attention", ""))
+        self.engine.side.keep_kernel(meta.get("attention", "plain"))  # what older versions took on CPUs
         self.state = State.of(meta)
         self.bad.load(meta["bad_samples"])
         self.display.say(f"continuing from {path} (step {self.state.step} of {self.total_steps})")

@@ -133,6 +133,8 @@ def test_slots_are_chosen_by_number(scored):
     for chosen in ("0-3", "1,3", "3"):
         done = sparo(*words, "--slots", chosen, "--json", f"slots-{chosen}.json", cwd=root)
         assert done.returncode == 0, done.stderr
+        assert f"slots {chosen} of the images alone" in done.stdout  # never as if it were the whole encoding
+    assert json.loads((root / "slots-1,3.json").read_text())["slots"] == [1, 3]
     found = {c: json.loads((root / f"slots-{c}.json").read_text())["results"]["s0/zero"] for c in ("0-3", "1,3", "3")}
     whole = next(r for r in read_records([root / "results"]) if r.checkpoint == "runs/s0" and r.task == "zero")
     assert found["0-3"]["metrics"] == whole.result.metrics  # all four of them

@@ -1,5 +1,6 @@
 """What engines refuse, and what they are said to cost."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,6 +159,13 @@ def test_the_faster_attention_is_chosen_once_and_changes_nothing(monkeypatch, tm
         monkeypatch.setattr(attention, "_measured", seconds)
         engine.forward(batch if times == 1 else {k: v[:4] for k, v in batch.items()}, Progress(0, 10, 0), last=True)
         assert engine.side.kernel.name == name and len(measured) == times
+    known = json.loads((tmp_path / "sparo/attention.json").read_text())
+    for broken in ('{"torn', "[]", json.dumps({key: [None, "x"] for key in known})):
+        (tmp_path / "sparo/attention.json").write_text(broken)  # only a memory: measured again
+        again = LocalEngine(LocalEngineConfig(device="cpu", precision="fp32"), run.optim)
+        again.prepare(build_objective(run))
+        again.forward(batch, Progress(0, 10, 0), last=True)
+        assert again.side.kernel.name == "fused"
     engine.side.keep_kernel("plain")
     assert engine.side.kernel.name == "plain"  # as its checkpoint says
     objective, before = build_objective(run), torch.get_rng_state()
