@@ -17,9 +17,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from PIL import Image
-from pydantic import Field
 
-from sparo_train.core.config import Frozen, differences
+from sparo_train.core.config import Frozen, differences, setting
 from sparo_train.core.errors import DataError
 from sparo_train.core.rng import generator
 
@@ -31,15 +30,15 @@ from .writer import Fields, write_shard, write_wds_layout
 class ScenesConfig(Frozen):
     """How much to render. Equal configs give equal bytes."""
 
-    seed: int = 0
-    size: int = Field(default=64, ge=16)
-    train: int = Field(default=8000, gt=0)
-    per_shard: int = Field(default=500, gt=0)
-    per_class: int = Field(default=20, gt=0)
-    retrieval: int = Field(default=400, gt=0)
-    pairs_per_kind: int = Field(default=150, gt=0)
-    antialias: int = Field(default=2, ge=1)
-    masks: bool = True
+    seed: int = setting(0, "of all scenes")
+    size: int = setting(64, "pixels of an image's side", ge=16)
+    train: int = setting(8000, "scenes for training", gt=0)
+    per_shard: int = setting(500, "scenes in a shard", gt=0)
+    per_class: int = setting(20, "images of each class of the zero-shot sets", gt=0)
+    retrieval: int = setting(400, "scenes of the retrieval set", gt=0)
+    pairs_per_kind: int = setting(150, "true and false captions of each kind", gt=0)
+    antialias: int = setting(2, "rays per pixel along each side", ge=1)
+    masks: bool = setting(True, "each object's pixels beside the image")
 
 
 def render_scenes(

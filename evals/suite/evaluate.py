@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sparo_train import __version__
-from sparo_train.core.config import Frozen, load_recipe, resolve
+from sparo_train.core.config import Frozen, load_recipe, resolve, setting
 from sparo_train.core.disk.rundir import environment
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
@@ -33,7 +33,7 @@ from .task import UnfitError
 
 
 class _Tasks(Frozen):
-    tasks: dict[str, AnyTask]
+    tasks: dict[str, AnyTask] = setting(..., "by name, each a row of sparo.tasks")
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import Field
 
+from sparo_train.core.config import setting
 from sparo_train.core.errors import DataError
 
 from ..sets.base import Limited, Pair
@@ -22,29 +22,29 @@ from .task import Task
 class ZeroshotTaskConfig(SetTaskConfig):
     """Classification by prompts; multilabel sets (`.npy` members) get mean average precision.
 
-    `classes`: how many there must be.  `border_crop`: of ObjectNet, its red border of two pixels (wise-ft crops it,
-    clip-benchmark does not).  `headline`: DataComp has mean_per_class_recall for some sets, the SPARO paper says accuracy.
+    Of ObjectNet's red border: wise-ft crops it, clip-benchmark does not. DataComp's headline is mean_per_class_recall for some sets,
+    the SPARO paper's is accuracy.
     """
 
-    task: Literal["zeroshot"] = "zeroshot"
-    classes: int | None = Field(default=None, gt=1)
-    border_crop: bool = True
-    headline: Literal["acc1", "mean_per_class_recall"] = "acc1"
+    task: Literal["zeroshot"] = setting("zeroshot", "a row of sparo.tasks")
+    classes: int | None = setting(None, "how many there must be", gt=1)
+    border_crop: bool = setting(True, "cut off ObjectNet's red border of two pixels")
+    headline: Literal["acc1", "mean_per_class_recall"] = setting("acc1", "the score that tables show")
 
 
 class RetrievalTaskConfig(SetTaskConfig):
-    """Images to captions and back.  `annotations`: for layout karpathy, the file that says which captions an image has."""
+    """Images to captions and back."""
 
-    task: Literal["retrieval"] = "retrieval"
-    annotations: str | None = None
-    k: tuple[int, ...] = Field(default=(1, 5, 10), min_length=1)
+    task: Literal["retrieval"] = setting("retrieval", "a row of sparo.tasks")
+    annotations: str | None = setting(None, "of layout karpathy: the file that says which captions an image has")
+    k: tuple[int, ...] = setting((1, 5, 10), "ranks within which a hit counts (R@k)", min_length=1)
 
 
 class PairsTaskConfig(SetTaskConfig):
-    """True against false captions; ties lose.  `average`: the headline over kinds (Table B.1 has macro, SugarCrepe's authors micro)."""
+    """True against false captions; ties lose."""
 
-    task: Literal["pairs"] = "pairs"
-    average: Literal["macro", "micro"] = "macro"
+    task: Literal["pairs"] = setting("pairs", "a row of sparo.tasks")
+    average: Literal["macro", "micro"] = setting("macro", "over kinds: Table B.1 has macro, SugarCrepe's authors micro")
 
 
 def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch.nn import functional as F
 
+from sparo_train.core.config import setting
 from sparo_train.core.errors import ConfigError
 
 from ..sets.opening import open_labelled, open_set
@@ -22,30 +22,30 @@ from .task import Task
 class ProbeTaskConfig(SetTaskConfig):
     """clip-benchmark's linear probe on the whole encoding: AdamW, a cosine per step, the weight decay searched on held-out data.
 
-    `train_split`: beside `split`.  `val_split` or `val_proportion` (drawn by `seed`): what the weight decay is searched on; neither:
-    `weight_decay` is used. The SPARO paper gives lr and epochs, and neither batch size nor held-out share.
-    `fewshot_k`: images per class, -1: all.
+    The SPARO paper gives lr and epochs, and neither batch size nor held-out share.
     """
 
-    task: Literal["probe"] = "probe"
-    train_split: str = "train"
-    val_split: str | None = None
-    val_proportion: float = Field(default=0.2, ge=0, lt=1)
-    weight_decay: float = Field(default=0.0, ge=0)
-    fewshot_k: int = Field(default=-1, ge=-1)
-    lr: float = Field(default=0.1, gt=0)
-    epochs: int = Field(default=10, ge=1)
-    batch_size: int = Field(default=64, gt=0)
-    normalize: bool = True
-    seed: int = 0
+    task: Literal["probe"] = setting("probe", "a row of sparo.tasks")
+    train_split: str = setting("train", "the part that the probe learns from, beside `split`")
+    val_split: str | None = setting(None, "the part that the weight decay is searched on, in place of val_proportion")
+    val_proportion: float = setting(
+        0.2, "share of train_split that it is searched on; 0: weight_decay is used", ge=0, lt=1
+    )
+    weight_decay: float = setting(0.0, "where none is searched", ge=0)
+    fewshot_k: int = setting(-1, "images per class; -1: all", ge=-1)
+    lr: float = setting(0.1, "AdamW's rate at its highest", gt=0)
+    epochs: int = setting(10, "passes over the encodings", ge=1)
+    batch_size: int = setting(64, "encodings per step", gt=0)
+    normalize: bool = setting(True, "encodings to norm one")
+    seed: int = setting(0, "of what is drawn: the held-out share, the order, the first weights")
 
 
 class KnnTaskConfig(LabelledTaskConfig):
     """DINO's weighted k-NN; the headline is k = 20 where it is among them. Encodings as they are, normalised as a whole."""
 
-    task: Literal["knn"] = "knn"
-    k: tuple[int, ...] = Field(default=(10, 20, 100, 200), min_length=1)
-    temperature: float = Field(default=0.07, gt=0)
+    task: Literal["knn"] = setting("knn", "a row of sparo.tasks")
+    k: tuple[int, ...] = setting((10, 20, 100, 200), "neighbours that vote", min_length=1)
+    temperature: float = setting(0.07, "of a vote's weight, exp(cosine / temperature)", gt=0)
 
 
 def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:

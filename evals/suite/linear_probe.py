@@ -9,9 +9,9 @@ from typing import Literal
 import numpy as np
 import torch
 from PIL import Image
-from pydantic import Field
 from torch import Tensor, nn
 
+from sparo_train.core.config import setting
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import DataError
 from sparo_train.core.ring import sum_over_ranks
@@ -33,21 +33,17 @@ _BATCH = 256
 
 
 class LinearTaskConfig(LabelledTaskConfig):
-    """DINO's linear probe on CLS of the last blocks (with SPARO: its encoding for the last one's).
+    """DINO's linear probe on CLS of the last blocks (with SPARO: its encoding for the last one's)."""
 
-    `batch_size`: of all ranks; the rate is `lr * batch_size / 256`. `augment`: false trains on features computed once,
-    which is another protocol. `avgpool`: also the mean patch of the last block (official for ViT-B, with n_last_blocks=1).
-    """
-
-    task: Literal["linear"] = "linear"
-    n_last_blocks: int = Field(default=4, ge=1)
-    avgpool: bool = False
-    epochs: int = Field(default=100, ge=1)
-    lr: float = Field(default=0.001, gt=0)
-    batch_size: int = Field(default=1024, gt=0)
-    augment: bool = True
-    classes: int | None = Field(default=None, gt=1)
-    seed: int = 0
+    task: Literal["linear"] = setting("linear", "a row of sparo.tasks")
+    n_last_blocks: int = setting(4, "blocks whose CLS tokens are read", ge=1)
+    avgpool: bool = setting(False, "also the last block's mean patch (official for ViT-B, with n_last_blocks=1)")
+    epochs: int = setting(100, "passes over the training images", ge=1)
+    lr: float = setting(0.001, "per 256 images of a batch: the rate is lr * batch_size / 256", gt=0)
+    batch_size: int = setting(1024, "images per step, of all ranks together", gt=0)
+    augment: bool = setting(True, "random crops and mirroring; false: features computed once, another protocol")
+    classes: int | None = setting(None, "how many there are; null: those of the training images", gt=1)
+    seed: int = setting(0, "of what is drawn: the order, the crops, the first weights")
 
 
 def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from sparo_train.core.config import Frozen, Tree, load_recipe, parse_yaml, resolve
+from sparo_train.core.config import Frozen, Tree, load_recipe, parse_yaml, resolve, setting
 from sparo_train.core.errors import ConfigError, did_you_mean
 
 from ..shipped import configs
@@ -22,31 +22,29 @@ _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?"
 class ClusterConfig(Frozen):
     """One cluster. Every key is also an option of `sparo launch`: `nodes: 2` is `--nodes 2`."""
 
-    kind: Literal["slurm", "local", "debug"] = Field(
-        "slurm", description="slurm; local: processes here; debug: in this process"
+    kind: Literal["slurm", "local", "debug"] = setting("slurm", "slurm; local: processes here; debug: in this process")
+    partition: str | None = setting(None, "SLURM's partition")
+    account: str | None = setting(None, "whom to charge")
+    qos: str | None = setting(None, "quality of service")
+    constraint: str | None = setting(None, "features that nodes must have")
+    nodelist: str | None = setting(None, "nodes to use")
+    exclude: str | None = setting(None, "nodes not to use")
+    exclusive: bool = setting(False, "whole nodes")
+    nodes: int = setting(1, "machines", gt=0)
+    gpus_per_node: int = setting(0, "GPUs of each", ge=0)
+    gpu_type: str | None = setting(None, "their kind, where the cluster wants it: h100")
+    tasks_per_node: int | None = setting(None, "ranks of each; default: one per GPU, or one", gt=0)
+    starter: Literal["srun", "torchrun"] = setting(
+        "srun", "srun starts every rank; torchrun: one per node, which starts its ranks"
     )
-    partition: str | None = Field(None, description="SLURM's partition")
-    account: str | None = Field(None, description="whom to charge")
-    qos: str | None = Field(None, description="quality of service")
-    constraint: str | None = Field(None, description="features that nodes must have")
-    nodelist: str | None = Field(None, description="nodes to use")
-    exclude: str | None = Field(None, description="nodes not to use")
-    exclusive: bool = Field(False, description="whole nodes")
-    nodes: int = Field(1, gt=0, description="machines")
-    gpus_per_node: int = Field(0, ge=0, description="GPUs of each")
-    gpu_type: str | None = Field(None, description="their kind, where the cluster wants it: h100")
-    tasks_per_node: int | None = Field(None, gt=0, description="ranks of each; default: one per GPU, or one")
-    starter: Literal["srun", "torchrun"] = Field(
-        "srun", description="srun starts every rank; torchrun: one per node, which starts its ranks"
-    )
-    cpus_per_task: int | None = Field(None, gt=0, description="processors of a rank")
-    mem_gb: float | None = Field(None, gt=0, description="memory of a node")
-    time: str | int = Field("24:00:00", description="limit, as SLURM writes it: 30 (minutes), 24:00:00, 2-12:00:00")
-    signal_seconds: int = Field(120, gt=0, description="how long before the limit the job is told to save")
-    idle_restarts: int = Field(3, ge=0, description="restarts in a row that may bring no new checkpoint")
-    setup: tuple[str, ...] = Field((), description="shell lines before the job: module load …, conda activate …")
-    python: str | None = Field(None, description="the interpreter, as a shell command; default: the one that launches")
-    srun_args: tuple[str, ...] = Field((), description="further arguments of srun: --container-image=…")
+    cpus_per_task: int | None = setting(None, "processors of a rank", gt=0)
+    mem_gb: float | None = setting(None, "memory of a node", gt=0)
+    time: str | int = setting("24:00:00", "limit, as SLURM writes it: 30 (minutes), 24:00:00, 2-12:00:00")
+    signal_seconds: int = setting(120, "how long before the limit the job is told to save", gt=0)
+    idle_restarts: int = setting(3, "restarts in a row that may bring no new checkpoint", ge=0)
+    setup: tuple[str, ...] = setting((), "shell lines before the job: module load …, conda activate …")
+    python: str | None = setting(None, "the interpreter, as a shell command; default: the one that launches")
+    srun_args: tuple[str, ...] = setting((), "further arguments of srun: --container-image=…")
     environment: dict[str, str] = Field(default_factory=dict, description="variables of the job")
     sbatch: dict[str, str | int | bool] = Field(default_factory=dict, description="further arguments of sbatch")
 

@@ -33,8 +33,13 @@ C = TypeVar("C", bound=Frozen)
 _ON_RESUME = "on_resume"
 
 
-def free(default: Any, description: str | None = None, with_kind: bool = False, **constraints: Any) -> Any:
-    """A field that may differ between a run folder and the same line again: it does not change what is computed.
+def setting(default: Any, description: str, **constraints: Any) -> Any:
+    """A field with what it means; `...` as its default makes it one that must be given."""
+    return Field(default=default, description=description, **constraints)
+
+
+def free(default: Any, description: str, with_kind: bool = False, **constraints: Any) -> Any:
+    """A `setting` that may differ between a run folder and the same line again: it does not change what is computed.
 
     Args:
         with_kind: only where the block's `kind` changes, too (a choice that one engine has).

@@ -27,7 +27,7 @@ _SYNC_BUFFERS = next(
 class DdpEngineConfig(RankedEngineConfig):
     """As `local`, on every rank."""
 
-    kind: Literal["ddp"] = free("ddp")
+    kind: Literal["ddp"] = free("ddp", "a row of sparo.engines")
     bucket_mb: int = free(25, "gradients exchanged at a time", gt=0)
 
 

@@ -28,7 +28,7 @@ from .zero import Zero
 class DeepSpeedEngineConfig(RankedEngineConfig):
     """ZeRO: see `stage`."""
 
-    kind: Literal["deepspeed"] = free("deepspeed")
+    kind: Literal["deepspeed"] = free("deepspeed", "a row of sparo.engines")
     stage: Literal[1, 2, 3] = free(2, "in pieces: optimizer state (1), gradients too (2), parameters too (3)")
     bucket_mb: int = free(200, "gradients exchanged at a time", gt=0)
     whole_below: int = free(100_000, "stage 3 leaves smaller parameters whole", ge=0)

@@ -8,10 +8,9 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from ..core.config import Frozen, free
+from ..core.config import Frozen, free, setting
 from ..core.contracts import Batch, Objective, Progress
 from ..core.errors import ConfigError
 from .attention import FORMS, Attention, fastest
@@ -23,10 +22,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 class DeviceConfig(Frozen):
     """What every engine's block has."""
 
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU where torch sees one")
-    precision: Literal["fp32", "bf16"] = Field(
-        default="bf16", description="bf16: autocast; weights and optimizer stay fp32"
-    )
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU where torch sees one")
+    precision: Literal["fp32", "bf16"] = setting("bf16", "bf16: autocast; weights and optimizer stay fp32")
     attention: Literal["auto", "plain", "fused"] = free(
         "auto",
         "how attention is computed; auto: torch's choice on a GPU, and on a CPU what a short measurement finds faster",
@@ -34,10 +31,8 @@ class DeviceConfig(Frozen):
     # Loader workers that need a core each want one left free: threads that wait for a core spin (DINO on Fashion-MNIST, two
     # cores, one worker: 6.7 steps/s with one thread, 4.2 with two).
     threads: int | None = free(None, "of the CPU; default: torch's own number", gt=0)
-    grad_checkpointing: bool = Field(
-        default=False, description="recompute activations in backward: less memory, slower"
-    )
-    compile: bool = Field(default=False, description="compile the objective's shard units")
+    grad_checkpointing: bool = setting(False, "recompute activations in backward: less memory, slower")
+    compile: bool = setting(False, "compile the objective's shard units")
 
 
 class Device:

@@ -24,7 +24,7 @@ from .spans import Span
 class Fsdp2EngineConfig(RankedEngineConfig):
     """As `ddp`, with everything in pieces."""
 
-    kind: Literal["fsdp2"] = free("fsdp2")
+    kind: Literal["fsdp2"] = free("fsdp2", "a row of sparo.engines")
     reshard_after_forward: bool = free(
         True, "free a block's gathered parameters between forward and backward: less memory, one more gather"
     )

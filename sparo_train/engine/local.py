@@ -22,7 +22,7 @@ from .update import clip_apart, clip_together, set_rates, total_norms
 class LocalEngineConfig(DeviceConfig):
     """One process, one device."""
 
-    kind: Literal["local"] = free("local")
+    kind: Literal["local"] = free("local", "a row of sparo.engines")
 
 
 class LocalEngine:

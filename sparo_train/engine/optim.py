@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch.distributed.tensor import DTensor
 
-from ..core.config import Frozen, free
+from ..core.config import Frozen, free, setting
 from ..core.contracts import Objective
 from ..core.errors import ConfigError
 from ..core.schedules import cosine, linear
@@ -17,20 +16,24 @@ from ..core.schedules import cosine, linear
 class OptimConfig(Frozen):
     """Defaults are open_clip's for ViTs."""
 
-    lr: float = Field(default=5e-4, gt=0)
-    betas: tuple[float, float] = (0.9, 0.98)
-    eps: float = Field(default=1e-6, gt=0)
-    weight_decay: float = Field(default=0.2, ge=0)
-    weight_decay_end: float | None = Field(
-        default=None, ge=0
-    )  # DINO: a cosine from weight_decay to it, without warm-up
-    schedule: Literal["cosine", "constant"] = "cosine"
-    warmup_steps: int = Field(default=0, ge=0)
+    lr: float = setting(5e-4, "AdamW's rate at its highest", gt=0)
+    betas: tuple[float, float] = setting((0.9, 0.98), "AdamW's two decays of moments")
+    eps: float = setting(1e-6, "AdamW's, added to the root of the second moment", gt=0)
+    weight_decay: float = setting(0.2, "decoupled, of the parameters that the method decays", ge=0)
+    weight_decay_end: float | None = setting(None, "a cosine from weight_decay to it, without warm-up (DINO)", ge=0)
+    schedule: Literal["cosine", "constant"] = setting("cosine", "of the rate behind its warm-up")
+    warmup_steps: int = setting(0, "steps of linear warm-up", ge=0)
     # open_clip's first step has lr/warmup_steps; DINO's has zero, and two steps have the whole rate at the end of the warm-up
-    warmup_from_zero: bool = False
-    min_lr: float = Field(default=0.0, ge=0)
-    clip_grad_norm: float | None = Field(default=None, gt=0)  # the paper's CLIP runs do not clip
-    clip_per: Literal["global", "tensor"] = "global"  # the norm of all gradients, or of each parameter's (DINO)
+    warmup_from_zero: bool = setting(
+        False, "the first step has a rate of zero (DINO), not of lr/warmup_steps (open_clip)"
+    )
+    min_lr: float = setting(0.0, "where the cosine ends", ge=0)
+    clip_grad_norm: float | None = setting(
+        None, "largest norm of gradients; null: not clipped, as the paper's CLIP", gt=0
+    )
+    clip_per: Literal["global", "tensor"] = setting(
+        "global", "the norm of all gradients, or of each parameter's (DINO)"
+    )
     max_skipped: int = free(20, "non-finite steps in a row before training stops", ge=0)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from ..core.config import Frozen
+from ..core.config import Frozen, setting
 from ..core.errors import did_you_mean
 from ..core.plugins import Open
 from ..core.tables import READOUTS
@@ -17,13 +17,13 @@ OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 class VisionConfig(Frozen):
-    image_size: int = Field(default=224, gt=0)
-    patch_size: int = Field(default=16, gt=0)
-    width: int = Field(default=768, gt=0)
-    layers: int = Field(default=12, gt=0)
-    head_width: int = Field(default=64, gt=0)
-    mlp_ratio: float = Field(default=4.0, gt=0)
-    patch_dropout: float = Field(default=0.0, ge=0, lt=1)
+    image_size: int = setting(224, "pixels of an image's side", gt=0)
+    patch_size: int = setting(16, "pixels of a patch's side; divides image_size", gt=0)
+    width: int = setting(768, "numbers of a token", gt=0)
+    layers: int = setting(12, "transformer blocks, those that a read-out replaces included", gt=0)
+    head_width: int = setting(64, "numbers of an attention head; divides width", gt=0)
+    mlp_ratio: float = setting(4.0, "width of a block's MLP over its own", gt=0)
+    patch_dropout: float = setting(0.0, "share of patches that training leaves out", ge=0, lt=1)
 
     @property
     def tokens(self) -> int:
@@ -36,12 +36,12 @@ class VisionConfig(Frozen):
 
 
 class TextConfig(Frozen):
-    context_length: int = Field(default=77, gt=2)
-    vocab_size: int = Field(default=49408, gt=0)
-    width: int = Field(default=512, gt=0)
-    heads: int = Field(default=8, gt=0)
-    layers: int = Field(default=12, gt=0)
-    mlp_ratio: float = Field(default=4.0, gt=0)
+    context_length: int = setting(77, "tokens of a caption at most, start and end included", gt=2)
+    vocab_size: int = setting(49408, "tokens there are; CLIP's own", gt=0)
+    width: int = setting(512, "numbers of a token", gt=0)
+    heads: int = setting(8, "attention heads of a block; divides width", gt=0)
+    layers: int = setting(12, "transformer blocks, those that a read-out replaces included", gt=0)
+    mlp_ratio: float = setting(4.0, "width of a block's MLP over its own", gt=0)
 
 
 # Backbones by open_clip's names: (vision, text, embed_dim). The Tiny ones are ours, for CPUs and 64-pixel images.
@@ -86,14 +86,17 @@ class ClipConfig(Frozen):
     A read-out with slots of a width of its own does not use `embed_dim`: its encoding has slots * slot_width numbers.
     """
 
-    backbone: str | None = None
-    vision: VisionConfig = VisionConfig()
-    text: TextConfig = TextConfig()
-    embed_dim: int = Field(default=512, gt=0)
-    readout: Annotated[Any, Open(READOUTS, default="token")] = Field(default_factory=lambda: READOUTS.row("token")())
-    quick_gelu: bool = False
-    init_logit_scale: float = math.log(1 / 0.07)
-    init_logit_bias: float | None = None  # SigLIP's: -10, with init_logit_scale=2.3026; softmax has none
+    backbone: str | None = setting(None, "towers by open_clip's name, as ViT-B-16, or ViT-Tiny-8 and -16 of our own")
+    vision: VisionConfig = setting(VisionConfig(), "the image tower")
+    text: TextConfig = setting(TextConfig(), "the text tower")
+    embed_dim: int = setting(512, "width of an encoding whose read-out has none of its own", gt=0)
+    readout: Annotated[Any, Open(READOUTS, default="token")] = Field(
+        default_factory=lambda: READOUTS.row("token")(),
+        description="how tokens become an encoding: a row of sparo.readouts",
+    )
+    quick_gelu: bool = setting(False, "OpenAI's approximation of GELU")
+    init_logit_scale: float = setting(math.log(1 / 0.07), "logarithm of the first logit scale")
+    init_logit_bias: float | None = setting(None, "SigLIP's: -10, with init_logit_scale=2.3026; softmax has none")
 
     @model_validator(mode="before")
     @classmethod

@@ -7,26 +7,25 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.config import Frozen
+from ..core.config import Frozen, setting
 from ..core.ring import sum_over_ranks
 from .vit import Vit, init_linears
 from .vit_config import VitConfig
 
 
 class DinoHeadConfig(Frozen):
-    """The official head. `norm_last_layer`: the prototypes keep norm one; `use_bn`: batch norm over the global batch in the MLP."""
+    """The official head."""
 
-    out_dim: int = Field(default=65536, gt=1)
-    hidden_dim: int = Field(default=2048, gt=0)
-    bottleneck_dim: int = Field(default=256, gt=0)
-    nlayers: int = Field(default=3, ge=1)
-    use_bn: bool = False
-    norm_last_layer: bool = True
-    init: Literal["official", "xavier"] = "official"  # of the MLP, as the backbone's
+    out_dim: int = setting(65536, "prototypes", gt=1)
+    hidden_dim: int = setting(2048, "width of the MLP", gt=0)
+    bottleneck_dim: int = setting(256, "width that prototypes are compared in", gt=0)
+    nlayers: int = setting(3, "linear layers of the MLP", ge=1)
+    use_bn: bool = setting(False, "batch norm over the global batch in the MLP")
+    norm_last_layer: bool = setting(True, "the prototypes keep norm one")
+    init: Literal["official", "xavier"] = setting("official", "of the MLP, as the backbone's")
 
 
 class PrototypeLayer(nn.Module):

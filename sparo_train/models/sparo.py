@@ -22,33 +22,30 @@ from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..core.config import setting
 from .slots import Placement, ReadOut, ReadOutConfig, ReadOutPair, Slots
 
 
 class SparoReadOut(ReadOutConfig):
     """SPARO on every tower with the same number of slots L and the same slot width V (Sec. 3.3, 3.4).
 
-    What the paper leaves open for DINO is a key, and CLIP+SPARO's own choice the default:
-
-    norm_first: the tower's last norm on all tokens before the read-out; false reads the blocks' output.
-    attend_cls: the image's class token is one of the positions that slots attend to.
-    normalize: every slot to one norm (Eq. 2); default: in CLIP, and not before DINO's head.
+    What the paper leaves open for DINO is a key, and CLIP+SPARO's own choice the default.
     """
 
     kind: Literal["sparo"] = "sparo"
-    slots: int = Field(default=64, gt=0)
-    slot_width: int = Field(default=64, gt=0)
-    head_width: int = Field(default=64, gt=0)
-    grp_size: int = Field(default=1, gt=0)
-    share_kv: bool = True
-    replace_last_block: bool = True  # the paper: SPARO takes the place of the last transformer block
-    norm_first: bool = True
-    attend_cls: bool = True
-    normalize: bool | None = None
+    slots: int = setting(64, "L, concepts attended separately", gt=0)
+    slot_width: int = setting(64, "V, numbers of a slot", gt=0)
+    head_width: int = setting(64, "D, width of keys and queries", gt=0)
+    grp_size: int = setting(1, "slots that share one key projection (Appendix A); divides slots", gt=0)
+    share_kv: bool = setting(True, "keys are the values too, as in the paper")
+    replace_last_block: bool = setting(True, "takes the place of the last transformer block, as in the paper")
+    norm_first: bool = setting(True, "the tower's last norm on all tokens before it; false reads the blocks' output")
+    attend_cls: bool = setting(True, "the image's class token is one of the positions that slots attend to")
+    normalize: bool | None = setting(None, "every slot to one norm (Eq. 2); null: in CLIP, and not before DINO's head")
 
     @model_validator(mode="after")
     def _groups(self) -> SparoReadOut:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ..core.config import Frozen
+from ..core.config import Frozen, setting
 from ..core.errors import did_you_mean
 from ..core.plugins import Open
 from ..core.tables import READOUTS
@@ -24,22 +24,21 @@ ARCHS: dict[str, dict[str, Any]] = {
 
 
 class VitConfig(Frozen):
-    """A ViT with CLS token and learned positions. `arch` fills width, depth and heads; keys given beside it win.
+    """A ViT with CLS token and learned positions. `arch` fills width, depth and heads; keys given beside it win."""
 
-    drop_path: of the last block; the first has none and those between are spaced evenly (student only).
-    init: the official normal of 0.02, which suits widths of hundreds, or xavier-uniform for narrow models.
-    """
-
-    arch: str | None = None
-    image_size: int = Field(default=224, gt=0)
-    patch_size: int = Field(default=16, gt=0)
-    width: int = Field(default=384, gt=0)
-    depth: int = Field(default=12, gt=0)
-    heads: int = Field(default=6, gt=0)
-    mlp_ratio: float = Field(default=4.0, gt=0)
-    drop_path: float = Field(default=0.1, ge=0, lt=1)
-    init: Literal["official", "xavier"] = "official"
-    readout: Annotated[Any, Open(READOUTS, default="cls")] = Field(default_factory=lambda: READOUTS.row("cls")())
+    arch: str | None = setting(None, "a backbone by its official name: vit_tiny, vit_small, vit_base")
+    image_size: int = setting(224, "pixels of a (global) crop's side", gt=0)
+    patch_size: int = setting(16, "pixels of a patch's side; divides image_size", gt=0)
+    width: int = setting(384, "numbers of a token", gt=0)
+    depth: int = setting(12, "transformer blocks, the one that a read-out replaces included", gt=0)
+    heads: int = setting(6, "attention heads of a block", gt=0)
+    mlp_ratio: float = setting(4.0, "width of a block's MLP over its own", gt=0)
+    drop_path: float = setting(0.1, "of the student's last block; the first has none, even steps between", ge=0, lt=1)
+    init: Literal["official", "xavier"] = setting("official", "a normal of 0.02, or xavier-uniform for narrow models")
+    readout: Annotated[Any, Open(READOUTS, default="cls")] = Field(
+        default_factory=lambda: READOUTS.row("cls")(),
+        description="how tokens become an encoding: a row of sparo.readouts",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor, nn
 
-from ..core.config import Frozen
+from ..core.config import Frozen, setting
 from ..core.contracts import Batch, CoupledObjective, Footprint, Loss, Progress
 from ..core.errors import ConfigError, DataError
 from ..data.examples.image_text import ImageTextExamples
@@ -25,21 +25,25 @@ MAX_LOGIT_SCALE = math.log(100)
 
 
 class ContrastiveConfig(Frozen):
-    """`kind`: CLIP's softmax, or SigLIP's sigmoid, which needs `model.init_logit_bias`. `exchange`: see `contrastive`."""
+    """The loss over all pairs of the global batch."""
 
-    kind: Kind = "softmax"
-    exchange: Exchange = "auto"
+    kind: Kind = setting("softmax", "CLIP's softmax, or SigLIP's sigmoid, which needs model.init_logit_bias")
+    exchange: Exchange = setting(
+        "auto", "how ranks see each other's pairs: gather, ring, or what fits the batch (auto)"
+    )
 
 
 class ClipObjectiveConfig(Frozen):
     kind: Literal["clip"] = "clip"
-    loss: ContrastiveConfig = ContrastiveConfig()
-    model: ClipConfig = ClipConfig()
-    mean: tuple[float, float, float] = OPENAI_MEAN
-    std: tuple[float, float, float] = OPENAI_STD
+    loss: ContrastiveConfig = setting(ContrastiveConfig(), "how pairs are told apart")
+    model: ClipConfig = setting(ClipConfig(), "the two towers and their read-out")
+    mean: tuple[float, float, float] = setting(OPENAI_MEAN, "of pixels in 0..1, subtracted from red, green and blue")
+    std: tuple[float, float, float] = setting(OPENAI_STD, "of pixels in 0..1, by which red, green and blue are divided")
     # sparo-clip decays every matrix, position embeddings and SPARO's queries included; open_clip >= 4 leaves position embeddings out.
-    decay_policy: Literal["sparo-clip", "open_clip4"] = "sparo-clip"
-    max_logit_scale: float = Field(default=MAX_LOGIT_SCALE, gt=0)
+    decay_policy: Literal["sparo-clip", "open_clip4"] = setting(
+        "sparo-clip", "whose choice of what weight decay reaches"
+    )
+    max_logit_scale: float = setting(MAX_LOGIT_SCALE, "the logarithm of the logit scale is held at or below it", gt=0)
 
     @model_validator(mode="after")
     def _bias(self) -> ClipObjectiveConfig:

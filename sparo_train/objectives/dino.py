@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor, nn
 
-from ..core.config import Frozen
+from ..core.config import Frozen, setting
 from ..core.contracts import Batch, Footprint, Loss, Objective, Progress
 from ..core.errors import DataError
 from ..core.ring import sum_over_ranks
@@ -25,34 +25,35 @@ from .method import Method
 
 
 class CollapseConfig(Frozen):
-    """When the loop warns, as shares of log(out_dim): the teacher's entropy outside of `entropy`, or the KL below `kl`."""
+    """When the loop warns of a collapse; both are shares of log(out_dim)."""
 
-    entropy: tuple[float, float] = (0.005, 0.999)
-    kl: float = Field(default=0.001, ge=0)
+    entropy: tuple[float, float] = setting((0.005, 0.999), "the teacher's entropy stays between them")
+    kl: float = setting(0.001, "the KL divergence between two views stays above it", ge=0)
 
 
 class DinoObjectiveConfig(Frozen):
-    """`main_dino.py`'s options by their names; epochs are `samples_per_epoch` (or the data) over the batch, rounded down.
-
-    `decay_queries`, `clip_queries`: whether weight decay and `optim.clip_per=tensor` reach SPARO's queries.
-    """
+    """`main_dino.py`'s options by their names; epochs are `samples_per_epoch` (or the data) over the batch, rounded down."""
 
     kind: Literal["dino"] = "dino"
-    model: VitConfig = VitConfig()
-    head: DinoHeadConfig = DinoHeadConfig()
-    crops: CropsConfig = CropsConfig()
-    mean: tuple[float, float, float] = IMAGENET_MEAN
-    std: tuple[float, float, float] = IMAGENET_STD
-    momentum_teacher: float = Field(default=0.996, ge=0, le=1)
-    center_momentum: float = Field(default=0.9, ge=0, le=1)
-    student_temp: float = Field(default=0.1, gt=0)
-    teacher_temp: float = Field(default=0.04, gt=0)
-    warmup_teacher_temp: float = Field(default=0.04, gt=0)
-    warmup_teacher_temp_epochs: int = Field(default=0, ge=0)
-    freeze_last_layer: int = Field(default=1, ge=0)  # epochs
-    decay_queries: bool = True
-    clip_queries: bool = True
-    collapse: CollapseConfig = CollapseConfig()
+    model: VitConfig = setting(VitConfig(), "the backbone, of student and teacher alike")
+    head: DinoHeadConfig = setting(DinoHeadConfig(), "what the loss is computed on")
+    crops: CropsConfig = setting(CropsConfig(), "the views of an image")
+    mean: tuple[float, float, float] = setting(IMAGENET_MEAN, "of pixels in 0..1, subtracted from red, green and blue")
+    std: tuple[float, float, float] = setting(
+        IMAGENET_STD, "of pixels in 0..1, by which red, green and blue are divided"
+    )
+    momentum_teacher: float = setting(
+        0.996, "of the teacher's average at the start; a cosine takes it to 1", ge=0, le=1
+    )
+    center_momentum: float = setting(0.9, "of the centre of the teacher's outputs", ge=0, le=1)
+    student_temp: float = setting(0.1, "temperature of the student's softmax", gt=0)
+    teacher_temp: float = setting(0.04, "temperature of the teacher's softmax behind its warm-up", gt=0)
+    warmup_teacher_temp: float = setting(0.04, "temperature that the warm-up begins with", gt=0)
+    warmup_teacher_temp_epochs: int = setting(0, "epochs of linear warm-up of the teacher's temperature", ge=0)
+    freeze_last_layer: int = setting(1, "epochs at the start in which the prototypes stay as they are", ge=0)
+    decay_queries: bool = setting(True, "weight decay reaches SPARO's queries")
+    clip_queries: bool = setting(True, "optim.clip_per=tensor reaches SPARO's queries")
+    collapse: CollapseConfig = setting(CollapseConfig(), "when a collapse is warned of")
 
     @model_validator(mode="after")
     def _crops(self) -> DinoObjectiveConfig:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from ..core.config import Frozen, Tree, free, load_recipe, override, resolve
+from ..core.config import Frozen, Tree, free, load_recipe, override, resolve, setting
 from ..core.errors import ConfigError
 from ..core.plugins import Open, Table
 from ..core.tables import ENGINES, METHODS, TASKS
@@ -20,47 +20,45 @@ TaskConfig = Annotated[Any, Open(TASKS, key="task")]  # one entry of `eval.tasks
 class CheckpointConfig(Frozen):
     """A checkpoint is written every so many steps, every so many minutes (whichever comes first), on a signal, and at the end."""
 
-    every_steps: int = Field(default=1000, ge=0, description="0: not by steps")
-    every_minutes: float = Field(default=30.0, ge=0, description="0: not by time")
-    keep_last: int = Field(default=2, ge=1, description="the newest so many stay")
-    keep_every: int = Field(default=0, ge=0, description="and those of every so many steps; 0: none")
-    background: bool = Field(default=True, description="training goes on while it is written")
+    every_steps: int = setting(1000, "steps between checkpoints; 0: not by steps", ge=0)
+    every_minutes: float = setting(30.0, "minutes between checkpoints; 0: not by time", ge=0)
+    keep_last: int = setting(2, "newest checkpoints that stay", ge=1)
+    keep_every: int = setting(0, "steps between checkpoints that stay for good; 0: none", ge=0)
+    background: bool = setting(True, "training goes on while it is written")
 
 
 class ProfileConfig(Frozen):
     """Steps whose trace goes to RUN/profile, counted from this start; the first of a process are not like the others."""
 
-    wait: int = Field(default=5, ge=0, description="steps before it")
-    steps: int = Field(default=3, gt=0, description="steps in it")
+    wait: int = setting(5, "steps before it", ge=0)
+    steps: int = setting(3, "steps in it", gt=0)
 
 
 class LogConfig(Frozen):
     """What a run says of itself. Nothing here changes what it computes."""
 
-    every_steps: int = Field(default=20, gt=0, description="steps between records of metrics.jsonl")
-    tensorboard: bool = Field(default=True, description="the same numbers in RUN/tensorboard")
-    wandb: str | None = Field(default=None, description="the same numbers to this project of Weights & Biases")
-    heartbeat_seconds: float = Field(default=10.0, gt=0, description="between two looks at what the run is doing")
-    flops: bool = Field(default=True, description="count model FLOPs (tflops, mfu)")
-    profile: ProfileConfig | None = Field(default=None, description="trace some steps of rank 0 with torch's profiler")
+    every_steps: int = setting(20, "steps between records of metrics.jsonl", gt=0)
+    tensorboard: bool = setting(True, "the same numbers in RUN/tensorboard")
+    wandb: str | None = setting(None, "the same numbers to this project of Weights & Biases")
+    heartbeat_seconds: float = setting(10.0, "between two looks at what the run is doing", gt=0)
+    flops: bool = setting(True, "count model FLOPs (tflops, mfu)")
+    profile: ProfileConfig | None = setting(None, "trace some steps of rank 0 with torch's profiler")
 
 
 class SideEvalConfig(Frozen):
     """Tasks too long to wait for: a job of its own scores the weights of every evaluated step."""
 
-    on: str = Field(description="a cluster, as `sparo launch --on`")
-    tasks: dict[str, TaskConfig] = Field(min_length=1, description="as eval.tasks")
-    options: tuple[str, ...] = Field(
-        default=(), description='the cluster\'s `--key value` options: [--gpus-per-node, "1"]'
-    )
+    on: str = setting(..., "a cluster, as `sparo launch --on`")
+    tasks: dict[str, TaskConfig] = setting(..., "by name, each a row of sparo.tasks", min_length=1)
+    options: tuple[str, ...] = setting((), 'the cluster\'s `--key value` options: [--gpus-per-node, "1"]')
 
 
 class EvalConfig(Frozen):
     """What is scored, and when."""
 
-    every_steps: int = Field(default=0, ge=0, description="0: only at the end")
+    every_steps: int = setting(0, "steps between evaluations; 0: only at the end", ge=0)
     tasks: dict[str, TaskConfig] = Field(default_factory=dict, description="by name, each a row of sparo.tasks")
-    side: SideEvalConfig | None = Field(default=None, description="tasks that a job of its own scores meanwhile")
+    side: SideEvalConfig | None = setting(None, "tasks that a job of its own scores meanwhile")
 
 
 def _default(table: Table, name: str) -> Any:
@@ -70,27 +68,27 @@ def _default(table: Table, name: str) -> Any:
 class RunConfig(Frozen):
     """A whole recipe. Exactly one of `steps`, `epochs`, `samples` says how long it trains."""
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="of the run folder")
-    out: str = Field(default="runs", description="where run folders are")
-    seed: int = Field(default=0, ge=0, description="of everything that is drawn")
-    batch_size: int = Field(gt=0, description="samples per optimizer step, of all ranks together")
+    name: str = setting(..., "of the run folder", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    out: str = setting("runs", "where run folders are")
+    seed: int = setting(0, "of everything that is drawn", ge=0)
+    batch_size: int = setting(..., "samples per optimizer step, of all ranks together", gt=0)
     world_size: int | None = free(None, "ranks it must be started with; default: any that share the streams", gt=0)
     micro_batch_size: int | None = free(
         None,
         "samples per forward and rank; default: all of the rank's; gradients are those of the whole batch either way",
         gt=0,
     )
-    steps: int | None = Field(default=None, gt=0, description="optimizer steps")
-    epochs: float | None = Field(default=None, gt=0, description="passes over the data, weights counted")
-    samples: int | None = Field(default=None, gt=0, description="samples in all")
-    samples_per_epoch: int | None = Field(
-        default=None, gt=0, description="where a paper's epoch is a number; default: what the sources hold"
+    steps: int | None = setting(None, "optimizer steps", gt=0)
+    epochs: float | None = setting(None, "passes over the data, weights counted", gt=0)
+    samples: int | None = setting(None, "samples in all", gt=0)
+    samples_per_epoch: int | None = setting(
+        None, "where a paper's epoch is a number; default: what the sources hold", gt=0
     )
     stop_after_steps: int | None = free(None, "stop there, saved, as if the schedule went on: for trials", gt=0)
     objective: Annotated[Any, Open(METHODS, default="clip")] = Field(
         default_factory=lambda: _default(METHODS, "clip"), description="what is trained: a row of sparo.methods"
     )
-    data: DataConfig = Field(description="what is read, in which order")
+    data: DataConfig = setting(..., "what is read, in which order")
     optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer and schedules")
     engine: Annotated[Any, Open(ENGINES, default="local")] = Field(
         default_factory=lambda: _default(ENGINES, "local"), description="what it runs on: a row of sparo.engines"

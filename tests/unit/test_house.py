@@ -1,6 +1,7 @@
 """The rules of the house that no linter knows."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 import sparo_train
 from sparo_train.core import tables
+from sparo_train.core.config import Frozen
 from sparo_train.core.contracts import Objective
 from sparo_train.core.plugins import Table
 from sparo_train.models.slots import ReadOut
@@ -62,6 +64,24 @@ def test_no_two_modules_and_no_two_classes_share_a_name():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 classes[node.name].append(path)
     assert not {name: found for name, found in {**modules, **classes}.items() if len(found) > 1}
+
+
+def test_every_key_of_a_recipe_and_a_cluster_says_what_it_means():
+    for file in FILES:
+        if "(Frozen)" in file.read_text(encoding="utf-8") or "setting(" in file.read_text(encoding="utf-8"):
+            importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    models, found = set(), [Frozen]
+    while found:
+        models |= set(below := found.pop().__subclasses__())
+        found += below
+    fields = {
+        f"{model.__module__}.{model.__name__}.{key}": field.description
+        for model in models
+        if model.__module__.split(".")[0] in ("sparo_train", "sparo_data", "object_centric", "evals", "launch")
+        for key, field in model.model_fields.items()
+        if key != "kind"
+    }
+    assert len(fields) > 200 and [key for key, description in fields.items() if not description] == []
 
 
 def test_nobody_asks_which_method_it_is():

@@ -10,7 +10,7 @@ from PIL import Image
 from pydantic import Field
 from torch import Tensor
 
-from ...core.config import Frozen
+from ...core.config import Frozen, setting
 from ..read.loader import Examples, OnStage, ignore_stage
 from ..read.sources import DataConfig, Source
 from .augment import blur, flip, gray, jitter, solarize
@@ -21,23 +21,23 @@ Fraction = Field(ge=0, le=1)
 
 
 class CropsConfig(Frozen):
-    """`main_dino.py`'s crops and its DataAugmentationDINO. Global crops have the model's `image_size`.
+    """`main_dino.py`'s crops and its DataAugmentationDINO. Global crops have the model's `image_size`."""
 
-    jitter: brightness, contrast, saturation, hue, with probability `jitter_prob`. blur_probs: of the first global crop, the second
-    and the local ones; blur_radius in pixels. solarize_prob: of the second global crop.
-    """
-
-    local_number: int = Field(default=8, ge=0)
-    local_size: int = Field(default=96, gt=0)
-    global_scale: tuple[float, float] = (0.4, 1.0)
-    local_scale: tuple[float, float] = (0.05, 0.4)
-    hflip: float = Field(default=0.5, ge=0, le=1)
-    jitter: tuple[float, float, float, float] = (0.4, 0.4, 0.2, 0.1)
-    jitter_prob: float = Field(default=0.8, ge=0, le=1)
-    gray_prob: float = Field(default=0.2, ge=0, le=1)
-    blur_probs: tuple[float, float, float] = (1.0, 0.1, 0.5)
-    blur_radius: tuple[float, float] = (0.1, 2.0)
-    solarize_prob: float = Field(default=0.2, ge=0, le=1)
+    local_number: int = setting(8, "local crops of an image, beside its two global ones", ge=0)
+    local_size: int = setting(96, "pixels of a local crop's side", gt=0)
+    global_scale: tuple[float, float] = setting((0.4, 1.0), "share of the image's area that a global crop covers")
+    local_scale: tuple[float, float] = setting((0.05, 0.4), "share of the image's area that a local crop covers")
+    hflip: float = setting(0.5, "probability of mirroring a crop", ge=0, le=1)
+    jitter: tuple[float, float, float, float] = setting(
+        (0.4, 0.4, 0.2, 0.1), "of brightness, contrast, saturation and hue"
+    )
+    jitter_prob: float = setting(0.8, "probability of `jitter`", ge=0, le=1)
+    gray_prob: float = setting(0.2, "probability of a crop without colour", ge=0, le=1)
+    blur_probs: tuple[float, float, float] = setting(
+        (1.0, 0.1, 0.5), "of the first global crop, the second, the local ones"
+    )
+    blur_radius: tuple[float, float] = setting((0.1, 2.0), "pixels, smallest and largest")
+    solarize_prob: float = setting(0.2, "probability of solarizing the second global crop", ge=0, le=1)
 
 
 def crop(image: Image.Image, size: int, number: int, config: CropsConfig, rng: np.random.Generator) -> np.ndarray:

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from ...core.config import setting
 from ...core.errors import BadSampleError, DataError
 from .sources import SourceConfig, SourceKind
 from .storage import Storage
@@ -23,10 +24,10 @@ _PART = 1000
 
 
 class FolderConfig(SourceConfig):
-    """Images in class folders or not (`folder: imagenet/train`), for objectives that read no captions."""
+    """Images in class folders or not, for objectives that read no captions."""
 
     kind: Literal["folder"] = "folder"
-    folder: str
+    folder: str = setting(..., "images, or folders of them, one per class: imagenet/train")
     has_captions: ClassVar[bool] = False
 
 

@@ -19,6 +19,7 @@ from typing import BinaryIO, Literal
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
+from ...core.config import setting
 from ...core.errors import BadSampleError, DataError
 from ...core.files import cache_folder
 from .remote import filesystem_of
@@ -29,11 +30,10 @@ from .tar import ShardIndex, scan, unpack
 
 
 class ShardsConfig(SourceConfig):
-    """Webdataset tars. `shards`: a folder, a glob, a brace range (`cc3m/{00000..00331}.tar`), an fsspec URL
-    (`s3://bucket/{000..999}.tar`), or a list of these."""
+    """Webdataset tars, by a path or an fsspec URL (`cc3m/{00000..00331}.tar`, `s3://bucket/{000..999}.tar`)."""
 
     kind: Literal["shards"] = "shards"
-    shards: str | tuple[str, ...]
+    shards: str | tuple[str, ...] = setting(..., "a folder, a glob, a brace range, an fsspec URL, or a list of these")
 
 
 _OPEN_SHARDS = 64

@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import Field
-
-from ...core.config import Frozen, free
+from ...core.config import Frozen, free, setting
 from ...core.errors import DataError
 from ...core.plugins import Open
 from ...core.tables import SOURCES
@@ -17,16 +15,14 @@ from .storage import Storage
 
 
 class SourceConfig(Frozen):
-    """What the block of every source has, whatever it is stored in (`sparo.sources`).
-
-    `weight`: passes over it per epoch.  `image_keys`: extensions that are images, the first that a sample has counts.
-    `caption_key`: extension of captions, or `json:NAME` for a field of the sample's json.
-    """
+    """What the block of every source has, whatever it is stored in (`sparo.sources`)."""
 
     kind: Any  # a Literal of one name, in each of them
-    weight: float = Field(default=1.0, ge=0)
-    image_keys: tuple[str, ...] = ("jpg", "jpeg", "png", "webp")
-    caption_key: str = "txt"
+    weight: float = setting(1.0, "passes over it per epoch", ge=0)
+    image_keys: tuple[str, ...] = setting(
+        ("jpg", "jpeg", "png", "webp"), "extensions of images; a sample's first counts"
+    )
+    caption_key: str = setting("txt", "extension of captions, or json:NAME for a field of the sample's json")
     has_captions: ClassVar[bool] = True
 
 
@@ -54,18 +50,18 @@ PAIR_KEYS = ("crop_scale", "hflip", "trim_text")  # of `DataConfig`, read for im
 class DataConfig(Frozen):
     """What is read, in which order, and how it is treated."""
 
-    sources: dict[str, Annotated[Any, Open(SOURCES, default=named)]] = Field(min_length=1)
+    sources: dict[str, Annotated[Any, Open(SOURCES, default=named)]] = setting(
+        ..., "by name, each a row of sparo.sources", min_length=1
+    )
     workers: int = free(2, "processes per rank that read and prepare; 0: the training process itself", ge=0)
     prefetch: int = free(4, "batches each worker prepares ahead", ge=1)
-    streams: int | None = Field(
-        default=None, gt=0
-    )  # C of the plan; must divide the batch; default: 16 to 512, with the batch
-    chunk: int = Field(default=64, gt=0)
-    window: int = Field(default=2048, gt=0)
-    crop_scale: tuple[float, float] = (0.9, 1.0)
-    hflip: float = Field(default=0.0, ge=0, le=1)
-    scaled_decoding: bool = False  # let the JPEG decoder shrink by 2, 4, 8 first: faster, pixels differ
-    trim_text: bool = True  # cut a batch's token ids behind its longest caption: exact under the causal mask
+    streams: int | None = setting(None, "C of the plan; divides the batch; null: 16 to 512, with the batch", gt=0)
+    chunk: int = setting(64, "neighbours in a shard that stay together until the window mixes them", gt=0)
+    window: int = setting(2048, "samples of a stream among which the order is drawn", gt=0)
+    crop_scale: tuple[float, float] = setting((0.9, 1.0), "share of the image's area that a random crop covers")
+    hflip: float = setting(0.0, "probability of mirroring an image", ge=0, le=1)
+    scaled_decoding: bool = setting(False, "the JPEG decoder shrinks by 2, 4, 8 first: faster, pixels differ")
+    trim_text: bool = setting(True, "cut token ids behind a batch's longest caption: exact under the causal mask")
     max_bad_share: float = free(0.01, "largest share of samples that may be unusable", ge=0, le=1)
     max_bad_share_after: int = free(1000, "samples tried before the share is judged", ge=1)
 
