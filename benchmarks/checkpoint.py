@@ -1,6 +1,6 @@
 """What saving costs: the same training with a checkpoint every 20 steps, in the background and waited for, against none.
 
-    python benchmarks/checkpoint.py [--quick] [--json FILE] [--model ViT-Tiny-8] [--batch 64] [--steps 80]
+    python benchmarks/checkpoint.py [--quick] [--json FILE] [--model ViT-Tiny-8] [--batch 64] [--steps 80] [--rounds 6]
 
 Whole runs of `sparo train` on images made here, taken in turn; steps per second over all steps but the first 20, the
 wait for a save that is still under way included, as the trainer's own records have it.
@@ -59,15 +59,16 @@ def main() -> None:
     flags.add_argument("--model", default="ViT-Tiny-8")
     flags.add_argument("--batch", type=int, default=64)
     flags.add_argument("--steps", type=int, default=80)
+    flags.add_argument("--rounds", type=int, help="default: 1 with --quick, 6 without")
     options = flags.parse_args()
-    rounds = 1 if options.quick else 4
+    rounds = options.rounds or (1 if options.quick else 6)
     options.steps = 40 if options.quick else options.steps
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         noise_shards(place / "shards", 4096)
         runs = iter(range(1000))
-        for saving, bar in (("in the background", 0.9), ("waited for", None)):
+        for saving, bar in (("in the background", 0.95), ("waited for", None)):
             sizes = []
 
             def with_saving(saving: str = saving, sizes: list[float] = sizes) -> float:

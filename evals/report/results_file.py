@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sparo_train.core.disk.rundir import environment
 from sparo_train.core.errors import DataError
+from sparo_train.core.files import write_whole
 
 from ..tasks.result import Result
 
@@ -142,3 +144,9 @@ def by_checkpoint(records: Sequence[Record]) -> dict[str, dict[str, Record]]:
         name = record.checkpoint if not limit else f"{record.checkpoint} (limit {limit})"
         out.setdefault(name, {})[record.task] = record
     return out
+
+
+def write_results(path: Path, facts: dict[str, Any], results: dict[str, Result]) -> None:
+    """Results with their intervals and the environment, as one JSON file."""
+    content = {**facts, "environment": environment(), "results": {name: r.as_dict() for name, r in results.items()}}
+    write_whole(path, json.dumps(content, indent=1))

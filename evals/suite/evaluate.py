@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -17,13 +16,13 @@ from sparo_train.core.config import Frozen, load_recipe, resolve, setting
 from sparo_train.core.disk.rundir import environment
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
-from sparo_train.core.files import cache_folder, write_whole
+from sparo_train.core.files import cache_folder
 from sparo_train.train.run import TaskConfig as AnyTask
 
 from ..encoders.encoder import Encoder, Precision
 from ..encoders.loading import load_encoder, read_recipe
 from ..encoders.masked import MaskedEncoder
-from ..report.results_file import append
+from ..report.results_file import append, write_results
 from ..sets.task_config import SetTaskConfig, TaskConfig
 from ..store.features import FeatureStore, Storage
 from ..tasks.result import Result
@@ -193,9 +192,3 @@ def _device(ranks: Ranks) -> str:
     if not torch.cuda.is_available():
         return "cpu"
     return f"cuda:{ranks.world.local_rank % torch.cuda.device_count()}"
-
-
-def write_results(path: Path, facts: dict[str, Any], results: dict[str, Result]) -> None:
-    """Results with their intervals and the environment, as one JSON file."""
-    content = {**facts, "environment": environment(), "results": {name: r.as_dict() for name, r in results.items()}}
-    write_whole(path, json.dumps(content, indent=1))

@@ -86,7 +86,8 @@ def score(
         raise ConfigError("sparo eval: name a checkpoint, or --list to see the data sets")
     import torch
 
-    from evals.suite.evaluate import EvalOptions, evaluate_checkpoint, features_folder, tasks_for, write_results
+    from evals.report.results_file import write_results
+    from evals.suite.evaluate import EvalOptions, evaluate_checkpoint, features_folder, tasks_for
     from evals.tasks.result import Result
     from sparo_train.core.distributed import Ranks
 

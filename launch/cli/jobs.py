@@ -70,7 +70,8 @@ def evaluate(
     after: After = None,
 ) -> None:
     """Score checkpoints x tasks as an array. The same line again submits what is missing, and prints the table."""
-    from ..jobs.fanout import FanOut, eval_elements, plan_name
+    from ..jobs.arrays import eval_elements
+    from ..jobs.fanout import FanOut, plan_name
     from ..jobs.launching import LaunchOptions
 
     checkpoints, options = split_words(words)
@@ -175,7 +176,7 @@ def resubmit(
 
 
 def _launch(fan: FanOut, order: LaunchOptions) -> None:
-    from ..jobs.fanout import launch_elements
+    from ..jobs.arrays import launch_elements
     from ..views.results_table import results_table
 
     jobs = launch_elements(fan, order, _say)

@@ -13,8 +13,9 @@ from sparo_train.core.errors import SparoError
 from sparo_train.core.files import write_whole
 from sparo_train.train.run import RunConfig, SideEvalConfig
 
+from .arrays import eval_elements, launch_elements
 from .clusters import load_cluster
-from .fanout import FanOut, eval_elements, launch_elements
+from .fanout import FanOut
 from .launching import LaunchOptions
 
 

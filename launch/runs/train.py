@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from evals.suite.evaluate import write_results
+from evals.report.results_file import write_results
 from evals.suite.suite import Suite
 from evals.suite.task import encoder_of, refuse_unfit_to
 from sparo_train.core.contracts import Objective

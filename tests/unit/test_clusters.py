@@ -1,5 +1,6 @@
 """What a cluster is: its YAML, options over it, time limits."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,14 @@ def test_yaml_times_are_text_and_numbers_are_numbers():
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/clusters").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_shipped_cluster_resolves(path):
     assert load_cluster(str(path)).ranks >= 1
+
+
+def test_the_clusters_page_shows_the_shipped_files():
+    page = (ROOT / "docs/clusters.md").read_text(encoding="utf-8")
+    blocks = [parse_yaml(block, "docs/clusters.md") for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    for name in ("slurm", "slurm_container", "slurm_conda", "slurm_modules"):
+        shipped = parse_yaml((ROOT / f"configs/clusters/{name}.yaml").read_text(encoding="utf-8"), name)
+        assert shipped in blocks or {**shipped, "partition": "gpu", "account": "lab"} in blocks, name
 
 
 def test_options_change_a_cluster():

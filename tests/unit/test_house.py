@@ -36,6 +36,12 @@ def test_help_and_version_import_nothing_heavy(words):
     assert done.stdout.splitlines()[-1] == "[]", done.stdout[-300:]
 
 
+def test_what_a_cluster_says_of_jobs_is_told_without_torch(tmp_path):
+    ask = "import sys, launch.jobs.status, launch.jobs.records; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.split() == ["False"]
+
+
 def test_public_names_are_there_and_load_nothing_before_they_are_used():
     ask = "import sys, sparo_train; print(dir(sparo_train) == sorted(sparo_train.__all__), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)

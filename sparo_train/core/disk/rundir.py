@@ -19,8 +19,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-
 from ..config import Frozen, Tree, differences, dump, free_keys, parse_yaml, resolve
 from ..errors import ConfigError, TrainingError
 from ..files import write_whole
@@ -164,6 +162,8 @@ def environment() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "unknown"
+    import torch  # not above: `sparo launch status` reads run folders, and torch takes two seconds
+
     return {
         "python": platform.python_version(),
         "machine": machine_name(),
@@ -174,6 +174,8 @@ def environment() -> dict[str, Any]:
 
 def machine_name() -> str:
     """`NVIDIA H200` or `Intel(R) Xeon(R) Processor, 2 cores`."""
+    import torch
+
     if torch.cuda.is_available():
         return torch.cuda.get_device_name(0)
     model = platform.processor() or platform.machine()

@@ -17,13 +17,14 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
-from .pieces import Pieces, PiecesReader, write_pieces
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .pieces import Pieces, PiecesReader
 
 FORMAT = 2
 Files = dict[str, dict[str, Any]]  # name -> {"part", "bytes", "sha256"}
@@ -64,6 +65,10 @@ class CheckpointStore:
         Raises:
             CheckpointError: the disk is full or read-only; older checkpoints are untouched.
         """
+        from safetensors import SafetensorError
+
+        from .pieces import write_pieces  # not above: what a checkpoint says of itself is read without torch
+
         temporary = self._temporary(step)
         files: Files = {}
         self.guard()
@@ -194,6 +199,8 @@ def open_checkpoint(path: Path, parts: Sequence[str], share: tuple[int, int] = (
             raise CheckpointError(
                 f"{file}: damaged (its checksum differs); remove {path} to continue from the checkpoint before it"
             )
+    from .pieces import PiecesReader
+
     return PiecesReader(wanted)
 
 
