@@ -61,11 +61,13 @@ def fastest(
     Args:
         agreed: makes all ranks take what rank 0 finds; all of them measure, because an objective may talk to the others.
     """
+    # Long enough to tell, short enough not to be noticed at the start of a run.
     few = {key: value[:_SAMPLES] for key, value in batch.items()}
     size = sum(p.numel() for p in objective.parameters())
     shapes = {key: tuple(value.shape) for key, value in few.items()}
     key = f"{machine_name()}, torch {torch.__version__}, {torch.get_num_threads()} threads, {precision}, {size} parameters, {shapes}"
     seconds = agreed(lambda: _known().get(key))
+    # What others wrote into the cache, or what was torn by a crash, is measured again.
     if not (isinstance(seconds, list) and len(seconds) == 2 and all(isinstance(s, int | float) for s in seconds)):
         own = _measured(objective, few, progress, autocast, agreed)
         seconds = agreed(lambda: own)
@@ -83,6 +85,7 @@ def _measured(
 ) -> list[float]:
     """Seconds of plain and of fused: the smallest of alternating rounds behind an unmeasured one."""
     trained = [p for p in objective.parameters() if p.requires_grad]
+    # Forwards count in buffers (batch norm, DINO's centre), and these do not belong to the run.
     held = [(b, b.clone()) for b in objective.buffers()]
 
     def seconds(name: str) -> float:
@@ -101,6 +104,7 @@ def _measured(
     with torch.no_grad():
         for buffer, value in held:
             buffer.copy_(value)
+    # The least, not the mean: other work on the machine only ever adds.
     return [min(times) for times in zip(*found, strict=True)]
 
 

@@ -34,6 +34,7 @@ class Clock:
     def take(self) -> float:
         """Seconds since the last call; waits for what is still running."""
         if self._events:
+            # The last one ends after all before it: one wait is enough.
             self._events[-1][1].synchronize()
             self._seconds += sum(begin.elapsed_time(end) for begin, end in self._events) / 1000
             self._events = []

@@ -43,6 +43,7 @@ class DdpEngine(RankedEngine):
 
     def wrap(self, objective: Objective) -> None:
         root = Root(objective)
+        # Alone there is nobody to exchange with, and no order to settle.
         self._warm = self.ranks.size == 1
         if self._warm:
             self._root = root
@@ -73,6 +74,7 @@ class DdpEngine(RankedEngine):
         state, buffers = self.side.random_state(), list(self.objective.buffers())
         before = [b.clone() for b in buffers]  # a forward may count in them
         out = super()._run(batch, progress, last=True)
+        # Everything that is trained has to be reached, or DDP would leave it out of the new order.
         reached = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         reached += [p for p in self.objective.parameters() if p.requires_grad]
         self.backward(torch.stack([t.float().sum() for t in reached]).sum() * 0.0, last=True)

@@ -82,7 +82,9 @@ class DeepSpeedEngine:
                 f"engine.stage=3: {type(objective).__name__} keeps a teacher, whose average cannot follow parameters in "
                 "pieces of DeepSpeed's; use engine.stage=2, or engine.kind=fsdp2"
             )
+        # Its flat optimizer steps a whole group: what is held back would move by its moments alone.
         self._refuse_held_back(objective, Progress(0, 1, 0))
+        # Taken before DeepSpeed flattens them; checkpoints have the shapes of the model.
         self._shapes = {name: tuple(t.shape) for name, t in objective.state_dict().items()}
         self._plain = PlainCopy(objective, self.ranks, self.device)
         self.objective = self.side.take(objective)
@@ -114,6 +116,7 @@ class DeepSpeedEngine:
             if p.ndim == 0:
                 p.data = p.data.view(1)
         os.environ["LOCAL_RANK"] = str(self.device.index or 0)  # DeepSpeed takes its GPU from it
+        # DeepSpeed counts elements, people count bytes.
         elements = self.config.bucket_mb * 1_000_000 // 4
         zero: dict[str, Any] = {"stage": self.config.stage, "reduce_bucket_size": elements, "overlap_comm": False}
         if self.config.stage == 3:
@@ -151,12 +154,14 @@ class DeepSpeedEngine:
         """Accumulate gradients; after the `last` micro-batch they are the mean over ranks, each rank holding its pieces."""
         self._root.set_gradient_accumulation_boundary(last)
         with self.side.attention(), self.ranks.named("averaging gradients"):
+            # The loop weighs micro-batches itself.
             self._root.backward(total, scale_wrt_gas=False)
 
     def step(self, progress: Progress) -> StepReport:
         """DeepSpeed clips, checks and steps; the objective's `after_step` reaches the master weights of the loss's parameters."""
         self._refuse_held_back(self.objective, progress)
         lr = set_rates(self.optimizer, self.optim_config, progress)
+        # Read before DeepSpeed's step, which scales them in place and lets them go.
         gradients = self._local_gradients()
         squares = {key: torch.linalg.vector_norm(g, dtype=torch.float32).square() for key, g in gradients.items()}
         each = summed_norms(self.objective, squares, self.ranks, self.device)
@@ -174,6 +179,7 @@ class DeepSpeedEngine:
         if applied:
             self._follow(progress)
         self._zero.forget_gradients()
+        # It may skip for an overflow that the norm of our pieces does not show.
         return StepReport(lr, norm if applied else torch.full_like(norm, math.inf), applied, norms)
 
     def _follow(self, progress: Progress) -> None:

@@ -52,16 +52,19 @@ class Device:
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
         self.config, self.device, self._agreed = config, torch.device(kind), agreed
         self.clock = Clock(self.device)
+        # Evaluations before the first batch have to compute attention somehow.
         self.kernel = Attention("fused" if config.attention == "auto" else config.attention)
         self._undecided = config.attention == "auto" and self.device.type == "cpu"
         self._copies: torch.cuda.Stream | None = None
 
     def take(self, objective: Objective) -> Objective:
         """Make an objective ready for this device, in one order: compiled blocks have to see their checkpointing."""
+        # Before anything is computed: the thread pools of torch take their size at their first use.
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
         if self.config.grad_checkpointing:
             objective.set_grad_checkpointing(True)
+        # Before compile, whose guards hold the device, and before any optimizer, which holds the parameters.
         objective.to(self.device)
         if self.device.type == "cpu":
             _keep_freed_memory()
@@ -101,6 +104,7 @@ class Device:
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self._copies)  # on the device; the host goes on
         for value in out.values():
+            # Or its memory could be handed out again while this stream still reads it.
             value.record_stream(current)
         return out
 

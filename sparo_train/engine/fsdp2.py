@@ -48,6 +48,7 @@ class Fsdp2Engine(RankedEngine):
     replicated = False
 
     def prepare(self, objective: Objective) -> None:
+        # Now, while the model is still a plain module: what is sharded cannot be copied whole.
         self._plain = PlainCopy(objective, self.ranks, self.device)
         super().prepare(objective)
 
@@ -86,6 +87,7 @@ class Fsdp2Engine(RankedEngine):
     def backward(self, total: Tensor, *, last: bool) -> None:
         """Accumulate gradients; after the `last` micro-batch they are the mean over ranks, each rank holding its rows."""
         if self.ranks.size > 1:
+            # Micro-batches before the last keep whole gradients, and the sum is sent once.
             self._root.set_requires_gradient_sync(last)
             self._root.set_is_last_backward(last)
         super().backward(total, last=last)
@@ -94,6 +96,7 @@ class Fsdp2Engine(RankedEngine):
                 for p in self._kept:
                     if p.grad is not None:
                         dist.all_reduce(p.grad, dist.ReduceOp.SUM)
+                        # Gloo has no mean.
                         p.grad.div_(self.ranks.size)
 
     def _norms(self) -> dict[int, Tensor]:
@@ -113,6 +116,7 @@ class Fsdp2Engine(RankedEngine):
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.objective.state_dict().items():
             if isinstance(tensor, DTensor):
+                # Shards may lie on the host, where nccl cannot gather.
                 tensor = tensor.to(self.device).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
             yield name, tensor
 

@@ -70,6 +70,7 @@ class EngineKind:
 
 def casts(config: Any, sizes: Sizes) -> float:
     """Bytes of autocast's 16-bit copies of weights that backward keeps; of checkpointed units only while one is computed again."""
+    # Autocast keeps each cast weight for the backward.
     return 0 if config.precision == "fp32" else 2 * (sizes.live if config.grad_checkpointing else sizes.parameters)
 
 

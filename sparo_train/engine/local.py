@@ -82,8 +82,10 @@ class LocalEngine:
         On a GPU all of it is queued and nothing waited for: the optimizer's kernel leaves weights, moments and its count of steps
         alone where the gradient is not finite.
         """
+        # First: the norm below tells nobody whether the step counts, but its rate has to be in the record either way.
         lr = set_rates(self.optimizer, self.optim_config, progress)
         for p in self.objective.held_back(progress):
+            # Not zero: AdamW would still move it by its moments and decay it.
             p.grad = None
         each = self._norms()
         norm, norms = total_norms(self.objective, each)
@@ -96,6 +98,7 @@ class LocalEngine:
                 self.objective.after_step(progress)
         else:
             self._clip(each, norm)
+            # The fused kernel's own switch, as torch's GradScaler uses it.
             self.optimizer.found_inf = (~applied).float()  # type: ignore[attr-defined]
             self.optimizer.step()
             self.objective.after_step_if(applied, progress)
@@ -133,6 +136,7 @@ class LocalEngine:
 
     @contextmanager
     def _evaluating(self) -> Iterator[Objective]:
+        # The very module that is trained: a copy would double the memory for the sake of dropout.
         self.objective.eval()
         try:
             yield self.objective
@@ -162,6 +166,7 @@ class LocalEngine:
             name, _, entry = key.rpartition("/")
             if (p := held.get(name)) is not None:
                 shape = source.shape("optimizer", key)
+                # `step` is 0-d whatever the parameter's shape.
                 like = p.detach() if shape == tuple(p.shape) else torch.zeros(shape, device=p.device)
                 self.optimizer.state[p][entry] = found[key] = torch.zeros_like(like)
         load_tensors(source, "optimizer", found)

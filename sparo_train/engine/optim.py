@@ -65,6 +65,7 @@ def build_adamw(config: OptimConfig, objective: Objective) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         [
             {"params": groups[key], "decayed": key[0], "weight_decay": config.weight_decay if key[0] else 0.0}
+            # In one order for all starts: checkpoints name parameters, but DeepSpeed cuts groups in their order.
             for key in sorted(groups)
         ],
         lr=config.lr,

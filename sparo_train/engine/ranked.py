@@ -102,6 +102,7 @@ class PlainCopy:
 
     def __init__(self, objective: Objective, ranks: Ranks, device: torch.device):
         self.ranks, self.device = ranks, device
+        # One rank's host memory, not every GPU's.
         self._plain = copy.deepcopy(objective) if ranks.rank == 0 else None
 
     @contextmanager
@@ -112,6 +113,7 @@ class PlainCopy:
             gathered: the objective's state, whole, one tensor at a time; all ranks together.
         """
         with self.ranks.named("gathering the model"), torch.no_grad():
+            # One tensor at a time is whole on the device, whatever the model's size.
             state = {name: t.to("cpu", copy=True) for name, t in gathered() if self._plain is not None}
         if self._plain is None:
             yield None
@@ -130,6 +132,7 @@ def summed_norms(
     here = {key: square.to(device) for key, square in squares.items()}
     trained = [id(p) for p in objective.parameters() if p.requires_grad]  # in the same order on every rank
     nothing = torch.zeros((), device=device)
+    # One exchange for all norms, not one for each parameter.
     sums = torch.stack([here.get(key, nothing) for key in trained])
     if ranks.size > 1:
         with ranks.named("summing the gradient's norm"):

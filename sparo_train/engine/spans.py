@@ -39,6 +39,7 @@ def pieces_of(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, 
     """What this rank writes of them: its own rows, and its share of what several ranks hold alike."""
     spans = {name: Span.of(tensor) for name, tensor in tensors.items()}
     plain = [name for name in tensors if not isinstance(tensors[name], DTensor)]
+    # What all ranks hold alike is dealt out by size, so that no rank writes it all.
     mine = dict(zip(plain, (owner == rank for owner in owners([tensors[n].nbytes for n in plain], size)), strict=True))
     found = {}
     for number, (name, span) in enumerate(spans.items()):

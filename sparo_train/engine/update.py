@@ -17,6 +17,7 @@ def set_rates(optimizer: torch.optim.Optimizer, config: OptimConfig, progress: P
     lr, decay = learning_rate(config, *at), weight_decay(config, *at)
     for group in optimizer.param_groups:
         group["lr"] = lr
+        # What is not decayed keeps its zero whatever the schedule says.
         if group["decayed"]:
             group["weight_decay"] = decay
     return lr
@@ -41,6 +42,7 @@ def clip_together(gradients: Collection[Tensor], norm: Tensor, most: float) -> N
 
 def clip_apart(gradients: Mapping[int, Tensor], norms: Mapping[int, Tensor], most: float) -> None:
     """Scale every gradient whose own norm is above `most`."""
+    # No branch on a value: it would wait for the device.
     factors = [(most / (norms[key] + 1e-6)).clamp(max=1.0).to(gradient.device) for key, gradient in gradients.items()]
     torch._foreach_mul_(list(gradients.values()), factors)  # pyright: ignore[reportPrivateImportUsage]
 

@@ -58,6 +58,7 @@ class Zero:
         if self.stage == 3:
             group, offset, each = o.grad_position[o.get_param_id(p)]
             begin = dist.get_rank(o.dp_process_group) * each
+            # The last rank is padded, and padding is no part of the parameter.
             length = min(each, p.ds_numel - begin)  # type: ignore[attr-defined]
             return Spot(self.flats[group], offset, begin, length) if length > 0 else None
         held = getattr(p, "_hp_mapping", None)
@@ -84,6 +85,7 @@ class Zero:
             state = self.optimizer.optimizer.state[flat]
             for name in ENTRIES:
                 state.setdefault(name, torch.zeros_like(flat, requires_grad=False))
+            # Adam divides by a power of it; a fresh zero would scale the restored moments anew.
             state["step"] = torch.tensor(step, dtype=torch.float32, device=flat.device)
 
     @torch.no_grad()
@@ -117,6 +119,7 @@ class Zero:
         held, begin = self.held(p)
         found = torch.zeros(math.prod(shape), dtype=p.dtype, device=self.engine.device)
         found[begin : begin + held.numel()] = held
+        # Zeros elsewhere: the sum is a gather of pieces of any length.
         dist.all_reduce(found)
         return found.view(shape)
 
@@ -125,6 +128,7 @@ class Zero:
         """Set a parameter to the same value on every rank: master weights and, where it is whole here, the copy."""
         held, begin = self.held(p)
         held.copy_(value.reshape(-1)[begin : begin + held.numel()])
+        # Stage 3 has released the whole parameter; its copy follows by refresh.
         if p.numel():
             p.copy_(value)
 
@@ -146,6 +150,7 @@ class Zero:
         groups = {id(flat): number for number, flat in enumerate(self.flats)}
         for name, p in named.items():
             if (spot := self.spot(p)) is not None and (
+                # Stages 1 and 2 keep averages in the order of the group, not by parameter.
                 found := starts.get((groups[id(spot.flat)], spot.offset))
             ) is not None:
                 yield name, found[: spot.length]
@@ -173,6 +178,7 @@ class Zero:
                     if key in entries:
                         optimizer[f"{name}/{key}"] = Piece(spot.of(entries[key]), shapes[name], spot.begin)
         steps = [entries["step"] for entries in map(self.entries, self.flats) if "step" in entries]
+        # Under one name per parameter, as other engines write them: any engine may read this checkpoint.
         counts = {f"{name}/step": steps[0] for name in trained} if steps else {}
         return {"model": model | pieces_of(everywhere, *share), "optimizer": optimizer | pieces_of(counts, *share)}
 

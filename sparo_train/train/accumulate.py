@@ -21,6 +21,7 @@ def gradients(engine: Engine, objective: Objective, batch: Batch, progress: Prog
         the loss of the whole batch, detached.
     """
     parts = split(batch, micro_batch_size)
+    # The plain way where it will do: no second forward, no sums whose order could change a bit.
     if len(parts) == 1:
         loss = engine.forward(batch, progress, last=True)
         engine.backward(loss.total, last=True)
@@ -41,6 +42,7 @@ def _weighed(engine: Engine, parts: list[dict[str, Tensor]], progress: Progress)
     total: Tensor | None = None
     metrics: dict[str, Tensor] = {}
     for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+        # By size, not by number: the last micro-batch may be smaller.
         weight = size / sum(sizes)
         last = number == len(parts) - 1
         loss = engine.forward(part, progress, last=last)
@@ -55,10 +57,12 @@ def _weighed(engine: Engine, parts: list[dict[str, Tensor]], progress: Progress)
 def _cached(engine: Engine, objective: CoupledObjective, parts: list[dict[str, Tensor]], progress: Progress) -> Loss:
     states, cached = [], []
     for part in parts:
+        # Dropout must fall alike in both forwards, or the cached gradient would belong to other embeddings.
         states.append(engine.side.random_state())
         with torch.no_grad():
             cached.append(engine.embed(part, last=False))
     leaves = tuple(torch.cat(pieces).requires_grad_() for pieces in zip(*(c.rows for c in cached), strict=True))
+    # Copies: a gradient left on the parameters themselves would be exchanged with the first backward.
     own = tuple(p.detach().clone().requires_grad_() for p in cached[0].own)
     loss = objective.loss(leaves, own, progress)
     found = torch.autograd.grad(loss.total, [*leaves, *own])
@@ -69,6 +73,7 @@ def _cached(engine: Engine, objective: CoupledObjective, parts: list[dict[str, T
         engine.side.set_random_state(state)
         rows, parameters = engine.embed(part, last=last)
         end = begin + len(rows[0])
+        # Its gradient with respect to the embeddings is the cached one, so an ordinary backward carries it on.
         carrier = torch.stack([(e * g[begin:end]).sum() for e, g in zip(rows, wanted, strict=True)]).sum()
         if last:  # the loss's own parameters join the last backward, where ranks exchange gradients
             carrier = carrier + sum(

@@ -40,16 +40,20 @@ class Agreement:
         Raises:
             SparoError: what any rank's data is in trouble with, or too many bad samples; on every rank alike.
         """
+        # One clock for all: ranks that looked at their own would save at different steps.
         late = self.ranks.rank == 0 and 0 < 60 * self.every_minutes < time.monotonic() - self._saved
         skipped = delivery is not None and bool(delivery.skipped)
         flags = [stop.number(), trouble is not None, late, skipped, self.saver.failed]
         signal, failed, late, any_skipped, unsaved = self.ranks.most(flags)
+        # Waiting raises what the writer met, on every rank: a run must not go on without its checkpoints.
         if unsaved:
             self.saver.wait()
+        # Alone, the error itself says more than a copy of its text.
         if trouble is not None and self.ranks.size == 1:
             raise trouble
         if failed:
             words = self.ranks.gather(None if trouble is None else str(trouble))
+            # One of them is told; the others are mostly its echo.
             rank, text = next((rank, text) for rank, text in enumerate(words) if text is not None)
             with self.ranks.on_all():
                 raise DataError(f"rank {rank}: {text}")

@@ -18,6 +18,7 @@ _ALONE = World()
 
 def build_objective(config: RunConfig) -> Objective:
     """The objective with its modules initialised from the run's seed."""
+    # Every rank builds the same weights, so none has to be sent.
     torch.manual_seed(torch_seed(config.seed, "init"))
     return METHODS.row(config.objective.kind).objective(config.objective)
 
@@ -46,6 +47,7 @@ def build_ranks(config: RunConfig, world: World) -> Ranks:
             )
         return Ranks(world, "gloo", 0.0)
     on_gpu = engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available())
+    # Gloo beside nccl: what the loop says to other ranks must not wait for a GPU.
     return Ranks(world, "cpu:gloo,cuda:nccl" if on_gpu else "gloo", engine.timeout)
 
 

@@ -46,16 +46,19 @@ class DryRun(NamedTuple):
 
 def dry_run(config: RunConfig) -> DryRun:
     """Resolve everything that can be known before the first step."""
+    # A model of any size is counted without its memory.
     with torch.device("meta"):
         objective = build_objective(config)
     footprint = objective.footprint(config.batch_size // (config.world_size or 1), config.batch_size)
     facts = [_source(name, config) for name in config.data.sources]
     known = [f for f in facts if f.samples is not None]
     whole = sum(per_epoch([f.samples or 0 for f in known], [f.weight for f in known]))
+    # A sum over the sources that are here would be a wrong epoch, not an estimate.
     epoch = whole if len(known) == len(facts) else config.samples_per_epoch
     try:
         steps = config.total_steps(epoch or 0) if config.epochs is None or epoch else None
     except ConfigError:
+        # With shards elsewhere the length cannot be told yet; that is no mistake of the recipe.
         if all(f.samples is not None for f in facts):
             raise
         steps = None

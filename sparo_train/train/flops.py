@@ -42,6 +42,7 @@ class FlopCounter:
 
     def per_sample(self, batch: Batch) -> float:
         """FLOPs of forward and backward of one sample of this batch's shapes."""
+        # Captions are cut to the batch's longest, so lengths change; each is traced once.
         shapes = tuple(value.shape[1:] for value in batch.values())
         if shapes not in self._known:
             if self._objective is None:
@@ -56,6 +57,7 @@ class FlopCounter:
                     self._objective.embed(one)
                 else:
                     self._objective(one, Progress(0, 1, 0))
+            # Backward takes two products for each of the forward.
             self._known[shapes] = 3.0 * counter.get_total_flops()
         return self._known[shapes]
 

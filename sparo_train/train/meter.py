@@ -30,6 +30,7 @@ class Meter:
 
     def take(self) -> dict[str, float]:
         """`samples_per_second`, `data_wait` (share) and `step_seconds`, from here on anew."""
+        # Two log steps within a clock tick must not divide by zero.
         spent = max(time.monotonic() - self._since, 1e-9)
         out = {
             "samples_per_second": self._samples / spent,
@@ -53,6 +54,7 @@ def over_ranks(facts: Sequence[dict[str, float]]) -> dict[str, float]:
     Forwards are compared because nothing in them waits for other ranks; whole steps take equally long on all of them.
     """
     out = {name: sum(f[name] for f in facts) / len(facts) for name in facts[0]}
+    # Not whole steps: whoever is faster waits in the exchange, and all would look alike.
     own = [f["forward_seconds"] for f in facts]
     if len(facts) > 1:
         out["step_spread"] = max(own) / max(min(own), 1e-9) - 1

@@ -55,6 +55,7 @@ class Reporter:
     ) -> dict[str, Any]:
         """The facts of a log step, the same on every rank, shown; this is where the host waits for the device."""
         own = {"loss": float(loss.total), **{name: float(value) for name, value in loss.metrics.items()}}
+        # Behind the float() above: only now is the device done with what is timed.
         own |= self.meter.take()
         own |= {"memory": memory(self.engine.device), "forward_seconds": self.engine.side.clock.take()}
         facts = over_ranks(self.ranks.gather(own)) | {"lr": report.lr, "grad_norm": float(report.grad_norm)}
@@ -88,6 +89,7 @@ class Reporter:
         if found is not None and not self._alarmed:
             self.display.say(f"step {step}: {found}")
         self._alarmed = found is not None
+        # In every record while it lasts: a curve shows when it began.
         if self._alarmed:
             facts["alarm"] = 1.0
 
@@ -104,6 +106,7 @@ class Reporter:
                 f"model FLOPs cannot be counted ({type(error).__name__}: {first}); tflops and mfu are left out (log.flops=false does so)"
             )
             return {}
+        # Of one rank's device, as published figures are.
         share = utilisation(rate, self.engine.device)
         return {"tflops": rate / 1e12} | ({} if share is None else {"mfu": share})
 
@@ -112,6 +115,7 @@ class Collector:
     """Python's garbage collection at steps of our choosing: by itself it stops one rank at a time, and the others wait for it."""
 
     def __enter__(self) -> Collector:
+        # A test or a notebook may have switched it off already.
         self._before = gc.isenabled()
         gc.collect()
         gc.disable()

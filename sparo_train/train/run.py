@@ -106,6 +106,7 @@ class RunConfig(Frozen):
 
     @model_validator(mode="after")
     def _fits_method(self) -> RunConfig:
+        # A method knows which keys of other blocks it reads; the recipe does not.
         METHODS.row(self.objective.kind).rules(self)
         return self
 
@@ -125,6 +126,7 @@ class RunConfig(Frozen):
         elif self.samples is not None:
             total = self.samples // self.batch_size
         else:
+            # Rounded down, as both papers' code does.
             total = int((self.epochs or 0) * (self.samples_per_epoch or epoch_size)) // self.batch_size
         if total < 1:
             raise ConfigError(f"steps/epochs/samples: shorter than one batch of {self.batch_size}")

@@ -45,6 +45,7 @@ class Saver:
         """
         begin = time.monotonic()
         self.wait()
+        # The next step writes into these very tensors; only a copy stands still.
         staged = {
             part: {name: self._copied(part, name, p) for name, p in held.items()} for part, held in pieces.items()
         }
@@ -74,6 +75,7 @@ class Saver:
         """
 
         def found() -> tuple[Path, dict[str, Any]] | None:
+            # What a killed start left would be counted as disk that is in use.
             self.store.sweep()
             path = self.store.latest()
             if path is None:
@@ -90,6 +92,7 @@ class Saver:
             opened = open_checkpoint(newest[0], ("model", "optimizer"), (self.ranks.rank, self.ranks.size))
         except SparoError as error:
             opened = error
+        # Damage on one rank ends all of them, or the others would train on without it.
         told = [text for text in self.ranks.gather(str(opened) if isinstance(opened, SparoError) else None) if text]
         with self.ranks.on_all():
             if told or isinstance(opened, SparoError):
@@ -116,6 +119,7 @@ class Saver:
         data = piece.data
         buffer = self._staged.get((part, name))
         if buffer is None or buffer.shape != data.shape or buffer.dtype != data.dtype:
+            # Pinned: only then does the copy from a GPU run beside what it computes.
             buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
             self._staged[part, name] = buffer
         return piece._replace(data=buffer.copy_(data))
@@ -126,8 +130,10 @@ class Saver:
         done = self._tried(step, lambda: self._complete(step, told, meta)) if self.ranks.rank == 0 else None
         if isinstance(done, CheckpointError):
             self.store.abandon(step)
+        # Nobody calls it saved before rank 0 has renamed the folder.
         done = self.ranks.gather(done, saving=True)[0]
         if isinstance(done, CheckpointError):
+            # One of the ranks tells the human.
             done.repeated = self.ranks.rank > 0
             raise done
         assert done is not None
@@ -150,4 +156,5 @@ class Saver:
         except CheckpointError as error:
             return error
         except Exception as error:
+            # Anything at all: an error that stays in this thread would leave the other ranks waiting.
             return CheckpointError(f"{self.store.folder(step)}: could not be written ({type(error).__name__}: {error})")

@@ -60,12 +60,8 @@ class Trainer:
         flops: FlopCounter | None = None,
     ):
         self.config, self.ranks, self.engine, self.objective, self.pipeline = config, ranks, engine, objective, pipeline
-        self.total_steps, self.steps_per_epoch, self.display, self.evaluate = (
-            total_steps,
-            steps_per_epoch,
-            display,
-            evaluate,
-        )
+        self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
+        self.display, self.evaluate = display, evaluate
         self.state = State()
         self.bad = BadSampleBudget(config.data.max_bad_share, config.data.max_bad_share_after)
         every, claim = config.checkpoint, rundir.claim
@@ -86,8 +82,10 @@ class Trainer:
             DataError: too many bad samples, or a data set that changed since the checkpoint.
             CheckpointError: a checkpoint that cannot be read or written.
         """
+        # Before the checkpoint is read: it goes straight into the pieces that this rank will hold.
         self.engine.prepare(self.objective)
         self._restore()
+        # One rank reads the records; others could find them half written.
         self._evaluated = self.ranks.first(lambda: self.report.open(self.state.step))
         end = min(self.total_steps, self.config.stop_after_steps or self.total_steps)
         self.profile = Profile(*self._profile)
@@ -181,6 +179,7 @@ class Trainer:
         if evaluate is None or step in self._evaluated:
             return
         self._beat("evaluating")
+        # Sharded engines gather here, all ranks together, though only one of them scores.
         with self.engine.full_model() as objective:
             if self.engine.replicated:
                 scores = evaluate(cast(Objective, objective), step, self.ranks)
@@ -188,12 +187,14 @@ class Trainer:
                 scores = self.ranks.first(lambda: evaluate(cast(Objective, objective), step, _ALONE))
         self.report.write("eval", step, scores)
         self._evaluated.add(step)
+        # An evaluation leaves a lot behind, and here nobody waits for a step.
         self.garbage.everything()
         self.report.meter.start()
 
     def _end(self, signal: str | None) -> Outcome:
         step = self.state.step
         reason = signal or ("finished" if step >= self.total_steps else "stop_after_steps")
+        # Before the last evaluation: what fails in it must not cost the last steps.
         path = self._keep()
         self._beat(reason)
         if reason == "finished":
@@ -220,6 +221,7 @@ class Trainer:
         state = self.state
         self._look()
         self._beat("saving")
+        # Each rank knows its own streams; joined, any number of ranks can go on from them.
         cursors = self.ranks.gather(state.cursor)
         meta = {
             **state.counts(),
@@ -240,6 +242,7 @@ class Trainer:
         path, meta, source = newest
         with self.ranks.on_all():
             self.engine.load(source)
+        # Another form of attention adds up in another order: the run would not end with the same bits.
         self.engine.side.keep_kernel(meta.get("attention", "plain"))  # what older versions took on CPUs
         self.state = State.of(meta)
         self.bad.load(meta["bad_samples"])
