@@ -137,7 +137,7 @@ def report(title: str, rows: list[dict[str, Any]], path: Path | None) -> None:
             r["unit"],
             f"{r['ratio']:.2f}",
             spread,
-            f"{r['sums'][0]:.2f} ({r['sums'][1]:.2f}–{r['sums'][2]:.2f})" if r["n"] > 1 else "-",
+            f"{r['sums'][0]:.2f} ({r['sums'][1]:.2f}–{r['sums'][2]:.2f})" if "sums" in r and r["n"] > 1 else "-",
             str(r["n"]),
             bar,
             "yes" if r["ok"] else "NO",

@@ -11,6 +11,7 @@ running, it has saved at a step boundary and asked for its requeue. The second c
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,8 @@ def state(job: str) -> str:
 def launched(name: str) -> tuple[float, float]:
     """Seconds until the first step of a job on two nodes, and from the signal until it is requeued."""
     folder, begin = Path("runs") / name, time.monotonic()
+    if shutil.which("sbatch") is None or "SLURM_CONF" not in os.environ:
+        raise SystemExit('no SLURM here: eval "$(python tests/slurm/cluster.py start)" first')
     subprocess.run(
         [*SPARO, "launch", "train", RECIPE, f"name={name}", *SAME, "--on", "test", "--nodes", "2"], check=True
     )

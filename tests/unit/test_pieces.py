@@ -1,9 +1,14 @@
 """Tensors written in pieces are read back in any others."""
 
+import hashlib
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from sparo_train.core.disk.pieces import Piece, PiecesReader, owners, write_pieces
 from sparo_train.core.errors import CheckpointError
@@ -63,3 +68,44 @@ def test_a_piece_that_is_not_there_is_named(tmp_path):
     paths[1].write_bytes(b"torn")
     with pytest.raises(CheckpointError, match=r"model-1\.safetensors: not readable"):
         PiecesReader({"model": paths})
+
+
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=8),
+        st.tuples(st.sampled_from(_DTYPES), st.lists(st.integers(0, 5), max_size=3)),
+        max_size=6,
+    )
+)
+def test_a_written_file_has_the_bytes_that_safetensors_writes(tmp_path_factory, what):
+    folder = tmp_path_factory.mktemp("pieces")
+    tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (dtype, shape) in what.items()}
+    size, digest = write_pieces(folder / "ours", {name: Piece.whole(t) for name, t in tensors.items()})
+    save_file(tensors, folder / "theirs")
+    content = (folder / "ours").read_bytes()
+    assert content == (folder / "theirs").read_bytes()
+    assert (size, digest) == (len(content), hashlib.sha256(content).hexdigest())
+
+
+@pytest.mark.parametrize("place", ["disk", "/dev/shm"])  # a tmpfs takes nothing past the page cache
+def test_a_file_of_many_chunks_is_whole_on_any_disk(tmp_path, place):
+    data = {"x": torch.randn(5_000_001), "y": torch.arange(9)}
+    path = (tmp_path if place == "disk" else Path(place)) / f"sparo-{os.getpid()}.safetensors"
+    try:
+        write_pieces(path, {name: Piece.whole(t) for name, t in data.items()})
+        assert all(torch.equal(t, data[name]) for name, t in load_file(path).items())
+    finally:
+        path.unlink()

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .direct import DirectFile
 
 _HEADER = "pieces"  # where a file's header says what is not a whole tensor: {name: [begin, shape]}
 
@@ -60,11 +60,38 @@ def owners(sizes: Iterable[int], ranks: int) -> list[int]:
     return found
 
 
-def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> None:
-    """One safetensors file. Raises OSError or SafetensorError where the disk does not take it."""
+# By alignment, the widest first, as the safetensors library orders them: its file and ours are the same bytes.
+_TYPES = {
+    torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
+    torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> tuple[int, str]:
+    """One safetensors file, complete and on disk; returns its bytes and their SHA-256.
+
+    The tensors are written from where they lie: the library's `save_file` copies each of them first.
+
+    Raises:
+        OSError: the disk does not take it.
+    """
+    order = list(_TYPES)
+    named = sorted(pieces, key=lambda name: (order.index(pieces[name].data.dtype), name))
     partial = {name: [piece.begin, list(piece.shape)] for name, piece in pieces.items() if not piece.is_whole}
-    header = {_HEADER: json.dumps(partial)} if partial else None
-    save_file({name: piece.data.contiguous() for name, piece in pieces.items()}, path, header)
+    header: dict[str, Any] = {"__metadata__": {_HEADER: json.dumps(partial)}} if partial else {}
+    at = 0
+    for name in named:
+        data = pieces[name].data
+        header[name] = {"dtype": _TYPES[data.dtype], "shape": list(data.shape), "data_offsets": [at, at + data.nbytes]}
+        at += data.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight
+    with DirectFile(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in named:
+            flat = pieces[name].data.detach().contiguous().reshape(-1)
+            file.write(flat.view(torch.uint8).numpy().data)
+    return file.size, file.sha256.hexdigest()
 
 
 class _Run(NamedTuple):
