@@ -39,7 +39,7 @@ class SetTaskConfig(TaskConfig):
         None, "clip-benchmark's name of it, for class names and templates that the folder lacks"
     )
     limit: int | None = setting(None, "so many samples, evenly spaced", gt=0)
-    workers: int = setting(2, "processes that decode images", ge=0)
+    workers: int = setting(2, "processes that decode images", ge=0, le=256)
 
 
 class LabelledTaskConfig(TaskConfig):
@@ -49,4 +49,4 @@ class LabelledTaskConfig(TaskConfig):
     test: str = setting(..., "images that are scored")
     resize: int | None = setting(None, "shortest side before the middle is cut out; null: the encoder's own", gt=0)
     limit: int | None = setting(None, "so many samples of each, evenly spaced", gt=0)
-    workers: int = setting(2, "processes that decode images", ge=0)
+    workers: int = setting(2, "processes that decode images", ge=0, le=256)

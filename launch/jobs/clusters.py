@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +48,25 @@ class ClusterConfig(Frozen):
     environment: dict[str, str] = Field(default_factory=dict, description="variables of the job")
     sbatch: dict[str, str | int | bool] = Field(default_factory=dict, description="further arguments of sbatch")
 
+    @model_validator(mode="after")
+    def _one_line_each(self) -> ClusterConfig:
+        """What goes into the batch script's own lines has none of its own; `setup` is lines of shell."""
+        for key, held in self:
+            for text in _texts(held):
+                if key not in ("environment", "setup") and any(c in text for c in "\n\r\0"):
+                    raise ValueError(f"{key}: {text!r} has a line end, and would be lines of the batch script")
+        return self
+
+    @field_validator("environment")
+    @classmethod
+    def _names(cls, value: dict[str, str]) -> dict[str, str]:
+        for name, text in value.items():
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(f"{name!r} is no name of a variable; letters, digits and _ make one")
+            if "\0" in text:
+                raise ValueError(f"{name}: a NUL byte cannot be in a variable")
+        return value
+
     @field_validator("time")
     @classmethod
     def _is_time(cls, value: str | int) -> str | int:
@@ -73,6 +92,17 @@ class ClusterConfig(Frozen):
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for pair in value.items():
+            yield from _texts(list(pair))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _texts(part)
 
 
 def minutes(time: str | int) -> int:

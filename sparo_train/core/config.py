@@ -7,7 +7,6 @@ folder and is the only truth afterwards.
 from __future__ import annotations
 
 import json
-import re
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,18 +14,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import ConfigError, did_you_mean
 from .plugins import NESTED
+from .recipe_yaml import parse_yaml as parse_yaml
+from .untrusted import read_text
 
 Tree = dict[str, Any]
 
 
 class Frozen(BaseModel):
-    """Base of every configuration model: immutable, no unknown keys, no silent conversions."""
+    """Base of every configuration model: immutable, no unknown keys, no silent conversions, no infinite numbers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 C = TypeVar("C", bound=Frozen)
@@ -36,6 +37,18 @@ _ON_RESUME = "on_resume"
 def setting(default: Any, description: str, **constraints: Any) -> Any:
     """A field with what it means; `...` as its default makes it one that must be given."""
     return Field(default=default, description=description, **constraints)
+
+
+def between(low: float, high: float, rising: bool = False) -> AfterValidator:
+    """Checks every number of a tuple, and that they rise where they are a smallest and a largest."""
+
+    def check(values: tuple[float, ...]) -> tuple[float, ...]:
+        if not all(low <= value <= high for value in values) or (rising and list(values) != sorted(values)):
+            order = ", the smaller one first" if rising else ""
+            raise ValueError(f"every number is between {low:g} and {high:g}{order}")
+        return values
+
+    return AfterValidator(check)
 
 
 def free(default: Any, description: str, with_kind: bool = False, **constraints: Any) -> Any:
@@ -61,35 +74,10 @@ def free_keys(config: BaseModel, switched: Collection[str] = (), prefix: str = "
             yield key
         elif isinstance(value, BaseModel):
             yield from free_keys(value, switched, f"{key}.")
-
-
-class _Loader(yaml.SafeLoader):
-    """The safe loader with YAML 1.2's numbers: PyYAML reads `5e-4` as a string and `24:00:00` as 86400."""
-
-
-_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, form) for tag, form in forms if tag not in _NUMBERS]
-    for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:int",
-    re.compile(r"^(?:[-+]?(?:0|[1-9][\d_]*)|0o[0-7]+|0x[0-9a-fA-F]+)$"),
-    list("-+0123456789"),
-)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*(?:[eE][-+]?\d+)|\d[\d_]*\.[\d_]*|\.\d[\d_]*(?:[eE][-+]?\d+)?|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"),
-    list("-+0123456789."),
-)  # fmt: skip
-
-
-def parse_yaml(text: str, origin: str) -> Any:
-    """Parse YAML with the safe loader; raise `ConfigError` naming `origin` and the line."""
-    try:
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader subclass: no tags that build objects
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{origin}: not valid YAML: {error}") from None
+        elif isinstance(value, dict):
+            for inner, block in value.items():
+                if isinstance(block, BaseModel):
+                    yield from free_keys(block, switched, f"{key}.{inner}.")
 
 
 def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
@@ -121,7 +109,7 @@ def load_recipe(path: str | Path, _seen: tuple[Path, ...] = ()) -> Tree:
     resolved = path.resolve()
     if resolved in _seen:
         raise ConfigError(f"{path}: `extends:` goes in a circle: {' -> '.join(str(p) for p in (*_seen, resolved))}")
-    tree = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    tree = parse_yaml(read_text(path), str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a recipe is a mapping of keys, found {type(tree).__name__}")
     parents = tree.pop("extends", [])
@@ -161,7 +149,7 @@ def resolve(model: type[C], tree: Tree, origin: str) -> C:
     except ValidationError as error:
         lines = [_explained(*problem) for problem in _flat(model, error.errors(), ())]
         raise ConfigError(f"{origin}: {len(lines)} problem(s)\n  " + "\n  ".join(lines)) from None
-    except TypeError as error:
+    except (TypeError, ValueError, RecursionError) as error:  # json's, on what a tag made: a set, bytes
         raise ConfigError(f"{origin}: a value is of a kind YAML recipes do not hold: {error}") from None
 
 

@@ -18,6 +18,7 @@ def write_whole(path: Path, text: str) -> Path:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
+        # Within one folder, so that it is a rename and not a copy.
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

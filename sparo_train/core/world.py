@@ -29,14 +29,26 @@ def find_world(environment: Mapping[str, str] | None = None) -> World:
     env = os.environ if environment is None else environment
     if "WORLD_SIZE" in env:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    elif int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_PROCID" in env:
+    elif whole_number(env, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in env:
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
     else:
         return World()
     missing = [name for name in names if name not in env]
     if missing:
         raise ConfigError(f"{missing[0]} is not set, although {names[1]} is; start with torchrun or srun")
-    return World(*(int(env[name]) for name in names))
+    rank, size, local_rank = (whole_number(env, name, 0) for name in names)
+    if not 0 <= rank < size or local_rank < 0:
+        raise ConfigError(f"{names[0]}={rank}: is no rank of {names[1]}={size}; start with torchrun or srun")
+    return World(rank, size, local_rank)
+
+
+def whole_number(environment: Mapping[str, str], name: str, default: int) -> int:
+    """A variable that holds a number. Raises `ConfigError` naming it where it holds something else."""
+    text = environment.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text}: is no whole number; unset it, or start with torchrun or srun") from None
 
 
 def note_start(world: World) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..core.config import Frozen, free, setting
+from ..core.config import Frozen, between, free, setting
 from ..core.contracts import Objective
 from ..core.errors import ConfigError
 from ..core.schedules import cosine, linear
@@ -17,7 +17,7 @@ class OptimConfig(Frozen):
     """Defaults are open_clip's for ViTs."""
 
     lr: float = setting(5e-4, "AdamW's rate at its highest", gt=0)
-    betas: tuple[float, float] = setting((0.9, 0.98), "AdamW's two decays of moments")
+    betas: Annotated[tuple[float, float], between(0, 1 - 1e-9)] = setting((0.9, 0.98), "AdamW's two decays of moments")
     eps: float = setting(1e-6, "AdamW's, added to the root of the second moment", gt=0)
     weight_decay: float = setting(0.2, "decoupled, of the parameters that the method decays", ge=0)
     weight_decay_end: float | None = setting(None, "a cosine from weight_decay to it, without warm-up (DINO)", ge=0)

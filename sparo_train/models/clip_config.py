@@ -17,10 +17,10 @@ OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 class VisionConfig(Frozen):
-    image_size: int = setting(224, "pixels of an image's side", gt=0)
+    image_size: int = setting(224, "pixels of an image's side", gt=0, le=16384)
     patch_size: int = setting(16, "pixels of a patch's side; divides image_size", gt=0)
-    width: int = setting(768, "numbers of a token", gt=0)
-    layers: int = setting(12, "transformer blocks, those that a read-out replaces included", gt=0)
+    width: int = setting(768, "numbers of a token", gt=0, le=65536)
+    layers: int = setting(12, "transformer blocks, those that a read-out replaces included", gt=0, le=1000)
     head_width: int = setting(64, "numbers of an attention head; divides width", gt=0)
     mlp_ratio: float = setting(4.0, "width of a block's MLP over its own", gt=0)
     patch_dropout: float = setting(0.0, "share of patches that training leaves out", ge=0, lt=1)
@@ -36,11 +36,11 @@ class VisionConfig(Frozen):
 
 
 class TextConfig(Frozen):
-    context_length: int = setting(77, "tokens of a caption at most, start and end included", gt=2)
-    vocab_size: int = setting(49408, "tokens there are; CLIP's own", gt=0)
-    width: int = setting(512, "numbers of a token", gt=0)
+    context_length: int = setting(77, "tokens of a caption at most, start and end included", gt=2, le=1 << 20)
+    vocab_size: int = setting(49408, "tokens there are; CLIP's own", gt=0, le=1 << 24)
+    width: int = setting(512, "numbers of a token", gt=0, le=65536)
     heads: int = setting(8, "attention heads of a block; divides width", gt=0)
-    layers: int = setting(12, "transformer blocks, those that a read-out replaces included", gt=0)
+    layers: int = setting(12, "transformer blocks, those that a read-out replaces included", gt=0, le=1000)
     mlp_ratio: float = setting(4.0, "width of a block's MLP over its own", gt=0)
 
 
@@ -89,7 +89,7 @@ class ClipConfig(Frozen):
     backbone: str | None = setting(None, "towers by open_clip's name, as ViT-B-16, or ViT-Tiny-8 and -16 of our own")
     vision: VisionConfig = setting(VisionConfig(), "the image tower")
     text: TextConfig = setting(TextConfig(), "the text tower")
-    embed_dim: int = setting(512, "width of an encoding whose read-out has none of its own", gt=0)
+    embed_dim: int = setting(512, "width of an encoding whose read-out has none of its own", gt=0, le=65536)
     readout: Annotated[Any, Open(READOUTS, default="token")] = Field(
         default_factory=lambda: READOUTS.row("token")(),
         description="how tokens become an encoding: a row of sparo.readouts",

@@ -27,10 +27,10 @@ class VitConfig(Frozen):
     """A ViT with CLS token and learned positions. `arch` fills width, depth and heads; keys given beside it win."""
 
     arch: str | None = setting(None, "a backbone by its official name: vit_tiny, vit_small, vit_base")
-    image_size: int = setting(224, "pixels of a (global) crop's side", gt=0)
+    image_size: int = setting(224, "pixels of a (global) crop's side", gt=0, le=16384)
     patch_size: int = setting(16, "pixels of a patch's side; divides image_size", gt=0)
-    width: int = setting(384, "numbers of a token", gt=0)
-    depth: int = setting(12, "transformer blocks, the one that a read-out replaces included", gt=0)
+    width: int = setting(384, "numbers of a token", gt=0, le=65536)
+    depth: int = setting(12, "transformer blocks, the one that a read-out replaces included", gt=0, le=1000)
     heads: int = setting(6, "attention heads of a block", gt=0)
     mlp_ratio: float = setting(4.0, "width of a block's MLP over its own", gt=0)
     drop_path: float = setting(0.1, "of the student's last block; the first has none, even steps between", ge=0, lt=1)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from ..core.config import Frozen, setting
+from ..core.config import Frozen, between, setting
 from ..core.contracts import Batch, CoupledObjective, Footprint, Loss, Progress
 from ..core.errors import ConfigError, DataError
 from ..data.examples.image_text import ImageTextExamples
@@ -37,8 +37,12 @@ class ClipObjectiveConfig(Frozen):
     kind: Literal["clip"] = "clip"
     loss: ContrastiveConfig = setting(ContrastiveConfig(), "how pairs are told apart")
     model: ClipConfig = setting(ClipConfig(), "the two towers and their read-out")
-    mean: tuple[float, float, float] = setting(OPENAI_MEAN, "of pixels in 0..1, subtracted from red, green and blue")
-    std: tuple[float, float, float] = setting(OPENAI_STD, "of pixels in 0..1, by which red, green and blue are divided")
+    mean: Annotated[tuple[float, float, float], between(-10, 10)] = setting(
+        OPENAI_MEAN, "of pixels in 0..1, subtracted from red, green and blue"
+    )
+    std: Annotated[tuple[float, float, float], between(1e-6, 100)] = setting(
+        OPENAI_STD, "of pixels in 0..1, by which red, green and blue are divided"
+    )
     # sparo-clip decays every matrix, position embeddings and SPARO's queries included; open_clip >= 4 leaves position embeddings out.
     decay_policy: Literal["sparo-clip", "open_clip4"] = setting(
         "sparo-clip", "whose choice of what weight decay reaches"

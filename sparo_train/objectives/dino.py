@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from ..core.config import Frozen, setting
+from ..core.config import Frozen, between, setting
 from ..core.contracts import Batch, Footprint, Loss, Objective, Progress
 from ..core.errors import DataError
 from ..core.ring import sum_over_ranks
@@ -27,7 +27,9 @@ from .method import Method
 class CollapseConfig(Frozen):
     """When the loop warns of a collapse; both are shares of log(out_dim)."""
 
-    entropy: tuple[float, float] = setting((0.005, 0.999), "the teacher's entropy stays between them")
+    entropy: Annotated[tuple[float, float], between(0, 1, rising=True)] = setting(
+        (0.005, 0.999), "the teacher's entropy stays between them"
+    )
     kl: float = setting(0.001, "the KL divergence between two views stays above it", ge=0)
 
 
@@ -38,8 +40,10 @@ class DinoObjectiveConfig(Frozen):
     model: VitConfig = setting(VitConfig(), "the backbone, of student and teacher alike")
     head: DinoHeadConfig = setting(DinoHeadConfig(), "what the loss is computed on")
     crops: CropsConfig = setting(CropsConfig(), "the views of an image")
-    mean: tuple[float, float, float] = setting(IMAGENET_MEAN, "of pixels in 0..1, subtracted from red, green and blue")
-    std: tuple[float, float, float] = setting(
+    mean: Annotated[tuple[float, float, float], between(-10, 10)] = setting(
+        IMAGENET_MEAN, "of pixels in 0..1, subtracted from red, green and blue"
+    )
+    std: Annotated[tuple[float, float, float], between(1e-6, 100)] = setting(
         IMAGENET_STD, "of pixels in 0..1, by which red, green and blue are divided"
     )
     momentum_teacher: float = setting(

@@ -2,41 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from PIL import Image
-from pydantic import Field
+from pydantic import AfterValidator
 from torch import Tensor
 
-from ...core.config import Frozen, setting
+from ...core.config import Frozen, between, setting
 from ..read.loader import Examples, OnStage, ignore_stage
 from ..read.sources import DataConfig, Source
 from .augment import blur, flip, gray, jitter, solarize
 from .samples import decode_image, image_bytes
 from .transforms import random_resized_crop_box, resized_crop
 
-Fraction = Field(ge=0, le=1)
+
+def _jitter(value: tuple[float, float, float, float]) -> tuple[float, float, float, float]:
+    if min(value) < 0 or value[3] > 0.5:
+        raise ValueError("none is below 0, and a hue's is at most 0.5: half of the circle")
+    return value
 
 
 class CropsConfig(Frozen):
     """`main_dino.py`'s crops and its DataAugmentationDINO. Global crops have the model's `image_size`."""
 
-    local_number: int = setting(8, "local crops of an image, beside its two global ones", ge=0)
-    local_size: int = setting(96, "pixels of a local crop's side", gt=0)
-    global_scale: tuple[float, float] = setting((0.4, 1.0), "share of the image's area that a global crop covers")
-    local_scale: tuple[float, float] = setting((0.05, 0.4), "share of the image's area that a local crop covers")
+    local_number: int = setting(8, "local crops of an image, beside its two global ones", ge=0, le=1000)
+    local_size: int = setting(96, "pixels of a local crop's side", gt=0, le=16384)
+    global_scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = setting(
+        (0.4, 1.0), "share of the image's area that a global crop covers"
+    )
+    local_scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = setting(
+        (0.05, 0.4), "share of the image's area that a local crop covers"
+    )
     hflip: float = setting(0.5, "probability of mirroring a crop", ge=0, le=1)
-    jitter: tuple[float, float, float, float] = setting(
+    jitter: Annotated[tuple[float, float, float, float], AfterValidator(_jitter)] = setting(
         (0.4, 0.4, 0.2, 0.1), "of brightness, contrast, saturation and hue"
     )
     jitter_prob: float = setting(0.8, "probability of `jitter`", ge=0, le=1)
     gray_prob: float = setting(0.2, "probability of a crop without colour", ge=0, le=1)
-    blur_probs: tuple[float, float, float] = setting(
+    blur_probs: Annotated[tuple[float, float, float], between(0, 1)] = setting(
         (1.0, 0.1, 0.5), "of the first global crop, the second, the local ones"
     )
-    blur_radius: tuple[float, float] = setting((0.1, 2.0), "pixels, smallest and largest")
+    blur_radius: Annotated[tuple[float, float], between(0.01, 1000, rising=True)] = setting(
+        (0.1, 2.0), "pixels, smallest and largest"
+    )
     solarize_prob: float = setting(0.2, "probability of solarizing the second global crop", ge=0, le=1)
 
 

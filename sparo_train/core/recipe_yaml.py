@@ -1,0 +1,104 @@
+"""YAML as recipes have it: the safe loader with YAML 1.2's numbers, and nothing that means two things or grows without end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from typing import Any
+
+import yaml
+
+from .errors import ConfigError
+
+_MOST_CHARACTERS = 1 << 20
+_MOST_NODES = 100_000  # aliases counted as often as they stand: nine lines of nine aliases each are 3e8 values
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML reads `5e-4` as a string, `24:00:00` as 86400, and of two equal keys the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: dict[tuple[str, Any], yaml.Node] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":merge"):
+                first = seen.setdefault((key.tag, key.value), key)
+                if first is not key:
+                    raise yaml.constructor.ConstructorError(
+                        f"key {key.value!r} is given here", first.start_mark, "and again here; keep one", key.start_mark
+                    )
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: kept
+    for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    # dates are text here, as `24:00:00` is
+    if (kept := [(tag, form) for tag, form in forms if tag.rpartition(":")[2] in ("null", "bool", "merge")])
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"^(?:[-+]?(?:0|[1-9][\d_]*)|0o[0-7]+|0x[0-9a-fA-F]+)$"),
+    list("-+0123456789"),
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*(?:[eE][-+]?\d+)|\d[\d_]*\.[\d_]*|\.\d[\d_]*(?:[eE][-+]?\d+)?|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"),
+    list("-+0123456789."),
+)  # fmt: skip
+
+
+def parse_yaml(text: str, origin: str) -> Any:
+    """Parse one YAML document.
+
+    Raises:
+        ConfigError: naming `origin` and the line: no YAML, a key twice, a circle, a tag that builds objects, a value that its tag
+            does not allow, more characters or nodes than any recipe has.
+    """
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigError(f"{origin}: {len(text)} characters, over {_MOST_CHARACTERS}; is it a recipe?")
+    loader = None
+    try:
+        loader = _Loader(text)  # pyright: ignore[reportArgumentType]
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _nodes(node, {}, ()) > _MOST_NODES:
+            raise ConfigError(
+                f"{origin}: its aliases (*name) stand for over {_MOST_NODES} values; write out what is meant"
+            )
+        return loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{origin}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{origin}: nested too deeply for a recipe") from None
+    except _CircleError as error:
+        raise ConfigError(
+            f"{origin}: line {error}: an alias (*name) stands inside of what it names; write out what is meant"
+        ) from None
+    except (
+        ValueError,
+        TypeError,
+        OverflowError,
+        AttributeError,
+        KeyError,
+    ) as error:  # SafeLoader's own, from a tag that does not fit
+        raise ConfigError(f"{origin}: a value is not what its tag or form says ({error})") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+class _CircleError(Exception):
+    """A node that holds itself; the message is its line."""
+
+
+def _nodes(node: yaml.Node, known: dict[int, int], above: tuple[int, ...]) -> int:
+    """Values below a node, each alias counted where it stands."""
+    if id(node) in above:
+        raise _CircleError(node.start_mark.line + 1)
+    if id(node) not in known:
+        here = (*above, id(node))
+        below = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        inner = 0 if isinstance(node, yaml.ScalarNode) else sum(_nodes(part, known, here) for part in below)
+        known[id(node)] = 1 + inner
+    return known[id(node)]

@@ -1,0 +1,75 @@
+"""What others wrote: text that is shown and does nothing, files that are read and not trusted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .errors import ConfigError, SparoError
+
+T = TypeVar("T")
+MOST_TEXT = 64 << 20  # bytes of a text file that is read whole; the largest that we know of have a tenth
+# Control characters but line feed and tab, what turns the direction of writing, other line ends, and halves of surrogates.
+_SENT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def shown(text: str) -> str:
+    """The text with what a terminal would obey made visible: ESC as `\\x1b`, a byte that is no UTF-8 as `\\xff`."""
+    return _SENT.sub(lambda found: _escaped(found.group()), text)
+
+
+def _escaped(character: str) -> str:
+    number = ord(character)
+    if 0xDC80 <= number <= 0xDCFF:  # as Python reads file names
+        return f"\\x{number - 0xDC00:02x}"
+    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
+
+
+def read_bytes(path: str | Path, error: type[SparoError] = ConfigError, most: int | None = None) -> bytes:
+    """A file's content. A pipe or a device is refused: reading it might wait for ever.
+
+    Raises:
+        error: naming the file; it is missing, no regular file, cannot be read, or has more than `most` bytes.
+    """
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:  # noqa: PTH123 a pipe would wait for a writer
+            found = os.fstat(stream.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise error(f"{path}: is no regular file; give one that can be read from its beginning")
+            if most is not None and found.st_size > most:
+                raise error(f"{path}: has {found.st_size} bytes, over {most}; is it the file that you mean?")
+            return stream.read()
+    except (OSError, ValueError) as failed:  # a name with a NUL is a ValueError
+        why = failed.strerror if isinstance(failed, OSError) else failed
+        raise error(f"{path}: cannot be read ({why})") from None
+
+
+def read_text(path: str | Path, error: type[SparoError] = ConfigError, most: int = MOST_TEXT) -> str:
+    """A file of UTF-8 text, as `read_bytes` reads it; line ends as they are read by `open`."""
+    data = read_bytes(path, error, most)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as failed:
+        line = data.count(b"\n", 0, failed.start) + 1
+        raise error(f"{path}: line {line} is not UTF-8 ({failed.reason}); save it as UTF-8") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_json(path: str | Path, kind: type[T], error: type[SparoError] = ConfigError) -> T:
+    """The JSON in a file, whose top level is a `kind` (dict or list). Raises `error` naming the file."""
+    return parse_json(read_text(path, error), str(path), kind, error)
+
+
+def parse_json(text: str, where: str, kind: type[T], error: type[SparoError] = ConfigError) -> T:
+    """JSON whose top level is a `kind`. Raises `error` naming `where`."""
+    try:
+        found: Any = json.loads(text)
+    except (ValueError, RecursionError) as failed:
+        raise error(f"{where}: not valid JSON ({failed})") from None
+    if not isinstance(found, kind):
+        raise error(f"{where}: holds a JSON {type(found).__name__}, and a {kind.__name__} was expected")
+    return found
