@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import NamedTuple
 
 import numpy as np
 
-from sparo_train.core.errors import BadSampleError
-from sparo_train.data.examples.samples import caption, decode_image, image_bytes
+from sparo_train.core.errors import BadSampleError, WorkerLostError
+from sparo_train.data.examples.samples import MOST_CHARACTERS, MOST_LETTERS, caption, decode_image, image_bytes
 from sparo_train.data.read.shards import ShardReader
 from sparo_train.data.read.sources import SourceConfig
 
 _EXAMPLES = 20
+_CONTEXT = 77  # tokens of the longest captions that a recipe of ours reads
+_LONG = re.compile(rf"\S{{{MOST_LETTERS}}}|^.{{{MOST_CHARACTERS}}}", re.DOTALL)
 
 
 class ShardReport(NamedTuple):
@@ -68,10 +72,16 @@ def check(
     """Read, decode and hash every sample of the given shards; `report` is called with the number of shards done."""
     shards = []
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        for shard in pool.map(check_shard, urls, [config] * len(urls)):
-            shards.append(shard)
-            if report:
-                report(len(shards))
+        try:
+            for shard in pool.map(check_shard, urls, [config] * len(urls)):
+                shards.append(shard)
+                if report:
+                    report(len(shards))
+        except BrokenProcessPool:
+            raise WorkerLostError(
+                f"a process that checks shards was killed behind {len(shards)} of {len(urls)}, most likely because memory ran out; "
+                "use fewer --processes"
+            ) from None
     reader = ShardReader()
     found = [_duplicates(shards, name, reader) for name in ("keys", "images", "captions")]
     reader.close()
@@ -88,15 +98,25 @@ def check_shard(url: str, config: SourceConfig) -> ShardReport:
         key = f"number {ordinal}"
         try:
             key, fields = reader.read(url, ordinal)
+            # Eight bytes of each: a billion samples fit into memory.
             hashes[0, ordinal] = _hash(key.encode("utf-8", "surrogateescape"))
             text = caption(fields, config)
             data = image_bytes(fields, config.image_keys)
             hashes[1:, ordinal] = _hash(data), _hash(text.encode("utf-8", "surrogatepass"))
+            if _LONG.search(text):
+                _refuse_long(text)
             decode_image(data)
         except BadSampleError as problem:
             bad.append((key, str(problem)))
     reader.close()
     return ShardReport(url, len(index), index.intact, bad, *hashes)
+
+
+def _refuse_long(text: str) -> None:
+    """Raise `BadSampleError` where training would."""
+    from sparo_train.data.examples.text import ClipTokenizer  # open_clip takes seconds to import, in every process
+
+    ClipTokenizer(_CONTEXT)(text)
 
 
 def _hash(data: bytes) -> int:

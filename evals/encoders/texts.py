@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sparo_train.core.signals import stop_here
+
 TEXTS = {"cpu": 64, "cuda": 2048}  # in a batch: on a CPU a small one stays in its caches
 
 
@@ -24,13 +26,20 @@ def encode_texts(
     Args:
         tokenize: texts to ids (n, N) whose largest id is EOT.
         cut: shorten a batch behind its last EOT, which is exact where attention is causal and EOT is what is read.
+
+    Raises:
+        StoppedError: the run was told to stop.
     """
+    # SugarCrepe has each caption of an image in many pairs.
     distinct = sorted(set(captions))
     tokens = tokenize(distinct)
+    # EOT is the largest id there is.
     lengths = tokens.argmax(dim=1) + 1
+    # Batches of equal lengths, so that short captions are not padded to the longest.
     order = lengths.argsort(stable=True) if cut else torch.arange(len(distinct))
     parts = []
     for rows in order.split(batch):
+        stop_here()  # 80 prompts for each of 1,000 classes take minutes
         length = int(lengths[rows].max()) if cut else tokens.shape[1]
         parts.append(F.normalize(encode(tokens[rows, :length]).float(), dim=-1).cpu())
     found = torch.cat(parts)

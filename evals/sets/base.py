@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +13,13 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from sparo_train.core.errors import BadSampleError, DataError
-from sparo_train.core.signals import ignore_in_worker
+from sparo_train.core.signals import stop_here
+from sparo_train.core.untrusted import read_bytes
 from sparo_train.data.examples.samples import decode_image
+from sparo_train.data.read.workers import in_workers
 
 from .names import OWN, lines, named
 
@@ -136,24 +139,24 @@ class ImageBatch(NamedTuple):
 
 
 def read_batches(
-    source: EvalSet, transform: Transform, numbers: Sequence[Sequence[int]], workers: int
-) -> Iterator[ImageBatch]:
-    """These samples, batch by batch and in order; raises `DataError` as `source.read` does."""
-    if sum(map(len, numbers)) < _FEW:
-        workers = 0
-    loader: DataLoader[Any] = DataLoader(
-        _Told(source, transform),
-        batch_sampler=numbers,  # type: ignore[arg-type]
-        num_workers=workers,
-        collate_fn=_collated,
-        multiprocessing_context="fork" if workers else None,
-        worker_init_fn=start_worker,
-        generator=torch.Generator(),
-    )
-    for batch in loader:
-        if isinstance(batch, DataError):
-            raise batch
-        yield batch
+    source: EvalSet, transform: Transform, numbers: Sequence[Sequence[int]], workers: int, stoppable: bool = True
+) -> Generator[ImageBatch, None, None]:
+    """These samples, batch by batch and in order.
+
+    Args:
+        stoppable: False where other ranks would be left waiting for this one.
+
+    Raises:
+        DataError: as `source.read` does.
+        StoppedError: the run was told to stop.
+    """
+    # Starting processes takes longer than reading so few.
+    few = sum(map(len, numbers)) < _FEW
+    with closing(in_workers(_Told(source, transform), 0 if few else workers, _collated, numbers)) as batches:
+        for batch in batches:
+            if stoppable:
+                stop_here()  # a signal must not wait for a whole set
+            yield batch
 
 
 class _Told(Dataset[Any]):
@@ -194,9 +197,9 @@ def decoded(data: bytes, where: object) -> Image.Image:
 def opened(path: Path) -> Image.Image:
     """The RGB image in a file. Raises `DataError` naming it."""
     try:
-        return decoded(path.read_bytes(), path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); scores need all images") from None
+        return decoded(read_bytes(path, DataError), path)
+    except DataError as error:
+        raise DataError(f"{error}; scores need all images") from None
 
 
 def sha256(*parts: str | bytes) -> str:
@@ -215,12 +218,8 @@ def sizes_of(paths: Sequence[Path]) -> tuple[bytes, bytes]:
         try:
             found = path.stat()
         except OSError:
+            # Counted only now: one is as bad as all, but all is another remedy.
             missing = sum(not p.is_file() for p in paths)
             raise DataError(f"{path}: missing ({missing} of {len(paths)} files are); scores need all images") from None
         sizes[i], times[i] = found.st_size, found.st_mtime_ns
     return sizes.tobytes(), times.tobytes()
-
-
-def start_worker(_number: int) -> None:
-    torch.set_num_threads(1)
-    ignore_in_worker()

@@ -9,9 +9,11 @@ is renamed into place after its array, so that a part is whole or absent; what i
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -29,11 +31,11 @@ from ..encoders.encoder import Encoder, TextEncoder
 from ..sets.base import EvalSet, Transform, batched, read_batches
 from .batch_sizes import BatchSize
 from .feature_table import Features, View
-from .parts import Part, bounds_of, known_texts, open_part, write_array, write_part
+from .parts import Part, bounds_of, known_texts, open_part, write_part, write_texts
 
 Storage = Literal["fp32", "fp16"]
 _TYPES = {"fp32": np.float32, "fp16": np.float16}
-_FORMAT = 1
+_FORMAT = 2  # parts with checksums
 _ALONE = Ranks(World(), "gloo", 0.0)
 
 
@@ -44,6 +46,7 @@ class FeatureStore:
         root: a folder; None keeps nothing, and encodings live in memory.
         storage: type on disk and in memory maps; scores are computed in fp32 whatever it is.
         report: told a set's name, the images done and how many there are.
+        say: told where nothing can be kept.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class FeatureStore:
         root: str | Path | None = None,
         storage: Storage = "fp32",
         report: Callable[[str, int, int], None] = lambda name, done, total: None,
+        say: Callable[[str], None] = lambda text: None,
     ):
+        self.say, self._unwritable = say, False
         self.root, self.storage, self.report = Path(root) if root else None, storage, report
         self.batch = BatchSize(self.root / "batch_sizes.json" if self.root else None)
 
@@ -81,10 +86,12 @@ class FeatureStore:
         """
         of = None
         if view is None:
+            # Slots are masked as they are read: one pass over the images serves any choice of them.
             encoder, of = encoder.stored()
         view, transform = view or View("encode", encoder.encode), transform or encoder.transform
         job = _Job(encoder, source, transform, view, workers)
         spans = bounds_of(len(source))
+        # Dealt by number, so that nobody has to be told what others do.
         own, among = part or (ranks.rank, ranks.size)
         if self.root is None:
             parts: list[Part] = []
@@ -93,9 +100,10 @@ class FeatureStore:
         facts = self._facts(job)
         folder = self.root / "images" / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
         if own == 0:
-            write_whole(folder / "manifest.json", json.dumps(facts, indent=1))
-        ranks.together(lambda: self._fill(folder, job, spans, own, among))
-        found = [open_part(folder, number, span) for number, span in enumerate(spans)]
+            self._kept(lambda: write_whole(folder / "manifest.json", json.dumps(facts, indent=1)))
+        held: dict[int, Part] = {}
+        ranks.together(lambda: self._fill(folder, job, spans, own, among, held))
+        found = [held.get(number) or open_part(folder, number, span) for number, span in enumerate(spans)]
         whole = [p for p in found if p is not None]
         if len(whole) == len(found):
             return _features(whole, of)
@@ -106,17 +114,15 @@ class FeatureStore:
     def texts(self, encoder: TextEncoder, captions: Sequence[str]) -> Tensor:
         """Unit-norm fp32 encodings (n, D) of captions, each distinct one encoded once per text tower."""
         if self.root is None:
-            return encoder.text(captions)
+            return _finite(encoder.text(captions), captions)
         facts = {"format": _FORMAT, "tower": encoder.text_weights, "precision": encoder.precision}
         folder = self.root / "texts" / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
         known = known_texts(folder)
+        # Sorted, because the part is named by its content.
         new = sorted(set(captions) - known.keys())
         if new:
-            encoded = encoder.text(new)
-            _refuse_non_finite(encoded, new, "the text tower")
-            name = "part-" + hashlib.sha256(json.dumps(new).encode()).hexdigest()[:16]
-            write_array(folder / f"{name}.npy", encoded.numpy())
-            write_whole(folder / f"{name}.json", json.dumps(new))
+            encoded = _finite(encoder.text(new), new)
+            self._kept(lambda: write_texts(folder, new, encoded.numpy()))
             known |= {caption: encoded[i].numpy() for i, caption in enumerate(new)}
         return torch.from_numpy(np.stack([known[caption] for caption in captions]))
 
@@ -134,28 +140,47 @@ class FeatureStore:
             "slots": encoder.slots,
         }
 
-    def _fill(self, folder: Path, job: _Job, spans: list[tuple[int, int]], own: int, of: int) -> None:
-        """Encode this process's parts that are missing."""
-        missing = [i for i in range(own, len(spans), of) if open_part(folder, i, spans[i]) is None]
+    def _fill(
+        self, folder: Path, job: _Job, spans: list[tuple[int, int]], own: int, of: int, held: dict[int, Part]
+    ) -> None:
+        """Encode this process's parts that are missing; `held` gets those that are verified, or could not be written."""
+        for i in range(own, len(spans), of):
+            if (part := open_part(folder, i, spans[i])) is not None:
+                held[i] = part
+        missing = [i for i in range(own, len(spans), of) if i not in held]
         for number, part in zip(missing, self._encoded(job, [spans[i] for i in missing]), strict=True):
-            write_part(folder, number, part)
+            if not self._kept(functools.partial(write_part, folder, number, part)):
+                held[number] = part
+
+    def _kept(self, write: Callable[[], object]) -> bool:
+        """Write into the store; where that fails the scoring goes on from memory, and says so once."""
+        try:
+            write()
+        except OSError as error:
+            if not self._unwritable:
+                self._unwritable = True
+                self.say(f"{self.root}: features cannot be kept there ({error}); scoring goes on without")
+            return False
+        return True
 
     def _encoded(self, job: _Job, spans: Sequence[tuple[int, int]]) -> Iterator[Part]:
         """These parts, one after another, read by one set of workers."""
         size, done, total = self.batch.of(job.encoder, job.view.name), 0, sum(end - begin for begin, end in spans)
         cuts = [batched(range(begin, end), size) for begin, end in spans]
-        batches = read_batches(job.source, job.transform, [batch for cut in cuts for batch in cut], job.workers)
-        for (begin, _), cut in zip(spans, cuts, strict=True):
-            encoded, keys, facts = [], [], []
-            for batch in islice(batches, len(cut)):
-                found = self.batch.run(job.encoder, job.view.name, job.view.encode, batch.pixels)
-                _refuse_non_finite(found, batch.keys, str(job.source.root))
-                encoded.append(found.numpy().astype(_TYPES[self.storage], copy=False))
-                keys += batch.keys
-                facts += batch.facts
-                done += len(batch.keys)
-                self.report(str(job.source.root), done, total)
-            yield Part(begin, np.concatenate(encoded), keys, facts)
+        numbers = [batch for cut in cuts for batch in cut]
+        # Closed here: what fails in a forward is kept by its traceback, and with it the workers would be.
+        with closing(read_batches(job.source, job.transform, numbers, job.workers)) as batches:
+            for (begin, _), cut in zip(spans, cuts, strict=True):
+                encoded, keys, facts = [], [], []
+                for batch in islice(batches, len(cut)):
+                    found = self.batch.run(job.encoder, job.view.name, job.view.encode, batch.pixels)
+                    _refuse_non_finite(found, batch.keys, str(job.source.root))
+                    encoded.append(found.numpy().astype(_TYPES[self.storage], copy=False))
+                    keys += batch.keys
+                    facts += batch.facts
+                    done += len(batch.keys)
+                    self.report(str(job.source.root), done, total)
+                yield Part(begin, np.concatenate(encoded), keys, facts)
 
 
 class _Job(NamedTuple):
@@ -171,7 +196,13 @@ def _features(parts: Sequence[Part], of: Callable[[Tensor], Tensor] | None) -> F
     return Features([p.array for p in parts], keys, facts, of)
 
 
+def _finite(encoded: Tensor, captions: Sequence[str]) -> Tensor:
+    _refuse_non_finite(encoded, captions, "the text tower")
+    return encoded
+
+
 def _refuse_non_finite(found: Tensor, keys: Sequence[str], where: str) -> None:
+    # Now, by key: in a mean over classes or a similarity nobody would find the image again.
     good = found.isfinite().flatten(1).all(dim=1)
     if not good.all():
         bad = int((~good).nonzero()[0])

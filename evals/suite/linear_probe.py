@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from typing import Literal
 
@@ -16,6 +17,7 @@ from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import DataError
 from sparo_train.core.ring import sum_over_ranks
 from sparo_train.core.rng import generator, torch_seed
+from sparo_train.core.signals import stop_here
 from sparo_train.data.examples.transforms import random_resized_crop_box, resized_crop
 
 from ..encoders.encoder import BlocksEncoder
@@ -102,19 +104,23 @@ def _augmented(
     encoder = scoring.encoder
     dealt = list(_dealt(order, task.batch_size, scoring.ranks))
     crops = _Crops(train, encoder.image_size, task.seed, epoch)
-    read = read_batches(crops, np.asarray, [mine for _, mine in dealt if mine], task.workers)
-    for numbers, mine in dealt:
-        if not mine:  # a last batch smaller than the number of ranks
-            none = torch.zeros(0, dtype=torch.int64, device=encoder.device)
-            yield torch.zeros(0, width, device=encoder.device), none, len(numbers)
-            continue
-        batch = next(read)
-        labels = torch.tensor(batch.facts, dtype=torch.int64)
-        if int(labels.max()) >= classes:
-            raise DataError(
-                f"{task.train}: label {int(labels.max())}, and {task.test} has {classes} classes; set the task's classes"
-            )
-        yield probe(batch.pixels), labels.to(encoder.device), len(numbers)
+    alone = scoring.ranks.size == 1
+    if not alone:  # gradients are summed at every step: ranks may leave between two epochs only, all of them
+        scoring.ranks.together(stop_here)
+    own = [mine for _, mine in dealt if mine]
+    with closing(read_batches(crops, np.asarray, own, task.workers, stoppable=alone)) as read:
+        for numbers, mine in dealt:
+            if not mine:  # a last batch smaller than the number of ranks
+                none = torch.zeros(0, dtype=torch.int64, device=encoder.device)
+                yield torch.zeros(0, width, device=encoder.device), none, len(numbers)
+                continue
+            batch = next(read)
+            labels = torch.tensor(batch.facts, dtype=torch.int64)
+            if int(labels.max()) >= classes:
+                raise DataError(
+                    f"{task.train}: label {int(labels.max())}, and {task.test} has {classes} classes; set the task's classes"
+                )
+            yield probe(batch.pixels), labels.to(encoder.device), len(numbers)
 
 
 class _Crops(EvalSet):

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -186,11 +187,12 @@ class Cursor(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """One batch, where the plan stands after it, and what had to be skipped to fill it (shard, reason) -> count."""
+    """One batch, where the plan stands after it, and what had to be skipped to fill it: (shard, reason) -> count, and one key of each."""
 
     batch: dict[str, Tensor]
     cursor: Cursor
     skipped: dict[tuple[str, str], int]
+    first_keys: Mapping[tuple[str, str], str] = MappingProxyType({})
 
 
 class DataPipeline(Protocol):

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .errors import ConfigError, DataError, LostRankError, SparoError
+from .errors import ConfigError, LostRankError, SparoError
 from .world import World, note_start
 
 T = TypeVar("T")
@@ -45,6 +45,7 @@ class Ranks:
             with self.named("joining the process group", ours=True):
                 note_start(world)
                 dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=limit)
+                # Gloo, whatever trains: a message must not wait for a GPU.
                 self._control: Any = dist.new_group(backend="gloo", timeout=limit)
                 self._patient: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
                 self._saving: Any = dist.new_group(backend="gloo", timeout=limit)
@@ -79,7 +80,7 @@ class Ranks:
             raise
 
     def together(self, call: Callable[[], T]) -> T:
-        """What `call` returns here; where it fails on one rank, all of them fail with that rank's words."""
+        """What `call` returns here; where it fails on one rank, all of them fail with that rank's error."""
         failed: SparoError | None = None
         found: list[T] = []
         try:
@@ -88,10 +89,11 @@ class Ranks:
             raise
         except SparoError as error:
             failed = error
-        words = [text for text in self.gather(str(failed) if failed else None) if text]
-        if not words:
+        # Everybody has to come here, failed or not, or those that did not would wait for ever.
+        told = [error for error in self.gather(failed) if error]
+        if not told:
             return found[0]
-        error = failed or DataError(words[0])
+        error = failed or told[0]
         error.everywhere, error.repeated = True, failed is None
         raise error
 
@@ -124,6 +126,7 @@ class Ranks:
             except SparoError as error:
                 box[1] = error
         with self.named("waiting for rank 0", ours=True):
+            # In the patient group: what rank 0 does here may take hours.
             dist.broadcast_object_list(box, src=0, group=self._patient)
         if box[1] is not None:
             box[1].everywhere, box[1].repeated = True, self.rank > 0

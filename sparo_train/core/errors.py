@@ -23,7 +23,20 @@ class DataError(SparoError):
 
 
 class BadSampleError(Exception):
-    """A sample that is skipped; the message is the reason under which it is counted."""
+    """A sample that is skipped; the message is the reason under which it is counted.
+
+    A reason says what is wrong, never which sample: as many counts are kept as there are reasons.  `key`: of the sample, for the log.
+    """
+
+    def __init__(self, reason: str, key: str = ""):
+        super().__init__(reason)
+        self.key = key
+
+
+class WorkerLostError(DataError):
+    """A process that reads data ended by itself; this process is whole, and can save."""
+
+    exit_code = 3
 
 
 class CheckpointError(SparoError):
@@ -50,8 +63,11 @@ class StoppedError(SparoError):
     exit_code = 75
 
     def __init__(self, signal: str):
-        super().__init__("run the same line again to continue")
+        super().__init__(signal)  # as its one argument, so that it can be sent to other ranks
         self.signal = signal
+
+    def __str__(self) -> str:
+        return "run the same line again to continue"
 
 
 class SupersededError(TrainingError):

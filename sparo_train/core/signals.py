@@ -7,12 +7,16 @@ import signal
 import sys
 from types import FrameType, TracebackType
 
+from .errors import StoppedError
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+_NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
 
 class StopFlag:
-    """Context manager: while open, SIGINT/SIGTERM/SIGUSR1/SIGUSR2 set `received` instead of killing the process.
+    """Context manager: while open, the signals that ask a process to end set `received` instead of killing it.
+
+    SIGHUP comes from a terminal that is closed; under nohup, which has it ignored, it stays ignored.
 
     A second Ctrl-C raises KeyboardInterrupt at once, for a user who will not wait for the step to end.
     """
@@ -38,14 +42,27 @@ class StopFlag:
 
     def __enter__(self) -> StopFlag:
         for name in _NAMES:
-            self._old[name] = signal.signal(getattr(signal, name), self._handle)
+            if name != "SIGHUP" or signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+                self._old[name] = signal.signal(getattr(signal, name), self._handle)
+        _open.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _open.remove(self)
         for name, old in self._old.items():
             signal.signal(getattr(signal, name), old)  # type: ignore[arg-type]
+
+
+_open: list[StopFlag] = []
+
+
+def stop_here() -> None:
+    """Where long work may be left: raise `StoppedError` if a signal came to a `StopFlag` that is open. It is repeated after the resume."""
+    for flag in _open:
+        if flag.received is not None:
+            raise StoppedError(flag.received)
 
 
 def ignore_in_worker() -> None:

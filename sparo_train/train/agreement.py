@@ -7,7 +7,7 @@ from collections import Counter
 
 from ..core.contracts import Delivery
 from ..core.distributed import Ranks
-from ..core.errors import DataError, SparoError
+from ..core.errors import DataError, SparoError, WorkerLostError
 from ..core.signals import StopFlag
 from ..data.read.budget import BadSampleBudget
 from .saving import Saver
@@ -52,13 +52,16 @@ class Agreement:
         if trouble is not None and self.ranks.size == 1:
             raise trouble
         if failed:
-            words = self.ranks.gather(None if trouble is None else str(trouble))
             # One of them is told; the others are mostly its echo.
-            rank, text = next((rank, text) for rank, text in enumerate(words) if text is not None)
+            rank, error = next(
+                (rank, error) for rank, error in enumerate(self.ranks.gather(trouble)) if error is not None
+            )
             with self.ranks.on_all():
-                raise DataError(f"rank {rank}: {text}")
+                raise (WorkerLostError if isinstance(error, WorkerLostError) else DataError)(f"rank {rank}: {error}")
         if any_skipped and not signal and delivery is not None:  # with a signal the batch is left for the resume
-            found = sum((Counter(part) for part in self.ranks.gather(delivery.skipped)), Counter())
+            found, keys = Counter[tuple[str, str]](), dict[tuple[str, str], str]()
+            for skips, first in self.ranks.gather((delivery.skipped, dict(delivery.first_keys))):
+                found, keys = found + Counter(skips), first | keys
             with self.ranks.on_all():
-                self.bad.add(found, samples)
+                self.bad.add(found, samples, keys)
         return StopFlag.name(signal), bool(late)

@@ -9,6 +9,7 @@ import torch
 from ..core.contracts import Footprint, Objective
 from ..core.errors import ConfigError, DataError
 from ..core.tables import ENGINES
+from ..data.read.loader import shared_streams
 from ..data.read.plan import per_epoch
 from ..data.read.sources import open_source
 from ..engine.kinds import Sizes
@@ -50,6 +51,7 @@ def dry_run(config: RunConfig) -> DryRun:
     with torch.device("meta"):
         objective = build_objective(config)
     footprint = objective.footprint(config.batch_size // (config.world_size or 1), config.batch_size)
+    shared_streams(config.data, config.batch_size, config.world_size or 1)  # training would refuse the same
     facts = [_source(name, config) for name in config.data.sources]
     known = [f for f in facts if f.samples is not None]
     whole = sum(per_epoch([f.samples or 0 for f in known], [f.weight for f in known]))

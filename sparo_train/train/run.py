@@ -25,6 +25,7 @@ class CheckpointConfig(Frozen):
     keep_last: int = setting(2, "newest checkpoints that stay", ge=1)
     keep_every: int = setting(0, "steps between checkpoints that stay for good; 0: none", ge=0)
     background: bool = setting(True, "training goes on while it is written")
+    fall_back: bool = setting(False, "where the newest is damaged, go back to the one before instead of refusing")
 
 
 class ProfileConfig(Frozen):
@@ -68,19 +69,19 @@ def _default(table: Table, name: str) -> Any:
 class RunConfig(Frozen):
     """A whole recipe. Exactly one of `steps`, `epochs`, `samples` says how long it trains."""
 
-    name: str = setting(..., "of the run folder", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    out: str = setting("runs", "where run folders are")
-    seed: int = setting(0, "of everything that is drawn", ge=0)
-    batch_size: int = setting(..., "samples per optimizer step, of all ranks together", gt=0)
+    name: str = free(..., "of the run folder", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    out: str = free("runs", "where run folders are")
+    seed: int = setting(0, "of everything that is drawn", ge=0, lt=1 << 63)
+    batch_size: int = setting(..., "samples per optimizer step, of all ranks together", gt=0, lt=1 << 31)
     world_size: int | None = free(None, "ranks it must be started with; default: any that share the streams", gt=0)
     micro_batch_size: int | None = free(
         None,
         "samples per forward and rank; default: all of the rank's; gradients are those of the whole batch either way",
         gt=0,
     )
-    steps: int | None = setting(None, "optimizer steps", gt=0)
-    epochs: float | None = setting(None, "passes over the data, weights counted", gt=0)
-    samples: int | None = setting(None, "samples in all", gt=0)
+    steps: int | None = setting(None, "optimizer steps", gt=0, lt=1 << 53)
+    epochs: float | None = setting(None, "passes over the data, weights counted", gt=0, le=1e9)
+    samples: int | None = setting(None, "samples in all", gt=0, lt=1 << 63)
     samples_per_epoch: int | None = setting(
         None, "where a paper's epoch is a number; default: what the sources hold", gt=0
     )

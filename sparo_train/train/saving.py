@@ -19,6 +19,22 @@ from ..core.errors import CheckpointError, SparoError, SupersededError
 T = TypeVar("T")
 
 
+# A weight whose square is no fp32 number is lost: no forward gives anything finite with it.
+_LARGEST = 1e19
+
+
+def _is_sound(pieces: Pieces) -> bool:
+    """Whether weights and moments are numbers that can be trained on."""
+    for held in pieces.values():
+        for piece in held.values():
+            if piece.data.is_floating_point() and piece.data.numel():
+                # numpy's one thread: torch's team of threads would wait for the team that trains, and let it wait
+                data = (piece.data if piece.data.element_size() >= 4 else piece.data.float()).numpy()
+                if not (data.min() >= -_LARGEST and data.max() <= _LARGEST):  # False for NaN, too
+                    return False
+    return True
+
+
 class Saver:
     """Writes and finds checkpoints, one at a time; the next save, the end of the run and an error of it wait for the one under way.
 
@@ -63,16 +79,37 @@ class Saver:
             return under_way.result()
 
     def newest(
-        self, check: Callable[[dict[str, Any], str], None]
+        self, check: Callable[[dict[str, Any], str], None], fall_back: bool, say: Callable[[str], None]
     ) -> tuple[Path, dict[str, Any], CheckpointReader] | None:
         """The newest complete checkpoint, its meta, and its tensors, every rank having verified its share of the files.
 
         Args:
             check: raises where a meta does not fit; called by rank 0 with the path before tensors are looked at.
+            fall_back: take the one before where the newest is damaged, which is renamed; what that loses is said.
 
         Raises:
             CheckpointError: a file is missing or damaged; on every rank, whoever found it.
         """
+        while True:
+            try:
+                return self._opened(check)
+            except CheckpointError as error:
+                older = self.ranks.first(lambda: len(self.store.steps()) > 1)
+                if not (fall_back and older):
+                    raise
+                aside, before = self.ranks.first(self._fallen_back)
+                say(
+                    f"{error}\ncheckpoint.fall_back: it is {aside} now; going back to {before}, the steps behind that are lost"
+                )
+
+    def _fallen_back(self) -> tuple[Path, Path | None]:
+        newest = self.store.latest()
+        assert newest is not None
+        return self.store.set_aside(newest), self.store.latest()
+
+    def _opened(
+        self, check: Callable[[dict[str, Any], str], None]
+    ) -> tuple[Path, dict[str, Any], CheckpointReader] | None:
 
         def found() -> tuple[Path, dict[str, Any]] | None:
             # What a killed start left would be counted as disk that is in use.
@@ -125,7 +162,9 @@ class Saver:
         return piece._replace(data=buffer.copy_(data))
 
     def _write(self, step: int, pieces: Pieces, meta: Mapping[str, Any]) -> Path:
-        own = self._tried(step, lambda: self.store.write(step, pieces, self.ranks.rank, self.ranks.size))
+        own = self._tried(
+            step, lambda: (self.store.write(step, pieces, self.ranks.rank, self.ranks.size), _is_sound(pieces))
+        )
         told = self.ranks.gather(own, saving=True)
         done = self._tried(step, lambda: self._complete(step, told, meta)) if self.ranks.rank == 0 else None
         if isinstance(done, CheckpointError):
@@ -139,13 +178,14 @@ class Saver:
         assert done is not None
         return done
 
-    def _complete(self, step: int, told: list[Files | CheckpointError], meta: Mapping[str, Any]) -> Path:
+    def _complete(self, step: int, told: list[tuple[Files, bool] | CheckpointError], meta: Mapping[str, Any]) -> Path:
         files: Files = {}
+        suspect = meta.get("skipped_in_a_row", 0) > 0
         for rank, part in enumerate(told):
             if isinstance(part, CheckpointError):
                 raise CheckpointError(f"rank {rank}: {part}") if self.ranks.size > 1 else part
-            files |= part
-        return self.store.complete(step, files, meta)
+            files, suspect = files | part[0], suspect or not part[1]
+        return self.store.complete(step, files, {**meta, "suspect": suspect})
 
     def _tried(self, step: int, call: Callable[[], T]) -> T | CheckpointError:
         """Whatever goes wrong on one rank has to be told to the others, which wait for it."""

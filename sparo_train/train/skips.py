@@ -20,10 +20,10 @@ class SkippedSteps:
     Args:
         limit: `optim.max_skipped`.
         say: tells a human.
-        kept: the newest checkpoint, for the error.
+        kept: says which checkpoint is good, for the error.
     """
 
-    def __init__(self, limit: int, say: Callable[[str], None], kept: Callable[[], object]):
+    def __init__(self, limit: int, say: Callable[[str], None], kept: Callable[[], str]):
         self.limit, self._say, self._kept = limit, say, kept
         self._pending: list[tuple[int, bool | Tensor, Tensor]] = []
 
@@ -48,5 +48,5 @@ class SkippedSteps:
             if state.skipped_in_a_row > self.limit:
                 raise TrainingError(
                     f"step {step}: {state.skipped_in_a_row} non-finite steps in a row (optim.max_skipped={self.limit}). "
-                    f"Lower optim.lr, set optim.clip_grad_norm=1.0 or engine.precision=fp32; the last good checkpoint is {self._kept()}."
+                    f"Lower optim.lr, set optim.clip_grad_norm=1.0 or engine.precision=fp32; {self._kept()}."
                 )

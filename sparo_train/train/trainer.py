@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -16,19 +15,17 @@ from ..core.distributed import Ranks
 from ..core.errors import CheckpointError, LostRankError, SparoError, SupersededError
 from ..core.rng import torch_seed
 from ..core.signals import StopFlag
-from ..core.world import World
 from ..data.read.budget import BadSampleBudget
 from ..data.read.sources import refuse_changed
 from .accumulate import gradients
 from .agreement import Agreement
+from .evaluation import Evaluation
 from .flops import FlopCounter
 from .reporting import Collector, Profile, Reporter
 from .run import RunConfig
 from .saving import Saver
 from .skips import SkippedSteps
 from .state import Display, Evaluate, Outcome, State
-
-_ALONE = Ranks(World(), "gloo", 0.0)
 
 
 class Trainer:
@@ -61,16 +58,16 @@ class Trainer:
     ):
         self.config, self.ranks, self.engine, self.objective, self.pipeline = config, ranks, engine, objective, pipeline
         self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
-        self.display, self.evaluate = display, evaluate
-        self.state = State()
-        self.bad = BadSampleBudget(config.data.max_bad_share, config.data.max_bad_share_after)
+        self.display, self.state = display, State()
+        self.bad = BadSampleBudget(config.data.max_bad_share, config.data.max_bad_share_after, display.say)
         every, claim = config.checkpoint, rundir.claim
         self.store = store.CheckpointStore(
             rundir.checkpoints, every.keep_last, every.keep_every, claim.check, f"{claim.token}-"
         )
         self.saver = Saver(self.store, ranks, every.background)
-        self.skips = SkippedSteps(config.optim.max_skipped, display.say, self._newest)
+        self.skips = SkippedSteps(config.optim.max_skipped, display.say, self._last_good)
         self.report = Reporter(config.log, rundir, ranks, engine, display, flops)
+        self.evaluation = Evaluation(evaluate, config.eval.every_steps, engine, ranks, self.report)
         self._profile = (config.log.profile if ranks.rank == 0 else None, rundir.path / "profile", display.say)
         self._origin = {"recipe": config.model_dump(mode="json"), "environment": environment()}
 
@@ -86,7 +83,7 @@ class Trainer:
         self.engine.prepare(self.objective)
         self._restore()
         # One rank reads the records; others could find them half written.
-        self._evaluated = self.ranks.first(lambda: self.report.open(self.state.step))
+        self.evaluation.scored = self.ranks.first(lambda: self.report.open(self.state.step))
         end = min(self.total_steps, self.config.stop_after_steps or self.total_steps)
         self.profile = Profile(*self._profile)
         try:
@@ -111,8 +108,8 @@ class Trainer:
             self.report.meter.start()
             while True:
                 # Before the end is looked at, so that a run that was stopped between the two evaluates this step when it resumes.
-                if self.config.eval.every_steps and state.step and state.step % self.config.eval.every_steps == 0:
-                    self._evaluate()
+                if self.evaluation.due(state.step) and (signal := self._evaluate()):
+                    return signal
                 if state.step >= end:
                     return None
                 # A GPU is still busy with the step before: its next batch is read, and copied to it, meanwhile.
@@ -173,37 +170,29 @@ class Trainer:
     def _beat(self, phase: str) -> None:
         self.report.beat(self.state.step, self.total_steps, phase)
 
-    def _evaluate(self) -> None:
-        """Score this step, unless that was done before a resume; by all ranks where each has the model."""
-        evaluate, step = self.evaluate, self.state.step
-        if evaluate is None or step in self._evaluated:
-            return
+    def _evaluate(self) -> str | None:
+        """Score this step; returns the signal for which that was left."""
         self._beat("evaluating")
-        # Sharded engines gather here, all ranks together, though only one of them scores.
-        with self.engine.full_model() as objective:
-            if self.engine.replicated:
-                scores = evaluate(cast(Objective, objective), step, self.ranks)
-            else:
-                scores = self.ranks.first(lambda: evaluate(cast(Objective, objective), step, _ALONE))
-        self.report.write("eval", step, scores)
-        self._evaluated.add(step)
-        # An evaluation leaves a lot behind, and here nobody waits for a step.
-        self.garbage.everything()
+        signal = self.evaluation.run(self.state.step)
+        self.garbage.everything()  # there is a lot, and here nobody waits for a step
         self.report.meter.start()
+        return signal
 
     def _end(self, signal: str | None) -> Outcome:
         step = self.state.step
         reason = signal or ("finished" if step >= self.total_steps else "stop_after_steps")
-        # Before the last evaluation: what fails in it must not cost the last steps.
-        path = self._keep()
+        path = self._keep()  # before the last evaluation, which may fail
+        if reason == "finished" and self.evaluation.missing(step):
+            reason = self._evaluate() or reason
         self._beat(reason)
-        if reason == "finished":
-            self._evaluate()
         return Outcome(reason, step, path)
 
-    def _newest(self) -> Path | None:
+    def _last_good(self) -> str:
         self.saver.wait()
-        return self.store.latest()
+        sound = self.store.last_sound()
+        if sound is None:
+            return "no checkpoint is from before that"
+        return f"the last good checkpoint is {sound}; remove those behind it to go back there"
 
     def _keep(self) -> Path | None:
         """The checkpoint of this very step, complete, written now if need be; None before the first."""
@@ -221,7 +210,6 @@ class Trainer:
         state = self.state
         self._look()
         self._beat("saving")
-        # Each rank knows its own streams; joined, any number of ranks can go on from them.
         cursors = self.ranks.gather(state.cursor)
         meta = {
             **state.counts(),
@@ -236,7 +224,11 @@ class Trainer:
         self.saver.save(state.step, self.engine.pieces(), meta)
 
     def _restore(self) -> None:
-        newest = self.saver.newest(lambda meta, at: refuse_changed(meta["fingerprint"], self.pipeline.fingerprint, at))
+        newest = self.saver.newest(
+            lambda meta, at: refuse_changed(meta["fingerprint"], self.pipeline.fingerprint, at),
+            self.config.checkpoint.fall_back,
+            self.display.say,
+        )
         if newest is None:
             return
         path, meta, source = newest
@@ -247,3 +239,5 @@ class Trainer:
         self.state = State.of(meta)
         self.bad.load(meta["bad_samples"])
         self.display.say(f"continuing from {path} (step {self.state.step} of {self.total_steps})")
+        if meta.get("suspect"):
+            self.display.say(f"its weights are from a run that had diverged; {self._last_good()}")

@@ -83,7 +83,7 @@ def test_a_rank_killed_inside_a_save_leaves_the_checkpoint_before(place, method,
 
 def test_a_full_disk_on_one_rank_ends_all_with_one_message(place):
     line = ("train", place / "recipe.yaml", "name=full")
-    happens = "from sparo_train.core.disk import store, pieces; store.write_pieces = lambda *a: open('/dev/full', 'w').write('x' * 9999)"
+    happens = "from sparo_train.core.disk import pieces; pieces.write_pieces = lambda *a: open('/dev/full', 'w').write('x' * 9999)"
     found = finish(start_ranks(2, *line, program=_AT.format(method="write", rank=1, step=6, happens=happens)))
     assert [code for code, _ in found] == [2, 2], found
     assert (

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sparo_train.core.config import Frozen, free
-from sparo_train.core.disk import metrics, store
+from sparo_train.core.disk import metrics, pieces, store
 from sparo_train.core.disk.owner import Claim
 from sparo_train.core.disk.pieces import Piece
 from sparo_train.core.disk.rundir import RunDir
@@ -34,21 +34,21 @@ class Log(Frozen):
 
 
 class Local(Frozen):
-    kind: Literal["local"] = free("local")
+    kind: Literal["local"] = free("local", "its kind")
     precision: str = "fp32"
 
 
 class Ddp(Frozen):
-    kind: Literal["ddp"] = free("ddp")
+    kind: Literal["ddp"] = free("ddp", "its kind")
     precision: str = "fp32"
-    bucket_mb: int = free(25)
-    param_dtype: str | None = free("bf16", with_kind=True)
+    bucket_mb: int = free(25, "MB")
+    param_dtype: str | None = free("bf16", "cast", with_kind=True)
 
 
 class Recipe(Frozen):
     lr: int = 1
-    world_size: int | None = free(None)
-    log: Log = free(Log())
+    world_size: int | None = free(None, "ranks")
+    log: Log = free(Log(), "said")
     engine: Local | Ddp = Local()
 
 
@@ -91,7 +91,7 @@ def test_a_disk_that_refuses_leaves_the_previous_checkpoint(tmp_path, monkeypatc
     def refuse(*_):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(store, "write_pieces", refuse)
+    monkeypatch.setattr(pieces, "write_pieces", refuse)
     with pytest.raises(CheckpointError, match=r"step-00000004: could not be written .*step-00000003 is intact"):
         save(keeper, 4, STATE, {})
     assert keeper.latest() == before and torch.equal(store.read_part(before, "model")["w"], STATE["model"]["w"])

@@ -198,7 +198,7 @@ def test_a_changed_data_set_is_refused_with_the_change(shards):
     before = fingerprint([open_source("a", config)])
     (shards / "00003.tar").unlink()
     after = fingerprint([open_source("a", config)])
-    with pytest.raises(DataError, match=r"(?s)a: .*'samples': 96.*->.*'samples': 72"):
+    with pytest.raises(DataError, match=r"(?s)a\.shards: 4 -> 3.*a\.samples: 96 -> 72"):
         refuse_changed(before, after, "checkpoint")
 
 

@@ -55,11 +55,13 @@ class MetricsLog:
         self._guard()
         try:
             self._file.write(json.dumps(_plain(record)) + "\n")
+            # Others follow the file while the run goes on.
             self._file.flush()
         except OSError as error:
             raise TrainingError(
                 f"{self.path}: cannot be written ({error}); free space, then run the same line again"
             ) from None
+        # Only now: what only mirrors must not cost the record.
         numbers = {f"{kind}/{k}": v for k, v in _flat(values) if isinstance(v, int | float)}
         self._mirror(lambda mirror: mirror.add(numbers, step))
 
@@ -120,9 +122,11 @@ def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if kind is None or record["kind"] == kind:
+        if not isinstance(record, dict):
+            continue
+        if kind is None or (record.get("kind") == kind and isinstance(record.get("step"), int)):
             records.append(record)
     return records
 
@@ -130,7 +134,7 @@ def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
 def rewind(path: Path, step: int) -> None:
     """Keep the records up to `step`; a resumed run writes the later ones again."""
     if path.exists():
-        kept = [r for r in read(path) if r["step"] <= step]
+        kept = [r for r in read(path) if isinstance(r.get("step"), int) and r["step"] <= step]
         write_whole(path, "".join(json.dumps(r) + "\n" for r in kept))
 
 

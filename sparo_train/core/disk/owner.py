@@ -19,6 +19,7 @@ from typing import Any
 
 from ..errors import SupersededError, TrainingError
 from ..files import write_whole
+from ..world import whole_number
 
 _TRIES = 10
 
@@ -35,7 +36,7 @@ class Start:
     def here(cls, environment: Mapping[str, str] | None = None) -> Start:
         """The start that this process is."""
         env = os.environ if environment is None else environment
-        return cls(uuid.uuid4().hex[:12], env.get("SLURM_JOB_ID"), int(env.get("SLURM_RESTART_COUNT", "0")))
+        return cls(uuid.uuid4().hex[:12], env.get("SLURM_JOB_ID"), whole_number(env, "SLURM_RESTART_COUNT", 0))
 
     def follows(self, other: Mapping[str, Any]) -> bool:
         """True where SLURM started the same job anew: whatever is left of `other` has lost its right to write."""
@@ -64,6 +65,7 @@ class Claim:
         owner = self.owner()
         if not owner:
             raise SupersededError(f"{self.path}: is gone, so nobody may write there; was the run folder removed?")
+        # By token, not by process: after a node failure the same number may be another process.
         if owner["token"] != self.token:
             by = f"job {owner['job']}, restart {owner['restart']}" if owner.get("job") else f"pid {owner.get('pid')}"
             raise SupersededError(
@@ -79,7 +81,10 @@ class Claim:
         """
         for left in reversed(range(_TRIES)):
             try:
-                return json.loads(self.path.read_text(encoding="utf-8"))
+                found = json.loads(self.path.read_text(encoding="utf-8"))
+                if not isinstance(found, dict) or "token" not in found:
+                    raise ValueError("it names no owner")
+                return found
             except FileNotFoundError:
                 return {}
             except (OSError, ValueError) as error:  # a file server in trouble

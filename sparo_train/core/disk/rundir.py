@@ -22,6 +22,7 @@ from typing import IO, Any
 from ..config import Frozen, Tree, differences, dump, free_keys, parse_yaml, resolve
 from ..errors import ConfigError, TrainingError
 from ..files import write_whole
+from ..untrusted import read_text
 from .owner import Claim, Start
 
 
@@ -62,6 +63,7 @@ class RunDir:
         """Write the recipe, the command and the environment into a folder that is there."""
         self._write("config.yaml", dump(config))
         with (self.path / "command.txt").open("a", encoding="utf-8") as stream:
+            # Appended: every start has its line.
             stream.write(shlex.join(sys.argv) + "\n")
         self._write("environment.json", json.dumps(environment(), indent=1))
 
@@ -94,6 +96,7 @@ class RunDir:
         self._lock = (self.path / ".lock").open("w")
         if self._locked():
             return
+        # Only the scheduler knows that the other one is gone; a person who starts twice does not.
         if not start.follows(self.claim.owner()):
             self.close()
             raise TrainingError(
@@ -118,7 +121,7 @@ class RunDir:
         """Raise ConfigError, with the differences, where the folder holds a run of another recipe."""
         if not self.config.exists():
             return
-        held: Tree = parse_yaml(self.config.read_text(encoding="utf-8"), str(self.config))
+        held: Tree = parse_yaml(read_text(self.config), str(self.config))
         new: Tree = parse_yaml(dump(config), "the recipe")
         try:  # as this version writes it: what the recipe left open then has the defaults of now
             before = resolve(type(config), held, str(self.config))

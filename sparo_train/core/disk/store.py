@@ -65,8 +65,6 @@ class CheckpointStore:
         Raises:
             CheckpointError: the disk is full or read-only; older checkpoints are untouched.
         """
-        from safetensors import SafetensorError
-
         from .pieces import write_pieces  # not above: what a checkpoint says of itself is read without torch
 
         temporary = self._temporary(step)
@@ -78,10 +76,9 @@ class CheckpointStore:
                 path = temporary / (
                     f"{part}-{rank:05d}-of-{size:05d}.safetensors" if size > 1 else f"{part}.safetensors"
                 )
-                write_pieces(path, held)
-                _flush(path)
-                files[path.name] = {"part": part, "bytes": path.stat().st_size, "sha256": _sha256(path)}
-        except (OSError, SafetensorError) as error:
+                written, digest = write_pieces(path, held)
+                files[path.name] = {"part": part, "bytes": written, "sha256": digest}
+        except OSError as error:
             raise self._failure(step, error) from None
         return files
 
@@ -95,6 +92,7 @@ class CheckpointStore:
         content = {**meta, "format": FORMAT, "step": step, "files": files}
         try:
             for name, facts in files.items():
+                # A network file system may show another machine's file late, or never.
                 if not (temporary / name).is_file() or (temporary / name).stat().st_size != facts["bytes"]:
                     raise OSError(
                         f"{name}, which another rank wrote, is not here: `out` has to be a folder that all machines share"
@@ -104,6 +102,7 @@ class CheckpointStore:
             _flush(path)
             _flush(temporary)
             self.guard()
+            # The same step again, after a signal at it: the old one stays until the new one is whole.
             if target.exists():
                 target.rename(self.root / f".tmp-old-{target.name}")
             temporary.rename(target)
@@ -139,6 +138,17 @@ class CheckpointStore:
         """The newest complete checkpoint, or None."""
         return next(reversed(list(self.steps().values())), None)
 
+    def last_sound(self) -> Path | None:
+        """The newest that is not marked as of a run that had diverged, or None."""
+        return next((path for path in reversed(self.steps().values()) if not is_suspect(path)), None)
+
+    def set_aside(self, path: Path) -> Path:
+        """Rename a damaged checkpoint, so that it is no checkpoint any more and nothing of it is lost; returns where it is."""
+        aside = path.with_name(f"damaged-{path.name}")
+        if aside.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+        return path.rename(aside)
+
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         kept = self.latest()
         remedy = (
@@ -149,11 +159,20 @@ class CheckpointStore:
         return CheckpointError(f"{self.folder(step)}: could not be written ({error}); {remedy}")
 
     def _prune(self) -> None:
-        steps = self.steps()
+        # Behind the rename: what is removed has a successor on disk.
+        steps, sound = self.steps(), self.last_sound()
         for step in list(steps)[: -self.keep_last]:
-            if not (self.keep_every and step % self.keep_every == 0):
+            if not (self.keep_every and step % self.keep_every == 0) and steps[step] != sound:
                 shutil.rmtree(steps[step], ignore_errors=True)
         self.sweep()
+
+
+def is_suspect(path: Path) -> bool:
+    """Whether a checkpoint says that it was written while steps were skipped, or that what it holds is not finite (or cannot say)."""
+    try:
+        return bool(json.loads((path / "meta.json").read_text(encoding="utf-8")).get("suspect", False))
+    except (OSError, ValueError, AttributeError, TypeError):
+        return True
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -162,7 +181,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     try:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
         checksum = meta.pop("checksum", None)
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{path}/meta.json: not readable ({error}); {remedy}") from None
     if meta.get("format") != FORMAT:
         raise CheckpointError(

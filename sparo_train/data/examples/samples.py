@@ -13,6 +13,12 @@ from PIL import Image, ImageFile
 from ...core.errors import BadSampleError
 from ..read.sources import SourceConfig
 
+# PIL goes by content, not by name, and starts Ghostscript for an EPS; what data sets of images have is this.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+
+
+MOST_LETTERS, MOST_CHARACTERS = 400, 100_000  # of a word, within which byte pairs are merged; of a caption
+
 
 def image_bytes(fields: Mapping[str, bytes], keys: Sequence[str]) -> bytes:
     """The image member. Raises `BadSampleError('missing image')`."""
@@ -31,7 +37,7 @@ def decode_image(data: bytes, shrink_to: int | None = None) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data))
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
             if shrink_to is not None:
                 image.draft("RGB", (shrink_to, shrink_to))
             if image.mode.startswith("I"):  # 16 bits a pixel, which PIL's conversion would clip to white
@@ -54,7 +60,7 @@ def caption(fields: Mapping[str, bytes], config: SourceConfig) -> str:
         text = fields[member].decode("utf-8")
         if field:
             text = json.loads(text)[field]
-    except (UnicodeDecodeError, ValueError):
+    except (UnicodeDecodeError, ValueError, RecursionError):
         raise BadSampleError("bad text") from None
     except (KeyError, TypeError):
         raise BadSampleError("missing caption") from None

@@ -9,6 +9,9 @@ import torch
 from open_clip.tokenizer import SimpleTokenizer
 from torch import Tensor
 
+from ...core.errors import BadSampleError, DataError
+from .samples import MOST_CHARACTERS, MOST_LETTERS
+
 SOT, EOT = 49406, 49407
 VOCABULARY = EOT + 1
 
@@ -29,14 +32,37 @@ class ClipTokenizer:
         self.context_length = context_length
 
     def __call__(self, caption: str) -> list[int]:
-        """Ids of one caption, without padding."""
-        return [SOT, *_bpe().encode(caption)[: self.context_length - 2], EOT]
+        """Ids of one caption, without padding.
+
+        Raises:
+            BadSampleError: a caption, or a word that would be encoded, is longer than any of a language: merging byte pairs takes the
+                square of a word's length (10,000 letters: a minute).
+        """
+        return [SOT, *self._ids(caption), EOT]
+
+    def _ids(self, caption: str) -> list[int]:
+        """As `SimpleTokenizer.encode`, word by word, and no further than the context reaches."""
+        bpe, ids, most = _bpe(), list[int](), self.context_length - 2
+        if len(caption) > MOST_CHARACTERS:
+            raise BadSampleError(f"a caption of over {MOST_CHARACTERS} characters")
+        for found in bpe.pat.finditer(bpe.clean_fn(caption)):
+            word = found.group()
+            if len(ids) >= most:
+                break
+            if len(word) > MOST_LETTERS:
+                raise BadSampleError(f"a word of over {MOST_LETTERS} characters")
+            letters = "".join(bpe.byte_encoder[byte] for byte in word.encode("utf-8"))
+            ids += [bpe.encoder[part] for part in bpe.bpe(letters).split(" ")]
+        return ids[:most]
 
     def batch(self, captions: Sequence[str]) -> Tensor:
-        """(n, context_length) int64, padded with 0."""
+        """(n, context_length) int64, padded with 0. Raises `DataError` naming a caption that cannot be encoded."""
         out = torch.zeros(len(captions), self.context_length, dtype=torch.long)
         for row, caption in zip(out, captions, strict=True):
-            ids = torch.tensor(self(caption))
+            try:
+                ids = torch.tensor(self(caption))
+            except BadSampleError as bad:
+                raise DataError(f"caption {caption[:60]!r}…: {bad}; shorten it") from None
             row[: len(ids)] = ids
         return out
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...core.errors import DataError
 from .sources import Damage, DataConfig, Source
 
 _NAMED = 10
+_SAID = 100
 _SHARDS = {"truncated tar", "unreadable tar"}  # judged before the first step, against the whole source
 _REMEDY = "`sparo data check` lists them; repair or remove these shards, or raise data.max_bad_share."
 
@@ -36,14 +37,22 @@ class BadSampleBudget:
     Args:
         max_share: largest tolerated share of skipped among tried samples.
         minimum: samples tried before the share is judged.
+        say: told of each shard and reason once, with a sample's key; of so many at most that a log can be read.
     """
 
-    def __init__(self, max_share: float, minimum: int = 1000):
-        self.max_share, self.minimum = max_share, minimum
+    def __init__(self, max_share: float, minimum: int = 1000, say: Callable[[str], None] = lambda text: None):
+        self.max_share, self.minimum, self._say, self._said = max_share, minimum, say, 0
         self.counts: Counter[tuple[str, str]] = Counter()
 
-    def add(self, skipped: Mapping[tuple[str, str], int], used: int) -> None:
-        """Add a batch's skips; `used` is the number of good samples so far. Raises `DataError` over the limit."""
+    def add(
+        self, skipped: Mapping[tuple[str, str], int], used: int, keys: Mapping[tuple[str, str], str] | None = None
+    ) -> None:
+        """Add a batch's skips; `used` is the number of good samples so far, `keys` has a sample of each. Raises `DataError` over the limit."""
+        for (url, reason), key in (keys or {}).items():
+            if (url, reason) not in self.counts and self._said < _SAID:
+                self._said += 1
+                more = "; further ones are in metrics.jsonl alone" if self._said == _SAID else ""
+                self._say(f"skipped a sample: {url}, {key}: {reason}{more}")
         counts = self.counts + Counter(skipped)
         total = sum(n for (_, reason), n in counts.items() if reason not in _SHARDS)
         tried = used + total

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
 
-from ...core.config import setting
+from ...core.config import free
 from ...core.errors import BadSampleError, DataError
+from ...core.untrusted import read_bytes
 from .sources import SourceConfig, SourceKind
 from .storage import Storage
 
-IMAGE_SUFFIXES = {".jpg": "jpg", ".jpeg": "jpg", ".png": "png", ".webp": "webp"}
+# torchvision's; an image is decoded by its content, so that the rarer kinds need no name of their own.
+IMAGE_SUFFIXES = {
+    ".jpg": "jpg", ".jpeg": "jpg", ".png": "png", ".webp": "webp",
+    ".bmp": "png", ".tif": "png", ".tiff": "png", ".ppm": "png", ".pgm": "png",
+}  # fmt: skip
 _PART = 1000
 
 
@@ -27,7 +32,7 @@ class FolderConfig(SourceConfig):
     """Images in class folders or not, for objectives that read no captions."""
 
     kind: Literal["folder"] = "folder"
-    folder: str = setting(..., "images, or folders of them, one per class: imagenet/train")
+    folder: str = free(..., "images, or folders of them, one per class: imagenet/train")
     has_captions: ClassVar[bool] = False
 
 
@@ -44,12 +49,21 @@ class FolderPart(Storage):
         """Key and fields of a file. Raises `BadSampleError` where it cannot be read."""
         name = os.fsdecode(self._names[number])
         try:
-            data = (self.root / name).read_bytes()
-        except OSError:
+            data = read_bytes(self.root / name, DataError)
+        except DataError:
             raise BadSampleError("unreadable file") from None
         fields = {IMAGE_SUFFIXES[Path(name).suffix.lower()]: data}
         first, slash, _ = name.partition("/")
         return name, {**fields, "cls": str(self._numbers[first]).encode()} if slash else fields
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of the class folders, in the order of their numbers."""
+        return list(self._numbers)
+
+    def number_by(self, classes: Sequence[str]) -> None:
+        """Take the numbers of another set's classes, of which these have to be some."""
+        self._numbers = {name: i for i, name in enumerate(classes)}
 
     def names(self) -> list[str]:
         """The files' paths below the folder, in order."""
@@ -72,6 +86,7 @@ def open_folder(path: str | Path, key: str = "folder", mixed: bool = True) -> li
     root = Path(path)
     if not root.is_dir():
         raise DataError(f"{key}: {root} is no folder")
+    # A directory lists its files in an order of its own.
     names = sorted(_images(root, ""))
     if not names:
         raise DataError(f"{key}: {root} holds no {', '.join(sorted(set(IMAGE_SUFFIXES)))} image")

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import math
-import weakref
+import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from ...core.contracts import Cursor, Delivery
 from ...core.errors import BadSampleError, ConfigError, DataError, SparoError
 from ...core.rng import generator
-from ...core.signals import ignore_in_worker
 from .budget import refuse_broken
 from .plan import Plan, SampleRef
 from .shards import close_reader
 from .sources import DataConfig, Source, fingerprint, open_source
+from .workers import in_workers
 
 OnStage = Callable[[str], object]  # called behind a stage of the work on a sample, with its name
 
@@ -58,6 +58,7 @@ class WorkerBatch(NamedTuple):
     batch: dict[str, Tensor]
     positions: list[int]
     skipped: dict[tuple[str, str], int]
+    first_keys: dict[tuple[str, str], str]  # of what was skipped: one sample for each shard and reason
 
 
 class _Workers(IterableDataset[WorkerBatch | SparoError]):
@@ -71,33 +72,40 @@ class _Workers(IterableDataset[WorkerBatch | SparoError]):
         info = get_worker_info()
         number, of = (info.id, info.num_workers) if info else (0, 1)
         p = self.pipeline
+        # Whole streams to each worker: a stream is read by one process, so its place is one number.
         streams = p.own[number * len(p.own) // of : (number + 1) * len(p.own) // of]
         at = {stream: self.positions[stream] for stream in streams}
         try:
             while True:
-                skipped: Counter[tuple[str, str]] = Counter()
-                examples = [e for stream in streams for e in self._take(stream, at, skipped)]
-                yield WorkerBatch(p.examples.stack(examples), [at[stream] for stream in streams], dict(skipped))
+                skipped, keys = Counter[tuple[str, str]](), dict[tuple[str, str], str]()
+                examples = [e for stream in streams for e in self._take(stream, at, skipped, keys)]
+                yield WorkerBatch(p.examples.stack(examples), [at[stream] for stream in streams], dict(skipped), keys)
         except SparoError as error:
             yield error
         finally:
             close_reader()
 
-    def _take(self, stream: int, at: dict[int, int], skipped: Counter[tuple[str, str]]) -> Iterator[Any]:
+    def _take(
+        self, stream: int, at: dict[int, int], skipped: Counter[tuple[str, str]], keys: dict[tuple[str, str], str]
+    ) -> Iterator[Any]:
         p, length = self.pipeline, self.pipeline.plan.stream_length(stream)
         for _ in range(p.per_stream):
             for _tries in range(2 * length + 1):
                 position = at[stream]
+                # At a window's first sample: its order is random, and all of it is needed soon.
                 if position % length % p.plan.window == 0:
                     for source, shard, first, last in p.plan.window_chunks(stream, position):
                         p.sources[source].storages[shard].read_ahead(first, last)
                 ref = p.plan.at(stream, position)
+                # Before the read: a sample that fails is behind us, too.
                 at[stream] = position + 1
                 try:
                     yield p.example(ref)
                     break
                 except BadSampleError as bad:
-                    skipped[p.sources[ref.source].storages[ref.shard].url, str(bad)] += 1
+                    what = (p.sources[ref.source].storages[ref.shard].url, str(bad))
+                    skipped[what] += 1
+                    keys.setdefault(what, bad.key or f"number {ref.ordinal}")
             else:
                 worst = ", ".join(f"{url} ({reason}: {n})" for (url, reason), n in skipped.most_common(3))
                 raise DataError(f"data: a whole pass over stream {stream} gave no usable sample: {worst}")
@@ -151,6 +159,7 @@ class Pipeline:
             config.window,
         )
         self.per_stream = batch_size // streams
+        # A worker without a stream would have nothing to deliver.
         self.workers = min(config.workers, len(self.own))
         plan = {"streams": streams, "chunk": config.chunk, "window": config.window, "seed": seed}
         self.fingerprint: dict[str, Any] = {**fingerprint(self.sources), "plan": plan}
@@ -162,47 +171,38 @@ class Pipeline:
         """
         positions = cursor.positions if cursor else (0,) * self.plan.streams
         broken = refuse_broken(self.sources, self.config)
+        # Told once in the life of a run, and by one rank.
         news = cursor is None and self.rank == 0
         first = Counter({(d.url, d.reason): d.lost for d in broken} if news else {})
-        loader = DataLoader(
-            _Workers(self, positions),
-            batch_size=None,
-            num_workers=self.workers,
-            prefetch_factor=self.config.prefetch if self.workers else None,
-            # Workers whose parent is a fork server do not notice that this process was killed, and stay.
-            multiprocessing_context="fork" if self.workers else None,
-            collate_fn=_as_it_is,  # pyright: ignore[reportArgumentType]
-            worker_init_fn=_start_worker,
-            generator=torch.Generator(),  # its own: a loader's start must not move the training's random stream
-        )
-        parts = iter(loader)
-        # Workers ignore SIGTERM, which is how multiprocessing would end those of a process that exits without closing us.
-        leftover = functools.partial(_kill_workers, weakref.ref(parts))
-        atexit.register(leftover)
-        try:
+        with closing(
+            in_workers(_Workers(self, positions), self.workers, _as_it_is, None, self.config.prefetch)
+        ) as parts:
             while True:
                 delivery = self._assemble([next(parts) for _ in range(max(1, self.workers))])
                 yield delivery._replace(skipped=dict(first + Counter(delivery.skipped))) if first else delivery
                 first = Counter()
-        finally:  # at once: an exception's traceback may keep this frame, and with it the workers, alive
-            if self.workers:
-                parts._shutdown_workers()  # pyright: ignore[reportAttributeAccessIssue]
-            leftover()
-            atexit.unregister(leftover)
 
     def example(self, ref: SampleRef, on_stage: OnStage = ignore_stage) -> Any:
-        """Read and prepare one visit of a sample, with the random stream of that visit."""
-        source = self.sources[ref.source]
-        _, fields = source.storages[ref.shard].read(ref.ordinal)
-        on_stage("read")
-        return self.examples.prepare(fields, source, generator(self.seed, "augment", *ref), on_stage)
+        """Read and prepare one visit of a sample, with the random stream of that visit.
 
-    def _assemble(self, delivered: Sequence[WorkerBatch | SparoError]) -> Delivery:
-        parts: list[WorkerBatch] = []
-        for part in delivered:
-            if isinstance(part, SparoError):
-                raise part
-            parts.append(part)
+        Raises:
+            BadSampleError: whatever this sample made fail, named by its type and place where it is no error of ours: one sample
+                must not end a run, and a mistake in the code that prepares all of them soon has no usable one.
+        """
+        source, key = self.sources[ref.source], ""
+        try:
+            key, fields = source.storages[ref.shard].read(ref.ordinal)
+            on_stage("read")
+            return self.examples.prepare(fields, source, generator(self.seed, "augment", *ref), on_stage)
+        except SparoError:
+            raise
+        except BadSampleError as bad:
+            bad.key = key
+            raise
+        except Exception as error:
+            raise BadSampleError(_where(error), key) from error
+
+    def _assemble(self, parts: Sequence[WorkerBatch]) -> Delivery:
         batch = self.examples.finish({key: torch.cat([p.batch[key] for p in parts]) for key in parts[0].batch})
         if torch.cuda.is_available():  # here, because what is concatenated or cut is not pinned any more
             batch = {key: value.pin_memory() for key, value in batch.items()}
@@ -211,6 +211,7 @@ class Pipeline:
             batch,
             Cursor(positions),
             dict(sum((Counter(p.skipped) for p in parts), Counter())),
+            {what: key for p in parts for what, key in p.first_keys.items()},
         )
 
 
@@ -225,12 +226,7 @@ def _as_it_is(part: WorkerBatch | SparoError) -> WorkerBatch | SparoError:
     return part
 
 
-def _kill_workers(loader: weakref.ref[Any]) -> None:
-    for worker in getattr(loader(), "_workers", []):
-        if worker.is_alive():
-            worker.kill()
-
-
-def _start_worker(_number: int) -> None:
-    torch.set_num_threads(1)
-    ignore_in_worker()
+def _where(error: Exception) -> str:
+    """A reason to count under: the text of an error may hold the sample's own, and would be a reason of its own for each."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} in {Path(frame.filename).name}, line {frame.lineno}"

@@ -125,6 +125,7 @@ class Plan:
         if epoch not in self._epochs:
             parts = [self._visit(source, epoch) for source, size in enumerate(self.per_epoch) if size]
             table = np.concatenate(parts)
+            # Chunks of all sources together: a batch then has its sources in their shares.
             table = table[generator(self.seed, "epoch", epoch).permutation(len(table))]
             self._epochs[epoch] = _Epoch(table[:, 0], table[:, 1], table[:, 2], table[:, 3], np.cumsum(table[:, 4]))
             while len(self._epochs) > 2:  # streams cross an epoch's border within a few samples of each other
@@ -157,6 +158,7 @@ class Plan:
         nth = np.arange(len(shard)) - np.repeat(first, np.diff(np.r_[first, len(shard)]))
         start = np.maximum(nth * self.chunk - offsets[shard], 0)
         stop = np.minimum((nth + 1) * self.chunk - offsets[shard], counts[shard])
+        # The random offset may leave a shard's first or last chunk without samples.
         keep = np.flatnonzero(stop > start)
         keep = keep[rng.permutation(len(keep))]
         return shard[keep], start[keep], (stop - start)[keep]
@@ -164,6 +166,7 @@ class Plan:
     def _window_order(self, epoch: int, stream: int, window: int, size: int) -> np.ndarray:
         key = (epoch, stream, window)
         if key not in self._windows:
+            # By its name, not by what was drawn before: a resumed run asks for this window first.
             self._windows[key] = generator(self.seed, "window", epoch, stream, window).permutation(size)
             while len(self._windows) > 2 * self.streams:
                 self._windows.popitem(last=False)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from webdataset.shardlists import expand_urls
 
 from ...core.errors import ConfigError, did_you_mean
 from .remote import filesystem_of
+
+_MOST = 1_000_000  # shards of one pattern; LAION-5B has 230,000
 
 
 def find_shards(pattern: str | tuple[str, ...], key: str = "shards") -> list[str]:
@@ -22,6 +25,8 @@ def find_shards(pattern: str | tuple[str, ...], key: str = "shards") -> list[str
             raise ConfigError(
                 f"{key}: {part!r} runs a shell command and cannot be read by position; use an fsspec URL (s3://, gs://, https://)"
             )
+        if _count(part) > _MOST:
+            raise ConfigError(f"{key}: {part!r} means over {_MOST} shards; is a brace range too long?")
         try:
             urls = expand_urls(part)
         except ValueError:  # braceexpand's
@@ -31,6 +36,17 @@ def find_shards(pattern: str | tuple[str, ...], key: str = "shards") -> list[str
     if not found:
         raise ConfigError(f"{key}: an empty list; name at least one folder, glob, brace range or URL")
     return list(dict.fromkeys(found))
+
+
+def _count(pattern: str) -> int:
+    """At most how many names a pattern's braces make, without making them."""
+    total = 1
+    for inner in re.findall(r"\{([^{}]*)\}", pattern):
+        ends = re.fullmatch(r"(\d+)\.\.(\d+)(?:\.\.\d+)?", inner)
+        if ends and max(map(len, ends.groups())) > 18:
+            return _MOST + 1
+        total *= abs(int(ends[2]) - int(ends[1])) + 1 if ends else 1 + inner.count(",")
+    return total * (1 + pattern.count("::"))
 
 
 def _expand(url: str, key: str) -> list[str]:

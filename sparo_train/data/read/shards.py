@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import tarfile
+import re
+import stat
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,9 +20,10 @@ from typing import BinaryIO, Literal
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
-from ...core.config import setting
+from ...core.config import free
 from ...core.errors import BadSampleError, DataError
-from ...core.files import cache_folder
+from ...core.files import cache_folder, write_whole
+from ...core.untrusted import read_text
 from .remote import filesystem_of
 from .shard_lists import find_shards
 from .sources import SourceConfig, SourceKind
@@ -33,10 +35,11 @@ class ShardsConfig(SourceConfig):
     """Webdataset tars, by a path or an fsspec URL (`cc3m/{00000..00331}.tar`, `s3://bucket/{000..999}.tar`)."""
 
     kind: Literal["shards"] = "shards"
-    shards: str | tuple[str, ...] = setting(..., "a folder, a glob, a brace range, an fsspec URL, or a list of these")
+    shards: str | tuple[str, ...] = free(..., "a folder, a glob, a brace range, an fsspec URL, or a list of these")
 
 
 _OPEN_SHARDS = 64
+_LAYOUT, _BEFORE = -2, 7  # of an index file; the first one began with a size, which is never negative
 
 
 def load_index(url: str, write_beside: bool = False) -> ShardIndex:
@@ -55,9 +58,12 @@ def load_index(url: str, write_beside: bool = False) -> ShardIndex:
         raise DataError(f"{url}: cannot be read ({error})") from None
     size, stamp = info["size"], str(info.get("mtime", info.get("ETag", "")))
     local = isinstance(filesystem, LocalFileSystem)
+    if local and not stat.S_ISREG(info["mode"]):
+        raise DataError(f"{url}: is no regular file; a pipe or a device cannot be read by position")
     cached = _cache_file(url, size, stamp)
     beside = Path(path + ".idx.npy") if local else cached
     fresh = beside.exists() and (not local or beside.stat().st_mtime >= info["mtime"])
+    # An index that is asked for is made anew: the old one may be what is wrong.
     for candidate in [] if write_beside else ([beside] if fresh else []) + [cached]:
         if candidate.exists() and (index := _read_index(candidate, size)) is not None:
             break
@@ -67,7 +73,13 @@ def load_index(url: str, write_beside: bool = False) -> ShardIndex:
                 index = scan(stream, size)  # pyright: ignore[reportArgumentType]
         except OSError as error:
             raise DataError(f"{url}: cannot be read ({error})") from None
-        _write_index(beside if write_beside else cached, index, size)
+        try:
+            _write_index(beside if write_beside else cached, index, size)
+        except OSError as error:  # a cache that cannot be written costs a scan per start, no more
+            if write_beside:
+                raise DataError(
+                    f"{beside}: cannot be written ({error}); index where you may write, or leave it to training"
+                ) from None
     return index
 
 
@@ -94,11 +106,12 @@ class ShardReader:
         else:
             stream.seek(start)
             data = stream.read(end - start)
+        # The file was cut behind its index's back; every later sample of it would be wrong, too.
         if len(data) < end - start:
             raise DataError(f"{url}: shorter than its index; the file changed, remove its .idx.npy and start again")
         try:
             return unpack(data)
-        except (ValueError, tarfile.TarError):
+        except ValueError:
             raise BadSampleError("damaged tar or stale index") from None
 
     def read_ahead(self, url: str, first: int, last: int) -> None:
@@ -126,6 +139,7 @@ class ShardReader:
             except OSError as error:
                 raise DataError(f"{url}: cannot be opened ({error})") from None
             while len(self._handles) > _OPEN_SHARDS:
+                # Thousands of shards and a limit of 1,024 open files.
                 self._handles.popitem(last=False)[1].close()
         self._handles.move_to_end(url)
         return self._handles[url]
@@ -144,24 +158,34 @@ def _cache_file(url: str, size: int, stamp: str) -> Path:
 
 
 def _read_index(path: Path, size: int) -> ShardIndex | None:
-    """An index file is int64: [bytes of the shard, intact, offsets …]; None where it belongs to another file."""
+    """An index file is int64: [_LAYOUT, bytes of the shard, intact, the digest as four numbers, offsets …].
+
+    None where it belongs to another file, is of an older layout, or is nothing that a scan could have found: it is made again.
+    """
     try:
+        if path.stat().st_size > size + 4096:  # a sample takes two blocks of its shard, and eight bytes here
+            return None
         table = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
+    except (OSError, ValueError, EOFError, MemoryError):
         return None
-    return ShardIndex(table[2:], bool(table[1])) if len(table) >= 2 and table[0] == size else None
+    if table.ndim != 1 or table.dtype != np.int64 or len(table) < _BEFORE or table[0] != _LAYOUT or table[1] != size:
+        return None
+    offsets = table[_BEFORE:]
+    good = not len(offsets) or (offsets[0] >= 0 and offsets[-1] <= size and bool((np.diff(offsets) > 0).all()))
+    return ShardIndex(offsets, bool(table[2]), table[3:_BEFORE].tobytes()) if good and len(offsets) != 1 else None
 
 
 def _write_index(path: Path, index: ShardIndex, size: int) -> None:
-    table = np.concatenate([np.asarray([size, index.intact], dtype=np.int64), index.offsets])
+    digest = np.frombuffer(index.digest, dtype=np.int64)
+    table = np.concatenate([np.asarray([_LAYOUT, size, index.intact], dtype=np.int64), digest, index.offsets])
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as stream:
             np.save(stream, table)
         temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)  # a read-only cache costs a scan per start, no more
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class Shard(Storage):
@@ -176,8 +200,46 @@ class Shard(Storage):
     def read(self, number: int) -> tuple[str, dict[str, bytes]]:
         return process_reader().read(self.url, number)
 
+    def seen(self) -> str:
+        return self.index.digest.hex()
+
+    def content(self) -> str | None:
+        return recorded_hash(self.url)
+
     def read_ahead(self, first: int, last: int) -> None:
         process_reader().read_ahead(self.url, first, last)
+
+
+def recorded_hash(url: str) -> str | None:
+    """The SHA-256 of a local shard's content that `sparo data check --hash` wrote beside it, where the shard was not written since."""
+    path = Path(url)
+    beside = path.with_name(f"{path.name}.sha256")
+    try:
+        if "://" in url or beside.stat().st_mtime < path.stat().st_mtime:
+            return None
+        words = read_text(beside, DataError, 4096).split()
+    except (OSError, DataError):
+        return None
+    return words[0] if words and re.fullmatch(r"[0-9a-f]{64}", words[0]) else None
+
+
+def record_hash(url: str) -> str:
+    """Hash a shard's content, and keep it beside it in sha256sum's form where the shard is a local file.
+
+    Raises:
+        DataError: it cannot be read, or nothing can be written there.
+    """
+    filesystem, path = filesystem_of(url)
+    try:
+        with filesystem.open(path, "rb") as stream:
+            found = hashlib.sha256()
+            while block := stream.read(1 << 22):
+                found.update(block)
+        if isinstance(filesystem, LocalFileSystem):
+            write_whole(Path(path + ".sha256"), f"{found.hexdigest()}  {Path(path).name}\n")
+    except OSError as error:
+        raise DataError(f"{url}: cannot be hashed ({error})") from None
+    return found.hexdigest()
 
 
 _readers: dict[int, ShardReader] = {}  # by process: a fork must not move the places of its parent's streams
@@ -197,6 +259,7 @@ def close_reader() -> None:
 def _open(config: ShardsConfig, key: str, write_beside: bool) -> list[Shard]:
     """All shards, indexed 16 at a time."""
     urls = find_shards(config.shards, f"{key}.shards")
+    # Threads wait for disks and servers; the scan itself is short.
     with ThreadPoolExecutor(16) as pool:
         return [
             Shard(url, i) for url, i in zip(urls, pool.map(lambda u: load_index(u, write_beside), urls), strict=True)

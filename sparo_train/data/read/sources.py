@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from ...core.config import Frozen, free, setting
+from ...core.config import Frozen, between, free, setting
 from ...core.errors import DataError
 from ...core.plugins import Open
 from ...core.tables import SOURCES
@@ -18,7 +18,7 @@ class SourceConfig(Frozen):
     """What the block of every source has, whatever it is stored in (`sparo.sources`)."""
 
     kind: Any  # a Literal of one name, in each of them
-    weight: float = setting(1.0, "passes over it per epoch", ge=0)
+    weight: float = setting(1.0, "passes over it per epoch", ge=0, le=1e6)
     image_keys: tuple[str, ...] = setting(
         ("jpg", "jpeg", "png", "webp"), "extensions of images; a sample's first counts"
     )
@@ -53,12 +53,14 @@ class DataConfig(Frozen):
     sources: dict[str, Annotated[Any, Open(SOURCES, default=named)]] = setting(
         ..., "by name, each a row of sparo.sources", min_length=1
     )
-    workers: int = free(2, "processes per rank that read and prepare; 0: the training process itself", ge=0)
-    prefetch: int = free(4, "batches each worker prepares ahead", ge=1)
+    workers: int = free(2, "processes per rank that read and prepare; 0: the training process itself", ge=0, le=256)
+    prefetch: int = free(4, "batches each worker prepares ahead", ge=1, le=1024)
     streams: int | None = setting(None, "C of the plan; divides the batch; null: 16 to 512, with the batch", gt=0)
-    chunk: int = setting(64, "neighbours in a shard that stay together until the window mixes them", gt=0)
-    window: int = setting(2048, "samples of a stream among which the order is drawn", gt=0)
-    crop_scale: tuple[float, float] = setting((0.9, 1.0), "share of the image's area that a random crop covers")
+    chunk: int = setting(64, "neighbours in a shard that stay together until the window mixes them", gt=0, le=1 << 31)
+    window: int = setting(2048, "samples of a stream among which the order is drawn", gt=0, le=1 << 31)
+    crop_scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = setting(
+        (0.9, 1.0), "share of the image's area that a random crop covers"
+    )
     hflip: float = setting(0.0, "probability of mirroring an image", ge=0, le=1)
     scaled_decoding: bool = setting(False, "the JPEG decoder shrinks by 2, 4, 8 first: faster, pixels differ")
     trim_text: bool = setting(True, "cut token ids behind a batch's longest caption: exact under the causal mask")
@@ -108,29 +110,47 @@ def open_source(name: str, config: SourceConfig, write_beside: bool = False, blo
 
 
 def fingerprint(sources: list[Source]) -> dict[str, Any]:
-    """What a cursor belongs to: per source its shard names and counts, hashed, with readable totals."""
-    out = {}
+    """What a cursor belongs to: per source its shard names and counts, what was seen of their content, with readable totals.
+
+    `seen`: names, sizes, small members and a piece of large ones; where a file lies and when it was written is no part of it. A
+    large member that differs elsewhere in the same length is not noticed, but by `content`: hashes of all of it, where every
+    storage has one on record (`sparo data check --hash`).
+    """
+    out: dict[str, Any] = {}
     for source in sources:
-        lines = [f"{Path(s.url).name} {len(s)} {s.digest()}".rstrip() for s in source.storages]
-        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        contents = [s.content() for s in source.storages]
         out[source.name] = {
-            "shards": len(lines),
+            "shards": len(source.storages),
             "samples": source.samples,
             "weight": source.config.weight,
-            "sha256": digest,
+            "sha256": _hash(f"{Path(s.url).name} {len(s)} {s.digest()}".rstrip() for s in source.storages),
         }
+        if any(seen := [s.seen() for s in source.storages]):
+            out[source.name]["seen"] = _hash(seen)
+        if all(contents):
+            out[source.name]["content"] = _hash(map(str, contents))
     return out
+
+
+def _hash(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def refuse_changed(old: Mapping[str, Any], new: Mapping[str, Any], where: str) -> None:
     """Raise `DataError` saying what changed between two fingerprints."""
-    changed = [
-        f"{key}: {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
-        for key in dict.fromkeys([*old, *new])
-        if old.get(key) != new.get(key)
-    ]
+    changed = []
+    for key in dict.fromkeys([*old, *new]):
+        before, now = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            # `seen` and `content` are compared where both have them: checkpoints of older versions, hashes recorded since
+            both = [
+                k for k in dict.fromkeys([*before, *now]) if k not in ("seen", "content") or (k in before and k in now)
+            ]
+            changed += [f"{key}.{k}: {before.get(k)} -> {now.get(k)}" for k in both if before.get(k) != now.get(k)]
+        elif before != now:
+            changed.append(f"{key}: {'absent' if before is None else before} -> {'absent' if now is None else now}")
     if changed:
         raise DataError(
             f"{where}: the data set changed since this checkpoint, its cursor no longer fits:\n  " + "\n  ".join(changed)
-            + "\nRestore the shards, or start another run under another name=."
+            + "\n(seen: names, sizes and samples of the content.) Restore the data, or start another run under another name=."
         )  # fmt: skip

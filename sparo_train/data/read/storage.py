@@ -32,3 +32,11 @@ class Storage(ABC):
     def digest(self) -> str:
         """What the data's fingerprint depends on beside name and length."""
         return ""
+
+    def seen(self) -> str:
+        """What was looked at of the content on the way to the index, hashed; empty where nothing was."""
+        return ""
+
+    def content(self) -> str | None:
+        """Hash of all of it, where one was recorded; the fingerprint then holds it, too."""
+        return None

@@ -1,10 +1,12 @@
-"""The tar format as far as shards need it: where samples begin, and the members of one.
+"""The tar format as far as shards need it: where samples begin, and the members of one. The standard library reads the headers.
 
-tarfile reads a whole archive in order; here a sample is a slice of bytes.
+Others' tars are hostile as often as they are damaged. What tarfile leaves open is closed here: every header moves on by at least a
+block, nothing that a header announces is read beyond the file or beyond a sane length, and whatever else it stumbles over is damage.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import tarfile
 from collections.abc import Iterator
@@ -13,37 +15,118 @@ from typing import IO, NamedTuple
 import numpy as np
 
 BLOCK = 512
-_EXTENDED = frozenset(b"xgLK")  # pax and GNU long-name headers describe the member after them
+_SMALL, _SAMPLE = 4096, 64  # bytes: of a member that is looked at whole, and of what is looked at in others
+_MOST_EXTENDED = 1 << 20  # bytes of a long name or a pax header; real ones have some hundred
+_EXTENDED = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
+# What tarfile raises on headers that are none; a nest of extended headers is a recursion, a size of `inf` an overflow.
+DAMAGE = (tarfile.TarError, ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError, EOFError)
 
 
 class ShardIndex(NamedTuple):
-    """Byte offsets (n+1,) int64 of a shard's samples; `intact` is False where the tar breaks off or is none at all."""
+    """Byte offsets (n+1,) int64 of a shard's samples; `intact` is False where the tar breaks off or is none at all.
+
+    `digest`: 32 bytes over all names and sizes, and over what was read of the members (`_sampled`).
+    """
 
     offsets: np.ndarray
     intact: bool
+    digest: bytes = bytes(32)
 
     def __len__(self) -> int:
         return max(0, len(self.offsets) - 1)
 
 
+class _Header(tarfile.TarInfo):
+    """A header whose size is a size: tarfile takes `-1` for a number, and would go back, or read all there is."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
+        header = super().frombuf(buf, encoding, errors)
+        if header.size < 0 or (header.type in _EXTENDED and header.size > _MOST_EXTENDED):
+            raise tarfile.InvalidHeaderError(f"a size of {header.size}")  # pyright: ignore[reportAttributeAccessIssue]
+        return header
+
+
+class _Within(io.RawIOBase):
+    """`size` bytes of a stream; what lies behind them cannot be asked for."""
+
+    def __init__(self, stream: IO[bytes], size: int):
+        self._stream, self._size = stream, size
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence != io.SEEK_SET or not 0 <= offset <= self._size:
+            raise tarfile.ReadError(f"a member at byte {offset} of {self._size}")
+        return self._stream.seek(offset)
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def read(self, size: int = -1) -> bytes:
+        if size < 0:
+            raise tarfile.ReadError("a member of no size")
+        return self._stream.read(min(size, self._size - self._stream.tell()))
+
+
+def _members(stream: IO[bytes], size: int) -> Iterator[tuple[tarfile.TarInfo | None, int]]:
+    """Every member and the byte behind it; last (None, where the headers end).
+
+    Raises:
+        DAMAGE: these are no headers.
+    """
+    with tarfile.TarFile(fileobj=_Within(stream, size), tarinfo=_Header, errors="surrogateescape") as tar:
+        end = 0
+        while (member := tar.next()) is not None:
+            tar.members = []  # tarfile would keep them all  # pyright: ignore[reportAttributeAccessIssue]
+            if tar.offset <= end:
+                raise tarfile.ReadError(f"a header at byte {member.offset} leads back to {tar.offset}")
+            end = tar.offset
+            yield member, end
+    yield None, end
+
+
 def scan(stream: IO[bytes], size: int) -> ShardIndex:
-    """Walk the headers of a tar of `size` bytes and note where each sample begins."""
+    """Walk the headers of a tar of `size` bytes and note where each sample begins; never raises for what it finds there."""
     offsets: list[int] = []
-    key, at, intact, broken_inside = None, 0, True, False
-    for member, start, end in _members(stream, size):
-        if member is None:
-            intact, broken_inside = False, start < size
-            break
-        group = split_key(member)
-        if group is None:
-            continue
-        if group[0] != key:
-            key = group[0]
-            offsets.append(start)
-        at = end
-    if broken_inside and offsets:
+    key, at, intact, broken_at, seen = None, 0, False, 0, hashlib.sha256()
+    try:
+        for member, end in _members(stream, size):
+            if member is None:
+                stream.seek(end)
+                mark = stream.read(BLOCK)  # tarfile takes a header that is none for the end, too
+                intact, broken_at = len(mark) == BLOCK and not mark.strip(b"\0"), end
+                break
+            if end > size:
+                broken_at = member.offset
+                break
+            broken_at = end
+            group = split_key(member.name) if member.isreg() else None
+            if group is None:
+                continue
+            if group[0] != key:
+                key = group[0]
+                offsets.append(member.offset)
+            at = end
+            seen.update(f"{member.name} {member.size}\n".encode(errors="surrogateescape") + _sampled(stream, member))
+    except DAMAGE:
+        intact = False
+    if not intact and broken_at < size and offsets:
         at = offsets.pop()  # the sample the file breaks off in is not whole
-    return ShardIndex(np.asarray([*offsets, at] if offsets else [], dtype=np.int64), intact)
+    return ShardIndex(np.asarray([*offsets, at] if offsets else [], dtype=np.int64), intact, seen.digest())
+
+
+def _sampled(stream: IO[bytes], member: tarfile.TarInfo) -> bytes:
+    """A small member whole (captions, labels); of a large one its middle, which no two pictures have alike."""
+    if member.size > _SMALL:
+        stream.seek(member.offset_data + member.size // 2)
+        return stream.read(_SAMPLE)
+    stream.seek(member.offset_data)
+    return stream.read(member.size)
 
 
 def split_key(member: str) -> tuple[str, str] | None:
@@ -56,100 +139,25 @@ def split_key(member: str) -> tuple[str, str] | None:
 
 
 def unpack(data: bytes) -> tuple[str, dict[str, bytes]]:
-    """The members of one sample's bytes: its key and extension -> content.
+    """The members of one sample's bytes: its key and extension -> content. Links and sparse members are no content.
 
     Raises:
         ValueError: these are not the whole members of one sample.
     """
-    key, fields, at = "", {}, 0
-    while at + BLOCK <= len(data):
-        header = data[at : at + BLOCK]
-        if header[156] in _EXTENDED:
-            return _unpack_extended(data)
-        size = _size(header)
-        if at + BLOCK + size > len(data):
-            raise ValueError("a member runs on behind the sample")
-        if header[156] in b"0\0":
-            key = _put(fields, key, _name(header), data[at + BLOCK : at + BLOCK + size])
-        at += BLOCK + -(-size // BLOCK) * BLOCK
-    return key, fields
-
-
-def _put(fields: dict[str, bytes], key: str, member: str, content: bytes) -> str:
-    """Add a member to the sample `key` (empty: not known yet); returns the key."""
-    group = split_key(member)
-    if group is None:
-        return key
-    if key and group[0] != key:
-        raise ValueError("members of two samples")
-    fields[group[1]] = content
-    return group[0]
-
-
-def _members(stream: IO[bytes], size: int) -> Iterator[tuple[str | None, int, int]]:
-    """(name, first byte, byte after) of every regular member; (None, where, where) last if the end mark is missing."""
-    at = 0
-    start, long_name = 0, None
-    while at + BLOCK <= size:
-        stream.seek(at)
-        header = stream.read(BLOCK)
-        if not header.strip(b"\0"):
-            return
-        try:
-            length = _size(header)
-            described = _long_name(stream.read(length), header[156]) if header[156] in b"xL" else None
-        except ValueError:
-            yield None, at, at
-            return
-        end = at + BLOCK + -(-length // BLOCK) * BLOCK
-        if end > size:
-            yield None, at, at
-            return
-        if header[156] in _EXTENDED:
-            long_name = described or long_name
-        else:
-            if header[156] in b"0\0":
-                yield long_name or _name(header), start, end
-            start, long_name = end, None
-        at = end
-    yield None, at, at
-
-
-def _size(header: bytes) -> int:
-    """Bytes of the member that a header announces. Raises `ValueError` where this is no header: its checksum differs."""
-    field = header[148:156]
-    rest = header[:148] + header[156:]
-    unsigned = sum(rest) + 8 * ord(" ")
-    if int(field.strip(b" \0"), 8) not in (unsigned, unsigned - 256 * sum(byte > 127 for byte in rest)):
-        raise ValueError("not a tar header")
-    if header[124] & 0x80:  # GNU's base-256 for members over 8 GiB
-        return int.from_bytes(header[125:136], "big")
-    return int(header[124:136].strip(b" \0") or b"0", 8)
-
-
-def _name(header: bytes) -> str:
-    name = header[:100].split(b"\0", 1)[0]
-    prefix = header[345:500].split(b"\0", 1)[0] if header[257:262] == b"ustar" and header[262:264] != b"  " else b""
-    return (prefix + b"/" + name if prefix else name).decode("utf-8", "surrogateescape")
-
-
-def _long_name(payload: bytes, kind: int) -> str | None:
-    if kind == ord("L"):
-        return payload.rstrip(b"\0").decode("utf-8", "surrogateescape")
-    while payload:
-        length = int(payload.split(b" ", 1)[0])
-        keyword, _, value = payload[: length - 1].split(b" ", 1)[1].partition(b"=")
-        if keyword == b"path":
-            return value.decode("utf-8", "surrogateescape")
-        payload = payload[length:]
-    return None
-
-
-def _unpack_extended(data: bytes) -> tuple[str, dict[str, bytes]]:
-    key, fields = "", {}
-    with tarfile.open(fileobj=io.BytesIO(data + bytes(2 * BLOCK))) as tar:
-        for member in tar:
-            content = tar.extractfile(member)
-            if content is not None:
-                key = _put(fields, key, member.name, content.read())
+    key, fields = "", dict[str, bytes]()
+    try:
+        for member, _ in _members(io.BytesIO(data), len(data)):
+            group = split_key(member.name) if member is not None and member.isreg() and not member.issparse() else None
+            if member is None or group is None:
+                continue
+            if key and group[0] != key:
+                raise ValueError("members of two samples")
+            if group[1] in fields:
+                raise ValueError(f"two members {group[1]!r}")
+            key, end = group[0], member.offset_data + member.size
+            if end > len(data):
+                raise ValueError("a member runs on behind the sample")
+            fields[group[1]] = data[member.offset_data : end]
+    except DAMAGE as damage:
+        raise ValueError(str(damage)) from None
     return key, fields

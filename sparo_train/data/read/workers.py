@@ -1,0 +1,118 @@
+"""The one owner of loader workers: whatever happens, they end, and a death among them is an error that can be acted on."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from ...core.errors import SparoError, WorkerLostError
+from ...core.signals import ignore_in_worker
+
+_PATIENCE = 1.0  # seconds that the end of a worker may take to be known
+
+
+def in_workers(
+    dataset: Dataset[Any],
+    workers: int,
+    collate: Callable[[Any], Any],
+    batches: Sequence[Sequence[int]] | None = None,
+    prefetch: int = 2,
+) -> Generator[Any, None, None]:
+    """What a dataset gives, prepared by `workers` processes (0: by this one).
+
+    Args:
+        batches: numbers of samples; None: the dataset is an iterable of what is delivered.
+        prefetch: items that each worker prepares ahead.
+
+    Raises:
+        SparoError: one that a worker delivered in place of an item: torch would bury its message in the worker's traceback.
+        WorkerLostError: a worker was killed, most likely for memory.
+    """
+    loader = DataLoader(
+        dataset,
+        batch_size=None if batches is None else 1,
+        batch_sampler=batches,  # type: ignore[arg-type]
+        num_workers=workers,
+        prefetch_factor=prefetch if workers else None,
+        # Workers whose parent is a fork server do not notice that this process was killed, and stay.
+        multiprocessing_context="fork" if workers else None,
+        collate_fn=collate,
+        worker_init_fn=_start_worker,
+        generator=torch.Generator(),  # its own: a loader's start must not move the training's random stream
+    )
+    with _deaths_unheard():
+        parts = iter(loader)
+    # Workers ignore SIGTERM, which is how multiprocessing would end those of a process that exits without closing us.
+    end = functools.partial(_kill, weakref.ref(parts))
+    atexit.register(end)
+    try:
+        while True:
+            try:
+                item = next(parts)
+            except StopIteration:
+                return
+            except (RuntimeError, OSError, EOFError):
+                if (lost := _lost(parts)) is not None:
+                    raise lost from None
+                raise
+            if isinstance(item, SparoError):
+                raise item
+            yield item
+    finally:  # at once: an exception's traceback may keep this frame, and with it the workers, alive
+        end()  # they hold nothing that could be lost, and one in a long sample would have to be waited for
+        if workers:
+            parts._shutdown_workers()  # pyright: ignore[reportAttributeAccessIssue]
+        atexit.unregister(end)
+
+
+def _lost(parts: Iterator[Any]) -> WorkerLostError | None:
+    """What became of the workers, where one of them has ended by itself; its connection may break before its end is known."""
+    workers, dead, end = getattr(parts, "_workers", []), [], time.monotonic() + _PATIENCE
+    while workers and not dead and time.monotonic() < end:
+        dead = [worker for worker in workers if worker.exitcode not in (None, 0)]
+        time.sleep(0 if dead else 0.05)
+    if not dead:
+        return None
+    code = dead[0].exitcode
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    return WorkerLostError(
+        f"a loader worker (process {dead[0].pid}) {how}, most likely because memory ran out; start again with fewer workers or a "
+        "smaller data.prefetch (of tasks: their `workers`)"
+    )
+
+
+@contextmanager
+def _deaths_unheard() -> Iterator[None]:
+    """Undo the handler of SIGCHLD that torch sets: it raises wherever the program stands, in the middle of a step, too.
+
+    A death is noticed all the same, within five seconds, by whoever waits for the next item.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def _kill(loader: weakref.ref[Any]) -> None:
+    for worker in getattr(loader(), "_workers", []):
+        if worker.is_alive():
+            worker.kill()
+
+
+def _start_worker(_number: int) -> None:
+    torch.set_num_threads(1)
+    ignore_in_worker()
