@@ -40,7 +40,7 @@ def scenes(
     from ..runs.making import make_scenes  # here and below: `sparo --help` needs none of it
 
     make_scenes(folder, train, size, seed, processes)
-    console.print(f"{folder}: ready", highlight=False)
+    console.print(f"{folder}: ready")
 
 
 @app.command()
@@ -54,7 +54,7 @@ def emoji(
     from ..runs.making import make_emoji_set
 
     for part, count in make_emoji_set(folder, size, seed, processes).items():
-        console.print(f"{folder}/{part}: {count} samples", highlight=False)
+        console.print(f"{folder}/{part}: {count} samples")
 
 
 @app.command("fashion-mnist")
@@ -66,7 +66,7 @@ def fashion_mnist(
     from sparo_data.convert import FASHION_FOLDER, make_fashion_mnist
 
     for part, count in make_fashion_mnist(folder, raw or FASHION_FOLDER).items():
-        console.print(f"{folder}/{part}: {count} samples", highlight=False)
+        console.print(f"{folder}/{part}: {count} samples")
 
 
 @app.command()
@@ -90,7 +90,7 @@ def convert(
         count = convert_csv(source, folder, image_column, caption_column, separator, per_shard, own)
     else:
         raise ConfigError(f"{source}: give an image folder, or a .csv or .tsv file")
-    console.print(f"{folder}: {count} samples", highlight=False)
+    console.print(f"{folder}: {count} samples")
 
 
 @app.command()
@@ -109,7 +109,6 @@ def index(
     source = open_source("shards", ShardsConfig(shards=tuple(own)), write_beside=True)
     console.print(
         f"{len(source.storages)} shards, {source.samples} samples, {len(source.broken())} not whole",
-        highlight=False,
     )
 
 
@@ -119,10 +118,13 @@ def check(
     caption_key: str = "txt",
     processes: Processes = 2,
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the report here")] = None,
+    hash_: Annotated[
+        bool, typer.Option("--hash", help="also write SHARD.sha256, by which a run knows its data to the last byte")
+    ] = False,
 ) -> None:
     """Read and decode everything: counts, duplicates, broken samples. Ends with code 1 where anything is broken."""
     from sparo_train.data.read.shard_lists import find_shards
-    from sparo_train.data.read.shards import ShardsConfig
+    from sparo_train.data.read.shards import ShardsConfig, record_hash
 
     from ..views.check_table import check_facts, check_table, check_with_bar
 
@@ -130,6 +132,9 @@ def check(
     if json_file and not json_file.parent.is_dir():
         raise ConfigError(f"--json {json_file}: the folder does not exist")
     report = check_with_bar(find_shards(tuple(shards)), config, processes)
+    if hash_:
+        for shard in report.shards:
+            record_hash(shard.url)
     out.print(check_table(report))
     if json_file:
         json_file.write_text(json.dumps(check_facts(report), indent=1), encoding="utf-8", errors="surrogateescape")
@@ -149,10 +154,9 @@ def bench(
     from sparo_train.train.run import load_run
 
     timing = run_bench(build_pipeline(load_run(recipe, overrides)), samples)
-    out.print(f"one worker: {timing.worker_rate:.0f} samples/s over {timing.samples} samples", highlight=False)
+    out.print(f"one worker: {timing.worker_rate:.0f} samples/s over {timing.samples} samples")
     for stage, share in timing.shares().items():
         out.print(
             f"  {stage:<9} {share:6.1%}  {1000 * timing.seconds[stage] / timing.samples:7.3f} ms",
-            highlight=False,
         )
-    out.print(f"pipeline with {timing.workers} worker(s): {timing.pipeline_rate:.0f} samples/s", highlight=False)
+    out.print(f"pipeline with {timing.workers} worker(s): {timing.pipeline_rate:.0f} samples/s")

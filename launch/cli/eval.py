@@ -13,7 +13,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from sparo_train.core.errors import ConfigError, did_you_mean
-from sparo_train.core.world import find_world
+from sparo_train.core.untrusted import shown
 
 from ..views.terminal import console, out
 
@@ -84,15 +84,10 @@ def score(
         return
     if not checkpoints:
         raise ConfigError("sparo eval: name a checkpoint, or --list to see the data sets")
-    import torch
+    from evals.report.results_file import refuse_unwritable
+    from evals.suite.evaluate import EvalOptions, features_folder, tasks_for
 
-    from evals.report.results_file import write_results
-    from evals.suite.evaluate import EvalOptions, evaluate_checkpoint, features_folder, tasks_for
-    from evals.tasks.result import Result
-    from sparo_train.core.distributed import Ranks
-
-    from ..views.eval_tables import Encoding
-    from ..views.results_table import results_table
+    from ..runs.score import score_checkpoints
 
     for key, value, among in (
         ("precision", precision, ("fp32", "bf16", "fp16")),
@@ -101,33 +96,12 @@ def score(
         if value not in among:
             raise ConfigError(f"--{key} {value}: {did_you_mean(value, among)}")
     folder = features_folder() if features is None else None if features == "none" else Path(features)
+    if features not in (None, "none"):
+        refuse_unwritable(Path(features), "--features")
     how = EvalOptions(model, folder, storage, precision, limit, results, _part(part, folder), latest, _slots(slots))  # type: ignore[arg-type]
     only = tasks.split(",") if tasks else None
     known = {checkpoint: tasks_for(checkpoint, data, only, root) for checkpoint in checkpoints}
-    ranks = Ranks(find_world(), "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", 3600.0)
-    found: dict[str, dict[str, Result]] = {}
-    for checkpoint in checkpoints:
-        with Encoding(checkpoint, ranks.rank > 0) as report:
-            name = Path(checkpoint).name
-            found[name if name not in found else checkpoint] = evaluate_checkpoint(
-                checkpoint,
-                known[checkpoint],
-                how,
-                ranks,
-                report,
-                lambda text: console.print(text, highlight=False, soft_wrap=True) if ranks.rank == 0 else None,
-            )
-    if ranks.rank == 0:
-        if any(found.values()):
-            chosen = f", slots {slots} of the images alone" if slots else ""
-            out.print(results_table(found, f"per cent, 95 % intervals{chosen}"))
-        if json_file:
-            write_results(
-                json_file,
-                {"slots": how.slots} if how.slots else {},
-                {f"{c}/{t}": r for c, by_task in found.items() for t, r in by_task.items()},
-            )
-    ranks.close()
+    score_checkpoints(checkpoints, known, how, json_file)
 
 
 @app.command()
@@ -160,7 +134,7 @@ def table(
     if format == "terminal":
         out.print(grid_table(found, transpose))
     elif format in writers:
-        print(writers[format](found, transpose), end="")
+        out.out(shown(writers[format](found, transpose)), end="")
     else:
         raise ConfigError(f"--format {format}: {did_you_mean(format, ['terminal', *writers])}")
 
@@ -178,6 +152,8 @@ def compare(
     from evals.report.results_file import Record, read_records
     from sparo_train.core.errors import DataError
 
+    if plot is not None and plot.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise ConfigError(f"--plot {plot}: name a .png, .pdf or .svg file")
     sides: list[dict[str, Record]] = []
     for place in (first, second):
         records = read_records([place])
@@ -193,7 +169,7 @@ def compare(
         try:
             c = paired(sides[0][task], sides[1][task])
         except DataError as error:
-            console.print(str(error), highlight=False, soft_wrap=True)
+            console.print(str(error), soft_wrap=True)
             continue
         ends = "–".join(f"{100 * v:+.1f}" for v in c.interval)
         drawn.add_row(
@@ -209,7 +185,7 @@ def compare(
     out.print(drawn)
     if plot:
         relative_change(sides[0], sides[1], plot)
-        out.print(str(plot), highlight=False, soft_wrap=True)
+        out.print(str(plot), soft_wrap=True)
 
 
 @app.command("export")
@@ -222,7 +198,7 @@ def export_results(
     from evals.report.results_file import read_records
 
     written = write(read_records(results), to)
-    out.print(f"{len(written)} file(s) in {to}", highlight=False, soft_wrap=True)
+    out.print(f"{len(written)} file(s) in {to}", soft_wrap=True)
 
 
 def _part(text: str | None, features: Path | None) -> tuple[int, int] | None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.markup import escape
 from rich.table import Table
 
 from sparo_train.core.errors import ConfigError, did_you_mean
@@ -53,7 +52,7 @@ def train(
     name, runs = expand(recipe, overrides, seeds)
     found = launch_train(runs, order, Path(runs[0].out) / name, _say)
     for folder, job in found:
-        out.print(f"{folder}  job {job}", highlight=False, soft_wrap=True)
+        out.print(f"{folder}  job {job}", soft_wrap=True)
     _end_of_debug(order, [folder for folder, _ in found])
 
 
@@ -144,7 +143,7 @@ def logs(
         raise ConfigError(f"{run}: rank {chosen} has no log yet; see `sparo launch status {run}`")
     for path in files:
         empty = "" if path.stat().st_size else " (empty)"
-        console.print(f"rank {chosen}: {path}{empty}", highlight=False, soft_wrap=True)
+        console.print(f"rank {chosen}: {path}{empty}", soft_wrap=True)
         print("\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]), flush=True)
     with files[-1].open(encoding="utf-8", errors="replace") as stream:
         stream.seek(0, 2)
@@ -159,7 +158,7 @@ def cancel(runs: Runs) -> None:
     from ..jobs.status import cancel as cancel_folder
 
     for run in runs:
-        out.print(f"{run}: cancelled {', '.join(cancel_folder(run))}", highlight=False)
+        out.print(f"{run}: cancelled {', '.join(cancel_folder(run))}")
 
 
 @app.command(context_settings=_OPEN, epilog=_CLUSTER)
@@ -172,7 +171,7 @@ def resubmit(
     runs, options = split_words(words)
     for run in runs:
         jobs = resubmit_folder(Path(run), options, _say)
-        out.print(f"{run}  job {', '.join(jobs) or '-: nothing is missing'}", highlight=False, soft_wrap=True)
+        out.print(f"{run}  job {', '.join(jobs) or '-: nothing is missing'}", soft_wrap=True)
 
 
 def _launch(fan: FanOut, order: LaunchOptions) -> None:
@@ -181,7 +180,7 @@ def _launch(fan: FanOut, order: LaunchOptions) -> None:
 
     jobs = launch_elements(fan, order, _say)
     if jobs:
-        out.print(f"{fan.folder}  {len(jobs)} element(s), job {jobs[0]} …", highlight=False, soft_wrap=True)
+        out.print(f"{fan.folder}  {len(jobs)} element(s), job {jobs[0]} …", soft_wrap=True)
         _end_of_debug(order, [fan.folder])
     results = fan.results()
     if results and not fan.missing():
@@ -189,7 +188,7 @@ def _launch(fan: FanOut, order: LaunchOptions) -> None:
             fan.merge()
         out.print(results_table({Path(c).name: r for c, r in results.items()}, "per cent, 95 % intervals"))
     elif not jobs:
-        out.print(f"{fan.folder}: all {len(fan.elements)} elements are done", highlight=False, soft_wrap=True)
+        out.print(f"{fan.folder}: all {len(fan.elements)} elements are done", soft_wrap=True)
 
 
 def _check_arguments(arguments: list[str]) -> None:
@@ -218,7 +217,7 @@ def _end_of_debug(order: LaunchOptions, folders: Sequence[Path]) -> None:
 
 
 def _say(text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True)
+    console.print(text, soft_wrap=True)
 
 
 def _table(found: list[Status]) -> Table:
@@ -232,6 +231,6 @@ def _table(found: list[Status]) -> Table:
         facts += [f"saved at {status.checkpoint}"] if status.checkpoint is not None else []
         facts += [f"{status.restarts} restart(s)"] if status.restarts else []
         where = f" on {status.nodes}" if status.nodes else ""
-        progress = ", ".join(facts) + (f"\n{escape(status.reason)}" if status.reason else "")
+        progress = ", ".join(facts) + (f"\n{status.reason}" if status.reason else "")
         table.add_row(status.folder, f"{status.job} ({status.on})", f"{status.state}{where}", progress)
     return table

@@ -65,7 +65,7 @@ def export(
     """Write a run's newest weights for open_clip, the sparo-clip repository, or the official DINO code."""
     from evals.encoders.exporting import export_run
 
-    out.print(str(export_run(run, to, layout)), highlight=False, soft_wrap=True)
+    out.print(str(export_run(run, to, layout)), soft_wrap=True)
 
 
 @app.command()

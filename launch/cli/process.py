@@ -8,12 +8,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from rich.markup import escape
-
-from sparo_train.core.errors import SparoError, StoppedError
+from sparo_train.core.errors import ConfigError, SparoError, StoppedError
 from sparo_train.core.world import started
 
-from ..views.terminal import console
+from ..views.terminal import console, last_flush
 
 
 def call(app: Callable[[list[str]], Any], arguments: Sequence[str]) -> tuple[int, Exception | None]:
@@ -22,15 +20,22 @@ def call(app: Callable[[list[str]], Any], arguments: Sequence[str]) -> tuple[int
         app(list(arguments))
     except StoppedError as stopped:
         if not stopped.repeated:
-            console.print(str(stopped), highlight=False)
+            console.print(str(stopped))
         return stopped.exit_code, stopped
     except SparoError as error:
         if not error.repeated:
-            console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+            console.line_of(("error:", "red"), f" {error}")
         return error.exit_code, error
     except SystemExit as end:
+        # typer's own: a usage error has been printed by it.
         return (end.code if isinstance(end.code, int) else int(end.code is not None)), None
     except Exception as error:
+        if (
+            isinstance(error, OSError) and error.filename is not None
+        ):  # the file system's word on a path, no mistake of ours
+            told = ConfigError(f"{error.filename}: {error.strerror}")
+            console.line_of(("error:", "red"), f" {told}")
+            return told.exit_code, told
         if started():
             traceback.print_exc()
         return 1, error
@@ -39,8 +44,7 @@ def call(app: Callable[[list[str]], Any], arguments: Sequence[str]) -> tuple[int
 
 def leave(code: int) -> NoReturn:
     """End the process."""
+    last_flush()
     if started():  # gloo's threads may outlive the interpreter and abort it; nothing is left to be done
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code & 255)
     sys.exit(code)

@@ -17,6 +17,7 @@ from evals.report.results_file import write_results
 from evals.tasks.result import Result
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.files import write_whole
+from sparo_train.core.untrusted import read_json
 
 
 class FanOut:
@@ -34,7 +35,9 @@ class FanOut:
         path = folder / "plan.json"
         if not path.is_file():
             raise ConfigError(f"{folder}: no plan.json; it is no folder of `sparo launch eval` or `sparo launch data`")
-        plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        plan = read_json(path, dict)
+        if not isinstance(plan.get("kind"), str) or not isinstance(plan.get("elements"), list):
+            raise ConfigError(f"{path}: says neither kind nor elements; launch it again under another --name")
         self.kind: str = plan["kind"]
         self.elements: list[dict[str, Any]] = plan["elements"]
 
@@ -43,7 +46,7 @@ class FanOut:
         """Write the plan; one that is there has to be the same."""
         path = folder / "plan.json"
         content = {"kind": kind, "elements": list(elements)}
-        if path.exists() and json.loads(path.read_text(encoding="utf-8")) != content:
+        if path.exists() and read_json(path, dict) != content:
             raise ConfigError(f"{folder}: holds another plan; give another --name")
         write_whole(path, json.dumps(content, indent=1))
         return cls(folder)
@@ -70,6 +73,7 @@ class FanOut:
             call(arguments)
             if self.kind != "eval":
                 temporary.write_text(json.dumps({"arguments": arguments}), encoding="utf-8")
+            # A part exists when its element is done: a killed one is run again.
             temporary.replace(target)
         if self.kind == "eval" and not self.missing():
             self.merge()

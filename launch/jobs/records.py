@@ -17,6 +17,13 @@ from typing import Any
 
 from sparo_train.core.disk.metrics import read
 from sparo_train.core.disk.store import CheckpointStore
+from sparo_train.core.world import whole_number
+
+_HAS: dict[str, dict[str, type]] = {
+    "submitted": {"jobs": list, "on": str, "cluster": dict},
+    "starts": {"job": str, "restart": int},
+    "failures": {"job": str, "restart": int, "rank": int, "kind": str, "message": str, "node": str},
+}
 
 
 class Records:
@@ -47,6 +54,7 @@ class Records:
         line = json.dumps({"time": time.time(), **facts}) + "\n"
         handle = os.open(self.jobs / f"{kind}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
+            # In one write: ranks on several machines append to the same file.
             os.write(handle, line.encode())
         finally:
             os.close(handle)
@@ -56,7 +64,9 @@ class Records:
         return max(CheckpointStore(self.folder / "checkpoints").steps(), default=0)
 
     def _read(self, kind: str) -> list[dict[str, Any]]:
-        return read(self.jobs / f"{kind}.jsonl")
+        """Lines that have what such a line has: others were cut off, or are of another version."""
+        found = read(self.jobs / f"{kind}.jsonl")
+        return [line for line in found if all(isinstance(line.get(key), type_) for key, type_ in _HAS[kind].items())]
 
 
 def _is_of(job: str, asked: str) -> bool:
@@ -71,7 +81,7 @@ def here() -> dict[str, Any]:
         named.append(f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}")
     return {
         "job": [*named, env.get("SLURM_JOB_ID", str(os.getpid()))][0],
-        "restart": int(env.get("SLURM_RESTART_COUNT", "0")),
+        "restart": whole_number(env, "SLURM_RESTART_COUNT", 0),
         "node": env.get("SLURMD_NODENAME", platform.node()),
         "nodes": env.get("SLURM_JOB_NODELIST", platform.node()),
     }

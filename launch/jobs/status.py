@@ -65,6 +65,7 @@ def statuses(folders: Sequence[Path]) -> list[Status]:
     queued = [job for record in last.values() if record["cluster"]["kind"] == "slurm" for job in record["jobs"]]
     away = ""
     try:
+        # One question for all folders: a scheduler that is asked per job is a scheduler that is busy.
         known = slurm.states(queued)
     except SparoError as error:
         known, away = {}, str(error)
@@ -139,17 +140,16 @@ def _progress(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         beat = json.loads((folder / "heartbeat.json").read_text(encoding="utf-8"))
-        found |= {"step": beat["step"], "total": beat.get("total"), "phase": beat["phase"]}
-    except (OSError, ValueError, KeyError):
+        found |= {"step": int(beat["step"]), "total": beat.get("total"), "phase": beat["phase"]}
+    except (OSError, ValueError, KeyError, TypeError):
         pass
     records = read(folder / "metrics.jsonl", "train")
-    if records and records[-1]["step"]:
-        newest = records[-1]
-        found["step"] = max(newest["step"], found.get("step", 0))
-        found["rate"] = newest["samples_per_second"]
-        if found.get("total") and newest["samples_per_second"] > 0:
-            per_step = newest["samples"] / newest["step"]
-            found["eta"] = (found["total"] - found["step"]) * per_step / newest["samples_per_second"]
+    newest = records[-1] if records else {}
+    rate, samples = newest.get("samples_per_second"), newest.get("samples")
+    if newest.get("step") and isinstance(rate, int | float) and isinstance(samples, int | float):
+        found["step"], found["rate"] = max(newest["step"], found.get("step", 0)), rate
+        if isinstance(found.get("total"), int) and rate > 0:
+            found["eta"] = (found["total"] - found["step"]) * (samples / newest["step"]) / rate
     return found | {"checkpoint": Records(folder).step() or None}
 
 
@@ -161,6 +161,7 @@ def _why(records: Records, record: dict[str, Any], state: str, reason: str) -> s
         if word in state:
             return meaning
     ends = [s for job in record["jobs"] for s in records.starts(job) if "end" in s]
+    # Before all else: it says why nobody tried again.
     if ends and "stuck" in ends[-1]:
         return ends[-1]["stuck"]
     failed = [f for job in record["jobs"] for f in records.failures(job)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
     suite = Suite(next(iter(configs.values())).eval.tasks)
     encoders = {name: load_encoder(config.folder) for name, config in configs.items()}
     for name, encoder in encoders.items():
-        console.print(f"scoring {name} …", highlight=False)
+        console.print(f"scoring {name} …")
         results[name] = suite.run(encoder)
     parameters = {name: sum(p.numel() for p in e.model.parameters()) for name, e in encoders.items()}
     curves = {name: read(config.folder / "metrics.jsonl", "train") for name, config in configs.items()}
@@ -58,7 +59,6 @@ def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
     out.print(results_table(shown, "sparo demo: per cent, 95 % intervals; one seed"))
     out.print(
         f"page: {page}   picture: {page.with_name('demo.png')}   {time.monotonic() - begin:.0f} s",
-        highlight=False,
         soft_wrap=True,
     )
     return results
@@ -75,12 +75,13 @@ def blind(data: Path) -> Result:
 def _config(name: str, folder: Path, data: Path, quick: bool) -> RunConfig:
     overrides = [
         f"name={name.lower().replace('+', '_')}",
-        f"out={folder}",
+        f"out={json.dumps(str(folder))}",  # quoted: `x #1` would end at the number sign
         f"objective.model.readout={READOUTS[name]}",
-        f"data.sources.scenes.shards={data}/train",
+        f"data.sources.scenes.shards={json.dumps(str(data / 'train'))}",
     ]
     for task in ("zeroshot", "heldout", "retrieval", "pairs"):
-        overrides.append(f"eval.tasks.{task}.root={data}/{'zeroshot_heldout' if task == 'heldout' else task}")
+        root = data / ("zeroshot_heldout" if task == "heldout" else task)
+        overrides.append(f"eval.tasks.{task}.root={json.dumps(str(root))}")
     overrides += ["steps=200", "eval.every_steps=0"]  # both trainings in minutes on two slow cores
     if quick:
         overrides += [

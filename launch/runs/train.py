@@ -44,6 +44,7 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
         with ProgressView(config.name, rundir.path / "log.txt", silent=ranks.rank > 0) as view:
             patience = 2 * config.log.heartbeat_seconds
             rundir.join(ranks.first(lambda: rundir.open_for_training(config, patience)))
+            # A resumed run says where it goes on instead.
             if not any(rundir.checkpoints.glob("step-*")):
                 among = f" on {ranks.size} ranks" if ranks.size > 1 else ""
                 view.say(f"{total} steps of {config.batch_size} samples{among} -> {rundir.path}")

@@ -34,9 +34,7 @@ def check_table(report: Report) -> Table:
             reasons = Counter(reason for _, reason in shard.bad)
             if shard.damage:
                 reasons[shard.damage] = 1
-            keys = ", ".join(_printable(key) for key, _ in shard.bad[:_NAMED]) + (
-                " …" if len(shard.bad) > _NAMED else ""
-            )
+            keys = ", ".join(key for key, _ in shard.bad[:_NAMED]) + (" …" if len(shard.bad) > _NAMED else "")
             table.add_row(
                 shard.url,
                 str(shard.samples),
@@ -65,11 +63,6 @@ def _title(report: Report) -> str:
     for name in _KINDS:
         found = getattr(report, name)
         example = found.examples[0] if found.examples else []
-        such_as = ", e.g. " + " = ".join(f"{url}:{_printable(key)}" for url, key in example[:2]) if example else ""
+        such_as = ", e.g. " + " = ".join(f"{url}:{key}" for url, key in example[:2]) if example else ""
         lines.append(f"duplicate {name}: {found.copies}{such_as}")
     return "\n".join(lines)
-
-
-def _printable(key: str) -> str:
-    """A key whose bytes are not UTF-8 can be read, but not printed as it is."""
-    return key.encode("utf-8", "backslashreplace").decode()

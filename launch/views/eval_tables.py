@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.markup import escape
 from rich.table import Table
 
 from evals.report.paper_tables import Cell, Grid
@@ -43,19 +42,15 @@ def show_catalogue(root: Path) -> None:
     """Every data set below `root`: there or not, whole or not, and what it must be."""
     from evals.suite import catalogue
 
-    out.print(
-        f"Data sets, each in the folder of its name below {root} (--root), or in the wds layout:\n", highlight=False
-    )
+    out.print(f"Data sets, each in the folder of its name below {root} (--root), or in the wds layout:\n")
     for listed in catalogue.LISTED:
         found = catalogue.look(listed, root)
         facts = [f"{listed.n:,} images"]
         facts += [f"{listed.classes} classes"] if listed.classes else []
         facts += [f"chance {100 * listed.chance:.1f} %"] if listed.chance else []
         colour = {"absent": "dim", "odd": "red"}.get(found.state, "green")
-        out.print(
-            f"[bold]{listed.name}[/]  [{colour}]{found.state}[/]  {', '.join(facts)}", highlight=False, soft_wrap=True
-        )
-        out.print(f"    {escape(found.note)}; licence: {escape(listed.licence)}", highlight=False, soft_wrap=True)
+        out.line_of((listed.name, "bold"), "  ", (found.state, colour), f"  {', '.join(facts)}")
+        out.line_of(f"    {found.note}; licence: {listed.licence}")
 
 
 def grid_table(found: Grid, transpose: bool) -> Table:

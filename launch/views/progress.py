@@ -19,6 +19,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from sparo_train.core.untrusted import shown
+
 from .terminal import console
 
 _PLAIN_EVERY = 15.0  # seconds between lines where the output is no terminal
@@ -29,10 +31,10 @@ class Bar(Progress):
 
     def __init__(self) -> None:
         super().__init__(
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[facts]}"),
+            TextColumn("{task.fields[facts]}", markup=False),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
@@ -44,8 +46,8 @@ class Bar(Progress):
     def start_task_named(self, description: str, total: float | None = None) -> TaskID:
         """Add a task; without a terminal its name is printed."""
         if not console.is_terminal:
-            console.print(f"{description} …", highlight=False)
-        return self.add_task(description, total=total, facts="")
+            console.print(f"{description} …")
+        return self.add_task(shown(description), total=total, facts="")
 
     def show(self, task: TaskID, done: float, total: float | None = None, facts: str = "") -> None:
         """Where a task stands."""
@@ -57,7 +59,6 @@ class Bar(Progress):
             rest = f"  {timedelta(seconds=round(left))} left" if left else ""
             console.print(
                 f"{self.tasks[task].description}  {done:.0f}/{total or 0:.0f}  {facts}{rest}".rstrip(),
-                highlight=False,
                 soft_wrap=True,
             )
 
@@ -95,7 +96,7 @@ class ProgressView:
 
     def say(self, text: str) -> None:
         if not self.silent:
-            console.print(f"{self.title}  {text}", highlight=False, soft_wrap=True, markup=False)
+            console.print(f"{self.title}  {text}", soft_wrap=True)
         self.note(text)
 
     def note(self, text: str) -> None:
@@ -103,4 +104,4 @@ class ProgressView:
         if self.silent:
             return
         with suppress(OSError), self.log.open("a", encoding="utf-8", errors="replace") as stream:  # it only reports
-            stream.write(f"{datetime.now().isoformat(timespec='seconds')}  {text}\n")
+            stream.write(f"{datetime.now().isoformat(timespec='seconds')}  {shown(text)}\n")

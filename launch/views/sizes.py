@@ -36,7 +36,10 @@ def show_dry(config: RunConfig) -> None:
     out.print(sources)
     for f in dry.sources:
         if f.problem:
-            out.print(f.problem, soft_wrap=True, highlight=False, markup=False)
+            out.print(
+                f"training here would be refused: {f.problem}" if f.samples is None else f"{f.name}: {f.problem}",
+                soft_wrap=True,
+            )
     out.print(
         f"epoch {_number(dry.epoch_size)} samples; {_number(dry.steps)} steps x {config.batch_size} = {_number(dry.samples)} samples"
     )

@@ -1,8 +1,94 @@
-"""Where words go: what was asked for to stdout, everything else to stderr."""
+"""Where words go: what was asked for to stdout, everything else to stderr.
+
+Nothing that is printed is markup, control characters are shown and not sent, and a terminal that is gone, full or knows ASCII alone
+ends no run.
+"""
 
 from __future__ import annotations
 
-from rich.console import Console
+import os
+import sys
+from contextlib import suppress
+from typing import IO, Any
 
-console = Console(stderr=True)
-out = Console()
+from rich.console import Console
+from rich.text import Text
+
+from sparo_train.core.errors import SparoError
+from sparo_train.core.untrusted import shown
+
+
+class _Steady:
+    """A stream that is written to as far as that goes."""
+
+    def __init__(self, stream: IO[str], quiet: bool):
+        self._stream, self._quiet = stream, quiet
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except UnicodeEncodeError:
+            encoding = getattr(self._stream, "encoding", None) or "ascii"
+            return self._stream.write(text.encode(encoding, "replace").decode(encoding))
+        except BrokenPipeError:
+            if not self._quiet:
+                raise  # rich ends the command, as `| head` wants it
+        except (OSError, ValueError) as error:  # closed, or on a disk that is full
+            if not self._quiet:
+                raise SparoError(f"stdout: cannot be written ({error})") from None
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            if not self._quiet:
+                raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class Terminal(Console):
+    """rich's console for text of others: strings are literal, wherever they stand (in tables, too).
+
+    Args:
+        stderr: words beside the work, whose loss is no loss; a lost stdout is what the caller wants to know.
+    """
+
+    def __init__(self, stderr: bool = False):
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+    @property
+    def file(self) -> IO[str]:
+        stream = self._file or (sys.stderr if self.stderr else sys.stdout)
+        if stream is None:  # the process was started without
+            stream = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+        return _Steady(getattr(stream, "rich_proxied_file", stream), self.stderr)  # type: ignore[return-value]
+
+    @file.setter
+    def file(self, new_file: IO[str]) -> None:
+        self._file = new_file
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(shown(text), **options)
+
+    def line_of(self, *parts: str | tuple[str, str]) -> None:
+        """A line that wraps nowhere, of texts and (text, style)."""
+        found = [shown(part) if isinstance(part, str) else (shown(part[0]), part[1]) for part in parts]
+        self.print(Text.assemble(*found), soft_wrap=True)
+
+
+def last_flush() -> None:
+    """What is still in buffers, where it can go anywhere; the interpreter itself would end with code 120 over it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # pyright: ignore[reportOptionalMemberAccess]
+
+
+console = Terminal(stderr=True)
+out = Terminal()
