@@ -13,6 +13,7 @@ import json
 import runpy
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -116,6 +117,11 @@ def register() -> None:
             (Path(folder) / f"{name}.json").write_text(json.dumps(model_cfg(config)), encoding="utf-8")
         open_clip.add_model_config(Path(folder))
     _self_test()
+    if open_clip.__version__ != TESTED:
+        warnings.warn(
+            f"sparo_train.openclip: registered with open_clip_torch {open_clip.__version__}; it is tested with {TESTED}",
+            stacklevel=2,
+        )
 
 
 def _wrap_vision(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

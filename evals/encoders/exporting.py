@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparo_train.core.disk.store import read_meta
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.tables import EXPORTS, METHODS
+from sparo_train.data.read.plan import per_epoch
 from sparo_train.models.describe import CONFIG_KEY
 from sparo_train.models.dino_files import write_dino
 from sparo_train.models.vit_config import ARCHS, VitConfig
@@ -26,12 +29,12 @@ class Export:
 
     Args:
         methods: whose runs it writes, by their names in `sparo.methods`.
-        write: (the recipe, the objective's state dict, the path) to what it wrote.
+        write: (the recipe, the objective's state dict, the path, the epochs done) to what it wrote.
         name: of the file in RUN/export; empty: the folder itself.
     """
 
     methods: tuple[str, ...]
-    write: Callable[[RunConfig, Mapping[str, Tensor], Path], Path]
+    write: Callable[[RunConfig, Mapping[str, Tensor], Path, int], Path]
     name: str = ""
 
 
@@ -49,13 +52,25 @@ def export_run(run: Path, to: Path | None, layout: str | None) -> Path:
         EXPORTS.row(layout, "--layout")
     config, step = read_run(run)
     home = (run.parent.parent if (run / "meta.json").is_file() else run) / "export"
-    return export_weights(config, run_weights(step), home, to, layout)
+    return export_weights(config, run_weights(step), home, to, layout, _epochs_done(config, read_meta(step)))
+
+
+def _epochs_done(config: RunConfig, meta: Mapping[str, Any]) -> int:
+    """Whole passes over what the sources held, or over what the recipe calls an epoch."""
+    sources = [facts for name, facts in meta["fingerprint"].items() if name != "plan"]
+    held = per_epoch([facts["samples"] for facts in sources], [facts["weight"] for facts in sources])
+    return meta["samples"] // max(1, config.samples_per_epoch or sum(held))
 
 
 def export_weights(
-    config: RunConfig, weights: Mapping[str, Tensor], home: Path, to: Path | None = None, layout: str | None = None
+    config: RunConfig,
+    weights: Mapping[str, Tensor],
+    home: Path,
+    to: Path | None = None,
+    layout: str | None = None,
+    epochs: int = 0,
 ) -> Path:
-    """Write an objective's state dict; returns the path: `to`, or the layout's usual name in `home`."""
+    """Write an objective's state dict; returns the path: `to`, or the layout's usual name in `home`. `epochs`: that were done."""
     kind = config.objective.kind
     fitting = METHODS.row(kind).exports
     if layout is None and not fitting:
@@ -66,21 +81,21 @@ def export_weights(
     export: Export = EXPORTS.row(name, "--layout")
     if kind not in export.methods:
         raise ConfigError(f"--layout {name!r}: a run of objective {kind} goes to {' or '.join(fitting) or 'no layout'}")
-    return export.write(config, weights, to or home / export.name)
+    return export.write(config, weights, to or home / export.name, epochs)
 
 
 def _clip_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix("model."): t for name, t in weights.items() if name.startswith("model.")}
 
 
-def _open_clip(config: RunConfig, weights: Mapping[str, Tensor], folder: Path) -> Path:
+def _open_clip(config: RunConfig, weights: Mapping[str, Tensor], folder: Path, _epochs: int) -> Path:
     from sparo_train import openclip  # wraps open_clip's builders
 
     objective = config.objective
     return openclip.export(objective.model, _clip_weights(weights), folder, objective.mean, objective.std)
 
 
-def _sparo_clip(config: RunConfig, weights: Mapping[str, Tensor], path: Path) -> Path:
+def _sparo_clip(config: RunConfig, weights: Mapping[str, Tensor], path: Path, epochs: int) -> Path:
     readout = config.objective.model.readout
     if readout.placement.text and readout.kind != "sparo":
         raise ConfigError(
@@ -89,11 +104,11 @@ def _sparo_clip(config: RunConfig, weights: Mapping[str, Tensor], path: Path) ->
     path.parent.mkdir(parents=True, exist_ok=True)
     model = config.objective.model.model_dump(mode="json")  # what shapes do not tell; sparo-clip's loader ignores it
     state = to_sparo_clip(_clip_weights(weights))
-    torch.save({"epoch": 0, "name": config.name, "state_dict": state, CONFIG_KEY: model}, path)
+    torch.save({"epoch": epochs, "name": config.name, "state_dict": state, CONFIG_KEY: model}, path)
     return path
 
 
-def _dino(config: RunConfig, weights: Mapping[str, Tensor], path: Path) -> Path:
+def _dino(config: RunConfig, weights: Mapping[str, Tensor], path: Path, epochs: int) -> Path:
     objective = config.objective
     description = objective.model_dump(mode="json", include={"model", "mean", "std"})
     args = {
@@ -106,7 +121,7 @@ def _dino(config: RunConfig, weights: Mapping[str, Tensor], path: Path) -> Path:
         "batch_size": config.batch_size,
         "lr": config.optim.lr,
     }
-    return write_dino(path, dict(weights), description, args, int(config.epochs or 0))
+    return write_dino(path, dict(weights), description, args, epochs)
 
 
 def _arch(model: VitConfig) -> str:

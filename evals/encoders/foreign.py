@@ -23,7 +23,7 @@ from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
 from sparo_train.models.weights import load_into, read_raw
 
 from .encoder import Encoder, TwoTowerEncoder
-from .pixels import FlooredPixels, LibraryPixels, Pixels
+from .pixels import FlooredPixels, LibraryPixels, Pixels, SquarePixels
 
 
 class OpenClipEncoder(TwoTowerEncoder):
@@ -117,7 +117,7 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{label}: timm cannot build it ({str(error)[:300]}); give {label}@FILE") from None
     if weights:
-        load_into(model, _without_head(read_raw(weights), model, label), weights)
+        load_into(model, _without_head(read_raw(weights, plain_namespaces=True), model, label), weights)
     config = resolve_model_data_config(model)
     transform: Any = create_transform(**config, is_training=False)
     pixels = LibraryPixels(transform.transforms, label)
@@ -130,6 +130,7 @@ def _without_head(raw: Any, model: nn.Module, label: str) -> dict[str, Tensor]:
     found = raw.get("state_dict", raw.get("model", raw)) if isinstance(raw, dict) else None
     if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
         raise CheckpointError(f"{label}: holds no state dict of tensors")
+    found = {str(name).removeprefix("module."): t for name, t in found.items()}  # as timm's own training saves it
     own, heads = model.state_dict(), ("head.", "fc.", "classifier.", "head_dist.", "last_linear.")
     return {name: t for name, t in found.items() if name in own or not name.startswith(heads)}
 
@@ -168,7 +169,12 @@ def _hf_pixels(processor: dict[str, Any], label: str) -> Pixels:
     bicubic = processor.get("resample") == 3
     if processor.get("do_resize") and bicubic and cropped and "shortest_edge" in size and processor.get("do_normalize"):
         return FlooredPixels(crop["height"], size["shortest_edge"])
+    square = (
+        set(size) == {"height", "width"} and size["height"] == size["width"] and not processor.get("do_center_crop")
+    )
+    if processor.get("do_resize") and square and processor.get("resample") in (2, 3) and processor.get("do_normalize"):
+        return SquarePixels(size["height"], size["height"], bicubic)
     raise ConfigError(
-        f"{label}: its image processor is not bicubic resize of the shortest side, centre crop and normalisation "
-        f"(size {size}, crop_size {crop}, resample {processor.get('resample')}); write preprocessor_config.json so"
+        f"{label}: its image processor is neither a bicubic resize of the shortest side with a centre crop nor a resize to a square, with "
+        f"normalisation (size {size}, crop_size {crop}, resample {processor.get('resample')}); it cannot be scored as it was trained"
     )

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from sparo_train.core.config import parse_yaml, resolve
 from sparo_train.core.disk import store
-from sparo_train.core.errors import CheckpointError, ConfigError
+from sparo_train.core.errors import CheckpointError, ConfigError, SparoError
 from sparo_train.core.tables import ENCODERS
+from sparo_train.core.untrusted import read_text
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.models.describe import infer_config, read_config, read_export
@@ -38,11 +40,25 @@ def load_encoder(checkpoint: str | Path, model: str | None = None, device: str =
             `assumed` says what was taken for granted).
 
     Raises:
-        CheckpointError: nothing there that we can read.
+        CheckpointError: nothing there that we can read, or something that is not what its name or form says.
     """
+    try:
+        return _loaded(checkpoint, model).to(device)
+    except (SparoError, torch.OutOfMemoryError):
+        raise
+    except (
+        Exception
+    ) as error:  # files and libraries of others fail in their own ways; the cause is kept for who wants it
+        first = (str(error).splitlines() or [""])[0][:200]
+        raise CheckpointError(
+            f"{checkpoint}: is not what its name or form says ({type(error).__name__}: {first}); fetch it again, or name its model (--model)"
+        ) from error
+
+
+def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
     path, (scheme, colon, rest) = Path(checkpoint), str(checkpoint).partition(":")
     if colon and scheme in SCHEMES:
-        return SCHEMES[scheme](rest).to(device)
+        return SCHEMES[scheme](rest)
     if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
         encoder = _from_run(path)
     elif (path / "open_clip_config.json").is_file():
@@ -55,7 +71,7 @@ def load_encoder(checkpoint: str | Path, model: str | None = None, device: str =
         raise CheckpointError(
             f"{path}: no run folder, no checkpoint folder, no exported folder, no DeepSpeed folder, no weight file"
         )
-    return encoder.to(device)
+    return encoder
 
 
 def read_recipe(path: Path) -> RunConfig:
@@ -64,7 +80,7 @@ def read_recipe(path: Path) -> RunConfig:
     config_file = folder / "config.yaml"
     if not config_file.is_file():
         raise CheckpointError(f"{folder}: has no config.yaml, so it is no run folder")
-    return resolve(RunConfig, parse_yaml(config_file.read_text(encoding="utf-8"), str(config_file)), str(config_file))
+    return resolve(RunConfig, parse_yaml(read_text(config_file, CheckpointError), str(config_file)), str(config_file))
 
 
 def read_run(path: Path) -> tuple[RunConfig, Path]:
@@ -111,7 +127,10 @@ def _from_file(path: Path, name: str | None) -> Encoder:
     weights, assumed = read_zero_folder(path) if path.is_dir() else read_weights(path), ""
     config = _named(name) if name else None if path.is_dir() else read_config(path)
     if config is None:
-        config = infer_config(weights)
+        try:
+            config = infer_config(weights)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
         v, t = config.vision, config.text
         assumed = (
             f"{path}: told from the shapes: {config.readout.kind} read-out, ViT {v.width}x{v.layers} with patches of {v.patch_size} "

@@ -34,6 +34,17 @@ class FlooredPixels(Pixels):
         return np.asarray(image.crop((left, top, left + self.size, top + self.size)))
 
 
+@dataclass(frozen=True)
+class SquarePixels(Pixels):
+    """The whole image to a square, its sides stretched as they come, as ViT, DeiT, BEiT and SigLIP have it."""
+
+    bicubic: bool = True
+
+    def __call__(self, image: Image.Image) -> np.ndarray:
+        how = Image.Resampling.BICUBIC if self.bicubic else Image.Resampling.BILINEAR
+        return np.asarray(image.resize((self.size, self.size), how))
+
+
 class LibraryPixels:
     """A library's own evaluation transform up to pixels: what comes before its ToTensor and Normalize.
 

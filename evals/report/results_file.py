@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 import uuid
+import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparo_train.core.disk.rundir import environment
-from sparo_train.core.errors import DataError
+from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.files import write_whole
+from sparo_train.core.untrusted import read_bytes
 
 from ..tasks.result import Result
 
@@ -46,6 +49,7 @@ class Record(NamedTuple):
 
 def append(folder: Path, checkpoint: str, task: str, result: Result, facts: dict[str, Any]) -> Record:
     """Add a line and its predictions; several processes may write into one folder."""
+    refuse_unwritable(folder, "--results")
     kept = _keep(folder / "predictions", result)
     line = {
         "schema": SCHEMA,
@@ -57,8 +61,11 @@ def append(folder: Path, checkpoint: str, task: str, result: Result, facts: dict
     }
     folder.mkdir(parents=True, exist_ok=True)
     data = (json.dumps(line) + "\n").encode()
-    descriptor = os.open(folder / "results.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    descriptor = os.open(folder / "results.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            data = b"\n" + data  # a line that a full disk or a kill cut off must not take this one with it
         os.write(descriptor, data)  # one write: appending lines of several processes do not mix
         os.fsync(descriptor)
     finally:
@@ -72,39 +79,69 @@ def read_records(places: Iterable[str | Path]) -> list[Record]:
     What was scored with a `--limit` counts where there is nothing else.
 
     Raises:
-        DataError: nothing there, or a line that is none of ours. A last line that was cut by a kill is passed over.
+        DataError: nothing there, or a line of another version. Lines that a kill or a full disk cut off are passed over.
     """
     found: dict[tuple[str, str], Record] = {}
     for place in places:
         path = _file_of(Path(place))
-        lines = path.read_text(encoding="utf-8").split("\n")
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
+        for number, line in enumerate(read_bytes(path, DataError).decode("utf-8", "replace").split("\n"), 1):
             try:
                 content = json.loads(line)
-            except ValueError:
-                if number == len(lines):
-                    continue
-                raise DataError(f"{path}: line {number} is no JSON") from None
-            if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-                raise DataError(f"{path}: line {number} is no result of this version (schema {SCHEMA})")
-            record = Record(
-                content["checkpoint"], content["name"], Result.from_dict(content), content["facts"], content["predictions"], path.parent
-            )  # fmt: skip
+            except (ValueError, RecursionError):
+                continue
+            if not isinstance(content, dict):
+                continue
+            if content.get("schema") != SCHEMA:
+                raise DataError(
+                    f"{path}: line {number} is no result of this version (schema {SCHEMA}); remove it, or score again"
+                )
+            record = _record(content, path, number)
             before = found.get((record.checkpoint, record.task))
             if before is None or before.facts.get("limit") or not record.facts.get("limit"):
                 found[record.checkpoint, record.task] = record
     return list(found.values())
 
 
+def _record(content: dict[str, Any], path: Path, number: int) -> Record:
+    try:
+        checkpoint, task, facts, predictions = (content[k] for k in ("checkpoint", "name", "facts", "predictions"))
+        result = Result.from_dict(content)
+        if not (
+            isinstance(checkpoint, str)
+            and isinstance(task, str)
+            and isinstance(facts, dict)
+            and isinstance(predictions, str)
+        ):
+            raise TypeError("a field of another kind")
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise DataError(
+            f"{path}: line {number} is no result ({type(error).__name__}: {error}); remove it, or score again"
+        ) from None
+    return Record(checkpoint, task, result, facts, predictions, path.parent)
+
+
+def refuse_unwritable(folder: Path, key: str) -> None:
+    """Raise `ConfigError` naming `key` where nothing can be written into a folder, which is made: before an hour of scoring, not behind it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".sparo-"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{key}: nothing can be written into {folder} ({error}); give another folder") from None
+
+
 def predictions_of(record: Record) -> dict[str, np.ndarray]:
     """Keys and arrays of a record. Raises `DataError` where they were not kept."""
     path = record.folder / "predictions" / record.predictions
-    if not record.predictions or not path.is_file():
+    if not record.predictions or Path(record.predictions).name != record.predictions or not path.is_file():
         raise DataError(f"{path}: predictions of {record.checkpoint} on {record.task} are not there; score it again")
-    with np.load(path, allow_pickle=False) as file:
-        return {name: file[name] for name in file.files}
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(
+            f"{path}: damaged ({error}); remove it and score {record.checkpoint} on {record.task} again"
+        ) from None
 
 
 def _file_of(place: Path) -> Path:

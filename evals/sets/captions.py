@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.core.untrusted import read_text
 
 from .base import Layout, Pair, sha256
 from .image_files import FileSet
@@ -50,7 +51,7 @@ class KarpathySet(FileSet):
     def __init__(self, images: str | Path, annotations: str | Path, split: str = "test"):
         path = Path(annotations)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path, DataError)
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from None
         rows = _flickr(text, path) if path.suffix == ".txt" else _coco(text, path, split)

@@ -12,6 +12,7 @@ from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
 from PIL import Image
 
 from sparo_train.core.errors import DataError
+from sparo_train.core.untrusted import read_text
 from sparo_train.data.read.folder import open_folder
 
 from .base import EvalSet, Fact, FactKind, Layout, opened, sha256, sizes_of
@@ -168,7 +169,7 @@ def _mapping(folder: Path, name: str) -> Path:
 
 def _json(path: Path) -> Mapping[str, str]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path, DataError))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(found, dict):

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 from sparo_train.core.errors import DataError
+from sparo_train.core.untrusted import read_text
 
 OWN = {"classnames": "classnames.txt", "templates": "zeroshot_classification_templates.txt"}
 _PUBLISHED = {"classnames": "en_classnames.json", "templates": "en_zeroshot_classification_templates.json"}
@@ -21,10 +22,15 @@ def named(what: str, root: Path, known_as: str | None) -> list[str] | None:
 
 
 def lines(path: Path) -> list[str]:
-    """Non-empty lines of a text file. Raises `DataError` where it is missing."""
+    """Lines of a text file, blank ones at its end left away. Raises `DataError` where it is missing or has a blank line before."""
     if not path.is_file():
         raise DataError(f"{path}: missing; this task needs it (one entry per line)")
-    return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    found = read_text(path, DataError).rstrip().split("\n")
+    if blank := [number for number, line in enumerate(found, 1) if not line.strip()]:
+        raise DataError(
+            f"{path}: line {blank[0]} is blank, and labels count lines; remove it, or write the name that belongs there"
+        )
+    return found
 
 
 def published(what: str, name: str) -> list[str] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.tables import LAYOUTS
 
 from .base import EvalSet, Limited
@@ -33,7 +33,25 @@ def open_set(config: SetTaskConfig, kind: str, split: str | None = None) -> Eval
     return found if config.limit is None else Limited(found, config.limit)
 
 
+def _number_alike(train: SourceSet, test: SourceSet, where: str) -> None:
+    """A folder's own rank among its siblings is a label of its own: with another class missing it would mean another class."""
+    known, asked = train.classes, test.classes
+    if known is None or asked is None or known == asked:
+        return
+    unknown = sorted(set(asked) - set(known))
+    if unknown:
+        raise DataError(
+            f"test: {where} has the class {unknown[0]!r} ({len(unknown)} such), which train has not; make both alike"
+        )
+    test.number_by(known)
+
+
 def open_labelled(config: LabelledTaskConfig) -> tuple[EvalSet, EvalSet]:
-    """The training and the test images, each with its label."""
+    """The training and the test images, each with its label: of class folders the number of its name among the training's.
+
+    Raises:
+        DataError: nothing there, or a test class that training does not have.
+    """
     train, test = (SourceSet(getattr(config, key), "label", key) for key in ("train", "test"))
+    _number_alike(train, test, config.test)
     return (train, test) if config.limit is None else (Limited(train, config.limit), Limited(test, config.limit))

@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from sparo_train.core.errors import BadSampleError, DataError
+from sparo_train.core.untrusted import read_text
 from sparo_train.data.examples.samples import image_bytes
 from sparo_train.data.read.folder import FolderConfig, FolderPart
 from sparo_train.data.read.remote import filesystem_of
@@ -54,6 +55,16 @@ class SourceSet(EvalSet):
                 f"{broken[0].url}: {broken[0].reason}; scores over part of a data set mean nothing, fetch it again"
             )
 
+    @property
+    def classes(self) -> list[str] | None:
+        """Of class folders their names, by number; None of shards, whose labels are numbers."""
+        return cast(FolderPart, self.source.storages[0]).classes if self._folder else None
+
+    def number_by(self, classes: Sequence[str]) -> None:
+        """Take the numbers of another set's class folders."""
+        for part in cast(Sequence[FolderPart], self.source.storages):
+            part.number_by(classes)
+
     def __len__(self) -> int:
         return int(self._ends[-1])
 
@@ -70,7 +81,7 @@ class SourceSet(EvalSet):
 
     def identity(self) -> str:
         if self._folder:
-            return sha256("folder", *self._names(), self._stat[0])
+            return sha256("folder", *(self.classes or ()), *self._names(), self._stat[0])
         shards = cast(Sequence[Shard], self.source.storages)
         return sha256("shards", self.kind, *(p for s in shards for p in (Path(s.url).name, s.index.offsets.tobytes())))
 
@@ -97,15 +108,15 @@ class WdsSet(SourceSet):
         if not counter.is_file():
             raise DataError(f"{counter}: missing; an evaluation set has {split}/nshards.txt and {split}/0.tar …")
         try:
-            number = int(counter.read_text(encoding="utf-8"))
+            number = int(read_text(counter, DataError, 4096))
         except ValueError:
             raise DataError(f"{counter}: must hold the number of shards, nothing else") from None
+        if not 0 < number <= 1_000_000:
+            raise DataError(f"{counter}: {number} shards cannot be; it counts the .tar files beside it")
         shards = [folder / split / f"{i}.tar" for i in range(number)]
         for path in shards:
             if not path.is_file():
                 raise DataError(f"{path}: missing; {counter} names {number} shard(s)")
-        if not shards:
-            raise DataError(f"{counter}: names no shard")
         declared = _declared(folder)
         super().__init__(
             tuple(map(str, shards)), "labels" if kind == "label" and declared == "multilabel" else kind, split
@@ -118,7 +129,7 @@ class WdsSet(SourceSet):
 
 def _declared(root: Path) -> str:
     path = root / "dataset_type.txt"
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+    return read_text(path, DataError, 4096).strip() if path.is_file() else ""
 
 
 def _label(fields: dict[str, bytes], where: str) -> int:
@@ -141,12 +152,12 @@ def _labels(fields: dict[str, bytes], where: str) -> list[int]:
 
 
 def _captions(fields: dict[str, bytes], where: str) -> list[str]:
-    """None of them is an answer too: the task counts images without a caption."""
+    """One per line, an empty line, too: clip-benchmark has it as a caption. None of them is an answer: such images are counted."""
     try:
         text = fields.get("txt", b"").decode("utf-8")
     except UnicodeDecodeError:
         raise DataError(f"{where}: .txt is not UTF-8") from None
-    return [line for line in text.splitlines() if line.strip()]
+    return text.splitlines()
 
 
 def _pairs(fields: dict[str, bytes], where: str) -> list[Pair]:

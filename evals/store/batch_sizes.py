@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -53,6 +54,7 @@ class BatchSize:
                     raise SparoError(
                         f"{encoder.label}: one image does not fit into the memory of {encoder.device}"
                     ) from None
+            # What the failed forward held is cached in pieces that do not fit.
             torch.cuda.empty_cache()
             size = max(1, min(size, len(pixels)) // 2)
             self._remember(self._key(encoder, view), size)
@@ -60,7 +62,8 @@ class BatchSize:
     def _remember(self, key: str, size: int) -> None:
         self._known[key] = size
         if self.path is not None:
-            write_whole(self.path, json.dumps(self._known, indent=1))
+            with suppress(OSError):  # it is only a memory
+                write_whole(self.path, json.dumps(self._known, indent=1))
 
     def _key(self, encoder: Encoder, view: str) -> str:
         device = torch.cuda.get_device_name(encoder.device) if encoder.device.type == "cuda" else "cpu"

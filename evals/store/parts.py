@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import uuid
@@ -28,27 +29,35 @@ class Part(NamedTuple):
 
 def bounds_of(count: int) -> list[tuple[int, int]]:
     """First and last + 1 of every part: 32 of them where that makes 256 to 4,096 images each."""
+    # Small enough to lose little and to be dealt to many, large enough to be read at a disk's speed.
     size = max(256, min(4096, -(-count // 32)))
     return [(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
 
 def write_part(folder: Path, number: int, part: Part) -> None:
-    """Its JSON file last: a part without one is not there. Facts that are arrays (masks) lie in a file of their own."""
+    """Its JSON file last: a part without one is not there. Facts that are arrays (masks) lie in a file of their own.
+
+    The JSON holds the SHA-256 of the other files, and its own first line that of the rest: a changed byte would be a wrong score.
+    """
     tables = {str(i): fact for i, fact in enumerate(part.facts) if isinstance(fact, np.ndarray)}
-    write_array(part_path(folder, number, "npy"), part.array)
+    hashes = {"npy": write_array(part_path(folder, number, "npy"), part.array)}
     if tables:
         arrays: dict[str, Any] = tables
-        _write(part_path(folder, number, "facts.npz"), lambda stream: np.savez_compressed(stream, **arrays))
+        path = part_path(folder, number, "facts.npz")
+        hashes["facts.npz"] = _write(path, lambda stream: np.savez_compressed(stream, **arrays))
     facts = [None if str(i) in tables else fact for i, fact in enumerate(part.facts)]
-    content = {"first": part.first, "keys": part.keys, "facts": facts, "tables": len(tables)}
-    write_whole(part_path(folder, number, "json"), json.dumps(content))
+    content = {"first": part.first, "keys": part.keys, "facts": facts, "tables": len(tables), "sha256": hashes}
+    write_sealed(part_path(folder, number, "json"), content)
 
 
 def open_part(folder: Path, number: int, span: tuple[int, int]) -> Part | None:
-    """A part where it is whole."""
+    """A part where it is whole and what was written."""
     begin, end = span
     try:
-        content = json.loads(part_path(folder, number, "json").read_text(encoding="utf-8"))
+        content = read_sealed(part_path(folder, number, "json"))
+        if any(_hash_of(part_path(folder, number, name)) != known for name, known in content["sha256"].items()):
+            return None
+        # Mapped, not read: a bank of a million rows need not fit into memory.
         array = np.load(part_path(folder, number, "npy"), mmap_mode="r", allow_pickle=False)
         facts = [fact_of(fact) for fact in content["facts"]]
         if content.get("tables"):
@@ -75,12 +84,31 @@ def part_path(folder: Path, number: int, suffix: str) -> Path:
     return folder / f"part-{number:05d}.{suffix}"
 
 
-def write_array(path: Path, array: np.ndarray) -> None:
-    """Whole and on disk before the name exists."""
-    _write(path, lambda stream: np.save(stream, array, allow_pickle=False))
+def write_array(path: Path, array: np.ndarray) -> str:
+    """Whole and on disk before the name exists; returns the file's SHA-256."""
+    return _write(path, lambda stream: np.save(stream, array, allow_pickle=False))
 
 
-def _write(path: Path, save: Callable[[IO[bytes]], None]) -> None:
+def write_sealed(path: Path, content: Any) -> None:
+    """JSON behind a line with its SHA-256."""
+    text = json.dumps(content)
+    write_whole(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+
+
+def read_sealed(path: Path) -> Any:
+    """What `write_sealed` wrote. Raises `ValueError` where it is something else, `OSError` where there is nothing."""
+    seal, _, text = path.read_text(encoding="utf-8").partition("\n")
+    if seal != hashlib.sha256(text.encode()).hexdigest():
+        raise ValueError(f"{path}: is not what was written")
+    return json.loads(text)
+
+
+def _hash_of(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _write(path: Path, save: Callable[[IO[bytes]], None]) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -88,18 +116,30 @@ def _write(path: Path, save: Callable[[IO[bytes]], None]) -> None:
             save(stream)
             stream.flush()
             os.fsync(stream.fileno())
+        digest = _hash_of(temporary)
         temporary.replace(path)
+        return digest
     finally:
         temporary.unlink(missing_ok=True)
 
 
+def write_texts(folder: Path, texts: list[str], array: np.ndarray) -> None:
+    """Encodings (n, D) of texts, as a part of their own."""
+    name = "part-" + hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
+    write_sealed(folder / f"{name}.json", {"texts": texts, "sha256": write_array(folder / f"{name}.npy", array)})
+
+
 def known_texts(folder: Path) -> dict[str, np.ndarray]:
+    """Every text that is encoded, from the parts that are what was written."""
     known: dict[str, np.ndarray] = {}
     for path in sorted(folder.glob("part-*.json")):
         try:
-            texts = json.loads(path.read_text(encoding="utf-8"))
+            content = read_sealed(path)
+            if _hash_of(path.with_suffix(".npy")) != content["sha256"]:
+                continue
             array = np.load(path.with_suffix(".npy"), mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError):
             continue
+        texts = content["texts"]
         known |= dict(zip(texts, array, strict=True)) if len(texts) == len(array) else {}
     return known

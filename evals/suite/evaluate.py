@@ -121,17 +121,19 @@ def evaluate_checkpoint(
 
     Tasks that its kind of encoder cannot do are said and left out; `UnfitError` where nothing is left.
     """
+    Suite(known).check()  # a set that is missing is told before an hour of encoding others
     encoder = load_encoder(checkpoint, how.model, _device(ranks))
     encoder.precision = how.precision
     scored = checkpoint
     if how.slots is not None:
         encoder = only_slots(encoder, how.slots)
+        # Under a name of its own: half of the slots must not stand where the whole model is looked for.
         scored = f"{checkpoint} (slots {','.join(map(str, how.slots))})"
     if encoder.assumed:
         say(encoder.assumed)
     if how.limit is not None:
         known = {name: task.model_copy(update={"limit": how.limit}) for name, task in known.items()}
-    store = FeatureStore(how.features, how.storage, report)
+    store = FeatureStore(how.features, how.storage, report, say)
     is_run = (Path(checkpoint) / "config.yaml").is_file()
     folder = how.results or (Path(checkpoint) / "evals" if is_run and how.latest else None)
     suite, results, unfit = Suite(known, store), {}, []
@@ -147,7 +149,14 @@ def evaluate_checkpoint(
             if result.counts.get("images_without_caption"):
                 say(f"{task}: {result.counts['images_without_caption']} image(s) without a caption are no queries")
             if folder is not None and ranks.rank == 0:
-                append(folder, scored, task, result, _facts(encoder, how, time.monotonic() - begin))
+                try:
+                    append(folder, scored, task, result, _facts(encoder, how, time.monotonic() - begin))
+                except (
+                    OSError,
+                    ConfigError,
+                ) as error:  # checked before, where it was asked for; scores are not lost for it
+                    say(f"{folder}: the results of {task} could not be kept ({error})")
+    # Some tasks left out is an answer; all of them is a mistake.
     if unfit and len(unfit) == len(known):
         raise unfit[0]
     for error in unfit:
@@ -159,7 +168,10 @@ def evaluate_checkpoint(
             "the same line without --part scores"
         )
     if how.latest and is_run and results and how.slots is None and ranks.rank == 0:
-        write_results(Path(checkpoint) / "evals" / "latest.json", {"checkpoint": encoder.label}, results)
+        try:
+            write_results(Path(checkpoint) / "evals" / "latest.json", {"checkpoint": encoder.label}, results)
+        except OSError as error:
+            say(f"{checkpoint}/evals/latest.json: could not be written ({error})")
     return results
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
-from sparo_train.core.config import setting
-from sparo_train.core.errors import DataError
+from sparo_train.core.config import between, setting
+from sparo_train.core.errors import ConfigError, DataError
 
 from ..sets.base import Limited, Pair
 from ..sets.captions import SugarCrepeSet
@@ -37,7 +37,9 @@ class RetrievalTaskConfig(SetTaskConfig):
 
     task: Literal["retrieval"] = setting("retrieval", "a row of sparo.tasks")
     annotations: str | None = setting(None, "of layout karpathy: the file that says which captions an image has")
-    k: tuple[int, ...] = setting((1, 5, 10), "ranks within which a hit counts (R@k)", min_length=1)
+    k: Annotated[tuple[int, ...], between(1, 1 << 31)] = setting(
+        (1, 5, 10), "ranks within which a hit counts (R@k)", min_length=1
+    )
 
 
 class PairsTaskConfig(SetTaskConfig):
@@ -81,6 +83,10 @@ def run_retrieval(scoring: Scoring, task: RetrievalTaskConfig) -> Result:
     texts = [line for lines in images.facts for line in lines]
     if not texts:
         raise DataError(f"{source.root}: not one image has a caption")
+    if min(task.k) > min(len(images), len(texts)):
+        raise ConfigError(
+            f"k={list(task.k)}: {source.root} has {len(images)} images and {len(texts)} captions; name a smaller k"
+        )
     found = scoring.ranks.first(lambda: retrieval.score(images.in_memory(), scoring.texts(texts), owner, task.k))
     return described(found, images, source, {})
 

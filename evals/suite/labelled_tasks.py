@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch.nn import functional as F
 
-from sparo_train.core.config import setting
+from sparo_train.core.config import between, setting
 from sparo_train.core.errors import ConfigError
 
 from ..sets.opening import open_labelled, open_set
@@ -44,7 +44,11 @@ class KnnTaskConfig(LabelledTaskConfig):
     """DINO's weighted k-NN; the headline is k = 20 where it is among them. Encodings as they are, normalised as a whole."""
 
     task: Literal["knn"] = setting("knn", "a row of sparo.tasks")
-    k: tuple[int, ...] = setting((10, 20, 100, 200), "neighbours that vote", min_length=1)
+    k: Annotated[tuple[int, ...], between(1, 1 << 31)] = setting(
+        (10, 20, 100, 200),
+        "neighbours that vote; those above the number of training images are left away",
+        min_length=1,
+    )
     temperature: float = setting(0.07, "of a vote's weight, exp(cosine / temperature)", gt=0)
 
 
@@ -87,13 +91,16 @@ def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
     bank_set, test_set = open_labelled(task)
     bank, test = scoring.features([bank_set, test_set], task.workers, transform)
     share, first = bank.share(ranks.rank, ranks.size)
-    queries, k = test.in_memory().to(encoder.device), max(task.k)
+    ks = tuple(k for k in task.k if k <= len(bank))  # fewer rows cannot give more neighbours
+    if not ks:
+        raise ConfigError(f"k={list(task.k)}: {task.train} has {len(bank)} images; name a k that is not above that")
+    queries, k = test.in_memory().to(encoder.device), max(ks)
     found = knn.nearest(queries, share.blocks(), k, first)
     found = knn.merge(ranks.gather(knn.Nearest(*(t.cpu() for t in found))), k)
     labels, bank_labels = labels_of(test, test_set, None), labels_of(bank, bank_set, None)
     classes = 1 + int(torch.cat([bank_labels, labels]).max())
-    headline = 20 if 20 in task.k else task.k[0]
-    result = knn.score(found, bank_labels, labels, classes, task.k, task.temperature, headline)
+    headline = 20 if 20 in ks else ks[0]
+    result = knn.score(found, bank_labels, labels, classes, ks, task.temperature, headline)
     return described(result, test, test_set, {})
 
 

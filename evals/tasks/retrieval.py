@@ -29,6 +29,8 @@ def score(image: Tensor, text: Tensor, image_of_text: Tensor, ks: Sequence[int] 
         `text_recall@k`: the share of the image's texts that are among the k. Images without a text are no queries and are
         counted (clip-benchmark takes them for misses). Intervals resample images, each with its texts.
     """
+    if min(ks) > min(len(text), len(image)):
+        raise ValueError(f"k={list(ks)}: every one is above the {min(len(text), len(image))} candidates")
     largest_text, largest_image = (max((k for k in ks if k <= n), default=1) for n in (len(text), len(image)))
     texts_found, images_found = (n.row.cpu() for n in nearest_both(image, text, largest_text, largest_image))
     right_texts = image_of_text[texts_found] == torch.arange(len(image))[:, None]

@@ -74,10 +74,10 @@ class VisionTower(VisionTransformer):
         x = torch.cat([start, x + where.to(x.dtype)], dim=1)
         return self.ln_pre(x if patches is not None else self.patch_dropout(x))
 
-    def lock(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False) -> None:
+    def lock(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False, *more: Any, **named: Any) -> None:
         """Freeze all but the last `unlocked_groups` groups; a read-out with `ln_post` (and a projection) is the last one."""
         if self.read_by is None:
-            super().lock(unlocked_groups, freeze_bn_stats)
+            super().lock(unlocked_groups, freeze_bn_stats, *more, **named)
             return
         stem = [self.conv1, self.class_embedding, self.positional_embedding, self.ln_pre]
         last = [self.ln_post, _readout(self), *([] if self.proj is None else [self.proj])]
@@ -126,9 +126,9 @@ class TextTower(TextTransformer):
         x, mask = super()._embeds(text)
         return x, None if mask is None else mask[: x.shape[1], : x.shape[1]]
 
-    def lock(self, unlocked_layers: int = 0, freeze_layer_norm: bool = True) -> None:
+    def lock(self, unlocked_layers: int = 0, freeze_layer_norm: bool = True, *more: Any, **named: Any) -> None:
         if self.read_by is None:
-            super().lock(unlocked_layers, freeze_layer_norm)
+            super().lock(unlocked_layers, freeze_layer_norm, *more, **named)  # open_clip >= 4 has more to say
             return
         stem = [self.token_embedding, self.positional_embedding]
         groups = [stem, *([b] for b in self.transformer.resblocks), [self.ln_final, _readout(self)]]

@@ -39,7 +39,8 @@ def is_dino(raw: Any) -> bool:
     """Whether a file's content is a DINO checkpoint or a backbone alone."""
     if not isinstance(raw, Mapping):
         return False
-    return "teacher" in raw or "student" in raw or "cls_token" in {_bare(str(name)) for name in raw}
+    names = {_bare(str(name)) for name in raw}
+    return "teacher" in raw or "student" in raw or ("cls_token" in names and "head.weight" not in names)
 
 
 def read_dino(raw: Mapping[str, Any], origin: str, key: str = "teacher") -> DinoFile:
@@ -97,7 +98,10 @@ def vit_config(file: DinoFile, name: str | None = None) -> tuple[VitConfig, str]
         "mlp_ratio": weights["blocks.0.mlp.fc1.weight"].shape[0] / width,
         "readout": {"kind": "cls"},
     }
-    said = f"{file.origin}: told from the shapes: ViT {width}x{blocks} with patches of {patch} and {heads} heads"
+    said = (
+        f"{file.origin}: taken for a backbone of DINO, told from the shapes: ViT {width}x{blocks} with patches of {patch} and {heads} "
+        "heads (for one of timm's write timm:NAME@FILE)"
+    )
     if readout := infer_readout(weights, "", 1):
         replaced = READOUTS.row(readout["kind"]).model_validate(readout).placement.replaced
         tree |= {"depth": blocks + replaced, "readout": readout}

@@ -35,7 +35,10 @@ def read_weights(path: str | Path) -> Weights:
     Raises:
         CheckpointError: missing, damaged, or holding anything but tensors and plain values.
     """
-    return to_ours(_state_dict(read_raw(path), path))
+    found = _state_dict(read_raw(path), path)
+    if "cls_token" in found and "head.weight" in found:
+        raise CheckpointError(f"{path}: is an image classifier's ViT, as timm saves it; write timm:NAME@{path}")
+    return to_ours(found)
 
 
 def read_raw(path: str | Path, plain_namespaces: bool = False) -> Any:
@@ -58,7 +61,7 @@ def read_raw(path: str | Path, plain_namespaces: bool = False) -> Any:
         raise CheckpointError(
             f"{path}: holds objects that could run code ({named[1]}) and is refused; re-save its state_dict as safetensors"
         ) from None
-    except (OSError, RuntimeError, EOFError, SafetensorError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"{path}: not a readable checkpoint ({error})") from None
 
 
@@ -66,6 +69,8 @@ def _state_dict(found: Any, path: str | Path) -> Mapping[str, Tensor]:
     found = found.get("state_dict", found) if isinstance(found, Mapping) else None
     if not isinstance(found, Mapping) or not all(isinstance(v, Tensor) for v in found.values()):
         raise CheckpointError(f"{path}: holds no state dict of tensors")
+    if not found or not all(isinstance(name, str) for name in found):
+        raise CheckpointError(f"{path}: its tensors have no names; it is no model's state dict")
     return found
 
 

@@ -95,8 +95,10 @@ def test_lines_survive_a_cut_and_the_newest_counts(tmp_path):
         stream.write('{"schema": 1, "checkp')
     (found,) = read_records([tmp_path])
     assert found.result.metrics == one.metrics and found.facts == {"x": 1}
+    append(tmp_path, "b", "t", one, {})  # behind the torn line, which costs itself alone
+    assert [r.checkpoint for r in read_records([tmp_path])] == ["a", "b"]
     (tmp_path / "results.jsonl").write_text('no json\n{"schema": 1}\n')
-    with pytest.raises(DataError, match="line 1 is no JSON"):
+    with pytest.raises(DataError, match=r"line 2 is no result .*'checkpoint'"):
         read_records([tmp_path])
 
 

@@ -60,7 +60,7 @@ def neighbour(scoring: Scoring, task: NeighbourConfig) -> Result:
     return described(scoring.ranks.first(score), images, source, {})
 
 
-def _write(config: RunConfig, weights: Mapping[str, Tensor], path: Path) -> Path:
+def _write(config: RunConfig, weights: Mapping[str, Tensor], path: Path, _epochs: int) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     backbone = {n.removeprefix("backbone."): t.contiguous() for n, t in weights.items() if n.startswith("backbone.")}
     save_file(backbone, path)
