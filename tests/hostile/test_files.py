@@ -1,0 +1,331 @@
+"""Checkpoints, data sets, results and records of others: what is not what it says is named, with code 2, and nothing is lost."""
+
+import argparse
+import io
+import json
+import os
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from evals.report.results_file import append, read_records
+from evals.store.parts import Part, bounds_of, open_part, part_path, write_part
+from evals.tasks.result import Result
+from sparo_train.core.disk import metrics
+from sparo_train.core.errors import ConfigError, SparoError
+from sparo_train.core.recipe_yaml import parse_yaml
+from tests.conftest import eval_sets, jpeg
+from tests.hostile.conftest import ends
+
+
+@pytest.fixture(scope="module")
+def scored(home, tmp_path_factory):
+    """A trained run, its export, and sets to score them on."""
+    place = tmp_path_factory.mktemp("scored")
+    ends(["train", str(home / "good.yaml"), f"out={place}/runs"], 0, ["finished"])
+    ends(["export", str(place / "runs/tiny")], 0, [])
+    (place / "tasks.yaml").write_text(yaml.safe_dump({"tasks": eval_sets(place / "sets")}))
+    return place
+
+
+class _Runs:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/sparo-was-run",)
+
+
+def saved(thing):
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    return buffer.getvalue()
+
+
+W = torch.zeros(3, 3)
+FILES = {
+    "nothing.pt": (b"", "nothing.pt"),
+    "page.pt": (b"<!DOCTYPE html><html>404</html>", "is it a web page"),
+    "pointer.pt": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n", "git-lfs pointer"),
+    "code.pt": (pickle.dumps(_Runs()), "code.pt"),
+    "code2.pt": (saved({"state_dict": _Runs()}), "could run code"),
+    "list.pt": (saved([1, 2]), "list.pt: holds no state dict"),
+    "number.pt": (saved(7), "number.pt: holds no state dict"),
+    "empty.pt": (saved({}), "empty.pt"),
+    "numbered.pt": (saved({1: W, 2: W}), "numbered.pt"),
+    "mixed.pt": (saved({"a": W, 3: W}), "mixed.pt"),
+    "strings.pt": (saved({"state_dict": {"a": "b"}}), "strings.pt: holds no state dict"),
+    "other.pt": (saved({"conv.weight": W}), "other.pt"),
+    "teacher-list.pth": (saved({"teacher": [W], "student": {}}), "teacher-list.pth"),
+    "teacher-empty.pth": (saved({"teacher": {}, "student": {}}), "holds no ViT backbone"),
+    "teacher-odd.pth": (saved({"teacher": {"backbone.cls_token": W}}), "teacher-odd.pth"),
+    "teacher-code.pth": (saved({"teacher": {}, "args": argparse.Namespace(a=_Runs())}), "could run code"),
+    "teacher-number.pth": (saved({"teacher": {5: W, "cls_token": W}}), "teacher-number.pth"),
+    "timm.pth": (saved({"cls_token": W, "head.weight": W, "head.bias": W}), "write timm:NAME@"),
+    "cut.safetensors": (b"\x10\0\0\0\0\0\0\0{", "cut.safetensors"),
+    "huge.safetensors": (b"\xff\xff\xff\xff\xff\xff\xff\x7f{}", "huge.safetensors"),
+    "json.safetensors": (b'{"a": 1}', "json.safetensors"),
+    "zip.pt": (b"PK\x03\x04" + bytes(100), "zip.pt"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_no_checkpoint_is_refused_and_runs_nothing(name, scored, tmp_path):
+    content, says = FILES[name]
+    (tmp_path / name).write_bytes(content)
+    ends(["eval", name, "--data", str(scored / "tasks.yaml"), "--features", "none"], 2, [name, says], cwd=tmp_path)
+    assert not os.path.exists("/tmp/sparo-was-run")  # noqa: PTH110
+
+
+PLACES = {
+    "nowhere": "no run folder",
+    "pixels:x": "write pixels:SIZE",
+    "pixels:0": "write pixels:SIZE",
+    "open_clip:ViT-B-32": "write open_clip:NAME@FILE",
+    "open_clip:ViT-Z-99@x.pt": "open_clip:ViT-Z-99",
+    "open_clip:ViT-B-32@nowhere.pt": "no such file",
+    "open_clip:ViT-B-32@numbers.pt": "numbers.pt",
+    "timm:vit_elephant@x": "timm:vit_elephant",
+    "timm:vit_tiny_patch16_224@nowhere.pt": "is no file",
+    "timm:vit_tiny_patch16_224@numbers.pt": "numbers.pt",
+    "hf:empty": "hf:empty",
+    "empty": "no run folder",
+    "odd-run": "odd-run",
+    "odd-export": "odd-export",
+    "list-export": "list-export",
+    "no-steps": "no complete checkpoint yet",
+    "meta-list": "meta-list/meta.json",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_place_that_holds_no_checkpoint_is_refused_by_name(place, scored, tmp_path):
+    (tmp_path / "numbers.pt").write_bytes(saved({1: W}))
+    for folder, files in {
+        "empty": {},
+        "odd-run": {"config.yaml": "objective: 7\n"},
+        "odd-export": {"open_clip_config.json": '{"model_cfg": 3}'},
+        "list-export": {"open_clip_config.json": "[]"},
+        "no-steps": {"config.yaml": (scored / "runs/tiny/config.yaml").read_text()},
+        "meta-list": {"meta.json": "[]"},
+    }.items():
+        (tmp_path / folder).mkdir()
+        for name, text in files.items():
+            (tmp_path / folder / name).write_text(text)
+    shutil.copytree(scored / "runs/tiny", tmp_path / "run")
+    step = tmp_path / "run/checkpoints/step-00000003"
+    shutil.copy(tmp_path / "meta-list/meta.json", step / "meta.json")
+    asked = str(step) if place == "meta-list" else place
+    says = "meta.json: not readable" if place == "meta-list" else PLACES[place]
+    env = {"HF_HUB_OFFLINE": "1"}
+    ends(["eval", asked, "--data", str(scored / "tasks.yaml"), "--features", "none"], 2, [says], cwd=tmp_path, **env)
+
+
+def test_one_bad_checkpoint_of_several_costs_the_others_nothing(scored, tmp_path):
+    (tmp_path / "bad.pt").write_bytes(b"x")
+    run = str(scored / "runs/tiny")
+    words = ["--data", str(scored / "tasks.yaml"), "--features", "none", "--json", "all.json", "--no-latest"]
+    done = ends(["eval", run, "bad.pt", f"{run}/export", *words], 2, ["bad.pt"], cwd=tmp_path)
+    assert "tiny" in done.stdout and "export" in done.stdout
+    found = json.loads((tmp_path / "all.json").read_text())["results"]
+    assert {name.partition("/")[0] for name in found} == {"tiny", "export"}
+
+
+OPTIONS = {
+    "--results in a file": (["--results", "taken"], "--results: nothing can be written into taken"),
+    "--json in a file": (["--json", "taken/x.json"], "--json taken/x.json"),
+    "--json a folder": (["--json", "folder"], "is a folder; name a file"),
+    "--features a file": (["--features", "taken"], "--features: nothing can be written into taken"),
+    "--slots words": (["--slots", "all"], "--slots all"),
+    "--slots below": (["--slots", "-1"], ""),
+    "--slots above": (["--slots", "4"], "has 4 slots"),
+    "--slots endless": (["--slots", "0-99999999999"], "--slots"),
+    "--part words": (["--part", "half"], "--part"),
+    "--part of none": (["--part", "3/2"], "--part"),
+    "--precision": (["--precision", "int4"], "--precision int4"),
+    "--storage": (["--storage", "int4"], "--storage int4"),
+    "--tasks": (["--tasks", "juggling"], "--tasks juggling"),
+    "--data nowhere": (["--data", "nowhere.yaml"], "nowhere.yaml: no such recipe"),
+    "--data a list": (["--data", "list.yaml"], "list.yaml"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_path_or_word_that_cannot_be_is_refused_before_anything_is_scored(name, scored, tmp_path):
+    words, says = OPTIONS[name]
+    (tmp_path / "taken").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "list.yaml").write_text("- a\n")
+    data = [] if "--data" in words else ["--data", str(scored / "tasks.yaml")]
+    ends(["eval", str(scored / "runs/tiny"), *data, "--features", "none", *words], 2, [says], cwd=tmp_path)
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+SETS = {
+    "no shards": ("test/nshards.txt", "0", "nshards.txt"),
+    "shards below zero": ("test/nshards.txt", "-3", "nshards.txt"),
+    "a word for a number": ("test/nshards.txt", "many", "must hold the number of shards"),
+    "more shards than any": ("test/nshards.txt", "99999999999", "nshards.txt"),
+    "a shard too many": ("test/nshards.txt", "2", "1.tar: missing"),
+    "a blank class": ("classnames.txt", "red square\n\nplain\n", "classnames.txt: line 2 is blank"),
+    "a class too few": ("classnames.txt", "red square\nblue circle\n", "label 2"),
+    "classes in Latin-1": ("classnames.txt", b"caf\xe9\na\nb\n", "classnames.txt: line 1 is not UTF-8"),
+    "half a shard": ("test/0.tar", b"\0" * 700 + b"x" * 100, "0.tar"),
+    "a shard that is none": ("test/0.tar", b"hello", "0.tar"),
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_set_that_is_not_whole_is_refused_by_file(name, scored, tmp_path):
+    file, content, says = SETS[name]
+    shutil.copytree(scored / "sets/zero", tmp_path / "zero")
+    path = tmp_path / "zero" / file
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / "t.yaml").write_text(
+        yaml.safe_dump({"tasks": {"zero": {"task": "zeroshot", "root": str(tmp_path / "zero")}}})
+    )
+    ends(["eval", str(scored / "runs/tiny"), "--data", "t.yaml", "--features", "none"], 2, [says], cwd=tmp_path)
+
+
+def class_folders(root, classes, suffix=".jpg"):
+    for name in classes:
+        for i in range(4):
+            path = root / name / f"{i}{suffix}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.open(io.BytesIO(jpeg(ord(name)))).save(path)
+
+
+def test_labels_of_class_folders_are_those_of_the_names_and_not_of_the_places(scored, tmp_path):
+    class_folders(tmp_path / "train", ["a", "b", "c"], ".bmp")
+    class_folders(tmp_path / "test", ["b", "c"], ".tif")
+    class_folders(tmp_path / "strange", ["b", "z"])
+    knn = {"task": "knn", "train": str(tmp_path / "train"), "test": str(tmp_path / "test"), "k": [1, 200]}
+    tasks = {"same": knn, "strange": {**knn, "test": str(tmp_path / "strange")}, "far": {**knn, "k": [200]}}
+    (tmp_path / "t.yaml").write_text(yaml.safe_dump({"tasks": tasks}))
+    words = ["eval", "pixels:16", "--data", "t.yaml", "--features", "none", "--json", "r.json", "--tasks"]
+    ends([*words, "same"], 0, [], cwd=tmp_path)
+    (found,) = json.loads((tmp_path / "r.json").read_text())["results"].values()
+    assert max(found["metrics"].values()) == 1.0 and not any("200" in name for name in found["metrics"])
+    ends([*words, "strange"], 2, ["has the class 'z'"], cwd=tmp_path)
+    ends([*words, "far"], 2, ["has 12 images; name a k"], cwd=tmp_path)
+
+
+def test_retrieval_beyond_the_images_there_are_is_refused(scored, tmp_path):
+    task = {"task": "retrieval", "root": str(scored / "sets/ret"), "k": [50]}
+    (tmp_path / "t.yaml").write_text(yaml.safe_dump({"tasks": {"ret": task}}))
+    ends(
+        ["eval", str(scored / "runs/tiny"), "--data", "t.yaml", "--features", "none"],
+        2,
+        ["k=[50]", "12 images"],
+        cwd=tmp_path,
+    )
+
+
+def result(value=1.0):
+    return Result("t", 3, "acc1", {"acc1": value}, 0.5, data="d")
+
+
+LINES = [
+    "[]",
+    "7",
+    '"x"',
+    "{",
+    '{"schema": 9}',
+    '{"schema": 1}',
+    '{"schema": 1, "checkpoint": 3}',
+    "\x1b[31m",
+    "[" * 2000,
+    "",
+]
+
+
+@pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
+def test_a_line_that_is_no_result_is_passed_over_or_named(line, tmp_path):
+    append(tmp_path, "a", "t", result(), {})
+    with (tmp_path / "results.jsonl").open("a") as stream:
+        stream.write(line)  # torn: no end of line
+    append(tmp_path, "b", "t", result(), {})
+    shown = line.startswith('{"schema"')
+    ends(["eval", "table", str(tmp_path)], 2 if shown else 0, ["line 2 is no result"] if shown else [])
+    if not shown:
+        assert [record.checkpoint for record in read_records([tmp_path])] == ["a", "b"]
+
+
+@settings(max_examples=2000, deadline=2000)
+@given(st.lists(st.one_of(st.text(max_size=60), st.sampled_from(LINES), st.binary(max_size=40)), max_size=5))
+def test_no_file_makes_the_readers_of_lines_fail_otherwise_than_with_a_word(tmp_path_factory, lines):
+    path = tmp_path_factory.getbasetemp() / "lines.jsonl"
+    path.write_bytes(
+        b"\n".join(line if isinstance(line, bytes) else line.encode("utf-8", "surrogatepass") for line in lines)
+    )
+    metrics.read(path, "train")
+    metrics.rewind(path, 3)
+    try:
+        read_records([path])
+    except SparoError as error:
+        assert str(path) in str(error)
+
+
+@settings(max_examples=2000, deadline=2000)
+@given(st.one_of(st.text(max_size=80), st.text("[]{}&*!:,-?|>'\"%@` \n\tab1.", max_size=60)))
+def test_no_text_makes_the_reader_of_recipes_fail_otherwise_than_with_a_word(text):
+    try:
+        parse_yaml(text, "f.yaml")
+    except ConfigError as error:
+        assert str(error).startswith("f.yaml: ")
+
+
+@pytest.mark.parametrize("file", ["npy", "json", "facts.npz"])
+def test_a_changed_byte_in_the_feature_store_is_no_score(file, tmp_path):
+    facts = [np.ones((4, 4), np.uint8) * i for i in range(3)]
+    write_part(tmp_path, 0, Part(0, np.ones((3, 8), np.float32), ["a", "b", "c"], facts))
+    span = bounds_of(3)[0]
+    assert open_part(tmp_path, 0, span) is not None
+    path = part_path(tmp_path, 0, file)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+    assert open_part(tmp_path, 0, span) is None
+
+
+RECORDS = {
+    "jobs/submitted.jsonl": ['{"jobs": 3}', "[]", "no json"],
+    "jobs/starts.jsonl": ['{"end": 0}', "[]"],
+    "heartbeat.json": ["[]", '{"step": "x"}', "{"],
+    "metrics.jsonl": ["[]", '{"kind": "train"}', '{"kind": "train", "step": 3}', "\x00"],
+}
+
+
+@pytest.mark.parametrize("file", RECORDS)
+def test_records_that_are_none_are_no_traceback(file, home, tmp_path):
+    (tmp_path / "run/jobs").mkdir(parents=True)
+    cluster = {"kind": "local", "nodes": 1, "tasks_per_node": 1, "gpus_per_node": 0}
+    line = {
+        "time": 1.0,
+        "jobs": ["99999999"],
+        "on": "local",
+        "cluster": cluster,
+        "command": [],
+        "code": "x",
+        "logs": "x",
+    }
+    for text in RECORDS[file]:
+        (tmp_path / "run/jobs/submitted.jsonl").write_text(json.dumps(line) + "\n")
+        with (tmp_path / "run" / file).open("a") as stream:
+            stream.write(text + "\n")
+        ends(["launch", "status", "run"], 0, ["run"], cwd=tmp_path)
+    (tmp_path / "run/jobs/submitted.jsonl").write_text("[]\n")
+    ends(["launch", "status", "run"], 2, ["no job was launched there"], cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("WORLD_SIZE", "abc"), ("WORLD_SIZE", "2.5"), ("SLURM_STEP_NUM_TASKS", "many"), ("RANK", "9")]
+)
+def test_an_environment_that_is_none_is_named(name, value, home, tmp_path):
+    env = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    env = {name: value} if name.startswith("SLURM") else {**env, name: value}
+    ends(["train", str(home / "good.yaml"), f"out={tmp_path}"], 2, [f"{name}={value}"], **env)

@@ -1,0 +1,157 @@
+"""Recipes: YAML that means two things, grows without end or is none; values that would fail late."""
+
+import os
+
+import pytest
+import yaml
+
+from tests.hostile.conftest import ends
+
+BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(9)
+)
+TEXTS = {
+    "a key twice": (b"name: a\nbatch_size: 8\nbatch_size: 16\n", "'batch_size' is given here"),
+    "a nested key twice": (b"optim: {lr: 1e-3, lr: 1e-4}\n", "'lr' is given here"),
+    "not UTF-8": (b"name: caf\xe9\n", "line 1 is not UTF-8"),
+    "UTF-16": ("name: a\n".encode("utf-16"), "is not UTF-8"),
+    "a NUL byte": (b"name: a\x00b\n", "not valid YAML"),
+    "an ESC byte": (b"name: a\x1b[31m\n", "not valid YAML"),
+    "an alias in itself": (b"data: &x [*x]\n", "line 1: an alias"),
+    "a mapping in itself": (b"data: &x {sources: *x}\n", "an alias"),
+    "aliases of aliases": (BOMB.encode(), "aliases (*name) stand for over"),
+    "a deep nest": (b"[" * 5000, "nested too deeply"),
+    "an object": (b"name: !!python/object/apply:os.system ['echo hi']\n", "could not determine a constructor"),
+    "a date that is none": (b"name: !!timestamp hello\n", "a value is not what its tag"),
+    "a number that is none": (b"batch_size: !!int eight\n", "a value is not what its tag"),
+    "bytes that are none": (b"name: !!binary '%'\n", ""),
+    "a set": (b"name: !!set {a}\n", "a value is of a kind YAML recipes do not hold"),
+    "5,000 digits": (b"batch_size: " + b"9" * 5000, "a value is not what its tag"),
+    "two documents": (b"name: a\n--- \nname: b\n", "not valid YAML"),
+    "a list": (b"- name\n", "a recipe is a mapping"),
+    "a word": (b"hello\n", "a recipe is a mapping"),
+    "nothing": (b"", "a recipe is a mapping"),
+    "an unfinished quote": (b"name: 'a\n", "not valid YAML"),
+    "a list as a key": (b"? [a, b]\n: 1\n", "unhashable key"),
+    "a tab": (b"data:\n\tsources: {}\n", "not valid YAML"),
+    "itself as parent": (b"extends: bad.yaml\n", "goes in a circle"),
+    "a number as parent": (b"extends: 7\n", "extends: 7 is no path"),
+    "a parent that is not there": (b"extends: nowhere.yaml\n", "no such recipe"),
+    "two megabytes": (b"name: " + b"a" * (2 << 20), "is it a recipe?"),
+    "HTML": (b"<!DOCTYPE html><html></html>", "a recipe is a mapping"),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_file_that_is_no_recipe_is_refused_by_name_and_line(name, home, tmp_path):
+    content, says = TEXTS[name]
+    (tmp_path / "bad.yaml").write_bytes(content)
+    ends(["train", "bad.yaml"], 2, ["bad.yaml", says], cwd=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.yaml"]
+
+
+VALUES = {
+    "optim.lr=.inf": "optim.lr: Input should be a finite number",
+    "optim.lr=.nan": "optim.lr",
+    "optim.lr=1e999": "optim.lr",
+    "optim.lr=-1": "optim.lr",
+    "optim.lr=fast": "optim.lr",
+    "optim.betas=[0.9,1.5]": "optim.betas: every number is between 0 and 1",
+    "optim.betas=[0.9]": "optim.betas",
+    "optim.weight_decay=.inf": "optim.weight_decay",
+    "optim.warmup_steps=100": "optim.warmup_steps=100 is not below",
+    "data.crop_scale=[-1,0.5]": "data.crop_scale: every number is between",
+    "data.crop_scale=[0.9,0.5]": "the smaller one first",
+    "data.crop_scale=[0.5,.nan]": "data.crop_scale",
+    "data.sources.a.weight=.inf": "data.sources.a",
+    "data.sources.a.weight=-1": "data.sources.a",
+    "data.sources.a.weight=1e300": "data.sources.a",
+    "data.workers=100000": "data.workers",
+    "data.prefetch=1000000000": "data.prefetch",
+    "data.window=99999999999999999999": "data.window",
+    "data.streams=7": "data.streams=7 does not divide",
+    "data.streams=4096": "data.streams=4096",
+    "data.sources.a.shards=nowhere/*.tar": "matches no shard",
+    "data.sources.a.shards='{0..999999999999}.tar'": "is a brace range too long?",
+    "data.sources.a.shards='{0..'": "data.sources.a.shards",
+    "data.sources.a.shards=[]": "data.sources.a.shards",
+    "data.sources.a.shards='pipe:cat x.tar'": "runs a shell command",
+    "data.sources.a.shards=nope://x/y.tar": "nope://",
+    "data.sources.a.shards=sftp:///x.tar": "sftp:",
+    "data.sources={}": "data.sources",
+    "data.sources=7": "data.sources",
+    "data.sources.a.kind=floppy": "data.sources.a",
+    "engine.threads=1000000": "engine.threads",
+    "engine.threads=-3": "engine.threads",
+    "engine.kind=warp": "engine",
+    "engine.device=tpu": "engine.device",
+    "engine.precision=fp8": "engine.precision",
+    "seed=99999999999999999999999": "seed",
+    "seed=-1": "seed",
+    "batch_size=0": "batch_size",
+    "batch_size=99999999999": "batch_size",
+    "steps=0": "steps",
+    "steps=1e400": "steps",
+    "steps=null": "give exactly one of steps, epochs, samples",
+    "epochs=.inf": "epochs",
+    "micro_batch_size=0": "micro_batch_size",
+    "name=../x": "name",
+    "name=''": "name",
+    "name='a\x1b[31m'": "name",
+    "out=good.yaml": "cannot be made a run folder",
+    "out='bad\0name'": "",
+    "objective.kind=clap": "objective",
+    "objective.model.vision.image_size=33": "does not divide",
+    "objective.model.vision.image_size=1000000": "image_size",
+    "objective.model.vision.layers=1": "needs more layers",
+    "objective.model.text.layers=1000000": "layers",
+    "objective.model.readout.kind=capsule": "readout",
+    "objective.std=[0,0,0]": "objective.std",
+    "objective.mean=[.nan,0,0]": "objective.mean",
+    "eval.tasks.x={task: zeroshot, root: nowhere}": "nowhere/test/nshards.txt: missing",
+    "eval.tasks.x={task: juggling}": "eval.tasks.x",
+    "eval.tasks.x={task: zeroshot}": "eval.tasks.x",
+    "checkpoint.keep_last=0": "checkpoint.keep_last",
+    "log.every_steps=0": "log.every_steps",
+    "nothing.at.all=1": "unknown key",
+    "optim.lr": "write key.path=value",
+    "=3": "write key.path=value",
+    "optim.lr.x=3": "optim.lr",
+    "data.sources.a={shards: [1, 2]}": "data.sources.a",
+}
+
+
+@pytest.mark.parametrize("override", VALUES)
+def test_a_value_that_cannot_be_is_refused_by_its_key_before_anything_is_made(override, home, tmp_path):
+    runs = tmp_path / "runs"
+    ends(["train", "good.yaml", f"out={runs}", override], 2, [VALUES[override]], cwd=home)
+    assert not (runs / "tiny/checkpoints").exists()
+
+
+def test_a_pipe_for_a_recipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    ends(["train", "pipe.yaml"], 2, ["pipe.yaml"], cwd=tmp_path, seconds=20)
+
+
+CLUSTERS = {
+    "a line end in a partition": ({"partition": "gpu\n#SBATCH --wrap=x"}, "partition: 'gpu\\n"),
+    "a line end in srun's arguments": ({"srun_args": ["--x=1\nrm -rf"]}, "srun_args"),
+    "a line end in sbatch's arguments": ({"sbatch": {"comment": "a\nb"}}, "sbatch"),
+    "a line end in the interpreter": ({"python": "python\nfalse"}, "python"),
+    "a variable of no name": ({"environment": {"A B": "1"}}, "'A B' is no name of a variable"),
+    "a command for a variable": ({"environment": {"A;rm -rf x": "1"}}, "is no name of a variable"),
+    "a NUL in a variable": ({"environment": {"A": "x\0y"}}, "NUL byte"),
+    "a time that is none": ({"time": "soon"}, "is no time limit"),
+    "no nodes": ({"nodes": 0}, "nodes"),
+    "infinite memory": ({"mem_gb": float("inf")}, "mem_gb"),
+    "an unknown key": ({"gpus": 8}, "unknown key"),
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_cluster_writes_no_line_of_its_own_into_a_batch_script(name, home, tmp_path):
+    content, says = CLUSTERS[name]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
+    order = ["launch", "train", str(home / "good.yaml"), f"out={tmp_path}/runs", "--on", str(tmp_path / "mine.yaml")]
+    ends(order, 2, ["mine.yaml", says], cwd=tmp_path)
+    assert not (tmp_path / "runs").exists()
