@@ -6,17 +6,16 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
 from typing import NamedTuple
 
 import numpy as np
 
-from sparo_train.core.errors import BadSampleError, WorkerLostError
+from sparo_train.core.errors import BadSampleError
 from sparo_train.data.examples.samples import MOST_CHARACTERS, MOST_LETTERS, caption, decode_image, image_bytes
 from sparo_train.data.read.shards import ShardReader
 from sparo_train.data.read.sources import SourceConfig
+
+from .pool import process_pool
 
 _EXAMPLES = 20
 _CONTEXT = 77  # tokens of the longest captions that a recipe of ours reads
@@ -71,17 +70,11 @@ def check(
 ) -> Report:
     """Read, decode and hash every sample of the given shards; `report` is called with the number of shards done."""
     shards = []
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        try:
-            for shard in pool.map(check_shard, urls, [config] * len(urls)):
-                shards.append(shard)
-                if report:
-                    report(len(shards))
-        except BrokenProcessPool:
-            raise WorkerLostError(
-                f"a process that checks shards was killed behind {len(shards)} of {len(urls)}, most likely because memory ran out; "
-                "use fewer --processes"
-            ) from None
+    with process_pool(processes) as pool:
+        for shard in pool.map(check_shard, urls, [config] * len(urls)):
+            shards.append(shard)
+            if report:
+                report(len(shards))
     reader = ShardReader()
     found = [_duplicates(shards, name, reader) for name in ("keys", "images", "captions")]
     reader.close()
@@ -126,6 +119,7 @@ def _hash(data: bytes) -> int:
 def _duplicates(shards: Sequence[ShardReport], name: str, reader: ShardReader) -> Duplicates:
     parts = [getattr(shard, name) for shard in shards]
     joined, begins = np.concatenate(parts), np.cumsum([0, *map(len, parts)])
+    # Of hashes, sorted: no table of all keys is held.
     values, counts = np.unique(joined[joined > 0], return_counts=True)
     examples = []
     for value in values[counts > 1][:_EXAMPLES]:

@@ -15,6 +15,7 @@ from PIL import Image
 
 from sparo_train.core.errors import DataError, did_you_mean
 from sparo_train.core.files import write_whole
+from sparo_train.core.untrusted import read_json
 from sparo_train.data.read.folder import IMAGE_SUFFIXES
 
 from .writer import Fields, write_shards, write_wds_layout
@@ -50,6 +51,7 @@ def convert_folder(
         DataError: no images, an image without class folder and caption file (it is named), or shards in `out` already.
     """
     _refuse_used(out, {"source": str(source), "template": template, "per_shard": per_shard, "part": part})
+    # In the order of names, so that parts made on several machines fit together.
     images = sorted(p for p in source.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
     if not images:
         raise DataError(f"{source}: no .jpg, .png or .webp image below this folder")
@@ -99,6 +101,7 @@ def convert_csv(
     def samples() -> Iterator[tuple[str, Fields]]:
         nonlocal count
         with table.open(newline="", encoding="utf-8-sig") as stream:
+            # A comma within a caption must not decide what separates columns.
             delimiter = separator or _separator(stream.readline(), image_column)
             stream.seek(0)
             reader = csv.DictReader(stream, delimiter=delimiter)
@@ -177,7 +180,7 @@ def _refuse_used(out: Path, facts: dict[str, object]) -> None:
     found = sorted(out.glob("*.tar"))
     if isinstance(part, tuple):
         facts["parts"] = part[1]
-        if mark.exists() and json.loads(mark.read_text(encoding="utf-8")) == facts:
+        if mark.exists() and read_json(mark, dict, DataError) == facts:
             return
         if not found:
             write_whole(mark, json.dumps(facts))  # other parts may do the same now

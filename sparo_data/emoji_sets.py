@@ -12,8 +12,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 from sparo_train.core.errors import DataError
@@ -33,6 +31,7 @@ from .emoji import (
     sibling_pairs,
     training_caption,
 )
+from .pool import process_pool
 from .writer import Fields, write_shards, write_wds_layout
 
 _RETRIEVAL = 1000
@@ -126,7 +125,7 @@ def _rasterise_all(
 ) -> list[bytes]:
     out: list[bytes] = []
     chunks = [list(drawings[i : i + 200]) for i in range(0, len(drawings), 200)]
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    with process_pool(processes) as pool:
         for part in pool.map(_png_chunk, chunks, [size] * len(chunks)):
             out += part
             if report:

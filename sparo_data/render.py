@@ -84,9 +84,11 @@ def render(bodies: list[Body], camera: Camera, size: int, antialias: int = 2) ->
     nearest[down] = -eye[2] / directions[down, 2]
     normals[down, 2] = 1
     for i, body in enumerate(bodies):
+        # Most rays miss most bodies: the bounding sphere spares them the solid's arithmetic.
         rays = _candidates(eye[None], directions, body)
         distance, normal = _hit(eye[None], directions[rays], body)
         silhouettes[i, rays] = distance < _FAR
+        # The nearest so far wins, whatever the order of the bodies.
         closer = distance < nearest[rays]
         chosen = rays[closer]
         nearest[chosen], owner[chosen], normals[chosen] = distance[closer], i, normal[closer]
@@ -186,6 +188,7 @@ def _shade(bodies: list[Body], eye: F32, directions: F32, nearest: F32, owner: N
         owner[solid] + 1
     ]
     metal = np.array([False, *(b.metal for b in bodies)])[owner[solid] + 1]
+    # A little off the surface, or a body would shade itself.
     lit = _lit(bodies, (points + n * np.float32(2e-3)).astype(np.float32))
     key = np.maximum(n @ _KEY, 0) * lit
     fill = np.maximum(n @ _FILL, 0)
@@ -201,6 +204,7 @@ def _shade(bodies: list[Body], eye: F32, directions: F32, nearest: F32, owner: N
         + (np.float32(0.9) * lit * gleam**60)[:, None]
     )
     color[solid] = np.where(metal[:, None], metallic, matte)
+    # The ground runs into the sky; a hard horizon would be in every picture at another height.
     fade = np.clip((nearest[solid] - 11) / 14, 0, 1)[:, None] * (owner[solid] < 0)[:, None]
     color[solid] = color[solid] * (1 - fade) + _SKY * fade
     return color

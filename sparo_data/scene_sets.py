@@ -12,8 +12,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 from PIL import Image
@@ -21,7 +19,9 @@ from PIL import Image
 from sparo_train.core.config import Frozen, differences, setting
 from sparo_train.core.errors import DataError
 from sparo_train.core.rng import generator
+from sparo_train.core.untrusted import read_json
 
+from .pool import process_pool
 from .scene_pairs import KINDS, make_pair
 from .scenes import CLASSES, HELD_OUT, TEMPLATES, Scene, caption, join, sample_scene, sample_thing, training_scene
 from .writer import Fields, write_shard, write_wds_layout
@@ -63,7 +63,7 @@ def render_scenes(
         + len(KINDS) * config.pairs_per_kind
     )
     done = 0
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    with process_pool(processes) as pool:
         for future in [pool.submit(job, root, config, i) for job, i in jobs]:
             done += future.result()
             if report:
@@ -74,7 +74,7 @@ def _claim(root: Path, config: ScenesConfig) -> None:
     root.mkdir(parents=True, exist_ok=True)
     path = root / "scenes.json"
     if path.exists():
-        changed = differences(json.loads(path.read_text(encoding="utf-8")), config.model_dump(mode="json"))
+        changed = differences(read_json(path, dict, DataError), config.model_dump(mode="json"))
         if changed:
             raise DataError(
                 f"{root}: holds scenes made otherwise ({'; '.join(changed)}); remove it or choose another folder"

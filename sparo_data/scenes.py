@@ -121,10 +121,12 @@ def sample_scene(
         for thing in chosen:
             for _ in range(40):
                 x, y = rng.uniform(-2.1, 2.1), rng.uniform(-2.0, 1.6)
+                # Looked at from above and in front: depth hides more than breadth.
                 room = [np.hypot(x - o.x, (y - o.y) * 0.75) > SIZES[o.size] + SIZES[thing.size] + 0.25 for o in placed]
                 if all(room):
                     placed.append(thing._replace(x=float(x), y=float(y), yaw=float(rng.uniform(0, np.pi / 2))))
                     break
+        # Else all anew: a scene that is crowded by its first object stays so.
         if len(placed) == len(chosen):
             eye = (
                 float(rng.uniform(-0.8, 0.8)),

@@ -22,6 +22,7 @@ def write_shard(path: Path, samples: Iterable[tuple[str, Fields]]) -> int:
     count = 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # No times and no names of ours: equal samples are equal bytes.
         with TarWriter(str(temporary), encoder=False, mtime=0, user="sparo", group="sparo") as tar:
             for key, fields in samples:
                 if "." in key.rpartition("/")[2] or not key:

@@ -76,6 +76,7 @@ class DinoEncoder(Encoder, BlocksEncoder):
     ):
         super().__init__(model, mean, std, label)
         self.image_size = model.config.image_size
+        # As eval_knn.py and eval_linear.py cut it.
         self.transform = Pixels(self.image_size, round(self.image_size * 256 / 224))
         self.slots = model.config.slots
 

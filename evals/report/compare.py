@@ -42,6 +42,7 @@ def compare(first: Record, second: Record) -> Comparison:
             f"({first.dataset[:12]} {first.result.headline}, {second.dataset[:12]} {second.result.headline})"
         )
     a, b = predictions_of(first), predictions_of(second)
+    # Paired statistics of samples that are not pairs would still be numbers.
     if not np.array_equal(a["keys"], b["keys"]):
         raise DataError(f"{first.task}: the samples of {first.checkpoint} and {second.checkpoint} have other keys")
     if "label" in a and not np.array_equal(a["label"], b["label"]):

@@ -43,6 +43,7 @@ def train_probe(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs, eta_min=0)
     for epoch in range(epochs):
         for features, labels, size in batches(epoch):
+            # Over the global size, so that the ranks' gradients add up to its mean.
             loss = F.cross_entropy(layer(features), labels, reduction="sum") / size
             optimizer.zero_grad()
             loss.backward()

@@ -30,6 +30,7 @@ def score(
             `order_only`, where an encoder blind to order guesses.
     """
     image = F.normalize(image.float(), dim=-1)
+    # In one difference: what both captions share cannot decide by rounding.
     margin = (image * (F.normalize(true.float(), dim=-1) - F.normalize(false.float(), dim=-1))).sum(dim=1)
     return of_margins(margin, kinds, average, texts)
 
@@ -56,6 +57,7 @@ def of_margins(
     metrics |= {"macro": sum(metrics.values()) / len(metrics), "micro": float(right.mean())}
     intervals |= {"macro": percentiles(np.mean(draws, axis=0)), "micro": wilson(metrics["micro"], len(right))}
     counts = {"ties": int((margin == 0).sum())}
+    # The same words in another order: a bag of words cannot tell them apart.
     same = np.asarray([_words(a) == _words(b) for a, b in texts], dtype=bool)
     if same.any():
         metrics["order_only"] = float(right[same].mean())

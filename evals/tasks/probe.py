@@ -81,10 +81,12 @@ def train_probes(data: Labelled, classes: int, decays: Sequence[float], how: Tra
         layer = torch.nn.Linear(width, classes)
         orders = []
         for _ in range(how.epochs):
+            # Drawn and thrown away: without it the shuffles would be others than clip-benchmark's.
             torch.empty((), dtype=torch.int64).random_()  # a DataLoader's seed for its workers
             orders.append(torch.tensor(list(RandomSampler(range(n)))))
     weight = layer.weight.detach().expand(count, -1, -1).contiguous().to(how.device)
     bias = layer.bias.detach().expand(count, -1).contiguous().to(how.device)
+    # Views: the optimizer steps what the products are computed with.
     each = [[w, b] for w, b in zip(weight.unbind(), bias.unbind(), strict=True)]
     groups = [{"params": pair, "weight_decay": decay} for pair, decay in zip(each, decays, strict=True)]
     optimizer = torch.optim.AdamW(groups, lr=how.lr, fused=True)
@@ -105,6 +107,7 @@ def train_probes(data: Labelled, classes: int, decays: Sequence[float], how: Tra
 def _gradient(probes: Probes, x: Tensor, y: Tensor) -> Probes:
     """Of every layer's mean cross-entropy."""
     error = probes.logits(x).softmax(dim=-1)
+    # The gradient of a softmax with cross-entropy, without a graph for P layers at once.
     error[torch.arange(len(y), device=y.device), :, y] -= 1
     error /= len(y)
     return Probes((error.flatten(1).T @ x).view_as(probes.weight), error.sum(dim=0))
@@ -116,6 +119,7 @@ def best_classes(probes: Probes, data: Labelled, device: torch.device, k: int = 
     for rows in torch.arange(len(data.labels)).split(block):
         logits = probes.logits(data.rows(rows).to(device))
         found = torch.stack([ranked(one, k) for one in logits.unbind(dim=1)])
+        # A decay that diverged has no answer, rather than the first class for all.
         found[~logits.isfinite().all(dim=2).T] = -1
         out.append(found.cpu())
     return torch.cat(out, dim=1)
@@ -131,6 +135,7 @@ def search(train: Labelled, held_out: Labelled, classes: int, how: Training) -> 
             found = best_classes(train_probes(train, classes, [DECAYS[i] for i in new], how), held_out, how.device)
             right = (found[:, :, 0] == held_out.labels).double().mean(dim=1)
             seen.update(zip(new, right.tolist(), strict=True))
+        # Of equals the earlier one, as a loop over them would keep it.
         return max(numbers, key=lambda i: (seen[i], -numbers.index(i)))
 
     peak = best_of(range(0, len(DECAYS), _COARSE))
@@ -166,6 +171,7 @@ def score(
         train = train.only(few_shots(train.labels, fewshot_k, how.seed))
     if held_out is not None:
         decay, tried = search(train, held_out, classes, how)
+        # A few shots stay few: the held-out images are not of them.
         train = train if fewshot_k > 0 else train.with_more(held_out)
     probes = train_probes(train, classes, [decay], how)
     found = best_classes(probes, test, how.device, min(5, classes))[0]

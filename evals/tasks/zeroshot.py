@@ -21,6 +21,7 @@ def classifier(text: Tensor, classes: int) -> Tensor:
 
     With SPARO the slots of a class vector are not normalised again (sparo-clip does the same): a slot whose prompts disagree counts less.
     """
+    # Prompts first, the mean second: long encodings must not outvote others.
     per_class = F.normalize(text.float(), dim=-1).view(classes, -1, text.shape[-1])
     return F.normalize(per_class.mean(dim=1), dim=-1)
 
@@ -42,6 +43,7 @@ def score(images: Iterable[Tensor], weights: Tensor, labels: Tensor) -> Result:
 
 def ranked(logits: Tensor, k: int) -> Tensor:
     """The k best classes (n, k), best first; of equal logits the lower class comes first."""
+    # One more than asked for: a tie at the border has to be seen.
     value, found = logits.topk(min(k + 1, logits.shape[1]), dim=1)
     tied = (value[:, 1:] == value[:, :-1]).any(dim=1).nonzero().flatten()  # topk may take any of them
     if len(tied):
@@ -60,6 +62,7 @@ def of_ranked(found: Tensor, labels: Tensor, classes: int, task: str) -> Result:
         intervals["acc5"] = wilson(metrics["acc5"], len(labels))
     support = torch.bincount(labels, minlength=classes)
     hits = torch.bincount(labels, weights=first.double(), minlength=classes)
+    # Over classes that occur; the others have no recall.
     metrics["mean_per_class_recall"] = (hits[support > 0] / support[support > 0]).mean().item()
     predictions = {"predicted": found.numpy(), "right": first.numpy(), "label": labels.numpy()}
     return Result(task, len(labels), "acc1", metrics, 1 / classes, intervals, predictions=predictions)

@@ -14,6 +14,7 @@ from rich import box
 from rich.table import Table
 
 from sparo_train.core.errors import ConfigError, did_you_mean
+from sparo_train.core.untrusted import shown
 
 from ..jobs.clusters import load_cluster, options_help, split_words
 from ..views.terminal import console, out
@@ -144,11 +145,12 @@ def logs(
     for path in files:
         empty = "" if path.stat().st_size else " (empty)"
         console.print(f"rank {chosen}: {path}{empty}", soft_wrap=True)
-        print("\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]), flush=True)
+        text = path.read_text(encoding="utf-8", errors="replace")
+        print(shown("\n".join(text.splitlines()[-lines:])), flush=True)
     with files[-1].open(encoding="utf-8", errors="replace") as stream:
         stream.seek(0, 2)
         while follow:
-            print(stream.read(), end="", flush=True)
+            print(shown(stream.read()), end="", flush=True)
             time.sleep(0.5)
 
 

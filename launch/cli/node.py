@@ -16,6 +16,7 @@ from sparo_train.core.world import find_world
 
 from ..jobs.job import LOCAL_AGAIN, mark, stop_until_training
 from ..jobs.records import Records, here
+from ..views.terminal import console
 from .main import app
 from .process import call, leave
 
@@ -27,7 +28,7 @@ def perform(arguments: Sequence[str], folder: str, idle_restarts: int) -> int:
     stuck = _stuck(records, place, idle_restarts) if arguments[0] == "train" else None  # others have no checkpoints
     if stuck:
         if rank == 0:
-            print(f"error: {stuck}", file=sys.stderr, flush=True)
+            console.line_of(f"error: {stuck}")
             records.add("starts", {**place, "end": 3, "stuck": stuck, "reason": stuck, "step": records.step()})
         return 3
     if rank == 0:

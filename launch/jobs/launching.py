@@ -50,6 +50,7 @@ def launch_train(runs: Sequence[RunConfig], order: LaunchOptions, sweep: Path, s
     runs = [for_ranks(run, order.cluster, say) for run in runs]
     for run in runs:
         refuse_busy(run.folder)
+        # All runs first: half of a sweep in the queue is worse than none.
         RunDir(run.folder).refuse_changes(run)
     home = runs[0].folder if len(runs) == 1 else sweep
     code = take_snapshot(_folder(home / "code"))
@@ -57,6 +58,7 @@ def launch_train(runs: Sequence[RunConfig], order: LaunchOptions, sweep: Path, s
     for run in runs:
         folder = _folder(run.folder)
         if folder != home and not (folder / "code").exists():
+            # A sweep's runs have the same code; each finds it in its own folder.
             (folder / "code").symlink_to(home.resolve() / "code")
         RunDir(folder).describe(run)
         elements.append(Element(("train", str(folder / "config.yaml")), str(folder)))
@@ -101,6 +103,7 @@ def for_ranks(run: RunConfig, cluster: ClusterConfig, say: Say) -> RunConfig:
             "change --nodes, --tasks-per-node or --gpus-per-node, or the key"
         )
     shared_streams(run.data, run.batch_size, ranks)
+    # Written into the recipe, so that ranks that do not find each other end at once instead of training alone.
     changes = [f"world_size={ranks}"]
     if ranks > 1 and ENGINES.row(run.engine.kind).one_process:
         say(f"{run.name}: engine.kind={run.engine.kind} -> ddp, for {ranks} ranks")
@@ -138,6 +141,7 @@ def after_jobs(folders: Sequence[Path]) -> str | None:
             raise ConfigError(f"--after {folder}: its job is not SLURM's, so SLURM cannot wait for it")
         found = list(states(last["jobs"]).values())
         ends = [s for job in last["jobs"] for s in Records(folder).starts(job) if "end" in s]
+        # SLURM forgets a job after minutes; the folder remembers how it ended.
         if not found and not (ends and ends[-1]["end"] == 0):
             raise ConfigError(
                 f"--after {folder}: SLURM has forgotten its job, which has not finished; `sparo launch resubmit {folder}` first"

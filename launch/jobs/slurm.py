@@ -95,6 +95,7 @@ def ask(*command: str, seconds: float = 60) -> str:
             f"{command[0]} did not answer within {seconds:g} s; SLURM's controller may be away"
         ) from None
     except subprocess.CalledProcessError as error:
+        # Before `is_away`: its words hold both signs, and waiting would not help.
         if NO_CONFIGURATION in error.stderr:
             raise NoSlurmError(without_configuration(command[0])) from None
         if is_away(error.stderr):
@@ -151,6 +152,7 @@ def states(jobs: Sequence[str]) -> dict[str, JobState]:
     for line in out.splitlines():
         job, state, reason, nodes, elapsed = line.split("|")[:5]
         found[job] = JobState(state, explained(reason), nodes, elapsed)
+    # An array is asked for by its number and answers by its elements.
     bases = {job.partition("_")[0] for job in found}
     missing = [job for job in wanted if job not in found and job not in bases]
     return found | (_accounted(missing) if missing else {})
@@ -165,6 +167,7 @@ def _accounted(jobs: Sequence[str]) -> dict[str, JobState]:
     found = {}
     for line in out.splitlines():
         job, state, nodes, elapsed = line.split("|")[:4]
+        # `CANCELLED by 1000`.
         found[job] = JobState(state.split()[0], "", nodes if nodes != "None assigned" else "", elapsed)
     return found
 

@@ -42,6 +42,7 @@ def take_snapshot(into: Path) -> Snapshot:
     commit, diff = _git(root)
     target = into / _hash(sources, [d.read_text("entry_points.txt") or "" for d in infos.values()])
     try:
+        # By content: a hundred launches of one checkout share a copy.
         if not target.exists():
             temporary = into / f".{target.name}.tmp"
             shutil.rmtree(temporary, ignore_errors=True)
@@ -56,6 +57,7 @@ def take_snapshot(into: Path) -> Snapshot:
                     (temporary / name / part).write_text(dist.read_text(part) or "", encoding="utf-8")
             if (root / "configs").is_dir():
                 shutil.copytree(root / "configs", temporary / "configs", ignore=_LEFT_OUT)
+            # Renamed when whole: another launch may be looking for it at this moment.
             temporary.rename(target)
         if commit:
             (into / f"{target.name}.commit").write_text(commit + "\n", encoding="utf-8")
@@ -82,6 +84,7 @@ def _modules_of(plugins: Sequence[Distribution]) -> dict[str, Path]:
             if entry.group.startswith(GROUPS)
         }
     ):
+        # Found, not imported: a broken plug-in must not keep others from launching.
         spec = importlib.util.find_spec(name) if name not in PACKAGES else None
         if spec is not None and spec.origin is not None and Path(spec.origin).suffix == ".py":
             path = Path(spec.origin)
@@ -110,6 +113,7 @@ def _git(root: Path) -> tuple[str | None, bytes]:
         return done.stdout if done.returncode == 0 else None
 
     top = ask("rev-parse", "--show-toplevel")
+    # An environment may lie inside of somebody else's repository, whose commit says nothing of this code.
     if top is None or Path(top.decode().strip()) != root:
         return None, b""
     commit = ask("rev-parse", "HEAD")

@@ -73,6 +73,7 @@ def submit(
     executor = _executor(submitit, cluster, jobs, name, code)
     executor.update_parameters(slurm_array_parallelism=parallel or len(elements), slurm_dependency=dependency)
     job = _job(cluster, ())
+    # One call for all: elements of an array start alike, and SLURM holds how many run at once.
     calls = [replace(job, elements=(element,)) for element in elements]
     found: list[str] = []
 
@@ -124,8 +125,10 @@ def _submit_here(
 ) -> list[str]:
     """On this machine: `parallel` lanes, each of which runs its elements one after another."""
     with socket.socket() as free:
+        # The system names a port that nobody has; ranks of a lane meet there.
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    # This machine has no queue: what waits, waits in a lane.
     lanes = [elements[lane::parallel] for lane in range(min(parallel, len(elements)))]
     found: dict[Element, str] = {}
     debug = cluster.kind == "debug"
@@ -151,6 +154,7 @@ def _submit_here(
 
 def _further(cluster: ClusterConfig) -> dict[str, str | int | bool]:
     """Arguments of sbatch that submitit has no name for, or that replace its own."""
+    # Relative paths of a recipe mean the folder that it was launched from, on every node.
     found: dict[str, str | int | bool] = {"requeue": True, "chdir": str(Path.cwd())}
     if cluster.gpu_type and cluster.gpus_per_node:
         found["gpus_per_node"] = f"{cluster.gpu_type}:{cluster.gpus_per_node}"
@@ -175,6 +179,7 @@ def end_local(job: str, patience: float = 60.0) -> None:
             time.sleep(0.1)
         if local_alive(job):
             ranks = Path(f"/proc/{job}/task/{job}/children").read_text().split()
+            # The ranks outlive their controller, and hold the folder's lock.
             for pid in (job, *ranks):
                 os.kill(int(pid), signal.SIGKILL)
 
@@ -196,6 +201,7 @@ def _submitit() -> Any:
 
 def _refusal(text: str) -> SparoError:
     """sbatch's words as an error that says what to change."""
+    # Sites print their own greetings around it.
     said = [line for line in text.splitlines() if line.startswith("sbatch:")] or text.strip().splitlines()[-1:]
     short = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in said)
     if "timed out" in text:

@@ -39,6 +39,7 @@ class VisionTower(VisionTransformer):
         self, readout: ReadOutConfig, embed_dim: int, layers: int, module: ReadOut | None = None, **kwargs: Any
     ):
         place = readout.placement
+        # Blocks that a read-out replaces are never made: they would be parameters without a gradient.
         super().__init__(layers=layers - place.replaced, output_dim=embed_dim if place.projected else 1, **kwargs)
         if not place.projected:
             self.proj = None
@@ -68,6 +69,7 @@ class VisionTower(VisionTransformer):
         where = self.positional_embedding[1:]
         if patches is not None:
             pixels = pixels.gather(1, patches[..., None].expand(-1, -1, pixels.shape[2]))
+            # A kept patch keeps its own place.
             where = where[patches]
         x = F.linear(pixels, self.conv1.weight.flatten(1), self.conv1.bias)
         start = (self.class_embedding.to(x.dtype) + self.positional_embedding[0].to(x.dtype)).expand(len(x), 1, -1)
@@ -79,6 +81,7 @@ class VisionTower(VisionTransformer):
         if self.read_by is None:
             super().lock(unlocked_groups, freeze_bn_stats, *more, **named)
             return
+        # open_clip's groups, so that its `--lock-image-unlocked-groups` counts alike.
         stem = [self.conv1, self.class_embedding, self.positional_embedding, self.ln_pre]
         last = [self.ln_post, _readout(self), *([] if self.proj is None else [self.proj])]
         _lock(self, [stem, *([b] for b in self.transformer.resblocks), last], unlocked_groups)
@@ -99,6 +102,7 @@ class TextTower(TextTransformer):
         if place.text:
             pooling = {"output_dim": None, "pool_type": "none", "proj_type": "none"}
         super().__init__(layers=layers - place.replaced, **kwargs, **pooling)
+        # A text has no class token to leave out.
         self.place, self.read_by = place._replace(attend_cls=True), readout.kind if place.text else None
         if self.read_by is not None:
             self.add_module(self.read_by, module or readout.build(None, kwargs["width"], embed_dim).text)

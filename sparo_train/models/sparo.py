@@ -111,12 +111,15 @@ class _AttendPoolProject(torch.autograd.Function):
         keep: Tensor | None,
     ):
         heads, group, _ = query.shape
+        # The inputs were cast when they came in; a second cast inside would copy them.
         with torch.autocast(tokens.device.type, enabled=False):
+            # The keys of all tokens are never made: d numbers per slot take their place.
             weight = torch.bmm(query, key).flatten(0, 1)  # w_l, (L, d)
             scores = weight @ tokens.transpose(1, 2)
             if constant is not None:
                 scores = scores + constant.to(scores.dtype)[:, None]
             if keep is not None:
+                # In place: nothing before it is needed again.
                 scores = scores.masked_fill_(~keep[:, None, :], -torch.inf)
             attention = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
             pooled = _by_head(attention @ tokens, heads, group)  # p_l, (H, B*G, d)
@@ -145,8 +148,10 @@ class _AttendPoolProject(torch.autograd.Function):
         d_scores = d_pooled @ tokens.transpose(1, 2)
         if d_attention is not None:
             d_scores = d_scores + d_attention
+        # The softmax's own gradient, from the map that is saved anyway.
         d_scores = attention * (d_scores - (attention * d_scores).sum(-1, keepdim=True))
         d_tokens = torch.bmm(attention.transpose(1, 2), d_pooled)
+        # Added by the product itself: a second gradient of the tokens is never held.
         d_tokens.baddbmm_(d_scores.transpose(1, 2), weight.expand(len(tokens), -1, -1))
         d_weight = d_scores.transpose(0, 1).flatten(1) @ tokens.flatten(0, 1)
         d_weight = d_weight.view(heads, group, -1)
@@ -199,6 +204,7 @@ class Sparo(ReadOut):
         self.scale = head_width**-0.5
         self.q_emb = nn.Parameter(torch.empty(1, self.heads, grp_size, 1, head_width))
         self.k = nn.Linear(dim, self.heads * head_width)
+        # No parameter at all: an alias would be saved and counted twice.
         self.v = None if share_kv else nn.Linear(dim, self.heads * head_width)
         self.proj = nn.Linear(head_width, slot_width)
         self.reset_parameters()

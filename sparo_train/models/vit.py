@@ -37,6 +37,7 @@ def _add(before: Tensor, x: Tensor, branch: Callable[[Tensor], Tensor], scale: T
     if scale is None:
         return before + branch(x)
     if x.device.type == "cpu" and torch.is_grad_enabled():
+        # On a GPU the host would have to wait to know which.
         kept = scale.nonzero().flatten()
         return before.index_add(0, kept, (branch(x[kept]) * scale[kept, None, None]).to(before.dtype))
     return torch.addcmul(before, branch(x).to(before.dtype), scale[:, None, None])
@@ -63,6 +64,7 @@ class DropBlock(Block):
         attn: Any = self.attn
         weight, bias = attn.qkv.weight, attn.qkv.bias
         query = (
+            # The other tokens' queries would be computed for nobody.
             F.linear(x[:, :1], weight[:width], bias[:width])
             .view(batch, 1, attn.num_heads, attn.head_dim)
             .transpose(1, 2)
@@ -111,7 +113,9 @@ class Vit(VisionTransformer):
         self.read_by = config.readout.kind if readout is not None else None
         if readout is not None:
             self.add_module(config.readout.kind, readout)
+        # Two per block: attention's path and the MLP's.
         rates = torch.linspace(0, config.drop_path, config.blocks).repeat_interleave(2)
+        # No part of the state: official checkpoints do not have it.
         self.register_buffer("drop_rates", rates, persistent=False)
         if config.init == "xavier":
             init_linears(self.blocks, config.init)
@@ -154,6 +158,7 @@ class Vit(VisionTransformer):
         if self.read_by is None:
             parts = [self.norm(tokens[:, :1])[:, 0] for tokens in outputs[-n:]]
         else:
+            # A read-out that replaces no block stands for the last one all the same.
             outputs = outputs if self.place.replaced else outputs[:-1]
             parts = [self.norm(tokens[:, :1])[:, 0] for tokens in outputs[max(0, len(outputs) - n + 1) :]]
             parts.append(self._read(x, False).flat())
@@ -181,6 +186,7 @@ class Vit(VisionTransformer):
         with which the official code keeps rounding from losing a row (vision_transformer.py, `interpolate_pos_encoding`)."""
         table: Tensor = self.pos_embed  # type: ignore[assignment]
         side = math.isqrt(table.shape[1] - 1)
+        # Interpolating to the same size would round every number anew.
         if (rows, columns) == (side, side):
             return table
         grid = table[:, 1:].unflatten(1, (side, side)).permute(0, 3, 1, 2)

@@ -1,0 +1,28 @@
+"""Processes that make or check data; one of them that is killed is an error that can be acted on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context
+
+from sparo_train.core.errors import WorkerLostError
+
+
+@contextmanager
+def process_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+    """So many processes, started afresh: a fork would take torch's threads along, and leave them behind.
+
+    Raises:
+        WorkerLostError: one of them was killed.
+    """
+    try:
+        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+            yield pool
+    except BrokenProcessPool:
+        raise WorkerLostError(
+            "a process that works on the data was killed, most likely because memory ran out; use fewer --processes; what is "
+            "written is whole, and the same line goes on"
+        ) from None
