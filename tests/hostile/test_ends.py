@@ -123,7 +123,10 @@ def test_a_closed_terminal_ends_a_run_saved(shards, tmp_path):
         shards, tmp_path, steps=100_000, checkpoint={"every_steps": 0, "every_minutes": 0}, optim={"lr": 1e-4}
     )
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(tree))
-    process = start_sparo("train", str(tmp_path / "r.yaml"))
+    listening = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); from launch.cli.main import main; main()"
+    process = start_sparo(
+        "train", str(tmp_path / "r.yaml"), program=listening
+    )  # the tests may run under nohup themselves
     until(lambda: len(metrics.read(tmp_path / "tiny/metrics.jsonl", "train")) > 3)
     process.send_signal(signal.SIGHUP)
     process.communicate(timeout=60)

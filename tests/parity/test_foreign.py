@@ -89,10 +89,19 @@ def test_huggingface(tmp_path, monkeypatch):
     assert torch.allclose(
         encoder.normalised(pixels), own, atol=2 / 255 / 0.26
     )  # of 255 levels, two: theirs may resize by another implementation
-    transformers.CLIPImageProcessor(size={"height": 32, "width": 32}, do_center_crop=False).save_pretrained(
+    for resample in (2, 3):  # ViT, DeiT, BEiT and SigLIP: the whole image to a square
+        square = transformers.CLIPImageProcessor(
+            size={"height": 32, "width": 32}, do_center_crop=False, resample=resample
+        )
+        square.save_pretrained(tmp_path / "m")
+        encoder = load_encoder(f"hf:{tmp_path / 'm'}")
+        pixels = torch.stack([torch.from_numpy(np.array(encoder.transform(i))).permute(2, 0, 1) for i in images()])
+        own = square(images(), return_tensors="pt")["pixel_values"]
+        assert torch.allclose(encoder.normalised(pixels), own, atol=2 / 255 / 0.26)
+    transformers.CLIPImageProcessor(size={"height": 32, "width": 48}, do_center_crop=False).save_pretrained(
         tmp_path / "m"
     )
-    with pytest.raises(ConfigError, match="its image processor is not bicubic resize of the shortest side"):
+    with pytest.raises(ConfigError, match="its image processor is neither a bicubic resize of the shortest side"):
         load_encoder(f"hf:{tmp_path / 'm'}")
     with pytest.raises(CheckpointError, match="transformers cannot load it"):
         load_encoder(f"hf:{tmp_path / 'none'}")
