@@ -17,6 +17,7 @@ import numpy as np
 
 _CHUNK = 8 << 20
 _ALIGNED = 4096  # what any disk's sectors divide
+_UNABLE = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)  # how disks and servers say that they have no such way
 _DIRECT: int = getattr(os, "O_DIRECT", 0)  # not on every system
 
 
@@ -35,7 +36,7 @@ class DirectFile:
         try:
             self._file = os.open(path, flags | _DIRECT, 0o666)
         except OSError as error:  # tmpfs, and some servers
-            if error.errno != errno.EINVAL:
+            if error.errno not in _UNABLE:
                 raise
             self._file = os.open(path, flags, 0o666)
         self._buffer, self._held = mmap.mmap(-1, _CHUNK), 0  # anonymous memory begins at a page
@@ -62,7 +63,7 @@ class DirectFile:
                 try:
                     done += os.write(self._file, view[done:count])
                 except OSError as error:
-                    if error.errno != errno.EINVAL or not _DIRECT:
+                    if error.errno not in _UNABLE or not _DIRECT:
                         raise
                     self._buffered()  # opened so, and not written so: a disk of larger sectors, a server
         self._held = 0
