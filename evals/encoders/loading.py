@@ -46,9 +46,8 @@ def load_encoder(checkpoint: str | Path, model: str | None = None, device: str =
         return _loaded(checkpoint, model).to(device)
     except (SparoError, torch.OutOfMemoryError):
         raise
-    except (
-        Exception
-    ) as error:  # files and libraries of others fail in their own ways; the cause is kept for who wants it
+    # Files and libraries of others fail in their own ways; the cause is kept for who wants it.
+    except Exception as error:
         first = (str(error).splitlines() or [""])[0][:200]
         raise CheckpointError(
             f"{checkpoint}: is not what its name or form says ({type(error).__name__}: {first}); fetch it again, or name its model (--model)"
