@@ -1,5 +1,10 @@
 """DINO runs killed, stopped and continued: student, teacher, centre and schedules to the bit."""
 
+import os
+import random
+import time
+from collections import Counter
+
 import pytest
 
 from launch.runs.train import train
@@ -23,6 +28,30 @@ def test_kill_minus_nine_loses_nothing(shards, tmp_path, write_recipe):
     assert_bit_equal(folder, straight.folder)
     record = metrics.read(folder / "metrics.jsonl", "train")[-1]
     assert {"teacher_entropy", "teacher_kl", "center_norm", "grad_norm_backbone", "grad_norm_head"} <= record.keys()
+
+
+@pytest.mark.stress
+def test_fifty_kills_at_random_moments_lose_nothing(shards, tmp_path, write_recipe):
+    changes = {"steps": 600, "checkpoint": {"every_steps": 1}}
+    straight = run(dino_recipe(shards, tmp_path / "straight", **changes))
+    assert train(straight).reason == "finished"
+    recipe = write_recipe(dino_recipe(shards, tmp_path / "killed", **changes))
+    folder, rng, codes = tmp_path / "killed/dino", random.Random(int(os.environ.get("SPARO_TEST_SEED", "0"))), Counter()
+    for _ in range(50):
+        process = start_sparo("train", str(recipe), "stop_after_steps=599")
+        before = max(store.CheckpointStore(folder / "checkpoints").steps(), default=0)
+        while (
+            process.poll() is None and max(store.CheckpointStore(folder / "checkpoints").steps(), default=0) <= before
+        ):
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.15))  # in a step, in a save, or between them
+        process.kill()
+        process.communicate()
+        codes[process.returncode] += 1
+    done = sparo("train", str(recipe))
+    assert done.returncode == 0, done.stderr
+    assert codes[-9] == 50
+    assert_bit_equal(folder, straight.folder, 600)
 
 
 def test_two_ranks_go_on_from_each_others_checkpoints(shards, tmp_path, write_recipe):
