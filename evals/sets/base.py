@@ -79,8 +79,13 @@ class EvalSet(ABC):
 
     def classnames(self) -> list[str]:
         """One name per label: from a file in `home`, else clip-benchmark's, else the set's own. Raises `DataError` without any."""
-        home = self.home or self.root
-        return named("classnames", home, self.known_as) or self.own_classnames() or lines(home / OWN["classnames"])
+        home, own = self.home or self.root, self.own_classnames()
+        found = named("classnames", home, self.known_as) or own or lines(home / OWN["classnames"])
+        if own and len(found) != len(own):  # folders are numbered among themselves, and names by their lines
+            raise DataError(
+                f"{home}: has {len(own)} class folders and {len(found)} class names; a label would name another class"
+            )
+        return found
 
     def own_classnames(self) -> list[str]:
         """What the data itself calls its classes, where it does."""
@@ -122,6 +127,9 @@ class Limited(EvalSet):
 
     def classnames(self) -> list[str]:
         return self.whole.classnames()
+
+    def own_classnames(self) -> list[str]:
+        return self.whole.own_classnames()
 
     def templates(self) -> list[str]:
         return self.whole.templates()

@@ -50,10 +50,7 @@ class KarpathySet(FileSet):
 
     def __init__(self, images: str | Path, annotations: str | Path, split: str = "test"):
         path = Path(annotations)
-        try:
-            text = read_text(path, DataError)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+        text = read_text(path, DataError)
         rows = _flickr(text, path) if path.suffix == ".txt" else _coco(text, path, split)
         super().__init__(Path(images), list(rows), list(rows.values()), "captions", sha256(text).encode())
 

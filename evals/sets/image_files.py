@@ -12,7 +12,7 @@ from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
 from PIL import Image
 
 from sparo_train.core.errors import DataError
-from sparo_train.core.untrusted import read_text
+from sparo_train.core.untrusted import read_json
 from sparo_train.data.read.folder import open_folder
 
 from .base import EvalSet, Fact, FactKind, Layout, opened, sha256, sizes_of
@@ -81,6 +81,9 @@ class ImageNetSet(FileSet):
         self._classes = classes
 
     def classnames(self) -> list[str]:
+        return self.own_classnames()
+
+    def own_classnames(self) -> list[str]:
         return [IMAGENET_CLASSNAMES[i] for i in self._classes]
 
     def templates(self) -> list[str]:
@@ -168,13 +171,7 @@ def _mapping(folder: Path, name: str) -> Path:
 
 
 def _json(path: Path) -> Mapping[str, str]:
-    try:
-        found = json.loads(read_text(path, DataError))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path}: must hold a JSON object")
-    return found
+    return read_json(path, dict, DataError)
 
 
 def _split_folder(config: SetTaskConfig, split: str) -> Path:

@@ -102,7 +102,13 @@ class FeatureStore:
         if own == 0:
             self._kept(lambda: write_whole(folder / "manifest.json", json.dumps(facts, indent=1)))
         held: dict[int, Part] = {}
-        ranks.together(lambda: self._fill(folder, job, spans, own, among, held))
+        loose = ranks.together(lambda: self._fill(folder, job, spans, own, among, held))
+        if loose and part is not None:
+            raise DataError(
+                f"{self.root}: this share cannot be kept for the others; free space there, or give another --features"
+            )
+        for some in ranks.gather(loose):  # what one rank could not write, the others would look for
+            held |= some
         found = [held.get(number) or open_part(folder, number, span) for number, span in enumerate(spans)]
         whole = [p for p in found if p is not None]
         if len(whole) == len(found):
@@ -142,15 +148,16 @@ class FeatureStore:
 
     def _fill(
         self, folder: Path, job: _Job, spans: list[tuple[int, int]], own: int, of: int, held: dict[int, Part]
-    ) -> None:
-        """Encode this process's parts that are missing; `held` gets those that are verified, or could not be written."""
+    ) -> dict[int, Part]:
+        """Encode this process's parts that are missing; `held` gets those that are verified. Returns those that could not be written."""
         for i in range(own, len(spans), of):
             if (part := open_part(folder, i, spans[i])) is not None:
                 held[i] = part
-        missing = [i for i in range(own, len(spans), of) if i not in held]
+        missing, loose = [i for i in range(own, len(spans), of) if i not in held], dict[int, Part]()
         for number, part in zip(missing, self._encoded(job, [spans[i] for i in missing]), strict=True):
             if not self._kept(functools.partial(write_part, folder, number, part)):
-                held[number] = part
+                loose[number] = part
+        return loose
 
     def _kept(self, write: Callable[[], object]) -> bool:
         """Write into the store; where that fails the scoring goes on from memory, and says so once."""

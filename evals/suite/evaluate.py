@@ -121,8 +121,10 @@ def evaluate_checkpoint(
 
     Tasks that its kind of encoder cannot do are said and left out; `UnfitError` where nothing is left.
     """
-    Suite(known).check()  # a set that is missing is told before an hour of encoding others
-    encoder = load_encoder(checkpoint, how.model, _device(ranks))
+    # Together: a rank that fails here alone must not leave the others waiting in an exchange. The sets first: one that is missing
+    # is told before an hour of encoding others.
+    ranks.together(Suite(known).check)
+    encoder = ranks.together(lambda: load_encoder(checkpoint, how.model, _device(ranks)))
     encoder.precision = how.precision
     scored = checkpoint
     if how.slots is not None:
@@ -151,10 +153,7 @@ def evaluate_checkpoint(
             if folder is not None and ranks.rank == 0:
                 try:
                     append(folder, scored, task, result, _facts(encoder, how, time.monotonic() - begin))
-                except (
-                    OSError,
-                    ConfigError,
-                ) as error:  # checked before, where it was asked for; scores are not lost for it
+                except OSError as error:  # checked before, where it was asked for; scores are not lost for it
                     say(f"{folder}: the results of {task} could not be kept ({error})")
     # Some tasks left out is an answer; all of them is a mistake.
     if unfit and len(unfit) == len(known):

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from sparo_train.core.config import between, setting
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import ConfigError, DataError
 
 from ..sets.opening import open_labelled, open_set
 from ..sets.task_config import LabelledTaskConfig, SetTaskConfig
@@ -57,6 +57,11 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
     parts = {"train": open_set(task, "label", task.train_split), "test": open_set(task, "label")}
     if task.val_split is not None:
         parts["val"] = open_set(task, "label", task.val_split)
+    own = {name: source.own_classnames() for name, source in parts.items()}
+    if other := [name for name in own if own[name] != own["test"]]:
+        raise DataError(
+            f"{task.root}: {other[0]} and test have other class folders, whose numbers mean other classes; make them alike"
+        )
     features = dict(zip(parts, scoring.features(list(parts.values()), task.workers), strict=True))
     labels = {name: labels_of(features[name], source, None) for name, source in parts.items()}
     classes = 1 + max(int(found.max()) for found in labels.values())

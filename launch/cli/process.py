@@ -30,9 +30,8 @@ def call(app: Callable[[list[str]], Any], arguments: Sequence[str]) -> tuple[int
         # typer's own: a usage error has been printed by it.
         return (end.code if isinstance(end.code, int) else int(end.code is not None)), None
     except Exception as error:
-        if (
-            isinstance(error, OSError) and error.filename is not None
-        ):  # the file system's word on a path, no mistake of ours
+        # The file system's word on a path, no mistake of ours.
+        if isinstance(error, OSError) and error.filename is not None:
             told = ConfigError(f"{error.filename}: {error.strerror}")
             console.line_of(("error:", "red"), f" {told}")
             return told.exit_code, told

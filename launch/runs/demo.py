@@ -72,16 +72,21 @@ def blind(data: Path) -> Result:
     return Result("pairs", found.n, "macro", {"macro": found.value}, found.chance)
 
 
+def _quoted(path: Path) -> str:
+    """As a YAML string; JSON's escapes of what is beyond 16 bits would be read as halves."""
+    return json.dumps(str(path), ensure_ascii=False)
+
+
 def _config(name: str, folder: Path, data: Path, quick: bool) -> RunConfig:
     overrides = [
         f"name={name.lower().replace('+', '_')}",
-        f"out={json.dumps(str(folder))}",  # quoted: `x #1` would end at the number sign
+        f"out={_quoted(folder)}",  # quoted: `x #1` would end at the number sign
         f"objective.model.readout={READOUTS[name]}",
-        f"data.sources.scenes.shards={json.dumps(str(data / 'train'))}",
+        f"data.sources.scenes.shards={_quoted(data / 'train')}",
     ]
     for task in ("zeroshot", "heldout", "retrieval", "pairs"):
         root = data / ("zeroshot_heldout" if task == "heldout" else task)
-        overrides.append(f"eval.tasks.{task}.root={json.dumps(str(root))}")
+        overrides.append(f"eval.tasks.{task}.root={_quoted(root)}")
     overrides += ["steps=200", "eval.every_steps=0"]  # both trainings in minutes on two slow cores
     if quick:
         overrides += [

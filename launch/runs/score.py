@@ -65,6 +65,10 @@ def _scored(
         except (LostRankError, StoppedError):
             raise
         except SparoError as error:
+            if (
+                ranks.size > 1 and not error.everywhere
+            ):  # the others are elsewhere, and could not follow to the next one
+                raise
             if failed is not None and not failed.repeated:
                 say(f"error: {failed}")  # the last one is told at the end
             failed = error

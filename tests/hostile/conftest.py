@@ -31,7 +31,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def ends(
+def assert_ends(
     arguments: Sequence[str], code: int, says: Sequence[str], cwd: Path | None = None, seconds: float = 60, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """`sparo ARGUMENTS` ends with `code` within `seconds`, says each of `says` on stderr, and shows no traceback and no control character."""

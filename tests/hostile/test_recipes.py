@@ -5,7 +5,7 @@ import os
 import pytest
 import yaml
 
-from tests.hostile.conftest import ends
+from tests.hostile.conftest import assert_ends
 
 BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
     f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(9)
@@ -46,7 +46,7 @@ TEXTS = {
 def test_a_file_that_is_no_recipe_is_refused_by_name_and_line(name, home, tmp_path):
     content, says = TEXTS[name]
     (tmp_path / "bad.yaml").write_bytes(content)
-    ends(["train", "bad.yaml"], 2, ["bad.yaml", says], cwd=tmp_path)
+    assert_ends(["train", "bad.yaml"], 2, ["bad.yaml", says], cwd=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["bad.yaml"]
 
 
@@ -124,13 +124,13 @@ VALUES = {
 @pytest.mark.parametrize("override", VALUES)
 def test_a_value_that_cannot_be_is_refused_by_its_key_before_anything_is_made(override, home, tmp_path):
     runs = tmp_path / "runs"
-    ends(["train", "good.yaml", f"out={runs}", override], 2, [VALUES[override]], cwd=home)
+    assert_ends(["train", "good.yaml", f"out={runs}", override], 2, [VALUES[override]], cwd=home)
     assert not (runs / "tiny/checkpoints").exists()
 
 
 def test_a_pipe_for_a_recipe_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
-    ends(["train", "pipe.yaml"], 2, ["pipe.yaml"], cwd=tmp_path, seconds=20)
+    assert_ends(["train", "pipe.yaml"], 2, ["pipe.yaml"], cwd=tmp_path, seconds=20)
 
 
 CLUSTERS = {
@@ -153,5 +153,5 @@ def test_a_cluster_writes_no_line_of_its_own_into_a_batch_script(name, home, tmp
     content, says = CLUSTERS[name]
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
     order = ["launch", "train", str(home / "good.yaml"), f"out={tmp_path}/runs", "--on", str(tmp_path / "mine.yaml")]
-    ends(order, 2, ["mine.yaml", says], cwd=tmp_path)
+    assert_ends(order, 2, ["mine.yaml", says], cwd=tmp_path)
     assert not (tmp_path / "runs").exists()

@@ -21,7 +21,7 @@ from sparo_train.data.examples.text import ClipTokenizer
 from sparo_train.data.read.shards import ShardsConfig, load_index
 from sparo_train.data.read.tar import scan, unpack
 from tests.conftest import jpeg, sample
-from tests.hostile.conftest import ends
+from tests.hostile.conftest import assert_ends
 
 
 def member(name, content=b"", kind=tarfile.REGTYPE, form=tarfile.USTAR_FORMAT, **facts):
@@ -88,7 +88,7 @@ def test_a_tar_that_leads_nowhere_ends_and_is_counted(name, among, tmp_path):
     report = check_shard(str(tmp_path / "bad.tar"), ShardsConfig(shards=str(tmp_path / "bad.tar")))
     assert whole == (not report.bad and report.damage is None)
     if name == "a size of -1":
-        ends(["data", "check", "bad.tar"], 1, ["bad.tar"], cwd=tmp_path)
+        assert_ends(["data", "check", "bad.tar"], 1, ["bad.tar"], cwd=tmp_path)
 
 
 def unpack_or_reason(data):
@@ -142,7 +142,7 @@ def test_one_bad_sample_ends_no_training_and_is_counted_with_its_key(name, home,
     write_shards(folder, (sample(i) for i in range(20)), 10)
     (folder / "00002.tar").write_bytes(good(50) + MEMBERS[name] + good(51) + END)
     order = ["train", str(home / "good.yaml"), f"out={tmp_path}/runs", f"data.sources.a.shards={folder}", "steps=6"]
-    ends([*order, "data.max_bad_share=0.2"], 0, ["finished at step 6"])
+    assert_ends([*order, "data.max_bad_share=0.2"], 0, ["finished at step 6"])
     log = (tmp_path / "runs/tiny/log.txt").read_text()
     if "skipped a sample" not in log:
         assert name.startswith(
@@ -152,7 +152,7 @@ def test_one_bad_sample_ends_no_training_and_is_counted_with_its_key(name, home,
     report = check_shard(str(folder / "00002.tar"), ShardsConfig(shards=str(folder)))
     assert len(report.bad) == counted and all(reason in log for _, reason in report.bad)
     if name == "an escape for a key":
-        ends(["data", "check", str(folder)], 1, ["bad image"])
+        assert_ends(["data", "check", str(folder)], 1, ["bad image"])
 
 
 INDEXES = {
@@ -193,7 +193,7 @@ def test_an_index_that_is_none_is_made_again(name, shards):
 def test_a_pipe_for_a_shard_is_refused_and_not_waited_for(home, tmp_path):
     os.mkfifo(tmp_path / "x.tar")
     order = ["train", str(home / "good.yaml"), f"out={tmp_path}/runs", f"data.sources.a.shards={tmp_path}/x.tar"]
-    ends(order, 2, ["x.tar: is no regular file"], seconds=30)
+    assert_ends(order, 2, ["x.tar: is no regular file"], seconds=30)
     os.mkfifo(tmp_path / "x.jpg")
     with pytest.raises(DataError, match="is no regular file"):
         load_index(str(tmp_path / "x.tar"))
@@ -202,7 +202,7 @@ def test_a_pipe_for_a_shard_is_refused_and_not_waited_for(home, tmp_path):
 def test_an_index_that_cannot_be_written_is_no_success(shards, tmp_path):
     for shard in shards.glob("*.tar"):
         (shards / f"{shard.name}.idx.npy").mkdir()  # nothing can be renamed onto a folder
-    ends(["data", "index", str(shards)], 2, ["00000.tar.idx.npy: cannot be written"])
+    assert_ends(["data", "index", str(shards)], 2, ["00000.tar.idx.npy: cannot be written"])
 
 
 @settings(max_examples=300, deadline=None)
