@@ -114,6 +114,32 @@ def test_a_killed_loader_worker_ends_a_run_saved(shards, tmp_path):
     )
 
 
+_DIES_WITH_THE_LOCK = """
+import multiprocessing.synchronize as shared, os, signal
+asked, home, times = shared.Event.is_set, os.getpid(), []
+
+def is_set(self):
+    times.append(1)
+    if os.getpid() != home and len(times) > 40:
+        self._cond.acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return asked(self)
+
+shared.Event.is_set = is_set
+from launch.cli.main import main
+main()
+"""
+
+
+def test_a_worker_that_dies_with_a_lock_is_not_waited_for(shards, tmp_path):
+    tree = tiny_recipe(shards, tmp_path, steps=100_000, optim={"lr": 1e-4})
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(tree))
+    process = start_sparo("train", str(tmp_path / "r.yaml"), program=_DIES_WITH_THE_LOCK)
+    _, stderr = process.communicate(timeout=90)
+    assert process.returncode == 3 and "was killed by SIGKILL" in " ".join(stderr.split()), stderr[-2000:]
+    assert saved_step(tmp_path / "tiny") >= 4
+
+
 def test_a_closed_terminal_ends_a_run_saved(shards, tmp_path):
     tree = tiny_recipe(
         shards, tmp_path, steps=100_000, checkpoint={"every_steps": 0, "every_minutes": 0}, optim={"lr": 1e-4}

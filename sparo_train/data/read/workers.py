@@ -52,6 +52,10 @@ def in_workers(
     )
     with _deaths_unheard():
         parts = iter(loader)
+    if workers:
+        # The event that torch shares with them has a lock, and one that is killed while it asks keeps it: this side would wait for
+        # ever. They are ended by us, and need not be told.
+        parts._workers_done_event = threading.Event()  # pyright: ignore[reportAttributeAccessIssue]
     # Workers ignore SIGTERM, which is how multiprocessing would end those of a process that exits without closing us.
     end = functools.partial(_kill, weakref.ref(parts))
     atexit.register(end)
