@@ -16,6 +16,8 @@ from sparo_train.core.errors import ConfigError, did_you_mean
 from ..tasks.result import Result
 from .results_file import Record, by_checkpoint
 
+MARK = "†"
+
 
 class Column(NamedTuple):
     """`group`: the heading above the label.  metric: None is the task's headline."""
@@ -32,11 +34,17 @@ class Column(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A fraction with its 95 % interval where there is one."""
+    """A fraction with its 95 % interval where there is one; `odd`: of data that is not what the task's name says."""
 
     value: float
     low: float | None = None
     high: float | None = None
+    odd: bool = False
+
+    @property
+    def number(self) -> str:
+        """Per cent, marked where the data is odd."""
+        return f"{100 * self.value:.1f}{MARK if self.odd else ''}"
 
 
 class Row(NamedTuple):
@@ -48,11 +56,12 @@ class Row(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A table before it is drawn."""
+    """A table before it is drawn.  notes: what the marked cells stand for, a line each."""
 
     title: str
     columns: list[Column]
     rows: list[Row]
+    notes: list[str]
 
 
 def _imagenets() -> list[Column]:
@@ -124,7 +133,10 @@ def grid(records: Sequence[Record], layout: str | None, paper: Sequence[str] = (
     ]
     if layout is not None:
         rows += _printed(layout, paper)
-    return Grid(_TITLES.get(layout or "", "Results"), columns, rows)
+    shown = {column.task for column in columns}
+    odd = [(name, t, record.result.note) for name, found in table.items() for t, record in found.items() if t in shown]
+    notes = [f"{MARK} {name}: {task} is not the listed data: {note}" for name, task, note in odd if note]
+    return Grid(_TITLES.get(layout or "", "Results"), columns, rows, notes)
 
 
 def _cell(result: Result, metric: str | None) -> Cell | None:
@@ -132,7 +144,7 @@ def _cell(result: Result, metric: str | None) -> Cell | None:
     if name not in result.metrics:
         return None
     low, high = result.interval if name == result.headline else result.intervals.get(name, (None, None))
-    return Cell(result.metrics[name], low, high)
+    return Cell(result.metrics[name], low, high, bool(result.note))
 
 
 def _printed(layout: str, wanted: Sequence[str]) -> list[Row]:
@@ -150,12 +162,13 @@ def markdown(table: Grid, transpose: bool = False) -> str:
     heads, names, cells = _drawn(table, transpose, _text, ("**", "**"))
     lines = ["| " + " | ".join(["", *heads]) + " |", "|---" + "|---:" * len(heads) + "|"]
     lines += ["| " + " | ".join([name, *row]) + " |" for name, row in zip(names, cells, strict=True)]
+    lines += [f"\n{note}" for note in table.notes]
     return f"{table.title}, per cent, 95 % intervals\n\n" + "\n".join(lines) + "\n"
 
 
 def latex(table: Grid, transpose: bool = False) -> str:
     """A booktabs tabular without intervals; the best of our rows in bold."""
-    number = lambda cell: "--" if cell is None else f"{100 * cell.value:.1f}"  # noqa: E731
+    number = lambda cell: "--" if cell is None else cell.number.replace(MARK, "$^\\dagger$")  # noqa: E731
     heads, names, cells = _drawn(table, transpose, number, ("\\textbf{", "}"), _escaped)
     top = [" & ".join(["", *heads])]
     if not transpose:
@@ -167,16 +180,23 @@ def latex(table: Grid, transpose: bool = False) -> str:
     lines = [*(f"{line} \\\\" for line in top), "\\midrule", *(f"{line} \\\\" for line in body[:ruled])]
     if ruled < len(body):
         lines += ["\\midrule", *(f"{line} \\\\" for line in body[ruled:])]
-    begin = [f"% {table.title}, per cent", f"\\begin{{tabular}}{{l{'r' * len(heads)}}}", "\\toprule"]
+    begin = [
+        f"% {table.title}, per cent",
+        *(f"% {note}" for note in table.notes),
+        f"\\begin{{tabular}}{{l{'r' * len(heads)}}}",
+        "\\toprule",
+    ]
     return "\n".join([*begin, *lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
 
 
 def as_csv(table: Grid, transpose: bool = False) -> str:
     """Fractions in full precision, each with its interval's ends in columns (or rows) of their own."""
     names = [f"{c.task} {c.metric or 'headline'}" for c in table.columns]
-    lines = [["checkpoint", *(f"{name}{end}" for name in names for end in ("", " low", " high"))]]
+    ends = ["", " low", " high", *([" odd"] if table.notes else [])]
+    lines = [["checkpoint", *(f"{name}{end}" for name in names for end in ends)]]
     for row in table.rows:
-        lines.append([row.name, *("" if v is None else str(v) for cell in row.cells for v in cell or (None,) * 3)])
+        cells = [(cell or (None,) * 4)[: len(ends)] for cell in row.cells]
+        lines.append([row.name, *("" if v is None else str(v) for cell in cells for v in cell)])
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(zip(*lines, strict=True) if transpose else lines)
     return out.getvalue()
@@ -212,7 +232,7 @@ def _best(table: Grid) -> list[float | None]:
 def _text(cell: Cell | None) -> str:
     if cell is None:
         return "–"
-    return f"{100 * cell.value:.1f}" + (
+    return cell.number + (
         "" if cell.low is None or cell.high is None else f" ({100 * cell.low:.1f}–{100 * cell.high:.1f})"
     )
 

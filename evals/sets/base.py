@@ -57,6 +57,7 @@ class EvalSet(ABC):
     kind: FactKind
     home: Path | None = None
     known_as: str | None = None
+    label_below: int | None = None  # labels from here on are refused as they are read, not when all is encoded
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -176,9 +177,21 @@ class _Told(Dataset[Any]):
     def __getitem__(self, number: int) -> tuple[np.ndarray, str, Fact] | DataError:
         try:
             key, image, fact = self.source.read(number)
+            refuse_label(self.source, key, fact)
         except DataError as error:
             return error
         return np.asarray(self.transform(image)), key, fact
+
+
+def refuse_label(source: EvalSet, key: str, fact: Fact) -> None:
+    """Raise `DataError` where a sample's label names no class."""
+    below = source.label_below
+    if below is None:
+        return
+    if isinstance(fact, list) and len(fact) != below:
+        raise DataError(f"{source.root}: {key} has a row of {len(fact)} labels, and there are {below} classes")
+    if isinstance(fact, int) and not 0 <= fact < below:
+        raise DataError(f"{source.root}: {key} has label {fact}, and there are {below} classes")
 
 
 def _collated(rows: list[Any]) -> ImageBatch | DataError:

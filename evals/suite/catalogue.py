@@ -157,6 +157,17 @@ def look(listed: Listed, root: Path) -> Presence:
         return Presence("odd", str(error))
 
 
+def oddity(name: str, task: TaskConfig) -> str:
+    """What tells a task's data from the listed set whose name it has (`known_as`, else its own); empty where nothing does."""
+    if not isinstance(task, SetTaskConfig):
+        return ""
+    listed = _BY_NAME.get(task.known_as or name.partition(":")[0])
+    if listed is None or task.task not in (listed.task, "probe"):
+        return ""
+    found = _judged(listed, open_set(task.model_copy(update={"limit": None}), _KINDS[listed.task]))
+    return found.note if found.state == "odd" else ""
+
+
 def _judged(listed: Listed, source: EvalSet) -> Presence:
     notes = []
     if isinstance(source, SugarCrepeSet):

@@ -146,8 +146,12 @@ def evaluate_checkpoint(
         except UnfitError as error:
             unfit.append(error)
             continue
-        for task, result in found.items():
-            results[task] = result
+        for task, scored_alone in found.items():
+            # Said with the score: a number over other images must not stand unmarked beside those over the published ones.
+            odd = catalogue.oddity(task, known[task])
+            results[task] = result = scored_alone._replace(note=odd)
+            if odd:
+                say(f"{task}: not the listed data: {odd}")
             if result.counts.get("images_without_caption"):
                 say(f"{task}: {result.counts['images_without_caption']} image(s) without a caption are no queries")
             if folder is not None and ranks.rank == 0:

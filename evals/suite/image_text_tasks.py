@@ -55,18 +55,15 @@ def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
     names, templates = source.classnames(), source.templates()
     if task.classes not in (None, len(names)):
         raise DataError(f"{source.root}: has {len(names)} class names, {task.classes} expected")
+    source.label_below = len(names)
     (images,) = scoring.features([source], task.workers)
+    labels = labels_of(images, source)
 
     def score() -> Result:
         weights = zeroshot.classifier(scoring.texts(zeroshot.prompts(names, templates)), len(names))
         if source.kind == "labels":
-            table = torch.tensor(images.facts)
-            if table.shape[1] != len(names):
-                raise DataError(
-                    f"{source.root}: rows of {table.shape[1]} labels, and there are {len(names)} class names"
-                )
-            return zeroshot.score_multilabel(images.blocks(), weights, table)
-        found = zeroshot.score(images.blocks(), weights, labels_of(images, source, len(names)))
+            return zeroshot.score_multilabel(images.blocks(), weights, labels)
+        found = zeroshot.score(images.blocks(), weights, labels)
         return found._replace(headline=task.headline)
 
     options = {"templates": len(templates), "template_mean": "slots not normalised again", "ties": "lower class"}

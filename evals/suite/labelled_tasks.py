@@ -63,7 +63,7 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
             f"{task.root}: {other[0]} and test have other class folders, whose numbers mean other classes; make them alike"
         )
     features = dict(zip(parts, scoring.features(list(parts.values()), task.workers), strict=True))
-    labels = {name: labels_of(features[name], source, None) for name, source in parts.items()}
+    labels = {name: labels_of(features[name], source) for name, source in parts.items()}
     classes = 1 + max(int(found.max()) for found in labels.values())
     known = {name: _labelled(features[name], labels[name], task.normalize) for name in parts}
     train, held_out = known["train"], known.get("val")
@@ -102,7 +102,7 @@ def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
     queries, k = test.in_memory().to(encoder.device), max(ks)
     found = knn.nearest(queries, share.blocks(), k, first)
     found = knn.merge(ranks.gather(knn.Nearest(*(t.cpu() for t in found))), k)
-    labels, bank_labels = labels_of(test, test_set, None), labels_of(bank, bank_set, None)
+    labels, bank_labels = labels_of(test, test_set), labels_of(bank, bank_set)
     classes = 1 + int(torch.cat([bank_labels, labels]).max())
     headline = 20 if 20 in ks else ks[0]
     result = knn.score(found, bank_labels, labels, classes, ks, task.temperature, headline)

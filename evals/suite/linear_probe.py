@@ -53,12 +53,13 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
     encoder, ranks = scoring.encoder, scoring.ranks
     assert isinstance(encoder, BlocksEncoder)  # what offers `blocks`
     train, test = open_labelled(task)
+    train.label_below = test.label_below = task.classes
     probe = partial(encoder.probe, n=task.n_last_blocks, avgpool=task.avgpool)
     view = View(f"probe n={task.n_last_blocks} avgpool={task.avgpool}", probe)
     transform = encoder.resized(task.resize)
     held, *rest = scoring.features([test] if task.augment else [test, train], task.workers, transform, view)
-    bank, answers = (rest[0] if rest else None), labels_of(held, test, task.classes)
-    known = [answers] if bank is None else [answers, labels_of(bank, train, task.classes)]
+    bank, answers = (rest[0] if rest else None), labels_of(held, test)
+    known = [answers] if bank is None else [answers, labels_of(bank, train)]
     classes = task.classes or 1 + max(torch.cat(known).tolist())
     own, first = held.share(ranks.rank, ranks.size)
     own_answers = answers[first : first + len(own)]

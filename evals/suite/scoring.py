@@ -12,7 +12,7 @@ from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import DataError
 
 from ..encoders.encoder import Encoder, TextEncoder
-from ..sets.base import EvalSet, Transform
+from ..sets.base import EvalSet, Transform, refuse_label
 from ..store.feature_table import Features, View
 from ..store.features import FeatureStore
 from ..tasks.result import Result
@@ -53,13 +53,11 @@ class PartsMissingError(DataError):
     """Not an error where several processes share the encoding: the last one of them scores."""
 
 
-def labels_of(features: Features, source: EvalSet, classes: int | None) -> Tensor:
-    """(n,) int64. Raises `DataError` where a label is not below `classes`."""
-    labels = torch.tensor(features.facts, dtype=torch.int64)
-    if classes is not None and len(labels) and int(labels.max()) >= classes:
-        key = features.keys[int(labels.argmax())]
-        raise DataError(f"{source.root}: {key} has label {int(labels.max())}, and there are {classes} classes")
-    return labels
+def labels_of(features: Features, source: EvalSet) -> Tensor:
+    """(n,) int64, or (n, C) of a multilabel set. Raises `DataError` where one is not below `source.label_below`."""
+    for key, fact in zip(features.keys, features.facts, strict=True):  # stored features did not come by the reader
+        refuse_label(source, key, fact)
+    return torch.tensor(features.facts, dtype=torch.int64)
 
 
 def described(

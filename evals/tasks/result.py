@@ -18,6 +18,7 @@ class Result(NamedTuple):
     chance: its value for random guessing.  intervals: 95 % by metric; the headline's is Wilson's where none is given.
     options: what the papers leave open, as it was decided here.  counts: what else there is to know, in samples.
     predictions: arrays with one row per sample.  keys: the samples' names, in their order.  data: the set's identity (SHA-256).
+    note: what is odd about the data, in words; empty where nothing is. Tables mark such a score.
     """
 
     task: str
@@ -31,6 +32,7 @@ class Result(NamedTuple):
     predictions: dict[str, np.ndarray] = {}  # noqa: RUF012
     keys: tuple[str, ...] = ()
     data: str = ""
+    note: str = ""
 
     @property
     def value(self) -> float:

@@ -126,7 +126,7 @@ def check(
     from sparo_train.data.read.shard_lists import find_shards
     from sparo_train.data.read.shards import ShardsConfig, record_hash
 
-    from ..views.check_table import check_facts, check_table, check_with_bar
+    from ..views.check_report import check_facts, check_lines, check_with_bar
 
     config = ShardsConfig(shards=tuple(shards), caption_key=caption_key)
     if json_file and not json_file.parent.is_dir():
@@ -135,7 +135,8 @@ def check(
     if hash_:
         for shard in report.shards:
             record_hash(shard.url)
-    out.print(check_table(report))
+    for line in check_lines(report):
+        out.print(line, soft_wrap=True)  # a name that is cut or folded cannot be copied
     if json_file:
         json_file.write_text(json.dumps(check_facts(report), indent=1), encoding="utf-8", errors="surrogateescape")
     if report.reasons():

@@ -133,6 +133,8 @@ def table(
     }  # fmt: skip
     if format == "terminal":
         out.print(grid_table(found, transpose))
+        for note in found.notes:
+            out.print(note, soft_wrap=True)
     elif format in writers:
         out.out(shown(writers[format](found, transpose)), end="")
     else:

@@ -1,12 +1,9 @@
-"""Progress and tables of `sparo data check`."""
+"""Progress and report of `sparo data check`."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
-
-from rich.table import Table
 
 from sparo_data.check import Report, check
 from sparo_train.data.read.sources import SourceConfig
@@ -24,25 +21,22 @@ def check_with_bar(urls: Sequence[str], config: SourceConfig, processes: int) ->
         return check(urls, config, processes, lambda done: bar.show(task, done, len(urls)))
 
 
-def check_table(report: Report) -> Table:
-    """Totals, and a row per shard that has something wrong."""
-    table = Table(title=_title(report), title_justify="left")
-    for column in ("shard", "samples", "broken", "reasons", "keys"):
-        table.add_column(column)
+def check_lines(report: Report) -> list[str]:
+    """Totals, and behind them each shard that has something wrong, its name whole."""
+    lines = _totals(report)
     for shard in report.shards:
-        if shard.bad or shard.damage:
-            reasons = Counter(reason for _, reason in shard.bad)
-            if shard.damage:
-                reasons[shard.damage] = 1
-            keys = ", ".join(key for key, _ in shard.bad[:_NAMED]) + (" …" if len(shard.bad) > _NAMED else "")
-            table.add_row(
-                shard.url,
-                str(shard.samples),
-                str(len(shard.bad)),
-                ", ".join(f"{r}: {n}" for r, n in reasons.items()),
-                keys,
-            )
-    return table
+        if not shard.bad and not shard.damage:
+            continue
+        lines.append(f"{shard.url}: {shard.samples} samples, {len(shard.bad)} broken")
+        if shard.damage:
+            lines.append(f"  {shard.damage}")
+        by_reason: dict[str, list[str]] = {}
+        for key, reason in shard.bad:
+            by_reason.setdefault(reason, []).append(key)
+        for reason, keys in by_reason.items():
+            more = " …" if len(keys) > _NAMED else ""
+            lines.append(f"  {reason}: {len(keys)} ({', '.join(keys[:_NAMED])}{more})")
+    return lines
 
 
 def check_facts(report: Report) -> dict[str, Any]:
@@ -57,7 +51,7 @@ def check_facts(report: Report) -> dict[str, Any]:
     }
 
 
-def _title(report: Report) -> str:
+def _totals(report: Report) -> list[str]:
     broken = ", ".join(f"{r}: {n}" for r, n in report.reasons().items()) or "nothing broken"
     lines = [f"{len(report.shards)} shards, {report.samples} samples; {broken}"]
     for name in _KINDS:
@@ -65,4 +59,4 @@ def _title(report: Report) -> str:
         example = found.examples[0] if found.examples else []
         such_as = ", e.g. " + " = ".join(f"{url}:{key}" for url, key in example[:2]) if example else ""
         lines.append(f"duplicate {name}: {found.copies}{such_as}")
-    return "\n".join(lines)
+    return lines

@@ -6,19 +6,21 @@ from collections.abc import Mapping
 
 from rich.table import Table
 
+from evals.report.paper_tables import MARK
 from evals.tasks.result import Result
 
 
 def results_table(results: Mapping[str, Mapping[str, Result]], title: str) -> Table:
-    """Rows: (task, metric); columns: checkpoints; the headline comes first, its 95 % interval below it."""
-    table = Table(title=title, title_justify="left")
+    """Rows: (task, metric); columns: checkpoints; the headline comes first, its 95 % interval below it; odd data is marked."""
+    odd = any(result.note for by_task in results.values() for result in by_task.values())
+    table = Table(title=title, title_justify="left", caption=f"{MARK} not the listed data" if odd else None)
     for column in ("task", "metric", "n", "chance", *results):
         table.add_column(column, justify="left" if column in ("task", "metric") else "right", overflow="fold")
     tasks = dict.fromkeys(task for by_task in results.values() for task in by_task)
     for task in tasks:
         first = max((r[task] for r in results.values() if task in r), key=lambda r: len(r.metrics))
         found = [by_task.get(task) for by_task in results.values()]
-        head = [_percent(r.value) if r else "-" for r in found]
+        head = [_percent(r.value) + (MARK if r.note else "") if r else "-" for r in found]
         table.add_row(task, first.headline, str(first.n), _percent(first.chance), *head, style="bold")
         table.add_row(
             "",

@@ -7,6 +7,7 @@ import yaml
 
 from evals.encoders.loading import load_encoder
 from evals.sets.wds import FACTS, WdsSet
+from evals.store.features import FeatureStore
 from evals.suite.image_text_tasks import ZeroshotTaskConfig
 from evals.suite.suite import Suite
 from launch.runs.train import train
@@ -128,8 +129,10 @@ def test_wrong_evaluation_data_is_named(trained, tmp_path):
     eval_sets(tmp_path)
     task = {"zero": ZeroshotTaskConfig(task="zeroshot", root=str(tmp_path / "zero"))}
     (tmp_path / "zero/classnames.txt").write_text("one\ntwo\n")
+    seen = []
     with pytest.raises(DataError, match=r"has label 2, and there are 2 classes"):
-        Suite(task).run(encoder)
+        Suite(task, FeatureStore(report=lambda *done: seen.append(done))).run(encoder)
+    assert not seen  # said before the batch that holds it is encoded
     (tmp_path / "zero/classnames.txt").unlink()
     with pytest.raises(DataError, match=r"classnames\.txt: missing"):
         Suite(task).run(encoder)

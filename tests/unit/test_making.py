@@ -12,7 +12,7 @@ import pytest
 
 from evals.sets.names import lines
 from evals.sets.wds import WdsSet
-from launch.views.check_table import check_table
+from launch.views.check_report import check_lines
 from launch.views.terminal import Terminal
 from sparo_data import emoji as emoji_module
 from sparo_data.check import check
@@ -257,7 +257,7 @@ def test_check_counts_duplicates_and_damage(tmp_path):
     (tmp_path / "d.tar").write_bytes(b"<html>" * 500)
     a, b, c, d = (str(tmp_path / f"{n}.tar") for n in "abcd")
     report = check([a, b, c, d], ShardsConfig(shards="x"), processes=1)
-    assert f"e.g. {a}:000000 = {b}:000000" in str(check_table(report).title)
+    assert f"e.g. {a}:000000 = {b}:000000" in "\n".join(check_lines(report))
     assert report.reasons() == {"bad image": 1, "missing image": 1, "truncated tar": 1, "unreadable tar": 1}
     assert report.keys.examples == [[(a, "000000"), (b, "000000")]]
     assert sorted(report.images.examples) == [[(a, "000000"), (b, "000000")], [(a, "000001"), (b, "new")]]
@@ -274,5 +274,5 @@ def test_a_key_that_is_not_utf8_is_checked_and_shown(tmp_path):
     assert report.shards[0].bad == [("caf\udce9", "missing image")]
     printed = Terminal()
     with printed.capture() as got:
-        printed.print(check_table(report))
+        printed.print("\n".join(check_lines(report)), soft_wrap=True)
     assert "caf\\xe9" in got.get()

@@ -49,7 +49,7 @@ def neighbour(scoring: Scoring, task: NeighbourConfig) -> Result:
     """How often the image with the most similar slots has the same label."""
     source = open_set(task, "label")
     (images,) = scoring.features([source], task.workers)
-    labels = labels_of(images, source, None)
+    labels = labels_of(images, source)
 
     def score() -> Result:
         slots = F.normalize(images.in_memory(), dim=-1)  # (n, L, V)
