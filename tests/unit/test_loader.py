@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from sparo_data.bench import bench
 from sparo_data.writer import write_shard
@@ -19,6 +20,7 @@ from sparo_train.data.read.budget import BadSampleBudget
 from sparo_train.data.read.loader import Pipeline, default_streams
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import DataConfig
+from sparo_train.data.read.workers import in_workers
 from tests.conftest import jpeg, sample
 
 
@@ -252,3 +254,18 @@ def test_bench_reports_every_stage(shards):
     timing = bench(pipeline(shards, workers=1), 24)
     assert timing.samples == 24 and list(timing.seconds) == ["read", "decode", "augment", "tokenise"]
     assert abs(sum(timing.shares().values()) - 1) < 1e-9 and timing.pipeline_rate > 0 and timing.worker_rate > 0
+
+
+class _Numbers(Dataset):
+    def __getitem__(self, number):
+        return number
+
+    def __len__(self):
+        return 40
+
+
+def test_workers_of_a_set_end_without_a_word(capfd):
+    for _ in range(5):
+        found = list(in_workers(_Numbers(), 2, lambda rows: rows, [[i] for i in range(40)]))
+        assert found == [[i] for i in range(40)]
+    assert capfd.readouterr() == ("", "")

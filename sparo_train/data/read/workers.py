@@ -52,12 +52,10 @@ def in_workers(
     )
     with _deaths_unheard():
         parts = iter(loader)
-    if workers:
-        # The event that torch shares with them has a lock, and one that is killed while it asks keeps it: this side would wait for
-        # ever. They are ended by us, and need not be told.
-        parts._workers_done_event = threading.Event()  # pyright: ignore[reportAttributeAccessIssue]
     # Workers ignore SIGTERM, which is how multiprocessing would end those of a process that exits without closing us.
     end = functools.partial(_kill, weakref.ref(parts))
+    if workers:
+        parts._workers_done_event = _End(end)  # pyright: ignore[reportAttributeAccessIssue]
     atexit.register(end)
     try:
         while True:
@@ -77,6 +75,19 @@ def in_workers(
         if workers:
             parts._shutdown_workers()  # pyright: ignore[reportAttributeAccessIssue]
         atexit.unregister(end)
+
+
+class _End(threading.Event):
+    """In place of the event that torch shares with workers, whose lock is never given back by one that is killed while it asks."""
+
+    def __init__(self, kill: Callable[[], None]):
+        super().__init__()
+        self._kill = kill
+
+    def set(self) -> None:
+        """They are not told to end, but ended: they hold nothing that could be lost."""
+        self._kill()
+        super().set()
 
 
 def _lost(parts: Iterator[Any]) -> WorkerLostError | None:
