@@ -21,7 +21,7 @@ from sparo_train.train.run import TaskConfig as AnyTask
 
 from ..encoders.encoder import Encoder, Precision
 from ..encoders.loading import load_encoder, read_recipe
-from ..encoders.masked import MaskedEncoder
+from ..encoders.selection import described, of_numbers, read_selection, selected
 from ..report.results_file import append, write_results
 from ..sets.task_config import SetTaskConfig, TaskConfig
 from ..store.features import FeatureStore, Storage
@@ -41,7 +41,7 @@ class EvalOptions:
 
     features: folder of the feature store; None keeps no features.  results: where lines and predictions go; None: to the
     run folder of a run, nowhere for other checkpoints.  part: (i, n): encode the i-th of n shares only.
-    slots: of the image's encoding, these alone.
+    slots: of the image's encoding, these alone, or those of a selection's file.
     """
 
     model: str | None = None
@@ -52,7 +52,14 @@ class EvalOptions:
     results: Path | None = None
     part: tuple[int, int] | None = None
     latest: bool = True
-    slots: tuple[int, ...] | None = None
+    slots: tuple[int, ...] | Path | None = None
+
+    @property
+    def slots_named(self) -> str:
+        """The slots in a few words, for names and titles."""
+        if isinstance(self.slots, Path):
+            return f"of {self.slots}: {described(read_selection(self.slots))}"
+        return ranges(self.slots or ())
 
 
 def features_folder() -> Path:
@@ -130,7 +137,7 @@ def evaluate_checkpoint(
     if how.slots is not None:
         encoder = only_slots(encoder, how.slots)
         # Under a name of its own: half of the slots must not stand where the whole model is looked for.
-        scored = f"{checkpoint} (slots {','.join(map(str, how.slots))})"
+        scored = f"{checkpoint} (slots {how.slots_named})"
     if encoder.assumed:
         say(encoder.assumed)
     if how.limit is not None:
@@ -178,16 +185,22 @@ def evaluate_checkpoint(
     return results
 
 
-def only_slots(encoder: Encoder, slots: Sequence[int]) -> Encoder:
-    """These slots of an encoder's encodings, the others at zero. Raises `ConfigError` where it has no such slot."""
-    wrong = [slot for slot in slots if not 0 <= slot < encoder.slots]
-    if encoder.slots < 2:
-        raise ConfigError(f"--slots: {encoder.label} has no slots; use a model with a read-out (readout.kind=sparo)")
-    if wrong or not slots:
-        raise ConfigError(
-            f"--slots {wrong[0] if wrong else ''}: {encoder.label} has {encoder.slots} slots, numbered from 0"
-        )
-    return MaskedEncoder.of_slots(encoder, slots)
+def only_slots(encoder: Encoder, slots: Sequence[int] | Path) -> Encoder:
+    """These slots of an encoder's encodings, or a selection's, the others at zero. Raises `ConfigError` where it has no such slot."""
+    if isinstance(slots, Path):
+        return selected(encoder, read_selection(slots), f"--slots {slots}")
+    return selected(encoder, of_numbers(encoder, tuple(slots)))
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Rising numbers as they are typed: 0,3,8-15."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _facts(encoder: Encoder, how: EvalOptions, seconds: float) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich import box
@@ -64,7 +64,10 @@ def score(
     ] = None,
     storage: Annotated[str, typer.Option(help="fp32 or fp16: how features are stored")] = "fp32",
     slots: Annotated[
-        str | None, typer.Option(help="only these slots of the images' encodings, from 0: 0,3,8-15 (texts stay whole)")
+        str | None,
+        typer.Option(
+            help="only these slots of the images' encodings, from 0: 0,3,8-15, or a selection.json (texts stay whole)"
+        ),
     ] = None,
     part: Annotated[
         str | None,
@@ -98,7 +101,17 @@ def score(
     folder = features_folder() if features is None else None if features == "none" else Path(features)
     if features not in (None, "none"):
         refuse_unwritable(Path(features), "--features")
-    how = EvalOptions(model, folder, storage, precision, limit, results, _part(part, folder), latest, _slots(slots))  # type: ignore[arg-type]
+    how = EvalOptions(
+        model=model,
+        features=folder,
+        storage=cast(Any, storage),  # told from what is allowed just above
+        precision=cast(Any, precision),
+        limit=limit,
+        results=results,
+        part=_part(part, folder),
+        latest=latest,
+        slots=slots_given(slots),
+    )
     only = tasks.split(",") if tasks else None
     known = {checkpoint: tasks_for(checkpoint, data, only, root) for checkpoint in checkpoints}
     score_checkpoints(checkpoints, known, how, json_file)
@@ -222,16 +235,20 @@ def _part(text: str | None, features: Path | None) -> tuple[int, int] | None:
     return int(own), int(of)
 
 
-def _slots(text: str | None) -> tuple[int, ...] | None:
-    """`0,3,8-15` to numbers, each once, in order."""
+def slots_given(text: str | None) -> tuple[int, ...] | Path | None:
+    """`0,3,8-15` to numbers, each once, in order; the name of a file to its path."""
     if text is None:
         return None
+    if text.endswith(".json") or Path(text).is_file():
+        return Path(text)
     found: set[int] = set()
     for word in text.split(","):
         first, dash, last = word.strip().partition("-")
         if not first.isdecimal() or (
             dash and not (last.isdecimal() and int(first) <= int(last) < int(first) + 100_000)
         ):
-            raise ConfigError(f"--slots {text}: {word!r} is no slot; write numbers from 0 and ranges, as in 0,3,8-15")
+            raise ConfigError(
+                f"--slots {text}: {word!r} is no slot; write numbers from 0 and ranges, as in 0,3,8-15, or name a selection.json"
+            )
         found.update(range(int(first), int(last or first) + 1))
     return tuple(sorted(found))

@@ -80,24 +80,13 @@ def _scored(
 def _show(found: Mapping[str, dict[str, Result]], how: EvalOptions, json_file: Path | None) -> None:
     unwritten: OSError | None = None
     if json_file is not None and any(found.values()):
-        facts = {"slots": how.slots} if how.slots else {}
+        facts = {"slots": str(how.slots) if isinstance(how.slots, Path) else how.slots} if how.slots else {}
         try:
             write_results(json_file, facts, {f"{c}/{t}": r for c, by_task in found.items() for t, r in by_task.items()})
         except OSError as error:  # a disk that filled up meanwhile: the table is all that there is
             unwritten = error
     if any(found.values()):
-        chosen = f", slots {_ranges(how.slots)} of the images alone" if how.slots else ""
+        chosen = f", slots {how.slots_named} of the images alone" if how.slots else ""
         out.print(results_table(found, f"per cent, 95 % intervals{chosen}"))
     if unwritten is not None:
         raise ConfigError(f"--json {json_file}: could not be written ({unwritten}); the table above has the scores")
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Rising numbers as they are typed: 0,3,8-15."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

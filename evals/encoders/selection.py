@@ -1,0 +1,152 @@
+"""`selection.json`: which units of a checkpoint's encodings are used, how they were found, and what somebody called them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import ValidationError, model_validator
+
+from sparo_train.core.config import Frozen, setting
+from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.core.files import write_whole
+from sparo_train.core.untrusted import parse_json, read_text
+
+from .encoder import Encoder
+from .heads import SomeHeads, heads_of
+from .masked import masked
+
+SCHEMA = 1
+_MAX_BYTES = 16 << 20
+
+
+class SelectionData(Frozen):
+    """What a selection was made on."""
+
+    task: str = setting("", "name of the task")
+    data: str = setting("", "identity of its data (SHA-256)")
+    n: int = setting(0, "questions that were looked at", ge=0)
+    share: Literal["all", "half"] = setting("all", "half: the other half was held out for the report")
+    seed: int = setting(0, "that the half was drawn with")
+
+
+class Selection(Frozen):
+    """A selection or a mask of one checkpoint.
+
+    Raises:
+        ValueError: numbers that do not fit each other.
+    """
+
+    schema_: Literal[1] = setting(SCHEMA, "of this file", alias="schema")
+    sparo: Literal["selection"] = setting("selection", "what this file is")
+    checkpoint: str = setting(..., "SHA-256 of the weights")
+    label: str = setting("", "where the checkpoint lay")
+    units: Literal["slots", "parts", "heads"] = setting("slots", "what is chosen")
+    count: int = setting(..., "units that there are", ge=1, le=1_000_000)
+    head_layers: int = setting(4, "of units=heads: the last blocks, whose heads they are", ge=1)
+    method: str = setting("hand", "how they were found")
+    classifier_slots: Literal["slice", "renorm"] = setting("slice", "class vectors' slots: as they are, or of one norm")
+    chosen: tuple[int, ...] = setting(..., "the units in use, best first where an order is known", min_length=1)
+    order: tuple[int, ...] = setting((), "all units, best first")
+    scores: tuple[float, ...] = setting((), "each unit's own score on what the selection was made on, by number")
+    mask: tuple[float, ...] = setting((), "in place of zeros and ones: a number per unit, or per number of an encoding")
+    made_on: SelectionData = setting(SelectionData(), "what the selection was made on")
+    names: dict[int, str] = setting({}, "what somebody calls a unit")
+    notes: dict[int, str] = setting({}, "what somebody wrote about a unit")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        for key in ("chosen", "order"):
+            numbers = getattr(self, key)
+            wrong = [number for number in numbers if not 0 <= number < self.count]
+            if wrong:
+                raise ValueError(f"{key}: {wrong[0]} is no unit; there are {self.count}, numbered from 0")
+            if len(set(numbers)) < len(numbers):
+                raise ValueError(f"{key}: names a unit twice")
+        for key in ("names", "notes"):
+            wrong = [number for number in getattr(self, key) if not 0 <= number < self.count]
+            if wrong:
+                raise ValueError(f"{key}: {wrong[0]} is no unit; there are {self.count}, numbered from 0")
+        if self.order and len(self.order) != self.count:
+            raise ValueError(f"order: has {len(self.order)} of {self.count} units")
+        if self.scores and len(self.scores) != self.count:
+            raise ValueError(f"scores: has {len(self.scores)} of {self.count} units")
+        return self
+
+
+def read_selection(path: Path) -> Selection:
+    """A file that `write_selection` or the explorer wrote. Raises `ConfigError` naming it and what is wrong in it."""
+    try:
+        text = read_text(path, DataError, _MAX_BYTES)
+        found = parse_json(text, str(path), dict, DataError)
+    except DataError as error:
+        raise ConfigError(f"--slots {error}") from None
+    if found.get("sparo") != "selection":
+        raise ConfigError(f"--slots {path}: is no selection; `sparo slots select` writes one")
+    try:
+        return Selection.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"--slots {path}: {where + ': ' if where else ''}{first['msg']}; select again") from None
+
+
+def write_selection(path: Path, selection: Selection) -> None:
+    """Whole or not at all."""
+    write_whole(path, selection.model_dump_json(by_alias=True, indent=1) + "\n")
+
+
+def selected(encoder: Encoder, selection: Selection, where: str = "--slots") -> Encoder:
+    """The encoder with these units alone, or behind this mask.
+
+    Raises:
+        ConfigError: the selection was made for other weights, or does not fit them.
+    """
+    if selection.checkpoint != encoder.weights:
+        raise ConfigError(
+            f"{where}: was made for another checkpoint ({selection.label or selection.checkpoint[:12]}), and {encoder.label} has "
+            "other weights, whose slots mean other things; select again, or give numbers (--slots 0,3,8-15)"
+        )
+    if selection.units == "heads":
+        heads = heads_of(encoder, selection.head_layers)
+        if heads.slots - 1 != selection.count:
+            raise ConfigError(f"{where}: has {selection.count} heads, and {encoder.label} {heads.slots - 1}")
+        return SomeHeads(heads, sorted(selection.chosen))
+    whole = selection.units == "slots" and encoder.slots != selection.count
+    if whole or encoder.width % selection.count:
+        raise ConfigError(
+            f"{where}: has {selection.count} {selection.units}, and {encoder.label} {encoder.slots} slots"
+        )
+    return masked(encoder, mask_of(selection, encoder.width), f"{encoder.label} {described(selection)}")
+
+
+def mask_of(selection: Selection, width: int) -> torch.Tensor:
+    """(width,) fp32: what encodings are multiplied with. Raises `ConfigError` where a mask has another length."""
+    if selection.mask:
+        mask = torch.tensor(selection.mask)
+        if len(mask) not in (selection.count, width) or not bool(mask.isfinite().all()):
+            raise ConfigError(f"--slots: a mask of {len(mask)} numbers; encodings take {selection.count} or {width}")
+    else:
+        mask = torch.zeros(selection.count)
+        mask[list(selection.chosen)] = 1
+    return mask.repeat_interleave(width // len(mask))
+
+
+def described(selection: Selection) -> str:
+    """In a few words, for tables and errors."""
+    if selection.mask:
+        return f"{selection.method} of {len(selection.mask)} numbers"
+    return f"{selection.method}, {len(selection.chosen)} of {selection.count} {selection.units}"
+
+
+def of_numbers(encoder: Encoder, slots: tuple[int, ...], **facts: Any) -> Selection:
+    """Slots chosen by hand. Raises `ConfigError` where the encoder has no such slot."""
+    if encoder.slots < 2:
+        raise ConfigError(f"--slots: {encoder.label} has no slots; use a model with a read-out (readout.kind=sparo)")
+    wrong = [slot for slot in slots if not 0 <= slot < encoder.slots]
+    if wrong or not slots:
+        raise ConfigError(
+            f"--slots {wrong[0] if wrong else ''}: {encoder.label} has {encoder.slots} slots, numbered from 0"
+        )
+    return Selection(checkpoint=encoder.weights, label=encoder.label, count=encoder.slots, chosen=slots, **facts)

@@ -1,0 +1,214 @@
+"""Shares of margins: by how much each unit prefers the right answer to the wrong ones.
+
+An answer is right where the sum of the shares over the units in use is positive against every wrong answer; equal scores are decided
+as `sparo eval` decides them (the lower class; of captions the false one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..tasks.result import DRAWS, percentiles, wilson
+from ..tasks.zeroshot import ranked
+
+Average = Literal["macro", "micro"]
+CANDIDATES = 50  # wrong classes of an image that are kept for searching: those that the whole encoding ranks highest
+
+
+class Margins(NamedTuple):
+    """Of n questions with U units and K wrong answers each.
+
+    values: (n, U, K) fp32.  fixed: (n, K), what no unit can change.  tie: (n, K) bool, where an equal score is right.
+    kinds: (n,) int64, over which accuracy is averaged; all zero for a plain average.  keys: of each, its image.
+    """
+
+    values: Tensor
+    fixed: Tensor
+    tie: Tensor
+    kinds: Tensor
+    keys: Sequence[str]
+
+    @property
+    def questions(self) -> int:
+        """n; not `len`, which is a named tuple's own."""
+        return len(self.values)
+
+    @property
+    def units(self) -> int:
+        """U."""
+        return self.values.shape[1]
+
+    def only(self, rows: Tensor) -> Margins:
+        """Some of the questions, by number or by a mask."""
+        numbers = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
+        keys = [self.keys[int(i)] for i in numbers]
+        return Margins(self.values[numbers], self.fixed[numbers], self.tie[numbers], self.kinds[numbers], keys)
+
+    @property
+    def weight(self) -> Tensor:
+        """(n,) fp64 that sum to one: equal over kinds, and within a kind over its questions."""
+        of = torch.bincount(self.kinds)
+        return 1.0 / ((of > 0).sum() * of)[self.kinds].double()
+
+    def right(self, total: Tensor) -> Tensor:
+        """(n, …) bool, from sums of shares (n, K, …), what is fixed included."""
+        # One comparison in place of three: above the number next to zero is at least zero.
+        zero = torch.where(self.tie, torch.nextafter(torch.tensor(0.0), torch.tensor(-1.0)), torch.tensor(0.0))
+        found = total > zero[(...,) + (None,) * (total.dim() - 2)]
+        return found[:, 0] if found.shape[1] == 1 else found.all(dim=1)
+
+    def accuracy(self, right: Tensor) -> Tensor:
+        """(…) fp64 of (n, …) bool."""
+        # Rounded, so that equal counts in another order are equal.
+        return torch.tensordot(self.weight, right.double(), dims=1).round(decimals=12)
+
+
+def pair_margins(
+    image: Tensor,
+    true: Tensor,
+    false: Tensor,
+    kinds: Sequence[str],
+    keys: Sequence[str],
+    average: Average,
+    rest: int = 0,
+) -> Margins:
+    """Of true and false captions.
+
+    Args:
+        image: (n, U + rest, d).  true, false: (n, U, d) or (n, 1, d).
+    """
+    share = (image * (true - false)).sum(-1)
+    names = list(dict.fromkeys(kinds))
+    table = torch.tensor([names.index(kind) if average == "macro" else 0 for kind in kinds])
+    return _margins(share[..., None], rest, torch.zeros(len(share), 1, dtype=torch.bool), table, keys)
+
+
+def class_margins(
+    images: Iterable[Tensor],
+    weights: Tensor,
+    labels: Tensor,
+    keys: Sequence[str],
+    rest: int = 0,
+    keep: int = CANDIDATES,
+) -> Margins:
+    """Of classes: the label against the `keep` others that the whole encoding ranks highest.
+
+    Args:
+        images: (b, U + rest, d) in blocks.  weights: (C, U, d) or (C, 1, d).  labels: (n,) int64.
+
+    With no more than `keep` + 1 classes nothing is left out; else an accuracy is of these candidates, and a little too high.
+    """
+    parts, ties, first = [], [], 0
+    for block in images:
+        label = labels[first : first + len(block)]
+        first += len(block)
+        logits = unit_logits(block, weights)  # (U, b, C)
+        total = logits.sum(0).scatter(1, label[:, None], -torch.inf)
+        wrong = ranked(total, min(keep, total.shape[1] - 1))
+        of = torch.arange(len(block))[:, None]
+        right = logits[:, torch.arange(len(block)), label]
+        parts.append((right[:, :, None] - logits[:, of, wrong]).transpose(0, 1))
+        ties.append(label[:, None] < wrong)  # of equal logits the lower class is taken
+    kinds = torch.zeros(len(labels), dtype=torch.int64)
+    return _margins(torch.cat(parts), rest, torch.cat(ties), kinds, keys)
+
+
+def _margins(share: Tensor, rest: int, tie: Tensor, kinds: Tensor, keys: Sequence[str]) -> Margins:
+    units = share.shape[1] - rest
+    return Margins(share[:, :units].contiguous(), share[:, units:].sum(1), tie, kinds, list(keys))
+
+
+def unit_logits(block: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+    """Images (b, U, d) against class vectors (C, U, d) or (C, 1, d): each unit's share of the logits, (U, b, C)."""
+    if weights.shape[1] == 1:
+        return torch.matmul(block.transpose(0, 1), weights[:, 0].T, out=out)
+    return torch.bmm(block.transpose(0, 1), weights.permute(1, 2, 0), out=out)
+
+
+def renormed(weights: Tensor) -> Tensor:
+    """Class vectors (C, U, d) with every unit at one norm.
+
+    The mean over prompts leaves a slot shorter whose prompts disagree; `classifier_slots: renorm` undoes that.
+    """
+    return F.normalize(weights, dim=-1) * weights.shape[1] ** -0.5
+
+
+class EachUnit(NamedTuple):
+    """What one pass over the images tells of every unit: right answers (n, U) alone and without it, and (n,) of all."""
+
+    alone: Tensor
+    without: Tensor
+    whole: Tensor
+
+
+def each_unit(images: Iterable[Tensor], weights: Tensor, labels: Tensor, rest: int = 0) -> EachUnit:
+    """Each unit's zero-shot answers, those without it, and those of all, in one pass; equal to a masked pass per unit.
+
+    Args:
+        images: (b, U + rest, d) in blocks.  weights: (C, U, d) or (C, 1, d).  labels: (n,) int64.
+    """
+    alone, without, whole = [], [], []
+    for logits, truth in _logits(images, weights, labels):
+        total, own = logits.sum(0), logits[: len(logits) - rest]
+        whole.append(_first_best(total) == truth)
+        alone.append((_first_best(own) == truth).T)
+        without.append((_first_best(torch.sub(total, own, out=own)) == truth).T)
+    return EachUnit(torch.cat(alone), torch.cat(without), torch.cat(whole))
+
+
+def class_curves(
+    images: Iterable[Tensor], weights: Tensor, labels: Tensor, orders: Sequence[Sequence[int]], rest: int = 0
+) -> Tensor:
+    """Right answers (O, n, U) over all classes with the first 1, 2, … U units of each of O orders."""
+    found = []
+    for logits, truth in _logits(images, weights, labels):
+        table, answer = logits.numpy(), truth.numpy()
+        right = np.empty((len(orders), len(answer), table.shape[0] - rest), bool)
+        fixed = table[table.shape[0] - rest :].sum(0)
+        for o, order in enumerate(orders):
+            total = fixed.copy()
+            for k, unit in enumerate(order):
+                # numpy, as nothing is gained by two threads for so few numbers, and much is lost where others use the processor
+                np.add(total, table[unit], out=total)
+                right[o, :, k] = total.argmax(-1) == answer
+        found.append(torch.from_numpy(right))
+    return torch.cat(found, dim=1)
+
+
+_ROWS = 64  # images whose logits of all units are held at once: 16 MB for 64 units and 1,000 classes, which caches still help
+
+
+def _logits(images: Iterable[Tensor], weights: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """(U + rest, b, C) of a few images at a time, overwritten by the next, and their labels."""
+    first, room = 0, torch.empty(0)
+    for block in images:
+        label = labels[first : first + len(block)]
+        first += len(block)
+        for rows, truth in zip(block.split(_ROWS), label.split(_ROWS), strict=True):
+            shape = (rows.shape[1], len(rows), len(weights))
+            room = room if room.shape == shape else torch.empty(shape)  # fresh pages cost as much as the product
+            yield unit_logits(rows, weights, room), truth
+
+
+def _first_best(logits: Tensor) -> Tensor:
+    """argmax over the last dimension, of equal ones the first; numpy's is five times as fast as torch's on a CPU."""
+    return torch.from_numpy(logits.numpy().argmax(-1))
+
+
+def interval(right: Tensor, kinds: Tensor) -> tuple[float, float]:
+    """95 % of an accuracy: Wilson's, or over several kinds a bootstrap within each."""
+    of = torch.bincount(kinds)
+    if len(of) == 1:
+        return wilson(float(right.double().mean()), len(right))
+    rng = np.random.default_rng(0)
+    draws = []
+    for kind, count in enumerate(of.tolist()):
+        if count:
+            draws.append(rng.binomial(count, float(right[kinds == kind].double().mean()), DRAWS) / count)
+    return percentiles(np.mean(draws, axis=0))

@@ -1,0 +1,171 @@
+"""From a task of `eval.tasks` and an encoder's units to shares of margins; images and texts are encoded once and stored."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparo_train.core.errors import ConfigError, DataError
+
+from ..sets.base import EvalSet, Pair
+from ..sets.opening import open_labelled, open_set
+from ..sets.task_config import LabelledTaskConfig, SetTaskConfig, TaskConfig
+from ..store.feature_table import Features
+from ..store.features import FeatureStore
+from ..suite.image_text_tasks import PairsTaskConfig, ZeroshotTaskConfig
+from ..suite.labelled_tasks import KnnTaskConfig
+from ..suite.scoring import labels_of
+from ..tasks import zeroshot
+from .margins import Average, EachUnit, Margins, class_curves, class_margins, each_unit, pair_margins, renormed
+from .units import Units, texts_of
+
+ClassifierSlots = str  # slice | renorm
+
+
+class Classes(NamedTuple):
+    """A zero-shot task: encodings of n images, class vectors (C, U, d) or (C, 1, d), labels (n,)."""
+
+    units: Units
+    features: Features
+    weights: Tensor
+    labels: Tensor
+    data: str
+
+    @property
+    def keys(self) -> list[str]:
+        return self.features.keys
+
+    @property
+    def kinds(self) -> Tensor:
+        return torch.zeros(len(self.labels), dtype=torch.int64)
+
+    def blocks(self) -> Iterator[Tensor]:
+        return (self.units.images(rows) for rows in self.features.blocks(1024))
+
+    def margins(self) -> Margins:
+        return class_margins(self.blocks(), self.weights, self.labels, self.keys, self.units.rest)
+
+    def each(self) -> EachUnit:
+        return each_unit(self.blocks(), self.weights, self.labels, self.units.rest)
+
+    def curves(self, orders: Sequence[Sequence[int]]) -> Tensor:
+        """Right answers (O, n, U), over all classes."""
+        return class_curves(self.blocks(), self.weights, self.labels, orders, self.units.rest)
+
+
+class Pairs(NamedTuple):
+    """A task of true and false captions; `found` are the pairs, `owner` (n,) each one's image."""
+
+    units: Units
+    features: Features
+    true: Tensor
+    false: Tensor
+    owner: Tensor
+    found: list[Pair]
+    average: Average
+    data: str
+
+    @property
+    def keys(self) -> list[str]:
+        return [self.features.keys[i] for i in self.owner.tolist()]
+
+    def margins(self) -> Margins:
+        u = self.units
+        image = u.images(self.features.rows(self.owner))
+        kinds = [pair.kind for pair in self.found]
+        return pair_margins(image, u.texts(self.true), u.texts(self.false), kinds, self.keys, self.average, u.rest)
+
+
+class Neighbours(NamedTuple):
+    """A k-NN task of an encoder of images alone: its two sets and their labels."""
+
+    units: Units
+    bank: Features
+    bank_labels: Tensor
+    test: Features
+    labels: Tensor
+    config: KnnTaskConfig
+    data: str
+
+
+Material = Classes | Pairs | Neighbours
+
+
+def material(
+    name: str, task: TaskConfig, units: Units, store: FeatureStore, classifier_slots: ClassifierSlots = "slice"
+) -> Material:
+    """What a task is made of, for units.
+
+    Raises:
+        ConfigError: a task whose score is no sum over units (retrieval, probes), or texts asked of an encoder without.
+        DataError: data that is not there.
+    """
+    if isinstance(task, ZeroshotTaskConfig):
+        return _classes(task, units, store, classifier_slots)
+    if isinstance(task, PairsTaskConfig):
+        return _pairs(task, units, store)
+    if isinstance(task, KnnTaskConfig):
+        return _neighbours(task, units, store)
+    raise ConfigError(
+        f"{name}: units are chosen and compared on tasks of kind zeroshot, pairs or knn, and this is {task.task}"
+    )
+
+
+def open_images(task: TaskConfig) -> EvalSet:
+    """The images of a task. Raises `ConfigError` where it has none of its own."""
+    if isinstance(task, LabelledTaskConfig):
+        return open_labelled(task)[1]
+    if isinstance(task, SetTaskConfig):
+        return open_set(task, {"pairs": "pairs", "retrieval": "captions"}.get(task.task, "label"))
+    raise ConfigError(f"task {task.task}: has no images to look at")
+
+
+def _encoded(source: EvalSet, units: Units, store: FeatureStore, workers: int) -> Features:
+    found = store.images(units.encoder, source, workers=workers)
+    assert found is not None  # None is the answer to a share
+    return found
+
+
+def _classes(task: ZeroshotTaskConfig, units: Units, store: FeatureStore, classifier_slots: str) -> Classes:
+    source, tower = open_set(task, "label"), texts_of(units)
+    names, templates = source.classnames(), source.templates()
+    source.label_below = len(names)
+    features = _encoded(source, units, store, task.workers)
+    if source.kind == "labels":
+        raise ConfigError(f"{source.root}: has several labels per image, whose average precision is no sum over units")
+    vectors = zeroshot.classifier(store.texts(tower, zeroshot.prompts(names, templates)), len(names))
+    weights = units.texts(vectors)
+    if classifier_slots == "renorm":
+        weights = renormed(weights)
+    return Classes(units, features, weights, labels_of(features, source), source.identity())
+
+
+def _pairs(task: PairsTaskConfig, units: Units, store: FeatureStore) -> Pairs:
+    source, tower = open_set(task, "pairs"), texts_of(units)
+    features = _encoded(source, units, store, task.workers)
+    found = [pair for row in features.facts for pair in row]
+    if not found:
+        raise DataError(f"{source.root}: not one image has a pair of captions")
+    owner = torch.tensor([i for i, row in enumerate(features.facts) for _ in row])
+    both = store.texts(tower, [p.caption for p in found] + [p.negative_caption for p in found])
+    true, false = both.split(len(found))
+    return Pairs(units, features, true, false, owner, found, task.average, source.identity())
+
+
+def _neighbours(task: KnnTaskConfig, units: Units, store: FeatureStore) -> Neighbours:
+    bank_set, test_set = open_labelled(task)
+    transform = units.encoder.resized(task.resize)
+    bank, test = (store.images(units.encoder, s, transform, workers=task.workers) for s in (bank_set, test_set))
+    assert bank is not None and test is not None
+    labels = labels_of(bank, bank_set), labels_of(test, test_set)
+    return Neighbours(units, bank, labels[0], test, labels[1], task, f"{bank_set.identity()} {test_set.identity()}")
+
+
+def first_half(keys: list[str], seed: int) -> Tensor:
+    """(n,) bool: about half of the images, drawn by their keys, so that what is asked of one image stays together."""
+    drawn = [hashlib.sha256(f"{seed} {key}".encode()).digest()[0] < 128 for key in keys]
+    return torch.tensor(drawn, dtype=torch.bool)

@@ -1,0 +1,65 @@
+"""The SPARO paper's Table 4: slots chosen by their zero-shot accuracy on one set, scored kind by kind on pairs of captions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..tasks.result import wilson
+from . import choosing
+from .margins import Margins, interval
+from .material import Classes, Pairs
+from .study import How, Score, choose
+
+
+class FourColumn(NamedTuple):
+    """A checkpoint's half of Table 4: by kind, and their average last. `share`: of the slots, e.g. `50 %`; `random`: the mean of many."""
+
+    label: str
+    share: str
+    n: int
+    draws: int
+    kinds: list[str]
+    whole: list[Score]
+    chosen: list[Score]
+    random: list[float]
+    bottom: list[Score]
+
+
+def four_column(label: str, name: str, chosen_on: Classes, pairs: Pairs, how: How) -> FourColumn:
+    """Choose on `chosen_on` (all of it: the pairs are other data) and score on `pairs`."""
+    selection = choose(name, chosen_on, how._replace(held_out=False))
+    margins, k = pairs.margins(), len(selection.chosen)
+    names = list(dict.fromkeys(pair.kind for pair in pairs.found))
+    kinds = torch.tensor([names.index(pair.kind) for pair in pairs.found])
+    margins = margins._replace(kinds=kinds)
+
+    def first(order: list[int], count: int) -> Tensor:
+        return choosing.curve(margins, order)[:, count - 1]
+
+    order = list(selection.order)
+    drawn = [by_kind(first(choosing.random_order(margins.units, 1000 + i), k), margins) for i in range(how.draws)]
+    random = [sum(values[i].value for values in drawn) / len(drawn) for i in range(len(names) + 1)]
+    share = f"{100 * k / margins.units:.0f} %"
+    return FourColumn(
+        label,
+        share,
+        margins.questions,
+        how.draws,
+        [*names, "Average"],
+        by_kind(first(order, margins.units), margins),
+        by_kind(first(order, k), margins),
+        random,
+        by_kind(first(order[::-1], k), margins),
+    )
+
+
+def by_kind(right: Tensor, margins: Margins) -> list[Score]:
+    """Accuracy of each kind, and their mean, with 95 % intervals."""
+    found = []
+    for kind in range(int(margins.kinds.max()) + 1):
+        here = right[margins.kinds == kind]
+        found.append(Score(float(here.double().mean()), *wilson(float(here.double().mean()), len(here))))
+    return [*found, Score(float(margins.accuracy(right)), *interval(right, margins.kinds))]

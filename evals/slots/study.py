@@ -1,0 +1,225 @@
+"""Choose units on one task, and report on it and on others what the choice does, beside all units, random ones and the worst."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparo_train.core.errors import ConfigError, DataError
+
+from ..encoders.selection import Selection, SelectionData
+from ..tasks.result import DRAWS, percentiles
+from . import choosing
+from .margins import Margins, interval
+from .material import Classes, Material, Neighbours, Pairs, first_half
+from .neighbours import neighbour_curve, neighbour_scores
+
+Share = Literal["held out", "other data", "same data"]
+
+
+class Score(NamedTuple):
+    """An accuracy with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Report(NamedTuple):
+    """What a choice does to a task.
+
+    share: of the data: the half that the choice did not see, data of another task, or the very data it was made on.
+    whole, chosen, bottom: all units, the choice, as many of the worst.  gain: chosen less whole, paired.
+    chance_mean, chance_low, chance_high: as many random units, over `draws`.
+    curve: accuracy of the first 1, 2, … units of the order; `random_mean`, `random_low`, `random_high` likewise.
+    """
+
+    task: str
+    n: int
+    share: Share
+    whole: Score
+    chosen: Score
+    bottom: Score
+    gain: Score
+    draws: int
+    curve: list[float]
+    random_mean: list[float]
+    random_low: list[float]
+    random_high: list[float]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in self._asdict().items()}
+
+
+class How(NamedTuple):
+    """method: a key of `choosing.METHODS`, or `random`.  k: how many; None: half of them; 0: as many as score best where they are chosen.
+
+    held_out: choose on one half of the images and report on the other.  draws: random orders of the controls.
+    """
+
+    method: str = "top"
+    k: int | None = None
+    held_out: bool = True
+    seed: int = 0
+    draws: int = 50
+
+
+def choose(name: str, material: Material, how: How, classifier_slots: Any = "slice", head_layers: int = 4) -> Selection:
+    """An order of units and the first k of it.
+
+    Raises:
+        ConfigError: a method that the task cannot carry, or a k above the number of units.
+        DataError: a half without images.
+    """
+    units = material.units
+    if how.k is not None and not 0 <= how.k <= units.number:
+        raise ConfigError(f"--k {how.k}: there are {units.number} {units.kind}")
+    if isinstance(material, Neighbours):
+        order, scores, best, n = _by_neighbours(material, how)
+    else:
+        margins = material.margins()
+        if how.held_out:
+            half = first_half(list(margins.keys), how.seed)
+            _refuse_empty(name, half)
+            margins = margins.only(half)
+        order, n = _order(margins, how), margins.questions
+        scores = _alone(material, margins, how)
+        best = int(margins.accuracy(choosing.curve(margins, order)).argmax()) + 1
+    k = units.number // 2 if how.k is None else how.k or best
+    share = "half" if how.held_out else "all"
+    return Selection(
+        checkpoint=units.encoder.weights,
+        label=units.encoder.label,
+        units=units.kind,
+        count=units.number,
+        head_layers=head_layers,
+        method=how.method,
+        classifier_slots=classifier_slots,
+        chosen=tuple(order[: max(k, 1)]),
+        order=tuple(order),
+        scores=tuple(scores.tolist()),
+        made_on=SelectionData(task=name, data=material.data, n=n, share=share, seed=how.seed),
+    )
+
+
+def _refuse_empty(name: str, half: Tensor) -> None:
+    if not bool(half.any()) or bool(half.all()):
+        raise DataError(f"{name}: {len(half)} images cannot be halved; give more, or --same-data")
+
+
+def _order(margins: Margins, how: How) -> list[int]:
+    if how.method == "random":
+        return choosing.random_order(margins.units, how.seed)
+    # Candidates rank `top` a little otherwise than all classes would; the accuracies that are kept are of all classes.
+    return choosing.METHODS[how.method](margins)
+
+
+def _alone(material: Classes | Pairs, margins: Margins, how: How) -> Tensor:
+    """(U,) accuracies: of classes over all of them, not over the candidates."""
+    if isinstance(material, Pairs):
+        return choosing.accuracies(margins)
+    alone = material.each().alone.double()
+    return (alone[first_half(material.keys, how.seed)] if how.held_out else alone).mean(0)
+
+
+def _by_neighbours(material: Neighbours, how: How) -> tuple[list[int], Tensor, int, int]:
+    if how.method not in ("top", "bottom", "random"):
+        raise ConfigError(
+            f"--method {how.method}: on a knn task units are chosen by top, bottom or random; a vote is no sum over units"
+        )
+    half = (
+        first_half(material.test.keys, how.seed) if how.held_out else torch.ones(len(material.test), dtype=torch.bool)
+    )
+    if how.held_out:
+        _refuse_empty(material.config.test, half)
+    scores = neighbour_scores(material)[half].double().mean(0)
+    order = choosing.best_first(scores)
+    if how.method == "bottom":
+        order = order[::-1]
+    if how.method == "random":
+        order = choosing.random_order(len(scores), how.seed)
+    best = len(order)
+    if how.k == 0:
+        best = int(neighbour_curve(material, order)[half].double().mean(0).argmax()) + 1
+    return order, scores, best, int(half.sum())
+
+
+def report(name: str, material: Material, selection: Selection, how: How) -> Report:
+    """What a selection does to a task; on the data that it was made on, to the half that it did not see where there is one."""
+    order, k, share, rows = list(selection.order), len(selection.chosen), "other data", None
+    if selection.made_on.data == material.data:
+        share = "same data"
+        if selection.made_on.share == "half":
+            share, rows = "held out", ~first_half(_keys(material), selection.made_on.seed)
+    kinds, curves = _answers(material, order, how)
+    kinds, (ours, bottom, *drawn) = (
+        (kinds, curves) if rows is None else (kinds[rows], [right[rows] for right in curves])
+    )
+    accuracy = _accuracies(kinds)
+    random = torch.stack([accuracy(right) for right in drawn])
+    low, high = (random.quantile(q, 0) for q in (0.025, 0.975))
+    return Report(
+        name,
+        len(ours),
+        share,
+        _score(ours[:, -1], kinds),
+        _score(ours[:, k - 1], kinds),
+        _score(bottom[:, k - 1], kinds),
+        gain(ours[:, k - 1], ours[:, -1], kinds),
+        len(drawn),
+        accuracy(ours).tolist(),
+        random.mean(0).tolist(),
+        low.tolist(),
+        high.tolist(),
+    )
+
+
+def _keys(material: Material) -> list[str]:
+    return material.test.keys if isinstance(material, Neighbours) else material.keys
+
+
+def _answers(material: Material, order: list[int], how: How) -> tuple[Tensor, list[Tensor]]:
+    """Kinds (n,) and right answers (n, U) of the order, the reverse of `top` there, and random orders."""
+    if isinstance(material, Neighbours):
+        worst = choosing.best_first(neighbour_scores(material).double().mean(0))[::-1]
+        orders = [order, worst, *(choosing.random_order(len(order), 1000 + i) for i in range(min(how.draws, 5)))]
+        return torch.zeros(len(material.test), dtype=torch.int64), [neighbour_curve(material, o) for o in orders]
+    margins = material.margins()
+    randoms = (choosing.random_order(len(order), 1000 + i) for i in range(how.draws))
+    orders = [order, choosing.bottom(margins), *randoms]
+    if isinstance(material, Classes):
+        return margins.kinds, list(material.curves(orders))
+    return margins.kinds, [choosing.curve(margins, o) for o in orders]
+
+
+def _accuracies(kinds: Tensor) -> Any:
+    none = torch.empty(len(kinds), 1, 1)
+    return Margins(none, none[..., 0], none[..., 0] > 0, kinds, []).accuracy
+
+
+def _score(right: Tensor, kinds: Tensor) -> Score:
+    return Score(float(_accuracies(kinds)(right)), *interval(right, kinds))
+
+
+def gain(first: Tensor, second: Tensor, kinds: Tensor) -> Score:
+    """Accuracy of the first answers less that of the second, with a bootstrap over questions within each kind, paired."""
+    rng, draws, values = np.random.default_rng(0), [], []
+    for kind in kinds.unique().tolist():
+        here = kinds == kind
+        a, b = first[here], second[here]
+        counts = np.array([int((a & ~b).sum()), int((b & ~a).sum()), int((a == b).sum())])
+        values.append((counts[0] - counts[1]) / counts.sum())
+        drawn = rng.multinomial(counts.sum(), counts / counts.sum(), DRAWS)
+        draws.append((drawn[:, 0] - drawn[:, 1]) / counts.sum())
+    return Score(float(np.mean(values)), *percentiles(np.mean(draws, axis=0)))
+
+
+def by_hand(selection: Selection, order: Sequence[int]) -> Selection:
+    """A selection of somebody's own with the others behind it in their order, so that curves can be drawn."""
+    rest = [unit for unit in order if unit not in selection.chosen]
+    return selection.model_copy(update={"order": (*selection.chosen, *rest)})

@@ -1,0 +1,278 @@
+"""The verbs of `sparo slots`: load, look, choose, write, and print."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from evals.encoders.loading import load_encoder
+from evals.encoders.selection import Selection, described, of_numbers, read_selection, selected, write_selection
+from evals.report.results_file import refuse_unwritable
+from evals.slots import choosing
+from evals.slots.look import refuse_same
+from evals.slots.mask_study import MaskRow, Per, mask_row, mask_selection, relative_change
+from evals.slots.masks import MaskTraining
+from evals.slots.material import Classes, Material, Neighbours, Pairs
+from evals.slots.neighbours import neighbour_scores
+from evals.slots.paper_four import four_column
+from evals.slots.study import How, Report, by_hand, choose, report
+from sparo_train.core.errors import ConfigError
+from sparo_train.core.files import write_whole
+
+from ..views import slot_tables
+from ..views.terminal import console, out
+from .slot_work import Bench, SlotOptions, fitting, titles
+
+
+class Asked(NamedTuple):
+    """What `sparo slots select` was asked for beside how to choose.
+
+    on: the task to choose on.  report: tasks to report on; None: all that fit.  slots: chosen by hand.  out, plot, json_file: files.
+    """
+
+    on: str
+    report: list[str] | None
+    slots: tuple[int, ...] | Path | None
+    out: Path
+    plot: Path | None
+    json_file: Path | None
+
+
+def score_units(
+    checkpoint: str, on: list[str] | None, sort: str | None, options: SlotOptions, json_file: Path | None
+) -> None:
+    """Each unit alone, and all without it, task by task."""
+    bench = Bench(checkpoint, options)
+    tasks = bench.tasks(on)
+    found = bench.material(tasks if on else _some(fitting(tasks), checkpoint))
+    columns: dict[str, list[float]] = {}
+    for name, each in found.items():
+        columns |= _columns(name, each)
+    sort = sort if sort is None or sort in columns else f"{sort} alone"
+    if sort is not None and sort not in columns:
+        raise ConfigError(f"--sort {sort.removesuffix(' alone')}: is none of the tasks shown ({', '.join(found)})")
+    numbers = list(range(bench.units.number))
+    if sort is not None:
+        numbers.sort(key=lambda n: (-columns[sort][n], n))
+    title = f"{checkpoint}: {bench.units.number} {bench.units.kind}, per cent"
+    slot_tables.show(slot_tables.units_table(title, columns, numbers, {}))
+    for name, each in found.items():
+        out.print(f"{name}: n = {_size(each)}" + (f", all together {100 * _whole(each):.1f}" if not isinstance(each, Neighbours) else ""))  # fmt: skip
+    _write(
+        json_file,
+        {"checkpoint": checkpoint, "sha256": bench.encoder.weights, "units": options.units, "scores": columns},
+    )
+
+
+def _columns(name: str, each: Material) -> dict[str, list[float]]:
+    if isinstance(each, Classes):
+        answers = each.each()
+        table = {"alone": answers.alone, "without": answers.without}
+        return {f"{name} {how}": right.double().mean(0).tolist() for how, right in table.items()}
+    if isinstance(each, Neighbours):
+        return {f"{name} alone": neighbour_scores(each).double().mean(0).tolist()}
+    margins = each.margins()
+    total = margins.values.sum(1, keepdim=True) + margins.fixed[:, None]
+    without = margins.accuracy(margins.right((total - margins.values).transpose(1, 2)))
+    return {f"{name} alone": choosing.accuracies(margins).tolist(), f"{name} without": without.tolist()}
+
+
+def _whole(each: Classes | Pairs) -> float:
+    margins = each.margins()
+    if isinstance(each, Classes):
+        return float(each.each().whole.double().mean())
+    return float(margins.accuracy(margins.right(margins.values.sum(1) + margins.fixed)))
+
+
+def _size(each: Material) -> int:
+    return len(each.found) if isinstance(each, Pairs) else len(each.labels)
+
+
+def _some(tasks: dict[str, Any], checkpoint: str) -> dict[str, Any]:
+    if not tasks:
+        raise ConfigError(
+            f"{checkpoint}: none of its tasks is zeroshot, pairs or knn; name some of --data or of the catalogue"
+        )
+    return tasks
+
+
+def select_units(checkpoint: str, asked: Asked, how: How, options: SlotOptions) -> None:
+    """Choose, write the file, report."""
+    refuse_unwritable(asked.out.parent, f"--out {asked.out}")
+    if asked.plot is not None:
+        refuse_unwritable(asked.plot.parent, f"--plot {asked.plot}")
+    bench = Bench(checkpoint, options)
+    name, task = bench.one(asked.on, "--on")
+    tasks = bench.tasks(asked.report) if asked.report else fitting(bench.tasks(None) if _has_tasks(bench) else {})
+    found = bench.material({name: task, **tasks})
+    chosen = choose(name, found[name], how, options.classifier_slots, options.head_layers)
+    if asked.slots is not None:
+        chosen = _by_hand(bench, asked.slots, chosen, how)
+    shown = list(tasks) if asked.report else list(found)
+    reports = [report(each, found[each], chosen, how) for each in shown]
+    write_selection(asked.out, chosen)
+    title = f"{checkpoint}: {described(chosen)}, chosen on {name} (n = {chosen.made_on.n})"
+    slot_tables.show(slot_tables.report_table(title, reports, len(chosen.chosen), chosen.count, chosen.units))
+    out.print(f"{asked.out}: {chosen.units} {' '.join(map(str, chosen.chosen))}", soft_wrap=True)
+    _say_next(checkpoint, asked.out, reports)
+    _write(asked.json_file, {"selection": json.loads(chosen.model_dump_json(by_alias=True)), "reports": [r.as_dict() for r in reports]})  # fmt: skip
+    if asked.plot is not None:
+        from evals.report.selection_plot import draw_curves
+
+        draw_curves({r.task: r.as_dict() for r in reports}, len(chosen.chosen), title, asked.plot)
+        out.print(str(asked.plot), soft_wrap=True)
+
+
+def _has_tasks(bench: Bench) -> bool:
+    try:
+        return bool(bench.tasks(None))
+    except ConfigError:  # a checkpoint without a run, whose tasks are of the catalogue
+        return False
+
+
+def _by_hand(bench: Bench, slots: tuple[int, ...] | Path, ranked: Selection, how: How) -> Selection:
+    """Somebody's own choice; nobody knows what it was made on, so nothing of it counts as held out."""
+    if isinstance(slots, Path):
+        given = read_selection(slots)
+        selected(bench.encoder, given, f"--slots {slots}")
+        if (given.units, given.count) != (ranked.units, ranked.count):
+            raise ConfigError(f"--slots {slots}: chooses {given.units}, {given.count} of them; --units {ranked.units} has {ranked.count}")  # fmt: skip
+        if given.mask:
+            raise ConfigError(f"--slots {slots}: is a mask; score it with sparo eval --slots")
+        return by_hand(given, ranked.order)
+    given = of_numbers(bench.encoder, slots) if bench.options.units == "slots" else None
+    if given is None:
+        raise ConfigError("--slots: numbers are slots; leave --units away, or give a selection.json")
+    return by_hand(given.model_copy(update={"scores": ranked.scores}), ranked.order)
+
+
+def _say_next(checkpoint: str, path: Path, reports: Sequence[Report]) -> None:
+    if any(r.share == "same data" for r in reports):
+        console.print(
+            "same data: the choice was made on it, so its gain is too good; --held-out and other tasks are fair"
+        )
+    console.print(f"next: sparo eval {checkpoint} --slots {path}", soft_wrap=True)
+
+
+def train_masks(
+    checkpoints: Sequence[str],
+    on: str,
+    report_on: list[str] | None,
+    settings: Sequence[tuple[Per, int | None]],
+    trainings: Sequence[MaskTraining],
+    held_out: bool,
+    options: SlotOptions,
+    path: Path | None,
+    json_file: Path | None,
+) -> None:
+    """A row per checkpoint and kind of mask; of a single one the first mask is written."""
+    if path is not None:
+        refuse_unwritable(path.parent, f"--out {path}")
+    rows: list[MaskRow] = []
+    for checkpoint, label in zip(checkpoints, titles(checkpoints), strict=True):
+        for per, parts in settings:
+            row, written = _mask(checkpoint, label, on, report_on, per, parts, trainings, held_out, options)
+            rows.append(row)
+            if path is not None:
+                write_selection(path, written)
+                out.print(f"{path}: {described(written)}", soft_wrap=True)
+    slot_tables.show(slot_tables.five_table(rows))
+    _write(json_file, {"rows": [_row_facts(row) for row in rows]})
+
+
+def _mask(
+    checkpoint: str, label: str, on: str, report_on: list[str] | None, per: Per, parts: int | None,
+    trainings: Sequence[MaskTraining], held_out: bool, options: SlotOptions,
+) -> tuple[MaskRow, Selection]:  # fmt: skip
+    kind = "parts" if parts is not None else options.units
+    bench = Bench(checkpoint, _with(options, units=kind, parts=parts))
+    name, task = bench.one(on, "--on")
+    tasks = {n: t for n, t in bench.tasks(report_on).items() if t.task == "zeroshot"}
+    found = bench.material({name: task, **tasks})
+    pairs, classes = found.pop(name), {n: m for n, m in found.items() if isinstance(m, Classes)}
+    if not isinstance(pairs, Pairs):
+        raise ConfigError(f"--on {name}: masks are trained on a task of kind pairs, and this is {task.task}")
+    row, trained = mask_row(label, pairs, classes, per, trainings, held_out)
+    return row, mask_selection(name, pairs, trained[0], per, trainings[0], held_out)
+
+
+def _with(options: SlotOptions, **changes: Any) -> SlotOptions:
+    return SlotOptions(**{**vars(options), **changes})
+
+
+def _row_facts(row: MaskRow) -> dict[str, Any]:
+    changes = {
+        name: [relative_change((row.pairs[0], p), (initial, m)) for p, m in zip(row.pairs[1], masked, strict=True)]
+        for name, (initial, masked) in row.tasks.items()
+    }
+    return {**row._asdict(), "relative_change": changes}
+
+
+def table_four(
+    checkpoints: Sequence[str], on: str, pairs_name: str, how: How, options: SlotOptions, json_file: Path | None
+) -> None:
+    """Table 4 for any checkpoints with slots."""
+    columns = []
+    for checkpoint, label in zip(checkpoints, titles(checkpoints), strict=True):
+        bench = Bench(checkpoint, options)
+        (name, task), (other, second) = bench.one(on, "--on"), bench.one(pairs_name, "--report")
+        found = bench.material({name: task, other: second})
+        classes, pairs = found[name], found[other]
+        if not isinstance(classes, Classes):
+            raise ConfigError(f"--on {name}: Table 4 chooses on a task of kind zeroshot, and this is {task.task}")
+        if not isinstance(pairs, Pairs):
+            raise ConfigError(f"--report {other}: Table 4 scores a task of kind pairs, and this is {second.task}")
+        columns.append(four_column(label, name, classes, pairs, how))
+    slot_tables.show(slot_tables.four_table(columns))
+    out.print(f"{columns[0].n} pairs; per cent, 95 % intervals; random: the mean of {how.draws} choices")
+    _write(json_file, {"columns": [column._asdict() for column in columns]})
+
+
+def table_five(
+    checkpoints: Sequence[str], on: str, report_on: list[str], parts: int, trainings: Sequence[MaskTraining],
+    options: SlotOptions, json_file: Path | None,
+) -> None:  # fmt: skip
+    """Table 5 for any checkpoints: masks per slot (or per part, where there are none) and per number."""
+    rows: list[MaskRow] = []
+    for per in ("unit", "number"):
+        for checkpoint, label in zip(checkpoints, titles(checkpoints), strict=True):
+            cut = None if Bench(checkpoint, _with(options, units="parts", parts=parts)).encoder.slots > 1 else parts
+            rows.append(_mask(checkpoint, label, on, report_on, per, cut, trainings, False, options)[0])
+    rows = [_averaged(row) for row in rows]
+    slot_tables.show(slot_tables.five_table(rows))
+    _write(json_file, {"rows": [_row_facts(row) for row in rows]})
+
+
+def _averaged(row: MaskRow) -> MaskRow:
+    """VTAB's tasks as their average, as the paper has it; other tasks as they are."""
+    vtab = {n: s for n, s in row.tasks.items() if n.startswith("vtab/")}
+    if len(vtab) < 2:
+        return row
+    rest = {n: s for n, s in row.tasks.items() if n not in vtab}
+    initial = sum(s[0] for s in vtab.values()) / len(vtab)
+    masked = [sum(values) / len(vtab) for values in zip(*(s[1] for s in vtab.values()), strict=True)]
+    return row._replace(tasks={f"VTAB avg of {len(vtab)}": (initial, masked), **rest})
+
+
+def show_quality(
+    checkpoints: Sequence[str], on: str, by: str | None, options: SlotOptions, json_file: Path | None
+) -> None:
+    """A row per checkpoint: what its slots (or equal parts of its encodings) are like on a task's images."""
+    judge = load_encoder(by) if by is not None else None
+    rows = []
+    for checkpoint, label in zip(checkpoints, titles(checkpoints), strict=True):
+        slots = load_encoder(checkpoint, options.model).slots > 1
+        bench = Bench(checkpoint, _with(options, parts=None) if slots else _with(options, units="parts"))
+        _, task = bench.one(on, "--on")
+        if judge is not None:
+            refuse_same(bench.encoder, judge)
+        rows.append(bench.quality(label, task, judge))
+    slot_tables.show(slot_tables.quality_table(rows, by))
+    _write(json_file, {"rows": [row._asdict() for row in rows], "by": by})
+
+
+def _write(path: Path | None, facts: Mapping[str, Any]) -> None:
+    if path is not None:
+        write_whole(path, json.dumps(facts, indent=1) + "\n")

@@ -1,0 +1,108 @@
+"""What the verbs of `sparo slots` share: a checkpoint, its units, the store of its features, and the tasks that it is looked at on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evals.encoders.encoder import Encoder
+from evals.encoders.loading import load_encoder
+from evals.sets.task_config import TaskConfig
+from evals.slots.look import Quality, quality_of
+from evals.slots.material import Material, material, open_images
+from evals.slots.units import KINDS, Units, units_of
+from evals.store.features import FeatureStore
+from evals.suite.evaluate import tasks_for
+from sparo_train.core.errors import ConfigError, did_you_mean
+
+from ..views.eval_tables import Encoding
+from ..views.terminal import console
+
+
+@dataclass(frozen=True)
+class SlotOptions:
+    """The options that all verbs of `sparo slots` have.
+
+    data, root: as of `sparo eval`.  units, parts, head_layers: what is chosen.  classifier_slots: slice or renorm.
+    """
+
+    model: str | None = None
+    data: Path | None = None
+    root: Path = Path("data")
+    features: Path | None = None
+    limit: int | None = None
+    units: str = "slots"
+    parts: int | None = None
+    head_layers: int = 4
+    classifier_slots: str = "slice"
+
+
+class Bench:
+    """A loaded checkpoint with its units."""
+
+    def __init__(self, checkpoint: str, options: SlotOptions):
+        for key, value, among in (
+            ("units", options.units, KINDS),
+            ("classifier-slots", options.classifier_slots, ("slice", "renorm")),
+        ):
+            if value not in among:
+                raise ConfigError(f"--{key} {value}: {did_you_mean(value, among)}")
+        self.checkpoint, self.options = checkpoint, options
+        self.encoder: Encoder = load_encoder(checkpoint, options.model, "cuda" if torch.cuda.is_available() else "cpu")
+        kind: Any = options.units
+        self.units: Units = units_of(self.encoder, kind, options.parts, options.head_layers)
+
+    def tasks(self, names: Sequence[str] | None) -> dict[str, TaskConfig]:
+        """Tasks by the names that `sparo eval --tasks` takes; None: all that the run or YAML has."""
+        found = tasks_for(self.checkpoint, self.options.data, names, self.options.root)
+        if self.options.limit is not None:
+            found = {name: task.model_copy(update={"limit": self.options.limit}) for name, task in found.items()}
+        return found
+
+    def material(self, tasks: dict[str, TaskConfig]) -> dict[str, Material]:
+        """Their encodings, as far as they are not stored, behind a bar."""
+        with Encoding(self.checkpoint, False) as report:
+            store = FeatureStore(
+                self.options.features, "fp32", report, lambda text: console.print(text, soft_wrap=True)
+            )
+            return {
+                name: material(name, task, self.units, store, self.options.classifier_slots)
+                for name, task in tasks.items()
+            }
+
+    def quality(self, label: str, task: TaskConfig, judge: Encoder | None) -> Quality:
+        """What the units are like on a task's images, told apart by another encoder where one is given."""
+        source = open_images(task)
+        with Encoding(self.checkpoint, False) as report:
+            store = FeatureStore(
+                self.options.features, "fp32", report, lambda text: console.print(text, soft_wrap=True)
+            )
+            return quality_of(label, self.units, source, store, judge, getattr(task, "workers", 0))
+
+    def one(self, name: str, option: str) -> tuple[str, TaskConfig]:
+        """The one task that a name stands for. Raises `ConfigError` where it stands for several."""
+        found = self.tasks([name])
+        if len(found) > 1:
+            raise ConfigError(f"{option} {name}: stands for {len(found)} tasks ({', '.join(found)}); name one")
+        return next(iter(found.items()))
+
+
+def fitting(tasks: dict[str, TaskConfig]) -> dict[str, TaskConfig]:
+    """Those of many tasks whose scores are sums over units."""
+    return {name: task for name, task in tasks.items() if task.task in ("zeroshot", "pairs", "knn")}
+
+
+def words(text: str | None) -> list[str] | None:
+    """Comma-separated names."""
+    return [word for word in text.split(",") if word] if text else None
+
+
+def titles(labels: Iterable[str]) -> list[str]:
+    """Names of checkpoints for the heads of columns: the folder's, where these differ."""
+    whole = list(labels)
+    short = [Path(label).name for label in whole]
+    return short if len(set(short)) == len(short) else whole
