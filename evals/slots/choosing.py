@@ -19,6 +19,11 @@ def accuracies(margins: Margins) -> Tensor:
     return margins.accuracy(_alone(margins))
 
 
+def _comparable(margins: Margins, right: Tensor) -> Tensor:
+    """Accuracies, of which equal ones are equal to the last bit, whatever kinds they were summed over."""
+    return margins.accuracy(right).round(decimals=12)
+
+
 def _alone(margins: Margins) -> Tensor:
     """(n, U) bool."""
     return margins.right(margins.values.transpose(1, 2))
@@ -31,7 +36,7 @@ def best_first(scores: Tensor) -> list[int]:
 
 def top(margins: Margins) -> list[int]:
     """By the accuracy of each unit alone."""
-    return best_first(accuracies(margins))
+    return best_first(_comparable(margins, _alone(margins)))
 
 
 def forward(margins: Margins) -> list[int]:
@@ -39,7 +44,7 @@ def forward(margins: Margins) -> list[int]:
     values, total = margins.values.transpose(1, 2).contiguous(), margins.fixed
     order: list[int] = []
     while len(order) < margins.units:
-        scores = margins.accuracy(margins.right(total[..., None] + values))
+        scores = _comparable(margins, margins.right(total[..., None] + values))
         scores[order] = -1  # there already
         order.append(int(scores.argmax()))
         total = total + values[..., order[-1]]
@@ -51,7 +56,7 @@ def backward(margins: Margins) -> list[int]:
     values = margins.values.transpose(1, 2).contiguous()
     total, gone = values.sum(-1) + margins.fixed, list[int]()
     while len(gone) < margins.units:
-        scores = margins.accuracy(margins.right(total[..., None] - values))
+        scores = _comparable(margins, margins.right(total[..., None] - values))
         scores[gone] = -1
         # Of equal ones the higher number goes, so that the lower one stays.
         gone.append(margins.units - 1 - int(scores.flip(0).argmax()))

@@ -64,9 +64,13 @@ class Margins(NamedTuple):
         return found[:, 0] if found.shape[1] == 1 else found.all(dim=1)
 
     def accuracy(self, right: Tensor) -> Tensor:
-        """(…) fp64 of (n, …) bool."""
-        # Rounded, so that equal counts in another order are equal.
-        return torch.tensordot(self.weight, right.double(), dims=1).round(decimals=12)
+        """(…) fp64 of (n, …) bool: the mean over kinds of the share that is right, as the tasks compute it."""
+        of = torch.bincount(self.kinds)
+        member = torch.zeros(len(of), len(self.kinds), dtype=torch.float64)
+        member[self.kinds, torch.arange(len(self.kinds))] = 1
+        counts = torch.tensordot(member[of > 0], right.double(), dims=1)
+        share = counts / of[of > 0].double()[(...,) + (None,) * (counts.dim() - 1)]
+        return share.sum(0) / len(share)
 
 
 def pair_margins(

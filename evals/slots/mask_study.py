@@ -8,8 +8,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sparo_train.core.errors import ConfigError
-
 from ..encoders.selection import Selection, SelectionData
 from .masks import Factors, MaskTraining, TrainedMask, accuracy, factors, train_mask
 from .material import Classes, Pairs, first_half
@@ -47,8 +45,6 @@ def mask_row(
     held_out: bool = False,
 ) -> tuple[MaskRow, list[TrainedMask]]:
     """Train a mask per element of `how`, and score each on tasks, whose classifiers it is folded into."""
-    if pairs.units.kind == "heads":
-        raise ConfigError("--units heads: a mask is of the numbers of an encoding, and heads share all of them")
     known = judged = mask_factors(pairs, per)
     if held_out:
         half = first_half(pairs.keys, how[0].seed)

@@ -29,7 +29,7 @@ class Score(NamedTuple):
     high: float
 
 
-class Report(NamedTuple):
+class ChoiceReport(NamedTuple):
     """What a choice does to a task.
 
     share: of the data: the half that the choice did not see, data of another task, or the very data it was made on.
@@ -149,7 +149,7 @@ def _by_neighbours(material: Neighbours, how: How) -> tuple[list[int], Tensor, i
     return order, scores, best, int(half.sum())
 
 
-def report(name: str, material: Material, selection: Selection, how: How) -> Report:
+def report(name: str, material: Material, selection: Selection, how: How) -> ChoiceReport:
     """What a selection does to a task; on the data that it was made on, to the half that it did not see where there is one."""
     order, k, share, rows = list(selection.order), len(selection.chosen), "other data", None
     if selection.made_on.data == material.data:
@@ -163,7 +163,7 @@ def report(name: str, material: Material, selection: Selection, how: How) -> Rep
     accuracy = _accuracies(kinds)
     random = torch.stack([accuracy(right) for right in drawn])
     low, high = (random.quantile(q, 0) for q in (0.025, 0.975))
-    return Report(
+    return ChoiceReport(
         name,
         len(ours),
         share,

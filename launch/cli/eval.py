@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -16,6 +15,7 @@ from sparo_train.core.errors import ConfigError, did_you_mean
 from sparo_train.core.untrusted import shown
 
 from ..views.terminal import console, out
+from .given import part_given, slots_given
 
 
 class _ScoreUnlessNamed(TyperGroup):
@@ -108,7 +108,7 @@ def score(
         precision=cast(Any, precision),
         limit=limit,
         results=results,
-        part=_part(part, folder),
+        part=part_given(part, folder),
         latest=latest,
         slots=slots_given(slots),
     )
@@ -214,41 +214,3 @@ def export_results(
 
     written = write(read_records(results), to)
     out.print(f"{len(written)} file(s) in {to}", soft_wrap=True)
-
-
-def _part(text: str | None, features: Path | None) -> tuple[int, int] | None:
-    """`I/N` with I from 0, or the SLURM array's place."""
-    if text is None:
-        return None
-    if features is None:
-        raise ConfigError(
-            "--part: several processes share their work through the feature store; leave --features none away"
-        )
-    if text == "slurm":
-        values = [os.environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("ID", "MIN", "COUNT")]
-        if not all(v.isdigit() for v in values):
-            raise ConfigError("--part slurm: SLURM_ARRAY_TASK_ID, _MIN and _COUNT are not set; this is no SLURM array")
-        return int(values[0]) - int(values[1]), int(values[2])
-    own, _, of = text.partition("/")
-    if not own.isdigit() or not of.isdigit() or not int(own) < int(of):
-        raise ConfigError(f"--part {text}: write I/N with I from 0 to N-1, as in 0/4, or slurm")
-    return int(own), int(of)
-
-
-def slots_given(text: str | None) -> tuple[int, ...] | Path | None:
-    """`0,3,8-15` to numbers, each once, in order; the name of a file to its path."""
-    if text is None:
-        return None
-    if text.endswith(".json") or Path(text).is_file():
-        return Path(text)
-    found: set[int] = set()
-    for word in text.split(","):
-        first, dash, last = word.strip().partition("-")
-        if not first.isdecimal() or (
-            dash and not (last.isdecimal() and int(first) <= int(last) < int(first) + 100_000)
-        ):
-            raise ConfigError(
-                f"--slots {text}: {word!r} is no slot; write numbers from 0 and ranges, as in 0,3,8-15, or name a selection.json"
-            )
-        found.update(range(int(first), int(last or first) + 1))
-    return tuple(sorted(found))

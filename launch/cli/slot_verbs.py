@@ -9,6 +9,8 @@ import typer
 
 from sparo_train.core.errors import ConfigError, did_you_mean
 
+from .given import count_given, json_given, per_given, slots_given
+
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -62,7 +64,7 @@ def score(
     from ..runs.slot_work import words
 
     options = _options(model, data, root, features, limit, units, parts, head_layers, classifier_slots)
-    score_units(checkpoint, words(on), sort, options, _json(json_file))
+    score_units(checkpoint, words(on), sort, options, json_given(json_file))
 
 
 @app.command()
@@ -102,7 +104,6 @@ def select(
 
     from ..runs.slot_runs import Asked, select_units
     from ..runs.slot_work import words
-    from .eval import slots_given
 
     methods = ("top", "forward", "backward", "cover", "bottom", "random")
     if method not in methods:
@@ -112,8 +113,8 @@ def select(
     if out.suffix != ".json":
         raise ConfigError(f"--out {out}: name a .json file, by which --slots knows it")
     options = _options(model, data, root, features, limit, units, parts, head_layers, classifier_slots)
-    asked = Asked(on, words(report), slots_given(slots), out, plot, _json(json_file))
-    select_units(checkpoint, asked, How(method, _count(k), held_out, seed, draws), options)
+    asked = Asked(on, words(report), slots_given(slots), out, plot, json_given(json_file))
+    select_units(checkpoint, asked, How(method, count_given(k), held_out, seed, draws), options)
 
 
 @app.command()
@@ -146,15 +147,14 @@ def mask(
     json_file: Json = None,
 ) -> None:
     """Train a mask of encodings on pairs of captions (Section 5.2), and score it elsewhere without another pass over images."""
-    from ..runs.slot_runs import train_masks
+    from ..runs.mask_runs import train_masks
     from ..runs.slot_work import words
 
     if out.suffix != ".json":
         raise ConfigError(f"--out {out}: name a .json file, by which --slots knows it")
     options = _options(model, data, root, features, limit, units, parts, 4, "slice")
     trainings = _trainings(clamp, epochs, last, seeds)
-    settings = [(_per(per), parts)]
-    train_masks([checkpoint], on, words(report), settings, trainings, held_out, options, out, _json(json_file))
+    train_masks(checkpoint, on, words(report), per_given(per), trainings, held_out, options, out, json_given(json_file))
 
 
 @app.command()
@@ -184,17 +184,18 @@ def table(
     """The SPARO paper's Table 4 (selection) or 5 (masks), for any checkpoints."""
     from evals.slots.study import How
 
-    from ..runs.slot_runs import table_five, table_four
+    from ..runs.mask_runs import table_five
+    from ..runs.slot_runs import table_four
     from ..runs.slot_work import words
 
     options = _options(model, data, root, features, limit, "slots", None, 4, classifier_slots)
     if layout == "4":
-        how = How("top", _count(k), False, seed, draws)
-        table_four(checkpoints, on or "imagenet1k", report or "sugar_crepe", how, options, _json(json_file))
+        how = How("top", count_given(k), False, seed, draws)
+        table_four(checkpoints, on or "imagenet1k", report or "sugar_crepe", how, options, json_given(json_file))
     elif layout == "5":
         trainings = _trainings(clamp, 100, False, seeds)
         scored = words(report) or ["vtab", "imagenet1k"]
-        table_five(checkpoints, on or "sugar_crepe", scored, parts, trainings, options, _json(json_file))
+        table_five(checkpoints, on or "sugar_crepe", scored, parts, trainings, options, json_given(json_file))
     else:
         raise ConfigError(f"sparo slots table {layout}: {did_you_mean(layout, ('4', '5'))}")
 
@@ -219,7 +220,7 @@ def quality(
     from ..runs.slot_runs import show_quality
 
     options = _options(model, data, root, features, limit, "slots", parts, 4, "slice")
-    show_quality(checkpoints, on, by, options, _json(json_file))
+    show_quality(checkpoints, on, by, options, json_given(json_file))
 
 
 def _options(
@@ -235,32 +236,6 @@ def _options(
     if features not in (None, "none"):
         refuse_unwritable(Path(features), "--features")
     return SlotOptions(model, data, root, folder, limit, units, parts, head_layers, classifier_slots)
-
-
-def _json(path: Path | None) -> Path | None:
-    """Where it can be written: said before anything is encoded."""
-    from evals.report.results_file import refuse_unwritable
-
-    if path is not None:
-        if path.is_dir():
-            raise ConfigError(f"--json {path}: is a folder; name a file")
-        refuse_unwritable(path.parent, f"--json {path}")
-    return path
-
-
-def _count(k: str) -> int | None:
-    """`half` is None, `best` is 0."""
-    if k in ("half", "best"):
-        return None if k == "half" else 0
-    if not k.isdecimal() or not 0 < int(k) < 1_000_000:
-        raise ConfigError(f"--k {k}: write a number from 1, half, or best")
-    return int(k)
-
-
-def _per(word: str) -> Any:
-    if word not in ("unit", "number"):
-        raise ConfigError(f"--per {word}: {did_you_mean(word, ('unit', 'number'))}")
-    return word
 
 
 def _trainings(clamp: Any, epochs: int, last: bool, seeds: int) -> Any:

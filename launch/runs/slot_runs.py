@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,18 +13,15 @@ from evals.encoders.selection import Selection, described, of_numbers, read_sele
 from evals.report.results_file import refuse_unwritable
 from evals.slots import choosing
 from evals.slots.look import refuse_same
-from evals.slots.mask_study import MaskRow, Per, mask_row, mask_selection, relative_change
-from evals.slots.masks import MaskTraining
 from evals.slots.material import Classes, Material, Neighbours, Pairs
 from evals.slots.neighbours import neighbour_scores
 from evals.slots.paper_four import four_column
-from evals.slots.study import How, Report, by_hand, choose, report
+from evals.slots.study import ChoiceReport, How, by_hand, choose, report
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.files import write_whole
 
 from ..views import slot_tables
 from ..views.terminal import console, out
-from .slot_work import Bench, SlotOptions, fitting, titles
+from .slot_work import EITHER, Bench, SlotOptions, fitting, titles, write_facts
 
 
 class Asked(NamedTuple):
@@ -46,7 +44,7 @@ def score_units(
     """Each unit alone, and all without it, task by task."""
     bench = Bench(checkpoint, options)
     tasks = bench.tasks(on)
-    found = bench.material(tasks if on else _some(fitting(tasks), checkpoint))
+    found = bench.material(tasks if on else _some(fitting(tasks, bench.encoder), checkpoint))
     columns: dict[str, list[float]] = {}
     for name, each in found.items():
         columns |= _columns(name, each)
@@ -60,7 +58,7 @@ def score_units(
     slot_tables.show(slot_tables.units_table(title, columns, numbers, {}))
     for name, each in found.items():
         out.print(f"{name}: n = {_size(each)}" + (f", all together {100 * _whole(each):.1f}" if not isinstance(each, Neighbours) else ""))  # fmt: skip
-    _write(
+    write_facts(
         json_file,
         {"checkpoint": checkpoint, "sha256": bench.encoder.weights, "units": options.units, "scores": columns},
     )
@@ -105,7 +103,11 @@ def select_units(checkpoint: str, asked: Asked, how: How, options: SlotOptions) 
         refuse_unwritable(asked.plot.parent, f"--plot {asked.plot}")
     bench = Bench(checkpoint, options)
     name, task = bench.one(asked.on, "--on")
-    tasks = bench.tasks(asked.report) if asked.report else fitting(bench.tasks(None) if _has_tasks(bench) else {})
+    tasks = (
+        bench.tasks(asked.report)
+        if asked.report
+        else fitting(bench.tasks(None) if _has_tasks(bench) else {}, bench.encoder)
+    )
     found = bench.material({name: task, **tasks})
     chosen = choose(name, found[name], how, options.classifier_slots, options.head_layers)
     if asked.slots is not None:
@@ -117,7 +119,7 @@ def select_units(checkpoint: str, asked: Asked, how: How, options: SlotOptions) 
     slot_tables.show(slot_tables.report_table(title, reports, len(chosen.chosen), chosen.count, chosen.units))
     out.print(f"{asked.out}: {chosen.units} {' '.join(map(str, chosen.chosen))}", soft_wrap=True)
     _say_next(checkpoint, asked.out, reports)
-    _write(asked.json_file, {"selection": json.loads(chosen.model_dump_json(by_alias=True)), "reports": [r.as_dict() for r in reports]})  # fmt: skip
+    write_facts(asked.json_file, {"selection": json.loads(chosen.model_dump_json(by_alias=True)), "reports": [r.as_dict() for r in reports]})  # fmt: skip
     if asked.plot is not None:
         from evals.report.selection_plot import draw_curves
 
@@ -148,66 +150,12 @@ def _by_hand(bench: Bench, slots: tuple[int, ...] | Path, ranked: Selection, how
     return by_hand(given.model_copy(update={"scores": ranked.scores}), ranked.order)
 
 
-def _say_next(checkpoint: str, path: Path, reports: Sequence[Report]) -> None:
+def _say_next(checkpoint: str, path: Path, reports: Sequence[ChoiceReport]) -> None:
     if any(r.share == "same data" for r in reports):
         console.print(
             "same data: the choice was made on it, so its gain is too good; --held-out and other tasks are fair"
         )
     console.print(f"next: sparo eval {checkpoint} --slots {path}", soft_wrap=True)
-
-
-def train_masks(
-    checkpoints: Sequence[str],
-    on: str,
-    report_on: list[str] | None,
-    settings: Sequence[tuple[Per, int | None]],
-    trainings: Sequence[MaskTraining],
-    held_out: bool,
-    options: SlotOptions,
-    path: Path | None,
-    json_file: Path | None,
-) -> None:
-    """A row per checkpoint and kind of mask; of a single one the first mask is written."""
-    if path is not None:
-        refuse_unwritable(path.parent, f"--out {path}")
-    rows: list[MaskRow] = []
-    for checkpoint, label in zip(checkpoints, titles(checkpoints), strict=True):
-        for per, parts in settings:
-            row, written = _mask(checkpoint, label, on, report_on, per, parts, trainings, held_out, options)
-            rows.append(row)
-            if path is not None:
-                write_selection(path, written)
-                out.print(f"{path}: {described(written)}", soft_wrap=True)
-    slot_tables.show(slot_tables.five_table(rows))
-    _write(json_file, {"rows": [_row_facts(row) for row in rows]})
-
-
-def _mask(
-    checkpoint: str, label: str, on: str, report_on: list[str] | None, per: Per, parts: int | None,
-    trainings: Sequence[MaskTraining], held_out: bool, options: SlotOptions,
-) -> tuple[MaskRow, Selection]:  # fmt: skip
-    kind = "parts" if parts is not None else options.units
-    bench = Bench(checkpoint, _with(options, units=kind, parts=parts))
-    name, task = bench.one(on, "--on")
-    tasks = {n: t for n, t in bench.tasks(report_on).items() if t.task == "zeroshot"}
-    found = bench.material({name: task, **tasks})
-    pairs, classes = found.pop(name), {n: m for n, m in found.items() if isinstance(m, Classes)}
-    if not isinstance(pairs, Pairs):
-        raise ConfigError(f"--on {name}: masks are trained on a task of kind pairs, and this is {task.task}")
-    row, trained = mask_row(label, pairs, classes, per, trainings, held_out)
-    return row, mask_selection(name, pairs, trained[0], per, trainings[0], held_out)
-
-
-def _with(options: SlotOptions, **changes: Any) -> SlotOptions:
-    return SlotOptions(**{**vars(options), **changes})
-
-
-def _row_facts(row: MaskRow) -> dict[str, Any]:
-    changes = {
-        name: [relative_change((row.pairs[0], p), (initial, m)) for p, m in zip(row.pairs[1], masked, strict=True)]
-        for name, (initial, masked) in row.tasks.items()
-    }
-    return {**row._asdict(), "relative_change": changes}
 
 
 def table_four(
@@ -227,33 +175,7 @@ def table_four(
         columns.append(four_column(label, name, classes, pairs, how))
     slot_tables.show(slot_tables.four_table(columns))
     out.print(f"{columns[0].n} pairs; per cent, 95 % intervals; random: the mean of {how.draws} choices")
-    _write(json_file, {"columns": [column._asdict() for column in columns]})
-
-
-def table_five(
-    checkpoints: Sequence[str], on: str, report_on: list[str], parts: int, trainings: Sequence[MaskTraining],
-    options: SlotOptions, json_file: Path | None,
-) -> None:  # fmt: skip
-    """Table 5 for any checkpoints: masks per slot (or per part, where there are none) and per number."""
-    rows: list[MaskRow] = []
-    for per in ("unit", "number"):
-        for checkpoint, label in zip(checkpoints, titles(checkpoints), strict=True):
-            cut = None if Bench(checkpoint, _with(options, units="parts", parts=parts)).encoder.slots > 1 else parts
-            rows.append(_mask(checkpoint, label, on, report_on, per, cut, trainings, False, options)[0])
-    rows = [_averaged(row) for row in rows]
-    slot_tables.show(slot_tables.five_table(rows))
-    _write(json_file, {"rows": [_row_facts(row) for row in rows]})
-
-
-def _averaged(row: MaskRow) -> MaskRow:
-    """VTAB's tasks as their average, as the paper has it; other tasks as they are."""
-    vtab = {n: s for n, s in row.tasks.items() if n.startswith("vtab/")}
-    if len(vtab) < 2:
-        return row
-    rest = {n: s for n, s in row.tasks.items() if n not in vtab}
-    initial = sum(s[0] for s in vtab.values()) / len(vtab)
-    masked = [sum(values) / len(vtab) for values in zip(*(s[1] for s in vtab.values()), strict=True)]
-    return row._replace(tasks={f"VTAB avg of {len(vtab)}": (initial, masked), **rest})
+    write_facts(json_file, {"columns": [column._asdict() for column in columns]})
 
 
 def show_quality(
@@ -263,16 +185,10 @@ def show_quality(
     judge = load_encoder(by) if by is not None else None
     rows = []
     for checkpoint, label in zip(checkpoints, titles(checkpoints), strict=True):
-        slots = load_encoder(checkpoint, options.model).slots > 1
-        bench = Bench(checkpoint, _with(options, parts=None) if slots else _with(options, units="parts"))
+        bench = Bench(checkpoint, replace(options, units=EITHER))
         _, task = bench.one(on, "--on")
         if judge is not None:
             refuse_same(bench.encoder, judge)
         rows.append(bench.quality(label, task, judge))
     slot_tables.show(slot_tables.quality_table(rows, by))
-    _write(json_file, {"rows": [row._asdict() for row in rows], "by": by})
-
-
-def _write(path: Path | None, facts: Mapping[str, Any]) -> None:
-    if path is not None:
-        write_whole(path, json.dumps(facts, indent=1) + "\n")
+    write_facts(json_file, {"rows": [row._asdict() for row in rows], "by": by})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,13 @@ from evals.slots.units import KINDS, Units, units_of
 from evals.store.features import FeatureStore
 from evals.suite.evaluate import tasks_for
 from sparo_train.core.errors import ConfigError, did_you_mean
+from sparo_train.core.files import write_whole
+from sparo_train.core.tables import TASKS
 
 from ..views.eval_tables import Encoding
 from ..views.terminal import console
+
+EITHER = "either"  # of units: slots where there are any, else equal parts, as Table 5 compares them
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Bench:
 
     def __init__(self, checkpoint: str, options: SlotOptions):
         for key, value, among in (
-            ("units", options.units, KINDS),
+            ("units", options.units, (*KINDS, EITHER)),
             ("classifier-slots", options.classifier_slots, ("slice", "renorm")),
         ):
             if value not in among:
@@ -54,6 +59,8 @@ class Bench:
         self.checkpoint, self.options = checkpoint, options
         self.encoder: Encoder = load_encoder(checkpoint, options.model, "cuda" if torch.cuda.is_available() else "cpu")
         kind: Any = options.units
+        if kind == EITHER:
+            kind = "slots" if self.encoder.slots > 1 else "parts"
         self.units: Units = units_of(self.encoder, kind, options.parts, options.head_layers)
 
     def tasks(self, names: Sequence[str] | None) -> dict[str, TaskConfig]:
@@ -91,9 +98,10 @@ class Bench:
         return next(iter(found.items()))
 
 
-def fitting(tasks: dict[str, TaskConfig]) -> dict[str, TaskConfig]:
-    """Those of many tasks whose scores are sums over units."""
-    return {name: task for name, task in tasks.items() if task.task in ("zeroshot", "pairs", "knn")}
+def fitting(tasks: dict[str, TaskConfig], encoder: Encoder) -> dict[str, TaskConfig]:
+    """Those of many tasks that can be looked at unit by unit, and that the encoder can do."""
+    able = {name: task for name, task in tasks.items() if set(TASKS.row(task.task).needs) <= encoder.offers}
+    return {name: task for name, task in able.items() if task.task in ("zeroshot", "pairs", "knn")}
 
 
 def words(text: str | None) -> list[str] | None:
@@ -106,3 +114,9 @@ def titles(labels: Iterable[str]) -> list[str]:
     whole = list(labels)
     short = [Path(label).name for label in whole]
     return short if len(set(short)) == len(short) else whole
+
+
+def write_facts(path: Path | None, facts: Mapping[str, Any]) -> None:
+    """`--json`."""
+    if path is not None:
+        write_whole(path, json.dumps(facts, indent=1) + "\n")

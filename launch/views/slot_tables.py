@@ -11,12 +11,12 @@ from rich.table import Table
 from evals.slots.look import Quality
 from evals.slots.mask_study import MaskRow, relative_change
 from evals.slots.paper_four import FourColumn
-from evals.slots.study import Report, Score
+from evals.slots.study import ChoiceReport, Score
 
 from .terminal import out
 
 
-def report_table(title: str, reports: Sequence[Report], k: int, of: int, units: str) -> Table:
+def report_table(title: str, reports: Sequence[ChoiceReport], k: int, of: int, units: str) -> Table:
     """A row per task: all units, the choice, as many random ones, the worst, and the paired gain."""
     table = _table(title)
     for head in ("task", f"all {of}", f"{k} chosen", f"{k} random", f"{k} worst", "gain"):

@@ -146,7 +146,7 @@ def test_slots_are_chosen_by_number(scored):
     whole = next(r for r in read_records([root / "results"]) if r.checkpoint == "runs/s0" and r.task == "zero")
     assert found["0-3"]["metrics"] == whole.result.metrics  # all four of them
     assert {r.checkpoint for r in read_records([root / "chosen"])} == {
-        "runs/s0 (slots 0,1,2,3)", "runs/s0 (slots 1,3)", "runs/s0 (slots 3)",
+        "runs/s0 (slots 0-3)", "runs/s0 (slots 1,3)", "runs/s0 (slots 3)",
     }  # fmt: skip
     for bad, message in (
         ("4", "--slots 4: .* has 4 slots, numbered from 0"),

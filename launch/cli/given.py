@@ -1,0 +1,73 @@
+"""Words of the command line to values; each refuses what it cannot be, by the option's name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from sparo_train.core.errors import ConfigError, did_you_mean
+
+
+def part_given(text: str | None, features: Path | None) -> tuple[int, int] | None:
+    """`I/N` with I from 0, or the SLURM array's place."""
+    if text is None:
+        return None
+    if features is None:
+        raise ConfigError(
+            "--part: several processes share their work through the feature store; leave --features none away"
+        )
+    if text == "slurm":
+        values = [os.environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("ID", "MIN", "COUNT")]
+        if not all(v.isdigit() for v in values):
+            raise ConfigError("--part slurm: SLURM_ARRAY_TASK_ID, _MIN and _COUNT are not set; this is no SLURM array")
+        return int(values[0]) - int(values[1]), int(values[2])
+    own, _, of = text.partition("/")
+    if not own.isdigit() or not of.isdigit() or not int(own) < int(of):
+        raise ConfigError(f"--part {text}: write I/N with I from 0 to N-1, as in 0/4, or slurm")
+    return int(own), int(of)
+
+
+def slots_given(text: str | None) -> tuple[int, ...] | Path | None:
+    """`0,3,8-15` to numbers, each once, in order; the name of a file to its path."""
+    if text is None:
+        return None
+    if text.endswith(".json") or Path(text).is_file():
+        return Path(text)
+    found: set[int] = set()
+    for word in text.split(","):
+        first, dash, last = word.strip().partition("-")
+        if not first.isdecimal() or (
+            dash and not (last.isdecimal() and int(first) <= int(last) < int(first) + 100_000)
+        ):
+            raise ConfigError(
+                f"--slots {text}: {word!r} is no slot; write numbers from 0 and ranges, as in 0,3,8-15, or name a selection.json"
+            )
+        found.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(found))
+
+
+def json_given(path: Path | None) -> Path | None:
+    """Where it can be written: said before anything is encoded."""
+    from evals.report.results_file import refuse_unwritable
+
+    if path is not None:
+        if path.is_dir():
+            raise ConfigError(f"--json {path}: is a folder; name a file")
+        refuse_unwritable(path.parent, f"--json {path}")
+    return path
+
+
+def count_given(k: str) -> int | None:
+    """`half` is None, `best` is 0."""
+    if k in ("half", "best"):
+        return None if k == "half" else 0
+    if not k.isdecimal() or not 0 < int(k) < 1_000_000:
+        raise ConfigError(f"--k {k}: write a number from 1, half, or best")
+    return int(k)
+
+
+def per_given(word: str) -> Any:
+    if word not in ("unit", "number"):
+        raise ConfigError(f"--per {word}: {did_you_mean(word, ('unit', 'number'))}")
+    return word

@@ -1,0 +1,215 @@
+"""`sparo slots` on small runs: what is chosen is what `sparo eval --slots` scores, and bad input costs nothing."""
+
+import json
+
+import pytest
+import yaml
+
+from sparo_data.writer import write_shards, write_wds_layout
+from tests.conftest import dino_recipe, jpeg, sample, sparo
+
+
+def slots(world, *words, code=0, **named):
+    done = sparo("slots", *words, "--data", "tasks.yaml", "--features", "store", cwd=world, COLUMNS="160", **named)
+    assert done.returncode == code, done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def scored(world, *words):
+    done = sparo(
+        "eval", *words, "--data", "tasks.yaml", "--features", "store", "--no-latest", "--json", "got.json", cwd=world
+    )
+    assert done.returncode == 0, done.stderr
+    return {name.rpartition("/")[2]: r for name, r in json.loads((world / "got.json").read_text())["results"].items()}
+
+
+def test_a_choice_is_reported_as_eval_scores_it(world):
+    done = slots(world, "select", "runs/s0", "--on", "pairs", "--report", "zero,pairs", "--method", "forward", "--k", "2", "--out",
+                 "chosen.json", "--json", "facts.json", "--plot", "curves.png", "--draws", "5")  # fmt: skip
+    facts = json.loads((world / "facts.json").read_text())
+    zero, pairs = facts["reports"]
+    assert (zero["share"], pairs["share"]) == ("other data", "held out") and zero["n"] == 12 > pairs["n"] > 0
+    assert len(zero["curve"]) == 4 and zero["curve"][1] == zero["chosen"][0] and zero["curve"][3] == zero["whole"][0]
+    assert facts["selection"]["made_on"]["n"] + pairs["n"] == 12 and (world / "curves.png").stat().st_size > 5000
+    assert "next: sparo eval runs/s0 --slots chosen.json" in done.stderr
+    whole, chosen = (
+        scored(world, "runs/s0", "--tasks", "zero"),
+        scored(world, "runs/s0", "--tasks", "zero", "--slots", "chosen.json"),
+    )
+    assert (
+        zero["whole"][0] == whole["zero"]["metrics"]["acc1"] and zero["chosen"][0] == chosen["zero"]["metrics"]["acc1"]
+    )
+    by_number = ",".join(map(str, facts["selection"]["chosen"]))
+    assert (
+        chosen["zero"]["metrics"]
+        == scored(world, "runs/s0", "--tasks", "zero", "--slots", by_number)["zero"]["metrics"]
+    )
+    done = slots(
+        world,
+        "select",
+        "runs/s0",
+        "--on",
+        "zero",
+        "--report",
+        "zero",
+        "--same-data",
+        "--slots",
+        "chosen.json",
+        "--out",
+        "own.json",
+    )
+    assert "same data" not in done.stdout  # nobody knows that it was made on this
+    done = slots(
+        world,
+        "select",
+        "runs/s0",
+        "--on",
+        "zero",
+        "--report",
+        "zero",
+        "--same-data",
+        "--k",
+        "best",
+        "--out",
+        "own.json",
+    )
+    assert "same data" in done.stdout and "its gain is too good" in done.stderr
+
+
+def test_every_unit_has_its_scores(world):
+    slots(world, "score", "runs/s0", "--json", "units.json")
+    table = json.loads((world / "units.json").read_text())["scores"]
+    assert set(table) == {"zero alone", "zero without", "pairs alone", "pairs without", "knn alone"}
+    for slot in range(4):
+        alone = scored(world, "runs/s0", "--tasks", "zero,pairs,knn", "--slots", str(slot))
+        rest = scored(world, "runs/s0", "--tasks", "zero", "--slots", ",".join(str(s) for s in range(4) if s != slot))
+        for task in ("zero", "pairs", "knn"):
+            assert table[f"{task} alone"][slot] == pytest.approx(alone[task]["metrics"][alone[task]["headline"]])
+        assert table["zero without"][slot] == rest["zero"]["metrics"]["acc1"]
+
+
+def test_masks_are_scored_as_eval_scores_them(world):
+    slots(
+        world,
+        "mask",
+        "runs/s0",
+        "--on",
+        "pairs",
+        "--report",
+        "zero",
+        "--per",
+        "number",
+        "--out",
+        "mask.json",
+        "--json",
+        "m.json",
+        "--seeds",
+        "2",
+    )
+    (row,) = json.loads((world / "m.json").read_text())["rows"]
+    assert row["parts"] == [32, 1] and len(row["pairs"][1]) == len(row["relative_change"]["zero"]) == 2
+    found = scored(world, "runs/s0", "--tasks", "zero,pairs", "--slots", "mask.json")
+    assert found["zero"]["metrics"]["acc1"] == row["tasks"]["zero"][1][0]
+    assert found["pairs"]["metrics"]["macro"] == row["pairs"][1][0] >= row["pairs"][0]
+
+
+def test_tables_of_the_paper_and_quality(world):
+    four = slots(world, "table", "4", "runs/s0", "runs/s1", "--on", "zero", "--report", "pairs", "--json", "4.json")
+    assert "layout of Table 4" in four.stdout and "Average" in four.stdout
+    columns = json.loads((world / "4.json").read_text())["columns"]
+    assert columns[0]["kinds"] == ["replace_att", "swap_att", "Average"] and columns[0]["share"] == "50 %"
+    five = slots(
+        world, "table", "5", "runs/s0", "--on", "pairs", "--report", "zero", "--seeds", "1", "--json", "5.json"
+    )
+    assert "(4, 8)" in five.stdout and "(32, 1)" in five.stdout
+    quality = slots(world, "quality", "runs/s0", "--on", "zero", "--by", "pixels:8", "--json", "q.json")
+    assert "in effect" in quality.stdout
+    (row,) = json.loads((world / "q.json").read_text())["rows"]
+    assert 1 <= row["effective"] <= 4 and 0 <= row["redundancy"] <= 1 and len(row["sharpness_of_units"]) == 4
+    assert -1 <= row["meaning"] <= 1 and row["n"] == 12
+    slots(world, "quality", "pixels:8", "--on", "zero", "--parts", "4", "--json", "q.json")
+
+
+@pytest.fixture(scope="module")
+def others(world):
+    """Encoders of other kinds: DINO with slots, CLIP without."""
+    write_shards(world / "more", (sample(i) for i in range(96)), 24)
+    for split, n in (("train", 40), ("test", 30)):
+        rows = [(f"{i:03d}", {"jpg": jpeg(i % 12), "cls": str(i % 4).encode()}) for i in range(n)]
+        write_wds_layout(world / "near", rows, classnames=list("abcd"), split=split)
+    tree = dino_recipe(world / "more", world / "runs", steps=4)
+    (world / "dino.yaml").write_text(yaml.safe_dump(tree))
+    plain = yaml.safe_load((world / "recipe.yaml").read_text())
+    plain["objective"]["model"]["readout"] = {"kind": "token"}
+    (world / "plain.yaml").write_text(yaml.safe_dump({**plain, "name": "plain", "eval": {}, "steps": 4}))
+    for recipe in ("dino.yaml", "plain.yaml"):
+        done = sparo("train", recipe, cwd=world)
+        assert done.returncode == 0, done.stderr
+    return world
+
+
+def test_slots_of_dino_are_chosen_by_their_neighbours(others):
+    done = slots(others, "select", "runs/dino", "--on", "knn", "--k", "best", "--out", "dino.json", "--json", "d.json")
+    facts = json.loads((others / "d.json").read_text())
+    assert facts["reports"][0]["share"] == "held out" and "knn" in done.stdout
+    found = scored(others, "runs/dino", "--tasks", "knn", "--slots", "dino.json")
+    assert 0 <= found["knn"]["metrics"]["acc1_k20"] <= 1
+    done = slots(others, "select", "runs/dino", "--on", "knn", "--method", "forward", code=2)
+    assert "a vote is no sum over units" in done.stderr
+    done = slots(others, "select", "runs/dino", "--on", "zero", code=2)
+    assert "encodes images alone" in done.stderr
+
+
+def test_heads_and_parts_are_chosen_in_the_same_way(others):
+    words = ("runs/plain", "--on", "zero", "--report", "pairs")
+    slots(others, "select", *words, "--units", "heads", "--head-layers", "2", "--out", "heads.json", "--json", "h.json")
+    facts = json.loads((others / "h.json").read_text())
+    assert facts["selection"]["count"] == 4 and len(facts["selection"]["chosen"]) == 2
+    found = scored(others, "runs/plain", "--tasks", "pairs", "--slots", "heads.json")
+    assert found["pairs"]["metrics"]["macro"] == facts["reports"][0]["chosen"][0]
+    slots(others, "select", *words, "--units", "parts", "--parts", "4", "--out", "parts.json", "--json", "p.json")
+    found = scored(others, "runs/plain", "--tasks", "pairs", "--slots", "parts.json")
+    assert found["pairs"]["metrics"]["macro"] == json.loads((others / "p.json").read_text())["reports"][0]["chosen"][0]
+
+
+BAD = {
+    "a model without slots": (("select", "runs/plain", "--on", "zero"), "has no slots; use a model with a read-out"),
+    "heads of slots": (("select", "runs/s0", "--on", "zero", "--units", "heads"), "no CLIP whose ViT is pooled by its class token"),
+    "units": (("select", "runs/s0", "--on", "zero", "--units", "slot"), "--units slot: did you mean 'slots'?"),
+    "parts": (("select", "runs/plain", "--on", "zero", "--units", "parts"), "--parts None"),
+    "method": (("select", "runs/s0", "--on", "zero", "--method", "tpo"), "--method tpo: did you mean 'top'?"),
+    "k": (("select", "runs/s0", "--on", "zero", "--k", "9"), "--k 9: there are 4 slots"),
+    "k 0": (("select", "runs/s0", "--on", "zero", "--k", "0"), "--k 0: write a number from 1"),
+    "task": (("select", "runs/s0", "--on", "zeor"), "--tasks zeor: did you mean 'zero'?"),
+    "retrieval": (("select", "runs/s0", "--on", "ret"), "units are chosen and compared on tasks of kind zeroshot, pairs or knn"),
+    "out": (("select", "runs/s0", "--on", "zero", "--out", "x.yaml"), "--out x.yaml: name a .json file"),
+    "plot": (("select", "runs/s0", "--on", "zero", "--plot", "x.xyz"), "--plot x.xyz: name a .png, .pdf or .svg file"),
+    "slots": (("select", "runs/s0", "--on", "zero", "--slots", "7"), "--slots 7"),
+    "a file that is not there": (("select", "runs/s0", "--on", "zero", "--slots", "no.json"), "no.json"),
+    "mask of classes": (("mask", "runs/s0", "--on", "zero"), "masks are trained on a task of kind pairs"),
+    "mask of heads": (("mask", "runs/plain", "--on", "pairs", "--units", "heads", "--report", "zero"), "a mask is of the numbers"),
+    "per": (("mask", "runs/s0", "--on", "pairs", "--per", "slot"), "--per slot"),
+    "clamp": (("mask", "runs/s0", "--on", "pairs", "--clamp", "mix"), "--clamp mix"),
+    "table": (("table", "6", "runs/s0"), "sparo slots table 6"),
+    "four on pairs": (("table", "4", "runs/s0", "--on", "pairs", "--report", "pairs"), "chooses on a task of kind zeroshot"),
+    "judged by itself": (("quality", "runs/s0", "--on", "zero", "--by", "runs/s0"), "is the checkpoint that is looked at"),
+    "sort": (("score", "runs/s0", "--on", "zero", "--sort", "pairs"), "--sort pairs: is none of the tasks shown"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_said_and_writes_nothing(name, others, tmp_path):
+    words, message = BAD[name]
+    before = sorted(others.glob("*.json"))
+    done = slots(others, *words, code=2)
+    assert message in " ".join(done.stderr.split()), done.stderr
+    assert sorted(others.glob("*.json")) == before
+
+
+def test_a_selection_of_another_checkpoint_is_refused(others):
+    slots(others, "select", "runs/s0", "--on", "zero", "--out", "mine.json", "--report", "zero")
+    done = sparo("eval", "runs/s1", "--data", "tasks.yaml", "--tasks", "zero", "--slots", "mine.json", cwd=others)
+    assert done.returncode == 2 and "--slots mine.json: was made for another checkpoint" in done.stderr
+    done = slots(others, "select", "runs/s1", "--on", "zero", "--slots", "mine.json", code=2)
+    assert "was made for another checkpoint" in done.stderr
