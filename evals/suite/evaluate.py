@@ -68,7 +68,11 @@ def features_folder() -> Path:
 
 
 def tasks_for(
-    checkpoint: str, data: Path | None, only: Sequence[str] | None = None, root: Path | None = None
+    checkpoint: str,
+    data: Path | None,
+    only: Sequence[str] | None = None,
+    root: Path | None = None,
+    option: str = "--tasks",
 ) -> dict[str, TaskConfig]:
     """What to score a checkpoint on.
 
@@ -76,6 +80,7 @@ def tasks_for(
         data: a YAML with `tasks:`, or a recipe with `eval.tasks`; default: `eval.tasks` of the run that the checkpoint belongs to.
         only: names of these tasks, of the folder that their data lies in (`scenes` for data/scenes/…), or of the catalogue's
             sets and groups, whose files lie below `root`; default: all of the YAML or the run.
+        option: what the user typed the names behind, for errors.
 
     Raises:
         ConfigError: neither is there, or a name that is none of these.
@@ -99,7 +104,7 @@ def tasks_for(
                 *(Path(t.root).parent.name for t in known.values() if isinstance(t, SetTaskConfig)),
                 *catalogue.names(),
             ]
-            raise ConfigError(f"--tasks {name}: {did_you_mean(name, dict.fromkeys(among))}")
+            raise ConfigError(f"{option} {name}: {did_you_mean(name, dict.fromkeys(among))}")
         found |= chosen
     return found
 

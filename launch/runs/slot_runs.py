@@ -43,7 +43,7 @@ def score_units(
 ) -> None:
     """Each unit alone, and all without it, task by task."""
     bench = Bench(checkpoint, options)
-    tasks = bench.tasks(on)
+    tasks = bench.tasks(on, "--on")
     found = bench.material(tasks if on else _some(fitting(tasks, bench.encoder), checkpoint))
     columns: dict[str, list[float]] = {}
     for name, each in found.items():

@@ -63,9 +63,9 @@ class Bench:
             kind = "slots" if self.encoder.slots > 1 else "parts"
         self.units: Units = units_of(self.encoder, kind, options.parts, options.head_layers)
 
-    def tasks(self, names: Sequence[str] | None) -> dict[str, TaskConfig]:
+    def tasks(self, names: Sequence[str] | None, option: str = "--report") -> dict[str, TaskConfig]:
         """Tasks by the names that `sparo eval --tasks` takes; None: all that the run or YAML has."""
-        found = tasks_for(self.checkpoint, self.options.data, names, self.options.root)
+        found = tasks_for(self.checkpoint, self.options.data, names, self.options.root, option)
         if self.options.limit is not None:
             found = {name: task.model_copy(update={"limit": self.options.limit}) for name, task in found.items()}
         return found
@@ -92,7 +92,7 @@ class Bench:
 
     def one(self, name: str, option: str) -> tuple[str, TaskConfig]:
         """The one task that a name stands for. Raises `ConfigError` where it stands for several."""
-        found = self.tasks([name])
+        found = self.tasks([name], option)
         if len(found) > 1:
             raise ConfigError(f"{option} {name}: stands for {len(found)} tasks ({', '.join(found)}); name one")
         return next(iter(found.items()))

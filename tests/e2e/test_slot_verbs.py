@@ -1,16 +1,19 @@
 """`sparo slots` on small runs: what is chosen is what `sparo eval --slots` scores, and bad input costs nothing."""
 
 import json
+import re
 
 import pytest
 import yaml
+from PIL import Image
 
 from sparo_data.writer import write_shards, write_wds_layout
 from tests.conftest import dino_recipe, jpeg, sample, sparo
 
 
 def slots(world, *words, code=0, **named):
-    done = sparo("slots", *words, "--data", "tasks.yaml", "--features", "store", cwd=world, COLUMNS="160", **named)
+    store = () if words[0] == "show" else ("--features", "store")
+    done = sparo("slots", *words, "--data", "tasks.yaml", *store, cwd=world, COLUMNS="160", **named)
     assert done.returncode == code, done.stderr + done.stdout
     assert "Traceback" not in done.stderr
     return done
@@ -181,7 +184,7 @@ BAD = {
     "method": (("select", "runs/s0", "--on", "zero", "--method", "tpo"), "--method tpo: did you mean 'top'?"),
     "k": (("select", "runs/s0", "--on", "zero", "--k", "9"), "--k 9: there are 4 slots"),
     "k 0": (("select", "runs/s0", "--on", "zero", "--k", "0"), "--k 0: write a number from 1"),
-    "task": (("select", "runs/s0", "--on", "zeor"), "--tasks zeor: did you mean 'zero'?"),
+    "task": (("select", "runs/s0", "--on", "zeor"), "--on zeor: did you mean 'zero'?"),
     "retrieval": (("select", "runs/s0", "--on", "ret"), "units are chosen and compared on tasks of kind zeroshot, pairs or knn"),
     "out": (("select", "runs/s0", "--on", "zero", "--out", "x.yaml"), "--out x.yaml: name a .json file"),
     "plot": (("select", "runs/s0", "--on", "zero", "--plot", "x.xyz"), "--plot x.xyz: name a .png, .pdf or .svg file"),
@@ -213,3 +216,59 @@ def test_a_selection_of_another_checkpoint_is_refused(others):
     assert done.returncode == 2 and "--slots mine.json: was made for another checkpoint" in done.stderr
     done = slots(others, "select", "runs/s1", "--on", "zero", "--slots", "mine.json", code=2)
     assert "was made for another checkpoint" in done.stderr
+
+
+def test_a_page_shows_text_of_others_and_does_nothing(world, tmp_path):
+    export = world / "runs/s0"
+    Image.new("RGB", (50, 30), "red").save(tmp_path / "a.png")
+    Image.new("RGB", (30, 50), "blue").save(tmp_path / "b.png")
+    hostile = "<script>alert(1)</script> $x^{ \x1b[31m"
+    done = sparo("slots", "show", str(export), "--image", "a.png", "--image", "b.png", "--caption", hostile, "--caption", "blue",
+                 "--out", "page", "--slots", "0,2", cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "page/report.html").read_text()
+    assert "<script" not in page and "&lt;script&gt;" in page and "\x1b" not in page
+    assert not re.search(r"(src|href)=\"(?!data:)", page) and page.count("<img") == 2 * 3 + 2 * 4 * 2
+    assert {p.name for p in (tmp_path / "page").iterdir()} == {
+        "report.html",
+        "examples.png",
+        "slot-000.png",
+        "slot-002.png",
+    }
+    for words, message in (
+        (("--image", "a.png", "--caption", "x", "--caption", "y"), "2 captions for 1 images"),
+        ((), "name a task (--on), or images of your own"),
+        (("--image", "no.png"), "no.png"),
+        (("--image", "a.png", "--slots", "9"), "--slots 9"),
+    ):
+        done = sparo("slots", "show", str(export), *words, "--out", "bad", cwd=tmp_path)
+        assert done.returncode == 2 and message in " ".join(done.stderr.split()) and not (tmp_path / "bad").exists()
+
+
+def test_pictures_of_a_task_and_of_a_model_without_texts(others):
+    slots(
+        others,
+        "show",
+        "runs/s0",
+        "--on",
+        "zero",
+        "--images",
+        "8",
+        "--tiles",
+        "2",
+        "--cosine",
+        "-1",
+        "--share",
+        "0",
+        "--out",
+        "pictures",
+    )
+    page = (others / "pictures/report.html").read_text()
+    assert "8 images of zero" in page and page.count("<h3>Slot ") == 4 and "cosine above -1" in page
+    slots(
+        others, "show", "runs/dino", "--on", "knn", "--images", "5", "--examples", "2", "--tiles", "2", "--out", "dino"
+    )
+    page = (others / "dino/report.html").read_text()
+    assert "most sharp" in page and "no text tower" in page
+    done = slots(others, "show", "runs/plain", "--on", "zero", "--images", "2", "--out", "plain", code=2)
+    assert "has no slots" in done.stderr

@@ -1,0 +1,214 @@
+"""Slots in pictures: one page that holds everything, and PNGs of its parts."""
+
+from __future__ import annotations
+
+import base64
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+from jinja2 import Environment
+from PIL import Image
+
+from evals.encoders.encoder import Encoder
+from evals.slots.attend import Attended, gallery, worth_showing
+from evals.slots.overlay import jpeg, overlay, seen, thumbnail
+from sparo_train.core.files import write_whole
+from sparo_train.core.untrusted import shown as harmless
+
+_SHOWN = 16  # slots with a gallery where nobody says which
+_HTML = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>Slots of {{ facts.checkpoint }}</title>
+<style>body{font:16px/1.5 system-ui,sans-serif;max-width:75rem;margin:2rem auto;padding:0 1rem;color:#1a1a1a;background:#fff}
+figure{display:inline-block;margin:.3rem;max-width:11rem;vertical-align:top}img{max-width:100%;display:block}
+figcaption{font-size:.8rem;overflow-wrap:anywhere}h3{margin-bottom:.2rem}p.note{color:#555}</style>
+<h1>Slots of {{ facts.checkpoint }}</h1>
+<p>{{ facts.n }} images of {{ facts.task }}; {{ facts.slots }} slots. A picture is grey under its slot's attention; what the model did not
+see is dark. One scale per slot, so an image in which it finds nothing stays dark.</p>
+<p class="note">Attention says where a slot takes its information from, not what it makes of it.</p>
+{% if examples %}<h2>Images, and what their slots look at</h2>
+<p class="note">{{ filter }}</p>
+{% for one in examples %}<section><h3>{{ one.caption or one.key }}</h3>
+<figure><img alt="{{ one.key }}" src="{{ one.picture }}"><figcaption>{{ one.key }}</figcaption></figure>
+{% for tile in one.tiles %}<figure><img alt="slot {{ tile.slot }} over {{ one.key }}" src="{{ tile.picture }}">
+<figcaption>slot {{ tile.slot }}{{ tile.text }}</figcaption></figure>{% endfor %}
+{% if not one.tiles %}<p>No slot of this image passes.</p>{% endif %}</section>{% endfor %}{% endif %}
+{% if slots %}<h2>Slots, and the images they agree with</h2>{% endif %}
+{% for one in slots %}<section><h3>Slot {{ one.slot }}{% if one.name %}: {{ one.name }}{% endif %}</h3><p class="note">{{ one.note }}</p>
+{% for row in one.rows %}<h4>{{ row.title }}</h4>{% for tile in row.tiles %}<figure><img alt="slot {{ one.slot }} over {{ tile.key }}" src="{{ tile.picture }}">
+<figcaption>{{ tile.text }}</figcaption></figure>{% endfor %}{% endfor %}</section>{% endfor %}
+</html>"""
+
+
+class Shown(NamedTuple):
+    """An image with its key and its caption, where it has one."""
+
+    key: str
+    image: Image.Image
+    caption: str | None
+
+
+class _Tile(NamedTuple):
+    image: Image.Image
+    title: str
+
+
+def write_report(
+    folder: Path, encoder: Encoder, found: Sequence[Shown], attended: Sequence[Attended], facts: Mapping[str, Any], wanted: Any,
+    chosen: Sequence[int] | None, names: Mapping[int, str], own: int,
+) -> list[Path]:  # fmt: skip
+    """Write `report.html`, `examples.png` and a PNG per gallery; returns their paths.
+
+    Args:
+        wanted: `examples`, `tiles`, and the filter's `cosine` and `share`.  own: how many of the images, the first, are always shown whole.
+    """
+    drawn = _Drawn(encoder, found, attended)
+    whole = min(len(found), max(own, wanted.examples))
+    passing = [_slots_of(one, chosen, wanted) for one in attended]
+    # The user's own first, then those with most to show.
+    order = [*range(own), *sorted(range(own, len(found)), key=lambda i: -len(passing[i]))][:whole]
+    slots = list(chosen) if chosen is not None else _best(attended)
+    if len(found) < 2:
+        slots = []
+    galleries = {slot: _gallery(attended, slot, wanted.tiles) for slot in slots}
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / "report.html"]
+    page = (
+        Environment(autoescape=True)
+        .from_string(_HTML)
+        .render(
+            facts={name: harmless(str(value)) for name, value in facts.items()},
+            filter=_filter_words(attended, wanted, chosen),
+            examples=[_example(drawn, i, passing[i]) for i in order],
+            slots=[_section(drawn, slot, rows, names.get(slot, "")) for slot, rows in galleries.items()],
+        )
+    )
+    write_whole(paths[0], page)
+    paths.append(_grid(folder / "examples.png", [[_Tile(drawn.plain(i), _short(found[i]))] + [
+        _Tile(drawn.over(i, slot), f"slot {slot}{drawn.words(i, slot)}") for slot in passing[i][:6]] for i in order]))  # fmt: skip
+    for slot, rows in galleries.items():
+        tiles = [[_Tile(drawn.over(i, slot), _short(found[i])) for i in numbers] for numbers in rows.values()]
+        paths.append(_grid(folder / f"slot-{slot:03d}.png", tiles, list(rows)))
+    return paths
+
+
+class _Drawn:
+    """Images with attention over them; each slot has one scale."""
+
+    def __init__(self, encoder: Encoder, found: Sequence[Shown], attended: Sequence[Attended]):
+        self.found, self.attended = found, attended
+        self._seen = [seen(encoder, one.image) for one in found]
+        self._brightest = torch.stack([one.maps.flatten(1).amax(1) for one in attended]).amax(0)
+
+    def plain(self, number: int) -> Image.Image:
+        return thumbnail(self._seen[number])
+
+    def over(self, number: int, slot: int) -> Image.Image:
+        return overlay(self._seen[number], self.attended[number].maps[slot], float(self._brightest[slot]))
+
+    def words(self, number: int, slot: int) -> str:
+        """The two words that a slot looks at most, and how well image and text agree."""
+        one = self.attended[number]
+        if not one.words:
+            return ""
+        top = one.weights[slot].topk(min(2, len(one.words))).indices.sort().values.tolist()
+        seen = "  ".join(f"{one.words[i]} {float(one.weights[slot, i]):.0%}" for i in top)
+        return harmless(f": {seen}; cosine {float(one.cosine[slot]):.2f}")
+
+
+def _slots_of(one: Attended, chosen: Sequence[int] | None, wanted: Any) -> list[int]:
+    if chosen is not None:
+        return list(chosen)
+    if not one.words:  # no text to filter by: the sharpest looks
+        return one.sharp.argsort(descending=True, stable=True)[:6].tolist()
+    return worth_showing(one, wanted.cosine, wanted.share)
+
+
+def _filter_words(attended: Sequence[Attended], wanted: Any, chosen: Sequence[int] | None) -> str:
+    if chosen is not None:
+        return "The slots that were asked for."
+    if not attended[0].words:
+        return "This model has no text tower: the six slots whose attention is sharpest."
+    return (
+        f"Slots with more than {wanted.share:.0%} of their text attention on one word, no two on the same one, whose image and text vectors "
+        f"have a cosine above {wanted.cosine:g}."
+    )
+
+
+def _best(attended: Sequence[Attended]) -> list[int]:
+    score = torch.stack([one.cosine if one.words else one.sharp for one in attended]).mean(0)
+    return score.argsort(descending=True, stable=True)[:_SHOWN].tolist()
+
+
+def _gallery(attended: Sequence[Attended], slot: int, tiles: int) -> dict[str, list[int]]:
+    texts = bool(attended[0].words)
+    alignment = torch.stack([one.cosine[slot] if texts else one.sharp[slot] for one in attended])
+    found = gallery(alignment, tiles)
+    what = "aligned" if texts else "sharp"
+    return {
+        f"most {what}": found.most, f"median {what}": found.median, f"least {what}": found.least, "random": found.random,
+    }  # fmt: skip
+
+
+def _example(drawn: _Drawn, number: int, slots: Sequence[int]) -> dict[str, Any]:
+    one = drawn.found[number]
+    tiles = [{"slot": s, "picture": _uri(drawn.over(number, s)), "text": drawn.words(number, s)} for s in slots]
+    return {
+        "key": harmless(one.key), "caption": harmless(one.caption or ""), "picture": _uri(drawn.plain(number)), "tiles": tiles,
+    }  # fmt: skip
+
+
+def _section(drawn: _Drawn, slot: int, rows: Mapping[str, Sequence[int]], name: str) -> dict[str, Any]:
+    sharp = torch.stack([one.sharp[slot] for one in drawn.attended]).mean()
+    cosine = torch.stack([one.cosine[slot] for one in drawn.attended]).mean()
+    note = f"sharpness {float(sharp):.2f}" + (f", mean cosine {float(cosine):.2f}" if drawn.attended[0].words else "")
+    tiles = [
+        {
+            "title": title,
+            "tiles": [
+                {"key": harmless(drawn.found[i].key), "picture": _uri(drawn.over(i, slot)), "text": _short(drawn.found[i]) + drawn.words(i, slot)}
+                for i in numbers
+            ],
+        }
+        for title, numbers in rows.items()
+    ]  # fmt: skip
+    return {"slot": slot, "name": harmless(name), "note": note, "rows": tiles}
+
+
+def _short(one: Shown) -> str:
+    return harmless((one.caption or one.key)[:60])
+
+
+def _uri(image: Image.Image) -> str:
+    return "data:image/jpeg;base64," + base64.b64encode(jpeg(image)).decode()
+
+
+def _grid(path: Path, rows: Sequence[Sequence[_Tile]], names: Sequence[str] = ()) -> Path:
+    """Rows of tiles as one PNG."""
+    columns = max(map(len, rows))
+    figure, axes = plt.subplots(
+        len(rows), columns, figsize=(1.9 * columns, 2.1 * len(rows)), layout="constrained", squeeze=False
+    )
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for line, tiles in zip(axes, rows, strict=True):
+        for axis, tile in zip(line, tiles, strict=False):
+            axis.imshow(tile.image)
+            axis.set_title(_literal(tile.title), fontsize=6, wrap=True)
+    for line, name in zip(axes, names, strict=False):
+        line[0].text(-0.05, 0.5, name, transform=line[0].transAxes, rotation=90, ha="right", va="center", fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+def _literal(text: str) -> str:
+    """A caption is no formula: matplotlib reads what stands between dollars as one."""
+    return textwrap.fill(text, 34).replace("$", r"\$")

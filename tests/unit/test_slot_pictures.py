@@ -1,0 +1,98 @@
+"""Pictures of slots: attention lies where the model saw it, the paper's filter does what it says, and text of others stays text."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from evals.encoders.pixels import Pixels, SquarePixels
+from evals.slots.attend import Attended, attend, gallery, worth_showing
+from evals.slots.overlay import overlay, seen
+from sparo_train.core.errors import ConfigError
+from tests.unit.test_slot_studies import clip
+
+
+class Cut:
+    """An encoder, as far as drawing knows one."""
+
+    label = "cut"
+
+    def __init__(self, transform):
+        self.transform = transform
+
+
+@pytest.mark.parametrize("size", [(90, 60), (60, 90), (61, 60), (60, 60)])
+@pytest.mark.parametrize("resize", [32, 40])
+def test_the_box_is_what_the_model_saw(size, resize):
+    """A white pixel on black: where it is after the transform and where the box says that it came from are the same."""
+    encoder = Cut(Pixels(32, resize))
+    what = seen(encoder, Image.new("RGB", size))
+    left, top, right, bottom = what.box
+    for x in range(8, size[0] - 8, 7):
+        image = Image.new("RGB", size)
+        image.paste((255, 255, 255), (x - 4, 0, x + 4, size[1]))
+        found = np.asarray(encoder.transform(image))[..., 0].mean(0)
+        centre = (x - left) / (right - left) * 32
+        if 4 < centre < 28:
+            assert abs(float((found * (np.arange(32) + 0.5)).sum() / found.sum()) - centre) < 1
+    assert right - left == pytest.approx(bottom - top)
+    whole = seen(Cut(SquarePixels(32, 32)), Image.new("RGB", size))
+    assert whole.box == (0, 0, *size)
+
+
+def test_attention_is_drawn_where_it_is_and_the_rest_is_dark():
+    what = seen(Cut(Pixels(32, 32)), Image.new("RGB", (96, 48), (255, 255, 255)))
+    heat = torch.zeros(4, 4)
+    heat[0, 3] = 0.9  # top right of the middle square
+    drawn = np.asarray(overlay(what, heat, 0.9, size=96)).astype(int)
+    assert drawn.shape == (48, 96, 3) and (drawn[:, :24] == 63).all() and (drawn[:, 72:] == 63).all()
+    brightest = np.unravel_index(drawn[..., 0].argmax(), (48, 96))
+    assert brightest[0] < 12 and 60 <= brightest[1] < 72
+    nothing = np.asarray(overlay(what, torch.zeros(4, 4), 0.0, size=96))
+    assert (nothing[:, 24:72] == nothing[0, 24]).all()
+
+
+def one(weights, cosine):
+    nothing = torch.zeros(len(weights))
+    maps = torch.zeros(len(weights), 2, 2)
+    return Attended(
+        maps, nothing, ["[start]", "red", "heart", "[end]"], torch.tensor(weights), torch.tensor(cosine), nothing
+    )
+
+
+def test_the_papers_filter_as_it_is_stated():
+    weights = [
+        [0.1, 0.8, 0.1, 0.0],  # red
+        [0.0, 0.9, 0.1, 0.0],  # red again, agrees more
+        [0.1, 0.1, 0.7, 0.1],  # heart
+        [0.9, 0.1, 0.0, 0.0],  # the start
+        [0.0, 0.1, 0.0, 0.9],  # the end
+        [0.3, 0.4, 0.3, 0.0],  # not sharp
+        [0.0, 0.0, 1.0, 0.0],  # agrees too little
+    ]
+    cosine = [0.8, 0.9, 0.78, 0.99, 0.99, 0.95, 0.75]
+    assert worth_showing(one(weights, cosine)) == [1, 2]
+    assert worth_showing(one(weights, cosine), cosine=0.79) == [1]
+    assert worth_showing(one(weights, cosine), cosine=0.5, share=0.95) == [6]
+
+
+def test_a_gallery_has_most_middle_and_least():
+    found = gallery(torch.tensor([0.1, 0.9, 0.5, 0.3, 0.7]), 2)
+    assert (found.most, found.median, found.least) == ([1, 4], [4, 2], [0, 3])
+    assert len(found.random) == 2 and gallery(torch.tensor([0.5]), 4).median == [0]
+
+
+def test_attention_of_a_model_adds_up():
+    encoder = clip({"kind": "sparo", "slots": 4, "slot_width": 6})
+    images = [Image.new("RGB", (40, 30), colour) for colour in ("red", "blue", "green")]
+    found = attend(encoder, images, ["a red heart", "blue", "green grass grows"])
+    assert [len(f.words) for f in found] == [5, 3, 5] and found[0].words[1:4] == ["a", "red", "heart"]
+    for f in found:
+        assert f.maps.shape == (4, 4, 4) and torch.allclose(f.maps.sum((1, 2)) + f.on_class, torch.ones(4), atol=1e-5)
+        assert torch.allclose(f.weights.sum(1), torch.ones(4), atol=1e-5) and bool(
+            ((f.sharp >= 0) & (f.sharp <= 1)).all()
+        )
+    alone = attend(encoder, images, None)
+    assert alone[0].words == [] and torch.equal(alone[0].maps, found[0].maps)
+    with pytest.raises(ConfigError, match="has no slots whose attention could be shown"):
+        attend(clip({"kind": "token"}), images, None)
