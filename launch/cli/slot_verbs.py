@@ -10,35 +10,30 @@ import typer
 from sparo_train.core.errors import ConfigError, did_you_mean
 
 from .given import count_given, json_given, per_given, slots_given
+from .slot_words import (
+    Checkpoint,
+    Checkpoints,
+    Classifier,
+    Data,
+    Draws,
+    Json,
+    K,
+    Kind,
+    Layers,
+    Limit,
+    Model,
+    Parts,
+    Root,
+    Seed,
+    Store,
+    options_given,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Look at a checkpoint's slots one by one, choose among them, and see what the choice does.",
 )
-Checkpoint = Annotated[str, typer.Argument(help="anything that `sparo eval` takes")]
-Checkpoints = Annotated[list[str], typer.Argument(help="anything that `sparo eval` takes")]
-Model = Annotated[str | None, typer.Option(help="for weight files: a model name")]
-Data = Annotated[Path | None, typer.Option(help="YAML with `tasks:`, or a recipe (default: the run's own eval.tasks)")]
-Root = Annotated[Path, typer.Option(help="folder of the sets of `sparo eval --list`")]
-Store = Annotated[str | None, typer.Option("--features", help="folder of the feature store, or none")]
-Limit = Annotated[int | None, typer.Option(min=1, help="so many images per set, evenly spaced")]
-Kind = Annotated[
-    str, typer.Option("--units", help="slots; parts: of any encoding, see --parts; heads: of an ordinary open_clip ViT")
-]
-Parts = Annotated[int | None, typer.Option(min=2, help="of --units parts: into how many equal parts to cut")]
-Layers = Annotated[
-    int, typer.Option("--head-layers", min=1, help="of --units heads: the last blocks, whose heads they are")
-]
-Classifier = Annotated[
-    str, typer.Option("--classifier-slots", help="class vectors' slots: slice (as they are) or renorm (of one norm)")
-]
-Seed = Annotated[int, typer.Option(min=0, help="of what is drawn: halves and random orders")]
-Draws = Annotated[int, typer.Option(min=1, max=10_000, help="random orders of the control")]
-Json = Annotated[Path | None, typer.Option("--json", help="also write all numbers here")]
-K = Annotated[
-    str, typer.Option("--k", help="how many units; half, or best: as many as score best where they are chosen")
-]
 
 
 @app.command()
@@ -63,7 +58,7 @@ def score(
     from ..runs.slot_runs import score_units
     from ..runs.slot_work import words
 
-    options = _options(model, data, root, features, limit, units, parts, head_layers, classifier_slots)
+    options = options_given(model, data, root, features, limit, units, parts, head_layers, classifier_slots)
     score_units(checkpoint, words(on), sort, options, json_given(json_file))
 
 
@@ -112,7 +107,7 @@ def select(
         raise ConfigError(f"--plot {plot}: name a .png, .pdf or .svg file")
     if out.suffix != ".json":
         raise ConfigError(f"--out {out}: name a .json file, by which --slots knows it")
-    options = _options(model, data, root, features, limit, units, parts, head_layers, classifier_slots)
+    options = options_given(model, data, root, features, limit, units, parts, head_layers, classifier_slots)
     asked = Asked(on, words(report), slots_given(slots), out, plot, json_given(json_file))
     select_units(checkpoint, asked, How(method, count_given(k), held_out, seed, draws), options)
 
@@ -152,7 +147,7 @@ def mask(
 
     if out.suffix != ".json":
         raise ConfigError(f"--out {out}: name a .json file, by which --slots knows it")
-    options = _options(model, data, root, features, limit, units, parts, 4, "slice")
+    options = options_given(model, data, root, features, limit, units, parts, 4, "slice")
     trainings = _trainings(clamp, epochs, last, seeds)
     train_masks(checkpoint, on, words(report), per_given(per), trainings, held_out, options, out, json_given(json_file))
 
@@ -188,7 +183,7 @@ def table(
     from ..runs.slot_runs import table_four
     from ..runs.slot_work import words
 
-    options = _options(model, data, root, features, limit, "slots", None, 4, classifier_slots)
+    options = options_given(model, data, root, features, limit, "slots", None, 4, classifier_slots)
     if layout == "4":
         how = How("top", count_given(k), False, seed, draws)
         table_four(checkpoints, on or "imagenet1k", report or "sugar_crepe", how, options, json_given(json_file))
@@ -219,7 +214,7 @@ def quality(
     """How much slots repeat each other, how many there are in effect, how sharply they look, how much of one meaning they are."""
     from ..runs.slot_runs import show_quality
 
-    options = _options(model, data, root, features, limit, "slots", parts, 4, "slice")
+    options = options_given(model, data, root, features, limit, "slots", parts, 4, "slice")
     show_quality(checkpoints, on, by, options, json_given(json_file))
 
 
@@ -243,25 +238,10 @@ def show(
     """Pictures of what slots look at: report.html, which needs no other file, and PNGs of its parts."""
     from ..runs.show_runs import Wanted, show_slots
 
-    options = _options(model, data, root, "none", None, "slots", None, 4, "slice")
+    options = options_given(model, data, root, "none", None, "slots", None, 4, "slice")
     given = slots_given(slots)
     wanted = Wanted(on, image or [], caption or [], given, images, examples, tiles, cosine, share)
     show_slots(checkpoint, wanted, options, out)
-
-
-def _options(
-    model: str | None, data: Path | None, root: Path, features: str | None, limit: int | None,
-    units: str, parts: int | None, head_layers: int, classifier_slots: str,
-) -> Any:  # fmt: skip
-    from evals.report.results_file import refuse_unwritable
-    from evals.suite.evaluate import features_folder
-
-    from ..runs.slot_work import SlotOptions
-
-    folder = features_folder() if features is None else None if features == "none" else Path(features)
-    if features not in (None, "none"):
-        refuse_unwritable(Path(features), "--features")
-    return SlotOptions(model, data, root, folder, limit, units, parts, head_layers, classifier_slots)
 
 
 def _trainings(clamp: Any, epochs: int, last: bool, seeds: int) -> Any:
