@@ -137,7 +137,7 @@ def described(selection: Selection) -> str:
     """In a few words, for tables and errors."""
     if selection.mask:
         return f"{selection.method} of {len(selection.mask)} numbers"
-    return f"{selection.method}, {len(selection.chosen)} of {selection.count} {selection.units}"
+    return f"{selection.method}: {len(selection.chosen)} of {selection.count} {selection.units}"
 
 
 def of_numbers(encoder: Encoder, slots: tuple[int, ...], **facts: Any) -> Selection:

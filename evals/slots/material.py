@@ -165,7 +165,18 @@ def _neighbours(task: KnnTaskConfig, units: Units, store: FeatureStore) -> Neigh
     return Neighbours(units, bank, labels[0], test, labels[1], task, f"{bank_set.identity()} {test_set.identity()}")
 
 
-def first_half(keys: list[str], seed: int) -> Tensor:
-    """(n,) bool: about half of the images, drawn by their keys, so that what is asked of one image stays together."""
-    drawn = [hashlib.sha256(f"{seed} {key}".encode()).digest()[0] < 128 for key in keys]
-    return torch.tensor(drawn, dtype=torch.bool)
+def keys_of(material: Material) -> list[str]:
+    """The image behind each question."""
+    return material.test.keys if isinstance(material, Neighbours) else material.keys
+
+
+def halves(name: str, keys: list[str], seed: int) -> Tensor:
+    """(n,) bool: about half of the images, drawn by their keys, so that what is asked of one image stays together.
+
+    Raises:
+        DataError: so few images that one half would be empty.
+    """
+    drawn = torch.tensor([hashlib.sha256(f"{seed} {key}".encode()).digest()[0] < 128 for key in keys], dtype=torch.bool)
+    if not bool(drawn.any()) or bool(drawn.all()):
+        raise DataError(f"{name}: its {len(set(keys))} image(s) cannot be halved; give more, or --same-data")
+    return drawn

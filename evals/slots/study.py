@@ -9,16 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.core.errors import ConfigError
 
 from ..encoders.selection import Selection, SelectionData
 from ..tasks.result import DRAWS, percentiles
 from . import choosing
 from .margins import Margins, interval
-from .material import Classes, Material, Neighbours, Pairs, first_half
+from .material import Classes, Material, Neighbours, Pairs, halves, keys_of
 from .neighbours import neighbour_curve, neighbour_scores
 
-Share = Literal["held out", "other data", "same data"]
+Share = Literal["held out", "other data", "same data", "by hand"]
+_VOTES = 5  # random orders of a k-NN task, each of whose points is a search of its own
 
 
 class Score(NamedTuple):
@@ -32,7 +33,8 @@ class Score(NamedTuple):
 class ChoiceReport(NamedTuple):
     """What a choice does to a task.
 
-    share: of the data: the half that the choice did not see, data of another task, or the very data it was made on.
+    share: of the data: the half that the choice did not see, data of another task, or the very data it was made on; by hand: nobody
+    knows what it was made on.
     whole, chosen, bottom: all units, the choice, as many of the worst.  gain: chosen less whole, paired.
     chance_mean, chance_low, chance_high: as many random units, over `draws`.
     curve: accuracy of the first 1, 2, … units of the order; `random_mean`, `random_low`, `random_high` likewise.
@@ -79,17 +81,17 @@ def choose(name: str, material: Material, how: How, classifier_slots: Any = "sli
     units = material.units
     if how.k is not None and not 0 <= how.k <= units.number:
         raise ConfigError(f"--k {how.k}: there are {units.number} {units.kind}")
+    half = halves(name, keys_of(material), how.seed) if how.held_out else None
     if isinstance(material, Neighbours):
-        order, scores, best, n = _by_neighbours(material, how)
+        order, scores = _by_neighbours(material, how, half)
     else:
-        margins = material.margins()
-        if how.held_out:
-            half = first_half(list(margins.keys), how.seed)
-            _refuse_empty(name, half)
-            margins = margins.only(half)
-        order, n = _order(margins, how), margins.questions
-        scores = _alone(material, margins, how)
-        best = int(margins.accuracy(choosing.curve(margins, order)).argmax()) + 1
+        scores = _alone(material, half)
+        order = _order(material, how, scores, half)
+    best = 0
+    if how.k == 0:
+        kinds, (right,) = _right(material, [order])
+        kinds, right = (kinds, right) if half is None else (kinds[half], right[half])
+        best = int(_accuracies(kinds)(right).argmax()) + 1
     k = units.number // 2 if how.k is None else how.k or best
     share = "half" if how.held_out else "all"
     return Selection(
@@ -103,63 +105,76 @@ def choose(name: str, material: Material, how: How, classifier_slots: Any = "sli
         chosen=tuple(order[: max(k, 1)]),
         order=tuple(order),
         scores=tuple(scores.tolist()),
-        made_on=SelectionData(task=name, data=material.data, n=n, share=share, seed=how.seed),
+        made_on=SelectionData(task=name, data=material.data, n=_asked(material, half), share=share, seed=how.seed),
     )
 
 
-def _refuse_empty(name: str, half: Tensor) -> None:
-    if not bool(half.any()) or bool(half.all()):
-        raise DataError(f"{name}: {len(half)} images cannot be halved; give more, or --same-data")
+def _asked(material: Material, half: Tensor | None) -> int:
+    return len(keys_of(material)) if half is None else int(half.sum())
 
 
-def _order(margins: Margins, how: How) -> list[int]:
-    if how.method == "random":
-        return choosing.random_order(margins.units, how.seed)
-    # Candidates rank `top` a little otherwise than all classes would; the accuracies that are kept are of all classes.
-    return choosing.METHODS[how.method](margins)
-
-
-def _alone(material: Classes | Pairs, margins: Margins, how: How) -> Tensor:
-    """(U,) accuracies: of classes over all of them, not over the candidates."""
+def _alone(material: Classes | Pairs, half: Tensor | None) -> Tensor:
+    """(U,) each unit's own accuracy; of classes over all of them."""
     if isinstance(material, Pairs):
-        return choosing.accuracies(margins)
+        margins = material.margins()
+        return choosing.accuracies(margins if half is None else margins.only(half))
     alone = material.each().alone.double()
-    return (alone[first_half(material.keys, how.seed)] if how.held_out else alone).mean(0)
+    return (alone if half is None else alone[half]).mean(0)
 
 
-def _by_neighbours(material: Neighbours, how: How) -> tuple[list[int], Tensor, int, int]:
+def _order(material: Classes | Pairs, how: How, scores: Tensor, half: Tensor | None) -> list[int]:
+    if how.method == "random":
+        return choosing.random_order(len(scores), how.seed)
+    if how.method in (
+        "top",
+        "bottom",
+    ):  # by the scores themselves: a search's candidates would rank single slots otherwise
+        order = choosing.best_first(scores)
+        return order if how.method == "top" else order[::-1]
+    margins = material.margins()
+    return choosing.METHODS[how.method](margins if half is None else margins.only(half))
+
+
+def _by_neighbours(material: Neighbours, how: How, half: Tensor | None) -> tuple[list[int], Tensor]:
     if how.method not in ("top", "bottom", "random"):
         raise ConfigError(
             f"--method {how.method}: on a knn task units are chosen by top, bottom or random; a vote is no sum over units"
         )
-    half = (
-        first_half(material.test.keys, how.seed) if how.held_out else torch.ones(len(material.test), dtype=torch.bool)
-    )
-    if how.held_out:
-        _refuse_empty(material.config.test, half)
-    scores = neighbour_scores(material)[half].double().mean(0)
+    answers = neighbour_scores(material).double()
+    scores = (answers if half is None else answers[half]).mean(0)
     order = choosing.best_first(scores)
-    if how.method == "bottom":
-        order = order[::-1]
     if how.method == "random":
         order = choosing.random_order(len(scores), how.seed)
-    best = len(order)
-    if how.k == 0:
-        best = int(neighbour_curve(material, order)[half].double().mean(0).argmax()) + 1
-    return order, scores, best, int(half.sum())
+    return order[::-1] if how.method == "bottom" else order, scores
+
+
+def _right(material: Material, orders: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:
+    """Kinds (n,), and for each order the right answers (n, U) of its first 1, 2, … units."""
+    if isinstance(material, Neighbours):
+        kinds = torch.zeros(len(material.test), dtype=torch.int64)
+        return kinds, [neighbour_curve(material, order) for order in orders]
+    if isinstance(material, Classes):
+        return material.kinds, list(material.curves(orders))
+    margins = material.margins()
+    return margins.kinds, [choosing.curve(margins, order) for order in orders]
 
 
 def report(name: str, material: Material, selection: Selection, how: How) -> ChoiceReport:
     """What a selection does to a task; on the data that it was made on, to the half that it did not see where there is one."""
-    order, k, share, rows = list(selection.order), len(selection.chosen), "other data", None
+    order, k, rows = list(selection.order), len(selection.chosen), None
+    share: Share = "other data" if selection.made_on.data else "by hand"
     if selection.made_on.data == material.data:
         share = "same data"
         if selection.made_on.share == "half":
-            share, rows = "held out", ~first_half(_keys(material), selection.made_on.seed)
-    kinds, curves = _answers(material, order, how)
-    kinds, (ours, bottom, *drawn) = (
-        (kinds, curves) if rows is None else (kinds[rows], [right[rows] for right in curves])
+            share, rows = "held out", ~halves(name, keys_of(material), selection.made_on.seed)
+    worst = choosing.best_first(
+        neighbour_scores(material).double().mean(0) if isinstance(material, Neighbours) else _alone(material, None)
+    )[::-1]
+    draws = min(how.draws, _VOTES) if isinstance(material, Neighbours) else how.draws
+    kinds, found = _right(
+        material, [order, worst, *(choosing.random_order(len(order), 1000 + i) for i in range(draws))]
     )
+    kinds, (ours, bottom, *drawn) = (kinds, found) if rows is None else (kinds[rows], [right[rows] for right in found])
     accuracy = _accuracies(kinds)
     random = torch.stack([accuracy(right) for right in drawn])
     low, high = (random.quantile(q, 0) for q in (0.025, 0.975))
@@ -177,24 +192,6 @@ def report(name: str, material: Material, selection: Selection, how: How) -> Cho
         low.tolist(),
         high.tolist(),
     )
-
-
-def _keys(material: Material) -> list[str]:
-    return material.test.keys if isinstance(material, Neighbours) else material.keys
-
-
-def _answers(material: Material, order: list[int], how: How) -> tuple[Tensor, list[Tensor]]:
-    """Kinds (n,) and right answers (n, U) of the order, the reverse of `top` there, and random orders."""
-    if isinstance(material, Neighbours):
-        worst = choosing.best_first(neighbour_scores(material).double().mean(0))[::-1]
-        orders = [order, worst, *(choosing.random_order(len(order), 1000 + i) for i in range(min(how.draws, 5)))]
-        return torch.zeros(len(material.test), dtype=torch.int64), [neighbour_curve(material, o) for o in orders]
-    margins = material.margins()
-    randoms = (choosing.random_order(len(order), 1000 + i) for i in range(how.draws))
-    orders = [order, choosing.bottom(margins), *randoms]
-    if isinstance(material, Classes):
-        return margins.kinds, list(material.curves(orders))
-    return margins.kinds, [choosing.curve(margins, o) for o in orders]
 
 
 def _accuracies(kinds: Tensor) -> Any:

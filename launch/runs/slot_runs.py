@@ -78,9 +78,9 @@ def _columns(name: str, each: Material) -> dict[str, list[float]]:
 
 
 def _whole(each: Classes | Pairs) -> float:
-    margins = each.margins()
     if isinstance(each, Classes):
         return float(each.each().whole.double().mean())
+    margins = each.margins()
     return float(margins.accuracy(margins.right(margins.values.sum(1) + margins.fixed)))
 
 
@@ -115,7 +115,8 @@ def select_units(checkpoint: str, asked: Asked, how: How, options: SlotOptions) 
     shown = list(tasks) if asked.report else list(found)
     reports = [report(each, found[each], chosen, how) for each in shown]
     write_selection(asked.out, chosen)
-    title = f"{checkpoint}: {described(chosen)}, chosen on {name} (n = {chosen.made_on.n})"
+    made = f"chosen on {chosen.made_on.task} (n = {chosen.made_on.n})" if chosen.made_on.data else "by hand"
+    title = f"{checkpoint}: {described(chosen)}, {made}"
     slot_tables.show(slot_tables.report_table(title, reports, len(chosen.chosen), chosen.count, chosen.units))
     out.print(f"{asked.out}: {chosen.units} {' '.join(map(str, chosen.chosen))}", soft_wrap=True)
     _say_next(checkpoint, asked.out, reports)

@@ -27,8 +27,9 @@ def report_table(title: str, reports: Sequence[ChoiceReport], k: int, of: int, u
         name = f"{r.task}\n{r.share}, n = {r.n}"
         table.add_row(name, _score(r.whole), _score(r.chosen), control, _score(r.bottom), _signed(r.gain))
     if reports:
+        drawn = " or ".join(map(str, sorted({r.draws for r in reports})))
         table.caption = (
-            f"per cent, below it 95 % intervals (random {units}: the middle 95 % of {reports[0].draws} draws); "
+            f"per cent, below it 95 % intervals (random {units}: the middle 95 % of {drawn} draws); "
             "gain: chosen less all, paired"
         )
     return table
