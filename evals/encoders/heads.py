@@ -95,7 +95,7 @@ def _blocks(visual: Any) -> list[Any]:
 
 def heads_of(encoder: Encoder, layers: int) -> HeadsEncoder:
     """The heads of an encoder. Raises `ConfigError` where its image tower is no ordinary ViT, or has fewer blocks."""
-    visual = getattr(encoder.model, "visual", None)
+    visual: Any = getattr(encoder.model, "visual", None)
     pooled = getattr(visual, "pool_type", "") == "tok" and getattr(visual, "attn_pool", None) is None
     plain = isinstance(visual, VisionTransformer) and getattr(visual, "read_by", None) is None and pooled
     if not isinstance(encoder, TwoTowerEncoder) or not plain:
@@ -104,6 +104,7 @@ def heads_of(encoder: Encoder, layers: int) -> HeadsEncoder:
         )
     blocks = _blocks(visual)
     ordinary = all(isinstance(b.attn, nn.MultiheadAttention) and b.attn.in_proj_weight is not None for b in blocks)
+    ordinary = ordinary and getattr(visual.transformer, "batch_first", True)
     if not ordinary or not 0 < layers <= len(blocks):
         raise ConfigError(f"--head-layers {layers}: {encoder.label} has {len(blocks)} blocks of ordinary attention")
     return HeadsEncoder(encoder, layers)

@@ -47,7 +47,7 @@ def mask_row(
     """Train a mask per element of `how`, and score each on tasks, whose classifiers it is folded into."""
     known = judged = mask_factors(pairs, per)
     if held_out:
-        half = halves(label, pairs.keys, how[0].seed)
+        half = halves(label, pairs, how[0].seed)
         known, judged = known.only(half), known.only(~half)
     found = [train_mask(known, one) for one in how]
     width = pairs.units.encoder.width

@@ -6,7 +6,10 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from sparo_train.core.errors import ConfigError, DataError
@@ -165,18 +168,41 @@ def _neighbours(task: KnnTaskConfig, units: Units, store: FeatureStore) -> Neigh
     return Neighbours(units, bank, labels[0], test, labels[1], task, f"{bank_set.identity()} {test_set.identity()}")
 
 
-def keys_of(material: Material) -> list[str]:
-    """The image behind each question."""
-    return material.test.keys if isinstance(material, Neighbours) else material.keys
+def groups_of(material: Material) -> list[str]:
+    """A name per question, the same for those that must stay together: of one image, and pairs that share a true caption.
+
+    The second because a set may hold an image once per pair, or several pictures of one thing.
+    """
+    if isinstance(material, Neighbours):
+        return material.test.keys
+    if isinstance(material, Classes):
+        return material.keys
+    captions = [pair.caption for pair in material.found]
+    place = {caption: i for i, caption in enumerate(sorted(set(captions)))}
+    images = material.owner.numpy()
+    nodes = len(place) + len(material.features)
+    ends = np.array([place[caption] for caption in captions]), len(place) + images
+    links = coo_array((np.ones(len(images), np.int8), ends), shape=(nodes, nodes))
+    _, member = connected_components(links, directed=False)
+    name = dict[int, str]()
+    for (
+        caption,
+        i,
+    ) in place.items():  # in sorted order, so that a group is called the same whatever the order of its pairs
+        name.setdefault(int(member[i]), caption)
+    return [name[int(member[place[caption]])] for caption in captions]
 
 
-def halves(name: str, keys: list[str], seed: int) -> Tensor:
-    """(n,) bool: about half of the images, drawn by their keys, so that what is asked of one image stays together.
+def halves(name: str, material: Material, seed: int) -> Tensor:
+    """(n,) bool: about half of the groups, drawn by their names, so that the other half was not seen.
 
     Raises:
         DataError: so few images that one half would be empty.
     """
+    keys = groups_of(material)
     drawn = torch.tensor([hashlib.sha256(f"{seed} {key}".encode()).digest()[0] < 128 for key in keys], dtype=torch.bool)
     if not bool(drawn.any()) or bool(drawn.all()):
-        raise DataError(f"{name}: its {len(set(keys))} image(s) cannot be halved; give more, or --same-data")
+        raise DataError(
+            f"{name}: its {len(set(keys))} image(s) that differ cannot be halved; give more, or --same-data"
+        )
     return drawn

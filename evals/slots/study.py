@@ -15,7 +15,7 @@ from ..encoders.selection import Selection, SelectionData
 from ..tasks.result import DRAWS, percentiles
 from . import choosing
 from .margins import Margins, interval
-from .material import Classes, Material, Neighbours, Pairs, halves, keys_of
+from .material import Classes, Material, Neighbours, Pairs, groups_of, halves
 from .neighbours import neighbour_curve, neighbour_scores
 
 Share = Literal["held out", "other data", "same data", "by hand"]
@@ -81,7 +81,7 @@ def choose(name: str, material: Material, how: How, classifier_slots: Any = "sli
     units = material.units
     if how.k is not None and not 0 <= how.k <= units.number:
         raise ConfigError(f"--k {how.k}: there are {units.number} {units.kind}")
-    half = halves(name, keys_of(material), how.seed) if how.held_out else None
+    half = halves(name, material, how.seed) if how.held_out else None
     if isinstance(material, Neighbours):
         order, scores = _by_neighbours(material, how, half)
     else:
@@ -110,7 +110,7 @@ def choose(name: str, material: Material, how: How, classifier_slots: Any = "sli
 
 
 def _asked(material: Material, half: Tensor | None) -> int:
-    return len(keys_of(material)) if half is None else int(half.sum())
+    return len(groups_of(material)) if half is None else int(half.sum())
 
 
 def _alone(material: Classes | Pairs, half: Tensor | None) -> Tensor:
@@ -166,7 +166,7 @@ def report(name: str, material: Material, selection: Selection, how: How) -> Cho
     if selection.made_on.data == material.data:
         share = "same data"
         if selection.made_on.share == "half":
-            share, rows = "held out", ~halves(name, keys_of(material), selection.made_on.seed)
+            share, rows = "held out", ~halves(name, material, selection.made_on.seed)
     worst = choosing.best_first(
         neighbour_scores(material).double().mean(0) if isinstance(material, Neighbours) else _alone(material, None)
     )[::-1]

@@ -119,7 +119,7 @@ def select_units(checkpoint: str, asked: Asked, how: How, options: SlotOptions) 
     title = f"{checkpoint}: {described(chosen)}, {made}"
     slot_tables.show(slot_tables.report_table(title, reports, len(chosen.chosen), chosen.count, chosen.units))
     out.print(f"{asked.out}: {chosen.units} {' '.join(map(str, chosen.chosen))}", soft_wrap=True)
-    _say_next(checkpoint, asked.out, reports)
+    _say_next(checkpoint, asked.out, reports, options.classifier_slots == "renorm")
     write_facts(asked.json_file, {"selection": json.loads(chosen.model_dump_json(by_alias=True)), "reports": [r.as_dict() for r in reports]})  # fmt: skip
     if asked.plot is not None:
         from evals.report.selection_plot import draw_curves
@@ -151,7 +151,9 @@ def _by_hand(bench: Bench, slots: tuple[int, ...] | Path, ranked: Selection, how
     return by_hand(given.model_copy(update={"scores": ranked.scores}), ranked.order)
 
 
-def _say_next(checkpoint: str, path: Path, reports: Sequence[ChoiceReport]) -> None:
+def _say_next(checkpoint: str, path: Path, reports: Sequence[ChoiceReport], renormed: bool) -> None:
+    if renormed:
+        console.print("sparo eval takes class vectors' slots as they are (slice): its scores with this file are others")
     if any(r.share == "same data" for r in reports):
         console.print(
             "same data: the choice was made on it, so its gain is too good; --held-out and other tasks are fair"

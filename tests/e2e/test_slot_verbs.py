@@ -11,9 +11,9 @@ from sparo_data.writer import write_shards, write_wds_layout
 from tests.conftest import dino_recipe, jpeg, sample, sparo
 
 
-def slots(world, *words, code=0, **named):
+def slots(world, *words, code=0, data="tasks.yaml", **named):
     store = () if words[0] == "show" else ("--features", "store")
-    done = sparo("slots", *words, "--data", "tasks.yaml", *store, cwd=world, COLUMNS="160", **named)
+    done = sparo("slots", *words, "--data", data, *store, cwd=world, COLUMNS="160", **named)
     assert done.returncode == code, done.stderr + done.stdout
     assert "Traceback" not in done.stderr
     return done
@@ -27,9 +27,25 @@ def scored(world, *words):
     return {name.rpartition("/")[2]: r for name, r in json.loads((world / "got.json").read_text())["results"].items()}
 
 
-def test_a_choice_is_reported_as_eval_scores_it(world):
+@pytest.fixture(scope="module")
+def told_apart(world):
+    """A task of pairs whose true captions differ, in a YAML of its own with the zero-shot task."""
+    pair = '{"kind": "%s", "caption": "a red square %d", "negative_caption": "a blue square %d"}'
+    kinds = ("replace_att", "swap_att")
+    rows = [(f"{i:03d}", {"jpg": jpeg(i), "json": (pair % (kinds[i % 2], i, i)).encode()}) for i in range(12)]
+    write_wds_layout(world / "told/pairs", rows)
+    tasks = {
+        "zero": {"task": "zeroshot", "root": str(world / "small/zero")},
+        "pairs": {"task": "pairs", "root": str(world / "told/pairs")},
+    }
+    (world / "told.yaml").write_text(yaml.safe_dump({"tasks": tasks}))
+    return world
+
+
+def test_a_choice_is_reported_as_eval_scores_it(told_apart):
+    world = told_apart
     done = slots(world, "select", "runs/s0", "--on", "pairs", "--report", "zero,pairs", "--method", "forward", "--k", "2", "--out",
-                 "chosen.json", "--json", "facts.json", "--plot", "curves.png", "--draws", "5")  # fmt: skip
+                 "chosen.json", "--json", "facts.json", "--plot", "curves.png", "--draws", "5", data="told.yaml")  # fmt: skip
     facts = json.loads((world / "facts.json").read_text())
     zero, pairs = facts["reports"]
     assert (zero["share"], pairs["share"]) == ("other data", "held out") and zero["n"] == 12 > pairs["n"] > 0
@@ -158,6 +174,8 @@ def test_slots_of_dino_are_chosen_by_their_neighbours(others):
     assert facts["reports"][0]["share"] == "held out" and "knn" in done.stdout
     found = scored(others, "runs/dino", "--tasks", "knn", "--slots", "dino.json")
     assert 0 <= found["knn"]["metrics"]["acc1_k20"] <= 1
+    done = slots(others, "select", "runs/s0", "--on", "pairs", code=2)
+    assert "its 1 image(s) that differ cannot be halved" in done.stderr  # all twelve have one true caption
     done = slots(others, "select", "runs/dino", "--on", "knn", "--method", "forward", code=2)
     assert "a vote is no sum over units" in done.stderr
     done = slots(others, "select", "runs/dino", "--on", "zero", code=2)

@@ -1,7 +1,9 @@
 """Slots after training: shares of scores, selections, masks and what slots are like, each against its plain form."""
 
 import json
+from typing import Any, cast
 
+import numpy as np
 import open_clip
 import pytest
 import torch
@@ -15,14 +17,17 @@ from evals.encoders.masked import masked
 from evals.encoders.own import ClipEncoder
 from evals.encoders.pixels import Pixels
 from evals.encoders.selection import Selection, of_numbers, read_selection, selected, write_selection
+from evals.sets.base import Pair
 from evals.slots import choosing
 from evals.slots.margins import Margins, class_curves, class_margins, each_unit, interval, pair_margins
 from evals.slots.masks import Factors, MaskTraining, factors, loss, mask_of, train_mask
+from evals.slots.material import Pairs, groups_of, halves
 from evals.slots.quality import effective_number, monosemanticity, redundancy, sharpness, similarity
 from evals.slots.study import gain
 from evals.slots.units import units_of
+from evals.store.feature_table import Features
 from evals.tasks import pairs, zeroshot
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 
@@ -333,3 +338,22 @@ def test_a_gain_is_paired():
     found = gain(first, second, kinds)
     assert found.value == pytest.approx(0.25) and 0.17 < found.low < 0.25 < found.high < 0.33
     assert gain(first, first, kinds) == (0, 0, 0)
+
+
+def test_what_belongs_together_is_on_one_side():
+    found = [Pair("x", caption, "not it") for caption in ("a", "a", "b", "c", "c", "d", "e", "f")]
+    owner = torch.tensor(
+        [0, 1, 1, 2, 3, 4, 5, 6]
+    )  # images 0 and 1 share a caption, 1 has another one, too; 2 and 3 are of one thing
+    features = Features([np.zeros((7, 2), np.float32)], list("0123456"), [[]] * 7)
+    nothing = torch.zeros(8, 2)
+    units = cast(Any, None)
+    pairs = Pairs(units, features, nothing, nothing, owner, found, "macro", "")
+    groups = groups_of(pairs)
+    assert groups == ["a", "a", "a", "c", "c", "d", "e", "f"]
+    for seed in range(20):
+        half = halves("x", pairs, seed).tolist()
+        assert half[0] == half[1] == half[2] and half[3] == half[4] and 0 < sum(half) < 8
+    one = Pairs(units, features, nothing, nothing, owner[:3], found[:3], "macro", "")
+    with pytest.raises(DataError, match=r"1 image\(s\) that differ cannot be halved"):
+        halves("x", one, 0)
