@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import ConfigError, DataError
 
 from ..encoders.encoder import Encoder
 from ..sets.base import EvalSet, batched, read_batches
@@ -46,7 +46,12 @@ def quality_of(
 
     Args:
         by: an encoder whose cosines say how alike two images are; it should have nothing to do with the one that is looked at.
+
+    Raises:
+        DataError: fewer than two images, of which nothing can be said to repeat.
     """
+    if len(source) < 2:
+        raise DataError(f"{source.root}: has {len(source)} image(s); slots are compared over two at least")
     features = store.images(units.encoder, source, workers=workers)
     assert features is not None
     rows = features.in_memory()

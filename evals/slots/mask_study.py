@@ -107,5 +107,5 @@ def mask_selection(
         order=tuple(order),
         scores=tuple(by_unit.tolist()),
         mask=tuple(trained.mask.tolist()),
-        made_on=SelectionData(task=name, data=pairs.data, n=len(pairs.found), share=share, seed=how.seed),
+        made_on=SelectionData(task=name, data=pairs.data, n=trained.n, share=share, seed=how.seed),
     )

@@ -54,12 +54,13 @@ class MaskTraining(NamedTuple):
 
 
 class TrainedMask(NamedTuple):
-    """`mask` (P,) in [0, 1], of epoch `epoch`; `curve`: the standard score after each epoch, and before the first; `losses`."""
+    """`mask` (P,) in [0, 1], of epoch `epoch`, from `n` pairs; `curve`: the standard score before the first epoch and after each."""
 
     mask: Tensor
     epoch: int
     curve: list[float]
     losses: list[float]
+    n: int
 
 
 def train_mask(known: Factors, how: MaskTraining = MaskTraining()) -> TrainedMask:
@@ -84,7 +85,7 @@ def train_mask(known: Factors, how: MaskTraining = MaskTraining()) -> TrainedMas
         curve.append(accuracy(known, mask))
         if not how.best or curve[-1] > max(curve[:-1]):
             best = (mask, epoch)
-    return TrainedMask(*best, curve, losses)
+    return TrainedMask(*best, curve, losses, n)
 
 
 def loss(d: Tensor, q: Tensor, theta: Tensor, alpha: Tensor, clamp: str) -> Tensor:

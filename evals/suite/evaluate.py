@@ -136,6 +136,8 @@ def evaluate_checkpoint(
     # Together: a rank that fails here alone must not leave the others waiting in an exchange. The sets first: one that is missing
     # is told before an hour of encoding others.
     ranks.together(Suite(known).check)
+    # Said with the scores: a number over other images must not stand unmarked beside those over the published ones.
+    odd = ranks.together(lambda: {name: catalogue.oddity(name, task) for name, task in known.items()})
     encoder = ranks.together(lambda: load_encoder(checkpoint, how.model, _device(ranks)))
     encoder.precision = how.precision
     scored = checkpoint
@@ -159,11 +161,9 @@ def evaluate_checkpoint(
             unfit.append(error)
             continue
         for task, scored_alone in found.items():
-            # Said with the score: a number over other images must not stand unmarked beside those over the published ones.
-            odd = catalogue.oddity(task, known[task])
-            results[task] = result = scored_alone._replace(note=odd)
-            if odd:
-                say(f"{task}: not the listed data: {odd}")
+            results[task] = result = scored_alone._replace(note=odd[task])
+            if odd[task]:
+                say(f"{task}: not the listed data: {odd[task]}")
             if result.counts.get("images_without_caption"):
                 say(f"{task}: {result.counts['images_without_caption']} image(s) without a caption are no queries")
             if folder is not None and ranks.rank == 0:

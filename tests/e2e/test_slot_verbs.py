@@ -64,35 +64,11 @@ def test_a_choice_is_reported_as_eval_scores_it(told_apart):
         chosen["zero"]["metrics"]
         == scored(world, "runs/s0", "--tasks", "zero", "--slots", by_number)["zero"]["metrics"]
     )
-    done = slots(
-        world,
-        "select",
-        "runs/s0",
-        "--on",
-        "zero",
-        "--report",
-        "zero",
-        "--same-data",
-        "--slots",
-        "chosen.json",
-        "--out",
-        "own.json",
-    )
-    assert "same data" not in done.stdout  # nobody knows that it was made on this
-    done = slots(
-        world,
-        "select",
-        "runs/s0",
-        "--on",
-        "zero",
-        "--report",
-        "zero",
-        "--same-data",
-        "--k",
-        "best",
-        "--out",
-        "own.json",
-    )
+    again = ("select", "runs/s0", "--on", "zero", "--report", "zero", "--same-data", "--out", "own.json")
+    done = slots(world, *again, "--slots", "chosen.json")
+    assert "same data" not in done.stdout  # it was made on the pairs
+    assert "by hand" in slots(world, *again, "--slots", "0,2").stdout  # nobody knows what it was made on
+    done = slots(world, *again, "--k", "best")
     assert "same data" in done.stdout and "its gain is too good" in done.stderr
 
 
@@ -215,6 +191,7 @@ BAD = {
     "table": (("table", "6", "runs/s0"), "sparo slots table 6"),
     "four on pairs": (("table", "4", "runs/s0", "--on", "pairs", "--report", "pairs"), "chooses on a task of kind zeroshot"),
     "judged by itself": (("quality", "runs/s0", "--on", "zero", "--by", "runs/s0"), "is the checkpoint that is looked at"),
+    "one image": (("quality", "runs/s0", "--on", "zero", "--limit", "1"), "has 1 image(s); slots are compared over two at least"),
     "sort": (("score", "runs/s0", "--on", "zero", "--sort", "pairs"), "--sort pairs: is none of the tasks shown"),
 }  # fmt: skip
 
