@@ -35,7 +35,7 @@ from .parts import Part, bounds_of, known_texts, open_part, write_part, write_te
 
 Storage = Literal["fp32", "fp16"]
 _TYPES = {"fp32": np.float32, "fp16": np.float16}
-_FORMAT = 2  # parts with checksums
+_FORMAT = 3  # parts with XXH3 checksums
 _ALONE = Ranks(World(), "gloo", 0.0)
 
 
