@@ -50,6 +50,10 @@ class Started:
         if self._process.is_alive() and self._process.pid:
             os.kill(self._process.pid, number)
 
+    def stdout_now(self) -> str:
+        """What it has written to stdout so far."""
+        return self._out.read_text(errors="replace") if self._out.exists() else ""
+
     def stderr_now(self) -> str:
         """What it has written to stderr so far."""
         return self._err.read_text(errors="replace") if self._err.exists() else ""

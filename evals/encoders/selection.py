@@ -52,6 +52,7 @@ class Selection(Frozen):
     scores: tuple[float, ...] = setting((), "each unit's own score on what the selection was made on, by number")
     mask: tuple[float, ...] = setting((), "in place of zeros and ones: a number per unit, or per number of an encoding")
     made_on: SelectionData = setting(SelectionData(), "what the selection was made on")
+    looked_at: tuple[str, ...] = setting((), "identities of data whose scores were seen while somebody chose by hand")
     names: dict[int, str] = setting({}, "what somebody calls a unit")
     notes: dict[int, str] = setting({}, "what somebody wrote about a unit")
 

@@ -15,6 +15,8 @@ from sparo_train.core.errors import ConfigError
 from sparo_train.data.examples.text import decode_tokens
 
 from ..encoders.encoder import Encoder
+from ..sets.base import EvalSet
+from ..sets.task_config import TaskConfig
 from .quality import sharpness
 
 _AT_ONCE = 32
@@ -34,6 +36,24 @@ class Attended(NamedTuple):
     weights: Tensor
     cosine: Tensor
     sharp: Tensor
+
+
+def captions_of(task: TaskConfig, source: EvalSet, texts: bool) -> Any:
+    """From a sample's fact to what is said of its image: its caption, or a prompt with the name of its class; None without texts.
+
+    Raises:
+        ConfigError: a set without captions and classes.
+    """
+    if not texts:
+        return lambda fact: None
+    if source.kind == "captions":
+        return lambda fact: next(iter(fact), "")
+    if source.kind == "pairs":
+        return lambda fact: fact[0].caption if fact else ""
+    if source.kind != "label":
+        raise ConfigError(f"task {task.task}: has no captions and no classes to show")
+    classes, template = source.classnames(), source.templates()[0]
+    return lambda fact: template.replace("{c}", classes[fact])
 
 
 def attend(encoder: Encoder, images: Sequence[Image.Image], captions: Sequence[str] | None) -> list[Attended]:

@@ -127,7 +127,8 @@ def open_images(task: TaskConfig) -> EvalSet:
     raise ConfigError(f"task {task.task}: has no images to look at")
 
 
-def _encoded(source: EvalSet, units: Units, store: FeatureStore, workers: int) -> Features:
+def encoded(source: EvalSet, units: Units, store: FeatureStore, workers: int) -> Features:
+    """A set's encodings, stored or made now."""
     found = store.images(units.encoder, source, workers=workers)
     assert found is not None  # None is the answer to a share
     return found
@@ -137,7 +138,7 @@ def _classes(task: ZeroshotTaskConfig, units: Units, store: FeatureStore, classi
     source, tower = open_set(task, "label"), texts_of(units)
     names, templates = source.classnames(), source.templates()
     source.label_below = len(names)
-    features = _encoded(source, units, store, task.workers)
+    features = encoded(source, units, store, task.workers)
     if source.kind == "labels":
         raise ConfigError(f"{source.root}: has several labels per image, whose average precision is no sum over units")
     vectors = zeroshot.classifier(store.texts(tower, zeroshot.prompts(names, templates)), len(names))
@@ -149,7 +150,7 @@ def _classes(task: ZeroshotTaskConfig, units: Units, store: FeatureStore, classi
 
 def _pairs(task: PairsTaskConfig, units: Units, store: FeatureStore) -> Pairs:
     source, tower = open_set(task, "pairs"), texts_of(units)
-    features = _encoded(source, units, store, task.workers)
+    features = encoded(source, units, store, task.workers)
     found = [pair for row in features.facts for pair in row]
     if not found:
         raise DataError(f"{source.root}: not one image has a pair of captions")

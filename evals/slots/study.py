@@ -163,7 +163,9 @@ def report(name: str, material: Material, selection: Selection, how: How) -> Cho
     """What a selection does to a task; on the data that it was made on, to the half that it did not see where there is one."""
     order, k, rows = list(selection.order), len(selection.chosen), None
     share: Share = "other data" if selection.made_on.data else "by hand"
-    if selection.made_on.data == material.data:
+    if material.data in selection.looked_at:
+        share = "same data"
+    elif selection.made_on.data == material.data:
         share = "same data"
         if selection.made_on.share == "half":
             share, rows = "held out", ~halves(name, material, selection.made_on.seed)

@@ -11,9 +11,8 @@ from PIL import Image
 
 from evals.encoders.selection import read_selection, selected
 from evals.report.results_file import refuse_unwritable
-from evals.sets.base import EvalSet, decoded
-from evals.sets.task_config import TaskConfig
-from evals.slots.attend import Attended, attend
+from evals.sets.base import decoded
+from evals.slots.attend import Attended, attend, captions_of
 from evals.slots.material import open_images
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.untrusted import read_bytes
@@ -91,7 +90,7 @@ def _own(wanted: Wanted) -> Sequence[tuple[Path, str | None]]:
 def _of_task(bench: Bench, wanted: Wanted) -> list[Shown]:
     name, task = bench.one(str(wanted.on), "--on")
     source = open_images(task)
-    caption = _captioner(task, source, "texts" in bench.encoder.offers)
+    caption = captions_of(task, source, "texts" in bench.encoder.offers)
     count = min(wanted.number, len(source))
     found = []
     with Bar() as bar:
@@ -101,20 +100,6 @@ def _of_task(bench: Bench, wanted: Wanted) -> list[Shown]:
             found.append(Shown(key, image, caption(fact)))
             bar.show(row, i + 1, count)
     return found
-
-
-def _captioner(task: TaskConfig, source: EvalSet, texts: bool) -> Any:
-    """From a sample's fact to what to show beside its image: its caption, or a prompt with the name of its class."""
-    if not texts:
-        return lambda fact: None
-    if source.kind == "captions":
-        return lambda fact: next(iter(fact), "")
-    if source.kind == "pairs":
-        return lambda fact: fact[0].caption if fact else ""
-    if source.kind != "label":
-        raise ConfigError(f"task {task.task}: has no captions and no classes to show")
-    classes, template = source.classnames(), source.templates()[0]
-    return lambda fact: template.replace("{c}", classes[fact])
 
 
 def _attended(bench: Bench, found: list[Shown]) -> list[Attended]:

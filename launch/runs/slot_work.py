@@ -12,10 +12,13 @@ import torch
 
 from evals.encoders.encoder import Encoder
 from evals.encoders.loading import load_encoder
+from evals.sets.base import EvalSet
 from evals.sets.task_config import TaskConfig
+from evals.slots.arrays import Arrays, arrays_of, limited
 from evals.slots.look import Quality, quality_of
-from evals.slots.material import Material, material, open_images
+from evals.slots.material import Material, encoded, material, open_images
 from evals.slots.units import KINDS, Units, units_of
+from evals.store.feature_table import Features
 from evals.store.features import FeatureStore
 from evals.suite.evaluate import tasks_for
 from sparo_train.core.errors import ConfigError, did_you_mean
@@ -73,22 +76,35 @@ class Bench:
     def material(self, tasks: dict[str, TaskConfig]) -> dict[str, Material]:
         """Their encodings, as far as they are not stored, behind a bar."""
         with Encoding(self.checkpoint, False) as report:
-            store = FeatureStore(
-                self.options.features, "fp32", report, lambda text: console.print(text, soft_wrap=True)
-            )
+            store = self._store(report)
             return {
                 name: material(name, task, self.units, store, self.options.classifier_slots)
                 for name, task in tasks.items()
             }
 
+    def arrays(self, tasks: dict[str, TaskConfig]) -> dict[str, Arrays]:
+        """Their arrays for a page, of as many images as a page gets."""
+        some = {name: limited(task, self.options.limit) for name, task in tasks.items()}
+        with Encoding(self.checkpoint, False) as report:
+            store = self._store(report)
+            return {
+                name: arrays_of(name, task, self.units, store, self.options.classifier_slots)
+                for name, task in some.items()
+            }
+
+    def images(self, source: EvalSet) -> Features:
+        """Encodings of a set's images."""
+        with Encoding(self.checkpoint, False) as report:
+            return encoded(source, self.units, self._store(report), 0)
+
     def quality(self, label: str, task: TaskConfig, judge: Encoder | None) -> Quality:
         """What the units are like on a task's images, told apart by another encoder where one is given."""
         source = open_images(task)
         with Encoding(self.checkpoint, False) as report:
-            store = FeatureStore(
-                self.options.features, "fp32", report, lambda text: console.print(text, soft_wrap=True)
-            )
-            return quality_of(label, self.units, source, store, judge, getattr(task, "workers", 0))
+            return quality_of(label, self.units, source, self._store(report), judge, getattr(task, "workers", 0))
+
+    def _store(self, report: Any) -> FeatureStore:
+        return FeatureStore(self.options.features, "fp32", report, lambda text: console.print(text, soft_wrap=True))
 
     def one(self, name: str, option: str) -> tuple[str, TaskConfig]:
         """The one task that a name stands for. Raises `ConfigError` where it stands for several."""

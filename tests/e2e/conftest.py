@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from sparo_data.writer import write_shards, write_wds_layout
-from tests.conftest import eval_sets, jpeg, sample, sparo, tiny_recipe
+from tests.conftest import dino_recipe, eval_sets, jpeg, sample, sparo, tiny_recipe
 from tests.unit.test_sets import sugar_crepe
 
 
@@ -38,3 +38,21 @@ def scored(world):
     )
     assert done.returncode == 0, done.stderr
     return world, done.stdout
+
+
+@pytest.fixture(scope="session")
+def others(world):
+    """Encoders of other kinds: DINO with slots, CLIP without."""
+    write_shards(world / "more", (sample(i) for i in range(96)), 24)
+    for split, n in (("train", 40), ("test", 30)):
+        rows = [(f"{i:03d}", {"jpg": jpeg(i % 12), "cls": str(i % 4).encode()}) for i in range(n)]
+        write_wds_layout(world / "near", rows, classnames=list("abcd"), split=split)
+    tree = dino_recipe(world / "more", world / "runs", steps=4)
+    (world / "dino.yaml").write_text(yaml.safe_dump(tree))
+    plain = yaml.safe_load((world / "recipe.yaml").read_text())
+    plain["objective"]["model"]["readout"] = {"kind": "token"}
+    (world / "plain.yaml").write_text(yaml.safe_dump({**plain, "name": "plain", "eval": {}, "steps": 4}))
+    for recipe in ("dino.yaml", "plain.yaml"):
+        done = sparo("train", recipe, cwd=world)
+        assert done.returncode == 0, done.stderr
+    return world

@@ -7,8 +7,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from sparo_data.writer import write_shards, write_wds_layout
-from tests.conftest import dino_recipe, jpeg, sample, sparo
+from sparo_data.writer import write_wds_layout
+from tests.conftest import jpeg, sparo
 
 
 def slots(world, *words, code=0, data="tasks.yaml", **named):
@@ -124,24 +124,6 @@ def test_tables_of_the_paper_and_quality(world):
     assert 1 <= row["effective"] <= 4 and 0 <= row["redundancy"] <= 1 and len(row["sharpness_of_units"]) == 4
     assert -1 <= row["meaning"] <= 1 and row["n"] == 12
     slots(world, "quality", "pixels:8", "--on", "zero", "--parts", "4", "--json", "q.json")
-
-
-@pytest.fixture(scope="module")
-def others(world):
-    """Encoders of other kinds: DINO with slots, CLIP without."""
-    write_shards(world / "more", (sample(i) for i in range(96)), 24)
-    for split, n in (("train", 40), ("test", 30)):
-        rows = [(f"{i:03d}", {"jpg": jpeg(i % 12), "cls": str(i % 4).encode()}) for i in range(n)]
-        write_wds_layout(world / "near", rows, classnames=list("abcd"), split=split)
-    tree = dino_recipe(world / "more", world / "runs", steps=4)
-    (world / "dino.yaml").write_text(yaml.safe_dump(tree))
-    plain = yaml.safe_load((world / "recipe.yaml").read_text())
-    plain["objective"]["model"]["readout"] = {"kind": "token"}
-    (world / "plain.yaml").write_text(yaml.safe_dump({**plain, "name": "plain", "eval": {}, "steps": 4}))
-    for recipe in ("dino.yaml", "plain.yaml"):
-        done = sparo("train", recipe, cwd=world)
-        assert done.returncode == 0, done.stderr
-    return world
 
 
 def test_slots_of_dino_are_chosen_by_their_neighbours(others):

@@ -1,0 +1,139 @@
+"""A task as arrays from which scores of any choice of units are computed without the model: what the explorer's page gets.
+
+Of pairs the margins of every unit; of the other tasks the encodings of both sides, unit by unit. From these a page computes what
+`sparo eval --slots` prints: the kept units of an image, normed as a whole where norms matter, against whole texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparo_train.core.errors import ConfigError, DataError
+
+from ..sets.base import EvalSet, Limited
+from ..sets.opening import open_labelled, open_set
+from ..sets.task_config import LabelledTaskConfig, TaskConfig
+from ..store.features import FeatureStore
+from ..suite.image_text_tasks import RetrievalTaskConfig, ZeroshotTaskConfig
+from .material import Classes, Neighbours, Pairs, encoded, material, open_images
+from .units import Units, texts_of
+
+LIMIT = 1000  # images of a task that a page gets where nobody says how many; pairs are small and sent whole
+_K = 20  # DINO's headline
+
+
+class Arrays(NamedTuple):
+    """What a page needs of one task.
+
+    kind: zeroshot, pairs, retrieval or knn.  metric: as `sparo eval` calls the score.  n: questions.  of: images that the set has.
+    data: identities of the data (SHA-256), as it is shown and whole.  arrays: little-endian fp32 and int32, C order, see `arrays_of`.
+    facts: small things that go with them.
+    """
+
+    kind: str
+    metric: str
+    n: int
+    images: int
+    of: int
+    data: tuple[str, ...]
+    arrays: dict[str, np.ndarray]
+    facts: dict[str, Any]
+
+
+def limited(task: TaskConfig, count: int | None) -> TaskConfig:
+    """The task with as many images as a page gets. An explicit number is the task's own `limit`, as of `sparo eval --limit`."""
+    if count is None:
+        sizes = [len(s) for s in (open_labelled(task) if isinstance(task, LabelledTaskConfig) else [open_images(task)])]
+        if task.task == "pairs" or max(sizes) <= LIMIT:
+            return task
+    return task.model_copy(update={"limit": count or LIMIT})
+
+
+def arrays_of(
+    name: str, task: TaskConfig, units: Units, store: FeatureStore, classifier_slots: str = "slice"
+) -> Arrays:
+    """A task's arrays.
+
+    `zeroshot`: `left` (U, n, d) images, `right` (U, C, d) classes, `labels` (n,).
+    `pairs`: `left` (U, n) margins, `kinds` (n,); facts: names of kinds, macro or micro.
+    `retrieval`: `left` (U, I, d), `right` (U, T, d), `owner` (T,) each text's image; facts: k of the headline.
+    `knn`: `left` (U, n, d) test, `right` (U, m, d) bank, `labels` (n,), `bank_labels` (m,); facts: k, temperature, classes.
+
+    Raises:
+        ConfigError: a task that is none of these, or needs texts that the encoder has not.
+        DataError: data that is not there, or cannot be read.
+    """
+    if isinstance(task, RetrievalTaskConfig):
+        return _retrieval(task, units, store)
+    found = material(name, task, units, store, classifier_slots)
+    sources = open_labelled(task) if isinstance(task, LabelledTaskConfig) else (open_images(task),)
+    seen = _seen(sources)
+    if isinstance(found, Pairs):
+        margins = found.margins()
+        kinds = list(dict.fromkeys(pair.kind for pair in found.found))
+        numbers = np.array([kinds.index(pair.kind) for pair in found.found], np.int32)
+        arrays = {"left": _fp32(margins.values[..., 0].T), "kinds": numbers}
+        return Arrays("pairs", found.average, margins.questions, arrays=arrays, facts={"kinds": kinds, "average": found.average}, **seen)  # fmt: skip
+    if isinstance(found, Classes):
+        images = torch.cat(list(found.blocks()))
+        arrays = {"left": _by_unit(images), "right": _by_unit(found.weights), "labels": _int32(found.labels)}
+        metric = task.headline if isinstance(task, ZeroshotTaskConfig) else "acc1"
+        return Arrays("zeroshot", metric, len(images), arrays=arrays, facts={"classes": len(found.weights)}, **seen)
+    return _knn(found, seen)
+
+
+def _knn(found: Neighbours, seen: Mapping[str, Any]) -> Arrays:
+    ks = [k for k in found.config.k if k <= len(found.bank)]
+    if not ks:
+        raise ConfigError(f"k={list(found.config.k)}: {found.config.train} has {len(found.bank)} images; name a k that is not above that")  # fmt: skip
+    k = _K if _K in ks else ks[0]
+    number = found.units.number
+    left, right = (f.in_memory().unflatten(-1, (number, -1)) for f in (found.test, found.bank))
+    arrays = {
+        "left": _by_unit(left), "right": _by_unit(right), "labels": _int32(found.labels), "bank_labels": _int32(found.bank_labels),
+    }  # fmt: skip
+    classes = 1 + int(torch.cat([found.bank_labels, found.labels]).max())
+    facts = {"k": k, "temperature": found.config.temperature, "classes": classes}
+    return Arrays("knn", f"acc1_k{k}", len(left), arrays=arrays, facts=facts, **seen)
+
+
+def _retrieval(task: RetrievalTaskConfig, units: Units, store: FeatureStore) -> Arrays:
+    source, tower = open_set(task, "captions"), texts_of(units)
+    features = encoded(source, units, store, task.workers)
+    lines = [line for found in features.facts for line in found]
+    owner = torch.tensor([i for i, found in enumerate(features.facts) for _ in found], dtype=torch.int64)
+    if not lines:
+        raise DataError(f"{source.root}: not one image has a caption")
+    both = [k for k in task.k if k <= min(len(features), len(lines))]
+    if not both:
+        raise ConfigError(f"k={list(task.k)}: {source.root} has {len(features)} images and {len(lines)} captions; name a smaller k")  # fmt: skip
+    k = 5 if 5 in both else max(both)
+    left, right = units.images(features.in_memory()), units.texts(store.texts(tower, lines))
+    arrays = {"left": _by_unit(left), "right": _by_unit(right), "owner": _int32(owner)}
+    asked = len(owner.unique())
+    return Arrays("retrieval", f"mean_R@{k}", asked, arrays=arrays, facts={"k": k}, **_seen((source,)))
+
+
+def _seen(sources: Sequence[EvalSet]) -> dict[str, Any]:
+    """Of the sets behind a task, the last of which is scored: how much of it, and what it is called as it is and whole."""
+    whole = [source.whole if isinstance(source, Limited) else source for source in sources]
+    names = (" ".join(source.identity() for source in some) for some in (sources, whole))
+    return {"images": len(sources[-1]), "of": len(whole[-1]), "data": tuple(dict.fromkeys(names))}
+
+
+def _by_unit(rows: Tensor) -> np.ndarray:
+    """(n, U, d) to (U, n, d)."""
+    return _fp32(rows.transpose(0, 1))
+
+
+def _fp32(values: Tensor) -> np.ndarray:
+    return np.ascontiguousarray(values.float().numpy(), dtype="<f4")
+
+
+def _int32(values: Tensor) -> np.ndarray:
+    return np.ascontiguousarray(values.numpy(), dtype="<i4")

@@ -1,0 +1,265 @@
+"""What the page asks the server for: a table of routes and a function for each."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from sparo_train.core.errors import ConfigError, SparoError
+from sparo_train.core.untrusted import shown
+
+from .one_file import one_file
+from .pictures import Pictures
+from .saving import ChangedError, SelectionFile
+from .side import Side
+
+PAGE = Path(__file__).parent / "page"
+_MOST_JSON, _MOST_IMAGE = 4 << 20, 64 << 20
+_SMALL = 200  # pixels of a picture in one file
+_SECOND = 2  # checkpoints beside the first that stay open
+
+
+class Explorer:
+    """Everything behind the page.
+
+    Args:
+        first: the checkpoint.  out: where its selection goes.
+        another: from what a person typed to a second checkpoint. Raises `ConfigError`.
+
+    Checkpoints are known by numbers that are never given twice: a tab that was left behind must not get another one's answers.
+    """
+
+    def __init__(self, first: Side, pictures: Pictures, out: Path, another: Callable[[str], Side]):
+        self.pictures, self._another = pictures, another
+        self.sides = {0: first}
+        self.files = {0: SelectionFile(first, out)}
+        self._out, self._next = out, 1
+        self._model = threading.Lock()  # one pass through a model at a time
+        self.looked: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def facts(self) -> dict[str, Any]:
+        """What the page draws first: the checkpoint, and the second one that was opened last."""
+        return self._facts(list(dict.fromkeys((0, max(self.sides)))))
+
+    def _facts(self, sides: list[int]) -> dict[str, Any]:
+        return {
+            "sides": [self.side_facts(number) for number in sides],
+            "images": [{"key": shown(s.key), "caption": shown(s.caption), "own": s.own} for s in self.pictures.shown],
+            "colours": (255 * matplotlib.colormaps["inferno"](np.arange(256))[:, :3]).round().astype(int).tolist(),
+        }
+
+    def side_facts(self, number: int) -> dict[str, Any]:
+        """One checkpoint's, with its selection as the file has it."""
+        return {"id": number, **self.side(number).facts(), "selection": self.files[number].facts()}
+
+    def side(self, number: int) -> Side:
+        """Raises `ConfigError` for one that is not open."""
+        if number not in self.sides:
+            raise ConfigError("this checkpoint is no longer open, as others were opened since; open it again")
+        return self.sides[number]
+
+    def task(self, side: int, number: int) -> bytes:
+        """A task's arrays one after another, as its layout says."""
+        found = list(self.side(side).arrays.values())
+        if not 0 <= number < len(found):
+            raise ConfigError(f"task {number}: there are {len(found)}")
+        return b"".join(array.tobytes() for array in found[number].arrays.values())
+
+    def attention(self, side: int, image: int) -> dict[str, Any]:
+        """Kept, as people go back and forth, and as one file holds what was looked at."""
+        self.pictures.image(image)  # a number that is none has its own error
+        with self._model:
+            if (side, image) not in self.looked:
+                self.looked[side, image] = plain(self.side(side).attention(image))
+        return self.looked[side, image]
+
+    def compare(self, checkpoint: str) -> dict[str, Any]:
+        """Open a second checkpoint. The two that were opened last stay open, as there may be another tab."""
+        with self._model:
+            side = self._another(checkpoint)
+            weights = side.encoder.weights
+            if weights == self.sides[0].encoder.weights:
+                raise ConfigError(f"{checkpoint}: has the weights of the checkpoint that is open; name another")
+            file = SelectionFile(side, self._out.with_name(f"{self._out.stem}_{weights[:8]}.json"))
+            number, self._next = self._next, self._next + 1
+            self.sides[number], self.files[number] = side, file
+            for old in sorted(self.sides)[1:-_SECOND]:
+                del self.sides[old], self.files[old]
+            self.looked = {key: value for key, value in self.looked.items() if key[0] in self.sides}
+        return self.side_facts(number)
+
+    def held(self, state: dict[str, Any]) -> dict[str, Any]:
+        """All that one file needs: scores' arrays, small pictures, and the attention of the images that were looked at.
+
+        Args:
+            state: `sides`, for each checkpoint in sight its `id`, what is on, names and notes as the page has them, saved or not;
+                `image`, the one in sight.
+        """
+        given = state.get("sides")
+        if not isinstance(given, list) or not all(
+            isinstance(one, dict) and type(one.get("id")) is int for one in given
+        ):
+            raise ConfigError("one file: says of no checkpoint what is on")
+        sides = [one["id"] for one in given]
+        tasks = {f"{side}/{i}": self.task(side, i) for side in sides for i in range(len(self.side(side).arrays))}
+        pictures = [self.pictures.jpeg(i, _SMALL) for i in range(len(self.pictures.shown))]
+        return {
+            "facts": self._facts(sides),
+            "state": {"sides": given, "image": state.get("image")},
+            "tasks": {name: base64.b64encode(found).decode() for name, found in tasks.items()},
+            "attention": {f"{side}/{i}": told for (side, i), told in self.looked.items() if side in sides},
+            "pictures": [base64.b64encode(found).decode() for found in pictures],
+        }
+
+    def locked(self, work: Callable[[], Any]) -> Any:
+        """The model's turn."""
+        with self._model:
+            return plain(work())
+
+
+def plain(value: Any) -> Any:
+    """Arrays as base64 of little-endian fp32; text without control characters."""
+    if isinstance(value, np.ndarray):
+        return base64.b64encode(np.ascontiguousarray(value, "<f4").tobytes()).decode()
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [plain(one) for one in value]
+    return shown(value) if isinstance(value, str) else value
+
+
+def routes(explorer: Explorer) -> Starlette:
+    """The application, without its guard."""
+
+    async def index(_: Request) -> Response:
+        return FileResponse(PAGE / "index.html")
+
+    async def facts(_: Request) -> Response:
+        return await _told(explorer.facts)
+
+    async def task(request: Request) -> Response:
+        path = request.path_params
+        return await _told(
+            lambda: Response(explorer.task(path["side"], path["number"]), media_type="application/octet-stream")
+        )
+
+    async def image(request: Request) -> Response:
+        number = request.path_params["number"]
+        return await _told(lambda: Response(explorer.pictures.jpeg(number), media_type="image/jpeg"))
+
+    async def attention(request: Request) -> Response:
+        path = request.path_params
+        return await _told(lambda: explorer.attention(path["side"], path["number"]))
+
+    async def own(request: Request) -> Response:
+        name, caption = (str(request.query_params.get(key, ""))[:1000] for key in ("name", "caption"))
+
+        def add(data: bytes) -> Any:
+            number = explorer.pictures.add(data, name or "image", caption)
+            return {"image": number, "key": shown(name), "caption": shown(caption), "own": True}
+
+        return await _with_body(request, _MOST_IMAGE, add)
+
+    def asking(work: Callable[[int, dict[str, Any]], Any]) -> Callable[[Request], Any]:
+        async def endpoint(request: Request) -> Response:
+            side = request.path_params.get("side", 0)
+            return await _with_body(request, _MOST_JSON, lambda data: work(side, _object(data)))
+
+        return endpoint
+
+    def search(side: int, given: dict[str, Any]) -> Any:
+        found = explorer.locked(lambda: [one._asdict() for one in explorer.side(side).search(_word(given, "text"))])
+        return {"found": found}
+
+    def captions(side: int, given: dict[str, Any]) -> Any:
+        texts, number = given.get("captions"), given.get("image")
+        if not isinstance(texts, list) or not all(isinstance(t, str) for t in texts) or type(number) is not int:
+            raise ConfigError("captions: give an image's number and a list of texts")
+        explorer.pictures.image(number)
+        return explorer.locked(lambda: explorer.side(side).captions(number, texts))
+
+    def save(side: int, given: dict[str, Any]) -> Any:
+        explorer.side(side)
+        return explorer.files[side].write(given)
+
+    def read(side: int, _: dict[str, Any]) -> Any:
+        explorer.side(side)
+        return explorer.files[side].facts()
+
+    def whole(_: int, given: dict[str, Any]) -> Any:
+        return Response(one_file(PAGE, explorer.held(given)), media_type="text/html; charset=utf-8")
+
+    def post(path: str, work: Callable[[int, dict[str, Any]], Any]) -> Route:
+        return Route(path, asking(work), methods=["POST"])
+
+    return Starlette(
+        routes=[
+            Route("/", index),
+            Route("/facts", facts),
+            Route("/task/{side:int}/{number:int}", task),
+            Route("/image/{number:int}", image),
+            Route("/attention/{side:int}/{number:int}", attention),
+            Route("/own", own, methods=["POST"]),
+            post("/search/{side:int}", search),
+            post("/captions/{side:int}", captions),
+            post("/save/{side:int}", save),
+            post("/read/{side:int}", read),
+            post("/compare", lambda _, given: explorer.compare(_word(given, "checkpoint"))),
+            post("/one-file", whole),
+            Mount("/page", StaticFiles(directory=PAGE)),
+        ]
+    )
+
+
+def _word(given: dict[str, Any], key: str) -> str:
+    if not isinstance(given.get(key), str) or not given[key].strip():
+        raise ConfigError(f"{key}: is empty")
+    return given[key].strip()
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data or b"{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError("the request holds no JSON object")
+    return found
+
+
+async def _with_body(request: Request, most: int, work: Callable[[bytes], Any]) -> Response:
+    data = bytearray()
+    try:
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > most:
+                return JSONResponse({"error": f"more than {most >> 20} MB; give something smaller"}, 413)
+    except ClientDisconnect:
+        return Response(status_code=400)
+    return await _told(lambda: work(bytes(data)))
+
+
+async def _told(work: Callable[[], Any]) -> Response:
+    """What came of it; what a person can solve in words, with 409 where a file was changed meanwhile."""
+    try:
+        found = await run_in_threadpool(work)
+    except ChangedError as error:
+        return JSONResponse({"error": shown(str(error)), "changed": True}, 409)
+    except SparoError as error:
+        return JSONResponse({"error": shown(str(error))}, 400)
+    except OSError as error:
+        return JSONResponse({"error": shown(f"{error.filename or ''}: {error.strerror or error}")}, 400)
+    return found if isinstance(found, Response) else JSONResponse(found)

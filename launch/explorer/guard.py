@@ -1,0 +1,109 @@
+"""Who may talk to the explorer: a browser on this machine, or one that was given the token."""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import socket
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_HEADERS = [
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cache-control", b"no-store"),
+]
+_COOKIE = "sparo_explore"
+
+
+class Guard:
+    """ASGI middleware.
+
+    Args:
+        app: behind it.  host: that the server listens on.  token: that has to be shown once as `?token=`, None on loopback.
+
+    The Host header must name this machine, or a page elsewhere could reach the server under a name of its own (DNS rebinding). What
+    changes something must come from the explorer's own page: the Origin is its own, and a header is there that forms cannot send.
+    """
+
+    def __init__(self, app: Any, host: str, token: str | None):
+        self.app, self._host, self._token = app, host, token
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        extra = list(_HEADERS)
+        given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
+        if not self._known_host(headers.get("host", "")):
+            await _refuse(send, 400, "The Host header names another machine; use the address that sparo printed.")
+            return
+        if self._token is not None:
+            if given and secrets.compare_digest(given.encode(), self._token.encode()):
+                # The token leaves the address bar: what is there gets copied and logged.
+                cookie = f"{_COOKIE}={self._token}; Path=/; HttpOnly; SameSite=Strict"
+                extra += [(b"set-cookie", cookie.encode()), (b"location", scope["path"].encode())]
+                await _refuse(send, 303, "", extra)
+                return
+            if not secrets.compare_digest(_cookie(headers).encode(), self._token.encode()):
+                await _refuse(send, 403, "A token is needed; open the whole address that sparo printed.")
+                return
+        if scope["method"] not in ("GET", "HEAD") and not _own_page(headers):
+            await _refuse(send, 403, "Only the explorer's own page may change something.")
+            return
+
+        async def guarded(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", []), *extra]}
+            await send(message)
+
+        await self.app(scope, receive, guarded)
+
+    def _known_host(self, value: str) -> bool:
+        try:
+            name = "" if "@" in value else (urlsplit(f"//{value}").hostname or "").lower()
+        except ValueError:
+            return False
+        if is_loopback(name):
+            return True
+        if self._token is None:
+            return False
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return name in {self._host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+        return True  # an address is no name that somebody else could point here
+
+
+def is_loopback(name: str) -> bool:
+    """`localhost`, 127.0.0.0/8 or ::1."""
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"
+
+
+def _own_page(headers: dict[str, str]) -> bool:
+    origin = headers.get("origin")
+    same = origin is None or urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
+    return same and headers.get("x-sparo") == "explore"
+
+
+def _cookie(headers: dict[str, str]) -> str:
+    try:
+        found = SimpleCookie(headers.get("cookie", "")).get(_COOKIE)
+    except CookieError:
+        return ""
+    return found.value if found else ""
+
+
+async def _refuse(send: Any, status: int, text: str, headers: list[tuple[bytes, bytes]] = _HEADERS) -> None:
+    kind = (b"content-type", b"text/plain; charset=utf-8")
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, kind]})
+    await send({"type": "http.response.body", "body": text.encode()})

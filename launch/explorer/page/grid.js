@@ -1,0 +1,76 @@
+// The slots of the checkpoint that is in sight, as boxes.
+
+import { Boxes, made } from "./boxes.js";
+
+export class Grid {
+  constructor(list) {
+    this.list = list;
+    this.onToggle = this.onFocus = () => {};
+    this.boxes = new Boxes(list, (box) => this.onFocus(Number(box.dataset.slot)));
+    list.addEventListener("click", (event) => {
+      const box = event.target.closest("[role=option]");
+      if (!box) return;
+      box.focus();
+      if (event.target.closest(".switch")) this.onToggle(Number(box.dataset.slot));
+    });
+    list.addEventListener("keydown", (event) => {
+      if (event.key !== " " || !document.activeElement?.dataset.slot) return;
+      event.preventDefault();
+      this.onToggle(Number(document.activeElement.dataset.slot));
+    });
+  }
+
+  // A box per slot.
+  show(count) {
+    this.list.replaceChildren(...Array.from({ length: count }, (_, slot) => {
+      const head = made("span", { class: "head" }, made("span", { class: "number", text: String(slot) }), made("span", { class: "switch" }));
+      return made("div", { role: "option", "data-slot": slot, tabindex: -1 },
+        head, made("canvas", { "aria-hidden": "true", height: 1 }), made("span", { class: "name" }), made("span", { class: "fact" }));
+    }));
+    this.boxes.settle();
+  }
+
+  box(slot) {
+    return this.list.querySelector(`[data-slot="${slot}"]`);
+  }
+
+  // Switches and names.
+  paint(choice) {
+    for (const box of this.list.children) {
+      const slot = Number(box.dataset.slot), on = Boolean(choice.on[slot]);
+      box.setAttribute("aria-selected", String(on));
+      box.querySelector(".switch").textContent = on ? "on" : "off";
+      box.querySelector(".name").textContent = choice.names[slot] ?? "";
+    }
+  }
+
+  switch(slot, on) {
+    const box = this.box(slot);
+    box.setAttribute("aria-selected", String(on));
+    box.querySelector(".switch").textContent = on ? "on" : "off";
+  }
+
+  // A line below each slot's name.
+  facts(of) {
+    for (const box of this.list.children) box.querySelector(".fact").textContent = of(Number(box.dataset.slot));
+  }
+
+  // Where slots look; nothing where nothing is known.
+  heat(heat) {
+    for (const box of this.list.children) {
+      const canvas = box.querySelector("canvas");
+      canvas.hidden = !heat;
+      if (heat) heat.draw(canvas, Number(box.dataset.slot));
+    }
+  }
+
+  // These slots in this order, the others out of sight; null: all by number.
+  order(slots) {
+    const shown = new Set(slots ?? []);
+    const boxes = [...this.list.children].sort((a, b) => a.dataset.slot - b.dataset.slot);
+    for (const box of boxes) box.hidden = Boolean(slots) && !shown.has(Number(box.dataset.slot));
+    const first = (slots ?? []).map((slot) => boxes[slot]);
+    this.list.replaceChildren(...first, ...boxes.filter((box) => !first.includes(box)));
+    this.boxes.settle();
+  }
+}

@@ -1,0 +1,98 @@
+// One image and one slot in sight, and looking for slots.
+
+import { Heat } from "./heat.js";
+import { setAll } from "./marks.js";
+import { slotFacts } from "./panel.js";
+import { captions, gallery, grid } from "./parts.js";
+import { at, page, side, tell, tried } from "./sight.js";
+import { ask, attentionOf, floats, pictureOf } from "./source.js";
+import { percent } from "./table.js";
+
+let resting = 0;
+export function focus(slot) {
+  page.slot = slot;
+  const { choice } = side();
+  at("slot-title").textContent = `Slot ${slot}`;
+  at("name").value = choice.names[slot] ?? "";
+  at("note").value = choice.notes[slot] ?? "";
+  clearTimeout(resting);
+  resting = setTimeout(detail, 120); // whoever holds an arrow key down does not wait for every slot's scores
+}
+
+export function detail() {
+  const { slot, part, query } = page, found = part?.get(slot);
+  slotFacts(at("slot-facts"), slot, page.attention, page.weights, side().tasks, found && {
+    text: `Of “${query}” it does ${percent(found.score)} %. Images that agree with it most here:`,
+    images: found.best.map((image) => ({ picture: pictureOf(image), words: gallery.images[image].caption || gallery.images[image].key })),
+  });
+}
+
+export function look(image) {
+  page.image = image;
+  captions.clear();
+  return tried(async () => {
+    const { id } = side().facts;
+    const picture = new Image();
+    picture.src = pictureOf(image);
+    const [attention] = await Promise.all([attentionOf(id, image), picture.decode()]);
+    if (page.image !== image || side().facts.id !== id) return; // somebody has gone on
+    page.attention = attention;
+    const maps = attention?.maps ? floats(attention.maps) : null;
+    page.weights = attention?.weights ? floats(attention.weights) : null;
+    const cosine = attention?.cosine ? floats(attention.cosine) : null;
+    page.heat = maps ? new Heat(picture, attention, maps, page.colours) : null;
+    grid.heat(page.heat);
+    page.shown = (slot) => [page.heat && `peak ${percent(page.heat.peak(slot))} %`, cosine && `cosine ${cosine[slot].toFixed(2)}`].filter(Boolean).join(", ");
+    lines();
+    at("picture-words").textContent = words(attention);
+    detail();
+  });
+}
+
+function words(attention) {
+  const { caption, key } = gallery.images[page.image];
+  const of = `“${caption || key}”. `;
+  if (!attention) return `${of}This page was saved before anybody looked at where its slots look.`;
+  if (!page.heat) return `${of}These ${side().facts.units} show no attention.`;
+  return `${of}Each picture has a scale of its own, up to the peak below it: the share of attention on one patch. Attention says where a slot takes its information from, not what it makes of it.`;
+}
+
+export function lines() {
+  grid.facts((slot) => [page.part && `${percent(page.part.get(slot).score)} % of the query`, page.shown?.(slot)].filter(Boolean).join("; "));
+}
+
+export async function search() {
+  const query = at("query").value.trim();
+  if (!query) return;
+  if (at("search-by").value === "name") {
+    const { names, notes } = side().choice, like = query.toLowerCase();
+    const found = [...side().choice.on.keys()].filter((slot) => `${names[slot] ?? ""}\n${notes[slot] ?? ""}`.toLowerCase().includes(like) || String(slot) === query);
+    page.part = null;
+    grid.order(found);
+    tell(`${found.length} of ${side().facts.count} are called or noted “${query}”.`);
+  } else {
+    const { found } = await ask(`search/${side().facts.id}`, { text: query });
+    page.part = new Map(found.map((one) => [one.slot, one]));
+    page.query = query;
+    grid.order(found.map((one) => one.slot));
+    const [best] = found;
+    tell(`Slot ${best.slot} does most to tell images that fit “${query}” from the others: ${percent(best.score)} %. Its best image: “${gallery.images[best.best[0]].caption || gallery.images[best.best[0]].key}”.`);
+  }
+  lines();
+  detail();
+}
+
+export async function bestAlone() {
+  const number = Number(at("top-task").value), score = side().tasks[number];
+  if (!score) throw new Error("The scores are not there yet.");
+  tell("Scoring every slot alone …");
+  const alone = [];
+  for (let slot = 0; slot < side().facts.count; slot++) {
+    alone.push(score.aloneAndWithout(slot).alone);
+    if (slot % 4 === 3) await new Promise((done) => setTimeout(done));
+  }
+  const k = Math.min(Math.max(1, Number(at("top-k").value) || 1), alone.length);
+  const order = [...alone.keys()].sort((a, b) => alone[b] - alone[a] || a - b).slice(0, k);
+  setAll((_, slot) => order.includes(slot));
+  tell(`The ${k} best alone on ${score.facts.name} are on.`);
+}

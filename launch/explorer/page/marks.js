@@ -1,0 +1,66 @@
+// Switches, and the scores that follow them.
+
+import { captions, grid, table } from "./parts.js";
+import { TaskScores } from "./scores.js";
+import { at, page, side } from "./sight.js";
+import { taskOf } from "./source.js";
+
+// Fetch a checkpoint's arrays and score all of its slots; the page is alive meanwhile.
+export async function prepare({ opened }) {
+  for (const [number, facts] of opened.facts.tasks.entries()) {
+    opened.tasks[number] = await new TaskScores(facts, await taskOf(opened.facts.id, number)).prepare();
+    for (const index of page.sides.keys()) scored(index);
+  }
+  document.dispatchEvent(new Event("prepared"));
+}
+
+export function scored(index) {
+  const { choice, tasks, facts } = page.sides[index];
+  for (const [row, { name }] of page.rows.entries()) {
+    const number = facts.tasks.findIndex((task) => task.name === name);
+    if (number < 0) table.absent(row, index);
+    else if (tasks[number]) {
+      table.whole(row, index, tasks[number].whole);
+      table.chosen(row, index, tasks[number].set(choice.on));
+    }
+  }
+  if (index === page.now) shared();
+}
+
+export function shared() {
+  const { choice, facts } = side();
+  const count = choice.chosen.length;
+  const groups = Map.groupBy ? Map.groupBy(facts.tasks, (task) => choice.share(task)) : grouped(facts.tasks, choice);
+  const told = [...groups].filter(([share]) => share !== "all").map(([share, tasks]) => `${share} for ${tasks.map((task) => task.name).join(", ")}`);
+  const warned = [...groups.keys()].some((share) => share.includes("same")) ? " On data that it was chosen on a gain is too good: sparo slots select holds data out." : "";
+  const words = told.length ? ` What the choice was made on: ${told.join("; ")}.${warned}` : "";
+  at("share").textContent = `${count} of ${facts.count} ${facts.units} are on.${words}`;
+  at("save").disabled = count === 0;
+}
+
+function grouped(tasks, choice) {
+  const found = new Map();
+  for (const task of tasks) found.set(choice.share(task), [...(found.get(choice.share(task)) ?? []), task]);
+  return found;
+}
+
+function changed() {
+  const { choice, facts } = side();
+  choice.switched(facts.tasks);
+  scored(page.now);
+  captions.paint(choice.on);
+}
+
+export function toggle(slot) {
+  const { choice } = side();
+  choice.on[slot] = choice.on[slot] ? 0 : 1;
+  grid.switch(slot, Boolean(choice.on[slot]));
+  changed();
+}
+
+export function setAll(of) {
+  const { choice } = side();
+  choice.on.forEach((value, slot) => (choice.on[slot] = of(value, slot) ? 1 : 0));
+  grid.paint(choice);
+  changed();
+}

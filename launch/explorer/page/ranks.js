@@ -1,0 +1,66 @@
+// What is decided from similarities (n, m) of two sides: classes, retrieval in both directions, and votes of neighbours.
+
+// (n,) is the label the first of the best classes?
+export function classified(total, labels, classes) {
+  const right = new Uint8Array(labels.length);
+  for (let i = 0; i < labels.length; i++) {
+    let best = 0;
+    const row = i * classes;
+    for (let c = 1; c < classes; c++) if (total[row + c] > total[row + best]) best = c;
+    right[i] = best === labels[i] ? 1 : 0;
+  }
+  return right;
+}
+
+// Hits within k: (I,) of an image's texts, (T,) of a text's image. Equal ones are decided by the lower number.
+export function retrieved(total, owner, images, k, size) {
+  const texts = owner.length;
+  const own = new Float64Array(texts), ahead = new Int32Array(texts);
+  for (let j = 0; j < texts; j++) own[j] = total[owner[j] * texts + j] * size[owner[j]];
+  const best = new Int32Array(images).fill(-1); // the text of each image that is found first
+  for (let j = 0; j < texts; j++) {
+    const row = owner[j] * texts, held = best[owner[j]];
+    if (held < 0 || total[row + j] > total[row + held]) best[owner[j]] = j;
+  }
+  const texted = new Uint8Array(images);
+  for (let i = 0; i < images; i++) {
+    const row = i * texts, mine = best[i], mark = mine < 0 ? 0 : total[row + mine], by = size[i];
+    let before = 0;
+    for (let j = 0; j < texts; j++) {
+      const value = total[row + j];
+      if (mine >= 0 && (value > mark || (value === mark && j < mine))) before++;
+      const scaled = value * by;
+      if (scaled > own[j] || (scaled === own[j] && i < owner[j])) ahead[j]++;
+    }
+    texted[i] = mine >= 0 && before < k ? 1 : 0;
+  }
+  return { texted, pictured: Uint8Array.from(ahead, (count) => (count < k ? 1 : 0)) };
+}
+
+// (n,) is the class with most weight among the k nearest of the bank the right one?
+export function voted(total, labels, bank, facts, sizes) {
+  const { k, temperature, classes } = facts;
+  const m = bank.length, right = new Uint8Array(labels.length);
+  const near = new Float64Array(k), row = new Int32Array(k), votes = new Float64Array(classes);
+  for (let i = 0; i < labels.length; i++) {
+    let filled = 0;
+    for (let j = 0; j < m; j++) {
+      const value = total[i * m + j] * sizes.left[i] * sizes.right[j];
+      if (filled === k && value <= near[k - 1]) continue;
+      let place = filled < k ? filled++ : k - 1;
+      while (place > 0 && near[place - 1] < value) {
+        near[place] = near[place - 1];
+        row[place] = row[place - 1];
+        place--;
+      }
+      near[place] = value;
+      row[place] = j;
+    }
+    votes.fill(0);
+    for (let r = 0; r < filled; r++) votes[bank[row[r]]] += Math.exp(near[r] / temperature);
+    let best = 0;
+    for (let c = 1; c < classes; c++) if (votes[c] > votes[best]) best = c;
+    right[i] = best === labels[i] ? 1 : 0;
+  }
+  return right;
+}

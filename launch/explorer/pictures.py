@@ -1,0 +1,67 @@
+"""The images that the page shows: some of a task's, and those that a person adds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from PIL import Image
+
+from evals.encoders.encoder import Encoder
+from evals.sets.base import EvalSet, decoded
+from evals.sets.task_config import TaskConfig
+from evals.slots.arrays import limited
+from evals.slots.attend import captions_of
+from evals.slots.material import open_images
+from evals.slots.overlay import Seen, jpeg, thumbnail
+from sparo_train.core.errors import ConfigError
+
+SIZE = 320  # pixels of the longest side that a page gets
+MOST_OWN = 100  # images that may be added
+
+
+class Shown(NamedTuple):
+    """An image's name, what is said of it (nothing where the model reads no text), and whether a person added it."""
+
+    key: str
+    caption: str
+    own: bool
+
+
+class Pictures:
+    """Images by number: first `count` of a task's, evenly spaced, then those that were added.
+
+    `numbers`: which of the task's images they are, in the order of its features.
+    """
+
+    def __init__(self, task: TaskConfig, encoder: Encoder, count: int):
+        self.source: EvalSet = open_images(limited(task, None))
+        count = min(count, len(self.source))
+        self.numbers = [i * len(self.source) // count for i in range(count)]
+        self._caption = captions_of(task, self.source, "texts" in encoder.offers)
+        self.shown: list[Shown] = []
+        self._own: list[Image.Image] = []
+
+    def tell(self, keys: list[str], facts: list) -> None:
+        """What the feature store knows of them: nothing has to be decoded before it is looked at."""
+        self.shown = [Shown(keys[i], self._caption(facts[i]) or "", False) for i in self.numbers]
+
+    def image(self, number: int) -> Image.Image:
+        """Raises `ConfigError` for a number that is none, `DataError` for an image that cannot be read."""
+        if not 0 <= number < len(self.shown):
+            raise ConfigError(f"image {number}: there are {len(self.shown)}")
+        first = len(self.numbers)
+        return self._own[number - first] if number >= first else self.source.read(self.numbers[number])[1]
+
+    def jpeg(self, number: int, size: int = SIZE) -> bytes:
+        """As large as the page shows it."""
+        image = self.image(number)
+        return jpeg(thumbnail(Seen(image, (0, 0, image.width, image.height)), size))
+
+    def add(self, data: bytes, name: str, caption: str) -> int:
+        """One of a person's own; returns its number. Raises `DataError` where it is no image."""
+        if len(self._own) >= MOST_OWN:
+            raise ConfigError(f"{name}: {MOST_OWN} images were added already; start again for others")
+        image = decoded(data, name)
+        self._own.append(image)
+        self.shown.append(Shown(name, caption, True))
+        return len(self.shown) - 1

@@ -1,0 +1,396 @@
+"""`sparo slots explore` in a real browser: what a person clicks and types, and that scores are those of `sparo eval --slots`."""
+
+import base64
+import http.client
+import json
+import socket
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+import torch
+
+from evals.tasks import knn, pairs, retrieval, zeroshot
+from tests.browser import Watched, chromium, explorer, until
+from tests.conftest import jpeg, sparo
+
+TASKS = "zero,ret,pairs,knn"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as found:
+        yield found
+
+
+def shown(page):
+    """Task to (all, chosen, change) as the table has them."""
+    rows = page.evaluate(
+        "[...document.querySelectorAll('#scores tbody tr')].map(r => [r.dataset.task, ...[...r.querySelectorAll('.value')].map(v => v.textContent)])"
+    )
+    return {task: tuple(values) for task, *values in rows}
+
+
+def scored(world, checkpoint, *words):
+    done = sparo("eval", checkpoint, *words, "--tasks", TASKS, "--data", "tasks.yaml", "--features", "store", "--no-latest",
+                 "--json", "explored.json", cwd=world)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((world / "explored.json").read_text())["results"].items()
+    return {name.rpartition("/")[2]: r for name, r in found}
+
+
+def says(page, selector, text):
+    until(page.locator(selector)).to_contain_text(text, timeout=20_000)
+
+
+def counts(page, selector, number):
+    until(page.locator(selector)).to_have_count(number, timeout=20_000)
+
+
+def press(page, selector, *keys):
+    page.locator(selector).focus()
+    for key in keys:
+        page.keyboard.press(key)
+
+
+def test_scores_are_those_of_eval_for_any_choice_by_keyboard(world, browser):
+    with explorer("runs/s0", "--data", "tasks.yaml", "--out", "scores.json", cwd=world) as address:
+        seen = Watched(browser, address)
+        page = seen.page
+        whole = scored(world, "runs/s0")
+        tasks = [name for name in shown(page) if name in whole]
+        assert set(tasks) == set(TASKS.split(","))
+        headline = {name: r["headline"] for name, r in whole.items()}
+        on = {0, 1, 2, 3}
+        # Arrows walk, Space switches: 0 off; 0 off and 2 off; 2 on and 0 off …
+        for keys, now in (
+            ((" ",), {1, 2, 3}),
+            (("ArrowRight", "ArrowRight", " "), {1, 3}),
+            (("Home", "End", " "), {1}),
+            ((" ",), {1, 3}),
+        ):
+            if on == {0, 1, 2, 3}:
+                page.locator("#slots [data-slot='0']").focus()
+            for key in keys:
+                page.keyboard.press(key)
+            on = now
+            found = scored(world, "runs/s0", "--slots", ",".join(map(str, sorted(on))))
+            for name in tasks:
+                value = 100 * found[name]["metrics"][headline[name]]
+                assert shown(page)[name][1] == f"{value:.1f}", (name, on)
+                assert shown(page)[name][0] == f"{100 * whole[name]['metrics'][headline[name]]:.1f}"
+            assert f"{len(on)} of 4 slots are on" in page.inner_text("#share") and "same data for" in page.inner_text(
+                "#share"
+            )
+        page.click("#none")
+        assert set(shown(page).values()) == {(shown(page)[t][0], "–", "–") for t in shown(page)}
+        assert page.locator("#save").is_disabled()
+        page.click("#all")
+        assert all(all_ == chosen and gain == "0.0" for all_, chosen, gain in shown(page).values())
+        page.fill("#top-k", "2")
+        page.select_option("#top-task", label="zero")
+        page.click("#top button")
+        says(page, "#told", "The 2 best alone")
+        done = sparo(
+            "slots",
+            "score",
+            "runs/s0",
+            "--on",
+            "zero",
+            "--data",
+            "tasks.yaml",
+            "--features",
+            "store",
+            "--json",
+            "alone.json",
+            cwd=world,
+        )
+        assert done.returncode == 0, done.stderr
+        alone = json.loads((world / "alone.json").read_text())["scores"]["zero alone"]
+        best = sorted(sorted(range(4), key=lambda slot: (-alone[slot], slot))[:2])
+        assert (
+            page.eval_on_selector_all("#slots [aria-selected=true]", "all => all.map(b => Number(b.dataset.slot))")
+            == best
+        )
+        seen.fine()
+
+
+def agree_with_the_tasks(page, seed):
+    """The page's arithmetic against `evals.tasks`, on encodings of ones and minus ones, so that there are ties of every kind."""
+    rng = np.random.default_rng(seed)
+    units, d, n, m, classes = 16, 4, 30, 40, 5
+
+    def drawn(rows):
+        found = rng.choice([-1.0, 1.0], (max(4, rows // 3), units, d))
+        return (found[rng.integers(0, len(found), rows)] / 8).astype(np.float32)  # of norm one, and many of them equal
+
+    left, right = drawn(n), drawn(m)
+    labels, bank_labels = rng.integers(0, classes, n), rng.integers(0, classes, m)
+    owner, kinds = np.sort(rng.integers(0, n, m)), rng.integers(0, 3, n)
+    true, false = drawn(n), drawn(n)
+    on = np.zeros(units, np.int64)
+    on[rng.choice(units, rng.choice([1, 4, 16]), replace=False)] = (
+        1  # norms that are powers of two, so that nothing is rounded
+    )
+    kept = torch.from_numpy((left * on[:, None]).reshape(n, -1))
+    flat = {
+        name: torch.from_numpy(array.reshape(len(array), -1))
+        for name, array in (("right", right), ("true", true), ("false", false))
+    }
+    weights = flat["right"][:classes]
+    near = knn.nearest(kept, torch.from_numpy((right * on[:, None]).reshape(m, -1)), 7)
+    expected = {
+        "acc1": zeroshot.score([kept], weights, torch.from_numpy(labels)).metrics["acc1"],
+        "mean_per_class_recall": zeroshot.score([kept], weights, torch.from_numpy(labels)).metrics[
+            "mean_per_class_recall"
+        ],
+        "macro": pairs.score(kept, flat["true"], flat["false"], [str(k) for k in kinds]).metrics["macro"],
+        "mean_R@5": retrieval.score(kept, flat["right"], torch.from_numpy(owner)).metrics["mean_R@5"],
+        "acc1_k7": knn.score(
+            near, torch.from_numpy(bank_labels), torch.from_numpy(labels), classes, (7,), 0.07, 7
+        ).metrics["acc1_k7"],
+    }
+    side = left.transpose(1, 0, 2)
+    given = {
+        "acc1": ("zeroshot", {"left": side, "right": right[:classes].transpose(1, 0, 2), "labels": labels}, {}),
+        "macro": ("pairs", {"left": (left * (true - false)).sum(-1).T, "kinds": kinds}, {"kinds": ["0", "1", "2"], "average": "macro"}),
+        "mean_R@5": ("retrieval", {"left": side, "right": right.transpose(1, 0, 2), "owner": owner}, {"k": 5}),
+        "acc1_k7": ("knn", {"left": side, "right": right.transpose(1, 0, 2), "labels": labels, "bank_labels": bank_labels},
+                    {"k": 7, "temperature": 0.07, "classes": classes}),
+    }  # fmt: skip
+    given["mean_per_class_recall"] = given["acc1"]
+    for metric, (kind, arrays, facts) in given.items():
+        layout, data = [], b""
+        for name, array in arrays.items():
+            dtype = "f" if array.dtype.kind == "f" else "i"
+            layout.append({"name": name, "dtype": dtype, "shape": list(array.shape), "offset": len(data)})
+            data += np.ascontiguousarray(array, "<f4" if dtype == "f" else "<i4").tobytes()
+        told = {"kind": kind, "metric": metric, "facts": facts, "layout": layout}
+        value = page.evaluate(
+            """async ([facts, data, orders]) => {
+                const { TaskScores } = await import("/page/scores.js");
+                const score = await new TaskScores(facts, Uint8Array.from(atob(data), (c) => c.charCodeAt(0)).buffer).prepare();
+                return orders.map((on) => score.set(Uint8Array.from(on)).value).at(-1);
+            }""",
+            [told, base64.b64encode(data).decode(), [rng.integers(0, 2, units).clip(1 - on).tolist(), on.tolist()]],
+        )
+        assert value == pytest.approx(expected[metric], abs=1e-12), (metric, seed)
+
+
+def refuses(address, world):
+    """What no page of the explorer sends."""
+    before = sorted(world.glob("*.json"))
+    own = {"x-sparo": "explore"}
+    chosen = {"chosen": [0], "revision": ""}
+    asked = {
+        "another host": ("GET", "/facts", None, {"Host": "evil.example"}, 400),
+        "a form": ("POST", "/save/0", chosen, {}, 403),
+        "another origin": ("POST", "/save/0", chosen, {**own, "Origin": "http://evil.example"}, 403),
+        "out of range": ("POST", "/save/0", {**chosen, "chosen": [4]}, own, 400),
+        "no number": ("POST", "/save/0", {**chosen, "chosen": ["x"]}, own, 400),
+        "nothing chosen": ("POST", "/save/0", {**chosen, "chosen": []}, own, 400),
+        "names of slots that are none": ("POST", "/save/0", {**chosen, "names": {"9": "x"}}, own, 400),
+        "another revision": ("POST", "/save/0", {**chosen, "revision": "f" * 64}, own, 409),
+        "another checkpoint": ("POST", "/search/7", {"text": "red"}, own, 400),
+        "an empty text": ("POST", "/search/0", {"text": " "}, own, 400),
+        "no JSON": ("POST", "/search/0", b"[" * 100_000, own, 400),
+        "too much": ("POST", "/search/0", b" " * (5 << 20), own, 413),
+        "an image that is none": ("GET", "/image/12", None, {}, 400),
+        "a task that is none": ("GET", "/task/0/9", None, {}, 400),
+        "a file of ours": ("GET", "/page/../app.py", None, {}, 404),
+        "an image of the disk": ("POST", "/captions/0", {"image": "/etc/passwd", "captions": ["x"]}, own, 400),
+    }
+    for name, (method, path, body, headers, status) in asked.items():
+        connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
+        connection.request(method, path, body if isinstance(body, bytes) or body is None else json.dumps(body), headers)
+        answer = connection.getresponse()
+        told = answer.read().decode()
+        assert answer.status == status and "Traceback" not in told, (name, answer.status, told)
+        assert answer.headers["content-security-policy"].startswith("default-src 'self'")
+        connection.close()
+    assert sorted(world.glob("*.json")) == before
+
+
+def test_what_a_person_does_with_it(world, browser, tmp_path):
+    (tmp_path / "own.jpg").write_bytes(jpeg(7, (60, 40)))
+    (tmp_path / "no.jpg").write_bytes(b"no image")
+    with explorer("runs/s0", "--data", "tasks.yaml", "--out", "mine.json", "--on", "ret", cwd=world) as address:
+        seen = Watched(browser, address, accept_downloads=True)
+        page = seen.page
+        assert page.locator("#images [role=option]").count() == 12 and page.locator("#slots canvas").count() == 4
+        assert page.inner_text("#picture-words").startswith("“a thing 0”")
+
+        press(page, "#slots [data-slot='2']", "n")
+        page.keyboard.type("<img src=x onerror=alert(1)>")
+        page.keyboard.press("Enter")
+        assert page.evaluate("document.activeElement.dataset.slot") == "2"
+        page.fill("#note", "looks at red")
+        press(page, "#slots [data-slot='2']", "/")
+        page.keyboard.type("RED")
+        page.keyboard.press("Enter")
+        assert "1 of 4 are called or noted “RED”" in page.inner_text("#told")
+        assert page.locator("#slots [role=option]:visible").count() == 1
+        page.select_option("#search-by", "text")
+        page.press("#query", "Enter")
+        says(page, "#told", "does most to tell")
+        assert page.locator("#slots [role=option]:visible").count() == 4
+        parts = page.eval_on_selector_all("#slots .fact", "all => all.map(f => parseFloat(f.textContent))")
+        assert parts == sorted(parts, reverse=True) and sum(parts) == pytest.approx(100, abs=0.3)
+        page.click("#clear")
+
+        page.set_input_files("#own-image", tmp_path / "no.jpg")
+        page.click("#own button")
+        page.wait_for_selector("#trouble:visible")
+        assert "no.jpg" in page.inner_text("#trouble-text") and page.locator("#images [role=option]").count() == 12
+        page.click("#trouble button")
+        page.set_input_files("#own-image", tmp_path / "own.jpg")
+        page.fill("#own-caption", "<script>alert(1)</script>")
+        page.click("#own button")
+        counts(page, "#images [role=option]", 13)
+        says(page, "#picture-words", "<script>alert(1)</script>")
+        page.fill("#captions-text", "a red square\na blue circle\n")
+        page.click("#captions button")
+        page.wait_for_selector("#captions-found table")
+        assert (
+            page.locator("#captions-found tbody tr").count() == 2
+            and page.inner_text("#captions-found").count("best") == 2
+        )
+
+        press(page, "#slots [data-slot='0']", "Space")
+        before = shown(page)
+        page.reload()  # nothing was saved, nothing is lost
+        page.wait_for_selector("body[data-ready=yes]")
+        assert shown(page) == before and "Unsaved changes" in page.inner_text("#told")
+        page.keyboard.press("Control+s")
+        says(page, "#told", "Saved to mine.json: 3 of 4")
+        saved = json.loads((world / "mine.json").read_text())
+        assert saved["chosen"] == [1, 2, 3] and saved["notes"] == {"2": "looks at red"} and saved["method"] == "hand"
+        assert saved["names"] == {"2": "<img src=x onerror=alert(1)>"} and saved["looked_at"]
+        found = scored(world, "runs/s0", "--slots", "mine.json")
+        assert before["ret"][1] == f"{100 * found['ret']['metrics'][found['ret']['headline']]:.1f}"
+        done = sparo("slots", "select", "runs/s0", "--on", "zero", "--report", "zero", "--slots", "mine.json", "--out", "again.json",
+                     "--data", "tasks.yaml", "--features", "store", "--same-data", cwd=world)  # fmt: skip
+        assert "same data" in done.stdout  # its scores were in sight when it was made
+
+        other = seen.tab()  # two tabs, of which both save
+        seen.go(address, other)
+        press(other, "#slots [data-slot='1']", "Space", "Control+s")
+        says(other, "#told", "Saved")
+        press(page, "#slots [data-slot='3']", "Space", "Control+s")
+        page.wait_for_selector("#trouble:visible")
+        assert "mine.json: was changed by another tab or program" in page.inner_text("#trouble-text")
+        assert json.loads((world / "mine.json").read_text())["chosen"] == [2, 3]
+        seen.fine()
+        page.click("#trouble button:has-text('Write over it')")
+        says(page, "#told", "Saved")
+        assert json.loads((world / "mine.json").read_text())["chosen"] == [1, 2]
+        press(other, "#slots [data-slot='0']", "Space", "Control+s")
+        other.wait_for_selector("#trouble:visible")
+        other.click("#trouble button:has-text('Read it again')")
+        says(other, "#told", "was read again")
+        assert other.eval_on_selector_all("#slots [aria-selected=true]", "all => all.map(b => b.dataset.slot)") == [
+            "1",
+            "2",
+        ]
+        other.close()
+        seen.fine()
+
+
+def test_two_checkpoints_and_one_file(others, browser, tmp_path):
+    world = others
+    with explorer("runs/s0", "--data", "tasks.yaml", "--out", "two.json", cwd=world) as address:
+        seen = Watched(browser, address, accept_downloads=True)
+        page = seen.page
+        for name, told in (("runs/s9", "runs/s9"), ("runs/s0", "has the weights of the checkpoint that is open")):
+            page.fill("#compare-with", name)
+            page.press("#compare-with", "Enter")
+            says(page, "#trouble-text", told)
+            page.click("#trouble button")
+        page.fill("#compare-with", "runs/s1")
+        page.press("#compare-with", "Enter")
+        counts(page, "#scores tr[data-task=knn] .value", 6)
+        ours, theirs = scored(world, "runs/s0"), scored(world, "runs/s1")
+        for name, r in ours.items():
+            row = shown(page)[name]
+            assert (row[0], row[3]) == tuple(f"{100 * of['metrics'][r['headline']]:.1f}" for of in (r, theirs[name]))
+        assert page.locator("#sides input:checked").get_attribute("value") == "1"
+        press(page, "#slots [data-slot='1']", "Space")  # of the second alone
+        assert shown(page)["ret"][1] == shown(page)["ret"][0]
+        page.keyboard.press("Control+s")
+        says(page, "#told", "Saved to two_")
+        (file,) = world.glob("two_*.json")
+        assert json.loads(file.read_text())["chosen"] == [0, 2, 3] and not (world / "two.json").exists()
+        page.locator("#sides input").first.check()
+        press(page, "#slots [data-slot='2']", "n")
+        page.keyboard.type("</script><script>alert(1)</script>")
+        with page.expect_download() as got:
+            page.click("#one-file")
+        got.value.save_as(tmp_path / "one.html")
+        before = shown(page)
+        seen.fine()
+        plain = seen.tab()  # a model without slots is seen as equal parts, and shows no attention
+        seen.go(address, plain)
+        plain.fill("#compare-with", "runs/plain")
+        plain.press("#compare-with", "Enter")
+        says(plain, "#picture-words", "show no attention")
+    whole = Watched(browser, (tmp_path / "one.html").as_uri(), accept_downloads=True, offline=True)
+    page = whole.page  # the server is gone
+    assert (
+        shown(page) == before and page.locator("#own").is_hidden() and page.locator("#slots canvas").first.is_visible()
+    )
+    page.locator("#sides input").first.check()
+    assert "</script><script>" in page.inner_text("#slots [data-slot='2']")
+    press(page, "#slots [data-slot='0']", "Space")
+    found = scored(world, "runs/s0", "--slots", "1,2,3")
+    assert shown(page)["ret"][1] == f"{100 * found['ret']['metrics'][found['ret']['headline']]:.1f}"
+    with page.expect_download() as got:
+        page.keyboard.press("Control+s")
+    got.value.save_as(world / "from_page.json")
+    assert scored(world, "runs/s0", "--slots", "from_page.json")["ret"]["metrics"] == found["ret"]["metrics"]
+    whole.fine()
+
+
+def test_a_model_that_reads_no_text_is_seen_too(others, browser):
+    with explorer("runs/dino", "--data", "tasks.yaml", "--out", "d.json", "--limit", "20", cwd=others) as address:
+        seen = Watched(browser, address, viewport={"width": 650, "height": 450})  # as 1,300 by 900 at 200 %
+        page = seen.page
+        assert set(shown(page)) == {"knn"} and page.locator("#slots canvas").first.is_visible()
+        assert page.locator("#search-by option").nth(1).is_disabled() and page.locator("#captions").is_hidden()
+        assert "20 of 30 images" in page.inner_text("#scores")
+        assert page.evaluate(
+            "document.documentElement.scrollWidth <= innerWidth"
+        )  # nothing has to be scrolled sideways
+        seen.fine()
+
+
+BAD = {
+    "no slots": (("runs/plain",), "has no slots; use a model with a read-out"),
+    "heads": (("runs/plain", "--units", "heads"), "choose heads by sparo slots select"),
+    "out": (("runs/s0", "--out", "x.yaml"), "--out x.yaml: name a .json file"),
+    "of another": (("runs/s1", "--out", "other.json"), "--out other.json: was made for another checkpoint"),
+    "a mask": (("runs/s0", "--out", "mask.json"), "is a mask, which cannot be switched on and off"),
+    "no selection": (("runs/s0", "--out", "broken.json"), "--out broken.json"),
+    "nothing fits": (("runs/dino", "--tasks", "ret,pairs"), "none fits it"),
+    "host": (("runs/s0", "--host", "203.0.113.9"), "--host 203.0.113.9"),
+    "tasks": (("runs/s0", "--tasks", "zeor"), "did you mean 'zero'?"),
+}
+
+
+def test_bad_input_is_said_before_a_page_is_served(others):
+    selection = {"sparo": "selection", "schema": 1, "checkpoint": "0" * 64, "count": 4, "chosen": [0]}
+    (others / "other.json").write_text(json.dumps(selection))
+    (others / "broken.json").write_text('{"sparo": "selection", "chosen": [9]}')
+    done = sparo("slots", "mask", "runs/s0", "--on", "pairs", "--report", "zero", "--out", "mask.json", "--data", "tasks.yaml", "--seeds", "1",
+                 "--epochs", "2", cwd=others)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        bad = {**BAD, "port": (("runs/s0", "--port", port), f"--port {port}: is in use on 127.0.0.1; give another")}
+        for name, (words, told) in bad.items():
+            words = words if "--port" in words else (*words, "--port", "0")
+            done = sparo("slots", "explore", *words, "--data", "tasks.yaml", "--features", "store", cwd=others)
+            assert done.returncode == 2 and told in done.stderr.replace("\n", " "), (name, done.stderr)
+            assert "Traceback" not in done.stderr and "http://" not in done.stdout
+    assert json.loads((others / "other.json").read_text()) == selection

@@ -1,0 +1,86 @@
+"""Who may talk to the explorer."""
+
+import asyncio
+
+import pytest
+
+from launch.explorer.guard import Guard
+
+OWN = {"host": "127.0.0.1:8765", "x-sparo": "explore"}
+
+
+def asked(listens, token, method="GET", path="/", query="", **headers):
+    """Status and headers of a request to a server that `listens` there; names of headers with _ for -."""
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"secret"})
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    named = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
+    scope = {"type": "http", "method": method, "path": path, "query_string": query.encode(), "headers": named}
+    asyncio.run(Guard(app, listens, token)(scope, None, send))
+    if sent[0]["status"] != 200:
+        assert b"secret" not in b"".join(message.get("body", b"") for message in sent)
+    return sent[0]["status"], dict(sent[0]["headers"])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:1", "localhost:1", "LOCALHOST", "[::1]:1", "127.9.9.9"])
+def test_this_machine_may_ask(host):
+    status, headers = asked("127.0.0.1", None, host=host)
+    assert status == 200 and headers[b"content-security-policy"].startswith(b"default-src 'self'")
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "127.0.0.1.evil.example",
+        "192.0.2.1",
+        "",
+        "[",
+        "localhost@evil.example:1",
+        "evil.example@localhost",
+        "0x7f.1",
+    ],
+)
+def test_no_name_that_others_could_point_here_may(host):
+    assert asked("127.0.0.1", None, host=host)[0] == 400
+
+
+def test_only_its_own_page_changes_something():
+    def post(**headers):
+        return asked("127.0.0.1", None, "POST", "/save/0", **headers)[0]
+
+    own = {name.replace("-", "_"): value for name, value in OWN.items()}
+    assert post(**own) == 200 and post(**own, origin="http://127.0.0.1:8765") == 200
+    assert post(host=OWN["host"]) == 403  # what a form of another page sends
+    assert (
+        post(**own, origin="http://evil.example")
+        == post(**own, origin="null")
+        == post(**own, origin="http://127.0.0.1:1")
+        == 403
+    )
+
+
+def test_elsewhere_a_token_is_needed():
+    def seen(query="", **headers):
+        return asked("0.0.0.0", "tok", query=query, **{"host": "192.0.2.7:8765", **headers})
+
+    assert (
+        seen()[0]
+        == seen("token=no")[0]
+        == seen(cookie="sparo_explore=no")[0]
+        == seen(cookie='sparo_explore="tö')[0]
+        == 403
+    )
+    status, headers = seen("token=tok")
+    assert status == 303 and headers[b"location"] == b"/"
+    assert headers[b"set-cookie"] == b"sparo_explore=tok; Path=/; HttpOnly; SameSite=Strict"
+    assert seen(cookie="other=1; sparo_explore=tok")[0] == 200
+    assert seen(cookie="sparo_explore=tok", host="evil.example")[0] == 400
+    assert asked("0.0.0.0", "tok", "POST", host="192.0.2.7", cookie="sparo_explore=tok")[0] == 403
