@@ -60,6 +60,11 @@ def shortened(command: str) -> str:
             part += " --raw fashion"
         if part == "sparo data scenes":
             part += " --train 140"
+        if part.startswith("sparo slots explore"):  # until it says where it serves, and Ctrl-C
+            part = (
+                f"set -m; {part} --port 0 > at & until grep -q ^http at; do sleep 0.2; jobs %1 | grep -q Running; done; "
+                "kill -INT %1; wait %1"
+            )
         if part.startswith("sparo data bench"):
             part += " --samples 16"
         parts.append(part)

@@ -15,11 +15,9 @@ export class ScoreTable {
 
   // names: of the checkpoints; tasks: [{name, kind, metric, n, images, of}], the first checkpoint's, then what only others have.
   show(names, tasks) {
-    const heads = [made("th", { text: "task", scope: "col" }), made("th", { text: "score", scope: "col" }), made("th", { text: "n", scope: "col", class: "number" })];
-    for (const name of names) {
-      const of = names.length > 1 ? ` ${name}` : "";
-      for (const text of [`all${of}`, `chosen${of}`, `change${of}`]) heads.push(made("th", { text, scope: "col", class: "number" }));
-    }
+    const heads = ["task", "score", "n"].map((text) => made("th", { text, scope: "col" }));
+    for (const _ of names) for (const text of ["all", "chosen", "change"]) heads.push(made("th", { text, scope: "col", class: "number" }));
+    const above = made("tr", {}, made("td", { colspan: 3 }), ...names.map((text) => made("th", { text, scope: "colgroup", colspan: 3 })));
     const body = made("tbody");
     this.cells = tasks.map((task) => {
       const some = task.images < task.of ? ` (${task.images.toLocaleString("en")} of ${task.of.toLocaleString("en")} images)` : "";
@@ -30,7 +28,7 @@ export class ScoreTable {
       body.append(row);
       return cells;
     });
-    this.home.replaceChildren(made("table", {}, made("thead", {}, made("tr", {}, ...heads)), body));
+    this.home.replaceChildren(made("table", {}, made("thead", {}, ...(names.length > 1 ? [above] : []), made("tr", {}, ...heads)), body));
   }
 
   whole(task, side, score) {
