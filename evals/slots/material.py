@@ -14,16 +14,17 @@ from torch import Tensor
 
 from sparo_train.core.errors import ConfigError, DataError
 
-from ..sets.base import EvalSet, Pair
+from ..sets.base import EvalSet, Pair, Transform
 from ..sets.opening import open_labelled, open_set
 from ..sets.task_config import LabelledTaskConfig, SetTaskConfig, TaskConfig
 from ..store.feature_table import Features
 from ..store.features import FeatureStore
 from ..suite.image_text_tasks import PairsTaskConfig, ZeroshotTaskConfig
-from ..suite.labelled_tasks import KnnTaskConfig
+from ..suite.labelled_tasks import KnnTaskConfig, ProbeTaskConfig
 from ..suite.scoring import labels_of
 from ..tasks import zeroshot
 from .margins import Average, EachUnit, Margins, class_curves, class_margins, each_unit, pair_margins, renormed
+from .taught import Linear, Neighbours, Taught
 from .units import Units, texts_of
 
 ClassifierSlots = str  # slice | renorm
@@ -83,19 +84,7 @@ class Pairs(NamedTuple):
         return pair_margins(image, u.texts(self.true), u.texts(self.false), kinds, self.keys, self.average, u.rest)
 
 
-class Neighbours(NamedTuple):
-    """A k-NN task of an encoder of images alone: its two sets and their labels."""
-
-    units: Units
-    bank: Features
-    bank_labels: Tensor
-    test: Features
-    labels: Tensor
-    config: KnnTaskConfig
-    data: str
-
-
-Material = Classes | Pairs | Neighbours
+Material = Classes | Pairs | Taught
 
 
 def material(
@@ -112,9 +101,13 @@ def material(
     if isinstance(task, PairsTaskConfig):
         return _pairs(task, units, store)
     if isinstance(task, KnnTaskConfig):
-        return _neighbours(task, units, store)
+        bank, test = open_labelled(task)
+        return Neighbours(*_taught(bank, test, units, store, task.workers, units.encoder.resized(task.resize)), task)
+    if isinstance(task, ProbeTaskConfig):
+        bank, test = (open_set(task, "label", split) for split in (task.train_split, task.split))
+        return Linear(*_taught(bank, test, units, store, task.workers))
     raise ConfigError(
-        f"{name}: units are chosen and compared on tasks of kind zeroshot, pairs or knn, and this is {task.task}"
+        f"{name}: units are chosen and compared on tasks of kind zeroshot, pairs, knn or probe, and this is {task.task}"
     )
 
 
@@ -160,13 +153,20 @@ def _pairs(task: PairsTaskConfig, units: Units, store: FeatureStore) -> Pairs:
     return Pairs(units, features, true, false, owner, found, task.average, source.identity())
 
 
-def _neighbours(task: KnnTaskConfig, units: Units, store: FeatureStore) -> Neighbours:
-    bank_set, test_set = open_labelled(task)
-    transform = units.encoder.resized(task.resize)
-    bank, test = (store.images(units.encoder, s, transform, workers=task.workers) for s in (bank_set, test_set))
+def _taught(
+    bank_set: EvalSet,
+    test_set: EvalSet,
+    units: Units,
+    store: FeatureStore,
+    workers: int,
+    transform: Transform | None = None,
+) -> tuple[Units, Features, Tensor, Features, Tensor, str]:
+    if units.rest:
+        raise ConfigError("--units heads: are chosen on tasks of kind zeroshot or pairs")
+    bank, test = (store.images(units.encoder, s, transform, workers=workers) for s in (bank_set, test_set))
     assert bank is not None and test is not None
     labels = labels_of(bank, bank_set), labels_of(test, test_set)
-    return Neighbours(units, bank, labels[0], test, labels[1], task, f"{bank_set.identity()} {test_set.identity()}")
+    return units, bank, labels[0], test, labels[1], f"{bank_set.identity()} {test_set.identity()}"
 
 
 def groups_of(material: Material) -> list[str]:
@@ -174,7 +174,7 @@ def groups_of(material: Material) -> list[str]:
 
     The second because a set may hold an image once per pair, or several pictures of one thing.
     """
-    if isinstance(material, Neighbours):
+    if isinstance(material, Taught):
         return material.test.keys
     if isinstance(material, Classes):
         return material.keys

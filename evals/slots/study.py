@@ -15,11 +15,11 @@ from ..encoders.selection import Selection, SelectionData
 from ..tasks.result import DRAWS, percentiles
 from . import choosing
 from .margins import Margins, interval
-from .material import Classes, Material, Neighbours, Pairs, groups_of, halves
-from .neighbours import neighbour_curve, neighbour_scores
+from .material import Classes, Material, Pairs, groups_of, halves
+from .taught import Taught
 
 Share = Literal["held out", "other data", "same data", "by hand"]
-_VOTES = 5  # random orders of a k-NN task, each of whose points is a search of its own
+_LEARNT = 5  # random orders of a task that is learnt anew for every point of a curve
 
 
 class Score(NamedTuple):
@@ -82,8 +82,8 @@ def choose(name: str, material: Material, how: How, classifier_slots: Any = "sli
     if how.k is not None and not 0 <= how.k <= units.number:
         raise ConfigError(f"--k {how.k}: there are {units.number} {units.kind}")
     half = halves(name, material, how.seed) if how.held_out else None
-    if isinstance(material, Neighbours):
-        order, scores = _by_neighbours(material, how, half)
+    if isinstance(material, Taught):
+        order, scores = _by_learning(material, how, half)
     else:
         scores = _alone(material, half)
         order = _order(material, how, scores, half)
@@ -135,12 +135,12 @@ def _order(material: Classes | Pairs, how: How, scores: Tensor, half: Tensor | N
     return choosing.METHODS[how.method](margins if half is None else margins.only(half))
 
 
-def _by_neighbours(material: Neighbours, how: How, half: Tensor | None) -> tuple[list[int], Tensor]:
+def _by_learning(material: Taught, how: How, half: Tensor | None) -> tuple[list[int], Tensor]:
     if how.method not in ("top", "bottom", "random"):
         raise ConfigError(
-            f"--method {how.method}: on a knn task units are chosen by top, bottom or random; a vote is no sum over units"
+            f"--method {how.method}: on such a task units are chosen by top, bottom or random; {material.why}"
         )
-    answers = neighbour_scores(material).double()
+    answers = material.alone().double()
     scores = (answers if half is None else answers[half]).mean(0)
     order = choosing.best_first(scores)
     if how.method == "random":
@@ -150,9 +150,9 @@ def _by_neighbours(material: Neighbours, how: How, half: Tensor | None) -> tuple
 
 def _right(material: Material, orders: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:
     """Kinds (n,), and for each order the right answers (n, U) of its first 1, 2, … units."""
-    if isinstance(material, Neighbours):
+    if isinstance(material, Taught):
         kinds = torch.zeros(len(material.test), dtype=torch.int64)
-        return kinds, [neighbour_curve(material, order) for order in orders]
+        return kinds, [material.curve(order) for order in orders]
     if isinstance(material, Classes):
         return material.kinds, list(material.curves(orders))
     margins = material.margins()
@@ -170,9 +170,9 @@ def report(name: str, material: Material, selection: Selection, how: How) -> Cho
         if selection.made_on.share == "half":
             share, rows = "held out", ~halves(name, material, selection.made_on.seed)
     worst = choosing.best_first(
-        neighbour_scores(material).double().mean(0) if isinstance(material, Neighbours) else _alone(material, None)
+        material.alone().double().mean(0) if isinstance(material, Taught) else _alone(material, None)
     )[::-1]
-    draws = min(how.draws, _VOTES) if isinstance(material, Neighbours) else how.draws
+    draws = min(how.draws, _LEARNT) if isinstance(material, Taught) else how.draws
     kinds, found = _right(
         material, [order, worst, *(choosing.random_order(len(order), 1000 + i) for i in range(draws))]
     )

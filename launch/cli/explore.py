@@ -40,11 +40,11 @@ def explore(
     classifier_slots: Classifier = "slice",
 ) -> None:
     """A page on this machine: look at slots on images and captions, switch them, see scores move, name them, save the choice."""
-    from ..explorer.serve import Wanted
+    from ..explorer.serve import Page
     from ..explorer.serve import explore as serve
     from ..runs.slot_work import words
 
     if out.suffix != ".json":
         raise ConfigError(f"--out {out}: name a .json file, by which --slots knows it")
     options = options_given(model, data, root, features, limit, units, parts, 4, classifier_slots)
-    serve(checkpoint, Wanted(words(tasks), on, images, compare, out, host, port), options)
+    serve(checkpoint, Page(words(tasks), on, images, compare, out, host, port), options)

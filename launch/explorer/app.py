@@ -22,9 +22,9 @@ from sparo_train.core.errors import ConfigError, SparoError
 from sparo_train.core.untrusted import shown
 
 from .one_file import one_file
+from .opened import Side
 from .pictures import Pictures
-from .saving import ChangedError, SelectionFile
-from .side import Side
+from .selection_file import ChangedError, SelectionFile
 
 PAGE = Path(__file__).parent / "page"
 _MOST_JSON, _MOST_IMAGE = 4 << 20, 64 << 20

@@ -9,17 +9,17 @@ from PIL import Image
 from evals.encoders.encoder import Encoder
 from evals.sets.base import EvalSet, decoded
 from evals.sets.task_config import TaskConfig
-from evals.slots.arrays import limited
 from evals.slots.attend import captions_of
 from evals.slots.material import open_images
 from evals.slots.overlay import Seen, jpeg, thumbnail
+from evals.slots.page_arrays import limited
 from sparo_train.core.errors import ConfigError
 
 SIZE = 320  # pixels of the longest side that a page gets
 MOST_OWN = 100  # images that may be added
 
 
-class Shown(NamedTuple):
+class Picture(NamedTuple):
     """An image's name, what is said of it (nothing where the model reads no text), and whether a person added it."""
 
     key: str
@@ -38,12 +38,12 @@ class Pictures:
         count = min(count, len(self.source))
         self.numbers = [i * len(self.source) // count for i in range(count)]
         self._caption = captions_of(task, self.source, "texts" in encoder.offers)
-        self.shown: list[Shown] = []
+        self.shown: list[Picture] = []
         self._own: list[Image.Image] = []
 
     def tell(self, keys: list[str], facts: list) -> None:
         """What the feature store knows of them: nothing has to be decoded before it is looked at."""
-        self.shown = [Shown(keys[i], self._caption(facts[i]) or "", False) for i in self.numbers]
+        self.shown = [Picture(keys[i], self._caption(facts[i]) or "", False) for i in self.numbers]
 
     def image(self, number: int) -> Image.Image:
         """Raises `ConfigError` for a number that is none, `DataError` for an image that cannot be read."""
@@ -63,5 +63,5 @@ class Pictures:
             raise ConfigError(f"{name}: {MOST_OWN} images were added already; start again for others")
         image = decoded(data, name)
         self._own.append(image)
-        self.shown.append(Shown(name, caption, True))
+        self.shown.append(Picture(name, caption, True))
         return len(self.shown) - 1

@@ -16,13 +16,13 @@ from sparo_train.core.errors import ConfigError
 from ..runs.slot_work import EITHER, Bench, SlotOptions
 from ..views.terminal import console, out
 from .guard import Guard, is_loopback
+from .opened import Side, able_of
 from .pictures import Pictures
-from .side import Side, able_of
 
 _FIRST = ("retrieval", "pairs", "zeroshot", "knn")  # whose images have most to tell, first
 
 
-class Wanted(NamedTuple):
+class Page(NamedTuple):
     """tasks: whose scores are shown.  on: the one whose images are shown.  images: so many of them.  compare: a second checkpoint.
 
     out: where the selection goes.  host, port: where the page is served.
@@ -37,7 +37,7 @@ class Wanted(NamedTuple):
     port: int
 
 
-def explore(checkpoint: str, wanted: Wanted, options: SlotOptions) -> None:
+def explore(checkpoint: str, wanted: Page, options: SlotOptions) -> None:
     """Serve the page until Ctrl-C."""
     try:
         import uvicorn

@@ -13,10 +13,10 @@ from evals.encoders.selection import Selection, described, of_numbers, read_sele
 from evals.report.results_file import refuse_unwritable
 from evals.slots import choosing
 from evals.slots.look import refuse_same
-from evals.slots.material import Classes, Material, Neighbours, Pairs
-from evals.slots.neighbours import neighbour_scores
+from evals.slots.material import Classes, Material, Pairs
 from evals.slots.paper_four import four_column
 from evals.slots.study import ChoiceReport, How, by_hand, choose, report
+from evals.slots.taught import Taught
 from sparo_train.core.errors import ConfigError
 
 from ..views import slot_tables
@@ -57,7 +57,7 @@ def score_units(
     title = f"{checkpoint}: {bench.units.number} {bench.units.kind}, per cent"
     slot_tables.show(slot_tables.units_table(title, columns, numbers, {}))
     for name, each in found.items():
-        out.print(f"{name}: n = {_size(each)}" + (f", all together {100 * _whole(each):.1f}" if not isinstance(each, Neighbours) else ""))  # fmt: skip
+        out.print(f"{name}: n = {_size(each)}" + (f", all together {100 * _whole(each):.1f}" if not isinstance(each, Taught) else ""))  # fmt: skip
     write_facts(
         json_file,
         {"checkpoint": checkpoint, "sha256": bench.encoder.weights, "units": options.units, "scores": columns},
@@ -69,8 +69,8 @@ def _columns(name: str, each: Material) -> dict[str, list[float]]:
         answers = each.each()
         table = {"alone": answers.alone, "without": answers.without}
         return {f"{name} {how}": right.double().mean(0).tolist() for how, right in table.items()}
-    if isinstance(each, Neighbours):
-        return {f"{name} alone": neighbour_scores(each).double().mean(0).tolist()}
+    if isinstance(each, Taught):
+        return {f"{name} alone": each.alone().double().mean(0).tolist()}
     margins = each.margins()
     total = margins.values.sum(1, keepdim=True) + margins.fixed[:, None]
     without = margins.accuracy(margins.right((total - margins.values).transpose(1, 2)))

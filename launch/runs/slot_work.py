@@ -14,9 +14,9 @@ from evals.encoders.encoder import Encoder
 from evals.encoders.loading import load_encoder
 from evals.sets.base import EvalSet
 from evals.sets.task_config import TaskConfig
-from evals.slots.arrays import Arrays, arrays_of, limited
 from evals.slots.look import Quality, quality_of
 from evals.slots.material import Material, encoded, material, open_images
+from evals.slots.page_arrays import Arrays, arrays_of, limited
 from evals.slots.units import KINDS, Units, units_of
 from evals.store.feature_table import Features
 from evals.store.features import FeatureStore

@@ -132,6 +132,26 @@ def test_slots_of_dino_are_chosen_by_their_neighbours(others):
     assert facts["reports"][0]["share"] == "held out" and "knn" in done.stdout
     found = scored(others, "runs/dino", "--tasks", "knn", "--slots", "dino.json")
     assert 0 <= found["knn"]["metrics"]["acc1_k20"] <= 1
+    done = slots(
+        others,
+        "select",
+        "runs/dino",
+        "--on",
+        "probe",
+        "--report",
+        "knn,probe",
+        "--k",
+        "1",
+        "--out",
+        "l.json",
+        "--json",
+        "l2.json",
+    )
+    near, linear = json.loads((others / "l2.json").read_text())["reports"]
+    assert (near["share"], linear["share"]) == ("other data", "held out") and linear["draws"] == 5
+    assert linear["chosen"][0] == linear["curve"][0] and len(linear["curve"]) == 4
+    done = slots(others, "select", "runs/dino", "--on", "probe", "--method", "cover", code=2)
+    assert "a linear layer is fitted anew" in done.stderr
     done = slots(others, "select", "runs/s0", "--on", "pairs", code=2)
     assert "its 1 image(s) that differ cannot be halved" in done.stderr  # all twelve have one true caption
     done = slots(others, "select", "runs/dino", "--on", "knn", "--method", "forward", code=2)
@@ -161,7 +181,7 @@ BAD = {
     "k": (("select", "runs/s0", "--on", "zero", "--k", "9"), "--k 9: there are 4 slots"),
     "k 0": (("select", "runs/s0", "--on", "zero", "--k", "0"), "--k 0: write a number from 1"),
     "task": (("select", "runs/s0", "--on", "zeor"), "--on zeor: did you mean 'zero'?"),
-    "retrieval": (("select", "runs/s0", "--on", "ret"), "units are chosen and compared on tasks of kind zeroshot, pairs or knn"),
+    "retrieval": (("select", "runs/s0", "--on", "ret"), "units are chosen and compared on tasks of kind zeroshot, pairs, knn or probe"),
     "out": (("select", "runs/s0", "--on", "zero", "--out", "x.yaml"), "--out x.yaml: name a .json file"),
     "plot": (("select", "runs/s0", "--on", "zero", "--plot", "x.xyz"), "--plot x.xyz: name a .png, .pdf or .svg file"),
     "slots": (("select", "runs/s0", "--on", "zero", "--slots", "7"), "--slots 7"),

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from evals.encoders.selection import Selection, read_selection, selected, write_selection
 from sparo_train.core.errors import ConfigError
 
-from .side import Side
+from .opened import Side
 
 _LONGEST = 10_000  # characters of a name or a note
 

@@ -20,7 +20,8 @@ from ..sets.opening import open_labelled, open_set
 from ..sets.task_config import LabelledTaskConfig, TaskConfig
 from ..store.features import FeatureStore
 from ..suite.image_text_tasks import RetrievalTaskConfig, ZeroshotTaskConfig
-from .material import Classes, Neighbours, Pairs, encoded, material, open_images
+from .material import Classes, Pairs, encoded, material, open_images
+from .taught import Neighbours
 from .units import Units, texts_of
 
 LIMIT = 1000  # images of a task that a page gets where nobody says how many; pairs are small and sent whole
@@ -84,7 +85,11 @@ def arrays_of(
         arrays = {"left": _by_unit(images), "right": _by_unit(found.weights), "labels": _int32(found.labels)}
         metric = task.headline if isinstance(task, ZeroshotTaskConfig) else "acc1"
         return Arrays("zeroshot", metric, len(images), arrays=arrays, facts={"classes": len(found.weights)}, **seen)
-    return _knn(found, seen)
+    if isinstance(found, Neighbours):
+        return _knn(found, seen)
+    raise ConfigError(
+        f"{name}: {task.task} cannot be scored on a page; name tasks of kind zeroshot, pairs, retrieval or knn"
+    )
 
 
 def _knn(found: Neighbours, seen: Mapping[str, Any]) -> Arrays:

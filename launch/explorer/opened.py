@@ -11,9 +11,9 @@ from torch import Tensor
 
 from evals.encoders.encoder import TextEncoder
 from evals.sets.task_config import TaskConfig
-from evals.slots.arrays import Arrays
 from evals.slots.attend import attend
 from evals.slots.overlay import seen
+from evals.slots.page_arrays import Arrays
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.tables import TASKS
 

@@ -1,0 +1,52 @@
+"""Units chosen by what is learnt from other images: a linear layer against the plain form of ridge regression."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from evals.slots.taught import Linear
+from evals.store.feature_table import Features
+
+U, V, C = 5, 3, 4
+
+
+def task(seed: int) -> Linear:
+    rng = np.random.default_rng(seed)
+    centres = rng.standard_normal((C, U * V))
+    labels = {n: rng.integers(0, C, n) for n in (90, 60)}
+    rows = {n: (centres[labels[n]] + rng.standard_normal((n, U * V))).astype(np.float32) for n in labels}
+    features = {n: Features([rows[n][:20], rows[n][20:]], [str(i) for i in range(n)], labels[n].tolist()) for n in rows}
+    units: Any = SimpleNamespace(number=U)
+    return Linear(units, features[90], torch.tensor(labels[90]), features[60], torch.tensor(labels[60]), "data")
+
+
+@pytest.mark.parametrize("units", [[0], [4, 1], [0, 1, 2, 3, 4]])
+def test_a_linear_layer_is_ridge_regression(units):
+    found = task(0)
+
+    def kept(features):
+        rows = features.in_memory().double().numpy()
+        rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+        return rows, rows.reshape(len(rows), U, V)[:, units].reshape(len(rows), -1)
+
+    (whole, bank), (_, test) = kept(found.bank), kept(found.test)
+    truth = np.eye(C)[found.bank_labels.numpy()]
+    x, y = bank - bank.mean(0), truth - truth.mean(0)
+    penalty = 1e-3 * (whole - whole.mean(0)).var(0).mean() * len(bank)
+    weight = np.linalg.solve(x.T @ x + penalty * np.eye(x.shape[1]), x.T @ y)
+    right = ((test - bank.mean(0)) @ weight + truth.mean(0)).argmax(1) == found.labels.numpy()
+    assert np.array_equal(found._right(units).numpy(), right) and right.mean() > 0.4
+    order = [3, 0, 4, 1, 2]
+    curve = found.curve(order)
+    assert torch.equal(curve[:, 0], found.alone()[:, 3]) and torch.equal(curve[:, 4], found._right([0, 1, 2, 3, 4]))
+
+
+def test_units_that_say_nothing_are_answered_all_the_same():
+    found = task(1)
+    for part in found.bank.parts:
+        part[:] = part[:1]  # every image is encoded alike
+    answers = found.alone()
+    assert answers.shape == (60, U) and 0 < answers.double().mean() < 1
