@@ -1,0 +1,128 @@
+"""Slot attention in each slot's own frame of reference: translation (T-SA) and scale (TS-SA) equivariant (Biza et al. 2023, Algorithm 1).
+
+Where paper and official code differ the code is the default, and the paper an option: width of queries, keys and values (64; paper 128), the
+renormalisation of scales (`scale_mean`), what slots' positions and scales are drawn from.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparo_train.core.config import Frozen, between, setting
+
+from .gru import Gru, lecun_normal_
+from .slot_config import SlotAttentionConfig
+
+
+class FrameConfig(Frozen):
+    """Slots' positions and scales."""
+
+    scales: bool = setting(True, "TS-SA: slots have scales beside their positions; false: T-SA")
+    delta: float = setting(5.0, "a slot's own coordinates are divided by it, so that they stay small", gt=0)
+    scale_clip: Annotated[tuple[float, float], between(1e-6, 100, rising=True)] = setting(
+        (0.001, 2.0), "smallest and largest scale (the paper's text: 0.01 and 5)"
+    )
+    scale_eps: float = setting(1e-8, "added to the weights of a scale's mean", ge=0)
+    scale_mean: Literal["code", "paper"] = setting(
+        "code", "weights with eps added as they are, or divided by their sum again"
+    )
+    hidden: int = setting(128, "hidden units of what keys and values go through", gt=0)
+
+
+class InFrame(NamedTuple):
+    """slots (b, K, D), their positions and scales (b, K, 2) in y, x of [-1, 1], and attention (b, K, N) of the last round."""
+
+    slots: Tensor
+    positions: Tensor
+    scales: Tensor
+    attention: Tensor
+
+
+class FramedSlotAttention(nn.Module):
+    """Features (b, N, in_width) without positions, and the grid (N, 2) that they stand on, to slots with frames.
+
+    There is a round more than `iterations`: it brings positions and scales up to date and leaves slots alone.
+    """
+
+    def __init__(self, config: SlotAttentionConfig, frame: FrameConfig, in_width: int):
+        super().__init__()
+        self.config, self.frame, c = config, frame, config
+        self.norm_input = nn.LayerNorm(in_width, eps=c.ln_eps)
+        self.norm_slots, self.norm_mlp = (nn.LayerNorm(c.width, eps=c.ln_eps) for _ in range(2))
+        self.to_q = nn.Linear(c.width, c.qkv, bias=False)
+        self.to_k, self.to_v = (nn.Linear(in_width, c.qkv, bias=False) for _ in range(2))
+        self.to_grid = nn.Linear(2, c.qkv)
+        self.through = nn.Sequential(
+            nn.LayerNorm(c.qkv, eps=c.ln_eps),
+            nn.Linear(c.qkv, frame.hidden),
+            nn.ReLU(),
+            nn.Linear(frame.hidden, c.width),
+        )
+        self.gru = Gru(c.width, "torch" if c.gru == "none" else c.gru)
+        self.mlp = nn.Sequential(nn.Linear(c.width, c.mlp_width), nn.ReLU(), nn.Linear(c.mlp_width, c.width))
+        if c.init == "learned":
+            self.learned = nn.Parameter(torch.randn(c.slots, c.width))
+        for module in self.modules():
+            if isinstance(module, nn.Linear):  # flax's
+                lecun_normal_(module.weight.data)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def first(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots, positions and scales to begin with, from `noise` (b, K, D + 4) of a standard normal.
+
+        Slots are learned or N(0, 1), positions U(-1, 1), scales N(0.1, 0.1) as far as the clip lets them. Each has numbers of its own; the
+        official code draws positions and scales from one key, which correlates them by 0.98.
+        """
+        c, f = self.config, self.frame
+        drawn, where, size = noise.split([c.width, 2, 2], dim=-1)
+        slots = self.learned.expand_as(drawn) if c.init == "learned" else drawn
+        positions = torch.special.ndtr(where) * 2 - 1
+        return slots, positions, (0.1 + 0.1 * size).clamp(*f.scale_clip)
+
+    def forward(self, features: Tensor, grid: Tensor, noise: Tensor) -> InFrame:
+        slots, positions, scales = self.first(noise)
+        return self.grouped(features, grid, slots, positions, scales)
+
+    def grouped(self, features: Tensor, grid: Tensor, slots: Tensor, positions: Tensor, scales: Tensor) -> InFrame:
+        """From given slots, positions and scales."""
+        c, x = self.config, self.norm_input(features)
+        k, v = self.to_k(x), self.to_v(x)
+        attention = k
+        for i in range(c.iterations + 1):
+            normed = self.norm_slots(slots)
+            placed = self.to_grid(self.relative(grid, positions, scales))  # (b, K, N, d)
+            q = self.to_q(normed) * c.qkv**-0.5
+            keys = self.through(k[:, None] + placed)
+            attention = F.softmax(torch.einsum("bkd,bknd->bkn", q, keys).to(slots.dtype), dim=1)
+            weights = attention / (attention.sum(-1, keepdim=True) + c.renorm_eps)
+            positions, scales = self._frames(weights, grid, scales)
+            if i == c.iterations:
+                break
+            values = self.through(v[:, None] + placed)
+            update = torch.einsum("bkn,bknd->bkd", weights.to(values.dtype), values)
+            slots = self.gru(update.flatten(0, 1), slots.flatten(0, 1)).view(slots.shape)
+            slots = slots + self.mlp(self.norm_mlp(slots))
+        return InFrame(slots, positions, scales, attention)
+
+    def relative(self, grid: Tensor, positions: Tensor, scales: Tensor) -> Tensor:
+        """The grid (N, 2) as each slot sees it: (b, K, N, 2)."""
+        moved = grid - positions[:, :, None]
+        return moved / (scales[:, :, None] * self.frame.delta) if self.frame.scales else moved
+
+    def _frames(self, weights: Tensor, grid: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        f: Any = self.frame
+        positions = weights @ grid
+        if not f.scales:
+            return positions, scales
+        apart = (grid - positions[:, :, None]).square()
+        widened = weights + f.scale_eps
+        if f.scale_mean == "paper":
+            widened = widened / widened.sum(-1, keepdim=True)
+        spread = torch.einsum("bkn,bknc->bkc", widened, apart)
+        # A root has no slope at zero: a slot that took one token has no spread.
+        return positions, spread.clamp(min=f.scale_clip[0] ** 2).sqrt().clamp(max=f.scale_clip[1])

@@ -1,0 +1,154 @@
+"""Slot attention: slots compete for the tokens of an image, and take turns with them (Locatello et al. 2020, Algorithm 1)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .gru import Gru
+from .slot_config import SlotAttentionConfig
+
+
+class Grouped(NamedTuple):
+    """slots: (…, K, D).  attention: (…, K, N) of the last round before it is normed over tokens, mean over heads: who took which token."""
+
+    slots: Tensor
+    attention: Tensor
+
+
+class SlotAttention(nn.Module):
+    """Features (…, N, in_width) to slots.
+
+    Args:
+        config: the knobs.  in_width: of the features.
+
+    Where slots begin at random, `noise` (…, K, D) of a standard normal comes with the call: what a model draws is part of the batch.
+    """
+
+    def __init__(self, config: SlotAttentionConfig, in_width: int):
+        super().__init__()
+        self.config, c = config, config
+        self.norm_input = nn.LayerNorm(in_width, eps=c.ln_eps)
+        self.rounds = nn.ModuleList(Round(c, in_width) for _ in range(c.iterations if c.layers == "own" else 1))
+        if c.init == "gaussian":
+            # Keras' glorot_uniform on (1, 1, D) counts D and 1; torch's own of that shape would count others.
+            limit = (6 / (1 + c.width)) ** 0.5
+            self.mu, self.log_sigma = (nn.Parameter(torch.empty(c.width).uniform_(-limit, limit)) for _ in range(2))
+        else:
+            self.learned = nn.Parameter(torch.randn(c.slots, c.width))
+
+    def first(self, shape: torch.Size, noise: Tensor | None) -> Tensor:
+        """(…, K, D): what the slots begin as. Raises `ValueError` where they are drawn and no noise was given."""
+        c = self.config
+        if c.init == "learned":
+            return self.learned.expand(*shape, c.slots, c.width)
+        if noise is None or noise.shape[-2:] != (c.slots, c.width):
+            raise ValueError(f"slots begin at random: give noise (…, {c.slots}, {c.width})")
+        return self.mu + self.log_sigma.exp() * noise
+
+    def forward(self, features: Tensor, noise: Tensor | None = None, first: Tensor | None = None) -> Grouped:
+        """Group features (…, N, in_width).
+
+        Args:
+            noise: see above.  first: (…, K, D), slots to begin with in place of the module's own.
+        """
+        slots = self.first(features.shape[:-2], noise) if first is None else first
+        lead = features.shape[:-2]
+        x = self.norm_input(features).flatten(0, -3) if features.dim() > 3 else self.norm_input(features)
+        slots = slots.reshape(-1, *slots.shape[-2:])
+        slots, attention = self._rounds(x, slots)
+        return Grouped(slots.view(*lead, *slots.shape[-2:]), attention.view(*lead, *attention.shape[-2:]))
+
+    def _rounds(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        c, last = self.config, self.config.iterations - 1
+        begun = slots
+        attention = slots.new_zeros(())
+        keyed: Any = None
+        for i in range(c.iterations):
+            step: Any = self.rounds[i if c.layers == "own" else 0]
+            alone = c.gradient == "last" and i < last
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not alone):
+                if alone:
+                    slots = slots.detach()
+                elif c.gradient == "last":
+                    slots = slots.detach()
+                    if c.straight_through:
+                        slots = slots + begun - begun.detach()
+                    keyed = None  # what was projected without a graph
+                if keyed is None or c.layers == "own":
+                    keyed = step.keyed(x)
+                slots, attention = step(keyed, slots, with_mlp=c.mlp_last or i < last)
+        return slots, attention
+
+
+class Round(nn.Module):
+    """One turn: queries, competition, weighted mean, update."""
+
+    def __init__(self, c: SlotAttentionConfig, in_width: int):
+        super().__init__()
+        self.config = c
+        self.norm_slots = nn.LayerNorm(c.width, eps=c.ln_eps)
+        self.to_q = nn.Linear(c.width, c.qkv, bias=False)
+        self.to_k, self.to_v = (nn.Linear(in_width, c.qkv, bias=False) for _ in range(2))
+        self.out = nn.Linear(c.qkv, c.width, bias=False) if c.out_proj else nn.Identity()
+        self.gru = Gru(c.width, c.gru) if c.gru != "none" else None
+        if c.mlp_width:
+            self.norm_mlp = nn.LayerNorm(c.width, eps=c.ln_eps)
+            self.mlp = nn.Sequential(nn.Linear(c.width, c.mlp_width), nn.ReLU(), nn.Linear(c.mlp_width, c.width))
+        for layer in (self.to_q, self.to_k, self.to_v):
+            nn.init.xavier_uniform_(layer.weight)
+
+    def keyed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens (b, N, in) to keys and values (b, H, N, d), once for all rounds; folded, to themselves."""
+        if self.config.folded:
+            return x, x
+        return tuple(
+            layer(x).unflatten(-1, (self.config.heads, -1)).transpose(1, 2) for layer in (self.to_k, self.to_v)
+        )  # type: ignore[return-value]
+
+    def forward(self, keyed: tuple[Tensor, Tensor], slots: Tensor, with_mlp: bool) -> tuple[Tensor, Tensor]:
+        """Slots (b, K, D) to the next ones, and attention (b, K, N)."""
+        c = self.config
+        normed = self.norm_slots(slots)
+        q = self.to_q(normed) * (c.qkv // c.heads) ** -0.5
+        if c.folded:
+            # q (W_k x) = (q W_k) x, and sum_n a_n (W_v x_n) = W_v sum_n a_n x_n: the long side stays unprojected.
+            update, attention = weighted(c, (q @ self.to_k.weight)[:, None], keyed[0][:, None], keyed[1][:, None])
+            update = self.to_v(update[:, 0])
+        else:
+            update, attention = weighted(c, q.unflatten(-1, (c.heads, -1)).transpose(1, 2), *keyed)
+            update = update.transpose(1, 2).flatten(2)
+        update = self.out(update)
+        state = normed if c.gru_on_normed else slots
+        slots = (
+            state + update
+            if self.gru is None
+            else self.gru(update.flatten(0, 1), state.flatten(0, 1)).view(slots.shape)
+        )
+        if c.mlp_width and with_mlp:
+            slots = slots + self.mlp(self.norm_mlp(slots))
+        return slots, attention
+
+
+def weighted(c: SlotAttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries (b, H, K, d), keys and values (b, H, N, ·): weighted means (b, H, K, ·), and attention (b, K, N)."""
+    a = competed(c, q @ k.transpose(-1, -2))
+    attention = a.mean(1) if c.softmax_over != "slots_heads" else a.sum(1)
+    if c.renorm == "none":
+        return a.to(v.dtype) @ v, attention
+    # Normed behind the product, on (K, d) in place of (K, N); no copy of A + eps.
+    total, taken = a.sum(-1, keepdim=True), a.to(v.dtype) @ v
+    if c.renorm == "sum":
+        return taken / (total + c.renorm_eps), attention
+    return (taken + c.renorm_eps * v.sum(-2, keepdim=True)) / (total + c.renorm_eps * v.shape[-2]), attention
+
+
+def competed(c: SlotAttentionConfig, logits: Tensor) -> Tensor:
+    """Logits (b, H, K, N) to shares, in fp32 at least."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if c.softmax_over == "slots_heads":
+        return F.softmax(logits.flatten(1, 2), dim=1).view(logits.shape)
+    return F.softmax(logits, dim=-1 if c.softmax_over == "keys" else 2)

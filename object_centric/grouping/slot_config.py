@@ -1,0 +1,111 @@
+"""What tells published slot attentions apart, as knobs, and named rows of them.
+
+Seven code bases call seven different functions slot attention; with the same weights a LayerNorm's eps alone moves slots by 1e-4 to 1e-2.
+A preset is a row of knobs; a knob that a recipe names goes before its preset's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
+
+from sparo_train.core.config import Frozen, setting
+from sparo_train.core.errors import did_you_mean
+
+# Sources: google-research/slot_attention (sa2020), slot-attention-video (savi), singhgautam/slate, steve; OCLF; martius-lab/videosaur;
+# invariant_slot_attention (isa). tf, tf_inv, tf_inv_gru, sa_nogru: papers/inverted-attention-transformers.txt.
+PRESETS: dict[str, dict[str, Any]] = {
+    "sa2020": {"ln_eps": 1e-3, "renorm": "entry", "renorm_eps": 1e-8, "gru": "keras", "mlp_width": 128},
+    "savi": {"ln_eps": 1e-6, "renorm": "sum", "renorm_eps": 1e-8, "gru": "flax", "mlp_width": 0, "iterations": 1},
+    "isa": {"ln_eps": 1e-6, "renorm": "sum", "renorm_eps": 1e-8, "gru": "flax", "mlp_width": 128},
+    "slate": {"softmax_over": "slots_heads", "mlp_width": 256},
+    "steve": {"softmax_over": "slots_heads", "mlp_width": 256, "mlp_last": False, "iterations": 2},
+    "oclf": {"softmax_over": "slots_heads", "mlp_width": 256},
+    "videosaur": {"gru_on_normed": True, "mlp_width": 256},
+    "boqsa": {"renorm": "sum", "renorm_eps": 1.0, "init": "learned", "gradient": "last", "straight_through": True, "mlp_width": 256},
+    "sa": {"mlp_width": 128},
+    "sa_nogru": {"gru": "none", "mlp_width": 128},
+    "sa_id": {"gradient": "last", "mlp_width": 128},
+    "tf": {"softmax_over": "keys", "renorm": "none", "gru": "none", "layers": "own", "mlp_width": 128},
+    "tf_inv": {"gru": "none", "layers": "own", "mlp_width": 128},
+    "tf_inv_gru": {"layers": "own", "mlp_width": 128},
+}  # fmt: skip
+
+
+class SlotAttentionConfig(Frozen):
+    """Slot attention (Locatello et al. 2020) and its kin."""
+
+    preset: str = setting("sa", "a row of knobs; those named beside it go first")
+    slots: int = setting(7, "K, of which each takes part of an image", gt=0, le=4096)
+    width: int = setting(64, "D of a slot", gt=0, le=65536)
+    qkv_width: int | None = setting(None, "of queries, keys and values, all heads together; default: width", gt=0)
+    heads: int = setting(1, "of the attention", gt=0)
+    iterations: int = setting(3, "rounds, or layers where each has weights of its own", gt=0, le=1000)
+    ln_eps: float = setting(1e-5, "eps of every LayerNorm", gt=0)
+    softmax_over: Literal["slots", "slots_heads", "keys"] = setting(
+        "slots", "who competes for a token; keys: nobody does, a slot chooses among tokens (a Transformer's attention)"
+    )
+    renorm: Literal["entry", "sum", "none"] = setting(
+        "entry", "weights over tokens: (A + eps) / sum(A + eps), A / (sum(A) + eps), or A as it is"
+    )
+    renorm_eps: float = setting(1e-8, "the eps in it", ge=0)
+    gru: Literal["torch", "flax", "keras", "none"] = setting(
+        "torch", "what updates a slot, by whose biases and initial weights; none: it is added"
+    )
+    gru_on_normed: bool = setting(False, "the GRU's state is the normalised slot, not the slot (videosaur's code)")
+    mlp_width: int = setting(0, "hidden units of the residual MLP behind the update; 0: no MLP", ge=0)
+    mlp_last: bool = setting(True, "the MLP runs in the last iteration too")
+    out_proj: bool = setting(False, "a linear layer behind the values, as more than one head of savi's has")
+    layers: Literal["shared", "own"] = setting("shared", "one set of weights for all iterations, or one for each")
+    init: Literal["gaussian", "learned"] = setting(
+        "gaussian", "first slots: drawn from one learned Gaussian, or learned one by one"
+    )
+    gradient: Literal["all", "last"] = setting(
+        "all", "through all iterations, or the last alone (implicit differentiation, Chang et al. 2022)"
+    )
+    straight_through: bool = setting(
+        False, "of gradient=last: first slots get the last iteration's gradient as if they had gone into it (BO-QSA)"
+    )
+    kv: Literal["auto", "plain", "folded"] = setting(
+        "auto",
+        "folded: keys' and values' weights are applied to slots, not to tokens; the same function; auto: where heads=1",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _row(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not isinstance(given.get("preset", "sa"), str):
+            return given
+        name = given.get("preset", "sa")
+        if name not in PRESETS:
+            raise ValueError(f"preset={name}: {did_you_mean(name, PRESETS)}")
+        return {**PRESETS[name], **given}
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.qkv % self.heads:
+            raise ValueError(f"heads={self.heads} does not divide qkv_width={self.qkv}")
+        if self.kv == "folded" and self.heads > 1:
+            raise ValueError(f"kv=folded: with heads={self.heads} it costs more than it saves; leave kv away")
+        if self.softmax_over == "keys" and self.renorm != "none":
+            raise ValueError(f"renorm={self.renorm}: weights that sum to one over tokens need none; set renorm to none")
+        if self.qkv != self.width and not self.out_proj:
+            raise ValueError(f"qkv_width={self.qkv} is not width={self.width}, which values go back to; set out_proj")
+        if self.straight_through and self.gradient == "all":
+            raise ValueError("straight_through: is of gradient=last")
+        if self.gradient == "last" and self.layers == "own":
+            raise ValueError(
+                "gradient=last: iterations with weights of their own would learn nothing; set layers to shared"
+            )
+        return self
+
+    @property
+    def qkv(self) -> int:
+        """Width of queries, keys and values."""
+        return self.qkv_width or self.width
+
+    @property
+    def folded(self) -> bool:
+        """Whether tokens are left without projections."""
+        return self.kv == "folded" or (self.kv == "auto" and self.heads == 1)

@@ -1,0 +1,263 @@
+"""Slot attention's knobs, each preset against its formula written out; folded against plain; frames against their symmetries."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from object_centric.grouping.gru import Gru
+from object_centric.grouping.invariant import FrameConfig, FramedSlotAttention
+from object_centric.grouping.slot_attention import SlotAttention
+from object_centric.grouping.slot_config import PRESETS, SlotAttentionConfig
+
+B, N, IN, K, D = 2, 9, 6, 3, 8
+
+
+def built(seed=0, **knobs):
+    torch.manual_seed(seed)
+    module = SlotAttention(SlotAttentionConfig.model_validate({"slots": K, "width": D, **knobs}), IN).double()
+    for parameter in module.parameters():  # biases and norms that say something
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    drawn = torch.Generator().manual_seed(seed + 1)
+    features, noise = (torch.randn(B, n, d, dtype=torch.float64, generator=drawn) for n, d in ((N, IN), (K, D)))
+    return module, features, noise
+
+
+def norm(x, layer):
+    """LayerNorm, written out."""
+    apart = x - x.mean(-1, keepdim=True)
+    return apart / (apart.square().mean(-1, keepdim=True) + layer.eps).sqrt() * layer.weight + layer.bias
+
+
+def gated(x, h, gru):
+    """Keras', flax's and torch's gate, one matrix at a time."""
+    wr, wz, wn = gru.weight_ih.chunk(3)
+    ur, uz, un = gru.weight_hh.chunk(3)
+    br, bz, bn = gru.bias_ih.chunk(3)
+    cr, cz, cn = (0, 0, gru.bias_hh) if gru.kind == "flax" else gru.bias_hh.chunk(3)
+    r, z = torch.sigmoid(x @ wr.T + br + h @ ur.T + cr), torch.sigmoid(x @ wz.T + bz + h @ uz.T + cz)
+    return (1 - z) * torch.tanh(x @ wn.T + bn + r * (h @ un.T + cn)) + z * h
+
+
+def plain(module, features, noise):
+    """One slot, one head, one sample at a time, as the authors' texts and code have it."""
+    c, found, taken = module.config, [], []
+    begun = module.learned.expand(B, -1, -1) if c.init == "learned" else module.mu + module.log_sigma.exp() * noise
+    for x, s in zip(norm(features, module.norm_input), begun, strict=True):
+        attention = None
+        for i in range(c.iterations):
+            r = module.rounds[i if c.layers == "own" else 0]
+            if c.gradient == "last":
+                s = s.detach()
+                if i == c.iterations - 1 and c.straight_through:
+                    first = begun[len(found)]
+                    s = s + first - first.detach()
+            normed, d = norm(s, r.norm_slots), c.qkv // c.heads
+            q, k, v = normed @ r.to_q.weight.T, x @ r.to_k.weight.T, x @ r.to_v.weight.T
+            heads = [slice(h * d, (h + 1) * d) for h in range(c.heads)]
+            logits = torch.stack([q[:, h] @ k[:, h].T / d**0.5 for h in heads])  # (H, K, N)
+            if c.softmax_over == "slots":
+                a = logits.exp() / logits.exp().sum(1, keepdim=True)
+            elif c.softmax_over == "slots_heads":
+                a = logits.exp() / logits.exp().sum((0, 1), keepdim=True)
+            else:
+                a = logits.exp() / logits.exp().sum(2, keepdim=True)
+            attention = a.sum(0) if c.softmax_over == "slots_heads" else a.mean(0)
+            if c.renorm == "entry":
+                a = (a + c.renorm_eps) / (a + c.renorm_eps).sum(-1, keepdim=True)
+            elif c.renorm == "sum":
+                a = a / (a.sum(-1, keepdim=True) + c.renorm_eps)
+            u = torch.cat([a[i] @ v[:, h] for i, h in enumerate(heads)], dim=-1)
+            if c.out_proj:
+                u = u @ r.out.weight.T
+            state = normed if c.gru_on_normed else s
+            s = state + u if r.gru is None else gated(u, state, r.gru)
+            if c.mlp_width and (c.mlp_last or i < c.iterations - 1):
+                first, _, second = r.mlp
+                s = s + (norm(s, r.norm_mlp) @ first.weight.T + first.bias).clamp(min=0) @ second.weight.T + second.bias
+        found.append(s)
+        taken.append(attention)
+    return torch.stack(found), torch.stack(taken)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_its_formula(preset):
+    heads = 2 if "heads" in str(PRESETS[preset].get("softmax_over")) else 1
+    for knobs in ({"heads": heads}, {"heads": 2, "out_proj": True, "qkv_width": 12}):
+        module, features, noise = built(preset=preset, **knobs)
+        features.requires_grad_()
+        ours, theirs = module(features, noise), plain(module, features, noise)
+        for mine, his in zip(ours, theirs, strict=True):
+            assert torch.allclose(mine, his, atol=1e-12), preset
+        weight = torch.randn_like(ours.slots)
+        inputs = [features, *module.parameters()]
+        found, expected = (
+            torch.autograd.grad((s * weight).sum(), inputs, allow_unused=True) for s in (ours.slots, theirs[0])
+        )
+        for mine, his, name in zip(found, expected, ["features", *dict(module.named_parameters())], strict=True):
+            mine, his = (torch.zeros(()) if g is None else g for g in (mine, his))
+            assert torch.allclose(mine.expand_as(his) if his.dim() else mine, his, atol=1e-9), (preset, name)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(sorted(PRESETS)),
+    st.sampled_from(["entry", "sum", "none"]),
+    st.sampled_from([0.0, 1e-8, 0.3]),
+    st.integers(1, 3),
+)
+def test_folded_is_plain(preset, renorm, eps, iterations):
+    row = {"preset": preset, "heads": 1, "renorm": renorm, "renorm_eps": eps, "iterations": iterations}
+    if PRESETS[preset].get("softmax_over") == "keys":
+        row |= {"renorm": "none"}
+    folded, features, noise = built(**row, kv="folded")
+    plainly, _, _ = built(**row, kv="plain")
+    plainly.load_state_dict(folded.state_dict())
+    for a, b in zip(folded(features, noise), plainly(features, noise), strict=True):
+        assert torch.allclose(a, b, atol=1e-9)
+
+
+def test_leading_dimensions_are_kept_and_slots_come_in_any_order():
+    module, features, noise = built()
+    whole = module(features, noise)
+    frames = module(features.unflatten(0, (2, 1)).expand(2, 4, N, IN), noise.unflatten(0, (2, 1)).expand(2, 4, K, D))
+    assert frames.slots.shape == (2, 4, K, D) and frames.attention.shape == (2, 4, K, N)
+    assert torch.allclose(frames.slots[:, 3], whole.slots) and torch.allclose(frames.attention[:, 0], whole.attention)
+    order, tokens = torch.tensor([2, 0, 1]), torch.randperm(N)
+    turned = module(features[:, tokens], noise[:, order])
+    assert torch.allclose(turned.slots, whole.slots[:, order]) and torch.allclose(
+        turned.attention, whole.attention[:, order][..., tokens]
+    )
+    assert torch.allclose(whole.attention.sum(1), torch.ones(B, N).double()) and (whole.attention >= 0).all()
+    with pytest.raises(ValueError, match=r"give noise \(…, 3, 8\)"):
+        module(features)
+
+
+def saved(module, features):
+    """Numbers that a forward keeps for its backward, and the slots."""
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.numel()) or t, lambda t: t):
+        slots = module(features).slots
+    return sum(held), slots
+
+
+def test_only_the_last_round_is_learnt_from_where_that_is_asked_for():
+    for straight in (False, True):
+        knobs = {"gradient": "last", "init": "learned", "straight_through": straight}
+        module, features, _ = built(**knobs)
+        held, slots = saved(module, features)
+        slots.sum().backward()
+        assert (module.learned.grad is not None) == straight
+        assert saved(built(**knobs, iterations=9)[0], features)[0] == held  # memory does not grow with rounds
+
+
+@pytest.mark.parametrize("kind", ["torch", "flax", "keras"])
+def test_a_gate_is_torchs_cell_and_begins_as_its_library_says(kind):
+    torch.manual_seed(0)
+    gru, cell = Gru(D, kind), nn.GRUCell(D, D)
+    for bias in (gru.bias_ih, gru.bias_hh):
+        assert (kind == "torch") == bool(bias.any())
+    if kind != "torch":
+        eye = gru.weight_hh.T @ gru.weight_hh if kind == "keras" else gru.weight_hh[:D] @ gru.weight_hh[:D].T
+        assert torch.allclose(eye, torch.eye(D), atol=1e-5)
+    nn.init.normal_(gru.bias_hh)
+    hidden = F.pad(gru.bias_hh.detach(), (2 * D, 0)) if kind == "flax" else gru.bias_hh.detach()
+    state = {
+        "weight_ih": gru.weight_ih.data,
+        "weight_hh": gru.weight_hh.data,
+        "bias_ih": gru.bias_ih.data,
+        "bias_hh": hidden,
+    }
+    cell.load_state_dict(state)
+    x, h = torch.randn(5, D), torch.randn(5, D)
+    assert torch.allclose(gru(x, h), cell(x, h), atol=1e-9)
+
+
+BAD = {
+    "preset=sa2021: did you mean 'sa2020'?": {"preset": "sa2021"},
+    "heads=3 does not divide": {"heads": 3},
+    "kv=folded": {"heads": 2, "kv": "folded"},
+    "renorm=entry: weights that sum to one": {"preset": "tf", "renorm": "entry"},
+    "set out_proj": {"qkv_width": 4},
+    "straight_through: is of gradient=last": {"straight_through": True},
+    "would learn nothing": {"preset": "tf_inv", "gradient": "last"},
+}
+
+
+@pytest.mark.parametrize("told", BAD)
+def test_knobs_that_do_not_go_together_are_refused(told):
+    with pytest.raises(ValueError, match=told.replace("?", r"\?")):
+        SlotAttentionConfig.model_validate({"slots": K, "width": D, **BAD[told]})
+
+
+def framed(**frame):
+    torch.manual_seed(0)
+    config = SlotAttentionConfig(preset="isa", slots=K, width=D, mlp_width=16)
+    module = FramedSlotAttention(config, FrameConfig(**{"scale_clip": (1e-6, 100), **frame}), IN).double()
+    lines = torch.linspace(-1, 1, 4, dtype=torch.float64)
+    grid = torch.stack(torch.meshgrid(lines, lines, indexing="ij"), -1).flatten(0, 1)
+    return module, torch.randn(B, 16, IN, dtype=torch.float64), grid, torch.randn(B, K, D + 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("mean", ["code", "paper"])
+def test_frames_move_with_what_they_hold(scales, mean):
+    module, features, grid, noise = framed(scales=scales, scale_mean=mean)
+    slots, positions, sizes = module.first(noise)
+    at = module.grouped(features, grid, slots, positions, sizes)
+    moved = torch.tensor([0.3, -2.0], dtype=torch.float64)
+    by = torch.tensor([1.7, 0.4], dtype=torch.float64) if scales else torch.ones(2, dtype=torch.float64)
+    then = module.grouped(features, grid * by + moved, slots, positions * by + moved, sizes * by)
+    assert torch.allclose(then.slots, at.slots, atol=1e-9) and torch.allclose(then.attention, at.attention, atol=1e-6)
+    assert torch.allclose(then.positions, at.positions * by + moved, atol=1e-5)
+    if scales:
+        assert torch.allclose(then.scales, at.scales * by, atol=1e-5)
+    else:
+        assert torch.equal(at.scales, sizes)
+
+
+def test_frames_are_the_papers_algorithm():
+    module, features, grid, noise = framed()
+    c, f = module.config, module.frame
+    slots, positions, sizes = module.first(noise)
+    ours = module.grouped(features, grid, slots, positions, sizes)
+    x = norm(features, module.norm_input)
+    through = module.through
+    for b in range(B):
+        s, p, w = slots[b], positions[b], sizes[b]
+        for i in range(c.iterations + 1):
+            relative = torch.stack([(grid - p[k]) / (w[k] * f.delta) for k in range(K)])
+            g = relative @ module.to_grid.weight.T + module.to_grid.bias
+            q = norm(s, module.norm_slots) @ module.to_q.weight.T
+            keys = torch.stack([through(x[b] @ module.to_k.weight.T + g[k]) for k in range(K)])
+            values = torch.stack([through(x[b] @ module.to_v.weight.T + g[k]) for k in range(K)])
+            logits = torch.stack([keys[k] @ q[k] / D**0.5 for k in range(K)])
+            a = logits.exp() / logits.exp().sum(0)
+            share = a / (a.sum(-1, keepdim=True) + c.renorm_eps)
+            p = share @ grid
+            w = torch.stack([((share[k] + f.scale_eps)[:, None] * (grid - p[k]) ** 2).sum(0).sqrt() for k in range(K)])
+            if i < c.iterations:
+                s = gated(torch.stack([share[k] @ values[k] for k in range(K)]), s, module.gru)
+                s = s + module.mlp(module.norm_mlp(s))
+        for mine, his in zip((ours.slots, ours.positions, ours.scales, ours.attention), (s, p, w, a), strict=True):
+            assert torch.allclose(mine[b].double(), his, atol=1e-9)
+
+
+def test_a_slot_that_took_one_token_has_a_gradient():
+    module, features, grid, noise = framed(scale_clip=(0.001, 2.0))
+    features.requires_grad_()
+    with torch.no_grad():
+        module.to_q.weight.mul_(1e3)  # so sharp that a slot holds one token
+    found = module(features, grid, noise)
+    (found.slots.sum() + found.scales.sum() + found.positions.sum()).backward()
+    assert torch.isfinite(features.grad).all()
+    assert ((found.scales >= 0.001) & (found.scales <= 2)).all()
+    slots, positions, scales = module.first(torch.randn(50, K, D + 4, dtype=torch.float64))
+    assert (
+        slots.std() == pytest.approx(1, abs=0.1)
+        and positions.abs().max() < 1
+        and positions.std() == pytest.approx(3**-0.5, abs=0.05)
+    )
+    assert abs(torch.corrcoef(torch.stack([positions.flatten(), scales.flatten()]))[0, 1]) < 0.2
