@@ -30,6 +30,9 @@ def explore(
         str, typer.Option(help="where to listen; other than loopback needs the token that is printed")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free")] = 8765,
+    token: Annotated[
+        bool, typer.Option("--token", help="on loopback, too: other accounts of this machine cannot open it")
+    ] = False,
     model: Model = None,
     data: Data = None,
     root: Root = Path("data"),
@@ -47,4 +50,4 @@ def explore(
     if out.suffix != ".json":
         raise ConfigError(f"--out {out}: name a .json file, by which --slots knows it")
     options = options_given(model, data, root, features, limit, units, parts, 4, classifier_slots)
-    serve(checkpoint, Page(words(tasks), on, images, compare, out, host, port), options)
+    serve(checkpoint, Page(words(tasks), on, images, compare, out, host, port, token), options)

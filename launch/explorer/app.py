@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import secrets
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -39,20 +40,22 @@ class Explorer:
         first: the checkpoint.  out: where its selection goes.
         another: from what a person typed to a second checkpoint. Raises `ConfigError`.
 
-    Checkpoints are known by numbers that are never given twice: a tab that was left behind must not get another one's answers.
+    Checkpoints are known by numbers that nobody gave before, another server neither: a tab that was left behind must not get
+    another one's answers, nor save over them.
     """
 
     def __init__(self, first: Side, pictures: Pictures, out: Path, another: Callable[[str], Side]):
         self.pictures, self._another = pictures, another
-        self.sides = {0: first}
-        self.files = {0: SelectionFile(first, out)}
-        self._out, self._next = out, 1
+        self.first = secrets.randbelow(2**31)
+        self.sides = {self.first: first}
+        self.files = {self.first: SelectionFile(first, out)}
+        self._out = out
         self._model = threading.Lock()  # one pass through a model at a time
         self.looked: dict[tuple[int, int], dict[str, Any]] = {}
 
     def facts(self) -> dict[str, Any]:
         """What the page draws first: the checkpoint, and the second one that was opened last."""
-        return self._facts(list(dict.fromkeys((0, max(self.sides)))))
+        return self._facts(list(dict.fromkeys((self.first, list(self.sides)[-1]))))
 
     def _facts(self, sides: list[int]) -> dict[str, Any]:
         return {
@@ -63,12 +66,14 @@ class Explorer:
 
     def side_facts(self, number: int) -> dict[str, Any]:
         """One checkpoint's, with its selection as the file has it."""
-        return {"id": number, **self.side(number).facts(), "selection": self.files[number].facts()}
+        return {"id": number, **self.side(number).facts(), "selection": self.files[number].facts(whole=False)}
 
     def side(self, number: int) -> Side:
         """Raises `ConfigError` for one that is not open."""
         if number not in self.sides:
-            raise ConfigError("this checkpoint is no longer open, as others were opened since; open it again")
+            raise ConfigError(
+                "this checkpoint is no longer open: others were opened since, or sparo slots explore was started again; load the page anew"
+            )
         return self.sides[number]
 
     def task(self, side: int, number: int) -> bytes:
@@ -91,12 +96,12 @@ class Explorer:
         with self._model:
             side = self._another(checkpoint)
             weights = side.encoder.weights
-            if weights == self.sides[0].encoder.weights:
+            if weights == self.side(self.first).encoder.weights:
                 raise ConfigError(f"{checkpoint}: has the weights of the checkpoint that is open; name another")
             file = SelectionFile(side, self._out.with_name(f"{self._out.stem}_{weights[:8]}.json"))
-            number, self._next = self._next, self._next + 1
+            number = secrets.randbelow(2**31)
             self.sides[number], self.files[number] = side, file
-            for old in sorted(self.sides)[1:-_SECOND]:
+            for old in list(self.sides)[1:-_SECOND]:
                 del self.sides[old], self.files[old]
             self.looked = {key: value for key, value in self.looked.items() if key[0] in self.sides}
         return self.side_facts(number)

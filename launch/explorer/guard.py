@@ -18,7 +18,7 @@ _HEADERS = [
     (b"cross-origin-opener-policy", b"same-origin"),
     (b"cache-control", b"no-store"),
 ]
-_COOKIE = "sparo_explore"
+_LONGEST = 200  # characters of a path: none of ours is longer
 
 
 class Guard:
@@ -44,14 +44,19 @@ class Guard:
         if not self._known_host(headers.get("host", "")):
             await _refuse(send, 400, "The Host header names another machine; use the address that sparo printed.")
             return
+        if len(scope["path"]) > _LONGEST:
+            await _refuse(send, 404, "There is nothing here.")
+            return
+        # By its port: cookies of one host are sent to all of its ports.
+        cookie = f"sparo_explore_{scope.get('server', ('', 0))[1]}"
         if self._token is not None:
             if given and secrets.compare_digest(given.encode(), self._token.encode()):
                 # The token leaves the address bar: what is there gets copied and logged.
-                cookie = f"{_COOKIE}={self._token}; Path=/; HttpOnly; SameSite=Strict"
-                extra += [(b"set-cookie", cookie.encode()), (b"location", scope["path"].encode())]
+                kept = f"{cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"
+                extra += [(b"set-cookie", kept.encode()), (b"location", b"/")]
                 await _refuse(send, 303, "", extra)
                 return
-            if not secrets.compare_digest(_cookie(headers).encode(), self._token.encode()):
+            if not secrets.compare_digest(_cookie(headers, cookie).encode(), self._token.encode()):
                 await _refuse(send, 403, "A token is needed; open the whole address that sparo printed.")
                 return
         if scope["method"] not in ("GET", "HEAD") and not _own_page(headers):
@@ -91,13 +96,16 @@ def is_loopback(name: str) -> bool:
 
 def _own_page(headers: dict[str, str]) -> bool:
     origin = headers.get("origin")
-    same = origin is None or urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
+    try:
+        same = origin is None or urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
+    except ValueError:
+        return False
     return same and headers.get("x-sparo") == "explore"
 
 
-def _cookie(headers: dict[str, str]) -> str:
+def _cookie(headers: dict[str, str], name: str) -> str:
     try:
-        found = SimpleCookie(headers.get("cookie", "")).get(_COOKIE)
+        found = SimpleCookie(headers.get("cookie", "")).get(name)
     except CookieError:
         return ""
     return found.value if found else ""

@@ -17,6 +17,8 @@ from sparo_train.core.errors import ConfigError
 
 SIZE = 320  # pixels of the longest side that a page gets
 MOST_OWN = 100  # images that may be added
+_MOST_BYTES = 256 << 20  # of all of them together, as files
+_LINE = 50  # times as long as it is wide: no picture, and much work
 
 
 class Picture(NamedTuple):
@@ -39,7 +41,7 @@ class Pictures:
         self.numbers = [i * len(self.source) // count for i in range(count)]
         self._caption = captions_of(task, self.source, "texts" in encoder.offers)
         self.shown: list[Picture] = []
-        self._own: list[Image.Image] = []
+        self._own: list[bytes] = []  # as files: decoded, a few would fill a memory
 
     def tell(self, keys: list[str], facts: list) -> None:
         """What the feature store knows of them: nothing has to be decoded before it is looked at."""
@@ -50,7 +52,9 @@ class Pictures:
         if not 0 <= number < len(self.shown):
             raise ConfigError(f"image {number}: there are {len(self.shown)}")
         first = len(self.numbers)
-        return self._own[number - first] if number >= first else self.source.read(self.numbers[number])[1]
+        if number < first:
+            return self.source.read(self.numbers[number])[1]
+        return decoded(self._own[number - first], self.shown[number].key)
 
     def jpeg(self, number: int, size: int = SIZE) -> bytes:
         """As large as the page shows it."""
@@ -61,7 +65,11 @@ class Pictures:
         """One of a person's own; returns its number. Raises `DataError` where it is no image."""
         if len(self._own) >= MOST_OWN:
             raise ConfigError(f"{name}: {MOST_OWN} images were added already; start again for others")
+        if sum(map(len, self._own)) + len(data) > _MOST_BYTES:
+            raise ConfigError(f"{name}: the images added take more than {_MOST_BYTES >> 20} MB; start again for others")
         image = decoded(data, name)
-        self._own.append(image)
+        if max(image.size) > _LINE * min(image.size):
+            raise ConfigError(f"{name}: {image.width} x {image.height} pixels are a line, no picture; cut it first")
+        self._own.append(data)
         self.shown.append(Picture(name, caption, True))
         return len(self.shown) - 1

@@ -46,7 +46,9 @@ class SelectionFile:
             found = read_selection(self.path)
             selected(self.side.encoder, found, f"--slots {self.path}")
         except ConfigError as error:
-            raise ConfigError(f"--out {str(error).removeprefix('--slots ')}; or name another file with --out") from None
+            raise ConfigError(
+                f"--out {str(error).removeprefix('--slots ')}; or move it away, or name another --out"
+            ) from None
         shown, own = f"{self.side.units.number} {self.side.units.kind}", f"{found.count} {found.units}"
         if shown != own:
             raise ConfigError(f"--out {self.path}: chooses of {own}, and the page shows {shown}; name another file")
@@ -54,18 +56,23 @@ class SelectionFile:
             raise ConfigError(f"--out {self.path}: is a mask, which cannot be switched on and off; name another file")
         return found, revision
 
-    def facts(self) -> dict[str, Any]:
-        """As the page takes it."""
-        found, revision = self.read()
+    def facts(self, whole: bool = True) -> dict[str, Any]:
+        """As the page takes it. Not `whole`: a file that was spoilt meanwhile is told as its `error`, and the page goes on."""
         told = {
             "path": str(self.path),
-            "revision": revision,
             "chosen": None,
             "names": {},
             "notes": {},
             "made_on": None,
             "looked_at": [],
+            "error": "",
         }
+        try:
+            found, told["revision"] = self.read()
+        except ConfigError as error:
+            if whole:
+                raise
+            return {**told, "error": str(error), "revision": self._revision()}
         if found is not None:
             told |= {
                 "chosen": sorted(found.chosen), "names": found.names, "notes": found.notes, "looked_at": list(found.looked_at),
@@ -90,13 +97,17 @@ class SelectionFile:
                     f"{self.path}: was changed by another tab or program since this page read it, and is left as it is; "
                     "read it again, or write over it"
                 )
-            write_selection(self.path, self._selection(given, None if over else self.read()[0]))
+            try:
+                before = None if over else self.read()[0]
+            except ConfigError as error:  # spoilt before the page read it
+                raise ChangedError(str(error)) from None
+            write_selection(self.path, self._selection(given, before))
             return self.facts()
 
     def _selection(self, given: Mapping[str, Any], before: Selection | None) -> Selection:
         units = self.side.units
-        words = {key: {int(slot): str(text)[:_LONGEST] for slot, text in dict(given.get(key) or {}).items() if text} for key in ("names", "notes")}  # fmt: skip
         try:
+            words = {key: {int(slot): _clean(text) for slot, text in dict(given.get(key) or {}).items() if text} for key in ("names", "notes")}  # fmt: skip
             chosen = tuple(sorted(int(slot) for slot in given["chosen"]))
             if before is not None and tuple(sorted(before.chosen)) == chosen:
                 # Only names changed: how it was chosen is still true.
@@ -111,7 +122,7 @@ class SelectionFile:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise ConfigError(f"{where + ': ' if where else ''}{first['msg']}; nothing was saved") from None
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"no selection: {error}; nothing was saved") from None
 
     def _revision(self) -> str:
@@ -119,3 +130,8 @@ class SelectionFile:
             return hashlib.sha256(self.path.read_bytes()).hexdigest()
         except FileNotFoundError:
             return ""
+
+
+def _clean(text: Any) -> str:
+    """A name or a note, as a file can hold it: half of a pair of surrogates is no character."""
+    return str(text)[:_LONGEST].encode("utf-8", "replace").decode()

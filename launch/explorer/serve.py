@@ -25,7 +25,7 @@ _FIRST = ("retrieval", "pairs", "zeroshot", "knn")  # whose images have most to 
 class Page(NamedTuple):
     """tasks: whose scores are shown.  on: the one whose images are shown.  images: so many of them.  compare: a second checkpoint.
 
-    out: where the selection goes.  host, port: where the page is served.
+    out: where the selection goes.  host, port: where the page is served.  token: asked for on loopback, too.
     """
 
     tasks: list[str] | None
@@ -35,6 +35,7 @@ class Page(NamedTuple):
     out: Path
     host: str
     port: int
+    token: bool = False
 
 
 def explore(checkpoint: str, wanted: Page, options: SlotOptions) -> None:
@@ -60,7 +61,7 @@ def explore(checkpoint: str, wanted: Page, options: SlotOptions) -> None:
         explorer = Explorer(first, pictures, wanted.out, lambda name: Side(Bench(name, second), tasks, pictures))
         if wanted.compare is not None:
             explorer.compare(wanted.compare)
-        token = None if is_loopback(wanted.host) else secrets.token_urlsafe(24)
+        token = None if is_loopback(wanted.host) and not wanted.token else secrets.token_urlsafe(24)
         app = Guard(routes(explorer), wanted.host, token)
         out.print(_address(door, wanted.host, token), soft_wrap=True)
         console.print(f"{checkpoint}: saves to {wanted.out}; Ctrl-C ends", soft_wrap=True)

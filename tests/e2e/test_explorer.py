@@ -4,6 +4,8 @@ import base64
 import http.client
 import json
 import socket
+import time
+import urllib.request
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -181,24 +183,29 @@ def refuses(address, world):
     """What no page of the explorer sends."""
     before = sorted(world.glob("*.json"))
     own = {"x-sparo": "explore"}
+    with urllib.request.urlopen(f"{address}facts") as answer:
+        one = json.load(answer)["sides"][0]["id"]
     chosen = {"chosen": [0], "revision": ""}
     asked = {
         "another host": ("GET", "/facts", None, {"Host": "evil.example"}, 400),
-        "a form": ("POST", "/save/0", chosen, {}, 403),
-        "another origin": ("POST", "/save/0", chosen, {**own, "Origin": "http://evil.example"}, 403),
-        "out of range": ("POST", "/save/0", {**chosen, "chosen": [4]}, own, 400),
-        "no number": ("POST", "/save/0", {**chosen, "chosen": ["x"]}, own, 400),
-        "nothing chosen": ("POST", "/save/0", {**chosen, "chosen": []}, own, 400),
-        "names of slots that are none": ("POST", "/save/0", {**chosen, "names": {"9": "x"}}, own, 400),
-        "another revision": ("POST", "/save/0", {**chosen, "revision": "f" * 64}, own, 409),
+        "a form": ("POST", f"/save/{one}", chosen, {}, 403),
+        "another origin": ("POST", f"/save/{one}", chosen, {**own, "Origin": "http://evil.example"}, 403),
+        "out of range": ("POST", f"/save/{one}", {**chosen, "chosen": [4]}, own, 400),
+        "no number": ("POST", f"/save/{one}", {**chosen, "chosen": ["x"]}, own, 400),
+        "nothing chosen": ("POST", f"/save/{one}", {**chosen, "chosen": []}, own, 400),
+        "a number beyond all": ("POST", f"/save/{one}", b'{"chosen": [1e400], "revision": ""}', own, 400),
+        "a key that is no number": ("POST", f"/save/{one}", {**chosen, "names": {"1e400": "x"}}, own, 400),
+        "names of slots that are none": ("POST", f"/save/{one}", {**chosen, "names": {"9": "x"}}, own, 400),
+        "another revision": ("POST", f"/save/{one}", {**chosen, "revision": "f" * 64}, own, 409),
+        "a server that was there before": ("POST", f"/save/{one + 1}", chosen, own, 400),
         "another checkpoint": ("POST", "/search/7", {"text": "red"}, own, 400),
-        "an empty text": ("POST", "/search/0", {"text": " "}, own, 400),
-        "no JSON": ("POST", "/search/0", b"[" * 100_000, own, 400),
-        "too much": ("POST", "/search/0", b" " * (5 << 20), own, 413),
+        "an empty text": ("POST", f"/search/{one}", {"text": " "}, own, 400),
+        "no JSON": ("POST", f"/search/{one}", b"[" * 100_000, own, 400),
+        "too much": ("POST", f"/search/{one}", b" " * (5 << 20), own, 413),
         "an image that is none": ("GET", "/image/12", None, {}, 400),
-        "a task that is none": ("GET", "/task/0/9", None, {}, 400),
+        "a task that is none": ("GET", f"/task/{one}/9", None, {}, 400),
         "a file of ours": ("GET", "/page/../app.py", None, {}, 404),
-        "an image of the disk": ("POST", "/captions/0", {"image": "/etc/passwd", "captions": ["x"]}, own, 400),
+        "an image of the disk": ("POST", f"/captions/{one}", {"image": "/etc/passwd", "captions": ["x"]}, own, 400),
     }
     for name, (method, path, body, headers, status) in asked.items():
         connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
@@ -348,6 +355,56 @@ def test_two_checkpoints_and_one_file(others, browser, tmp_path):
     got.value.save_as(world / "from_page.json")
     assert scored(world, "runs/s0", "--slots", "from_page.json")["ret"]["metrics"] == found["ret"]["metrics"]
     whole.fine()
+
+
+def test_late_answers_and_spoilt_files_lose_nothing(world, browser):
+    words = ("runs/s0", "--data", "tasks.yaml", "--compare", "runs/s1", "--out", "late.json", "--tasks", "zero,pairs")
+    with explorer(*words, cwd=world) as address:
+        seen = Watched(browser, address)
+        page = seen.page
+        press(page, "#slots [data-slot='0']", "Space")
+        page.route("**/save/*", lambda route: (time.sleep(0.7), route.continue_()))
+        page.keyboard.press("Control+s")
+        page.fill("#note", "written while it was being saved")
+        press(page, "#slots [data-slot='1']", "Space")
+        says(page, "#told", "Saved to late.json: 3 of 4")
+        assert json.loads((world / "late.json").read_text())["chosen"] == [1, 2, 3]
+        assert page.eval_on_selector_all("#slots [aria-selected=true]", "all => all.map(b => b.dataset.slot)") == [
+            "2",
+            "3",
+        ]
+        page.reload()
+        page.wait_for_selector("body[data-ready=yes]")
+        says(page, "#told", "Unsaved changes")
+        page.locator("#slots [data-slot='0']").focus()
+        assert page.input_value("#note") == "written while it was being saved"
+
+        saved = json.loads((world / "late.json").read_text())
+        (world / "late.json").write_text(json.dumps({**saved, "names": {"3": "a colleague's"}}))
+        page.keyboard.press("Control+s")
+        page.wait_for_selector("#trouble:visible")
+        page.locator("#sides input").nth(1).check()  # the answer is for the first, whatever is in sight
+        assert page.evaluate("document.activeElement.type") == "radio"
+        page.click("#trouble button:has-text('Write over it')")
+        says(page, "#told", "Saved to late.json: 2 of 4")
+        assert (
+            json.loads((world / "late.json").read_text())["chosen"] == [2, 3]
+            and len(list(world.glob("late_*.json"))) == 0
+        )
+        assert page.locator("#slots [aria-selected=true]").count() == 4  # the second's own
+        page.locator("#sides input").first.check()
+
+        (world / "late.json").write_text("{broken")
+        page.reload()
+        page.wait_for_selector("body[data-ready=yes]")
+        assert "late.json" in page.inner_text("#trouble-text")
+        assert shown(page)["zero"][0] == f"{100 * scored(world, 'runs/s0')['zero']['metrics']['acc1']:.1f}"
+        page.click("#trouble button:has-text('Write over it')")
+        says(page, "#told", "Saved to late.json")
+        seen.fine()
+    page.locator("#images [data-image='5']").click()  # the server is gone
+    says(page, "#trouble-text", "The server does not answer")
+    assert not page.inner_text("#picture-words")
 
 
 def test_a_model_that_reads_no_text_is_seen_too(others, browser):

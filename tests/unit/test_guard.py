@@ -22,7 +22,14 @@ def asked(listens, token, method="GET", path="/", query="", **headers):
         sent.append(message)
 
     named = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
-    scope = {"type": "http", "method": method, "path": path, "query_string": query.encode(), "headers": named}
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": query.encode(),
+        "headers": named,
+        "server": ("127.0.0.1", 8765),
+    }
     asyncio.run(Guard(app, listens, token)(scope, None, send))
     if sent[0]["status"] != 200:
         assert b"secret" not in b"".join(message.get("body", b"") for message in sent)
@@ -61,6 +68,7 @@ def test_only_its_own_page_changes_something():
     assert post(host=OWN["host"]) == 403  # what a form of another page sends
     assert (
         post(**own, origin="http://evil.example")
+        == post(**own, origin="http://[")
         == post(**own, origin="null")
         == post(**own, origin="http://127.0.0.1:1")
         == 403
@@ -74,13 +82,15 @@ def test_elsewhere_a_token_is_needed():
     assert (
         seen()[0]
         == seen("token=no")[0]
-        == seen(cookie="sparo_explore=no")[0]
-        == seen(cookie='sparo_explore="tö')[0]
+        == seen(cookie="sparo_explore_8765=no")[0]
+        == seen(cookie='sparo_explore_8765="tö')[0]
         == 403
     )
     status, headers = seen("token=tok")
     assert status == 303 and headers[b"location"] == b"/"
-    assert headers[b"set-cookie"] == b"sparo_explore=tok; Path=/; HttpOnly; SameSite=Strict"
-    assert seen(cookie="other=1; sparo_explore=tok")[0] == 200
-    assert seen(cookie="sparo_explore=tok", host="evil.example")[0] == 400
-    assert asked("0.0.0.0", "tok", "POST", host="192.0.2.7", cookie="sparo_explore=tok")[0] == 403
+    assert headers[b"set-cookie"] == b"sparo_explore_8765=tok; Path=/; HttpOnly; SameSite=Strict"
+    assert asked("0.0.0.0", "tok", query="token=tok", host="192.0.2.7", path="//evil.example/")[1][b"location"] == b"/"
+    assert asked("127.0.0.1", None, host="localhost", path="/image/" + "9" * 5000)[0] == 404
+    assert seen(cookie="other=1; sparo_explore_8765=tok")[0] == 200
+    assert seen(cookie="sparo_explore_8765=tok", host="evil.example")[0] == 400
+    assert asked("0.0.0.0", "tok", "POST", host="192.0.2.7", cookie="sparo_explore_8765=tok")[0] == 403

@@ -9,7 +9,11 @@ export class Gallery {
     this.onChoose = () => {};
     this.boxes = new Boxes(list, (box) => this.choose(Number(box.dataset.image)));
     this.chosen = -1;
-    list.addEventListener("click", (event) => event.target.closest("[role=option]")?.focus());
+    list.addEventListener("click", (event) => {
+      const box = event.target.closest("[role=option]");
+      box?.focus();
+      if (box) this.choose(Number(box.dataset.image)); // where it had the focus already
+    });
   }
 
   show(images) {
@@ -35,6 +39,11 @@ export class Gallery {
       box.tabIndex = here ? 0 : -1;
     }
     this.onChoose(number);
+  }
+
+  // The image in sight is as if it had not been chosen.
+  forget() {
+    this.chosen = -1;
   }
 
   #box({ key, caption }, number) {

@@ -30,23 +30,34 @@ export function detail() {
 export function look(image) {
   page.image = image;
   captions.clear();
+  const { id } = side().facts;
+  const gone = () => page.image !== image || side().facts.id !== id; // somebody has gone on
   return tried(async () => {
-    const { id } = side().facts;
     const picture = new Image();
     picture.src = pictureOf(image);
-    const [attention] = await Promise.all([attentionOf(id, image), picture.decode()]);
-    if (page.image !== image || side().facts.id !== id) return; // somebody has gone on
-    page.attention = attention;
-    const maps = attention?.maps ? floats(attention.maps) : null;
-    page.weights = attention?.weights ? floats(attention.weights) : null;
-    const cosine = attention?.cosine ? floats(attention.cosine) : null;
-    page.heat = maps ? new Heat(picture, attention, maps, page.colours) : null;
-    grid.heat(page.heat);
-    page.shown = (slot) => [page.heat && `peak ${percent(page.heat.peak(slot))} %`, cosine && `cosine ${cosine[slot].toFixed(2)}`].filter(Boolean).join(", ");
-    lines();
-    at("picture-words").textContent = words(attention);
-    detail();
+    try {
+      const [attention] = await Promise.all([attentionOf(id, image), picture.decode()]);
+      if (!gone()) shown(picture, attention);
+    } catch (error) {
+      if (gone()) return;
+      shown(null, null);
+      gallery.forget(); // a second click tries again
+      throw error;
+    }
   });
+}
+
+function shown(picture, attention) {
+  page.attention = attention;
+  const maps = attention?.maps ? floats(attention.maps) : null;
+  page.weights = attention?.weights ? floats(attention.weights) : null;
+  const cosine = attention?.cosine ? floats(attention.cosine) : null;
+  page.heat = picture && maps ? new Heat(picture, attention, maps, page.colours) : null;
+  grid.heat(page.heat);
+  page.shown = (slot) => [page.heat && `peak ${percent(page.heat.peak(slot))} %`, cosine && `cosine ${cosine[slot].toFixed(2)}`].filter(Boolean).join(", ");
+  lines();
+  at("picture-words").textContent = picture ? words(attention) : "";
+  detail();
 }
 
 function words(attention) {
@@ -61,17 +72,26 @@ export function lines() {
   grid.facts((slot) => [page.part && `${percent(page.part.get(slot).score)} % of the query`, page.shown?.(slot)].filter(Boolean).join("; "));
 }
 
+export function showAll() {
+  page.part = null;
+  at("query").value = "";
+  grid.order(null);
+  lines();
+  detail();
+}
+
 export async function search() {
-  const query = at("query").value.trim();
-  if (!query) return;
+  const query = at("query").value.trim(), one = side();
+  if (!query) return showAll();
   if (at("search-by").value === "name") {
-    const { names, notes } = side().choice, like = query.toLowerCase();
-    const found = [...side().choice.on.keys()].filter((slot) => `${names[slot] ?? ""}\n${notes[slot] ?? ""}`.toLowerCase().includes(like) || String(slot) === query);
+    const { names, notes } = one.choice, like = query.toLowerCase();
+    const found = [...one.choice.on.keys()].filter((slot) => `${names[slot] ?? ""}\n${notes[slot] ?? ""}`.toLowerCase().includes(like) || String(slot) === query);
     page.part = null;
-    grid.order(found);
-    tell(`${found.length} of ${side().facts.count} are called or noted “${query}”.`);
+    grid.order(found.length ? found : null);
+    tell(`${found.length} of ${one.facts.count} are called or noted “${query}”.`);
   } else {
-    const { found } = await ask(`search/${side().facts.id}`, { text: query });
+    const { found } = await ask(`search/${one.facts.id}`, { text: query });
+    if (one !== side()) return;
     page.part = new Map(found.map((one) => [one.slot, one]));
     page.query = query;
     grid.order(found.map((one) => one.slot));
@@ -83,16 +103,16 @@ export async function search() {
 }
 
 export async function bestAlone() {
-  const number = Number(at("top-task").value), score = side().tasks[number];
+  const one = side(), number = Number(at("top-task").value), score = one.tasks[number], k = Number(at("top-k").value) || 1;
   if (!score) throw new Error("The scores are not there yet.");
   tell("Scoring every slot alone …");
   const alone = [];
-  for (let slot = 0; slot < side().facts.count; slot++) {
+  for (let slot = 0; slot < one.facts.count; slot++) {
     alone.push(score.aloneAndWithout(slot).alone);
     if (slot % 4 === 3) await new Promise((done) => setTimeout(done));
   }
-  const k = Math.min(Math.max(1, Number(at("top-k").value) || 1), alone.length);
-  const order = [...alone.keys()].sort((a, b) => alone[b] - alone[a] || a - b).slice(0, k);
-  setAll((_, slot) => order.includes(slot));
-  tell(`The ${k} best alone on ${score.facts.name} are on.`);
+  if (!page.sides.includes(one)) return;
+  const best = [...alone.keys()].sort((a, b) => alone[b] - alone[a] || a - b).slice(0, Math.min(Math.max(1, k), alone.length));
+  setAll((_, slot) => best.includes(slot), one);
+  tell(`The ${best.length} best alone on ${score.facts.name} are on${page.sides.length > 1 ? ` in ${one.facts.label}` : ""}.`);
 }

@@ -1,18 +1,20 @@
 // The page: what is in sight, and what happens when somebody presses something.
 
 import { made } from "./boxes.js";
-import { bestAlone, detail, focus, lines, look, search } from "./looking.js";
-import { prepare, scored, setAll, shared, toggle } from "./marks.js";
+import { bestAlone, detail, focus, look, search, showAll } from "./looking.js";
+import { painted, prepare, scored, setAll, shared, toggle } from "./marks.js";
 import { captions, gallery, grid, table } from "./parts.js";
 import { downloaded, saved, savedAsOne } from "./saving.js";
-import { at, page, side, tell, tried, trouble } from "./sight.js";
+import { at, page, quiet, side, tell, tried, trouble } from "./sight.js";
 import { ask, factsOf, floats, held, post } from "./source.js";
 import { Choice } from "./state.js";
 
 async function open(facts) {
-  const opened = { facts, choice: new Choice(facts), tasks: facts.tasks.map(() => null) };
-  page.sides[page.sides.length ? 1 : 0] = opened;
-  if (held) opened.choice.take(held.state.sides[page.sides.length - 1]);
+  const before = page.sides[1];
+  if (before?.choice.dirty && !confirm(`${before.facts.label} has changes that are not saved. Close it all the same?`)) return null;
+  const number = page.sides.length ? 1 : 0;
+  const opened = { facts, choice: new Choice(facts, held?.state.sides[number]), tasks: facts.tasks.map(() => null) };
+  page.sides[number] = opened;
   const [first] = page.sides;
   const names = page.sides.map((one) => one.facts.label);
   const others = page.sides.slice(1).flatMap((one) => one.facts.tasks);
@@ -20,14 +22,21 @@ async function open(facts) {
   at("title").textContent = `Slots of ${names.join(" and ")}`;
   document.title = at("title").textContent;
   table.show(names, page.rows);
-  const own = page.sides.indexOf(opened);
+  at("sides").hidden = page.sides.length < 2;
+  at("sides").replaceChildren(made("legend", { text: "Slots of" }), ...page.sides.map((one, index) => {
+    const button = made("input", { type: "radio", name: "side", value: index });
+    button.addEventListener("change", () => see(index));
+    return made("label", {}, button, ` ${one.facts.label} `);
+  }));
   if (opened.choice.restored) tell("Unsaved changes of this tab are back.");
-  return { opened, own };
+  if (facts.selection.error) trouble(new Error(facts.selection.error), conflict(opened));
+  return opened;
 }
 
 function see(index) {
   page.now = index;
   page.part = null;
+  at("query").value = "";
   const { facts, choice } = side();
   grid.show(facts.count);
   grid.paint(choice);
@@ -42,47 +51,49 @@ function see(index) {
   captions.clear();
   focus(Math.min(page.slot, facts.count - 1));
   shared();
-  if (page.image >= 0) tried(() => look(page.image));
-  at("sides").hidden = page.sides.length < 2;
-  const radios = page.sides.map((one, number) => {
-    const button = made("input", { type: "radio", name: "side", value: number });
-    button.checked = number === index;
-    button.addEventListener("change", () => see(number));
-    const label = made("label", {}, button);
-    label.append(` ${one.facts.label} `);
-    return label;
-  });
-  at("sides").replaceChildren(made("legend", { text: "Slots of" }), ...radios);
+  if (page.image >= 0) look(page.image);
+  at("sides").querySelectorAll("input").forEach((button, number) => (button.checked = number === index));
 }
 
 function submitted(id, work) {
-  at(id).addEventListener("submit", (event) => {
+  at(id).addEventListener("submit", async (event) => {
     event.preventDefault();
-    tried(work);
+    const button = at(id).querySelector("button:not([type])");
+    if (button.disabled) return; // it is being done
+    button.disabled = true;
+    quiet();
+    await tried(work);
+    button.disabled = false;
   });
 }
 
-function save(over = false) {
-  const { choice, facts } = side();
+function save(one = side(), over = false) {
+  const { choice, facts } = one;
   if (!choice.chosen.length) return trouble(new Error("Nothing is on: a selection keeps one slot at least."));
-  if (held) return downloaded(facts, choice);
+  if (held) {
+    downloaded(facts, choice);
+    return tell("selection.json was handed to the browser, which keeps it among its downloads.");
+  }
+  const count = choice.chosen.length;
   return saved(facts.id, choice, over).then(
     () => {
-      at("trouble").hidden = true;
-      grid.paint(choice);
-      tell(`Saved to ${choice.saved.path}: ${choice.chosen.length} of ${facts.count}. Score it: sparo eval ${facts.label} --slots ${choice.saved.path}`);
+      quiet();
+      tell(`Saved to ${choice.saved.path}: ${count} of ${facts.count}. Score it: sparo eval ${facts.label} --slots ${choice.saved.path}`);
+      if (one === side()) shared();
     },
-    (error) => trouble(error, error.changed ? [["Read it again", reread], ["Write over it", () => save(true)]] : []),
+    (error) => trouble(error, error.changed ? conflict(one) : []),
   );
 }
 
-async function reread() {
-  const { choice, facts } = side();
-  choice.written(await ask(`read/${facts.id}`, {}));
-  grid.paint(choice);
-  focus(page.slot);
-  scored(page.now);
-  tell(`${choice.saved.path} was read again.`);
+// The two ways out, for the checkpoint whose file it is, whatever is in sight by then.
+const conflict = (one) => [["Read it again", () => reread(one)], ["Write over it", () => save(one, true)]];
+
+async function reread(one) {
+  one.choice.reread(await ask(`read/${one.facts.id}`, {}));
+  painted(one);
+  scored(page.sides.indexOf(one));
+  if (one === side()) focus(page.slot);
+  tell(`${one.choice.saved.path} was read again.`);
 }
 
 function listen() {
@@ -90,22 +101,17 @@ function listen() {
   at("all").addEventListener("click", () => setAll(() => true));
   at("none").addEventListener("click", () => setAll(() => false));
   at("invert").addEventListener("click", () => setAll((value) => !value));
-  at("clear").addEventListener("click", () => {
-    page.part = null;
-    at("query").value = "";
-    grid.order(null);
-    lines();
-  });
+  at("clear").addEventListener("click", showAll);
   at("one-file").addEventListener("click", () => tried(() => savedAsOne(page).then(tell)));
   submitted("search", search);
   submitted("top", bestAlone);
   submitted("compare", async () => {
     tell("Opening …");
-    const facts = await ask("compare", { checkpoint: at("compare-with").value });
-    const found = await open(facts);
-    see(found.own);
-    tell(`${facts.label} is open.`);
-    await prepare(found);
+    const opened = await open(await ask("compare", { checkpoint: at("compare-with").value }));
+    tell(opened ? `${opened.facts.label} is open.` : "");
+    if (!opened) return;
+    see(1);
+    prepare(opened).catch(trouble);
   });
   submitted("own", async () => {
     const file = at("own-image").files[0];
@@ -117,8 +123,9 @@ function listen() {
   submitted("captions", async () => {
     const texts = at("captions-text").value.split("\n").map((line) => line.trim()).filter(Boolean);
     if (page.image < 0) throw new Error("Choose an image first.");
-    const { shares, squares } = await ask(`captions/${side().facts.id}`, { image: page.image, captions: texts });
-    captions.show(texts, floats(shares), floats(squares), side().choice.on);
+    const one = side(), { image } = page;
+    const { shares, squares } = await ask(`captions/${one.facts.id}`, { image, captions: texts });
+    if (one === side() && image === page.image) captions.show(texts, floats(shares), floats(squares), one.choice.on);
   });
   for (const [id, key] of [["name", "names"], ["note", "notes"]]) {
     at(id).addEventListener("input", () => {
@@ -130,12 +137,14 @@ function listen() {
     });
   }
   at("name").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" || event.key === "Escape") grid.box(page.slot).focus();
+    if (event.isComposing || (event.key !== "Enter" && event.key !== "Escape")) return; // Enter may end a composition
+    if (grid.box(page.slot).hidden) showAll();
+    grid.box(page.slot).focus();
   });
   document.addEventListener("keydown", keys);
   document.addEventListener("prepared", detail);
   window.addEventListener("beforeunload", (event) => {
-    if (!held && page.sides.some(({ choice }) => choice.dirty)) event.preventDefault();
+    if (page.sides.some(({ choice }) => choice.dirty)) event.preventDefault();
   });
 }
 

@@ -2,13 +2,14 @@
 
 import { captions, grid, table } from "./parts.js";
 import { TaskScores } from "./scores.js";
-import { at, page, side } from "./sight.js";
+import { at, page, quiet, side } from "./sight.js";
 import { taskOf } from "./source.js";
 
 // Fetch a checkpoint's arrays and score all of its slots; the page is alive meanwhile.
-export async function prepare({ opened }) {
+export async function prepare(opened) {
   for (const [number, facts] of opened.facts.tasks.entries()) {
     opened.tasks[number] = await new TaskScores(facts, await taskOf(opened.facts.id, number)).prepare();
+    if (!page.sides.includes(opened)) return; // another was opened in its place
     for (const index of page.sides.keys()) scored(index);
   }
   document.dispatchEvent(new Event("prepared"));
@@ -33,8 +34,9 @@ export function shared() {
   const groups = Map.groupBy ? Map.groupBy(facts.tasks, (task) => choice.share(task)) : grouped(facts.tasks, choice);
   const told = [...groups].filter(([share]) => share !== "all").map(([share, tasks]) => `${share} for ${tasks.map((task) => task.name).join(", ")}`);
   const warned = [...groups.keys()].some((share) => share.includes("same")) ? " On data that it was chosen on a gain is too good: sparo slots select holds data out." : "";
+  const renormed = facts.classifier_slots === "renorm" ? " Class vectors' slots are brought to one norm here; sparo eval takes them as they are, and its zero-shot scores are others." : "";
   const words = told.length ? ` What the choice was made on: ${told.join("; ")}.${warned}` : "";
-  at("share").textContent = `${count} of ${facts.count} ${facts.units} are on.${words}`;
+  at("share").textContent = `${count} of ${facts.count} ${facts.units} are on.${words}${renormed}`;
   at("save").disabled = count === 0;
 }
 
@@ -44,23 +46,28 @@ function grouped(tasks, choice) {
   return found;
 }
 
-function changed() {
-  const { choice, facts } = side();
-  choice.switched(facts.tasks);
-  scored(page.now);
-  captions.paint(choice.on);
+function changed(one) {
+  quiet();
+  one.choice.switched(one.facts.tasks);
+  scored(page.sides.indexOf(one));
+  if (one === side()) captions.paint(one.choice.on);
 }
 
 export function toggle(slot) {
-  const { choice } = side();
-  choice.on[slot] = choice.on[slot] ? 0 : 1;
-  grid.switch(slot, Boolean(choice.on[slot]));
-  changed();
+  const one = side(), { on } = one.choice;
+  on[slot] = on[slot] ? 0 : 1;
+  grid.switch(slot, Boolean(on[slot]));
+  changed(one);
 }
 
-export function setAll(of) {
-  const { choice } = side();
+// one: the checkpoint that is meant, which may be out of sight by now.
+export function setAll(of, one = side()) {
+  const { choice } = one;
   choice.on.forEach((value, slot) => (choice.on[slot] = of(value, slot) ? 1 : 0));
-  grid.paint(choice);
-  changed();
+  painted(one);
+  changed(one);
+}
+
+export function painted(one) {
+  if (one === side()) grid.paint(one.choice);
 }

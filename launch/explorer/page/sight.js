@@ -13,6 +13,11 @@ export function tell(text) {
   at("told").textContent = text;
 }
 
+// What was wrong is over once something else is done.
+export function quiet() {
+  at("trouble").hidden = true;
+}
+
 // An error stays until something else is done; ways: [[text, function]].
 export function trouble(error, ways = []) {
   tell("");
@@ -21,7 +26,7 @@ export function trouble(error, ways = []) {
   at("trouble-ways").replaceChildren(...[...ways, ["Close", () => {}]].map(([text, act]) => {
     const button = made("button", { type: "button", text });
     button.addEventListener("click", () => {
-      at("trouble").hidden = true;
+      quiet();
       tried(act);
     });
     return button;

@@ -3,7 +3,8 @@
 import { held } from "./source.js";
 
 export class Choice {
-  constructor(facts) {
+  // given: what a page that was saved as one file holds in place of the selection's file.
+  constructor(facts, given = null) {
     this.facts = facts;
     const { selection, count } = facts;
     this.saved = { ...selection };
@@ -12,7 +13,11 @@ export class Choice {
     this.notes = {};
     this.looked = new Set();
     this.take(selection);
-    const draft = held ? null : this.#draft();
+    const draft = this.#draft();
+    if (given) {
+      this.take(given);
+      this.saved = { ...selection, ...given, made_on: this.sameAsSaved() ? selection.made_on : null };
+    }
     this.restored = Boolean(draft);
     if (draft) this.take(draft);
   }
@@ -64,7 +69,6 @@ export class Choice {
   }
 
   keep() {
-    if (held) return;
     try {
       if (this.dirty) sessionStorage.setItem(this.#key(), JSON.stringify(this.told()));
       else sessionStorage.removeItem(this.#key());
@@ -73,14 +77,21 @@ export class Choice {
     }
   }
 
+  // Saved as it was when it was sent; what has changed since is still unsaved.
   written(selection) {
     this.saved = { ...selection };
-    this.take(selection);
+    this.revision = selection.revision;
     this.keep();
   }
 
+  // The file's in place of what is here.
+  reread(selection) {
+    this.take(selection);
+    this.written(selection);
+  }
+
   #key() {
-    return `sparo ${this.facts.weights} ${this.facts.units} ${this.facts.count} ${this.facts.selection.path}`;
+    return `sparo ${held ? location.pathname : ""} ${this.facts.weights} ${this.facts.units} ${this.facts.count} ${this.facts.selection.path}`;
   }
 
   #draft() {
