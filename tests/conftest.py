@@ -171,3 +171,20 @@ def sparo(*arguments: str, cwd: Path | None = None, **environment: str) -> subpr
     process = start_sparo(*arguments, cwd=cwd, **environment)
     stdout, stderr = process.communicate(timeout=500)
     return subprocess.CompletedProcess(arguments, process.returncode or 0, stdout, stderr)
+
+
+def slots_recipe(shards: Path, out: Path, **changes: Any) -> dict[str, Any]:
+    """The same for a slot autoencoder with frames, on 16-pixel images."""
+    tree = tiny_recipe(shards, out, name="slots")
+    tree["objective"] = {
+        "kind": "slots",
+        "model": {
+            "image_size": 16,
+            "encoder": {"channels": [8, 8], "strides": [1, 2], "kernel": 3},
+            "features": 16,
+            "grouping": {"preset": "isa", "slots": 3, "width": 16, "init": "learned", "mlp_width": 16},
+            "frame": {"scales": True, "hidden": 16},
+            "decoder": {"kind": "mlp", "hidden": [16, 16]},
+        },
+    }
+    return {**tree, **changes}

@@ -44,6 +44,23 @@ def scenes(
 
 
 @app.command()
+def tetrominoes(
+    folder: Annotated[Path, typer.Argument()] = Path("data/tetrominoes"),
+    train: Annotated[int, typer.Option(min=1, help="training images")] = 60_000,
+    test: Annotated[int, typer.Option(min=1, help="images with masks to score on")] = 320,
+    left_half: Annotated[
+        bool, typer.Option("--left-half", help="training pieces stand in the left half alone")
+    ] = False,
+    seed: int = 0,
+) -> None:
+    """Draw Tetrominoes with masks: three pieces on black, for object discovery."""
+    from ..runs.making import make_tetromino_set
+
+    make_tetromino_set(folder, train, test, seed, left_half)
+    console.print(f"{folder}: ready")
+
+
+@app.command()
 def emoji(
     folder: Annotated[Path, typer.Argument()] = Path("data/emoji"),
     size: Annotated[int, typer.Option(help="pixels per side")] = 64,

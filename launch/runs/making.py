@@ -1,4 +1,4 @@
-"""The work behind `sparo data scenes|emoji`, with progress."""
+"""The work behind `sparo data scenes|tetrominoes|emoji`, with progress."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from sparo_data.emoji import install
 from sparo_data.emoji_sets import make_emoji
 from sparo_data.scene_sets import ScenesConfig, render_scenes
+from sparo_data.tetrominoes import make_tetrominoes
 from sparo_train.core.config import resolve
 
 from ..views.progress import Bar
@@ -18,6 +19,13 @@ def make_scenes(folder: Path, train: int, size: int, seed: int, processes: int =
     with Bar() as bar:
         task = bar.start_task_named("rendering scenes")
         render_scenes(folder, config, processes, lambda done, total: bar.show(task, done, total))
+
+
+def make_tetromino_set(folder: Path, train: int, test: int, seed: int, left_half: bool) -> None:
+    """Draw Tetrominoes into `folder` (what is there already stays)."""
+    with Bar() as bar:
+        task = bar.start_task_named("drawing tetrominoes")
+        make_tetrominoes(folder, train, test, seed, left_half, lambda done, total: bar.show(task, done, total))
 
 
 def make_emoji_set(folder: Path, size: int, seed: int, processes: int) -> dict[str, int]:

@@ -10,6 +10,7 @@ METHODS = Table(
     {
         "clip": "sparo_train.objectives.clip:METHOD",
         "dino": "sparo_train.objectives.dino:METHOD",
+        "slots": "object_centric.objectives.slot_autoencoder:METHOD",
     },
     ("config", "objective", "examples", "rules", "exports"),
 )
@@ -54,6 +55,7 @@ ENCODERS = Table(
     {
         "clip": "evals.encoders.own:clip_encoder",
         "dino": "evals.encoders.own:dino_encoder",
+        "slots": "object_centric.tasks.slot_encoder:slot_encoder",
     },
 )
 
@@ -67,6 +69,7 @@ TASKS = Table(
         "probe": "evals.suite.labelled_tasks:PROBE",
         "knn": "evals.suite.labelled_tasks:KNN",
         "linear": "evals.suite.linear_probe:LINEAR",
+        "masks": "object_centric.tasks.mask_task:MASKS",
     },
     ("config", "needs", "check", "run"),
 )

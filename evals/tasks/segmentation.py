@@ -1,0 +1,152 @@
+"""How well masks follow objects: ARI and FG-ARI, Hungarian mIoU, mBO. All from counts of pixels, in fp64.
+
+The same name means different numbers in different code bases; here each definition has a name of its own, and every result says which
+size masks had, what counts as background, and what an image without foreground gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from .result import Result, bootstrap, percentiles
+
+HEADLINE = "fg_ari"
+_SMALL = 512  # labels that are counted without a sort
+
+
+class Counts(NamedTuple):
+    """Pixels by true and predicted label of one image: table (Kt, Kp) int64; `background`: the row that is no object, or None."""
+
+    table: np.ndarray
+    background: int | None
+
+    @property
+    def objects(self) -> np.ndarray:
+        """(Ko, Kp): the rows of objects that occur."""
+        rows = self.table if self.background is None else np.delete(self.table, self.background, axis=0)
+        return rows[rows.sum(1) > 0]
+
+
+def counted(true: np.ndarray, predicted: np.ndarray, background: int | None = 0) -> Counts:
+    """Label maps of equal shape, any number of dimensions (a clip's masks are one map), of whole numbers from 0.
+
+    Raises:
+        ValueError: other shapes, or negative labels.
+    """
+    if true.shape != predicted.shape:
+        raise ValueError(f"masks of {true.shape} against {predicted.shape}; bring them to one size first")
+    if true.size and (true.min() < 0 or predicted.min() < 0):
+        raise ValueError("a label is below 0")
+    names, rows, many = _numbered(true)
+    _, columns, most = _numbered(predicted)
+    whole = np.bincount(rows * most + columns, minlength=many * most).reshape(many, most)
+    kept, of = whole.sum(1) > 0, whole.sum(0) > 0
+    names, found = names[kept], whole[kept][:, of]
+    at = np.flatnonzero(names == background) if background is not None else []
+    return Counts(found, int(at[0]) if len(at) else None)
+
+
+def _numbered(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """Labels in use (some of them perhaps by nobody), each pixel's place among them, and how many they are."""
+    flat = labels.reshape(-1)
+    if not flat.size or flat.max() < _SMALL:  # as they are: counting them off would need a sort
+        many = int(flat.max(initial=0)) + 1
+        return np.arange(many), flat.astype(np.int64), many
+    names, places = np.unique(flat, return_inverse=True)
+    return names, places.reshape(-1), len(names)
+
+
+def adjusted_rand(table: np.ndarray) -> float:
+    """Hubert and Arabie's adjusted Rand index of a contingency table; 1 where both sides are one cluster or all are alone; NaN of nothing."""
+    n = float(table.sum())
+    if n == 0:
+        return float("nan")
+    if n == 1:
+        return 1.0
+    # As shares of all pairs: products of counts would leave int64 for clips, and fp32 long before.
+    pairs = n * (n - 1)
+    together, rows, columns = (
+        float((counts * (counts - 1.0)).sum()) / pairs
+        for counts in (table.astype(float), table.sum(1).astype(float), table.sum(0).astype(float))
+    )
+    expected, most = rows * columns, (rows + columns) / 2
+    return 1.0 if most == expected else (together - expected) / (most - expected)
+
+
+def overlaps(counts: Counts) -> np.ndarray:
+    """(Ko, Kp) intersection over union of every object with every predicted mask, its whole area included."""
+    rows = counts.objects.astype(float)
+    union = rows.sum(1)[:, None] + counts.table.sum(0).astype(float)[None] - rows
+    return rows / np.maximum(union, 1)
+
+
+def matched_iou(iou: np.ndarray) -> float:
+    """The mean IoU of objects under the best one-to-one matching; an object without a mask counts as 0. NaN without objects."""
+    if not len(iou):
+        return float("nan")
+    rows, columns = linear_sum_assignment(-iou)
+    return float(iou[rows, columns].sum() / len(iou))
+
+
+def best_overlap(iou: np.ndarray) -> float:
+    """The mean over objects of the best IoU; a mask may be the best of several. NaN without objects."""
+    return float(iou.max(1).mean()) if len(iou) else float("nan")
+
+
+def image_scores(true: np.ndarray, predicted: np.ndarray, background: int | None = 0) -> dict[str, float]:
+    """One image's scores, or one clip's; NaN where there is no object.
+
+    `ari`: over all pixels.  `fg_ari`: over those whose true label is no background; predictions keep all their masks.
+    `fg_ari_savi`: the same, with 1 where there is no foreground (SAVi, OCLF, OSRT, MESH).  `miou`: Hungarian, over objects.
+    `mbo_i`: mean best overlap of instances.  `slots_used`: predicted masks that hold a pixel.
+    """
+    counts = counted(true, predicted, background)
+    foreground, iou = adjusted_rand(counts.objects), overlaps(counts)
+    return {
+        "ari": adjusted_rand(counts.table),
+        "fg_ari": foreground,
+        "fg_ari_savi": 1.0 if np.isnan(foreground) else foreground,
+        "miou": matched_iou(iou),
+        "mbo_i": best_overlap(iou),
+        "slots_used": float(counts.table.shape[1]),
+    }
+
+
+def score(masks: Iterable[tuple[np.ndarray, np.ndarray]], background: int | None = 0) -> Result:
+    """Means over images of `image_scores`; those without an object are left out of what needs one, and counted as `empty`.
+
+    Args:
+        masks: per image true and predicted label maps of one size.
+
+    Intervals resample images.
+    """
+    found = [image_scores(true, predicted, background) for true, predicted in masks]
+    names = list(found[0]) if found else []
+    table = np.array([[row[name] for name in names] for row in found]).reshape(len(found), len(names))
+    there = ~np.isnan(table)
+    sums = np.where(there, table, 0.0)
+    counts = there.sum(0)
+    metrics = {name: float(sums[:, i].sum() / counts[i]) if counts[i] else 0.0 for i, name in enumerate(names)}
+    draws = bootstrap(sums, there.astype(float)) if len(found) else np.zeros((1, len(names)))
+    intervals = {name: percentiles(draws[:, i]) for i, name in enumerate(names)}
+    empty = int((~there[:, names.index(HEADLINE)]).sum()) if found else 0
+    return Result(
+        "masks",
+        len(found) - empty,
+        HEADLINE,
+        metrics,
+        0.0,
+        intervals,
+        {
+            "background": background,
+            "empty": "left out; fg_ari_savi: 1",
+            "mean": "over images",
+            "interval": "bootstrap over images",
+        },
+        {"images": len(found), "empty": empty},
+        {name: table[:, i].astype(np.float32) for i, name in enumerate(names)},
+    )

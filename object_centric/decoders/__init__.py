@@ -1,0 +1,1 @@
+"""From slots back to pixels."""

@@ -1,0 +1,95 @@
+"""Spatial broadcast decoders (Watters et al. 2019): a slot on every point of a grid, with where it stands, to colour and share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparo_train.core.config import Frozen, between, setting
+
+
+class BroadcastConfig(Frozen):
+    """mlp: a perceptron per pixel (Biza et al. 2023, Table 8).  cnn: transposed convolutions of stride 2, then convolutions (Table 7)."""
+
+    kind: Literal["mlp", "cnn"] = setting("mlp", "what a broadcast slot goes through")
+    hidden: Annotated[tuple[int, ...], between(1, 1 << 16)] = setting(
+        (256,) * 5, "of mlp: hidden units of each layer", min_length=1
+    )
+    channels: int = setting(64, "of cnn: of every layer", gt=0)
+    ups: int = setting(2, "of cnn: transposed convolutions, each twice the side of what it gets", ge=0, le=8)
+    convs: int = setting(2, "of cnn: convolutions behind them", ge=0, le=64)
+    kernel: int = setting(5, "of cnn: pixels of a kernel's side", gt=0, le=64)
+
+    def side(self, image_size: int) -> int:
+        """Of the grid that slots are put on. Raises `ValueError` where it does not come out at the image's size."""
+        if self.kind == "mlp":
+            return image_size
+        if image_size % 2**self.ups:
+            raise ValueError(f"ups={self.ups}: image_size={image_size} cannot be halved so often")
+        return image_size // 2**self.ups
+
+
+class Decoded(NamedTuple):
+    """image (b, C, S, S), the sum of the slots' own (b, K, C, S, S) by their shares `masks` (b, K, S, S), which sum to one."""
+
+    image: Tensor
+    own: Tensor
+    masks: Tensor
+
+
+class Broadcast(nn.Module):
+    """Slots (b, K, D) on a grid as each sees it, (b, K, N, 2) or (N, 2) for all, to pictures.
+
+    Args:
+        out: colours, or features, of a pixel.
+    """
+
+    def __init__(self, config: BroadcastConfig, width: int, image_size: int, out: int = 3):
+        super().__init__()
+        self.config, self.side, self.image_size = config, config.side(image_size), image_size
+        self.position = nn.Linear(2, width)
+        c = config
+        if c.kind == "mlp":
+            widths = (width, *c.hidden)
+            layers = [m for a, b in zip(widths, c.hidden, strict=False) for m in (nn.Linear(a, b), nn.ReLU())]
+            self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], out + 1))
+            return
+        convs: list[nn.Module] = []
+        for number in range(c.ups + c.convs):
+            wide = width if number == 0 else c.channels
+            convs += [
+                _Up(wide, c.channels, c.kernel)
+                if number < c.ups
+                else nn.Conv2d(wide, c.channels, c.kernel, padding="same"),
+                nn.ReLU(),
+            ]
+        self.layers = nn.Sequential(*convs, nn.Conv2d(c.channels if convs else width, out + 1, 1))
+
+    def forward(self, slots: Tensor, grid: Tensor) -> Decoded:
+        b, k = slots.shape[:2]
+        x = slots[:, :, None] + self.position(grid)  # (b, K, N, D)
+        if self.config.kind == "mlp":
+            found = self.layers(x).unflatten(2, (self.side, self.side)).permute(0, 1, 4, 2, 3)
+        else:
+            planes = x.flatten(0, 1).unflatten(1, (self.side, self.side)).permute(0, 3, 1, 2)
+            found = self.layers(planes).unflatten(0, (b, k))
+        own, logits = found[:, :, :-1], found[:, :, -1]
+        masks = F.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=1)
+        return Decoded((own * masks[:, :, None]).sum(1), own, masks)
+
+
+class _Up(nn.ConvTranspose2d):
+    """A transposed convolution of stride 2 that doubles the side, aligned as SAME is in flax and Keras.
+
+    torch's usual idiom (padding 2, output_padding 1 for 5 pixels) is the same filter a pixel further.
+    """
+
+    def __init__(self, wide: int, out: int, kernel: int):
+        super().__init__(wide, out, kernel, stride=2, padding=max(kernel - 2, 0) // 2)
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        found = super().forward(input, output_size)
+        return found[..., : 2 * input.shape[-2], : 2 * input.shape[-1]]

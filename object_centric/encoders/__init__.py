@@ -1,0 +1,1 @@
+"""From images to features on a grid."""

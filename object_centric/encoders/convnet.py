@@ -1,0 +1,70 @@
+"""The plain convolutional encoders of the slot papers, with flax's and Keras' SAME padding."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparo_train.core.config import Frozen, between, setting
+
+
+class ConvNetConfig(Frozen):
+    """Layers of one kernel size."""
+
+    channels: Annotated[tuple[int, ...], between(1, 1 << 16)] = setting((64, 64, 64, 64), "of each layer", min_length=1)
+    strides: Annotated[tuple[int, ...], between(1, 64)] = setting((1, 1, 1, 1), "of each layer", min_length=1)
+    kernel: int = setting(5, "pixels of a kernel's side", gt=0, le=64)
+    last_relu: bool = setting(True, "the last layer has a ReLU, too")
+
+    @property
+    def width(self) -> int:
+        """Of the features."""
+        return self.channels[-1]
+
+    def side(self, image_size: int) -> int:
+        """Features per side."""
+        for stride in self.strides:
+            image_size = -(-image_size // stride)
+        return image_size
+
+
+class ConvNet(nn.Module):
+    """Images (b, 3, S, S) to features (b, s, s, C), channels last."""
+
+    def __init__(self, config: ConvNetConfig):
+        super().__init__()
+        if len(config.strides) != len(config.channels):
+            raise ValueError(
+                f"strides={list(config.strides)}: name one per layer, as channels={list(config.channels)} does"
+            )
+        self.config = config
+        widths = (3, *config.channels)
+        self.layers = nn.ModuleList(
+            nn.Conv2d(a, b, config.kernel, stride)
+            for a, b, stride in zip(widths, config.channels, config.strides, strict=False)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(same_padded(x, self.config.kernel, layer.stride[0]))  # type: ignore[union-attr, index, operator]
+            if number + 1 < len(self.layers) or self.config.last_relu:
+                x = F.relu(x)
+        return x.permute(0, 2, 3, 1)
+
+
+def same_padded(x: Tensor, kernel: int, stride: int) -> Tensor:
+    """SAME padding: an output per `stride` pixels, what is odd of the padding at the right and below (torch's own puts it left)."""
+    pads: list[int] = []
+    for size in (x.shape[-1], x.shape[-2]):
+        missing = max((-(-size // stride) - 1) * stride + kernel - size, 0)
+        pads += [missing // 2, missing - missing // 2]
+    return F.pad(x, pads)
+
+
+def grid(side: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(side * side, 2) positions y, x in [-1, 1], row by row, the first and the last on the edge."""
+    line = torch.linspace(-1, 1, side, device=device, dtype=dtype)
+    return torch.stack(torch.meshgrid(line, line, indexing="ij"), dim=-1).flatten(0, 1)

@@ -1,0 +1,1 @@
+"""What slot models learn from."""

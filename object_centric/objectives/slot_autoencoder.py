@@ -1,0 +1,131 @@
+"""Object discovery by reconstruction: an image from slots, each of which draws its part (Locatello et al. 2020, Section 4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparo_train.core.config import Frozen, setting
+from sparo_train.core.contracts import Batch, Footprint, Loss, Objective, Progress
+from sparo_train.core.errors import DataError
+from sparo_train.data.examples.samples import decode_image, image_bytes
+from sparo_train.data.examples.transforms import train_pixels
+from sparo_train.data.read.loader import Examples, OnStage, ignore_stage
+from sparo_train.data.read.sources import DataConfig, Source
+from sparo_train.objectives.method import Method
+
+from .slot_model import SlotModel, SlotModelConfig
+
+_UNUSED = 0.005  # share of an image's pixels below which a slot drew nothing
+
+
+class AloneConfig(Frozen):
+    """When the loop warns that slots do not share images among them."""
+
+    after: float = setting(
+        0.2, "share of the steps before which slots may still break up, and nothing is said", ge=0, le=1
+    )
+    used: float = setting(1.5, "slots that draw something, mean over images: below it one slot draws everything", ge=0)
+    sharp: float = setting(
+        0.05, "1 less the entropy of a pixel's shares: below it all slots draw everything", ge=0, le=1
+    )
+
+
+class SlotAutoencoderConfig(Frozen):
+    kind: Literal["slots"] = "slots"
+    model: SlotModelConfig = setting(SlotModelConfig(), "encoder, grouping and decoder")
+    loss: Literal["mean", "sum"] = setting(
+        "mean",
+        "squared error: mean over pixels and colours, or their sum, which clipping and numbers of Biza et al. go by",
+    )
+    signed: bool = setting(False, "pixels in -1..1 (Locatello et al. 2020); false: in 0..1")
+    alone: AloneConfig = setting(AloneConfig(), "when a collapse is warned of")
+
+
+class SlotAutoencoder(Objective):
+    """Batches hold `image` (B, 3, S, S) uint8 and `noise` (B, K, D) fp32, what slots begin from."""
+
+    def __init__(self, config: SlotAutoencoderConfig):
+        super().__init__()
+        self.config = config
+        self.model = SlotModel(config.model)
+        self._done = 0.0  # share of the steps
+
+    def pixels(self, image: Tensor) -> Tensor:
+        """uint8 to the range that is reconstructed."""
+        scaled = image.to(torch.float32) / 255
+        return scaled * 2 - 1 if self.config.signed else scaled
+
+    def forward(self, batch: Batch, progress: Progress) -> Loss:
+        for key in ("image", "noise"):
+            if key not in batch:
+                raise DataError(f"objective slots: the batch has no {key!r} (it has {', '.join(batch)})")
+        self._done = progress.step / max(progress.total_steps, 1)
+        target = self.pixels(batch["image"])
+        decoded = self.model(target, batch["noise"]).decoded
+        apart = (decoded.image.float() - target).square()
+        total = apart.mean() if self.config.loss == "mean" else apart.flatten(1).sum(1).mean()
+        masks = decoded.masks.detach().float()
+        drawn = masks.argmax(1, keepdim=True) == torch.arange(masks.shape[1], device=masks.device)[:, None, None]
+        entropy = -(masks.clamp(min=1e-12).log() * masks).sum(1).mean() / np.log(max(masks.shape[1], 2))
+        return Loss(
+            total,
+            {
+                "mse": apart.detach().mean(),
+                "slots_used": (drawn.float().mean((2, 3)) > _UNUSED).float().sum(1).mean(),
+                "mask_sharpness": 1 - entropy,
+            },
+        )
+
+    def alarm(self, facts: Mapping[str, float]) -> str | None:
+        a = self.config.alone
+        if self._done < a.after:
+            return None
+        if facts.get("slots_used", a.used) < a.used:
+            return f"one slot draws nearly everything (slots_used {facts['slots_used']:.2f}); try another seed, or a lower optim.lr"
+        if facts.get("mask_sharpness", a.sharp) < a.sharp:
+            return f"all slots draw the same (mask_sharpness {facts['mask_sharpness']:.3f}); try another seed, or more steps"
+        return None
+
+    def shard_units(self) -> Sequence[nn.Module]:
+        return [self.model.encoder, self.model.grouping, self.model.decoder]
+
+    def footprint(self, batch: int, world_batch: int) -> Footprint:
+        m = self.config.model
+        side, slots = m.encoder.side(m.image_size), m.grouping.slots
+        drawn = m.decoder.side(m.image_size) ** 2
+        wide = sum(m.decoder.hidden) if m.decoder.kind == "mlp" else m.decoder.channels * 4 ** (m.decoder.ups + 1)
+        towers = [(m.image_size**2 * sum(m.encoder.channels), 1), (slots * drawn * wide, 1)]
+        return Footprint({"image": side**2}, towers, m.grouping.slots * m.grouping.width, 0)
+
+
+class SlotExamples(Examples):
+    """Images, and the noise that their slots begin from, drawn with the sample's own stream."""
+
+    def __init__(self, config: DataConfig, model: SlotModelConfig):
+        self.config, self.image_size, self.noise = config, model.image_size, model.noise
+
+    def prepare(
+        self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
+    ) -> Any:
+        c, size = self.config, self.image_size
+        image = decode_image(image_bytes(fields, source.config.image_keys), 2 * size if c.scaled_decoding else None)
+        on_stage("decode")
+        pixels = train_pixels(image, size, c.crop_scale, c.hflip, rng)
+        noise = rng.standard_normal(self.noise, dtype=np.float32)
+        on_stage("augment")
+        return np.ascontiguousarray(pixels.transpose(2, 0, 1)), noise
+
+    def stack(self, examples: Sequence[Any]) -> dict[str, Tensor]:
+        names = ("image", "noise")
+        return {
+            name: torch.from_numpy(np.stack(column))
+            for name, column in zip(names, zip(*examples, strict=True), strict=True)
+        }
+
+
+METHOD = Method(SlotAutoencoderConfig, SlotAutoencoder, lambda config, data: SlotExamples(data, config.model))

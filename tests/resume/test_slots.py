@@ -1,0 +1,80 @@
+"""Slot models killed and continued to the bit, and on two ranks; then scored by their masks."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from launch.runs.train import train
+from sparo_data.tetrominoes import make_tetrominoes
+from sparo_data.writer import write_wds_layout
+from sparo_train.core.disk import metrics
+from tests.conftest import jpeg, slots_recipe, sparo, start_sparo
+from tests.resume.test_ranks import finish, start_ranks
+from tests.resume.test_training import assert_bit_equal, kill_behind, run
+
+
+def test_kill_minus_nine_loses_nothing_and_two_ranks_agree(shards, tmp_path, write_recipe):
+    straight = run(slots_recipe(shards, tmp_path / "straight"))
+    assert train(straight).reason == "finished"
+    recipe = write_recipe(slots_recipe(shards, tmp_path / "killed"))
+    folder = tmp_path / "killed/slots"
+    kill_behind(start_sparo("train", str(recipe)), folder, 5)
+    done = sparo("train", str(recipe))
+    assert done.returncode == 0, done.stderr
+    assert_bit_equal(folder, straight.folder)
+    assert {"mse", "slots_used", "mask_sharpness"} <= metrics.read(folder / "metrics.jsonl", "train")[-1].keys()
+    recipe = write_recipe(slots_recipe(shards, tmp_path / "two", micro_batch_size=2))
+    for kind, stop in (("ddp", 6), ("fsdp2", 12)):
+        engine = f"engine={{kind: {kind}, device: cpu, precision: fp32, timeout: 60}}"
+        found = finish(start_ranks(2, "train", recipe, engine, f"stop_after_steps={stop}"))
+        assert [code for code, _ in found] == [0, 0], found
+    ours, theirs = (
+        [r["loss"] for r in metrics.read(f / "metrics.jsonl", "train")]
+        for f in (tmp_path / "two/slots", straight.folder)
+    )
+    assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_masks_are_scored_while_training_and_afterwards(tmp_path, write_recipe):
+    make_tetrominoes(tmp_path / "t", 64, 12, seed=0)
+    tasks = {"masks": {"task": "masks", "root": str(tmp_path / "t/masks")}}
+    tree = slots_recipe(tmp_path / "t/train", tmp_path / "runs", eval={"tasks": tasks}, steps=4)
+    done = sparo("train", str(write_recipe(tree)), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "masks fg_ari" in done.stderr
+    run_folder = str(tmp_path / "runs/slots")
+    done = sparo("eval", run_folder, "--features", str(tmp_path / "store"), "--json", "m.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads((tmp_path / "m.json").read_text())["results"].values()
+    assert (
+        result["n"] == 12
+        and result["headline"] == "fg_ari"
+        and {"ari", "miou", "mbo_i", "fg_ari_savi"} <= result["metrics"].keys()
+    )
+    assert result["options"]["mask_size"] == 16 and result["options"]["resampling"] == "nearest"
+    again = sparo("eval", run_folder, "--features", "none", "--json", "n.json", cwd=tmp_path)
+    (other,) = json.loads((tmp_path / "n.json").read_text())["results"].values()
+    assert again.returncode == 0 and other["metrics"] == result["metrics"]
+
+    (tmp_path / "clip.yaml").write_text(json.dumps({"tasks": tasks}))
+    done = sparo("eval", "pixels:8", "--data", "clip.yaml", cwd=tmp_path)
+    assert done.returncode == 2 and "use an object-centric model" in done.stderr
+    empty = np.zeros((16, 16), np.uint8)
+    Image.fromarray(empty).save(tmp_path / "empty.png")
+    blank = (tmp_path / "empty.png").read_bytes()
+    write_wds_layout(tmp_path / "blank", [("0", {"jpg": jpeg(0), "mask.png": blank})])
+    write_wds_layout(tmp_path / "torn", [("0", {"jpg": jpeg(0), "mask.png": blank[:40]})])
+    write_wds_layout(tmp_path / "none", [("0", {"jpg": jpeg(0)})])
+    for name, told in (("blank", None), ("torn", ".mask.png cannot be read"), ("none", "has no .mask.png member")):
+        (tmp_path / "other.yaml").write_text(
+            json.dumps({"tasks": {"masks": {"task": "masks", "root": str(tmp_path / name)}}})
+        )
+        done = sparo("eval", run_folder, "--data", "other.yaml", "--features", "none", "--json", "o.json", cwd=tmp_path)
+        assert (
+            done.returncode == (2 if told else 0) and (told or "") in done.stderr and "Traceback" not in done.stderr
+        ), done.stderr
+        if not told:
+            (result,) = json.loads((tmp_path / "o.json").read_text())["results"].values()
+            assert result["n"] == 0 and result["counts"]["empty"] == 1 and result["metrics"]["fg_ari_savi"] == 1

@@ -1,0 +1,81 @@
+"""Scores of masks against scikit-learn and against their definitions pixel by pixel."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import adjusted_rand_score
+
+from evals.tasks.segmentation import adjusted_rand, counted, image_scores, score
+
+labels = st.integers(1, 60).flatmap(
+    lambda n: st.tuples(*[st.lists(st.integers(0, 5), min_size=n, max_size=n) for _ in range(2)])
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(labels)
+def test_ari_is_scikit_learns(pair):
+    true, predicted = (np.array(x) for x in pair)
+    found = image_scores(true, predicted)
+    assert found["ari"] == pytest.approx(adjusted_rand_score(true, predicted), abs=1e-12)
+    inside = true != 0
+    if inside.any():
+        assert (
+            found["fg_ari"]
+            == found["fg_ari_savi"]
+            == pytest.approx(adjusted_rand_score(true[inside], predicted[inside]), abs=1e-12)
+        )
+    else:
+        assert np.isnan(found["fg_ari"]) and found["fg_ari_savi"] == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(labels)
+def test_overlaps_are_the_best_of_all_matchings(pair):
+    true, predicted = (np.array(x) for x in pair)
+    objects, masks = sorted(set(true) - {0}), sorted(set(predicted))
+    iou = {
+        (o, m): ((true == o) & (predicted == m)).sum() / ((true == o) | (predicted == m)).sum()
+        for o in objects
+        for m in masks
+    }
+    found = image_scores(true, predicted)
+    if not objects:
+        assert np.isnan(found["miou"]) and np.isnan(found["mbo_i"])
+        return
+    slots = [*masks, *[None] * len(objects)]
+    every = itertools.permutations(slots, len(objects)) if len(slots) < 9 else []
+    best = max((sum(iou.get((o, m), 0) for o, m in zip(objects, some, strict=True)) for some in every), default=None)
+    assert best is None or found["miou"] == pytest.approx(best / len(objects), abs=1e-12)
+    assert found["mbo_i"] == pytest.approx(np.mean([max(iou[o, m] for m in masks) for o in objects]), abs=1e-12)
+    assert found["miou"] <= found["mbo_i"] + 1e-12 and found["slots_used"] == len(masks)
+
+
+def test_whole_clips_do_not_overflow():
+    rng = np.random.default_rng(0)
+    true = np.repeat(rng.integers(0, 3, (24, 128, 1)), 128, axis=2)
+    predicted = np.where(rng.random(true.shape) < 0.05, 0, true)
+    assert image_scores(true, predicted)["ari"] == pytest.approx(
+        adjusted_rand_score(true.ravel(), predicted.ravel()), abs=1e-9
+    )
+    assert adjusted_rand(np.array([[2**40, 0], [0, 2**41]])) == 1  # beyond int64 when squared
+    one = np.zeros((256, 256), int)
+    assert image_scores(one + 1, np.arange(256 * 256).reshape(256, 256) % 2)["fg_ari"] == 0
+
+
+def test_a_set_says_what_it_left_out():
+    full = np.array([[0, 1], [2, 2]])
+    empty = np.zeros((2, 2), int)
+    found = score([(full, full), (empty, full), (full, empty)])
+    assert found.n == 2 and found.counts == {"images": 3, "empty": 1}
+    assert found.metrics["fg_ari"] == pytest.approx(np.mean([1, 0])) and found.metrics["fg_ari_savi"] == pytest.approx(
+        2 / 3
+    )
+    assert found.predictions["fg_ari"].shape == (3,) and found.options["background"] == 0
+    assert score([(empty, empty)]).n == 0 and score([]).metrics == {}
+    with pytest.raises(ValueError, match=r"masks of \(2, 2\) against \(1, 2\)"):
+        counted(full, full[:1])
+    assert counted(full + 10_000_000, full).table.shape == (3, 3)  # labels may be any numbers

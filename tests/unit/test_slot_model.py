@@ -1,0 +1,185 @@
+"""Slot models: paddings against flax's rule, decoders against their sums, the objective's losses and alarms, Tetrominoes."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from object_centric.decoders.broadcast import Broadcast, BroadcastConfig, _Up
+from object_centric.encoders.convnet import ConvNet, ConvNetConfig, grid, same_padded
+from object_centric.objectives.slot_autoencoder import SlotAutoencoder, SlotAutoencoderConfig
+from object_centric.objectives.slot_model import SlotModel, SlotModelConfig
+from object_centric.tasks.mask_task import resized
+from object_centric.tasks.slot_encoder import slot_encoder
+from sparo_data.tetrominoes import SIDE, draw, make_tetrominoes, orientations
+from sparo_train.core.contracts import Progress
+from sparo_train.core.rng import generator
+
+SMALL = {
+    "image_size": 16,
+    "encoder": {"channels": (8, 8), "strides": (1, 2), "kernel": 5},
+    "features": 12,
+    "grouping": {"preset": "isa", "slots": 3, "width": 12, "mlp_width": 16},
+    "decoder": {"kind": "mlp", "hidden": (16,)},
+}
+
+
+PADS = [
+    (16, 5, 1, (2, 2)),
+    (16, 5, 2, (1, 2)),
+    (15, 5, 2, (2, 2)),
+    (16, 3, 2, (0, 1)),
+    (16, 7, 2, (2, 3)),
+    (4, 1, 2, (0, 0)),
+]
+
+
+@pytest.mark.parametrize(("size", "kernel", "stride", "pads"), PADS)
+def test_padding_is_same_as_flax_has_it(size, kernel, stride, pads):
+    x = torch.arange(float(size)).expand(1, 1, size, size)
+    padded = same_padded(x, kernel, stride)
+    assert padded.shape[-1] == size + sum(pads) and padded[0, 0, pads[0], pads[0]] == x[0, 0, 0, 0]
+    assert F.conv2d(padded, torch.ones(1, 1, kernel, kernel), stride=stride).shape[-1] == -(-size // stride)
+
+
+@pytest.mark.parametrize("kernel", [3, 4, 5])
+def test_a_transposed_convolution_is_the_gradient_of_the_same_one(kernel):
+    up = _Up(3, 2, kernel).double()
+    small = torch.randn(1, 3, 6, 6, dtype=torch.float64)
+    large = torch.randn(1, 2, 12, 12, dtype=torch.float64, requires_grad=True)
+    down = F.conv2d(same_padded(large, kernel, 2), up.weight, stride=2)
+    assert up.bias is not None
+    (expected,) = torch.autograd.grad((down * small).sum(), large)
+    assert torch.allclose(up(small) - up.bias[:, None, None], expected)
+
+
+@pytest.mark.parametrize(
+    "kind", [{"kind": "mlp", "hidden": (8, 8)}, {"kind": "cnn", "channels": 8, "ups": 2, "convs": 1}]
+)
+def test_a_picture_is_the_sum_of_its_slots_parts(kind):
+    config = BroadcastConfig(**kind)
+    decoder = Broadcast(config, 6, 16)
+    slots, places = torch.randn(2, 3, 6), torch.randn(2, 3, decoder.side**2, 2)
+    whole = decoder(slots, places)
+    assert (
+        whole.image.shape == (2, 3, 16, 16)
+        and whole.own.shape == (2, 3, 3, 16, 16)
+        and whole.masks.shape == (2, 3, 16, 16)
+    )
+    assert torch.allclose(whole.masks.sum(1), torch.ones(2, 16, 16), atol=1e-6)
+    assert torch.allclose(whole.image, (whole.own * whole.masks[:, :, None]).sum(1), atol=1e-6)
+    order = torch.tensor([2, 0, 1])
+    turned = decoder(slots[:, order], places[:, order])
+    assert torch.allclose(turned.image, whole.image, atol=1e-5) and torch.allclose(
+        turned.masks, whole.masks[:, order], atol=1e-6
+    )
+    same = grid(decoder.side)
+    assert torch.equal(decoder(slots, same).image, decoder(slots, same.expand(2, 3, -1, -1)).image)
+
+
+def test_the_grid_goes_by_rows_from_edge_to_edge():
+    places = grid(3)
+    assert places[0].tolist() == [-1, -1] and places[1].tolist() == [-1, 0] and places[-1].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("frame", [None, {"scales": False}, {"scales": True}])
+def test_models_of_every_kind_learn(frame):
+    torch.manual_seed(0)
+    config = SlotAutoencoderConfig.model_validate({"model": {**SMALL, "frame": frame}})
+    objective = SlotAutoencoder(config)
+    batch = {
+        "image": torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8),
+        "noise": torch.randn(4, *config.model.noise),
+    }
+    optimizer = torch.optim.Adam(objective.parameters(), 3e-3)
+    losses = []
+    for step in range(40):
+        found = objective(batch, Progress(step, 40, 0))
+        optimizer.zero_grad()
+        found.total.backward()
+        assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in objective.parameters())
+        optimizer.step()
+        losses.append(float(found.total.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+    summed = SlotAutoencoder(config.model_copy(update={"loss": "sum"}))
+    summed.load_state_dict(objective.state_dict())
+    mean, total = objective(batch, Progress(0, 1, 0)), summed(batch, Progress(0, 1, 0))
+    assert float(total.total.detach()) == pytest.approx(float(mean.total.detach()) * 3 * 16 * 16, rel=1e-4)
+    assert set(mean.metrics) == {"mse", "slots_used", "mask_sharpness"} and not mean.metrics["mse"].requires_grad
+
+
+def test_an_encoder_says_of_an_image_what_it_says_of_it_alone():
+    torch.manual_seed(0)
+    objective = SlotAutoencoder(SlotAutoencoderConfig.model_validate({"model": {**SMALL, "frame": {}}, "signed": True}))
+    encoder = slot_encoder(objective)
+    pixels = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)
+    assert torch.equal(encoder.normalised(pixels), objective.pixels(pixels))
+    slots, masks = encoder.encode(pixels), encoder.masks(pixels)
+    assert slots.shape == (5, 3, 12) and masks.shape == (5, 256) and set(masks.unique().tolist()) <= {0.0, 1.0, 2.0}
+    assert torch.allclose(encoder.encode(pixels[3:4]), slots[3:4], atol=1e-5) and torch.equal(
+        encoder.masks(pixels[3:4]), masks[3:4]
+    )
+    assert {"masks", "slots"} <= encoder.offers and encoder.width == 36
+    shown = encoder.image_slots([p.permute(1, 2, 0).numpy() for p in pixels])
+    assert shown.attention is not None
+    assert shown.attention.shape == (5, 3, 256) and torch.allclose(
+        shown.attention.sum(1), torch.ones(5, 256), atol=1e-5
+    )
+
+
+def test_collapses_are_told_behind_the_beginning():
+    objective = SlotAutoencoder(SlotAutoencoderConfig())
+    one, blurred, fine = ({"slots_used": u, "mask_sharpness": s} for u, s in ((1.0, 0.9), (5.0, 0.01), (3.0, 0.8)))
+    assert objective.alarm(one) is None  # nothing has been learnt yet
+    objective._done = 0.5
+    assert "one slot draws nearly everything" in str(objective.alarm(one)) and "all slots draw the same" in str(
+        objective.alarm(blurred)
+    )
+    assert objective.alarm(fine) is None and objective.alarm({}) is None
+
+
+BAD = {
+    "encoder.strides: name one per layer": {"encoder": {"channels": (8, 8), "strides": (1,)}},
+    "cannot be halved so often": {"decoder": {"kind": "cnn", "ups": 5}},
+    "grouping.heads=2": {"frame": {}, "grouping": {"preset": "isa", "heads": 2}},
+    "need mlp_width": {"frame": {}, "grouping": {"preset": "savi"}},
+}
+
+
+@pytest.mark.parametrize("told", BAD)
+def test_parts_that_do_not_go_together_are_refused(told):
+    with pytest.raises(ValueError, match=told):
+        SlotModelConfig.model_validate({"image_size": 16, **BAD[told]})
+
+
+def test_every_part_of_a_convnet_does_something():
+    net = ConvNet(ConvNetConfig(channels=(4, 6), strides=(1, 2), kernel=3, last_relu=False))
+    found = net(torch.randn(2, 3, 9, 9))
+    assert found.shape == (2, 5, 5, 6) and (found < 0).any() and net.config.side(9) == 5
+    assert SlotModel(SlotModelConfig.model_validate(SMALL))(
+        torch.randn(1, 3, 16, 16), torch.randn(1, 3, 12)
+    ).attention.shape == (1, 3, 8, 8)
+
+
+def test_tetrominoes_are_pieces_of_four_cells_and_the_same_each_time(tmp_path):
+    assert len(orientations()) == 17 and all(cells.sum() == 4 for cells in orientations())
+    for number in range(200):
+        image, mask = draw(generator(0, "t", number), left_half=number % 2 == 0)
+        assert image.shape == (SIDE, SIDE, 3) and sorted(set(mask.flat)) == [0, 1, 2, 3]
+        for piece in (1, 2, 3):
+            there = mask == piece
+            assert there.sum() == 100 and len(np.unique(image[there], axis=0)) == 1 and image[there].max() == 255
+        assert not image[mask == 0].any() and (number % 2 or not mask[:, (SIDE + 1) // 2 :].any())
+    for folder in ("a", "b"):
+        make_tetrominoes(tmp_path / folder, 9, 3, seed=5)
+    files = [sorted(p.relative_to(tmp_path / f) for p in (tmp_path / f).rglob("*.tar")) for f in ("a", "b")]
+    assert files[0] == files[1] and len(files[0]) == 2
+    assert all((tmp_path / "a" / p).read_bytes() == (tmp_path / "b" / p).read_bytes() for p in files[0])
+
+
+def test_a_mask_is_brought_to_an_images_size_by_its_nearest_pixel():
+    mask = np.zeros((8, 12), np.uint8)
+    mask[2:6, 4:8] = 3
+    small = resized(mask, 4, None)
+    assert small.shape == (4, 4) and set(small.flat) == {0, 3} and (small[1:3, 1:3] == 3).all()
+    assert resized(mask[:, :8], 8, None) is not None and resized(small, 4, None) is small
