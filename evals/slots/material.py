@@ -116,7 +116,7 @@ def open_images(task: TaskConfig) -> EvalSet:
     if isinstance(task, LabelledTaskConfig):
         return open_labelled(task)[1]
     if isinstance(task, SetTaskConfig):
-        return open_set(task, {"pairs": "pairs", "retrieval": "captions"}.get(task.task, "label"))
+        return open_set(task, {"pairs": "pairs", "retrieval": "captions", "masks": "masks"}.get(task.task, "label"))
     raise ConfigError(f"task {task.task}: has no images to look at")
 
 

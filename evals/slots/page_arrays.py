@@ -98,7 +98,7 @@ def _knn(found: Neighbours, seen: Mapping[str, Any]) -> Arrays:
         raise ConfigError(f"k={list(found.config.k)}: {found.config.train} has {len(found.bank)} images; name a k that is not above that")  # fmt: skip
     k = _K if _K in ks else ks[0]
     number = found.units.number
-    left, right = (f.in_memory().unflatten(-1, (number, -1)) for f in (found.test, found.bank))
+    left, right = (f.in_memory().flatten(1).unflatten(-1, (number, -1)) for f in (found.test, found.bank))
     arrays = {
         "left": _by_unit(left), "right": _by_unit(right), "labels": _int32(found.labels), "bank_labels": _int32(found.bank_labels),
     }  # fmt: skip

@@ -66,7 +66,7 @@ class Neighbours(Taught):
 
     @cached_property
     def _rows(self) -> tuple[Tensor, Tensor]:
-        test, bank = (f.in_memory().unflatten(-1, (self.units.number, -1)) for f in (self.test, self.bank))
+        test, bank = (f.in_memory().flatten(1).unflatten(-1, (self.units.number, -1)) for f in (self.test, self.bank))
         return test, bank
 
     def _right(self, units: Sequence[int]) -> Tensor:
@@ -97,7 +97,7 @@ class Linear(Taught):
         )
         total, first = torch.zeros(width, dtype=torch.float64), 0
         for block in self.bank.blocks():
-            rows = F.normalize(block, dim=-1).double()
+            rows = F.normalize(block.flatten(1), dim=-1).double()
             truth = F.one_hot(self.bank_labels[first : first + len(rows)], self.classes).double()
             first += len(rows)
             gram += rows.T @ rows
@@ -108,7 +108,7 @@ class Linear(Taught):
 
     @cached_property
     def _test(self) -> Tensor:
-        return F.normalize(self.test.in_memory(), dim=-1).double()
+        return F.normalize(self.test.in_memory().flatten(1), dim=-1).double()
 
     def _right(self, units: Sequence[int]) -> Tensor:
         gram, cross, mean, share = self._fitted

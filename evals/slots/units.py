@@ -32,8 +32,8 @@ class Units(NamedTuple):
     rest: int = 0
 
     def images(self, rows: Tensor) -> Tensor:
-        """Encodings (b, W) to (b, U + rest, d), as a whole of norm one."""
-        whole = rows.float().unflatten(-1, (self.number + self.rest, -1))
+        """Encodings (b, W), or (b, L, D) with slots apart, to (b, U + rest, d), as a whole of norm one."""
+        whole = rows.float().flatten(1).unflatten(-1, (self.number + self.rest, -1))
         # One factor per image: the norm of what the encoder gives, not of its pieces side by side.
         total = whole.sum(1) if self.kind == "heads" else whole.flatten(1)
         return whole / total.norm(dim=-1).clamp(min=1e-12)[:, None, None]

@@ -122,7 +122,7 @@ def score(masks: Iterable[tuple[np.ndarray, np.ndarray]], background: int | None
     Args:
         masks: per image true and predicted label maps of one size.
 
-    Intervals resample images.
+    Intervals resample images. `slots_used` is among the predictions, per image.
     """
     found = [image_scores(true, predicted, background) for true, predicted in masks]
     names = list(found[0]) if found else []
@@ -130,9 +130,12 @@ def score(masks: Iterable[tuple[np.ndarray, np.ndarray]], background: int | None
     there = ~np.isnan(table)
     sums = np.where(there, table, 0.0)
     counts = there.sum(0)
-    metrics = {name: float(sums[:, i].sum() / counts[i]) if counts[i] else 0.0 for i, name in enumerate(names)}
+    shares = {
+        name: i for i, name in enumerate(names) if name != "slots_used"
+    }  # metrics are shares; a number of slots is none
+    metrics = {name: float(sums[:, i].sum() / counts[i]) if counts[i] else 0.0 for name, i in shares.items()}
     draws = bootstrap(sums, there.astype(float)) if len(found) else np.zeros((1, len(names)))
-    intervals = {name: percentiles(draws[:, i]) for i, name in enumerate(names)}
+    intervals = {name: percentiles(draws[:, i]) for name, i in shares.items()}
     empty = int((~there[:, names.index(HEADLINE)]).sum()) if found else 0
     return Result(
         "masks",

@@ -37,13 +37,13 @@ class Side:
     """A checkpoint with its tasks and the images that are shown.
 
     Raises:
-        ConfigError: units that cannot be switched one by one, or no task that fits.
+        ConfigError: units that cannot be switched one by one, or no task that fits and nothing to look at either.
     """
 
     def __init__(self, bench: Bench, tasks: dict[str, TaskConfig], pictures: Pictures):
         self.bench, self.encoder, self.units = bench, bench.encoder, bench.units
         able = able_of(tasks, bench)
-        if not able:
+        if not able and not self.looks:
             raise ConfigError(
                 f"{bench.checkpoint}: none of the tasks fits it ({', '.join(tasks)}); name others with --tasks"
             )

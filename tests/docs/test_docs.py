@@ -58,6 +58,8 @@ def shortened(command: str) -> str:
             part += " && until sparo launch status | grep -q COMPLETED; do sleep 1; done"
         if part == "sparo data fashion-mnist":
             part += " --raw fashion"
+        if part == "sparo data tetrominoes":
+            part += " --train 140 --test 8"
         if part == "sparo data scenes":
             part += " --train 140"
         if part.startswith("sparo slots explore"):  # until it says where it serves, and Ctrl-C

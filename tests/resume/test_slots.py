@@ -58,6 +58,8 @@ def test_masks_are_scored_while_training_and_afterwards(tmp_path, write_recipe):
     (other,) = json.loads((tmp_path / "n.json").read_text())["results"].values()
     assert again.returncode == 0 and other["metrics"] == result["metrics"]
 
+    done = sparo("slots", "show", run_folder, "--on", "masks", "--images", "6", "--out", "pictures", cwd=tmp_path)
+    assert done.returncode == 0 and (tmp_path / "pictures/report.html").stat().st_size > 10_000, done.stderr
     (tmp_path / "clip.yaml").write_text(json.dumps({"tasks": tasks}))
     done = sparo("eval", "pixels:8", "--data", "clip.yaml", cwd=tmp_path)
     assert done.returncode == 2 and "use an object-centric model" in done.stderr

@@ -22,6 +22,8 @@ async function open(facts) {
   at("title").textContent = `Slots of ${names.join(" and ")}`;
   document.title = at("title").textContent;
   table.show(names, page.rows);
+  if (!page.rows.length) at("scores").replaceChildren(made("p", { text: "None of the tasks can be scored slot by slot; slots can be looked at, named and saved." }));
+  at("top").hidden = !page.rows.length;
   at("sides").hidden = page.sides.length < 2;
   at("sides").replaceChildren(made("legend", { text: "Slots of" }), ...page.sides.map((one, index) => {
     const button = made("input", { type: "radio", name: "side", value: index });
