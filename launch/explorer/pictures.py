@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 
 from PIL import Image
@@ -41,6 +42,7 @@ class Pictures:
         self.numbers = [i * len(self.source) // count for i in range(count)]
         self._caption = captions_of(task, self.source, "texts" in encoder.offers)
         self.shown: list[Picture] = []
+        self._adding = threading.Lock()  # requests come on several threads
         self._own: list[bytes] = []  # as files: decoded, a few would fill a memory
 
     def tell(self, keys: list[str], facts: list) -> None:
@@ -63,13 +65,16 @@ class Pictures:
 
     def add(self, data: bytes, name: str, caption: str) -> int:
         """One of a person's own; returns its number. Raises `DataError` where it is no image."""
-        if len(self._own) >= MOST_OWN:
-            raise ConfigError(f"{name}: {MOST_OWN} images were added already; start again for others")
-        if sum(map(len, self._own)) + len(data) > _MOST_BYTES:
-            raise ConfigError(f"{name}: the images added take more than {_MOST_BYTES >> 20} MB; start again for others")
         image = decoded(data, name)
         if max(image.size) > _LINE * min(image.size):
             raise ConfigError(f"{name}: {image.width} x {image.height} pixels are a line, no picture; cut it first")
-        self._own.append(data)
-        self.shown.append(Picture(name, caption, True))
-        return len(self.shown) - 1
+        with self._adding:
+            if len(self._own) >= MOST_OWN:
+                raise ConfigError(f"{name}: {MOST_OWN} images were added already; start again for others")
+            if sum(map(len, self._own)) + len(data) > _MOST_BYTES:
+                raise ConfigError(
+                    f"{name}: the images added take more than {_MOST_BYTES >> 20} MB; start again for others"
+                )
+            self._own.append(data)
+            self.shown.append(Picture(name, caption, True))
+            return len(self.shown) - 1
