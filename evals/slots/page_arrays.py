@@ -24,7 +24,7 @@ from .material import Classes, Pairs, encoded, material, open_images
 from .taught import Neighbours
 from .units import Units, texts_of
 
-LIMIT = 1000  # images of a task that a page gets where nobody says how many; pairs are small and sent whole
+LIMIT = 500  # images of a task that a page gets where nobody says how many; pairs are small and sent whole
 _K = 20  # DINO's headline
 
 
