@@ -61,6 +61,7 @@ class Encoder(ABC):
             "texts": isinstance(self, TextEncoder),
             "blocks": isinstance(self, BlocksEncoder),
             "slots": self.slots > 1,
+            "masks": isinstance(self, MasksEncoder),
         }
         return frozenset(word for word, here in found.items() if here)
 
@@ -139,6 +140,14 @@ class BlocksEncoder(ABC):
     @abstractmethod
     def probe(self, pixels: Tensor, n: int = 4, avgpool: bool = False) -> Tensor:
         """What DINO's linear probe reads of the last `n` blocks: (n, 3, S, S) uint8 -> fp32 (n, width)."""
+
+
+class MasksEncoder(ABC):
+    """What an `Encoder` that cuts images into objects also is; its `transform` is a `Pixels`."""
+
+    @abstractmethod
+    def masks(self, pixels: Tensor) -> Tensor:
+        """(n, 3, S, S) uint8 -> fp32 (n, S * S), row by row: which slot a pixel is of, a whole number; NaN where nobody can say."""
 
 
 class TwoTowerEncoder(Encoder, TextEncoder):

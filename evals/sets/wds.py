@@ -77,7 +77,12 @@ class SourceSet(EvalSet):
             image = decoded(image_bytes(fields, IMAGE_KEYS), f"{storage.url}: sample {key}")
         except BadSampleError as bad:
             raise DataError(f"{storage.url}: sample {key}: {bad}") from None
-        return key, image, FACTS[self.kind](fields, f"{storage.url}: sample {key}")
+        fact = FACTS[self.kind](fields, f"{storage.url}: sample {key}")
+        if isinstance(fact, np.ndarray) and fact.shape != (image.height, image.width):
+            raise DataError(
+                f"{storage.url}: sample {key}: .mask.png has {fact.shape[1]} x {fact.shape[0]} pixels and its image {image.width} x {image.height}"
+            )
+        return key, image, fact
 
     def identity(self) -> str:
         if self._folder:

@@ -117,7 +117,8 @@ def image_scores(true: np.ndarray, predicted: np.ndarray, background: int | None
 
 
 def score(masks: Iterable[tuple[np.ndarray, np.ndarray]], background: int | None = 0) -> Result:
-    """Means over images of `image_scores`; those without an object are left out of what needs one, and counted as `empty`.
+    """Means over images of `image_scores`; those without an object are left out of what needs one, and
+    counted as `empty`. A metric that no image has is left out.
 
     Args:
         masks: per image true and predicted label maps of one size.
@@ -130,10 +131,9 @@ def score(masks: Iterable[tuple[np.ndarray, np.ndarray]], background: int | None
     there = ~np.isnan(table)
     sums = np.where(there, table, 0.0)
     counts = there.sum(0)
-    shares = {
-        name: i for i, name in enumerate(names) if name != "slots_used"
-    }  # metrics are shares; a number of slots is none
-    metrics = {name: float(sums[:, i].sum() / counts[i]) if counts[i] else 0.0 for name, i in shares.items()}
+    # Metrics are shares, which a number of slots is not; and what no image has is no score of zero.
+    shares = {name: i for i, name in enumerate(names) if name != "slots_used" and counts[i]}
+    metrics = {name: float(sums[:, i].sum() / counts[i]) for name, i in shares.items()}
     draws = bootstrap(sums, there.astype(float)) if len(found) else np.zeros((1, len(names)))
     intervals = {name: percentiles(draws[:, i]) for name, i in shares.items()}
     empty = int((~there[:, names.index(HEADLINE)]).sum()) if found else 0

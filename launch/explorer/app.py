@@ -85,7 +85,7 @@ class Explorer:
 
     def attention(self, side: int, image: int) -> dict[str, Any]:
         """Kept, as people go back and forth, and as one file holds what was looked at."""
-        self.pictures.image(image)  # a number that is none has its own error
+        self.pictures.check(image)
         with self._model:
             if (side, image) not in self.looked:
                 self.looked[side, image] = plain(self.side(side).attention(image))
@@ -193,7 +193,7 @@ def routes(explorer: Explorer) -> Starlette:
         texts, number = given.get("captions"), given.get("image")
         if not isinstance(texts, list) or not all(isinstance(t, str) for t in texts) or type(number) is not int:
             raise ConfigError("captions: give an image's number and a list of texts")
-        explorer.pictures.image(number)
+        explorer.pictures.check(number)
         return explorer.locked(lambda: explorer.side(side).captions(number, texts))
 
     def save(side: int, given: dict[str, Any]) -> Any:

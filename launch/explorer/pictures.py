@@ -51,12 +51,16 @@ class Pictures:
 
     def image(self, number: int) -> Image.Image:
         """Raises `ConfigError` for a number that is none, `DataError` for an image that cannot be read."""
-        if not 0 <= number < len(self.shown):
-            raise ConfigError(f"image {number}: there are {len(self.shown)}")
+        self.check(number)
         first = len(self.numbers)
         if number < first:
             return self.source.read(self.numbers[number])[1]
         return decoded(self._own[number - first], self.shown[number].key)
+
+    def check(self, number: int) -> None:
+        """Raise `ConfigError` for a number that is none."""
+        if not 0 <= number < len(self.shown):
+            raise ConfigError(f"image {number}: there are {len(self.shown)}")
 
     def jpeg(self, number: int, size: int = SIZE) -> bytes:
         """As large as the page shows it."""

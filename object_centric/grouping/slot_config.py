@@ -15,15 +15,16 @@ from sparo_train.core.errors import did_you_mean
 
 # Sources: google-research/slot_attention (sa2020), slot-attention-video (savi), singhgautam/slate, steve; OCLF; martius-lab/videosaur;
 # invariant_slot_attention (isa). tf, tf_inv, tf_inv_gru, sa_nogru: papers/inverted-attention-transformers.txt.
+# mlp_times: hidden units of the MLP as a multiple of width.
 PRESETS: dict[str, dict[str, Any]] = {
     "sa2020": {"ln_eps": 1e-3, "renorm": "entry", "renorm_eps": 1e-8, "gru": "keras", "mlp_width": 128},
     "savi": {"ln_eps": 1e-6, "renorm": "sum", "renorm_eps": 1e-8, "gru": "flax", "mlp_width": 0, "iterations": 1},
     "isa": {"ln_eps": 1e-6, "renorm": "sum", "renorm_eps": 1e-8, "gru": "flax", "mlp_width": 128},
-    "slate": {"softmax_over": "slots_heads", "mlp_width": 256},
-    "steve": {"softmax_over": "slots_heads", "mlp_width": 256, "mlp_last": False, "iterations": 2},
-    "oclf": {"softmax_over": "slots_heads", "mlp_width": 256},
-    "videosaur": {"gru_on_normed": True, "mlp_width": 256},
-    "boqsa": {"renorm": "sum", "renorm_eps": 1.0, "init": "learned", "gradient": "last", "straight_through": True, "mlp_width": 256},
+    "slate": {"softmax_over": "slots_heads", "mlp_times": 1},
+    "steve": {"softmax_over": "slots_heads", "mlp_times": 1, "mlp_last": False, "iterations": 2},
+    "oclf": {"softmax_over": "slots_heads", "mlp_times": 4},
+    "videosaur": {"gru_on_normed": True, "mlp_times": 4},
+    "boqsa": {"renorm": "sum", "renorm_eps": 1.0, "init": "learned", "gradient": "last", "straight_through": True, "mlp_times": 4},
     "sa": {"mlp_width": 128},
     "sa_nogru": {"gru": "none", "mlp_width": 128},
     "sa_id": {"gradient": "last", "mlp_width": 128},
@@ -80,7 +81,10 @@ class SlotAttentionConfig(Frozen):
         name = given.get("preset", "sa")
         if name not in PRESETS:
             raise ValueError(f"preset={name}: {did_you_mean(name, PRESETS)}")
-        return {**PRESETS[name], **given}
+        row = dict(PRESETS[name])
+        if (times := row.pop("mlp_times", None)) and isinstance(given.get("width", 64), int):
+            row["mlp_width"] = times * given.get("width", 64)
+        return {**row, **given}
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -23,7 +23,7 @@ from .slot_model import SlotModel, SlotModelConfig
 _UNUSED = 0.005  # share of an image's pixels below which a slot drew nothing
 
 
-class AloneConfig(Frozen):
+class SlotCollapseConfig(Frozen):
     """When the loop warns that slots do not share images among them."""
 
     after: float = setting(
@@ -43,7 +43,7 @@ class SlotAutoencoderConfig(Frozen):
         "squared error: mean over pixels and colours, or their sum, which clipping and numbers of Biza et al. go by",
     )
     signed: bool = setting(False, "pixels in -1..1 (Locatello et al. 2020); false: in 0..1")
-    alone: AloneConfig = setting(AloneConfig(), "when a collapse is warned of")
+    collapse: SlotCollapseConfig = setting(SlotCollapseConfig(), "when a collapse is warned of")
 
 
 class SlotAutoencoder(Objective):
@@ -82,7 +82,7 @@ class SlotAutoencoder(Objective):
         )
 
     def alarm(self, facts: Mapping[str, float]) -> str | None:
-        a = self.config.alone
+        a = self.config.collapse
         if self._done < a.after:
             return None
         if facts.get("slots_used", a.used) < a.used:

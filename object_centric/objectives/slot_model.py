@@ -34,8 +34,18 @@ class SlotModelConfig(Frozen):
             raise ValueError("encoder.strides: name one per layer, as encoder.channels does")
         if self.frame is not None:
             g = self.grouping
-            plain = SlotAttentionConfig()
-            for knob in ("heads", "softmax_over", "gradient", "layers", "gru_on_normed", "out_proj"):
+            plain = SlotAttentionConfig(renorm="sum")
+            for knob in (
+                "heads",
+                "softmax_over",
+                "renorm",
+                "gradient",
+                "layers",
+                "gru_on_normed",
+                "out_proj",
+                "mlp_last",
+                "kv",
+            ):
                 if getattr(g, knob) != getattr(plain, knob):
                     raise ValueError(
                         f"grouping.{knob}={getattr(g, knob)}: slots with frames have {getattr(plain, knob)} alone"

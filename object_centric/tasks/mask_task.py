@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 from PIL import Image
 
+from evals.encoders.encoder import Encoder, MasksEncoder
 from evals.encoders.pixels import Pixels
 from evals.sets.opening import open_set
 from evals.sets.task_config import SetTaskConfig
@@ -16,8 +17,8 @@ from evals.suite.task import Task
 from evals.tasks import segmentation
 from evals.tasks.result import Result
 from sparo_train.core.config import setting
-
-from .slot_encoder import SlotEncoder
+from sparo_train.core.errors import DataError
+from sparo_train.data.examples.transforms import eval_pixels
 
 
 class MasksTaskConfig(SetTaskConfig):
@@ -31,38 +32,32 @@ class MasksTaskConfig(SetTaskConfig):
 def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
     """ARI, FG-ARI, mIoU and mBO of the decoder's masks at the model's size; true masks are brought to it by their nearest pixel."""
     source = open_set(task, "masks")
-    encoder = cast(SlotEncoder, scoring.encoder)
-    view = View("masks of the decoder", encoder.masks)
-    (found,) = scoring.features([source], task.workers, view=view)
+    encoder = scoring.encoder
+    assert isinstance(encoder, MasksEncoder)  # what offers `masks`
+    (found,) = scoring.features([source], task.workers, view=View("masks of the decoder", encoder.masks))
     size = encoder.image_size
 
     def score() -> Result:
-        predicted = (row.numpy().astype(np.int64).reshape(size, size) for block in found.blocks(256) for row in block)
-        true = (resized(np.asarray(fact), size, encoder.transform) for fact in found.facts)
-        return segmentation.score(zip(true, predicted, strict=True), task.background)._replace(headline=task.headline)
+        predicted = (row.long().view(size, size).numpy() for block in found.blocks(256) for row in block)
+        true = (seen_by(encoder, np.asarray(fact)) for fact in found.facts)
+        result = segmentation.score(zip(true, predicted, strict=True), task.background)
+        if task.headline not in result.metrics:
+            raise DataError(
+                f"{source.root}: not one image has an object; background={task.background} is the label that is none"
+            )
+        return result._replace(headline=task.headline)
 
-    options = {
-        "mask_size": size,
-        "resampling": "nearest",
-        "masks": "decoder",
-        "slots": encoder.slots,
-        "noise": encoder.seed,
-    }
+    options = {"mask_size": size, "resampling": "nearest", "masks": "decoder", "slots": encoder.slots}
     return described(scoring.ranks.first(score), found, source, options)
 
 
-def resized(mask: np.ndarray, size: int, transform: object) -> np.ndarray:
-    """A label map cut and scaled as the image was, by the nearest pixel: labels have no mean."""
-    if mask.shape == (size, size):
-        return mask
-    resize = transform.resize if isinstance(transform, Pixels) else size
-    height, width = mask.shape
-    scale = resize / min(height, width)
-    whole = Image.fromarray(mask.astype(np.int32)).resize(
-        (max(1, round(width * scale)), max(1, round(height * scale))), Image.Resampling.NEAREST
+def seen_by(encoder: Encoder, mask: np.ndarray) -> np.ndarray:
+    """A label map cut and scaled as the encoder's images are, by the nearest pixel: labels have no mean."""
+    transform = encoder.transform
+    assert isinstance(transform, Pixels)  # what a MasksEncoder has
+    return eval_pixels(
+        Image.fromarray(mask.astype(np.int32)), transform.size, transform.resize, Image.Resampling.NEAREST
     )
-    left, top = round((whole.width - size) / 2), round((whole.height - size) / 2)
-    return np.asarray(whole.crop((left, top, left + size, top + size)))
 
 
 MASKS = Task(MasksTaskConfig, run_masks, lambda task: open_set(task, "masks").check(), needs=("masks",))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evals.encoders.encoder import Encoder
+from evals.encoders.encoder import Encoder, MasksEncoder
 from evals.encoders.pixels import Pixels
 from sparo_train.models.slots import Slots
 
@@ -16,7 +16,7 @@ from ..objectives.slot_autoencoder import SlotAutoencoder
 from ..objectives.slot_model import SlotModel, Slotted
 
 
-class SlotEncoder(Encoder):
+class SlotEncoder(Encoder, MasksEncoder):
     """Slots begin from one draw, the same for every image: what a model says of an image must not depend on its neighbours.
 
     Args:
@@ -32,10 +32,6 @@ class SlotEncoder(Encoder):
         self.transform = Pixels(self.image_size, self.image_size)
         self.noise = torch.randn(model.config.noise, generator=torch.Generator().manual_seed(seed))
         self.seed = seed
-
-    @property
-    def offers(self) -> frozenset[str]:
-        return super().offers | {"masks"}
 
     @property
     def width(self) -> int:
@@ -55,13 +51,15 @@ class SlotEncoder(Encoder):
         return self.seen(pixels).slots.float()
 
     def masks(self, pixels: Tensor) -> Tensor:
-        """Which slot draws each pixel most: (n, S * S) fp32 whole numbers, row by row."""
-        return self.seen(pixels).decoded.masks.argmax(1).flatten(1).float()
+        shares = self.seen(pixels).decoded.masks
+        # The largest of NaNs is a number; what is stored has to show them, or they would be scored.
+        return shares.argmax(1).float().masked_fill(~shares.isfinite().all(1), torch.nan).flatten(1)
 
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
-        """Slots and how they share the pixels, for pictures: attention (n, K, S * S), which sums to one over slots."""
+        """Slots and where they draw, for pictures: (n, K, S * S), each slot's shares of the pixels, brought to a sum of one."""
         found = self.seen(self.stacked(pixels))
-        return Slots(found.slots.float(), found.decoded.masks.flatten(2).float())
+        drawn = found.decoded.masks.flatten(2).float()
+        return Slots(found.slots.float(), drawn / drawn.sum(-1, keepdim=True).clamp(min=1e-12))
 
 
 def slot_encoder(objective: SlotAutoencoder) -> SlotEncoder:

@@ -75,7 +75,8 @@ def test_a_set_says_what_it_left_out():
         2 / 3
     )
     assert found.predictions["fg_ari"].shape == (3,) and found.options["background"] == 0
-    assert score([(empty, empty)]).n == 0 and score([]).metrics == {}
+    nothing = score([(empty, empty)])  # no score is not a score of zero
+    assert nothing.n == 0 and set(nothing.metrics) == {"ari", "fg_ari_savi"} and score([]).metrics == {}
     with pytest.raises(ValueError, match=r"masks of \(2, 2\) against \(1, 2\)"):
         counted(full, full[:1])
     assert counted(full + 10_000_000, full).table.shape == (3, 3)  # labels may be any numbers

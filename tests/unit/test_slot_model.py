@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.nn import functional as F
 
 from object_centric.decoders.broadcast import Broadcast, BroadcastConfig, _Up
 from object_centric.encoders.convnet import ConvNet, ConvNetConfig, grid, same_padded
+from object_centric.grouping.slot_config import SlotAttentionConfig
 from object_centric.objectives.slot_autoencoder import SlotAutoencoder, SlotAutoencoderConfig
 from object_centric.objectives.slot_model import SlotModel, SlotModelConfig
-from object_centric.tasks.mask_task import resized
+from object_centric.tasks.mask_task import seen_by
 from object_centric.tasks.slot_encoder import slot_encoder
 from sparo_data.tetrominoes import SIDE, draw, make_tetrominoes, orientations
 from sparo_train.core.contracts import Progress
@@ -122,9 +124,7 @@ def test_an_encoder_says_of_an_image_what_it_says_of_it_alone():
     assert {"masks", "slots"} <= encoder.offers and encoder.width == 36
     shown = encoder.image_slots([p.permute(1, 2, 0).numpy() for p in pixels])
     assert shown.attention is not None
-    assert shown.attention.shape == (5, 3, 256) and torch.allclose(
-        shown.attention.sum(1), torch.ones(5, 256), atol=1e-5
-    )
+    assert shown.attention.shape == (5, 3, 256) and torch.allclose(shown.attention.sum(2), torch.ones(5, 3), atol=1e-5)
 
 
 def test_collapses_are_told_behind_the_beginning():
@@ -142,6 +142,8 @@ BAD = {
     "encoder.strides: name one per layer": {"encoder": {"channels": (8, 8), "strides": (1,)}},
     "cannot be halved so often": {"decoder": {"kind": "cnn", "ups": 5}},
     "grouping.heads=2": {"frame": {}, "grouping": {"preset": "isa", "heads": 2}},
+    "grouping.renorm=entry": {"frame": {}, "grouping": {"preset": "isa", "renorm": "entry"}},
+    "grouping.mlp_last=False": {"frame": {}, "grouping": {"preset": "isa", "mlp_last": False}},
     "need mlp_width": {"frame": {}, "grouping": {"preset": "savi"}},
 }
 
@@ -177,9 +179,29 @@ def test_tetrominoes_are_pieces_of_four_cells_and_the_same_each_time(tmp_path):
     assert all((tmp_path / "a" / p).read_bytes() == (tmp_path / "b" / p).read_bytes() for p in files[0])
 
 
-def test_a_mask_is_brought_to_an_images_size_by_its_nearest_pixel():
-    mask = np.zeros((8, 12), np.uint8)
-    mask[2:6, 4:8] = 3
-    small = resized(mask, 4, None)
-    assert small.shape == (4, 4) and set(small.flat) == {0, 3} and (small[1:3, 1:3] == 3).all()
-    assert resized(mask[:, :8], 8, None) is not None and resized(small, 4, None) is small
+def test_a_mask_is_cut_and_scaled_as_its_image_is():
+    encoder = slot_encoder(SlotAutoencoder(SlotAutoencoderConfig.model_validate({"model": SMALL})))
+    for height, width in ((33, 47), (60, 21), (16, 16), (40, 40)):
+        mask = np.zeros((height, width), np.uint8)
+        mask[height // 4 : height // 2 + 1, width // 3 : width // 2 + 3] = 200
+        image = encoder.transform(Image.fromarray(np.repeat(mask[..., None], 3, axis=2)))
+        seen = seen_by(encoder, mask)
+        assert seen.shape == (16, 16) and set(seen.flat) == {0, 200}
+        middle = (image[..., 0] < 20) | (image[..., 0] > 180)  # edges are mixed in the image, and nearest in the mask
+        assert ((image[..., 0] > 100) == (seen == 200))[middle].mean() > 0.97
+
+
+def test_what_is_no_number_is_no_slot():
+    torch.manual_seed(0)
+    objective = SlotAutoencoder(SlotAutoencoderConfig.model_validate({"model": SMALL}))
+    encoder = slot_encoder(objective)
+    pixels = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    assert encoder.masks(pixels).isfinite().all()
+    with torch.no_grad():
+        objective.model.decoder.layers[0].weight[0, 0] = torch.nan
+    assert encoder.masks(pixels).isnan().all()  # which the feature store refuses
+
+
+def test_an_mlp_that_is_a_multiple_of_the_slots_width_follows_it():
+    assert SlotAttentionConfig(preset="oclf", width=128).mlp_width == 512
+    assert SlotAttentionConfig(preset="oclf", width=128, mlp_width=7).mlp_width == 7

@@ -31,7 +31,7 @@ export function scored(index) {
 export function shared() {
   const { choice, facts } = side();
   const count = choice.chosen.length;
-  const groups = Map.groupBy ? Map.groupBy(facts.tasks, (task) => choice.share(task)) : grouped(facts.tasks, choice);
+  const groups = grouped(facts.tasks, choice);
   const told = [...groups].filter(([share]) => share !== "all").map(([share, tasks]) => `${share} for ${tasks.map((task) => task.name).join(", ")}`);
   const warned = [...groups.keys()].some((share) => share.includes("same")) ? " On data that it was chosen on a gain is too good: sparo slots select holds data out." : "";
   const renormed = facts.classifier_slots === "renorm" ? " Class vectors' slots are brought to one norm here; sparo eval takes them as they are, and its zero-shot scores are others." : "";

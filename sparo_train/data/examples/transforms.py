@@ -50,22 +50,24 @@ def train_pixels(
     return np.ascontiguousarray(pixels[:, ::-1]) if flip else pixels
 
 
-def eval_pixels(image: Image.Image, size: int, resize: int | None = None) -> np.ndarray:
+def eval_pixels(
+    image: Image.Image, size: int, resize: int | None = None, filter: Image.Resampling = Image.Resampling.BICUBIC
+) -> np.ndarray:
     """Shortest side to `resize` (bicubic; default: `size`, open_clip's way), centre crop; (size, size, 3) uint8."""
-    image = shortest_side(image, resize or size)
+    image = shortest_side(image, resize or size, filter)
     width, height = image.size
     left, top = round((width - size) / 2), round((height - size) / 2)
     return np.asarray(image.crop((left, top, left + size, top + size)))
 
 
-def shortest_side(image: Image.Image, to: int) -> Image.Image:
+def shortest_side(image: Image.Image, to: int, filter: Image.Resampling = Image.Resampling.BICUBIC) -> Image.Image:
     """Resized (bicubic, antialiased) so that the shortest side has `to` pixels; the other one is rounded down, as torchvision does."""
     width, height = image.size
     short, long = min(width, height), max(width, height)
     if short == to:
         return image
     other = int(to * long / short)
-    return image.resize((to, other) if width <= height else (other, to), Image.Resampling.BICUBIC)
+    return image.resize((to, other) if width <= height else (other, to), filter)
 
 
 def resized_crop(
