@@ -48,7 +48,7 @@ class SlotEncoder(Encoder, MasksEncoder):
             return self.model(self.normalised(pixels), self.noise.to(self.device).expand(len(pixels), -1, -1))
 
     def encode(self, pixels: Tensor) -> Tensor:
-        return self.seen(pixels).slots.float()
+        return self.seen(pixels).slots.float().flatten(1)  # as every task takes them
 
     def masks(self, pixels: Tensor) -> Tensor:
         shares = self.seen(pixels).decoded.masks

@@ -64,6 +64,13 @@ def test_masks_are_scored_while_training_and_afterwards(tmp_path, write_recipe):
     (tmp_path / "clip.yaml").write_text(json.dumps({"tasks": tasks}))
     done = sparo("eval", "pixels:8", "--data", "clip.yaml", cwd=tmp_path)
     assert done.returncode == 2 and "use an object-centric model" in done.stderr
+    for split, n in (("train", 24), ("test", 8)):
+        rows = [(f"{i}", {"jpg": jpeg(i % 4), "cls": str(i % 4).encode()}) for i in range(n)]
+        write_wds_layout(tmp_path / "near", rows, classnames=list("abcd"), split=split)
+    near = {"knn": {"task": "knn", "k": [5], **{split: str(tmp_path / "near" / split) for split in ("train", "test")}}}
+    (tmp_path / "near.yaml").write_text(json.dumps({"tasks": near}))
+    done = sparo("eval", run_folder, "--data", "near.yaml", "--slots", "0,2", "--features", "none", cwd=tmp_path)
+    assert done.returncode == 0 and "acc1_k5" in done.stdout, done.stderr  # their slots are encodings as others are
     blank = png(np.zeros((36, 40), np.uint8))
     sets = {
         "blank": ({"mask.png": blank}, "not one image has an object"),

@@ -117,7 +117,7 @@ def test_an_encoder_says_of_an_image_what_it_says_of_it_alone():
     pixels = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)
     assert torch.equal(encoder.normalised(pixels), objective.pixels(pixels))
     slots, masks = encoder.encode(pixels), encoder.masks(pixels)
-    assert slots.shape == (5, 3, 12) and masks.shape == (5, 256) and set(masks.unique().tolist()) <= {0.0, 1.0, 2.0}
+    assert slots.shape == (5, 36) and masks.shape == (5, 256) and set(masks.unique().tolist()) <= {0.0, 1.0, 2.0}
     assert torch.allclose(encoder.encode(pixels[3:4]), slots[3:4], atol=1e-5) and torch.equal(
         encoder.masks(pixels[3:4]), masks[3:4]
     )
