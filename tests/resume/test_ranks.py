@@ -80,6 +80,19 @@ def finish(processes, seconds=120):
     return found
 
 
+def goes_on_across_engines(recipe, folder):
+    """Two ranks by DDP to step 6, then by FSDP2 to step 12: the losses on the way."""
+    for kind, stop in (("ddp", 6), ("fsdp2", 12)):
+        engine = f"engine={{kind: {kind}, device: cpu, precision: fp32, timeout: 60}}"
+        found = finish(start_ranks(2, "train", recipe, engine, f"stop_after_steps={stop}"))
+        assert [code for code, _ in found] == [0, 0], found
+    return losses_of(folder)
+
+
+def losses_of(folder):
+    return [record["loss"] for record in metrics.read(folder / "metrics.jsonl", "train")]
+
+
 def losses(folder):
     return [r["loss"] for r in metrics.read(folder / "metrics.jsonl", "train")]
 

@@ -12,7 +12,7 @@ from sparo_data.tetrominoes import make_tetrominoes
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.disk import metrics
 from tests.conftest import jpeg, slots_recipe, sparo, start_sparo
-from tests.resume.test_ranks import finish, start_ranks
+from tests.resume.test_ranks import goes_on_across_engines, losses_of
 from tests.resume.test_training import assert_bit_equal, kill_behind, run
 
 
@@ -27,15 +27,7 @@ def test_kill_minus_nine_loses_nothing_and_two_ranks_agree(shards, tmp_path, wri
     assert_bit_equal(folder, straight.folder)
     assert {"mse", "slots_used", "mask_sharpness"} <= metrics.read(folder / "metrics.jsonl", "train")[-1].keys()
     recipe = write_recipe(slots_recipe(shards, tmp_path / "two", micro_batch_size=2))
-    for kind, stop in (("ddp", 6), ("fsdp2", 12)):
-        engine = f"engine={{kind: {kind}, device: cpu, precision: fp32, timeout: 60}}"
-        found = finish(start_ranks(2, "train", recipe, engine, f"stop_after_steps={stop}"))
-        assert [code for code, _ in found] == [0, 0], found
-    ours, theirs = (
-        [r["loss"] for r in metrics.read(f / "metrics.jsonl", "train")]
-        for f in (tmp_path / "two/slots", straight.folder)
-    )
-    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert goes_on_across_engines(recipe, tmp_path / "two/slots") == pytest.approx(losses_of(straight.folder), rel=1e-4)
 
 
 def test_masks_are_scored_while_training_and_afterwards(tmp_path, write_recipe):

@@ -1,0 +1,128 @@
+"""What can be chosen, and the file that says what was: heads of ordinary models, selection.json and its hostile forms."""
+
+import json
+
+import open_clip
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from evals.encoders.encoder import TwoTowerEncoder
+from evals.encoders.heads import SomeHeads, heads_of
+from evals.encoders.masked import masked
+from evals.encoders.pixels import Pixels
+from evals.encoders.selection import Selection, of_numbers, read_selection, selected, write_selection
+from evals.slots.units import units_of
+from sparo_train.core.errors import ConfigError
+from tests.unit.test_slot_studies import clip
+
+
+class StockClip(TwoTowerEncoder):
+    """open_clip's own model, as it comes."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        vision = open_clip.CLIPVisionCfg(layers=4, width=64, head_width=16, image_size=32, patch_size=8)
+        text = open_clip.CLIPTextCfg(context_length=16, vocab_size=49408, width=32, heads=2, layers=1)
+        super().__init__(open_clip.CustomTextCLIP(24, vision, text), (0.5,) * 3, (0.5,) * 3, "stock")
+        self.image_size, self.transform = 32, Pixels(32, 32)
+
+    @property
+    def architecture(self):
+        return "stock"
+
+
+@pytest.mark.parametrize("make", [StockClip, lambda: clip({"kind": "token"})])
+def test_heads_add_up_to_the_encoding(make):
+    encoder = make()
+    pixels = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8)
+    heads = heads_of(encoder, 2)
+    units = units_of(encoder, "heads", layers=2)
+    shares = heads.encode(pixels)
+    assert units.number == 8 and shares.shape == (5, 9 * 24)
+    whole = F.normalize(shares.unflatten(1, (9, 24)).sum(1), dim=-1)
+    assert torch.allclose(whole, encoder.encode(pixels), atol=2e-6)
+    assert torch.allclose(units.images(shares).sum(1), encoder.encode(pixels), atol=2e-6)
+    every = SomeHeads(heads, list(range(8)))
+    assert torch.allclose(F.normalize(every.encode(pixels), dim=-1), encoder.encode(pixels), atol=2e-6)
+    # A head of the last block that writes nothing leaves the encoding as choosing all others does, up to the block's MLP.
+    chosen = selected(
+        encoder, Selection(checkpoint=encoder.weights, units="heads", count=8, head_layers=2, chosen=(1, 3))
+    )
+    shares = shares.unflatten(1, (9, 24))
+    assert torch.allclose(chosen.encode(pixels), shares[:, 1] + shares[:, 3] + shares[:, 8], atol=1e-6)
+
+
+def test_heads_are_refused_where_there_are_none():
+    for readout in ({"kind": "gap"}, {"kind": "sparo", "slots": 4, "slot_width": 6}):
+        with pytest.raises(ConfigError, match="no CLIP whose ViT is pooled by its class token"):
+            heads_of(clip(readout), 2)
+    with pytest.raises(ConfigError, match="--head-layers 9: a model has 3 blocks"):
+        heads_of(clip({"kind": "token"}), 9)
+    with pytest.raises(ConfigError, match="has no slots"):
+        units_of(clip({"kind": "token"}))
+    with pytest.raises(ConfigError, match="--parts 7: encodings of a model have 24 numbers"):
+        units_of(clip({"kind": "token"}), "parts", 7)
+
+
+@pytest.fixture(scope="module")
+def sparo():
+    return clip({"kind": "sparo", "slots": 4, "slot_width": 6})
+
+
+def test_a_selection_is_kept_whole_and_chooses_what_it_says(sparo, tmp_path):
+    given = of_numbers(sparo, (2, 0)).model_copy(
+        update={"names": {2: "red <b>"}, "notes": {0: "é"}, "scores": (0.1,) * 4}
+    )
+    write_selection(tmp_path / "s.json", given)
+    assert read_selection(tmp_path / "s.json") == given
+    pixels = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
+    mask = torch.tensor([1.0, 0, 1, 0])
+    assert torch.equal(selected(sparo, given).encode(pixels), masked(sparo, mask).encode(pixels))
+    real = given.model_copy(update={"mask": (0.5, 0.25, 0.0, 1.0)})
+    soft = masked(sparo, torch.tensor(real.mask))
+    assert torch.equal(selected(sparo, real).encode(pixels), soft.encode(pixels))
+
+
+BAD = {
+    "another checkpoint": ({"checkpoint": "0" * 64}, "was made for another checkpoint"),
+    "out of range": ({"chosen": [4]}, "chosen: 4 is no unit; there are 4"),
+    "negative": ({"chosen": [-1]}, "chosen: -1 is no unit"),
+    "none": ({"chosen": []}, "chosen"),
+    "twice": ({"chosen": [1, 1]}, "names a unit twice"),
+    "count": ({"count": 5, "chosen": [4]}, "has 5 slots"),
+    "mask of another length": ({"mask": [0.5] * 5}, "a mask of 5 numbers"),
+    "mask not finite": ({"mask": [0.5, 0.5, 0.5, float("nan")]}, "mask"),
+    "order": ({"order": [1, 2]}, "order: has 2 of 4"),
+    "names": ({"names": {"9": "x"}}, "names: 9 is no unit"),
+    "names of no number": ({"names": {"x": "x"}}, "names"),
+    "unknown key": ({"slots": [1]}, "slots"),
+    "another schema": ({"schema": 2}, "schema"),
+    "of heads": ({"units": "heads"}, "no CLIP whose ViT is pooled"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_selection_is_refused_by_name(name, sparo, tmp_path):
+    changes, message = BAD[name]
+    good = json.loads(of_numbers(sparo, (0, 1)).model_dump_json(by_alias=True))
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps({**good, **changes}))
+    with pytest.raises(ConfigError, match=message):
+        selected(sparo, read_selection(path), f"--slots {path}")
+
+
+JSON = st.recursive(
+    st.none() | st.floats() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x), max_leaves=8
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=80) | JSON.map(lambda found: json.dumps(found).encode()))
+def test_whatever_else_a_file_holds_is_no_selection(tmp_path_factory, content):
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"any\.json"):
+        read_selection(path)
