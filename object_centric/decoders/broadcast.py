@@ -70,7 +70,9 @@ class Broadcast(nn.Module):
 
     def forward(self, slots: Tensor, grid: Tensor) -> Decoded:
         b, k = slots.shape[:2]
-        x = slots[:, :, None] + self.position(grid)  # (b, K, N, D)
+        with torch.autocast(grid.device.type, enabled=False):  # half a pixel is lost in bf16
+            placed = self.position(grid)
+        x = slots[:, :, None] + placed  # (b, K, N, D)
         if self.config.kind == "mlp":
             found = self.layers(x).unflatten(2, (self.side, self.side)).permute(0, 1, 4, 2, 3)
         else:

@@ -92,19 +92,25 @@ class FramedSlotAttention(nn.Module):
         """From given slots, positions and scales."""
         c, x = self.config, self.norm_input(features)
         k, v = self.to_k(x), self.to_v(x)
+        through: Any = self.through
+        widen, back = through[:3], through[3]
         attention = k
         for i in range(c.iterations + 1):
             normed = self.norm_slots(slots)
             placed = self.to_grid(self.relative(grid, positions, scales))  # (b, K, N, d)
             q = self.to_q(normed) * c.qkv**-0.5
-            keys = self.through(k[:, None] + placed)
-            attention = F.softmax(torch.einsum("bkd,bknd->bkn", q, keys).to(slots.dtype), dim=1)
+            # The second layer of keys and values is linear: applied to K queries and K means in place of K * N tokens.
+            keys = widen(k[:, None] + placed)
+            logits = (keys @ (q @ back.weight)[..., None])[..., 0] + q @ back.bias[:, None]
+            attention = F.softmax(logits.to(slots.dtype), dim=1)
             weights = attention / (attention.sum(-1, keepdim=True) + c.renorm_eps)
-            positions, scales = self._frames(weights, grid, scales)
+            with torch.autocast(grid.device.type, enabled=False):  # half a pixel is lost in bf16
+                positions, scales = self._frames(weights, grid, scales)
             if i == c.iterations:
                 break
-            values = self.through(v[:, None] + placed)
-            update = torch.einsum("bkn,bknd->bkd", weights.to(values.dtype), values)
+            values = widen(v[:, None] + placed)
+            mean = (weights.to(values.dtype)[:, :, None] @ values)[:, :, 0]
+            update = F.linear(mean, back.weight) + weights.sum(-1, keepdim=True) * back.bias
             slots = self.gru(update.flatten(0, 1), slots.flatten(0, 1)).view(slots.shape)
             slots = slots + self.mlp(self.norm_mlp(slots))
         return InFrame(slots, positions, scales, attention)

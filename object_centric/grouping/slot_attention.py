@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from .gru import Gru
 from .slot_config import SlotAttentionConfig
+from .transport_attention import Transport
 
 
 class Grouped(NamedTuple):
@@ -38,16 +39,16 @@ class SlotAttention(nn.Module):
             limit = (6 / (1 + c.width)) ** 0.5
             self.mu, self.log_sigma = (nn.Parameter(torch.empty(c.width).uniform_(-limit, limit)) for _ in range(2))
         else:
-            self.learned = nn.Parameter(torch.randn(c.slots, c.width))
+            self.learned = nn.Parameter(torch.randn(1 if c.init == "same" else c.slots, c.width))
 
     def first(self, shape: torch.Size, noise: Tensor | None) -> Tensor:
         """(…, K, D): what the slots begin as. Raises `ValueError` where they are drawn and no noise was given."""
         c = self.config
-        if c.init == "learned":
+        if c.init != "gaussian":
             return self.learned.expand(*shape, c.slots, c.width)
-        if noise is None or noise.shape[-2:] != (c.slots, c.width):
+        if noise is None:
             raise ValueError(f"slots begin at random: give noise (…, {c.slots}, {c.width})")
-        return self.mu + self.log_sigma.exp() * noise
+        return self.mu + self.log_sigma.exp() * noise[..., : c.width]
 
     def forward(self, features: Tensor, noise: Tensor | None = None, first: Tensor | None = None) -> Grouped:
         """Group features (…, N, in_width).
@@ -55,14 +56,21 @@ class SlotAttention(nn.Module):
         Args:
             noise: see above.  first: (…, K, D), slots to begin with in place of the module's own.
         """
-        slots = self.first(features.shape[:-2], noise) if first is None else first
-        lead = features.shape[:-2]
-        x = self.norm_input(features).flatten(0, -3) if features.dim() > 3 else self.norm_input(features)
-        slots = slots.reshape(-1, *slots.shape[-2:])
-        slots, attention = self._rounds(x, slots)
+        c, lead = self.config, features.shape[:-2]
+        wide = c.drawn(features.shape[-2])
+        if noise is not None and noise.shape[-2:] != (c.slots, wide):
+            raise ValueError(f"noise {tuple(noise.shape)}: these slots take (…, {c.slots}, {wide})")
+        slots = self.first(lead, noise) if first is None else first
+        x = self.norm_input(features).reshape(-1, *features.shape[-2:])
+        ties = features.new_zeros(())
+        if wide > c.width:
+            if noise is None:
+                raise ValueError(f"ties are broken by chance: give noise (…, {c.slots}, {wide})")
+            ties = noise[..., c.width :].reshape(-1, c.slots, wide - c.width)
+        slots, attention = self._rounds(x, slots.reshape(-1, *slots.shape[-2:]), ties)
         return Grouped(slots.view(*lead, *slots.shape[-2:]), attention.view(*lead, *attention.shape[-2:]))
 
-    def _rounds(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def _rounds(self, x: Tensor, slots: Tensor, ties: Tensor) -> tuple[Tensor, Tensor]:
         c, last = self.config, self.config.iterations - 1
         begun = slots
         attention = slots.new_zeros(())
@@ -79,7 +87,7 @@ class SlotAttention(nn.Module):
                         slots = slots + begun - begun.detach()
                     keyed = None  # what was projected without a graph
                 if keyed is None or c.layers == "own":
-                    keyed = step.keyed(x)
+                    keyed = step.keyed(x, ties)
                 slots, attention = step(keyed, slots, with_mlp=c.mlp_last or i < last)
         return slots, attention
 
@@ -98,23 +106,30 @@ class Round(nn.Module):
         if c.mlp_width:
             self.norm_mlp = nn.LayerNorm(c.width, eps=c.ln_eps)
             self.mlp = nn.Sequential(nn.Linear(c.width, c.mlp_width), nn.ReLU(), nn.Linear(c.mlp_width, c.width))
+        self.transport = Transport(c.transport, in_width, c.width) if c.transport else None
         for layer in (self.to_q, self.to_k, self.to_v):
             nn.init.xavier_uniform_(layer.weight)
 
-    def keyed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def keyed(self, x: Tensor, ties: Tensor) -> tuple[Any, Tensor]:
         """Tokens (b, N, in) to keys and values (b, H, N, d), once for all rounds; folded, to themselves."""
+        if self.transport is not None:
+            return self.transport.goods(self.to_k(x), x, ties, self.config.slots), x
         if self.config.folded:
             return x, x
         return tuple(
             layer(x).unflatten(-1, (self.config.heads, -1)).transpose(1, 2) for layer in (self.to_k, self.to_v)
         )  # type: ignore[return-value]
 
-    def forward(self, keyed: tuple[Tensor, Tensor], slots: Tensor, with_mlp: bool) -> tuple[Tensor, Tensor]:
+    def forward(self, keyed: tuple[Any, Tensor], slots: Tensor, with_mlp: bool) -> tuple[Tensor, Tensor]:
         """Slots (b, K, D) to the next ones, and attention (b, K, N)."""
         c = self.config
         normed = self.norm_slots(slots)
-        q = self.to_q(normed) * (c.qkv // c.heads) ** -0.5
-        if c.folded:
+        q = self.to_q(normed) * (1 if self.transport else (c.qkv // c.heads) ** -0.5)
+        if self.transport is not None:
+            plan = self.transport(q, normed, keyed[0])
+            update = self.to_v(plan.to(keyed[1].dtype) @ keyed[1])
+            attention = plan / plan.sum(1, keepdim=True).clamp(min=1e-20)
+        elif c.folded:
             # q (W_k x) = (q W_k) x, and sum_n a_n (W_v x_n) = W_v sum_n a_n x_n: the long side stays unprojected.
             update, attention = weighted(c, (q @ self.to_k.weight)[:, None], keyed[0][:, None], keyed[1][:, None])
             update = self.to_v(update[:, 0])

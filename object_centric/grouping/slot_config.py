@@ -13,8 +13,11 @@ from pydantic import model_validator
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.errors import did_you_mean
 
+from .transport_config import TransportConfig
+
 # Sources: google-research/slot_attention (sa2020), slot-attention-video (savi), singhgautam/slate, steve; OCLF; martius-lab/videosaur;
 # invariant_slot_attention (isa). tf, tf_inv, tf_inv_gru, sa_nogru: papers/inverted-attention-transformers.txt.
+# sa_sinkhorn, sa_emd, sa_me: papers/slot-attention-optimal-transport.txt; mesh: its later code, davzha/MESH.
 # mlp_times: hidden units of the MLP as a multiple of width.
 PRESETS: dict[str, dict[str, Any]] = {
     "sa2020": {"ln_eps": 1e-3, "renorm": "entry", "renorm_eps": 1e-8, "gru": "keras", "mlp_width": 128},
@@ -31,6 +34,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tf": {"softmax_over": "keys", "renorm": "none", "gru": "none", "layers": "own", "mlp_width": 128},
     "tf_inv": {"gru": "none", "layers": "own", "mlp_width": 128},
     "tf_inv_gru": {"layers": "own", "mlp_width": 128},
+    "sa_sinkhorn": {"transport": {}, "renorm": "none", "mlp_width": 128},
+    "sa_emd": {"transport": {"exact": "sum"}, "renorm": "none", "mlp_width": 128},
+    "sa_me": {"transport": {"entropy_steps": 4}, "renorm": "none", "mlp_width": 128},
+    "mesh": {"transport": {"entropy_steps": 4, "cost": "cdist", "takes": "learned"}, "renorm": "none", "mlp_width": 128},
 }  # fmt: skip
 
 
@@ -59,8 +66,8 @@ class SlotAttentionConfig(Frozen):
     mlp_last: bool = setting(True, "the MLP runs in the last iteration too")
     out_proj: bool = setting(False, "a linear layer behind the values, as more than one head of savi's has")
     layers: Literal["shared", "own"] = setting("shared", "one set of weights for all iterations, or one for each")
-    init: Literal["gaussian", "learned"] = setting(
-        "gaussian", "first slots: drawn from one learned Gaussian, or learned one by one"
+    init: Literal["gaussian", "learned", "same"] = setting(
+        "gaussian", "first slots: drawn from one learned Gaussian, learned one by one, or one that is learned for all"
     )
     gradient: Literal["all", "last"] = setting(
         "all", "through all iterations, or the last alone (implicit differentiation, Chang et al. 2022)"
@@ -71,6 +78,10 @@ class SlotAttentionConfig(Frozen):
     kv: Literal["auto", "plain", "folded"] = setting(
         "auto",
         "folded: keys' and values' weights are applied to slots, not to tokens; the same function; auto: where heads=1",
+    )
+
+    transport: TransportConfig | None = setting(
+        None, "slots share tokens by transport in place of a softmax (sa_sinkhorn, sa_emd, sa_me, mesh)"
     )
 
     @model_validator(mode="before")
@@ -84,6 +95,10 @@ class SlotAttentionConfig(Frozen):
         row = dict(PRESETS[name])
         if (times := row.pop("mlp_times", None)) and isinstance(given.get("width", 64), int):
             row["mlp_width"] = times * given.get("width", 64)
+        inner = given.get("transport")
+        if isinstance(inner, dict) and "transport" in row:
+            row["transport"] = {**row["transport"], **inner}
+            given = {knob: value for knob, value in given.items() if knob != "transport"}
         return {**row, **given}
 
     @model_validator(mode="after")
@@ -98,6 +113,19 @@ class SlotAttentionConfig(Frozen):
             raise ValueError(f"qkv_width={self.qkv} is not width={self.width}, which values go back to; set out_proj")
         if self.straight_through and self.gradient == "all":
             raise ValueError("straight_through: is of gradient=last")
+        if self.init == "same" and not (self.transport and self.transport.entropy_steps and self.transport.noise):
+            raise ValueError(
+                "init=same: equal slots stay equal; it needs transport.entropy_steps and noise to break ties"
+            )
+        if self.transport is not None and (self.heads, self.softmax_over, self.renorm, self.kv) != (
+            1,
+            "slots",
+            "none",
+            "auto",
+        ):
+            raise ValueError(
+                "transport: has one head and no softmax; leave heads, softmax_over and kv away, renorm: none"
+            )
         if self.gradient == "last" and self.layers == "own":
             raise ValueError(
                 "gradient=last: iterations with weights of their own would learn nothing; set layers to shared"
@@ -112,4 +140,8 @@ class SlotAttentionConfig(Frozen):
     @property
     def folded(self) -> bool:
         """Whether tokens are left without projections."""
-        return self.kv == "folded" or (self.kv == "auto" and self.heads == 1)
+        return self.kv == "folded" or (self.kv == "auto" and self.heads == 1 and self.transport is None)
+
+    def drawn(self, tokens: int) -> int:
+        """Standard normal numbers that an image draws for each slot: its first state, and where transport breaks ties, one per token."""
+        return self.width + (tokens if self.transport is not None and self.transport.entropy_steps else 0)

@@ -92,7 +92,7 @@ class SlotAutoencoder(Objective):
         return None
 
     def shard_units(self) -> Sequence[nn.Module]:
-        return [self.model.encoder, self.model.grouping, self.model.decoder]
+        return [self.model.tower.encoder, self.model.tower.grouping, self.model.decoder]
 
     def footprint(self, batch: int, world_batch: int) -> Footprint:
         m = self.config.model

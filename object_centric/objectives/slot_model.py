@@ -2,64 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
-import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import setting
 
 from ..decoders.broadcast import Broadcast, BroadcastConfig, Decoded
-from ..encoders.convnet import ConvNet, ConvNetConfig, grid
-from ..grouping.invariant import FrameConfig, FramedSlotAttention
-from ..grouping.slot_attention import SlotAttention
-from ..grouping.slot_config import SlotAttentionConfig
+from ..encoders.convnet import grid
+from .slot_tower import SlotTower, SlotTowerConfig
 
 
-class SlotModelConfig(Frozen):
-    """Which parts, and how they are put together."""
+class SlotModelConfig(SlotTowerConfig):
+    """A tower and what draws its slots."""
 
-    image_size: int = setting(64, "pixels per side", gt=0, le=4096)
-    encoder: ConvNetConfig = setting(ConvNetConfig(), "from pixels to features")
-    features: int = setting(64, "width of what slots group; a perceptron takes the encoder's to it", gt=0)
-    grouping: SlotAttentionConfig = setting(SlotAttentionConfig(), "from features to slots")
-    frame: FrameConfig | None = setting(None, "slots with positions and scales of their own: T-SA, TS-SA; null: SA")
     decoder: BroadcastConfig = setting(BroadcastConfig(), "from slots to pixels")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         self.decoder.side(self.image_size)
-        if len(self.encoder.strides) != len(self.encoder.channels):
-            raise ValueError("encoder.strides: name one per layer, as encoder.channels does")
-        if self.frame is not None:
-            g = self.grouping
-            plain = SlotAttentionConfig(renorm="sum")
-            for knob in (
-                "heads",
-                "softmax_over",
-                "renorm",
-                "gradient",
-                "layers",
-                "gru_on_normed",
-                "out_proj",
-                "mlp_last",
-                "kv",
-            ):
-                if getattr(g, knob) != getattr(plain, knob):
-                    raise ValueError(
-                        f"grouping.{knob}={getattr(g, knob)}: slots with frames have {getattr(plain, knob)} alone"
-                    )
-            if not g.mlp_width or g.gru == "none" or g.qkv != g.width:
-                raise ValueError(
-                    "grouping: slots with frames need mlp_width and a gru, and qkv_width=width; preset=isa has them"
-                )
         return self
-
-    @property
-    def noise(self) -> tuple[int, int]:
-        """Shape of what a sample draws for its first slots."""
-        return self.grouping.slots, self.grouping.width + (4 if self.frame else 0)
 
 
 class Slotted(NamedTuple):
@@ -75,32 +38,13 @@ class SlotModel(nn.Module):
 
     def __init__(self, config: SlotModelConfig):
         super().__init__()
-        self.config, c = config, config
-        wide = c.encoder.width
-        self.encoder = ConvNet(c.encoder)
-        # x, y and what is left of them to the other edge (Locatello et al. 2020); frames bring positions of their own.
-        self.position = nn.Linear(4, wide) if c.frame is None else None
-        self.norm = nn.LayerNorm(wide, eps=c.grouping.ln_eps)
-        self.project = nn.Sequential(nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, c.features))
-        self.grouping: Any = (
-            SlotAttention(c.grouping, c.features)
-            if c.frame is None
-            else FramedSlotAttention(c.grouping, c.frame, c.features)
-        )
-        self.decoder = Broadcast(c.decoder, c.grouping.width, c.image_size)
+        self.config = config
+        self.tower = SlotTower(config)
+        self.decoder = Broadcast(config.decoder, config.grouping.width, config.image_size)
 
     def forward(self, images: Tensor, noise: Tensor) -> Slotted:
-        features = self.encoder(images)
-        side = features.shape[1]
-        places = grid(side, images.device)
-        if self.position is not None:
-            near = (places.flip(-1) + 1) / 2
-            features = features + self.position(torch.cat([near, 1 - near], dim=-1)).unflatten(0, (side, side))
-        tokens = self.project(self.norm(features.flatten(1, 2)))
+        slots, attention, frames = self.tower(images, noise)
         onto = grid(self.decoder.side, images.device)
-        if self.config.frame is None:
-            slots, attention = self.grouping(tokens, noise)
-        else:
-            slots, positions, scales, attention = self.grouping(tokens, places, noise)
-            onto = self.grouping.relative(onto, positions, scales)
-        return Slotted(slots, attention.unflatten(-1, (side, side)), self.decoder(slots, onto))
+        if frames is not None:
+            onto = self.tower.grouping.relative(onto, *frames)
+        return Slotted(slots, attention, self.decoder(slots, onto))

@@ -82,7 +82,7 @@ def plain(module, features, noise):
     return torch.stack(found), torch.stack(taken)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [name for name, row in PRESETS.items() if "transport" not in row])
 def test_every_preset_is_its_formula(preset):
     heads = 2 if "heads" in str(PRESETS[preset].get("softmax_over")) else 1
     for knobs in ({"heads": heads}, {"heads": 2, "out_proj": True, "qkv_width": 12}):
@@ -103,7 +103,7 @@ def test_every_preset_is_its_formula(preset):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.sampled_from(sorted(PRESETS)),
+    st.sampled_from(sorted(name for name, row in PRESETS.items() if "transport" not in row)),
     st.sampled_from(["entry", "sum", "none"]),
     st.sampled_from([0.0, 1e-8, 0.3]),
     st.integers(1, 3),
@@ -196,6 +196,8 @@ def framed(**frame):
     torch.manual_seed(0)
     config = SlotAttentionConfig(preset="isa", slots=K, width=D, mlp_width=16)
     module = FramedSlotAttention(config, FrameConfig(**{"scale_clip": (1e-6, 100), **frame}), IN).double()
+    for parameter in module.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
     lines = torch.linspace(-1, 1, 4, dtype=torch.float64)
     grid = torch.stack(torch.meshgrid(lines, lines, indexing="ij"), -1).flatten(0, 1)
     return module, torch.randn(B, 16, IN, dtype=torch.float64), grid, torch.randn(B, K, D + 4, dtype=torch.float64)

@@ -1,0 +1,91 @@
+"""Attention by transport: how much a slot takes of every token, so that none goes empty (Zhang et al. 2022, Section 3)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .transport import Similar, exact_plan, less_entropy, log_marginal, sinkhorn
+from .transport_config import TransportConfig
+
+
+class Goods(NamedTuple):
+    """What tokens bring to all rounds: keys (b, N, d), log marginal (b, N), ties (b, K, N) that noise breaks."""
+
+    keys: Tensor
+    log_a: Tensor
+    ties: Tensor
+
+
+class Transport(nn.Module):
+    """Plans of transport.
+
+    Args:
+        in_width: of tokens.  width: of slots.
+    """
+
+    def __init__(self, config: TransportConfig, in_width: int, width: int):
+        super().__init__()
+        self.config = config
+        self.gives = _scored(in_width)
+        if config.takes == "learned":
+            self.takes = _scored(width)
+        if config.learn_rate:
+            self.rate = nn.Parameter(torch.tensor(config.entropy_rate))
+        if config.regulariser:
+            self.likeness = _scored(2 * width)
+
+    def forward(self, queries: Tensor, normed: Tensor, goods: Goods) -> Tensor:
+        """Queries (b, K, d) of slots (b, K, D) to how much each takes of the tokens, (b, K, N) in fp32 at least."""
+        c = self.config
+        with torch.autocast(queries.device.type, enabled=False):  # exponents of small differences
+            queries, keys, log_a = _wide(queries), _wide(goods.keys), _wide(goods.log_a)
+            cost = costs(c, queries, keys)
+            count = cost.shape[1]
+            log_b = torch.zeros_like(cost[:, :, 0])
+            if c.takes == "learned":
+                log_b = log_marginal(self.takes(_wide(normed))[..., 0], count)
+            if not c.entropy_steps:
+                plan = sinkhorn(cost, log_a, log_b, c.steps).moved
+                if c.exact == "none":
+                    return plan
+                best = exact_plan(cost, log_a, log_b)
+                return plan + best if c.exact == "sum" else plan + (best - plan).detach()
+            similar = None
+            if c.regulariser:
+                first = sinkhorn(cost, log_a, log_b, c.steps).moved
+                similar = Similar(c.regulariser, self._similar(_wide(normed)), first)
+            rate = self.rate if c.learn_rate else c.entropy_rate
+            cost = cost + c.noise * _wide(goods.ties)
+            cost, v = less_entropy(cost, log_a, log_b, c.steps, c.entropy_steps, rate, similar, c.second_order)
+            return sinkhorn(cost, log_a, log_b, c.steps, v).moved
+
+    def _similar(self, slots: Tensor) -> Tensor:
+        count = slots.shape[1]
+        pairs = torch.cat([slots[:, :, None].expand(-1, -1, count, -1), slots[:, None].expand(-1, count, -1, -1)], -1)
+        return F.softmax(self.likeness(pairs)[..., 0], dim=1)
+
+    def goods(self, keys: Tensor, tokens: Tensor, ties: Tensor, slots: int) -> Goods:
+        """What all rounds of an image share; tokens' marginals sum to the number of slots."""
+        return Goods(keys, log_marginal(_wide(self.gives(tokens)[..., 0]), slots), ties)
+
+
+def costs(c: TransportConfig, queries: Tensor, keys: Tensor) -> Tensor:
+    """(b, K, d), (b, N, d) to (b, K, N)."""
+    if c.cost == "cdist":
+        return c.cost_scale * torch.cdist(queries, keys)
+    if c.cost == "cosine":
+        return -c.cost_scale * F.normalize(queries, dim=-1) @ F.normalize(keys, dim=-1).transpose(1, 2)
+    long = queries.square().sum(-1)[..., None] + keys.square().sum(-1)[:, None]
+    return c.cost_scale * (long - 2 * queries @ keys.transpose(1, 2))
+
+
+def _scored(width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

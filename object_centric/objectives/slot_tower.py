@@ -1,0 +1,97 @@
+"""Images to slots: an encoder, where its features stand, and the grouping; what every slot model begins with."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Self
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+
+from sparo_train.core.config import Frozen, setting
+
+from ..encoders.convnet import ConvNet, ConvNetConfig, grid
+from ..grouping.invariant import FrameConfig, FramedSlotAttention
+from ..grouping.slot_attention import SlotAttention
+from ..grouping.slot_config import SlotAttentionConfig
+
+_NOT_FRAMED = (
+    "heads", "softmax_over", "renorm", "gradient", "layers", "gru_on_normed", "out_proj", "mlp_last", "kv", "transport"
+)  # fmt: skip
+
+
+class SlotTowerConfig(Frozen):
+    """Which parts, and how they are put together."""
+
+    image_size: int = setting(64, "pixels per side", gt=0, le=4096)
+    encoder: ConvNetConfig = setting(ConvNetConfig(), "from pixels to features")
+    features: int = setting(64, "width of what slots group; a perceptron takes the encoder's to it", gt=0)
+    grouping: SlotAttentionConfig = setting(SlotAttentionConfig(), "from features to slots")
+    frame: FrameConfig | None = setting(None, "slots with positions and scales of their own: T-SA, TS-SA; null: SA")
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if len(self.encoder.strides) != len(self.encoder.channels):
+            raise ValueError("encoder.strides: name one per layer, as encoder.channels does")
+        if self.frame is None:
+            return self
+        g, plain = self.grouping, SlotAttentionConfig(renorm="sum")
+        for knob in _NOT_FRAMED:
+            if getattr(g, knob) != getattr(plain, knob):
+                raise ValueError(
+                    f"grouping.{knob}={getattr(g, knob)}: slots with frames have {getattr(plain, knob)} alone"
+                )
+        if not g.mlp_width or g.gru == "none" or g.qkv != g.width:
+            raise ValueError(
+                "grouping: slots with frames need mlp_width and a gru, and qkv_width=width; preset=isa has them"
+            )
+        return self
+
+    @property
+    def noise(self) -> tuple[int, int]:
+        """Shape of what an image draws: its first slots, and what breaks ties between them."""
+        tokens = self.encoder.side(self.image_size) ** 2
+        return self.grouping.slots, self.grouping.drawn(tokens) + (4 if self.frame else 0)
+
+
+class Towered(NamedTuple):
+    """slots (b, K, D); attention (b, K, s, s); frames: positions and scales (b, K, 2) of slots that have some."""
+
+    slots: Tensor
+    attention: Tensor
+    frames: tuple[Tensor, Tensor] | None
+
+
+class SlotTower(nn.Module):
+    """Images (b, 3, S, S), and standard normal noise (b, *config.noise)."""
+
+    def __init__(self, config: SlotTowerConfig):
+        super().__init__()
+        self.config, c = config, config
+        wide = c.encoder.width
+        self.encoder = ConvNet(c.encoder)
+        # x, y and what is left of them to the other edge (Locatello et al. 2020); frames bring positions of their own.
+        self.position = nn.Linear(4, wide) if c.frame is None else None
+        self.norm = nn.LayerNorm(wide, eps=c.grouping.ln_eps)
+        self.project = nn.Sequential(nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, c.features))
+        self.grouping: Any = (
+            SlotAttention(c.grouping, c.features)
+            if c.frame is None
+            else FramedSlotAttention(c.grouping, c.frame, c.features)
+        )
+
+    def forward(self, images: Tensor, noise: Tensor) -> Towered:
+        features = self.encoder(images)
+        side = features.shape[1]
+        places = grid(side, images.device)
+        if self.position is not None:
+            near = (places.flip(-1) + 1) / 2
+            features = features + self.position(torch.cat([near, 1 - near], dim=-1)).unflatten(0, (side, side))
+        tokens = self.project(self.norm(features.flatten(1, 2)))
+        frames = None
+        if self.config.frame is None:
+            slots, attention = self.grouping(tokens, noise)
+        else:
+            slots, positions, scales, attention = self.grouping(tokens, places, noise)
+            frames = positions, scales
+        return Towered(slots, attention.unflatten(-1, (side, side)), frames)

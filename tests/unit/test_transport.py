@@ -1,0 +1,233 @@
+"""Transport in place of a softmax: against POT, against autograd through every step, and what plans of less entropy are for."""
+
+import ot
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
+from torch import nn
+
+from object_centric.grouping import transport
+from object_centric.grouping.slot_attention import SlotAttention
+from object_centric.grouping.slot_config import PRESETS, SlotAttentionConfig
+from object_centric.grouping.transport import exact_plan, less_entropy, log_marginal, sinkhorn, sinkhorn_unrolled
+
+B, N, IN, K, D = 2, 9, 6, 3, 8
+MOVED = [name for name, row in PRESETS.items() if "transport" in row]
+
+
+def problem(b=B, k=K, n=N, seed=0):
+    drawn = torch.Generator().manual_seed(seed)
+    cost, a, s = (torch.randn(shape, generator=drawn, dtype=torch.float64) for shape in ((b, k, n), (b, n), (b, k)))
+    return [x.requires_grad_() for x in (cost.square(), log_marginal(a, k), log_marginal(s, k))]
+
+
+def test_many_steps_are_pots_plan():
+    cost, log_a, log_b = problem()
+    found = sinkhorn(cost, log_a, log_b, 2000).moved
+    for mine, c, a, b in zip(found.detach(), cost.detach(), log_a.detach().exp(), log_b.detach().exp(), strict=True):
+        expected = ot.bregman.sinkhorn_log(b.numpy(), a.numpy(), c.numpy(), 1.0, numItermax=20_000, stopThr=1e-14)
+        assert torch.allclose(mine, torch.from_numpy(expected), atol=1e-10)
+    few = sinkhorn(cost, log_a, log_b, 1).moved
+    assert torch.allclose(few.sum(2), log_b.exp()) and not torch.allclose(few.sum(1), log_a.exp(), atol=1e-3)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 7), st.integers(1, 6), st.integers(0, 99), st.booleans())
+def test_its_gradient_is_autograds(b, k, n, steps, seed, warm):
+    inputs = problem(b, k, n, seed)
+    v = torch.randn(b, k, 1, dtype=torch.float64) if warm else None
+    weight = torch.randn(b, k, n, dtype=torch.float64)
+    ours, theirs = (of(*inputs, steps, v) for of in (sinkhorn, sinkhorn_unrolled))
+    assert torch.allclose(ours.moved, theirs.moved, atol=1e-12) and torch.allclose(ours.v, theirs.v, atol=1e-12)
+    for mine, his in zip(
+        *(torch.autograd.grad((plan.moved * weight).sum(), inputs) for plan in (ours, theirs)), strict=True
+    ):
+        assert torch.allclose(mine, his, atol=1e-10)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 99), st.booleans())
+def test_the_way_to_less_entropy_is_autograds(steps, rounds, seed, regularised):
+    cost, log_a, log_b = problem(seed=seed)
+    similar = None
+    if regularised:
+        likeness = torch.randn(B, K, K, dtype=torch.float64).softmax(1)
+        similar = transport.Similar(0.3, likeness, sinkhorn(cost, log_a, log_b, steps).moved.detach())
+    ours, v = less_entropy(cost, log_a, log_b, steps, rounds, 0.7, similar)
+    theirs, w = less_entropy(cost, log_a, log_b, steps, rounds, 0.7, similar, unrolled=True)
+    assert torch.allclose(ours, theirs, atol=1e-10) and torch.allclose(v, w, atol=1e-10)
+    # Written out once more, one sample at a time.
+    for i in range(B):
+        c, start = cost[i].detach().clone(), torch.zeros(K, 1, dtype=torch.float64)
+        for _ in range(rounds):
+            c.requires_grad_()
+            p, begun = -c, start
+            for _ in range(steps):
+                u = log_a[i].detach() - torch.log((p + begun).exp().sum(0))
+                begun = log_b[i].detach()[:, None] - torch.log((p + u).exp().sum(1, keepdim=True))
+            moved = (p + u + begun).exp()
+            held = moved.clamp(1e-20, 1)
+            height = -(held * held.log()).mean()
+            if similar is not None:
+                height = height + 0.3 * (similar.slots[i].T @ moved - similar.first[i]).square().sum()
+            (slope,) = torch.autograd.grad(height, c)
+            c, start = (c - 0.7 * slope / slope.norm()).detach(), begun.detach()
+        assert torch.allclose(ours[i], c, atol=1e-9)
+
+
+def test_the_exact_plan_is_the_assignment():
+    cost = torch.rand(4, 5, 5, dtype=torch.float64)
+    even = torch.zeros(4, 5, dtype=torch.float64)
+    for plan, c in zip(exact_plan(cost, even, even), cost, strict=True):
+        rows, columns = linear_sum_assignment(c.numpy())
+        expected = torch.zeros(5, 5, dtype=torch.float64)
+        expected[rows, columns] = 1
+        assert torch.allclose(plan, expected)
+    cost, log_a, log_b = problem(n=20)
+    plan = exact_plan(cost, log_a.float(), log_b.float())  # sums that differ in their last bits
+    assert torch.allclose(plan.sum(2), log_b.exp(), atol=1e-5) and torch.allclose(plan.sum(1), log_a.exp(), atol=1e-5)
+
+
+def built(preset, **knobs):
+    torch.manual_seed(0)
+    config = SlotAttentionConfig.model_validate({"preset": preset, "slots": K, "width": D, **knobs})
+    module = SlotAttention(config, IN).double()
+    for parameter in module.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    noise = torch.randn(B, K, config.drawn(N), dtype=torch.float64)
+    return module, torch.randn(B, N, IN, dtype=torch.float64), noise
+
+
+def plain(module, features, noise):
+    """The papers' texts in torch's own operations: whole distances, autograd for the entropy's slope, no folding."""
+    c, step = module.config, module.rounds[0]
+    t, x = c.transport, module.norm_input(features)
+    slots = module.mu + module.log_sigma.exp() * noise[..., :D]
+    log_a = (K * step.transport.gives(x)[..., 0].softmax(-1)).log()
+    k, v = x @ step.to_k.weight.T, x @ step.to_v.weight.T
+    for _ in range(c.iterations):
+        normed = step.norm_slots(slots)
+        q = normed @ step.to_q.weight.T
+        apart = (q[:, :, None] - k[:, None]).square().sum(-1)
+        cost = {"sqeuclidean": apart, "cdist": apart.sqrt()}.get(
+            t.cost, -nn.functional.cosine_similarity(q[:, :, None], k[:, None], dim=-1)
+        )
+        cost = cost * t.cost_scale
+        log_b = torch.zeros(B, K, dtype=torch.float64)
+        if t.takes == "learned":
+            log_b = (K * step.transport.takes(normed)[..., 0].softmax(-1)).log()
+        start = None
+        if t.entropy_steps:
+            cost = cost + t.noise * noise[..., D:]
+        for _ in range(t.entropy_steps):
+            leaf = cost.detach().requires_grad_()
+            found, start = sinkhorn_unrolled(leaf, log_a.detach(), log_b.detach(), t.steps, start)
+            held = found.clamp(1e-20, 1)
+            (slope,) = torch.autograd.grad(-(held * held.log()).mean((1, 2)).sum(), leaf)
+            cost, start = cost - t.entropy_rate * slope / slope.flatten(1).norm(dim=1)[:, None, None], start.detach()
+        moved = sinkhorn_unrolled(cost, log_a, log_b, t.steps, start).moved
+        if t.exact != "none":
+            best = exact_plan(cost, log_a, log_b)
+            moved = moved + best if t.exact == "sum" else best + moved - moved.detach()
+        slots = step.gru((moved @ v).flatten(0, 1), slots.flatten(0, 1)).view(slots.shape)
+        slots = slots + step.mlp(step.norm_mlp(slots))
+    return slots, moved / moved.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("preset", MOVED)
+@pytest.mark.parametrize(
+    "inner",
+    [{}, {"cost": "cosine", "cost_scale": 6.0, "takes": "learned"}, {"cost": "cdist", "steps": 2}],
+    ids=["", "cosine", "cdist"],
+)
+def test_every_preset_is_its_formula(preset, inner):
+    module, features, noise = built(preset, transport=inner)
+    features.requires_grad_()
+    ours, theirs = module(features, noise), plain(module, features, noise)
+    for mine, his in zip(ours, theirs, strict=True):
+        assert torch.allclose(mine, his, atol=1e-9)
+    weight = torch.randn_like(ours.slots)
+    inputs = [features, *module.parameters()]
+    for mine, his in zip(
+        *(torch.autograd.grad((s * weight).sum(), inputs) for s in (ours.slots, theirs[0])), strict=True
+    ):
+        assert torch.allclose(mine, his, atol=1e-7)
+
+
+def test_exact_plans_may_stand_in_place_of_sinkhorns():
+    module, features, noise = built("sa_emd", transport={"exact": "straight_through"})
+    ours, theirs = module(features, noise), plain(module, features, noise)
+    assert torch.allclose(ours.slots, theirs[0], atol=1e-9)
+    assert ((ours.attention < 1e-9) | (ours.attention > 1e-3)).all()  # a simplex splits few tokens
+
+
+def test_equal_slots_are_told_apart_by_noise_alone():
+    tokens = torch.randn(1, 40, IN, dtype=torch.float64)
+    module, _, _ = built("sa_me", init="same", transport={"entropy_rate": 30.0})
+    first, second = (torch.randn(1, K, D + 40, dtype=torch.float64) for _ in range(2))
+    with torch.inference_mode():
+        found = module(tokens, first)
+        assert torch.equal(module(tokens, first).slots, found.slots)
+        assert not torch.equal(module(tokens, second).slots, found.slots)
+        assert torch.pdist(found.slots[0]).min() > 1e-3
+        tied, _, _ = built("sa_sinkhorn")
+        still = tied(tokens, first=torch.randn(1, 1, D, dtype=torch.float64).expand(1, K, D)).slots[0]
+    assert torch.pdist(still).max() < 1e-9
+
+
+def test_steps_that_carry_a_gradient_teach_who_is_similar_and_how_far_to_go():
+    module, features, noise = built(
+        "sa_me", transport={"regulariser": 0.1, "second_order": True, "learn_rate": True, "noise": 1.0}
+    )
+    module(features, noise).slots.square().sum().backward()
+    learned = dict(module.named_parameters())
+    for name in ("rounds.0.transport.rate", "rounds.0.transport.likeness.0.weight"):
+        assert learned[name].grad.abs().max() > 0
+    with torch.inference_mode():
+        again = module(features, noise).slots
+    assert torch.allclose(again, module(features, noise).slots, atol=1e-9)
+
+
+def test_it_keeps_a_quarter_of_what_autograd_keeps():
+    kept = []
+    cost, log_a, log_b = problem(n=200)
+    for unrolled in (False, True):
+        total = {}
+        hook = torch.autograd.graph.saved_tensors_hooks(
+            lambda x, seen=total: (seen.update({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()}), x)[1],
+            lambda x: x,
+        )
+        with hook:
+            found, v = less_entropy(cost, log_a, log_b, 5, 4, 8.0, unrolled=unrolled)
+            of = sinkhorn_unrolled if unrolled else sinkhorn
+            moved = of(found, log_a, log_b, 5, v).moved
+        kept.append(sum(total.values()))
+        moved.sum().backward()
+    assert kept[0] < kept[1] / 4
+
+
+BAD = {
+    "exact=sum": {"entropy_steps": 4, "exact": "sum"},
+    "second_order: is of": {"second_order": True},
+    "set second_order": {"entropy_steps": 4, "regulariser": 1.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("told", BAD)
+def test_knobs_that_do_not_go_together_are_refused(told):
+    with pytest.raises(ValueError, match=told):
+        SlotAttentionConfig.model_validate({"preset": "sa_sinkhorn", "transport": BAD[told]})
+
+
+def test_who_cannot_break_ties_is_refused():
+    with pytest.raises(ValueError, match="equal slots stay equal"):
+        SlotAttentionConfig(init="same")
+    with pytest.raises(ValueError, match="has one head and no softmax"):
+        SlotAttentionConfig.model_validate({"preset": "mesh", "heads": 2})
+    module, features, noise = built("mesh")
+    with pytest.raises(ValueError, match=r"noise \(2, 3, 8\): these slots take \(…, 3, 17\)"):
+        module(features, noise[..., :D])
+    with pytest.raises(ValueError, match="ties are broken by chance"):
+        module(features, first=torch.zeros(B, K, D, dtype=torch.float64))
