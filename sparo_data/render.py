@@ -12,14 +12,14 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .textures import Texture, painted
+
 F32 = NDArray[np.float32]
 Shape = Literal["sphere", "cube", "cylinder"]
 
 _FAR = np.float32(1e9)
 _KEY = np.array([-0.45, -0.55, 0.85], dtype=np.float32) / np.float32(np.sqrt(0.45**2 + 0.55**2 + 0.85**2))
 _FILL = np.array([0.8, -0.3, 0.5], dtype=np.float32) / np.float32(np.sqrt(0.8**2 + 0.3**2 + 0.5**2))
-_GROUND = np.array([0.62, 0.61, 0.60], dtype=np.float32)
-_SKY = np.array([0.80, 0.82, 0.85], dtype=np.float32)
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Body:
     radius: float
     position: tuple[float, float, float]
     yaw: float = 0.0
+    texture: Texture | None = None
 
     @property
     def centre(self) -> F32:
@@ -60,6 +61,15 @@ class Camera:
         return right.astype(np.float32), np.cross(right, forward).astype(np.float32), forward
 
 
+@dataclass(frozen=True)
+class Stage:
+    """What bodies stand on and before, in linear light."""
+
+    ground: tuple[float, float, float] = (0.62, 0.61, 0.60)
+    sky: tuple[float, float, float] = (0.80, 0.82, 0.85)
+    texture: Texture | None = None
+
+
 class Frame(NamedTuple):
     """rgb (H, W, 3) uint8; mask (H, W) uint8: 0 background, i+1 the visible body i; amodal (n, H, W) bool: the body's
     silhouette whether hidden or not; depth (H, W) fp32: distance along the ray, inf for the sky."""
@@ -70,7 +80,7 @@ class Frame(NamedTuple):
     depth: F32
 
 
-def render(bodies: list[Body], camera: Camera, size: int, antialias: int = 2) -> Frame:
+def render(bodies: list[Body], camera: Camera, size: int, antialias: int = 2, stage: Stage = Stage()) -> Frame:
     """Trace a square frame of `size` pixels with `antialias`^2 rays per pixel. Masks and depth come from the first ray."""
     fine = size * antialias
     directions = _rays(camera, fine)
@@ -92,7 +102,7 @@ def render(bodies: list[Body], camera: Camera, size: int, antialias: int = 2) ->
         closer = distance < nearest[rays]
         chosen = rays[closer]
         nearest[chosen], owner[chosen], normals[chosen] = distance[closer], i, normal[closer]
-    color = _shade(bodies, eye, directions, nearest, owner, normals)
+    color = _shade(bodies, stage, eye, directions, nearest, owner, normals)
     rgb = color.reshape(size, antialias, size, antialias, 3).mean(axis=(1, 3))
     first = (slice(None, None, antialias), slice(None, None, antialias))
     depth = np.where(nearest < _FAR, nearest, np.inf).astype(np.float32).reshape(fine, fine)[first]
@@ -131,8 +141,7 @@ def _candidates(origins: F32, directions: F32, body: Body) -> NDArray[np.intp]:
 
 def _hit(origins: F32, directions: F32, body: Body) -> tuple[F32, F32]:
     """First distance in front of each ray's origin (or _FAR) and the outward normal there."""
-    cos, sin = np.cos(np.float32(body.yaw)), np.sin(np.float32(body.yaw))
-    turn = np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]], dtype=np.float32)
+    turn = _turn(body)
     o = np.broadcast_to((origins - body.centre) @ turn / np.float32(body.radius), directions.shape).astype(np.float32)
     d = directions @ turn
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -179,14 +188,21 @@ def _unit_cylinder(o: F32, d: F32) -> tuple[F32, F32]:
     return t, n
 
 
-def _shade(bodies: list[Body], eye: F32, directions: F32, nearest: F32, owner: NDArray[np.int16], normals: F32) -> F32:
-    color = np.broadcast_to(_SKY, directions.shape).copy()
+def _shade(
+    bodies: list[Body],
+    stage: Stage,
+    eye: F32,
+    directions: F32,
+    nearest: F32,
+    owner: NDArray[np.int16],
+    normals: F32,
+) -> F32:
+    heaven = np.array(stage.sky, dtype=np.float32)
+    color = np.broadcast_to(heaven, directions.shape).copy()
     solid = np.flatnonzero(nearest < _FAR)
-    points = eye + nearest[solid, None] * directions[solid]
+    points: F32 = (eye + nearest[solid, None] * directions[solid]).astype(np.float32)
     n, d = normals[solid], directions[solid]
-    base = np.concatenate([_GROUND[None], np.array([b.color for b in bodies], dtype=np.float32).reshape(-1, 3)])[
-        owner[solid] + 1
-    ]
+    base = _base(bodies, stage, points, owner[solid])
     metal = np.array([False, *(b.metal for b in bodies)])[owner[solid] + 1]
     # A little off the surface, or a body would shade itself.
     lit = _lit(bodies, (points + n * np.float32(2e-3)).astype(np.float32))
@@ -206,8 +222,27 @@ def _shade(bodies: list[Body], eye: F32, directions: F32, nearest: F32, owner: N
     color[solid] = np.where(metal[:, None], metallic, matte)
     # The ground runs into the sky; a hard horizon would be in every picture at another height.
     fade = np.clip((nearest[solid] - 11) / 14, 0, 1)[:, None] * (owner[solid] < 0)[:, None]
-    color[solid] = color[solid] * (1 - fade) + _SKY * fade
+    color[solid] = color[solid] * (1 - fade) + heaven * fade
     return color
+
+
+def _base(bodies: list[Body], stage: Stage, points: F32, owner: NDArray[np.int16]) -> F32:
+    """Colours without light; textures are fixed to their bodies."""
+    base = np.array([stage.ground, *(b.color for b in bodies)], dtype=np.float32)[owner + 1]
+    if stage.texture is not None:
+        there = owner < 0
+        base[there] = painted(stage.texture, points[there], base[there])
+    for number, body in enumerate(bodies):
+        if body.texture is not None:
+            there = owner == number
+            own = (points[there] - body.centre) @ _turn(body) / np.float32(body.radius)
+            base[there] = painted(body.texture, own.astype(np.float32), base[there])
+    return base
+
+
+def _turn(body: Body) -> F32:
+    cos, sin = np.cos(np.float32(body.yaw)), np.sin(np.float32(body.yaw))
+    return np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]], dtype=np.float32)
 
 
 def _lit(bodies: list[Body], points: F32) -> F32:

@@ -9,22 +9,17 @@ ROOT/pairs/                 key.jpg key.json {"kind", "caption", "negative_capti
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from PIL import Image
-
-from sparo_train.core.config import Frozen, differences, setting
-from sparo_train.core.errors import DataError
+from sparo_train.core.config import Frozen, setting
 from sparo_train.core.rng import generator
-from sparo_train.core.untrusted import read_json
 
 from .pool import process_pool
 from .scene_pairs import KINDS, make_pair
 from .scenes import CLASSES, HELD_OUT, TEMPLATES, Scene, caption, join, sample_scene, sample_thing, training_scene
-from .writer import Fields, write_shard, write_wds_layout
+from .writer import Fields, claim, encoded, write_shard, write_wds_layout
 
 
 class ScenesConfig(Frozen):
@@ -52,7 +47,7 @@ def render_scenes(
     Raises:
         DataError: `root` holds scenes of another config.
     """
-    _claim(root, config)
+    claim(root, config, "scenes.json")
     shards = -(-config.train // config.per_shard)
     jobs: list[tuple[Callable[[Path, ScenesConfig, int], int], int]] = [(_train_shard, i) for i in range(shards)]
     jobs += [(_zeroshot, 0), (_zeroshot, 1), (_retrieval, 0), (_pairs, 0)]
@@ -70,35 +65,17 @@ def render_scenes(
                 report(done, total)
 
 
-def _claim(root: Path, config: ScenesConfig) -> None:
-    root.mkdir(parents=True, exist_ok=True)
-    path = root / "scenes.json"
-    if path.exists():
-        changed = differences(read_json(path, dict, DataError), config.model_dump(mode="json"))
-        if changed:
-            raise DataError(
-                f"{root}: holds scenes made otherwise ({'; '.join(changed)}); remove it or choose another folder"
-            )
-    path.write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
-
-
 def _fields(
     scene: Scene, config: ScenesConfig, text: str | None = None, masks: bool = False, **extra: object
 ) -> dict[str, bytes]:
     frame = scene.render(config.size, config.antialias)
-    fields = {"jpg": _encode(Image.fromarray(frame.rgb), format="JPEG", quality=95)}
+    fields = {"jpg": encoded(frame.rgb, "JPEG", quality=95)}
     if text is not None:
         fields["txt"] = text.encode()
     fields["json"] = json.dumps({**extra, **scene.graph()}).encode()
     if masks:
-        fields["mask.png"] = _encode(Image.fromarray(frame.mask), format="PNG")
+        fields["mask.png"] = encoded(frame.mask)
     return fields
-
-
-def _encode(image: Image.Image, **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, **options)  # type: ignore[arg-type]
-    return buffer.getvalue()
 
 
 def _train_shard(root: Path, config: ScenesConfig, number: int) -> int:

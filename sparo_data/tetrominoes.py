@@ -7,18 +7,17 @@ may stand is not written down anywhere; here the bar is left out, and pieces sta
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
 
+from sparo_train.core.config import Frozen, setting
 from sparo_train.core.rng import generator
 
-from .writer import Fields, write_shard, write_wds_layout
+from .writer import Fields, claim, encoded, write_shard, write_wds_layout
 
 SIDE, CELL, PIECES = 35, 5, 3
 _COLOURS = np.array([(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (255, 0, 255), (0, 255, 255)], np.uint8)
@@ -68,32 +67,35 @@ def draw(rng: np.random.Generator, left_half: bool = False) -> Drawn:
     return Drawn(image, mask)
 
 
+class TetrominoesConfig(Frozen):
+    """How much to draw. Equal configs give equal bytes."""
+
+    seed: int = setting(0, "of all images")
+    train: int = setting(60_000, "images for training", gt=0)
+    test: int = setting(320, "images with masks to score on", gt=0)
+    left_half: bool = setting(False, "training pieces stand in the left half alone")
+
+
 def make_tetrominoes(
-    folder: Path,
-    train: int,
-    test: int,
-    seed: int,
-    left_half: bool = False,
-    done: Callable[[int, int], None] = lambda _a, _b: None,
+    root: Path, config: TetrominoesConfig, done: Callable[[int, int], None] = lambda _a, _b: None
 ) -> None:
-    """Write ROOT/train/*.tar with images and masks, and ROOT/masks in the layout of evaluation sets; what is there stays."""
+    """Write ROOT/train/*.tar with images and masks, and ROOT/masks in the layout of evaluation sets; what is there stays.
+
+    Raises:
+        DataError: `root` holds images of another config.
+    """
+    claim(root, config, "tetrominoes.json")
     per_shard = 4096
-    for first in range(0, train, per_shard):
-        path = folder / "train" / f"{first // per_shard:05d}.tar"
+    for first in range(0, config.train, per_shard):
+        path, last = root / "train" / f"{first // per_shard:05d}.tar", min(config.train, first + per_shard)
         if not path.exists():
-            write_shard(path, _samples("train", range(first, min(train, first + per_shard)), seed, left_half))
-        done(min(train, first + per_shard), train)
-    if not (folder / "masks/test/nshards.txt").exists():
-        write_wds_layout(folder / "masks", _samples("test", range(test), seed, False))
+            write_shard(path, _samples("train", range(first, last), config))
+        done(last, config.train)
+    if not (root / "masks/test/nshards.txt").exists():
+        write_wds_layout(root / "masks", _samples("test", range(config.test), config))
 
 
-def _samples(part: str, numbers: range, seed: int, left_half: bool) -> Iterator[tuple[str, Fields]]:
+def _samples(part: str, numbers: range, config: TetrominoesConfig) -> Iterator[tuple[str, Fields]]:
     for number in numbers:
-        drawn = draw(generator(seed, "tetrominoes", part, number), left_half)
-        yield f"{number:08d}", {"png": _png(drawn.image), "mask.png": _png(drawn.mask)}
-
-
-def _png(array: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(array).save(buffer, format="PNG")
-    return buffer.getvalue()
+        drawn = draw(generator(config.seed, "tetrominoes", part, number), config.left_half and part == "train")
+        yield f"{number:08d}", {"png": encoded(drawn.image), "mask.png": encoded(drawn.mask)}

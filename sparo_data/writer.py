@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import numpy as np
+from PIL import Image
 from webdataset.writer import TarWriter
 
+from sparo_train.core.config import Frozen, differences
 from sparo_train.core.errors import DataError
+from sparo_train.core.untrusted import read_json
 
 Fields = Mapping[str, bytes]  # extension -> content
+
+
+def claim(root: Path, config: Frozen, name: str) -> None:
+    """Write down in ROOT/NAME how the set is made. Raises `DataError` where it holds one that was made otherwise."""
+    root.mkdir(parents=True, exist_ok=True)
+    path, wanted = root / name, config.model_dump(mode="json")
+    if path.exists():
+        changed = differences(read_json(path, dict, DataError), wanted)
+        if changed:
+            raise DataError(
+                f"{root}: holds scenes made otherwise ({'; '.join(changed)}); remove it or choose another folder"
+            )
+    path.write_text(json.dumps(wanted), encoding="utf-8")
+
+
+def encoded(pixels: np.ndarray, format: str = "PNG", **options: int) -> bytes:
+    """The file of an image: (H, W, 3) colours or (H, W) labels, uint8."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format=format, **options)
+    return buffer.getvalue()
 
 
 def write_shard(path: Path, samples: Iterable[tuple[str, Fields]]) -> int:

@@ -62,6 +62,7 @@ class Encoder(ABC):
             "blocks": isinstance(self, BlocksEncoder),
             "slots": self.slots > 1,
             "masks": isinstance(self, MasksEncoder),
+            "objects": isinstance(self, ObjectsEncoder),
         }
         return frozenset(word for word, here in found.items() if here)
 
@@ -148,6 +149,14 @@ class MasksEncoder(ABC):
     @abstractmethod
     def masks(self, pixels: Tensor) -> Tensor:
         """(n, 3, S, S) uint8 -> fp32 (n, S * S), row by row: which slot a pixel is of, a whole number; NaN where nobody can say."""
+
+
+class ObjectsEncoder(ABC):
+    """What an `Encoder` that lists the objects of images also is."""
+
+    @abstractmethod
+    def objects(self, pixels: Tensor) -> Tensor:
+        """(n, 3, S, S) uint8 -> fp32 (n, K * WIDTH), rows of evals/sets/objects.py, the last entry how sure it is of an object."""
 
 
 class TwoTowerEncoder(Encoder, TextEncoder):

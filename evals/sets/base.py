@@ -26,8 +26,8 @@ from .names import OWN, lines, named
 IMAGE_KEYS = ("webp", "png", "jpg", "jpeg")
 Transform = Callable[[Image.Image], np.ndarray]  # an image to (S, S, 3) uint8
 _FEW = 256  # images that are read before workers would have started
-FactKind = str  # label, labels, captions, pairs, masks, or a layout's own word
-Fact = Any  # int | list[int] of 0 and 1 | list[str] | list[Pair] | an array (H, W) of object numbers, by kind
+FactKind = str  # label, labels, captions, pairs, masks, objects, or a layout's own word
+Fact = Any  # int | list[int] of 0 and 1 | list[str] | list[Pair] | an array (H, W) of object numbers, or of one row per object, by kind
 
 
 class Pair(NamedTuple):

@@ -1,7 +1,7 @@
 """Sets in tar shards, clip-benchmark's `wds/` layout first of all, and images in class folders.
 
 ROOT/test/nshards.txt  ROOT/test/0.tar …   key.jpg + key.cls | key.npy (several labels) | key.txt (captions, one per line) | key.json (pairs)
-    key.mask.png (masks: an object's number per pixel)
+    key.mask.png (masks: an object's number per pixel), key.json with `objects` (objects: positions and attributes, as CLEVR's)
 ROOT/classnames.txt  ROOT/zeroshot_classification_templates.txt  ROOT/dataset_type.txt
 """
 
@@ -26,6 +26,7 @@ from sparo_train.data.read.shards import Shard, ShardsConfig
 from sparo_train.data.read.sources import open_source
 
 from .base import IMAGE_KEYS, EvalSet, Fact, FactKind, Layout, Pair, decoded, sha256, sizes_of
+from .objects import object_rows
 
 _WITH_LABEL = "a .cls member, or a class folder"
 
@@ -78,7 +79,7 @@ class SourceSet(EvalSet):
         except BadSampleError as bad:
             raise DataError(f"{storage.url}: sample {key}: {bad}") from None
         fact = FACTS[self.kind](fields, f"{storage.url}: sample {key}")
-        if isinstance(fact, np.ndarray) and fact.shape != (image.height, image.width):
+        if self.kind == "masks" and fact.shape != (image.height, image.width):
             raise DataError(
                 f"{storage.url}: sample {key}: .mask.png has {fact.shape[1]} x {fact.shape[0]} pixels and its image {image.width} x {image.height}"
             )
@@ -187,12 +188,23 @@ def _mask(fields: dict[str, bytes], where: str) -> np.ndarray:
     return table
 
 
+def _objects(fields: dict[str, bytes], where: str) -> np.ndarray:
+    """(n, WIDTH) of evals/sets/objects.py."""
+    if "json" not in fields:
+        raise DataError(f"{where} has no .json member, which holds the scene's objects")
+    try:
+        return object_rows(fields["json"])
+    except BadSampleError as bad:
+        raise DataError(f"{where}: {bad}") from None
+
+
 FACTS: dict[FactKind, Callable[[dict[str, bytes], str], Fact]] = {
     "label": _label,
     "labels": _labels,
     "captions": _captions,
     "pairs": _pairs,
     "masks": _mask,
+    "objects": _objects,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,15 @@ from ..views.terminal import console, out
 Processes = Annotated[int, typer.Option(min=1)]
 
 Part = Annotated[str | None, typer.Option(help="I/N: only the I-th of N parts, from 0 (sparo launch data)")]
+
+
+class ObjectKind(StrEnum):  # sparo_data/object_scenes.py's, which is not imported before it is needed
+    """What scenes are of."""
+
+    clevr = "clevr"
+    clevrtex = "clevrtex"
+    rooms = "rooms"
+
 
 app = typer.Typer(no_args_is_help=True, help="Make, convert, check, index and benchmark shards.")
 
@@ -56,7 +66,28 @@ def tetrominoes(
     """Draw Tetrominoes with masks: three pieces on black, for object discovery."""
     from ..runs.making import make_tetromino_set
 
-    make_tetromino_set(folder, train, test, seed, left_half)
+    make_tetromino_set(folder, train=train, test=test, seed=seed, left_half=left_half)
+    console.print(f"{folder}: ready")
+
+
+@app.command()
+def objects(
+    kind: Annotated[ObjectKind, typer.Argument(help="CLEVR-like solids, the same with patterns, or rooms")],
+    folder: Annotated[Path | None, typer.Argument(help="default: data/KIND")] = None,
+    train: Annotated[int, typer.Option(min=1, help="training scenes")] = 20_000,
+    test: Annotated[int, typer.Option(min=1, help="scenes of each set that is scored")] = 500,
+    size: Annotated[int, typer.Option(help="pixels per side")] = 64,
+    most: Annotated[int, typer.Option(min=1, help="objects of a scene (clevr and clevrtex)")] = 6,
+    antialias: Annotated[int, typer.Option(min=1, help="rays per pixel along each side")] = 1,
+    seed: int = 0,
+    processes: Processes = 2,
+) -> None:
+    """Render scenes with masks and attributes: for object discovery and set prediction."""
+    from ..runs.making import make_object_set
+
+    folder = folder or Path("data") / kind.value
+    given = {"train": train, "test": test, "size": size, "most": most, "antialias": antialias, "seed": seed}
+    make_object_set(folder, processes, kind=kind.value, **given)
     console.print(f"{folder}: ready")
 
 

@@ -1,13 +1,15 @@
-"""The work behind `sparo data scenes|tetrominoes|emoji`, with progress."""
+"""The work behind `sparo data scenes|objects|tetrominoes|emoji`, with progress."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from sparo_data.emoji import install
 from sparo_data.emoji_sets import make_emoji
+from sparo_data.object_sets import ObjectSetConfig, render_objects
 from sparo_data.scene_sets import ScenesConfig, render_scenes
-from sparo_data.tetrominoes import make_tetrominoes
+from sparo_data.tetrominoes import TetrominoesConfig, make_tetrominoes
 from sparo_train.core.config import resolve
 
 from ..views.progress import Bar
@@ -21,11 +23,20 @@ def make_scenes(folder: Path, train: int, size: int, seed: int, processes: int =
         render_scenes(folder, config, processes, lambda done, total: bar.show(task, done, total))
 
 
-def make_tetromino_set(folder: Path, train: int, test: int, seed: int, left_half: bool) -> None:
+def make_tetromino_set(folder: Path, **given: Any) -> None:
     """Draw Tetrominoes into `folder` (what is there already stays)."""
+    config = resolve(TetrominoesConfig, given, str(folder))
     with Bar() as bar:
         task = bar.start_task_named("drawing tetrominoes")
-        make_tetrominoes(folder, train, test, seed, left_half, lambda done, total: bar.show(task, done, total))
+        make_tetrominoes(folder, config, lambda done, total: bar.show(task, done, total))
+
+
+def make_object_set(folder: Path, processes: int, **given: Any) -> None:
+    """Render scenes of objects into `folder` (what is there already stays)."""
+    config = resolve(ObjectSetConfig, given, str(folder))
+    with Bar() as bar:
+        task = bar.start_task_named("rendering scenes")
+        render_objects(folder, config, processes, lambda done, total: bar.show(task, done, total))
 
 
 def make_emoji_set(folder: Path, size: int, seed: int, processes: int) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -12,12 +12,9 @@ from torch import Tensor, nn
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.contracts import Batch, Footprint, Loss, Objective, Progress
 from sparo_train.core.errors import DataError
-from sparo_train.data.examples.samples import decode_image, image_bytes
-from sparo_train.data.examples.transforms import train_pixels
-from sparo_train.data.read.loader import Examples, OnStage, ignore_stage
-from sparo_train.data.read.sources import DataConfig, Source
 from sparo_train.objectives.method import Method
 
+from .slot_examples import SlotExamples
 from .slot_model import SlotModel, SlotModelConfig
 
 _UNUSED = 0.005  # share of an image's pixels below which a slot drew nothing
@@ -101,31 +98,6 @@ class SlotAutoencoder(Objective):
         wide = sum(m.decoder.hidden) if m.decoder.kind == "mlp" else m.decoder.channels * 4 ** (m.decoder.ups + 1)
         towers = [(m.image_size**2 * sum(m.encoder.channels), 1), (slots * drawn * wide, 1)]
         return Footprint({"image": side**2}, towers, m.grouping.slots * m.grouping.width, 0)
-
-
-class SlotExamples(Examples):
-    """Images, and the noise that their slots begin from, drawn with the sample's own stream."""
-
-    def __init__(self, config: DataConfig, model: SlotModelConfig):
-        self.config, self.image_size, self.noise = config, model.image_size, model.noise
-
-    def prepare(
-        self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
-    ) -> Any:
-        c, size = self.config, self.image_size
-        image = decode_image(image_bytes(fields, source.config.image_keys), 2 * size if c.scaled_decoding else None)
-        on_stage("decode")
-        pixels = train_pixels(image, size, c.crop_scale, c.hflip, rng)
-        noise = rng.standard_normal(self.noise, dtype=np.float32)
-        on_stage("augment")
-        return np.ascontiguousarray(pixels.transpose(2, 0, 1)), noise
-
-    def stack(self, examples: Sequence[Any]) -> dict[str, Tensor]:
-        names = ("image", "noise")
-        return {
-            name: torch.from_numpy(np.stack(column))
-            for name, column in zip(names, zip(*examples, strict=True), strict=True)
-        }
 
 
 METHOD = Method(SlotAutoencoderConfig, SlotAutoencoder, lambda config, data: SlotExamples(data, config.model))

@@ -1,31 +1,33 @@
-"""A trained slot model as an encoder: slots for every task, masks for `masks`, and where slots look for pictures."""
+"""Trained slot models as encoders: slots for every task, masks for `masks`, objects for `objects`, and where slots look for pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from evals.encoders.encoder import Encoder, MasksEncoder
+from evals.encoders.encoder import Encoder, MasksEncoder, ObjectsEncoder
 from evals.encoders.pixels import Pixels
 from sparo_train.models.slots import Slots
 
+from ..objectives.set_prediction import SetModel, SetPrediction
 from ..objectives.slot_autoencoder import SlotAutoencoder
-from ..objectives.slot_model import SlotModel, Slotted
+from ..objectives.slot_model import SlotModel
 
 
-class SlotEncoder(Encoder, MasksEncoder):
+class TowerEncoder(Encoder):
     """Slots begin from one draw, the same for every image: what a model says of an image must not depend on its neighbours.
 
     Args:
-        seed: of this draw.
+        signed: pixels in -1..1.  seed: of this draw.
     """
 
-    model: SlotModel
+    model: Any
 
-    def __init__(self, model: SlotModel, signed: bool, label: str = "", seed: int = 0):
+    def __init__(self, model: SlotModel | SetModel, signed: bool, label: str = "", seed: int = 0):
         level = (0.5,) * 3 if signed else (0.0,) * 3
         super().__init__(model, level, (0.5,) * 3 if signed else (1.0,) * 3, label)
         self.image_size, self.slots = model.config.image_size, model.config.grouping.slots
@@ -42,10 +44,14 @@ class SlotEncoder(Encoder, MasksEncoder):
         return f"{self.model.config.model_dump_json()} noise {self.seed}"
 
     @torch.inference_mode()
-    def seen(self, pixels: Tensor) -> Slotted:
-        """(n, 3, S, S) uint8."""
+    def seen(self, pixels: Tensor) -> Any:
+        """(n, 3, S, S) uint8 to what the model says of them."""
         with self.autocast():
             return self.model(self.normalised(pixels), self.noise.to(self.device).expand(len(pixels), -1, -1))
+
+
+class SlotEncoder(TowerEncoder, MasksEncoder):
+    """A model that draws its slots."""
 
     def encode(self, pixels: Tensor) -> Tensor:
         return self.seen(pixels).slots.float().flatten(1)  # as every task takes them
@@ -58,10 +64,35 @@ class SlotEncoder(Encoder, MasksEncoder):
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
         """Slots and where they draw, for pictures: (n, K, S * S), each slot's shares of the pixels, brought to a sum of one."""
         found = self.seen(self.stacked(pixels))
-        drawn = found.decoded.masks.flatten(2).float()
-        return Slots(found.slots.float(), drawn / drawn.sum(-1, keepdim=True).clamp(min=1e-12))
+        return Slots(found.slots.float(), _shared(found.decoded.masks))
+
+
+class SetEncoder(TowerEncoder, ObjectsEncoder):
+    """A model that lists objects."""
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return self.seen(pixels).towered.slots.float().flatten(1)
+
+    def objects(self, pixels: Tensor) -> Tensor:
+        return self.seen(pixels).objects.float().flatten(1)
+
+    def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
+        """Slots and which tokens they took, for pictures: (n, K, s * s)."""
+        found = self.seen(self.stacked(pixels)).towered
+        return Slots(found.slots.float(), _shared(found.attention))
+
+
+def _shared(shares: Tensor) -> Tensor:
+    """(n, K, s, s) to (n, K, s * s), every slot's of sum one."""
+    flat = shares.flatten(2).float()
+    return flat / flat.sum(-1, keepdim=True).clamp(min=1e-12)
 
 
 def slot_encoder(objective: SlotAutoencoder) -> SlotEncoder:
     """The model that is trained."""
     return SlotEncoder(objective.model, objective.config.signed)
+
+
+def set_encoder(objective: SetPrediction) -> SetEncoder:
+    """The model that is trained."""
+    return SetEncoder(objective.model, objective.config.signed)

@@ -11,6 +11,7 @@ METHODS = Table(
         "clip": "sparo_train.objectives.clip:METHOD",
         "dino": "sparo_train.objectives.dino:METHOD",
         "slots": "object_centric.objectives.slot_autoencoder:METHOD",
+        "set_prediction": "object_centric.objectives.set_prediction:METHOD",
     },
     ("config", "objective", "examples", "rules", "exports"),
 )
@@ -56,6 +57,7 @@ ENCODERS = Table(
         "clip": "evals.encoders.own:clip_encoder",
         "dino": "evals.encoders.own:dino_encoder",
         "slots": "object_centric.tasks.slot_encoder:slot_encoder",
+        "set_prediction": "object_centric.tasks.slot_encoder:set_encoder",
     },
 )
 
@@ -70,6 +72,7 @@ TASKS = Table(
         "knn": "evals.suite.labelled_tasks:KNN",
         "linear": "evals.suite.linear_probe:LINEAR",
         "masks": "object_centric.tasks.mask_task:MASKS",
+        "objects": "object_centric.tasks.object_task:OBJECTS",
     },
     ("config", "needs", "check", "run"),
 )

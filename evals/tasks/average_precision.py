@@ -1,0 +1,128 @@
+"""Average precision of predicted sets of objects, all images pooled (Locatello et al. 2020, Appendix; Zhang et al. 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from .result import Result, percentiles
+
+THRESHOLDS = (float("inf"), 1.0, 0.5, 0.25, 0.125, 0.0625)
+HEADLINE = "ap_0.5"
+Match = Literal["nearest", "dspn"]
+_DRAWS = 500  # each is a pass over all predictions
+
+
+class Pooled(NamedTuple):
+    """Predictions of all images, the most confident first: `image`, whose it is; `target`, the object of all that is nearest among
+    those with its attributes, or -1; `distance` to it. `total`: objects there are."""
+
+    image: np.ndarray
+    target: np.ndarray
+    distance: np.ndarray
+    total: int
+
+
+def pooled(
+    predicted: Sequence[np.ndarray], true: Sequence[np.ndarray], attributes: Mapping[str, slice], unit: float
+) -> Pooled:
+    """Rank predictions by their last column (of one confidence: in the order of images and slots).
+
+    Args:
+        predicted: per image (P, W): position (3), attributes, confidence.  true: per image (n, W), objects that are there.
+        attributes: columns of each; they agree where their largest entries do.  unit: what one unit of position is in the world.
+    """
+    image, target, distance, confidence = [], [], [], []
+    before = 0
+    for number, (found, objects) in enumerate(zip(predicted, true, strict=True)):
+        far = _apart(found, objects, attributes, unit)
+        nearest = far.argmin(1) if len(objects) else np.zeros(len(found), np.int64)
+        away = far[np.arange(len(found)), nearest] if len(objects) else np.full(len(found), np.inf)
+        image.append(np.full(len(found), number))
+        target.append(np.where(np.isfinite(away), nearest + before, -1))
+        distance.append(away)
+        confidence.append(found[:, -1].astype(np.float64))
+        before += len(objects)
+    order = np.argsort(-np.concatenate(confidence), kind="stable")
+    images, targets, distances = (np.concatenate(part)[order] for part in (image, target, distance))
+    return Pooled(images, targets, distances, before)
+
+
+def _apart(found: np.ndarray, objects: np.ndarray, attributes: Mapping[str, slice], unit: float) -> np.ndarray:
+    """(P, n) distances, infinite where an attribute differs."""
+    alike = np.ones((len(found), len(objects)), bool)
+    for columns in attributes.values():
+        alike &= found[:, None, columns].argmax(-1) == objects[None, :, columns].argmax(-1)
+    between = (found[:, None, :3].astype(np.float64) - objects[None, :, :3]) * unit
+    return np.where(alike, np.sqrt((between**2).sum(-1)), np.inf)
+
+
+def hits(ranked: Pooled, threshold: float) -> np.ndarray:
+    """(P,) bool: the first prediction whose nearest object is this one, and near enough; later ones of the same object are false."""
+    near = (ranked.target >= 0) & (ranked.distance < threshold)
+    at = np.flatnonzero(near)
+    _, first = np.unique(ranked.target[at], return_index=True)
+    found = np.zeros(len(near), bool)
+    found[at[first]] = True
+    return found
+
+
+def hits_dspn(
+    predicted: Sequence[np.ndarray],
+    true: Sequence[np.ndarray],
+    attributes: Mapping[str, slice],
+    unit: float,
+    threshold: float,
+) -> np.ndarray:
+    """As `hits`, where an object that is taken is out of the way of the next prediction (iDSPN's rule); in `pooled`'s order."""
+    flags, confidence = [], []
+    for found, objects in zip(predicted, true, strict=True):
+        far = _apart(found, objects, attributes, unit)
+        hit = np.zeros(len(found), bool)
+        for row in np.argsort(-found[:, -1].astype(np.float64), kind="stable"):
+            if len(objects) and far[row].min() < threshold:
+                hit[row] = True
+                far[:, far[row].argmin()] = np.inf
+        flags.append(hit)
+        confidence.append(found[:, -1].astype(np.float64))
+    return np.concatenate(flags)[np.argsort(-np.concatenate(confidence), kind="stable")]
+
+
+def area(hit: np.ndarray, total: float, weights: np.ndarray | None = None) -> float:
+    """Under the envelope of precision over recall, at all points; `weights`: how often each prediction counts. NaN of no object."""
+    if total <= 0:
+        return float("nan")
+    weights = np.ones(len(hit)) if weights is None else weights
+    true, drawn = np.cumsum(hit * weights), np.cumsum(weights)
+    precision = np.divide(true, drawn, out=np.zeros(len(hit)), where=drawn > 0)
+    envelope = np.maximum.accumulate(precision[::-1])[::-1]
+    recall = np.concatenate([[0.0], true]) / total
+    return float((np.diff(recall) * envelope).sum())
+
+
+def score(
+    predicted: Sequence[np.ndarray],
+    true: Sequence[np.ndarray],
+    attributes: Mapping[str, slice],
+    unit: float,
+    match: Match = "nearest",
+) -> Result:
+    """AP at every threshold, `ap_inf` … `ap_0.0625`; arguments as `pooled`'s.
+
+    Intervals resample images (500 draws). Every prediction counts, also those that say that they are nobody.
+    """
+    ranked = pooled(predicted, true, attributes, unit)
+    of_image = np.array([len(rows) for rows in true], np.float64)
+    drawn = np.random.default_rng(0).multinomial(len(true), np.full(len(true), 1 / len(true)), _DRAWS)
+    metrics, intervals = {}, {}
+    for threshold in THRESHOLDS:
+        hit = hits(ranked, threshold) if match == "nearest" else hits_dspn(predicted, true, attributes, unit, threshold)
+        name = f"ap_{threshold:g}"
+        metrics[name] = area(hit, ranked.total)
+        draws = [area(hit, float(times @ of_image), times[ranked.image]) for times in drawn]
+        intervals[name] = percentiles(np.array(draws)[~np.isnan(draws)])
+    options = {"match": match, "mean": "all images pooled", "interval": "bootstrap over images"}
+    counts = {"objects": ranked.total, "predictions": len(ranked.image), "empty": int((of_image == 0).sum())}
+    return Result("objects", len(true), HEADLINE, metrics, 0.0, intervals, options, counts)

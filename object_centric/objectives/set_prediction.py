@@ -1,0 +1,150 @@
+"""An image to the set of its objects: a slot each, matched to what is there (Locatello et al. 2020, Section 4.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from evals.sets.objects import REACH, WIDTH, attribute_columns, object_rows
+from sparo_train.core.config import Frozen, setting
+from sparo_train.core.contracts import Batch, Footprint, Loss, Objective, Progress
+from sparo_train.core.errors import BadSampleError, DataError
+from sparo_train.data.read.loader import Examples, OnStage, ignore_stage
+from sparo_train.data.read.sources import DataConfig, Source
+from sparo_train.objectives.method import Method
+
+from .slot_examples import SlotExamples
+from .slot_tower import SlotTower, SlotTowerConfig, Towered
+
+
+class SetModelConfig(SlotTowerConfig):
+    """A tower and a perceptron that reads an object from each slot."""
+
+    head_width: int = setting(64, "hidden units of what reads an object from a slot", gt=0)
+
+
+class SetPredictionConfig(Frozen):
+    kind: Literal["set_prediction"] = "set_prediction"
+    model: SetModelConfig = setting(SetModelConfig(), "encoder, grouping and head")
+    huber: float = setting(1.0, "difference up to which the loss is its square", gt=0)
+    signed: bool = setting(True, "pixels in -1..1 (Locatello et al. 2020); false: in 0..1")
+
+
+class Listed(NamedTuple):
+    """objects: (b, K, WIDTH) in 0..1, the last of each how sure it is that there is one.  towered: of the tower."""
+
+    objects: Tensor
+    towered: Towered
+
+
+class SetModel(nn.Module):
+    """Images (b, 3, S, S) and noise (b, *config.noise) to objects."""
+
+    def __init__(self, config: SetModelConfig):
+        super().__init__()
+        self.config = config
+        self.tower = SlotTower(config)
+        wide = config.grouping.width
+        self.head = nn.Sequential(nn.Linear(wide, config.head_width), nn.ReLU(), nn.Linear(config.head_width, WIDTH))
+
+    def forward(self, images: Tensor, noise: Tensor) -> Listed:
+        towered = self.tower(images, noise)
+        return Listed(torch.sigmoid(self.head(towered.slots).float()), towered)
+
+
+class SetPrediction(Objective):
+    """Batches hold `image` (B, 3, S, S) uint8, `noise` (B, *config.model.noise) fp32, `objects` (B, K, WIDTH) fp32, padded with zeros."""
+
+    def __init__(self, config: SetPredictionConfig):
+        super().__init__()
+        self.config = config
+        self.model = SetModel(config.model)
+
+    def pixels(self, image: Tensor) -> Tensor:
+        """uint8 to the range that the encoder takes."""
+        scaled = image.to(torch.float32) / 255
+        return scaled * 2 - 1 if self.config.signed else scaled
+
+    def forward(self, batch: Batch, progress: Progress) -> Loss:
+        for key in ("image", "noise", "objects"):
+            if key not in batch:
+                raise DataError(f"objective set_prediction: the batch has no {key!r} (it has {', '.join(batch)})")
+        found = self.model(self.pixels(batch["image"]), batch["noise"]).objects
+        apart = F.huber_loss(
+            *torch.broadcast_tensors(found[:, :, None], batch["objects"][:, None]),
+            reduction="none",
+            delta=self.config.huber,
+        ).sum(-1)
+        rows, columns = matched(apart.detach())
+        at = torch.arange(len(found), device=found.device)[:, None]
+        total = apart[at, rows, columns].sum(1).mean()
+        return Loss(total, self._agreement(found[at, rows].detach(), batch["objects"][at, columns]))
+
+    @staticmethod
+    def _agreement(found: Tensor, true: Tensor) -> dict[str, Tensor]:
+        """Means over objects that are there: of the distance, and of whether all attributes are right."""
+        there = true[..., -1] > 0.5
+        count = there.sum().clamp(min=1)
+        far = (found[..., :3] - true[..., :3]).norm(dim=-1) * (2 * REACH)
+        right = there.clone()
+        for columns in attribute_columns().values():
+            right &= found[..., columns].argmax(-1) == true[..., columns].argmax(-1)
+        return {"position_error": (far * there).sum() / count, "attributes_right": right.sum() / count}
+
+    def shard_units(self) -> Sequence[nn.Module]:
+        return [self.model.tower.encoder, self.model.tower.grouping, self.model.head]
+
+    def footprint(self, batch: int, world_batch: int) -> Footprint:
+        m = self.config.model
+        towers = [(m.image_size**2 * sum(m.encoder.channels), 1)]
+        return Footprint({"image": m.encoder.side(m.image_size) ** 2}, towers, m.grouping.slots * m.grouping.width, 0)
+
+
+def matched(cost: Tensor) -> tuple[Tensor, Tensor]:
+    """Costs (b, K, K) to the cheapest pairs, rows and columns (b, K): one copy to the host, Kuhn's algorithm per image.
+
+    Costs that are no numbers match somehow: the loss is none either, and the loop leaves such a step out.
+    """
+    held = np.nan_to_num(cost.float().cpu().numpy(), nan=1e9, posinf=1e9)
+    pairs = np.stack([np.stack(linear_sum_assignment(one)) for one in held])
+    rows, columns = torch.from_numpy(pairs).to(cost.device).unbind(1)
+    return rows, columns
+
+
+class SetExamples(Examples):
+    """Images, noise, and the objects of their scenes; a scene of more objects than slots is a bad sample."""
+
+    def __init__(self, config: DataConfig, model: SetModelConfig):
+        self.images, self.slots = SlotExamples(config, model), model.grouping.slots
+
+    def prepare(
+        self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
+    ) -> Any:
+        if "json" not in fields:
+            raise BadSampleError("no .json, which holds the scene's objects")
+        rows = object_rows(fields["json"])
+        if len(rows) > self.slots:
+            raise BadSampleError(f"{len(rows)} objects, and objective.model.grouping.slots={self.slots}")
+        padded = np.zeros((self.slots, WIDTH), np.float32)
+        padded[: len(rows)] = rows
+        return *self.images.prepare(fields, source, rng, on_stage), padded
+
+    def stack(self, examples: Sequence[Any]) -> dict[str, Tensor]:
+        found = self.images.stack([example[:2] for example in examples])
+        return {**found, "objects": torch.from_numpy(np.stack([example[2] for example in examples]))}
+
+
+def _rules(run: Any) -> None:
+    if run.data.hflip or run.data.crop_scale != (1.0, 1.0):
+        raise ValueError(
+            "data: objects stand where the whole image shows them; set data.crop_scale: [1.0, 1.0] and data.hflip: false"
+        )
+
+
+METHOD = Method(SetPredictionConfig, SetPrediction, lambda config, data: SetExamples(data, config.model), _rules)

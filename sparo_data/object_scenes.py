@@ -1,0 +1,173 @@
+"""Scenes for object discovery and set prediction: CLEVR-like, textured, and rooms; every scene a pure function of (seed, split, index).
+
+`clevr` follows the rules of CLEVR's generator (Johnson et al. 2017): three to ten solids, two sizes, two materials, eight colours, apart from
+each other and told apart in every direction, none hidden. `clevrtex` paints solids and ground with patterns (after Karazija et al. 2021).
+`rooms` are coloured rooms of one to three objects seen from anywhere inside (after Burgess et al. 2019), and `ROOM_TESTS` what they
+are tested on out of distribution. Attributes have CLEVR's names, so that `task: objects` and set prediction take them all.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+
+from evals.sets.objects import ATTRIBUTES, REACH
+from sparo_train.core.rng import generator
+
+from .render import Body, Camera, Frame, Stage, project, render
+from .scenes import COLORS
+from .textures import PATTERNS, Texture
+
+Kind = Literal["clevr", "clevrtex", "rooms"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+ROOM_TESTS = ("empty_room", "six_objects", "identical_color")
+
+_RADII = {"large": 0.7, "small": 0.35}
+_APART, _MARGIN = 0.25, 0.4  # CLEVR's: between surfaces, and along each axis of the camera
+_VISIBLE = 200 / (320 * 480)  # share of the picture that every object shows
+_WALL = 10.0  # half a wall's side: a cube so large that one face is all of it that is seen
+
+
+class Solid(NamedTuple):
+    """An object of a scene graph: CLEVR's attributes, where its foot stands, yaw in radians; `texture` where it is painted."""
+
+    size: str
+    material: str
+    shape: Any
+    color: str
+    x: float
+    y: float
+    yaw: float
+    texture: Texture | None = None
+
+    @property
+    def radius(self) -> float:
+        """Half its height; a cube is as large as the sphere around its foot, as CLEVR has it."""
+        return _RADII[self.size] / (2**0.5 if self.shape == "cube" else 1)
+
+    def body(self) -> Body:
+        metal = self.material == "metal"
+        return Body(self.shape, COLORS[self.color], metal, self.radius, (self.x, self.y, 0.0), self.yaw, self.texture)
+
+
+class ObjectScene(NamedTuple):
+    """Solids on a stage, and what looks at them; `walls` are bodies that are no objects."""
+
+    kind: str
+    solids: tuple[Solid, ...]
+    camera: Camera
+    stage: Stage
+    walls: tuple[Body, ...] = ()
+
+    def render(self, size: int, antialias: int = 1) -> Frame:
+        """Mask value i + 1 is solid i; walls, ground and sky are 0."""
+        bodies = [*(s.body() for s in self.solids), *self.walls]
+        frame = render(bodies, self.camera, size, antialias, self.stage)
+        count = len(self.solids)
+        return frame._replace(
+            mask=np.where(frame.mask > count, 0, frame.mask).astype(np.uint8), amodal=frame.amodal[:count]
+        )
+
+    def graph(self, frame: Frame) -> dict[str, Any]:
+        """The scene as plain data: `objects` with CLEVR's words, positions in the world, pixels of the picture."""
+        side = frame.mask.shape[0]
+        objects = []
+        for number, solid in enumerate(self.solids):
+            right, up, _ = project(self.camera, solid.body().centre)
+            objects.append(
+                {
+                    "id": number + 1,
+                    **{name: getattr(solid, name) for name in ATTRIBUTES},
+                    "position": [solid.x, solid.y, solid.radius],
+                    "rotation": float(np.degrees(solid.yaw)),
+                    "pixel": [(right + 1) / 2 * side, (1 - up) / 2 * side],
+                    "visible": int((frame.mask == number + 1).sum()),
+                }
+            )
+        camera = {"eye": self.camera.eye, "target": self.camera.target, "fov": self.camera.fov}
+        return {"dataset": self.kind, "objects": objects, "camera": camera}
+
+
+class Rendered(NamedTuple):
+    scene: ObjectScene
+    frame: Frame
+
+
+def object_scene(
+    kind: Kind, seed: int, split: str, index: int, size: int, most: int = 10, antialias: int = 1, test: str = ""
+) -> Rendered:
+    """Scene `index` of a split, rendered.
+
+    Args:
+        size: pixels per side.  most: objects (at least three where it allows; rooms: three).  test: of `ROOM_TESTS`, or none.
+    """
+    rng = generator(seed, f"objects {kind} {split} {test}", index)
+    # What is hidden is seen only when it is rendered: all anew, as CLEVR's generator does.
+    while True:
+        scene = _room(rng, test) if kind == "rooms" else _table(rng, kind, most)
+        frame = scene.render(size, antialias)
+        shown = np.bincount(frame.mask.ravel(), minlength=len(scene.solids) + 1)[1:]
+        if (shown >= max(1, _VISIBLE * size * size)).all():
+            return Rendered(scene, frame)
+
+
+def _solid(rng: np.random.Generator, painted: bool = False) -> Solid:
+    chosen: dict[str, Any] = {name: words[rng.integers(len(words))] for name, words in ATTRIBUTES.items()}
+    solid = Solid(**chosen, x=0.0, y=0.0, yaw=float(rng.uniform(0, 2 * np.pi)))
+    return solid._replace(texture=_texture(rng)) if painted else solid
+
+
+def _texture(rng: np.random.Generator, scale: tuple[float, float] = (1.0, 3.0)) -> Texture:
+    color = tuple(float(c) for c in rng.uniform(0.02, 0.8, 3))
+    return Texture(PATTERNS[rng.integers(len(PATTERNS))], color, float(rng.uniform(*scale)), int(rng.integers(1 << 30)))  # type: ignore[arg-type]
+
+
+def _table(rng: np.random.Generator, kind: Kind, most: int) -> ObjectScene:
+    jitter = rng.uniform(-0.5, 0.5, 3)
+    camera = Camera((6.2 + float(jitter[0]), -5.9 + float(jitter[1]), 7.0 + float(jitter[2])), (0.0, 0.0, 0.0), 46.0)
+    painted = kind == "clevrtex"
+    count = int(rng.integers(min(3, most), most + 1))
+    solids = _placed(rng, [_solid(rng, painted) for _ in range(count)], camera)
+    stage = Stage()
+    if painted:
+        ground = tuple(float(c) for c in rng.uniform(0.05, 0.7, 3))
+        stage = Stage(ground=ground, texture=_texture(rng, (0.3, 1.0)))  # type: ignore[arg-type]
+    return ObjectScene(kind, solids, camera, stage)
+
+
+def _placed(rng: np.random.Generator, solids: list[Solid], camera: Camera, reach: float = REACH) -> tuple[Solid, ...]:
+    """Where each stands: apart from the others, and to the left or right, before or behind each by a margin."""
+    right, _, forward = (axis[:2] / np.linalg.norm(axis[:2]) for axis in camera.axes())
+    while True:
+        done: list[Solid] = []
+        for solid in solids:
+            for _ in range(50):
+                at = rng.uniform(-reach, reach, 2)
+                apart = [(at - (o.x, o.y), _RADII[o.size] + _RADII[solid.size]) for o in done]
+                if all(
+                    np.hypot(*d) > both + _APART and min(abs(d @ right), abs(d @ forward)) > _MARGIN
+                    for d, both in apart
+                ):
+                    done.append(solid._replace(x=float(at[0]), y=float(at[1])))
+                    break
+        if len(done) == len(solids):
+            return tuple(done)
+
+
+def _room(rng: np.random.Generator, test: str) -> ObjectScene:
+    count = {"empty_room": 0, "six_objects": 6, "identical_color": int(rng.integers(4, 7))}.get(
+        test, int(rng.integers(1, 4))
+    )
+    solids = [_solid(rng) for _ in range(count)]
+    if test == "identical_color":
+        solids = [s._replace(color=solids[0].color) for s in solids]
+    angle = float(rng.uniform(0, 2 * np.pi))
+    eye = (5.4 * float(np.cos(angle)), 5.4 * float(np.sin(angle)), float(rng.uniform(2.6, 3.4)))
+    camera = Camera(eye, (0.0, 0.0, 0.3), 52.0)
+    hues = rng.uniform(0.05, 0.8, (3, 3))
+    floor, wall, sky = (tuple(float(c) for c in row) for row in hues)
+    far, top = _WALL + 6.0, 2.2 - 2 * _WALL  # four walls of height 2.2; what looks stands inside them
+    walls = [Body("cube", wall, False, _WALL, (x * far, y * far, top)) for x, y in ((1, 0), (-1, 0), (0, 1), (0, -1))]  # type: ignore[arg-type]
+    placed = _placed(rng, solids, camera, 2.4)
+    return ObjectScene("rooms", placed, camera, Stage(floor, sky), tuple(walls))  # type: ignore[arg-type]

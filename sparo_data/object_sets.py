@@ -1,0 +1,81 @@
+"""Writing scenes of objects as data sets.
+
+ROOT/train/00000.tar …      key.png key.mask.png (value i + 1: object i, 0: none) key.json (`objects`, with position and attributes)
+ROOT/masks/                 the same in the layout of evaluation sets, for `task: masks` and `task: objects`
+ROOT/empty_room/ …          of rooms: what they are tested on out of distribution
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from sparo_train.core.config import Frozen, setting
+
+from .object_scenes import ROOM_TESTS, Kind, object_scene
+from .pool import process_pool
+from .writer import Fields, claim, encoded, write_shard, write_wds_layout
+
+
+class ObjectSetConfig(Frozen):
+    """How much to render. Equal configs give equal bytes."""
+
+    kind: Kind = setting("clevr", "clevr: solids on grey; clevrtex: with patterns; rooms: coloured rooms of few")
+    seed: int = setting(0, "of all scenes")
+    size: int = setting(64, "pixels of an image's side", ge=16, le=4096)
+    train: int = setting(20_000, "scenes for training", gt=0)
+    test: int = setting(500, "scenes of each set that is scored", gt=0)
+    most: int = setting(
+        6, "objects of a scene, which has three at least where it may (rooms: one to three)", gt=0, le=10
+    )
+    per_shard: int = setting(1000, "scenes in a shard", gt=0)
+    antialias: int = setting(1, "rays per pixel along each side", ge=1, le=8)
+
+
+def render_objects(
+    root: Path, config: ObjectSetConfig, processes: int = 2, report: Callable[[int, int], None] | None = None
+) -> None:
+    """Render everything into `root`; shards that are already there are kept, so an interrupted call continues.
+
+    Args:
+        report: called with (scenes done, scenes in all) whenever a shard is finished.
+
+    Raises:
+        DataError: `root` holds scenes of another config.
+    """
+    claim(root, config, "objects.json")
+    tests = ("", *(ROOM_TESTS if config.kind == "rooms" else ()))
+    shards = -(-config.train // config.per_shard)
+    total, done = config.train + len(tests) * config.test, 0
+    with process_pool(processes) as pool:
+        futures = [pool.submit(_shard, root, config, number) for number in range(shards)]
+        futures += [pool.submit(_scored, root, config, test) for test in tests]
+        for future in futures:
+            done += future.result()
+            if report:
+                report(done, total)
+
+
+def _shard(root: Path, config: ObjectSetConfig, number: int) -> int:
+    numbers = range(number * config.per_shard, min(config.train, (number + 1) * config.per_shard))
+    path = root / "train" / f"{number:05d}.tar"
+    if not path.exists():
+        write_shard(path, _samples(config, "train", numbers))
+    return len(numbers)
+
+
+def _scored(root: Path, config: ObjectSetConfig, test: str) -> int:
+    folder = root / (test or "masks")
+    if not (folder / "test/nshards.txt").exists():
+        write_wds_layout(folder, _samples(config, "test", range(config.test), test))
+    return config.test
+
+
+def _samples(config: ObjectSetConfig, split: str, numbers: range, test: str = "") -> Iterator[tuple[str, Fields]]:
+    for number in numbers:
+        scene, frame = object_scene(
+            config.kind, config.seed, split, number, config.size, config.most, config.antialias, test
+        )
+        fields = {"png": encoded(frame.rgb), "mask.png": encoded(frame.mask)}
+        yield f"{number:08d}", {**fields, "json": json.dumps(scene.graph(frame)).encode()}
