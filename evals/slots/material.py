@@ -13,6 +13,7 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.core.tables import TASKS
 
 from ..sets.base import EvalSet, Pair, Transform
 from ..sets.opening import open_labelled, open_set
@@ -116,7 +117,7 @@ def open_images(task: TaskConfig) -> EvalSet:
     if isinstance(task, LabelledTaskConfig):
         return open_labelled(task)[1]
     if isinstance(task, SetTaskConfig):
-        return open_set(task, {"pairs": "pairs", "retrieval": "captions", "masks": "masks"}.get(task.task, "label"))
+        return open_set(task, TASKS.row(task.task).facts)
     raise ConfigError(f"task {task.task}: has no images to look at")
 
 

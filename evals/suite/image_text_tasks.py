@@ -114,5 +114,7 @@ def _check_zeroshot(task: ZeroshotTaskConfig) -> None:
 
 
 ZEROSHOT = Task(ZeroshotTaskConfig, run_zeroshot, _check_zeroshot, needs=("texts",))
-RETRIEVAL = Task(RetrievalTaskConfig, run_retrieval, lambda task: open_set(task, "captions").check(), needs=("texts",))
-PAIRS = Task(PairsTaskConfig, run_pairs, lambda task: open_set(task, "pairs").check(), needs=("texts",))
+RETRIEVAL = Task(
+    RetrievalTaskConfig, run_retrieval, lambda task: open_set(task, "captions").check(), ("texts",), "captions"
+)
+PAIRS = Task(PairsTaskConfig, run_pairs, lambda task: open_set(task, "pairs").check(), ("texts",), "pairs")

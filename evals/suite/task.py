@@ -42,12 +42,14 @@ class Task:
         run: scores it.
         check: raises `DataError` now where the config's data is not there, or not what the task takes.
         needs: of `NEEDS`, or words of one's own that an encoder's `offers` may have.
+        facts: what its set says of every image, where it has one set (evals/sets/base.py: FactKind).
     """
 
     config: type[TaskConfig]
     run: Callable[[Scoring, Any], Result]
     check: Callable[[Any], None]
     needs: tuple[str, ...] = ()
+    facts: str = "label"
 
 
 class UnfitError(ConfigError):

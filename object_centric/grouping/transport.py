@@ -13,33 +13,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparo_train.core.errors import ConfigError
-
 _TINY = 1e-20  # MESH's clamp: below it a share has no entropy
 
 
-class Plan(NamedTuple):
+class TransportPlan(NamedTuple):
     """moved: (b, K, N), its sums over tokens are `b` exactly, those over slots `a` nearly.  v: (b, K, 1), to start again from."""
 
     moved: Tensor
     v: Tensor
 
 
-def sinkhorn(cost: Tensor, log_a: Tensor, log_b: Tensor, steps: int, v: Tensor | None = None) -> Plan:
+def sinkhorn(cost: Tensor, log_a: Tensor, log_b: Tensor, steps: int, v: Tensor | None = None) -> TransportPlan:
     """`steps` times tokens, then slots (Cuturi 2013), of exp(-cost); as many steps backwards for the gradient of `moved`."""
     start = torch.zeros_like(log_b)[..., None] if v is None else v.detach()
     moved, last = _Sinkhorn.apply(cost, log_a[:, None], log_b[..., None], start, steps)  # type: ignore[misc]
-    return Plan(moved, last)
+    return TransportPlan(moved, last)
 
 
-def sinkhorn_unrolled(cost: Tensor, log_a: Tensor, log_b: Tensor, steps: int, v: Tensor | None = None) -> Plan:
+def sinkhorn_unrolled(cost: Tensor, log_a: Tensor, log_b: Tensor, steps: int, v: Tensor | None = None) -> TransportPlan:
     """The same in torch's own operations, which have gradients of gradients."""
     a, b = log_a[:, None], log_b[..., None]
     u, v = a, torch.zeros_like(b) if v is None else v
     for _ in range(steps):
         u = a - (v - cost).logsumexp(1, keepdim=True)
         v = b - (u - cost).logsumexp(2, keepdim=True)
-    return Plan((u + v - cost).exp(), v)
+    return TransportPlan((u + v - cost).exp(), v)
 
 
 class _Track(NamedTuple):
@@ -155,20 +153,20 @@ def _slope(
     return _back(cost, a, b, track, outer)[0], track.v[-1]
 
 
+@torch.library.custom_op("sparo::exact_plan", mutates_args=())
 def exact_plan(cost: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
-    """The plan of least cost, (b, K, N), by POT's network simplex in fp64, one sample after the other; it has no gradient.
+    """The plan of least cost, (b, K, N), by POT's network simplex in fp64, one sample after the other; it has no gradient."""
+    import ot  # an extra, `transport`
 
-    Raises:
-        ConfigError: POT is not installed.
-    """
-    try:
-        import ot
-    except ImportError as error:
-        raise ConfigError("grouping.transport.exact: needs POT; pip install -e '.[transport]'") from error
-    costs, a, b = (x.detach().double().cpu().numpy() for x in (cost, log_a.exp(), log_b.exp()))
+    costs, a, b = (x.double().cpu().numpy() for x in (cost, log_a.exp(), log_b.exp()))
     a = a * (b.sum(1) / a.sum(1))[:, None]  # one sum to the last bit, or the simplex finds no plan
     plans = [ot.emd(give, take, np.ascontiguousarray(c.T)).T for give, take, c in zip(a, b, costs, strict=True)]
     return torch.from_numpy(np.stack(plans)).to(cost)
+
+
+@exact_plan.register_fake
+def _(cost: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
+    return torch.empty_like(cost)
 
 
 def log_marginal(scores: Tensor, total: int) -> Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from sparo_train.core.errors import ConfigError
 
 from .transport import Similar, exact_plan, less_entropy, log_marginal, sinkhorn
 from .transport_config import TransportConfig
@@ -25,11 +28,18 @@ class Transport(nn.Module):
 
     Args:
         in_width: of tokens.  width: of slots.
+
+    Raises:
+        ConfigError: exact plans are asked for, and POT is not installed.
     """
 
     def __init__(self, config: TransportConfig, in_width: int, width: int):
         super().__init__()
         self.config = config
+        if config.exact != "none" and find_spec("ot") is None:
+            raise ConfigError(
+                f"grouping.transport.exact={config.exact}: needs POT; pip install -e '.[transport]' in sparo's checkout"
+            )
         self.gives = _scored(in_width)
         if config.takes == "learned":
             self.takes = _scored(width)
@@ -52,7 +62,7 @@ class Transport(nn.Module):
                 plan = sinkhorn(cost, log_a, log_b, c.steps).moved
                 if c.exact == "none":
                     return plan
-                best = exact_plan(cost, log_a, log_b)
+                best = exact_plan(cost.detach(), log_a.detach(), log_b.detach())
                 return plan + best if c.exact == "sum" else plan + (best - plan).detach()
             similar = None
             if c.regulariser:

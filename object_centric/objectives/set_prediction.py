@@ -36,7 +36,7 @@ class SetPredictionConfig(Frozen):
     signed: bool = setting(True, "pixels in -1..1 (Locatello et al. 2020); false: in 0..1")
 
 
-class Listed(NamedTuple):
+class Predicted(NamedTuple):
     """objects: (b, K, WIDTH) in 0..1, the last of each how sure it is that there is one.  towered: of the tower."""
 
     objects: Tensor
@@ -53,9 +53,9 @@ class SetModel(nn.Module):
         wide = config.grouping.width
         self.head = nn.Sequential(nn.Linear(wide, config.head_width), nn.ReLU(), nn.Linear(config.head_width, WIDTH))
 
-    def forward(self, images: Tensor, noise: Tensor) -> Listed:
+    def forward(self, images: Tensor, noise: Tensor) -> Predicted:
         towered = self.tower(images, noise)
-        return Listed(torch.sigmoid(self.head(towered.slots).float()), towered)
+        return Predicted(torch.sigmoid(self.head(towered.slots).float()), towered)
 
 
 class SetPrediction(Objective):
@@ -81,7 +81,7 @@ class SetPrediction(Objective):
             reduction="none",
             delta=self.config.huber,
         ).sum(-1)
-        rows, columns = matched(apart.detach())
+        rows, columns = cheapest_pairs(apart.detach()).unbind(1)
         at = torch.arange(len(found), device=found.device)[:, None]
         total = apart[at, rows, columns].sum(1).mean()
         return Loss(total, self._agreement(found[at, rows].detach(), batch["objects"][at, columns]))
@@ -106,15 +106,19 @@ class SetPrediction(Objective):
         return Footprint({"image": m.encoder.side(m.image_size) ** 2}, towers, m.grouping.slots * m.grouping.width, 0)
 
 
-def matched(cost: Tensor) -> tuple[Tensor, Tensor]:
-    """Costs (b, K, K) to the cheapest pairs, rows and columns (b, K): one copy to the host, Kuhn's algorithm per image.
+@torch.library.custom_op("sparo::cheapest_pairs", mutates_args=())
+def cheapest_pairs(cost: Tensor) -> Tensor:
+    """Costs (b, K, K) to rows and columns (b, 2, K) int64 of the cheapest pairs: one copy to the host, Kuhn's algorithm per image.
 
     Costs that are no numbers match somehow: the loss is none either, and the loop leaves such a step out.
     """
     held = np.nan_to_num(cost.float().cpu().numpy(), nan=1e9, posinf=1e9)
-    pairs = np.stack([np.stack(linear_sum_assignment(one)) for one in held])
-    rows, columns = torch.from_numpy(pairs).to(cost.device).unbind(1)
-    return rows, columns
+    return torch.from_numpy(np.stack([np.stack(linear_sum_assignment(one)) for one in held])).to(cost.device)
+
+
+@cheapest_pairs.register_fake
+def _(cost: Tensor) -> Tensor:
+    return cost.new_empty((cost.shape[0], 2, cost.shape[1]), dtype=torch.int64)
 
 
 class SetExamples(Examples):
@@ -143,7 +147,7 @@ class SetExamples(Examples):
 def _rules(run: Any) -> None:
     if run.data.hflip or run.data.crop_scale != (1.0, 1.0):
         raise ValueError(
-            "data: objects stand where the whole image shows them; set data.crop_scale: [1.0, 1.0] and data.hflip: false"
+            "data: objects stand where the whole image shows them; set data.crop_scale: [1.0, 1.0] and data.hflip: 0"
         )
 
 

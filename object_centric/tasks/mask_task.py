@@ -60,4 +60,4 @@ def seen_by(encoder: Encoder, mask: np.ndarray) -> np.ndarray:
     )
 
 
-MASKS = Task(MasksTaskConfig, run_masks, lambda task: open_set(task, "masks").check(), needs=("masks",))
+MASKS = Task(MasksTaskConfig, run_masks, lambda task: open_set(task, "masks").check(), needs=("masks",), facts="masks")

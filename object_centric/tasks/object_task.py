@@ -46,4 +46,6 @@ def run_objects(scoring: Scoring, task: ObjectsTaskConfig) -> Result:
     return described(scoring.ranks.first(score), found, source, options)
 
 
-OBJECTS = Task(ObjectsTaskConfig, run_objects, lambda task: open_set(task, "objects").check(), needs=("objects",))
+OBJECTS = Task(
+    ObjectsTaskConfig, run_objects, lambda task: open_set(task, "objects").check(), needs=("objects",), facts="objects"
+)

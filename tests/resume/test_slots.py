@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from launch.runs.train import train
-from sparo_data.tetrominoes import make_tetrominoes
+from sparo_data.object_sets import ObjectSetConfig, render_objects
+from sparo_data.tetrominoes import TetrominoesConfig, make_tetrominoes
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.disk import metrics
 from tests.conftest import jpeg, slots_recipe, sparo, start_sparo
@@ -31,7 +32,7 @@ def test_kill_minus_nine_loses_nothing_and_two_ranks_agree(shards, tmp_path, wri
 
 
 def test_masks_are_scored_while_training_and_afterwards(tmp_path, write_recipe):
-    make_tetrominoes(tmp_path / "t", 64, 12, seed=0)
+    make_tetrominoes(tmp_path / "t", TetrominoesConfig(train=64, test=12))
     tasks = {"masks": {"task": "masks", "root": str(tmp_path / "t/masks")}}
     tree = slots_recipe(tmp_path / "t/train", tmp_path / "runs", eval={"tasks": tasks}, steps=4)
     done = sparo("train", str(write_recipe(tree)), cwd=tmp_path)
@@ -80,6 +81,55 @@ def test_masks_are_scored_while_training_and_afterwards(tmp_path, write_recipe):
         )
         done = sparo("eval", run_folder, "--data", "other.yaml", "--features", "none", cwd=tmp_path)
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, (name, done.stderr)
+
+
+def test_sets_of_objects_are_learned_resumed_and_scored(tmp_path, write_recipe):
+    render_objects(tmp_path / "c", ObjectSetConfig(train=64, test=12, size=16, most=3), processes=1)
+    tasks = {"objects": {"task": "objects", "root": str(tmp_path / "c/masks")}}
+    tree = slots_recipe(tmp_path / "c/train", tmp_path / "runs", eval={"tasks": tasks})
+    tree["data"] |= {"crop_scale": [1.0, 1.0], "hflip": 0.0}
+    model = {k: v for k, v in tree["objective"]["model"].items() if k not in ("frame", "decoder")}
+    model["grouping"] = {"preset": "sa_me", "slots": 3, "width": 16, "init": "same"}
+    tree["objective"] = {"kind": "set_prediction", "model": model}
+    straight = run({**tree, "out": str(tmp_path / "straight")})
+    assert train(straight).reason == "finished"
+    recipe, folder = write_recipe(tree), tmp_path / "runs/slots"
+    kill_behind(start_sparo("train", str(recipe)), folder, 5)
+    done = sparo("train", str(recipe))
+    assert done.returncode == 0 and "objects ap_0.5" in done.stderr, done.stderr
+    assert_bit_equal(folder, straight.folder)
+    assert {"position_error", "attributes_right"} <= metrics.read(folder / "metrics.jsonl", "train")[-1].keys()
+    recipe = write_recipe({**tree, "out": str(tmp_path / "two"), "micro_batch_size": 2})
+    assert goes_on_across_engines(recipe, tmp_path / "two/slots") == pytest.approx(losses_of(straight.folder), rel=1e-4)
+
+    done = sparo("eval", str(folder), "--features", "none", "--json", "o.json", cwd=tmp_path)
+    (result,) = json.loads((tmp_path / "o.json").read_text())["results"].values()
+    assert done.returncode == 0 and result["n"] == 12 and result["counts"]["predictions"] == 36
+    assert list(result["metrics"]) == ["ap_inf", "ap_1", "ap_0.5", "ap_0.25", "ap_0.125", "ap_0.0625"]
+    done = sparo("slots", "show", str(folder), "--on", "objects", "--images", "4", "--out", "pictures", cwd=tmp_path)
+    assert done.returncode == 0 and (tmp_path / "pictures/report.html").stat().st_size > 10_000, done.stderr
+    empty = {"jpg": jpeg(0), "json": b'{"objects": []}'}
+    for fields, told in (
+        (empty, "not one image has an object"),
+        ({"jpg": jpeg(0)}, "has no .json member"),
+        ({**empty, "json": b"{"}, "no list `objects`"),
+    ):
+        write_wds_layout(tmp_path / "other", [("0", fields)])
+        (tmp_path / "other.yaml").write_text(
+            json.dumps({"tasks": {"o": {"task": "objects", "root": str(tmp_path / "other")}}})
+        )
+        done = sparo("eval", str(folder), "--data", "other.yaml", "--features", "none", cwd=tmp_path)
+        assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+    refused = {
+        "data: objects stand where": "data.hflip=0.5",
+        "needs a mask per slot": f"eval.tasks={{m: {{task: masks, root: {tmp_path}/c/masks}}}}",
+    }
+    for told, override in refused.items():
+        done = sparo("train", str(recipe), override, "name=refused")
+        assert done.returncode == 2 and told in done.stderr, done.stderr
+    done = sparo("train", str(recipe), "objective.model.grouping.slots=2", "name=crowded", "data.max_bad_share_after=8")
+    assert done.returncode == 2 and "3 objects, and objective.model.grouping.slots=2" in done.stderr, done.stderr
 
 
 def png(array):

@@ -13,8 +13,9 @@ from object_centric.objectives.slot_autoencoder import SlotAutoencoder, SlotAuto
 from object_centric.objectives.slot_model import SlotModel, SlotModelConfig
 from object_centric.tasks.mask_task import seen_by
 from object_centric.tasks.slot_encoder import slot_encoder
-from sparo_data.tetrominoes import SIDE, draw, make_tetrominoes, orientations
+from sparo_data.tetrominoes import SIDE, TetrominoesConfig, draw, make_tetrominoes, orientations
 from sparo_train.core.contracts import Progress
+from sparo_train.core.errors import DataError
 from sparo_train.core.rng import generator
 
 SMALL = {
@@ -173,10 +174,12 @@ def test_tetrominoes_are_pieces_of_four_cells_and_the_same_each_time(tmp_path):
             assert there.sum() == 100 and len(np.unique(image[there], axis=0)) == 1 and image[there].max() == 255
         assert not image[mask == 0].any() and (number % 2 or not mask[:, (SIDE + 1) // 2 :].any())
     for folder in ("a", "b"):
-        make_tetrominoes(tmp_path / folder, 9, 3, seed=5)
+        make_tetrominoes(tmp_path / folder, TetrominoesConfig(train=9, test=3, seed=5))
     files = [sorted(p.relative_to(tmp_path / f) for p in (tmp_path / f).rglob("*.tar")) for f in ("a", "b")]
     assert files[0] == files[1] and len(files[0]) == 2
     assert all((tmp_path / "a" / p).read_bytes() == (tmp_path / "b" / p).read_bytes() for p in files[0])
+    with pytest.raises(DataError, match="holds scenes made otherwise"):
+        make_tetrominoes(tmp_path / "a", TetrominoesConfig(train=9, test=3, seed=6))
 
 
 def test_a_mask_is_cut_and_scaled_as_its_image_is():

@@ -12,6 +12,7 @@ from object_centric.grouping import transport
 from object_centric.grouping.slot_attention import SlotAttention
 from object_centric.grouping.slot_config import PRESETS, SlotAttentionConfig
 from object_centric.grouping.transport import exact_plan, less_entropy, log_marginal, sinkhorn, sinkhorn_unrolled
+from sparo_train.core.errors import ConfigError
 
 B, N, IN, K, D = 2, 9, 6, 3, 8
 MOVED = [name for name, row in PRESETS.items() if "transport" in row]
@@ -86,7 +87,9 @@ def test_the_exact_plan_is_the_assignment():
         expected[rows, columns] = 1
         assert torch.allclose(plan, expected)
     cost, log_a, log_b = problem(n=20)
-    plan = exact_plan(cost, log_a.float(), log_b.float())  # sums that differ in their last bits
+    plan = exact_plan(
+        cost.detach(), log_a.detach().float(), log_b.detach().float()
+    )  # sums that differ in their last bits
     assert torch.allclose(plan.sum(2), log_b.exp(), atol=1e-5) and torch.allclose(plan.sum(1), log_a.exp(), atol=1e-5)
 
 
@@ -129,7 +132,7 @@ def plain(module, features, noise):
             cost, start = cost - t.entropy_rate * slope / slope.flatten(1).norm(dim=1)[:, None, None], start.detach()
         moved = sinkhorn_unrolled(cost, log_a, log_b, t.steps, start).moved
         if t.exact != "none":
-            best = exact_plan(cost, log_a, log_b)
+            best = exact_plan(cost.detach(), log_a.detach(), log_b.detach())
             moved = moved + best if t.exact == "sum" else best + moved - moved.detach()
         slots = step.gru((moved @ v).flatten(0, 1), slots.flatten(0, 1)).view(slots.shape)
         slots = slots + step.mlp(step.norm_mlp(slots))
@@ -219,6 +222,12 @@ BAD = {
 def test_knobs_that_do_not_go_together_are_refused(told):
     with pytest.raises(ValueError, match=told):
         SlotAttentionConfig.model_validate({"preset": "sa_sinkhorn", "transport": BAD[told]})
+
+
+def test_without_pot_exact_plans_are_refused_at_the_start(monkeypatch):
+    monkeypatch.setattr("object_centric.grouping.transport_attention.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"exact=sum: needs POT; pip install -e '\.\[transport\]'"):
+        built("sa_emd")
 
 
 def test_who_cannot_break_ties_is_refused():
