@@ -119,8 +119,21 @@ def fashion_mnist(
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(help="an image folder, or a .csv/.tsv file")],
+    source: Annotated[Path, typer.Argument(help="an image folder, a .csv/.tsv file, or with --as what it names")],
     folder: Annotated[Path, typer.Argument(help="where the shards go")],
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            "--as",
+            help="a published set with masks or objects: clevr_with_masks, tetrominoes, objects_room, multi_dsprites, clevr, clevrtex, coco, movi, npy, lmdb",
+        ),
+    ] = None,
+    test: Annotated[int, typer.Option(min=0, help="--as: the first so many scenes are scored (FOLDER/masks)")] = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="--as: so many scenes")] = None,
+    crop: Annotated[
+        str, typer.Option(help="--as, of 240 x 320 pixels: none, clevr (rows 29:221) or center192")
+    ] = "none",
+    size: Annotated[int | None, typer.Option(help="--as: pixels per side")] = None,
     image_column: str = "filepath",
     caption_column: str = "title",
     separator: Annotated[str | None, typer.Option(help="between columns; default: told by the header")] = None,
@@ -128,16 +141,27 @@ def convert(
     per_shard: Annotated[int, typer.Option(min=1)] = 1000,
     part: Part = None,
 ) -> None:
-    """Write an image folder or a table of images and captions as shards."""
+    """Write an image folder, a table of images and captions, or a published set as shards."""
     from sparo_data.convert import convert_csv, convert_folder
 
     own = _part(part)
+    if kind is not None:
+        if own is not None:
+            raise ConfigError("--part: a published set is converted whole")
+        from ..runs.making import convert_published_set
+
+        given = {"test": test, "limit": limit, "crop": crop, "size": size, "per_shard": per_shard}
+        written = convert_published_set(source, folder, kind, **given)
+        console.print(
+            f"{folder}: {written.train} scenes to train on, {written.test} to score, {written.without_objects} without an object"
+        )
+        return
     if source.is_dir():
         count = convert_folder(source, folder, template, per_shard, own)
     elif source.suffix in (".csv", ".tsv"):
         count = convert_csv(source, folder, image_column, caption_column, separator, per_shard, own)
     else:
-        raise ConfigError(f"{source}: give an image folder, or a .csv or .tsv file")
+        raise ConfigError(f"{source}: give an image folder, a .csv or .tsv file, or --as NAME for a published set")
     console.print(f"{folder}: {count} samples")
 
 

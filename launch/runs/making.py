@@ -8,6 +8,8 @@ from typing import Any
 from sparo_data.emoji import install
 from sparo_data.emoji_sets import make_emoji
 from sparo_data.object_sets import ObjectSetConfig, render_objects
+from sparo_data.official.formats import convert_published, sources_of
+from sparo_data.official.published import PublishedConfig, Written
 from sparo_data.scene_sets import ScenesConfig, render_scenes
 from sparo_data.tetrominoes import TetrominoesConfig, make_tetrominoes
 from sparo_train.core.config import resolve
@@ -37,6 +39,15 @@ def make_object_set(folder: Path, processes: int, **given: Any) -> None:
     with Bar() as bar:
         task = bar.start_task_named("rendering scenes")
         render_objects(folder, config, processes, lambda done, total: bar.show(task, done, total))
+
+
+def convert_published_set(source: Path, folder: Path, kind: str, **given: Any) -> Written:
+    """A published set, as its authors store it, to shards in `folder`."""
+    places = sources_of(source, kind)
+    config = resolve(PublishedConfig, {"source": kind, "files": [p.name for p in places], **given}, str(folder))
+    with Bar() as bar:
+        task = bar.start_task_named("converting")
+        return convert_published(places, folder, config, lambda done: bar.show(task, done, config.limit))
 
 
 def make_emoji_set(folder: Path, size: int, seed: int, processes: int) -> dict[str, int]:

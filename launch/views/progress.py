@@ -58,7 +58,7 @@ class Bar(Progress):
             left = self.tasks[task].time_remaining
             rest = f"  {timedelta(seconds=round(left))} left" if left else ""
             console.print(
-                f"{self.tasks[task].description}  {done:.0f}/{total or 0:.0f}  {facts}{rest}".rstrip(),
+                f"{self.tasks[task].description}  {done:.0f}{'' if total is None else f'/{total:.0f}'}  {facts}{rest}".rstrip(),
                 soft_wrap=True,
             )
 

@@ -59,9 +59,9 @@ def read_text(path: str | Path, error: type[SparoError] = ConfigError, most: int
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def read_json(path: str | Path, kind: type[T], error: type[SparoError] = ConfigError) -> T:
+def read_json(path: str | Path, kind: type[T], error: type[SparoError] = ConfigError, most: int = MOST_TEXT) -> T:
     """The JSON in a file, whose top level is a `kind` (dict or list). Raises `error` naming the file."""
-    return parse_json(read_text(path, error), str(path), kind, error)
+    return parse_json(read_text(path, error, most), str(path), kind, error)
 
 
 def parse_json(text: str, where: str, kind: type[T], error: type[SparoError] = ConfigError) -> T:

@@ -1,0 +1,1 @@
+"""Published object-centric data sets, as their authors store them, to our shards."""

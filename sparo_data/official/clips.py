@@ -1,0 +1,94 @@
+"""Videos with masks as stills: MOVi from TFDS files, and npy shards of videosaur and SlotContrast; a scene per frame."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparo_train.core.errors import DataError
+
+from .published import Scene, numbered, opened_image
+from .tfrecord import example, records
+
+
+def movi(path: Path) -> Iterator[Scene]:
+    """MOVi-A … F, one of TFDS' files (movi_a-train.tfrecord-00000-of-…): frames and segmentations are pictures in it.
+
+    Raises:
+        DataError: a file that breaks off, or that holds no video.
+    """
+    for number, record in enumerate(records(path)):
+        where = f"{path}: record {number}"
+        found = example(record, where)
+        frames, masks = found.get("video"), found.get("segmentations")
+        if not isinstance(frames, list) or not isinstance(masks, list) or len(frames) != len(masks):
+            raise DataError(
+                f"{where}: has no video with as many segmentations (it has {', '.join(sorted(found)) or 'nothing'})"
+            )
+        names = found.get("metadata/video_name")
+        name = names[0].decode(errors="replace") if isinstance(names, list) and names else f"{path.stem}_{number:06d}"
+        for t, (frame, mask) in enumerate(zip(frames, masks, strict=True)):
+            at = f"{where}, frame {t}"
+            label = numbered(opened_image(mask, at, labels=True), at)
+            yield Scene(f"{_plain(name)}_{t:03d}", opened_image(frame, at), label, {"video": name, "frame": t})
+
+
+def npy_shards(path: Path) -> Iterator[Scene]:
+    """A tar of `key.video.npy` (T, H, W, 3) uint8 and `key.segmentations.npy` (T, H, W), `.npy.gz` as well.
+
+    Raises:
+        DataError: a tar that breaks off, arrays of other shapes.
+    """
+    try:
+        with tarfile.open(path, "r:") as tar:
+            held: dict[str, Any] = {}
+            for member in tar:
+                key, _, field = Path(member.name).name.partition(".")
+                if held.get("key") != key:
+                    yield from _frames(held, path)
+                    held = {"key": key}
+                if member.isfile() and field.removesuffix(".gz") in ("video.npy", "segmentations.npy"):
+                    stream = tar.extractfile(member)
+                    assert stream is not None  # a file
+                    held[field.split(".")[0]] = _array(stream.read(), field, f"{path}: {member.name}")
+            yield from _frames(held, path)
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise DataError(f"{path}: {error}; fetch the file again") from None
+
+
+def _array(data: bytes, field: str, where: str) -> np.ndarray:
+    try:
+        return np.load(io.BytesIO(gzip.decompress(data) if field.endswith(".gz") else data), allow_pickle=False)
+    except (ValueError, OSError, EOFError, gzip.BadGzipFile) as error:
+        raise DataError(f"{where}: is no array of numbers ({error})") from None
+
+
+def _frames(held: dict[str, Any], path: Path) -> Iterator[Scene]:
+    if "video" not in held:
+        return
+    video, masks, name = held["video"], held.get("segmentations"), held["key"]
+    if masks is not None and masks.ndim == 4 and masks.shape[-1] == 1:
+        masks = masks[..., 0]
+    if (
+        video.ndim != 4
+        or video.shape[-1] != 3
+        or video.dtype != np.uint8
+        or (masks is not None and masks.shape != video.shape[:3])
+    ):
+        shapes = f"{video.dtype} {video.shape} and {None if masks is None else masks.shape}"
+        raise DataError(
+            f"{path}: {name}: video and segmentations of {shapes}; (T, H, W, 3) uint8 and (T, H, W) are read"
+        )
+    for t, frame in enumerate(video):
+        label = None if masks is None else numbered(masks[t].astype(np.int64), f"{path}: {name}, frame {t}")
+        yield Scene(f"{_plain(name)}_{t:03d}", frame, label, {"video": name, "frame": t})
+
+
+def _plain(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_" else "_" for c in name)

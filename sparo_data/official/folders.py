@@ -1,0 +1,116 @@
+"""Sets that are folders of pictures with annotations: CLEVR (scenes as JSON), CLEVRTex, COCO's instances."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.core.untrusted import read_bytes, read_json
+
+from .published import IGNORE, Scene, numbered, opened_image
+
+_LARGEST = 1 << 31  # bytes of a file of annotations; COCO's has 0.45e9
+
+
+def clevr(root: Path) -> Iterator[Scene]:
+    """CLEVR_v1.0: `images/SPLIT/*.png` with `scenes/CLEVR_SPLIT_scenes.json`, of the one split that ROOT/scenes names or `root` is.
+
+    Args:
+        root: the JSON file of scenes, beside whose folder `images` lies.
+
+    Raises:
+        DataError: no such file, or a scene whose picture is missing.
+    """
+    listed = read_json(root, dict, DataError, _LARGEST).get("scenes")
+    if not isinstance(listed, list):
+        raise DataError(f"{root}: has no list `scenes`; give CLEVR's scenes/CLEVR_SPLIT_scenes.json")
+    for number, scene in enumerate(listed):
+        name, split = (scene.get(k) if isinstance(scene, dict) else None for k in ("image_filename", "split"))
+        if not isinstance(name, str) or not isinstance(split, str) or {"/", ".."} & {*name, name, split}:
+            raise DataError(f"{root}: scene {number} names no image_filename and split")
+        path = root.parent.parent / "images" / split / name
+        image = opened_image(read_bytes(path, DataError), path)
+        yield Scene(Path(name).stem, image, None, {"objects": scene.get("objects", [])})
+
+
+def clevrtex(root: Path) -> Iterator[Scene]:
+    """CLEVRTex: NAME.png with NAME_flat.png (an object's number per pixel) and NAME.json, in folders below `root`, by name.
+
+    Raises:
+        DataError: none there, or a picture without its mask.
+    """
+    paths = sorted(p for p in root.rglob("*.json"))
+    if not paths:
+        raise DataError(f"{root}: no CLEVRTEX_*.json below this folder")
+    for path in paths:
+        image, mask = path.with_suffix(".png"), path.with_name(f"{path.stem}_flat.png")
+        label = numbered(opened_image(read_bytes(mask, DataError), mask, labels=True), mask)
+        yield Scene(
+            path.stem, opened_image(read_bytes(image, DataError), image), label, read_json(path, dict, DataError)
+        )
+
+
+def coco(annotations: Path, images: Path | None = None) -> Iterator[Scene]:
+    """COCO's instances: pixels of one object are its own, those of several and of crowds are not scored; a class per pixel beside.
+
+    Args:
+        annotations: instances_SPLIT.json.  images: the folder of pictures (default: SPLIT beside the annotations' folder).
+
+    Raises:
+        DataError: no such file, a picture that is missing, a polygon that is none.
+        ConfigError: pycocotools is not installed.
+    """
+    try:
+        from pycocotools import mask as coder  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ConfigError("COCO's masks need pycocotools; pip install -e '.[convert]' in sparo's checkout") from None
+    tree = read_json(annotations, dict, DataError, most=_LARGEST)
+    folder = images or annotations.parent.parent / annotations.stem.removeprefix("instances_")
+    of_image: dict[Any, list[dict[str, Any]]] = {}
+    try:
+        for one in tree["annotations"]:
+            of_image.setdefault(one["image_id"], []).append(one)
+        listed = [(row["id"], Path(row["file_name"]).name, row["height"], row["width"]) for row in tree["images"]]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{annotations}: is not COCO's instances ({error})") from None
+    for number, name, height, width in listed:
+        path = folder / name
+        image = opened_image(read_bytes(path, DataError), path)
+        if image.shape[:2] != (height, width):
+            raise DataError(
+                f"{path}: has {image.shape[1]} x {image.shape[0]} pixels, and {annotations.name} says {width} x {height}"
+            )
+        found = of_image.get(number, [])
+        label, semantic = _drawn(coder, found, (height, width), f"{annotations.name}: image {number}")
+        boxes = [{"id": i + 1, "category": one["category_id"], "area": one.get("area")} for i, one in enumerate(found)]
+        yield Scene(path.stem, image, label, {"objects": boxes}, semantic)
+
+
+def _drawn(coder: Any, found: list[dict[str, Any]], side: tuple[int, int], where: str) -> tuple[np.ndarray, np.ndarray]:
+    label, semantic = np.zeros(side, np.uint8), np.zeros(side, np.uint8)
+    taken = np.zeros(side, np.int32)
+    if len(found) >= IGNORE:
+        raise DataError(f"{where}: {len(found)} objects; 254 can be written")
+    for i, one in enumerate(found):
+        try:
+            shape = one["segmentation"]
+            if isinstance(shape, list):
+                shape = coder.merge(coder.frPyObjects(shape, *side))
+            elif isinstance(shape["counts"], list):
+                shape = coder.frPyObjects(shape, *side)
+            there = coder.decode(shape).astype(bool)
+            category = int(one["category_id"])
+        except Exception as error:  # pycocotools raises whatever its C code meets
+            raise DataError(f"{where}: object {i} has no outline ({str(error)[:200]})") from None
+        if there.shape != side or not 0 < category < IGNORE:
+            raise DataError(f"{where}: object {i} is of another size, or of category {category}")
+        taken += there
+        label[there], semantic[there] = i + 1, category
+        if one.get("iscrowd"):
+            taken[there] = 2
+    label[taken > 1] = semantic[taken > 1] = IGNORE
+    return label, semantic

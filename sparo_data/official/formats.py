@@ -1,0 +1,66 @@
+"""The published formats by name, and from their files to shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from sparo_train.core.errors import ConfigError, DataError, did_you_mean
+
+from .clips import movi, npy_shards
+from .folders import clevr, clevrtex, coco
+from .lmdb_file import lmdb_scenes
+from .multi_object import SETS, multi_object
+from .published import PublishedConfig, Scene, Written, write_published
+
+
+class Format(NamedTuple):
+    """read: one source to its scenes.  what: that source, in words.  suffix: of such files in a folder; empty: the source is a folder or one file."""
+
+    read: Callable[[Path], Iterator[Scene]]
+    what: str
+    suffix: str = ""
+
+
+FORMATS: dict[str, Format] = {
+    **{
+        name: Format(partial(multi_object, name=name), "*.tfrecords of multi_object_datasets", "tfrecord")
+        for name in SETS
+    },
+    "movi": Format(movi, "TFDS' *.tfrecord-* of MOVi-A to F, a still per frame", "tfrecord"),
+    "npy": Format(npy_shards, "tars of key.video.npy and key.segmentations.npy, a still per frame", ".tar"),
+    "clevr": Format(clevr, "CLEVR_v1.0/scenes/CLEVR_SPLIT_scenes.json"),
+    "clevrtex": Format(clevrtex, "CLEVRTex' folder of pictures, *_flat.png and *.json"),
+    "coco": Format(coco, "COCO's instances_SPLIT.json, with SPLIT/*.jpg beside its folder"),
+    "lmdb": Format(lmdb_scenes, "*.lmdb of pictures of the Genera1Z family"),
+}
+
+
+def sources_of(place: Path, name: str) -> list[Path]:
+    """The files of a format at `place`, in the order of their names.
+
+    Raises:
+        ConfigError: no such format.
+        DataError: nothing of it there.
+    """
+    if name not in FORMATS:
+        raise ConfigError(f"--as {name}: {did_you_mean(name, FORMATS)}")
+    kind = FORMATS[name]
+    if not place.exists():
+        raise DataError(f"{place}: no such file or folder; --as {name} reads {kind.what}")
+    if not kind.suffix or place.is_file():
+        return [place]
+    found = sorted(p for p in place.iterdir() if p.is_file() and kind.suffix in p.name)
+    if not found:
+        raise DataError(f"{place}: none of {kind.what} in it")
+    return found
+
+
+def convert_published(
+    places: Sequence[Path], out: Path, config: PublishedConfig, done: Callable[[int], None] = lambda count: None
+) -> Written:
+    """Read every source of a format and write them as one set, see `write_published`."""
+    read = FORMATS[config.source].read
+    return write_published(out, (scene for place in places for scene in read(place)), config, done)

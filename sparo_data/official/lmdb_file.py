@@ -1,0 +1,86 @@
+"""The LMDB files of the Genera1Z family (VQ-VFM-OCL, object_centric_bench): pickled dicts, unpickled as numbers and nothing else."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparo_train.core.errors import ConfigError, DataError
+
+from .published import Scene, numbered, opened_image
+
+_NUMPY = {"_reconstruct": None, "ndarray": np.ndarray, "dtype": np.dtype, "scalar": None, "_frombuffer": None}
+
+
+class _Numbers(pickle.Unpickler):
+    """Arrays, and what Python writes without a class; a pickle that names anything else is refused before it runs."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (
+            module
+            in ("numpy", "numpy.core.multiarray", "numpy._core.multiarray", "numpy.core.numeric", "numpy._core.numeric")
+            and name in _NUMPY
+        ):
+            return _NUMPY[name] or getattr(__import__(module, fromlist=[name]), name)
+        raise DataError(f"names {module}.{name}, which data has no need of")
+
+
+def lmdb_scenes(path: Path) -> Iterator[Scene]:
+    """The samples of a file, in the order of its `__keys__`: `image` (a picture's bytes), `segment` (one, too).
+
+    Raises:
+        DataError: no such file, or one that is none of these.
+        ConfigError: lmdb is not installed.
+    """
+    try:
+        import lmdb
+    except ImportError:
+        raise ConfigError(f"{path}: needs lmdb; pip install -e '.[convert]' in sparo's checkout") from None
+    if not path.exists():
+        raise DataError(f"{path}: no such file")
+    try:
+        env = lmdb.open(str(path), subdir=path.is_dir(), readonly=True, readahead=False, lock=False)
+    except lmdb.Error as error:
+        raise DataError(f"{path}: is no LMDB file ({error})") from None
+    with env, env.begin() as txn:
+        keys = _unpickled(txn.get(b"__keys__"), f"{path}: __keys__")
+        if not isinstance(keys, list) or not all(isinstance(key, bytes) for key in keys):
+            raise DataError(f"{path}: __keys__ is no list of keys")
+        for key in keys:
+            name = key.decode(errors="replace")
+            where = f"{path}: {name}"
+            found = _unpickled(txn.get(key), where)
+            if not isinstance(found, dict) or "image" not in found:
+                raise DataError(f"{where}: has no `image`; files of pictures are read, not of videos")
+            image = opened_image(_data(found["image"], where), where)
+            label = None
+            if "segment" in found:
+                segment = opened_image(_data(found["segment"], where), where, labels=True)
+                label = numbered(
+                    segment[..., 0] if segment.ndim == 3 else segment, where
+                )  # .webp has three equal channels
+            yield Scene(name.replace(".", "_"), image, label, {})
+
+
+def _unpickled(data: bytes | None, where: str) -> Any:
+    if data is None:
+        raise DataError(f"{where}: missing")
+    try:
+        return _Numbers(io.BytesIO(data)).load()
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+    except Exception as error:  # a pickle that is none raises anything
+        raise DataError(f"{where}: cannot be read as a plain pickle ({str(error)[:200]})") from None
+
+
+def _data(value: Any, where: str) -> bytes:
+    if isinstance(value, np.ndarray) and value.dtype == np.uint8:
+        return value.tobytes()
+    if isinstance(value, bytes):
+        return value
+    raise DataError(f"{where}: {type(value).__name__} in place of a picture's bytes")

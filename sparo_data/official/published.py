@@ -1,0 +1,139 @@
+"""What every reader of a published set gives: scenes; how they are cut; and the shards and the scored set that they become."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from sparo_train.core.config import Frozen, setting
+from sparo_train.core.errors import DataError
+
+from ..writer import Fields, claim, encoded, write_shards, write_wds_layout
+
+IGNORE = 255  # of label maps: pixels that no score counts
+Crop = Literal["none", "clevr", "center192"]
+_BOXES: dict[
+    str, tuple[tuple[int, int], tuple[int, int, int, int]]
+] = {  # of images of this height and width: top, bottom, left, right
+    "clevr": ((240, 320), (29, 221, 64, 256)),  # IODINE's, and since then everybody's
+    "center192": ((240, 320), (24, 216, 64, 256)),  # CLEVRTex's and Wu et al.'s
+}
+
+
+class Scene(NamedTuple):
+    """image (H, W, 3) uint8.  label: (H, W) uint8, an object's number, 0 for none, 255 for pixels that are not scored; None: unknown.
+    facts: for the sample's `.json`.  semantic: (H, W) uint8, a class per pixel, where there are classes."""
+
+    key: str
+    image: np.ndarray
+    label: np.ndarray | None
+    facts: dict[str, Any]
+    semantic: np.ndarray | None = None
+
+
+class PublishedConfig(Frozen):
+    """How a published set becomes shards."""
+
+    source: str = setting(..., "the format")
+    files: tuple[str, ...] = setting((), "what was read, by name")
+    test: int = setting(0, "the first so many scenes are the scored set, and no training data", ge=0)
+    limit: int | None = setting(None, "scenes to take, all of the sources together", gt=0)
+    crop: Crop = setting("none", "clevr: rows 29:221, columns 64:256; center192: rows 24:216; both of 240 x 320 pixels")
+    size: int | None = setting(None, "pixels per side; what is not square is squeezed", ge=8, le=4096)
+    per_shard: int = setting(1000, "scenes in a shard", gt=0)
+
+
+class Written(NamedTuple):
+    train: int
+    test: int
+    without_objects: int
+
+
+def write_published(
+    out: Path, scenes: Iterable[Scene], config: PublishedConfig, done: Callable[[int], None] = lambda count: None
+) -> Written:
+    """ROOT/masks in the layout of evaluation sets, of the first `test` scenes, and ROOT/train/*.tar of the others.
+
+    Raises:
+        DataError: `out` holds something else already, or there is no scene.
+    """
+    if any(out.glob("*/*.tar")) or any(out.glob("*/*/*.tar")):
+        raise DataError(f"{out}: holds shards already, which would mix with the new ones; name an empty folder")
+    claim(out, config, "converted.json")
+    counts = {"all": 0, "empty": 0}
+
+    def samples() -> Iterator[tuple[str, Fields]]:
+        for scene in islice(scenes, config.limit):
+            scene = cut(scene, config)
+            counts["all"] += 1
+            counts["empty"] += scene.label is not None and not ((scene.label > 0) & (scene.label < IGNORE)).any()
+            done(counts["all"])
+            yield scene.key, fields_of(scene)
+
+    stream = samples()
+    if config.test:
+        write_wds_layout(out / "masks", islice(stream, config.test))
+    tested = counts["all"]
+    write_shards(out / "train", stream, config.per_shard)
+    if not counts["all"]:
+        raise DataError(f"{', '.join(config.files)}: not one scene in it")
+    return Written(counts["all"] - tested, tested, counts["empty"])
+
+
+def cut(scene: Scene, config: PublishedConfig) -> Scene:
+    """Crop and size of image and labels, these by their nearest pixel. Raises `DataError` where the crop is of other images."""
+    planes = [scene.image, scene.label, scene.semantic]
+    if config.crop != "none":
+        (height, width), (top, bottom, left, right) = _BOXES[config.crop]
+        if scene.image.shape[:2] != (height, width):
+            raise DataError(
+                f"{scene.key}: crop={config.crop} is of images of {width} x {height} pixels, and this has {scene.image.shape[1]} x {scene.image.shape[0]}"
+            )
+        planes = [None if p is None else p[top:bottom, left:right] for p in planes]
+    if config.size is not None:
+        filters = (Image.Resampling.BICUBIC, Image.Resampling.NEAREST, Image.Resampling.NEAREST)
+        side = (config.size, config.size)
+        planes = [
+            None if p is None else np.asarray(Image.fromarray(np.ascontiguousarray(p)).resize(side, how))
+            for p, how in zip(planes, filters, strict=True)
+        ]
+    image, label, semantic = planes
+    assert image is not None
+    return scene._replace(image=image, label=label, semantic=semantic)
+
+
+def fields_of(scene: Scene) -> dict[str, bytes]:
+    """The members of a scene's sample."""
+    fields = {"png": encoded(np.ascontiguousarray(scene.image)), "json": json.dumps(scene.facts).encode()}
+    for name, plane in (("mask.png", scene.label), ("semantic.png", scene.semantic)):
+        if plane is not None:
+            fields[name] = encoded(np.ascontiguousarray(plane))
+    return fields
+
+
+def opened_image(data: bytes, where: object, labels: bool = False) -> np.ndarray:
+    """The picture in a file: (H, W, 3), or (H, W) of labels, palettes as their numbers. Raises `DataError` naming `where`."""
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            found = image if labels and image.mode in ("P", "L", "I", "I;16", "1") else image.convert("RGB")
+            return np.asarray(found)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"{where}: is no picture ({error})") from None
+
+
+def numbered(plane: np.ndarray, where: object) -> np.ndarray:
+    """Label maps of any coding to (H, W) uint8: colours are numbered, black is none. Raises `DataError` for more than 254."""
+    if plane.ndim == 3:
+        flat = plane[..., :3].astype(np.int64) @ np.array([1 << 16, 1 << 8, 1])
+        values, plane = np.unique(flat, return_inverse=True)
+        plane = plane.reshape(flat.shape) + (0 if values[0] == 0 else 1)
+    if plane.size and (plane.min() < 0 or plane.max() >= IGNORE):
+        raise DataError(f"{where}: labels from {plane.min()} to {plane.max()}; 0 to {IGNORE - 1} can be written")
+    return plane.astype(np.uint8)

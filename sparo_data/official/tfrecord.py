@@ -1,0 +1,189 @@
+"""TFRecord files and `tf.train.Example` without TensorFlow: framing, checksums, and the five messages of an example."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from sparo_train.core.errors import ConfigError, DataError
+
+Value = np.ndarray | list[bytes]
+_CHUNK = 1 << 20
+_LONGEST = 1 << 31  # bytes of a record: beyond it a length is damage
+
+
+def records(path: Path) -> Iterator[bytes]:
+    """The records of a file, plain, gzipped or deflated, one after the other; every checksum is checked.
+
+    Raises:
+        DataError: no such file, a file that breaks off or is damaged (the record is named).
+        ConfigError: google-crc32c is not installed.
+    """
+    try:
+        import google_crc32c
+    except ImportError:
+        raise ConfigError(
+            f"{path}: checksums need google-crc32c; pip install -e '.[convert]' in sparo's checkout"
+        ) from None
+
+    def whole(data: bytes, told: bytes) -> bool:
+        crc = google_crc32c.value(data)
+        return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == struct.unpack("<I", told)[0]
+
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    with path.open("rb") as file:
+        head = file.read(12)
+        file.seek(0)
+        plain = not head or (len(head) == 12 and whole(head[:8], head[8:]))
+        stream = _Plain(file) if plain else _Inflated(file, path)
+        number = 0
+        while first := stream.take(12):
+            where = f"{path}: record {number}"
+            if len(first) < 12 or not whole(first[:8], first[8:]):
+                raise DataError(
+                    f"{where}: {'breaks off' if len(first) < 12 else 'is no TFRecord'}; fetch the file again"
+                )
+            (length,) = struct.unpack("<Q", first[:8])
+            body = stream.take(length + 4) if length < _LONGEST else b""
+            if len(body) < length + 4:
+                raise DataError(f"{where}: breaks off after {len(body)} of {length + 4} bytes; fetch the file again")
+            if not whole(body[:-4], body[-4:]):
+                raise DataError(f"{where}: is damaged, its checksum differs; fetch the file again")
+            yield body[:-4]
+            number += 1
+
+
+class _Plain:
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+
+    def take(self, count: int) -> bytes:
+        return self._file.read(count)
+
+
+class _Inflated:
+    def __init__(self, file: IO[bytes], path: Path):
+        self._file, self._path, self._rest, self._at = file, path, b"", 0
+        self._inflate = zlib.decompressobj(wbits=47)  # gzip's and zlib's headers alike
+
+    def take(self, count: int) -> bytes:
+        parts = [self._rest[self._at : self._at + count]]
+        found = len(parts[0])
+        self._at += found
+        while found < count and (chunk := self._more()):
+            parts.append(chunk[: count - found])
+            self._rest, self._at = chunk, len(parts[-1])
+            found += len(parts[-1])
+        return b"".join(parts)
+
+    def _more(self) -> bytes:
+        while True:
+            state = self._inflate
+            packed = state.unconsumed_tail or state.unused_data or self._file.read(_CHUNK)
+            if not packed:
+                if not state.eof:
+                    raise DataError(f"{self._path}: breaks off in the middle; fetch the file again")
+                return b""
+            if state.eof:  # files that were put behind each other
+                self._inflate = zlib.decompressobj(wbits=47)
+            try:
+                chunk = self._inflate.decompress(packed, _LONGEST >> 5)
+            except zlib.error as error:
+                raise DataError(f"{self._path}: neither a TFRecord nor a compressed one ({error})") from None
+            if chunk:
+                return chunk
+
+
+def example(data: bytes, where: str) -> dict[str, Value]:
+    """The features of a `tf.train.Example`: numbers as arrays, and strings as a list, or as uint8 where each is one byte.
+
+    Raises:
+        DataError: bytes that are no Example; `where` names them.
+    """
+    try:
+        found: dict[str, Value] = {}
+        for number, features in _fields(memoryview(data)):
+            for inner, entry in _fields(features) if number == 1 else ():
+                if inner == 1:
+                    parts = dict(_fields(entry))
+                    found[str(parts[1], "utf-8")] = _feature(parts.get(2, memoryview(b"")))
+        return found
+    except (IndexError, KeyError, ValueError, TypeError, struct.error):
+        raise DataError(f"{where}: is no tf.train.Example; is it another data set?") from None
+
+
+def _feature(data: memoryview) -> Value:
+    for number, listed in _fields(data):
+        if number == 1:
+            return _strings(listed)
+        if number == 2:
+            packed = b"".join(bytes(part) for _, part in _fields(listed))
+            return np.frombuffer(packed, "<f4")
+        if number == 3:
+            return np.concatenate(
+                [_varints(part) for _, part in _fields(listed, unpacked=True)] or [np.empty(0, np.int64)]
+            )
+    return []
+
+
+def _strings(listed: memoryview) -> Value:
+    # The official files store every pixel as a string of its own: tag, length 1, pixel. Walking them would take minutes.
+    flat = np.frombuffer(listed, np.uint8)
+    if len(flat) and len(flat) % 3 == 0 and (flat[0::3] == 0x0A).all() and (flat[1::3] == 1).all():
+        return flat[2::3]
+    return [bytes(part) for _, part in _fields(listed)]
+
+
+def _fields(data: memoryview, unpacked: bool = False) -> Iterator[tuple[int, memoryview]]:
+    """Number and payload of every field of a message; `unpacked`: a number that stands alone comes as its own bytes."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        kind = tag & 7
+        if kind == 2:
+            length, at = _varint(data, at)
+            end = at + length
+        elif kind == 0 and unpacked:
+            _, end = _varint(data, at)
+        elif kind in (1, 5):
+            end = at + (8 if kind == 1 else 4)
+        else:
+            raise ValueError(f"wire type {kind}")
+        if end > len(data):
+            raise ValueError("a field breaks off")
+        yield tag >> 3, data[at:end]
+        at = end
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise ValueError("a number is too long")
+
+
+def _varints(packed: memoryview) -> np.ndarray:
+    """(n,) int64 of packed varints, all at once."""
+    flat = np.frombuffer(packed, np.uint8)
+    if not len(flat):
+        return np.empty(0, np.int64)
+    last = np.flatnonzero(flat < 0x80)
+    if not len(last) or last[-1] != len(flat) - 1:
+        raise ValueError("a number breaks off")
+    first = np.concatenate([[0], last[:-1] + 1])
+    shift = (np.arange(len(flat)) - np.repeat(first, last - first + 1)) * 7
+    if shift.max() > 63:
+        raise ValueError("a number is too long")
+    return np.add.reduceat((flat & 0x7F).astype(np.uint64) << shift.astype(np.uint64), first).astype(np.int64)

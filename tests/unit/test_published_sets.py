@@ -1,0 +1,326 @@
+"""Published object-centric sets, in files as their authors' tools write them: read whole, and refused where they break."""
+
+import gzip
+import io
+import json
+import pickle
+import tarfile
+import zlib
+
+import lmdb
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from pycocotools import mask as coder
+from tfrecord.writer import TFRecordWriter
+
+from sparo_data.official.formats import FORMATS, convert_published, sources_of
+from sparo_data.official.multi_object import SETS
+from sparo_data.official.published import PublishedConfig
+from sparo_data.official.tfrecord import example, records
+from sparo_data.writer import encoded
+from sparo_train.core.errors import ConfigError, DataError
+from tests.conftest import sparo
+
+RNG = np.random.default_rng(0)
+
+
+def tfrecords(path, examples, pack=lambda data: data):
+    """Written by a library of its own, with protobuf's own serialisation."""
+    writer = TFRecordWriter(str(path))
+    for one in examples:
+        writer.write(one)
+    writer.close()
+    path.write_bytes(pack(path.read_bytes()))
+    return path
+
+
+def pixels(array):
+    """As the official files have them: every pixel a string of its own."""
+    return [bytes([value]) for value in array.ravel()], "byte"
+
+
+def scene(name, objects=2):
+    (height, width), background, last = SETS[name]
+    count = background + objects
+    owner = RNG.integers(0, count, (height, width))
+    masks = (np.arange(count)[:, None, None] == owner) * np.uint8(255)
+    image = RNG.integers(0, 256, (height, width, 3)).astype(np.uint8)
+    stored = masks.transpose(1, 2, 0) if last else masks
+    factors = {"x": (RNG.normal(size=count).tolist(), "float"), "shape": pixels(np.arange(count).astype(np.uint8)),
+               "visibility": ([1.0] * (count - 1) + [0.0], "float"), "color": (RNG.normal(size=3 * count).tolist(), "float")}  # fmt: skip
+    return image, np.maximum(owner - background + 1, 0), {"image": pixels(image), "mask": pixels(stored), **factors}
+
+
+def read(place, name, **options):
+    (source,) = sources_of(place, name)
+    return list(FORMATS[name].read(source))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.dictionaries(
+        st.text(max_size=4),
+        st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=9)
+        | st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=9)
+        | st.lists(st.binary(max_size=4), min_size=1, max_size=9),
+        max_size=3,
+    )
+)
+def test_an_example_is_what_protobuf_wrote(tree):
+    kinds = {int: "int", float: "float", bytes: "byte"}
+    data = TFRecordWriter.serialize_tf_example({k: (v, kinds[type(v[0])]) for k, v in tree.items()})
+    found = example(data, "here")
+    assert found.keys() == tree.keys()
+    for name, value in tree.items():
+        mine = found[name]
+        if isinstance(value[0], bytes):
+            mine = [bytes([b]) for b in mine] if isinstance(mine, np.ndarray) else mine
+            assert mine == value
+        else:
+            assert np.array_equal(np.asarray(mine), np.array(value, mine.dtype))  # type: ignore[union-attr]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=60))
+def test_bytes_that_are_no_example_are_refused_or_read(data):
+    try:
+        assert isinstance(example(data, "here"), dict)
+    except DataError as error:
+        assert "here: is no tf.train.Example" in str(error)
+
+
+PACKED = {
+    "plain": bytes,
+    "gzip": gzip.compress,
+    "zlib": zlib.compress,
+    "two": lambda data: gzip.compress(data[:50]) + gzip.compress(data[50:]),
+}
+
+
+@pytest.mark.parametrize("pack", PACKED)
+def test_a_file_that_breaks_off_or_is_damaged_says_where(tmp_path, pack):
+    examples = [{"x": ([float(i)] * 40, "float")} for i in range(5)]
+    path = tfrecords(tmp_path / "a.tfrecord", examples, PACKED[pack])
+    whole = path.read_bytes()
+    assert [example(r, "")["x"][0] for r in records(path)] == [0, 1, 2, 3, 4]  # type: ignore[index]
+    # Between two records a plain file ends as a whole one does.
+    whole_ones = range(0, len(whole), len(whole) // 5) if pack == "plain" else ()
+    for cut in set(range(1, len(whole) - 1, 7)).difference(whole_ones):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(DataError, match=r"a\.tfrecord.*(breaks off|neither a TFRecord)"):
+            for _ in records(path):
+                pass
+    for at in range(0, len(whole), 5):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 64]) + whole[at + 1 :])
+        try:
+            assert len(list(records(path))) <= 5  # a header's time or name may be anything
+        except DataError as error:
+            assert "a.tfrecord" in str(error)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_multi_object_datasets(tmp_path, name):
+    made = [scene(name) for _ in range(2)]
+    path = tfrecords(tmp_path / "m.tfrecords", [stored for *_, stored in made], gzip.compress)
+    for found, (image, label, stored) in zip(read(path, name), made, strict=True):
+        assert np.array_equal(found.image, image) and np.array_equal(found.label, label)
+        (first,) = found.facts["objects"]  # the last one is not visible
+        at = SETS[name].background
+        assert first["id"] == 1 and first["shape"] == at and first["x"] == pytest.approx(stored["x"][0][at])
+        assert len(first["color"]) == 3
+    other = next(n for n in SETS if SETS[n].side != SETS[name].side)
+    with pytest.raises(DataError, match="is it another set"):
+        read(path, other)
+    tfrecords(tmp_path / "n.tfrecords", [{"video": ([b"x"], "byte")}])
+    with pytest.raises(DataError, match="has no 'image' of bytes"):
+        read(tmp_path / "n.tfrecords", name)
+
+
+def test_clevr_and_its_objects(tmp_path):
+    (tmp_path / "images/val").mkdir(parents=True)
+    (tmp_path / "scenes").mkdir()
+    thing = {"size": "large", "material": "metal", "shape": "cube", "color": "red", "3d_coords": [0, 1, 2]}
+    rows = [{"image_filename": f"C_{i}.png", "split": "val", "objects": [thing] * i} for i in range(3)]
+    for row in rows:
+        (tmp_path / "images/val" / row["image_filename"]).write_bytes(encoded(np.zeros((4, 6, 3), np.uint8)))
+    path = tmp_path / "scenes/CLEVR_val_scenes.json"
+    path.write_text(json.dumps({"scenes": rows}))
+    found = read(path, "clevr")
+    assert (
+        [len(s.facts["objects"]) for s in found] == [0, 1, 2]
+        and found[0].label is None
+        and found[1].image.shape == (4, 6, 3)
+    )
+    for bad in ({"scenes": [{"image_filename": "../x.png", "split": "val"}]}, {"scenes": [3]}, {}):
+        path.write_text(json.dumps(bad))
+        with pytest.raises(DataError, match="scenes"):
+            read(path, "clevr")
+
+
+def test_clevrtex_with_palettes_and_colours(tmp_path):
+    folder = tmp_path / "clevrtex_full/0"
+    folder.mkdir(parents=True)
+    label = np.array([[0, 1], [2, 2]], np.uint8)
+    coloured = np.array([[[0, 0, 0], [255, 0, 0]], [[0, 9, 0], [0, 9, 0]]], np.uint8)
+    for i, mask in enumerate((label, coloured)):
+        (folder / f"T_{i}.png").write_bytes(encoded(np.zeros((2, 2, 3), np.uint8)))
+        (folder / f"T_{i}_flat.png").write_bytes(encoded(mask))
+        (folder / f"T_{i}.json").write_text('{"objects": []}')
+    palette = Image.fromarray(label, "P")
+    palette.putpalette([9, 9, 9, 1, 2, 3, 4, 5, 6])
+    palette.save(folder / "T_0_flat.png")
+    found = read(tmp_path / "clevrtex_full", "clevrtex")
+    assert found[0].label.tolist() == label.tolist() and found[1].label.tolist() == [[0, 2], [1, 1]]
+    (folder / "T_1_flat.png").unlink()
+    with pytest.raises(DataError, match=r"T_1_flat\.png"):
+        read(tmp_path, "clevrtex")
+
+
+def test_coco_leaves_out_what_two_objects_share_and_crowds(tmp_path):
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "val2017").mkdir()
+    (tmp_path / "val2017/a.jpg").write_bytes(encoded(np.zeros((10, 12, 3), np.uint8), "JPEG"))
+    square = [[1.0, 1.0, 6.0, 1.0, 6.0, 6.0, 1.0, 6.0]]
+    packed = np.zeros((10, 12), np.uint8)
+    packed[4:8, 4:10] = 1
+    rle = coder.encode(np.asfortranarray(packed))
+    crowd = {"counts": [100, 20], "size": [10, 12]}
+    rows = [{"image_id": 7, "category_id": 3, "segmentation": square, "iscrowd": 0},
+            {"image_id": 7, "category_id": 5, "segmentation": {"counts": rle["counts"].decode(), "size": rle["size"]}, "iscrowd": 0},
+            {"image_id": 7, "category_id": 5, "segmentation": crowd, "iscrowd": 1}]  # fmt: skip
+    tree = {"images": [{"id": 7, "file_name": "a.jpg", "height": 10, "width": 12}], "annotations": rows}
+    path = tmp_path / "annotations/instances_val2017.json"
+    path.write_text(json.dumps(tree))
+    (found,) = read(path, "coco")
+    first = coder.decode(coder.merge(coder.frPyObjects(square, 10, 12))).astype(bool)
+    expected = np.zeros((10, 12), np.uint8)
+    expected[first], expected[packed == 1] = 1, 2
+    expected[first & (packed == 1)] = 255
+    expected[:, 10:] = 255
+    assert np.array_equal(found.label, expected)
+    assert set(np.unique(found.semantic)) == {0, 3, 5, 255} and (found.semantic[found.label == 2] == 5).all()
+    for change, told in (
+        ({"segmentation": [[1.0]]}, "has no outline"),
+        ({"segmentation": 3}, "has no outline"),
+        ({"category_id": 0}, "of category 0"),
+    ):
+        path.write_text(json.dumps({**tree, "annotations": [{**rows[0], **change}]}))
+        with pytest.raises(DataError, match=told):
+            read(path, "coco")
+
+
+def test_clips_are_stills(tmp_path):
+    video, masks = RNG.integers(0, 256, (3, 8, 8, 3)).astype(np.uint8), RNG.integers(0, 5, (3, 8, 8)).astype(np.uint8)
+    stored = {"video": ([encoded(f) for f in video], "byte"), "segmentations": ([encoded(m) for m in masks], "byte"),
+              "metadata/video_name": ([b"vi.deo/7"], "byte")}  # fmt: skip
+    path = tfrecords(tmp_path / "movi_a-train.tfrecord-00000-of-00001", [stored])
+    found = read(tmp_path, "movi")
+    assert [s.key for s in found] == ["vi_deo_7_000", "vi_deo_7_001", "vi_deo_7_002"]
+    for s, image, label in zip(found, video, masks, strict=True):
+        assert np.array_equal(s.image, image) and np.array_equal(s.label, label)
+    path.unlink()
+    with tarfile.open(tmp_path / "v.tar", "w") as tar:
+        for name, array, pack in (
+            ("0.video.npy", video, bytes),
+            ("0.segmentations.npy.gz", masks[..., None], gzip.compress),
+            ("1.video.npy", video, bytes),
+        ):
+            buffer = io.BytesIO()
+            np.save(buffer, array)
+            data = pack(buffer.getvalue())
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    again = read(tmp_path, "npy")
+    assert len(again) == 6 and np.array_equal(again[1].label, masks[1]) and again[5].label is None
+    whole = (tmp_path / "v.tar").read_bytes()
+    (tmp_path / "v.tar").write_bytes(whole[:700])
+    with pytest.raises(DataError, match=r"v\.tar"):
+        read(tmp_path, "npy")
+
+
+class Bomb:
+    def __reduce__(self):
+        return print, ("run",)
+
+
+def test_lmdb_files_are_unpickled_as_numbers_alone(tmp_path, capsys):
+    label = RNG.integers(0, 4, (8, 8)).astype(np.uint8)
+    image = RNG.integers(0, 256, (8, 8, 3)).astype(np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(label).save(buffer, "WEBP", lossless=True)
+    samples = {b"000000": {"image": encoded(image), "segment": np.frombuffer(buffer.getvalue(), np.uint8)},
+               b"000001": {"image": encoded(image), "segment": encoded(label)}}  # fmt: skip
+    with lmdb.open(str(tmp_path / "a.lmdb"), subdir=False, map_size=1 << 24) as env, env.begin(write=True) as txn:
+        for key, one in samples.items():
+            txn.put(key, pickle.dumps(one))
+        txn.put(b"__keys__", pickle.dumps(list(samples)))
+    for found in read(tmp_path / "a.lmdb", "lmdb"):
+        assert np.array_equal(found.image, image) and np.array_equal(found.label, label)
+    with lmdb.open(str(tmp_path / "a.lmdb"), subdir=False, map_size=1 << 24) as env, env.begin(write=True) as txn:
+        txn.put(b"000001", pickle.dumps({"image": Bomb()}))
+    with pytest.raises(DataError, match=r"names (builtins|__builtin__)\.print"):
+        read(tmp_path / "a.lmdb", "lmdb")
+    assert "run" not in capsys.readouterr().out
+    (tmp_path / "b.lmdb").write_bytes(b"x" * 9999)
+    with pytest.raises(DataError, match="is no LMDB file"):
+        read(tmp_path / "b.lmdb", "lmdb")
+
+
+def test_conversion_cuts_splits_and_counts(tmp_path):
+    made = [scene("clevr_with_masks", objects=1 + i) for i in range(3)]
+    empty = scene("clevr_with_masks", objects=0)
+    tfrecords(tmp_path / "c.tfrecords", [s[-1] for s in (*made, empty)], gzip.compress)
+    line = (
+        "data",
+        "convert",
+        "c.tfrecords",
+        "out",
+        "--as",
+        "clevr_with_masks",
+        "--test",
+        "1",
+        "--crop",
+        "clevr",
+        "--size",
+        "32",
+    )
+    done = sparo(*line, cwd=tmp_path)
+    assert (
+        done.returncode == 0
+        and "out: 3 scenes to train on, 1 to score, 1 without an object" in done.stdout + done.stderr
+    )
+    with tarfile.open(tmp_path / "out/masks/test/0.tar") as tar:
+        held = {m.name.partition(".")[2]: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
+    cut = Image.fromarray(made[0][1][29:221, 64:256].astype(np.uint8)).resize((32, 32), Image.Resampling.NEAREST)
+    with Image.open(io.BytesIO(held["mask.png"])) as mask:
+        assert np.array_equal(np.asarray(mask), np.asarray(cut))
+    assert json.loads((tmp_path / "out/converted.json").read_text())["files"] == ["c.tfrecords"]
+    refused = {
+        ("--as", "clever"): "did you mean 'clevr'",
+        ("--as", "objects_room"): "is it another set",
+        ("--crop", "middle"): "crop",
+    }
+    for change, told in refused.items():
+        changed = list(line)
+        changed[changed.index(change[0]) + 1] = change[1]
+        changed[3] = f"other{len(told)}"
+        done = sparo(*changed, cwd=tmp_path)
+        assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
+    again = sparo(*line, cwd=tmp_path)
+    assert again.returncode == 2 and "holds shards already" in again.stderr
+    with pytest.raises(DataError, match=r"nothing\.tfrecords: no such file"):
+        sources_of(tmp_path / "nothing.tfrecords", "tetrominoes")
+    with pytest.raises(ConfigError, match="--as nosuch"):
+        sources_of(tmp_path, "nosuch")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match="none of"):
+        sources_of(tmp_path / "none", "movi")
+    tfrecords(tmp_path / "e.tfrecords", [])
+    with pytest.raises(DataError, match="not one scene"):
+        convert_published(
+            [tmp_path / "e.tfrecords"], tmp_path / "e", PublishedConfig(source="tetrominoes", files=("e.tfrecords",))
+        )
