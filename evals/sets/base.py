@@ -27,7 +27,7 @@ IMAGE_KEYS = ("webp", "png", "jpg", "jpeg")
 Transform = Callable[[Image.Image], np.ndarray]  # an image to (S, S, 3) uint8
 _FEW = 256  # images that are read before workers would have started
 FactKind = str  # label, labels, captions, pairs, masks, objects, or a layout's own word
-Fact = Any  # int | list[int] of 0 and 1 | list[str] | list[Pair] | an array (H, W) of object numbers, or of one row per object, by kind
+Fact = Any  # int | list[int] of 0 and 1 | list[str] | list[Pair] | an array: (H, W) of object numbers, (2, H, W) with classes, (n, WIDTH) of objects; by kind
 
 
 class Pair(NamedTuple):

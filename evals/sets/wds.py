@@ -1,7 +1,7 @@
 """Sets in tar shards, clip-benchmark's `wds/` layout first of all, and images in class folders.
 
 ROOT/test/nshards.txt  ROOT/test/0.tar …   key.jpg + key.cls | key.npy (several labels) | key.txt (captions, one per line) | key.json (pairs)
-    key.mask.png (masks: an object's number per pixel), key.json with `objects` (objects: positions and attributes, as CLEVR's)
+    key.mask.png (masks: an object's number per pixel; key.semantic.png: its class), key.json with `objects` (objects: positions and attributes, as CLEVR's)
 ROOT/classnames.txt  ROOT/zeroshot_classification_templates.txt  ROOT/dataset_type.txt
 """
 
@@ -79,9 +79,9 @@ class SourceSet(EvalSet):
         except BadSampleError as bad:
             raise DataError(f"{storage.url}: sample {key}: {bad}") from None
         fact = FACTS[self.kind](fields, f"{storage.url}: sample {key}")
-        if self.kind == "masks" and fact.shape != (image.height, image.width):
+        if self.kind == "masks" and fact.shape[-2:] != (image.height, image.width):
             raise DataError(
-                f"{storage.url}: sample {key}: .mask.png has {fact.shape[1]} x {fact.shape[0]} pixels and its image {image.width} x {image.height}"
+                f"{storage.url}: sample {key}: .mask.png has {fact.shape[-1]} x {fact.shape[-2]} pixels and its image {image.width} x {image.height}"
             )
         return key, image, fact
 
@@ -175,16 +175,26 @@ def _pairs(fields: dict[str, bytes], where: str) -> list[Pair]:
 
 
 def _mask(fields: dict[str, bytes], where: str) -> np.ndarray:
-    """(H, W), an object's number per pixel, 0 for the background."""
+    """(H, W), an object's number per pixel, 0 for the background; with `.semantic.png` (2, H, W), a class per pixel behind it."""
     if "mask.png" not in fields:
         raise DataError(f"{where} has no .mask.png member, which holds an object's number per pixel")
+    table = _labels_of(fields, "mask.png", where)
+    if "semantic.png" not in fields:
+        return table
+    classes = _labels_of(fields, "semantic.png", where)
+    if classes.shape != table.shape:
+        raise DataError(f"{where}: .semantic.png has {classes.shape[::-1]} pixels and .mask.png {table.shape[::-1]}")
+    return np.stack([table, classes.astype(table.dtype)])
+
+
+def _labels_of(fields: dict[str, bytes], name: str, where: str) -> np.ndarray:
     try:
-        with Image.open(io.BytesIO(fields["mask.png"]), formats=("PNG",)) as image:
+        with Image.open(io.BytesIO(fields[name]), formats=("PNG",)) as image:
             table = np.asarray(image)
     except (OSError, ValueError, SyntaxError) as error:
-        raise DataError(f"{where}: .mask.png cannot be read ({error})") from None
+        raise DataError(f"{where}: .{name} cannot be read ({error})") from None
     if table.ndim != 2:
-        raise DataError(f"{where}: .mask.png has {table.shape[2:]} channels; it must hold one number per pixel")
+        raise DataError(f"{where}: .{name} has {table.shape[2:]} channels; it must hold one number per pixel")
     return table
 
 

@@ -31,8 +31,19 @@ class Counts(NamedTuple):
         return rows[rows.sum(1) > 0]
 
 
-def counted(true: np.ndarray, predicted: np.ndarray, background: int | None = 0) -> Counts:
+class Masked(NamedTuple):
+    """An image's label maps, of one shape.  classes: the class of every pixel, where classes are known."""
+
+    true: np.ndarray
+    predicted: np.ndarray
+    classes: np.ndarray | None = None
+
+
+def counted(true: np.ndarray, predicted: np.ndarray, background: int | None = 0, ignore: int | None = None) -> Counts:
     """Label maps of equal shape, any number of dimensions (a clip's masks are one map), of whole numbers from 0.
+
+    Args:
+        ignore: the true label of pixels that are counted nowhere.
 
     Raises:
         ValueError: other shapes, or negative labels.
@@ -41,6 +52,9 @@ def counted(true: np.ndarray, predicted: np.ndarray, background: int | None = 0)
         raise ValueError(f"masks of {true.shape} against {predicted.shape}; bring them to one size first")
     if true.size and (true.min() < 0 or predicted.min() < 0):
         raise ValueError("a label is below 0")
+    if ignore is not None:
+        there = true != ignore
+        true, predicted = true[there], predicted[there]
     names, rows, many = _numbered(true)
     _, columns, most = _numbered(predicted)
     whole = np.bincount(rows * most + columns, minlength=many * most).reshape(many, most)
@@ -97,14 +111,23 @@ def best_overlap(iou: np.ndarray) -> float:
     return float(iou.max(1).mean()) if len(iou) else float("nan")
 
 
-def image_scores(true: np.ndarray, predicted: np.ndarray, background: int | None = 0) -> dict[str, float]:
+def image_scores(
+    true: np.ndarray,
+    predicted: np.ndarray,
+    background: int | None = 0,
+    ignore: int | None = None,
+    classes: np.ndarray | None = None,
+) -> dict[str, float]:
     """One image's scores, or one clip's; NaN where there is no object.
 
     `ari`: over all pixels.  `fg_ari`: over those whose true label is no background; predictions keep all their masks.
     `fg_ari_savi`: the same, with 1 where there is no foreground (SAVi, OCLF, OSRT, MESH).  `miou`: Hungarian, over objects.
-    `mbo_i`: mean best overlap of instances.  `slots_used`: predicted masks that hold a pixel.
+    `mbo_i`: mean best overlap of instances; `mbo_c`: of classes, whose instances are one.  `slots_used`: predicted masks that hold a pixel.
     """
-    counts = counted(true, predicted, background)
+    counts = counted(true, predicted, background, ignore)
+    of_classes = (
+        float("nan") if classes is None else best_overlap(overlaps(counted(classes, predicted, background, ignore)))
+    )
     foreground, iou = adjusted_rand(counts.objects), overlaps(counts)
     return {
         "ari": adjusted_rand(counts.table),
@@ -112,20 +135,21 @@ def image_scores(true: np.ndarray, predicted: np.ndarray, background: int | None
         "fg_ari_savi": 1.0 if np.isnan(foreground) else foreground,
         "miou": matched_iou(iou),
         "mbo_i": best_overlap(iou),
+        "mbo_c": of_classes,
         "slots_used": float(counts.table.shape[1]),
     }
 
 
-def score(masks: Iterable[tuple[np.ndarray, np.ndarray]], background: int | None = 0) -> Result:
+def score(masks: Iterable[Masked], background: int | None = 0, ignore: int | None = None) -> Result:
     """Means over images of `image_scores`; those without an object are left out of what needs one, and
     counted as `empty`. A metric that no image has is left out.
 
     Args:
-        masks: per image true and predicted label maps of one size.
+        masks: per image true and predicted label maps of one size.  ignore: see `counted`.
 
     Intervals resample images. `slots_used` is among the predictions, per image.
     """
-    found = [image_scores(true, predicted, background) for true, predicted in masks]
+    found = [image_scores(m.true, m.predicted, background, ignore, m.classes) for m in masks]
     names = list(found[0]) if found else []
     table = np.array([[row[name] for name in names] for row in found]).reshape(len(found), len(names))
     there = ~np.isnan(table)
@@ -146,6 +170,7 @@ def score(masks: Iterable[tuple[np.ndarray, np.ndarray]], background: int | None
         intervals,
         {
             "background": background,
+            "ignore": ignore,
             "empty": "left out; fg_ari_savi: 1",
             "mean": "over images",
             "interval": "bootstrap over images",

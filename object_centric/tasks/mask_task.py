@@ -26,7 +26,10 @@ class MasksTaskConfig(SetTaskConfig):
 
     task: Literal["masks"] = setting("masks", "a row of sparo.tasks")
     background: int | None = setting(0, "the label that is no object; null: all of them are")
-    headline: Literal["ari", "fg_ari", "fg_ari_savi", "miou", "mbo_i"] = setting("fg_ari", "the score that tables show")
+    ignore: int | None = setting(255, "the label of pixels that no score counts; null: there are none")
+    headline: Literal["ari", "fg_ari", "fg_ari_savi", "miou", "mbo_i", "mbo_c"] = setting(
+        "fg_ari", "the score that tables show"
+    )
 
 
 def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
@@ -39,9 +42,18 @@ def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
 
     def score() -> Result:
         predicted = (row.long().view(size, size).numpy() for block in found.blocks(256) for row in block)
-        true = (seen_by(encoder, np.asarray(fact)) for fact in found.facts)
-        result = segmentation.score(zip(true, predicted, strict=True), task.background)
+        facts = (np.asarray(fact) for fact in found.facts)
+        planes = ([seen_by(encoder, plane) for plane in fact.reshape(-1, *fact.shape[-2:])] for fact in facts)
+        pairs = (
+            segmentation.Masked(true[0], own, true[1] if len(true) > 1 else None)
+            for true, own in zip(planes, predicted, strict=True)
+        )
+        result = segmentation.score(pairs, task.background, task.ignore)
         if task.headline not in result.metrics:
+            if task.headline == "mbo_c" and "mbo_i" in result.metrics:
+                raise DataError(
+                    f"{source.root}: no image has a .semantic.png, which mbo_c goes by; set headline: mbo_i"
+                )
             raise DataError(
                 f"{source.root}: not one image has an object; background={task.background} is the label that is none"
             )

@@ -74,6 +74,10 @@ def test_masks_are_scored_while_training_and_afterwards(tmp_path, write_recipe):
             ".mask.png has 16 x 16 pixels and its image 40 x 36",
         ),
     }
+    sets["class"] = (
+        {"mask.png": png(np.zeros((36, 40), np.uint8)), "semantic.png": png(np.zeros((16, 16), np.uint8))},
+        ".semantic.png has (16, 16) pixels",
+    )
     for name, (fields, told) in sets.items():
         write_wds_layout(tmp_path / name, [("0", {"jpg": jpeg(0), **fields})])
         (tmp_path / "other.yaml").write_text(
@@ -81,6 +85,19 @@ def test_masks_are_scored_while_training_and_afterwards(tmp_path, write_recipe):
         )
         done = sparo("eval", run_folder, "--data", "other.yaml", "--features", "none", cwd=tmp_path)
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, (name, done.stderr)
+    two = np.zeros((36, 40), np.uint8)
+    two[:10], two[10:20, :20], two[30:] = 1, 2, 255
+    semantic = {"mask.png": png(two), "semantic.png": png(np.where((two > 0) & (two < 255), 7, two).astype(np.uint8))}
+    write_wds_layout(tmp_path / "classes", [("0", {"jpg": jpeg(0), **semantic})])
+    tree = {"tasks": {"c": {"task": "masks", "root": str(tmp_path / "classes"), "headline": "mbo_c"}}}
+    (tmp_path / "classes.yaml").write_text(json.dumps(tree))
+    done = sparo("eval", run_folder, "--data", "classes.yaml", "--features", "none", "--json", "c.json", cwd=tmp_path)
+    (result,) = json.loads((tmp_path / "c.json").read_text())["results"].values()
+    assert done.returncode == 0 and result["options"]["ignore"] == 255 and 0 < result["metrics"]["mbo_c"] <= 1
+    tree["tasks"]["c"]["root"] = str(tmp_path / "t/masks")
+    (tmp_path / "classes.yaml").write_text(json.dumps(tree))
+    done = sparo("eval", run_folder, "--data", "classes.yaml", "--features", "none", cwd=tmp_path)
+    assert done.returncode == 2 and "no image has a .semantic.png" in done.stderr, done.stderr
 
 
 def test_sets_of_objects_are_learned_resumed_and_scored(tmp_path, write_recipe):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import adjusted_rand_score
 
-from evals.tasks.segmentation import adjusted_rand, counted, image_scores, score
+from evals.tasks.segmentation import Masked, adjusted_rand, counted, image_scores, score
 
 labels = st.integers(1, 60).flatmap(
     lambda n: st.tuples(*[st.lists(st.integers(0, 5), min_size=n, max_size=n) for _ in range(2)])
@@ -66,16 +66,29 @@ def test_whole_clips_do_not_overflow():
     assert image_scores(one + 1, np.arange(256 * 256).reshape(256, 256) % 2)["fg_ari"] == 0
 
 
+@settings(max_examples=60, deadline=None)
+@given(labels)
+def test_what_is_ignored_counts_nowhere_and_classes_are_one(pair):
+    true, predicted = (np.array(x) for x in pair)
+    kept = true != 5
+    found, expected = image_scores(true, predicted, ignore=5), image_scores(true[kept], predicted[kept])
+    assert all(found[name] == pytest.approx(value, abs=1e-12, nan_ok=True) for name, value in expected.items())
+    classes = np.array([0, 1, 1, 2, 2, 3])[true]
+    found = image_scores(true, predicted, classes=classes)
+    assert found["mbo_c"] == pytest.approx(image_scores(classes, predicted)["mbo_i"], abs=1e-12, nan_ok=True)
+    assert np.isnan(image_scores(true, predicted)["mbo_c"])
+
+
 def test_a_set_says_what_it_left_out():
     full = np.array([[0, 1], [2, 2]])
     empty = np.zeros((2, 2), int)
-    found = score([(full, full), (empty, full), (full, empty)])
+    found = score([Masked(full, full), Masked(empty, full), Masked(full, empty)])
     assert found.n == 2 and found.counts == {"images": 3, "empty": 1}
     assert found.metrics["fg_ari"] == pytest.approx(np.mean([1, 0])) and found.metrics["fg_ari_savi"] == pytest.approx(
         2 / 3
     )
     assert found.predictions["fg_ari"].shape == (3,) and found.options["background"] == 0
-    nothing = score([(empty, empty)])  # no score is not a score of zero
+    nothing = score([Masked(empty, empty)])  # no score is not a score of zero
     assert nothing.n == 0 and set(nothing.metrics) == {"ari", "fg_ari_savi"} and score([]).metrics == {}
     with pytest.raises(ValueError, match=r"masks of \(2, 2\) against \(1, 2\)"):
         counted(full, full[:1])
