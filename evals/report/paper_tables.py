@@ -56,12 +56,13 @@ class Row(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A table before it is drawn.  notes: what the marked cells stand for, a line each."""
+    """A table before it is drawn.  notes: what the marked cells stand for, a line each.  spans: what stands in brackets."""
 
     title: str
     columns: list[Column]
     rows: list[Row]
     notes: list[str]
+    spans: str = "95 % intervals"
 
 
 def _imagenets() -> list[Column]:
@@ -163,7 +164,7 @@ def markdown(table: Grid, transpose: bool = False) -> str:
     lines = ["| " + " | ".join(["", *heads]) + " |", "|---" + "|---:" * len(heads) + "|"]
     lines += ["| " + " | ".join([name, *row]) + " |" for name, row in zip(names, cells, strict=True)]
     lines += [f"\n{note}" for note in table.notes]
-    return f"{table.title}, per cent, 95 % intervals\n\n" + "\n".join(lines) + "\n"
+    return f"{table.title}, per cent, {table.spans}\n\n" + "\n".join(lines) + "\n"
 
 
 def latex(table: Grid, transpose: bool = False) -> str:

@@ -132,6 +132,9 @@ def table(
     transpose: Annotated[
         bool, typer.Option(help="a row per task and a column per checkpoint (and per printed row of the paper)")
     ] = False,
+    seeds: Annotated[
+        bool, typer.Option("--seeds", help="one row for runs that differ in their seed alone: median and range")
+    ] = False,
     format: Annotated[str, typer.Option(help="terminal, markdown, csv or latex")] = "terminal",
 ) -> None:
     """One table of results: checkpoints x tasks, or a table of the paper."""
@@ -141,6 +144,10 @@ def table(
     from ..views.eval_tables import grid_table
 
     found = layouts.grid(read_records(results), layout, [word for word in paper.split(",") if word])
+    if seeds:
+        from evals.report.over_seeds import over_seeds
+
+        found = over_seeds(found)
     writers: Mapping[str, Callable[[layouts.Grid, bool], str]] = {
         "markdown": layouts.markdown, "csv": layouts.as_csv, "latex": layouts.latex,
     }  # fmt: skip

@@ -7,6 +7,7 @@ from scipy.stats import binom
 
 from evals.report import paper_tables as layouts
 from evals.report.compare import compare
+from evals.report.over_seeds import over_seeds
 from evals.report.results_file import append, read_records
 from evals.tasks import pairs, retrieval, zeroshot
 from evals.tasks.result import Result, bootstrap, percentiles
@@ -146,3 +147,27 @@ def test_a_result_survives_json():
     found = scored([1, 0, 1])
     back = Result.from_dict(found.as_dict())
     assert back.metrics == found.metrics and back.interval == found.interval and back.data == found.data
+
+
+def test_seeds_of_one_recipe_are_one_row(tmp_path):
+    runs = {"tsa-seed0": (0, 1e-3, [1, 1, 0, 0]), "tsa-seed1": (1, 1e-3, [1, 1, 1, 1]), "tsa-seed2": (2, 1e-3, [1, 0, 0, 0]), "sa": (0, 2e-3, [0, 0, 0, 1])}  # fmt: skip
+    for name, (seed, lr, right) in runs.items():
+        (tmp_path / name / "evals").mkdir(parents=True)
+        recipe = f"name: {name}\nseed: {seed}\nout: {tmp_path}\noptim: {{lr: {lr}}}\n"
+        (tmp_path / name / "config.yaml").write_text(recipe)
+        append(tmp_path / name / "evals", str(tmp_path / name), "t", scored(right), {})
+    places = [str(tmp_path / name) for name in runs]
+    found = over_seeds(layouts.grid(read_records(places), None))
+    assert [row.name for row in found.rows] == [f"{tmp_path}/tsa (3 seeds)", str(tmp_path / "sa")]
+    (cell,), (alone,) = (row.cells for row in found.rows)
+    assert cell == layouts.Cell(0.5, 0.25, 1.0) and alone == layouts.Cell(0.25, 0.25, 0.25)
+    assert "median, and range over seeds" in layouts.markdown(found) and "50.0 (25.0–100.0)" in layouts.markdown(found)
+    with_paper = layouts.Grid(
+        "", found.columns, [*layouts.grid(read_records(places), None).rows, layouts.Row("paper", [None], True)], []
+    )
+    assert over_seeds(with_paper).rows[-1].paper
+    with pytest.raises(ConfigError, match="no two of these runs are of one recipe"):
+        over_seeds(layouts.grid(read_records(places[2:]), None))
+    append(tmp_path / "other", "weights.pt", "t", scored([1, 0]), {})
+    with pytest.raises(ConfigError, match=r"weights\.pt is no run with a config\.yaml"):
+        over_seeds(layouts.grid(read_records([*places, tmp_path / "other"]), None))
