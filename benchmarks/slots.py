@@ -89,10 +89,14 @@ def masks() -> tuple[Callable[[], float], Callable[[], float]]:
     rng = np.random.default_rng(0)
     true = np.kron(rng.integers(0, 11, (1000, 16, 16)), np.ones((8, 8), np.int64))
     predicted = np.where(rng.random(true.shape) < 0.1, 0, true)
-    ours = lambda: seconds(lambda: [image_scores(t, p) for t, p in zip(true, predicted, strict=True)])  # noqa: E731
-    theirs = lambda: seconds(
-        lambda: [adjusted_rand_score(t[t > 0], p[t > 0]) for t, p in zip(true, predicted, strict=True)]
-    )
+    pairs = list(zip(true, predicted, strict=True))
+
+    def ours() -> float:
+        return seconds(lambda: [image_scores(t, p) for t, p in pairs])
+
+    def theirs() -> float:
+        return seconds(lambda: [adjusted_rand_score(t[t > 0], p[t > 0]) for t, p in pairs])
+
     return ours, theirs
 
 
@@ -107,8 +111,13 @@ def readers(folder: Path, count: int) -> tuple[Callable[[], float], Callable[[],
         writer.write(stored)
     writer.close()
     packed.write_bytes(gzip.compress(plain.read_bytes(), 1))
-    ours = lambda: count / seconds(lambda: list(multi_object(packed, "clevr_with_masks")))  # noqa: E731
-    theirs = lambda: 2 / seconds(lambda: [r for _, r in zip(range(2), tfrecord_loader(str(plain), None), strict=False)])  # noqa: E731
+
+    def ours() -> float:
+        return count / seconds(lambda: list(multi_object(packed, "clevr_with_masks")))
+
+    def theirs() -> float:
+        return 2 / seconds(lambda: [r for _, r in zip(range(2), tfrecord_loader(str(plain), None), strict=False)])
+
     return ours, theirs
 
 

@@ -150,7 +150,12 @@ def test_a_result_survives_json():
 
 
 def test_seeds_of_one_recipe_are_one_row(tmp_path):
-    runs = {"tsa-seed0": (0, 1e-3, [1, 1, 0, 0]), "tsa-seed1": (1, 1e-3, [1, 1, 1, 1]), "tsa-seed2": (2, 1e-3, [1, 0, 0, 0]), "sa": (0, 2e-3, [0, 0, 0, 1])}  # fmt: skip
+    runs = {
+        "tsa-seed0": (0, 1e-3, [1, 1, 0, 0]),
+        "tsa-seed1": (1, 1e-3, [1, 1, 1, 1]),
+        "tsa-seed2": (2, 1e-3, [1, 0, 0, 0]),
+        "sa": (0, 2e-3, [0, 0, 0, 1]),
+    }
     for name, (seed, lr, right) in runs.items():
         (tmp_path / name / "evals").mkdir(parents=True)
         recipe = f"name: {name}\nseed: {seed}\nout: {tmp_path}\noptim: {{lr: {lr}}}\n"
