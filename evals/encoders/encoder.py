@@ -151,6 +151,14 @@ class MasksEncoder(ABC):
         """(n, 3, S, S) uint8 -> fp32 (n, S * S), row by row: which slot a pixel is of, a whole number; NaN where nobody can say."""
 
 
+class PatchesEncoder(ABC):
+    """What an `Encoder` whose patches can be read also is."""
+
+    @abstractmethod
+    def patch_tokens(self, normalised: Tensor) -> Tensor:
+        """Normalised pixels (n, 3, H, W) to the tokens of patches behind the last block and its norm, (n, N, D), row by row."""
+
+
 class ObjectsEncoder(ABC):
     """What an `Encoder` that lists the objects of images also is."""
 

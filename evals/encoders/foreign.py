@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
 from sparo_train.models.weights import load_into, read_raw
 
-from .encoder import Encoder, TwoTowerEncoder
+from .encoder import Encoder, PatchesEncoder, TwoTowerEncoder
 from .pixels import FlooredPixels, LibraryPixels, Pixels, SquarePixels
 
 
@@ -105,6 +105,15 @@ class BackboneEncoder(Encoder):
             return self._forward(self.normalised(pixels)).float()
 
 
+class TimmVitEncoder(BackboneEncoder, PatchesEncoder):
+    """One of timm's vision transformers: CLS and registers stand before its patches."""
+
+    model: Any
+
+    def patch_tokens(self, normalised: Tensor) -> Tensor:
+        return self.model.forward_features(normalised)[:, self.model.num_prefix_tokens :]
+
+
 def from_timm(name: str, weights: str) -> BackboneEncoder:
     """A timm backbone without its classifier, pooled as timm pools it, with timm's evaluation transform."""
     label = f"timm:{name}@{weights}" if weights else f"timm:{name}"
@@ -122,7 +131,8 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
     transform: Any = create_transform(**config, is_training=False)
     pixels = LibraryPixels(transform.transforms, label)
     size = config["input_size"][-1]
-    return BackboneEncoder(model, model, pixels, (pixels.mean, pixels.std), size, f"timm {name}", label)
+    kind = TimmVitEncoder if hasattr(model, "num_prefix_tokens") else BackboneEncoder
+    return kind(model, model, pixels, (pixels.mean, pixels.std), size, f"timm {name}", label)
 
 
 def _without_head(raw: Any, model: nn.Module, label: str) -> dict[str, Tensor]:

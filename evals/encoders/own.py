@@ -19,7 +19,7 @@ from sparo_train.models.vit_config import IMAGENET_MEAN, IMAGENET_STD
 from sparo_train.objectives.clip import ClipObjective
 from sparo_train.objectives.dino import DinoObjective
 
-from .encoder import BlocksEncoder, Encoder, TwoTowerEncoder
+from .encoder import BlocksEncoder, Encoder, PatchesEncoder, TwoTowerEncoder
 from .pixels import Pixels
 
 _NOT_ENCODING: Any = {  # names, what training alone reads, and a width that the weights' shapes tell where it is used
@@ -66,7 +66,7 @@ class ClipEncoder(TwoTowerEncoder):
         return self.model.text.slots(tokens, need_attention=True)  # type: ignore[operator, return-value]
 
 
-class DinoEncoder(Encoder, BlocksEncoder):
+class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder):
     """A DINO backbone; encodings as they are (CLS behind `norm`, or flat slots), not normalised."""
 
     model: Vit
@@ -103,6 +103,9 @@ class DinoEncoder(Encoder, BlocksEncoder):
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
         """Slots with attention maps of a few images; SPARO models only."""
         return self.model.slots(self.normalised(self.stacked(pixels)), need_attention=True)
+
+    def patch_tokens(self, normalised: Tensor) -> Tensor:
+        return self.model.intermediate(normalised, 1)[0][:, 1:]
 
     @torch.inference_mode()
     def self_attention(self, pixels: Sequence[np.ndarray]) -> Tensor:

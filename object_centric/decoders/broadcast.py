@@ -12,11 +12,12 @@ from sparo_train.core.config import Frozen, between, setting
 
 
 class BroadcastConfig(Frozen):
-    """mlp: a perceptron per pixel (Biza et al. 2023, Table 8).  cnn: transposed convolutions of stride 2, then convolutions (Table 7)."""
+    """mlp: a perceptron per pixel (Biza et al. 2023, Table 8).  cnn: transposed convolutions of stride 2, then convolutions (Table 7).
+    patch: a perceptron per patch, whose place is learned (Seitzer et al. 2023)."""
 
-    kind: Literal["mlp", "cnn"] = setting("mlp", "what a broadcast slot goes through")
+    kind: Literal["mlp", "cnn", "patch"] = setting("mlp", "what a broadcast slot goes through")
     hidden: Annotated[tuple[int, ...], between(1, 1 << 16)] = setting(
-        (256,) * 5, "of mlp: hidden units of each layer", min_length=1
+        (256,) * 5, "of mlp and patch: hidden units of each layer", min_length=1
     )
     channels: int = setting(64, "of cnn: of every layer", gt=0)
     ups: int = setting(2, "of cnn: transposed convolutions, each twice the side of what it gets", ge=0, le=8)
@@ -25,7 +26,7 @@ class BroadcastConfig(Frozen):
 
     def side(self, image_size: int) -> int:
         """Of the grid that slots are put on. Raises `ValueError` where it does not come out at the image's size."""
-        if self.kind == "mlp":
+        if self.kind != "cnn":
             return image_size
         if image_size % 2**self.ups:
             raise ValueError(f"ups={self.ups}: image_size={image_size} cannot be halved so often")
@@ -44,15 +45,18 @@ class Broadcast(nn.Module):
     """Slots (b, K, D) on a grid as each sees it, (b, K, N, 2) or (N, 2) for all, to pictures.
 
     Args:
-        out: colours, or features, of a pixel.
+        out: colours, or features, of a pixel or patch.
     """
 
     def __init__(self, config: BroadcastConfig, width: int, image_size: int, out: int = 3):
         super().__init__()
         self.config, self.side, self.image_size = config, config.side(image_size), image_size
-        self.position = nn.Linear(2, width)
         c = config
-        if c.kind == "mlp":
+        if c.kind == "patch":
+            self.places = nn.Parameter(0.02 * torch.randn(self.side**2, width))
+        else:
+            self.position = nn.Linear(2, width)
+        if c.kind != "cnn":
             widths = (width, *c.hidden)
             layers = [m for a, b in zip(widths, c.hidden, strict=False) for m in (nn.Linear(a, b), nn.ReLU())]
             self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], out + 1))
@@ -71,9 +75,9 @@ class Broadcast(nn.Module):
     def forward(self, slots: Tensor, grid: Tensor) -> Decoded:
         b, k = slots.shape[:2]
         with torch.autocast(grid.device.type, enabled=False):  # half a pixel is lost in bf16
-            placed = self.position(grid)
+            placed = self.places if self.config.kind == "patch" else self.position(grid)
         x = slots[:, :, None] + placed  # (b, K, N, D)
-        if self.config.kind == "mlp":
+        if self.config.kind != "cnn":
             found = self.layers(x).unflatten(2, (self.side, self.side)).permute(0, 1, 4, 2, 3)
         else:
             planes = x.flatten(0, 1).unflatten(1, (self.side, self.side)).permute(0, 3, 1, 2)

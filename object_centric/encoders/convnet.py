@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal, Self
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -14,15 +15,35 @@ from sparo_train.core.config import Frozen, between, setting
 class ConvNetConfig(Frozen):
     """Layers of one kernel size."""
 
+    kind: Literal["conv"] = "conv"
     channels: Annotated[tuple[int, ...], between(1, 1 << 16)] = setting((64, 64, 64, 64), "of each layer", min_length=1)
     strides: Annotated[tuple[int, ...], between(1, 64)] = setting((1, 1, 1, 1), "of each layer", min_length=1)
     kernel: int = setting(5, "pixels of a kernel's side", gt=0, le=64)
     last_relu: bool = setting(True, "the last layer has a ReLU, too")
 
+    @model_validator(mode="after")
+    def _as_many(self) -> Self:
+        if len(self.strides) != len(self.channels):
+            raise ValueError(
+                f"strides={list(self.strides)}: name one per layer, as channels={list(self.channels)} does"
+            )
+        return self
+
     @property
     def width(self) -> int:
         """Of the features."""
         return self.channels[-1]
+
+    def cost(self, image_size: int) -> int:
+        """Numbers that the layers write for an image."""
+        total, side = 0, image_size
+        for wide, stride in zip(self.channels, self.strides, strict=True):
+            side = -(-side // stride)
+            total += wide * side**2
+        return total
+
+    def build(self) -> nn.Module:
+        return ConvNet(self)
 
     def side(self, image_size: int) -> int:
         """Features per side."""
@@ -36,10 +57,6 @@ class ConvNet(nn.Module):
 
     def __init__(self, config: ConvNetConfig):
         super().__init__()
-        if len(config.strides) != len(config.channels):
-            raise ValueError(
-                f"strides={list(config.strides)}: name one per layer, as channels={list(config.channels)} does"
-            )
         self.config = config
         widths = (3, *config.channels)
         self.layers = nn.ModuleList(

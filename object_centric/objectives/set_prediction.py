@@ -102,7 +102,7 @@ class SetPrediction(Objective):
 
     def footprint(self, batch: int, world_batch: int) -> Footprint:
         m = self.config.model
-        towers = [(m.image_size**2 * sum(m.encoder.channels), 1)]
+        towers = [(m.encoder.cost(m.image_size), 1)]
         return Footprint({"image": m.encoder.side(m.image_size) ** 2}, towers, m.grouping.slots * m.grouping.width, 0)
 
 

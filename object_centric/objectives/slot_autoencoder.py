@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from sparo_train.core.config import Frozen, setting
@@ -42,6 +43,14 @@ class SlotAutoencoderConfig(Frozen):
     signed: bool = setting(False, "pixels in -1..1 (Locatello et al. 2020); false: in 0..1")
     collapse: SlotCollapseConfig = setting(SlotCollapseConfig(), "when a collapse is warned of")
 
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if self.signed and self.model.encoder.kind == "frozen":
+            raise ValueError(
+                "signed: a frozen encoder takes pixels in 0..1 and scales them as it was trained; leave it away"
+            )
+        return self
+
 
 class SlotAutoencoder(Objective):
     """Batches hold `image` (B, 3, S, S) uint8 and `noise` (B, K, D) fp32, what slots begin from."""
@@ -62,8 +71,8 @@ class SlotAutoencoder(Objective):
             if key not in batch:
                 raise DataError(f"objective slots: the batch has no {key!r} (it has {', '.join(batch)})")
         self._done = progress.step / max(progress.total_steps, 1)
-        target = self.pixels(batch["image"])
-        decoded = self.model(target, batch["noise"]).decoded
+        found = self.model(self.pixels(batch["image"]), batch["noise"])
+        decoded, target = found.decoded, found.target
         apart = (decoded.image.float() - target).square()
         total = apart.mean() if self.config.loss == "mean" else apart.flatten(1).sum(1).mean()
         masks = decoded.masks.detach().float()
@@ -94,9 +103,9 @@ class SlotAutoencoder(Objective):
     def footprint(self, batch: int, world_batch: int) -> Footprint:
         m = self.config.model
         side, slots = m.encoder.side(m.image_size), m.grouping.slots
-        drawn = m.decoder.side(m.image_size) ** 2
-        wide = sum(m.decoder.hidden) if m.decoder.kind == "mlp" else m.decoder.channels * 4 ** (m.decoder.ups + 1)
-        towers = [(m.image_size**2 * sum(m.encoder.channels), 1), (slots * drawn * wide, 1)]
+        drawn = m.decoder.side(m.drawn_side) ** 2
+        wide = m.decoder.channels * 4 ** (m.decoder.ups + 1) if m.decoder.kind == "cnn" else sum(m.decoder.hidden)
+        towers = [(m.encoder.cost(m.image_size), 1), (slots * drawn * wide, 1)]
         return Footprint({"image": side**2}, towers, m.grouping.slots * m.grouping.width, 0)
 
 

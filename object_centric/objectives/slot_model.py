@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 from pydantic import model_validator
 from torch import Tensor, nn
@@ -17,20 +17,44 @@ from .slot_tower import SlotTower, SlotTowerConfig
 class SlotModelConfig(SlotTowerConfig):
     """A tower and what draws its slots."""
 
-    decoder: BroadcastConfig = setting(BroadcastConfig(), "from slots to pixels")
+    decoder: BroadcastConfig = setting(BroadcastConfig(), "from slots to pixels, or features")
+    target: Literal["pixels", "features"] = setting(
+        "pixels",
+        "what is drawn: the image, or the encoder's features, which are not trained then (Seitzer et al. 2023)",
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        self.decoder.side(self.image_size)
+        self.decoder.side(self.drawn_side)
+        if self.target == "features" and self.encoder.kind != "frozen":
+            raise ValueError(
+                f"target=features: encoder.kind={self.encoder.kind} is trained, and could make them all alike; use frozen"
+            )
+        if self.frame is not None and self.decoder.kind == "patch":
+            raise ValueError(
+                "decoder.kind=patch: its places are learned, and slots with frames bring theirs; use mlp or cnn"
+            )
         return self
+
+    @property
+    def drawn_side(self) -> int:
+        """Pixels, or features, per side of what is drawn."""
+        return self.image_size if self.target == "pixels" else self.encoder.side(self.image_size)
+
+    @property
+    def drawn_width(self) -> int:
+        """Colours, or features."""
+        return 3 if self.target == "pixels" else self.encoder.width
 
 
 class Slotted(NamedTuple):
-    """What a slot model makes of images: slots (b, K, D), attention (b, K, s, s), and the decoder's pictures."""
+    """What a slot model makes of images: slots (b, K, D), attention (b, K, s, s), the decoder's pictures, and what they are to be,
+    (b, C, S, S)."""
 
     slots: Tensor
     attention: Tensor
     decoded: Decoded
+    target: Tensor
 
 
 class SlotModel(nn.Module):
@@ -40,11 +64,12 @@ class SlotModel(nn.Module):
         super().__init__()
         self.config = config
         self.tower = SlotTower(config)
-        self.decoder = Broadcast(config.decoder, config.grouping.width, config.image_size)
+        self.decoder = Broadcast(config.decoder, config.grouping.width, config.drawn_side, config.drawn_width)
 
     def forward(self, images: Tensor, noise: Tensor) -> Slotted:
-        slots, attention, frames = self.tower(images, noise)
+        slots, attention, frames, features = self.tower(images, noise)
         onto = grid(self.decoder.side, images.device)
         if frames is not None:
             onto = self.tower.grouping.relative(onto, *frames)
-        return Slotted(slots, attention, self.decoder(slots, onto))
+        target = images if self.config.target == "pixels" else features.permute(0, 3, 1, 2).float()
+        return Slotted(slots, attention, self.decoder(slots, onto), target)

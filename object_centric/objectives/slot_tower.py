@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
 from sparo_train.core.config import Frozen, setting
+from sparo_train.core.plugins import Open
+from sparo_train.core.tables import SLOT_ENCODERS
 
-from ..encoders.convnet import ConvNet, ConvNetConfig, grid
+from ..encoders.convnet import ConvNetConfig, grid
 from ..grouping.invariant import FrameConfig, FramedSlotAttention
 from ..grouping.slot_attention import SlotAttention
 from ..grouping.slot_config import SlotAttentionConfig
@@ -24,15 +26,17 @@ class SlotTowerConfig(Frozen):
     """Which parts, and how they are put together."""
 
     image_size: int = setting(64, "pixels per side", gt=0, le=4096)
-    encoder: ConvNetConfig = setting(ConvNetConfig(), "from pixels to features")
+    encoder: Annotated[Any, Open(SLOT_ENCODERS, default="conv")] = setting(
+        ConvNetConfig(), "from pixels to features: a row of sparo.slot_encoders"
+    )
     features: int = setting(64, "width of what slots group; a perceptron takes the encoder's to it", gt=0)
     grouping: SlotAttentionConfig = setting(SlotAttentionConfig(), "from features to slots")
     frame: FrameConfig | None = setting(None, "slots with positions and scales of their own: T-SA, TS-SA; null: SA")
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        if len(self.encoder.strides) != len(self.encoder.channels):
-            raise ValueError("encoder.strides: name one per layer, as encoder.channels does")
+        if self.image_size < 1 or self.encoder.side(self.image_size) < 1:
+            raise ValueError(f"image_size={self.image_size}: encoder.kind={self.encoder.kind} leaves nothing of it")
         if self.frame is None:
             return self
         g, plain = self.grouping, SlotAttentionConfig(renorm="sum")
@@ -55,11 +59,13 @@ class SlotTowerConfig(Frozen):
 
 
 class Towered(NamedTuple):
-    """slots (b, K, D); attention (b, K, s, s); frames: positions and scales (b, K, 2) of slots that have some."""
+    """slots (b, K, D); attention (b, K, s, s); frames: positions and scales (b, K, 2) of slots that have some.
+    features: (b, s, s, C), as the encoder gave them."""
 
     slots: Tensor
     attention: Tensor
     frames: tuple[Tensor, Tensor] | None
+    features: Tensor
 
 
 class SlotTower(nn.Module):
@@ -69,9 +75,9 @@ class SlotTower(nn.Module):
         super().__init__()
         self.config, c = config, config
         wide = c.encoder.width
-        self.encoder = ConvNet(c.encoder)
-        # x, y and what is left of them to the other edge (Locatello et al. 2020); frames bring positions of their own.
-        self.position = nn.Linear(4, wide) if c.frame is None else None
+        self.encoder = c.encoder.build()
+        # x, y and what is left of them to the other edge (Locatello et al. 2020); frames bring positions of their own, and a ViT has some.
+        self.position = nn.Linear(4, wide) if c.frame is None and c.encoder.kind != "frozen" else None
         self.norm = nn.LayerNorm(wide, eps=c.grouping.ln_eps)
         self.project = nn.Sequential(nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, c.features))
         self.grouping: Any = (
@@ -83,15 +89,15 @@ class SlotTower(nn.Module):
     def forward(self, images: Tensor, noise: Tensor) -> Towered:
         features = self.encoder(images)
         side = features.shape[1]
-        places = grid(side, images.device)
+        places, placed = grid(side, images.device), features
         if self.position is not None:
             near = (places.flip(-1) + 1) / 2
-            features = features + self.position(torch.cat([near, 1 - near], dim=-1)).unflatten(0, (side, side))
-        tokens = self.project(self.norm(features.flatten(1, 2)))
+            placed = features + self.position(torch.cat([near, 1 - near], dim=-1)).unflatten(0, (side, side))
+        tokens = self.project(self.norm(placed.flatten(1, 2)))
         frames = None
         if self.config.frame is None:
             slots, attention = self.grouping(tokens, noise)
         else:
             slots, positions, scales, attention = self.grouping(tokens, places, noise)
             frames = positions, scales
-        return Towered(slots, attention.unflatten(-1, (side, side)), frames)
+        return Towered(slots, attention.unflatten(-1, (side, side)), frames, features)

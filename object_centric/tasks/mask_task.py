@@ -59,7 +59,12 @@ def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
             )
         return result._replace(headline=task.headline)
 
-    options = {"mask_size": size, "resampling": "nearest", "masks": "decoder", "slots": encoder.slots}
+    options = {
+        "mask_size": size,
+        "resampling": "nearest",
+        "masks": "decoder, patches' shares bilinear",
+        "slots": encoder.slots,
+    }
     return described(scoring.ranks.first(score), found, source, options)
 
 

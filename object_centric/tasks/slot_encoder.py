@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from evals.encoders.encoder import Encoder, MasksEncoder, ObjectsEncoder
 from evals.encoders.pixels import Pixels
@@ -57,7 +58,9 @@ class SlotEncoder(TowerEncoder, MasksEncoder):
         return self.seen(pixels).slots.float().flatten(1)  # as every task takes them
 
     def masks(self, pixels: Tensor) -> Tensor:
-        shares = self.seen(pixels).decoded.masks
+        shares = self.seen(pixels).decoded.masks.float()
+        if shares.shape[-1] != self.image_size:  # of patches: smooth between them, and then whose a pixel is
+            shares = F.interpolate(shares, size=(self.image_size, self.image_size), mode="bilinear")
         # The largest of NaNs is a number; what is stored has to show them, or they would be scored.
         return shares.argmax(1).float().masked_fill(~shares.isfinite().all(1), torch.nan).flatten(1)
 

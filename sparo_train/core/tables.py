@@ -28,6 +28,17 @@ READOUTS = Table(
     ("placement", "shape", "build", "infer"),
 )
 
+# What slot models see images with: a config that builds it (object_centric/encoders/).
+SLOT_ENCODERS = Table(
+    "sparo.slot_encoders",
+    {
+        "conv": "object_centric.encoders.convnet:ConvNetConfig",
+        "resnet34": "object_centric.encoders.resnet:ResNet34Config",
+        "frozen": "object_centric.encoders.frozen:FrozenConfig",
+    },
+    ("build", "side", "cost"),
+)
+
 # What runs an objective on devices: config, engine, and what it costs (engine/kinds.py: EngineKind).
 ENGINES = Table(
     "sparo.engines",

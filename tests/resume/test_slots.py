@@ -5,14 +5,16 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from evals.encoders.loading import run_weights
 from launch.runs.train import train
 from sparo_data.object_sets import ObjectSetConfig, render_objects
 from sparo_data.tetrominoes import TetrominoesConfig, make_tetrominoes
 from sparo_data.writer import write_wds_layout
-from sparo_train.core.disk import metrics
-from tests.conftest import jpeg, slots_recipe, sparo, start_sparo
+from sparo_train.core.disk import metrics, store
+from tests.conftest import dino_recipe, jpeg, slots_recipe, sparo, start_sparo
 from tests.resume.test_ranks import goes_on_across_engines, losses_of
 from tests.resume.test_training import assert_bit_equal, kill_behind, run
 
@@ -98,6 +100,43 @@ def test_masks_are_scored_while_training_and_afterwards(tmp_path, write_recipe):
     (tmp_path / "classes.yaml").write_text(json.dumps(tree))
     done = sparo("eval", run_folder, "--data", "classes.yaml", "--features", "none", cwd=tmp_path)
     assert done.returncode == 2 and "no image has a .semantic.png" in done.stderr, done.stderr
+
+
+def test_features_of_a_dino_run_are_grouped_and_drawn_again(shards, tmp_path, write_recipe):
+    dino = train(run(dino_recipe(shards, tmp_path / "dino", steps=3)))
+    assert dino.reason == "finished"
+    make_tetrominoes(tmp_path / "t", TetrominoesConfig(train=32, test=6))
+    tree = slots_recipe(tmp_path / "t/train", tmp_path / "runs")
+    model = {k: v for k, v in tree["objective"]["model"].items() if k != "frame"}
+    encoder = {"kind": "frozen", "checkpoint": str(tmp_path / "dino/dino"), "width": 32, "patch": 8}
+    drawn = {"decoder": {"kind": "patch", "hidden": [16]}, "target": "features", "image_size": 32}
+    tree["objective"]["model"] = {
+        **model,
+        "encoder": encoder,
+        **drawn,
+        "grouping": {"preset": "oclf", "slots": 3, "width": 16},
+    }
+    straight = run({**tree, "out": str(tmp_path / "straight")})
+    assert train(straight).reason == "finished"
+    recipe, folder = write_recipe(tree), tmp_path / "runs/slots"
+    kill_behind(start_sparo("train", str(recipe)), folder, 5)
+    done = sparo("train", str(recipe))
+    assert done.returncode == 0 and "cannot be counted" not in done.stderr, done.stderr
+    assert_bit_equal(folder, straight.folder)
+    recipe = write_recipe({**tree, "out": str(tmp_path / "two"), "micro_batch_size": 2})
+    assert goes_on_across_engines(recipe, tmp_path / "two/slots") == pytest.approx(losses_of(straight.folder), rel=1e-4)
+    before, after = (
+        run_weights(store.CheckpointStore(f / "checkpoints").latest()) for f in (tmp_path / "dino/dino", folder)
+    )
+    frozen = {n.split("tower.encoder.model.")[1]: t for n, t in after.items() if "tower.encoder.model." in n}
+    assert frozen and all(torch.equal(before[f"teacher.backbone.{n}"], t) for n, t in frozen.items())
+    (tmp_path / "m.yaml").write_text(json.dumps({"tasks": {"m": {"task": "masks", "root": str(tmp_path / "t/masks")}}}))
+    done = sparo("eval", str(folder), "--data", "m.yaml", "--features", "none", "--json", "m.json", cwd=tmp_path)
+    (result,) = json.loads((tmp_path / "m.json").read_text())["results"].values()
+    assert done.returncode == 0 and result["n"] == 6 and result["options"]["mask_size"] == 32
+    (tmp_path / "dino/dino").rename(tmp_path / "dino/gone")
+    done = sparo("eval", str(folder), "--data", "m.yaml", "--features", "none", cwd=tmp_path)
+    assert done.returncode == 2 and str(tmp_path / "dino/dino") in done.stderr and "Traceback" not in done.stderr
 
 
 def test_sets_of_objects_are_learned_resumed_and_scored(tmp_path, write_recipe):

@@ -2,12 +2,15 @@
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from torch.nn import functional as F
 
 from object_centric.decoders.broadcast import Broadcast, BroadcastConfig, _Up
 from object_centric.encoders.convnet import ConvNet, ConvNetConfig, grid, same_padded
+from object_centric.encoders.frozen import FrozenConfig
+from object_centric.encoders.resnet import ResNet34Config
 from object_centric.grouping.slot_config import SlotAttentionConfig
 from object_centric.objectives.slot_autoencoder import SlotAutoencoder, SlotAutoencoderConfig
 from object_centric.objectives.slot_model import SlotModel, SlotModelConfig
@@ -15,7 +18,7 @@ from object_centric.tasks.mask_task import seen_by
 from object_centric.tasks.slot_encoder import slot_encoder
 from sparo_data.tetrominoes import SIDE, TetrominoesConfig, draw, make_tetrominoes, orientations
 from sparo_train.core.contracts import Progress
-from sparo_train.core.errors import DataError
+from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.rng import generator
 
 SMALL = {
@@ -140,11 +143,14 @@ def test_collapses_are_told_behind_the_beginning():
 
 
 BAD = {
-    "encoder.strides: name one per layer": {"encoder": {"channels": (8, 8), "strides": (1,)}},
+    r"strides=\[1\]: name one per layer": {"encoder": {"channels": (8, 8), "strides": (1,)}},
     "cannot be halved so often": {"decoder": {"kind": "cnn", "ups": 5}},
     "grouping.heads=2": {"frame": {}, "grouping": {"preset": "isa", "heads": 2}},
     "grouping.renorm=entry": {"frame": {}, "grouping": {"preset": "isa", "renorm": "entry"}},
     "grouping.mlp_last=False": {"frame": {}, "grouping": {"preset": "isa", "mlp_last": False}},
+    "target=features: encoder.kind=conv is trained": {"target": "features"},
+    "decoder.kind=patch: its places": {"frame": {}, "grouping": {"preset": "isa"}, "decoder": {"kind": "patch"}},
+    "did you mean 'resnet34'": {"encoder": {"kind": "resnet"}},
     "need mlp_width": {"frame": {}, "grouping": {"preset": "savi"}},
 }
 
@@ -208,3 +214,64 @@ def test_what_is_no_number_is_no_slot():
 def test_an_mlp_that_is_a_multiple_of_the_slots_width_follows_it():
     assert SlotAttentionConfig(preset="oclf", width=128).mlp_width == 512
     assert SlotAttentionConfig(preset="oclf", width=128, mlp_width=7).mlp_width == 7
+
+
+def vit_file(folder):
+    """A small ViT of timm's, saved as timm saves it."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=5)
+    torch.save(model.state_dict(), folder / "vit.pth")
+    return folder / "vit.pth"
+
+
+def test_frozen_features_are_timms_and_are_not_trained(tmp_path):
+    encoder = {"kind": "frozen", "checkpoint": f"timm:vit_tiny_patch16_224@{vit_file(tmp_path)}", "width": 192}
+    model = {
+        "image_size": 224,
+        "encoder": encoder,
+        "features": 16,
+        "grouping": {"preset": "oclf", "slots": 3, "width": 16},
+        "decoder": {"kind": "patch", "hidden": (32,)},
+        "target": "features",
+    }
+    objective = SlotAutoencoder(SlotAutoencoderConfig.model_validate({"model": model}))
+    images = torch.randint(0, 256, (2, 3, 224, 224), dtype=torch.uint8)
+    vit = timm.create_model("vit_tiny_patch16_224", num_classes=5).eval()
+    vit.load_state_dict(torch.load(tmp_path / "vit.pth"))
+    with torch.no_grad():
+        expected = vit.forward_features((images / 255 - 0.5) / 0.5)[:, 1:]  # type: ignore[operator]
+    objective.train()
+    noise = torch.randn(2, *objective.config.model.noise)
+    loss = objective({"image": images, "noise": noise}, Progress(0, 10, 0))
+    found = objective.model(images / 255, noise)
+    assert torch.allclose(found.target.flatten(2).transpose(1, 2), expected, atol=1e-5)
+    assert loss.total.item() == pytest.approx((found.decoded.image - found.target).square().mean().item(), rel=1e-5)
+    loss.total.backward()
+    assert all((p.grad is None) == ("tower.encoder" in n) for n, p in objective.named_parameters())
+    shown = slot_encoder(objective)
+    assert shown.masks(images).shape == (2, 224 * 224) and objective.model.decoder.places.shape == (196, 16)
+    for change, told in (
+        ({"width": 384}, "has 196 tokens of width 192 at 224 pixels"),
+        ({"patch": 8}, "say 784 of 192"),
+    ):
+        wrong = SlotAutoencoderConfig.model_validate({"model": {**model, "encoder": {**encoder, **change}}})
+        with pytest.raises(ConfigError, match=told):
+            SlotAutoencoder(wrong)({"image": images, "noise": noise}, Progress(0, 10, 0))
+    with pytest.raises(ConfigError, match="has no patch tokens"):
+        FrozenConfig(checkpoint="pixels:32").build()
+
+
+def test_the_resnet_is_the_papers():
+    torch.manual_seed(0)
+    net = ResNet34Config(root_width=32).build()
+    x = torch.randn(2, 3, 33, 33)
+    found = net(x)
+    assert found.shape == (2, 5, 5, 256) and ResNet34Config(root_width=32).side(33) == 5
+    assert sum(isinstance(m, torch.nn.Conv2d) and m.kernel_size == (3, 3) for m in net.modules()) == 33
+    assert ResNet34Config().width == 512 and ResNet34Config().side(128) == 16
+    root = net.norm(net.root(same_padded(x, 3, 1)))
+    assert (root < 0).any()  # no ReLU behind it
+    y = F.relu(root)  # the first block adds nothing yet: its last norm begins at zero
+    assert torch.allclose(net.blocks[0](root), y, atol=1e-6)
+    model = SlotModelConfig.model_validate({"image_size": 32, "encoder": {"kind": "resnet34", "root_width": 32}})
+    assert SlotModel(model)(torch.randn(1, 3, 32, 32), torch.randn(1, *model.noise)).attention.shape == (1, 7, 4, 4)

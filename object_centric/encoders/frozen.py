@@ -1,0 +1,81 @@
+"""Features of a trained ViT that is not trained on: what DINOSAUR groups and draws again (Seitzer et al. 2023)."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from sparo_train.core.config import Frozen, setting
+from sparo_train.core.errors import ConfigError
+
+
+class FrozenConfig(Frozen):
+    """Patch tokens behind the last block and its norm, without CLS. Images come in 0..1."""
+
+    kind: Literal["frozen"] = "frozen"
+    checkpoint: str = setting(
+        ...,
+        "a run of this project's DINO, an official DINO file, timm:NAME@FILE: what `sparo eval` takes and has patches",
+    )
+    width: int = setting(384, "of its tokens", gt=0)
+    patch: int = setting(16, "pixels of a patch's side", gt=0)
+
+    def side(self, image_size: int) -> int:
+        """Patches per side."""
+        return image_size // self.patch
+
+    def cost(self, image_size: int) -> int:
+        """Numbers that are kept for an image: nothing is, beside the features."""
+        return self.side(image_size) ** 2 * self.width
+
+    def build(self) -> nn.Module:
+        return FrozenPatches(self)
+
+
+class FrozenPatches(nn.Module):
+    """Images (b, 3, S, S) in 0..1 to features (b, s, s, width).
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+        ConfigError: it has no patches, or others than the config says.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, config: FrozenConfig):
+        super().__init__()
+        from evals.encoders.encoder import Encoder, PatchesEncoder  # a config is made without them
+        from evals.encoders.loading import load_encoder
+
+        self.config = config
+        with torch.device("cpu"):  # whoever builds a model without weights, to count with it, reads these all the same
+            encoder = load_encoder(config.checkpoint)
+        if not isinstance(encoder, PatchesEncoder):
+            raise ConfigError(
+                f"encoder.checkpoint={config.checkpoint}: has no patch tokens; give a ViT's: DINO's, or timm's"
+            )
+        assert isinstance(encoder, Encoder)
+        self.model = encoder.model.requires_grad_(False)
+        self._tokens = encoder.patch_tokens
+        self.register_buffer("mean", encoder.mean.clone(), persistent=False)
+        self.register_buffer("std", encoder.std.clone(), persistent=False)
+
+    def train(self, mode: bool = True) -> Self:
+        """It stays in evaluation mode."""
+        return super().train(False)
+
+    @torch.no_grad()
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self._tokens((images - self.mean) / self.std)
+        side = math.isqrt(tokens.shape[1])
+        wanted = (self.config.side(images.shape[-1]) ** 2, self.config.width)
+        if tuple(tokens.shape[1:]) != wanted or side * side != tokens.shape[1]:
+            raise ConfigError(
+                f"encoder: {self.config.checkpoint} has {tokens.shape[1]} tokens of width {tokens.shape[2]} at {images.shape[-1]} pixels, and "
+                f"width={self.config.width}, patch={self.config.patch} say {wanted[0]} of {wanted[1]}"
+            )
+        return tokens.unflatten(1, (side, side))
