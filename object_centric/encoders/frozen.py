@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from pathlib import Path
 from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor  # what FLOPs are counted with has no pixels
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, free, setting
 from sparo_train.core.errors import ConfigError
+
+from .kept import KeptFeatures
 
 
 class FrozenConfig(Frozen):
@@ -22,6 +27,10 @@ class FrozenConfig(Frozen):
     )
     width: int = setting(384, "of its tokens", gt=0)
     patch: int = setting(16, "pixels of a patch's side", gt=0)
+    cache: str | None = free(
+        None,
+        "folder where features are kept by the content of their pictures, fp32, for every run; null: computed each time",
+    )
 
     def side(self, image_size: int) -> int:
         """Patches per side."""
@@ -61,6 +70,8 @@ class FrozenPatches(nn.Module):
         assert isinstance(encoder, Encoder)
         self.model = encoder.model.requires_grad_(False)
         self._tokens = encoder.patch_tokens
+        self._identity = f"{encoder.weights} {encoder.architecture} patches"
+        self._kept: dict[torch.dtype, KeptFeatures] = {}  # by what they are computed in
         self.register_buffer("mean", encoder.mean.clone(), persistent=False)
         self.register_buffer("std", encoder.std.clone(), persistent=False)
 
@@ -70,6 +81,29 @@ class FrozenPatches(nn.Module):
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
+        if self.config.cache is None or isinstance(images, FakeTensor):
+            return self._features(images)
+        amp = (
+            torch.get_autocast_dtype(images.device.type)
+            if torch.is_autocast_enabled(images.device.type)
+            else torch.float32
+        )
+        if amp not in self._kept:
+            key = hashlib.sha256(f"{self._identity} {amp}".encode()).hexdigest()
+            self._kept[amp] = KeptFeatures(Path(self.config.cache), key)
+        kept, side = self._kept[amp], self.config.side(images.shape[-1])
+        names = kept.names((images * 255).round().to(torch.uint8))
+        found = [kept.read(name, (side, side, self.config.width)) for name in names]
+        if any(one is None for one in found):
+            # All of the batch: a picture's features then depend on the plan, and not on what happens to be kept.
+            fresh = self._features(images).float()
+            for number, (name, one) in enumerate(zip(names, found, strict=True)):
+                if one is None:
+                    kept.write(name, fresh[number])
+                    found[number] = fresh[number].cpu()
+        return torch.stack([one for one in found if one is not None]).to(images.device)
+
+    def _features(self, images: Tensor) -> Tensor:
         tokens = self._tokens((images - self.mean) / self.std)
         side = math.isqrt(tokens.shape[1])
         wanted = (self.config.side(images.shape[-1]) ** 2, self.config.width)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -109,4 +109,13 @@ class SlotAutoencoder(Objective):
         return Footprint({"image": side**2}, towers, m.grouping.slots * m.grouping.width, 0)
 
 
-METHOD = Method(SlotAutoencoderConfig, SlotAutoencoder, lambda config, data: SlotExamples(data, config.model))
+def _rules(run: Any) -> None:
+    encoder = run.objective.model.encoder
+    if encoder.kind == "frozen" and encoder.cache and (run.data.hflip or run.data.crop_scale != (1.0, 1.0)):
+        raise ValueError(
+            "objective.model.encoder.cache: pictures that are cropped or mirrored at random are never met again; "
+            "set data.crop_scale: [1.0, 1.0] and data.hflip: 0, or cache: null"
+        )
+
+
+METHOD = Method(SlotAutoencoderConfig, SlotAutoencoder, lambda config, data: SlotExamples(data, config.model), _rules)

@@ -12,12 +12,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparo"
 
 
-def write_whole(path: Path, text: str) -> Path:
-    """Write a text file so that a reader sees the old content or the new one, and two writers do not mix; returns the path."""
+def write_whole(path: Path, content: str | bytes) -> Path:
+    """Write a file so that a reader sees the old content or the new one, and two writers do not mix; returns the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         # Within one folder, so that it is a rename and not a copy.
         temporary.replace(path)
     finally:

@@ -109,6 +109,8 @@ def test_features_of_a_dino_run_are_grouped_and_drawn_again(shards, tmp_path, wr
     tree = slots_recipe(tmp_path / "t/train", tmp_path / "runs")
     model = {k: v for k, v in tree["objective"]["model"].items() if k != "frame"}
     encoder = {"kind": "frozen", "checkpoint": str(tmp_path / "dino/dino"), "width": 32, "patch": 8}
+    encoder["cache"] = str(tmp_path / "kept")
+    tree["data"] |= {"crop_scale": [1.0, 1.0], "hflip": 0.0}
     drawn = {"decoder": {"kind": "patch", "hidden": [16]}, "target": "features", "image_size": 32}
     tree["objective"]["model"] = {
         **model,
@@ -125,6 +127,9 @@ def test_features_of_a_dino_run_are_grouped_and_drawn_again(shards, tmp_path, wr
     assert_bit_equal(folder, straight.folder)
     recipe = write_recipe({**tree, "out": str(tmp_path / "two"), "micro_batch_size": 2})
     assert goes_on_across_engines(recipe, tmp_path / "two/slots") == pytest.approx(losses_of(straight.folder), rel=1e-4)
+    assert len(list((tmp_path / "kept").rglob("*.npy"))) == 32
+    done = sparo("train", str(recipe), "data.hflip=0.5", "name=refused")
+    assert done.returncode == 2 and "encoder.cache: pictures that are cropped or mirrored" in done.stderr, done.stderr
     before, after = (
         run_weights(store.CheckpointStore(f / "checkpoints").latest()) for f in (tmp_path / "dino/dino", folder)
     )

@@ -261,6 +261,37 @@ def test_frozen_features_are_timms_and_are_not_trained(tmp_path):
         FrozenConfig(checkpoint="pixels:32").build()
 
 
+def test_features_are_kept_by_the_content_of_their_pictures(tmp_path, monkeypatch):
+    config = FrozenConfig(
+        checkpoint=f"timm:vit_tiny_patch16_224@{vit_file(tmp_path)}", width=192, cache=str(tmp_path / "f")
+    )
+    images = torch.randint(0, 256, (4, 3, 224, 224), dtype=torch.uint8) / 255
+    plain = config.model_copy(update={"cache": None}).build()
+    module, calls = config.build(), []
+    whole = module._features
+    monkeypatch.setattr(module, "_features", lambda x: calls.append(len(x)) or whole(x))
+    first = module(images[:3])
+    assert torch.equal(first, plain(images[:3])) and calls == [3]
+    assert torch.equal(module(images[[2, 0]]), first[[2, 0]]) and calls == [3]  # no forward pass
+    mixed = module(images[[1, 3]])  # one of them is new: both are computed, the old one is as it was
+    assert (
+        calls == [3, 2]
+        and torch.equal(mixed[0], first[1])
+        and torch.allclose(mixed[1], plain(images[3:])[0], atol=1e-5)
+    )
+    files = sorted((tmp_path / "f").rglob("*.npy"))
+    assert len(files) == 4 and not list((tmp_path / "f").rglob("*.tmp"))
+    files[0].write_bytes(files[0].read_bytes()[:500])  # cut off: computed again
+    again = config.build()
+    assert torch.allclose(again(images[:3]), first, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):  # in another precision they are others
+        rough = again(images[:3])
+    assert not torch.equal(rough, first) and len(list((tmp_path / "f").iterdir())) == 2
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"encoder\.cache: .*file.* cannot be made"):
+        config.model_copy(update={"cache": str(tmp_path / "file")}).build()(images)
+
+
 def test_the_resnet_is_the_papers():
     torch.manual_seed(0)
     net = ResNet34Config(root_width=32).build()

@@ -1,0 +1,59 @@
+"""Features that were computed once, by the content of their pictures: a file each, the same for every run and rank."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from sparo_train.core.errors import DataError
+from sparo_train.core.files import write_whole
+
+
+class KeptFeatures:
+    """A folder FOLDER/KEY/ab/cdef….npy, by the hash of a picture's pixels.
+
+    Args:
+        key: of what computes them: its weights, architecture and precision.
+
+    Raises:
+        DataError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, key: str):
+        self.folder = folder / key
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(f"encoder.cache: {self.folder} cannot be made ({error}); name another folder") from None
+
+    def names(self, pixels: Tensor) -> list[Path]:
+        """Where the features of pictures (b, 3, S, S) uint8 are."""
+        rows = pixels.cpu().contiguous().numpy()
+        digests = [xxhash.xxh3_128_hexdigest(row.tobytes()) for row in rows]
+        return [self.folder / digest[:2] / f"{digest[2:]}.npy" for digest in digests]
+
+    @staticmethod
+    def read(path: Path, like: tuple[int, ...]) -> Tensor | None:
+        """(N, D) as they were written; None where there are none, or a file that was cut off."""
+        try:
+            found = np.load(path, allow_pickle=False)
+        except (OSError, ValueError, EOFError):
+            return None
+        return torch.from_numpy(found) if found.dtype == np.float32 and found.shape == like else None
+
+    @staticmethod
+    def write(path: Path, features: Tensor) -> None:
+        """Whole or not at all, whoever else writes the same. Raises `DataError` where nothing can be written."""
+        buffer = io.BytesIO()
+        np.save(buffer, features.float().cpu().numpy())
+        try:
+            write_whole(path, buffer.getvalue())
+        except OSError as error:
+            raise DataError(
+                f"encoder.cache: {path} cannot be written ({error}); make room, or set cache: null"
+            ) from None
