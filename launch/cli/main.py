@@ -13,7 +13,7 @@ from sparo_train.core.errors import SparoError
 from sparo_train.core.world import started
 
 from ..views.terminal import out
-from . import data, eval, explore, jobs, slot_verbs
+from . import data, eval, explore, jobs, slot_pictures, slot_verbs
 from .process import call, leave
 
 app = typer.Typer(
@@ -25,7 +25,8 @@ app = typer.Typer(
 app.add_typer(data.app, name="data")
 app.add_typer(jobs.app, name="launch")
 app.add_typer(eval.app, name="eval")
-slot_verbs.app.command()(explore.explore)
+for verb in (slot_pictures.show, slot_pictures.panels, explore.explore):
+    slot_verbs.app.command()(verb)
 app.add_typer(slot_verbs.app, name="slots")
 
 Recipe = Annotated[Path, typer.Argument(help="a YAML recipe, e.g. configs/clip/scenes_tiny.yaml")]

@@ -218,32 +218,6 @@ def quality(
     show_quality(checkpoints, on, by, options, json_given(json_file))
 
 
-@app.command()
-def show(
-    checkpoint: Checkpoint,
-    on: Annotated[str | None, typer.Option(help="the task whose images are shown")] = None,
-    image: Annotated[list[Path] | None, typer.Option(help="an image of your own; may be given several times")] = None,
-    caption: Annotated[list[str] | None, typer.Option(help="its caption, one per --image")] = None,
-    slots: Annotated[str | None, typer.Option(help="these alone: 0,3,8-15, or a selection.json with its names")] = None,
-    images: Annotated[int, typer.Option(min=1, help="images of the task that are looked at, evenly spaced")] = 200,
-    examples: Annotated[int, typer.Option(min=0, help="images that are shown with all their slots")] = 8,
-    tiles: Annotated[int, typer.Option(min=1, max=64, help="images per row of a slot's gallery")] = 6,
-    cosine: Annotated[float, typer.Option(min=-1, max=1, help="of a slot's image and text: shown above this")] = 0.75,
-    share: Annotated[float, typer.Option(min=0, max=1, help="of text attention on one word: shown above this")] = 0.5,
-    out: Annotated[Path, typer.Option("--out", help="folder for report.html and PNGs")] = Path("slots"),
-    model: Model = None,
-    data: Data = None,
-    root: Root = Path("data"),
-) -> None:
-    """Pictures of what slots look at: report.html, which needs no other file, and PNGs of its parts."""
-    from ..runs.show_runs import Wanted, show_slots
-
-    options = options_given(model, data, root, "none", None, "slots", None, 4, "slice")
-    given = slots_given(slots)
-    wanted = Wanted(on, image or [], caption or [], given, images, examples, tiles, cosine, share)
-    show_slots(checkpoint, wanted, options, out)
-
-
 def _trainings(clamp: Any, epochs: int, last: bool, seeds: int) -> Any:
     from evals.slots.masks import MaskTraining
 

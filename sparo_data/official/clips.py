@@ -13,11 +13,11 @@ import numpy as np
 
 from sparo_train.core.errors import DataError
 
-from .published import Scene, numbered, opened_image
+from .published import PublishedScene, numbered, opened_image
 from .tfrecord import example, records
 
 
-def movi(path: Path) -> Iterator[Scene]:
+def movi(path: Path) -> Iterator[PublishedScene]:
     """MOVi-A … F, one of TFDS' files (movi_a-train.tfrecord-00000-of-…): frames and segmentations are pictures in it.
 
     Raises:
@@ -36,10 +36,10 @@ def movi(path: Path) -> Iterator[Scene]:
         for t, (frame, mask) in enumerate(zip(frames, masks, strict=True)):
             at = f"{where}, frame {t}"
             label = numbered(opened_image(mask, at, labels=True), at)
-            yield Scene(f"{_plain(name)}_{t:03d}", opened_image(frame, at), label, {"video": name, "frame": t})
+            yield PublishedScene(f"{_plain(name)}_{t:03d}", opened_image(frame, at), label, {"video": name, "frame": t})
 
 
-def npy_shards(path: Path) -> Iterator[Scene]:
+def npy_shards(path: Path) -> Iterator[PublishedScene]:
     """A tar of `key.video.npy` (T, H, W, 3) uint8 and `key.segmentations.npy` (T, H, W), `.npy.gz` as well.
 
     Raises:
@@ -69,7 +69,7 @@ def _array(data: bytes, field: str, where: str) -> np.ndarray:
         raise DataError(f"{where}: is no array of numbers ({error})") from None
 
 
-def _frames(held: dict[str, Any], path: Path) -> Iterator[Scene]:
+def _frames(held: dict[str, Any], path: Path) -> Iterator[PublishedScene]:
     if "video" not in held:
         return
     video, masks, name = held["video"], held.get("segmentations"), held["key"]
@@ -87,7 +87,7 @@ def _frames(held: dict[str, Any], path: Path) -> Iterator[Scene]:
         )
     for t, frame in enumerate(video):
         label = None if masks is None else numbered(masks[t].astype(np.int64), f"{path}: {name}, frame {t}")
-        yield Scene(f"{_plain(name)}_{t:03d}", frame, label, {"video": name, "frame": t})
+        yield PublishedScene(f"{_plain(name)}_{t:03d}", frame, label, {"video": name, "frame": t})
 
 
 def _plain(name: str) -> str:

@@ -11,12 +11,12 @@ import numpy as np
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.untrusted import read_bytes, read_json
 
-from .published import IGNORE, Scene, numbered, opened_image
+from .published import IGNORE, PublishedScene, numbered, opened_image
 
 _LARGEST = 1 << 31  # bytes of a file of annotations; COCO's has 0.45e9
 
 
-def clevr(root: Path) -> Iterator[Scene]:
+def clevr(root: Path) -> Iterator[PublishedScene]:
     """CLEVR_v1.0: `images/SPLIT/*.png` with `scenes/CLEVR_SPLIT_scenes.json`, of the one split that ROOT/scenes names or `root` is.
 
     Args:
@@ -34,10 +34,10 @@ def clevr(root: Path) -> Iterator[Scene]:
             raise DataError(f"{root}: scene {number} names no image_filename and split")
         path = root.parent.parent / "images" / split / name
         image = opened_image(read_bytes(path, DataError), path)
-        yield Scene(Path(name).stem, image, None, {"objects": scene.get("objects", [])})
+        yield PublishedScene(Path(name).stem, image, None, {"objects": scene.get("objects", [])})
 
 
-def clevrtex(root: Path) -> Iterator[Scene]:
+def clevrtex(root: Path) -> Iterator[PublishedScene]:
     """CLEVRTex: NAME.png with NAME_flat.png (an object's number per pixel) and NAME.json, in folders below `root`, by name.
 
     Raises:
@@ -49,12 +49,12 @@ def clevrtex(root: Path) -> Iterator[Scene]:
     for path in paths:
         image, mask = path.with_suffix(".png"), path.with_name(f"{path.stem}_flat.png")
         label = numbered(opened_image(read_bytes(mask, DataError), mask, labels=True), mask)
-        yield Scene(
+        yield PublishedScene(
             path.stem, opened_image(read_bytes(image, DataError), image), label, read_json(path, dict, DataError)
         )
 
 
-def coco(annotations: Path, images: Path | None = None) -> Iterator[Scene]:
+def coco(annotations: Path, images: Path | None = None) -> Iterator[PublishedScene]:
     """COCO's instances: pixels of one object are its own, those of several and of crowds are not scored; a class per pixel beside.
 
     Args:
@@ -87,7 +87,7 @@ def coco(annotations: Path, images: Path | None = None) -> Iterator[Scene]:
         found = of_image.get(number, [])
         label, semantic = _drawn(coder, found, (height, width), f"{annotations.name}: image {number}")
         boxes = [{"id": i + 1, "category": one["category_id"], "area": one.get("area")} for i, one in enumerate(found)]
-        yield Scene(path.stem, image, label, {"objects": boxes}, semantic)
+        yield PublishedScene(path.stem, image, label, {"objects": boxes}, semantic)
 
 
 def _drawn(coder: Any, found: list[dict[str, Any]], side: tuple[int, int], where: str) -> tuple[np.ndarray, np.ndarray]:

@@ -13,13 +13,13 @@ from .clips import movi, npy_shards
 from .folders import clevr, clevrtex, coco
 from .lmdb_file import lmdb_scenes
 from .multi_object import SETS, multi_object
-from .published import PublishedConfig, Scene, Written, write_published
+from .published import PublishedConfig, PublishedScene, Written, write_published
 
 
 class Format(NamedTuple):
     """read: one source to its scenes.  what: that source, in words.  suffix: of such files in a folder; empty: the source is a folder or one file."""
 
-    read: Callable[[Path], Iterator[Scene]]
+    read: Callable[[Path], Iterator[PublishedScene]]
     what: str
     suffix: str = ""
 

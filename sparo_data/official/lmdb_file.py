@@ -12,7 +12,7 @@ import numpy as np
 
 from sparo_train.core.errors import ConfigError, DataError
 
-from .published import Scene, numbered, opened_image
+from .published import PublishedScene, numbered, opened_image
 
 _NUMPY = {"_reconstruct": None, "ndarray": np.ndarray, "dtype": np.dtype, "scalar": None, "_frombuffer": None}
 
@@ -30,7 +30,7 @@ class _Numbers(pickle.Unpickler):
         raise DataError(f"names {module}.{name}, which data has no need of")
 
 
-def lmdb_scenes(path: Path) -> Iterator[Scene]:
+def lmdb_scenes(path: Path) -> Iterator[PublishedScene]:
     """The samples of a file, in the order of its `__keys__`: `image` (a picture's bytes), `segment` (one, too).
 
     Raises:
@@ -64,7 +64,7 @@ def lmdb_scenes(path: Path) -> Iterator[Scene]:
                 label = numbered(
                     segment[..., 0] if segment.ndim == 3 else segment, where
                 )  # .webp has three equal channels
-            yield Scene(name.replace(".", "_"), image, label, {})
+            yield PublishedScene(name.replace(".", "_"), image, label, {})
 
 
 def _unpickled(data: bytes | None, where: str) -> Any:

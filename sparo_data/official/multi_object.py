@@ -13,7 +13,7 @@ import numpy as np
 
 from sparo_train.core.errors import DataError
 
-from .published import Scene
+from .published import PublishedScene
 from .tfrecord import Value, example, records
 
 
@@ -33,7 +33,7 @@ SETS = {
 }
 
 
-def multi_object(path: Path, name: str) -> Iterator[Scene]:
+def multi_object(path: Path, name: str) -> Iterator[PublishedScene]:
     """The scenes of one file.
 
     Raises:
@@ -44,7 +44,7 @@ def multi_object(path: Path, name: str) -> Iterator[Scene]:
         yield _scene(example(record, where), SETS[name], f"{name}_{number:08d}", where)
 
 
-def _scene(found: dict[str, Value], s: MultiObjectSet, key: str, where: str) -> Scene:
+def _scene(found: dict[str, Value], s: MultiObjectSet, key: str, where: str) -> PublishedScene:
     height, width = s.side
     image, masks = (_bytes(found, field, where) for field in ("image", "mask"))
     if len(image) != height * width * 3 or not len(masks) or len(masks) % (height * width):
@@ -59,7 +59,7 @@ def _scene(found: dict[str, Value], s: MultiObjectSet, key: str, where: str) -> 
     )
     # Masks are smooth at edges and overlap there: a pixel is of whom it is most.
     label = np.maximum(shares.argmax(0).astype(np.int64) - s.background + 1, 0).astype(np.uint8)
-    return Scene(key, image.reshape(height, width, 3), label, {"objects": _objects(found, s, count)})
+    return PublishedScene(key, image.reshape(height, width, 3), label, {"objects": _objects(found, s, count)})
 
 
 def _objects(found: dict[str, Value], s: MultiObjectSet, count: int) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ _BOXES: dict[
 }
 
 
-class Scene(NamedTuple):
+class PublishedScene(NamedTuple):
     """image (H, W, 3) uint8.  label: (H, W) uint8, an object's number, 0 for none, 255 for pixels that are not scored; None: unknown.
     facts: for the sample's `.json`.  semantic: (H, W) uint8, a class per pixel, where there are classes."""
 
@@ -57,7 +57,7 @@ class Written(NamedTuple):
 
 
 def write_published(
-    out: Path, scenes: Iterable[Scene], config: PublishedConfig, done: Callable[[int], None] = lambda count: None
+    out: Path, scenes: Iterable[PublishedScene], config: PublishedConfig, done: Callable[[int], None] = lambda count: None
 ) -> Written:
     """ROOT/masks in the layout of evaluation sets, of the first `test` scenes, and ROOT/train/*.tar of the others.
 
@@ -87,7 +87,7 @@ def write_published(
     return Written(counts["all"] - tested, tested, counts["empty"])
 
 
-def cut(scene: Scene, config: PublishedConfig) -> Scene:
+def cut(scene: PublishedScene, config: PublishedConfig) -> PublishedScene:
     """Crop and size of image and labels, these by their nearest pixel. Raises `DataError` where the crop is of other images."""
     planes = [scene.image, scene.label, scene.semantic]
     if config.crop != "none":
@@ -109,7 +109,7 @@ def cut(scene: Scene, config: PublishedConfig) -> Scene:
     return scene._replace(image=image, label=label, semantic=semantic)
 
 
-def fields_of(scene: Scene) -> dict[str, bytes]:
+def fields_of(scene: PublishedScene) -> dict[str, bytes]:
     """The members of a scene's sample."""
     fields = {"png": encoded(np.ascontiguousarray(scene.image)), "json": json.dumps(scene.facts).encode()}
     for name, plane in (("mask.png", scene.label), ("semantic.png", scene.semantic)):

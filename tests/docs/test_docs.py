@@ -60,6 +60,8 @@ def shortened(command: str) -> str:
             part += " --raw fashion"
         if part == "sparo data tetrominoes":
             part += " --train 140 --test 8"
+        if part.startswith("sparo data objects"):
+            part = re.sub(r" --train \d+", "", part) + " --train 140 --test 8"
         if part == "sparo data scenes":
             part += " --train 140"
         if part.startswith("sparo slots explore"):  # until it says where it serves, and Ctrl-C

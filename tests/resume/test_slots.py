@@ -56,6 +56,26 @@ def test_masks_are_scored_while_training_and_afterwards(tmp_path, write_recipe):
 
     done = sparo("slots", "show", run_folder, "--on", "masks", "--images", "6", "--out", "pictures", cwd=tmp_path)
     assert done.returncode == 0 and (tmp_path / "pictures/report.html").stat().st_size > 10_000, done.stderr
+    done = sparo("slots", "panels", run_folder, "--on", "masks", "--images", "3", "--tile", "32", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with Image.open(tmp_path / "panels.png") as sheet:  # image, true, masks, drawn, three slots; three rows
+        assert sheet.size == (7 * 36 + 4, 3 * 36 + 18)
+        colours = {tuple(c) for c in np.asarray(sheet)[18:50, 40:72].reshape(-1, 3).tolist()}
+        assert len(colours) == 4 and (0, 0, 0) in colours  # three pieces on black
+    (tmp_path / "own.jpg").write_bytes(jpeg(1))
+    done = sparo("slots", "panels", run_folder, "--image", "own.jpg", "--out", "own.png", "--tile", "32", cwd=tmp_path)
+    with Image.open(tmp_path / "own.png") as sheet:
+        assert done.returncode == 0 and sheet.size == (6 * 36 + 4, 36 + 18)
+    for line, told in (
+        ([], "name a task"),
+        (["--on", "nosuch"], "nosuch"),
+        (["--image", "no.jpg"], "no.jpg"),
+        (["--out", "a.bmp"], "a .png file"),
+    ):
+        done = sparo("slots", "panels", run_folder, *line, cwd=tmp_path)
+        assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
+    done = sparo("slots", "panels", "pixels:8", "--image", "own.jpg", cwd=tmp_path)
+    assert done.returncode == 2 and "does not draw its slots" in done.stderr
     (tmp_path / "clip.yaml").write_text(json.dumps({"tasks": tasks}))
     done = sparo("eval", "pixels:8", "--data", "clip.yaml", cwd=tmp_path)
     assert done.returncode == 2 and "use an object-centric model" in done.stderr

@@ -1,0 +1,1 @@
+"""What slot models see, as pictures."""
