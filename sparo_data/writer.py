@@ -16,12 +16,23 @@ from sparo_train.core.errors import DataError
 from sparo_train.core.untrusted import read_json
 
 Fields = Mapping[str, bytes]  # extension -> content
+CLAIMS = (
+    "scenes.json",
+    "tetrominoes.json",
+    "objects.json",
+    "converted.json",
+)  # what makers write down in a set's folder
 
 
 def claim(root: Path, config: Frozen, name: str) -> None:
     """Write down in ROOT/NAME how the set is made. Raises `DataError` where it holds one that was made otherwise."""
     root.mkdir(parents=True, exist_ok=True)
     path, wanted = root / name, config.model_dump(mode="json")
+    other = next((n for n in CLAIMS if n != name and (root / n).exists()), None)
+    if other or (not path.exists() and any((root / "train").glob("*.tar"))):
+        raise DataError(
+            f"{root}: holds another set ({other or 'train/*.tar'}), which would mix with the new one; name an empty folder"
+        )
     if path.exists():
         changed = differences(read_json(path, dict, DataError), wanted)
         if changed:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from sparo_train.core.config import parse_yaml
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.untrusted import read_text
 
@@ -25,7 +27,12 @@ def over_seeds(table: Grid) -> Grid:
     groups: dict[str, list[Row]] = {}
     own = [row for row in table.rows if not row.paper]
     for row in own:
-        groups.setdefault(_recipe(row.name), []).append(row)
+        recipe, seed = _recipe(row.name)
+        if any(_recipe(other.name)[1] == seed for other in groups.get(recipe, [])):
+            raise ConfigError(
+                f"--seeds: {row.name} is of seed {seed}, as another of its recipe is; leave one of them away"
+            )
+        groups.setdefault(recipe, []).append(row)
     if all(len(rows) == 1 for rows in groups.values()):
         raise ConfigError(
             "--seeds: no two of these runs are of one recipe; `sparo launch train RECIPE --seeds 3` makes some"
@@ -40,21 +47,22 @@ def _cells(rows: Sequence[Row]) -> list[Cell | None]:
     for column in zip(*(row.cells for row in rows), strict=True):
         cells = [cell for cell in column if cell is not None]
         values = [cell.value for cell in cells]
-        one = Cell(statistics.median(values), min(values), max(values), any(c.odd for c in cells)) if values else None
-        found.append(one)
+        whole = len(values) == len(rows)  # of some seeds alone it would be another number of seeds than the row says
+        odd = any(cell.odd for cell in cells)
+        found.append(Cell(statistics.median(values), min(values), max(values), odd) if whole else None)
     return found
 
 
-def _recipe(name: str) -> str:
-    """What a run was trained with, less its seed. A checkpoint below its run's folder is the run's."""
-    place = Path(name)
+def _recipe(name: str) -> tuple[str, Any]:
+    """What a row was trained with and how it was scored, less its seed; and that seed. A checkpoint below its run's folder is the run's."""
+    path, bracket, how = name.partition(" (")  # what of it was scored: slots, a limit
+    place = Path(path)
     for folder in (place, *place.parents[:2]):
         if (folder / "config.yaml").is_file():
-            try:
-                tree = yaml.safe_load(read_text(folder / "config.yaml"))
-                return yaml.safe_dump({key: value for key, value in tree.items() if key not in _FREE})
-            except (yaml.YAMLError, AttributeError):
-                break
+            tree = parse_yaml(read_text(folder / "config.yaml"), str(folder / "config.yaml"))
+            if isinstance(tree, dict):
+                kept = {key: value for key, value in tree.items() if key not in _FREE}
+                return f"{yaml.safe_dump(kept)}{place.relative_to(folder)}{bracket}{how}", tree.get("seed")
     raise ConfigError(
         f"--seeds: {name} is no run with a config.yaml, which says what it was trained with; leave it away"
     )

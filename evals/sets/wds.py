@@ -184,7 +184,7 @@ def _mask(fields: dict[str, bytes], where: str) -> np.ndarray:
     classes = _labels_of(fields, "semantic.png", where)
     if classes.shape != table.shape:
         raise DataError(f"{where}: .semantic.png has {classes.shape[::-1]} pixels and .mask.png {table.shape[::-1]}")
-    return np.stack([table, classes.astype(table.dtype)])
+    return np.stack([table, classes]).astype(np.promote_types(table.dtype, classes.dtype))
 
 
 def _labels_of(fields: dict[str, bytes], name: str, where: str) -> np.ndarray:

@@ -125,9 +125,10 @@ def image_scores(
     `mbo_i`: mean best overlap of instances; `mbo_c`: of classes, whose instances are one.  `slots_used`: predicted masks that hold a pixel.
     """
     counts = counted(true, predicted, background, ignore)
-    of_classes = (
-        float("nan") if classes is None else best_overlap(overlaps(counted(classes, predicted, background, ignore)))
-    )
+    of_classes = float("nan")
+    if classes is not None:
+        there = slice(None) if ignore is None else (true != ignore) & (classes != ignore)
+        of_classes = best_overlap(overlaps(counted(classes[there], predicted[there], background)))
     foreground, iou = adjusted_rand(counts.objects), overlaps(counts)
     return {
         "ari": adjusted_rand(counts.table),

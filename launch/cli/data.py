@@ -145,6 +145,14 @@ def convert(
     from sparo_data.convert import convert_csv, convert_folder
 
     own = _part(part)
+    theirs = {"--test": test, "--limit": limit, "--crop": crop != "none", "--size": size}
+    ours = {"--image-column": image_column != "filepath", "--caption-column": caption_column != "title",
+            "--separator": separator, "--template": template != "a photo of a {c}"}  # fmt: skip
+    for name, given in (ours if kind is not None else theirs).items():
+        if given:
+            raise ConfigError(
+                f"{name}: is of {'folders and tables' if kind is not None else '--as NAME'}; leave it away"
+            )
     if kind is not None:
         if own is not None:
             raise ConfigError("--part: a published set is converted whole")

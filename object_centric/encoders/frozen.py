@@ -61,7 +61,9 @@ class FrozenPatches(nn.Module):
         from evals.encoders.loading import load_encoder
 
         self.config = config
-        with torch.device("cpu"):  # whoever builds a model without weights, to count with it, reads these all the same
+        # Whoever builds a model without weights, to count with it, reads these all the same; and what a run of ours
+        # seeds when it is built must not be what the rest of this model begins from.
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             encoder = load_encoder(config.checkpoint)
         if not isinstance(encoder, PatchesEncoder):
             raise ConfigError(
@@ -89,7 +91,8 @@ class FrozenPatches(nn.Module):
             else torch.float32
         )
         if amp not in self._kept:
-            key = hashlib.sha256(f"{self._identity} {amp}".encode()).hexdigest()
+            held = next(self.model.parameters()).dtype
+            key = hashlib.sha256(f"{self._identity} {amp} {held}".encode()).hexdigest()
             self._kept[amp] = KeptFeatures(Path(self.config.cache), key)
         kept, side = self._kept[amp], self.config.side(images.shape[-1])
         names = kept.names((images * 255).round().to(torch.uint8))
@@ -104,7 +107,12 @@ class FrozenPatches(nn.Module):
         return torch.stack([one for one in found if one is not None]).to(images.device)
 
     def _features(self, images: Tensor) -> Tensor:
-        tokens = self._tokens((images - self.mean) / self.std)
+        try:
+            tokens = self._tokens((images - self.mean) / self.std)
+        except AssertionError as error:  # timm's, of a model that takes one size
+            raise ConfigError(
+                f"encoder.checkpoint={self.config.checkpoint}: {error}; set objective.model.image_size to it"
+            ) from None
         side = math.isqrt(tokens.shape[1])
         wanted = (self.config.side(images.shape[-1]) ** 2, self.config.width)
         if tuple(tokens.shape[1:]) != wanted or side * side != tokens.shape[1]:

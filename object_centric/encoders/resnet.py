@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,6 +21,12 @@ class ResNet34Config(Frozen):
     kind: Literal["resnet34"] = "resnet34"
     root_width: int = setting(64, "channels of the root and the first stage; each stage has twice the last one's", gt=0)
     groups: int = setting(32, "of every GroupNorm", gt=0)
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        if self.root_width % self.groups:
+            raise ValueError(f"groups={self.groups}: does not divide root_width={self.root_width}")
+        return self
 
     @property
     def width(self) -> int:

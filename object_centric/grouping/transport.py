@@ -159,6 +159,8 @@ def exact_plan(cost: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
     import ot  # an extra, `transport`
 
     costs, a, b = (x.double().cpu().numpy() for x in (cost, log_a.exp(), log_b.exp()))
+    if not all(np.isfinite(x).all() for x in (costs, a, b)):
+        return torch.full_like(cost, torch.nan)  # a step that the loop leaves out
     a = a * (b.sum(1) / a.sum(1))[:, None]  # one sum to the last bit, or the simplex finds no plan
     plans = [ot.emd(give, take, np.ascontiguousarray(c.T)).T for give, take, c in zip(a, b, costs, strict=True)]
     return torch.from_numpy(np.stack(plans)).to(cost)

@@ -51,13 +51,16 @@ class Transport(nn.Module):
     def forward(self, queries: Tensor, normed: Tensor, goods: Goods) -> Tensor:
         """Queries (b, K, d) of slots (b, K, D) to how much each takes of the tokens, (b, K, N) in fp32 at least."""
         c = self.config
+        # Linear layers run as the rest of the model does, whose weights an engine may hold in bf16.
+        takes = self.takes(normed)[..., 0] if c.takes == "learned" else None
+        alike = self._similar(normed) if c.regulariser else None
         with torch.autocast(queries.device.type, enabled=False):  # exponents of small differences
             queries, keys, log_a = _wide(queries), _wide(goods.keys), _wide(goods.log_a)
             cost = costs(c, queries, keys)
             count = cost.shape[1]
             log_b = torch.zeros_like(cost[:, :, 0])
-            if c.takes == "learned":
-                log_b = log_marginal(self.takes(_wide(normed))[..., 0], count)
+            if takes is not None:
+                log_b = log_marginal(_wide(takes), count)
             if not c.entropy_steps:
                 plan = sinkhorn(cost, log_a, log_b, c.steps).moved
                 if c.exact == "none":
@@ -65,9 +68,8 @@ class Transport(nn.Module):
                 best = exact_plan(cost.detach(), log_a.detach(), log_b.detach())
                 return plan + best if c.exact == "sum" else plan + (best - plan).detach()
             similar = None
-            if c.regulariser:
-                first = sinkhorn(cost, log_a, log_b, c.steps).moved
-                similar = Similar(c.regulariser, self._similar(_wide(normed)), first)
+            if alike is not None:
+                similar = Similar(c.regulariser, alike, sinkhorn(cost, log_a, log_b, c.steps).moved)
             rate = self.rate if c.learn_rate else c.entropy_rate
             cost = cost + c.noise * _wide(goods.ties)
             cost, v = less_entropy(cost, log_a, log_b, c.steps, c.entropy_steps, rate, similar, c.second_order)
@@ -76,7 +78,7 @@ class Transport(nn.Module):
     def _similar(self, slots: Tensor) -> Tensor:
         count = slots.shape[1]
         pairs = torch.cat([slots[:, :, None].expand(-1, -1, count, -1), slots[:, None].expand(-1, count, -1, -1)], -1)
-        return F.softmax(self.likeness(pairs)[..., 0], dim=1)
+        return F.softmax(_wide(self.likeness(pairs)[..., 0]), dim=1)
 
     def goods(self, keys: Tensor, tokens: Tensor, ties: Tensor, slots: int) -> Goods:
         """What all rounds of an image share; tokens' marginals sum to the number of slots."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
+from pydantic import model_validator
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +21,7 @@ from sparo_train.data.read.sources import DataConfig, Source
 from sparo_train.objectives.method import Method
 
 from .slot_examples import SlotExamples
-from .slot_tower import SlotTower, SlotTowerConfig, Towered
+from .slot_tower import SlotTower, SlotTowerConfig, Towered, refuse_signed
 
 
 class SetModelConfig(SlotTowerConfig):
@@ -34,6 +35,11 @@ class SetPredictionConfig(Frozen):
     model: SetModelConfig = setting(SetModelConfig(), "encoder, grouping and head")
     huber: float = setting(1.0, "difference up to which the loss is its square", gt=0)
     signed: bool = setting(True, "pixels in -1..1 (Locatello et al. 2020); false: in 0..1")
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        refuse_signed(self.signed, self.model)
+        return self
 
 
 class Predicted(NamedTuple):

@@ -17,6 +17,7 @@ from sparo_train.objectives.method import Method
 
 from .slot_examples import SlotExamples
 from .slot_model import SlotModel, SlotModelConfig
+from .slot_tower import refuse_signed
 
 _UNUSED = 0.005  # share of an image's pixels below which a slot drew nothing
 
@@ -45,10 +46,7 @@ class SlotAutoencoderConfig(Frozen):
 
     @model_validator(mode="after")
     def _range(self) -> Self:
-        if self.signed and self.model.encoder.kind == "frozen":
-            raise ValueError(
-                "signed: a frozen encoder takes pixels in 0..1 and scales them as it was trained; leave it away"
-            )
+        refuse_signed(self.signed, self.model)
         return self
 
 

@@ -58,6 +58,14 @@ class SlotTowerConfig(Frozen):
         return self.grouping.slots, self.grouping.drawn(tokens) + (4 if self.frame else 0)
 
 
+def refuse_signed(signed: bool, model: SlotTowerConfig) -> None:
+    """Raise `ValueError` where pixels in -1..1 would go into an encoder that was trained on others."""
+    if signed and model.encoder.kind == "frozen":
+        raise ValueError(
+            "signed: a frozen encoder takes pixels in 0..1 and scales them as it was trained; set signed: false"
+        )
+
+
 class Towered(NamedTuple):
     """slots (b, K, D); attention (b, K, s, s); frames: positions and scales (b, K, 2) of slots that have some.
     features: (b, s, s, C), as the encoder gave them."""

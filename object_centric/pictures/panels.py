@@ -44,22 +44,21 @@ def panels(encoder: SlotEncoder, samples: Sequence[Panel], tile: int = 96) -> Im
     pixels = encoder.stacked([encoder.transform(s.image) for s in samples])
     found = encoder.seen(pixels)
     size = (encoder.image_size, encoder.image_size)
-    shares = (
-        F.interpolate(found.decoded.masks.float(), size=size, mode="bilinear")
-        if found.decoded.masks.shape[-2:] != size
-        else found.decoded.masks.float()
-    )
+    shares = found.decoded.masks.float().cpu()
+    if shares.shape[-2:] != size:
+        shares = F.interpolate(shares, size=size, mode="bilinear")
     draws = encoder.model.config.target == "pixels"
+    known, blank = any(s.true is not None for s in samples), torch.ones(3, *size)
     rows = []
     for i, sample in enumerate(samples):
         image = pixels[i].float() / 255
-        true = None if sample.true is None else _coloured(seen_by(encoder, sample.true))
+        true = blank if sample.true is None else _coloured(seen_by(encoder, sample.true))
         drawn = _shown(encoder, found.decoded.image[i]) if draws else None
         own = [_shown(encoder, picture) for picture in found.decoded.own[i]] if draws else [image] * len(shares[i])
         parts = [share * picture + (1 - share) for share, picture in zip(shares[i], own, strict=True)]
-        tiles = [image, true, _coloured(shares[i].argmax(0).cpu().numpy() + 1), drawn, *parts]
+        tiles = [image, true if known else None, _coloured(shares[i].argmax(0).numpy() + 1), drawn, *parts]
         rows.append([t for t in tiles if t is not None])
-    heads = ["image", *(["true"] if samples[0].true is not None else []), "masks", *(["drawn"] if draws else [])]
+    heads = ["image", *(["true"] if known else []), "masks", *(["drawn"] if draws else [])]
     heads += [f"slot {k}" for k in range(shares.shape[1])]
     return _sheet(rows, heads, tile)
 

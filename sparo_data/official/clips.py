@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import tarfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def npy_shards(path: Path) -> Iterator[PublishedScene]:
 def _array(data: bytes, field: str, where: str) -> np.ndarray:
     try:
         return np.load(io.BytesIO(gzip.decompress(data) if field.endswith(".gz") else data), allow_pickle=False)
-    except (ValueError, OSError, EOFError, gzip.BadGzipFile) as error:
+    except (ValueError, OSError, EOFError, zlib.error) as error:
         raise DataError(f"{where}: is no array of numbers ({error})") from None
 
 

@@ -30,11 +30,13 @@ def clevr(root: Path) -> Iterator[PublishedScene]:
         raise DataError(f"{root}: has no list `scenes`; give CLEVR's scenes/CLEVR_SPLIT_scenes.json")
     for number, scene in enumerate(listed):
         name, split = (scene.get(k) if isinstance(scene, dict) else None for k in ("image_filename", "split"))
-        if not isinstance(name, str) or not isinstance(split, str) or {"/", ".."} & {*name, name, split}:
+        if not all(
+            isinstance(word, str) and word not in ("", "..") and Path(word).name == word for word in (name, split)
+        ):
             raise DataError(f"{root}: scene {number} names no image_filename and split")
-        path = root.parent.parent / "images" / split / name
+        path = root.parent.parent / "images" / str(split) / str(name)
         image = opened_image(read_bytes(path, DataError), path)
-        yield PublishedScene(Path(name).stem, image, None, {"objects": scene.get("objects", [])})
+        yield PublishedScene(Path(str(name)).stem, image, None, {"objects": scene.get("objects", [])})
 
 
 def clevrtex(root: Path) -> Iterator[PublishedScene]:

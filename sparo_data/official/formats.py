@@ -34,7 +34,7 @@ FORMATS: dict[str, Format] = {
     "clevr": Format(clevr, "CLEVR_v1.0/scenes/CLEVR_SPLIT_scenes.json"),
     "clevrtex": Format(clevrtex, "CLEVRTex' folder of pictures, *_flat.png and *.json"),
     "coco": Format(coco, "COCO's instances_SPLIT.json, with SPLIT/*.jpg beside its folder"),
-    "lmdb": Format(lmdb_scenes, "*.lmdb of pictures of the Genera1Z family"),
+    "lmdb": Format(lmdb_scenes, "*.lmdb of pictures of the Genera1Z family", ".lmdb"),
 }
 
 
@@ -50,11 +50,18 @@ def sources_of(place: Path, name: str) -> list[Path]:
     kind = FORMATS[name]
     if not place.exists():
         raise DataError(f"{place}: no such file or folder; --as {name} reads {kind.what}")
-    if not kind.suffix or place.is_file():
+    if place.is_dir() and name in ("clevr", "coco"):
+        raise DataError(f"{place}: is a folder; --as {name} reads {kind.what}")
+    if not kind.suffix or place.is_file() or (place / "data.mdb").is_file():
         return [place]
     found = sorted(p for p in place.iterdir() if p.is_file() and kind.suffix in p.name)
     if not found:
         raise DataError(f"{place}: none of {kind.what} in it")
+    parts = sorted({p.name.partition(kind.suffix)[0].rstrip(".") for p in found}) if kind.suffix == "tfrecord" else []
+    if len(parts) > 1:
+        raise DataError(
+            f"{place}: holds several splits ({', '.join(parts)}), which would mix; give a folder of one, or one file"
+        )
     return found
 
 

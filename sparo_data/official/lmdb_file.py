@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,54 @@ from sparo_train.core.errors import ConfigError, DataError
 
 from .published import PublishedScene, numbered, opened_image
 
-_NUMPY = {"_reconstruct": None, "ndarray": np.ndarray, "dtype": np.dtype, "scalar": None, "_frombuffer": None}
+_MODULES = ("numpy", "numpy.core.multiarray", "numpy._core.multiarray", "numpy.core.numeric", "numpy._core.numeric")
+
+
+class _Dtype:
+    """A type of numbers, as a pickle names it; nothing of numpy's is called with what a file says."""
+
+    def __init__(self, kind: str, *_: Any):
+        if not re.fullmatch("[biuf][1248]", str(kind)):
+            raise DataError(f"holds an array of {kind!r}, and numbers are read")
+        self.kind, self.order = kind, "<"
+
+    def __setstate__(self, state: Any) -> None:
+        self.order = state[1] if state[1] in ("<", ">") else "<"
+
+    def array(self, data: Any, shape: Any, fortran: bool) -> np.ndarray:
+        return np.frombuffer(bytes(data), self.order + self.kind).reshape(shape, order="F" if fortran else "C")
+
+
+class _Array:
+    """An array that a pickle builds in two steps."""
+
+    value = np.empty(0)
+
+    def __init__(self, *_: Any):
+        """What it is to be made of is said by its state."""
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, fortran, data = state
+        if not isinstance(dtype, _Dtype) or not isinstance(data, bytes):
+            raise DataError("holds an array that is none of numbers")
+        self.value = dtype.array(data, shape, bool(fortran))
+
+
+def _from_buffer(data: Any, dtype: Any, shape: Any, order: str) -> _Array:
+    found = _Array()
+    found.__setstate__((1, shape, dtype, order == "F", bytes(data)))
+    return found
+
+
+_ALLOWED: dict[str, Any] = {"_reconstruct": _Array, "ndarray": None, "dtype": _Dtype, "_frombuffer": _from_buffer}
 
 
 class _Numbers(pickle.Unpickler):
-    """Arrays, and what Python writes without a class; a pickle that names anything else is refused before it runs."""
+    """Arrays of numbers, and what Python writes without a class; a pickle that names anything else is refused before it runs."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (
-            module
-            in ("numpy", "numpy.core.multiarray", "numpy._core.multiarray", "numpy.core.numeric", "numpy._core.numeric")
-            and name in _NUMPY
-        ):
-            return _NUMPY[name] or getattr(__import__(module, fromlist=[name]), name)
+        if module in _MODULES and name in _ALLOWED:
+            return _ALLOWED[name]
         raise DataError(f"names {module}.{name}, which data has no need of")
 
 
@@ -79,8 +115,8 @@ def _unpickled(data: bytes | None, where: str) -> Any:
 
 
 def _data(value: Any, where: str) -> bytes:
-    if isinstance(value, np.ndarray) and value.dtype == np.uint8:
-        return value.tobytes()
+    if isinstance(value, _Array) and value.value.dtype == np.uint8:
+        return value.value.tobytes()
     if isinstance(value, bytes):
         return value
     raise DataError(f"{where}: {type(value).__name__} in place of a picture's bytes")

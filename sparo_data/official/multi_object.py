@@ -41,7 +41,7 @@ def multi_object(path: Path, name: str) -> Iterator[PublishedScene]:
     """
     for number, record in enumerate(records(path)):
         where = f"{path}: record {number}"
-        yield _scene(example(record, where), SETS[name], f"{name}_{number:08d}", where)
+        yield _scene(example(record, where), SETS[name], f"{path.name.partition('.')[0]}_{number:08d}", where)
 
 
 def _scene(found: dict[str, Value], s: MultiObjectSet, key: str, where: str) -> PublishedScene:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +14,7 @@ from PIL import Image
 
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.errors import DataError
+from sparo_train.data.examples.samples import FORMATS
 
 from ..writer import Fields, claim, encoded, write_shards, write_wds_layout
 
@@ -43,7 +44,7 @@ class PublishedConfig(Frozen):
 
     source: str = setting(..., "the format")
     files: tuple[str, ...] = setting((), "what was read, by name")
-    test: int = setting(0, "the first so many scenes are the scored set, and no training data", ge=0)
+    test: int = setting(0, "the first so many scenes (to the end of a video) are scored, and no training data", ge=0)
     limit: int | None = setting(None, "scenes to take, all of the sources together", gt=0)
     crop: Crop = setting("none", "clevr: rows 29:221, columns 64:256; center192: rows 24:216; both of 240 x 320 pixels")
     size: int | None = setting(None, "pixels per side; what is not square is squeezed", ge=8, le=4096)
@@ -57,7 +58,10 @@ class Written(NamedTuple):
 
 
 def write_published(
-    out: Path, scenes: Iterable[PublishedScene], config: PublishedConfig, done: Callable[[int], None] = lambda count: None
+    out: Path,
+    scenes: Iterable[PublishedScene],
+    config: PublishedConfig,
+    done: Callable[[int], None] = lambda count: None,
 ) -> Written:
     """ROOT/masks in the layout of evaluation sets, of the first `test` scenes, and ROOT/train/*.tar of the others.
 
@@ -77,14 +81,31 @@ def write_published(
             done(counts["all"])
             yield scene.key, fields_of(scene)
 
-    stream = samples()
+    stream, held = samples(), _Held()
     if config.test:
-        write_wds_layout(out / "masks", islice(stream, config.test))
-    tested = counts["all"]
-    write_shards(out / "train", stream, config.per_shard)
+        write_wds_layout(out / "masks", held.first(stream, config.test))
+    tested = counts["all"] - len(held.rest)
+    write_shards(out / "train", chain(held.rest, stream), config.per_shard)
     if not counts["all"]:
         raise DataError(f"{', '.join(config.files)}: not one scene in it")
     return Written(counts["all"] - tested, tested, counts["empty"])
+
+
+class _Held:
+    """What is scored ends between two videos: no frame of one that is scored is trained on."""
+
+    def __init__(self) -> None:
+        self.rest: list[tuple[str, Fields]] = []
+
+    def first(self, stream: Iterator[tuple[str, Fields]], count: int) -> Iterator[tuple[str, Fields]]:
+        last = None
+        for number, (key, fields) in enumerate(stream):
+            video = json.loads(fields["json"]).get("video")
+            if number >= count and (video is None or video != last):
+                self.rest.append((key, fields))
+                return
+            last = video
+            yield key, fields
 
 
 def cut(scene: PublishedScene, config: PublishedConfig) -> PublishedScene:
@@ -121,10 +142,10 @@ def fields_of(scene: PublishedScene) -> dict[str, bytes]:
 def opened_image(data: bytes, where: object, labels: bool = False) -> np.ndarray:
     """The picture in a file: (H, W, 3), or (H, W) of labels, palettes as their numbers. Raises `DataError` naming `where`."""
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             found = image if labels and image.mode in ("P", "L", "I", "I;16", "1") else image.convert("RGB")
             return np.asarray(found)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except Exception as error:  # decoders of broken files raise anything
         raise DataError(f"{where}: is no picture ({error})") from None
 
 

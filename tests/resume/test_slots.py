@@ -14,6 +14,7 @@ from sparo_data.object_sets import ObjectSetConfig, render_objects
 from sparo_data.tetrominoes import TetrominoesConfig, make_tetrominoes
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.disk import metrics, store
+from sparo_train.train.build import build_objective
 from tests.conftest import dino_recipe, jpeg, slots_recipe, sparo, start_sparo
 from tests.resume.test_ranks import goes_on_across_engines, losses_of
 from tests.resume.test_training import assert_bit_equal, kill_behind, run
@@ -150,6 +151,9 @@ def test_features_of_a_dino_run_are_grouped_and_drawn_again(shards, tmp_path, wr
     assert len(list((tmp_path / "kept").rglob("*.npy"))) == 32
     done = sparo("train", str(recipe), "data.hflip=0.5", "name=refused")
     assert done.returncode == 2 and "encoder.cache: pictures that are cropped or mirrored" in done.stderr, done.stderr
+    objectives = [build_objective(run({**tree, "seed": seed})) for seed in (1, 2)]
+    first, second = (o.model.tower.project[0].weight for o in objectives)
+    assert not torch.equal(first, second)  # what the frozen run was seeded with is not this one's
     before, after = (
         run_weights(store.CheckpointStore(f / "checkpoints").latest()) for f in (tmp_path / "dino/dino", folder)
     )

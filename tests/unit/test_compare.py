@@ -171,8 +171,17 @@ def test_seeds_of_one_recipe_are_one_row(tmp_path):
         "", found.columns, [*layouts.grid(read_records(places), None).rows, layouts.Row("paper", [None], True)], []
     )
     assert over_seeds(with_paper).rows[-1].paper
+    append(tmp_path / "tsa-seed0/evals", str(tmp_path / "tsa-seed0"), "u", scored([1, 0]), {})
+    one_alone = over_seeds(layouts.grid(read_records(places), None)).rows[0].cells
+    assert one_alone[0] == cell and one_alone[1] is None
+    append(tmp_path / "again", f"{tmp_path}/tsa-seed0/checkpoints/step-1", "t", scored([1, 0]), {})
+    append(tmp_path / "again", f"{tmp_path}/sa (slots 0,3)", "t", scored([1, 0]), {})
+    assert len(over_seeds(layouts.grid(read_records([*places, tmp_path / "again"]), None)).rows) == 4
+    (tmp_path / "tsa-seed1/config.yaml").write_text((tmp_path / "tsa-seed0/config.yaml").read_text())
+    with pytest.raises(ConfigError, match="tsa-seed1 is of seed 0, as another"):
+        over_seeds(layouts.grid(read_records(places), None))
     with pytest.raises(ConfigError, match="no two of these runs are of one recipe"):
         over_seeds(layouts.grid(read_records(places[2:]), None))
     append(tmp_path / "other", "weights.pt", "t", scored([1, 0]), {})
     with pytest.raises(ConfigError, match=r"weights\.pt is no run with a config\.yaml"):
-        over_seeds(layouts.grid(read_records([*places, tmp_path / "other"]), None))
+        over_seeds(layouts.grid(read_records([tmp_path / "other"]), None))

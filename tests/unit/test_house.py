@@ -54,7 +54,17 @@ def test_public_names_are_there_and_load_nothing_before_they_are_used():
 
 def test_every_own_row_is_there_and_is_what_its_table_asks_for():
     rows = {name: table for name, table in vars(tables).items() if isinstance(table, Table)}
-    assert {"METHODS", "ENCODERS", "TASKS", "EXPORTS", "READOUTS", "ENGINES", "SOURCES", "LAYOUTS", "SLOT_ENCODERS"} == rows.keys()
+    assert {
+        "METHODS",
+        "ENCODERS",
+        "TASKS",
+        "EXPORTS",
+        "READOUTS",
+        "ENGINES",
+        "SOURCES",
+        "LAYOUTS",
+        "SLOT_ENCODERS",
+    } == rows.keys()
     for table in rows.values():
         for name in table.own:
             row = table.row(name)

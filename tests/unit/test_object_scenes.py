@@ -9,6 +9,7 @@ from PIL import Image
 from sparo_data.object_scenes import ROOM_TESTS, object_scene
 from sparo_data.object_sets import ObjectSetConfig, render_objects
 from sparo_data.render import project
+from sparo_data.tetrominoes import TetrominoesConfig, make_tetrominoes
 from sparo_data.textures import PATTERNS, Texture, painted
 from sparo_train.core.errors import DataError
 from sparo_train.data.read.shards import ShardsConfig
@@ -67,6 +68,11 @@ def test_sets_are_the_same_each_time_and_go_on(tmp_path):
     assert {p: (tmp_path / "a" / p).read_bytes() for p in whole} == whole and calls[-1] == (17, 17)
     with pytest.raises(DataError, match="holds scenes made otherwise"):
         render_objects(tmp_path / "a", config.model_copy(update={"size": 32}))
+    with pytest.raises(DataError, match=r"holds another set \(objects\.json\)"):
+        make_tetrominoes(tmp_path / "a", TetrominoesConfig(train=1, test=1))
+    (tmp_path / "a/objects.json").unlink()
+    with pytest.raises(DataError, match="holds another set"):
+        render_objects(tmp_path / "a", config)
     (part, *_) = open_source("c", ShardsConfig(shards=(str(tmp_path / "a/train"),))).storages
     _, fields = part.read(0)
     assert json.loads(fields["json"])["dataset"] == "rooms"

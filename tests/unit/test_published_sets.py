@@ -18,7 +18,7 @@ from tfrecord.writer import TFRecordWriter
 
 from sparo_data.official.formats import FORMATS, convert_published, sources_of
 from sparo_data.official.multi_object import SETS
-from sparo_data.official.published import PublishedConfig
+from sparo_data.official.published import PublishedConfig, PublishedScene, opened_image, write_published
 from sparo_data.official.tfrecord import example, records
 from sparo_data.writer import encoded
 from sparo_train.core.errors import ConfigError, DataError
@@ -221,6 +221,12 @@ def test_clips_are_stills(tmp_path):
     assert [s.key for s in found] == ["vi_deo_7_000", "vi_deo_7_001", "vi_deo_7_002"]
     for s, image, label in zip(found, video, masks, strict=True):
         assert np.array_equal(s.image, image) and np.array_equal(s.label, label)
+    made = [PublishedScene(f"{i}", video[0], masks[0], {"video": "a" if i < 3 else "b"}) for i in range(5)]
+    held = write_published(tmp_path / "two", made, PublishedConfig(source="movi", test=1))  # no video on both sides
+    assert (held.test, held.train) == (3, 2)
+    tfrecords(tmp_path / "movi_a-test.tfrecord-00000-of-00001", [stored])
+    with pytest.raises(DataError, match="holds several splits"):
+        sources_of(tmp_path, "movi")
     path.unlink()
     with tarfile.open(tmp_path / "v.tar", "w") as tar:
         for name, array, pack in (
@@ -240,6 +246,17 @@ def test_clips_are_stills(tmp_path):
     (tmp_path / "v.tar").write_bytes(whole[:700])
     with pytest.raises(DataError, match=r"v\.tar"):
         read(tmp_path, "npy")
+
+
+def test_pictures_are_pictures_and_start_no_program():
+    for data in (
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+        b"GIF89a",
+        b"",
+        encoded(np.zeros((4, 4, 3), np.uint8))[:40],
+    ):
+        with pytest.raises(DataError, match="here: is no picture"):
+            opened_image(data, "here")
 
 
 class Bomb:
@@ -265,6 +282,13 @@ def test_lmdb_files_are_unpickled_as_numbers_alone(tmp_path, capsys):
     with pytest.raises(DataError, match=r"names (builtins|__builtin__)\.print"):
         read(tmp_path / "a.lmdb", "lmdb")
     assert "run" not in capsys.readouterr().out
+    # numpy's own constructors take addresses: an array of objects made of bytes would read wherever the file says
+    evil = b"\x80\x04cnumpy\nndarray\n(K\x01\x85cnumpy\ndtype\n\x8c\x01O\x85RC\x08AAAAAA\x00\x00tR."
+    for data in (evil, pickle.dumps({"image": np.array([object])}), pickle.dumps({"image": np.zeros(1, "f8,O")})):
+        with lmdb.open(str(tmp_path / "a.lmdb"), subdir=False, map_size=1 << 24) as env, env.begin(write=True) as txn:
+            txn.put(b"000001", data)
+        with pytest.raises(DataError, match=r"a\.lmdb: 000001: "):
+            read(tmp_path / "a.lmdb", "lmdb")
     (tmp_path / "b.lmdb").write_bytes(b"x" * 9999)
     with pytest.raises(DataError, match="is no LMDB file"):
         read(tmp_path / "b.lmdb", "lmdb")
@@ -310,6 +334,15 @@ def test_conversion_cuts_splits_and_counts(tmp_path):
         changed[3] = f"other{len(told)}"
         done = sparo(*changed, cwd=tmp_path)
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
+    for change, told in (
+        (["--size", "8"], "--size: is of --as NAME"),
+        (["--as", "clevr", "--template", "x"], "--template: is of folders and tables"),
+    ):
+        done = sparo("data", "convert", ".", "more", *change, cwd=tmp_path)
+        assert done.returncode == 2 and told in done.stderr, done.stderr
+    for place in ("clevr", "coco"):
+        with pytest.raises(DataError, match="is a folder; --as"):
+            sources_of(tmp_path, place)
     again = sparo(*line, cwd=tmp_path)
     assert again.returncode == 2 and "holds shards already" in again.stderr
     with pytest.raises(DataError, match=r"nothing\.tfrecords: no such file"):

@@ -77,6 +77,8 @@ def test_what_is_ignored_counts_nowhere_and_classes_are_one(pair):
     found = image_scores(true, predicted, classes=classes)
     assert found["mbo_c"] == pytest.approx(image_scores(classes, predicted)["mbo_i"], abs=1e-12, nan_ok=True)
     assert np.isnan(image_scores(true, predicted)["mbo_c"])
+    found = image_scores(true, predicted, ignore=5, classes=classes)["mbo_c"]  # by the mask's label, whatever its class
+    assert found == pytest.approx(image_scores(classes[kept], predicted[kept])["mbo_i"], abs=1e-12, nan_ok=True)
 
 
 def test_a_set_says_what_it_left_out():

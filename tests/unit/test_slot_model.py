@@ -12,6 +12,7 @@ from object_centric.encoders.convnet import ConvNet, ConvNetConfig, grid, same_p
 from object_centric.encoders.frozen import FrozenConfig
 from object_centric.encoders.resnet import ResNet34Config
 from object_centric.grouping.slot_config import SlotAttentionConfig
+from object_centric.objectives.set_prediction import SetPredictionConfig
 from object_centric.objectives.slot_autoencoder import SlotAutoencoder, SlotAutoencoderConfig
 from object_centric.objectives.slot_model import SlotModel, SlotModelConfig
 from object_centric.tasks.mask_task import seen_by
@@ -151,6 +152,7 @@ BAD = {
     "target=features: encoder.kind=conv is trained": {"target": "features"},
     "decoder.kind=patch: its places": {"frame": {}, "grouping": {"preset": "isa"}, "decoder": {"kind": "patch"}},
     "did you mean 'resnet34'": {"encoder": {"kind": "resnet"}},
+    "groups=32: does not divide root_width=16": {"encoder": {"kind": "resnet34", "root_width": 16}},
     "need mlp_width": {"frame": {}, "grouping": {"preset": "savi"}},
 }
 
@@ -257,6 +259,14 @@ def test_frozen_features_are_timms_and_are_not_trained(tmp_path):
         wrong = SlotAutoencoderConfig.model_validate({"model": {**model, "encoder": {**encoder, **change}}})
         with pytest.raises(ConfigError, match=told):
             SlotAutoencoder(wrong)({"image": images, "noise": noise}, Progress(0, 10, 0))
+    small = SlotAutoencoderConfig.model_validate({"model": {**model, "image_size": 128}})
+    with pytest.raises(ConfigError, match=r"set objective\.model\.image_size to it"):
+        SlotAutoencoder(small)(
+            {"image": images[..., :128, :128], "noise": torch.randn(2, *small.model.noise)}, Progress(0, 1, 0)
+        )
+    tower = {k: v for k, v in model.items() if k not in ("decoder", "target")}
+    with pytest.raises(ValueError, match="set signed: false"):
+        SetPredictionConfig.model_validate({"model": tower})
     with pytest.raises(ConfigError, match="has no patch tokens"):
         FrozenConfig(checkpoint="pixels:32").build()
 

@@ -193,6 +193,20 @@ def test_steps_that_carry_a_gradient_teach_who_is_similar_and_how_far_to_go():
     assert torch.allclose(again, module(features, noise).slots, atol=1e-9)
 
 
+@pytest.mark.parametrize("preset", MOVED)
+def test_it_runs_with_weights_in_bf16(preset):
+    module, features, noise = built(preset, transport={"takes": "learned"})
+    with torch.autocast("cpu", torch.bfloat16):  # as FSDP2 holds them
+        found = module.bfloat16()(features.bfloat16(), noise.bfloat16())
+    assert found.slots.isfinite().all()
+
+
+def test_plans_of_what_is_no_number_are_none():
+    cost, log_a, log_b = (x.detach() for x in problem())
+    log_a[0, 0] = torch.nan
+    assert exact_plan(cost, log_a, log_b).isnan().all()
+
+
 def test_it_keeps_a_quarter_of_what_autograd_keeps():
     kept = []
     cost, log_a, log_b = problem(n=200)
