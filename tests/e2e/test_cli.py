@@ -84,7 +84,10 @@ def test_eval_scores_runs_exports_and_files_alike(trained, tmp_path):
         (["data", "scenes", "{root}/small", "--size", "8"], "size: Input should be greater than or equal to 16"),
         (["export", "{root}/shards"], "has no config.yaml, so it is no run folder"),
         (["export", "{root}/runs/cli", "--layout", "x"], "--layout: 'x'; known: dino, open_clip, sparo-clip"),
-        (["data", "convert", "{root}/recipe.yaml", "{root}/out"], "give an image folder, or a .csv or .tsv file"),
+        (
+            ["data", "convert", "{root}/recipe.yaml", "{root}/out"],
+            "give an image folder, a .csv or .tsv file, or --as NAME",
+        ),
         (["data", "check", "{root}/sharts"], "did you mean 'shards'?"),
     ],
 )
