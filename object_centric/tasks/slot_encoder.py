@@ -42,7 +42,10 @@ class TowerEncoder(Encoder):
 
     @property
     def architecture(self) -> str:
-        return f"{self.model.config.model_dump_json()} noise {self.seed}"
+        told = self.model.config.model_dump_json(
+            exclude={"encoder": {"cache"}}
+        )  # where features lie changes none of them
+        return f"{told} noise {self.seed}"
 
     @torch.inference_mode()
     def seen(self, pixels: Tensor) -> Any:
