@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context
+from typing import Any
 
 from sparo_train.core.errors import WorkerLostError
 
@@ -26,3 +27,18 @@ def process_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
             "a process that works on the data was killed, most likely because memory ran out; use fewer --processes; what is "
             "written is whole, and the same line goes on"
         ) from None
+
+
+def in_pool(
+    jobs: Sequence[tuple[Callable[..., int], tuple[Any, ...]]],
+    processes: int,
+    total: int,
+    report: Callable[[int, int], None] | None = None,
+) -> None:
+    """Run functions that return how many samples they made; `report` is called with (samples done, `total`) behind each."""
+    done = 0
+    with process_pool(processes) as pool:
+        for future in [pool.submit(job, *arguments) for job, arguments in jobs]:
+            done += future.result()
+            if report:
+                report(done, total)

@@ -18,7 +18,7 @@ Processes = Annotated[int, typer.Option(min=1)]
 Part = Annotated[str | None, typer.Option(help="I/N: only the I-th of N parts, from 0 (sparo launch data)")]
 
 
-class ObjectKind(StrEnum):  # sparo_data/object_scenes.py's, which is not imported before it is needed
+class ObjectKind(StrEnum):  # sparo_data/drawn/object_scenes.py's, which is not imported before it is needed
     """What scenes are of."""
 
     clevr = "clevr"

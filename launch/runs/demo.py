@@ -14,7 +14,7 @@ from evals.sets.wds import WdsSet
 from evals.suite.suite import Suite
 from evals.tasks import textonly
 from evals.tasks.result import Result
-from sparo_data.scenes import training_scene
+from sparo_data.drawn.scenes import training_scene
 from sparo_train.core.disk.metrics import read
 from sparo_train.train.run import RunConfig, load_run
 

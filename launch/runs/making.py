@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sparo_data.drawn.object_sets import ObjectSetConfig, render_objects
+from sparo_data.drawn.scene_sets import ScenesConfig, render_scenes
+from sparo_data.drawn.tetrominoes import TetrominoesConfig, make_tetrominoes
 from sparo_data.emoji import install
 from sparo_data.emoji_sets import make_emoji
-from sparo_data.object_sets import ObjectSetConfig, render_objects
 from sparo_data.official.formats import convert_published, sources_of
 from sparo_data.official.published import PublishedConfig, Written
-from sparo_data.scene_sets import ScenesConfig, render_scenes
-from sparo_data.tetrominoes import TetrominoesConfig, make_tetrominoes
 from sparo_train.core.config import resolve
 
 from ..views.progress import Bar

@@ -74,7 +74,7 @@ class Broadcast(nn.Module):
 
     def forward(self, slots: Tensor, grid: Tensor) -> Decoded:
         b, k = slots.shape[:2]
-        with torch.autocast(grid.device.type, enabled=False):  # half a pixel is lost in bf16
+        with torch.autocast(grid.device.type, enabled=False):  # bf16 tells places apart by 1/256 alone
             placed = self.places if self.config.kind == "patch" else self.position(grid)
         x = slots[:, :, None] + placed  # (b, K, N, D)
         if self.config.kind != "cnn":

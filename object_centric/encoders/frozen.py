@@ -73,7 +73,7 @@ class FrozenPatches(nn.Module):
         self.model = encoder.model.requires_grad_(False)
         self._tokens = encoder.patch_tokens
         self._identity = f"{encoder.weights} {encoder.architecture} patches"
-        self._kept: dict[torch.dtype, KeptFeatures] = {}  # by what they are computed in
+        self._kept: dict[str, KeptFeatures] = {}  # by what they are computed with
         self.register_buffer("mean", encoder.mean.clone(), persistent=False)
         self.register_buffer("std", encoder.std.clone(), persistent=False)
 
@@ -90,11 +90,10 @@ class FrozenPatches(nn.Module):
             if torch.is_autocast_enabled(images.device.type)
             else torch.float32
         )
-        if amp not in self._kept:
-            held = next(self.model.parameters()).dtype
-            key = hashlib.sha256(f"{self._identity} {amp} {held}".encode()).hexdigest()
-            self._kept[amp] = KeptFeatures(Path(self.config.cache), key)
-        kept, side = self._kept[amp], self.config.side(images.shape[-1])
+        how = f"{self._identity} {amp} {next(self.model.parameters()).dtype}"
+        if how not in self._kept:
+            self._kept[how] = KeptFeatures(Path(self.config.cache), hashlib.sha256(how.encode()).hexdigest())
+        kept, side = self._kept[how], self.config.side(images.shape[-1])
         names = kept.names((images * 255).round().to(torch.uint8))
         found = [kept.read(name, (side, side, self.config.width)) for name in names]
         if any(one is None for one in found):

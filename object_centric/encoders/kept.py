@@ -48,7 +48,13 @@ class KeptFeatures:
 
     @staticmethod
     def write(path: Path, features: Tensor) -> None:
-        """Whole or not at all, whoever else writes the same. Raises `DataError` where nothing can be written."""
+        """Whole or not at all, whoever else writes the same; what is no number is not kept.
+
+        Raises:
+            DataError: nothing can be written.
+        """
+        if not features.isfinite().all():
+            return  # an overflow once must not be one for every run to come
         buffer = io.BytesIO()
         np.save(buffer, features.float().cpu().numpy())
         try:

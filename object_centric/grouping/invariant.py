@@ -104,7 +104,7 @@ class FramedSlotAttention(nn.Module):
             logits = (keys @ (q @ back.weight)[..., None])[..., 0] + q @ back.bias[:, None]
             attention = F.softmax(logits.to(slots.dtype), dim=1)
             weights = attention / (attention.sum(-1, keepdim=True) + c.renorm_eps)
-            with torch.autocast(grid.device.type, enabled=False):  # half a pixel is lost in bf16
+            with torch.autocast(grid.device.type, enabled=False):  # bf16 tells places apart by 1/256 alone
                 positions, scales = self._frames(weights, grid, scales)
             if i == c.iterations:
                 break

@@ -10,8 +10,8 @@ from PIL import Image
 
 from evals.encoders.loading import run_weights
 from launch.runs.train import train
-from sparo_data.object_sets import ObjectSetConfig, render_objects
-from sparo_data.tetrominoes import TetrominoesConfig, make_tetrominoes
+from sparo_data.drawn.object_sets import ObjectSetConfig, render_objects
+from sparo_data.drawn.tetrominoes import TetrominoesConfig, make_tetrominoes
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.disk import metrics, store
 from sparo_train.train.build import build_objective
@@ -55,6 +55,11 @@ def test_masks_are_scored_while_training_and_afterwards(tmp_path, write_recipe):
     (other,) = json.loads((tmp_path / "n.json").read_text())["results"].values()
     assert again.returncode == 0 and other["metrics"] == result["metrics"]
 
+    pictures_are_drawn(run_folder, tasks, tmp_path)
+    bad_masks_are_refused_and_classes_scored(run_folder, tmp_path)
+
+
+def pictures_are_drawn(run_folder, tasks, tmp_path):
     done = sparo("slots", "show", run_folder, "--on", "masks", "--images", "6", "--out", "pictures", cwd=tmp_path)
     assert done.returncode == 0 and (tmp_path / "pictures/report.html").stat().st_size > 10_000, done.stderr
     done = sparo("slots", "panels", run_folder, "--on", "masks", "--images", "3", "--tile", "32", cwd=tmp_path)
@@ -87,6 +92,9 @@ def test_masks_are_scored_while_training_and_afterwards(tmp_path, write_recipe):
     (tmp_path / "near.yaml").write_text(json.dumps({"tasks": near}))
     done = sparo("eval", run_folder, "--data", "near.yaml", "--slots", "0,2", "--features", "none", cwd=tmp_path)
     assert done.returncode == 0 and "acc1_k5" in done.stdout, done.stderr  # their slots are encodings as others are
+
+
+def bad_masks_are_refused_and_classes_scored(run_folder, tmp_path):
     blank = png(np.zeros((36, 40), np.uint8))
     sets = {
         "blank": ({"mask.png": blank}, "not one image has an object"),

@@ -17,7 +17,7 @@ from object_centric.objectives.slot_autoencoder import SlotAutoencoder, SlotAuto
 from object_centric.objectives.slot_model import SlotModel, SlotModelConfig
 from object_centric.tasks.mask_task import seen_by
 from object_centric.tasks.slot_encoder import slot_encoder
-from sparo_data.tetrominoes import SIDE, TetrominoesConfig, draw, make_tetrominoes, orientations
+from sparo_data.drawn.tetrominoes import SIDE, TetrominoesConfig, draw, make_tetrominoes, orientations
 from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.rng import generator
@@ -298,6 +298,10 @@ def test_features_are_kept_by_the_content_of_their_pictures(tmp_path, monkeypatc
     with torch.autocast("cpu", torch.bfloat16):  # in another precision they are others
         rough = again(images[:3])
     assert not torch.equal(rough, first) and len(list((tmp_path / "f").iterdir())) == 2
+    with torch.no_grad():
+        again.model.norm.weight[0] = torch.nan  # type: ignore[union-attr, index]
+    kept = len(list((tmp_path / "f").rglob("*.npy")))
+    assert again(1 - images).isnan().any() and len(list((tmp_path / "f").rglob("*.npy"))) == kept
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"encoder\.cache: .*file.* cannot be made"):
         config.model_copy(update={"cache": str(tmp_path / "file")}).build()(images)

@@ -17,7 +17,7 @@ import numpy as np
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.rng import generator
 
-from .writer import Fields, claim, encoded, write_shard, write_wds_layout
+from ..writer import Fields, claim, encoded, write_shard, write_wds_layout
 
 SIDE, CELL, PIECES = 35, 5, 3
 _COLOURS = np.array([(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (255, 0, 255), (0, 255, 255)], np.uint8)

@@ -12,14 +12,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.rng import generator
 
-from .pool import process_pool
+from ..pool import in_pool
+from ..writer import Fields, claim, encoded, write_shard, write_wds_layout
 from .scene_pairs import KINDS, make_pair
 from .scenes import CLASSES, HELD_OUT, TEMPLATES, Scene, caption, join, sample_scene, sample_thing, training_scene
-from .writer import Fields, claim, encoded, write_shard, write_wds_layout
 
 
 class ScenesConfig(Frozen):
@@ -49,20 +50,15 @@ def render_scenes(
     """
     claim(root, config, "scenes.json")
     shards = -(-config.train // config.per_shard)
-    jobs: list[tuple[Callable[[Path, ScenesConfig, int], int], int]] = [(_train_shard, i) for i in range(shards)]
-    jobs += [(_zeroshot, 0), (_zeroshot, 1), (_retrieval, 0), (_pairs, 0)]
+    jobs: list[tuple[Callable[..., int], tuple[Any, ...]]] = [(_train_shard, (root, config, i)) for i in range(shards)]
+    jobs += [(job, (root, config, i)) for job, i in ((_zeroshot, 0), (_zeroshot, 1), (_retrieval, 0), (_pairs, 0))]
     total = (
         config.train
         + (len(CLASSES) + len(HELD_OUT)) * config.per_class
         + config.retrieval
         + len(KINDS) * config.pairs_per_kind
     )
-    done = 0
-    with process_pool(processes) as pool:
-        for future in [pool.submit(job, root, config, i) for job, i in jobs]:
-            done += future.result()
-            if report:
-                report(done, total)
+    in_pool(jobs, processes, total, report)
 
 
 def _fields(

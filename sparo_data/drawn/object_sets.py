@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from sparo_train.core.config import Frozen, setting
 
+from ..pool import in_pool
+from ..writer import Fields, claim, encoded, write_shard, write_wds_layout
 from .object_scenes import ROOM_TESTS, Kind, object_scene
-from .pool import process_pool
-from .writer import Fields, claim, encoded, write_shard, write_wds_layout
 
 
 class ObjectSetConfig(Frozen):
@@ -47,14 +48,9 @@ def render_objects(
     claim(root, config, "objects.json")
     tests = ("", *(ROOM_TESTS if config.kind == "rooms" else ()))
     shards = -(-config.train // config.per_shard)
-    total, done = config.train + len(tests) * config.test, 0
-    with process_pool(processes) as pool:
-        futures = [pool.submit(_shard, root, config, number) for number in range(shards)]
-        futures += [pool.submit(_scored, root, config, test) for test in tests]
-        for future in futures:
-            done += future.result()
-            if report:
-                report(done, total)
+    jobs: list[tuple[Callable[..., int], tuple[Any, ...]]] = [(_shard, (root, config, i)) for i in range(shards)]
+    jobs += [(_scored, (root, config, test)) for test in tests]
+    in_pool(jobs, processes, config.train + len(tests) * config.test, report)
 
 
 def _shard(root: Path, config: ObjectSetConfig, number: int) -> int:
