@@ -63,6 +63,7 @@ class Encoder(ABC):
             "slots": self.slots > 1,
             "masks": isinstance(self, MasksEncoder),
             "objects": isinstance(self, ObjectsEncoder),
+            "drawing": isinstance(self, DrawingEncoder),
         }
         return frozenset(word for word, here in found.items() if here)
 
@@ -144,11 +145,26 @@ class BlocksEncoder(ABC):
 
 
 class MasksEncoder(ABC):
-    """What an `Encoder` that cuts images into objects also is; its `transform` is a `Pixels`."""
+    """What an `Encoder` that cuts images into objects also is; its `transform` is a `Pixels`.
+
+    `masks_are`: whose they are, in words that stand beside a score.
+    """
+
+    masks_are: str
 
     @abstractmethod
     def masks(self, pixels: Tensor) -> Tensor:
         """(n, 3, S, S) uint8 -> fp32 (n, S * S), row by row: which slot a pixel is of, a whole number; NaN where nobody can say."""
+
+
+class DrawingEncoder(ABC):
+    """What an `Encoder` that draws images again also is.  `draws`: pixels, or another network's features."""
+
+    draws: Literal["pixels", "features"]
+
+    @abstractmethod
+    def squared_error(self, pixels: Tensor) -> Tensor:
+        """(n, 3, S, S) uint8 -> fp32 (n, 1), mean over what is drawn of an image; pixels count in 0..1, whatever it was trained on."""
 
 
 class PatchesEncoder(ABC):

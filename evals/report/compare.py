@@ -9,13 +9,16 @@ from scipy.stats import binomtest
 
 from sparo_train.core.errors import DataError
 
-from ..tasks.result import DRAWS, bootstrap, percentiles
+from ..tasks.result import DRAWS, LOWER_IS_BETTER, bootstrap, percentiles
 from .results_file import Record, predictions_of
 
 
 class Comparison(NamedTuple):
-    """Of the headline, second less first. `only_first`, `only_second`: samples that one alone has right (retrieval: images
-    whose texts it finds); p: exact McNemar, two-sided, None for retrieval, whose samples are not right or wrong."""
+    """Of the headline, second less first. `only_first`, `only_second`: samples that one alone has right; p: exact McNemar, two-sided.
+
+    Where samples are not right or wrong p is None, and the two count samples that do better with one (retrieval: images whose
+    texts it finds).
+    """
 
     task: str
     headline: str
@@ -31,7 +34,7 @@ def compare(first: Record, second: Record) -> Comparison:
     """Compare two records of one task.
 
     The interval resamples the samples both have seen: pairs within their kind where the headline is macro, images with
-    their captions for retrieval.
+    their captions for retrieval, images where each has a number of its own (FG-ARI, PSNR).
 
     Raises:
         DataError: other data, other options, or predictions that were not kept.
@@ -51,6 +54,8 @@ def compare(first: Record, second: Record) -> Comparison:
         )
     if first.result.task == "retrieval":
         return _retrieval(first, second, a, b)
+    if "right" not in a and first.result.headline in a:
+        return _measured(first, second, a, b)
     if "right" not in a:
         raise DataError(f"{first.task}: its metric has no right and wrong to be paired")
     right = a["right"].astype(np.int64), b["right"].astype(np.int64)
@@ -70,6 +75,25 @@ def compare(first: Record, second: Record) -> Comparison:
     interval = percentiles(np.mean(draws, axis=0))
     return Comparison(
         first.task, first.result.headline, float(np.mean(means)), interval, worse, better, float(p), len(change)
+    )
+
+
+def _measured(first: Record, second: Record, a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> Comparison:
+    """A number per sample, under the same resampled samples; those that have none on either side are left out."""
+    x, y = (found[first.result.headline].astype(np.float64) for found in (a, b))
+    there = ~(np.isnan(x) | np.isnan(y))
+    change = (y - x)[there]
+    draws = bootstrap(change[:, None], np.ones((len(change), 1)))[:, 0]
+    gain = -change if first.result.headline in LOWER_IS_BETTER else change
+    return Comparison(
+        first.task,
+        first.result.headline,
+        float(change.mean()),
+        percentiles(draws),
+        int((gain < 0).sum()),
+        int((gain > 0).sum()),
+        None,
+        len(change),
     )
 
 

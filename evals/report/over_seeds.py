@@ -49,7 +49,8 @@ def _cells(rows: Sequence[Row]) -> list[Cell | None]:
         values = [cell.value for cell in cells]
         whole = len(values) == len(rows)  # of some seeds alone it would be another number of seeds than the row says
         odd = any(cell.odd for cell in cells)
-        found.append(Cell(statistics.median(values), min(values), max(values), odd) if whole else None)
+        metric = cells[0].metric if cells else ""
+        found.append(Cell(statistics.median(values), min(values), max(values), odd, metric) if whole else None)
     return found
 
 

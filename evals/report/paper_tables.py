@@ -13,7 +13,7 @@ import yaml
 
 from sparo_train.core.errors import ConfigError, did_you_mean
 
-from ..tasks.result import Result
+from ..tasks.result import LOWER_IS_BETTER, Result, shown
 from .results_file import Record, by_checkpoint
 
 MARK = "†"
@@ -34,17 +34,25 @@ class Column(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A fraction with its 95 % interval where there is one; `odd`: of data that is not what the task's name says."""
+    """A score with its 95 % interval where there is one; `odd`: of data that is not what the task's name says."""
 
     value: float
     low: float | None = None
     high: float | None = None
     odd: bool = False
+    metric: str = ""
 
     @property
     def number(self) -> str:
-        """Per cent, marked where the data is odd."""
-        return f"{100 * self.value:.1f}{MARK if self.odd else ''}"
+        """Per cent or with its unit, marked where the data is odd."""
+        return f"{shown(self.metric, self.value, unit=True)}{MARK if self.odd else ''}"
+
+    @property
+    def span(self) -> str:
+        """The interval; empty where there is none."""
+        if self.low is None or self.high is None:
+            return ""
+        return f"{shown(self.metric, self.low)}–{shown(self.metric, self.high)}"
 
 
 class Row(NamedTuple):
@@ -134,8 +142,8 @@ def grid(records: Sequence[Record], layout: str | None, paper: Sequence[str] = (
     ]
     if layout is not None:
         rows += _printed(layout, paper)
-    shown = {column.task for column in columns}
-    odd = [(name, t, record.result.note) for name, found in table.items() for t, record in found.items() if t in shown]
+    tasks = {column.task for column in columns}
+    odd = [(name, t, record.result.note) for name, found in table.items() for t, record in found.items() if t in tasks]
     notes = [f"{MARK} {name}: {task} is not the listed data: {note}" for name, task, note in odd if note]
     return Grid(_TITLES.get(layout or "", "Results"), columns, rows, notes)
 
@@ -145,7 +153,7 @@ def _cell(result: Result, metric: str | None) -> Cell | None:
     if name not in result.metrics:
         return None
     low, high = result.interval if name == result.headline else result.intervals.get(name, (None, None))
-    return Cell(result.metrics[name], low, high, bool(result.note))
+    return Cell(result.metrics[name], low, high, bool(result.note), name)
 
 
 def _printed(layout: str, wanted: Sequence[str]) -> list[Row]:
@@ -227,15 +235,14 @@ def _best(table: Grid) -> list[float | None]:
     if len(own) < 2:
         return [None] * len(table.columns)
     columns = [[row.cells[i] for row in own] for i in range(len(table.columns))]
-    return [max((c.value for c in column if c is not None), default=None) for column in columns]
+    cells = [[c for c in column if c is not None] for column in columns]
+    return [(min if c[0].metric in LOWER_IS_BETTER else max)(cell.value for cell in c) if c else None for c in cells]
 
 
 def _text(cell: Cell | None) -> str:
     if cell is None:
         return "–"
-    return cell.number + (
-        "" if cell.low is None or cell.high is None else f" ({100 * cell.low:.1f}–{100 * cell.high:.1f})"
-    )
+    return cell.number + (f" ({cell.span})" if cell.span else "")
 
 
 def _escaped(text: str) -> str:

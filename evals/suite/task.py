@@ -29,6 +29,7 @@ NEEDS = {
     "blocks": Need("the last blocks of a DINO backbone", "has none", "use probe"),
     "slots": Need("slots", "has none", "use a model with a read-out (objective.model.readout.kind=sparo)"),
     "masks": Need("a mask per slot", "has none", "use an object-centric model"),
+    "drawing": Need("images drawn again", "draws none", "use a slot model that has a decoder"),
     "objects": Need("objects listed", "lists none", "train with objective.kind=set_prediction"),
 }
 

@@ -8,13 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 DRAWS = 2000
+# Scores that are no shares: what a number is multiplied by to be shown, digits, and a unit. All others are per cent.
+_SHOWN = {"psnr": (1, 2, " dB"), "mse": (1, 5, " mse"), "mse_sum": (1, 2, " mse_sum")}
+LOWER_IS_BETTER = frozenset({"mse", "mse_sum"})
 _AT_ONCE = 2**24  # numbers of a bootstrap that are held at once
 
 
 class Result(NamedTuple):
     """A scored task.
 
-    metrics: fractions in 0..1 by name.  headline: the metric to show first.  n: items behind it.
+    metrics: fractions in 0..1 by name, but for those of `shown`.  headline: the metric to show first.  n: items behind it.
     chance: its value for random guessing.  intervals: 95 % by metric; the headline's is Wilson's where none is given.
     options: what the papers leave open, as it was decided here.  counts: what else there is to know, in samples.
     predictions: arrays with one row per sample.  keys: the samples' names, in their order.  data: the set's identity (SHA-256).
@@ -54,6 +57,16 @@ class Result(NamedTuple):
         out = {**self._asdict(), "intervals": intervals, "interval": list(self.interval)}
         del out["predictions"], out["keys"]
         return out
+
+
+def shown(metric: str, value: float, sign: str = "", unit: bool = False, digits: int = 1) -> str:
+    """A score for people: per cent, or what this metric is counted in.
+
+    Args:
+        sign: "+" shows a plus, too.  unit: name it, unless it is per cent.  digits: behind the point, of per cent.
+    """
+    times, behind, name = _SHOWN.get(metric, (100, digits, ""))
+    return f"{times * value:{sign}.{behind}f}" + (name if unit else "")
 
 
 def wilson(p: float, n: int, z: float = 1.959964) -> tuple[float, float]:

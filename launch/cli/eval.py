@@ -172,6 +172,7 @@ def compare(
     from evals.report.compare import compare as paired
     from evals.report.plots import relative_change
     from evals.report.results_file import Record, read_records
+    from evals.tasks.result import shown
     from sparo_train.core.errors import DataError
 
     if plot is not None and plot.suffix.lower() not in (".png", ".pdf", ".svg"):
@@ -193,12 +194,12 @@ def compare(
         except DataError as error:
             console.print(str(error), soft_wrap=True)
             continue
-        ends = "–".join(f"{100 * v:+.1f}" for v in c.interval)
+        ends = "–".join(shown(c.headline, v, "+") for v in c.interval)
         drawn.add_row(
             task,
             c.headline,
             str(c.n),
-            f"{100 * c.difference:+.2f}",
+            shown(c.headline, c.difference, "+", digits=2),
             ends,
             str(c.only_first),
             str(c.only_second),

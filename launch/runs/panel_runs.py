@@ -12,7 +12,7 @@ from evals.sets.base import decoded
 from evals.slots.material import open_images
 from evals.suite.evaluate import tasks_for
 from object_centric.pictures.panels import Panel, panels
-from object_centric.tasks.slot_encoder import SlotEncoder
+from object_centric.tasks.slot_encoder import MaskingEncoder
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.untrusted import read_bytes
 
@@ -27,7 +27,7 @@ def draw_panels(checkpoint: str, on: str | None, images: list[Path], number: int
         raise ConfigError("sparo slots panels: name a task (--on), or images of your own (--image FILE)")
     refuse_unwritable(out.parent, "--out")
     encoder = load_encoder(checkpoint, None, "cuda" if torch.cuda.is_available() else "cpu")
-    if not isinstance(encoder, SlotEncoder):
+    if not isinstance(encoder, MaskingEncoder):
         raise ConfigError(
             f"{checkpoint}: does not draw its slots; train with objective.kind=slots, or use `sparo slots show`"
         )

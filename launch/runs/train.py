@@ -8,6 +8,7 @@ from typing import Any
 from evals.report.results_file import write_results
 from evals.suite.suite import Suite
 from evals.suite.task import encoder_of, refuse_unfit_to
+from evals.tasks.result import shown
 from sparo_train.core.contracts import Objective
 from sparo_train.core.disk.rundir import RunDir
 from sparo_train.core.distributed import Ranks
@@ -101,7 +102,10 @@ def make_evaluate(config: RunConfig, trained: Objective, rundir: RunDir, say: Ca
         if ranks.rank == 0:
             rundir.claim.check()
             write_results(rundir.path / "evals" / f"step-{step:08d}.json", {"step": step}, results)
-        say(f"step {step}: " + "  ".join(f"{name} {r.headline} {100 * r.value:.1f}" for name, r in results.items()))
+        say(
+            f"step {step}: "
+            + "  ".join(f"{name} {r.headline} {shown(r.headline, r.value, unit=True)}" for name, r in results.items())
+        )
         return {name: r.metrics for name, r in results.items()}
 
     return evaluate

@@ -75,6 +75,4 @@ def grid_table(found: Grid, transpose: bool) -> Table:
 def _cell_text(cell: Cell | None) -> str:
     if cell is None:
         return "-"
-    return cell.number + (
-        "" if cell.low is None or cell.high is None else f"\n{100 * cell.low:.1f}–{100 * cell.high:.1f}"
-    )
+    return cell.number + (f"\n{cell.span}" if cell.span else "")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from evals.encoders.own import ClipEncoder
 from evals.sets.wds import WdsSet
-from evals.tasks.result import Result
+from evals.tasks.result import Result, shown
 from sparo_train.data.examples.text import decode_tokens
 
 _HTML = """<!doctype html><html lang="en"><meta charset="utf-8"><title>sparo demo</title>
@@ -81,16 +81,16 @@ def table_rows(results: Mapping[str, Mapping[str, Result]]) -> list[dict[str, An
             for by_task in results.values():
                 found = by_task.get(task)
                 value = found.metrics.get(metric) if found else None
-                text = "–" if value is None else f"{100 * value:.1f}"
+                text = "–" if value is None else shown(metric, value)
                 if head and found and value is not None:
-                    text += f" [{100 * found.interval[0]:.1f}, {100 * found.interval[1]:.1f}]"
+                    text += f" [{shown(metric, found.interval[0])}, {shown(metric, found.interval[1])}]"
                 cells.append(text)
             label = f"{task}: {metric}" if head else f"  {metric}"
             rows.append(
                 {
                     "label": label,
                     "n": first.n if head else "",
-                    "chance": f"{100 * first.chance:.1f}" if head else "",
+                    "chance": shown(metric, first.chance) if head else "",
                     "cells": cells,
                 }
             )

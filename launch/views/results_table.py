@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rich.table import Table
 
 from evals.report.paper_tables import MARK
-from evals.tasks.result import Result
+from evals.tasks.result import Result, shown
 
 
 def results_table(results: Mapping[str, Mapping[str, Result]], title: str) -> Table:
@@ -20,14 +20,14 @@ def results_table(results: Mapping[str, Mapping[str, Result]], title: str) -> Ta
     for task in tasks:
         first = max((r[task] for r in results.values() if task in r), key=lambda r: len(r.metrics))
         found = [by_task.get(task) for by_task in results.values()]
-        head = [_percent(r.value) + (MARK if r.note else "") if r else "-" for r in found]
-        table.add_row(task, first.headline, str(first.n), _percent(first.chance), *head, style="bold")
+        head = [shown(r.headline, r.value, unit=True) + (MARK if r.note else "") if r else "-" for r in found]
+        table.add_row(task, first.headline, str(first.n), shown(first.headline, first.chance), *head, style="bold")
         table.add_row(
             "",
             "  95 %",
             "",
             "",
-            *(f"{_percent(r.interval[0])}–{_percent(r.interval[1])}" if r else "-" for r in found),
+            *(f"{shown(r.headline, r.interval[0])}–{shown(r.headline, r.interval[1])}" if r else "-" for r in found),
         )
         for metric in first.metrics:
             if metric != first.headline:
@@ -36,11 +36,7 @@ def results_table(results: Mapping[str, Mapping[str, Result]], title: str) -> Ta
                     metric,
                     "",
                     "",
-                    *(_percent(r.metrics[metric]) if r and metric in r.metrics else "-" for r in found),
+                    *(shown(metric, r.metrics[metric]) if r and metric in r.metrics else "-" for r in found),
                 )
         table.add_section()
     return table
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f}"

@@ -19,6 +19,12 @@ class BroadcastConfig(Frozen):
     hidden: Annotated[tuple[int, ...], between(1, 1 << 16)] = setting(
         (256,) * 5, "of mlp and patch: hidden units of each layer", min_length=1
     )
+    waves: int = setting(
+        0,
+        "octaves of sines of a place, beside its coordinates: edges are drawn sooner (Tancik et al. 2020)",
+        ge=0,
+        le=16,
+    )
     channels: int = setting(64, "of cnn: of every layer", gt=0)
     ups: int = setting(2, "of cnn: transposed convolutions, each twice the side of what it gets", ge=0, le=8)
     convs: int = setting(2, "of cnn: convolutions behind them", ge=0, le=64)
@@ -55,7 +61,7 @@ class Broadcast(nn.Module):
         if c.kind == "patch":
             self.places = nn.Parameter(0.02 * torch.randn(self.side**2, width))
         else:
-            self.position = nn.Linear(2, width)
+            self.position = nn.Linear(2 + 4 * c.waves, width)
         if c.kind != "cnn":
             widths = (width, *c.hidden)
             layers = [m for a, b in zip(widths, c.hidden, strict=False) for m in (nn.Linear(a, b), nn.ReLU())]
@@ -75,7 +81,7 @@ class Broadcast(nn.Module):
     def forward(self, slots: Tensor, grid: Tensor) -> Decoded:
         b, k = slots.shape[:2]
         with torch.autocast(grid.device.type, enabled=False):  # bf16 tells places apart by 1/256 alone
-            placed = self.places if self.config.kind == "patch" else self.position(grid)
+            placed = self.places if self.config.kind == "patch" else self.position(waves(grid, self.config.waves))
         x = slots[:, :, None] + placed  # (b, K, N, D)
         if self.config.kind != "cnn":
             found = self.layers(x).unflatten(2, (self.side, self.side)).permute(0, 1, 4, 2, 3)
@@ -85,6 +91,16 @@ class Broadcast(nn.Module):
         own, logits = found[:, :, :-1], found[:, :, -1]
         masks = F.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=1)
         return Decoded((own * masks[:, :, None]).sum(1), own, masks)
+
+
+def waves(grid: Tensor, octaves: int) -> Tensor:
+    """Places (..., 2), and the sines and cosines of pi, 2 pi, 4 pi, ... times their coordinates: (..., 2 + 4 * octaves)."""
+    if not octaves:
+        return grid
+    angles = grid[..., None, :] * (
+        torch.pi * 2.0 ** torch.arange(octaves, device=grid.device, dtype=grid.dtype)[:, None]
+    )
+    return torch.cat([grid, angles.sin().flatten(-2), angles.cos().flatten(-2)], dim=-1)
 
 
 class _Up(nn.ConvTranspose2d):

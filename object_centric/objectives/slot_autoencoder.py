@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
-import numpy as np
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
@@ -15,23 +14,10 @@ from sparo_train.core.contracts import Batch, Footprint, Loss, Objective, Progre
 from sparo_train.core.errors import DataError
 from sparo_train.objectives.method import Method
 
+from .collapse import SlotCollapseConfig, sharing
 from .slot_examples import SlotExamples
 from .slot_model import SlotModel, SlotModelConfig
 from .slot_tower import refuse_signed
-
-_UNUSED = 0.005  # share of an image's pixels below which a slot drew nothing
-
-
-class SlotCollapseConfig(Frozen):
-    """When the loop warns that slots do not share images among them."""
-
-    after: float = setting(
-        0.2, "share of the steps before which slots may still break up, and nothing is said", ge=0, le=1
-    )
-    used: float = setting(1.5, "slots that draw something, mean over images: below it one slot draws everything", ge=0)
-    sharp: float = setting(
-        0.05, "1 less the entropy of a pixel's shares: below it all slots draw everything", ge=0, le=1
-    )
 
 
 class SlotAutoencoderConfig(Frozen):
@@ -73,27 +59,10 @@ class SlotAutoencoder(Objective):
         decoded, target = found.decoded, found.target
         apart = (decoded.image.float() - target).square()
         total = apart.mean() if self.config.loss == "mean" else apart.flatten(1).sum(1).mean()
-        masks = decoded.masks.detach().float()
-        drawn = masks.argmax(1, keepdim=True) == torch.arange(masks.shape[1], device=masks.device)[:, None, None]
-        entropy = -(masks.clamp(min=1e-12).log() * masks).sum(1).mean() / np.log(max(masks.shape[1], 2))
-        return Loss(
-            total,
-            {
-                "mse": apart.detach().mean(),
-                "slots_used": (drawn.float().mean((2, 3)) > _UNUSED).float().sum(1).mean(),
-                "mask_sharpness": 1 - entropy,
-            },
-        )
+        return Loss(total, {"mse": apart.detach().mean(), **sharing(decoded.masks)})
 
     def alarm(self, facts: Mapping[str, float]) -> str | None:
-        a = self.config.collapse
-        if self._done < a.after:
-            return None
-        if facts.get("slots_used", a.used) < a.used:
-            return f"one slot draws nearly everything (slots_used {facts['slots_used']:.2f}); try another seed, or a lower optim.lr"
-        if facts.get("mask_sharpness", a.sharp) < a.sharp:
-            return f"all slots draw the same (mask_sharpness {facts['mask_sharpness']:.3f}); try another seed, or more steps"
-        return None
+        return self.config.collapse.alarm(facts, self._done)
 
     def shard_units(self) -> Sequence[nn.Module]:
         return [self.model.tower.encoder, self.model.tower.grouping, self.model.decoder]
@@ -107,7 +76,8 @@ class SlotAutoencoder(Objective):
         return Footprint({"image": side**2}, towers, m.grouping.slots * m.grouping.width, 0)
 
 
-def _rules(run: Any) -> None:
+def no_cache_of_changed_pictures(run: Any) -> None:
+    """Raise `ValueError` where features are kept by the content of pictures that are changed at random."""
     encoder = run.objective.model.encoder
     if encoder.kind == "frozen" and encoder.cache and (run.data.hflip or run.data.crop_scale != (1.0, 1.0)):
         raise ValueError(
@@ -116,4 +86,9 @@ def _rules(run: Any) -> None:
         )
 
 
-METHOD = Method(SlotAutoencoderConfig, SlotAutoencoder, lambda config, data: SlotExamples(data, config.model), _rules)
+METHOD = Method(
+    SlotAutoencoderConfig,
+    SlotAutoencoder,
+    lambda config, data: SlotExamples(data, config.model),
+    no_cache_of_changed_pictures,
+)

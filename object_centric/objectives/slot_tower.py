@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import torch
 from pydantic import model_validator
@@ -22,8 +22,13 @@ _NOT_FRAMED = (
 )  # fmt: skip
 
 
+_PLACED = ("frozen", "tokens")  # encoders whose features know where they stand
+
+
 class SlotTowerConfig(Frozen):
     """Which parts, and how they are put together."""
+
+    embeds_tokens: ClassVar[bool] = False  # whether the model that has the tower makes features of encoder.kind=tokens
 
     image_size: int = setting(64, "pixels per side", gt=0, le=4096)
     encoder: Annotated[Any, Open(SLOT_ENCODERS, default="conv")] = setting(
@@ -37,6 +42,8 @@ class SlotTowerConfig(Frozen):
     def _goes_together(self) -> Self:
         if self.image_size < 1 or self.encoder.side(self.image_size) < 1:
             raise ValueError(f"image_size={self.image_size}: encoder.kind={self.encoder.kind} leaves nothing of it")
+        if self.encoder.kind == "tokens" and not self.embeds_tokens:
+            raise ValueError("encoder.kind=tokens: is of objective.kind=slate, which has a dVAE to make some")
         if self.frame is None:
             return self
         g, plain = self.grouping, SlotAttentionConfig(renorm="sum")
@@ -84,8 +91,8 @@ class SlotTower(nn.Module):
         self.config, c = config, config
         wide = c.encoder.width
         self.encoder = c.encoder.build()
-        # x, y and what is left of them to the other edge (Locatello et al. 2020); frames bring positions of their own, and a ViT has some.
-        self.position = nn.Linear(4, wide) if c.frame is None and c.encoder.kind != "frozen" else None
+        # x, y and what is left of them to the other edge (Locatello et al. 2020); frames bring positions of their own.
+        self.position = nn.Linear(4, wide) if c.frame is None and c.encoder.kind not in _PLACED else None
         self.norm = nn.LayerNorm(wide, eps=c.grouping.ln_eps)
         self.project = nn.Sequential(nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, c.features))
         self.grouping: Any = (

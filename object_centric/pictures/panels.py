@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..tasks.mask_task import seen_by
-from ..tasks.slot_encoder import SlotEncoder
+from ..tasks.slot_encoder import MaskingEncoder
 
 _GAP, _HEAD = 4, 14  # pixels between tiles, and for the words above them
 # Okabe and Ito's colours, which colour-blind people tell apart; then darker ones.
@@ -35,37 +34,35 @@ class Panel(NamedTuple):
     true: np.ndarray | None
 
 
-def panels(encoder: SlotEncoder, samples: Sequence[Panel], tile: int = 96) -> Image.Image:
+def panels(encoder: MaskingEncoder, samples: Sequence[Panel], tile: int = 96) -> Image.Image:
     """One row per image: it, its true masks, the model's, what it draws (where it draws pixels), each slot's part on white.
 
     Args:
         tile: pixels per side of each.
     """
     pixels = encoder.stacked([encoder.transform(s.image) for s in samples])
-    found = encoder.seen(pixels)
-    size = (encoder.image_size, encoder.image_size)
-    shares = found.decoded.masks.float().cpu()
-    if shares.shape[-2:] != size:
-        shares = F.interpolate(shares, size=size, mode="bilinear")
-    draws = encoder.model.config.target == "pixels"
-    known, blank = any(s.true is not None for s in samples), torch.ones(3, *size)
+    found = encoder.parts(pixels)
+    shares = found.shares.cpu()
+    drawn = None if found.drawn is None else found.drawn.clamp(0, 1).cpu()
+    own_of = None if found.own is None else found.own.clamp(0, 1).cpu()
+    known, blank = any(s.true is not None for s in samples), torch.ones(3, *shares.shape[-2:])
     rows = []
     for i, sample in enumerate(samples):
         image = pixels[i].float() / 255
         true = blank if sample.true is None else _coloured(seen_by(encoder, sample.true))
-        drawn = _shown(encoder, found.decoded.image[i]) if draws else None
-        own = [_shown(encoder, picture) for picture in found.decoded.own[i]] if draws else [image] * len(shares[i])
+        own = [image] * len(shares[i]) if own_of is None else own_of[i]
         parts = [share * picture + (1 - share) for share, picture in zip(shares[i], own, strict=True)]
-        tiles = [image, true if known else None, _coloured(shares[i].argmax(0).numpy() + 1), drawn, *parts]
+        tiles = [
+            image,
+            true if known else None,
+            _coloured(shares[i].argmax(0).numpy() + 1),
+            None if drawn is None else drawn[i],
+            *parts,
+        ]
         rows.append([t for t in tiles if t is not None])
-    heads = ["image", *(["true"] if known else []), "masks", *(["drawn"] if draws else [])]
+    heads = ["image", *(["true"] if known else []), "masks", *(["drawn"] if drawn is not None else [])]
     heads += [f"slot {k}" for k in range(shares.shape[1])]
     return _sheet(rows, heads, tile)
-
-
-def _shown(encoder: SlotEncoder, picture: Tensor) -> Tensor:
-    """What is reconstructed, back in 0..1."""
-    return (picture.float() * encoder.std + encoder.mean).clamp(0, 1).cpu()
 
 
 def _coloured(labels: np.ndarray) -> Tensor:

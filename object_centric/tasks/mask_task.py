@@ -37,7 +37,7 @@ def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
     source = open_set(task, "masks")
     encoder = scoring.encoder
     assert isinstance(encoder, MasksEncoder)  # what offers `masks`
-    (found,) = scoring.features([source], task.workers, view=View("masks of the decoder", encoder.masks))
+    (found,) = scoring.features([source], task.workers, view=View(f"masks: {encoder.masks_are}", encoder.masks))
     size = encoder.image_size
 
     def score() -> Result:
@@ -62,7 +62,7 @@ def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
     options = {
         "mask_size": size,
         "resampling": "nearest",
-        "masks": "decoder, patches' shares bilinear",
+        "masks": encoder.masks_are,
         "slots": encoder.slots,
     }
     return described(scoring.ranks.first(score), found, source, options)

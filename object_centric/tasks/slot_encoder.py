@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from evals.encoders.encoder import Encoder, MasksEncoder, ObjectsEncoder
+from evals.encoders.encoder import DrawingEncoder, Encoder, MasksEncoder, ObjectsEncoder
 from evals.encoders.pixels import Pixels
 from sparo_train.models.slots import Slots
 
 from ..objectives.set_prediction import SetModel, SetPrediction
+from ..objectives.slate import Slate
+from ..objectives.slate_model import SlateModel
 from ..objectives.slot_autoencoder import SlotAutoencoder
 from ..objectives.slot_model import SlotModel
+from ..objectives.slot_tower import Towered
 
 
 class TowerEncoder(Encoder):
@@ -28,7 +32,7 @@ class TowerEncoder(Encoder):
 
     model: Any
 
-    def __init__(self, model: SlotModel | SetModel, signed: bool, label: str = "", seed: int = 0):
+    def __init__(self, model: SlotModel | SetModel | SlateModel, signed: bool, label: str = "", seed: int = 0):
         level = (0.5,) * 3 if signed else (0.0,) * 3
         super().__init__(model, level, (0.5,) * 3 if signed else (1.0,) * 3, label)
         self.image_size, self.slots = model.config.image_size, model.config.grouping.slots
@@ -54,23 +58,110 @@ class TowerEncoder(Encoder):
             return self.model(self.normalised(pixels), self.noise.to(self.device).expand(len(pixels), -1, -1))
 
 
-class SlotEncoder(TowerEncoder, MasksEncoder):
+class Parts(NamedTuple):
+    """Of a batch, for pictures. shares: (n, K, S, S).  drawn: (n, 3, S, S) in 0..1, own: each slot's, (n, K, 3, S, S); None where
+    nothing, or no slot alone, is drawn."""
+
+    shares: Tensor
+    drawn: Tensor | None
+    own: Tensor | None
+
+
+class MaskingEncoder(TowerEncoder, MasksEncoder, DrawingEncoder):
+    """A model whose slots share an image."""
+
+    @abstractmethod
+    def shares(self, pixels: Tensor) -> Tensor:
+        """(n, 3, S, S) uint8 -> fp32 (n, K, S, S), each slot's of every pixel, in the order of slots."""
+
+    @abstractmethod
+    def parts(self, pixels: Tensor) -> Parts:
+        """The same with what is drawn."""
+
+    def masks(self, pixels: Tensor) -> Tensor:
+        shares = self.shares(pixels)
+        # The largest of NaNs is a number; what is stored has to show them, or they would be scored.
+        return shares.argmax(1).float().masked_fill(~shares.isfinite().all(1), torch.nan).flatten(1)
+
+    def brought(self, shares: Tensor) -> Tensor:
+        """Shares (n, K, s, s) to the image's size: smooth between patches, before anybody asks whose a pixel is."""
+        size = (self.image_size, self.image_size)
+        return shares.float() if shares.shape[-2:] == size else F.interpolate(shares.float(), size, mode="bilinear")
+
+    def shown(self, picture: Tensor) -> Tensor:
+        """What is drawn, back in 0..1."""
+        return picture.float() * self.std + self.mean
+
+
+class SlotEncoder(MaskingEncoder):
     """A model that draws its slots."""
+
+    masks_are = "decoder, patches' shares bilinear"
+
+    @property
+    def draws(self) -> Literal["pixels", "features"]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.model.config.target
 
     def encode(self, pixels: Tensor) -> Tensor:
         return self.seen(pixels).slots.float().flatten(1)  # as every task takes them
 
-    def masks(self, pixels: Tensor) -> Tensor:
-        shares = self.seen(pixels).decoded.masks.float()
-        if shares.shape[-1] != self.image_size:  # of patches: smooth between them, and then whose a pixel is
-            shares = F.interpolate(shares, size=(self.image_size, self.image_size), mode="bilinear")
-        # The largest of NaNs is a number; what is stored has to show them, or they would be scored.
-        return shares.argmax(1).float().masked_fill(~shares.isfinite().all(1), torch.nan).flatten(1)
+    def shares(self, pixels: Tensor) -> Tensor:
+        return self.brought(self.seen(pixels).decoded.masks)
+
+    def parts(self, pixels: Tensor) -> Parts:
+        decoded = self.seen(pixels).decoded
+        shares = self.brought(decoded.masks)
+        if self.draws == "features":
+            return Parts(shares, None, None)
+        return Parts(shares, self.shown(decoded.image), self.shown(decoded.own))
+
+    @torch.inference_mode()
+    def squared_error(self, pixels: Tensor) -> Tensor:
+        found = self.seen(pixels)
+        apart = found.decoded.image.float() - found.target
+        if self.draws == "pixels":
+            apart = apart * self.std  # of -1..1 a pixel's error is twice that of 0..1
+        return apart.square().flatten(1).mean(1, keepdim=True)
 
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
         """Slots and where they draw, for pictures: (n, K, S * S), each slot's shares of the pixels, brought to a sum of one."""
         found = self.seen(self.stacked(pixels))
         return Slots(found.slots.float(), _shared(found.decoded.masks))
+
+
+class SlateEncoder(MaskingEncoder):
+    """A model that says its tokens: masks are where slots look, pictures what is generated from them."""
+
+    masks_are = "slots' attention to tokens, bilinear"
+    draws = "pixels"
+
+    @torch.inference_mode()
+    def seen(self, pixels: Tensor) -> Towered:
+        with self.autocast():
+            return self.model.see(self.normalised(pixels), self.noise.to(self.device).expand(len(pixels), -1, -1))
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return self.seen(pixels).slots.float().flatten(1)
+
+    def shares(self, pixels: Tensor) -> Tensor:
+        return self.brought(self.seen(pixels).attention)
+
+    @torch.inference_mode()
+    def parts(self, pixels: Tensor) -> Parts:
+        found = self.seen(pixels)
+        with self.autocast():
+            return Parts(self.brought(found.attention), self.model.generate(found.slots).float(), None)
+
+    @torch.inference_mode()
+    def squared_error(self, pixels: Tensor) -> Tensor:
+        drawn = self.parts(pixels).drawn
+        assert drawn is not None
+        return (drawn - self.normalised(pixels)).square().flatten(1).mean(1, keepdim=True)
+
+    def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
+        """Slots and which tokens they took, for pictures: (n, K, s * s)."""
+        found = self.seen(self.stacked(pixels))
+        return Slots(found.slots.float(), _shared(found.attention))
 
 
 class SetEncoder(TowerEncoder, ObjectsEncoder):
@@ -102,3 +193,8 @@ def slot_encoder(objective: SlotAutoencoder) -> SlotEncoder:
 def set_encoder(objective: SetPrediction) -> SetEncoder:
     """The model that is trained."""
     return SetEncoder(objective.model, objective.config.signed)
+
+
+def slate_encoder(objective: Slate) -> SlateEncoder:
+    """The model that is trained."""
+    return SlateEncoder(objective.model, signed=False)

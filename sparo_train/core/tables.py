@@ -12,6 +12,7 @@ METHODS = Table(
         "dino": "sparo_train.objectives.dino:METHOD",
         "slots": "object_centric.objectives.slot_autoencoder:METHOD",
         "set_prediction": "object_centric.objectives.set_prediction:METHOD",
+        "slate": "object_centric.objectives.slate:METHOD",
     },
     ("config", "objective", "examples", "rules", "exports"),
 )
@@ -35,6 +36,7 @@ SLOT_ENCODERS = Table(
         "conv": "object_centric.encoders.convnet:ConvNetConfig",
         "resnet34": "object_centric.encoders.resnet:ResNet34Config",
         "frozen": "object_centric.encoders.frozen:FrozenConfig",
+        "tokens": "object_centric.encoders.tokens:TokensConfig",
     },
     ("build", "side", "cost"),
 )
@@ -69,6 +71,7 @@ ENCODERS = Table(
         "dino": "evals.encoders.own:dino_encoder",
         "slots": "object_centric.tasks.slot_encoder:slot_encoder",
         "set_prediction": "object_centric.tasks.slot_encoder:set_encoder",
+        "slate": "object_centric.tasks.slot_encoder:slate_encoder",
     },
 )
 
@@ -84,6 +87,7 @@ TASKS = Table(
         "linear": "evals.suite.linear_probe:LINEAR",
         "masks": "object_centric.tasks.mask_task:MASKS",
         "objects": "object_centric.tasks.object_task:OBJECTS",
+        "reconstruction": "object_centric.tasks.reconstruction_task:RECONSTRUCTION",
     },
     ("config", "needs", "check", "run"),
 )

@@ -1,16 +1,30 @@
-"""AdamW with two decay groups, and the learning-rate schedules."""
+"""AdamW with its groups, and the learning-rate schedules."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal, Self
 
 import torch
+from pydantic import model_validator
 from torch.distributed.tensor import DTensor
 
 from ..core.config import Frozen, between, free, setting
 from ..core.contracts import Objective
 from ..core.errors import ConfigError
 from ..core.schedules import cosine, linear
+
+
+class OptimGroupConfig(Frozen):
+    """Parameters with a rate of their own."""
+
+    match: tuple[str, ...] = setting(
+        ..., "patterns of parameters' names, as in [model.dvae.*]; the first group that fits counts", min_length=1
+    )
+    lr_factor: float = setting(1.0, "times optim.lr", gt=0)
+    decay_factor: float = setting(1.0, "times optim.weight_decay, of parameters that the method decays", ge=0)
+    warmup: bool = setting(True, "it warms up with the others; false: it has its rate from the first step")
 
 
 class OptimConfig(Frozen):
@@ -21,7 +35,13 @@ class OptimConfig(Frozen):
     eps: float = setting(1e-6, "AdamW's, added to the root of the second moment", gt=0)
     weight_decay: float = setting(0.2, "decoupled, of the parameters that the method decays", ge=0)
     weight_decay_end: float | None = setting(None, "a cosine from weight_decay to it, without warm-up (DINO)", ge=0)
-    schedule: Literal["cosine", "constant"] = setting("cosine", "of the rate behind its warm-up")
+    schedule: Literal["cosine", "constant", "half_life"] = setting("cosine", "of the rate behind its warm-up")
+    half_life: int = setting(
+        100_000, "of schedule=half_life: steps in which the rate is halved, again and again, without jumps", gt=0
+    )
+    half_life_from: Literal["start", "warmup"] = setting(
+        "start", "halving begins with the first step (Locatello et al. 2020), or behind the warm-up (DINOSAUR)"
+    )
     warmup_steps: int = setting(0, "steps of linear warm-up", ge=0)
     # open_clip's first step has lr/warmup_steps; DINO's has zero, and two steps have the whole rate at the end of the warm-up
     warmup_from_zero: bool = setting(
@@ -35,16 +55,33 @@ class OptimConfig(Frozen):
         "global", "the norm of all gradients, or of each parameter's (DINO)"
     )
     max_skipped: int = free(20, "non-finite steps in a row before training stops", ge=0)
+    groups: tuple[OptimGroupConfig, ...] = setting((), "parameters with a rate of their own, by name")
+
+    @model_validator(mode="after")
+    def _floor(self) -> Self:
+        if self.schedule != "cosine" and self.min_lr:
+            raise ValueError(
+                f"min_lr={self.min_lr}: is where the cosine ends, and schedule={self.schedule}; set it to 0"
+            )
+        return self
 
 
-def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """Learning rate of 0-based `step`: linear warm-up, then cosine to `min_lr`, or constant."""
+def learning_rate(config: OptimConfig, step: int, total_steps: int, warmed: bool = False) -> float:
+    """Learning rate of 0-based `step`: linear warm-up, then cosine to `min_lr`, constant, or halved every `half_life` steps.
+
+    Args:
+        warmed: without the warm-up's factor (of a group that has none).
+    """
     warm = config.warmup_steps
-    if step < warm:
-        return linear(0.0, config.lr, step, warm) if config.warmup_from_zero else config.lr * (step + 1) / warm
-    if config.schedule == "constant":
-        return config.lr
-    return cosine(config.lr, config.min_lr, step - warm, total_steps - warm)
+    halved = config.schedule == "half_life"
+    rate = config.lr
+    if halved:
+        rate *= 0.5 ** (max(step - (warm if config.half_life_from == "warmup" else 0), 0) / config.half_life)
+    if step < warm and not warmed:
+        return linear(0.0, rate, step, warm) if config.warmup_from_zero else rate * (step + 1) / warm
+    if halved or config.schedule == "constant":
+        return rate
+    return cosine(config.lr, config.min_lr, max(step - warm, 0), total_steps - warm)
 
 
 def weight_decay(config: OptimConfig, step: int, total_steps: int) -> float:
@@ -54,22 +91,49 @@ def weight_decay(config: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def build_adamw(config: OptimConfig, objective: Objective) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters: those in `objective.no_decay()` without weight decay, the rest with it."""
+    """AdamW over the trainable parameters: those in `objective.no_decay()` without weight decay, the rest with it.
+
+    Raises:
+        ConfigError: nothing is trainable, or a pattern of `optim.groups` fits no parameter.
+    """
     undecayed = set(objective.no_decay())
-    groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
-    for name, p in objective.named_parameters():
-        if p.requires_grad:  # the fused kernel does not take shards and whole tensors in one group
-            groups.setdefault((name not in undecayed, isinstance(p, DTensor)), []).append(p)
-    if not groups:
+    named = {name: p for name, p in objective.named_parameters() if p.requires_grad}
+    if not named:
         raise ConfigError("objective: no parameter is trainable")
+    grouped: dict[tuple[int, bool, bool], list[torch.nn.Parameter]] = {}
+    for name, number in _numbers(config.groups, list(named)).items():
+        # The fused kernel does not take shards and whole tensors in one group.
+        key = number, name not in undecayed, isinstance(named[name], DTensor)
+        grouped.setdefault(key, []).append(named[name])
+    rows = [OptimGroupConfig(match=("*",)), *config.groups]
     return torch.optim.AdamW(
         [
-            {"params": groups[key], "decayed": key[0], "weight_decay": config.weight_decay if key[0] else 0.0}
+            {
+                "params": grouped[key],
+                "decay_factor": rows[key[0]].decay_factor if key[1] else 0.0,
+                "lr_factor": rows[key[0]].lr_factor,
+                "warmed": not rows[key[0]].warmup,
+                "weight_decay": config.weight_decay * rows[key[0]].decay_factor if key[1] else 0.0,
+            }
             # In one order for all starts: checkpoints name parameters, but DeepSpeed cuts groups in their order.
-            for key in sorted(groups)
+            for key in sorted(grouped)
         ],
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
         fused=True,
     )
+
+
+def _numbers(groups: Sequence[OptimGroupConfig], names: Sequence[str]) -> dict[str, int]:
+    """Which group a parameter is of, counted from 1; 0: of none."""
+    found = dict.fromkeys(names, 0)
+    for number, group in reversed(list(enumerate(groups, start=1))):  # so that the first that fits is what stays
+        for pattern in group.match:
+            fits = [name for name in names if fnmatchcase(name, pattern)]
+            if not fits:
+                raise ConfigError(
+                    f"optim.groups.{number - 1}.match={pattern}: fits no parameter that is trained; names are as {names[0]}, {names[-1]}"
+                )
+            found |= dict.fromkeys(fits, number)
+    return found

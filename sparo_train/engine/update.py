@@ -16,10 +16,8 @@ def set_rates(optimizer: torch.optim.Optimizer, config: OptimConfig, progress: P
     at = progress.step, progress.total_steps
     lr, decay = learning_rate(config, *at), weight_decay(config, *at)
     for group in optimizer.param_groups:
-        group["lr"] = lr
-        # What is not decayed keeps its zero whatever the schedule says.
-        if group["decayed"]:
-            group["weight_decay"] = decay
+        group["lr"] = group["lr_factor"] * (learning_rate(config, *at, warmed=True) if group["warmed"] else lr)
+        group["weight_decay"] = group["decay_factor"] * decay  # what is not decayed has a factor of zero
     return lr
 
 

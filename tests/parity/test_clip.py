@@ -6,7 +6,9 @@ import torch
 from torch.nn import functional as F
 
 from sparo_train.core.contracts import Progress
+from sparo_train.core.errors import ConfigError
 from sparo_train.engine.optim import OptimConfig, build_adamw, learning_rate
+from sparo_train.engine.update import set_rates
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.objectives.clip import ClipObjective, ClipObjectiveConfig
@@ -169,6 +171,39 @@ def test_learning_rate_is_open_clips():
     reference = cosine_lr(SimpleNamespace(param_groups=[{}]), 3e-4, 7, 50)
     for step in range(50):
         assert learning_rate(config, step, 50) == pytest.approx(reference(step), rel=1e-12)
+
+
+def test_rates_halve_from_the_start_or_behind_the_warm_up():
+    told = {"lr": 4e-4, "warmup_steps": 10, "schedule": "half_life", "half_life": 100}
+    locatello, dinosaur = OptimConfig(**told), OptimConfig(**told, half_life_from="warmup")
+    for step in (0, 4, 9, 10, 110, 1010):  # as Locatello's TF code and OCLF's schedulers have it
+        warm = min((step + 1) / 10, 1)
+        assert learning_rate(locatello, step, 2000) == pytest.approx(4e-4 * warm * 0.5 ** (step / 100))
+        assert learning_rate(dinosaur, step, 2000) == pytest.approx(4e-4 * warm * 0.5 ** (max(step - 10, 0) / 100))
+    with pytest.raises(ValueError, match="is where the cosine ends"):
+        OptimConfig(**told, min_lr=0.1)
+
+
+def test_groups_have_rates_and_decay_of_their_own():
+    objective = ClipObjective(
+        ClipObjectiveConfig(model=ClipConfig.model_validate({**TINY, "readout": READOUTS["sparo"]}))
+    )
+    groups = (
+        {"match": ("model.visual.*.weight",), "lr_factor": 0.1, "decay_factor": 0.5},
+        {"match": ("model.visual.*", "*logit_scale"), "lr_factor": 3.0, "warmup": False},
+    )
+    config = OptimConfig(lr=1e-3, weight_decay=0.2, warmup_steps=4, groups=groups)
+    optimizer = build_adamw(config, objective)
+    set_rates(optimizer, config, Progress(0, 100, 0))
+    at = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    named = {name: at[id(p)] for name, p in objective.named_parameters()}
+    assert len(named) == len(at)
+    assert named["model.visual.conv1.weight"] == pytest.approx((0.25e-4, 0.1))  # the first group that fits
+    assert named["model.visual.class_embedding"] == pytest.approx((3e-3, 0.0))
+    assert named["model.logit_scale"] == pytest.approx((3e-3, 0.0))
+    assert named["model.text.token_embedding.weight"] == pytest.approx((2.5e-4, 0.2))
+    with pytest.raises(ConfigError, match=r"optim.groups.0.match=model.vision.\*: fits no parameter"):
+        build_adamw(OptimConfig(groups=({"match": ("model.vision.*",)},)), objective)
 
 
 def test_freezing_the_image_tower_leaves_the_last_groups():

@@ -16,7 +16,7 @@ from sparo_data.writer import write_wds_layout
 from sparo_train.core.disk import metrics, store
 from sparo_train.train.build import build_objective
 from tests.conftest import dino_recipe, jpeg, slots_recipe, sparo, start_sparo
-from tests.resume.test_ranks import goes_on_across_engines, losses_of
+from tests.resume.test_ranks import finish, goes_on_across_engines, losses_of, start_ranks
 from tests.resume.test_training import assert_bit_equal, kill_behind, run
 
 
@@ -174,6 +174,52 @@ def test_features_of_a_dino_run_are_grouped_and_drawn_again(shards, tmp_path, wr
     (tmp_path / "dino/dino").rename(tmp_path / "dino/gone")
     done = sparo("eval", str(folder), "--data", "m.yaml", "--features", "none", cwd=tmp_path)
     assert done.returncode == 2 and str(tmp_path / "dino/dino") in done.stderr and "Traceback" not in done.stderr
+
+
+def test_tokens_are_said_again_resumed_and_scored(tmp_path, write_recipe):
+    make_tetrominoes(tmp_path / "t", TetrominoesConfig(train=64, test=6))
+    tasks = {
+        name: {"task": task, "root": str(tmp_path / "t/masks")}
+        for name, task in (("m", "masks"), ("d", "reconstruction"))
+    }
+    tree = slots_recipe(tmp_path / "t/train", tmp_path / "runs", eval={"tasks": tasks})
+    tree["objective"] = {
+        "kind": "slate",
+        "model": {
+            "image_size": 16,
+            "encoder": {"kind": "tokens", "width": 16},
+            "features": 16,
+            "grouping": {"preset": "slate", "slots": 3, "width": 16},
+            "dvae": {"vocab": 12, "channels": 8, "tau_steps": 8},
+            "decoder": {"width": 16, "blocks": 2, "heads": 2},
+        },
+    }
+    tree["optim"] = {**tree["optim"], "groups": [{"match": ["model.dvae.*"], "lr_factor": 3.0, "warmup": False}]}
+    straight = run({**tree, "out": str(tmp_path / "straight")})
+    assert train(straight).reason == "finished"
+    recipe, folder = write_recipe(tree), tmp_path / "runs/slots"
+    kill_behind(start_sparo("train", str(recipe)), folder, 5)
+    done = sparo("train", str(recipe))
+    assert done.returncode == 0 and "d psnr" in done.stderr and " dB" in done.stderr, done.stderr
+    assert_bit_equal(folder, straight.folder)
+    assert {"cross_entropy", "tau", "slots_used"} <= metrics.read(folder / "metrics.jsonl", "train")[-1].keys()
+    # Draws of tokens are a rank's own, so two ranks are held against two.
+    recipe = write_recipe({**tree, "out": str(tmp_path / "two"), "micro_batch_size": 2})
+    found = goes_on_across_engines(recipe, tmp_path / "two/slots")
+    whole = write_recipe({**tree, "out": str(tmp_path / "whole"), "micro_batch_size": 2})
+    engine = "engine={kind: ddp, device: cpu, precision: fp32, timeout: 60}"
+    assert [code for code, _ in finish(start_ranks(2, "train", whole, engine))] == [0, 0]
+    assert found == pytest.approx(losses_of(tmp_path / "whole/slots"), rel=1e-4)
+
+    done = sparo("eval", str(folder), "--features", "none", "--json", "s.json", cwd=tmp_path)
+    results = json.loads((tmp_path / "s.json").read_text())["results"]
+    assert done.returncode == 0 and " dB" in done.stdout, done.stderr
+    by_headline = {r["headline"]: r for r in results.values()}
+    assert by_headline["fg_ari"]["n"] == 6 and "attention" in by_headline["fg_ari"]["options"]["masks"]
+    assert by_headline["psnr"]["options"]["drawn"] == "pixels" and 0 < by_headline["psnr"]["metrics"]["mse"] < 1
+    done = sparo("slots", "panels", str(folder), "--on", "m", "--images", "2", "--tile", "32", cwd=tmp_path)
+    with Image.open(tmp_path / "panels.png") as sheet:  # image, true, masks, drawn, three slots
+        assert done.returncode == 0 and sheet.size == (7 * 36 + 4, 2 * 36 + 18)
 
 
 def test_sets_of_objects_are_learned_resumed_and_scored(tmp_path, write_recipe):

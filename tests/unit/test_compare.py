@@ -9,8 +9,8 @@ from evals.report import paper_tables as layouts
 from evals.report.compare import compare
 from evals.report.over_seeds import over_seeds
 from evals.report.results_file import append, read_records
-from evals.tasks import pairs, retrieval, zeroshot
-from evals.tasks.result import Result, bootstrap, percentiles
+from evals.tasks import pairs, reconstruction, retrieval, zeroshot
+from evals.tasks.result import Result, bootstrap, percentiles, shown
 from sparo_train.core.errors import ConfigError, DataError
 
 
@@ -61,6 +61,37 @@ def test_retrieval_is_compared_over_the_same_resampled_images(tmp_path):
     assert found.difference == pytest.approx(results[1].value - results[0].value) and found.p is None
     assert 0 < found.interval[0] < found.difference < found.interval[1] and found.only_second > found.only_first
     assert compare(*two(tmp_path / "same", results[0], results[0])).interval == (0.0, 0.0)
+
+
+def drawn(errors, pixels=True):
+    found = reconstruction.score(np.asarray(errors), 48, pixels)
+    return found._replace(keys=tuple(f"{i}" for i in range(len(errors))), data="d" * 64)
+
+
+def test_scores_that_images_have_of_their_own_are_compared_image_by_image(tmp_path):
+    errors = np.random.default_rng(0).uniform(0.01, 0.2, 50)
+    better = errors * np.where(np.arange(50) < 40, 0.5, 1.1)
+    found = compare(*two(tmp_path, drawn(errors), drawn(better)))
+    expected = (40 * 10 * np.log10(2) - 10 * 10 * np.log10(1.1)) / 50
+    assert found.difference == pytest.approx(expected, rel=1e-5) and found.p is None
+    assert (found.only_first, found.only_second, found.n) == (10, 40, 50)
+    assert found.interval[0] < expected < found.interval[1]
+    found = compare(*two(tmp_path / "features", drawn(errors, False), drawn(better, False)))
+    assert found.difference < 0 and (found.only_first, found.only_second) == (10, 40)  # less error is better
+
+
+def test_what_is_no_share_is_shown_in_its_own_unit(tmp_path):
+    assert [shown("fg_ari", 0.5), shown("psnr", 23.456, unit=True), shown("mse", -0.001, "+")] == [
+        "50.0",
+        "23.46 dB",
+        "-0.00100",
+    ]
+    for name, errors in (("a", [0.01, 0.01]), ("b", [0.001, 0.001])):
+        for task, pixels in (("drawn", True), ("features", False)):
+            append(tmp_path / name, name, task, drawn(errors, pixels), {})
+    found = layouts.grid(read_records([tmp_path / "a", tmp_path / "b"]), None)
+    text = layouts.markdown(found)
+    assert "20.00 dB" in text and "**30.00 dB (30.00–30.00)**" in text and "**0.00100 mse (0.00100–0.00100)**" in text
 
 
 def test_other_data_labels_and_headlines_are_not_compared(tmp_path):
@@ -165,7 +196,8 @@ def test_seeds_of_one_recipe_are_one_row(tmp_path):
     found = over_seeds(layouts.grid(read_records(places), None))
     assert [row.name for row in found.rows] == [f"{tmp_path}/tsa (3 seeds)", str(tmp_path / "sa")]
     (cell,), (alone,) = (row.cells for row in found.rows)
-    assert cell == layouts.Cell(0.5, 0.25, 1.0) and alone == layouts.Cell(0.25, 0.25, 0.25)
+    assert cell == layouts.Cell(0.5, 0.25, 1.0, metric="acc1")
+    assert alone == layouts.Cell(0.25, 0.25, 0.25, metric="acc1")
     assert "median, and range over seeds" in layouts.markdown(found) and "50.0 (25.0–100.0)" in layouts.markdown(found)
     with_paper = layouts.Grid(
         "", found.columns, [*layouts.grid(read_records(places), None).rows, layouts.Row("paper", [None], True)], []

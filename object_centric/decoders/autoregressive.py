@@ -1,0 +1,117 @@
+"""A Transformer that says an image's tokens one after the other, looking at its slots (Singh et al. 2022)."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Self
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparo_train.core.config import Frozen, setting
+
+
+class AutoregressiveConfig(Frozen):
+    """Blocks of causal attention to tokens, attention to slots, and a perceptron of four times the width."""
+
+    width: int = setting(192, "of tokens", gt=0, le=65536)
+    blocks: int = setting(8, "of the Transformer", gt=0, le=256)
+    heads: int = setting(4, "of its attentions", gt=0)
+    dropout: float = setting(0.1, "of weights, outputs and embedded tokens, while it trains", ge=0, lt=1)
+    first_norm: Literal["stream", "branch"] = setting(
+        "stream",
+        "stream: the first block norms what goes on beside its attention, too, as SLATE's code does; branch: not",
+    )
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        if self.width % self.heads:
+            raise ValueError(f"heads={self.heads} does not divide width={self.width}")
+        return self
+
+
+class Past(NamedTuple):
+    """Keys and values (b, heads, n, width / heads) of the tokens so far, and of the slots."""
+
+    tokens: tuple[Tensor, Tensor] | None
+    slots: tuple[Tensor, Tensor]
+
+
+class AutoregressiveDecoder(nn.Module):
+    """Embedded tokens (b, n, width) and slots (b, K, width) to what each token says of the next, (b, n, width)."""
+
+    def __init__(self, config: AutoregressiveConfig):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            DecoderBlock(config, on_stream=number == 0 and config.first_norm == "stream")
+            for number in range(config.blocks)
+        )
+        self.norm = nn.LayerNorm(config.width)
+
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, _ = block(x, slots, None)
+        return self.norm(x)
+
+    def following(self, x: Tensor, slots: Tensor, past: list[Past] | None) -> tuple[Tensor, list[Past]]:
+        """The same for the next token alone, (b, 1, width), with what is kept of those before it."""
+        kept: list[Past] = []
+        for number, block in enumerate(self.blocks):
+            x, now = block(x, slots, past[number] if past else None)
+            kept.append(now)
+        return self.norm(x), kept
+
+
+class DecoderBlock(nn.Module):
+    """One block; `past`: of tokens before those in `x`."""
+
+    def __init__(self, config: AutoregressiveConfig, on_stream: bool):
+        super().__init__()
+        wide, gain = config.width, (3 * config.blocks) ** -0.5
+        self.on_stream = on_stream
+        self.norm_tokens, self.norm_slots, self.norm_mlp = (nn.LayerNorm(wide) for _ in range(3))
+        self.to_tokens, self.to_slots = (_Attention(config, gain) for _ in range(2))
+        self.mlp = nn.Sequential(
+            nn.Linear(wide, 4 * wide), nn.ReLU(), nn.Linear(4 * wide, wide), nn.Dropout(config.dropout)
+        )
+        nn.init.kaiming_uniform_(self.mlp[0].weight, nonlinearity="relu")  # type: ignore[arg-type]
+        nn.init.xavier_uniform_(self.mlp[2].weight, gain)  # type: ignore[arg-type]
+        for layer in (self.mlp[0], self.mlp[2]):
+            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor, slots: Tensor, past: Past | None) -> tuple[Tensor, Past]:
+        normed = self.norm_tokens(x)
+        k, v = self.to_tokens.keys(normed)
+        if past is not None and past.tokens is not None:
+            k, v = torch.cat([past.tokens[0], k], dim=2), torch.cat([past.tokens[1], v], dim=2)
+        said = self.to_tokens(normed, k, v, causal=past is None)
+        x = (normed if self.on_stream else x) + said
+        seen = past.slots if past is not None else self.to_slots.keys(slots)
+        x = x + self.to_slots(self.norm_slots(x), *seen)
+        return x + self.mlp(self.norm_mlp(x)), Past((k, v), seen)
+
+
+class _Attention(nn.Module):
+    """Heads of scaled dot products, without biases."""
+
+    def __init__(self, config: AutoregressiveConfig, gain: float):
+        super().__init__()
+        wide = config.width
+        self.heads, self.rate = config.heads, config.dropout
+        self.to_q, self.to_k, self.to_v, self.out = (nn.Linear(wide, wide, bias=False) for _ in range(4))
+        for layer in (self.to_q, self.to_k, self.to_v):
+            nn.init.xavier_uniform_(layer.weight)
+        nn.init.xavier_uniform_(self.out.weight, gain)
+
+    def keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of (b, n, width)."""
+        return self._split(self.to_k(x)), self._split(self.to_v(x))
+
+    def forward(self, x: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+        rate = self.rate if self.training else 0.0
+        found = F.scaled_dot_product_attention(self._split(self.to_q(x)), k, v, dropout_p=rate, is_causal=causal)
+        return F.dropout(self.out(found.transpose(1, 2).flatten(2)), self.rate, self.training)
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)

@@ -1,0 +1,106 @@
+"""A discrete VAE: an image to a token per patch and back (Singh et al. 2022, SLATE; after Ramesh et al. 2021)."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparo_train.core.config import Frozen, setting
+
+PATCH = 4  # pixels of a token's side: the decoder doubles the side twice
+_HIDDEN_LAYERS = 6  # of the encoder, per patch, between its patches and its logits
+
+
+class DvaeConfig(Frozen):
+    """Tokens, and the temperature that they are drawn with while it trains."""
+
+    vocab: int = setting(4096, "tokens to choose from", gt=1, le=1 << 20)
+    channels: int = setting(64, "of every layer", gt=0)
+    tau_start: float = setting(1.0, "temperature of the relaxed draw at the first step", gt=0)
+    tau_end: float = setting(0.1, "and behind tau_steps; a cosine between them", gt=0)
+    tau_steps: int = setting(30_000, "steps in which it falls", gt=0)
+    hard: bool = setting(False, "the image is drawn from one token per patch, with the relaxed draw's gradient")
+
+    @model_validator(mode="after")
+    def _falls(self) -> Self:
+        if self.tau_end > self.tau_start:
+            raise ValueError(f"tau_end={self.tau_end}: is above tau_start={self.tau_start}")
+        return self
+
+
+class Dvae(nn.Module):
+    """`logits`: images (b, 3, S, S) to log-probabilities (b, vocab, S/4, S/4).  `drawn`: shares of tokens, of that shape, to images.
+
+    Both are methods of modules that are called, so that an engine may shard them.
+    """
+
+    def __init__(self, config: DvaeConfig):
+        super().__init__()
+        wide, vocab = config.channels, config.vocab
+        self.config = config
+        to_logits = nn.Conv2d(wide, vocab, 1)
+        self.encoder = nn.Sequential(
+            _Block(3, wide, PATCH, PATCH), *(_Block(wide, wide, 1) for _ in range(_HIDDEN_LAYERS)), to_logits
+        )
+        to_pixels = nn.Conv2d(wide, 3, 1)
+        self.decoder = nn.Sequential(_Block(vocab, wide, 1), *_doubled(wide), *_doubled(wide), to_pixels)
+        for last in (to_logits, to_pixels):
+            nn.init.xavier_uniform_(last.weight)
+            nn.init.zeros_(last.bias)  # type: ignore[arg-type]
+
+    def logits(self, images: Tensor) -> Tensor:
+        return F.log_softmax(self.encoder(images).float(), dim=1)
+
+    def drawn(self, shares: Tensor) -> Tensor:
+        return self.decoder(shares).float()
+
+    def tokens_drawn(self, tokens: Tensor) -> Tensor:
+        """Tokens (b, s, s) to images (b, 3, 4s, 4s)."""
+        return self.drawn(F.one_hot(tokens, self.config.vocab).permute(0, 3, 1, 2).float())
+
+
+def gumbel(like: Tensor) -> Tensor:
+    """Numbers of a standard Gumbel distribution, in the shape of `like`; from torch's stream, which the trainer names by step and rank."""
+    # An exponential draw may be 0, whose logarithm is not finite.
+    return -torch.empty_like(like).exponential_().clamp(min=torch.finfo(like.dtype).tiny).log()
+
+
+def relaxed(logits: Tensor, tau: float, hard: bool) -> Tensor:
+    """Shares of tokens (b, vocab, s, s) drawn by the Gumbel-softmax (Jang et al. 2017), with temperature `tau`.
+
+    Args:
+        hard: one token per patch has all, with the gradient of the shares.
+    """
+    shares = F.softmax((logits + gumbel(logits)) / tau, dim=1)
+    if not hard:
+        return shares
+    one = torch.zeros_like(shares).scatter_(1, shares.argmax(1, keepdim=True), 1.0)
+    return one - shares.detach() + shares
+
+
+class _Block(nn.Module):
+    """A convolution, a GroupNorm of one group, a ReLU."""
+
+    def __init__(self, width: int, out: int, kernel: int, stride: int = 1):
+        super().__init__()
+        self.conv = nn.Conv2d(width, out, kernel, stride, padding=0 if stride > 1 else kernel // 2, bias=False)
+        nn.init.kaiming_uniform_(self.conv.weight, nonlinearity="relu")
+        self.norm = nn.GroupNorm(1, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)))
+
+
+def _doubled(wide: int) -> list[nn.Module]:
+    """Layers from (b, wide, s, s) to (b, wide, 2s, 2s)."""
+    return [
+        _Block(wide, wide, 3),
+        _Block(wide, wide, 1),
+        _Block(wide, wide, 1),
+        _Block(wide, 4 * wide, 1),
+        nn.PixelShuffle(2),
+    ]

@@ -1,0 +1,28 @@
+"""Tokens of a discrete VAE in place of features, which SLATE groups; the model that has the VAE makes them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import nn
+
+from sparo_train.core.config import Frozen, setting
+
+from ..decoders.dvae import PATCH
+
+
+class TokensConfig(Frozen):
+    kind: Literal["tokens"] = "tokens"
+    width: int = setting(192, "of embedded tokens; as wide as the decoder", gt=0)
+
+    def side(self, image_size: int) -> int:
+        """Tokens per side."""
+        return image_size // PATCH
+
+    def cost(self, image_size: int) -> int:
+        """Numbers that are kept for an image: the embedded tokens."""
+        return self.side(image_size) ** 2 * self.width
+
+    def build(self) -> nn.Module:
+        """What takes embedded tokens (b, s, s, width) as they are."""
+        return nn.Identity()

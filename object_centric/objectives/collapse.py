@@ -1,0 +1,47 @@
+"""Whether slots share images among them: what is logged of it, and when it is warned of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from sparo_train.core.config import Frozen, setting
+
+_UNUSED = 0.005  # share of an image's pixels below which a slot drew nothing
+
+
+class SlotCollapseConfig(Frozen):
+    """When the loop warns that slots do not share images among them."""
+
+    after: float = setting(
+        0.2, "share of the steps before which slots may still break up, and nothing is said", ge=0, le=1
+    )
+    used: float = setting(1.5, "slots that draw something, mean over images: below it one slot draws everything", ge=0)
+    sharp: float = setting(
+        0.05, "1 less the entropy of a pixel's shares: below it all slots draw everything", ge=0, le=1
+    )
+
+    def alarm(self, facts: Mapping[str, float], done: float) -> str | None:
+        """What is wrong with these averaged facts at this share of the steps; None where nothing is."""
+        if done < self.after:
+            return None
+        if facts.get("slots_used", self.used) < self.used:
+            return f"one slot draws nearly everything (slots_used {facts['slots_used']:.2f}); try another seed, or a lower optim.lr"
+        if facts.get("mask_sharpness", self.sharp) < self.sharp:
+            return f"all slots draw the same (mask_sharpness {facts['mask_sharpness']:.3f}); try another seed, or more steps"
+        return None
+
+
+def sharing(masks: Tensor) -> dict[str, Tensor]:
+    """Shares of pixels (b, K, s, s), which sum to one over slots, to `slots_used` and `mask_sharpness`."""
+    shares = masks.detach().float()
+    slots = shares.shape[1]
+    drawn = shares.argmax(1, keepdim=True) == torch.arange(slots, device=shares.device)[:, None, None]
+    entropy = -(shares.clamp(min=1e-12).log() * shares).sum(1).mean() / math.log(max(slots, 2))
+    return {
+        "slots_used": (drawn.float().mean((2, 3)) > _UNUSED).float().sum(1).mean(),
+        "mask_sharpness": 1 - entropy,
+    }

@@ -1,0 +1,92 @@
+"""Object discovery by saying tokens: a discrete VAE and its tokens' decoder, trained together (Singh et al. 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sparo_train.core.config import Frozen, setting
+from sparo_train.core.contracts import Batch, Footprint, Loss, Objective, Progress
+from sparo_train.core.errors import DataError
+from sparo_train.core.schedules import cosine
+from sparo_train.objectives.method import Method
+
+from .collapse import SlotCollapseConfig, sharing
+from .slate_model import SlateModel, SlateModelConfig
+from .slot_autoencoder import no_cache_of_changed_pictures
+from .slot_examples import SlotExamples
+
+
+class SlateConfig(Frozen):
+    kind: Literal["slate"] = "slate"
+    model: SlateModelConfig = setting(SlateModelConfig(), "dVAE, tower and decoder")
+    collapse: SlotCollapseConfig = setting(SlotCollapseConfig(), "when a collapse is warned of")
+
+
+class Slate(Objective):
+    """Batches hold `image` (B, 3, S, S) uint8 and `noise` (B, *config.model.noise) fp32, what slots begin from.
+
+    The loss is the VAE's squared error and the decoder's cross-entropy, both summed over an image. What slots see of tokens has no
+    gradient to the VAE, so its parameters learn from the first alone.
+    """
+
+    def __init__(self, config: SlateConfig):
+        super().__init__()
+        self.config = config
+        self.model = SlateModel(config.model)
+        self._done = 0.0  # share of the steps
+
+    def forward(self, batch: Batch, progress: Progress) -> Loss:
+        for key in ("image", "noise"):
+            if key not in batch:
+                raise DataError(f"objective slate: the batch has no {key!r} (it has {', '.join(batch)})")
+        self._done = progress.step / max(progress.total_steps, 1)
+        d = self.config.model.dvae
+        tau = cosine(d.tau_start, d.tau_end, progress.step, d.tau_steps)
+        images = batch["image"].to(torch.float32) / 255
+        found = self.model(images, batch["noise"], tau)
+        squares = (found.drawn - images).square()
+        cross_entropy = found.cross_entropy.mean()
+        return Loss(
+            squares.flatten(1).sum(1).mean() + cross_entropy,
+            {
+                "mse": squares.detach().mean(),
+                "cross_entropy": cross_entropy.detach() / self.config.model.tokens,
+                "tau": torch.tensor(tau, device=images.device),
+                **sharing(_of_one(found.towered.attention)),
+            },
+        )
+
+    def alarm(self, facts: Mapping[str, float]) -> str | None:
+        return self.config.collapse.alarm(facts, self._done)
+
+    def shard_units(self) -> Sequence[nn.Module]:
+        m = self.model
+        return [m.dvae.encoder, m.dvae.decoder, m.tower, *m.decoder.blocks]
+
+    def parts(self) -> Mapping[str, nn.Module]:
+        return {"dvae": self.model.dvae, "tower": self.model.tower, "decoder": self.model.decoder}
+
+    def footprint(self, batch: int, world_batch: int) -> Footprint:
+        m = self.config.model
+        towers = [
+            (m.tokens * 3 * m.dvae.vocab, 1),  # logits, shares and what the head says
+            (m.encoder.cost(m.image_size), 1),
+            (m.tokens * m.decoder.width, m.decoder.blocks),
+        ]
+        return Footprint({"image": m.tokens}, towers, m.grouping.slots * m.grouping.width, 0)
+
+
+def _of_one(attention: Tensor) -> Tensor:
+    """What slots took of each token, brought to a sum of one: attentions of all heads, or of none that compete, have others."""
+    return attention / attention.sum(1, keepdim=True).clamp(min=1e-12)
+
+
+def _examples(config: Any, data: Any) -> SlotExamples:
+    return SlotExamples(data, config.model)
+
+
+METHOD = Method(SlateConfig, Slate, _examples, no_cache_of_changed_pictures)

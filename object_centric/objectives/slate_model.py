@@ -1,0 +1,117 @@
+"""SLATE: slots of an image's tokens, from which a Transformer says the tokens again (Singh et al. 2022); STEVE's form for stills, too."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparo_train.core.config import setting
+from sparo_train.core.plugins import Open
+from sparo_train.core.tables import SLOT_ENCODERS
+
+from ..decoders.autoregressive import AutoregressiveConfig, AutoregressiveDecoder
+from ..decoders.dvae import PATCH, Dvae, DvaeConfig, gumbel, relaxed
+from ..encoders.tokens import TokensConfig
+from .slot_tower import SlotTower, SlotTowerConfig, Towered
+
+
+class SlateModelConfig(SlotTowerConfig):
+    """A discrete VAE, a tower that groups its tokens (`encoder: {kind: tokens}`, SLATE) or features of the image (STEVE), a decoder."""
+
+    embeds_tokens: ClassVar[bool] = True
+    encoder: Annotated[Any, Open(SLOT_ENCODERS, default="tokens")] = setting(
+        TokensConfig(), "tokens, or from pixels to features: a row of sparo.slot_encoders"
+    )
+    features: int = setting(192, "width of what slots group; a perceptron takes the encoder's to it", gt=0)
+    dvae: DvaeConfig = setting(DvaeConfig(), "from patches to tokens and back")
+    decoder: AutoregressiveConfig = setting(AutoregressiveConfig(), "from slots to tokens")
+
+    @model_validator(mode="after")
+    def _in_patches(self) -> Self:
+        if self.image_size % PATCH:
+            raise ValueError(f"image_size={self.image_size}: a token is {PATCH} pixels a side; give a multiple of it")
+        if self.encoder.kind == "tokens" and self.encoder.width != self.decoder.width:
+            raise ValueError(
+                f"encoder.width={self.encoder.width} is not decoder.width={self.decoder.width}: tokens are embedded once for both"
+            )
+        return self
+
+    @property
+    def tokens(self) -> int:
+        """In an image."""
+        return (self.image_size // PATCH) ** 2
+
+
+class Slated(NamedTuple):
+    """towered: of the tower.  tokens: (b, N), those that the decoder is to say.  cross_entropy: (b,), summed over them.
+    drawn: (b, 3, S, S), the VAE's image."""
+
+    towered: Towered
+    tokens: Tensor
+    cross_entropy: Tensor
+    drawn: Tensor
+
+
+class SlateModel(nn.Module):
+    """Images (b, 3, S, S) in 0..1 and standard normal noise (b, *config.noise)."""
+
+    def __init__(self, config: SlateModelConfig):
+        super().__init__()
+        self.config, wide = config, config.decoder.width
+        self.dvae = Dvae(config.dvae)
+        self.tower = SlotTower(config)
+        self.embed = nn.Embedding(config.dvae.vocab, wide)
+        self.begin = nn.Parameter(torch.randn(wide))
+        self.places = nn.Parameter(nn.init.trunc_normal_(torch.empty(1 + config.tokens, wide)))
+        self.project = nn.Linear(config.grouping.width, wide, bias=False)
+        self.decoder = AutoregressiveDecoder(config.decoder)
+        self.head = nn.Linear(wide, config.dvae.vocab, bias=False)
+        for layer in (self.project, self.head):
+            nn.init.xavier_uniform_(layer.weight)
+
+    def forward(self, images: Tensor, noise: Tensor, tau: float) -> Slated:
+        logits = self.dvae.logits(images)
+        drawn = self.dvae.drawn(relaxed(logits, tau, self.config.dvae.hard))
+        # A draw of its own, as in SLATE's and STEVE's code: the decoder's tokens are not those that the VAE drew from.
+        with torch.no_grad():
+            tokens = (logits + gumbel(logits)).argmax(1).flatten(1)
+        embedded = self._embedded(tokens)
+        towered = self._grouped(images, embedded, noise)
+        said = self.head(self.decoder(embedded[:, :-1], self.project(towered.slots)))
+        missed = F.cross_entropy(said.float().flatten(0, 1), tokens.flatten(), reduction="none")
+        return Slated(towered, tokens, missed.view_as(tokens).sum(1), drawn)
+
+    def see(self, images: Tensor, noise: Tensor) -> Towered:
+        """Slots alone, of each patch's most probable token."""
+        if self.config.encoder.kind != "tokens":
+            return self.tower(images, noise)
+        return self._grouped(images, self._embedded(self.dvae.logits(images).argmax(1).flatten(1)), noise)
+
+    def generate(self, slots: Tensor) -> Tensor:
+        """Slots (b, K, D) to images (b, 3, S, S), the most probable token after the other."""
+        side = math.isqrt(self.config.tokens)
+        projected, past = self.project(slots), None
+        following, found = self.begin.expand(len(slots), 1, -1), []
+        for place in range(self.config.tokens):
+            said, past = self.decoder.following(following + self.places[place], projected, past)
+            token = self.head(said).argmax(-1)
+            found.append(token)
+            following = self.embed(token)
+        return self.dvae.tokens_drawn(torch.cat(found, dim=1).unflatten(1, (side, side)))
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """Tokens (b, N) behind one that begins, with their places: (b, 1 + N, width)."""
+        begin = self.begin.expand(len(tokens), 1, -1)
+        placed = torch.cat([begin, self.embed(tokens)], dim=1) + self.places
+        return F.dropout(placed, self.config.decoder.dropout, self.training)
+
+    def _grouped(self, images: Tensor, embedded: Tensor, noise: Tensor) -> Towered:
+        if self.config.encoder.kind != "tokens":
+            return self.tower(images, noise)
+        side = math.isqrt(self.config.tokens)
+        return self.tower(embedded[:, 1:].unflatten(1, (side, side)), noise)

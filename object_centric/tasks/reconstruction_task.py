@@ -1,0 +1,48 @@
+"""`task: reconstruction`: how near a slot model's images are to those that it saw."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from evals.encoders.encoder import DrawingEncoder
+from evals.sets.opening import open_set
+from evals.sets.task_config import SetTaskConfig
+from evals.store.feature_table import View
+from evals.suite.scoring import Scoring, described
+from evals.suite.task import Task
+from evals.tasks import reconstruction
+from evals.tasks.result import Result
+from sparo_train.core.config import setting
+
+
+class ReconstructionTaskConfig(SetTaskConfig):
+    """Images with `.mask.png`, whose masks are not looked at; so that one set serves both tasks."""
+
+    task: Literal["reconstruction"] = setting("reconstruction", "a row of sparo.tasks")
+
+
+def run_reconstruction(scoring: Scoring, task: ReconstructionTaskConfig) -> Result:
+    """MSE and PSNR of what is drawn; of features, the MSE alone."""
+    source = open_set(task, "masks")
+    encoder = scoring.encoder
+    assert isinstance(encoder, DrawingEncoder)  # what offers `drawing`
+    view = View(f"squared error of {encoder.draws}", encoder.squared_error)
+    (found,) = scoring.features([source], task.workers, view=view)
+    size = scoring.encoder.image_size
+
+    def score() -> Result:
+        errors = np.concatenate([block[:, 0].numpy() for block in found.blocks(4096)])
+        return reconstruction.score(errors, 3 * size * size, encoder.draws == "pixels")
+
+    return described(scoring.ranks.first(score), found, source, {"drawn": encoder.draws, "image_size": size})
+
+
+RECONSTRUCTION = Task(
+    ReconstructionTaskConfig,
+    run_reconstruction,
+    lambda task: open_set(task, "masks").check(),
+    needs=("drawing",),
+    facts="masks",
+)
