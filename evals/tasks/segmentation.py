@@ -121,8 +121,9 @@ def image_scores(
     """One image's scores, or one clip's; NaN where there is no object.
 
     `ari`: over all pixels.  `fg_ari`: over those whose true label is no background; predictions keep all their masks.
-    `fg_ari_savi`: the same, with 1 where there is no foreground (SAVi, OCLF, OSRT, MESH).  `miou`: Hungarian, over objects.
-    `mbo_i`: mean best overlap of instances; `mbo_c`: of classes, whose instances are one.  `slots_used`: predicted masks that hold a pixel.
+    `fg_ari_savi`: the same, with 1 where there is no foreground (SAVi, OCLF, OSRT, MESH); `fg_ari_videosaur`: with 1 there, too, unless
+    every pixel is ignored.  `miou`: Hungarian, over objects (videosaur's `hungarian`).  `mbo_i` (its `overlap`): mean best overlap of
+    instances; `mbo_c`: of classes, whose instances are one.  `slots_used`: predicted masks that hold a pixel.
     """
     counts = counted(true, predicted, background, ignore)
     of_classes = float("nan")
@@ -134,6 +135,7 @@ def image_scores(
         "ari": adjusted_rand(counts.table),
         "fg_ari": foreground,
         "fg_ari_savi": 1.0 if np.isnan(foreground) else foreground,
+        "fg_ari_videosaur": 1.0 if np.isnan(foreground) and counts.table.sum() else foreground,
         "miou": matched_iou(iou),
         "mbo_i": best_overlap(iou),
         "mbo_c": of_classes,
@@ -141,16 +143,29 @@ def image_scores(
     }
 
 
-def score(masks: Iterable[Masked], background: int | None = 0, ignore: int | None = None) -> Result:
+def coverage(predicted: np.ndarray, slots: int) -> np.ndarray:
+    """Each slot's share of an image's pixels, (slots,)."""
+    return np.bincount(predicted.reshape(-1), minlength=slots)[:slots] / max(predicted.size, 1)
+
+
+def score(
+    masks: Iterable[Masked], background: int | None = 0, ignore: int | None = None, slots: int | None = None
+) -> Result:
     """Means over images of `image_scores`; those without an object are left out of what needs one, and
     counted as `empty`. A metric that no image has is left out.
 
     Args:
         masks: per image true and predicted label maps of one size.  ignore: see `counted`.
+        slots: that a model has. Their shares of each image are then among the predictions (`coverage`), and among the counts in how
+            many images each holds a pixel.
 
     Intervals resample images. `slots_used` is among the predictions, per image.
     """
-    found = [image_scores(m.true, m.predicted, background, ignore, m.classes) for m in masks]
+    found, covered = [], []
+    for m in masks:
+        found.append(image_scores(m.true, m.predicted, background, ignore, m.classes))
+        covered.append(coverage(m.predicted, slots or 0))
+    shared = np.asarray(covered, np.float32).reshape(len(found), slots or 0)
     names = list(found[0]) if found else []
     table = np.array([[row[name] for name in names] for row in found]).reshape(len(found), len(names))
     there = ~np.isnan(table)
@@ -172,10 +187,17 @@ def score(masks: Iterable[Masked], background: int | None = 0, ignore: int | Non
         {
             "background": background,
             "ignore": ignore,
-            "empty": "left out; fg_ari_savi: 1",
+            "empty": "left out; fg_ari_savi, fg_ari_videosaur: 1",
             "mean": "over images",
             "interval": "bootstrap over images",
         },
-        {"images": len(found), "empty": empty},
-        {name: table[:, i].astype(np.float32) for i, name in enumerate(names)},
+        {
+            "images": len(found),
+            "empty": empty,
+            **{f"images_of_slot_{k}": int((shared[:, k] > 0).sum()) for k in range(slots or 0)},
+        },
+        {
+            **{name: table[:, i].astype(np.float32) for i, name in enumerate(names)},
+            **({"coverage": shared} if slots else {}),
+        },
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from evals.encoders.encoder import Encoder
 from evals.report.results_file import write_results
 from evals.suite.suite import Suite
 from evals.suite.task import encoder_of, refuse_unfit_to
@@ -92,16 +93,19 @@ def make_evaluate(config: RunConfig, trained: Objective, rundir: RunDir, say: Ca
         load_cluster(side.on, side.options)
     suite = Suite(config.eval.tasks)
     suite.check()
+    pictures = _pictures(config, rundir, say)
 
     def evaluate(objective: Objective, step: int, ranks: Ranks) -> dict[str, Any]:
         if side is not None and ranks.rank == 0:
             submit_side(config, side, objective.state_dict(), rundir.path, step, say)
         if not config.eval.tasks:
             return {}
-        results = suite.run(encoder_of(objective, method), ranks=ranks)
+        encoder = encoder_of(objective, method)
+        results = suite.run(encoder, ranks=ranks)
         if ranks.rank == 0:
             rundir.claim.check()
             write_results(rundir.path / "evals" / f"step-{step:08d}.json", {"step": step}, results)
+            pictures(encoder, step)
         say(
             f"step {step}: "
             + "  ".join(f"{name} {r.headline} {shown(r.headline, r.value, unit=True)}" for name, r in results.items())
@@ -109,3 +113,12 @@ def make_evaluate(config: RunConfig, trained: Objective, rundir: RunDir, say: Ca
         return {name: r.metrics for name, r in results.items()}
 
     return evaluate
+
+
+def _pictures(config: RunConfig, rundir: RunDir, say: Callable[[str], None]) -> Callable[[Encoder, int], None]:
+    """What is drawn at an evaluation: nothing, where no task has masks."""
+    if not any(task.task == "masks" for task in config.eval.tasks.values()):
+        return lambda encoder, step: None
+    from .panel_runs import TrainingPictures  # knows slot models: only where one is scored
+
+    return TrainingPictures(config.log, config.eval.tasks, rundir.path, say).draw

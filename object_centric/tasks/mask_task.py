@@ -27,7 +27,7 @@ class MasksTaskConfig(SetTaskConfig):
     task: Literal["masks"] = setting("masks", "a row of sparo.tasks")
     background: int | None = setting(0, "the label that is no object; null: all of them are")
     ignore: int | None = setting(255, "the label of pixels that no score counts; null: there are none")
-    headline: Literal["ari", "fg_ari", "fg_ari_savi", "miou", "mbo_i", "mbo_c"] = setting(
+    headline: Literal["ari", "fg_ari", "fg_ari_savi", "fg_ari_videosaur", "miou", "mbo_i", "mbo_c"] = setting(
         "fg_ari", "the score that tables show"
     )
 
@@ -48,7 +48,7 @@ def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
             segmentation.Masked(true[0], own, true[1] if len(true) > 1 else None)
             for true, own in zip(planes, predicted, strict=True)
         )
-        result = segmentation.score(pairs, task.background, task.ignore)
+        result = segmentation.score(pairs, task.background, task.ignore, encoder.slots)
         if task.headline not in result.metrics:
             if task.headline == "mbo_c" and "mbo_i" in result.metrics:
                 raise DataError(

@@ -42,6 +42,9 @@ class LogConfig(Frozen):
     tensorboard: bool = setting(True, "the same numbers in RUN/tensorboard")
     wandb: str | None = setting(None, "the same numbers to this project of Weights & Biases")
     heartbeat_seconds: float = setting(10.0, "between two looks at what the run is doing", gt=0)
+    pictures: int = setting(
+        6, "images of a masks task that every evaluation draws to RUN/pictures and tensorboard; 0: none", ge=0, le=256
+    )
     flops: bool = setting(True, "count model FLOPs (tflops, mfu)")
     profile: ProfileConfig | None = setting(None, "trace some steps of rank 0 with torch's profiler")
 

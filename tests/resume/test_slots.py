@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tensorboard.backend.event_processing import event_accumulator
 
 from evals.encoders.loading import run_weights
 from launch.runs.train import train
@@ -38,10 +39,16 @@ def test_masks_are_scored_while_training_and_afterwards(tmp_path, write_recipe):
     make_tetrominoes(tmp_path / "t", TetrominoesConfig(train=64, test=12))
     tasks = {"masks": {"task": "masks", "root": str(tmp_path / "t/masks")}}
     tree = slots_recipe(tmp_path / "t/train", tmp_path / "runs", eval={"tasks": tasks}, steps=4)
+    tree["log"] = {**tree["log"], "tensorboard": True}
     done = sparo("train", str(write_recipe(tree)), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "masks fg_ari" in done.stderr
+    assert "masks fg_ari" in done.stderr and "cannot be drawn" not in done.stderr
     run_folder = str(tmp_path / "runs/slots")
+    with Image.open(tmp_path / "runs/slots/pictures/step-00000004.png") as sheet:
+        assert sheet.size == (7 * 100 + 4, 6 * 100 + 18)
+    (events,) = (tmp_path / "runs/slots/tensorboard/pictures").iterdir()
+    found = event_accumulator.EventAccumulator(str(events)).Reload().Images("slots")
+    assert [image.step for image in found] == [4] and (found[0].width, found[0].height) == sheet.size
     done = sparo("eval", run_folder, "--features", str(tmp_path / "store"), "--json", "m.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (result,) = json.loads((tmp_path / "m.json").read_text())["results"].values()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import adjusted_rand_score
 
 from evals.tasks.segmentation import Masked, adjusted_rand, counted, image_scores, score
@@ -91,7 +92,49 @@ def test_a_set_says_what_it_left_out():
     )
     assert found.predictions["fg_ari"].shape == (3,) and found.options["background"] == 0
     nothing = score([Masked(empty, empty)])  # no score is not a score of zero
-    assert nothing.n == 0 and set(nothing.metrics) == {"ari", "fg_ari_savi"} and score([]).metrics == {}
+    assert (
+        nothing.n == 0
+        and set(nothing.metrics) == {"ari", "fg_ari_savi", "fg_ari_videosaur"}
+        and score([]).metrics == {}
+    )
     with pytest.raises(ValueError, match=r"masks of \(2, 2\) against \(1, 2\)"):
         counted(full, full[:1])
     assert counted(full + 10_000_000, full).table.shape == (3, 3)  # labels may be any numbers
+
+
+def as_videosaur_has_it(true, predicted, ignored):
+    """Its FG-ARI, Hungarian IoU and best overlap from one-hot masks, None where it leaves an image out."""
+    there = (true != ignored).astype(np.float64)
+    one_hot = np.stack([(true == k) * there for k in range(6)], -1).reshape(-1, 6)
+    own = np.stack([predicted == k for k in range(6)], -1).reshape(-1, 6).astype(np.float64)
+    objects = one_hot[:, 1:]
+    n = objects.T @ own
+    a, b, points = n.sum(1), n.sum(0), n.sum()
+    pairs, rows, columns = ((x * (x - 1)).sum() for x in (n, a, b))
+    expected, most = rows * columns / max(points * (points - 1), 1), (rows + columns) / 2
+    ari = (pairs - expected) / (most - expected) if most != expected else 1.0
+    own = own * there.reshape(-1, 1)
+    both = objects.T @ own
+    union = objects.sum(0)[:, None] + own.sum(0)[None] - both
+    iou = np.divide(both, union, out=np.zeros_like(both), where=union > 0)
+    many = (objects.sum(0) > 0).sum()
+    matched = iou[linear_sum_assignment(-iou)].sum()
+    return ari if one_hot.sum() else None, matched / many if many else None, iou.max(1).sum() / many if many else None
+
+
+@settings(max_examples=60, deadline=None)
+@given(labels)
+def test_definitions_are_videosaurs(pair):
+    true, predicted = (np.array(x) for x in pair)
+    found = image_scores(true, predicted, ignore=5)
+    for name, expected in zip(
+        ("fg_ari_videosaur", "miou", "mbo_i"), as_videosaur_has_it(true, predicted, 5), strict=True
+    ):
+        assert np.isnan(found[name]) if expected is None else found[name] == pytest.approx(expected, abs=1e-6), name
+
+
+def test_it_is_told_how_much_each_slot_holds():
+    true = np.array([[1, 1], [0, 2]])
+    found = score([Masked(true, np.array([[0, 0], [2, 2]])), Masked(true, np.array([[0, 1], [0, 0]]))], slots=4)
+    assert found.predictions["coverage"].tolist() == [[0.5, 0, 0.5, 0], [0.75, 0.25, 0, 0]]
+    assert [found.counts[f"images_of_slot_{k}"] for k in range(4)] == [2, 1, 1, 0]
