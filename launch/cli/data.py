@@ -130,6 +130,7 @@ def convert(
     ] = None,
     test: Annotated[int, typer.Option(min=0, help="--as: the first so many scenes are scored (FOLDER/masks)")] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="--as: so many scenes")] = None,
+    most: Annotated[int | None, typer.Option(min=0, help="--as: scenes of so many objects at most (CLEVR6: 6)")] = None,
     crop: Annotated[
         str, typer.Option(help="--as, of 240 x 320 pixels: none, clevr (rows 29:221) or center192")
     ] = "none",
@@ -145,7 +146,7 @@ def convert(
     from sparo_data.convert import convert_csv, convert_folder
 
     own = _part(part)
-    theirs = {"--test": test, "--limit": limit, "--crop": crop != "none", "--size": size}
+    theirs = {"--test": test, "--limit": limit, "--most": most is not None, "--crop": crop != "none", "--size": size}
     ours = {"--image-column": image_column != "filepath", "--caption-column": caption_column != "title",
             "--separator": separator, "--template": template != "a photo of a {c}"}  # fmt: skip
     for name, given in (ours if kind is not None else theirs).items():
@@ -158,7 +159,7 @@ def convert(
             raise ConfigError("--part: a published set is converted whole")
         from ..runs.making import convert_published_set
 
-        given = {"test": test, "limit": limit, "crop": crop, "size": size, "per_shard": per_shard}
+        given = {"test": test, "limit": limit, "most": most, "crop": crop, "size": size, "per_shard": per_shard}
         written = convert_published_set(source, folder, kind, **given)
         console.print(
             f"{folder}: {written.train} scenes to train on, {written.test} to score, {written.without_objects} without an object"

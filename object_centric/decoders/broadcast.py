@@ -29,6 +29,7 @@ class BroadcastConfig(Frozen):
     ups: int = setting(2, "of cnn: transposed convolutions, each twice the side of what it gets", ge=0, le=8)
     convs: int = setting(2, "of cnn: convolutions behind them", ge=0, le=64)
     kernel: int = setting(5, "of cnn: pixels of a kernel's side", gt=0, le=64)
+    out_kernel: int = setting(1, "of cnn: of the last layer's, which gives colours and share", gt=0, le=63)
 
     def side(self, image_size: int) -> int:
         """Of the grid that slots are put on. Raises `ValueError` where it does not come out at the image's size."""
@@ -76,7 +77,9 @@ class Broadcast(nn.Module):
                 else nn.Conv2d(wide, c.channels, c.kernel, padding="same"),
                 nn.ReLU(),
             ]
-        self.layers = nn.Sequential(*convs, nn.Conv2d(c.channels if convs else width, out + 1, 1))
+        self.layers = nn.Sequential(
+            *convs, nn.Conv2d(c.channels if convs else width, out + 1, c.out_kernel, padding="same")
+        )
 
     def forward(self, slots: Tensor, grid: Tensor) -> Decoded:
         b, k = slots.shape[:2]

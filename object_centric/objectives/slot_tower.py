@@ -35,6 +35,7 @@ class SlotTowerConfig(Frozen):
         ConvNetConfig(), "from pixels to features: a row of sparo.slot_encoders"
     )
     features: int = setting(64, "width of what slots group; a perceptron takes the encoder's to it", gt=0)
+    hidden: int | None = setting(None, "hidden units of that perceptron; default: the encoder's width", gt=0)
     grouping: SlotAttentionConfig = setting(SlotAttentionConfig(), "from features to slots")
     frame: FrameConfig | None = setting(None, "slots with positions and scales of their own: T-SA, TS-SA; null: SA")
 
@@ -94,7 +95,8 @@ class SlotTower(nn.Module):
         # x, y and what is left of them to the other edge (Locatello et al. 2020); frames bring positions of their own.
         self.position = nn.Linear(4, wide) if c.frame is None and c.encoder.kind not in _PLACED else None
         self.norm = nn.LayerNorm(wide, eps=c.grouping.ln_eps)
-        self.project = nn.Sequential(nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, c.features))
+        hidden = c.hidden or wide
+        self.project = nn.Sequential(nn.Linear(wide, hidden), nn.ReLU(), nn.Linear(hidden, c.features))
         self.grouping: Any = (
             SlotAttention(c.grouping, c.features)
             if c.frame is None

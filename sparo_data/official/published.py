@@ -46,6 +46,11 @@ class PublishedConfig(Frozen):
     files: tuple[str, ...] = setting((), "what was read, by name")
     test: int = setting(0, "the first so many scenes (to the end of a video) are scored, and no training data", ge=0)
     limit: int | None = setting(None, "scenes to take, all of the sources together", gt=0)
+    most: int | None = setting(
+        None,
+        "scenes of so many objects at most, as CLEVR6 has; counted by their masks, or as listed where there are none",
+        ge=0,
+    )
     crop: Crop = setting("none", "clevr: rows 29:221, columns 64:256; center192: rows 24:216; both of 240 x 320 pixels")
     size: int | None = setting(None, "pixels per side; what is not square is squeezed", ge=8, le=4096)
     per_shard: int = setting(1000, "scenes in a shard", gt=0)
@@ -74,7 +79,7 @@ def write_published(
     counts = {"all": 0, "empty": 0}
 
     def samples() -> Iterator[tuple[str, Fields]]:
-        for scene in islice(scenes, config.limit):
+        for scene in islice((s for s in scenes if config.most is None or objects_in(s) <= config.most), config.limit):
             scene = cut(scene, config)
             counts["all"] += 1
             counts["empty"] += scene.label is not None and not ((scene.label > 0) & (scene.label < IGNORE)).any()
@@ -106,6 +111,14 @@ class _Held:
                 return
             last = video
             yield key, fields
+
+
+def objects_in(scene: PublishedScene) -> int:
+    """How many objects a scene has: those that its masks show, or those listed where there are none."""
+    if scene.label is None:
+        return len(scene.facts.get("objects", ()))
+    numbers = np.unique(scene.label)
+    return int(((numbers > 0) & (numbers < IGNORE)).sum())
 
 
 def cut(scene: PublishedScene, config: PublishedConfig) -> PublishedScene:

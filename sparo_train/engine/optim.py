@@ -24,7 +24,10 @@ class OptimGroupConfig(Frozen):
     )
     lr_factor: float = setting(1.0, "times optim.lr", gt=0)
     decay_factor: float = setting(1.0, "times optim.weight_decay, of parameters that the method decays", ge=0)
-    warmup: bool = setting(True, "it warms up with the others; false: it has its rate from the first step")
+    schedule: Literal["shared", "constant"] = setting(
+        "shared",
+        "its rate goes with the others'; constant: it is lr_factor times optim.lr from the first step to the last",
+    )
 
 
 class OptimConfig(Frozen):
@@ -66,22 +69,18 @@ class OptimConfig(Frozen):
         return self
 
 
-def learning_rate(config: OptimConfig, step: int, total_steps: int, warmed: bool = False) -> float:
-    """Learning rate of 0-based `step`: linear warm-up, then cosine to `min_lr`, constant, or halved every `half_life` steps.
-
-    Args:
-        warmed: without the warm-up's factor (of a group that has none).
-    """
+def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
+    """Learning rate of 0-based `step`: linear warm-up, then cosine to `min_lr`, constant, or halved every `half_life` steps."""
     warm = config.warmup_steps
     halved = config.schedule == "half_life"
     rate = config.lr
     if halved:
         rate *= 0.5 ** (max(step - (warm if config.half_life_from == "warmup" else 0), 0) / config.half_life)
-    if step < warm and not warmed:
+    if step < warm:
         return linear(0.0, rate, step, warm) if config.warmup_from_zero else rate * (step + 1) / warm
     if halved or config.schedule == "constant":
         return rate
-    return cosine(config.lr, config.min_lr, max(step - warm, 0), total_steps - warm)
+    return cosine(config.lr, config.min_lr, step - warm, total_steps - warm)
 
 
 def weight_decay(config: OptimConfig, step: int, total_steps: int) -> float:
@@ -112,7 +111,7 @@ def build_adamw(config: OptimConfig, objective: Objective) -> torch.optim.AdamW:
                 "params": grouped[key],
                 "decay_factor": rows[key[0]].decay_factor if key[1] else 0.0,
                 "lr_factor": rows[key[0]].lr_factor,
-                "warmed": not rows[key[0]].warmup,
+                "constant": rows[key[0]].schedule == "constant",
                 "weight_decay": config.weight_decay * rows[key[0]].decay_factor if key[1] else 0.0,
             }
             # In one order for all starts: checkpoints name parameters, but DeepSpeed cuts groups in their order.

@@ -16,7 +16,7 @@ def set_rates(optimizer: torch.optim.Optimizer, config: OptimConfig, progress: P
     at = progress.step, progress.total_steps
     lr, decay = learning_rate(config, *at), weight_decay(config, *at)
     for group in optimizer.param_groups:
-        group["lr"] = group["lr_factor"] * (learning_rate(config, *at, warmed=True) if group["warmed"] else lr)
+        group["lr"] = group["lr_factor"] * (config.lr if group["constant"] else lr)
         group["weight_decay"] = group["decay_factor"] * decay  # what is not decayed has a factor of zero
     return lr
 

@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
+from safetensors.torch import save_file
 
 from evals.suite.evaluate import tasks_for
 from launch.runs.recipes import recipe
-from sparo_train.core.errors import ConfigError
+from object_centric.encoders.frozen import FrozenConfig
+from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.train.dry import dry_run
 from sparo_train.train.run import load_run
 from tests.conftest import THREADS
@@ -146,6 +149,15 @@ def test_benchmark_commands_run(command, tmp_path):
 def test_recipes_resolve_count_and_state_what_they_are(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_run(path)
+    if path.parent.name == "slots" and config.objective.model.encoder.kind == "frozen":
+        weights = config.objective.model.encoder.checkpoint.partition("@")[2]
+        with pytest.raises(CheckpointError, match=re.escape(weights)):
+            dry_run(config)  # whoever has not fetched them is told which
+        small = timm.create_model("vit_tiny_patch16_224.augreg_in21k_ft_in1k", num_classes=0)
+        save_file(small.state_dict(), "tiny.safetensors")
+        encoder = {"kind": "frozen", "checkpoint": "timm:vit_tiny_patch16_224@tiny.safetensors", "width": 192}
+        model = config.objective.model.model_copy(update={"encoder": FrozenConfig(**encoder)})
+        config = config.model_copy(update={"objective": config.objective.model_copy(update={"model": model})})
     dry = dry_run(config)
     assert sum(dry.parameters.values()) > (1e5 if path.parent.name == "slots" else 1e6) and dry.steps
     text = path.read_text()

@@ -190,7 +190,7 @@ def test_groups_have_rates_and_decay_of_their_own():
     )
     groups = (
         {"match": ("model.visual.*.weight",), "lr_factor": 0.1, "decay_factor": 0.5},
-        {"match": ("model.visual.*", "*logit_scale"), "lr_factor": 3.0, "warmup": False},
+        {"match": ("model.visual.*", "*logit_scale"), "lr_factor": 3.0, "schedule": "constant"},
     )
     config = OptimConfig(lr=1e-3, weight_decay=0.2, warmup_steps=4, groups=groups)
     optimizer = build_adamw(config, objective)

@@ -201,7 +201,7 @@ def test_tokens_are_said_again_resumed_and_scored(tmp_path, write_recipe):
             "decoder": {"width": 16, "blocks": 2, "heads": 2},
         },
     }
-    tree["optim"] = {**tree["optim"], "groups": [{"match": ["model.dvae.*"], "lr_factor": 3.0, "warmup": False}]}
+    tree["optim"] = {**tree["optim"], "groups": [{"match": ["model.dvae.*"], "lr_factor": 3.0, "schedule": "constant"}]}
     straight = run({**tree, "out": str(tmp_path / "straight")})
     assert train(straight).reason == "finished"
     recipe, folder = write_recipe(tree), tmp_path / "runs/slots"

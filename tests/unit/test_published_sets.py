@@ -281,3 +281,23 @@ def test_conversion_cuts_splits_and_counts(tmp_path):
         convert_published(
             [tmp_path / "e.tfrecords"], tmp_path / "e", PublishedConfig(source="tetrominoes", files=("e.tfrecords",))
         )
+
+
+def test_scenes_of_few_objects_alone_are_taken(tmp_path):
+    def scenes():
+        for number in range(12):
+            label = np.zeros((8, 8), np.uint8)
+            label[: number % 4 + 1, 0] = range(1, number % 4 + 2)
+            label[-1] = 255  # pixels of nobody are no object
+            yield PublishedScene(f"{number}", np.zeros((8, 8, 3), np.uint8), label, {})
+
+    def kept(name):
+        with tarfile.open(next((tmp_path / name / "train").glob("*.tar"))) as tar:
+            return sorted({int(member.split(".")[0]) for member in tar.getnames()})
+
+    few = PublishedConfig(source="clevr_with_masks", most=2)
+    assert write_published(tmp_path / "few", scenes(), few).train == 6 and kept("few") == [0, 1, 4, 5, 8, 9]
+    first = PublishedConfig(source="clevr_with_masks", most=2, limit=3, test=1)
+    assert write_published(tmp_path / "first", scenes(), first)[:2] == (2, 1) and kept("first") == [1, 4]
+    listed = (s._replace(label=None, facts={"objects": [{}] * (int(s.key) % 4)}) for s in scenes())
+    assert write_published(tmp_path / "listed", listed, few).train == 9
