@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from sparo_train.core.config import parse_yaml, resolve
 from sparo_train.core.disk import store
 from sparo_train.core.errors import CheckpointError, ConfigError, SparoError
-from sparo_train.core.tables import ENCODERS
+from sparo_train.core.tables import CHECKPOINTS, ENCODERS
 from sparo_train.core.untrusted import read_text
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
@@ -33,8 +32,8 @@ def load_encoder(checkpoint: str | Path, model: str | None = None, device: str =
     Args:
         checkpoint: a run folder (its newest checkpoint), one of its `checkpoints/step-…` folders, an exported open_clip
             folder, a .pt/.safetensors file (ours, sparo-clip's, open_clip's, DINO's with teacher and student or with a
-            backbone alone), a DeepSpeed ZeRO folder; `open_clip:NAME@FILE-or-tag`, `timm:NAME@FILE`, `hf:FOLDER`;
-            or `pixels:SIZE`, the images themselves.
+            backbone alone), a DeepSpeed ZeRO folder; or NAME:… of a row of `sparo.checkpoints`: `open_clip:NAME@FILE-or-tag`,
+            `timm:NAME@FILE`, `hf:FOLDER`, `pixels:SIZE`, the images themselves, released slot models, or a plug-in's.
         model: for a file: an open_clip model name, ours included (`ViT-B-32-quickgelu`, `gap-ViT-B-16`), or for DINO's
             `vit_tiny`, `vit_small`, `vit_base`; default: what the file says of itself, else what its shapes tell (then
             `assumed` says what was taken for granted).
@@ -56,8 +55,8 @@ def load_encoder(checkpoint: str | Path, model: str | None = None, device: str =
 
 def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
     path, (scheme, colon, rest) = Path(checkpoint), str(checkpoint).partition(":")
-    if colon and scheme in SCHEMES:
-        return SCHEMES[scheme](rest)
+    if colon and scheme in CHECKPOINTS.names():
+        return CHECKPOINTS.row(scheme)(rest)
     if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
         encoder = _from_run(path)
     elif (path / "open_clip_config.json").is_file():
@@ -67,6 +66,8 @@ def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
     elif path.is_file() or is_zero_folder(path):
         encoder = _from_file(path, model)
     else:
+        if colon and scheme.isidentifier() and not path.exists():
+            CHECKPOINTS.row(scheme, "checkpoint")  # says which there are
         raise CheckpointError(
             f"{path}: no run folder, no checkpoint folder, no exported folder, no DeepSpeed folder, no weight file"
         )
@@ -148,13 +149,13 @@ def _named(name: str) -> ClipConfig:
     return openclip.config_of(name)
 
 
-def _pixels(text: str) -> Encoder:
+def pixels_of(text: str) -> Encoder:
     if not text.isdigit() or not int(text):
         raise ConfigError(f"pixels:{text}: write pixels:SIZE, as in pixels:28")
     return PixelEncoder(int(text))
 
 
-def _open_clip(text: str) -> Encoder:
+def from_open_clip(text: str) -> Encoder:
     from .foreign import OpenClipEncoder  # wraps open_clip's builders: only where it is asked for
 
     name, at, weights = text.partition("@")
@@ -165,22 +166,14 @@ def _open_clip(text: str) -> Encoder:
     return OpenClipEncoder(name, weights)
 
 
-def _timm(text: str) -> Encoder:
+def from_timm_file(text: str) -> Encoder:
     from .foreign import from_timm
 
     name, _, weights = text.partition("@")
     return from_timm(name, weights)
 
 
-def _huggingface(text: str) -> Encoder:
+def from_hf_folder(text: str) -> Encoder:
     from .foreign import from_huggingface
 
     return from_huggingface(text)
-
-
-SCHEMES: dict[str, Callable[[str], Encoder]] = {
-    "pixels": _pixels,
-    "open_clip": _open_clip,
-    "timm": _timm,
-    "hf": _huggingface,
-}

@@ -12,6 +12,8 @@ from .gru import Gru
 from .slot_config import SlotAttentionConfig
 from .transport_attention import Transport
 
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU}
+
 
 class Grouped(NamedTuple):
     """slots: (…, K, D).  attention: (…, K, N) of the last round before it is normed over tokens, mean over heads: who took which token."""
@@ -105,7 +107,9 @@ class Round(nn.Module):
         self.gru = Gru(c.width, c.gru) if c.gru != "none" else None
         if c.mlp_width:
             self.norm_mlp = nn.LayerNorm(c.width, eps=c.ln_eps)
-            self.mlp = nn.Sequential(nn.Linear(c.width, c.mlp_width), nn.ReLU(), nn.Linear(c.mlp_width, c.width))
+            self.mlp = nn.Sequential(
+                nn.Linear(c.width, c.mlp_width), ACTIVATIONS[c.activation](), nn.Linear(c.mlp_width, c.width)
+            )
         self.transport = Transport(c.transport, in_width, c.width) if c.transport else None
         for layer in (self.to_q, self.to_k, self.to_v):
             nn.init.xavier_uniform_(layer.weight)

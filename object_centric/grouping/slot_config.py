@@ -16,7 +16,7 @@ from sparo_train.core.errors import did_you_mean
 from .transport_config import TransportConfig
 
 # Sources: google-research/slot_attention (sa2020), slot-attention-video (savi), singhgautam/slate, steve; OCLF; martius-lab/videosaur;
-# invariant_slot_attention (isa). tf, tf_inv, tf_inv_gru, sa_nogru: papers/inverted-attention-transformers.txt.
+# invariant_slot_attention (isa); Genera1Z/VQ-VFM-OCL (vqvfm). tf, tf_inv, tf_inv_gru, sa_nogru: papers/inverted-attention-transformers.txt.
 # sa_sinkhorn, sa_emd, sa_me: papers/slot-attention-optimal-transport.txt; mesh: its later code, davzha/MESH.
 # mlp_times: hidden units of the MLP as a multiple of width.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -28,6 +28,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "oclf": {"softmax_over": "slots_heads", "mlp_times": 4},
     "videosaur": {"gru_on_normed": True, "mlp_times": 4},
     "boqsa": {"renorm": "sum", "renorm_eps": 1.0, "init": "learned", "gradient": "last", "straight_through": True, "mlp_times": 4},
+    "vqvfm": {"renorm": "sum", "renorm_eps": 1e-5, "init": "learned", "gradient": "last", "straight_through": True, "activation": "gelu", "mlp_times": 4},
     "sa": {"mlp_width": 128},
     "sa_nogru": {"gru": "none", "mlp_width": 128},
     "sa_id": {"gradient": "last", "mlp_width": 128},
@@ -63,6 +64,7 @@ class SlotAttentionConfig(Frozen):
     )
     gru_on_normed: bool = setting(False, "the GRU's state is the normalised slot, not the slot (videosaur's code)")
     mlp_width: int = setting(0, "hidden units of the residual MLP behind the update; 0: no MLP", ge=0)
+    activation: Literal["relu", "gelu"] = setting("relu", "in that MLP")
     mlp_last: bool = setting(True, "the MLP runs in the last iteration too")
     out_proj: bool = setting(False, "a linear layer behind the values, as more than one head of savi's has")
     layers: Literal["shared", "own"] = setting("shared", "one set of weights for all iterations, or one for each")

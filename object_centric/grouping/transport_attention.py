@@ -40,13 +40,13 @@ class Transport(nn.Module):
             raise ConfigError(
                 f"grouping.transport.exact={config.exact}: needs POT; pip install -e '.[transport]' in sparo's checkout"
             )
-        self.gives = _scored(in_width)
+        self.gives = _scored(in_width, config.hidden)
         if config.takes == "learned":
-            self.takes = _scored(width)
+            self.takes = _scored(width, config.hidden)
         if config.learn_rate:
             self.rate = nn.Parameter(torch.tensor(config.entropy_rate))
         if config.regulariser:
-            self.likeness = _scored(2 * width)
+            self.likeness = _scored(2 * width, config.hidden)
 
     def forward(self, queries: Tensor, normed: Tensor, goods: Goods) -> Tensor:
         """Queries (b, K, d) of slots (b, K, D) to how much each takes of the tokens, (b, K, N) in fp32 at least."""
@@ -95,8 +95,8 @@ def costs(c: TransportConfig, queries: Tensor, keys: Tensor) -> Tensor:
     return c.cost_scale * (long - 2 * queries @ keys.transpose(1, 2))
 
 
-def _scored(width: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+def _scored(width: int, hidden: int | None) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, hidden or width), nn.ReLU(), nn.Linear(hidden or width, 1))
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -21,6 +21,9 @@ class TransportConfig(Frozen):
     takes: Literal["one", "learned"] = setting(
         "one", "what a slot takes: as much as every other (paper), or a learned share (code); tokens' is learned"
     )
+    hidden: int | None = setting(
+        None, "hidden units of what scores tokens and slots; default: as wide as they are", gt=0
+    )
     steps: int = setting(5, "of Sinkhorn's algorithm", gt=0, le=10_000)
     entropy_steps: int = setting(0, "steps to a plan of less entropy; 0: the plan as it is", ge=0, le=1000)
     entropy_rate: float = setting(8.0, "length of such a step", gt=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from pydantic import model_validator
@@ -14,15 +14,15 @@ from sparo_train.core.tables import SLOT_ENCODERS
 
 from ..encoders.convnet import ConvNetConfig, grid
 from ..grouping.invariant import FrameConfig, FramedSlotAttention
-from ..grouping.slot_attention import SlotAttention
+from ..grouping.slot_attention import ACTIVATIONS, SlotAttention
 from ..grouping.slot_config import SlotAttentionConfig
 
 _NOT_FRAMED = (
-    "heads", "softmax_over", "renorm", "gradient", "layers", "gru_on_normed", "out_proj", "mlp_last", "kv", "transport"
+    "heads", "softmax_over", "renorm", "gradient", "layers", "gru_on_normed", "out_proj", "mlp_last", "kv", "transport", "activation"
 )  # fmt: skip
 
 
-_PLACED = ("frozen", "tokens")  # encoders whose features know where they stand
+_PLACED = ("frozen", "tokens", "vit")  # encoders whose features know where they stand
 
 
 class SlotTowerConfig(Frozen):
@@ -36,6 +36,7 @@ class SlotTowerConfig(Frozen):
     )
     features: int = setting(64, "width of what slots group; a perceptron takes the encoder's to it", gt=0)
     hidden: int | None = setting(None, "hidden units of that perceptron; default: the encoder's width", gt=0)
+    activation: Literal["relu", "gelu"] = setting("relu", "in that perceptron")
     grouping: SlotAttentionConfig = setting(SlotAttentionConfig(), "from features to slots")
     frame: FrameConfig | None = setting(None, "slots with positions and scales of their own: T-SA, TS-SA; null: SA")
 
@@ -68,9 +69,9 @@ class SlotTowerConfig(Frozen):
 
 def refuse_signed(signed: bool, model: SlotTowerConfig) -> None:
     """Raise `ValueError` where pixels in -1..1 would go into an encoder that was trained on others."""
-    if signed and model.encoder.kind == "frozen":
+    if signed and model.encoder.kind in ("frozen", "vit"):
         raise ValueError(
-            "signed: a frozen encoder takes pixels in 0..1 and scales them as it was trained; set signed: false"
+            f"signed: encoder.kind={model.encoder.kind} takes pixels in 0..1 and scales them as it was trained; set signed: false"
         )
 
 
@@ -96,7 +97,9 @@ class SlotTower(nn.Module):
         self.position = nn.Linear(4, wide) if c.frame is None and c.encoder.kind not in _PLACED else None
         self.norm = nn.LayerNorm(wide, eps=c.grouping.ln_eps)
         hidden = c.hidden or wide
-        self.project = nn.Sequential(nn.Linear(wide, hidden), nn.ReLU(), nn.Linear(hidden, c.features))
+        self.project = nn.Sequential(
+            nn.Linear(wide, hidden), ACTIVATIONS[c.activation](), nn.Linear(hidden, c.features)
+        )
         self.grouping: Any = (
             SlotAttention(c.grouping, c.features)
             if c.frame is None

@@ -20,7 +20,7 @@ from ..objectives.slate import Slate
 from ..objectives.slate_model import SlateModel
 from ..objectives.slot_autoencoder import SlotAutoencoder
 from ..objectives.slot_model import SlotModel
-from ..objectives.slot_tower import Towered
+from ..objectives.slot_tower import SlotTower, Towered
 
 
 class TowerEncoder(Encoder):
@@ -32,7 +32,9 @@ class TowerEncoder(Encoder):
 
     model: Any
 
-    def __init__(self, model: SlotModel | SetModel | SlateModel, signed: bool, label: str = "", seed: int = 0):
+    def __init__(
+        self, model: SlotModel | SetModel | SlateModel | SlotTower, signed: bool, label: str = "", seed: int = 0
+    ):
         level = (0.5,) * 3 if signed else (0.0,) * 3
         super().__init__(model, level, (0.5,) * 3 if signed else (1.0,) * 3, label)
         self.image_size, self.slots = model.config.image_size, model.config.grouping.slots
@@ -67,7 +69,7 @@ class Parts(NamedTuple):
     own: Tensor | None
 
 
-class MaskingEncoder(TowerEncoder, MasksEncoder, DrawingEncoder):
+class MaskingEncoder(TowerEncoder, MasksEncoder):
     """A model whose slots share an image."""
 
     @abstractmethod
@@ -93,7 +95,7 @@ class MaskingEncoder(TowerEncoder, MasksEncoder, DrawingEncoder):
         return picture.float() * self.std + self.mean
 
 
-class SlotEncoder(MaskingEncoder):
+class SlotEncoder(MaskingEncoder, DrawingEncoder):
     """A model that draws its slots."""
 
     masks_are = "decoder, patches' shares bilinear"
@@ -129,22 +131,35 @@ class SlotEncoder(MaskingEncoder):
         return Slots(found.slots.float(), _shared(found.decoded.masks))
 
 
-class SlateEncoder(MaskingEncoder):
-    """A model that says its tokens: masks are where slots look, pictures what is generated from them."""
+class GroupingEncoder(MaskingEncoder):
+    """A tower alone: masks are where slots look."""
 
-    masks_are = "slots' attention to tokens, bilinear"
-    draws = "pixels"
-
-    @torch.inference_mode()
-    def seen(self, pixels: Tensor) -> Towered:
-        with self.autocast():
-            return self.model.see(self.normalised(pixels), self.noise.to(self.device).expand(len(pixels), -1, -1))
+    masks_are = "slots' attention, bilinear"
 
     def encode(self, pixels: Tensor) -> Tensor:
         return self.seen(pixels).slots.float().flatten(1)
 
     def shares(self, pixels: Tensor) -> Tensor:
         return self.brought(self.seen(pixels).attention)
+
+    def parts(self, pixels: Tensor) -> Parts:
+        return Parts(self.shares(pixels), None, None)
+
+    def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
+        """Slots and which tokens they took, for pictures: (n, K, s * s)."""
+        found = self.seen(self.stacked(pixels))
+        return Slots(found.slots.float(), _shared(found.attention))
+
+
+class SlateEncoder(GroupingEncoder, DrawingEncoder):
+    """A model that says its tokens: pictures are what is generated from slots."""
+
+    draws = "pixels"
+
+    @torch.inference_mode()
+    def seen(self, pixels: Tensor) -> Towered:
+        with self.autocast():
+            return self.model.see(self.normalised(pixels), self.noise.to(self.device).expand(len(pixels), -1, -1))
 
     @torch.inference_mode()
     def parts(self, pixels: Tensor) -> Parts:
@@ -157,11 +172,6 @@ class SlateEncoder(MaskingEncoder):
         drawn = self.parts(pixels).drawn
         assert drawn is not None
         return (drawn - self.normalised(pixels)).square().flatten(1).mean(1, keepdim=True)
-
-    def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
-        """Slots and which tokens they took, for pictures: (n, K, s * s)."""
-        found = self.seen(self.stacked(pixels))
-        return Slots(found.slots.float(), _shared(found.attention))
 
 
 class SetEncoder(TowerEncoder, ObjectsEncoder):

@@ -37,6 +37,7 @@ SLOT_ENCODERS = Table(
         "resnet34": "object_centric.encoders.resnet:ResNet34Config",
         "frozen": "object_centric.encoders.frozen:FrozenConfig",
         "tokens": "object_centric.encoders.tokens:TokensConfig",
+        "vit": "object_centric.encoders.vit_features:VitFeaturesConfig",
     },
     ("build", "side", "cost"),
 )
@@ -72,6 +73,22 @@ ENCODERS = Table(
         "slots": "object_centric.tasks.slot_encoder:slot_encoder",
         "set_prediction": "object_centric.tasks.slot_encoder:set_encoder",
         "slate": "object_centric.tasks.slot_encoder:slate_encoder",
+    },
+)
+
+# Files of others by what stands in front of their colon, as in timm:NAME@FILE: a function of what stands behind it.
+CHECKPOINTS = Table(
+    "sparo.checkpoints",
+    {
+        "pixels": "evals.encoders.loading:pixels_of",
+        "open_clip": "evals.encoders.loading:from_open_clip",
+        "timm": "evals.encoders.loading:from_timm_file",
+        "hf": "evals.encoders.loading:from_hf_folder",
+        "videosaur": "object_centric.released.videosaur:from_videosaur",
+        "spot": "object_centric.released.spot:from_spot",
+        "slate": "object_centric.released.slate_file:from_slate",
+        "mesh": "object_centric.released.mesh:from_mesh",
+        "vqvfm": "object_centric.released.vqvfm:from_vqvfm",
     },
 )
 

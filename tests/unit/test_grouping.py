@@ -76,7 +76,11 @@ def plain(module, features, noise):
             s = state + u if r.gru is None else gated(u, state, r.gru)
             if c.mlp_width and (c.mlp_last or i < c.iterations - 1):
                 first, _, second = r.mlp
-                s = s + (norm(s, r.norm_mlp) @ first.weight.T + first.bias).clamp(min=0) @ second.weight.T + second.bias
+                hidden = norm(s, r.norm_mlp) @ first.weight.T + first.bias
+                through = (
+                    hidden * (1 + torch.erf(hidden / 2**0.5)) / 2 if c.activation == "gelu" else hidden.clamp(min=0)
+                )
+                s = s + through @ second.weight.T + second.bias
         found.append(s)
         taken.append(attention)
     return torch.stack(found), torch.stack(taken)

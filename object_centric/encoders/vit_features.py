@@ -1,0 +1,89 @@
+"""A ViT that is trained with the slots, or came with them: timm's, tokens of its patches."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+
+from sparo_train.core.config import Frozen, setting
+
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, which DINO and DINOv2 were trained with
+
+
+class VitFeaturesConfig(Frozen):
+    """timm's VisionTransformer with a class token, biases and LayerNorms of eps 1e-6. Images come in 0..1."""
+
+    kind: Literal["vit"] = "vit"
+    width: int = setting(384, "of its tokens", gt=0)
+    blocks: int = setting(12, "of the Transformer", gt=0, le=256)
+    heads: int = setting(6, "of its attentions", gt=0)
+    hidden: int | None = setting(None, "of its perceptrons; default: four times its width", gt=0)
+    patch: int = setting(16, "pixels of a patch's side", gt=0)
+    native: int = setting(
+        14, "patches per side that its positions were learned for; for others they are interpolated", gt=0
+    )
+    registers: int = setting(0, "register tokens (DINOv2)", ge=0)
+    class_place: bool = setting(True, "the class token has a position of its own (not in DINOv2 with registers)")
+    layer_scale: bool = setting(False, "branches are scaled (DINOv2)")
+    final_norm: bool = setting(True, "tokens behind the last norm; false: in front of it (DINOSAUR)")
+    shrink: float = setting(
+        1.0, "images are brought to so much of their side first, bicubic (0.875: 256 pixels to 224)", gt=0, le=1
+    )
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        if self.width % self.heads:
+            raise ValueError(f"heads={self.heads} does not divide width={self.width}")
+        return self
+
+    def side(self, image_size: int) -> int:
+        """Patches per side."""
+        return int(image_size * self.shrink) // self.patch
+
+    def cost(self, image_size: int) -> int:
+        """Numbers that the blocks keep for an image."""
+        return self.side(image_size) ** 2 * self.width * self.blocks * 12
+
+    def build(self) -> nn.Module:
+        return VitFeatures(self)
+
+
+class VitFeatures(nn.Module):
+    """Images (b, 3, S, S) in 0..1 to features (b, s, s, width)."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, config: VitFeaturesConfig):
+        super().__init__()
+        from timm.models.vision_transformer import VisionTransformer  # a second to import: a config is made without it
+
+        self.config, c = config, config
+        self.vit = VisionTransformer(
+            img_size=c.native * c.patch,
+            patch_size=c.patch,
+            embed_dim=c.width,
+            depth=c.blocks,
+            num_heads=c.heads,
+            mlp_ratio=(c.hidden or 4 * c.width) / c.width,
+            init_values=1e-5 if c.layer_scale else None,
+            reg_tokens=c.registers,
+            no_embed_class=not c.class_place,
+            final_norm=c.final_norm,
+            dynamic_img_size=True,
+            num_classes=0,
+            global_pool="",
+        )
+        self.register_buffer("mean", torch.tensor(_MEAN).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(_STD).view(3, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = (images - self.mean) / self.std
+        if self.config.shrink != 1:
+            x = nn.functional.interpolate(x, scale_factor=self.config.shrink, mode="bicubic")
+        tokens = self.vit.forward_features(x)[:, self.vit.num_prefix_tokens :]
+        side = x.shape[-1] // self.config.patch
+        return tokens.unflatten(1, (side, side))

@@ -1,0 +1,1 @@
+"""Slot models that others released: their files, as encoders of ours."""

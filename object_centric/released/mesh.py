@@ -1,0 +1,117 @@
+"""MESH's Lightning files (Zhang et al. 2023, davzha/MESH), image models, whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparo_train.core.config import Frozen, resolve, setting
+from sparo_train.core.errors import CheckpointError
+
+from ..objectives.slot_model import SlotModel, SlotModelConfig
+from ..tasks.slot_encoder import SlotEncoder
+from .reading import Tensors, opened
+from .spot import NAMES
+
+
+class MeshFile(Frozen):
+    image_size: int = setting(64, "pixels per side", gt=0)
+    slots: int = setting(11, "K", gt=0)
+    iterations: int = setting(3, "rounds", gt=0)
+    entropy_steps: int = setting(4, "to a plan of less entropy; 0: SA-Sinkhorn", ge=0)
+    entropy_rate: float = setting(8.0, "of such a step, where the file has none that was learned", gt=0)
+    sinkhorn_steps: int = setting(5, "of Sinkhorn's algorithm", gt=0)
+
+
+def from_mesh(text: str) -> SlotEncoder:
+    """`mesh:FILE?slots=6&…`."""
+    t, options, assumed = opened("mesh", text, MeshFile)
+    t = Tensors(
+        {name.removeprefix("net.").removeprefix("_orig_mod."): value for name, value in t.held.items()}, t.label
+    )
+    grid = t["encoder.8.grid"]
+    slot, hidden = t["slot_attention.mlp.0.weight"].shape[1], t["slot_attention.mlp.0.weight"].shape[0]
+    channels = [t[f"encoder.{i}.weight"].shape[0] for i in (0, 2, 4, 6)]
+    features = t["encoder.13.weight"].shape[0]
+    learned = "slot_attention.lr" in t
+    transport = {
+        "steps": options.sinkhorn_steps,
+        "entropy_steps": options.entropy_steps,
+        "entropy_rate": options.entropy_rate,
+        "learn_rate": learned,
+        "hidden": hidden,
+    }
+    if not options.entropy_steps:
+        transport = {"steps": options.sinkhorn_steps, "entropy_steps": 0, "hidden": hidden}
+    last = t["decoder.8.weight"]
+    config = resolve(
+        SlotModelConfig,
+        {
+            "image_size": options.image_size,
+            "encoder": {"kind": "conv", "channels": channels, "strides": [1] * 4, "kernel": 5},
+            "features": features,
+            "grouping": {
+                "preset": "mesh",
+                "slots": options.slots,
+                "width": slot,
+                "iterations": options.iterations,
+                "mlp_width": hidden,
+                "transport": transport,
+            },
+            "decoder": {
+                "kind": "cnn",
+                "channels": t["decoder.2.weight"].shape[1],
+                "ups": 0,
+                "convs": 3,
+                "out_kernel": last.shape[-1],
+            },
+        },
+        t.label,
+    )
+    if grid.shape[1] != config.image_size:
+        raise CheckpointError(
+            f"{t.label}: is of images of {grid.shape[1]} pixels a side; write ?image_size={grid.shape[1]}"
+        )
+    _renamed(t, learned)
+    model = SlotModel(config)
+    t.into(model)
+    made = SlotEncoder(model, signed=True, label=t.label)
+    made.assumed = assumed
+    return made
+
+
+def _renamed(t: Tensors, learned: bool) -> None:
+    for number, layer in enumerate((0, 2, 4, 6)):
+        t.take(f"encoder.{layer}", f"tower.encoder.layers.{number}")
+    place = "encoder.8.dense"
+    t.give("tower.position.weight", t[f"{place}.weight"][:, [1, 0, 3, 2]].clone())  # it has y before x
+    t.give("tower.position.bias", t[f"{place}.bias"].clone(), "encoder.8")
+    for theirs, ours in (("10", "norm"), ("11", "project.0"), ("13", "project.2")):
+        t.take(f"encoder.{theirs}", f"tower.{ours}")
+    for theirs, ours in (("slots_mu", "mu"), ("slots_log_sigma", "log_sigma")):
+        name = f"slot_attention.{theirs}"
+        t.give(f"tower.grouping.{ours}", t[name].reshape(-1).clone(), name)
+    for theirs, ours in NAMES.items():
+        t.take(f"slot_attention.{theirs}", f"tower.grouping.{ours}")
+    for theirs, ours in (("mlp_input_marginals", "gives"), ("mlp_slot_marginals", "takes")):
+        made = f"tower.grouping.rounds.0.transport.{ours}"
+        t.take(f"slot_attention.{theirs}", made)
+        t.give(f"{made}.2.bias", torch.zeros(1))  # it has none, and a softmax would not notice one
+    if learned:
+        t.give(
+            "tower.grouping.rounds.0.transport.rate", t["slot_attention.lr"].reshape(()).clone(), "slot_attention.lr"
+        )
+    weight, bias = on_signed_grid(t["decoder.1.dense.weight"], t["decoder.1.dense.bias"])
+    t.give("decoder.position.weight", weight)
+    t.give("decoder.position.bias", bias, "decoder.1")
+    for layer in (2, 4, 6, 8):
+        # A transposed convolution of stride one is a convolution by the turned kernel.
+        kernel = t[f"decoder.{layer}.weight"].flip(2, 3).transpose(0, 1).contiguous()
+        t.give(f"decoder.layers.{layer - 2}.weight", kernel, f"decoder.{layer}.weight")
+        t.take(f"decoder.{layer}.bias", f"decoder.layers.{layer - 2}.bias")
+
+
+def on_signed_grid(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """A layer of (y, x, 1 - y, 1 - x) in 0..1, (D, 4), to the same of (y, x) in -1..1, (D, 2)."""
+    half = (weight[:, :2] - weight[:, 2:]) / 2
+    return half.contiguous(), bias + half.sum(1) + weight[:, 2:].sum(1)

@@ -1,0 +1,159 @@
+"""A released file: its tensors, renamed one by one so that none is forgotten, and what it does not say, as options behind a `?`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+import torch
+from torch import Tensor, nn
+
+from sparo_train.core.config import Frozen, parse_yaml, resolve
+from sparo_train.core.errors import CheckpointError, ConfigError
+from sparo_train.models.weights import load_into, read_raw
+
+Options = TypeVar("Options", bound=Frozen)
+
+
+def opened(scheme: str, text: str, options: type[Options]) -> tuple[Tensors, Options, str]:
+    """`FILE?key=value&…` to the file's tensors, the options, and what was taken for granted, in words.
+
+    Raises:
+        ConfigError: an option that this kind of file does not have.
+        CheckpointError: the file cannot be read, or holds no tensors.
+    """
+    file, _, query = text.partition("?")
+    label = f"{scheme}:{file}"
+    given = {key: parse_yaml(value, f"{label}?{key}") for key, value in parse_qsl(query, keep_blank_values=True)}
+    found = resolve(options, given, f"{label}?{query}")
+    left = {name: getattr(found, name) for name in options.model_fields if name not in given}
+    assumed = ", ".join(
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in left.items()
+    )
+    told = f"{label}: does not say {assumed}; {scheme}:{file}?{next(iter(left))}=… says otherwise" if left else ""
+    raw = read_raw(Path(file), plain_namespaces=True)
+    for key in ("state_dict", "model"):
+        if isinstance(raw, Mapping) and isinstance(raw.get(key), Mapping):
+            raw = raw[key]
+    if not isinstance(raw, Mapping) or not raw or not all(isinstance(v, Tensor) for v in raw.values()):
+        raise CheckpointError(f"{file}: holds no state dict of tensors")
+    return Tensors({str(name).removeprefix("module."): value for name, value in raw.items()}, label), found, told
+
+
+class Tensors:
+    """Tensors by their names in the file; whoever takes one says what it is called here."""
+
+    def __init__(self, held: Mapping[str, Tensor], label: str):
+        self.held, self.label = dict(held), label
+        self.ours: dict[str, Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.held
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.held:
+            raise CheckpointError(f"{self.label}: has no {name!r}; is it of another model? (it has {self._some()})")
+        return self.held[name]
+
+    def take(self, theirs: str, ours: str) -> None:
+        """All tensors of `theirs`, a module or a tensor, as `ours`."""
+        names = [n for n in self.held if n == theirs or n.startswith(f"{theirs}.")]
+        if not names:
+            self[theirs]  # says that it is not there
+        for name in names:
+            self.ours[ours + name.removeprefix(theirs)] = self.held.pop(name)
+
+    def give(self, ours: str, value: Tensor, *theirs: str) -> None:
+        """A tensor that is made of some of the file's."""
+        self.ours[ours] = value
+        self.drop(*theirs)
+
+    def drop(self, *prefixes: str) -> None:
+        """What the model here does not have."""
+        self.held = {n: t for n, t in self.held.items() if not any(n == p or n.startswith(f"{p}.") for p in prefixes)}
+
+    def count(self, prefix: str) -> int:
+        """Modules `prefix.0`, `prefix.1`, …"""
+        numbers = {n.removeprefix(f"{prefix}.").partition(".")[0] for n in self.held if n.startswith(f"{prefix}.")}
+        return sum(number.isdigit() for number in numbers)
+
+    def into(self, model: nn.Module) -> None:
+        """Load them. Raises `CheckpointError` where some are left, missing, or of other shapes."""
+        if self.held:
+            raise CheckpointError(f"{self.label}: has tensors that nobody here knows: {self._some()}")
+        load_into(model, self.ours, self.label)
+
+    def square(self, tokens: int, what: str) -> int:
+        """The side of a square of tokens. Raises `CheckpointError`."""
+        side = math.isqrt(tokens)
+        if side * side != tokens:
+            raise CheckpointError(f"{self.label}: {what} has {tokens} places, which is no square")
+        return side
+
+    def _some(self) -> str:
+        names = sorted(self.held)
+        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def grouping(t: Tensors, theirs: str, names: Mapping[str, str]) -> None:
+    """A published slot attention: its modules' names, and which they are here."""
+    for name, ours in names.items():
+        t.take(f"{theirs}.{name}", f"grouping.{ours}")
+
+
+def first_slots(t: Tensors, mean: str, deviation: str, learned: str, noise: bool = True) -> dict[str, Any]:
+    """What slots begin from, shared or their own; the knob `init`, and `slots` where the file says how many."""
+    if learned in t:
+        value = t[learned].reshape(-1, t[learned].shape[-1])
+        t.give("grouping.learned", value.clone(), learned)
+        return {"init": "learned", "slots": len(value)}
+    if not noise or t[mean].numel() > t[mean].shape[-1]:
+        raise ConfigError(f"{t.label}: {mean} is of another kind than this reader knows")
+    for name, ours in ((mean, "mu"), (deviation, "log_sigma")):
+        t.give(f"grouping.{ours}", t[name].reshape(-1).clone(), name)
+    return {"init": "gaussian"}
+
+
+def vit(t: Tensors, prefix: str, heads: int | None, final_norm: bool, shrink: float = 1.0) -> dict[str, Any]:
+    """timm's, DINO's or DINOv2's ViT below `prefix`, as `encoder.vit`; to the block of a recipe that builds it."""
+    for name in ("mask_token", "norm" if not final_norm else "\0", "head"):
+        t.drop(f"{prefix}.{name}")
+    if (
+        f"{prefix}.register_tokens" in t
+    ):  # as DINOv2's own code calls them; its class token has its place added in timm's files
+        t.give(f"{prefix}.reg_token", t[f"{prefix}.register_tokens"], f"{prefix}.register_tokens")
+        t.held[f"{prefix}.reg_token"] = t.ours.pop(f"{prefix}.reg_token")
+    registers = t[f"{prefix}.reg_token"].shape[1] if f"{prefix}.reg_token" in t else 0
+    width, _, patch, _ = t[f"{prefix}.patch_embed.proj.weight"].shape
+    places = t[f"{prefix}.pos_embed"].shape[1]
+    alone = math.isqrt(places) ** 2 == places
+    block = {
+        "kind": "vit",
+        "width": width,
+        "blocks": t.count(f"{prefix}.blocks"),
+        "heads": heads or max(width // 64, 1),
+        "hidden": t[f"{prefix}.blocks.0.mlp.fc1.weight"].shape[0],
+        "patch": patch,
+        "native": t.square(places if alone else places - 1, "pos_embed"),
+        "registers": registers,
+        "class_place": not alone,
+        "layer_scale": f"{prefix}.blocks.0.ls1.gamma" in t,
+        "final_norm": final_norm,
+        "shrink": shrink,
+    }
+    t.take(prefix, "encoder.vit")
+    return block
+
+
+def dinov2_places(table: Tensor, side: int) -> Tensor:
+    """Positions (1, 1 + n, D) with the class token's first, for `side` patches a side, as DINOv2's own code interpolates them."""
+    native = math.isqrt(table.shape[1] - 1)
+    if native == side:
+        return table
+    grid = table[:, 1:].unflatten(1, (native, native)).permute(0, 3, 1, 2).float()
+    factor = (side + 0.1) / native  # its way around a rounding error
+    moved = nn.functional.interpolate(grid, scale_factor=(factor, factor), mode="bicubic")
+    return torch.cat([table[:, :1], moved.flatten(2).transpose(1, 2).to(table.dtype)], dim=1)

@@ -1,0 +1,64 @@
+"""SPOT's `checkpoint.pt.tar` and `.pth` (Kakogeorgiou et al. 2024): its ViT, whose last blocks may have been trained, and its slots."""
+
+from __future__ import annotations
+
+from sparo_train.core.config import Frozen, resolve, setting
+
+from ..objectives.slot_tower import SlotTower, SlotTowerConfig
+from ..tasks.slot_encoder import GroupingEncoder
+from .reading import dinov2_places, first_slots, grouping, opened, vit
+
+NAMES = {
+    "norm_inputs": "norm_input",
+    "norm_slots": "rounds.0.norm_slots",
+    "norm_mlp": "rounds.0.norm_mlp",
+    **{f"project_{x}": f"rounds.0.to_{x}" for x in "qkv"},
+    "gru": "rounds.0.gru",
+    "mlp": "rounds.0.mlp",
+}  # SLATE's, on whose code SPOT's is built
+
+
+class SpotFile(Frozen):
+    image_size: int = setting(224, "pixels per side", gt=0)
+    slots: int = setting(7, "K, where slots begin at random", gt=0)
+    iterations: int = setting(3, "rounds", gt=0)
+    heads: int | None = setting(None, "of the ViT; none: its width / 64", gt=0)
+    final_norm: bool = setting(False, "tokens behind the ViT's last norm")
+
+
+def from_spot(text: str) -> GroupingEncoder:
+    """`spot:FILE?final_norm=true&…`. The decoder is left out: masks are slots' attention to patches (its `_slots` scores)."""
+    t, options, assumed = opened("spot", text, SpotFile)
+    t.drop("second_encoder", "input_proj", "bos_tokens", "slot_proj", "dec", "tf_dec", "mask_token", "pos_embed")
+    places, patch = t["encoder.pos_embed"], t["encoder.patch_embed.proj.weight"].shape[-1]
+    if "encoder.mask_token" in t:  # DINOv2's, which interpolates in its own way
+        t.held["encoder.pos_embed"] = dinov2_places(places, options.image_size // patch)
+    encoder = vit(t, "encoder", options.heads, options.final_norm)
+    for theirs, ours in (("layer_norm", "norm"), ("mlp.0", "project.0"), ("mlp.2", "project.2")):
+        t.take(f"slot_attn.{theirs}", ours)
+    begin = first_slots(t, "slot_attn.slot_mu", "slot_attn.slot_log_sigma", "slot_attn.slots_init.weight")
+    width = t["slot_attn.slot_attention.project_q.weight"].shape[0]
+    mlp = t["slot_attn.slot_attention.mlp.0.weight"].shape[0]
+    grouping(t, "slot_attn.slot_attention", NAMES)
+    knobs = {
+        "preset": "slate",
+        "slots": options.slots,
+        "width": width,
+        "iterations": options.iterations,
+        "mlp_width": mlp,
+    }
+    config = resolve(
+        SlotTowerConfig,
+        {
+            "image_size": options.image_size,
+            "encoder": encoder,
+            "features": encoder["width"],
+            "grouping": {**knobs, **begin},
+        },
+        t.label,
+    )
+    model = SlotTower(config)
+    t.into(model)
+    made = GroupingEncoder(model, signed=False, label=t.label)
+    made.assumed = assumed
+    return made

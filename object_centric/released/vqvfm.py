@@ -1,0 +1,70 @@
+"""`.pth` files of the Genera1Z family (VQ-VFM-OCL and its successors): DINOSAUR on DINOv2, with GELUs and a mean per slot."""
+
+from __future__ import annotations
+
+from sparo_train.core.config import Frozen, resolve, setting
+
+from ..objectives.slot_tower import SlotTower, SlotTowerConfig
+from ..tasks.slot_encoder import GroupingEncoder
+from .reading import Tensors, first_slots, grouping, opened, vit
+
+_NAMES = {
+    "norm1kv": "norm_input",
+    "norm1q": "rounds.0.norm_slots",
+    "norm2": "rounds.0.norm_mlp",
+    **{f"proj_{x}": f"rounds.0.to_{x}" for x in "qkv"},
+    "rnn": "rounds.0.gru",
+}
+
+
+class VqvfmFile(Frozen):
+    image_size: int = setting(256, "pixels per side", gt=0)
+    shrink: float = setting(0.875, "images are brought to so much of it in front of the ViT", gt=0, le=1)
+    iterations: int = setting(3, "rounds", gt=0)
+    heads: int | None = setting(None, "of the ViT; none: its width / 64", gt=0)
+    final_norm: bool = setting(True, "tokens behind the ViT's last norm")
+
+
+def from_vqvfm(text: str) -> GroupingEncoder:
+    """`vqvfm:FILE?image_size=384&…`. Decoders are left out: masks are slots' attention to patches (its `attent`)."""
+    t, options, assumed = opened("vqvfm", text, VqvfmFile)
+    t = Tensors({name.removeprefix("m."): value for name, value in t.held.items()}, t.label)
+    t.drop("decode", "decode_", "mediat")
+    backbone = next((n.partition(".patch_embed.")[0] for n in t.held if ".patch_embed." in n), "encode_backbone.1")
+    encoder = vit(t, backbone, options.heads, options.final_norm, options.shrink)
+    for theirs, ours in (("0", "norm"), ("1", "project.0"), (_last(t, "encode_project"), "project.2")):
+        t.take(f"encode_project.{theirs}", ours)
+    # In evaluation its slots begin from their means, whatever deviations it trained with.
+    if "initializ.mean" in t and t["initializ.mean"].shape[1] > 1:
+        t.held["initializ.own"] = t.held.pop("initializ.mean")
+        t.drop("initializ.logstd")
+    begin = {"slots": 7, **first_slots(t, "initializ.mean", "initializ.logstd", "initializ.own")}
+    width, mlp = t["aggregat.proj_q.weight"].shape[0], t["aggregat.ffn.0.weight"].shape[0]
+    last = _last(t, "aggregat.ffn")
+    grouping(t, "aggregat", {**_NAMES, "ffn.0": "rounds.0.mlp.0", f"ffn.{last}": "rounds.0.mlp.2"})
+    knobs = {"preset": "vqvfm", "width": width, "iterations": options.iterations, "mlp_width": mlp}
+    if begin["init"] != "learned":
+        knobs |= {"gradient": "all", "straight_through": False}
+    config = resolve(
+        SlotTowerConfig,
+        {
+            "image_size": options.image_size,
+            "encoder": encoder,
+            "features": t.ours["project.2.weight"].shape[0],
+            "hidden": t.ours["project.0.weight"].shape[0],
+            "activation": "gelu",
+            "grouping": {**knobs, **begin},
+        },
+        t.label,
+    )
+    model = SlotTower(config)
+    t.into(model)
+    made = GroupingEncoder(model, signed=False, label=t.label)
+    made.assumed = assumed
+    return made
+
+
+def _last(t: Tensors, prefix: str) -> str:
+    """The number of the last layer that has weights: one further where there is dropout in between."""
+    numbers = [n.removeprefix(f"{prefix}.").partition(".")[0] for n in t.held if n.startswith(f"{prefix}.")]
+    return str(max((int(n) for n in numbers if n.isdigit()), default=0))
