@@ -23,6 +23,9 @@ class SlotCollapseConfig(Frozen):
     sharp: float = setting(
         0.05, "1 less the entropy of a pixel's shares: below it all slots draw everything", ge=0, le=1
     )
+    fixed: float = setting(
+        0.8, "how much masks' borders run at the same places in all images: above it they are a grid or cells", ge=0
+    )
 
     def alarm(self, facts: Mapping[str, float], done: float) -> str | None:
         """What is wrong with these averaged facts at this share of the steps; None where nothing is."""
@@ -32,11 +35,13 @@ class SlotCollapseConfig(Frozen):
             return f"one slot draws nearly everything (slots_used {facts['slots_used']:.2f}); try another seed, or a lower optim.lr"
         if facts.get("mask_sharpness", self.sharp) < self.sharp:
             return f"all slots draw the same (mask_sharpness {facts['mask_sharpness']:.3f}); try another seed, or more steps"
+        if facts.get("mask_fixity", 0.0) > self.fixed:
+            return f"masks hardly depend on the image (mask_fixity {facts['mask_fixity']:.2f}); try another seed, or a weaker decoder"
         return None
 
 
 def sharing(masks: Tensor) -> dict[str, Tensor]:
-    """Shares of pixels (b, K, s, s), which sum to one over slots, to `slots_used` and `mask_sharpness`."""
+    """Shares of pixels (b, K, s, s), which sum to one over slots, to `slots_used`, `mask_sharpness` and `mask_fixity`."""
     shares = masks.detach().float()
     slots = shares.shape[1]
     drawn = shares.argmax(1, keepdim=True) == torch.arange(slots, device=shares.device)[:, None, None]
@@ -44,4 +49,24 @@ def sharing(masks: Tensor) -> dict[str, Tensor]:
     return {
         "slots_used": (drawn.float().mean((2, 3)) > _UNUSED).float().sum(1).mean(),
         "mask_sharpness": 1 - entropy,
+        "mask_fixity": fixity(shares.argmax(1)),
     }
+
+
+def fixity(labels: Tensor) -> Tensor:
+    """How alike images are in where the borders of their masks run, whatever slots are called: 0 by chance, 1 where all are the same.
+
+    Args:
+        labels: (b, s, s), a slot per pixel.
+
+    Objects are elsewhere in every image; a grid and Voronoi cells, which slots fall into when they go by position alone, are not.
+    Zero of a single image.
+    """
+    right, down = labels[:, :, 1:] != labels[:, :, :-1], labels[:, 1:] != labels[:, :-1]
+    borders = torch.cat([right.flatten(1), down.flatten(1)], dim=1).float()
+    count, often = len(borders), borders.mean()
+    if count < 2 or not borders.shape[1]:
+        return borders.new_zeros(())
+    of_pairs = borders.sum(0)
+    both = (of_pairs * (of_pairs - 1)).mean() / (count * (count - 1))
+    return (both - often**2) / (often - often**2).clamp(min=1e-6)

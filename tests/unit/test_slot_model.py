@@ -7,11 +7,12 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-from object_centric.decoders.broadcast import Broadcast, BroadcastConfig, _Up
+from object_centric.decoders.broadcast import Broadcast, BroadcastConfig, _Up, waves
 from object_centric.encoders.convnet import ConvNet, ConvNetConfig, grid, same_padded
 from object_centric.encoders.frozen import FrozenConfig
 from object_centric.encoders.resnet import ResNet34Config
 from object_centric.grouping.slot_config import SlotAttentionConfig
+from object_centric.objectives.collapse import SlotCollapseConfig, fixity
 from object_centric.objectives.set_prediction import SetPredictionConfig
 from object_centric.objectives.slot_autoencoder import SlotAutoencoder, SlotAutoencoderConfig
 from object_centric.objectives.slot_model import SlotModel, SlotModelConfig
@@ -112,7 +113,10 @@ def test_models_of_every_kind_learn(frame):
     summed.load_state_dict(objective.state_dict())
     mean, total = objective(batch, Progress(0, 1, 0)), summed(batch, Progress(0, 1, 0))
     assert float(total.total.detach()) == pytest.approx(float(mean.total.detach()) * 3 * 16 * 16, rel=1e-4)
-    assert set(mean.metrics) == {"mse", "slots_used", "mask_sharpness"} and not mean.metrics["mse"].requires_grad
+    assert (
+        set(mean.metrics) == {"mse", "slots_used", "mask_sharpness", "mask_fixity"}
+        and not mean.metrics["mse"].requires_grad
+    )
 
 
 def test_an_encoder_says_of_an_image_what_it_says_of_it_alone():
@@ -321,3 +325,42 @@ def test_the_resnet_is_the_papers():
     assert torch.allclose(net.blocks[0](root), y, atol=1e-6)
     model = SlotModelConfig.model_validate({"image_size": 32, "encoder": {"kind": "resnet34", "root_width": 32}})
     assert SlotModel(model)(torch.randn(1, 3, 32, 32), torch.randn(1, *model.noise)).attention.shape == (1, 7, 4, 4)
+
+
+def test_masks_that_are_the_same_in_every_image_are_told():
+    torch.manual_seed(0)
+    rows, columns = torch.meshgrid(torch.arange(12), torch.arange(12), indexing="ij")
+    cells = torch.stack([(rows // 6 * 2 + columns // 4 + turn) % 5 for turn in range(6)])  # other slots, equal borders
+    assert fixity(cells) == pytest.approx(1, abs=1e-5)
+    assert abs(fixity(torch.randint(0, 4, (64, 12, 12)))) < 0.05
+    moved = torch.stack(
+        [((rows - a).abs() < 3) & ((columns - b).abs() < 3) for a, b in torch.randint(2, 10, (64, 2)).tolist()]
+    )
+    assert fixity(moved.long()) < 0.3
+    assert fixity(cells[:1]) == 0 and fixity(torch.zeros(4, 3, 3)) == 0
+    found = SlotCollapseConfig().alarm({"slots_used": 4.0, "mask_sharpness": 0.9, "mask_fixity": 0.93}, 0.5)
+    assert found is not None and "masks hardly depend on the image (mask_fixity 0.93)" in found
+    assert SlotCollapseConfig().alarm({"slots_used": 4.0, "mask_sharpness": 0.9, "mask_fixity": 0.93}, 0.1) is None
+
+
+def test_a_vit_is_trained_with_the_slots():
+    encoder = {"kind": "vit", "width": 16, "blocks": 1, "heads": 2, "patch": 4, "native": 3, "layer_scale": True}
+    objective = SlotAutoencoder(SlotAutoencoderConfig(model=SlotModelConfig(**{**SMALL, "encoder": encoder})))
+    noise = torch.randn(2, *objective.config.model.noise)
+    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)  # four patches a side, learned for three
+    objective({"image": images, "noise": noise}, Progress(0, 10, 0)).total.backward()
+    grown = {n: p.grad for n, p in objective.named_parameters() if "encoder.vit" in n}
+    assert all(g is not None for g in grown.values()) and "model.tower.encoder.vit.pos_embed" in grown
+    with pytest.raises(ValueError, match="and scales them as it was trained"):
+        SlotAutoencoderConfig(signed=True, model=SlotModelConfig(**{**SMALL, "encoder": encoder}))
+
+
+def test_waves_are_sines_of_places_and_move_with_them():
+    places = torch.randn(5, 2, dtype=torch.float64)
+    found = waves(places, 3)
+    assert found.shape == (5, 14) and torch.equal(found[:, :2], places) and torch.equal(waves(places, 0), places)
+    for octave in range(3):
+        assert torch.allclose(found[:, 2 + 2 * octave : 4 + 2 * octave], (places * torch.pi * 2**octave).sin())
+        assert torch.allclose(found[:, 8 + 2 * octave : 10 + 2 * octave], (places * torch.pi * 2**octave).cos())
+    decoder = Broadcast(BroadcastConfig(kind="mlp", hidden=(8,), waves=2), 6, 4)
+    assert decoder.position.weight.shape == (6, 10)
