@@ -13,11 +13,13 @@ from pydantic import model_validator
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.errors import did_you_mean
 
+from .binder_config import BinderConfig
 from .transport_config import TransportConfig
 
 # Sources: google-research/slot_attention (sa2020), slot-attention-video (savi), singhgautam/slate, steve; OCLF; martius-lab/videosaur;
 # invariant_slot_attention (isa); Genera1Z/VQ-VFM-OCL (vqvfm). tf, tf_inv, tf_inv_gru, sa_nogru: papers/inverted-attention-transformers.txt.
 # sa_sinkhorn, sa_emd, sa_me: papers/slot-attention-optimal-transport.txt; mesh: its later code, davzha/MESH.
+# psb: papers/parallel-spatiotemporal-binder.txt, NVlabs/PSB.
 # mlp_times: hidden units of the MLP as a multiple of width.
 PRESETS: dict[str, dict[str, Any]] = {
     "sa2020": {"ln_eps": 1e-3, "renorm": "entry", "renorm_eps": 1e-8, "gru": "keras", "mlp_width": 128},
@@ -38,6 +40,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sa_sinkhorn": {"transport": {}, "renorm": "none", "mlp_width": 128},
     "sa_emd": {"transport": {"exact": "sum"}, "renorm": "none", "mlp_width": 128},
     "sa_me": {"transport": {"entropy_steps": 4}, "renorm": "none", "mlp_width": 128},
+    "psb": {
+        "binder": {}, "softmax_over": "slots_heads", "renorm": "sum", "renorm_eps": 1e-5, "gru": "none", "layers": "own",
+        "init": "learned", "activation": "gelu", "mlp_times": 4, "out_proj": True,
+    },
     "mesh": {"transport": {"entropy_steps": 4, "cost": "cdist", "takes": "learned"}, "renorm": "none", "mlp_width": 128},
 }  # fmt: skip
 
@@ -86,6 +92,8 @@ class SlotAttentionConfig(Frozen):
         None, "slots share tokens by transport in place of a softmax (sa_sinkhorn, sa_emd, sa_me, mesh)"
     )
 
+    binder: BinderConfig | None = setting(None, "slots of all times bind at once, in blocks (preset psb)")
+
     @model_validator(mode="before")
     @classmethod
     def _row(cls, given: Any) -> Any:
@@ -97,10 +105,11 @@ class SlotAttentionConfig(Frozen):
         row = dict(PRESETS[name])
         if (times := row.pop("mlp_times", None)) and isinstance(given.get("width", 64), int):
             row["mlp_width"] = times * given.get("width", 64)
-        inner = given.get("transport")
-        if isinstance(inner, dict) and "transport" in row:
-            row["transport"] = {**row["transport"], **inner}
-            given = {knob: value for knob, value in given.items() if knob != "transport"}
+        for part in ("transport", "binder"):
+            inner = given.get(part)
+            if isinstance(inner, dict) and part in row:
+                row[part] = {**row[part], **inner}
+                given = {knob: value for knob, value in given.items() if knob != part}
         return {**row, **given}
 
     @model_validator(mode="after")
@@ -128,11 +137,29 @@ class SlotAttentionConfig(Frozen):
             raise ValueError(
                 "transport: has one head and no softmax; leave heads, softmax_over and kv away, renorm: none"
             )
+        if self.binder is not None:
+            self._fits_binder(self.binder)
         if self.gradient == "last" and self.layers == "own":
             raise ValueError(
                 "gradient=last: iterations with weights of their own would learn nothing; set layers to shared"
             )
         return self
+
+    def _fits_binder(self, binder: BinderConfig) -> None:
+        """Raise `ValueError` where knobs of slots that take turns are turned."""
+        held = {
+            "softmax_over": "slots_heads", "renorm": "sum", "gru": "none", "layers": "own", "mlp_last": True, "out_proj": True,
+            "gradient": "all", "kv": "auto", "gru_on_normed": False, "transport": None, "qkv_width": None,
+        }  # fmt: skip
+        for knob, value in held.items():
+            if getattr(self, knob) != value:
+                raise ValueError(f"{knob}={getattr(self, knob)}: a binder has {value} alone; leave it away")
+        if self.width % binder.heads or not self.mlp_width:
+            raise ValueError(
+                f"binder.heads={binder.heads}: has to divide width={self.width}, and mlp_width={self.mlp_width} to be above 0"
+            )
+        if self.init == "same":
+            raise ValueError("init=same: equal slots stay equal in a binder; use learned or gaussian")
 
     @property
     def qkv(self) -> int:

@@ -13,12 +13,13 @@ from sparo_train.core.plugins import Open
 from sparo_train.core.tables import SLOT_ENCODERS
 
 from ..encoders.convnet import ConvNetConfig, grid
+from ..grouping.binder import ParallelBinder
 from ..grouping.invariant import FrameConfig, FramedSlotAttention
 from ..grouping.slot_attention import ACTIVATIONS, SlotAttention
 from ..grouping.slot_config import SlotAttentionConfig
 
 _NOT_FRAMED = (
-    "heads", "softmax_over", "renorm", "gradient", "layers", "gru_on_normed", "out_proj", "mlp_last", "kv", "transport", "activation"
+    "heads", "softmax_over", "renorm", "gradient", "layers", "gru_on_normed", "out_proj", "mlp_last", "kv", "transport", "activation", "binder"
 )  # fmt: skip
 
 
@@ -100,11 +101,10 @@ class SlotTower(nn.Module):
         self.project = nn.Sequential(
             nn.Linear(wide, hidden), ACTIVATIONS[c.activation](), nn.Linear(hidden, c.features)
         )
-        self.grouping: Any = (
-            SlotAttention(c.grouping, c.features)
-            if c.frame is None
-            else FramedSlotAttention(c.grouping, c.frame, c.features)
-        )
+        if c.frame is not None:
+            self.grouping: Any = FramedSlotAttention(c.grouping, c.frame, c.features)
+        else:
+            self.grouping = (SlotAttention if c.grouping.binder is None else ParallelBinder)(c.grouping, c.features)
 
     def forward(self, images: Tensor, noise: Tensor) -> Towered:
         features = self.encoder(images)

@@ -1,0 +1,24 @@
+"""What tells a parallel binder (PSB) from slots that take turns."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from sparo_train.core.config import Frozen, setting
+
+
+class BinderConfig(Frozen):
+    """Blocks of inverted attention to tokens, attention across time, attention among slots, and a perceptron (Singh et al. 2024)."""
+
+    heads: int = setting(
+        4, "of the attentions across time and among slots (those to tokens: heads of the grouping)", gt=0
+    )
+    causal: bool = setting(True, "a time looks at itself and at earlier ones; false: at all of them")
+    competes: Literal["time", "clip"] = setting(
+        "time", "who shares a token: slots of each time among them (the code), or of all times (as D.1.2 can be read)"
+    )
+    longest: int = setting(1024, "times whose distances are told apart: half the period of the slowest octave", gt=0)
+    octaves: int = setting(
+        8, "sines and cosines of a distance in time, each of half the last one's period", gt=0, le=30
+    )
+    distance_width: int = setting(128, "hidden units of what makes attentions' biases of a distance", gt=0)

@@ -1,0 +1,155 @@
+"""PSB: blocks against the released form written out query by query, causality, stills, and what its knobs refuse."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from object_centric.grouping.binder import ParallelBinder
+from object_centric.grouping.slot_config import SlotAttentionConfig
+from object_centric.objectives.slot_model import SlotModelConfig
+
+B, T, N, K, D, IN = 2, 3, 5, 4, 8, 6
+
+
+def built(seed=0, **knobs):
+    torch.manual_seed(seed)
+    given = {"preset": "psb", "slots": K, "width": D, "iterations": 2, **knobs}
+    module = ParallelBinder(SlotAttentionConfig.model_validate(given), IN).double()
+    for name, parameter in module.named_parameters():  # norms and biases that say something
+        parameter.data += (0.3 if "norm" in name or "bias" in name else 0.1) * torch.randn_like(parameter)
+    return module, torch.randn(B, T, N, IN, dtype=torch.float64)
+
+
+def ln(layer, x):
+    return F.layer_norm(x, x.shape[-1:], layer.weight, layer.bias, layer.eps)
+
+
+def distances(block, apart):
+    b = block.binder
+    angles = [apart * 2**i * 2 * math.pi / (2 * b.longest - 1) for i in range(b.octaves)]
+    table = torch.tensor([math.sin(a) for a in angles] + [math.cos(a) for a in angles], dtype=torch.float64) * 2**0.5
+    first, _, second = block.distance
+    hidden = first.weight @ table + first.bias
+    return second.weight @ (hidden * (1 + torch.erf(hidden / 2**0.5)) / 2) + second.bias
+
+
+def heads_of(layer, x, heads):
+    return (x @ layer.weight.T).view(*x.shape[:-1], heads, -1)
+
+
+def plain(module, features):
+    """One time, slot, head and token at a time."""
+    c, slots = module.config, ln(module.norm, module.learned).expand(B, T, -1, -1)
+    own = None
+    for block in module.blocks:
+        b = block.binder
+        x, y = ln(block.norm_slots, slots), ln(block.norm_input, features)
+        q, k, v = heads_of(block.to_q, x, c.heads), heads_of(block.to_k, y, c.heads), heads_of(block.to_v, y, c.heads)
+        d = q.shape[-1]
+        update, own = (
+            torch.zeros(B, T, K, c.heads, d, dtype=torch.float64),
+            torch.zeros(B, T, K, N, dtype=torch.float64),
+        )
+        for batch in range(B):
+            shares = torch.zeros(T, c.heads, K, T, N, dtype=torch.float64)
+            for s in range(T):
+                for n in range(N):
+                    logit = torch.full((T, c.heads, K), -math.inf, dtype=torch.float64)
+                    for t in range(T):
+                        if s <= t or not b.causal:
+                            bias = distances(block, s - t)[: c.heads]
+                            logit[t] = (q[batch, t] * k[batch, s, n]).sum(-1).T * d**-0.5 + bias[:, None]
+                    if b.competes == "clip":
+                        shares[:, :, :, s, n] = logit.flatten().softmax(0).view(T, c.heads, K)
+                    else:
+                        for t in range(T):
+                            if s <= t or not b.causal:
+                                shares[t, :, :, s, n] = logit[t].flatten().softmax(0).view(c.heads, K)
+            weights = shares / (shares.sum((-2, -1), keepdim=True) + c.renorm_eps)
+            for t in range(T):
+                own[batch, t] = shares[t, :, :, t].sum(0)
+                for h in range(c.heads):
+                    update[batch, t, :, h] = torch.einsum("ksn,snd->kd", weights[t, h], v[batch, :, :, h])
+        slots = slots + update.flatten(-2) @ block.out.weight.T
+        biases = torch.stack([torch.stack([distances(block, s - t)[c.heads :] for s in range(T)]) for t in range(T)])
+        biases = biases.permute(2, 0, 1)
+        if b.causal:
+            biases = biases.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+        slots = slots + self_attention(block.across_time, ln(block.norm_time, slots).transpose(1, 2), biases).transpose(
+            1, 2
+        )
+        slots = slots + self_attention(block.among, ln(block.norm_among, slots), 0)
+        hidden = ln(block.norm_mlp, slots) @ block.mlp[0].weight.T + block.mlp[0].bias
+        slots = slots + F.gelu(hidden) @ block.mlp[2].weight.T + block.mlp[2].bias
+    return slots, own
+
+
+def self_attention(layer, x, bias):
+    q, k, v = (heads_of(part, x, layer.heads).transpose(-2, -3) for part in (layer.to_q, layer.to_k, layer.to_v))
+    weights = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias).softmax(-1)
+    return (weights @ v).transpose(-2, -3).flatten(-2) @ layer.out.weight.T
+
+
+KNOBS = [
+    {},
+    {"heads": 2, "binder": {"heads": 2}},
+    {"heads": 2, "binder": {"causal": False}},
+    {"binder": {"competes": "clip"}},
+    {"heads": 2, "binder": {"competes": "clip", "causal": False}},
+]
+
+
+@pytest.mark.parametrize("knobs", KNOBS, ids=str)
+def test_blocks_are_the_released_form(knobs):
+    module, features = built(**knobs)
+    found, (slots, own) = module(features), plain(module, features)
+    assert torch.allclose(found.slots, slots, atol=1e-10) and torch.allclose(found.attention, own, atol=1e-10)
+    gradients = torch.autograd.grad(found.slots.square().sum(), list(module.parameters()), allow_unused=True)
+    assert all(g is None or g.isfinite().all() for g in gradients)
+
+
+def test_a_time_sees_no_later_one_and_a_still_is_a_clip_of_one():
+    module, features = built(heads=2)
+    later = features.clone()
+    later[:, 2] = torch.randn(B, N, IN)
+    assert torch.equal(module(later).slots[:, :2], module(features).slots[:, :2])
+    assert not torch.allclose(module(later).slots[:, 2], module(features).slots[:, 2])
+    still, clip = module(features[:, 0]), module(features[:, :1])
+    assert still.slots.shape == (B, K, D) and torch.equal(still.slots, clip.slots[:, 0])
+    assert torch.allclose(still.attention.sum(1), torch.ones(B, N, dtype=torch.float64))
+    drawn, _ = built(init="gaussian")
+    noise = torch.randn(B, K, D, dtype=torch.float64)
+    assert torch.allclose(drawn.first(noise, B), drawn.mu + drawn.log_sigma.exp() * noise)
+    with pytest.raises(ValueError, match="slots begin at random"):
+        drawn(features)
+
+
+def test_its_size_is_the_released_ones():
+    """NVlabs/PSB at 192 with three blocks, less the causal masks that it keeps as parameters."""
+    given = {"preset": "psb", "slots": 11, "width": 192, "iterations": 3}
+    module = ParallelBinder(SlotAttentionConfig.model_validate(given), 192)
+    wide = 192
+    attention, norm = 4 * wide * wide, 2 * wide
+    block = 3 * attention + 5 * norm + 8 * wide * wide + 5 * wide + (16 * 128 + 128) + (128 * 5 + 5)
+    assert sum(p.numel() for p in module.parameters()) == 3 * block + norm + 11 * wide == 2_229_327 + 11 * wide
+
+
+@pytest.mark.parametrize(
+    ("knobs", "told"),
+    [
+        ({"gru": "torch"}, "gru=torch: a binder has none alone"),
+        ({"binder": {"heads": 3}}, "binder.heads=3: has to divide width=8"),
+        ({"transport": {}}, "transport"),
+        ({"init": "same"}, "init=same"),
+    ],
+)
+def test_knobs_of_slots_that_take_turns_are_refused(knobs, told):
+    with pytest.raises(ValueError, match=told):
+        SlotAttentionConfig.model_validate({"preset": "psb", "slots": K, "width": D, **knobs})
+
+
+def test_frames_are_of_slots_that_take_turns():
+    with pytest.raises(ValueError, match="slots with frames have"):
+        SlotModelConfig.model_validate({"grouping": {"preset": "psb"}, "frame": {}})
