@@ -29,6 +29,10 @@ class BroadcastConfig(Frozen):
     ups: int = setting(2, "of cnn: transposed convolutions, each twice the side of what it gets", ge=0, le=8)
     convs: int = setting(2, "of cnn: convolutions behind them", ge=0, le=64)
     kernel: int = setting(5, "of cnn: pixels of a kernel's side", gt=0, le=64)
+    align: Literal["same", "torch"] = setting(
+        "same",
+        "of cnn: how ups lie: as flax and Keras have them, or a pixel further, as torch's usual idiom (PSB, OCLF)",
+    )
     out_kernel: int = setting(1, "of cnn: of the last layer's, which gives colours and share", gt=0, le=63)
 
     def side(self, image_size: int) -> int:
@@ -72,7 +76,7 @@ class Broadcast(nn.Module):
         for number in range(c.ups + c.convs):
             wide = width if number == 0 else c.channels
             convs += [
-                _Up(wide, c.channels, c.kernel)
+                _Up(wide, c.channels, c.kernel, c.align)
                 if number < c.ups
                 else nn.Conv2d(wide, c.channels, c.kernel, padding="same"),
                 nn.ReLU(),
@@ -107,14 +111,14 @@ def waves(grid: Tensor, octaves: int) -> Tensor:
 
 
 class _Up(nn.ConvTranspose2d):
-    """A transposed convolution of stride 2 that doubles the side, aligned as SAME is in flax and Keras.
+    """A transposed convolution of stride 2 that doubles the side, aligned as SAME is in flax and Keras; or as torch's usual idiom
+    (padding 2, output_padding 1 for 5 pixels), which is the same filter a pixel further."""
 
-    torch's usual idiom (padding 2, output_padding 1 for 5 pixels) is the same filter a pixel further.
-    """
-
-    def __init__(self, wide: int, out: int, kernel: int):
-        super().__init__(wide, out, kernel, stride=2, padding=max(kernel - 2, 0) // 2)
+    def __init__(self, wide: int, out: int, kernel: int, align: Literal["same", "torch"] = "same"):
+        same = max(kernel - 2, 0) // 2
+        super().__init__(wide, out, kernel, stride=2, padding=same if align == "same" else (kernel - 1) // 2)
+        self.behind = kernel % 2 if align == "torch" else 0
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        found = super().forward(input, output_size)
+        found = F.conv_transpose2d(input, self.weight, self.bias, 2, self.padding, self.behind)  # type: ignore[arg-type]
         return found[..., : 2 * input.shape[-2], : 2 * input.shape[-1]]

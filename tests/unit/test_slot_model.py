@@ -61,6 +61,17 @@ def test_a_transposed_convolution_is_the_gradient_of_the_same_one(kernel):
     assert torch.allclose(up(small) - up.bias[:, None, None], expected)
 
 
+def test_torchs_idiom_is_the_same_filter_a_pixel_further():
+    flax, idiom = _Up(3, 2, 5).double(), _Up(3, 2, 5, "torch").double()
+    idiom.load_state_dict(flax.state_dict())
+    x = torch.randn(1, 3, 6, 6, dtype=torch.float64)
+    expected = F.conv_transpose2d(
+        x, flax.weight, flax.bias, stride=2, padding=2, output_padding=1
+    )  # as PSB and OCLF have it
+    assert torch.allclose(idiom(x), expected)
+    assert torch.allclose(idiom(x)[..., :-1, :-1], flax(x)[..., 1:, 1:]) and not torch.allclose(idiom(x), flax(x))
+
+
 @pytest.mark.parametrize(
     "kind", [{"kind": "mlp", "hidden": (8, 8)}, {"kind": "cnn", "channels": 8, "ups": 2, "convs": 1}]
 )
