@@ -150,7 +150,7 @@ class MasksEncoder(ABC):
     `masks_are`: whose they are, in words that stand beside a score.
     """
 
-    masks_are: str
+    masks_are = "the encoder's own"
 
     @abstractmethod
     def masks(self, pixels: Tensor) -> Tensor:
@@ -158,9 +158,13 @@ class MasksEncoder(ABC):
 
 
 class DrawingEncoder(ABC):
-    """What an `Encoder` that draws images again also is.  `draws`: pixels, or another network's features."""
+    """What an `Encoder` that draws images again also is.
 
-    draws: Literal["pixels", "features"]
+    `draws`: "pixels", or which network's features, so that errors in different ones are told apart.  `numbers`: of an image's.
+    """
+
+    draws: str
+    numbers: int
 
     @abstractmethod
     def squared_error(self, pixels: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,7 +27,12 @@ from .encoder import Encoder
 from .own import ClipEncoder, DinoEncoder, PixelEncoder
 
 
-def load_encoder(checkpoint: str | Path, model: str | None = None, device: str = "cpu") -> Encoder:
+def load_encoder(
+    checkpoint: str | Path,
+    model: str | None = None,
+    device: str = "cpu",
+    say: Callable[[str], None] = lambda assumed: None,
+) -> Encoder:
     """Load a checkpoint of any kind we know.
 
     Args:
@@ -37,12 +43,16 @@ def load_encoder(checkpoint: str | Path, model: str | None = None, device: str =
         model: for a file: an open_clip model name, ours included (`ViT-B-32-quickgelu`, `gap-ViT-B-16`), or for DINO's
             `vit_tiny`, `vit_small`, `vit_base`; default: what the file says of itself, else what its shapes tell (then
             `assumed` says what was taken for granted).
+        say: told what was taken for granted, where anything was.
 
     Raises:
         CheckpointError: nothing there that we can read, or something that is not what its name or form says.
     """
     try:
-        return _loaded(checkpoint, model).to(device)
+        encoder = _loaded(checkpoint, model).to(device)
+        if encoder.assumed:
+            say(encoder.assumed)
+        return encoder
     except (SparoError, torch.OutOfMemoryError):
         raise
     # Files and libraries of others fail in their own ways; the cause is kept for who wants it.

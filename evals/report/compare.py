@@ -12,6 +12,9 @@ from sparo_train.core.errors import DataError
 from ..tasks.result import DRAWS, LOWER_IS_BETTER, bootstrap, percentiles
 from .results_file import Record, predictions_of
 
+# Options without which two numbers of one name are not of one kind.
+_SAME = ("drawn", "numbers", "mask_size", "resampling", "background", "ignore")
+
 
 class Comparison(NamedTuple):
     """Of the headline, second less first. `only_first`, `only_second`: samples that one alone has right; p: exact McNemar, two-sided.
@@ -80,6 +83,13 @@ def compare(first: Record, second: Record) -> Comparison:
 
 def _measured(first: Record, second: Record, a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> Comparison:
     """A number per sample, under the same resampled samples; those that have none on either side are left out."""
+    for key in _SAME:
+        one, other = (record.result.options.get(key) for record in (first, second))
+        if one != other:
+            raise DataError(
+                f"{first.task}: {first.checkpoint} was scored with {key}={one} and {second.checkpoint} with {key}={other}; "
+                f"such {first.result.headline} cannot be paired"
+            )
     x, y = (found[first.result.headline].astype(np.float64) for found in (a, b))
     there = ~(np.isnan(x) | np.isnan(y))
     change = (y - x)[there]

@@ -13,7 +13,7 @@ import yaml
 
 from sparo_train.core.errors import ConfigError, did_you_mean
 
-from ..tasks.result import LOWER_IS_BETTER, Result, shown
+from ..tasks.result import LOWER_IS_BETTER, Result, is_share, shown
 from .results_file import Record, by_checkpoint
 
 MARK = "†"
@@ -71,6 +71,12 @@ class Grid(NamedTuple):
     rows: list[Row]
     notes: list[str]
     spans: str = "95 % intervals"
+
+    @property
+    def unit(self) -> str:
+        """Of its cells."""
+        metrics = {cell.metric for row in self.rows for cell in row.cells if cell is not None}
+        return "per cent" if all(map(is_share, metrics)) else "per cent where no unit stands"
 
 
 def _imagenets() -> list[Column]:
@@ -172,7 +178,7 @@ def markdown(table: Grid, transpose: bool = False) -> str:
     lines = ["| " + " | ".join(["", *heads]) + " |", "|---" + "|---:" * len(heads) + "|"]
     lines += ["| " + " | ".join([name, *row]) + " |" for name, row in zip(names, cells, strict=True)]
     lines += [f"\n{note}" for note in table.notes]
-    return f"{table.title}, per cent, {table.spans}\n\n" + "\n".join(lines) + "\n"
+    return f"{table.title}, {table.unit}, {table.spans}\n\n" + "\n".join(lines) + "\n"
 
 
 def latex(table: Grid, transpose: bool = False) -> str:
@@ -190,7 +196,7 @@ def latex(table: Grid, transpose: bool = False) -> str:
     if ruled < len(body):
         lines += ["\\midrule", *(f"{line} \\\\" for line in body[ruled:])]
     begin = [
-        f"% {table.title}, per cent",
+        f"% {table.title}, {table.unit}",
         *(f"% {note}" for note in table.notes),
         f"\\begin{{tabular}}{{l{'r' * len(heads)}}}",
         "\\toprule",
@@ -235,8 +241,13 @@ def _best(table: Grid) -> list[float | None]:
     if len(own) < 2:
         return [None] * len(table.columns)
     columns = [[row.cells[i] for row in own] for i in range(len(table.columns))]
-    cells = [[c for c in column if c is not None] for column in columns]
-    return [(min if c[0].metric in LOWER_IS_BETTER else max)(cell.value for cell in c) if c else None for c in cells]
+    best: list[float | None] = []
+    for column in columns:
+        cells = [c for c in column if c is not None]
+        metrics = {c.metric for c in cells}
+        choose = min if metrics <= LOWER_IS_BETTER else max
+        best.append(choose(c.value for c in cells) if len(metrics) == 1 else None)  # of two metrics none is the better
+    return best
 
 
 def _text(cell: Cell | None) -> str:

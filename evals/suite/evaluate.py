@@ -138,15 +138,13 @@ def evaluate_checkpoint(
     ranks.together(Suite(known).check)
     # Said with the scores: a number over other images must not stand unmarked beside those over the published ones.
     odd = ranks.together(lambda: {name: catalogue.oddity(name, task) for name, task in known.items()})
-    encoder = ranks.together(lambda: load_encoder(checkpoint, how.model, _device(ranks)))
+    encoder = ranks.together(lambda: load_encoder(checkpoint, how.model, _device(ranks), say))
     encoder.precision = how.precision
     scored = checkpoint
     if how.slots is not None:
         encoder = only_slots(encoder, how.slots)
         # Under a name of its own: half of the slots must not stand where the whole model is looked for.
         scored = f"{checkpoint} (slots {how.slots_named})"
-    if encoder.assumed:
-        say(encoder.assumed)
     if how.limit is not None:
         known = {name: task.model_copy(update={"limit": how.limit}) for name, task in known.items()}
     store = FeatureStore(how.features, how.storage, report, say)

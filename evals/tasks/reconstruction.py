@@ -12,7 +12,7 @@ def score(errors: np.ndarray, numbers: int, pixels: bool) -> Result:
 
     Args:
         errors: (n,) squared error of each image, mean over its numbers; of pixels in 0..1.
-        numbers: that an image has: 3 * S * S.
+        numbers: that are drawn of an image: 3 * S * S, or those of its features.
 
     PSNR is that of each image, then the mean (the PSNR of a mean is another number). An image without an error has none; it
     counts as 100 dB. `mse_sum` is summed over pixels and colours, as Biza et al. (2023) report it.
@@ -32,7 +32,7 @@ def score(errors: np.ndarray, numbers: int, pixels: bool) -> Result:
         {name: float(table[:, i].mean()) for i, name in enumerate(columns)},
         0.0,
         {name: percentiles(draws[:, i]) for i, name in enumerate(columns)},
-        {"numbers": numbers, "range": "0..1" if pixels else "the encoder's features", "mean": "over images"},
+        {"numbers": numbers, "mean": "over images"},
         {},
         {name: table[:, i].astype(np.float32) for i, name in enumerate(columns)},
     )

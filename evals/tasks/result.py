@@ -59,6 +59,11 @@ class Result(NamedTuple):
         return out
 
 
+def is_share(metric: str) -> bool:
+    """Whether a score is a share, shown in per cent, for which chance means something."""
+    return metric not in _SHOWN
+
+
 def shown(metric: str, value: float, sign: str = "", unit: bool = False, digits: int = 1) -> str:
     """A score for people: per cent, or what this metric is counted in.
 

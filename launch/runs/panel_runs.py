@@ -21,6 +21,8 @@ from sparo_train.core.errors import ConfigError
 from sparo_train.core.untrusted import read_bytes
 from sparo_train.train.run import LogConfig
 
+from .slot_work import told
+
 
 def draw_panels(checkpoint: str, on: str | None, images: list[Path], number: int, tile: int, out: Path) -> None:
     """Write the picture.
@@ -31,7 +33,7 @@ def draw_panels(checkpoint: str, on: str | None, images: list[Path], number: int
     if on is None and not images:
         raise ConfigError("sparo slots panels: name a task (--on), or images of your own (--image FILE)")
     refuse_unwritable(out.parent, "--out")
-    encoder = load_encoder(checkpoint, None, "cuda" if torch.cuda.is_available() else "cpu")
+    encoder = load_encoder(checkpoint, None, "cuda" if torch.cuda.is_available() else "cpu", told)
     if not isinstance(encoder, MaskingEncoder):
         raise ConfigError(
             f"{checkpoint}: does not draw its slots; train with objective.kind=slots, or use `sparo slots show`"

@@ -49,6 +49,11 @@ class SlotOptions:
     classifier_slots: str = "slice"
 
 
+def told(assumed: str) -> None:
+    """What a file does not say, and was taken for granted, on stderr."""
+    console.print(assumed, soft_wrap=True, markup=False, highlight=False)
+
+
 class Bench:
     """A loaded checkpoint with its units."""
 
@@ -60,7 +65,8 @@ class Bench:
             if value not in among:
                 raise ConfigError(f"--{key} {value}: {did_you_mean(value, among)}")
         self.checkpoint, self.options = checkpoint, options
-        self.encoder: Encoder = load_encoder(checkpoint, options.model, "cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.encoder: Encoder = load_encoder(checkpoint, options.model, device, told)
         kind: Any = options.units
         if kind == EITHER:
             kind = "slots" if self.encoder.slots > 1 else "parts"

@@ -55,7 +55,7 @@ def show_catalogue(root: Path) -> None:
 
 def grid_table(found: Grid, transpose: bool) -> Table:
     """A grid for the terminal, intervals below the values, the paper's own numbers dimmed."""
-    table = Table(title=f"{found.title}, per cent, {found.spans}", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=f"{found.title}, {found.unit}, {found.spans}", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("")
     styles = ["dim" if row.paper else None for row in found.rows]
     rows = [[_cell_text(cell) for cell in row.cells] for row in found.rows]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from evals.encoders.own import ClipEncoder
 from evals.sets.wds import WdsSet
-from evals.tasks.result import Result, shown
+from evals.tasks.result import Result, is_share, shown
 from sparo_train.data.examples.text import decode_tokens
 
 _HTML = """<!doctype html><html lang="en"><meta charset="utf-8"><title>sparo demo</title>
@@ -90,7 +90,7 @@ def table_rows(results: Mapping[str, Mapping[str, Result]]) -> list[dict[str, An
                 {
                     "label": label,
                     "n": first.n if head else "",
-                    "chance": shown(metric, first.chance) if head else "",
+                    "chance": shown(metric, first.chance) if head and is_share(metric) else "",
                     "cells": cells,
                 }
             )

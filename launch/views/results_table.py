@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rich.table import Table
 
 from evals.report.paper_tables import MARK
-from evals.tasks.result import Result, shown
+from evals.tasks.result import Result, is_share, shown
 
 
 def results_table(results: Mapping[str, Mapping[str, Result]], title: str) -> Table:
@@ -21,7 +21,14 @@ def results_table(results: Mapping[str, Mapping[str, Result]], title: str) -> Ta
         first = max((r[task] for r in results.values() if task in r), key=lambda r: len(r.metrics))
         found = [by_task.get(task) for by_task in results.values()]
         head = [shown(r.headline, r.value, unit=True) + (MARK if r.note else "") if r else "-" for r in found]
-        table.add_row(task, first.headline, str(first.n), shown(first.headline, first.chance), *head, style="bold")
+        table.add_row(
+            task,
+            first.headline,
+            str(first.n),
+            shown(first.headline, first.chance) if is_share(first.headline) else "-",
+            *head,
+            style="bold",
+        )
         table.add_row(
             "",
             "  95 %",

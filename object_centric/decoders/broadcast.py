@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Self
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -34,6 +35,14 @@ class BroadcastConfig(Frozen):
         "of cnn: how ups lie: as flax and Keras have them, or a pixel further, as torch's usual idiom (PSB, OCLF)",
     )
     out_kernel: int = setting(1, "of cnn: of the last layer's, which gives colours and share", gt=0, le=63)
+
+    @model_validator(mode="after")
+    def _placed(self) -> Self:
+        if self.kind == "patch" and self.waves:
+            raise ValueError(
+                f"waves={self.waves}: are of places by coordinates, and kind=patch learns its own; leave it away"
+            )
+        return self
 
     def side(self, image_size: int) -> int:
         """Of the grid that slots are put on. Raises `ValueError` where it does not come out at the image's size."""

@@ -72,7 +72,7 @@ class FrozenPatches(nn.Module):
         assert isinstance(encoder, Encoder)
         self.model = encoder.model.requires_grad_(False)
         self._tokens = encoder.patch_tokens
-        self._identity = f"{encoder.weights} {encoder.architecture} patches"
+        self.identity = f"{encoder.weights} {encoder.architecture} patches"
         self._kept: dict[str, KeptFeatures] = {}  # by what they are computed with
         self.register_buffer("mean", encoder.mean.clone(), persistent=False)
         self.register_buffer("std", encoder.std.clone(), persistent=False)
@@ -90,7 +90,7 @@ class FrozenPatches(nn.Module):
             if torch.is_autocast_enabled(images.device.type)
             else torch.float32
         )
-        how = f"{self._identity} {amp} {next(self.model.parameters()).dtype}"
+        how = f"{self.identity} {amp} {next(self.model.parameters()).dtype}"
         if how not in self._kept:
             self._kept[how] = KeptFeatures(Path(self.config.cache), hashlib.sha256(how.encode()).hexdigest())
         kept, side = self._kept[how], self.config.side(images.shape[-1])

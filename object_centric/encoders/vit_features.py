@@ -40,8 +40,14 @@ class VitFeaturesConfig(Frozen):
         return self
 
     def side(self, image_size: int) -> int:
-        """Patches per side."""
-        return int(image_size * self.shrink) // self.patch
+        """Patches per side. Raises `ValueError` where they do not come out at the image's size."""
+        seen = int(image_size * self.shrink)
+        if seen % self.patch:
+            raise ValueError(
+                f"encoder.patch={self.patch}: does not divide image_size={image_size}"
+                + (f" times encoder.shrink={self.shrink}" if self.shrink != 1 else "")
+            )
+        return seen // self.patch
 
     def cost(self, image_size: int) -> int:
         """Numbers that the blocks keep for an image."""

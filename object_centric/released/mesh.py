@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from sparo_train.core.config import Frozen, resolve, setting
-from sparo_train.core.errors import CheckpointError
 
 from ..objectives.slot_model import SlotModel, SlotModelConfig
 from ..tasks.slot_encoder import SlotEncoder
@@ -15,7 +14,6 @@ from .spot import NAMES
 
 
 class MeshFile(Frozen):
-    image_size: int = setting(64, "pixels per side", gt=0)
     slots: int = setting(11, "K", gt=0)
     iterations: int = setting(3, "rounds", gt=0)
     entropy_steps: int = setting(4, "to a plan of less entropy; 0: SA-Sinkhorn", ge=0)
@@ -25,15 +23,18 @@ class MeshFile(Frozen):
 
 def from_mesh(text: str) -> SlotEncoder:
     """`mesh:FILE?slots=6&…`."""
-    t, options, assumed = opened("mesh", text, MeshFile)
+    t, options, unsaid = opened("mesh", text, MeshFile)
     t = Tensors(
         {name.removeprefix("net.").removeprefix("_orig_mod."): value for name, value in t.held.items()}, t.label
     )
-    grid = t["encoder.8.grid"]
     slot, hidden = t["slot_attention.mlp.0.weight"].shape[1], t["slot_attention.mlp.0.weight"].shape[0]
     channels = [t[f"encoder.{i}.weight"].shape[0] for i in (0, 2, 4, 6)]
     features = t["encoder.13.weight"].shape[0]
+    if not options.entropy_steps:
+        t.drop("slot_attention.lr")
     learned = "slot_attention.lr" in t
+    if learned or not options.entropy_steps:
+        unsaid.unused("entropy_rate")
     transport = {
         "steps": options.sinkhorn_steps,
         "entropy_steps": options.entropy_steps,
@@ -47,7 +48,7 @@ def from_mesh(text: str) -> SlotEncoder:
     config = resolve(
         SlotModelConfig,
         {
-            "image_size": options.image_size,
+            "image_size": t["encoder.8.grid"].shape[1],
             "encoder": {"kind": "conv", "channels": channels, "strides": [1] * 4, "kernel": 5},
             "features": features,
             "grouping": {
@@ -68,15 +69,11 @@ def from_mesh(text: str) -> SlotEncoder:
         },
         t.label,
     )
-    if grid.shape[1] != config.image_size:
-        raise CheckpointError(
-            f"{t.label}: is of images of {grid.shape[1]} pixels a side; write ?image_size={grid.shape[1]}"
-        )
     _renamed(t, learned)
     model = SlotModel(config)
     t.into(model)
     made = SlotEncoder(model, signed=True, label=t.label)
-    made.assumed = assumed
+    made.assumed = str(unsaid)
     return made
 
 

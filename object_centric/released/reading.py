@@ -18,8 +18,36 @@ from sparo_train.models.weights import load_into, read_raw
 Options = TypeVar("Options", bound=Frozen)
 
 
-def opened(scheme: str, text: str, options: type[Options]) -> tuple[Tensors, Options, str]:
-    """`FILE?key=value&…` to the file's tensors, the options, and what was taken for granted, in words.
+class Unsaid:
+    """What a file may leave open: the options of its kind, those that were given, and those that it says itself."""
+
+    def __init__(self, label: str, query: str, given: Mapping[str, Any], found: Frozen):
+        self.label, self.query, self.given, self.left = label, query, dict(given), found.model_dump(exclude=set(given))
+
+    def told(self, name: str, value: object) -> None:
+        """The file says this one. Raises `ConfigError` where another was asked for."""
+        if name in self.given and self.given[name] != value:
+            raise ConfigError(f"{self.label}?{name}={self.given[name]}: the file says {value}; leave it away")
+        self.left.pop(name, None)
+
+    def unused(self, *names: str) -> None:
+        """Options that mean nothing for this file. Raises `ConfigError` where one was given."""
+        for name in names:
+            if name in self.given:
+                raise ConfigError(f"{self.label}?{name}={self.given[name]}: means nothing for this file; leave it away")
+            self.left.pop(name, None)
+
+    def __str__(self) -> str:
+        if not self.left:
+            return ""
+        known = {name: str(value).lower() if isinstance(value, bool) else value for name, value in self.left.items()}
+        assumed = ", ".join(f"{name}={value}" for name, value in known.items())
+        again = f"{self.label}?{self.query}{'&' if self.query else ''}{next(iter(known))}=…"
+        return f"{self.label}: does not say {assumed}; {again} says otherwise"
+
+
+def opened(scheme: str, text: str, options: type[Options]) -> tuple[Tensors, Options, Unsaid]:
+    """`FILE?key=value&…` to the file's tensors, the options, and what is taken for granted.
 
     Raises:
         ConfigError: an option that this kind of file does not have.
@@ -29,18 +57,17 @@ def opened(scheme: str, text: str, options: type[Options]) -> tuple[Tensors, Opt
     label = f"{scheme}:{file}"
     given = {key: parse_yaml(value, f"{label}?{key}") for key, value in parse_qsl(query, keep_blank_values=True)}
     found = resolve(options, given, f"{label}?{query}")
-    left = {name: getattr(found, name) for name in options.model_fields if name not in given}
-    assumed = ", ".join(
-        f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in left.items()
-    )
-    told = f"{label}: does not say {assumed}; {scheme}:{file}?{next(iter(left))}=… says otherwise" if left else ""
     raw = read_raw(Path(file), plain_namespaces=True)
     for key in ("state_dict", "model"):
         if isinstance(raw, Mapping) and isinstance(raw.get(key), Mapping):
             raw = raw[key]
     if not isinstance(raw, Mapping) or not raw or not all(isinstance(v, Tensor) for v in raw.values()):
         raise CheckpointError(f"{file}: holds no state dict of tensors")
-    return Tensors({str(name).removeprefix("module."): value for name, value in raw.items()}, label), found, told
+    return (
+        Tensors({str(name).removeprefix("module."): value for name, value in raw.items()}, label),
+        found,
+        Unsaid(label, query, given, found),
+    )
 
 
 class Tensors:
@@ -104,14 +131,15 @@ def grouping(t: Tensors, theirs: str, names: Mapping[str, str]) -> None:
         t.take(f"{theirs}.{name}", f"grouping.{ours}")
 
 
-def first_slots(t: Tensors, mean: str, deviation: str, learned: str, noise: bool = True) -> dict[str, Any]:
+def first_slots(t: Tensors, unsaid: Unsaid, mean: str, deviation: str, learned: str) -> dict[str, Any]:
     """What slots begin from, shared or their own; the knob `init`, and `slots` where the file says how many."""
     if learned in t:
         value = t[learned].reshape(-1, t[learned].shape[-1])
+        unsaid.told("slots", len(value))
         t.give("grouping.learned", value.clone(), learned)
         return {"init": "learned", "slots": len(value)}
-    if not noise or t[mean].numel() > t[mean].shape[-1]:
-        raise ConfigError(f"{t.label}: {mean} is of another kind than this reader knows")
+    if t[mean].numel() > t[mean].shape[-1]:
+        raise CheckpointError(f"{t.label}: {mean} is of another kind than this reader knows")
     for name, ours in ((mean, "mu"), (deviation, "log_sigma")):
         t.give(f"grouping.{ours}", t[name].reshape(-1).clone(), name)
     return {"init": "gaussian"}
@@ -121,11 +149,6 @@ def vit(t: Tensors, prefix: str, heads: int | None, final_norm: bool, shrink: fl
     """timm's, DINO's or DINOv2's ViT below `prefix`, as `encoder.vit`; to the block of a recipe that builds it."""
     for name in ("mask_token", "norm" if not final_norm else "\0", "head"):
         t.drop(f"{prefix}.{name}")
-    if (
-        f"{prefix}.register_tokens" in t
-    ):  # as DINOv2's own code calls them; its class token has its place added in timm's files
-        t.give(f"{prefix}.reg_token", t[f"{prefix}.register_tokens"], f"{prefix}.register_tokens")
-        t.held[f"{prefix}.reg_token"] = t.ours.pop(f"{prefix}.reg_token")
     registers = t[f"{prefix}.reg_token"].shape[1] if f"{prefix}.reg_token" in t else 0
     width, _, patch, _ = t[f"{prefix}.patch_embed.proj.weight"].shape
     places = t[f"{prefix}.pos_embed"].shape[1]
@@ -148,12 +171,26 @@ def vit(t: Tensors, prefix: str, heads: int | None, final_norm: bool, shrink: fl
     return block
 
 
-def dinov2_places(table: Tensor, side: int) -> Tensor:
-    """Positions (1, 1 + n, D) with the class token's first, for `side` patches a side, as DINOv2's own code interpolates them."""
-    native = math.isqrt(table.shape[1] - 1)
-    if native == side:
-        return table
-    grid = table[:, 1:].unflatten(1, (native, native)).permute(0, 3, 1, 2).float()
-    factor = (side + 0.1) / native  # its way around a rounding error
-    moved = nn.functional.interpolate(grid, scale_factor=(factor, factor), mode="bicubic")
-    return torch.cat([table[:, :1], moved.flatten(2).transpose(1, 2).to(table.dtype)], dim=1)
+def as_timm_has_dinov2(t: Tensors, prefix: str, side: int) -> None:
+    """DINOv2's own names and places below `prefix` to timm's, for `side` patches a side.
+
+    Without registers its code interpolates places by a factor that it moves by a tenth of a patch; with registers, smoothly, and
+    timm's model has the class token's place in the token itself.
+    """
+    table = t[f"{prefix}.pos_embed"]
+    native = t.square(table.shape[1] - 1, f"{prefix}.pos_embed")
+    registers = f"{prefix}.register_tokens" in t
+    if native != side:
+        grid = table[:, 1:].unflatten(1, (native, native)).permute(0, 3, 1, 2)
+        if registers:
+            moved = nn.functional.interpolate(grid, size=(side, side), mode="bicubic", antialias=True)
+        else:
+            factor = (side + 0.1) / native  # its way around a rounding error
+            moved = nn.functional.interpolate(grid, scale_factor=(factor, factor), mode="bicubic")
+        table = torch.cat([table[:, :1], moved.flatten(2).transpose(1, 2)], dim=1)
+    if registers:
+        t.held[f"{prefix}.cls_token"] = t[f"{prefix}.cls_token"] + table[:, :1]
+        t.held[f"{prefix}.reg_token"] = t.held.pop(f"{prefix}.register_tokens")
+        table = table[:, 1:]
+    t.held[f"{prefix}.pos_embed"] = table
+    t.drop(f"{prefix}.mask_token")

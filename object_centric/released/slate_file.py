@@ -26,7 +26,7 @@ class SlateFile(Frozen):
 
 def from_slate(text: str) -> SlateEncoder:
     """`slate:FILE?slots=11&…`."""
-    t, options, assumed = opened("slate", text, SlateFile)
+    t, options, unsaid = opened("slate", text, SlateFile)
     vocab, wide = t["out.weight"].shape
     side = t.square(t["positional_encoder.pe"].shape[1] - 1, "positional_encoder.pe")
     slot = t["slot_proj.weight"].shape[1]
@@ -53,7 +53,7 @@ def from_slate(text: str) -> SlateEncoder:
     model = SlateModel(config)
     t.into(model)
     made = SlateEncoder(model, signed=False, label=t.label)
-    made.assumed = assumed
+    made.assumed = str(unsaid)
     return made
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from sparo_train.core.config import Frozen, resolve, setting
+from sparo_train.core.errors import ConfigError
 
 from ..objectives.slot_tower import SlotTower, SlotTowerConfig
 from ..tasks.slot_encoder import GroupingEncoder
-from .reading import dinov2_places, first_slots, grouping, opened, vit
+from .reading import as_timm_has_dinov2, first_slots, grouping, opened, vit
 
 NAMES = {
     "norm_inputs": "norm_input",
@@ -28,15 +29,19 @@ class SpotFile(Frozen):
 
 def from_spot(text: str) -> GroupingEncoder:
     """`spot:FILE?final_norm=true&…`. The decoder is left out: masks are slots' attention to patches (its `_slots` scores)."""
-    t, options, assumed = opened("spot", text, SpotFile)
+    t, options, unsaid = opened("spot", text, SpotFile)
     t.drop("second_encoder", "input_proj", "bos_tokens", "slot_proj", "dec", "tf_dec", "mask_token", "pos_embed")
-    places, patch = t["encoder.pos_embed"], t["encoder.patch_embed.proj.weight"].shape[-1]
-    if "encoder.mask_token" in t:  # DINOv2's, which interpolates in its own way
-        t.held["encoder.pos_embed"] = dinov2_places(places, options.image_size // patch)
+    patch = t["encoder.patch_embed.proj.weight"].shape[-1]
+    if options.image_size % patch:
+        raise ConfigError(
+            f"{t.label}?image_size={options.image_size}: patches are {patch} pixels a side; give a multiple"
+        )
+    if "encoder.mask_token" in t:
+        as_timm_has_dinov2(t, "encoder", options.image_size // patch)
     encoder = vit(t, "encoder", options.heads, options.final_norm)
     for theirs, ours in (("layer_norm", "norm"), ("mlp.0", "project.0"), ("mlp.2", "project.2")):
         t.take(f"slot_attn.{theirs}", ours)
-    begin = first_slots(t, "slot_attn.slot_mu", "slot_attn.slot_log_sigma", "slot_attn.slots_init.weight")
+    begin = first_slots(t, unsaid, "slot_attn.slot_mu", "slot_attn.slot_log_sigma", "slot_attn.slots_init.weight")
     width = t["slot_attn.slot_attention.project_q.weight"].shape[0]
     mlp = t["slot_attn.slot_attention.mlp.0.weight"].shape[0]
     grouping(t, "slot_attn.slot_attention", NAMES)
@@ -60,5 +65,5 @@ def from_spot(text: str) -> GroupingEncoder:
     model = SlotTower(config)
     t.into(model)
     made = GroupingEncoder(model, signed=False, label=t.label)
-    made.assumed = assumed
+    made.assumed = str(unsaid)
     return made

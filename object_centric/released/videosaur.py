@@ -26,14 +26,14 @@ class VideosaurFile(Frozen):
 
 def from_videosaur(text: str) -> GroupingEncoder:
     """`videosaur:FILE?slots=11&…`. Decoders, predictors and target encoders are left out: masks are slots' attention to patches."""
-    t, options, assumed = opened("videosaur", text, VideosaurFile)
+    t, options, unsaid = opened("videosaur", text, VideosaurFile)
     t = Tensors({name.replace(".module.", ".", 1): value for name, value in t.held.items()}, t.label)
     t.drop("decoder", "processor.predictor", "target_encoder", "loss_fns")
     whole = "encoder.backbone.model.norm.weight" in t  # torchvision's extractor leaves away what features do not pass
     encoder = vit(t, "encoder.backbone.model", options.heads, final_norm=whole)
     for theirs, ours in (("0", "norm"), ("1", "project.0"), ("3", "project.2")):
         t.take(f"encoder.output_transform.layers.{theirs}", ours)
-    begin = first_slots(t, "initializer.mean", "initializer.log_std", "initializer.slots")
+    begin = first_slots(t, unsaid, "initializer.mean", "initializer.log_std", "initializer.slots")
     corrector = "processor.corrector"
     width, wide = t[f"{corrector}.to_q.weight"].shape[1], t[f"{corrector}.to_q.weight"].shape[0]
     if width != wide:
@@ -73,5 +73,5 @@ def from_videosaur(text: str) -> GroupingEncoder:
     model = SlotTower(config)
     t.into(model)
     made = GroupingEncoder(model, signed=False, label=t.label)
-    made.assumed = assumed
+    made.assumed = str(unsaid)
     return made

@@ -20,6 +20,7 @@ _NAMES = {
 class VqvfmFile(Frozen):
     image_size: int = setting(256, "pixels per side", gt=0)
     shrink: float = setting(0.875, "images are brought to so much of it in front of the ViT", gt=0, le=1)
+    slots: int = setting(7, "K, where slots begin from one Gaussian", gt=0)
     iterations: int = setting(3, "rounds", gt=0)
     heads: int | None = setting(None, "of the ViT; none: its width / 64", gt=0)
     final_norm: bool = setting(True, "tokens behind the ViT's last norm")
@@ -27,7 +28,7 @@ class VqvfmFile(Frozen):
 
 def from_vqvfm(text: str) -> GroupingEncoder:
     """`vqvfm:FILE?image_size=384&…`. Decoders are left out: masks are slots' attention to patches (its `attent`)."""
-    t, options, assumed = opened("vqvfm", text, VqvfmFile)
+    t, options, unsaid = opened("vqvfm", text, VqvfmFile)
     t = Tensors({name.removeprefix("m."): value for name, value in t.held.items()}, t.label)
     t.drop("decode", "decode_", "mediat")
     backbone = next((n.partition(".patch_embed.")[0] for n in t.held if ".patch_embed." in n), "encode_backbone.1")
@@ -38,7 +39,7 @@ def from_vqvfm(text: str) -> GroupingEncoder:
     if "initializ.mean" in t and t["initializ.mean"].shape[1] > 1:
         t.held["initializ.own"] = t.held.pop("initializ.mean")
         t.drop("initializ.logstd")
-    begin = {"slots": 7, **first_slots(t, "initializ.mean", "initializ.logstd", "initializ.own")}
+    begin = {"slots": options.slots, **first_slots(t, unsaid, "initializ.mean", "initializ.logstd", "initializ.own")}
     width, mlp = t["aggregat.proj_q.weight"].shape[0], t["aggregat.ffn.0.weight"].shape[0]
     last = _last(t, "aggregat.ffn")
     grouping(t, "aggregat", {**_NAMES, "ffn.0": "rounds.0.mlp.0", f"ffn.{last}": "rounds.0.mlp.2"})
@@ -60,7 +61,7 @@ def from_vqvfm(text: str) -> GroupingEncoder:
     model = SlotTower(config)
     t.into(model)
     made = GroupingEncoder(model, signed=False, label=t.label)
-    made.assumed = assumed
+    made.assumed = str(unsaid)
     return made
 
 

@@ -48,7 +48,8 @@ def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
             segmentation.Masked(true[0], own, true[1] if len(true) > 1 else None)
             for true, own in zip(planes, predicted, strict=True)
         )
-        result = segmentation.score(pairs, task.background, task.ignore, encoder.slots)
+        # An encoder of somebody else's may have masks and no slots.
+        result = segmentation.score(pairs, task.background, task.ignore, encoder.slots if encoder.slots > 1 else None)
         if task.headline not in result.metrics:
             if task.headline == "mbo_c" and "mbo_i" in result.metrics:
                 raise DataError(

@@ -28,15 +28,14 @@ def run_reconstruction(scoring: Scoring, task: ReconstructionTaskConfig) -> Resu
     source = open_set(task, "masks")
     encoder = scoring.encoder
     assert isinstance(encoder, DrawingEncoder)  # what offers `drawing`
-    view = View(f"squared error of {encoder.draws}", encoder.squared_error)
+    view = View(f"squared error of what is drawn: {encoder.draws}", encoder.squared_error)
     (found,) = scoring.features([source], task.workers, view=view)
-    size = scoring.encoder.image_size
 
     def score() -> Result:
         errors = np.concatenate([block[:, 0].numpy() for block in found.blocks(4096)])
-        return reconstruction.score(errors, 3 * size * size, encoder.draws == "pixels")
+        return reconstruction.score(errors, encoder.numbers, encoder.draws == "pixels")
 
-    return described(scoring.ranks.first(score), found, source, {"drawn": encoder.draws, "image_size": size})
+    return described(scoring.ranks.first(score), found, source, {"drawn": encoder.draws})
 
 
 RECONSTRUCTION = Task(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -101,8 +101,12 @@ class SlotEncoder(MaskingEncoder, DrawingEncoder):
     masks_are = "decoder, patches' shares bilinear"
 
     @property
-    def draws(self) -> Literal["pixels", "features"]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.model.config.target
+    def draws(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return "pixels" if self.model.config.target == "pixels" else f"features of {self.model.tower.encoder.identity}"
+
+    @property
+    def numbers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.model.config.drawn_side**2 * self.model.config.drawn_width
 
     def encode(self, pixels: Tensor) -> Tensor:
         return self.seen(pixels).slots.float().flatten(1)  # as every task takes them
@@ -113,7 +117,7 @@ class SlotEncoder(MaskingEncoder, DrawingEncoder):
     def parts(self, pixels: Tensor) -> Parts:
         decoded = self.seen(pixels).decoded
         shares = self.brought(decoded.masks)
-        if self.draws == "features":
+        if self.draws != "pixels":
             return Parts(shares, None, None)
         return Parts(shares, self.shown(decoded.image), self.shown(decoded.own))
 
@@ -156,6 +160,10 @@ class SlateEncoder(GroupingEncoder, DrawingEncoder):
 
     draws = "pixels"
 
+    @property
+    def numbers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return 3 * self.image_size**2
+
     @torch.inference_mode()
     def seen(self, pixels: Tensor) -> Towered:
         with self.autocast():
@@ -165,7 +173,8 @@ class SlateEncoder(GroupingEncoder, DrawingEncoder):
     def parts(self, pixels: Tensor) -> Parts:
         found = self.seen(pixels)
         with self.autocast():
-            return Parts(self.brought(found.attention), self.model.generate(found.slots).float(), None)
+            drawn = self.model.generate(found.slots).float().clamp(0, 1)  # as the authors' code cuts it
+        return Parts(self.brought(found.attention), drawn, None)
 
     @torch.inference_mode()
     def squared_error(self, pixels: Tensor) -> Tensor:

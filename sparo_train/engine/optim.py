@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 import torch
-from pydantic import model_validator
 from torch.distributed.tensor import DTensor
 
 from ..core.config import Frozen, between, free, setting
@@ -24,9 +23,9 @@ class OptimGroupConfig(Frozen):
     )
     lr_factor: float = setting(1.0, "times optim.lr", gt=0)
     decay_factor: float = setting(1.0, "times optim.weight_decay, of parameters that the method decays", ge=0)
-    schedule: Literal["shared", "constant"] = setting(
+    schedule: Literal["shared", "unwarmed", "constant"] = setting(
         "shared",
-        "its rate goes with the others'; constant: it is lr_factor times optim.lr from the first step to the last",
+        "its rate goes with the others'; unwarmed: but for their warm-up; constant: it stays lr_factor times optim.lr",
     )
 
 
@@ -50,7 +49,7 @@ class OptimConfig(Frozen):
     warmup_from_zero: bool = setting(
         False, "the first step has a rate of zero (DINO), not of lr/warmup_steps (open_clip)"
     )
-    min_lr: float = setting(0.0, "where the cosine ends", ge=0)
+    min_lr: float = setting(0.0, "where the cosine and the halving end", ge=0)
     clip_grad_norm: float | None = setting(
         None, "largest norm of gradients; null: not clipped, as the paper's CLIP", gt=0
     )
@@ -60,27 +59,24 @@ class OptimConfig(Frozen):
     max_skipped: int = free(20, "non-finite steps in a row before training stops", ge=0)
     groups: tuple[OptimGroupConfig, ...] = setting((), "parameters with a rate of their own, by name")
 
-    @model_validator(mode="after")
-    def _floor(self) -> Self:
-        if self.schedule != "cosine" and self.min_lr:
-            raise ValueError(
-                f"min_lr={self.min_lr}: is where the cosine ends, and schedule={self.schedule}; set it to 0"
-            )
-        return self
 
+def learning_rate(config: OptimConfig, step: int, total_steps: int, warmup: bool = True) -> float:
+    """Learning rate of 0-based `step`: linear warm-up, then cosine to `min_lr`, constant, or halved every `half_life` steps down to it.
 
-def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """Learning rate of 0-based `step`: linear warm-up, then cosine to `min_lr`, constant, or halved every `half_life` steps."""
+    Args:
+        warmup: false: what follows behind the warm-up, from the first step on (a group's `schedule: unwarmed`).
+    """
     warm = config.warmup_steps
     halved = config.schedule == "half_life"
     rate = config.lr
     if halved:
         rate *= 0.5 ** (max(step - (warm if config.half_life_from == "warmup" else 0), 0) / config.half_life)
-    if step < warm:
+        rate = max(rate, config.min_lr)
+    if step < warm and warmup:
         return linear(0.0, rate, step, warm) if config.warmup_from_zero else rate * (step + 1) / warm
     if halved or config.schedule == "constant":
         return rate
-    return cosine(config.lr, config.min_lr, step - warm, total_steps - warm)
+    return cosine(config.lr, config.min_lr, max(step - warm, 0), total_steps - warm)
 
 
 def weight_decay(config: OptimConfig, step: int, total_steps: int) -> float:
@@ -100,7 +96,7 @@ def build_adamw(config: OptimConfig, objective: Objective) -> torch.optim.AdamW:
     if not named:
         raise ConfigError("objective: no parameter is trainable")
     grouped: dict[tuple[int, bool, bool], list[torch.nn.Parameter]] = {}
-    for name, number in _numbers(config.groups, list(named)).items():
+    for name, number in group_numbers(config.groups, list(named)).items():
         # The fused kernel does not take shards and whole tensors in one group.
         key = number, name not in undecayed, isinstance(named[name], DTensor)
         grouped.setdefault(key, []).append(named[name])
@@ -111,7 +107,7 @@ def build_adamw(config: OptimConfig, objective: Objective) -> torch.optim.AdamW:
                 "params": grouped[key],
                 "decay_factor": rows[key[0]].decay_factor if key[1] else 0.0,
                 "lr_factor": rows[key[0]].lr_factor,
-                "constant": rows[key[0]].schedule == "constant",
+                "goes": rows[key[0]].schedule,
                 "weight_decay": config.weight_decay * rows[key[0]].decay_factor if key[1] else 0.0,
             }
             # In one order for all starts: checkpoints name parameters, but DeepSpeed cuts groups in their order.
@@ -124,8 +120,8 @@ def build_adamw(config: OptimConfig, objective: Objective) -> torch.optim.AdamW:
     )
 
 
-def _numbers(groups: Sequence[OptimGroupConfig], names: Sequence[str]) -> dict[str, int]:
-    """Which group a parameter is of, counted from 1; 0: of none."""
+def group_numbers(groups: Sequence[OptimGroupConfig], names: Sequence[str]) -> dict[str, int]:
+    """Which group a parameter is of, counted from 1; 0: of none. Raises `ConfigError` where a pattern fits no parameter."""
     found = dict.fromkeys(names, 0)
     for number, group in reversed(list(enumerate(groups, start=1))):  # so that the first that fits is what stays
         for pattern in group.match:

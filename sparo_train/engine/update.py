@@ -15,8 +15,9 @@ def set_rates(optimizer: torch.optim.Optimizer, config: OptimConfig, progress: P
     """The learning rate of this step, returned, and its weight decay, into the optimizer's groups."""
     at = progress.step, progress.total_steps
     lr, decay = learning_rate(config, *at), weight_decay(config, *at)
+    rates = {"shared": lr, "unwarmed": learning_rate(config, *at, warmup=False), "constant": config.lr}
     for group in optimizer.param_groups:
-        group["lr"] = group["lr_factor"] * (config.lr if group["constant"] else lr)
+        group["lr"] = group["lr_factor"] * rates[group["goes"]]
         group["weight_decay"] = group["decay_factor"] * decay  # what is not decayed has a factor of zero
     return lr
 

@@ -13,6 +13,7 @@ from ..data.read.loader import shared_streams
 from ..data.read.plan import per_epoch
 from ..data.read.sources import open_source
 from ..engine.kinds import Sizes
+from ..engine.optim import group_numbers
 from .build import build_objective
 from .run import RunConfig
 
@@ -50,6 +51,7 @@ def dry_run(config: RunConfig) -> DryRun:
     # A model of any size is counted without its memory.
     with torch.device("meta"):
         objective = build_objective(config)
+    group_numbers(config.optim.groups, [name for name, p in objective.named_parameters() if p.requires_grad])
     footprint = objective.footprint(config.batch_size // (config.world_size or 1), config.batch_size)
     shared_streams(config.data, config.batch_size, config.world_size or 1)  # training would refuse the same
     facts = [_source(name, config) for name in config.data.sources]

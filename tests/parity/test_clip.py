@@ -180,8 +180,8 @@ def test_rates_halve_from_the_start_or_behind_the_warm_up():
         warm = min((step + 1) / 10, 1)
         assert learning_rate(locatello, step, 2000) == pytest.approx(4e-4 * warm * 0.5 ** (step / 100))
         assert learning_rate(dinosaur, step, 2000) == pytest.approx(4e-4 * warm * 0.5 ** (max(step - 10, 0) / 100))
-    with pytest.raises(ValueError, match="is where the cosine ends"):
-        OptimConfig(**told, min_lr=0.1)
+    assert learning_rate(OptimConfig(**told, min_lr=1e-4), 1010, 2000) == 1e-4
+    assert learning_rate(locatello, 4, 2000, warmup=False) == pytest.approx(4e-4 * 0.5**0.04)
 
 
 def test_groups_have_rates_and_decay_of_their_own():
@@ -201,6 +201,10 @@ def test_groups_have_rates_and_decay_of_their_own():
     assert named["model.visual.conv1.weight"] == pytest.approx((0.25e-4, 0.1))  # the first group that fits
     assert named["model.visual.class_embedding"] == pytest.approx((3e-3, 0.0))
     assert named["model.logit_scale"] == pytest.approx((3e-3, 0.0))
+    unwarmed = config.model_copy(update={"groups": (config.groups[1].model_copy(update={"schedule": "unwarmed"}),)})
+    optimizer = build_adamw(unwarmed, objective)
+    set_rates(optimizer, unwarmed, Progress(2, 100, 0))
+    assert {g["lr"] for g in optimizer.param_groups} == {3e-3, 1e-3 * 3 / 4}
     assert named["model.text.token_embedding.weight"] == pytest.approx((2.5e-4, 0.2))
     with pytest.raises(ConfigError, match=r"optim.groups.0.match=model.vision.\*: fits no parameter"):
         build_adamw(OptimConfig(groups=({"match": ("model.vision.*",)},)), objective)

@@ -8,6 +8,7 @@ from scipy.stats import binom
 from evals.report import paper_tables as layouts
 from evals.report.compare import compare
 from evals.report.over_seeds import over_seeds
+from evals.report.plots import relative_change
 from evals.report.results_file import append, read_records
 from evals.tasks import pairs, reconstruction, retrieval, zeroshot
 from evals.tasks.result import Result, bootstrap, percentiles, shown
@@ -78,6 +79,23 @@ def test_scores_that_images_have_of_their_own_are_compared_image_by_image(tmp_pa
     assert found.interval[0] < expected < found.interval[1]
     found = compare(*two(tmp_path / "features", drawn(errors, False), drawn(better, False)))
     assert found.difference < 0 and (found.only_first, found.only_second) == (10, 40)  # less error is better
+
+
+def test_scores_of_other_kinds_are_not_paired_nor_ranked(tmp_path):
+    one = drawn([0.1, 0.2])._replace(options={"drawn": "features of a", "numbers": 48})
+    other = one._replace(options={"drawn": "features of b", "numbers": 48})
+    with pytest.raises(
+        DataError, match="drawn=features of a and b with drawn=features of b; such psnr cannot be paired"
+    ):
+        compare(*two(tmp_path, one, other))
+    first, second = two(tmp_path / "mixed", drawn([0.1, 0.2]), drawn([0.2, 0.3], False))
+    text = layouts.markdown(layouts.grid([first, second], None))
+    assert "**" not in text and "per cent where no unit stands" in text
+    first, second = two(tmp_path / "less", drawn([0.1, 0.1], False), drawn([0.3, 0.3], False))
+    assert relative_change({"d": first}, {"d": second}, tmp_path / "c.png")["d"] == pytest.approx(-2)
+    first, second = two(tmp_path / "log", drawn([0.1, 0.1]), drawn([0.3, 0.3]))
+    with pytest.raises(DataError, match="share no task"):
+        relative_change({"d": first}, {"d": second}, tmp_path / "c.png")
 
 
 def test_what_is_no_share_is_shown_in_its_own_unit(tmp_path):

@@ -362,6 +362,10 @@ def test_a_vit_is_trained_with_the_slots():
     objective({"image": images, "noise": noise}, Progress(0, 10, 0)).total.backward()
     grown = {n: p.grad for n, p in objective.named_parameters() if "encoder.vit" in n}
     assert all(g is not None for g in grown.values()) and "model.tower.encoder.vit.pos_embed" in grown
+    with pytest.raises(ValueError, match=r"encoder.patch=4: does not divide image_size=18"):
+        SlotModelConfig(**{**SMALL, "encoder": encoder, "image_size": 18})
+    with pytest.raises(ValueError, match="waves=8: are of places by coordinates"):
+        BroadcastConfig(kind="patch", waves=8)
     with pytest.raises(ValueError, match="and scales them as it was trained"):
         SlotAutoencoderConfig(signed=True, model=SlotModelConfig(**{**SMALL, "encoder": encoder}))
 
