@@ -30,6 +30,11 @@ class Unsaid:
             raise ConfigError(f"{self.label}?{name}={self.given[name]}: the file says {value}; leave it away")
         self.left.pop(name, None)
 
+    def came_out(self, name: str, value: object) -> None:
+        """What an option came out at that goes by others where it is left open."""
+        if name in self.left:
+            self.left[name] = value
+
     def unused(self, *names: str) -> None:
         """Options that mean nothing for this file. Raises `ConfigError` where one was given."""
         for name in names:

@@ -39,6 +39,7 @@ def from_spot(text: str) -> GroupingEncoder:
     if "encoder.mask_token" in t:
         as_timm_has_dinov2(t, "encoder", options.image_size // patch)
     encoder = vit(t, "encoder", options.heads, options.final_norm)
+    unsaid.came_out("heads", encoder["heads"])
     for theirs, ours in (("layer_norm", "norm"), ("mlp.0", "project.0"), ("mlp.2", "project.2")):
         t.take(f"slot_attn.{theirs}", ours)
     begin = first_slots(t, unsaid, "slot_attn.slot_mu", "slot_attn.slot_log_sigma", "slot_attn.slots_init.weight")

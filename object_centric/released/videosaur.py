@@ -31,6 +31,7 @@ def from_videosaur(text: str) -> GroupingEncoder:
     t.drop("decoder", "processor.predictor", "target_encoder", "loss_fns")
     whole = "encoder.backbone.model.norm.weight" in t  # torchvision's extractor leaves away what features do not pass
     encoder = vit(t, "encoder.backbone.model", options.heads, final_norm=whole)
+    unsaid.came_out("heads", encoder["heads"])
     for theirs, ours in (("0", "norm"), ("1", "project.0"), ("3", "project.2")):
         t.take(f"encoder.output_transform.layers.{theirs}", ours)
     begin = first_slots(t, unsaid, "initializer.mean", "initializer.log_std", "initializer.slots")

@@ -33,6 +33,7 @@ def from_vqvfm(text: str) -> GroupingEncoder:
     t.drop("decode", "decode_", "mediat")
     backbone = next((n.partition(".patch_embed.")[0] for n in t.held if ".patch_embed." in n), "encode_backbone.1")
     encoder = vit(t, backbone, options.heads, options.final_norm, options.shrink)
+    unsaid.came_out("heads", encoder["heads"])
     for theirs, ours in (("0", "norm"), ("1", "project.0"), (_last(t, "encode_project"), "project.2")):
         t.take(f"encode_project.{theirs}", ours)
     # In evaluation its slots begin from their means, whatever deviations it trained with.

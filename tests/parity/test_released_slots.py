@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from evals.encoders.loading import load_encoder
 from object_centric.released.mesh import on_signed_grid
-from object_centric.released.reading import Tensors, as_timm_has_dinov2
+from object_centric.released.reading import Tensors, Unsaid, as_timm_has_dinov2
+from object_centric.released.spot import SpotFile
 from sparo_train.core.errors import CheckpointError, ConfigError
 from tests.conftest import sparo
 
@@ -227,6 +228,19 @@ def spots_features(vit, held, pixels, kind):
         tokens = torch.cat([tokens[:, :1], registers, tokens[:, 1:]], 1)
     tokens = vit.blocks(tokens)
     return (vit.norm(tokens) if kind != "dino" else tokens)[:, 3 if kind == "registers" else 1 :]
+
+
+def test_what_goes_by_other_numbers_is_told_as_it_came_out():
+    unsaid = Unsaid("spot:f", "slots=5", {"slots": 5}, SpotFile(slots=5))
+    unsaid.came_out("heads", 12)
+    unsaid.came_out("slots", 7)  # that was asked for
+    assert str(unsaid) == (
+        "spot:f: does not say image_size=224, iterations=3, heads=12, final_norm=false; "
+        "spot:f?slots=5&image_size=… says otherwise"
+    )
+    for name in ("image_size", "iterations", "heads", "final_norm"):
+        unsaid.told(name, 1)
+    assert str(unsaid) == ""
 
 
 def test_places_that_fit_stay_as_they_are():
