@@ -32,21 +32,23 @@ class SetTaskConfig(TaskConfig):
     `torchvision` (the folder that it calls `root`, of a set that `known_as` names).
     """
 
-    root: str = setting(..., "where the set is")
+    root: str = setting(..., "where the set is", examples=["data/emoji/vendor"])
     layout: Annotated[str, AfterValidator(_known)] = setting("wds", "how the set is stored: a row of sparo.layouts")
     split: str = setting("test", "the part that is scored")
     known_as: str | None = setting(
-        None, "clip-benchmark's name of it, for class names and templates that the folder lacks"
+        None, "clip-benchmark's name of it, for class names and templates that the folder lacks", examples=["cars"]
     )
-    limit: int | None = setting(None, "so many samples, evenly spaced", gt=0)
+    limit: int | None = setting(None, "so many samples, evenly spaced", gt=0, examples=[1000])
     workers: int = setting(2, "processes that decode images", ge=0, le=256)
 
 
 class LabelledTaskConfig(TaskConfig):
     """Labelled images: shards with `.cls` members (a folder, a glob, a URL) or a folder of class folders."""
 
-    train: str = setting(..., "images that labels are learnt from")
-    test: str = setting(..., "images that are scored")
-    resize: int | None = setting(None, "shortest side before the middle is cut out; null: the encoder's own", gt=0)
-    limit: int | None = setting(None, "so many samples of each, evenly spaced", gt=0)
+    train: str = setting(..., "images that labels are learnt from", examples=["data/fashion_mnist/train"])
+    test: str = setting(..., "images that are scored", examples=["data/fashion_mnist/test"])
+    resize: int | None = setting(
+        None, "shortest side before the middle is cut out; null: the encoder's own", gt=0, examples=[256]
+    )
+    limit: int | None = setting(None, "so many samples of each, evenly spaced", gt=0, examples=[1000])
     workers: int = setting(2, "processes that decode images", ge=0, le=256)

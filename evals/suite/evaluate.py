@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from sparo_train import __version__
-from sparo_train.core.config import Frozen, load_recipe, resolve, setting
+from sparo_train.core.config import Frozen, resolve, setting
 from sparo_train.core.disk.rundir import environment
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
 from sparo_train.core.files import cache_folder
+from sparo_train.core.layers import load_recipe
 from sparo_train.train.run import TaskConfig as AnyTask
 
 from ..encoders.encoder import Encoder, Precision

@@ -27,7 +27,7 @@ class ZeroshotTaskConfig(SetTaskConfig):
     """
 
     task: Literal["zeroshot"] = setting("zeroshot", "a row of sparo.tasks")
-    classes: int | None = setting(None, "how many there must be", gt=1)
+    classes: int | None = setting(None, "how many there must be", gt=1, examples=[1000])
     border_crop: bool = setting(True, "cut off ObjectNet's red border of two pixels")
     headline: Literal["acc1", "mean_per_class_recall"] = setting("acc1", "the score that tables show")
 
@@ -36,7 +36,9 @@ class RetrievalTaskConfig(SetTaskConfig):
     """Images to captions and back."""
 
     task: Literal["retrieval"] = setting("retrieval", "a row of sparo.tasks")
-    annotations: str | None = setting(None, "of layout karpathy: the file that says which captions an image has")
+    annotations: str | None = setting(
+        None, "of layout karpathy: the file that says which captions an image has", examples=["dataset_coco.json"]
+    )
     k: Annotated[tuple[int, ...], between(1, 1 << 31)] = setting(
         (1, 5, 10), "ranks within which a hit counts (R@k)", min_length=1
     )

@@ -27,7 +27,9 @@ class ProbeTaskConfig(SetTaskConfig):
 
     task: Literal["probe"] = setting("probe", "a row of sparo.tasks")
     train_split: str = setting("train", "the part that the probe learns from, beside `split`")
-    val_split: str | None = setting(None, "the part that the weight decay is searched on, in place of val_proportion")
+    val_split: str | None = setting(
+        None, "the part that the weight decay is searched on, in place of val_proportion", examples=["val"]
+    )
     val_proportion: float = setting(
         0.2, "share of train_split that it is searched on; 0: weight_decay is used", ge=0, lt=1
     )

@@ -44,7 +44,7 @@ class LinearTaskConfig(LabelledTaskConfig):
     lr: float = setting(0.001, "per 256 images of a batch: the rate is lr * batch_size / 256", gt=0)
     batch_size: int = setting(1024, "images per step, of all ranks together", gt=0)
     augment: bool = setting(True, "random crops and mirroring; false: features computed once, another protocol")
-    classes: int | None = setting(None, "how many there are; null: those of the training images", gt=1)
+    classes: int | None = setting(None, "how many there are; null: those of the training images", gt=1, examples=[1000])
     seed: int = setting(0, "of what is drawn: the order, the crops, the first weights")
 
 

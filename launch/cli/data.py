@@ -12,6 +12,7 @@ import typer
 from sparo_train.core.errors import ConfigError
 
 from ..views.terminal import console, out
+from .recipe_words import OPEN, Overrides, Recipe, run_given
 
 Processes = Annotated[int, typer.Option(min=1)]
 
@@ -224,18 +225,17 @@ def check(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(context_settings=OPEN)
 def bench(
-    recipe: Annotated[Path, typer.Argument(help="the recipe whose data to read")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value …")] = None,
+    recipe: Recipe,
+    overrides: Overrides = None,
     samples: Annotated[int, typer.Option(min=1)] = 512,
 ) -> None:
     """Samples per second of one worker, share of time per stage, and of the whole pipeline."""
     from sparo_data.bench import bench as run_bench
     from sparo_train.train.build import build_pipeline
-    from sparo_train.train.run import load_run
 
-    timing = run_bench(build_pipeline(load_run(recipe, overrides)), samples)
+    timing = run_bench(build_pipeline(run_given(recipe, overrides)), samples)
     out.print(f"one worker: {timing.worker_rate:.0f} samples/s over {timing.samples} samples")
     for stage, share in timing.shares().items():
         out.print(

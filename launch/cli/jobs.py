@@ -19,6 +19,7 @@ from sparo_train.core.untrusted import shown
 from ..jobs.clusters import load_cluster, options_help, split_words
 from ..views.terminal import console, out
 from . import data as data_cli
+from .recipe_words import OPEN, Recipe, refuse_keys_as_options
 
 if TYPE_CHECKING:  # commands import what they need: `sparo --help` needs none of it
     from ..jobs.fanout import FanOut
@@ -26,7 +27,6 @@ if TYPE_CHECKING:  # commands import what they need: `sparo --help` needs none o
     from ..jobs.status import Status
 
 app = typer.Typer(no_args_is_help=True, help="Jobs on a cluster: submit, watch, cancel, submit again.")
-_OPEN = {"ignore_unknown_options": True}
 _CLUSTER = "Options of the cluster, each a key of its block in configs/clusters:\n\n" + options_help()
 
 On = Annotated[str, typer.Option("--on", help="a cluster: configs/clusters/NAME.yaml, local, or debug")]
@@ -35,9 +35,9 @@ After = Annotated[list[Path] | None, typer.Option(help="start when the job of th
 Runs = Annotated[list[Path], typer.Argument(help="folders in which jobs were launched")]
 
 
-@app.command(context_settings=_OPEN, epilog=_CLUSTER)
+@app.command(context_settings=OPEN, epilog=_CLUSTER)
 def train(
-    recipe: Annotated[Path, typer.Argument(help="a YAML recipe")],
+    recipe: Recipe,
     words: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE or --OPTION VALUE")] = None,
     on: On = "slurm",
     seeds: Annotated[int | None, typer.Option(min=1, help="so many runs, with the next seeds")] = None,
@@ -47,8 +47,11 @@ def train(
     """Submit a recipe. `optim.lr=[1e-3,5e-4]` and `--seeds 3` make an array of runs; the same line again continues."""
     from ..jobs.launching import LaunchOptions, launch_train
     from ..jobs.sweep import expand
+    from ..runs.recipes import find_recipe
 
+    recipe = find_recipe(recipe)
     overrides, options = split_words(words or [])
+    refuse_keys_as_options(options)
     order = LaunchOptions(on, load_cluster(on, options), parallel, tuple(after or ()))
     name, runs = expand(recipe, overrides, seeds)
     found = launch_train(runs, order, Path(runs[0].out) / name, _say)
@@ -57,7 +60,7 @@ def train(
     _end_of_debug(order, [folder for folder, _ in found])
 
 
-@app.command("eval", context_settings=_OPEN, epilog=_CLUSTER)
+@app.command("eval", context_settings=OPEN, epilog=_CLUSTER)
 def evaluate(
     words: Annotated[list[str], typer.Argument(metavar="CHECKPOINT or --OPTION VALUE")],
     on: On = "slurm",
@@ -81,7 +84,7 @@ def evaluate(
     _launch(fan, order)
 
 
-@app.command("data", context_settings=_OPEN, epilog=_CLUSTER)
+@app.command("data", context_settings=OPEN, epilog=_CLUSTER)
 def data(
     words: Annotated[list[str], typer.Argument(metavar="COMMAND ARGUMENT or --OPTION VALUE")],
     parts: Annotated[int, typer.Option(min=1, help="how many jobs share the work")],
@@ -163,7 +166,7 @@ def cancel(runs: Runs) -> None:
         out.print(f"{run}: cancelled {', '.join(cancel_folder(run))}")
 
 
-@app.command(context_settings=_OPEN, epilog=_CLUSTER)
+@app.command(context_settings=OPEN, epilog=_CLUSTER)
 def resubmit(
     words: Annotated[list[str], typer.Argument(metavar="RUN or --OPTION VALUE")],
 ) -> None:

@@ -13,13 +13,14 @@ from sparo_train.core.errors import SparoError
 from sparo_train.core.world import started
 
 from ..views.terminal import out
-from . import data, eval, explore, jobs, slot_pictures, slot_verbs
+from . import config_verbs, data, eval, explore, jobs, slot_pictures, slot_verbs
 from .process import call, leave
+from .recipe_words import OPEN, Overrides, Recipe, run_given, words_given
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Pretraining and understanding structured encoders.",
 )
 app.add_typer(data.app, name="data")
@@ -29,20 +30,43 @@ for verb in (slot_pictures.show, slot_pictures.panels, explore.explore):
     slot_verbs.app.command()(verb)
 app.add_typer(slot_verbs.app, name="slots")
 
-Recipe = Annotated[Path, typer.Argument(help="a YAML recipe, e.g. configs/clip/scenes_tiny.yaml")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key.path=value …")]
+
+def _version(asked: bool) -> None:
+    if asked:
+        out.print(f"sparo {__version__}")
+        raise typer.Exit
 
 
-@app.command()
+@app.callback()
+def sparo(
+    version: Annotated[
+        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Pretraining and understanding structured encoders: CLIP, DINO, slots."""
+
+
+@app.command(context_settings=OPEN)
 def train(
     recipe: Recipe,
     overrides: Overrides = None,
     dry: Annotated[bool, typer.Option("--dry", help="resolve and count, train nothing")] = False,
+    show: Annotated[
+        bool, typer.Option("--print", help="print the resolved recipe and where each value comes from")
+    ] = False,
 ) -> None:
     """Train a recipe; the same line again resumes. Exit codes: 0 finished, 75 stopped by a signal and saved."""
-    from sparo_train.train.run import load_run  # commands import what they need: `sparo --help` needs none of it
+    config = run_given(recipe, overrides)  # commands import what they need: `sparo --help` needs none of it
+    if show:
+        from sparo_train.core.layers import origins
+        from sparo_train.train.run import RunConfig
 
-    config = load_run(recipe, overrides)
+        from ..runs.recipes import find_recipe
+        from ..views.resolved import resolved_lines
+
+        for line in resolved_lines(config, origins(find_recipe(recipe), words_given(overrides), RunConfig)):
+            out.print(line, soft_wrap=True)
+        return
     if dry:
         from ..views.sizes import show_dry
 
@@ -52,6 +76,10 @@ def train(
     from ..runs.train import train as run
 
     exit_if_stopped(run(config))
+
+
+for told in (config_verbs.recipes, config_verbs.config):
+    app.command()(told)
 
 
 @app.command()

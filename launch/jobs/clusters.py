@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from sparo_train.core.config import Frozen, Tree, load_recipe, parse_yaml, resolve, setting
+from sparo_train.core.config import Frozen, resolve, setting
 from sparo_train.core.errors import ConfigError, did_you_mean
+from sparo_train.core.layers import Tree, load_recipe
+from sparo_train.core.recipe_yaml import parse_yaml
 
 from ..shipped import configs
 

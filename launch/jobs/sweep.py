@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparo_train.core.config import load_recipe, override, parse_yaml, wrong_keys
+from sparo_train.core.config import wrong_keys
 from sparo_train.core.errors import ConfigError
+from sparo_train.core.layers import load_recipe, override
+from sparo_train.core.recipe_yaml import parse_yaml
 from sparo_train.train.run import RunConfig, load_run
 
 _MOST = 1000  # elements that SLURM's MaxArraySize allows by default
@@ -57,9 +59,9 @@ def expand(recipe: Path, overrides: Sequence[str], seeds: int | None = None) -> 
 def _takes_list(recipe: Path, overrides: Sequence[str], text: str) -> bool:
     """Whether the recipe's key itself holds a list: then it is a value, and no sweep."""
     others = [o for o in overrides if o != text and not isinstance(parse_yaml(o.partition("=")[2], o), list)]
-    tree = override(load_recipe(recipe), [*others, text])
+    tree = override(load_recipe(recipe), [*others, text], RunConfig)
     tree.setdefault("name", "x")
-    at = text.partition("=")[0].strip().split(".")
+    at = text.removeprefix("+").partition("=")[0].strip().split(".")
     return not any(at == list(map(str, where))[: len(at)] for where in wrong_keys(RunConfig, tree))
 
 

@@ -1,17 +1,71 @@
-"""The recipes that come with sparo, by name."""
+"""The recipes that come with sparo, by name, and what a user's word for a recipe means."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import ConfigError, did_you_mean
 
 from ..shipped import configs
 
+_OTHERS = ("clusters", "tasks")  # folders of configs/ that hold no recipes
+
+
+class ShippedRecipe(NamedTuple):
+    """`name` is FOLDER/STEM; `line` what its header says first."""
+
+    name: str
+    path: Path
+    line: str
+
+
+def shipped_recipes() -> list[ShippedRecipe]:
+    """All of them, by name. Files that begin with `_` are parents of others."""
+    root = next((folder for folder in configs() if folder.is_dir()), None)
+    found = sorted(root.glob("*/*.yaml")) if root else []
+    return [
+        ShippedRecipe(f"{path.parent.name}/{path.stem}", path, _first_line(path))
+        for path in found
+        if path.parent.name not in _OTHERS and not path.name.startswith("_")
+    ]
+
+
+def _first_line(path: Path) -> str:
+    with path.open(encoding="utf-8") as stream:
+        return stream.readline().removeprefix("#").strip()
+
 
 def recipe(name: str) -> Path:
-    """The path of a shipped recipe, e.g. `clip/scenes_tiny.yaml`."""
+    """The path of a shipped file of configs/, e.g. `clip/scenes_tiny.yaml`."""
     for root in configs():
         if (root / name).is_file():
             return root / name
     raise ConfigError(f"recipe {name!r} is not in this installation; run from a checkout or reinstall")
+
+
+def find_recipe(word: Path) -> Path:
+    """The file that a user's word means: a path, or the name of a shipped recipe (`emoji_small`, `clip/scenes_tiny`).
+
+    Raises:
+        ConfigError: neither, or a name that two recipes have; with near misses and with what to write.
+    """
+    if word.exists():
+        return word
+    text = word.as_posix()
+    short = text.removeprefix("configs/").removesuffix(".yaml")
+    shipped = {own.name: own.path for own in shipped_recipes()}
+    fitting = [name for name in shipped if short in (name, name.partition("/")[2])]
+    if len(fitting) == 1 and not word.suffix:
+        return shipped[fitting[0]]
+    if fitting:
+        written = " or ".join(fitting)
+        missing = f"{text}: no such file" if word.suffix else f"{text}: {len(fitting)} recipes are called so"
+        raise ConfigError(f"{missing}; write {written} for the one that comes with sparo")
+    if not word.suffix and len(word.parts) < 3:
+        raise ConfigError(f"{text}: no recipe; {did_you_mean(text, _names(shipped))} `sparo recipes` lists them")
+    return word  # whoever reads it says what is wrong with it
+
+
+def _names(shipped: dict[str, Path]) -> list[str]:
+    return [*shipped, *(name.partition("/")[2] for name in shipped)]

@@ -25,6 +25,7 @@ from sparo_train.train.trainer import Trainer
 from ..jobs.clusters import load_cluster
 from ..jobs.side import submit_side
 from ..views.progress import ProgressView
+from ..views.source_lines import source_lines
 
 
 def train(config: RunConfig) -> Outcome:
@@ -50,6 +51,8 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
             if not any(rundir.checkpoints.glob("step-*")):
                 among = f" on {ranks.size} ranks" if ranks.size > 1 else ""
                 view.say(f"{total} steps of {config.batch_size} samples{among} -> {rundir.path}")
+            for line in source_lines(pipeline.sources, total * config.batch_size):
+                view.say(line)
             try:
                 evaluate = make_evaluate(config, objective, rundir, view.say)
                 flops = FlopCounter(lambda: build_objective(config)) if config.log.flops else None
@@ -62,6 +65,9 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
             except SparoError as error:
                 view.note(f"error: {error}")
                 raise
+            if unusable := trainer.bad.by_reason():
+                told = ", ".join(f"{reason} {count:,}" for reason, count in unusable.items())
+                view.say(f"samples that could not be used: {told}")
             view.say(f"{outcome.reason} at step {outcome.step}; checkpoint {outcome.checkpoint}")
             return outcome
     finally:

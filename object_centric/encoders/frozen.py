@@ -30,6 +30,7 @@ class FrozenConfig(Frozen):
     cache: str | None = free(
         None,
         "folder where features are kept by the content of their pictures, fp32, for every run; null: computed each time",
+        examples=["data/features"],
     )
 
     def side(self, image_size: int) -> int:

@@ -20,7 +20,7 @@ class VitFeaturesConfig(Frozen):
     width: int = setting(384, "of its tokens", gt=0)
     blocks: int = setting(12, "of the Transformer", gt=0, le=256)
     heads: int = setting(6, "of its attentions", gt=0)
-    hidden: int | None = setting(None, "of its perceptrons; default: four times its width", gt=0)
+    hidden: int | None = setting(None, "of its perceptrons; default: four times its width", gt=0, examples=[768])
     patch: int = setting(16, "pixels of a patch's side", gt=0)
     native: int = setting(
         14, "patches per side that its positions were learned for; for others they are interpolated", gt=0

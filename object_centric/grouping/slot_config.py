@@ -54,7 +54,9 @@ class SlotAttentionConfig(Frozen):
     preset: str = setting("sa", "a row of knobs; those named beside it go first")
     slots: int = setting(7, "K, of which each takes part of an image", gt=0, le=4096)
     width: int = setting(64, "D of a slot", gt=0, le=65536)
-    qkv_width: int | None = setting(None, "of queries, keys and values, all heads together; default: width", gt=0)
+    qkv_width: int | None = setting(
+        None, "of queries, keys and values, all heads together; default: width", gt=0, examples=[64]
+    )
     heads: int = setting(1, "of the attention", gt=0)
     iterations: int = setting(3, "rounds, or layers where each has weights of its own", gt=0, le=1000)
     ln_eps: float = setting(1e-5, "eps of every LayerNorm", gt=0)

@@ -22,7 +22,7 @@ class TransportConfig(Frozen):
         "one", "what a slot takes: as much as every other (paper), or a learned share (code); tokens' is learned"
     )
     hidden: int | None = setting(
-        None, "hidden units of what scores tokens and slots; default: as wide as they are", gt=0
+        None, "hidden units of what scores tokens and slots; default: as wide as they are", gt=0, examples=[64]
     )
     steps: int = setting(5, "of Sinkhorn's algorithm", gt=0, le=10_000)
     entropy_steps: int = setting(0, "steps to a plan of less entropy; 0: the plan as it is", ge=0, le=1000)

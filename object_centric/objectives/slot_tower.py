@@ -36,7 +36,9 @@ class SlotTowerConfig(Frozen):
         ConvNetConfig(), "from pixels to features: a row of sparo.slot_encoders"
     )
     features: int = setting(64, "width of what slots group; a perceptron takes the encoder's to it", gt=0)
-    hidden: int | None = setting(None, "hidden units of that perceptron; default: the encoder's width", gt=0)
+    hidden: int | None = setting(
+        None, "hidden units of that perceptron; default: the encoder's width", gt=0, examples=[64]
+    )
     activation: Literal["relu", "gelu"] = setting("relu", "in that perceptron")
     grouping: SlotAttentionConfig = setting(SlotAttentionConfig(), "from features to slots")
     frame: FrameConfig | None = setting(None, "slots with positions and scales of their own: T-SA, TS-SA; null: SA")

@@ -1,7 +1,6 @@
-"""Recipes: YAML with `extends:`, overrides `a.b=c`, checked against frozen pydantic models.
+"""What recipes are checked against: frozen pydantic models, whose problems are told by dotted key.
 
-The order is fixed: the recipe's parents, the recipe, the command line. What comes out is written to the run
-folder and is the only truth afterwards.
+What comes out of a recipe (core/layers.py puts it together) is written to the run folder and is the only truth afterwards.
 """
 
 from __future__ import annotations
@@ -9,19 +8,16 @@ from __future__ import annotations
 import json
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from .config_keys import keys_named
 from .errors import ConfigError, did_you_mean
+from .layers import Tree, without_null_entries
 from .plugins import NESTED
-from .recipe_yaml import parse_yaml as parse_yaml
-from .untrusted import read_text
-
-Tree = dict[str, Any]
 
 
 class Frozen(BaseModel):
@@ -80,74 +76,16 @@ def free_keys(config: BaseModel, switched: Collection[str] = (), prefix: str = "
                     yield from free_keys(block, switched, f"{key}.{inner}.")
 
 
-def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
-    """Merge `over` into a copy of `base`. An empty mapping, or one whose `kind` changes, replaces the old one whole."""
-    out = dict(base)
-    for key, value in over.items():
-        old = out.get(key)
-        if isinstance(old, dict) and isinstance(value, Mapping):
-            switched = "kind" in value and "kind" in old and value["kind"] != old["kind"]
-            out[key] = dict(value) if switched or not value else merge(old, value)
-        else:
-            out[key] = value
-    return out
-
-
-def load_recipe(path: str | Path, _seen: tuple[Path, ...] = ()) -> Tree:
-    """Read a recipe and what it extends (a path or list of paths, relative to the file) into one tree.
-
-    Raises `ConfigError` for a missing file, a cycle, or a file that is no mapping.
-    """
-    path = Path(path)
-    if not path.is_file():
-        near = (
-            did_you_mean(path.name, [p.name for p in path.parent.glob("*.yaml")])
-            if path.parent.is_dir()
-            else "the folder does not exist"
-        )
-        raise ConfigError(f"{path}: no such recipe; {near}")
-    resolved = path.resolve()
-    if resolved in _seen:
-        raise ConfigError(f"{path}: `extends:` goes in a circle: {' -> '.join(str(p) for p in (*_seen, resolved))}")
-    tree = parse_yaml(read_text(path), str(path))
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: a recipe is a mapping of keys, found {type(tree).__name__}")
-    parents = tree.pop("extends", [])
-    parents = [parents] if isinstance(parents, str) else parents
-    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
-        raise ConfigError(f"{path}: extends: {parents!r} is no path and no list of paths")
-    base: Tree = {}
-    for parent in parents:
-        base = merge(base, load_recipe(path.parent / parent, (*_seen, resolved)))
-    return merge(base, tree)
-
-
-def override(tree: Tree, assignments: Sequence[str]) -> Tree:
-    """Apply `a.b=value` strings (the value is YAML; a new `kind` drops the old block's other keys)."""
-    for text in assignments:
-        dotted, equals, value = text.partition("=")
-        keys = dotted.strip().split(".")
-        if not equals or not all(keys):
-            raise ConfigError(f"override {text!r}: write key.path=value, as in optim.lr=1e-3")
-        patch: Any = parse_yaml(value, f"override {text!r}")
-        for depth, key in enumerate(reversed(keys)):
-            at = tree
-            for outer in keys[: len(keys) - 1 - depth]:
-                at = at.get(outer, {}) if isinstance(at, dict) else at
-            if not isinstance(at, dict):
-                where = ".".join(keys[: len(keys) - 1 - depth])
-                raise ConfigError(f"override {text!r}: {where} is {at!r}, not a block with keys")
-            patch = {key: patch}
-        tree = merge(tree, patch)
-    return tree
-
-
 def resolve(model: type[C], tree: Tree, origin: str) -> C:
-    """Check a tree against a model. Raises `ConfigError` listing every problem by dotted key, with near misses."""
+    """Check a tree, without entries of named blocks that are null, against a model.
+
+    Raises `ConfigError` listing every problem by dotted key, with near misses.
+    """
+    tree = without_null_entries(model, tree)
     try:
         return model.model_validate_json(json.dumps(tree))
     except ValidationError as error:
-        lines = [_explained(*problem) for problem in _flat(model, error.errors(), ())]
+        lines = [_explained(*problem, model, tree) for problem in _flat(model, error.errors(), ())]
         raise ConfigError(f"{origin}: {len(lines)} problem(s)\n  " + "\n  ".join(lines)) from None
     except (TypeError, ValueError, RecursionError) as error:  # json's, on what a tag made: a set, bytes
         raise ConfigError(f"{origin}: a value is of a kind YAML recipes do not hold: {error}") from None
@@ -188,10 +126,13 @@ def _flat(model: Any, problems: Sequence[Any], above: tuple[Any, ...]) -> Iterat
             yield model, where, problem
 
 
-def _explained(model: Any, where: tuple[Any, ...], problem: Any) -> str:
+def _explained(model: Any, where: tuple[Any, ...], problem: Any, top: type[BaseModel], tree: Tree) -> str:
     dotted = ".".join(map(str, where)) or "(top level)"
     if problem["type"] == "extra_forbidden":
         known = _fields_at(model, tuple(problem["loc"])[:-1])
+        elsewhere = keys_named(top, tree, str(where[-1]))
+        if elsewhere:
+            return f"{dotted}: unknown key; did you mean {' or '.join(repr(key) for key in elsewhere[:4])}?"
         return f"{dotted}: unknown key; {did_you_mean(str(problem['loc'][-1]), known)}"
     if problem["type"] == "missing":
         return f"{dotted}: a value is required"

@@ -117,6 +117,14 @@ class Open:
             found = error.errors()
             raise _nested(f"{len(found)} problem(s), first: {found[0]['msg']}", found, model) from None
 
+    def model_of(self, block: Mapping[str, Any]) -> type[BaseModel] | None:
+        """The model that checks this block; None where it names no row."""
+        try:
+            full = self.default(block) if self.key not in block and callable(self.default) else block
+            return self._model(full)
+        except (PydanticCustomError, ValueError):
+            return None
+
     def _model(self, block: Mapping[str, Any]) -> type[BaseModel]:
         name = block.get(self.key, self.default)
         if not isinstance(name, str):

@@ -30,7 +30,7 @@ class DeviceConfig(Frozen):
     )
     # Loader workers that need a core each want one left free: threads that wait for a core spin (DINO on Fashion-MNIST, two
     # cores, one worker: 6.7 steps/s with one thread, 4.2 with two).
-    threads: int | None = free(None, "of the CPU; default: torch's own number", gt=0, le=1024)
+    threads: int | None = free(None, "of the CPU; default: torch's own number", gt=0, le=1024, examples=[2])
     grad_checkpointing: bool = setting(False, "recompute activations in backward: less memory, slower")
     compile: bool = setting(False, "compile the objective's shard units")
 

@@ -30,7 +30,7 @@ class Fsdp2EngineConfig(RankedEngineConfig):
     )
     shard_size: int | None = free(None, "ranks that share one copy; default: all; a machine's GPUs: HSDP", gt=0)
     param_dtype: Literal["fp32", "bf16"] | None = free(
-        None, "what is gathered and computed with; default: that of precision", with_kind=True
+        None, "what is gathered and computed with; default: that of precision", with_kind=True, examples=["bf16"]
     )
     reduce_dtype: Literal["fp32", "bf16"] = free("fp32", "what gradients are summed in", with_kind=True)
     cpu_offload: bool = free(False, "shards and optimizer in host memory")

@@ -96,7 +96,9 @@ class ClipConfig(Frozen):
     )
     quick_gelu: bool = setting(False, "OpenAI's approximation of GELU")
     init_logit_scale: float = setting(math.log(1 / 0.07), "logarithm of the first logit scale")
-    init_logit_bias: float | None = setting(None, "SigLIP's: -10, with init_logit_scale=2.3026; softmax has none")
+    init_logit_bias: float | None = setting(
+        None, "SigLIP's: -10, with init_logit_scale=2.3026; softmax has none", examples=[-10.0]
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -45,7 +45,9 @@ class SparoReadOut(ReadOutConfig):
     replace_last_block: bool = setting(True, "takes the place of the last transformer block, as in the paper")
     norm_first: bool = setting(True, "the tower's last norm on all tokens before it; false reads the blocks' output")
     attend_cls: bool = setting(True, "the image's class token is one of the positions that slots attend to")
-    normalize: bool | None = setting(None, "every slot to one norm (Eq. 2); null: in CLIP, and not before DINO's head")
+    normalize: bool | None = setting(
+        None, "every slot to one norm (Eq. 2); null: in CLIP, and not before DINO's head", examples=[False]
+    )
 
     @model_validator(mode="after")
     def _groups(self) -> SparoReadOut:

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from ..core.config import Frozen, Tree, free, load_recipe, override, resolve, setting
+from ..core.config import Frozen, free, resolve, setting
 from ..core.errors import ConfigError
+from ..core.layers import Tree, load_recipe, override
 from ..core.plugins import Open, Table
 from ..core.tables import ENGINES, METHODS, TASKS
 from ..data.read.sources import DataConfig
@@ -40,7 +41,7 @@ class LogConfig(Frozen):
 
     every_steps: int = setting(20, "steps between records of metrics.jsonl", gt=0)
     tensorboard: bool = setting(True, "the same numbers in RUN/tensorboard")
-    wandb: str | None = setting(None, "the same numbers to this project of Weights & Biases")
+    wandb: str | None = setting(None, "the same numbers to this project of Weights & Biases", examples=["sparo"])
     heartbeat_seconds: float = setting(10.0, "between two looks at what the run is doing", gt=0)
     pictures: int = setting(
         6, "images of a masks task that every evaluation draws to RUN/pictures and tensorboard; 0: none", ge=0, le=256
@@ -52,7 +53,7 @@ class LogConfig(Frozen):
 class SideEvalConfig(Frozen):
     """Tasks too long to wait for: a job of its own scores the weights of every evaluated step."""
 
-    on: str = setting(..., "a cluster, as `sparo launch --on`")
+    on: str = setting(..., "a cluster, as `sparo launch --on`", examples=["slurm"])
     tasks: dict[str, TaskConfig] = setting(..., "by name, each a row of sparo.tasks", min_length=1)
     options: tuple[str, ...] = setting((), 'the cluster\'s `--key value` options: [--gpus-per-node, "1"]')
 
@@ -76,7 +77,9 @@ class RunConfig(Frozen):
     out: str = free("runs", "where run folders are")
     seed: int = setting(0, "of everything that is drawn", ge=0, lt=1 << 63)
     batch_size: int = setting(..., "samples per optimizer step, of all ranks together", gt=0, lt=1 << 31)
-    world_size: int | None = free(None, "ranks it must be started with; default: any that share the streams", gt=0)
+    world_size: int | None = free(
+        None, "ranks it must be started with; default: any that share the streams", gt=0, examples=[8]
+    )
     micro_batch_size: int | None = free(
         None,
         "samples per forward and rank; default: all of the rank's; gradients are those of the whole batch either way",
@@ -84,11 +87,13 @@ class RunConfig(Frozen):
     )
     steps: int | None = setting(None, "optimizer steps", gt=0, lt=1 << 53)
     epochs: float | None = setting(None, "passes over the data, weights counted", gt=0, le=1e9)
-    samples: int | None = setting(None, "samples in all", gt=0, lt=1 << 63)
+    samples: int | None = setting(None, "samples in all", gt=0, lt=1 << 63, examples=[1_280_000])
     samples_per_epoch: int | None = setting(
         None, "where a paper's epoch is a number; default: what the sources hold", gt=0
     )
-    stop_after_steps: int | None = free(None, "stop there, saved, as if the schedule went on: for trials", gt=0)
+    stop_after_steps: int | None = free(
+        None, "stop there, saved, as if the schedule went on: for trials", gt=0, examples=[100]
+    )
     objective: Annotated[Any, Open(METHODS, default="clip")] = Field(
         default_factory=lambda: _default(METHODS, "clip"), description="what is trained: a row of sparo.methods"
     )
@@ -147,6 +152,6 @@ class RunConfig(Frozen):
 
 def load_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a recipe with its parents and overrides. Raises `ConfigError`."""
-    tree: Tree = override(load_recipe(path), overrides or [])
+    tree: Tree = override(load_recipe(path), overrides or [], RunConfig)
     tree.setdefault("name", Path(path).stem)
     return resolve(RunConfig, tree, str(path))

@@ -2,8 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparo_train.core.config import differences, dump, load_recipe, merge, override, parse_yaml, resolve
+from launch.views.resolved import resolved_lines
+from sparo_train.core.config import differences, dump, resolve
 from sparo_train.core.errors import ConfigError
+from sparo_train.core.layers import load_recipe, merge, origins, override
+from sparo_train.core.recipe_yaml import parse_yaml
 from sparo_train.train.build import build_pipeline
 from sparo_train.train.dry import dry_run
 from sparo_train.train.run import RunConfig, load_run
@@ -128,6 +131,79 @@ def test_length_of_a_run_in_steps_samples_and_epochs(tree):
 def test_a_recipe_without_a_name_takes_its_files(tree, tmp_path, write_recipe):
     tree.pop("name")
     assert load_run(write_recipe(tree)).name == "recipe"
+
+
+def test_a_word_of_the_command_line_replaces_and_adds_only_with_a_plus(tree):
+    """The trap: a mapping that is merged trains on the recipe's own data, too, and says nothing."""
+    own = {"mine": {"shards": "data/mine"}}
+    assert override(tree, ["data.sources={mine: {shards: data/mine}}"], RunConfig)["data"]["sources"] == own
+    refused = r"data\.sources has a and no 'mine'; write \+data\.sources\.mine\.shards=data/mine to add it beside, "
+    refused += r"or data\.sources='\{mine: \{shards: data/mine\}\}'"
+    with pytest.raises(ConfigError, match=refused):
+        override(tree, ["data.sources.mine.shards=data/mine"], RunConfig)
+    both = override(tree, ["+data.sources.mine.shards=data/mine", "data.sources.mine.weight=2"], RunConfig)
+    assert both["data"]["sources"] == {**tree["data"]["sources"], "mine": {"shards": "data/mine", "weight": 2}}
+    assert (
+        override(tree, ["+data.sources={mine: {shards: data/mine}}", "data.sources.a=null"], RunConfig)["data"][
+            "sources"
+        ]
+        == own
+    )
+    with pytest.raises(ConfigError, match=r"data\.sources has no 'b'; known: a"):
+        override(tree, ["data.sources.b=null"], RunConfig)
+    with pytest.raises(ConfigError, match=r"data\.sources: .*at least 1"):
+        resolve(RunConfig, override(tree, ["data.sources.a=null"], RunConfig), "x")
+    # tasks alike; the first one is added to nothing, so there is nothing to mistake
+    once = override(tree, ["eval.tasks.near={task: knn, root: x}"], RunConfig)
+    with pytest.raises(ConfigError, match=r"eval\.tasks has near and no 'far'"):
+        override(once, ["eval.tasks.far.task=knn"], RunConfig)
+    assert override(once, ["eval.tasks.near.task=probe"], RunConfig)["eval"]["tasks"] == {"near": {"task": "probe"}}
+    # a block that is no mapping of names is replaced, too, and its fields need no plus
+    assert override(tree, ["optim={lr: 1}", "optim.eps=1e-7"], RunConfig)["optim"] == {"lr": 1, "eps": 1e-7}
+
+
+def test_a_recipe_takes_away_what_its_parent_has(tmp_path, tree, write_recipe):
+    parent = write_recipe(tree)
+    (tmp_path / "child.yaml").write_text(f"extends: {parent}\ndata: {{sources: {{a: null, b: {{shards: x}}}}}}\n")
+    assert list(load_run(tmp_path / "child.yaml").data.sources) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--optim.lr=1e-3", r"--optim\.lr=1e-3: no such option; write optim\.lr=1e-3"),
+        ("--steps", "write steps=VALUE"),
+        ("--drry", "did you mean '--dry'"),
+    ],
+)
+def test_an_option_that_is_a_key_says_how_keys_are_written(tree, word, message):
+    with pytest.raises(ConfigError, match=message):
+        override(tree, [word], RunConfig)
+
+
+def test_a_key_of_another_block_is_found(tree):
+    with pytest.raises(ConfigError, match=r"lr: unknown key; did you mean 'optim\.lr'\?"):
+        resolve(RunConfig, override(tree, ["lr=1"], RunConfig), "x")
+    with pytest.raises(
+        ConfigError, match=r"did you mean 'objective\.model\.vision\.width' or 'objective\.model\.text\.width'"
+    ):
+        resolve(RunConfig, override(tree, ["width=1"], RunConfig), "x")
+    with pytest.raises(ConfigError, match="unknown key"):  # whatever the blocks hold
+        resolve(RunConfig, {**tree, "objective": "x", "data": {"sources": 3}, "lr": 1}, "x")
+
+
+def test_every_value_of_a_resolved_recipe_says_where_it_is_from(tmp_path, tree, write_recipe):
+    parent = write_recipe({**tree, "optim": {"lr": 1e-3, "warmup_steps": 1}})
+    child = tmp_path / "child.yaml"
+    child.write_text(f"extends: {parent}\noptim: {{warmup_steps: 2}}\n")
+    words = ["optim.eps=1e-7", "objective.model={backbone: ViT-B-32}"]
+    config = load_run(child, words)
+    lines = resolved_lines(config, origins(child, words, RunConfig))
+    assert resolve(RunConfig, parse_yaml("\n".join(lines), "x"), "x") == config
+    told = {line.partition("#")[0].strip(): line.partition("# ")[2] for line in lines}
+    assert told["lr: 0.001"] == str(parent) and told["warmup_steps: 2"] == str(child)
+    assert told["eps: 1.0e-07"] == "command line: optim.eps=1e-7" and told["schedule: cosine"] == "default"
+    assert told["backbone: ViT-B-32"] == f"command line: {words[1]}" and "follows" in told.values()
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text("abc=.{}[]: ", max_size=8)

@@ -19,9 +19,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any
 
-from ..config import Frozen, Tree, differences, dump, free_keys, parse_yaml, resolve
+from ..config import Frozen, differences, dump, free_keys, resolve
 from ..errors import ConfigError, TrainingError
 from ..files import write_whole
+from ..layers import Tree
+from ..recipe_yaml import parse_yaml
 from ..untrusted import read_text
 from .owner import Claim, Start
 

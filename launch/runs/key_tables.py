@@ -1,0 +1,172 @@
+"""Every key of a recipe, told in the terminal and as docs/config.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from sparo_train.core.config_keys import NAME, Entries, Key, Rows, default_text, keys_of, type_text, value_text
+from sparo_train.core.errors import ConfigError, did_you_mean
+from sparo_train.core.layers import load_recipe
+from sparo_train.core.plugins import Table
+from sparo_train.core.tables import ENGINES, METHODS, READOUTS, SLOT_ENCODERS, SOURCES, TASKS
+from sparo_train.train.run import RunConfig
+
+from ..jobs.clusters import ClusterConfig
+from .recipes import shipped_recipes
+
+Owned = tuple[type[BaseModel], str]
+# table, heading, where its block stands in a recipe
+_TABLES: tuple[tuple[Table, str, str], ...] = (
+    (METHODS, "Methods", "objective"),
+    (READOUTS, "Read-outs", "objective.model.readout"),
+    (SLOT_ENCODERS, "Image encoders of slot models", "objective.model.encoder"),
+    (ENGINES, "Engines", "engine"),
+    (SOURCES, "Sources", f"data.sources.{NAME}"),
+    (TASKS, "Tasks", f"eval.tasks.{NAME}"),
+)
+
+
+def told(key: Key) -> str:
+    """Type, default and meaning on one line."""
+    kind, default = type_text(key.field.annotation, key.field.metadata), default_text(key)
+    facts = f"{kind}; {default if default == 'required' else f'default {default}'}" if default else kind
+    return f"{key.field.description} ({facts})"
+
+
+def found_keys(word: str) -> list[Key]:
+    """Keys of a dotted name: it and what is below; else every key that ends in it.
+
+    Raises:
+        ConfigError: there is none; with near misses.
+    """
+    keys = list(dict.fromkeys(key for key in keys_of(RunConfig) if key.name not in ("kind", "task")))
+    if not word:
+        return [key for key in keys if "." not in key.dotted]
+    words = word.split(".")
+    exact = [key for key in keys if _fits(key.dotted.split("."), words)]
+    # what a row of an inner table has is listed where that table is asked for
+    near = [key for key in exact if not _inside_rows(key, len(words), exact)]
+    # tasks of jobs of their own have the keys of tasks: told once
+    found = near or [key for key in keys if key.name == word and not key.dotted.startswith("eval.side.tasks.")]
+    if not found:
+        known = dict.fromkeys([*(key.dotted for key in keys), *(key.name for key in keys)])
+        raise ConfigError(f"{word}: no key of a recipe; {_near(word, list(known))}")
+    return found
+
+
+def _near(word: str, known: list[str]) -> str:
+    hint = did_you_mean(word, known)
+    return hint if hint.startswith("did") else "`sparo config` lists the blocks, `sparo config optim` the keys of one"
+
+
+def _fits(key: list[str], words: list[str]) -> bool:
+    return len(key) >= len(words) and all(k.removesuffix("[]") in (w, NAME) for k, w in zip(key, words, strict=False))
+
+
+def _inside_rows(key: Key, depth: int, keys: list[Key]) -> bool:
+    above = key.dotted.split(".")
+    tables = {other.dotted for other in keys if isinstance(other.shape, Rows) and other.dotted.count(".") >= depth}
+    return any(".".join(above[:n]) in tables for n in range(depth + 1, len(above)))
+
+
+def examples() -> dict[Owned, str]:
+    """`dotted.key=value` for keys that shipped recipes give, the first that does."""
+    found: dict[Owned, str] = {}
+    for shipped in shipped_recipes():
+        tree = load_recipe(shipped.path)
+        for key in keys_of(RunConfig, tree):
+            value = _held(tree, key.dotted.split("."))
+            if value is not None and not isinstance(value, Mapping):
+                found.setdefault((key.owner, key.name), f"{key.dotted}={value_text(value)}")
+    return found
+
+
+def example(key: Key, known: Mapping[Owned, str]) -> str:
+    """How a key is written: as a shipped recipe has it, as its field says, or with its default; empty for a block."""
+    if isinstance(key.shape, type | Rows | Entries) or "[]" in key.dotted:
+        return ""
+    given = key.field.examples
+    if given:
+        return f"{key.dotted}={value_text(given[0])}"
+    if (key.owner, key.name) in known:
+        return known[key.owner, key.name]
+    default = default_text(key)
+    return "" if default in ("", "required", "null") else f"{key.dotted}={default}"
+
+
+def _held(tree: Any, keys: list[str]) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def page() -> str:
+    """docs/config.md."""
+    known = examples()
+    lines = [_HEAD, "## Every recipe", "", *_rows(list(_plain(RunConfig)), known)]
+    for table, heading, place in _TABLES:
+        lines += ["", f"## {heading}", "", f"A block `{place}`; `{_row_key(table)}` names the row of `{table.group}`."]
+        for name in table.own:
+            row = table.row(name)
+            model = row if isinstance(row, type) else row.config
+            keys = [key for key in _plain(model, f"{place}.") if key.name != _row_key(table)]
+            lines += ["", f"### {_row_key(table)}: {name}", "", _summary(model), "", *_rows(keys, known)]
+    lines += ["", "## Clusters", "", _CLUSTERS, "", *_rows(list(_plain(ClusterConfig)), known, examples_too=False)]
+    return "\n".join(lines) + "\n"
+
+
+def _plain(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
+    """Keys of a model, not of the rows of tables below it."""
+    tables: list[str] = []
+    for key in keys_of(model, None, prefix):
+        if any(key.dotted.startswith(f"{above}.") for above in tables):
+            continue
+        shape = key.shape.of if isinstance(key.shape, Entries) else key.shape
+        if isinstance(shape, Rows):
+            tables.append(key.dotted)
+        yield key
+
+
+def _rows(keys: list[Key], known: Mapping[Owned, str], examples_too: bool = True) -> list[str]:
+    if not keys:
+        return ["No keys of its own."]
+    head = ["key", "type", "default", "meaning", *(["example"] if examples_too else [])]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for key in keys:
+        cells = [f"`{key.dotted}`", type_text(key.field.annotation, key.field.metadata), _code(default_text(key))]
+        cells += [key.field.description or "", *([_code(example(key, known))] if examples_too else [])]
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return lines
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text not in ("", "required") else text
+
+
+def _row_key(table: Table) -> str:
+    return "task" if table is TASKS else "kind"
+
+
+def _summary(model: type[BaseModel]) -> str:
+    return " ".join((model.__doc__ or "").strip().partition("\n\n")[0].split())
+
+
+_HEAD = """# Every key of a recipe
+
+A recipe is YAML. `extends: FILE` takes over another one, and what the file itself says is merged into it key by key; an entry of
+`data.sources` or `eval.tasks` that is `null` is taken away. On the command line:
+
+| word | does |
+|---|---|
+| `optim.lr=1e-3` | sets a key; the value is YAML |
+| `data.sources='{mine: {shards: data/mine}}'` | a mapping replaces what stood there, whole |
+| `+data.sources.mine.shards=data/mine` | adds an entry beside those that the recipe has |
+| `eval.tasks.vendor=null` | takes an entry away |
+
+`sparo config KEY` prints what stands here; `sparo train RECIPE --print` prints a resolved recipe and where each value comes from.
+"required" has no default. Examples are what a shipped recipe has, or the default. This page is written by `sparo config --markdown`.
+"""
+_CLUSTERS = "A file of `configs/clusters/`; every key is an option of `sparo launch`, too: `nodes: 2` is `--nodes 2`."

@@ -1,0 +1,28 @@
+"""What a training reads, in words: a start is where somebody else's data is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sparo_train.data.read.plan import per_epoch
+from sparo_train.data.read.sources import Source
+
+_NAMED = 5
+
+
+def source_lines(sources: Sequence[Source], samples: int) -> Iterator[str]:
+    """A line per source: its share of all that is read, its size, how often each sample comes; and what is lost of it.
+
+    Args:
+        samples: how many the whole run reads.
+    """
+    counts = per_epoch([source.samples for source in sources], [source.config.weight for source in sources])
+    for source, count in zip(sources, counts, strict=True):
+        share = count / sum(counts)
+        passes = samples * share / source.samples
+        yield f"data {source.name}: {share:.1%} of what is read; {source.samples:,} samples, {passes:.2f} passes"
+        broken = source.broken()
+        for damage in broken[:_NAMED]:
+            yield f"data {source.name}: {damage.url}: {damage.reason}, about {damage.lost:,} samples lost"
+        if len(broken) > _NAMED:
+            yield f"data {source.name}: {len(broken) - _NAMED} more shards are not whole; `sparo data check` lists them"
