@@ -1,17 +1,13 @@
-"""Other people's data to shards: image folders, CSV tables, and Debian's Fashion-MNIST."""
+"""One's own pictures to shards: folders and tables of images with captions, and a test set that shares no image with training."""
 
 from __future__ import annotations
 
 import csv
-import gzip
-import io
+import hashlib
 import json
-import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-
-import numpy as np
-from PIL import Image
+from typing import NamedTuple
 
 from sparo_train.core.errors import DataError, did_you_mean
 from sparo_train.core.files import write_whole
@@ -20,153 +16,216 @@ from sparo_train.data.read.folder import IMAGE_SUFFIXES
 
 from .writer import Fields, write_shards, write_wds_layout
 
-FASHION = (
-    "T-shirt",
-    "trouser",
-    "pullover",
-    "dress",
-    "coat",
-    "sandal",
-    "shirt",
-    "sneaker",
-    "bag",
-    "ankle boot",
-)
-FASHION_TEMPLATES = ["a photo of a {c}", "a {c}"]
-FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-
-
 Part = tuple[int, int]  # which, of how many
+IMAGE_COLUMNS = ("filepath", "image", "image_path", "file_name", "filename", "file", "path")
+CAPTION_COLUMNS = ("title", "caption", "text", "txt", "sentence")
+
+
+class Captioned(NamedTuple):
+    """One image: its member's extension, its bytes, its caption; the class of a class folder, where that gave the caption."""
+
+    suffix: str
+    image: bytes
+    caption: str | bytes
+    label: str | None = None
+
+    @property
+    def fields(self) -> Fields:
+        text = self.caption.encode() if isinstance(self.caption, str) else self.caption
+        return {self.suffix: self.image, "txt": text}
+
+
+class Converted(NamedTuple):
+    """Samples written to train on and to score; `task` is what the test set is for, None where there is none."""
+
+    train: int
+    test: int = 0
+    task: str | None = None
 
 
 def convert_folder(
-    source: Path, out: Path, template: str = "a photo of a {c}", per_shard: int = 1000, part: Part | None = None
-) -> int:
-    """An image folder: `CLASS/name.jpg` captioned by `template`, or `name.jpg` beside `name.txt`; returns samples written.
+    source: Path,
+    out: Path,
+    template: str = "a photo of a {c}",
+    per_shard: int = 1000,
+    part: Part | None = None,
+    test: int = 0,
+) -> Converted:
+    """An image folder: `CLASS/name.jpg` captioned by `template`, or `name.jpg` beside `name.txt`.
 
     Args:
         part: write only the i-th of n parts; all of them together write the same bytes as one conversion.
+        test: images to keep from training; `out` then has `train/` and a set to score: `zeroshot/` where every caption is of a
+            class folder, `retrieval/` otherwise.
 
     Raises:
-        DataError: no images, an image without class folder and caption file (it is named), or shards in `out` already.
+        DataError: no images, an image without class folder and caption file (it is named), fewer images than the test wants, or
+            shards in `out` already.
     """
-    _refuse_used(out, {"source": str(source), "template": template, "per_shard": per_shard, "part": part})
     # In the order of names, so that parts made on several machines fit together.
     images = sorted(p for p in source.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
     if not images:
         raise DataError(f"{source}: no .jpg, .png or .webp image below this folder")
 
-    def samples() -> Iterator[tuple[str, Fields]]:
+    def samples() -> Iterator[tuple[int, Captioned]]:
         for number, path in enumerate(images):
-            if not _within(number, per_shard, part):
-                continue
-            beside = path.with_suffix(".txt")
-            if beside.is_file():
-                text = beside.read_bytes()
-            elif path.parent != source:
-                text = template.replace("{c}", path.parent.name.replace("_", " ")).encode()
-            else:
-                raise DataError(f"{path}: no class folder and no {beside.name} beside it, so it has no caption")
-            yield f"{number:09d}", {IMAGE_SUFFIXES[path.suffix.lower()]: path.read_bytes(), "txt": text}
+            if _within(number, per_shard, part):
+                yield number, _in_folder(path, source, template)
 
-    write_shards(out, samples(), per_shard, part or (0, 1))
-    return sum(_within(number, per_shard, part) for number in range(len(images)))
+    facts: dict[str, object] = {"source": str(source), "template": template}
+    return _written(samples, out, per_shard, part, test, facts, template)
+
+
+def _in_folder(path: Path, source: Path, template: str) -> Captioned:
+    beside, suffix = path.with_suffix(".txt"), IMAGE_SUFFIXES[path.suffix.lower()]
+    if beside.is_file():
+        return Captioned(suffix, path.read_bytes(), beside.read_bytes())
+    if path.parent != source:
+        label = path.parent.name.replace("_", " ")
+        return Captioned(suffix, path.read_bytes(), template.replace("{c}", label), label)
+    raise DataError(f"{path}: no class folder and no {beside.name} beside it, so it has no caption")
 
 
 def convert_csv(
     table: Path,
     out: Path,
-    image_column: str,
-    caption_column: str,
+    image_column: str | None = None,
+    caption_column: str | None = None,
     separator: str | None = None,
     per_shard: int = 1000,
     part: Part | None = None,
-) -> int:
-    """A table with image paths (relative to it) and captions; returns samples written.
+    test: int = 0,
+) -> Converted:
+    """A table with image paths (relative to it) and captions.
 
     Args:
-        part: as for `convert_folder`.
-        separator: between columns; None: the one of tab, comma, semicolon that makes `image_column` a column.
+        image_column, caption_column: None: the first of `IMAGE_COLUMNS` and `CAPTION_COLUMNS` that the table has.
+        separator: between columns; None: the one of tab, comma, semicolon that makes the image column a column.
+        part, test: as for `convert_folder`; the test set is one of retrieval, an image's captions together.
 
     Raises:
-        DataError: no such file, not UTF-8, a missing column, a row without image or caption (the line is named), or
-            shards in `out` already.
+        DataError: no such file, not UTF-8, a missing column, a row without image or caption (the line is named), fewer images
+            than the test wants, or shards in `out` already.
     """
-    columns = f"{image_column}, {caption_column}"
-    _refuse_used(out, {"source": str(table), "columns": columns, "per_shard": per_shard, "part": part})
     if not table.is_file():
         raise DataError(f"{table}: no such file")
-    count = 0
+    wanted = (
+        (image_column,) if image_column else IMAGE_COLUMNS,
+        (caption_column,) if caption_column else CAPTION_COLUMNS,
+    )
 
-    def samples() -> Iterator[tuple[str, Fields]]:
-        nonlocal count
+    def samples() -> Iterator[tuple[int, Captioned]]:
         with table.open(newline="", encoding="utf-8-sig") as stream:
             # A comma within a caption must not decide what separates columns.
-            delimiter = separator or _separator(stream.readline(), image_column)
+            delimiter = separator or _separator(stream.readline(), wanted[0])
             stream.seek(0)
             reader = csv.DictReader(stream, delimiter=delimiter)
-            for column in (image_column, caption_column):
-                if column not in (reader.fieldnames or ()):
-                    raise DataError(f"{table}: no column {column!r}; {did_you_mean(column, reader.fieldnames or ())}")
+            columns = _columns(table, reader.fieldnames or (), wanted)
             for number, row in enumerate(reader):
-                if not _within(number, per_shard, part):
-                    continue
-                if not row[image_column] or not row[caption_column]:
-                    raise DataError(f"{table}, line {reader.line_num}: no image or no caption")
-                path = table.parent / row[image_column]
-                suffix = IMAGE_SUFFIXES.get(path.suffix.lower())
-                if suffix is None or not path.is_file():
-                    raise DataError(f"{table}, line {reader.line_num}: {row[image_column]!r} is no image file here")
-                yield f"{number:09d}", {suffix: path.read_bytes(), "txt": row[caption_column].encode()}
-                count += 1
+                if _within(number, per_shard, part):
+                    yield number, _in_row(table, reader.line_num, row, *columns)
 
+    facts: dict[str, object] = {"source": str(table), "columns": f"{image_column}, {caption_column}"}
     try:
-        write_shards(out, samples(), per_shard, part or (0, 1))
+        return _written(samples, out, per_shard, part, test, facts)
     except UnicodeDecodeError as error:
         raise DataError(f"{table}: not UTF-8 ({error}); convert it, e.g. with iconv -f latin1 -t utf-8") from None
-    return count
 
 
-def make_fashion_mnist(root: Path, raw: Path = FASHION_FOLDER) -> dict[str, int]:
-    """Fashion-MNIST (Debian: `apt-get install dataset-fashion-mnist`) as captioned shards and a zero-shot test.
+def _columns(table: Path, known: Iterable[str], wanted: tuple[tuple[str, ...], ...]) -> list[str]:
+    known, found = list(known), []
+    for option, names in zip(("--image-column", "--caption-column"), wanted, strict=True):
+        column = next((name for name in names if name in known), None)
+        if column is None:
+            raise DataError(f"{table}: no column {names[0]!r}; {did_you_mean(names[0], known)}; {option} names another")
+        found.append(column)
+    return found
 
-    Raises:
-        DataError: the files are not there.
-    """
-    images, labels = (
-        read_idx(raw / "train-images-idx3-ubyte.gz"),
-        read_idx(raw / "train-labels-idx1-ubyte.gz"),
+
+def _in_row(table: Path, line: int, row: dict[str, str], image_column: str, caption_column: str) -> Captioned:
+    if not row[image_column] or not row[caption_column]:
+        raise DataError(f"{table}, line {line}: no image or no caption")
+    path = table.parent / row[image_column]
+    suffix = IMAGE_SUFFIXES.get(path.suffix.lower())
+    if suffix is None or not path.is_file():
+        raise DataError(f"{table}, line {line}: {row[image_column]!r} is no image file here")
+    return Captioned(suffix, path.read_bytes(), row[caption_column])
+
+
+def _separator(header: str, columns: Iterable[str]) -> str:
+    names = {s: {name.strip('"') for name in header.rstrip("\r\n").split(s)} for s in ("\t", ",", ";")}
+    return next((s for s, found in names.items() if found & set(columns)), ",")
+
+
+def _written(
+    samples: Callable[[], Iterator[tuple[int, Captioned]]],
+    out: Path,
+    per_shard: int,
+    part: Part | None,
+    test: int,
+    facts: dict[str, object],
+    template: str | None = None,
+) -> Converted:
+    _refuse_used(out, {**facts, "per_shard": per_shard, "part": part})
+    kept = _kept(samples, test) if test else set()
+    held: dict[bytes, list[Captioned]] = {}
+    labels: set[str | None] = set()
+    count = 0
+
+    def to_train() -> Iterator[tuple[str, Fields]]:
+        nonlocal count
+        for number, found in samples():
+            content = _content(found)
+            labels.add(found.label)
+            if content in kept:
+                held.setdefault(content, []).append(found)
+                continue
+            count += 1
+            yield f"{number:09d}", found.fields
+
+    write_shards(out / "train" if test else out, to_train(), per_shard, part or (0, 1))
+    if not held:
+        return Converted(count)
+    classes = sorted(label for label in labels if label is not None)
+    if template is not None and len(classes) == len(labels):
+        _write_classes(out / "zeroshot", list(held.values()), classes, template)
+        return Converted(count, len(held), "zeroshot")
+    _write_captions(out / "retrieval", list(held.values()))
+    return Converted(count, len(held), "retrieval")
+
+
+def _kept(samples: Callable[[], Iterator[tuple[int, Captioned]]], test: int) -> set[bytes]:
+    """Contents of the images that are kept for the test: by their hash, so that no copy of one of them is trained on."""
+    contents = {_content(found) for _, found in samples()}
+    if test > len(contents) // 2:
+        raise DataError(f"--test {test}: there are {len(contents)} different images; keep half of them or fewer")
+    return set(sorted(contents)[:test])
+
+
+def _content(found: Captioned) -> bytes:
+    return hashlib.blake2b(found.image, digest_size=16).digest()
+
+
+def _write_classes(out: Path, images: list[list[Captioned]], classes: list[str], template: str) -> None:
+    samples = (
+        (
+            f"{number:09d}",
+            {copies[0].suffix: copies[0].image, "cls": str(classes.index(copies[0].label or "")).encode()},
+        )
+        for number, copies in enumerate(images)
     )
-    write_shards(
-        root / "train",
-        ((f"{i:05d}", {"png": _png(x), "txt": FASHION_TEMPLATES[i % 2].replace("{c}", FASHION[y]).encode(), "cls": str(y).encode()})
-         for i, (x, y) in enumerate(zip(images, labels, strict=True))),
-        5000,
-    )  # fmt: skip
-    tests, answers = read_idx(raw / "t10k-images-idx3-ubyte.gz"), read_idx(raw / "t10k-labels-idx1-ubyte.gz")
-    samples = [
-        (f"{i:05d}", {"png": _png(x), "cls": str(y).encode()})
-        for i, (x, y) in enumerate(zip(tests, answers, strict=True))
-    ]
-    write_wds_layout(root / "zeroshot", samples, classnames=list(FASHION), templates=FASHION_TEMPLATES)
-    return {"train": len(images), "zeroshot": len(tests)}
+    write_wds_layout(out, samples, classnames=classes, templates=[template])
 
 
-def read_idx(path: Path) -> np.ndarray:
-    """An array in Yann LeCun's idx format, gzipped (unsigned bytes)."""
-    if not path.is_file():
-        raise DataError(f"{path}: missing; Debian: apt-get install dataset-fashion-mnist, or give --raw FOLDER")
-    with gzip.open(path) as stream:
-        data = stream.read()
-    if data[:3] != b"\0\0\x08":
-        raise DataError(f"{path}: not an idx file of unsigned bytes")
-    shape = struct.unpack(f">{data[3]}I", data[4 : 4 + 4 * data[3]])
-    return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape)
+def _write_captions(out: Path, images: list[list[Captioned]]) -> None:
+    def samples() -> Iterator[tuple[str, Fields]]:
+        for number, copies in enumerate(images):
+            # One caption per line: a line end within one would be two.
+            texts = [" ".join(copy.fields["txt"].decode("utf-8", "replace").split()) for copy in copies]
+            captions = "\n".join(dict.fromkeys(texts)).encode()
+            yield f"{number:09d}", {copies[0].suffix: copies[0].image, "txt": captions}
 
-
-def _separator(header: str, column: str) -> str:
-    names = {s: [name.strip('"') for name in header.rstrip("\r\n").split(s)] for s in ("\t", ",", ";")}
-    return next((s for s, found in names.items() if column in found), ",")
+    write_wds_layout(out, samples(), dataset_type="retrieval")
 
 
 def _within(number: int, per_shard: int, part: Part | None) -> bool:
@@ -177,7 +236,7 @@ def _within(number: int, per_shard: int, part: Part | None) -> bool:
 def _refuse_used(out: Path, facts: dict[str, object]) -> None:
     """Raise DataError where `out` has shards of anything else than other parts of the same conversion."""
     part, mark = facts.pop("part"), out / ".parts.json"
-    found = sorted(out.glob("*.tar"))
+    found = sorted([*out.glob("*.tar"), *out.glob("train/*.tar")])
     if isinstance(part, tuple):
         facts["parts"] = part[1]
         if mark.exists() and read_json(mark, dict, DataError) == facts:
@@ -189,9 +248,3 @@ def _refuse_used(out: Path, facts: dict[str, object]) -> None:
         raise DataError(
             f"{out}: holds {len(found)} shard(s) already, which would mix with the new ones; name an empty folder"
         )
-
-
-def _png(pixels: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format="PNG")
-    return buffer.getvalue()

@@ -21,6 +21,7 @@ from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.untrusted import read_text
 from sparo_train.data.examples.samples import image_bytes
 from sparo_train.data.read.folder import FolderConfig, FolderPart
+from sparo_train.data.read.made_by import remedy
 from sparo_train.data.read.remote import filesystem_of
 from sparo_train.data.read.shards import Shard, ShardsConfig
 from sparo_train.data.read.sources import open_source
@@ -112,7 +113,9 @@ class WdsSet(SourceSet):
         folder = Path(root)
         counter = folder / split / "nshards.txt"
         if not counter.is_file():
-            raise DataError(f"{counter}: missing; an evaluation set has {split}/nshards.txt and {split}/0.tar …")
+            raise DataError(
+                f"{counter}: missing; an evaluation set has {split}/nshards.txt and {split}/0.tar …{remedy(counter)}"
+            )
         try:
             number = int(read_text(counter, DataError, 4096))
         except ValueError:

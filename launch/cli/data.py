@@ -12,11 +12,11 @@ import typer
 from sparo_train.core.errors import ConfigError
 
 from ..views.terminal import console, out
+from . import convert_verb
+from .convert_verb import Part, part_of
 from .recipe_words import OPEN, Overrides, Recipe, run_given
 
 Processes = Annotated[int, typer.Option(min=1)]
-
-Part = Annotated[str | None, typer.Option(help="I/N: only the I-th of N parts, from 0 (sparo launch data)")]
 
 
 class ObjectKind(StrEnum):  # sparo_data/drawn/object_scenes.py's, which is not imported before it is needed
@@ -28,15 +28,6 @@ class ObjectKind(StrEnum):  # sparo_data/drawn/object_scenes.py's, which is not 
 
 
 app = typer.Typer(no_args_is_help=True, help="Make, convert, check, index and benchmark shards.")
-
-
-def _part(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    number, slash, of = text.partition("/")
-    if not (slash and number.isdecimal() and of.isdecimal() and int(number) < int(of)):
-        raise ConfigError(f"--part {text!r}: write I/N with I from 0 to N-1, as in 0/8")
-    return int(number), int(of)
 
 
 @app.command()
@@ -112,67 +103,13 @@ def fashion_mnist(
     raw: Annotated[Path | None, typer.Option(help="folder of the idx files (default: Debian's)")] = None,
 ) -> None:
     """Write Fashion-MNIST (Debian: dataset-fashion-mnist) as captioned shards with a zero-shot test."""
-    from sparo_data.convert import FASHION_FOLDER, make_fashion_mnist
+    from sparo_data.fashion_mnist import FASHION_FOLDER, make_fashion_mnist
 
     for part, count in make_fashion_mnist(folder, raw or FASHION_FOLDER).items():
         console.print(f"{folder}/{part}: {count} samples")
 
 
-@app.command()
-def convert(
-    source: Annotated[Path, typer.Argument(help="an image folder, a .csv/.tsv file, or with --as what it names")],
-    folder: Annotated[Path, typer.Argument(help="where the shards go")],
-    kind: Annotated[
-        str | None,
-        typer.Option(
-            "--as",
-            help="a published set with masks or objects: clevr_with_masks, tetrominoes, objects_room, multi_dsprites, clevr, clevrtex, coco, movi, npy, lmdb",
-        ),
-    ] = None,
-    test: Annotated[int, typer.Option(min=0, help="--as: the first so many scenes are scored (FOLDER/masks)")] = 0,
-    limit: Annotated[int | None, typer.Option(min=1, help="--as: so many scenes")] = None,
-    most: Annotated[int | None, typer.Option(min=0, help="--as: scenes of so many objects at most (CLEVR6: 6)")] = None,
-    crop: Annotated[
-        str, typer.Option(help="--as, of 240 x 320 pixels: none, clevr (rows 29:221) or center192")
-    ] = "none",
-    size: Annotated[int | None, typer.Option(help="--as: pixels per side")] = None,
-    image_column: str = "filepath",
-    caption_column: str = "title",
-    separator: Annotated[str | None, typer.Option(help="between columns; default: told by the header")] = None,
-    template: Annotated[str, typer.Option(help="caption for CLASS/ folders; {c} is the class")] = "a photo of a {c}",
-    per_shard: Annotated[int, typer.Option(min=1)] = 1000,
-    part: Part = None,
-) -> None:
-    """Write an image folder, a table of images and captions, or a published set as shards."""
-    from sparo_data.convert import convert_csv, convert_folder
-
-    own = _part(part)
-    theirs = {"--test": test, "--limit": limit, "--most": most is not None, "--crop": crop != "none", "--size": size}
-    ours = {"--image-column": image_column != "filepath", "--caption-column": caption_column != "title",
-            "--separator": separator, "--template": template != "a photo of a {c}"}  # fmt: skip
-    for name, given in (ours if kind is not None else theirs).items():
-        if given:
-            raise ConfigError(
-                f"{name}: is of {'folders and tables' if kind is not None else '--as NAME'}; leave it away"
-            )
-    if kind is not None:
-        if own is not None:
-            raise ConfigError("--part: a published set is converted whole")
-        from ..runs.making import convert_published_set
-
-        given = {"test": test, "limit": limit, "most": most, "crop": crop, "size": size, "per_shard": per_shard}
-        written = convert_published_set(source, folder, kind, **given)
-        console.print(
-            f"{folder}: {written.train} scenes to train on, {written.test} to score, {written.without_objects} without an object"
-        )
-        return
-    if source.is_dir():
-        count = convert_folder(source, folder, template, per_shard, own)
-    elif source.suffix in (".csv", ".tsv"):
-        count = convert_csv(source, folder, image_column, caption_column, separator, per_shard, own)
-    else:
-        raise ConfigError(f"{source}: give an image folder, a .csv or .tsv file, or --as NAME for a published set")
-    console.print(f"{folder}: {count} samples")
+app.command()(convert_verb.convert)
 
 
 @app.command()
@@ -184,7 +121,7 @@ def index(
     from sparo_train.data.read.shards import ShardsConfig
     from sparo_train.data.read.sources import open_source
 
-    number, of = _part(part) or (0, 1)
+    number, of = part_of(part) or (0, 1)
     own = find_shards(tuple(shards))[number::of]
     if not own:
         return

@@ -98,7 +98,9 @@ def test_mistakes_end_with_code_two_and_no_traceback(trained, arguments, message
 
 
 def test_dry_run_counts_without_training(trained, tmp_path):
-    done = sparo("train", str(trained / "recipe.yaml"), "--dry", f"out={tmp_path}", "+data.sources.b={shards: none.tar}")
+    done = sparo(
+        "train", str(trained / "recipe.yaml"), "--dry", f"out={tmp_path}", "+data.sources.b={shards: none.tar}"
+    )
     assert done.returncode == 0, done.stderr
     assert "visual.sparo" in done.stdout and "matches no shard" in done.stdout and not list(tmp_path.iterdir())
     done = sparo("train", str(trained / "recipe.yaml"), "--dry")

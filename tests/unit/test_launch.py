@@ -117,7 +117,7 @@ def test_parts_of_a_conversion_are_the_whole(tmp_path):
         path.write_bytes(jpeg(i))
     convert_folder(tmp_path / "images", tmp_path / "whole", per_shard=2)
     counts = [
-        convert_folder(tmp_path / "images", tmp_path / "parts", per_shard=2, part=(i, 4)) for i in (2, 0, 3, 1, 0)
+        convert_folder(tmp_path / "images", tmp_path / "parts", per_shard=2, part=(i, 4)).train for i in (2, 0, 3, 1, 0)
     ]
     whole, parts = ({p.name: p.read_bytes() for p in (tmp_path / name).glob("*.tar")} for name in ("whole", "parts"))
     assert whole == parts and sum(counts[:4]) == 11

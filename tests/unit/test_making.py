@@ -16,7 +16,7 @@ from launch.views.check_report import check_lines
 from launch.views.terminal import Terminal
 from sparo_data import emoji as emoji_module
 from sparo_data.check import check
-from sparo_data.convert import FASHION, convert_csv, convert_folder, make_fashion_mnist
+from sparo_data.convert import convert_csv, convert_folder
 from sparo_data.emoji import (
     Emoji,
     attribute_pairs,
@@ -28,6 +28,7 @@ from sparo_data.emoji import (
     sibling_pairs,
 )
 from sparo_data.emoji_sets import make_emoji
+from sparo_data.fashion_mnist import FASHION, make_fashion_mnist
 from sparo_data.writer import write_shard, write_wds_layout
 from sparo_train.core.errors import DataError
 from sparo_train.data.read.shards import ShardReader, ShardsConfig
@@ -182,7 +183,7 @@ def test_image_folders_and_tables_become_shards(tmp_path):
     (source / "red_cube" / "a.b.JPG").write_bytes(jpeg(0))
     (source / "x.png").write_bytes(jpeg(1))
     (source / "x.txt").write_text("its own words")
-    assert convert_folder(source, tmp_path / "out") == 2
+    assert convert_folder(source, tmp_path / "out").train == 2
     reader = ShardReader()
     path = str(tmp_path / "out/00000.tar")
     assert [reader.read(path, i)[1]["txt"] for i in range(2)] == [b"a photo of a red cube", b"its own words"]
@@ -196,19 +197,50 @@ def test_image_folders_and_tables_become_shards(tmp_path):
         convert_folder(tmp_path / "empty", tmp_path / "again")
 
 
+def test_a_test_set_shares_no_image_with_training(tmp_path):
+    """Copies of an image go to one side together, with all of their captions, one per line."""
+    lines = [f"{i}.jpg,words {i}" for i in range(20)] + [f"{i}.jpg,others {i}" for i in range(20)] + ["twin.jpg,twin"]
+    for i in range(20):
+        (tmp_path / f"{i}.jpg").write_bytes(jpeg(i))
+    (tmp_path / "twin.jpg").write_bytes(jpeg(3))
+    (tmp_path / "t.csv").write_text("\n".join(["image,caption", *lines]))
+    made = convert_csv(tmp_path / "t.csv", tmp_path / "out", test=8)
+    test = list(WdsSet(tmp_path / "out/retrieval", "captions"))
+    assert made == (made.train, 8, "retrieval") and len(test) == 8
+    reader, path = ShardReader(), str(tmp_path / "out/train/00000.tar")
+    trained = [reader.read(path, i)[1] for i in range(made.train)]
+    captions = {text for _, _, texts in test for text in texts}
+    assert len(captions) + made.train == 41 and not captions & {fields["txt"].decode() for fields in trained}
+    numbers = {text.split()[1] for text in captions if text != "twin"}
+    assert ("twin" in captions) == ("3" in numbers) and {f"words {n}" for n in numbers} <= captions
+    with pytest.raises(DataError, match="--test 11: there are 20 different images; keep half of them or fewer"):
+        convert_csv(tmp_path / "t.csv", tmp_path / "more", test=11)
+    assert not (tmp_path / "more").exists()
+
+
+def test_class_folders_are_scored_by_their_classes(tmp_path):
+    for i in range(12):
+        (tmp_path / "in" / f"class_{i % 2}").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / f"class_{i % 2}" / f"{i}.jpg").write_bytes(jpeg(i))
+    made = convert_folder(tmp_path / "in", tmp_path / "out", test=6)
+    whole = WdsSet(tmp_path / "out/zeroshot", "label")
+    assert made == (6, 6, "zeroshot") and len(whole) == 6
+    assert (whole.templates(), set(whole.classnames())) == (["a photo of a {c}"], {"class 0", "class 1"})
+
+
 @pytest.mark.parametrize("separator", ["\t", ",", ";"])
 def test_tables_become_shards_whatever_separates_their_columns(tmp_path, separator):
     (tmp_path / "a.jpg").write_bytes(jpeg(0))
     (tmp_path / "t.csv").write_text(f"title{separator}file\na red one{separator}a.jpg\n")
-    assert convert_csv(tmp_path / "t.csv", tmp_path / "out", "file", "title") == 1
+    assert convert_csv(tmp_path / "t.csv", tmp_path / "out", "file", "title").train == 1
     assert ShardReader().read(str(tmp_path / "out/00000.tar"), 0)[1]["txt"] == b"a red one"
-    assert convert_csv(tmp_path / "t.csv", tmp_path / "given", "file", "title", separator) == 1
+    assert convert_csv(tmp_path / "t.csv", tmp_path / "given", "file", "title", separator).train == 1
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"flie,title\n", "no column 'filepath'; known: flie, title"),
+        (b"flie,title\n", "no column 'filepath'; known: flie, title; --image-column names another"),
         (b"filepath,title\nnone.jpg,words\n", r"t\.csv, line 2: 'none\.jpg' is no image file"),
         (b"filepath,title\na.jpg\n", r"t\.csv, line 2: no image or no caption"),
         (b"filepath,title\n,words\n", r"t\.csv, line 2: no image or no caption"),

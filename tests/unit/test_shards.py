@@ -184,6 +184,7 @@ def test_shards_behind_a_url_read_the_same(tmp_path):
     ("pattern", "message"),
     [
         ("{root}/sharts", r"matches no shard; did you mean 'shards'\?"),
+        ("data/emoji/train", "matches no shard; `sparo data emoji` makes it"),
         ("{root}/none/{{0..3}}.tar", "is no folder"),
         ("pipe:cat x.tar", "runs a shell command"),
     ],

@@ -17,6 +17,7 @@ import numpy as np
 from ...core.config import free
 from ...core.errors import BadSampleError, DataError
 from ...core.untrusted import read_bytes
+from .made_by import remedy
 from .sources import SourceConfig, SourceKind
 from .storage import Storage
 
@@ -85,7 +86,7 @@ def open_folder(path: str | Path, key: str = "folder", mixed: bool = True) -> li
     """
     root = Path(path)
     if not root.is_dir():
-        raise DataError(f"{key}: {root} is no folder")
+        raise DataError(f"{key}: {root} is no folder{remedy(root)}")
     # A directory lists its files in an order of its own.
     names = sorted(_images(root, ""))
     if not names:

@@ -8,6 +8,7 @@ from pathlib import Path
 from webdataset.shardlists import expand_urls
 
 from ...core.errors import ConfigError, did_you_mean
+from .made_by import remedy
 from .remote import filesystem_of
 
 _MOST = 1_000_000  # shards of one pattern; LAION-5B has 230,000
@@ -77,6 +78,10 @@ def _as_given(url: str, hit: str) -> str:
 
 def _nearest(url: str) -> str:
     folder = Path(url).parent
+    if made := remedy(url):
+        return made.removeprefix("; ")
+    if Path(url).is_dir():
+        return f"the folder has no .tar files; `sparo data convert {url} OUT` writes shards of its images"
     if "://" in url or not folder.is_dir():
         return f"{folder} is no folder" if "://" not in url else "check the address and your credentials"
     return did_you_mean(Path(url).name, [p.name for p in folder.iterdir()][:200])

@@ -1,0 +1,106 @@
+"""`sparo data convert`: other people's pictures, or one's own, to shards."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparo_train.core.errors import ConfigError
+
+from ..views.terminal import console, out
+
+if TYPE_CHECKING:  # `sparo --help` needs none of it
+    from sparo_data.convert import Converted
+
+Part = Annotated[str | None, typer.Option(help="I/N: only the I-th of N parts, from 0 (sparo launch data)")]
+_TEMPLATE = "a photo of a {c}"
+_OWN = Path("data/mine")  # where configs/clip/own_pairs.yaml looks
+
+
+def part_of(text: str | None) -> tuple[int, int] | None:
+    """`I/N` with I from 0."""
+    if text is None:
+        return None
+    number, slash, of = text.partition("/")
+    if not (slash and number.isdecimal() and of.isdecimal() and int(number) < int(of)):
+        raise ConfigError(f"--part {text!r}: write I/N with I from 0 to N-1, as in 0/8")
+    return int(number), int(of)
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="an image folder, a .csv/.tsv file, or with --as what it names")],
+    folder: Annotated[Path, typer.Argument(help="where the shards go")],
+    test: Annotated[
+        int,
+        typer.Option(min=0, help="so many images are kept from training and scored; --as: the first so many scenes"),
+    ] = 0,
+    image_column: Annotated[str | None, typer.Option(help="of a table; default: filepath, image, file, …")] = None,
+    caption_column: Annotated[str | None, typer.Option(help="of a table; default: title, caption, text, …")] = None,
+    separator: Annotated[str | None, typer.Option(help="between columns; default: told by the header")] = None,
+    template: Annotated[str, typer.Option(help="caption for CLASS/ folders; {c} is the class")] = _TEMPLATE,
+    per_shard: Annotated[int, typer.Option(min=1)] = 1000,
+    part: Part = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            "--as",
+            help="a published set with masks or objects: clevr_with_masks, tetrominoes, objects_room, multi_dsprites, clevr, clevrtex, coco, movi, npy, lmdb",
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="--as: so many scenes")] = None,
+    most: Annotated[int | None, typer.Option(min=0, help="--as: scenes of so many objects at most (CLEVR6: 6)")] = None,
+    crop: Annotated[
+        str, typer.Option(help="--as, of 240 x 320 pixels: none, clevr (rows 29:221) or center192")
+    ] = "none",
+    size: Annotated[int | None, typer.Option(help="--as: pixels per side")] = None,
+) -> None:
+    """Write a folder or table of images with captions, or a published set, as shards."""
+    own = part_of(part)
+    theirs = {"--limit": limit, "--most": most is not None, "--crop": crop != "none", "--size": size}
+    ours = {"--image-column": image_column, "--caption-column": caption_column, "--separator": separator,
+            "--template": template != _TEMPLATE}  # fmt: skip
+    for name, given in (ours if kind is not None else theirs).items():
+        if given:
+            whose = "folders and tables" if kind is not None else "--as NAME"
+            raise ConfigError(f"{name}: is of {whose}; leave it away")
+    if own is not None and (kind is not None or test):
+        what = "a published set is" if kind is not None else "with --test the set is"
+        raise ConfigError(f"--part: {what} converted whole")
+    if kind is not None:
+        from ..runs.making import convert_published_set
+
+        given = {"test": test, "limit": limit, "most": most, "crop": crop, "size": size, "per_shard": per_shard}
+        written = convert_published_set(source, folder, kind, **given)
+        console.print(
+            f"{folder}: {written.train} scenes to train on, {written.test} to score, {written.without_objects} without an object"
+        )
+        return
+    from sparo_data.convert import convert_csv, convert_folder
+
+    if source.is_dir():
+        made = convert_folder(source, folder, template, per_shard, own, test)
+    elif source.suffix in (".csv", ".tsv"):
+        made = convert_csv(source, folder, image_column, caption_column, separator, per_shard, own, test)
+    else:
+        raise ConfigError(f"{source}: give an image folder, a .csv or .tsv file, or --as NAME for a published set")
+    _tell(folder, made, own is None)
+
+
+def _tell(folder: Path, made: Converted, whole: bool) -> None:
+    """What was written, and the lines to type next."""
+    scored = f", {made.test} images to score ({made.task})" if made.task else ""
+    console.print(f"{folder}: {made.train} samples{' to train on' if made.task else ''}{scored}", soft_wrap=True)
+    if not whole:
+        return
+    shards = folder / "train" if made.task else folder
+    out.print(f"sparo data check {shlex.quote(str(shards))}", soft_wrap=True)
+    words = ["sparo", "train", "own_pairs"]
+    if shards != _OWN / "train":
+        words.append(f"data.sources={{mine: {{shards: {shards}}}}}")
+    if made.task != "retrieval" or folder != _OWN:
+        task = f"{{{made.task}: {{task: {made.task}, root: {folder / made.task}}}}}" if made.task else "{}"
+        words.append(f"eval.tasks={task}")
+    out.print(shlex.join(words), soft_wrap=True)

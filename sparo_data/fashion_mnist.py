@@ -1,0 +1,65 @@
+"""Debian's Fashion-MNIST as captioned shards and a zero-shot test."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from sparo_train.core.errors import DataError
+
+from .writer import encoded, write_shards, write_wds_layout
+
+FASHION = (
+    "T-shirt",
+    "trouser",
+    "pullover",
+    "dress",
+    "coat",
+    "sandal",
+    "shirt",
+    "sneaker",
+    "bag",
+    "ankle boot",
+)
+FASHION_TEMPLATES = ["a photo of a {c}", "a {c}"]
+FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")
+
+
+def make_fashion_mnist(root: Path, raw: Path = FASHION_FOLDER) -> dict[str, int]:
+    """Fashion-MNIST (Debian: `apt-get install dataset-fashion-mnist`) as captioned shards and a zero-shot test.
+
+    Raises:
+        DataError: the files are not there.
+    """
+    images, labels = (
+        read_idx(raw / "train-images-idx3-ubyte.gz"),
+        read_idx(raw / "train-labels-idx1-ubyte.gz"),
+    )
+    write_shards(
+        root / "train",
+        ((f"{i:05d}", {"png": encoded(x), "txt": FASHION_TEMPLATES[i % 2].replace("{c}", FASHION[y]).encode(), "cls": str(y).encode()})
+         for i, (x, y) in enumerate(zip(images, labels, strict=True))),
+        5000,
+    )  # fmt: skip
+    tests, answers = read_idx(raw / "t10k-images-idx3-ubyte.gz"), read_idx(raw / "t10k-labels-idx1-ubyte.gz")
+    samples = [
+        (f"{i:05d}", {"png": encoded(x), "cls": str(y).encode()})
+        for i, (x, y) in enumerate(zip(tests, answers, strict=True))
+    ]
+    write_wds_layout(root / "zeroshot", samples, classnames=list(FASHION), templates=FASHION_TEMPLATES)
+    return {"train": len(images), "zeroshot": len(tests)}
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """An array in Yann LeCun's idx format, gzipped (unsigned bytes)."""
+    if not path.is_file():
+        raise DataError(f"{path}: missing; Debian: apt-get install dataset-fashion-mnist, or give --raw FOLDER")
+    with gzip.open(path) as stream:
+        data = stream.read()
+    if data[:3] != b"\0\0\x08":
+        raise DataError(f"{path}: not an idx file of unsigned bytes")
+    shape = struct.unpack(f">{data[3]}I", data[4 : 4 + 4 * data[3]])
+    return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape)
