@@ -26,9 +26,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .core.errors import ConfigError, SparoError, did_you_mean
+from .core.files import give_usual_mode
 from .models.clip_config import BACKBONES, TINY_SPARO, ClipConfig
 from .models.clip_model import TextTower, VisionTower, build_text, build_vision
-from .models.describe import from_model_cfg
+from .models.describe import IMPORT_FIRST, from_model_cfg
 from .models.slots import NoReadOut
 from .models.weights import to_ours
 
@@ -39,7 +40,8 @@ TESTED = "3.3.0"
 
 def model_cfg(config: ClipConfig) -> dict[str, Any]:
     """open_clip's `model_cfg` for one of our models; plain CLIP needs no `readout` and loads without this module."""
-    extra = {} if isinstance(config.readout, NoReadOut) else {"readout": config.readout.model_dump()}
+    plain = isinstance(config.readout, NoReadOut)
+    extra = {} if plain else {IMPORT_FIRST: True, "readout": config.readout.model_dump()}
     text_extra = extra if config.readout.placement.text else {}
     return {
         "embed_dim": config.width,
@@ -47,8 +49,8 @@ def model_cfg(config: ClipConfig) -> dict[str, Any]:
         "quick_gelu": config.quick_gelu,
         "init_logit_scale": config.init_logit_scale,
         **({} if config.init_logit_bias is None else {"init_logit_bias": config.init_logit_bias}),
-        "vision_cfg": {**config.vision.model_dump(), **extra},
-        "text_cfg": {**config.text.model_dump(), **text_extra},
+        "vision_cfg": {**extra, **config.vision.model_dump()},
+        "text_cfg": {**text_extra, **config.text.model_dump()},
     }
 
 
@@ -91,7 +93,9 @@ def export(
 ) -> Path:
     """Write a folder that `open_clip.create_model_and_transforms("local-dir:FOLDER")` reads; returns it."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({n: t.contiguous() for n, t in state.items()}, folder / "open_clip_model.safetensors")
+    weights = folder / "open_clip_model.safetensors"
+    save_file({n: t.contiguous() for n, t in state.items()}, weights)
+    give_usual_mode(weights)
     preprocess = {"mean": list(mean), "std": list(std), "interpolation": "bicubic", "resize_mode": "shortest"}
     text = json.dumps({"model_cfg": model_cfg(config), "preprocess_cfg": preprocess}, indent=1)
     (folder / "open_clip_config.json").write_text(text, encoding="utf-8")
@@ -161,7 +165,7 @@ def _wrap_convert(original: Callable[..., dict[str, Tensor]]) -> Callable[..., d
 def _config(
     embed_dim: int, quick_gelu: bool, block: Mapping[str, Any], tower: str, keys: tuple[str, ...]
 ) -> ClipConfig:
-    unknown = set(block) - set(keys) - {"readout"}
+    unknown = set(block) - set(keys) - {"readout", IMPORT_FIRST}
     if unknown:
         raise SparoError(
             f"{tower}_cfg: {', '.join(sorted(unknown))} cannot be combined with a readout block; known: {', '.join(keys)}"

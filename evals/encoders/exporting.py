@@ -18,9 +18,20 @@ from sparo_train.models.describe import CONFIG_KEY
 from sparo_train.models.dino_files import write_dino
 from sparo_train.models.vit_config import ARCHS, VitConfig
 from sparo_train.models.weights import to_sparo_clip
+from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
 
 from .loading import read_run, run_weights
+from .packing import card_facts, pack
+
+_LOAD = """from evals.encoders.loading import load_encoder
+
+encoder = load_encoder("PLACE")"""
+_OPEN_CLIP_LOAD = """import open_clip
+import sparo_train.openclip  # our read-outs, in stock open_clip
+
+model, _, preprocess = open_clip.create_model_and_transforms("local-dir:PLACE")
+tokenizer = open_clip.get_tokenizer("local-dir:PLACE")"""
 
 
 @dataclass(frozen=True)
@@ -31,15 +42,17 @@ class Export:
         methods: whose runs it writes, by their names in `sparo.methods`.
         write: (the recipe, the objective's state dict, the path, the epochs done) to what it wrote.
         name: of the file in RUN/export; empty: the folder itself.
+        use: Python that loads what it wrote, for the model card; PLACE stands for the path.
     """
 
     methods: tuple[str, ...]
     write: Callable[[RunConfig, Mapping[str, Tensor], Path, int], Path]
     name: str = ""
+    use: str = _LOAD
 
 
 def export_run(run: Path, to: Path | None, layout: str | None) -> Path:
-    """Write a run's newest weights; returns the path.
+    """Write a run's newest weights with a card, sums and the mode that the umask gives; returns the path.
 
     Args:
         layout: `open_clip` (a `local-dir:` folder) or `sparo-clip` (one .pt file) for CLIP, `dino` (one .pth file with
@@ -51,8 +64,18 @@ def export_run(run: Path, to: Path | None, layout: str | None) -> Path:
     if layout is not None and layout not in EXPORTS.names():
         EXPORTS.row(layout, "--layout")
     config, step = read_run(run)
-    home = (run.parent.parent if (run / "meta.json").is_file() else run) / "export"
-    return export_weights(config, run_weights(step), home, to, layout, _epochs_done(config, read_meta(step)))
+    folder = run.parent.parent if (run / "meta.json").is_file() else run
+    meta, weights = read_meta(step), run_weights(step)
+    path = export_weights(config, weights, folder / "export", to, layout, _epochs_done(config, meta))
+    name = layout or METHODS.row(config.objective.kind).exports[0]
+    parameters = _parameters(config)
+    pack(path, card_facts(config, meta, folder, parameters, EXPORTS.row(name).use.replace("PLACE", path.as_posix())))
+    return path
+
+
+def _parameters(config: RunConfig) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in build_objective(config).parameters() if p.requires_grad)
 
 
 def _epochs_done(config: RunConfig, meta: Mapping[str, Any]) -> int:
@@ -130,6 +153,6 @@ def _arch(model: VitConfig) -> str:
     return next((name for name, known in ARCHS.items() if known == sizes), f"vit_{model.width}x{model.depth}")
 
 
-OPEN_CLIP = Export(("clip",), _open_clip)
+OPEN_CLIP = Export(("clip",), _open_clip, use=_OPEN_CLIP_LOAD)
 SPARO_CLIP = Export(("clip",), _sparo_clip, "sparo_clip.pt")
 DINO = Export(("dino",), _dino, "dino.pth")

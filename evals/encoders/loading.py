@@ -11,6 +11,7 @@ from torch import Tensor
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import store
 from sparo_train.core.errors import CheckpointError, ConfigError, SparoError
+from sparo_train.core.files import nearest
 from sparo_train.core.recipe_yaml import parse_yaml
 from sparo_train.core.tables import CHECKPOINTS, ENCODERS
 from sparo_train.core.untrusted import read_text
@@ -65,6 +66,7 @@ def load_encoder(
 
 
 def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
+    refuse_absent(checkpoint)
     path, (scheme, colon, rest) = Path(checkpoint), str(checkpoint).partition(":")
     if colon and scheme in CHECKPOINTS.names():
         return CHECKPOINTS.row(scheme)(rest)
@@ -83,6 +85,13 @@ def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
             f"{path}: no run folder, no checkpoint folder, no exported folder, no DeepSpeed folder, no weight file"
         )
     return encoder
+
+
+def refuse_absent(checkpoint: str | Path) -> None:
+    """Raise `CheckpointError` where a checkpoint is meant as a path, and nothing is there."""
+    path, (scheme, colon, _) = Path(checkpoint), str(checkpoint).partition(":")
+    if not path.exists() and not (colon and scheme.isidentifier()):
+        raise CheckpointError(f"{path}: no such file or folder; {nearest(path)}")
 
 
 def read_recipe(path: Path) -> RunConfig:

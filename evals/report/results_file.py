@@ -19,7 +19,7 @@ import numpy as np
 
 from sparo_train.core.disk.rundir import environment
 from sparo_train.core.errors import ConfigError, DataError
-from sparo_train.core.files import write_whole
+from sparo_train.core.files import nearest, write_whole
 from sparo_train.core.untrusted import read_bytes
 
 from ..tasks.result import Result
@@ -47,9 +47,11 @@ class Record(NamedTuple):
         return self.result.data
 
 
-def append(folder: Path, checkpoint: str, task: str, result: Result, facts: dict[str, Any]) -> Record:
-    """Add a line and its predictions; several processes may write into one folder."""
-    kept = _keep(folder / "predictions", result)
+def append(
+    folder: Path, checkpoint: str, task: str, result: Result, facts: dict[str, Any], predictions: bool = True
+) -> Record:
+    """Add a line and, where asked for, its predictions; several processes may write into one folder."""
+    kept = _keep(folder / "predictions", result) if predictions else ""
     line = {
         "schema": SCHEMA,
         "checkpoint": checkpoint,
@@ -148,8 +150,16 @@ def _file_of(place: Path) -> Path:
     for path in candidates:
         if path.is_file():
             return path
-    raise DataError(
-        f"{place}: no results; give a folder with results.jsonl, or a run folder that `sparo eval` has scored"
+    raise DataError(f"{place}: {no_results(place)}")
+
+
+def no_results(place: Path) -> str:
+    """Why a place has no results, and what to do."""
+    if not place.exists():
+        return f"no such folder; {nearest(place)}"
+    return (
+        "no results; give a folder with results.jsonl, or a run folder: training scores eval.tasks at its end, "
+        f"and `sparo eval {place}` at any time"
     )
 
 

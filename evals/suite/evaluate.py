@@ -21,7 +21,7 @@ from sparo_train.core.layers import load_recipe
 from sparo_train.train.run import TaskConfig as AnyTask
 
 from ..encoders.encoder import Encoder, Precision
-from ..encoders.loading import load_encoder, read_recipe
+from ..encoders.loading import load_encoder, read_recipe, refuse_absent
 from ..encoders.selection import described, of_numbers, read_selection, selected
 from ..report.results_file import append, write_results
 from ..sets.task_config import SetTaskConfig, TaskConfig
@@ -85,7 +85,9 @@ def tasks_for(
 
     Raises:
         ConfigError: neither is there, or a name that is none of these.
+        CheckpointError: the checkpoint is no file or folder that is there.
     """
+    refuse_absent(checkpoint)
     known = _known(checkpoint, data)
     if not only and not known:
         raise ConfigError(
@@ -141,15 +143,15 @@ def evaluate_checkpoint(
     odd = ranks.together(lambda: {name: catalogue.oddity(name, task) for name, task in known.items()})
     encoder = ranks.together(lambda: load_encoder(checkpoint, how.model, _device(ranks), say))
     encoder.precision = how.precision
-    scored = checkpoint
+    is_run = (Path(checkpoint) / "config.yaml").is_file()
+    scored = str(Path(checkpoint)) if is_run else checkpoint  # as training wrote it down
     if how.slots is not None:
         encoder = only_slots(encoder, how.slots)
         # Under a name of its own: half of the slots must not stand where the whole model is looked for.
-        scored = f"{checkpoint} (slots {how.slots_named})"
+        scored = f"{scored} (slots {how.slots_named})"
     if how.limit is not None:
         known = {name: task.model_copy(update={"limit": how.limit}) for name, task in known.items()}
     store = FeatureStore(how.features, how.storage, report, say)
-    is_run = (Path(checkpoint) / "config.yaml").is_file()
     folder = how.results or (Path(checkpoint) / "evals" if is_run and how.latest else None)
     suite, results, unfit = Suite(known, store), {}, []
     for name in known:
@@ -167,7 +169,7 @@ def evaluate_checkpoint(
                 say(f"{task}: {result.counts['images_without_caption']} image(s) without a caption are no queries")
             if folder is not None and ranks.rank == 0:
                 try:
-                    append(folder, scored, task, result, _facts(encoder, how, time.monotonic() - begin))
+                    append(folder, scored, task, result, result_facts(encoder, how, time.monotonic() - begin))
                 except OSError as error:  # checked before, where it was asked for; scores are not lost for it
                     say(f"{folder}: the results of {task} could not be kept ({error})")
     # Some tasks left out is an answer; all of them is a mistake.
@@ -207,7 +209,8 @@ def ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _facts(encoder: Encoder, how: EvalOptions, seconds: float) -> dict[str, Any]:
+def result_facts(encoder: Encoder, how: EvalOptions, seconds: float) -> dict[str, Any]:
+    """All that a score depends on beside its set: weights, preprocessing, precision, environment."""
     return {
         "checkpoint": {"label": encoder.label, "sha256": encoder.weights, "architecture": encoder.architecture},
         "preprocessing": repr(encoder.transform),

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from sparo_train import __version__
-from sparo_train.core.errors import SparoError
+from sparo_train.core.errors import ConfigError, SparoError
 from sparo_train.core.world import started
 
 from ..views.terminal import out
@@ -92,11 +92,22 @@ def export(
             help="open_clip (a local-dir: folder) or sparo-clip (one .pt file); dino (one .pth file) for DINO runs"
         ),
     ] = None,
+    hub: Annotated[
+        str | None, typer.Option(help="OWNER/NAME: also upload it to this repository of the Hugging Face hub")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="--hub: a repository that is made is private")] = False,
 ) -> None:
-    """Write a run's newest weights for open_clip, the sparo-clip repository, or the official DINO code."""
+    """Write a run's newest weights for open_clip, the sparo-clip repository, or the official DINO code, with a model card."""
     from evals.encoders.exporting import export_run
 
-    out.print(str(export_run(run, to, layout)), soft_wrap=True)
+    if private and hub is None:
+        raise ConfigError("--private: is of --hub OWNER/NAME; leave it away")
+    path = export_run(run, to, layout)
+    out.print(str(path), soft_wrap=True)
+    if hub is not None:
+        from ..runs.hub import upload
+
+        out.print(upload(path, hub, private), soft_wrap=True)
 
 
 @app.command()

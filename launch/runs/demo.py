@@ -9,9 +9,9 @@ from typing import Any
 
 from evals.encoders.loading import load_encoder
 from evals.encoders.own import ClipEncoder
+from evals.report.results_file import read_records
 from evals.sets.base import Pair
 from evals.sets.wds import WdsSet
-from evals.suite.suite import Suite
 from evals.tasks import textonly
 from evals.tasks.result import Result
 from sparo_data.drawn.scenes import training_scene
@@ -43,11 +43,9 @@ def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
         console.rule(f"training {name}")
         exit_if_stopped(train(config))
     results: dict[str, dict[str, Result]] = {"text only": {"pairs": blind(data)}}
-    suite = Suite(next(iter(configs.values())).eval.tasks)
     encoders = {name: load_encoder(config.folder) for name, config in configs.items()}
-    for name, encoder in encoders.items():
-        console.print(f"scoring {name} …")
-        results[name] = suite.run(encoder)
+    for name, config in configs.items():  # training scored at its end
+        results[name] = {record.task: record.result for record in read_records([config.folder])}
     parameters = {name: sum(p.numel() for p in e.model.parameters()) for name, e in encoders.items()}
     curves = {name: read(config.folder / "metrics.jsonl", "train") for name, config in configs.items()}
     sparo = encoders["CLIP+SPARO"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 from evals.encoders.encoder import Encoder
-from evals.report.results_file import write_results
+from evals.report.results_file import append, write_results
+from evals.suite.evaluate import EvalOptions, result_facts
 from evals.suite.suite import Suite
 from evals.suite.task import encoder_of, refuse_unfit_to
 from evals.tasks.result import shown
@@ -54,7 +56,7 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
             for line in source_lines(pipeline.sources, total * config.batch_size):
                 view.say(line)
             try:
-                evaluate = make_evaluate(config, objective, rundir, view.say)
+                evaluate = make_evaluate(config, objective, rundir, total, view.say)
                 flops = FlopCounter(lambda: build_objective(config)) if config.log.flops else None
                 trainer = Trainer(
                     config, rundir, ranks, engine, objective, pipeline, total, steps_per_epoch, view, evaluate, flops
@@ -83,8 +85,14 @@ def exit_if_stopped(outcome: Outcome) -> None:
         raise stopped
 
 
-def make_evaluate(config: RunConfig, trained: Objective, rundir: RunDir, say: Callable[[str], None]) -> Evaluate | None:
-    """The trainer's evaluation: all of `eval.tasks`, written to RUN/evals and returned for the metrics; `eval.side` is submitted."""
+def make_evaluate(
+    config: RunConfig, trained: Objective, rundir: RunDir, total: int, say: Callable[[str], None]
+) -> Evaluate | None:
+    """The trainer's evaluation: all of `eval.tasks`, written to RUN/evals and returned for the metrics; `eval.side` is submitted.
+
+    Args:
+        total: the run's steps; of its last evaluation the predictions are kept, too, as `sparo eval compare` needs them.
+    """
     side, method = config.eval.side, config.objective.kind
     if not config.eval.tasks and side is None:
         return None
@@ -106,11 +114,15 @@ def make_evaluate(config: RunConfig, trained: Objective, rundir: RunDir, say: Ca
             submit_side(config, side, objective.state_dict(), rundir.path, step, say)
         if not config.eval.tasks:
             return {}
-        encoder = encoder_of(objective, method)
+        encoder, begin = encoder_of(objective, method), time.monotonic()
         results = suite.run(encoder, ranks=ranks)
         if ranks.rank == 0:
             rundir.claim.check()
             write_results(rundir.path / "evals" / f"step-{step:08d}.json", {"step": step}, results)
+            encoder.label = str(rundir.checkpoints / f"step-{step:08d}")
+            facts = {"step": step, **result_facts(encoder, EvalOptions(), time.monotonic() - begin)}
+            for name, result in results.items():
+                append(rundir.path / "evals", str(config.folder), name, result, facts, predictions=step == total)
             pictures(encoder, step)
         say(
             f"step {step}: "

@@ -6,6 +6,12 @@ import os
 import uuid
 from pathlib import Path
 
+from .errors import did_you_mean
+
+_MOST_NAMES = 200
+_UMASK = os.umask(0o022)  # it can be read only by setting it
+os.umask(_UMASK)
+
 
 def cache_folder() -> Path:
     """Where sparo keeps what can be found again: $XDG_CACHE_HOME/sparo, or ~/.cache/sparo."""
@@ -23,3 +29,16 @@ def write_whole(path: Path, content: str | bytes) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+def nearest(path: Path) -> str:
+    """For a path that is not there: the neighbour that was meant, or where to look."""
+    if not path.parent.is_dir():
+        return f"{path.parent} is no folder either"
+    names = sorted(entry.name for entry in path.parent.iterdir() if not entry.name.startswith("."))[:_MOST_NAMES]
+    return did_you_mean(path.name, names)
+
+
+def give_usual_mode(path: Path) -> None:
+    """Let a file be read by whom the umask allows; some libraries write through temporary files that are their owner's alone."""
+    path.chmod(0o666 & ~_UMASK)

@@ -15,6 +15,8 @@ from ..core.tables import READOUTS
 from .clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
 from .weights import read_raw
 
+# open_clip without our plug-in names the first key that it does not know, and nothing else: this one says what to do.
+IMPORT_FIRST = "import sparo_train.openclip first (it comes with sparo)"
 CONFIG_KEY = "sparo_config"  # in a `.pt` of ours: the model's description as plain values
 _HEAD_WIDTH = {128: 32, 192: 32, 384: 64, 512: 64, 640: 64, 768: 64, 896: 64, 1024: 64}  # width -> head width
 
@@ -56,7 +58,7 @@ def from_model_cfg(cfg: Mapping[str, Any], origin: str) -> ClipConfig:
     Raises:
         ConfigError: it has keys that our towers do not have.
     """
-    vision, text = dict(cfg["vision_cfg"]), dict(cfg["text_cfg"])
+    vision, text = ({k: v for k, v in cfg[tower].items() if k != IMPORT_FIRST} for tower in ("vision_cfg", "text_cfg"))
     text.pop("readout", None)
     tree = {
         "embed_dim": cfg["embed_dim"],

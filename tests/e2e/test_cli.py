@@ -41,6 +41,14 @@ def test_training_evaluates_as_it_goes(trained):
     assert [p.name for p in evals] == ["step-00000006.json", "step-00000012.json"]
     content = json.loads(evals[-1].read_text())
     assert content["results"]["zero"]["n"] == 12 and len(content["results"]["pairs"]["interval"]) == 2
+    # what training scored is found by those who read results; of the last step with its predictions
+    table = sparo("eval", "table", "runs/cli", "--format", "csv", cwd=trained).stdout
+    assert f"{content['results']['zero']['metrics']['acc1']}" in table
+    done = sparo("eval", "compare", "runs/cli", "runs/cli", cwd=trained)
+    assert done.returncode == 0 and "zero" in done.stdout and "are not there" not in done.stderr, done.stderr
+    lines = [json.loads(line) for line in (trained / "runs/cli/evals/results.jsonl").read_text().splitlines()]
+    kept = {(line["facts"]["step"], bool(line["predictions"])) for line in lines if line["name"] == "zero"}
+    assert kept == {(6, False), (12, True)}
 
 
 def test_eval_scores_runs_exports_and_files_alike(trained, tmp_path):
@@ -72,8 +80,9 @@ def test_eval_scores_runs_exports_and_files_alike(trained, tmp_path):
     [
         (["train", "nothing.yaml"], "nothing.yaml: no such recipe"),
         (["train", "{root}/recipe.yaml", "optim.lrr=1"], "optim.lrr: unknown key; did you mean 'lr'?"),
-        (["eval", "{root}/none", "--data", "{root}/recipe.yaml"], "no run folder, no checkpoint folder"),
-        (["eval", "{root}/none", "--data", "{root}/odd.yaml"], "task: unknown key; did you mean 'tasks'?"),
+        (["eval", "{root}/nine", "--data", "{root}/recipe.yaml"], "{root}/nine: no such file or folder"),
+        (["eval", "{root}/sets", "--data", "{root}/recipe.yaml"], "no run folder, no checkpoint folder"),
+        (["eval", "{root}/sets", "--data", "{root}/odd.yaml"], "task: unknown key; did you mean 'tasks'?"),
         (["eval", "{root}/runs/cli", "--tasks", "zerro"], "--tasks zerro: did you mean 'zero'?"),
         (["eval", "{root}/runs/cli", "{root}/shards"], "--data: {root}/shards has no run folder with eval.tasks"),
         (["train", "{root}/recipe.yaml", "name=new", "eval.tasks.zero.root=none"], "none/test/nshards.txt: missing"),

@@ -1,0 +1,75 @@
+"""A model card: what a model was trained on and how far it got, in the words of its run, with three lines that load it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..tasks.result import Result, is_share, shown
+
+
+class DataFacts(NamedTuple):
+    """A source: its samples, and how often each was read."""
+
+    name: str
+    samples: int
+    passes: float
+
+
+class CardScore(NamedTuple):
+    """A result of the run, and the step whose weights it is of (None: not known)."""
+
+    task: str
+    result: Result
+    step: int | None
+
+
+class CardFacts(NamedTuple):
+    """What is known of the weights. `what`: the model in words; `use`: Python that loads it; `tags`: the hub's words."""
+
+    name: str
+    what: str
+    parameters: int
+    step: int
+    samples: int
+    data: Sequence[DataFacts]
+    scores: Sequence[CardScore]
+    use: str
+    tags: Sequence[str]
+    version: str
+
+
+def model_card(facts: CardFacts) -> str:
+    """Markdown with the front matter that the Hugging Face hub reads."""
+    lines = ["---", "tags:", *(f"- {tag}" for tag in facts.tags)]
+    lines += ["library_name: open_clip"] if "clip" in facts.tags else []
+    lines += ["---", "", f"# {facts.name}", "", f"{facts.what}, {facts.parameters:,} trained parameters.", ""]
+    lines += ["## Use", "", "```python", facts.use, "```", "", "## Training", ""]
+    lines += [f"{facts.step:,} steps, {facts.samples:,} samples, with sparo {facts.version}.", ""]
+    lines += ["| data | samples | passes |", "|---|---|---|"]
+    lines += [f"| {_cell(source.name)} | {source.samples:,} | {source.passes:.2f} |" for source in facts.data]
+    lines += ["", "## Scores", "", *_scores(facts)]
+    return "\n".join(lines) + "\n"
+
+
+def _scores(facts: CardFacts) -> list[str]:
+    if not facts.scores:
+        return ["None: the run was not scored."]
+    lines = ["| task | metric | score | 95 % interval | n | chance | step |", "|---|---|---|---|---|---|---|"]
+    for score in facts.scores:
+        r = score.result
+        low, high = (shown(r.headline, end) for end in r.interval)
+        chance = shown(r.headline, r.chance) if is_share(r.headline) else ""
+        value = shown(r.headline, r.value, unit=True)
+        step = "" if score.step is None else f"{score.step:,}"
+        lines.append(
+            f"| {_cell(score.task)} | {r.headline} | {value} | {low} to {high} | {r.n:,} | {chance} | {step} |"
+        )
+    lines += ["", "Scores are per cent where they are shares."]
+    if any(score.step not in (None, facts.step) for score in facts.scores):
+        lines.append(f"The weights here are those of step {facts.step:,}; a score of another step is of other weights.")
+    return lines
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

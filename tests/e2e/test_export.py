@@ -1,0 +1,179 @@
+"""Exports stand alone: a card, sums, modes, a clear word without the plug-in, and the hub (a stand-in of it, by its documented calls)."""
+
+import base64
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+
+from evals.encoders.loading import load_encoder
+from evals.report.results_file import append
+from evals.tasks.result import Result
+from tests.conftest import sparo
+
+
+@pytest.fixture(scope="module")
+def run(world):
+    root = world
+    return next(p for p in sorted((root / "runs").iterdir()) if (p / "config.yaml").is_file())
+
+
+@pytest.fixture
+def export(run, tmp_path):
+    done = sparo("export", str(run), "--to", str(tmp_path / "model"))
+    assert done.returncode == 0, done.stderr
+    return tmp_path / "model"
+
+
+def test_a_card_sums_and_modes_lie_beside_the_weights(run, export):
+    card = (export / "README.md").read_text()
+    assert f'local-dir:{export}"' in card and "trained parameters" in card and "| a | 96 |" in card
+    lines = (export / "SHA256SUMS").read_text().splitlines()
+    assert [line.split("  ")[1] for line in lines] == ["open_clip_config.json", "open_clip_model.safetensors"]
+    for line in lines:
+        digest, name = line.split("  ")
+        assert hashlib.sha256((export / name).read_bytes()).hexdigest() == digest
+    assert {path.stat().st_mode & 0o777 for path in export.iterdir()} == {0o644}
+    code = card.partition("```python\n")[2].partition("```")[0]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_one_file_has_its_own_card_and_sum(run, tmp_path):
+    done = sparo("export", str(run), "--layout", "sparo-clip", "--to", str(tmp_path / "x.pt"))
+    assert done.returncode == 0, done.stderr
+    digest, name = (tmp_path / "x.pt.sha256").read_text().strip().split("  ")
+    assert name == "x.pt" and hashlib.sha256((tmp_path / "x.pt").read_bytes()).hexdigest() == digest
+    assert "load_encoder" in (tmp_path / "x.md").read_text()
+
+
+def test_open_clip_without_the_plug_in_says_what_to_import(export):
+    code = f"import open_clip; open_clip.create_model('local-dir:{export}')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "'import sparo_train.openclip first" in done.stderr.splitlines()[-1]
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """Creating a repository, asking how files go, LFS's batch, its uploads, and the commit."""
+
+    def do_GET(self):
+        self._answer(404, {})
+
+    def do_PUT(self):
+        self.server.stored[self.path.rpartition("/")[2]] = self._body()  # type: ignore[attr-defined]
+        self._answer(200, {})
+
+    def do_POST(self):
+        body, host = self._body(), f"http://{self.headers['Host']}"
+        if self.headers.get("Authorization") != "Bearer hf_good":
+            self._answer(401, {"error": "Invalid credentials"})
+        elif self.path == "/api/repos/create":
+            self.server.created.append(json.loads(body))  # type: ignore[attr-defined]
+            self._answer(200, {"url": f"{host}/me/model", "name": "me/model"})
+        elif self.path.endswith("/preupload/main"):
+            files = json.loads(body)["files"]
+            modes = [{"path": f["path"], "uploadMode": "lfs" if f["path"].endswith(("safetensors", "pt")) else "regular",
+                      "shouldIgnore": False, "oid": None} for f in files]  # fmt: skip
+            self._answer(200, {"files": modes})
+        elif self.path.endswith("/info/lfs/objects/batch"):
+            objects = [
+                {**o, "actions": {"upload": {"href": f"{host}/upload/{o['oid']}"}}} for o in json.loads(body)["objects"]
+            ]
+            self._answer(200, {"transfer": "basic", "objects": objects}, "application/vnd.git-lfs+json")
+        elif self.path.endswith("/commit/main"):
+            for line in map(json.loads, body.decode().splitlines()):
+                value = line["value"]
+                if line["key"] == "file":
+                    self.server.files[value["path"]] = base64.b64decode(value["content"])  # type: ignore[attr-defined]
+                if line["key"] == "lfsFile":
+                    self.server.files[value["path"]] = self.server.stored[value["oid"]]  # type: ignore[attr-defined]
+            self._answer(200, {"commitUrl": f"{host}/me/model/commit/1", "commitOid": "1", "pullRequestUrl": None})
+        else:  # the card's front matter is looked at
+            self._answer(200, {"errors": [], "warnings": []})
+
+    def _body(self):
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def _answer(self, code, content, kind="application/json"):
+        data = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    server.created, server.stored, server.files = [], {}, {}  # type: ignore[attr-defined]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def _upload(hub, *arguments, token="hf_good"):
+    place = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1"}
+    # in a process of its own: the library reads HF_… as it is imported
+    line = [sys.executable, "-m", "launch.cli", "export", *map(str, arguments)]
+    return subprocess.run(line, env=os.environ | place, capture_output=True, text=True, check=False)
+
+
+def test_the_hub_gets_what_it_takes_to_load_the_model(run, tmp_path, hub):
+    done = _upload(hub, run, "--to", tmp_path / "m", "--hub", "me/model", "--private")
+    assert done.returncode == 0 and done.stdout.splitlines()[-1].endswith("/me/model"), done.stderr
+    assert hub.created[0]["organization"] == "me" and (
+        hub.created[0].get("private") or hub.created[0]["visibility"] == "private"
+    )
+    assert set(hub.files) == {"README.md", "SHA256SUMS", "open_clip_config.json", "open_clip_model.safetensors"}
+    assert b'"hf-hub:me/model"' in hub.files["README.md"] and str(tmp_path).encode() not in hub.files["README.md"]
+    fetched = tmp_path / "fetched"
+    fetched.mkdir()
+    for name, content in hub.files.items():
+        (fetched / name).write_bytes(content)
+    pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    ours, theirs = (load_encoder(place) for place in (run, fetched))
+    torch.testing.assert_close(ours.encode(pixels), theirs.encode(pixels))
+
+
+def test_what_the_hub_refuses_loses_nothing_and_says_what_to_do(run, tmp_path, hub):
+    done = _upload(hub, run, "--to", tmp_path / "m", "--hub", "me/model", token="hf_bad")
+    assert done.returncode == 2 and "HF_TOKEN" in done.stderr and (tmp_path / "m/open_clip_model.safetensors").is_file()
+    done = _upload(hub, run, "--to", tmp_path / "m", "--hub", "model")
+    assert done.returncode == 2 and "--hub model: write OWNER/NAME" in done.stderr
+    done = _upload(hub, run, "--private")
+    assert done.returncode == 2 and "--private: is of --hub" in done.stderr
+    hub.shutdown()
+    hub.server_close()
+    done = _upload(hub, run, "--to", tmp_path / "m", "--hub", "me/model")
+    assert done.returncode == 2 and "--hub me/model" in done.stderr
+
+
+def test_the_card_tells_scores_with_their_intervals_and_steps(run, tmp_path):
+    """Scores of other weights than those exported are told apart; what a limit or a choice of slots scored is none of the model's."""
+    result = Result("zeroshot", 40, "acc1", {"acc1": 0.5}, 0.25, intervals={"acc1": (0.35, 0.65)})
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    label = {"checkpoint": {"label": str(copy / "checkpoints/step-00000006")}}
+    append(copy / "evals", "run", "zero|shot", result, label)
+    append(copy / "evals", "run (slots 1)", "near", result, label)
+    append(copy / "evals", "run", "some", result, {**label, "limit": 3})
+    assert sparo("export", str(copy), "--to", str(tmp_path / "m")).returncode == 0
+    card = (tmp_path / "m/README.md").read_text()
+    assert (
+        "| zero\\|shot | acc1 | 50.0 | 35.0 to 65.0 | 40 | 25.0 | 6 |" in card
+        and "near" not in card
+        and "some" not in card
+    )
+    assert "those of step 12; a score of another step is of other weights" in card
