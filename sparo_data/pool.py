@@ -35,8 +35,10 @@ def in_pool(
     total: int,
     report: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Run functions that return how many samples they made; `report` is called with (samples done, `total`) behind each."""
+    """Run functions that return how many samples they made; `report` is called with (samples done, `total`) at once and behind each."""
     done = 0
+    if report:
+        report(done, total)
     with process_pool(processes) as pool:
         for future in [pool.submit(job, *arguments) for job, arguments in jobs]:
             done += future.result()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparo_train.core.errors import ConfigError
-from sparo_train.data.examples.text import decode_tokens
+from sparo_train.data.examples.text import decode_words
 
 from ..encoders.encoder import Encoder
 from ..sets.base import EvalSet
@@ -84,8 +84,11 @@ def attend(encoder: Encoder, images: Sequence[Image.Image], captions: Sequence[s
         tokens = [encoder.tokenizer(caption) for caption in texts]  # type: ignore[attr-defined]
         weights = text.attention.float().cpu()
         for i, ids in enumerate(tokens):
-            w = weights[i, :, : len(ids)]
-            found.append(Attended(maps[i], on_class[i], decode_tokens(ids), w, cosine[i], sharpness(w[None])[0]))
+            w, words = weights[i, :, : len(ids)], decode_words(ids)
+            # what a slot gives to the pieces of a word it gives to the word
+            whole = torch.stack([part.sum(-1) for part in w.split([pieces for _, pieces in words], -1)], -1)
+            names = [word for word, _ in words]
+            found.append(Attended(maps[i], on_class[i], names, whole, cosine[i], sharpness(w[None])[0]))
     return found
 
 

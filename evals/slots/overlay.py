@@ -41,19 +41,36 @@ def overlay(what: Seen, heat: Tensor, brightest: float, size: int = 160) -> Imag
     Args:
         brightest: the attention that has the brightest colour.
     """
+    picture, level, looked = _laid(what, heat, brightest, size)
+    grey = picture @ np.asarray([0.299, 0.587, 0.114], np.float32)
+    colour = matplotlib.colormaps["inferno"](level)[..., :3]
+    out = np.where(looked[..., None], 0.4 * grey[..., None] + 0.6 * colour, 0.25 * grey[..., None])
+    return _image(out)
+
+
+def spotlight(what: Seen, heat: Tensor, brightest: float, size: int = 160) -> Image.Image:
+    """The image in its own colours where the slot looks, washed out towards white elsewhere; as `overlay` otherwise."""
+    picture, level, _ = _laid(what, heat, brightest, size)
+    return _image(picture * level[..., None] + (0.25 * picture + 0.75) * (1 - level[..., None]))
+
+
+def _laid(what: Seen, heat: Tensor, brightest: float, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """At one size: the picture (H, W, 3) in 0..1, its attention (H, W) in 0..1, and where the model looked at all."""
     scale = size / max(what.image.size)
     shape = _scaled(what.image.size, scale)
-    grey = np.asarray(what.image.convert("L").resize(shape, Image.Resampling.BICUBIC), np.float32) / 255
+    picture = np.asarray(what.image.convert("RGB").resize(shape, Image.Resampling.BICUBIC), np.float32) / 255
     left, top, right, bottom = (round(v * scale) for v in what.box)
     left, top = max(0, left), max(0, top)
     right, bottom = min(shape[0], max(right, left + 1)), min(shape[1], max(bottom, top + 1))
-    level = Image.fromarray((heat / max(brightest, 1e-12)).clamp(0, 1).numpy().astype(np.float32))
-    level = np.asarray(level.resize((right - left, bottom - top), Image.Resampling.BILINEAR))
-    colour = matplotlib.colormaps["inferno"](level)[..., :3]
-    out = np.repeat(grey[..., None], 3, axis=2) * 0.25
-    inside = grey[top:bottom, left:right, None]
-    out[top:bottom, left:right] = 0.4 * inside + 0.6 * colour
-    return Image.fromarray((255 * out.clip(0, 1)).astype(np.uint8))
+    inside = Image.fromarray((heat / max(brightest, 1e-12)).clamp(0, 1).numpy().astype(np.float32))
+    level, looked = np.zeros(picture.shape[:2], np.float32), np.zeros(picture.shape[:2], bool)
+    level[top:bottom, left:right] = np.asarray(inside.resize((right - left, bottom - top), Image.Resampling.BILINEAR))
+    looked[top:bottom, left:right] = True
+    return picture, level, looked
+
+
+def _image(pixels: np.ndarray) -> Image.Image:
+    return Image.fromarray((255 * pixels.clip(0, 1)).astype(np.uint8))
 
 
 def thumbnail(what: Seen, size: int = 160) -> Image.Image:

@@ -9,7 +9,7 @@ from typing import Any
 
 from evals.encoders.loading import load_encoder
 from evals.encoders.own import ClipEncoder
-from evals.report.results_file import read_records
+from evals.report.results_file import predictions_of, read_records
 from evals.sets.base import Pair
 from evals.sets.wds import WdsSet
 from evals.tasks import textonly
@@ -18,8 +18,8 @@ from sparo_data.drawn.scenes import training_scene
 from sparo_train.core.disk.metrics import read
 from sparo_train.train.run import RunConfig, load_run
 
-from ..views.page import write_page
-from ..views.results_table import results_table
+from ..views.demo_page import six_rows, write_page
+from ..views.results_table import rows_table
 from ..views.terminal import console, out
 from .making import make_scenes
 from .recipes import recipe
@@ -44,21 +44,22 @@ def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
         exit_if_stopped(train(config))
     results: dict[str, dict[str, Result]] = {"text only": {"pairs": blind(data)}}
     encoders = {name: load_encoder(config.folder) for name, config in configs.items()}
-    for name, config in configs.items():  # training scored at its end
-        results[name] = {record.task: record.result for record in read_records([config.folder])}
+    records = {name: {r.task: r for r in read_records([config.folder])} for name, config in configs.items()}
+    for name, by_task in records.items():  # training scored at its end
+        results[name] = {task: record.result for task, record in by_task.items()}
     parameters = {name: sum(p.numel() for p in e.model.parameters()) for name, e in encoders.items()}
     curves = {name: read(config.folder / "metrics.jsonl", "train") for name, config in configs.items()}
     sparo = encoders["CLIP+SPARO"]
     assert isinstance(sparo, ClipEncoder)
-    page = write_page(folder, results, curves, parameters, sparo, data, _facts(configs, begin))
-    shown = {
-        f"{name} ({parameters[name] / 1e6:.2f} M)" if name in parameters else name: r for name, r in results.items()
-    }
-    out.print(results_table(shown, "sparo demo: per cent, 95 % intervals; one seed"))
+    zeroshot = predictions_of(records["CLIP+SPARO"]["zeroshot"])
+    facts = {**_facts(configs), "scenes": 400 if quick else 8000}
+    page = write_page(folder, results, zeroshot, curves, parameters, sparo, data, facts)
+    sizes_shown = {n: f"{parameters[n] / 1e6:.2f} M" if n in parameters else "" for n in results}
+    out.print(rows_table(six_rows(results), sizes_shown, "sparo demo: per cent, 95 % intervals; one seed"))
     out.print(
-        f"page: {page}   picture: {page.with_name('demo.png')}   {time.monotonic() - begin:.0f} s",
-        soft_wrap=True,
+        f"page: {page}   picture: {page.with_name('demo.png')}   {time.monotonic() - begin:.0f} s", soft_wrap=True
     )
+    out.print(f"next: sparo eval {configs['CLIP+SPARO'].folder}   own data: docs/recipes.md", soft_wrap=True)
     return results
 
 
@@ -96,11 +97,10 @@ def _config(name: str, folder: Path, data: Path, quick: bool) -> RunConfig:
     return load_run(recipe("clip/scenes_tiny.yaml"), overrides)
 
 
-def _facts(configs: dict[str, RunConfig], begin: float) -> dict[str, Any]:
+def _facts(configs: dict[str, RunConfig]) -> dict[str, Any]:
     config = next(iter(configs.values()))
     return {
         "steps": config.steps,
         "batch_size": config.batch_size,
         "seed": config.seed,
-        "seconds": round(time.monotonic() - begin),
     }

@@ -11,7 +11,7 @@ from evals.report.results_file import append, write_results
 from evals.suite.evaluate import EvalOptions, result_facts
 from evals.suite.suite import Suite
 from evals.suite.task import encoder_of, refuse_unfit_to
-from evals.tasks.result import shown
+from evals.tasks.result import Result, shown
 from sparo_train.core.contracts import Objective
 from sparo_train.core.disk.rundir import RunDir
 from sparo_train.core.distributed import Ranks
@@ -56,7 +56,7 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
             for line in source_lines(pipeline.sources, total * config.batch_size):
                 view.say(line)
             try:
-                evaluate = make_evaluate(config, objective, rundir, total, view.say)
+                evaluate = make_evaluate(config, objective, rundir, total, view)
                 flops = FlopCounter(lambda: build_objective(config)) if config.log.flops else None
                 trainer = Trainer(
                     config, rundir, ranks, engine, objective, pipeline, total, steps_per_epoch, view, evaluate, flops
@@ -86,7 +86,7 @@ def exit_if_stopped(outcome: Outcome) -> None:
 
 
 def make_evaluate(
-    config: RunConfig, trained: Objective, rundir: RunDir, total: int, say: Callable[[str], None]
+    config: RunConfig, trained: Objective, rundir: RunDir, total: int, view: ProgressView
 ) -> Evaluate | None:
     """The trainer's evaluation: all of `eval.tasks`, written to RUN/evals and returned for the metrics; `eval.side` is submitted.
 
@@ -107,6 +107,7 @@ def make_evaluate(
         load_cluster(side.on, side.options)
     suite = Suite(config.eval.tasks)
     suite.check()
+    say = view.say
     pictures = _pictures(config, rundir, say)
 
     def evaluate(objective: Objective, step: int, ranks: Ranks) -> dict[str, Any]:
@@ -115,7 +116,10 @@ def make_evaluate(
         if not config.eval.tasks:
             return {}
         encoder, begin = encoder_of(objective, method), time.monotonic()
-        results = suite.run(encoder, ranks=ranks)
+        results: dict[str, Result] = {}
+        for number, name in enumerate(suite.tasks, 1):
+            view.phase(f"evaluating {name} {number}/{len(suite.tasks)}")
+            results |= suite.run(encoder, [name], ranks)
         if ranks.rank == 0:
             rundir.claim.check()
             write_results(rundir.path / "evals" / f"step-{step:08d}.json", {"step": step}, results)

@@ -35,6 +35,7 @@ class Bar(Progress):
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[facts]}", markup=False),
+            TextColumn("elapsed"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
@@ -55,12 +56,20 @@ class Bar(Progress):
         now = time.monotonic()
         if not console.is_terminal and (now - self._printed > _PLAIN_EVERY or done == total):
             self._printed = now
-            left = self.tasks[task].time_remaining
-            rest = f"  {timedelta(seconds=round(left))} left" if left else ""
+            spent, left = self.tasks[task].elapsed, self.tasks[task].time_remaining
+            rest = f"  {timedelta(seconds=round(spent))} elapsed" if spent else ""
+            rest += f", {timedelta(seconds=round(left))} left" if left else ""
             console.print(
                 f"{self.tasks[task].description}  {done:.0f}{'' if total is None else f'/{total:.0f}'}  {facts}{rest}".rstrip(),
                 soft_wrap=True,
             )
+
+    def facts(self, task: TaskID, text: str) -> None:
+        """What a task is doing, where it is not counted."""
+        self.update(task, facts=text)
+        if not console.is_terminal and time.monotonic() - self._printed > _PLAIN_EVERY:
+            self._printed = time.monotonic()
+            console.print(f"{self.tasks[task].description}  {text}", soft_wrap=True)
 
 
 class ProgressView:
@@ -93,6 +102,14 @@ class ProgressView:
         if self._task is None:
             self._task = self._bar.start_task_named(self.title, total)
         self._bar.show(self._task, step, total, text)
+
+    def phase(self, text: str) -> None:
+        """What is done in place of steps; without a terminal a line where the last one is some time ago."""
+        if self.silent:
+            return
+        if self._task is None:
+            self._task = self._bar.start_task_named(self.title)
+        self._bar.facts(self._task, text)
 
     def say(self, text: str) -> None:
         if not self.silent:

@@ -1,49 +1,102 @@
-"""Scores in one table: a row per task and metric, a column per checkpoint."""
+"""Scores in tables that fit a terminal without splitting a word: a row per task and metric, a column per checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+from rich import box
+from rich.console import Group
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from evals.report.paper_tables import MARK
 from evals.tasks.result import Result, is_share, shown
 
+from .terminal import out
 
-def results_table(results: Mapping[str, Mapping[str, Result]], title: str) -> Table:
-    """Rows: (task, metric); columns: checkpoints; the headline comes first, its 95 % interval below it; odd data is marked."""
+_NAME = 14  # characters of a line of a column's name
+_FIXED = ("task", "metric", "n", "chance")
+
+
+def results_table(results: Mapping[str, Mapping[str, Result]], title: str) -> Group:
+    """Rows: (task, metric); columns: checkpoints; the headline comes first, its 95 % interval below it; odd data is marked.
+
+    Checkpoints that do not fit beside the others have a table of their own below.
+    """
+    names = list(results)
+    tables: list[Table] = []
+    while names:
+        count = max(
+            1, max((n for n in range(1, len(names) + 1) if _fits({k: results[k] for k in names[:n]})), default=1)
+        )
+        part, names = {name: results[name] for name in names[:count]}, names[count:]
+        tables.append(_table(part))
+    return Group(Text(title, style="italic"), *tables)  # a table's own title would be broken at the table's width
+
+
+def _fits(results: Mapping[str, Mapping[str, Result]]) -> bool:
+    free = out.options.update(width=1 << 16)  # measured where nothing has to give way
+    return Measurement.get(out, free, _table(results)).maximum <= out.width
+
+
+def _table(results: Mapping[str, Mapping[str, Result]]) -> Table:
     odd = any(result.note for by_task in results.values() for result in by_task.values())
-    table = Table(title=title, title_justify="left", caption=f"{MARK} not the listed data" if odd else None)
-    for column in ("task", "metric", "n", "chance", *results):
-        table.add_column(column, justify="left" if column in ("task", "metric") else "right", overflow="fold")
+    table = Table(
+        caption=f"{MARK} not the listed data" if odd else None,
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
+    )  # fmt: skip
+    for column in _FIXED:
+        table.add_column(column, justify="left" if column in ("task", "metric") else "right", no_wrap=True)
+    for name in results:
+        table.add_column(heading(name), justify="right", overflow="fold")
     tasks = dict.fromkeys(task for by_task in results.values() for task in by_task)
     for task in tasks:
         first = max((r[task] for r in results.values() if task in r), key=lambda r: len(r.metrics))
         found = [by_task.get(task) for by_task in results.values()]
         head = [shown(r.headline, r.value, unit=True) + (MARK if r.note else "") if r else "-" for r in found]
-        table.add_row(
-            task,
-            first.headline,
-            str(first.n),
-            shown(first.headline, first.chance) if is_share(first.headline) else "-",
-            *head,
-            style="bold",
-        )
-        table.add_row(
-            "",
-            "  95 %",
-            "",
-            "",
-            *(f"{shown(r.headline, r.interval[0])}–{shown(r.headline, r.interval[1])}" if r else "-" for r in found),
-        )
+        chance = shown(first.headline, first.chance) if is_share(first.headline) else "-"
+        table.add_row(task, first.headline, str(first.n), chance, *head, style="bold")
+        spans = (f"{shown(r.headline, r.interval[0])}–{shown(r.headline, r.interval[1])}" if r else "-" for r in found)
+        table.add_row("", "  95 %", "", "", *spans)
         for metric in first.metrics:
             if metric != first.headline:
-                table.add_row(
-                    "",
-                    metric,
-                    "",
-                    "",
-                    *(shown(metric, r.metrics[metric]) if r and metric in r.metrics else "-" for r in found),
-                )
+                cells = (shown(metric, r.metrics[metric]) if r and metric in r.metrics else "-" for r in found)
+                table.add_row("", metric, "", "", *cells)
         table.add_section()
+    return table
+
+
+def heading(name: str) -> str:
+    """A name broken behind its own separators into lines of some fourteen characters; a word is never split."""
+    lines = [""]
+    for piece in re.findall(r"[^\s/_+-]+[\s/_+-]*|[\s/_+-]+", name):
+        if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > _NAME:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(line.strip() for line in lines)
+
+
+class ScoreRow(NamedTuple):
+    """A test in words; per column `value` and `interval`, empty where it has none."""
+
+    label: str
+    n: int
+    chance: str
+    cells: list[dict[str, str]]
+
+
+def rows_table(rows: Sequence[ScoreRow], names: Mapping[str, str], title: str) -> Table:
+    """A few rows with their intervals; `names`: of the columns, with what stands below each."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("test")
+    for column in ("n", "chance"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, below in names.items():
+        table.add_column(f"{name}\n{below}".strip(), justify="right", no_wrap=True)
+    for row in rows:
+        cells = [f"{cell['value']}\n{cell['interval']}".strip() for cell in row.cells]
+        table.add_row(row.label, str(row.n), row.chance, *cells)
     return table

@@ -1,6 +1,7 @@
 """The verbs, as a user types them."""
 
 import json
+import shlex
 
 import pytest
 import yaml
@@ -198,6 +199,15 @@ def test_the_quick_demo_tells_the_whole_story(tmp_path):
     done = sparo("demo", "--quick", "--folder", str(tmp_path / "demo"))
     assert done.returncode == 0, done.stderr
     assert "text only" in done.stdout and "CLIP+SPARO" in done.stdout
+    assert max(map(len, done.stdout.partition("page:")[0].splitlines())) <= 80
     page = (tmp_path / "demo/demo.html").read_text()
-    assert page.count("data:image/png;base64,") == 2 and "mean_R@5" in page
+    assert page.count("<section>") == 4 and "mean_R@5" in page.partition("<details>")[2]
+    first = page.partition("<table>")[2].partition("</table>")[0]
+    assert first.count("<tr>") == 7 and first.count(" to ") >= 12  # six rows, both models with an interval
     assert (tmp_path / "demo/demo.png").stat().st_size > 10_000
+    # what the page says to type next
+    own = page.partition("<pre>")[2].partition("</pre>")[0].replace("&#39;", "'").splitlines()
+    assert len(own) == 3
+    for line in own:
+        done = sparo(*shlex.split(line)[1:], cwd=tmp_path)
+        assert done.returncode == 0, f"{line}: {done.stderr}"

@@ -10,7 +10,7 @@ from PIL import Image
 from sparo_train.core.errors import BadSampleError
 from sparo_train.core.rng import generator
 from sparo_train.data.examples.samples import caption, decode_image
-from sparo_train.data.examples.text import ClipTokenizer, decode_tokens
+from sparo_train.data.examples.text import ClipTokenizer, decode_words
 from sparo_train.data.examples.transforms import Crop, eval_pixels, random_resized_crop_box, resized_crop, train_pixels
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import DataConfig
@@ -102,7 +102,10 @@ def test_tokens_equal_open_clips(text):
 
 
 def test_tokens_read_back():
-    assert decode_tokens(ClipTokenizer(16)("two red cubes")) == ["[start]", "two", "red", "cubes", "[end]"]
+    words = decode_words(ClipTokenizer(16)("two cyan cubes"))  # cyan is two pieces
+    assert words == [("[start]", 1), ("two", 1), ("cyan", 2), ("cubes", 1), ("[end]", 1)]
+    cut = decode_words(ClipTokenizer(4)("one cyan"))  # the context ends within a word
+    assert cut == [("[start]", 1), ("one", 1), ("cy", 1), ("[end]", 1)]
 
 
 def test_png_with_alpha_becomes_rgb():

@@ -67,7 +67,14 @@ class ClipTokenizer:
         return out
 
 
-def decode_tokens(ids: Sequence[int]) -> list[str]:
-    """The text of each id, one by one; SOT and EOT as `[start]` and `[end]`."""
-    special = {SOT: "[start]", EOT: "[end]"}
-    return [special.get(i) or _bpe().decode([i]).strip() for i in ids]
+def decode_words(ids: Sequence[int]) -> list[tuple[str, int]]:
+    """The words of a caption, each with the number of ids that it is made of; SOT and EOT as `[start]` and `[end]`."""
+    found: list[tuple[str, int]] = []
+    begin = 0
+    for place, number in enumerate(ids, 1):
+        # the vocabulary marks the last piece of a word; a caption that was cut may end within one
+        if number in (SOT, EOT) or _bpe().decoder[number].endswith("</w>") or place == len(ids) or ids[place] == EOT:
+            special = {SOT: "[start]", EOT: "[end]"}.get(number)
+            found.append((special or _bpe().decode(list(ids[begin:place])).strip(), place - begin))
+            begin = place
+    return found

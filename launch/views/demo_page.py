@@ -1,0 +1,173 @@
+"""The demo's page: six scores, examples, what slots look at, what to type next; one HTML file and one picture."""
+
+from __future__ import annotations
+
+import base64
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from jinja2 import Environment
+from matplotlib.figure import Figure
+from PIL import Image
+
+from evals.encoders.own import ClipEncoder
+from evals.sets.wds import WdsSet
+from evals.slots.overlay import jpeg
+from evals.tasks.result import Result, is_share, shown, wilson
+
+from .demo_slots import DemoSlots, demo_slots, draw_slots
+from .results_table import ScoreRow
+
+_EXAMPLES, _CAPTIONS = 8, 200
+# label, task, part
+_ROWS = (
+    ("Zero-shot, 24 colour-shape classes", "zeroshot", "acc1"),
+    ("The six pairs held out of training", "heldout", "acc1"),
+    ("Image to its caption, R@5", "retrieval", "text_R@5"),
+    ("Caption to its image, R@5", "retrieval", "image_R@5"),
+    ("Caption pairs, all kinds", "pairs", "macro"),
+    ("Caption pairs, same words in another order", "pairs", "order_only"),
+)
+
+
+def write_page(
+    folder: Path,
+    results: Mapping[str, Mapping[str, Result]],
+    zeroshot: Mapping[str, np.ndarray],
+    curves: Mapping[str, Sequence[Mapping[str, Any]]],
+    parameters: Mapping[str, int],
+    encoder: ClipEncoder,
+    data: Path,
+    facts: Mapping[str, Any],
+) -> Path:
+    """Write `demo.html`, `demo.png` and `curves.png` into `folder`; returns the page's path.
+
+    Args:
+        results: by model, then task.  zeroshot: the predictions of `encoder` on the zero-shot test.
+        curves: records of metrics.jsonl by model.  facts: of the trainings, for the first lines.
+    """
+    captioned = WdsSet(data / "retrieval", "captions")
+    samples = [captioned.read(i) for i in range(min(_CAPTIONS, len(captioned)))]
+    slots = demo_slots(encoder, [image for _, image, _ in samples], [texts[0] for _, _, texts in samples])
+    draw_slots(slots, folder / "demo.png")
+    figure = draw_curves(curves)
+    figure.savefig(folder / "curves.png", dpi=110)
+    plt.close(figure)
+    template = Path(__file__).with_name("demo.html.jinja").read_text(encoding="utf-8")
+    html = Environment(autoescape=True).from_string(template).render(
+        facts={**facts, "slots": encoder.slots},
+        names=[{"name": n, "size": f"{parameters[n] / 1e6:.2f} M" if n in parameters else ""} for n in results],
+        rows=six_rows(results),
+        all=all_rows(results),
+        examples=_examples(data, zeroshot),
+        curves="data:image/png;base64," + base64.b64encode((folder / "curves.png").read_bytes()).decode(),
+        commands=_commands(folder),
+        **_pictures(slots),
+    )  # fmt: skip
+    (folder / "demo.html").write_text(html, encoding="utf-8")
+    return folder / "demo.html"
+
+
+def six_rows(results: Mapping[str, Mapping[str, Result]]) -> list[ScoreRow]:
+    """What is told first, each with its interval."""
+    found = []
+    for label, task, part in _ROWS:
+        known = [by_task.get(task) for by_task in results.values()]
+        first = max((r for r in known if r is not None), key=lambda r: len(r.metrics))
+        found.append(
+            ScoreRow(
+                label, first.counts.get(part, first.n), _chance(first, part), [_cell(result, part) for result in known]
+            )
+        )
+    return found
+
+
+def _chance(result: Result, part: str) -> str:
+    return shown(part, result.chance) if is_share(part) else ""
+
+
+def _cell(result: Result | None, part: str) -> dict[str, str]:
+    if result is None or part not in result.metrics:
+        return {"value": "–", "interval": ""}
+    value = result.metrics[part]
+    low, high = result.intervals.get(part) or wilson(value, result.n)
+    return {"value": shown(part, value), "interval": f"{shown(part, low)} to {shown(part, high)}"}
+
+
+def all_rows(results: Mapping[str, Mapping[str, Result]]) -> list[dict[str, Any]]:
+    """Every metric of every task."""
+    tasks = dict.fromkeys(task for by_task in results.values() for task in by_task)
+    rows = []
+    for task in tasks:
+        known = [by_task.get(task) for by_task in results.values()]
+        parts = dict.fromkeys(part for result in known if result for part in result.metrics)
+        for part in parts:
+            cells = [shown(part, r.metrics[part]) if r and part in r.metrics else "–" for r in known]
+            rows.append({"task": task, "part": part, "cells": cells})
+    return rows
+
+
+def draw_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
+    """Loss and batch accuracy over samples seen."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for axis, key, title in zip(
+        axes, ("loss", "accuracy"), ("contrastive loss", "accuracy inside the batch"), strict=True
+    ):
+        for name, records in curves.items():
+            axis.plot([r["samples"] for r in records], [r[key] for r in records], label=name)
+        axis.set(title=title, xlabel="samples seen")
+        axis.grid(alpha=0.3)
+    axes[0].legend(frameon=False)
+    return figure
+
+
+def _examples(data: Path, predictions: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+    images = WdsSet(data / "zeroshot", "label")
+    classes = images.classnames()
+    found = []
+    # Seven classes on from one to the next: every third class has the same shape.
+    for number in [i * 7 * len(images) // len(classes) % len(images) for i in range(_EXAMPLES)]:
+        _, image, label = images.read(number)
+        guess = int(predictions["predicted"][number][0])
+        picture = _uri(image.resize((160, 160), Image.Resampling.BICUBIC))
+        found.append(
+            {"truth": classes[label], "predicted": classes[guess], "right": guess == label, "picture": picture}
+        )
+    return found
+
+
+def _pictures(shown_slots: DemoSlots) -> dict[str, Any]:
+    slots = [
+        {
+            "number": slot.number,
+            "words": slot.words,
+            "tiles": [
+                {"picture": _uri(tile.picture), "words": tile.words, "caption": caption}
+                for tile, (_, caption) in zip(slot.tiles, shown_slots.images, strict=True)
+            ],
+        }
+        for slot in shown_slots.slots
+    ]
+    return {"slots": slots, "pictures": [{"picture": _uri(p), "caption": c} for p, c in shown_slots.images]}
+
+
+def _commands(folder: Path) -> dict[str, str]:
+    run = shlex.quote(str(folder / "clip_sparo"))
+    own = [f"sparo eval {run}", f"sparo slots show {run} --on retrieval --out slots", f"sparo export {run}"]
+    mine = [
+        "sparo data convert photos.csv data/mine --test 200",
+        "sparo data check data/mine/train",
+        "sparo train own_pairs",
+    ]
+    return {"own": "\n".join(own), "data": "\n".join(mine)}
+
+
+def _uri(image: Image.Image) -> str:
+    return "data:image/jpeg;base64," + base64.b64encode(jpeg(image.convert("RGB"))).decode()
