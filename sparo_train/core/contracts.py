@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from .disk.mirrors import Sample
 from .disk.pieces import CheckpointReader, Pieces
 
 Batch = Mapping[str, Tensor]
@@ -201,3 +202,4 @@ class DataPipeline(Protocol):
     fingerprint: dict[str, Any]
 
     def start(self, cursor: Cursor | None) -> Generator[Delivery, None, None]: ...
+    def shown(self, batch: Batch, count: int) -> Sequence[Sample]: ...

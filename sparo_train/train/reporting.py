@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..core.contracts import Batch, Engine, Loss, Objective, StepReport
+from ..core.contracts import Batch, DataPipeline, Engine, Loss, Objective, StepReport
 from ..core.disk.metrics import MetricsLog, read
 from ..core.disk.rundir import RunDir
 from ..core.distributed import Ranks
@@ -68,6 +68,11 @@ class Reporter:
             self.display.say(f"engine.attention: {kernel}")
         self.display.update(step, total_steps, facts)
         return facts
+
+    def first_batch(self, pipeline: DataPipeline, batch: Batch) -> None:
+        """Show what the model is given first."""
+        if self._log is not None and self.config.samples:
+            self._log.samples(lambda: pipeline.shown(batch, self.config.samples))
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """A record of metrics.jsonl, on rank 0."""

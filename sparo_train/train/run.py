@@ -43,6 +43,9 @@ class LogConfig(Frozen):
     tensorboard: bool = setting(True, "the same numbers in RUN/tensorboard")
     wandb: str | None = setting(None, "the same numbers to this project of Weights & Biases", examples=["sparo"])
     heartbeat_seconds: float = setting(10.0, "between two looks at what the run is doing", gt=0)
+    samples: int = setting(
+        8, "images of the first batch, with their captions, shown in tensorboard and wandb; 0: none", ge=0, le=256
+    )
     pictures: int = setting(
         6, "images of a masks task that every evaluation draws to RUN/pictures and tensorboard; 0: none", ge=0, le=256
     )

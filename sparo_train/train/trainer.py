@@ -139,6 +139,8 @@ class Trainer:
 
     def _step(self, delivery: Delivery) -> None:
         state, log = self.state, self.config.log
+        if state.step == 0:
+            self.report.first_batch(self.pipeline, delivery.batch)
         # Named, not carried on: what a step draws depends on neither the past nor the number of ranks before.
         torch.manual_seed(torch_seed(self.config.seed, "step", state.step, self.ranks.rank))
         progress = Progress(state.step, self.total_steps, state.samples, self.steps_per_epoch)

@@ -4,13 +4,17 @@ import errno
 import json
 import os
 import signal
+import sys
 import time
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sparo_train.core.config import Frozen, free
+from launch.runs.train import train
+from sparo_train.core.config import Frozen, free, resolve
 from sparo_train.core.disk import metrics, pieces, store
 from sparo_train.core.disk.owner import Claim
 from sparo_train.core.disk.pieces import Piece
@@ -20,7 +24,9 @@ from sparo_train.core.errors import CheckpointError, ConfigError, SupersededErro
 from sparo_train.core.rng import generator, torch_seed
 from sparo_train.core.signals import StopFlag
 from sparo_train.core.world import World
+from sparo_train.train.run import RunConfig
 from sparo_train.train.saving import Saver
+from tests.conftest import dino_recipe, slots_recipe, tiny_recipe
 from tests.processes import CONTEXT
 
 STATE = {
@@ -155,6 +161,60 @@ def test_tensorboard_gets_nested_numbers(tmp_path):
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert [(e.step, e.value) for e in board.Scalars("eval/zero/acc1")] == [(4, 0.5)]
+
+
+class _Recorded:
+    """Stands in for wandb: what is logged at which step."""
+
+    def __init__(self):
+        self.logged = []
+
+    def log(self, what, step):
+        self.logged.append((step, what))
+
+    def finish(self):
+        pass
+
+
+@pytest.mark.parametrize("method", ["clip", "dino", "slots"])
+def test_first_images_and_scores_stand_where_people_look(tmp_path, shards, monkeypatch, method):
+    """Eight images of the first batch with captions, and each evaluation as a table; a resumed run does not show them again."""
+    recorded = _Recorded()
+    fake = SimpleNamespace(
+        init=lambda **_: recorded,
+        Image=lambda pixels, caption: (pixels.shape, str(pixels.dtype), caption),
+        Table=lambda columns, data: (columns, data),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    make = {"clip": tiny_recipe, "dino": dino_recipe, "slots": slots_recipe}[method]
+    tree = make(shards, tmp_path, log={"every_steps": 2, "wandb": "project"})
+    train(resolve(RunConfig, {**tree, "stop_after_steps": 2}, "x"))
+    train(resolve(RunConfig, {**tree, "stop_after_steps": 4}, "x"))
+    images = [(step, what["samples"]) for step, what in recorded.logged if "samples" in what]
+    assert len(images) == 1 and images[0][0] == 0 and len(images[0][1]) == 8
+    size, kind, caption = images[0][1][0]
+    assert size[2] == 3 and kind == "uint8" and bool(caption) == (method == "clip") and "[" not in caption
+    events = EventAccumulator(str(next((tmp_path / tree["name"]).glob("tensorboard"))), size_guidance={"images": 0})
+    events.Reload()
+    assert "samples/0" in events.Tags()["images"]
+
+
+def test_scores_are_a_table_in_tensorboard_and_wandb(tmp_path, monkeypatch):
+    recorded = _Recorded()
+    monkeypatch.setitem(
+        sys.modules, "wandb", SimpleNamespace(init=lambda **_: recorded, Table=lambda columns, data: (columns, data))
+    )
+    log = metrics.MetricsLog(tmp_path, wandb="project")
+    log.write("eval", 6, {"near|far": {"acc1": 0.5}})
+    log.samples(lambda: [][1])  # whatever goes wrong here ends no run
+    log.write("train", 7, {"loss": 1.0})
+    log.close()
+    assert (6, {"eval/scores": (["task", "metric", "score"], [["near|far", "acc1", 0.5]])}) in recorded.logged
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    text = events.Tensors("eval/scores/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "| near\\|far | acc1 | 0.5000 |" in text
+    assert [record["step"] for record in metrics.read(tmp_path / "metrics.jsonl")] == [6, 7]
 
 
 def test_wandb_without_wandb_says_how_to_get_it(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ def test_a_writer_that_fails_is_said_once_and_the_numbers_stay(tmp_path, monkeyp
         def close(self):
             raise AssertionError("it was let go of")
 
-    monkeypatch.setattr(metrics, "_Tensorboard", Failing)
+    monkeypatch.setattr(metrics, "Tensorboard", Failing)
     said = []
     log = metrics.MetricsLog(tmp_path, say=said.append)
     for step in (1, 2, 3):

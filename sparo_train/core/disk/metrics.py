@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import ConfigError, TrainingError
 from ..files import write_whole
+from .mirrors import Mirror, Sample, Tensorboard, Wandb
 
 
 class MetricsLog:
@@ -35,13 +36,13 @@ class MetricsLog:
         self.path, self._guard, self._say = folder / "metrics.jsonl", guard, say
         rewind(self.path, after_step)
         self._file = self.path.open("a", encoding="utf-8")
-        self._mirrors: dict[str, _Mirror] = {}
+        self._mirrors: dict[str, Mirror] = {}
         if tensorboard:
-            self._begin("tensorboard", lambda: _Tensorboard(folder, after_step))
+            self._begin("tensorboard", lambda: Tensorboard(folder, after_step))
         if wandb is not None:
-            self._begin("wandb", lambda: _Wandb(wandb, folder))
+            self._begin("wandb", lambda: Wandb(wandb, folder))
 
-    def _begin(self, name: str, make: Callable[[], _Mirror]) -> None:
+    def _begin(self, name: str, make: Callable[[], Mirror]) -> None:
         try:
             self._mirrors[name] = make()
         except ConfigError:  # not installed: a mistake of the recipe
@@ -64,12 +65,25 @@ class MetricsLog:
         # Only now: what only mirrors must not cost the record.
         numbers = {f"{kind}/{k}": v for k, v in _flat(values) if isinstance(v, int | float)}
         self._mirror(lambda mirror: mirror.add(numbers, step))
+        if kind == "eval":
+            rows = [
+                (task, name, float(v))
+                for task, found in values.items()
+                if isinstance(found, Mapping)
+                for name, v in _flat(found)
+            ]
+            self._mirror(lambda mirror: mirror.scores(rows, step))
+
+    def samples(self, make: Callable[[], Sequence[Sample]]) -> None:
+        """Show what the model is given first, where there is anything to show it in; `make` may fail."""
+        if self._mirrors:
+            self._mirror(lambda mirror: mirror.samples(make(), 0))
 
     def close(self) -> None:
         self._file.close()
         self._mirror(lambda mirror: mirror.close())
 
-    def _mirror(self, call: Callable[[_Mirror], None]) -> None:
+    def _mirror(self, call: Callable[[Mirror], None]) -> None:
         for name, mirror in list(self._mirrors.items()):
             try:
                 call(mirror)
@@ -78,42 +92,6 @@ class MetricsLog:
                 self._say(
                     f"log.{name}: cannot be written ({type(error).__name__}: {error}); the run goes on without it"
                 )
-
-
-class _Mirror(Protocol):
-    def add(self, numbers: Mapping[str, float], step: int) -> None: ...
-    def close(self) -> None: ...
-
-
-class _Tensorboard:
-    def __init__(self, folder: Path, after_step: int):
-        from torch.utils.tensorboard.writer import SummaryWriter  # a second to import: only where it is used
-
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=after_step + 1)
-
-    def add(self, numbers: Mapping[str, float], step: int) -> None:
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    def __init__(self, project: str, folder: Path):
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            raise ConfigError(
-                "log.wandb: wandb is not installed; pip install 'sparo[wandb]' or set log.wandb=null"
-            ) from None
-        self._run = wandb.init(project=project, name=folder.name, dir=str(folder), resume="allow", id=folder.name)
-
-    def add(self, numbers: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(numbers), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from pydantic import AfterValidator
 from torch import Tensor
 
 from ...core.config import Frozen, between, setting
-from ..read.loader import Examples, OnStage, ignore_stage
+from ...core.disk.mirrors import Sample
+from ..read.loader import Examples, OnStage, as_samples, ignore_stage
 from ..read.sources import DataConfig, Source
 from .augment import blur, flip, gray, jitter, solarize
 from .samples import decode_image, image_bytes
@@ -119,3 +121,6 @@ class CropExamples(Examples):
 
     def stack(self, examples: Any) -> dict[str, Tensor]:
         return {key: torch.from_numpy(np.stack([e[key] for e in examples])) for key in examples[0]}
+
+    def shown(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
+        return as_samples(batch["global_crops"][:count, 0])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..read.loader import Examples, OnStage, ignore_stage
+from ...core.disk.mirrors import Sample
+from ..read.loader import Examples, OnStage, as_samples, ignore_stage
 from ..read.sources import DataConfig, Source
 from .samples import caption, decode_image, image_bytes
+from .text import EOT, decode_words
 from .transforms import train_pixels
 
 Tokenize = Callable[[str], Sequence[int]]  # caption -> token ids, SOT and EOT included
@@ -76,6 +78,13 @@ class ImageTextExamples(Examples):
         if self.patches is not None:
             batch["patches"] = torch.from_numpy(np.stack([e.patches for e in examples if e.patches is not None]))
         return batch
+
+    def shown(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
+        captions = []
+        for ids in batch["text"][:count].tolist():
+            words = decode_words(ids[: ids.index(EOT) + 1] if EOT in ids else ids)
+            captions.append(" ".join(word for word, _ in words[1:-1]))
+        return as_samples(batch["image"][:count], captions)
 
     def finish(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Cut the rows behind the batch's longest caption."""

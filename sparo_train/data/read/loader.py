@@ -6,7 +6,7 @@ import math
 import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ...core.contracts import Cursor, Delivery
+from ...core.disk.mirrors import Sample
 from ...core.errors import BadSampleError, ConfigError, DataError, SparoError
 from ...core.rng import generator
 from .budget import refuse_broken
@@ -50,6 +51,16 @@ class Examples(ABC):
     def finish(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """What can only be done to a rank's whole batch."""
         return batch
+
+    def shown(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
+        """The first images of a batch as a person sees them; default: of `image` (B, 3, S, S) uint8, without captions."""
+        return as_samples(batch["image"][:count]) if "image" in batch else []
+
+
+def as_samples(images: Tensor, captions: Sequence[str] = ()) -> list[Sample]:
+    """(n, 3, S, S) uint8, with captions where there are any."""
+    rows = images.permute(0, 2, 3, 1).cpu().numpy()
+    return [Sample(row, captions[i] if captions else "") for i, row in enumerate(rows)]
 
 
 class WorkerBatch(NamedTuple):
@@ -163,6 +174,10 @@ class Pipeline:
         self.workers = min(config.workers, len(self.own))
         plan = {"streams": streams, "chunk": config.chunk, "window": config.window, "seed": seed}
         self.fingerprint: dict[str, Any] = {**fingerprint(self.sources), "plan": plan}
+
+    def shown(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
+        """The first images of a batch of this rank's, as a person sees them."""
+        return self.examples.shown(batch, count)
 
     def start(self, cursor: Cursor | None = None) -> Generator[Delivery, None, None]:
         """This rank's batches from the beginning or behind `cursor` (of all streams), without end.
