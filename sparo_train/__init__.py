@@ -29,7 +29,7 @@ _HOMES = {
     "RunConfig": "sparo_train.train.run",
     "load_run": "sparo_train.train.run",
     "load_encoder": "evals.encoders.loading",
-    "train": "launch.runs.train",
+    "fit": "launch.runs.train",  # not `train`: the package of that name takes its place as soon as it is imported
 }
 __all__ = [
     "Clip",
@@ -48,17 +48,17 @@ __all__ = [
     "Vit",
     "VitConfig",
     "__version__",
+    "fit",
     "load_encoder",
     "load_run",
     "normalize_slots",
-    "train",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_HOMES[name]), "train" if name == "fit" else name)
 
 
 def __dir__() -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from sparo_train.core.errors import ConfigError
@@ -85,6 +86,11 @@ class Encoder(ABC):
     @abstractmethod
     def encode(self, pixels: Tensor) -> Tensor:
         """(n, 3, S, S) uint8 -> fp32 (n, D), or (n, L, D) with slots apart, on the encoder's device."""
+
+    def images(self, pictures: Sequence[Image.Image]) -> Tensor:
+        """`encode` of PIL images (a numpy array of uint8 becomes one by `Image.fromarray`), preprocessed as this model wants it."""
+        found = self.encode(self.stacked([np.asarray(self.transform(picture.convert("RGB"))) for picture in pictures]))
+        return found.clone()  # an ordinary tensor, which a probe can be trained on
 
     @cached_property
     def weights(self) -> str:
@@ -212,7 +218,7 @@ class TwoTowerEncoder(Encoder, TextEncoder):
 
     def text(self, captions: Sequence[str], batch: int | None = None) -> Tensor:
         """Unit-norm fp32 encodings (n, D); each distinct caption is encoded once, among others of its length."""
-        return encode_texts(captions, self.tokenize, self._texts, batch or TEXTS[self.device.type], self.causal)
+        return encode_texts(captions, self.tokenize, self._texts, batch or TEXTS[self.device.type], self.causal).clone()
 
     @torch.inference_mode()
     def _texts(self, tokens: Tensor) -> Tensor:

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
+from PIL import Image
 from safetensors.torch import save_file
 
 from evals.suite.evaluate import tasks_for
@@ -31,6 +33,7 @@ RECIPES = sorted(
 SHORT = ["steps=2", "optim.warmup_steps=1", "data.workers=0", "log.tensorboard=false"]
 # Commands that are what CI itself does, or that other tests run: .ci/run installs and tests exactly so, tests/e2e runs the demo.
 ELSEWHERE = [
+    r"^python3 -m venv \.venv",
     r"^pip install -e \. && sparo demo$",
     r"^pip install -e '\.\[test\]'( && pytest)?$",
     r"^ruff check .* && pytest$",
@@ -51,11 +54,22 @@ def blocks(language: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+# What a GPU machine, and a second one, would do is done by two processes here.
+HERE = {
+    "engine.device=cuda": "engine.device=cpu",
+    "--nproc-per-node 8": "--nproc-per-node 2",
+    "--nnodes 2": "--nnodes 1",
+    "MASTER:29500": "localhost:0",
+}
+
+
 def shortened(command: str) -> str:
     """The same command at a size for tests: two training steps, a few scenes."""
     parts = []
+    for there, here in HERE.items():
+        command = command.replace(there, here)
     for part in command.split(" && "):
-        if re.match(r"sparo train|sparo launch train|torchrun .* train", part) and "--dry" not in part:
+        if re.match(r"sparo train|sparo launch train|torchrun .* train", part) and not re.search("--dry|--print", part):
             part += " " + " ".join(SHORT)
         if part.startswith("sparo launch train"):  # it runs behind the command
             part += " && until sparo launch status | grep -q COMPLETED; do sleep 1; done"
@@ -76,6 +90,17 @@ def shortened(command: str) -> str:
             part += " --samples 16"
         parts.append(part)
     return " && ".join(parts)
+
+
+def write_photos(folder: Path) -> None:
+    """photos.csv and what it names: pictures of noise, each with a caption of its own."""
+    rng = np.random.default_rng(0)
+    (folder / "photos").mkdir()
+    lines = ["image,caption"]
+    for i in range(420):
+        Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(folder / f"photos/{i}.png")
+        lines.append(f'photos/{i}.png,"picture {i}, of noise"')
+    (folder / "photos.csv").write_text("\n".join(lines))
 
 
 @pytest.fixture
@@ -100,6 +125,7 @@ def sandbox(tmp_path, modules, monkeypatch):  # noqa: F811
     folder = tmp_path / "checkout"
     folder.mkdir()
     write_idx_files(folder / "fashion")
+    write_photos(folder)
     for name in ("configs", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     return folder

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-import sparo_train
 from sparo_train.core import tables
 from sparo_train.core.config import Frozen
 from sparo_train.core.contracts import Objective
@@ -46,8 +46,11 @@ def test_public_names_are_there_and_load_nothing_before_they_are_used():
     ask = "import sys, sparo_train; print(dir(sparo_train) == sorted(sparo_train.__all__), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False"]
+    import sparo_train.train.run
+
     for name in sparo_train.__all__:
-        assert getattr(sparo_train, name) is not None
+        found = getattr(sparo_train, name)
+        assert found is not None and not isinstance(found, ModuleType), name
     with pytest.raises(AttributeError, match="no attribute 'Sparro'"):
         _ = sparo_train.Sparro
 

@@ -40,7 +40,7 @@ def test_a_writer_that_fails_is_said_once_and_the_numbers_stay(tmp_path, monkeyp
     log.close()
     assert said == ["log.tensorboard: cannot be written (ValueError: no room); the run goes on without it"]
     assert [r["step"] for r in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
-    monkeypatch.setattr(metrics, "_Tensorboard", lambda *_: 1 / 0)
+    monkeypatch.setattr(metrics, "Tensorboard", lambda *_: 1 / 0)
     said.clear()
     metrics.MetricsLog(tmp_path, say=said.append).close()
     assert len(said) == 1 and "log.tensorboard: cannot be started (ZeroDivisionError" in said[0]
