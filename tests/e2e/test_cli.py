@@ -34,6 +34,8 @@ def trained(tmp_path_factory):
     done = sparo("train", str(root / "recipe.yaml"), "name=cli", cwd=root)
     assert done.returncode == 0, done.stderr
     assert "finished at step 12" in done.stderr
+    said = "data a: 100.0% of what is read; 96 samples, 1.00 passes"
+    assert said in done.stderr and said in (root / "runs/cli/log.txt").read_text()
     return root
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from launch.views.source_lines import source_lines
 from sparo_data.bench import bench
-from sparo_data.writer import write_shard
+from sparo_data.writer import write_shard, write_shards
 from sparo_train.core.contracts import Cursor
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.data.examples.image_text import ImageTextExamples
@@ -19,7 +20,7 @@ from sparo_train.data.examples.text import ClipTokenizer
 from sparo_train.data.read.budget import BadSampleBudget
 from sparo_train.data.read.loader import Pipeline, default_streams
 from sparo_train.data.read.shards import ShardsConfig
-from sparo_train.data.read.sources import DataConfig
+from sparo_train.data.read.sources import DataConfig, open_source
 from sparo_train.data.read.workers import in_workers
 from tests.conftest import jpeg, sample
 
@@ -269,3 +270,18 @@ def test_workers_of_a_set_end_without_a_word(capfd):
         found = list(in_workers(_Numbers(), 2, lambda rows: rows, [[i] for i in range(40)]))
         assert found == [[i] for i in range(40)]
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_start_says_what_is_read_and_what_is_lost(tmp_path):
+    """Shares follow weights; a shard that breaks off is named with what that costs."""
+    for name, count in (("a", 60), ("b", 20)):
+        write_shards(tmp_path / name, (sample(i) for i in range(count)), 20)
+    cut = tmp_path / "a/00001.tar"
+    cut.write_bytes(cut.read_bytes()[:9000])
+    configs = {"a": ShardsConfig(shards=str(tmp_path / "a")), "b": ShardsConfig(shards=str(tmp_path / "b"), weight=2.0)}
+    sources = [open_source(name, config) for name, config in configs.items()]
+    held = len(sources[0].storages[1])
+    lines = list(source_lines(sources, 160))
+    assert lines[0].startswith(f"data a: {(40 + held) / (80 + held):.1%} of what is read; {40 + held} samples, ")
+    assert lines[1] == f"data a: {cut}: truncated tar, about {20 - held} samples lost"
+    assert lines[2] == f"data b: {40 / (80 + held):.1%} of what is read; 20 samples, {320 / (80 + held):.2f} passes"
