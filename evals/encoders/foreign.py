@@ -150,7 +150,7 @@ def from_huggingface(place: str) -> BackboneEncoder:
     try:
         from transformers import AutoConfig, AutoImageProcessor, AutoModel  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise ConfigError(f"hf:{place}: needs transformers; pip install 'sparo[hf]'") from None
+        raise ConfigError(f"hf:{place}: needs transformers; pip install -e '.[hf]' in sparo's checkout") from None
     label = f"hf:{place}"
     try:
         config = AutoConfig.from_pretrained(place)

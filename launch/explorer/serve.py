@@ -45,7 +45,9 @@ def explore(checkpoint: str, wanted: Page, options: SlotOptions) -> None:
 
         from .app import Explorer, routes
     except ModuleNotFoundError as error:
-        raise ConfigError(f"sparo slots explore: needs {error.name}; pip install 'sparo[explore]'") from None
+        raise ConfigError(
+            f"sparo slots explore: needs {error.name}; pip install -e '.[explore]' in sparo's checkout"
+        ) from None
     if options.units == "heads":
         raise ConfigError("--units heads: the page switches slots or parts; choose heads by sparo slots select")
     refuse_unwritable(wanted.out.parent, "--out")

@@ -234,7 +234,9 @@ def _quiet_deepspeed() -> Any:
         import deepspeed
         from deepspeed.utils import groups, logger
     except ImportError as error:
-        raise ConfigError(f"engine.kind=deepspeed: {error}; pip install 'sparo[deepspeed]'") from None
+        raise ConfigError(
+            f"engine.kind=deepspeed: {error}; pip install -e '.[deepspeed]' in sparo's checkout"
+        ) from None
     logger.setLevel("ERROR")  # a skipped step is reported by the loop
     # An operator for inference only, which would be compiled for half a minute on CPUs.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

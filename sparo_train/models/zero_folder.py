@@ -35,7 +35,9 @@ def read_zero_folder(path: Path) -> Weights:
         from deepspeed.utils.tensor_fragment import fragment_address
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     except ImportError as error:
-        raise ConfigError(f"{path}: a DeepSpeed folder, and {error}; pip install 'sparo[deepspeed]'") from None
+        raise ConfigError(
+            f"{path}: a DeepSpeed folder, and {error}; pip install -e '.[deepspeed]' in sparo's checkout"
+        ) from None
     known = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
     tagged = any(path.glob("*_optim_states.pt"))
     folder, tag = (path.parent, path.name) if tagged else (path, None)

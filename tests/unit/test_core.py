@@ -204,12 +204,17 @@ def test_scores_are_a_table_in_tensorboard_and_wandb(tmp_path, monkeypatch):
     monkeypatch.setitem(
         sys.modules, "wandb", SimpleNamespace(init=lambda **_: recorded, Table=lambda columns, data: (columns, data))
     )
-    log = metrics.MetricsLog(tmp_path, wandb="project")
+    said = []
+    log = metrics.MetricsLog(tmp_path, wandb="project", say=said.append)
     log.write("eval", 6, {"near|far": {"acc1": 0.5}})
     log.samples(lambda: [][1])  # whatever goes wrong here ends no run
     log.write("train", 7, {"loss": 1.0})
     log.close()
-    assert (6, {"eval/scores": (["task", "metric", "score"], [["near|far", "acc1", 0.5]])}) in recorded.logged
+    assert len(said) == 1 and "log.samples: cannot be shown (IndexError" in said[0]
+    assert (7, {"train/loss": 1.0}) in recorded.logged and (
+        6,
+        {"eval/scores": (["task", "metric", "score"], [["near|far", "acc1", 0.5]])},
+    ) in recorded.logged
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     text = events.Tensors("eval/scores/text_summary")[0].tensor_proto.string_val[0].decode()
@@ -219,7 +224,9 @@ def test_scores_are_a_table_in_tensorboard_and_wandb(tmp_path, monkeypatch):
 
 def test_wandb_without_wandb_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"log\.wandb: wandb is not installed; pip install 'sparo\[wandb\]'"):
+    with pytest.raises(
+        ConfigError, match=r"log\.wandb: wandb is not installed; pip install -e '\.\[wandb\]' in sparo's checkout"
+    ):
         metrics.MetricsLog(tmp_path, wandb="project", tensorboard=False)
 
 

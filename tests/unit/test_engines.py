@@ -70,7 +70,7 @@ def test_what_an_engine_cannot_do_is_said_before_anything_is_made(engine, keys, 
 
 def test_an_engine_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "deepspeed", None)
-    with pytest.raises(ConfigError, match=r"pip install 'sparo\[deepspeed\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[deepspeed\]' in sparo's checkout"):
         objective = nn.Linear(2, 2)
         running = DeepSpeedEngine(config(kind="deepspeed"), OptimConfig(), among(2))
         running._build_optimizer(objective)

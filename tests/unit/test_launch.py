@@ -79,7 +79,9 @@ def test_a_snapshot_is_the_running_code_and_runs_alone(tmp_path):
 
 def test_without_submitit_it_says_how_to_get_it(recipe, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(ConfigError, match=r"sparo launch needs submitit: pip install 'sparo\[slurm\]'"):
+    with pytest.raises(
+        ConfigError, match=r"sparo launch needs submitit: pip install -e '\.\[slurm\]' in sparo's checkout"
+    ):
         submit(load_cluster("local"), [], tmp_path, "x", tmp_path, None, None, print)
 
 

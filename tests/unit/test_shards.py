@@ -141,7 +141,10 @@ def test_a_damaged_header_is_a_bad_sample(shards):
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("s3://bucket/{000..001}.tar", r"s3:// needs a package that is not installed; pip install 'sparo\[s3\]'"),
+        (
+            "s3://bucket/{000..001}.tar",
+            r"s3:// needs a package that is not installed; pip install -e '\.\[s3\]' in sparo's checkout",
+        ),
         ("s4://bucket/0.tar", "s4:// is no protocol that fsspec knows; known: .*s3"),
         ("data/{000..001.tar", "a brace without its partner"),
         ((), "an empty list"),

@@ -76,8 +76,14 @@ class MetricsLog:
 
     def samples(self, make: Callable[[], Sequence[Sample]]) -> None:
         """Show what the model is given first, where there is anything to show it in; `make` may fail."""
-        if self._mirrors:
-            self._mirror(lambda mirror: mirror.samples(make(), 0))
+        if not self._mirrors:
+            return
+        try:
+            found = make()
+        except Exception as error:  # a plug-in's batches may hold anything; the mirrors have done nothing wrong
+            self._say(f"log.samples: cannot be shown ({type(error).__name__}: {error}); the run goes on without them")
+            return
+        self._mirror(lambda mirror: mirror.samples(found, 0))
 
     def close(self) -> None:
         self._file.close()

@@ -65,7 +65,7 @@ class Wandb:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise ConfigError(
-                "log.wandb: wandb is not installed; pip install 'sparo[wandb]' or set log.wandb=null"
+                "log.wandb: wandb is not installed; pip install -e '.[wandb]' in sparo's checkout or set log.wandb=null"
             ) from None
         self._wandb = wandb
         self._run = wandb.init(project=project, name=folder.name, dir=str(folder), resume="allow", id=folder.name)

@@ -18,7 +18,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(url)
     except (ImportError, AttributeError) as error:  # fsspec names some classes that its own modules lack
         extra = _EXTRAS.get(protocol)
-        remedy = f"pip install 'sparo[{extra}]'" if extra else str(error)
+        remedy = f"pip install -e '.[{extra}]' in sparo's checkout" if extra else str(error)
         raise DataError(f"{url}: {protocol}:// needs a package that is not installed; {remedy}") from None
     except (OSError, TypeError) as error:  # a protocol that wants a host or a file: `zip://`, `sftp://`
         raise DataError(f"{url}: cannot be opened ({error})") from None
