@@ -42,7 +42,7 @@ def found_keys(word: str) -> list[Key]:
     Raises:
         ConfigError: there is none; with near misses.
     """
-    keys = list(dict.fromkeys(key for key in keys_of(RunConfig) if key.name not in ("kind", "task")))
+    keys = list(dict.fromkeys(keys_of(RunConfig)))
     if not word:
         return [key for key in keys if "." not in key.dotted]
     words = word.split(".")
@@ -112,7 +112,7 @@ def page() -> str:
         for name in table.own:
             row = table.row(name)
             model = row if isinstance(row, type) else row.config
-            keys = [key for key in _plain(model, f"{place}.") if key.name != _row_key(table)]
+            keys = [key for key in _plain(model, f"{place}.") if key.dotted != f"{place}.{_row_key(table)}"]
             lines += ["", f"### {_row_key(table)}: {name}", "", _summary(model), "", *_rows(keys, known)]
     lines += ["", "## Clusters", "", _CLUSTERS, "", *_rows(list(_plain(ClusterConfig)), known, examples_too=False)]
     return "\n".join(lines) + "\n"

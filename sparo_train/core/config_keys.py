@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from .plugins import Open
 
-_NO_BOUND = 1 << 30  # a limit that protects a counter says nothing to a reader
+_NO_BOUND = 100_000_000  # a limit that protects a counter says nothing to a reader
 NAME = "NAME"  # stands for what the user calls an entry of `data.sources`, `eval.tasks`
 
 
@@ -92,14 +92,9 @@ def keys_of(shape: Shape, block: Any = None, prefix: str = "", row: str = "") ->
         if block is None:  # a recipe gives the list whole
             yield from keys_of(shape.of, None, f"{prefix.removesuffix('.')}[].", row)
     elif isinstance(shape, Rows):
-        opened = shape.open
-        if block is not None:
-            yield from keys_of(opened.model_of(block) if isinstance(block, Mapping) else None, block, prefix, row)
-            return
-        for name in opened.table.own:
-            found = opened.table.row(name)
-            model = found if isinstance(found, type) else found.config
-            yield from keys_of(model, None, prefix, f"{opened.key}={name}")
+        for model, label in _models_of(shape.open, block, row):
+            # the key that names the row is told where the block is
+            yield from (k for k in keys_of(model, block, prefix, label) if k.dotted != f"{prefix}{shape.open.key}")
     elif shape is not None:
         for name, field in shape.model_fields.items():
             inner = shape_of(field.annotation, field.metadata)
@@ -107,6 +102,16 @@ def keys_of(shape: Shape, block: Any = None, prefix: str = "", row: str = "") ->
             held = None if block is None else block.get(name, {}) if isinstance(block, Mapping) else {}
             if inner is not None and (block is None or isinstance(held, Mapping)):
                 yield from keys_of(inner, held, f"{prefix}{name}.", row)
+
+
+def _models_of(opened: Open, block: Any, row: str) -> Iterator[tuple[type[BaseModel] | None, str]]:
+    """The model of the block's own row, or of every row of ours, and what to call it."""
+    if block is not None:
+        yield (opened.model_of(block) if isinstance(block, Mapping) else None), row
+        return
+    for name in opened.table.own:
+        found = opened.table.row(name)
+        yield (found if isinstance(found, type) else found.config), f"{opened.key}={name}"
 
 
 def keys_named(model: type[BaseModel], tree: Mapping[str, Any], name: str) -> list[str]:
@@ -122,7 +127,7 @@ def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         typing.get_args(annotation),
     )
     if isinstance(shape, Rows):
-        return f"block of {shape.open.table.group}"
+        return f"block; {shape.open.key}: {' | '.join(shape.open.table.own)}"
     if origin is Annotated:
         return type_text(arguments[0], arguments[1:])
     if origin is Literal:
