@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from sparo_train.core.errors import DataError, did_you_mean
+from sparo_train.core.errors import BadSampleError, DataError, did_you_mean
 from sparo_train.core.files import write_whole
 from sparo_train.core.untrusted import read_json
+from sparo_train.data.examples.samples import decode_image
 from sparo_train.data.read.folder import IMAGE_SUFFIXES
 
 from .writer import Fields, write_shards, write_wds_layout
 
 Part = tuple[int, int]  # which, of how many
-IMAGE_COLUMNS = ("filepath", "image", "image_path", "file_name", "filename", "file", "path")
+IMAGE_COLUMNS = ("filepath", "image", "image_path", "img", "file_name", "filename", "file", "path")
 CAPTION_COLUMNS = ("title", "caption", "text", "txt", "sentence")
 
 
@@ -36,11 +37,16 @@ class Captioned(NamedTuple):
 
 
 class Converted(NamedTuple):
-    """Samples written to train on and to score; `task` is what the test set is for, None where there is none."""
+    """Samples written to train on and to score; `task` is what the test set is for, None where there is none.
+
+    copies: of images to score, kept from training with them.  broken: images that cannot be decoded, told where there is a test set.
+    """
 
     train: int
     test: int = 0
     task: str | None = None
+    copies: int = 0
+    broken: int = 0
 
 
 def convert_folder(
@@ -63,7 +69,7 @@ def convert_folder(
             shards in `out` already.
     """
     # In the order of names, so that parts made on several machines fit together.
-    images = sorted(p for p in source.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
+    images = sorted(p for p in source.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and not _hidden(p, source))
     if not images:
         raise DataError(f"{source}: no .jpg, .png or .webp image below this folder")
 
@@ -76,9 +82,15 @@ def convert_folder(
     return _written(samples, out, per_shard, part, test, facts, template)
 
 
+def _hidden(path: Path, source: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(source).parts)
+
+
 def _in_folder(path: Path, source: Path, template: str) -> Captioned:
     beside, suffix = path.with_suffix(".txt"), IMAGE_SUFFIXES[path.suffix.lower()]
     if beside.is_file():
+        if not beside.read_bytes().strip():
+            raise DataError(f"{beside}: is empty, so {path.name} has no caption; write one, or take both away")
         return Captioned(suffix, path.read_bytes(), beside.read_bytes())
     if path.parent != source:
         label = path.parent.name.replace("_", " ")
@@ -143,7 +155,7 @@ def _columns(table: Path, known: Iterable[str], wanted: tuple[tuple[str, ...], .
 
 
 def _in_row(table: Path, line: int, row: dict[str, str], image_column: str, caption_column: str) -> Captioned:
-    if not row[image_column] or not row[caption_column]:
+    if not (row[image_column] or "").strip() or not (row[caption_column] or "").strip():
         raise DataError(f"{table}, line {line}: no image or no caption")
     path = table.parent / row[image_column]
     suffix = IMAGE_SUFFIXES.get(path.suffix.lower())
@@ -167,7 +179,7 @@ def _written(
     template: str | None = None,
 ) -> Converted:
     _refuse_used(out, {**facts, "per_shard": per_shard, "part": part})
-    kept = _kept(samples, test) if test else set()
+    kept, broken = _kept(samples, test) if test else (set[bytes](), 0)
     held: dict[bytes, list[Captioned]] = {}
     labels: set[str | None] = set()
     count = 0
@@ -186,20 +198,39 @@ def _written(
     write_shards(out / "train" if test else out, to_train(), per_shard, part or (0, 1))
     if not held:
         return Converted(count)
+    copies = sum(map(len, held.values())) - len(held)
     classes = sorted(label for label in labels if label is not None)
     if template is not None and len(classes) == len(labels):
         _write_classes(out / "zeroshot", list(held.values()), classes, template)
-        return Converted(count, len(held), "zeroshot")
+        return Converted(count, len(held), "zeroshot", copies, broken)
     _write_captions(out / "retrieval", list(held.values()))
-    return Converted(count, len(held), "retrieval")
+    return Converted(count, len(held), "retrieval", copies, broken)
 
 
-def _kept(samples: Callable[[], Iterator[tuple[int, Captioned]]], test: int) -> set[bytes]:
-    """Contents of the images that are kept for the test: by their hash, so that no copy of one of them is trained on."""
-    contents = {_content(found) for _, found in samples()}
-    if test > len(contents) // 2:
-        raise DataError(f"--test {test}: there are {len(contents)} different images; keep half of them or fewer")
-    return set(sorted(contents)[:test])
+def _kept(samples: Callable[[], Iterator[tuple[int, Captioned]]], test: int) -> tuple[set[bytes], int]:
+    """Contents of the images that are kept for the test, and how many images cannot be decoded, which no test takes.
+
+    By a hash of their content, so that no copy of one of them is trained on.
+    """
+    contents: dict[bytes, bool] = {}
+    broken = 0
+    for _, found in samples():
+        content = _content(found)
+        if content not in contents:
+            contents[content] = _decodes(found.image)
+        broken += not contents[content]
+    whole = sorted(content for content, decodes in contents.items() if decodes)
+    if test > len(whole) // 2:
+        raise DataError(f"--test {test}: there are {len(whole)} different images; keep half of them or fewer")
+    return set(whole[:test]), broken
+
+
+def _decodes(image: bytes) -> bool:
+    try:
+        decode_image(image)
+    except BadSampleError:
+        return False
+    return True
 
 
 def _content(found: Captioned) -> bytes:

@@ -27,7 +27,7 @@ _HOMES = {
     "Loss": "sparo_train.core.contracts",
     "Method": "sparo_train.objectives.method",
     "RunConfig": "sparo_train.train.run",
-    "load_run": "sparo_train.train.run",
+    "load_run": "launch.runs.recipes",
     "load_encoder": "evals.encoders.loading",
     "fit": "launch.runs.train",  # not `train`: the package of that name takes its place as soon as it is imported
 }

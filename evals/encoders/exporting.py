@@ -104,7 +104,12 @@ def export_weights(
     export: Export = EXPORTS.row(name, "--layout")
     if kind not in export.methods:
         raise ConfigError(f"--layout {name!r}: a run of objective {kind} goes to {' or '.join(fitting) or 'no layout'}")
-    return export.write(config, weights, to or home / export.name, epochs)
+    place = to or home / export.name
+    if not export.name and place.is_file():
+        raise ConfigError(f"--to {place}: is a file, and layout {name} is a folder; name another place")
+    if export.name and place.is_dir():
+        raise ConfigError(f"--to {place}: is a folder, and layout {name} is a file; name {place / export.name}")
+    return export.write(config, weights, place, epochs)
 
 
 def _clip_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

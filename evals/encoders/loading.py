@@ -96,6 +96,7 @@ def refuse_absent(checkpoint: str | Path) -> None:
 
 def read_recipe(path: Path) -> RunConfig:
     """The recipe of a run folder, or of the run that one of its checkpoint folders belongs to. Raises CheckpointError."""
+    refuse_absent(path)
     folder = path.parent.parent if (path / "meta.json").is_file() else path
     config_file = folder / "config.yaml"
     if not config_file.is_file():

@@ -78,7 +78,9 @@ class SourceSet(EvalSet):
             key, fields = storage.read(ordinal)
             image = decoded(image_bytes(fields, IMAGE_KEYS), f"{storage.url}: sample {key}")
         except BadSampleError as bad:
-            raise DataError(f"{storage.url}: sample {key}: {bad}") from None
+            raise DataError(
+                f"{storage.url}: sample {key}: {bad}; scores need every sample: repair it, or take it out"
+            ) from None
         fact = FACTS[self.kind](fields, f"{storage.url}: sample {key}")
         if self.kind == "masks" and fact.shape[-2:] != (image.height, image.width):
             raise DataError(

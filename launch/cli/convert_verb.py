@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,8 +38,13 @@ def convert(
         int,
         typer.Option(min=0, help="so many images are kept from training and scored; --as: the first so many scenes"),
     ] = 0,
-    image_column: Annotated[str | None, typer.Option(help="of a table; default: filepath, image, file, …")] = None,
-    caption_column: Annotated[str | None, typer.Option(help="of a table; default: title, caption, text, …")] = None,
+    image_column: Annotated[
+        str | None,
+        typer.Option(help="of a table; default: filepath, image, image_path, img, file_name, filename, file or path"),
+    ] = None,
+    caption_column: Annotated[
+        str | None, typer.Option(help="of a table; default: the first of title, caption, text, txt, sentence")
+    ] = None,
     separator: Annotated[str | None, typer.Option(help="between columns; default: told by the header")] = None,
     template: Annotated[str, typer.Option(help="caption for CLASS/ folders; {c} is the class")] = _TEMPLATE,
     per_shard: Annotated[int, typer.Option(min=1)] = 1000,
@@ -93,11 +99,19 @@ def _tell(folder: Path, made: Converted, whole: bool) -> None:
     """What was written, and the lines to type next."""
     scored = f", {made.test} images to score ({made.task})" if made.task else ""
     console.print(f"{folder}: {made.train} samples{' to train on' if made.task else ''}{scored}", soft_wrap=True)
+    if made.copies:
+        console.print(f"{made.copies} copies of the images to score are kept from training, too", soft_wrap=True)
+    if made.broken:
+        console.print(
+            f"{made.broken} images cannot be decoded and are not scored; the next line names them", soft_wrap=True
+        )
     if not whole:
         return
     shards = folder / "train" if made.task else folder
     out.print(f"sparo data check {shlex.quote(str(shards))}", soft_wrap=True)
     words = ["sparo", "train", "own_pairs"]
+    if folder != _OWN:  # a run folder of its own: another data set is another run
+        words.append(f"name={re.sub('[^A-Za-z0-9._-]+', '_', folder.name).lstrip('._-') or 'mine'}")
     if shards != _OWN / "train":
         words.append(f"data.sources={{mine: {{shards: {shards}}}}}")
     if made.task != "retrieval" or folder != _OWN:

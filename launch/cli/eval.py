@@ -188,7 +188,12 @@ def compare(
     drawn = Table(title=f"{second} against {first}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("task", "headline", "n", "difference", "95 %", "only 1st", "only 2nd", "p"):
         drawn.add_column(name, justify="left" if name in ("task", "headline") else "right", no_wrap=True)
-    for task in [task for task in sides[0] if task in sides[1]]:
+    common = [task for task in sides[0] if task in sides[1]]
+    if not common:
+        raise ConfigError(
+            f"no task in common: {first} has {', '.join(sides[0])}, {second} has {', '.join(sides[1])}; score both on the same (--data)"
+        )
+    for task in common:
         try:
             c = paired(sides[0][task], sides[1][task])
         except DataError as error:

@@ -36,7 +36,8 @@ def upload(export: Path, repo: str, private: bool) -> str:
         api.create_commit(repo, operations, commit_message=f"Upload {export.name} with sparo")
     except Exception as error:  # the library's own, of its HTTP client, of the system: each names what it met
         first = (str(error).splitlines() or [""])[0][:300]
-        raise SparoError(f"--hub {repo}: {type(error).__name__}: {first}; {_REMEDY}") from error
+        remedy = _REMEDY if hasattr(error, "response") else "is there a connection, and is HF_ENDPOINT right?"
+        raise SparoError(f"--hub {repo}: {type(error).__name__}: {first}; {remedy}; {export} is written") from error
     return str(made)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import BaseModel
 
 from sparo_train.core.config_keys import NAME, Entries, Key, Rows, default_text, keys_of, type_text, value_text
-from sparo_train.core.errors import ConfigError, did_you_mean
+from sparo_train.core.errors import ConfigError
 from sparo_train.core.layers import load_recipe
 from sparo_train.core.plugins import Table
 from sparo_train.core.tables import ENGINES, METHODS, READOUTS, SLOT_ENCODERS, SOURCES, TASKS
@@ -52,14 +53,18 @@ def found_keys(word: str) -> list[Key]:
     # tasks of jobs of their own have the keys of tasks: told once
     found = near or [key for key in keys if key.name == word and not key.dotted.startswith("eval.side.tasks.")]
     if not found:
-        known = dict.fromkeys([*(key.dotted for key in keys), *(key.name for key in keys)])
-        raise ConfigError(f"{word}: no key of a recipe; {_near(word, list(known))}")
+        raise ConfigError(f"{word}: no key of a recipe; {_near(word, keys)}")
     return found
 
 
-def _near(word: str, known: list[str]) -> str:
-    hint = did_you_mean(word, known)
-    return hint if hint.startswith("did") else "`sparo config` lists the blocks, `sparo config optim` the keys of one"
+def _near(word: str, keys: Sequence[Key]) -> str:
+    close = get_close_matches(
+        word, dict.fromkeys([*(k.dotted for k in keys), *(k.name for k in keys)]), n=1, cutoff=0.7
+    )
+    found = list(dict.fromkeys(k.dotted for k in keys if close and close[0] in (k.dotted, k.name)))[:3]
+    if found:
+        return f"did you mean {' or '.join(map(repr, found))}?"
+    return "`sparo config` lists the blocks, `sparo config optim` the keys of one"
 
 
 def _fits(key: list[str], words: list[str]) -> bool:

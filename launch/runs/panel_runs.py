@@ -31,7 +31,9 @@ def draw_panels(checkpoint: str, on: str | None, images: list[Path], number: int
         ConfigError: a checkpoint that does not draw its slots, several tasks, or nothing to draw.
     """
     if on is None and not images:
-        raise ConfigError("sparo slots panels: name a task (--on), or images of your own (--image FILE)")
+        raise ConfigError(
+            "sparo slots panels: name a task of the run (--on, as in --on masks), or images of your own (--image FILE)"
+        )
     refuse_unwritable(out.parent, "--out")
     encoder = load_encoder(checkpoint, None, "cuda" if torch.cuda.is_available() else "cpu", told)
     if not isinstance(encoder, MaskingEncoder):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sparo_train.core.errors import ConfigError, did_you_mean
 
 from ..shipped import configs
+
+if TYPE_CHECKING:
+    from sparo_train.train.run import RunConfig
 
 _OTHERS = ("clusters", "tasks")  # folders of configs/ that hold no recipes
 
@@ -65,6 +68,13 @@ def find_recipe(word: Path) -> Path:
     if not word.suffix and len(word.parts) < 3:
         raise ConfigError(f"{text}: no recipe; {did_you_mean(text, _names(shipped))} `sparo recipes` lists them")
     return word  # whoever reads it says what is wrong with it
+
+
+def load_run(recipe: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a recipe (a path, or the name of one that comes with sparo) with its parents and overrides. Raises `ConfigError`."""
+    from sparo_train.train.run import load_run as load  # torch: a list of recipes needs none of it
+
+    return load(find_recipe(Path(recipe)), overrides)
 
 
 def _names(shipped: dict[str, Path]) -> list[str]:

@@ -51,7 +51,9 @@ def show_slots(checkpoint: str, wanted: Wanted, options: SlotOptions, folder: Pa
             f"--caption: {len(wanted.captions)} captions for {len(wanted.images)} images; give one behind each --image"
         )
     if wanted.on is None and not wanted.images:
-        raise ConfigError("sparo slots show: name a task (--on), or images of your own (--image FILE --caption TEXT)")
+        raise ConfigError(
+            "sparo slots show: name a task of the run (--on, as in --on retrieval), or images of your own (--image FILE --caption TEXT)"
+        )
     own = [Shown(str(path), decoded(read_bytes(path, ConfigError), path), caption) for path, caption in _own(wanted)]
     bench = Bench(checkpoint, options)
     names: dict[int, str] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from evals.encoders.encoder import Encoder
@@ -14,10 +15,13 @@ from evals.suite.task import encoder_of, refuse_unfit_to
 from evals.tasks.result import Result, shown
 from sparo_train.core.contracts import Objective
 from sparo_train.core.disk.rundir import RunDir
+from sparo_train.core.disk.store import CheckpointStore, read_meta
 from sparo_train.core.distributed import Ranks
-from sparo_train.core.errors import ConfigError, SparoError, StoppedError, SupersededError
+from sparo_train.core.errors import CheckpointError, ConfigError, SparoError, StoppedError, SupersededError
 from sparo_train.core.tables import METHODS
 from sparo_train.core.world import find_world, started
+from sparo_train.data.read.loader import Pipeline
+from sparo_train.data.read.sources import refuse_changed
 from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks
 from sparo_train.train.flops import FlopCounter
 from sparo_train.train.run import RunConfig
@@ -47,8 +51,9 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
     rundir = RunDir(config.folder)
     try:
         with ProgressView(config.name, rundir.path / "log.txt", silent=ranks.rank > 0) as view:
-            patience = 2 * config.log.heartbeat_seconds
-            rundir.join(ranks.first(lambda: rundir.open_for_training(config, patience)))
+            # What refuses a start comes before the folder is written to: it may hold a run that goes on being read.
+            evaluate = make_evaluate(config, objective, rundir, total, view)
+            rundir.join(ranks.first(lambda: _opened(rundir, config, pipeline)))
             # A resumed run says where it goes on instead.
             if not any(rundir.checkpoints.glob("step-*")):
                 among = f" on {ranks.size} ranks" if ranks.size > 1 else ""
@@ -56,7 +61,6 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
             for line in source_lines(pipeline.sources, total * config.batch_size):
                 view.say(line)
             try:
-                evaluate = make_evaluate(config, objective, rundir, total, view)
                 flops = FlopCounter(lambda: build_objective(config)) if config.log.flops else None
                 trainer = Trainer(
                     config, rundir, ranks, engine, objective, pipeline, total, steps_per_epoch, view, evaluate, flops
@@ -74,6 +78,15 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
             return outcome
     finally:
         rundir.close()
+
+
+def _opened(rundir: RunDir, config: RunConfig, pipeline: Pipeline) -> str:
+    """Claim the run folder, unless its newest checkpoint is of other data; returns the claim's token."""
+    newest = CheckpointStore(rundir.checkpoints).latest()
+    if newest is not None:
+        with suppress(CheckpointError):  # a damaged one is the trainer's to tell, or to pass over
+            refuse_changed(read_meta(newest)["fingerprint"], pipeline.fingerprint, str(newest))
+    return rundir.open_for_training(config, 2 * config.log.heartbeat_seconds)
 
 
 def exit_if_stopped(outcome: Outcome) -> None:

@@ -136,6 +136,10 @@ def _explained(model: Any, where: tuple[Any, ...], problem: Any, top: type[BaseM
         return f"{dotted}: unknown key; {did_you_mean(str(problem['loc'][-1]), known)}"
     if problem["type"] == "missing":
         return f"{dotted}: a value is required"
+    if problem["type"] == "too_short" and isinstance(problem.get("input"), dict):
+        return f"{dotted}: is empty; at least one entry is needed"
+    if problem["type"] in ("dict_type", "model_type", "model_attributes_type"):
+        return f"{dotted}: a block with keys is expected, {{}} for an empty one (got {problem.get('input')!r})"
     got = problem.get("input")
     shown = "" if got is None or isinstance(got, dict) else f" (got {got!r})"
     return f"{dotted}: {problem['msg'].removeprefix('Value error, ')}{shown}"

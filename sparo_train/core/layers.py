@@ -126,6 +126,7 @@ def override(tree: Tree, assignments: Sequence[str], model: type[BaseModel] | No
 def _applied(tree: Tree, given: Assignment, places: Sequence[int]) -> Tree:
     for place in places:
         held = _held(tree, given.keys[:place])
+        held = {name: entry for name, entry in held.items() if entry is not None} if isinstance(held, Mapping) else {}
         if held and given.keys[place] not in held and not given.adds:
             raise ConfigError(_no_entry(given, place, held))
     if given.adds and isinstance(given.value, Mapping):

@@ -157,4 +157,4 @@ def load_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a recipe with its parents and overrides. Raises `ConfigError`."""
     tree: Tree = override(load_recipe(path), overrides or [], RunConfig)
     tree.setdefault("name", Path(path).stem)
-    return resolve(RunConfig, tree, str(path))
+    return resolve(RunConfig, tree, f"{path} with {' '.join(overrides)}" if overrides else str(path))

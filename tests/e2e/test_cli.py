@@ -12,20 +12,18 @@ from evals.store.features import FeatureStore
 from evals.suite.image_text_tasks import ZeroshotTaskConfig
 from evals.suite.suite import Suite
 from launch.runs.train import train
+from sparo_data.writer import write_shards
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import metrics
 from sparo_train.core.errors import CheckpointError, DataError, StoppedError
 from sparo_train.train.run import RunConfig
 from sparo_train.train.state import Outcome
-from tests.conftest import eval_sets, sparo, tiny_recipe
+from tests.conftest import eval_sets, sample, sparo, tiny_recipe
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run of twelve steps with its evaluation sets, made through the command line."""
-    from sparo_data.writer import write_shards
-    from tests.conftest import sample
-
     root = tmp_path_factory.mktemp("cli")
     write_shards(root / "shards", (sample(i) for i in range(96)), 24)
     tree = tiny_recipe(root / "shards", root / "runs", eval={"every_steps": 6, "tasks": eval_sets(root / "sets")})
@@ -107,6 +105,21 @@ def test_mistakes_end_with_code_two_and_no_traceback(trained, arguments, message
     done = sparo(*(a.format(root=trained) for a in arguments))
     assert done.returncode == 2, done.stderr
     assert message.format(root=trained) in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_refused_start_leaves_the_run_as_it_was(trained, tmp_path):
+    """Its config.yaml is what `sparo eval` scores by, and eval.tasks may change from start to start."""
+    run = trained / "runs/cli"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    write_shards(tmp_path / "other", (sample(i) for i in range(50, 150)), 24)
+    for words in (
+        (f"data.sources={{a: {{shards: {tmp_path}/other}}}}", "eval.tasks={}"),
+        ("eval.tasks.zero.root=nowhere",),
+    ):
+        done = sparo("train", str(trained / "recipe.yaml"), "name=cli", *words, cwd=trained)
+        assert done.returncode == 2, done.stderr
+        after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+        assert {p for p in after if after[p] != before.get(p)} <= {run / "log.txt", run / "owner.json"}, done.stderr
 
 
 def test_dry_run_counts_without_training(trained, tmp_path):

@@ -234,7 +234,7 @@ def test_a_page_shows_text_of_others_and_does_nothing(world, tmp_path):
     }
     for words, message in (
         (("--image", "a.png", "--caption", "x", "--caption", "y"), "2 captions for 1 images"),
-        ((), "name a task (--on), or images of your own"),
+        ((), "name a task of the run (--on, as in --on retrieval), or images of your own"),
         (("--image", "no.png"), "no.png"),
         (("--image", "a.png", "--slots", "9"), "--slots 9"),
     ):

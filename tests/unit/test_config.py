@@ -151,7 +151,7 @@ def test_a_word_of_the_command_line_replaces_and_adds_only_with_a_plus(tree):
     )
     with pytest.raises(ConfigError, match=r"data\.sources has no 'b'; known: a"):
         override(tree, ["data.sources.b=null"], RunConfig)
-    with pytest.raises(ConfigError, match=r"data\.sources: .*at least 1"):
+    with pytest.raises(ConfigError, match=r"data\.sources: is empty; at least one entry is needed"):
         resolve(RunConfig, override(tree, ["data.sources.a=null"], RunConfig), "x")
     # tasks alike; the first one is added to nothing, so there is nothing to mistake
     once = override(tree, ["eval.tasks.near={task: knn, root: x}"], RunConfig)

@@ -206,7 +206,7 @@ def test_a_test_set_shares_no_image_with_training(tmp_path):
     (tmp_path / "t.csv").write_text("\n".join(["image,caption", *lines]))
     made = convert_csv(tmp_path / "t.csv", tmp_path / "out", test=8)
     test = list(WdsSet(tmp_path / "out/retrieval", "captions"))
-    assert made == (made.train, 8, "retrieval") and len(test) == 8
+    assert made[:3] == (made.train, 8, "retrieval") and len(test) == 8 and made.train + 8 + made.copies == 41
     reader, path = ShardReader(), str(tmp_path / "out/train/00000.tar")
     trained = [reader.read(path, i)[1] for i in range(made.train)]
     captions = {text for _, _, texts in test for text in texts}
@@ -218,13 +218,29 @@ def test_a_test_set_shares_no_image_with_training(tmp_path):
     assert not (tmp_path / "more").exists()
 
 
+def test_images_that_cannot_be_decoded_are_never_scored(tmp_path):
+    """They would end a training at its last step; those that are trained on are counted and skipped there."""
+    for i in range(10):
+        (tmp_path / "in/c").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in/c" / f"{i}.jpg").write_bytes(jpeg(i) if i % 2 else jpeg(i)[:200] + bytes([i]))
+    (tmp_path / "in/.cache").mkdir()
+    (tmp_path / "in/.cache/x.jpg").write_bytes(jpeg(11))  # what others keep beside it is no class
+    made = convert_folder(tmp_path / "in", tmp_path / "out", test=2)
+    assert (made.train, made.test, made.broken) == (8, 2, 5) and len(
+        list(WdsSet(tmp_path / "out/zeroshot", "label"))
+    ) == 2
+    (tmp_path / "in/c/1.txt").write_text("  \n")
+    with pytest.raises(DataError, match=r"1\.txt: is empty, so 1\.jpg has no caption"):
+        convert_folder(tmp_path / "in", tmp_path / "again")
+
+
 def test_class_folders_are_scored_by_their_classes(tmp_path):
     for i in range(12):
         (tmp_path / "in" / f"class_{i % 2}").mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / f"class_{i % 2}" / f"{i}.jpg").write_bytes(jpeg(i))
     made = convert_folder(tmp_path / "in", tmp_path / "out", test=6)
     whole = WdsSet(tmp_path / "out/zeroshot", "label")
-    assert made == (6, 6, "zeroshot") and len(whole) == 6
+    assert made[:3] == (6, 6, "zeroshot") and len(whole) == 6
     assert (whole.templates(), set(whole.classnames())) == (["a photo of a {c}"], {"class 0", "class 1"})
 
 
@@ -244,6 +260,7 @@ def test_tables_become_shards_whatever_separates_their_columns(tmp_path, separat
         (b"filepath,title\nnone.jpg,words\n", r"t\.csv, line 2: 'none\.jpg' is no image file"),
         (b"filepath,title\na.jpg\n", r"t\.csv, line 2: no image or no caption"),
         (b"filepath,title\n,words\n", r"t\.csv, line 2: no image or no caption"),
+        (b"filepath,title\na.jpg,   \n", r"t\.csv, line 2: no image or no caption"),
         (b"filepath,title\na.jpg,caf\xe9\n", r"t\.csv: not UTF-8 .*iconv"),
     ],
 )

@@ -81,7 +81,10 @@ def _nearest(url: str) -> str:
     if made := remedy(url):
         return made.removeprefix("; ")
     if Path(url).is_dir():
+        below = sorted({str(tar.parent) for tar in Path(url).glob("*/*.tar")})
+        if below:
+            return f"its shards are in {' and '.join(below[:4])}"
         return f"the folder has no .tar files; `sparo data convert {url} OUT` writes shards of its images"
     if "://" in url or not folder.is_dir():
         return f"{folder} is no folder" if "://" not in url else "check the address and your credentials"
-    return did_you_mean(Path(url).name, [p.name for p in folder.iterdir()][:200])
+    return did_you_mean(Path(url).name, [p.name for p in folder.iterdir() if p.is_dir() or p.suffix == ".tar"][:200])
