@@ -13,7 +13,7 @@ from sparo_train.core.files import give_usual_mode, write_whole
 from sparo_train.data.read.plan import per_epoch
 from sparo_train.train.run import RunConfig
 
-from ..report.model_card import CardFacts, CardScore, DataFacts, model_card
+from ..report.model_card import CARD_BEGINS, CardFacts, CardScore, DataFacts, model_card
 from ..report.results_file import read_records
 
 _PIECE = 1 << 20
@@ -65,18 +65,26 @@ def _step(facts: Mapping[str, Any]) -> int | None:
 
 def pack(export: Path, facts: CardFacts) -> None:
     """Write the card and the sums beside what was exported: README.md and SHA256SUMS in a folder, FILE.md and FILE.sha256."""
+    write_whole(card_of(export), model_card(facts))
     if export.is_dir():
-        write_whole(export / "README.md", model_card(facts))
         # other layouts of the run may lie here, too, each with sums of its own
         files = sorted(export.glob("open_clip_*")) or sorted(p for p in export.iterdir() if p.is_file())
-        files = [path for path in files if path.name not in (SUMS, "README.md")]
+        files = [path for path in files if path.name not in (SUMS, "README.md", "MODEL_CARD.md")]
         sums = export / SUMS
     else:
-        write_whole(export.with_suffix(".md"), model_card(facts))
         files, sums = [export], export.with_name(f"{export.name}.sha256")
     for path in files:
         give_usual_mode(path)
     write_whole(sums, "".join(f"{sha256(path)}  {path.name}\n" for path in files))
+
+
+def card_of(export: Path) -> Path:
+    """Where an export's card is: README.md, unless somebody else's README lies there."""
+    if not export.is_dir():
+        return export.with_name(f"{export.name}.md")
+    readme = export / "README.md"
+    other = readme.is_file() and not readme.read_text(encoding="utf-8", errors="replace").startswith(CARD_BEGINS)
+    return export / "MODEL_CARD.md" if other else readme
 
 
 def sha256(path: Path) -> str:

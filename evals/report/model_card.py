@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from ..tasks.result import Result, is_share, shown
 
+CARD_BEGINS = "---\ntags:\n- sparo"  # by which a card of ours is told from other files of its name
+
 
 class DataFacts(NamedTuple):
     """A source: its samples, and how often each was read."""
@@ -41,7 +43,7 @@ class CardFacts(NamedTuple):
 
 def model_card(facts: CardFacts) -> str:
     """Markdown with the front matter that the Hugging Face hub reads."""
-    lines = ["---", "tags:", *(f"- {tag}" for tag in facts.tags)]
+    lines = [*CARD_BEGINS.split("\n"), *(f"- {tag}" for tag in facts.tags if tag != "sparo")]
     lines += ["library_name: open_clip"] if "clip" in facts.tags else []
     lines += ["---", "", f"# {facts.name}", "", f"{facts.what}, {facts.parameters:,} trained parameters.", ""]
     lines += ["## Use", "", "```python", facts.use, "```", "", "## Training", ""]

@@ -97,6 +97,8 @@ def convert(
 
 def _tell(folder: Path, made: Converted, whole: bool) -> None:
     """What was written, and the lines to type next."""
+    from sparo_train.core.config_keys import value_text
+
     scored = f", {made.test} images to score ({made.task})" if made.task else ""
     console.print(f"{folder}: {made.train} samples{' to train on' if made.task else ''}{scored}", soft_wrap=True)
     if made.copies:
@@ -113,8 +115,8 @@ def _tell(folder: Path, made: Converted, whole: bool) -> None:
     if folder != _OWN:  # a run folder of its own: another data set is another run
         words.append(f"name={re.sub('[^A-Za-z0-9._-]+', '_', folder.name).lstrip('._-') or 'mine'}")
     if shards != _OWN / "train":
-        words.append(f"data.sources={{mine: {{shards: {shards}}}}}")
+        words.append(f"data.sources={value_text({'mine': {'shards': str(shards)}})}")
     if made.task != "retrieval" or folder != _OWN:
-        task = f"{{{made.task}: {{task: {made.task}, root: {folder / made.task}}}}}" if made.task else "{}"
-        words.append(f"eval.tasks={task}")
+        tasks = {made.task: {"task": made.task, "root": str(folder / made.task)}} if made.task else {}
+        words.append(f"eval.tasks={value_text(tasks)}")
     out.print(shlex.join(words), soft_wrap=True)

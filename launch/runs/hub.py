@@ -7,7 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi
 
-from evals.encoders.packing import SUMS
+from evals.encoders.packing import SUMS, card_of
 from sparo_train.core.errors import ConfigError, SparoError
 
 _REMEDY = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
@@ -44,10 +44,10 @@ def upload(export: Path, repo: str, private: bool) -> str:
 def _contents(export: Path, repo: str) -> dict[str, Path | bytes]:
     """What goes where; the card loads the model from where it will lie."""
     if export.is_dir():
-        card = (export / "README.md").read_text(encoding="utf-8")
+        card = card_of(export).read_text(encoding="utf-8")
         listed = [line.split("  ", 1)[1] for line in (export / SUMS).read_text(encoding="utf-8").splitlines()]
         files: dict[str, Path | bytes] = {name: export / name for name in [*listed, SUMS]}
         return {**files, "README.md": card.replace(f"local-dir:{export.as_posix()}", f"hf-hub:{repo}").encode()}
-    card = export.with_suffix(".md").read_text(encoding="utf-8").replace(export.as_posix(), export.name)
+    card = card_of(export).read_text(encoding="utf-8").replace(export.as_posix(), export.name)
     sums = export.with_name(f"{export.name}.sha256")
     return {export.name: export, sums.name: sums, "README.md": card.encode()}

@@ -51,7 +51,19 @@ def test_one_file_has_its_own_card_and_sum(run, tmp_path):
     assert done.returncode == 0, done.stderr
     digest, name = (tmp_path / "x.pt.sha256").read_text().strip().split("  ")
     assert name == "x.pt" and hashlib.sha256((tmp_path / "x.pt").read_bytes()).hexdigest() == digest
-    assert "load_encoder" in (tmp_path / "x.md").read_text()
+    assert "load_encoder" in (tmp_path / "x.pt.md").read_text()
+
+
+def test_a_readme_of_somebody_else_stays(run, tmp_path):
+    (tmp_path / "README.md").write_text("# my project")
+    for _ in range(2):
+        assert sparo("export", str(run), "--to", str(tmp_path)).returncode == 0
+    assert (tmp_path / "README.md").read_text() == "# my project"
+    assert "trained parameters" in (tmp_path / "MODEL_CARD.md").read_text()
+    (tmp_path / "file").write_text("x")
+    done = sparo("export", str(run), "--to", str(tmp_path / "file"))
+    assert done.returncode == 2 and "is a file, and layout open_clip is a folder" in done.stderr
+    assert (tmp_path / "file").read_text() == "x"
 
 
 def test_open_clip_without_the_plug_in_says_what_to_import(export):

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import shlex
 import struct
 import tarfile
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from evals.sets.names import lines
 from evals.sets.wds import WdsSet
+from launch.runs.recipes import find_recipe
 from launch.views.check_report import check_lines
 from launch.views.terminal import Terminal
 from sparo_data import emoji as emoji_module
@@ -32,7 +34,8 @@ from sparo_data.fashion_mnist import FASHION, make_fashion_mnist
 from sparo_data.writer import write_shard, write_wds_layout
 from sparo_train.core.errors import DataError
 from sparo_train.data.read.shards import ShardReader, ShardsConfig
-from tests.conftest import jpeg, sample
+from sparo_train.train.run import load_run
+from tests.conftest import jpeg, sample, sparo
 
 BODY = '<circle cx="16" cy="16" r="14" fill="{}"/>'
 
@@ -216,6 +219,19 @@ def test_a_test_set_shares_no_image_with_training(tmp_path):
     with pytest.raises(DataError, match="--test 11: there are 20 different images; keep half of them or fewer"):
         convert_csv(tmp_path / "t.csv", tmp_path / "more", test=11)
     assert not (tmp_path / "more").exists()
+
+
+def test_the_lines_that_convert_prints_are_what_one_types(tmp_path):
+    """With whatever the folder is called; a set of its own is a run of its own."""
+    (tmp_path / "in/c").mkdir(parents=True)
+    for i in range(8):
+        (tmp_path / "in/c" / f"{i}.jpg").write_bytes(jpeg(i))
+    done = sparo("data", "convert", "in", "my data: #1", "--test", "4", cwd=tmp_path)
+    check, train = (shlex.split(line) for line in done.stdout.splitlines())
+    assert sparo(*check[1:], cwd=tmp_path).returncode == 0
+    config = load_run(find_recipe(Path(train[2])), train[3:])
+    assert config.name == "my_data_1" and config.data.sources["mine"].shards == "my data: #1/train"
+    assert config.eval.tasks["zeroshot"].root == "my data: #1/zeroshot" and list(config.data.sources) == ["mine"]
 
 
 def test_images_that_cannot_be_decoded_are_never_scored(tmp_path):
