@@ -16,6 +16,8 @@ import torch
 from evals.encoders.loading import load_encoder
 from evals.report.results_file import append
 from evals.tasks.result import Result
+from launch.runs.hub import upload
+from sparo_train.core.errors import ConfigError, SparoError
 from tests.conftest import sparo
 
 
@@ -159,17 +161,20 @@ def test_the_hub_gets_what_it_takes_to_load_the_model(run, tmp_path, hub):
     torch.testing.assert_close(ours.encode(pixels), theirs.encode(pixels))
 
 
-def test_what_the_hub_refuses_loses_nothing_and_says_what_to_do(run, tmp_path, hub):
-    done = _upload(hub, run, "--to", tmp_path / "m", "--hub", "me/model", token="hf_bad")
-    assert done.returncode == 2 and "HF_TOKEN" in done.stderr and (tmp_path / "m/open_clip_model.safetensors").is_file()
-    done = _upload(hub, run, "--to", tmp_path / "m", "--hub", "model")
-    assert done.returncode == 2 and "--hub model: write OWNER/NAME" in done.stderr
-    done = _upload(hub, run, "--private")
-    assert done.returncode == 2 and "--private: is of --hub" in done.stderr
+def test_what_the_hub_refuses_loses_nothing_and_says_what_to_do(export, hub, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+    monkeypatch.setenv("HF_TOKEN", "hf_bad")
+    with pytest.raises(SparoError, match=r"--hub me/model: HfHubHTTPError: .*401.*HF_TOKEN.*model is written"):
+        upload(export, "me/model", False)
+    with pytest.raises(ConfigError, match="--hub model: write OWNER/NAME"):
+        upload(export, "model", False)
     hub.shutdown()
     hub.server_close()
-    done = _upload(hub, run, "--to", tmp_path / "m", "--hub", "me/model")
-    assert done.returncode == 2 and "--hub me/model" in done.stderr
+    with pytest.raises(SparoError, match=r"--hub me/model: .*is there a connection"):
+        upload(export, "me/model", False)
+    assert (export / "open_clip_model.safetensors").is_file()
+    done = sparo("export", str(export), "--private")
+    assert done.returncode == 2 and "--private: is of --hub" in done.stderr
 
 
 def test_the_card_tells_scores_with_their_intervals_and_steps(run, tmp_path):

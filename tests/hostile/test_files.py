@@ -79,7 +79,7 @@ def test_a_file_that_is_no_checkpoint_is_refused_and_runs_nothing(name, scored, 
 
 
 PLACES = {
-    "nowhere": "no run folder",
+    "nowhere": "nowhere: no such file or folder",
     "pixels:x": "write pixels:SIZE",
     "pixels:0": "write pixels:SIZE",
     "open_clip:ViT-B-32": "write open_clip:NAME@FILE",
