@@ -218,7 +218,7 @@ class TwoTowerEncoder(Encoder, TextEncoder):
 
     def text(self, captions: Sequence[str], batch: int | None = None) -> Tensor:
         """Unit-norm fp32 encodings (n, D); each distinct caption is encoded once, among others of its length."""
-        return encode_texts(captions, self.tokenize, self._texts, batch or TEXTS[self.device.type], self.causal).clone()
+        return encode_texts(captions, self.tokenize, self._texts, batch or TEXTS[self.device.type], self.causal)
 
     @torch.inference_mode()
     def _texts(self, tokens: Tensor) -> Tensor:

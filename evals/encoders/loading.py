@@ -12,7 +12,7 @@ from sparo_train.core.config import resolve
 from sparo_train.core.disk import store
 from sparo_train.core.errors import CheckpointError, ConfigError, SparoError
 from sparo_train.core.files import nearest
-from sparo_train.core.recipe_yaml import parse_yaml
+from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.core.tables import CHECKPOINTS, ENCODERS
 from sparo_train.core.untrusted import read_text
 from sparo_train.models.clip_config import ClipConfig

@@ -10,7 +10,7 @@ from typing import Any
 from sparo_train import __version__
 from sparo_train.core.errors import DataError
 from sparo_train.core.files import give_usual_mode, write_whole
-from sparo_train.data.read.plan import per_epoch
+from sparo_train.data.read.plan import reading
 from sparo_train.train.run import RunConfig
 
 from ..report.model_card import CARD_BEGINS, CardFacts, CardScore, DataFacts, model_card
@@ -29,12 +29,9 @@ def card_facts(config: RunConfig, meta: Mapping[str, Any], run: Path, parameters
         use: Python that loads the export.
     """
     sources = {name: facts for name, facts in meta["fingerprint"].items() if name != "plan"}
-    counts = per_epoch([f["samples"] for f in sources.values()], [f["weight"] for f in sources.values()])
-    passes = meta["samples"] / max(1, sum(counts))
-    data = [
-        DataFacts(name, facts["samples"], passes * count / max(1, facts["samples"]))
-        for (name, facts), count in zip(sources.items(), counts, strict=True)
-    ]
+    held = [facts["samples"] for facts in sources.values()]
+    read = reading(held, [facts["weight"] for facts in sources.values()], meta["samples"])
+    data = [DataFacts(name, n, passes) for name, n, (_, passes) in zip(sources, held, read, strict=True)]
     kind = config.objective.kind
     readout = getattr(getattr(config.objective, "model", None), "readout", None)
     what = f"{kind} with the read-out {readout.kind}" if readout is not None else kind

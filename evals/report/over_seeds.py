@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.recipe_yaml import parse_yaml
+from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.core.untrusted import read_text
 
 from .paper_tables import Cell, Grid, Row

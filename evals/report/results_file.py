@@ -96,7 +96,7 @@ def read_records(places: Iterable[str | Path]) -> list[Record]:
                 raise DataError(
                     f"{path}: line {number} is no result of this version (schema {SCHEMA}); remove it, or score again"
                 )
-            record = _record(content, path, number)
+            record = _of_place(_record(content, path, number), Path(place))
             before = found.get((record.checkpoint, record.task))
             if before is None or before.facts.get("limit") or not record.facts.get("limit"):
                 found[record.checkpoint, record.task] = record
@@ -119,6 +119,15 @@ def _record(content: dict[str, Any], path: Path, number: int) -> Record:
             f"{path}: line {number} is no result ({type(error).__name__}: {error}); remove it, or score again"
         ) from None
     return Record(checkpoint, task, result, facts, predictions, path.parent)
+
+
+def _of_place(record: Record, place: Path) -> Record:
+    """A run's own results under the run's place as it is typed now: two runs of one name in two folders are two, and a run that
+    was scored by its whole path and by a part of it is one."""
+    scored, slots, rest = record.checkpoint.partition(" (slots ")
+    if (place / "config.yaml").is_file() and Path(scored).name == place.resolve().name:
+        return record._replace(checkpoint=f"{place}{slots}{rest}")
+    return record
 
 
 def refuse_unwritable(folder: Path, key: str) -> None:

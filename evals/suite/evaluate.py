@@ -17,7 +17,7 @@ from sparo_train.core.disk.rundir import environment
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
 from sparo_train.core.files import cache_folder
-from sparo_train.core.layers import load_recipe
+from sparo_train.core.recipe.layers import load_recipe
 from sparo_train.train.run import TaskConfig as AnyTask
 
 from ..encoders.encoder import Encoder, Precision

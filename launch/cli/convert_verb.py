@@ -12,6 +12,7 @@ import typer
 from sparo_train.core.errors import ConfigError
 
 from ..views.terminal import console, out
+from .given import part_of
 
 if TYPE_CHECKING:  # `sparo --help` needs none of it
     from sparo_data.convert import Converted
@@ -19,16 +20,6 @@ if TYPE_CHECKING:  # `sparo --help` needs none of it
 Part = Annotated[str | None, typer.Option(help="I/N: only the I-th of N parts, from 0 (sparo launch data)")]
 _TEMPLATE = "a photo of a {c}"
 _OWN = Path("data/mine")  # where configs/clip/own_pairs.yaml looks
-
-
-def part_of(text: str | None) -> tuple[int, int] | None:
-    """`I/N` with I from 0."""
-    if text is None:
-        return None
-    number, slash, of = text.partition("/")
-    if not (slash and number.isdecimal() and of.isdecimal() and int(number) < int(of)):
-        raise ConfigError(f"--part {text!r}: write I/N with I from 0 to N-1, as in 0/8")
-    return int(number), int(of)
 
 
 def convert(
@@ -97,7 +88,7 @@ def convert(
 
 def _tell(folder: Path, made: Converted, whole: bool) -> None:
     """What was written, and the lines to type next."""
-    from sparo_train.core.config_keys import value_text
+    from sparo_train.core.recipe.config_keys import value_text
 
     scored = f", {made.test} images to score ({made.task})" if made.task else ""
     console.print(f"{folder}: {made.train} samples{' to train on' if made.task else ''}{scored}", soft_wrap=True)

@@ -13,7 +13,8 @@ from sparo_train.core.errors import ConfigError
 
 from ..views.terminal import console, out
 from . import convert_verb
-from .convert_verb import Part, part_of
+from .convert_verb import Part
+from .given import part_of
 from .recipe_words import OPEN, Overrides, Recipe, run_given
 
 Processes = Annotated[int, typer.Option(min=1)]

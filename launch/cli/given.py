@@ -9,6 +9,16 @@ from typing import Any
 from sparo_train.core.errors import ConfigError, did_you_mean
 
 
+def part_of(text: str | None, others: str = "") -> tuple[int, int] | None:
+    """`I/N` with I from 0; `others`: what else may be written there, for the error."""
+    if text is None:
+        return None
+    number, slash, of = text.partition("/")
+    if not (slash and number.isdecimal() and of.isdecimal() and int(number) < int(of)):
+        raise ConfigError(f"--part {text}: write I/N with I from 0 to N-1, as in 0/4{others}")
+    return int(number), int(of)
+
+
 def part_given(text: str | None, features: Path | None) -> tuple[int, int] | None:
     """`I/N` with I from 0, or the SLURM array's place."""
     if text is None:
@@ -22,10 +32,7 @@ def part_given(text: str | None, features: Path | None) -> tuple[int, int] | Non
         if not all(v.isdigit() for v in values):
             raise ConfigError("--part slurm: SLURM_ARRAY_TASK_ID, _MIN and _COUNT are not set; this is no SLURM array")
         return int(values[0]) - int(values[1]), int(values[2])
-    own, _, of = text.partition("/")
-    if not own.isdigit() or not of.isdigit() or not int(own) < int(of):
-        raise ConfigError(f"--part {text}: write I/N with I from 0 to N-1, as in 0/4, or slurm")
-    return int(own), int(of)
+    return part_of(text, ", or slurm")
 
 
 def slots_given(text: str | None) -> tuple[int, ...] | Path | None:

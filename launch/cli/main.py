@@ -58,7 +58,7 @@ def train(
     """Train a recipe; the same line again resumes. Exit codes: 0 finished, 75 stopped by a signal and saved."""
     config = run_given(recipe, overrides)  # commands import what they need: `sparo --help` needs none of it
     if show:
-        from sparo_train.core.layers import origins
+        from sparo_train.core.recipe.layers import origins
         from sparo_train.train.run import RunConfig
 
         from ..runs.recipes import find_recipe

@@ -57,7 +57,7 @@ def run_given(recipe: Path, words: Sequence[str] | None) -> RunConfig:
 
 def refuse_keys_as_options(options: Sequence[str]) -> None:
     """Raise `ConfigError` where an option is a recipe's key and none of a cluster."""
-    from sparo_train.core.layers import assignment
+    from sparo_train.core.recipe.layers import assignment
     from sparo_train.train.run import RunConfig
 
     from ..jobs.clusters import ClusterConfig

@@ -13,8 +13,8 @@ from pydantic import Field, field_validator, model_validator
 
 from sparo_train.core.config import Frozen, resolve, setting
 from sparo_train.core.errors import ConfigError, did_you_mean
-from sparo_train.core.layers import Tree, load_recipe
-from sparo_train.core.recipe_yaml import parse_yaml
+from sparo_train.core.recipe.layers import Tree, load_recipe
+from sparo_train.core.recipe.recipe_yaml import parse_yaml
 
 from ..shipped import configs
 

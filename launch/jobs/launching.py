@@ -13,8 +13,8 @@ from typing import Any
 from sparo_train.core.config import dump, resolve
 from sparo_train.core.disk.rundir import RunDir
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.layers import override
-from sparo_train.core.recipe_yaml import parse_yaml
+from sparo_train.core.recipe.layers import override
+from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.core.tables import ENGINES
 from sparo_train.data.read.loader import shared_streams
 from sparo_train.train.run import RunConfig

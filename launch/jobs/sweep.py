@@ -12,8 +12,8 @@ from typing import Any
 
 from sparo_train.core.config import wrong_keys
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.layers import load_recipe, override
-from sparo_train.core.recipe_yaml import parse_yaml
+from sparo_train.core.recipe.layers import load_recipe, override
+from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.train.run import RunConfig, load_run
 
 _MOST = 1000  # elements that SLURM's MaxArraySize allows by default

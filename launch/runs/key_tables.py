@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from sparo_train.core.config_keys import NAME, Entries, Key, Rows, default_text, keys_of, type_text, value_text
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.layers import load_recipe
 from sparo_train.core.plugins import Table
+from sparo_train.core.recipe.config_keys import NAME, Entries, Key, Rows, default_text, keys_of, type_text, value_text
+from sparo_train.core.recipe.layers import load_recipe
 from sparo_train.core.tables import ENGINES, METHODS, READOUTS, SLOT_ENCODERS, SOURCES, TASKS
 from sparo_train.train.run import RunConfig
 

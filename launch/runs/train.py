@@ -138,8 +138,11 @@ def make_evaluate(
             write_results(rundir.path / "evals" / f"step-{step:08d}.json", {"step": step}, results)
             encoder.label = str(rundir.checkpoints / f"step-{step:08d}")
             facts = {"step": step, **result_facts(encoder, EvalOptions(), time.monotonic() - begin)}
-            for name, result in results.items():
-                append(rundir.path / "evals", str(config.folder), name, result, facts, predictions=step == total)
+            try:
+                for name, result in results.items():
+                    append(rundir.path / "evals", str(config.folder), name, result, facts, predictions=step == total)
+            except OSError as error:  # the scores are in metrics.jsonl and in the step's file
+                say(f"{rundir.path / 'evals/results.jsonl'}: could not be written ({error}); tables lack step {step}")
             pictures(encoder, step)
         say(
             f"step {step}: "

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from sparo_train.core.config_keys import value_text
+from sparo_train.core.recipe.config_keys import value_text
 
 _WIDTH = 60  # characters before the comment, where the line is no longer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from sparo_train.data.read.plan import per_epoch
+from sparo_train.data.read.plan import reading
 from sparo_train.data.read.sources import Source
 
 _NAMED = 5
@@ -16,10 +16,8 @@ def source_lines(sources: Sequence[Source], samples: int) -> Iterator[str]:
     Args:
         samples: how many the whole run reads.
     """
-    counts = per_epoch([source.samples for source in sources], [source.config.weight for source in sources])
-    for source, count in zip(sources, counts, strict=True):
-        share = count / sum(counts)
-        passes = samples * share / source.samples
+    read = reading([source.samples for source in sources], [source.config.weight for source in sources], samples)
+    for source, (share, passes) in zip(sources, read, strict=True):
         yield f"data {source.name}: {share:.1%} of what is read; {source.samples:,} samples, {passes:.2f} passes"
         broken = source.broken()
         for damage in broken[:_NAMED]:

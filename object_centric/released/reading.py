@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparo_train.core.config import Frozen, resolve
 from sparo_train.core.errors import CheckpointError, ConfigError
-from sparo_train.core.recipe_yaml import parse_yaml
+from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.models.weights import load_into, read_raw
 
 Options = TypeVar("Options", bound=Frozen)

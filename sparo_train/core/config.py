@@ -1,6 +1,6 @@
 """What recipes are checked against: frozen pydantic models, whose problems are told by dotted key.
 
-What comes out of a recipe (core/layers.py puts it together) is written to the run folder and is the only truth afterwards.
+What comes out of a recipe (core/recipe/layers.py puts it together) is written to the run folder and is the only truth afterwards.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from .config_keys import keys_named
 from .errors import ConfigError, did_you_mean
-from .layers import Tree, without_null_entries
 from .plugins import NESTED
+from .recipe.config_keys import keys_named
+from .recipe.layers import Tree, without_null_entries
 
 
 class Frozen(BaseModel):

@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 
 from ..core.config import Frozen, free, resolve, setting
 from ..core.errors import ConfigError
-from ..core.layers import Tree, load_recipe, override
 from ..core.plugins import Open, Table
+from ..core.recipe.layers import Tree, load_recipe, override
 from ..core.tables import ENGINES, METHODS, TASKS
 from ..data.read.sources import DataConfig
 from ..engine.optim import OptimConfig

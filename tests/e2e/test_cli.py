@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 
 import pytest
 import yaml
@@ -105,6 +106,26 @@ def test_mistakes_end_with_code_two_and_no_traceback(trained, arguments, message
     done = sparo(*(a.format(root=trained) for a in arguments))
     assert done.returncode == 2, done.stderr
     assert message.format(root=trained) in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_run_goes_by_the_folder_that_is_typed(trained, tmp_path):
+    """Runs of one name in two folders are two rows; one that was scored by its whole path, too, is one checkpoint."""
+    for place in ("a", "b"):
+        shutil.copytree(trained / "runs/cli", tmp_path / place / "cli")
+    done = sparo("eval", "table", "a/cli", "b/cli/", "--format", "csv", cwd=tmp_path)
+    assert [line.partition(",")[0] for line in done.stdout.splitlines()[1:]] == ["a/cli", "b/cli"], done.stdout
+    done = sparo("eval", str(tmp_path / "a/cli"), "--tasks", "zero", cwd=trained)
+    assert done.returncode == 0, done.stderr
+    done = sparo("eval", "compare", "a/cli", "b/cli", cwd=tmp_path)
+    assert done.returncode == 0 and "zero" in done.stdout, done.stderr
+
+
+def test_results_that_cannot_be_kept_end_no_training(trained, tmp_path):
+    """Tables lack them; metrics.jsonl and the step's own file have them."""
+    (tmp_path / "cli/evals/results.jsonl").mkdir(parents=True)
+    done = sparo("train", str(trained / "recipe.yaml"), "name=cli", f"out={tmp_path}", cwd=trained)
+    assert done.returncode == 0 and "results.jsonl: could not be written" in done.stderr, done.stderr
+    assert (tmp_path / "cli/evals/step-00000012.json").is_file()
 
 
 def test_a_refused_start_leaves_the_run_as_it_was(trained, tmp_path):

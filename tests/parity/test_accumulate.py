@@ -10,7 +10,7 @@ from launch.runs.train import train
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import CoupledObjective, Loss, Objective, Progress
 from sparo_train.core.disk import metrics, store
-from sparo_train.core.layers import override
+from sparo_train.core.recipe.layers import override
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import OptimConfig
 from sparo_train.objectives.contrastive import contrastive

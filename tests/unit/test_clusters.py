@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from launch.jobs.clusters import load_cluster, minutes, split_words, with_options
 from launch.jobs.submit import _further
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.recipe_yaml import parse_yaml
+from sparo_train.core.recipe.recipe_yaml import parse_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 

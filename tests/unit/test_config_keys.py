@@ -13,9 +13,9 @@ from pydantic import TypeAdapter
 from launch.cli.recipe_words import words_given
 from launch.runs.key_tables import example, examples, found_keys, page
 from launch.runs.recipes import find_recipe, shipped_recipes
-from sparo_train.core.config_keys import Entries, Rows, keys_of
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.layers import assignment
+from sparo_train.core.recipe.config_keys import Entries, Rows, keys_of
+from sparo_train.core.recipe.layers import assignment
 from sparo_train.train.run import RunConfig, load_run
 from tests.conftest import sparo
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from launch.runs.train import train
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import metrics
-from sparo_train.core.layers import override
+from sparo_train.core.recipe.layers import override
 from sparo_train.train import flops
 from sparo_train.train.build import build_objective, build_pipeline
 from sparo_train.train.flops import FlopCounter, memory, utilisation

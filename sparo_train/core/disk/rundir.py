@@ -22,8 +22,8 @@ from typing import IO, Any
 from ..config import Frozen, differences, dump, free_keys, resolve
 from ..errors import ConfigError, TrainingError
 from ..files import write_whole
-from ..layers import Tree
-from ..recipe_yaml import parse_yaml
+from ..recipe.layers import Tree
+from ..recipe.recipe_yaml import parse_yaml
 from ..untrusted import read_text
 from .owner import Claim, Start
 

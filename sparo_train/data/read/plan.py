@@ -57,6 +57,12 @@ def per_epoch(totals: Sequence[int], weights: Sequence[float]) -> list[int]:
     return [max(1, round(w * n)) if n and w else 0 for w, n in zip(weights, totals, strict=True)]
 
 
+def reading(totals: Sequence[int], weights: Sequence[float], read: int) -> list[tuple[float, float]]:
+    """Per source its share of `read` samples, and how many passes over it they are."""
+    counts = per_epoch(totals, weights)
+    return [(n / sum(counts), read * n / sum(counts) / total) for n, total in zip(counts, totals, strict=True)]
+
+
 class Plan:
     """The order of all samples, for ever.
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
+from ..errors import ConfigError, did_you_mean
+from ..untrusted import read_text
 from .config_keys import Entries, below, keys_named, value_text
-from .errors import ConfigError, did_you_mean
 from .recipe_yaml import parse_yaml
-from .untrusted import read_text
 
 Tree = dict[str, Any]
 _OPTIONS = ("--dry", "--print", "--help")  # of `sparo train`, for near misses

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 _MOST_CHARACTERS = 1 << 20
 _MOST_NODES = 100_000  # aliases counted as often as they stand: nine lines of nine aliases each are 3e8 values
