@@ -94,7 +94,9 @@ def export(
     """Write a folder that `open_clip.create_model_and_transforms("local-dir:FOLDER")` reads; returns it."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = folder / "open_clip_model.safetensors"
-    save_file({n: t.contiguous() for n, t in state.items()}, weights)
+    whole: dict[int, str] = {}  # safetensors refuses two names of one tensor (a codebook of both towers)
+    alone = {n: t.contiguous() if whole.setdefault(t.data_ptr(), n) == n else t.clone() for n, t in state.items()}
+    save_file(alone, weights)
     give_usual_mode(weights)
     preprocess = {"mean": list(mean), "std": list(std), "interpolation": "bicubic", "resize_mode": "shortest"}
     text = json.dumps({"model_cfg": model_cfg(config), "preprocess_cfg": preprocess}, indent=1)

@@ -18,7 +18,9 @@ def _complete(incomplete: str) -> list[str]:
     from ..runs.recipes import shipped_recipes
 
     names = [own.name for own in shipped_recipes()]
-    stems = [stem for name in names if [n.partition("/")[2] for n in names].count(stem := name.partition("/")[2]) == 1]
+    stems = [
+        stem for name in names if [n.rpartition("/")[2] for n in names].count(stem := name.rpartition("/")[2]) == 1
+    ]
     return [word for word in [*names, *stems] if word.startswith(incomplete)]
 
 

@@ -1,4 +1,4 @@
-"""Sweeps: an override with a list where the recipe has no list stands for several runs."""
+"""Sweeps: a file that names runs, or an override with a list where the recipe has no list; both stand for several runs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,58 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparo_train.core.config import wrong_keys
+from sparo_train.core.config import Frozen, resolve, setting, wrong_keys
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.recipe.layers import load_recipe, override
+from sparo_train.core.recipe.layers import is_sweep, load_recipe, override
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.train.run import RunConfig, load_run
 
 _MOST = 1000  # elements that SLURM's MaxArraySize allows by default
 
 
+class SweepRun(Frozen):
+    """One run of a sweep file."""
+
+    recipe: str | None = setting(None, "a recipe of its own, relative to the file; null: the sweep's")
+    overrides: tuple[str, ...] = setting((), "words as `sparo train` takes them")
+
+
+class SweepFile(Frozen):
+    """Runs that belong together: the rows of a table. Each is called FILE-NAME."""
+
+    recipe: str | None = setting(None, "what runs begin with that name no recipe of their own, relative to the file")
+    overrides: tuple[str, ...] = setting((), "words for all of them, before their own")
+    runs: dict[str, SweepRun] = setting(..., "by name", min_length=1)
+
+
 def expand(recipe: Path, overrides: Sequence[str], seeds: int | None = None) -> tuple[str, list[RunConfig]]:
-    """The sweep's name, and every combination of the lists in `overrides` and of the seeds, as resolved recipes with a name of their own.
+    """The sweep's name, and all its runs as resolved recipes with a name of their own: of every run of a sweep file, every
+    combination of the lists in `overrides` and of the seeds.
 
     Args:
+        recipe: a recipe, or a sweep file.
+        overrides: of the command line; they come last.
         seeds: so many runs each, with the recipe's seed, the next, …; None: the recipe's alone, without a suffix.
 
     Raises:
         ConfigError: a recipe that does not resolve, two runs of one name, or more runs than an array may have.
     """
+    tree = load_recipe(recipe)
+    if not is_sweep(tree):
+        return _expanded(recipe, overrides, seeds)
+    sweep, found = resolve(SweepFile, tree, str(recipe)), list[RunConfig]()
+    for name, run in sweep.runs.items():
+        if (own := run.recipe or sweep.recipe) is None:
+            raise ConfigError(f"{recipe}: runs.{name}.recipe: is needed, for the file names no recipe of all")
+        words = [f"name={recipe.stem}-{name}", *sweep.overrides, *run.overrides, *overrides]
+        found += _expanded(recipe.parent / own, words, seeds)[1]
+    if len(found) > _MOST:
+        raise ConfigError(f"{len(found)} runs: more than {_MOST} in one array; take runs out of {recipe}")
+    _refuse_doubles(found)
+    return recipe.stem, found
+
+
+def _expanded(recipe: Path, overrides: Sequence[str], seeds: int | None) -> tuple[str, list[RunConfig]]:
     axes: dict[str, list[Any]] = {}
     fixed: list[str] = []
     for text in overrides:

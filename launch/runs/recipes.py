@@ -12,11 +12,11 @@ from ..shipped import configs
 if TYPE_CHECKING:
     from sparo_train.train.run import RunConfig
 
-_OTHERS = ("clusters", "tasks")  # folders of configs/ that hold no recipes
+_OTHERS = ("clusters", "sweeps", "tasks")  # folders of configs/ that hold no recipes
 
 
 class ShippedRecipe(NamedTuple):
-    """`name` is FOLDER/STEM; `line` what its header says first."""
+    """`name` is its path in configs/ without the suffix; `line` what its header says first."""
 
     name: str
     path: Path
@@ -26,11 +26,11 @@ class ShippedRecipe(NamedTuple):
 def shipped_recipes() -> list[ShippedRecipe]:
     """All of them, by name. Files that begin with `_` are parents of others."""
     root = next((folder for folder in configs() if folder.is_dir()), None)
-    found = sorted(root.glob("*/*.yaml")) if root else []
+    found = {path.relative_to(root): path for path in sorted(root.glob("*/**/*.yaml"))} if root else {}
     return [
-        ShippedRecipe(f"{path.parent.name}/{path.stem}", path, _first_line(path))
-        for path in found
-        if path.parent.name not in _OTHERS and not path.name.startswith("_")
+        ShippedRecipe(place.with_suffix("").as_posix(), path, _first_line(path))
+        for place, path in found.items()
+        if place.parts[0] not in _OTHERS and not path.name.startswith("_")
     ]
 
 
@@ -58,14 +58,14 @@ def find_recipe(word: Path) -> Path:
     text = word.as_posix()
     short = text.removeprefix("configs/").removesuffix(".yaml")
     shipped = {own.name: own.path for own in shipped_recipes()}
-    fitting = [name for name in shipped if short in (name, name.partition("/")[2])]
+    fitting = [name for name in shipped if name == short or name.endswith(f"/{short}")]
     if len(fitting) == 1 and not word.suffix:
         return shipped[fitting[0]]
     if fitting:
         written = " or ".join(fitting)
         missing = f"{text}: no such file" if word.suffix else f"{text}: {len(fitting)} recipes are called so"
         raise ConfigError(f"{missing}; write {written} for the one that comes with sparo")
-    if not word.suffix and len(word.parts) < 3:
+    if not word.suffix and len(word.parts) < 4:
         raise ConfigError(f"{text}: no recipe; {did_you_mean(text, _names(shipped))} `sparo recipes` lists them")
     return word  # whoever reads it says what is wrong with it
 
@@ -78,4 +78,4 @@ def load_run(recipe: str | Path, overrides: list[str] | None = None) -> RunConfi
 
 
 def _names(shipped: dict[str, Path]) -> list[str]:
-    return [*shipped, *(name.partition("/")[2] for name in shipped)]
+    return [*shipped, *(name.rpartition("/")[2] for name in shipped)]

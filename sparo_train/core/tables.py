@@ -25,6 +25,12 @@ READOUTS = Table(
         "cls": "sparo_train.models.readouts.pooling:ClsReadOut",
         "gap": "sparo_train.models.readouts.pooling:GapReadOut",
         "sparo": "sparo_train.models.sparo:SparoReadOut",
+        "attpool": "sparo_train.models.readouts.attpool:AttPoolReadOut",
+        "coca": "sparo_train.models.readouts.coca:CocaReadOut",
+        "map": "sparo_train.models.readouts.siglip_map:MapReadOut",
+        "ep": "sparo_train.models.readouts.efficient:EfficientReadOut",
+        "linear_bottleneck": "sparo_train.models.readouts.linear_bottleneck:LinearBottleneckReadOut",
+        "fdt": "sparo_train.models.readouts.fdt:FdtReadOut",
     },
     ("placement", "shape", "build", "infer"),
 )

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ..core.config import free
 from ..core.contracts import Batch, Objective, Progress
+from ..core.errors import ConfigError
 from .kinds import EngineKind, replicated
 from .ranked import RankedEngine, RankedEngineConfig, Root
 
@@ -74,14 +75,30 @@ class DdpEngine(RankedEngine):
         state, buffers = self.side.random_state(), list(self.objective.buffers())
         before = [b.clone() for b in buffers]  # a forward may count in them
         out = super()._run(batch, progress, last=True)
-        # Everything that is trained has to be reached, or DDP would leave it out of the new order.
-        reached = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
-        reached += [p for p in self.objective.parameters() if p.requires_grad]
-        self.backward(torch.stack([t.float().sum() for t in reached]).sum() * 0.0, last=True)
+        outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+        self._refuse_unreached(outputs)
+        self.backward(torch.stack([t.float().sum() for t in outputs]).sum() * 0.0, last=True)
         self.optimizer.zero_grad(set_to_none=True)
         self.side.set_random_state(state)
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
+
+    def _refuse_unreached(self, outputs: list[Tensor]) -> None:
+        """Raise `ConfigError` for parameters without a part in these outputs: DDP would wait for their gradients, and average none."""
+        leaves, ahead = {id(t) for t in outputs}, {t.grad_fn for t in outputs}
+        seen = set(ahead)
+        while ahead:
+            node = ahead.pop()
+            leaves.add(id(getattr(node, "variable", None)))  # of the nodes that gradients end in
+            following = {further for further, _ in getattr(node, "next_functions", ()) if further not in seen}
+            seen |= following
+            ahead |= following
+        lost = [name for name, p in self.objective.named_parameters() if p.requires_grad and id(p) not in leaves]
+        if lost:
+            raise ConfigError(
+                f"engine.kind=ddp: the loss does not depend on {', '.join(lost[:4])}{' …' if lost[4:] else ''}; "
+                "freeze what is not trained, or use engine.kind=fsdp2"
+            )
 
     def _exchanging(self, last: bool) -> AbstractContextManager[None]:
         wrapped = isinstance(self._root, DistributedDataParallel)

@@ -209,7 +209,7 @@ class DeepSpeedEngine:
         return {name: p for name, p in self.objective.named_parameters() if p.requires_grad}
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
-        parameters = dict(self.objective.named_parameters())
+        parameters = dict(self.objective.named_parameters(remove_duplicate=False))
         for name, shape in self._shapes.items():
             p = parameters.get(name)
             yield name, self.objective.get_buffer(name) if p is None else self._zero.whole(p, shape)

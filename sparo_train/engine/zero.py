@@ -164,15 +164,16 @@ class Zero:
         model: dict[str, Piece] = {}
         optimizer: dict[str, Piece] = {}
         everywhere = {name: b for name, b in objective.named_buffers() if name in shapes}
-        trained = [name for name, p in objective.named_parameters() if p.requires_grad]
-        for name, p in objective.named_parameters():
+        trained = {name: p for name, p in objective.named_parameters() if p.requires_grad}
+        # Also under a second name: what reads a checkpoint as a state dict finds every tensor of it.
+        for name, p in objective.named_parameters(remove_duplicate=False):
             if self.stage < 3 and not p.requires_grad:
                 everywhere[name] = p
                 continue
             data, begin = self.held(p)
             if data.numel():
                 model[name] = Piece(data, shapes[name], begin)
-            if p.requires_grad and (spot := self.spot(p)) is not None:
+            if name in trained and (spot := self.spot(p)) is not None:
                 entries = self.entries(spot.flat)
                 for key in ENTRIES:
                     if key in entries:

@@ -43,6 +43,8 @@ class VisionTower(VisionTransformer):
         super().__init__(layers=layers - place.replaced, output_dim=embed_dim if place.projected else 1, **kwargs)
         if not place.projected:
             self.proj = None
+        if place.norm == "nothing":  # it would be parameters without a gradient
+            self.ln_post = nn.Identity()  # type: ignore[assignment]
         self.place, self.read_by = place, None if isinstance(readout, NoReadOut) else readout.kind
         if self.read_by is not None:
             self.add_module(self.read_by, module or readout.build(kwargs["width"], None, embed_dim).image)
@@ -100,12 +102,16 @@ class TextTower(TextTransformer):
         place = readout.placement
         pooling: dict[str, Any] = {"output_dim": embed_dim}
         if place.text:
-            pooling = {"output_dim": None, "pool_type": "none", "proj_type": "none"}
+            pooling = {"pool_type": "none"} | (
+                pooling if place.projected else {"output_dim": None, "proj_type": "none"}
+            )
         super().__init__(layers=layers - place.replaced, **kwargs, **pooling)
         # A text has no class token to leave out.
         self.place, self.read_by = place._replace(attend_cls=True), readout.kind if place.text else None
         if self.read_by is not None:
             self.add_module(self.read_by, module or readout.build(None, kwargs["width"], embed_dim).text)
+            if place.norm == "nothing":
+                self.ln_final = nn.Identity()  # type: ignore[assignment]
             slots, width = readout.shape(embed_dim)
             self.output_dim = slots * width
 
@@ -117,7 +123,8 @@ class TextTower(TextTransformer):
 
     def forward(self, text: Tensor) -> Tensor:
         if self.read_by is not None:
-            return self.slots(text).flat()
+            pooled = self.slots(text).flat()
+            return pooled @ self.text_projection if self.place.projected else pooled  # type: ignore[operator]
         return super().forward(text)  # type: ignore[return-value]
 
     def forward_intermediates(self, text: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -135,7 +142,8 @@ class TextTower(TextTransformer):
             super().lock(unlocked_layers, freeze_layer_norm, *more, **named)  # open_clip >= 4 has more to say
             return
         stem = [self.token_embedding, self.positional_embedding]
-        groups = [stem, *([b] for b in self.transformer.resblocks), [self.ln_final, _readout(self)]]
+        last = [self.ln_final, _readout(self), *([self.text_projection] if self.place.projected else [])]
+        groups = [stem, *([b] for b in self.transformer.resblocks), last]
         _lock(self, groups, unlocked_layers)
 
 

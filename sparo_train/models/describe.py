@@ -97,6 +97,10 @@ def infer_config(state: Mapping[str, Tensor], image_size: int | None = None) -> 
         tower: 1 + max(int(n.split(".")[3]) for n in state if n.startswith(f"{tower}.transformer.resblocks."))
         for tower in ("visual", "text")
     }
+    readout = infer_readout(state, "visual.", 0) or {"kind": "token"}  # the blocks are counted as they are
+    if "text" in READOUTS.row(readout["kind"]).model_fields:
+        readout["text"] = any(name.startswith(f"text.{readout['kind']}.") for name in state)
+    embed_dim = readout.pop("embed_dim", None) or (state["visual.proj"].shape[1] if "visual.proj" in state else 512)
     return ClipConfig.model_validate(
         {
             "vision": {
@@ -113,8 +117,8 @@ def infer_config(state: Mapping[str, Tensor], image_size: int | None = None) -> 
                 "heads": text_width // _HEAD_WIDTH[text_width],
                 "layers": layers["text"],
             },
-            "embed_dim": state["visual.proj"].shape[1] if "visual.proj" in state else 512,
-            "readout": infer_readout(state, "visual.", 0) or {"kind": "token"},  # the blocks are counted as they are
+            "embed_dim": embed_dim,
+            "readout": readout,
             "init_logit_bias": 0.0 if "logit_bias" in state else None,
         }
     )

@@ -103,6 +103,7 @@ def vit_config(file: DinoFile, name: str | None = None) -> tuple[VitConfig, str]
         "heads (for one of timm's write timm:NAME@FILE)"
     )
     if readout := infer_readout(weights, "", 1):
+        readout.pop("embed_dim", None)  # a backbone's is its width
         replaced = READOUTS.row(readout["kind"]).model_validate(readout).placement.replaced
         tree |= {"depth": blocks + replaced, "readout": readout}
         said += f", {readout['kind'].upper()} in place of {replaced} more block(s), behind `norm`"

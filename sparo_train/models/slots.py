@@ -11,6 +11,10 @@ from torch.nn import functional as F
 
 from ..core.config import Frozen
 
+Weighting = Literal["const", "norm", "softmax", "sqrtsoftmax"]
+Representation = Literal["cont", "sem", "sqrtsem"]
+LEARNED = ("softmax", "sqrtsoftmax")  # weightings that need a number more of every slot
+
 
 class Slots(NamedTuple):
     """What every read-out returns. A named tuple, so that torch.compile and pytrees take it as it is.
@@ -50,7 +54,7 @@ class Placement(NamedTuple):
     replaced: transformer blocks that it takes the place of.
     norm: what the tower's last norm runs on: every token before it, the slots behind it, or nothing.
     attend_cls: an image's class token is among its tokens.
-    normalize: slots to one norm (Eq. 2).
+    normalize: each slot as `representation` says, times its weight (Eq. 2: unit norm, one weight for all).
     projected: the tower's own projection follows, to `embed_dim` numbers.
     text: the text tower is read by one, too; false leaves it to EOS.
     shared: both towers' modules have to be built together.
@@ -60,6 +64,8 @@ class Placement(NamedTuple):
     norm: Literal["tokens", "slots", "nothing"] = "tokens"
     attend_cls: bool = True
     normalize: bool = True
+    weighting: Weighting = "const"
+    representation: Representation = "cont"
     projected: bool = False
     text: bool = True
     shared: bool = False
@@ -89,8 +95,23 @@ class ReadOutConfig(Frozen, ABC):
 
     @classmethod
     def infer(cls, weights: Mapping[str, Tensor], replaced: int) -> dict[str, Any]:
-        """The keys of the block that weights (named below `kind`) tell by their shapes, for towers with `replaced` blocks fewer."""
+        """The keys of the block that weights (named below `kind`) tell by their shapes, for towers with `replaced` blocks fewer.
+
+        `embed_dim` among them is the model's, where no projection of a tower tells it.
+        """
         return {}
+
+
+class TwinReadOut(ReadOutConfig):
+    """The same kind of module on every tower that it reads, nothing in common."""
+
+    @abstractmethod
+    def module(self, dim: int, embed_dim: int) -> ReadOut:
+        """The read-out of one tower with tokens of `dim` numbers."""
+
+    def build(self, image_dim: int | None, text_dim: int | None, embed_dim: int) -> ReadOutPair:
+        text = text_dim if self.placement.text else None
+        return ReadOutPair(*(None if dim is None else self.module(dim, embed_dim) for dim in (image_dim, text)))
 
 
 class NoReadOut(ReadOutConfig):
@@ -107,17 +128,38 @@ class NoReadOut(ReadOutConfig):
         return ReadOutPair(None, None)
 
 
-def normalize_slots(slots: Slots) -> Slots:
-    """Each slot to L2 norm 1/sqrt(L), so that the flat encoding has norm one (Sec. 3.3, Eq. 2). Always in fp32.
+def normalize_slots(slots: Slots, weighting: Weighting = "const", representation: Representation = "cont") -> Slots:
+    """Each slot to norm one, times its weight; the squared weights add up to one, so that the flat encoding has norm one. Always in fp32.
+
+    The default is the paper's (Sec. 3.3, Eq. 2): L2 norm 1/sqrt(L) for all, so that the cosine of two encodings is the mean of their
+    slots' cosines. The others are the sparo-clip repository's (`sparo_type`).
 
     Args:
-        slots: values (B, L, V) of any float dtype.
+        slots: values (B, L, V) of any float dtype; (B, L, 1 + V), the weight's logit first, where weights are learned.
+        weighting: `const`: 1/sqrt(L); `norm`: a slot's share of the whole norm; `softmax`, `sqrtsoftmax`: learned, the softmax over
+            slots to norm one, or its root.
+        representation: `cont`: values over their norm; `sem`: their softmax over its norm; `sqrtsem`: its root.
 
     Returns:
-        values (B, L, V) in fp32 (float64 stays float64); the cosine of two encodings is the mean of their slots' cosines.
+        values (B, L, V) in fp32 (float64 stays float64).
     """
     values = slots.values if slots.values.dtype.itemsize >= 4 else slots.values.float()
-    return slots._replace(values=F.normalize(values, dim=-1) * values.shape[1] ** -0.5)
+    weights = None
+    if weighting in LEARNED:
+        logits, values = values[..., :1], values[..., 1:]
+        found = logits.softmax(1)
+        weights = F.normalize(found, dim=1) if weighting == "softmax" else found.sqrt()
+    elif weighting == "norm" and representation == "cont":
+        weights = F.normalize(values.norm(dim=-1, keepdim=True), dim=1)
+    elif weighting == "norm":
+        # The norm of exp(x / 2) within that of all slots, without the overflow.
+        weights = values.flatten(1).softmax(-1).view_as(values).sum(-1, keepdim=True).sqrt()
+    if representation == "cont":
+        values = F.normalize(values, dim=-1)
+    else:
+        share = values.softmax(-1)
+        values = F.normalize(share, dim=-1) if representation == "sem" else share.sqrt()
+    return slots._replace(values=values * (values.shape[1] ** -0.5 if weights is None else weights))
 
 
 def read_slots(
@@ -128,4 +170,4 @@ def read_slots(
     slots: Slots = readout(tokens if place.attend_cls else tokens[:, 1:], keep, need_attention=need_attention)
     if place.norm == "slots":
         slots = slots._replace(values=norm(slots.values))
-    return normalize_slots(slots) if place.normalize else slots
+    return normalize_slots(slots, place.weighting, place.representation) if place.normalize else slots

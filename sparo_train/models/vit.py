@@ -113,6 +113,9 @@ class Vit(VisionTransformer):
         self.read_by = config.readout.kind if readout is not None else None
         if readout is not None:
             self.add_module(config.readout.kind, readout)
+        if self.place.norm == "nothing":
+            # Probes of earlier blocks are behind it, and official files have it; the loss does not depend on it.
+            self.norm.requires_grad_(False)
         # Two per block: attention's path and the MLP's.
         rates = torch.linspace(0, config.drop_path, config.blocks).repeat_interleave(2)
         # No part of the state: official checkpoints do not have it.

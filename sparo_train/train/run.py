@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from ..core.config import Frozen, free, resolve, setting
 from ..core.errors import ConfigError
 from ..core.plugins import Open, Table
-from ..core.recipe.layers import Tree, load_recipe, override
+from ..core.recipe.layers import Tree, is_sweep, load_recipe, override
 from ..core.tables import ENGINES, METHODS, TASKS
 from ..data.read.sources import DataConfig
 from ..engine.optim import OptimConfig
@@ -155,6 +155,11 @@ class RunConfig(Frozen):
 
 def load_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a recipe with its parents and overrides. Raises `ConfigError`."""
-    tree: Tree = override(load_recipe(path), overrides or [], RunConfig)
+    tree: Tree = load_recipe(path)
+    if is_sweep(tree):
+        raise ConfigError(
+            f"{path}: names {len(tree['runs'])} runs; `sparo launch train {path} --on local` trains all of them"
+        )
+    tree = override(tree, overrides or [], RunConfig)
     tree.setdefault("name", Path(path).stem)
     return resolve(RunConfig, tree, f"{path} with {' '.join(overrides)}" if overrides else str(path))

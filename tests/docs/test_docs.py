@@ -14,6 +14,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from evals.suite.evaluate import tasks_for
+from launch.jobs.sweep import expand
 from launch.runs.recipes import recipe
 from object_centric.encoders.frozen import FrozenConfig
 from sparo_train.core.errors import CheckpointError, ConfigError
@@ -27,8 +28,9 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 RECIPES = sorted(
     p
     for p in (ROOT / "configs").rglob("*.yaml")
-    if p.parent.name not in ("clusters", "tasks") and not p.name.startswith("_")
+    if p.parent.name not in ("clusters", "sweeps", "tasks") and not p.name.startswith("_")
 )
+SWEEPS = sorted((ROOT / "configs/sweeps").glob("*.yaml"))
 
 SHORT = ["steps=2", "optim.warmup_steps=1", "data.workers=0", "log.tensorboard=false"]
 # Commands that are what CI itself does, or that other tests run: .ci/run installs and tests exactly so, tests/e2e runs the demo.
@@ -187,8 +189,21 @@ def test_recipes_resolve_count_and_state_what_they_are(path, tmp_path, monkeypat
     dry = dry_run(config)
     assert sum(dry.parameters.values()) > (1e5 if path.parent.name == "slots" else 1e6) and dry.steps
     text = path.read_text()
-    for word in ("# Command:", "# Hardware:", "# Expected:", "# Source:", f"configs/{path.parent.name}/{path.name}"):
+    for word in ("# Command:", "# Hardware:", "# Expected:", "# Source:", path.relative_to(ROOT).as_posix()):
         assert word in text, word
+    if said := re.search(r"with ([\d.]+) M parameters", text):
+        assert float(said[1]) == pytest.approx(sum(dry.parameters.values()) / 1e6, abs=0.06)
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda p: p.stem)
+def test_every_sweep_is_of_recipes_that_are_there(path):
+    name, runs = expand(path, [], 3)
+    assert name == path.stem and len(runs) >= 30 and {run.seed for run in runs} == {0, 1, 2}
+    models = {run.objective.model.model_dump_json() for run in runs}
+    assert len(models) == len(runs) // 3, "two rows of one model"
+    assert len({run.name for run in runs}) == len(runs) and all(run.name.startswith(f"{name}-") for run in runs)
+    with pytest.raises(ConfigError, match=rf"names {len(runs) // 3} runs; `sparo launch train .* --on local`"):
+        load_run(path)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,32 @@ READOUTS = {
         "share_kv": False,
         "replace_last_block": False,
     },
+    "sparo-weighted": {
+        "kind": "sparo",
+        "slots": 4,
+        "slot_width": 8,
+        "head_width": 8,
+        "share_queries": True,
+        "weighting": "sqrtsoftmax",
+        "representation": "sem",
+    },
+    "gap-patches": {"kind": "gap", "patches_only": True},
+    "coca": {"kind": "coca", "queries": 3, "heads": 4, "text": True},
+    "map": {"kind": "map", "head_width": 8, "text": True},
+    "map-image": {"kind": "map", "head_width": 16, "attend_cls": False},
+    "attpool": {"kind": "attpool", "slots": 4, "slot_width": 8},
+    "attpool-slots": {
+        "kind": "attpool",
+        "slots": 4,
+        "slot_width": 8,
+        "cross_attention": "separate_head",
+        "slot_layer_norm": True,
+        "slot_projection": True,
+        "replace_last_block": True,
+    },
+    "ep": {"kind": "ep", "slots": 4, "slot_width": 8},
+    "linear_bottleneck": {"kind": "linear_bottleneck", "bottleneck_dim": 6, "width": 20},
+    "fdt": {"kind": "fdt", "codes": 40, "width": 12, "temperature": 0.3},
 }
 
 
@@ -56,6 +82,8 @@ def tokens(*lengths: int, width: int = 16) -> torch.Tensor:
         ("ViT-B-32", {"kind": "sparo", "slots": 128, "replace_last_block": False}, 161_148_801),
         ("ViT-B-32", {"kind": "token"}, 151_277_313),
         ("ViT-B-32", {"kind": "gap"}, 151_277_313),
+        ("ViT-B-32", {"kind": "linear_bottleneck", "bottleneck_dim": 512, "width": 4096}, 155_479_809),
+        ("ViT-B-32", {"kind": "fdt"}, 160_194_305),
         ("ViT-B-16", {"kind": "token"}, 149_620_737),
     ],
 )

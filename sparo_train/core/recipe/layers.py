@@ -70,6 +70,11 @@ def load_recipe(path: str | Path) -> Tree:
     return tree
 
 
+def is_sweep(tree: Mapping[str, Any]) -> bool:
+    """Whether a file names runs, and is no recipe of one."""
+    return isinstance(tree.get("runs"), Mapping)
+
+
 class Assignment(NamedTuple):
     """A word `key.path=value` of the command line; `adds`: it begins with `+`."""
 

@@ -6,7 +6,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..slots import NoReadOut, Placement, ReadOut, ReadOutConfig, ReadOutPair, Slots
+from ...core.config import setting
+from ..slots import NoReadOut, Placement, ReadOut, Slots, TwinReadOut
 
 
 class TokenReadOut(NoReadOut):
@@ -21,20 +22,21 @@ class ClsReadOut(NoReadOut):
     kind: Literal["cls"] = "cls"
 
 
-class GapReadOut(ReadOutConfig):
+class GapReadOut(TwinReadOut):
     """CLIP+GAP of the paper: mean over all image tokens, CLS included, then the norm and the projection. Text keeps EOS."""
 
     kind: Literal["gap"] = "gap"
+    patches_only: bool = setting(False, "leave the class token out of the mean (the paper's code does not)")
 
     @property
     def placement(self) -> Placement:
-        return Placement(norm="slots", normalize=False, projected=True, text=False)
+        return Placement(norm="slots", attend_cls=not self.patches_only, normalize=False, projected=True, text=False)
 
     def shape(self, embed_dim: int) -> tuple[int, int]:
         return 1, embed_dim
 
-    def build(self, image_dim: int | None, text_dim: int | None, embed_dim: int) -> ReadOutPair:
-        return ReadOutPair(None if image_dim is None else MeanPool(image_dim), None)
+    def module(self, dim: int, embed_dim: int) -> MeanPool:
+        return MeanPool(dim)
 
 
 class MeanPool(ReadOut):

@@ -1,0 +1,109 @@
+"""What stands between the attentional pooler and SPARO: the paper's ablation (Sec. 5.3, Table 6), whose code was not released.
+
+L queries of V numbers attend with a head each (keys and values of their own). Then, in this order:
+
+    multi-head      heads are mixed by a matrix over all L*V numbers; separate heads are not
+    LayerNorm       over all L*V numbers, or over the V of every slot with the same parameters for all
+    projection      a matrix over all L*V numbers, or over the V of every slot with the same parameters for all
+
+Multi-head without a slot-wise operation is the table's AttPool; it has no projection of queries: the table's numbers of parameters
+leave no room for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from torch import Tensor, nn
+
+from ...core.config import setting
+from ..slots import Placement, Slots, TwinReadOut
+from .separate_heads import SeparateHeads, shown
+
+
+class AttPoolReadOut(TwinReadOut):
+    """AttPool of the paper's Table 6, and its rows up to SPARO, on both towers."""
+
+    kind: Literal["attpool"] = "attpool"
+    slots: int = setting(64, "L, queries, each with a head of its own", gt=0)
+    slot_width: int = setting(64, "V, numbers of a slot and of a head", gt=0)
+    cross_attention: Literal["multi_head", "separate_head"] = setting(
+        "multi_head", "whether a matrix mixes the heads (multi_head)"
+    )
+    slot_layer_norm: bool = setting(False, "LayerNorm of every slot by itself, not of the whole encoding")
+    slot_projection: bool = setting(False, "one projection for every slot by itself, not one of the whole encoding")
+    replace_last_block: bool = setting(False, "takes the place of the last transformer block")
+    normalize: bool | None = setting(
+        None, "every slot to one norm (Eq. 2); null: where norm and projection are slot-wise", examples=[False]
+    )
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(int(self.replace_last_block), normalize=bool(self.normalize))
+
+    def resolved(self, normalize: bool) -> Self:
+        if self.normalize is not None:
+            return self
+        slot_wise = self.slot_layer_norm and self.slot_projection
+        return self.model_copy(update={"normalize": normalize and slot_wise})
+
+    def shape(self, embed_dim: int) -> tuple[int, int]:
+        return self.slots, self.slot_width
+
+    def module(self, dim: int, embed_dim: int) -> AttPool:
+        mixed = self.cross_attention == "multi_head"
+        return AttPool(dim, self.slots, self.slot_width, mixed, self.slot_layer_norm, self.slot_projection)
+
+    @classmethod
+    def infer(cls, weights: Mapping[str, Tensor], replaced: int) -> dict[str, Any]:
+        _, slots, _, _, width = weights["q_emb"].shape
+        return {
+            "slots": slots,
+            "slot_width": width,
+            "cross_attention": "multi_head" if "out_proj.weight" in weights else "separate_head",
+            "slot_layer_norm": len(weights["norm.weight"]) == width,
+            "slot_projection": len(weights["proj.weight"]) == width,
+            "replace_last_block": bool(replaced),
+        }
+
+
+class AttPool(SeparateHeads):
+    """L heads, mixed or not, LayerNorm and projection, each of slots or of all numbers.
+
+    Args:
+        dim: d, width of the tokens.
+        slots, width: L and V.
+        mixed: multi-head attention's `out_proj` follows.
+        slot_norm, slot_proj: LayerNorm and projection are of V numbers, not of L*V.
+    """
+
+    def __init__(self, dim: int, slots: int, width: int, mixed: bool, slot_norm: bool, slot_proj: bool):
+        super().__init__(dim, slots, width, share_kv=False)
+        self.width, whole = width, slots * width
+        normed, projected = (width if wise else whole for wise in (slot_norm, slot_proj))
+        self.out_proj = nn.Linear(whole, whole) if mixed else None
+        self.norm = nn.LayerNorm(normed)
+        self.proj = nn.Linear(projected, projected)
+        self.reset_heads()
+        for linear in (self.out_proj, self.proj):
+            if linear is not None:
+                nn.init.zeros_(linear.bias)
+
+    def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
+        """Tokens (B, N, d) to slots (B, L, V); attention is each head's, before they are mixed."""
+        read, attention = self.attend(tokens, keep)
+        return Slots(self._after(read), shown(attention, need_attention))
+
+    def plain(self, tokens: Tensor, keep: Tensor | None = None) -> Slots:
+        """With keys and values of every token. Same parameters, same result, slower."""
+        read, attention = self.attend_plain(tokens, keep)
+        return Slots(self._after(read), attention)
+
+    def _after(self, read: Tensor) -> Tensor:
+        if self.out_proj is not None:
+            read = self.out_proj(read.flatten(1)).view_as(read)
+        for step in (self.norm, self.proj):
+            per_slot = step.weight.shape[-1] == self.width
+            read = step(read) if per_slot else step(read.flatten(1)).view(len(read), self.slots, self.width)
+        return read

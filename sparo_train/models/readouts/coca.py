@@ -1,0 +1,64 @@
+"""CoCa's attentional pooler as open_clip has it (Yu et al. 2022, Sec. 3.2): learned queries, multi-head attention, norm, projection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from open_clip.transformer import AttentionalPooler
+from torch import Tensor, nn
+
+from ...core.config import setting
+from ..slots import Placement, ReadOut, Slots, TwinReadOut
+
+
+class CocaReadOut(TwinReadOut):
+    """open_clip's `attentional_pool` on the image tower, and on the text tower where asked. `embed_dim` is a multiple of `heads`."""
+
+    kind: Literal["coca"] = "coca"
+    queries: int = setting(1, "learned queries (open_clip's CoCa: 256, for a decoder that reads all but one)", gt=0)
+    heads: int = setting(8, "attention heads; divides embed_dim", gt=0)
+    text: bool = setting(False, "texts are read by one, too; false: EOS, as in CoCa")
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(norm="nothing", normalize=False, text=self.text)
+
+    def shape(self, embed_dim: int) -> tuple[int, int]:
+        if embed_dim % self.heads:
+            raise ValueError(f"readout.heads={self.heads} does not divide embed_dim={embed_dim}")
+        return 1, embed_dim
+
+    def module(self, dim: int, embed_dim: int) -> CocaPool:
+        return CocaPool(dim, embed_dim, self.queries, self.heads)
+
+    @classmethod
+    def infer(cls, weights: Mapping[str, Tensor], replaced: int) -> dict[str, Any]:
+        queries, width = weights["attn_pool.query"].shape
+        return {"queries": queries, "embed_dim": width}
+
+
+class CocaPool(ReadOut):
+    """One slot of `embed_dim` numbers. Parameters are named as in open_clip's image tower: `attn_pool.*`, `ln_post.*`, `proj`."""
+
+    def __init__(self, dim: int, embed_dim: int, queries: int, heads: int):
+        super().__init__()
+        self.slots, self.width = 1, embed_dim
+        self.attn_pool = AttentionalPooler(embed_dim, dim, n_head=heads, n_queries=queries)
+        self.ln_post = nn.LayerNorm(embed_dim)
+        self.proj = nn.Parameter(dim**-0.5 * torch.randn(embed_dim, embed_dim))
+
+    def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
+        """Tokens (B, N, d), not normed, to one slot; attention (B, 1, N) is the mean over heads."""
+        pooler = self.attn_pool
+        x = pooler.ln_k(tokens)
+        query = pooler.ln_q(pooler.query)[:1]  # nobody reads the others' outputs
+        read, attention = pooler.attn(
+            query.expand(len(x), -1, -1).to(x.dtype),
+            x,
+            x,
+            key_padding_mask=None if keep is None else ~keep,
+            need_weights=need_attention,
+        )
+        return Slots(self.ln_post(read) @ self.proj, attention)

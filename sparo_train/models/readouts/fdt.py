@@ -1,0 +1,78 @@
+"""The discrete bottleneck of the paper (App. B.2): Finite Discrete Tokens (Chen et al. 2023), as the sparo-clip repository has them.
+
+Both towers' tokens ask one codebook: a code's score is its highest over the tokens, sparsemax makes weights of the scores, and the
+encoding is the codes' weighted sum. Images ask with patches alone. A text's positions behind EOS score zero (the repository
+multiplies, it does not mask), so no code of a text scores less; here that holds for a caption without such positions, too, which
+is what makes its encoding the same in every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ...core.config import setting
+from ..slots import Placement, ReadOut, ReadOutPair, Slots, TwinReadOut
+
+
+class FdtReadOut(TwinReadOut):
+    """FDT on both towers with one codebook."""
+
+    kind: Literal["fdt"] = "fdt"
+    codes: int = setting(16384, "codes of the codebook", gt=0)
+    width: int = setting(512, "numbers of a code and of an encoding", gt=0)
+    temperature: float = setting(1000.0, "that scores are divided by before sparsemax", gt=0)
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(norm="nothing", attend_cls=False, normalize=False, shared=True)
+
+    def shape(self, embed_dim: int) -> tuple[int, int]:
+        return 1, self.width
+
+    def build(self, image_dim: int | None, text_dim: int | None, embed_dim: int) -> ReadOutPair:
+        pair = super().build(image_dim, text_dim, embed_dim)
+        if isinstance(pair.image, Fdt) and isinstance(pair.text, Fdt):
+            pair.text.space_dict = pair.image.space_dict
+        return pair
+
+    def module(self, dim: int, embed_dim: int) -> Fdt:
+        return Fdt(dim, self.codes, self.width, self.temperature)
+
+    @classmethod
+    def infer(cls, weights: Mapping[str, Tensor], replaced: int) -> dict[str, Any]:
+        codes, width = weights["space_dict"].shape
+        return {"codes": codes, "width": width}
+
+
+class Fdt(ReadOut):
+    """One slot: a convex combination of codes. `space_dict` (codes, width); `q_map` from tokens to queries."""
+
+    def __init__(self, dim: int, codes: int, width: int, temperature: float):
+        super().__init__()
+        self.slots, self.width, self.temperature = 1, width, temperature
+        self.space_dict = nn.Parameter(torch.randn(codes, width))
+        self.q_map = nn.Sequential(
+            nn.LayerNorm(dim), nn.Linear(dim, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, width)
+        )
+
+    def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
+        """Tokens (B, N, d), not normed, to one slot. Its tokens are chosen per code: there is no one map of attention (None)."""
+        scores = self.q_map(tokens) @ self.space_dict.T * self.width**-0.5  # (B, N, codes)
+        best = scores.amax(dim=1) if keep is None else (scores * keep[..., None]).amax(dim=1).clamp(min=0)
+        weights = sparsemax(best / self.temperature)
+        return Slots((weights.to(self.space_dict.dtype) @ self.space_dict)[:, None])
+
+
+def sparsemax(scores: Tensor) -> Tensor:
+    """The nearest point of the simplex (Martins and Astudillo 2016, Alg. 1) over the last dimension, in fp32 at least."""
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    falling, _ = scores.sort(dim=-1, descending=True)
+    count = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
+    sums = falling.cumsum(dim=-1)
+    kept = (1 + count * falling > sums).sum(dim=-1, keepdim=True)
+    threshold = (sums.gather(-1, kept - 1) - 1) / kept
+    return (scores - threshold).clamp(min=0)

@@ -1,0 +1,62 @@
+"""SigLIP's pooling head, MAP (Zhai et al. 2023; big_vision's MAPHead), by timm's module."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import torch
+from timm.layers.attention_pool import AttentionPoolLatent
+from torch import Tensor, nn
+
+from ...core.config import setting
+from ..slots import Placement, ReadOut, Slots, TwinReadOut
+
+
+class MapReadOut(TwinReadOut):
+    """One learned query, multi-head attention over normed tokens, and an MLP beside it; then the tower's projection.
+
+    SigLIP's image tower has no class token and no projection behind the head; ours has both, so that any two towers go together.
+    """
+
+    kind: Literal["map"] = "map"
+    head_width: int = setting(64, "numbers of an attention head; divides a tower's width", gt=0)
+    mlp_ratio: float = setting(4.0, "width of the MLP over the tower's", gt=0)
+    attend_cls: bool = setting(True, "the image's class token is one of the positions that are attended to")
+    text: bool = setting(False, "texts are read by one, too; false: EOS")
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(attend_cls=self.attend_cls, normalize=False, projected=True, text=self.text)
+
+    def shape(self, embed_dim: int) -> tuple[int, int]:
+        return 1, embed_dim
+
+    def module(self, dim: int, embed_dim: int) -> MapHead:
+        if dim % self.head_width:
+            raise ValueError(f"readout.head_width={self.head_width} does not divide a tower's width of {dim}")
+        return MapHead(dim, dim // self.head_width, self.mlp_ratio)
+
+
+class MapHead(ReadOut):
+    """One slot of as many numbers as a token has. Parameters are named as in timm's SigLIP below `attn_pool`."""
+
+    def __init__(self, dim: int, heads: int, mlp_ratio: float):
+        super().__init__()
+        self.slots, self.width = 1, dim
+        norm = functools.partial(nn.LayerNorm, eps=1e-6)
+        self.attn_pool = AttentionPoolLatent(dim, num_heads=heads, mlp_ratio=mlp_ratio, norm_layer=norm)  # type: ignore[arg-type]
+
+    def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
+        """Tokens (B, N, d) to one slot; attention (B, 1, N) is the mean over heads."""
+        mask = None if keep is None else keep[:, None, None, :]
+        values = self.attn_pool(tokens, attn_mask=mask)[:, None]
+        return Slots(values, self._attention(tokens, mask) if need_attention else None)
+
+    def _attention(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        pool, (batch, length, _) = self.attn_pool, tokens.shape
+        query = pool.q(pool.latent).view(1, 1, pool.num_heads, pool.head_dim).transpose(1, 2)
+        key = pool.kv(tokens).view(batch, length, 2, pool.num_heads, pool.head_dim)[:, :, 0].transpose(1, 2)
+        scores = (query * pool.scale @ key.transpose(-2, -1)).float()
+        scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+        return scores.softmax(-1).mean(dim=1)

@@ -1,0 +1,89 @@
+"""Every read-out on two ranks, in both methods: one process's gradients, whatever the towers share."""
+
+import torch
+
+from sparo_train.core.config import resolve
+from sparo_train.core.contracts import Progress
+from sparo_train.core.errors import ConfigError
+from sparo_train.core.recipe.layers import override
+from sparo_train.train.build import build_engine, build_objective, build_pipeline
+from sparo_train.train.run import RunConfig
+from tests.conftest import dino_recipe, tiny_recipe
+from tests.parity.test_accumulate import (
+    DDP,
+    FSDP2,
+    ZERO_1,
+    ZERO_2,
+    ZERO_3,
+    all_gradients,
+    assert_close,
+    engine_block,
+    model_after,
+    trained,
+    two_tree,
+)
+from tests.parity.test_clip import READOUTS
+from tests.ranks import run_ranks
+
+
+def _trees(shards, out):
+    """A tiny recipe of each read-out, by method and name."""
+    found = {}
+    for name, readout in READOUTS.items():
+        clip = tiny_recipe(shards, out, batch_size=8)
+        clip["objective"]["model"] = {**clip["objective"]["model"], "embed_dim": 24, "readout": readout}
+        found["clip", name] = clip
+        if name not in ("token", "sparo-weighted"):  # what DINO's head reads has no norm of its own
+            dino = dino_recipe(shards, out, batch_size=8)
+            dino["objective"]["model"]["readout"] = readout
+            found["dino", name] = dino
+    for tree in found.values():
+        tree["data"] = {**tree["data"], "workers": 0, "streams": 8}
+    return found
+
+
+def _all(ranks, trees, engine, size):
+    return {key: all_gradients(ranks, tree, engine, [size])[0] for key, tree in trees.items()}
+
+
+def test_gradients_of_every_readout_are_those_of_one_process(shards, tmp_path):
+    trees = _trees(shards, tmp_path)
+    (whole,) = run_ranks(1, _all, trees, engine_block("local"), 8)
+    unlike = {k: trees[k] for k in [("clip", "fdt"), ("clip", "sparo-weighted"), ("clip", "coca"), ("dino", "coca")]}
+    for engine, size, chosen in ((DDP, 2, trees), (FSDP2, 4, unlike)):
+        for by_key in run_ranks(2, _all, chosen, engine, size):
+            for key, found in by_key.items():
+                assert found.keys() == whole[key].keys(), key
+                assert_close(found, whole[key], 1e-9)
+    for kind, name, shared in (("clip", "fdt", "fdt.space_dict"), ("clip", "sparo-weighted", "sparo.q_emb")):
+        assert [n for n in whole[kind, name] if n.endswith(shared)] == [f"model.visual.{shared}"]
+
+
+def test_a_codebook_of_both_towers_goes_through_all_engines(shards, tmp_path):
+    tree = override(
+        two_tree(shards, tmp_path), ["objective.model.readout={kind: fdt, codes: 40, width: 12, temperature: 0.3}"]
+    )
+    run_ranks(2, trained, tree, DDP, 6, tmp_path / "straight")
+    run_ranks(2, trained, tree, ZERO_1, 6, tmp_path / "changing", {1: FSDP2, 2: ZERO_3, 3: DDP, 4: ZERO_2, 5: FSDP2})
+    straight, changing = model_after(tmp_path / "straight"), model_after(tmp_path / "changing")
+    for name, value in straight.items():
+        assert torch.allclose(value, changing[name], rtol=1e-4, atol=2e-5), name
+    assert torch.equal(changing["model.visual.fdt.space_dict"], changing["model.text.fdt.space_dict"])
+
+
+def _with_a_spare(ranks, tree):
+    config = resolve(RunConfig, {**tree, "engine": DDP}, "x")
+    objective, running = build_objective(config), build_engine(config, ranks)
+    objective.model.visual.spare = torch.nn.Parameter(torch.zeros(3))
+    running.prepare(objective)
+    try:
+        running.forward(next(build_pipeline(config, ranks.world).start()).batch, Progress(0, 6, 0), last=True)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_a_parameter_that_the_loss_does_not_see_is_named_by_ddp(shards, tmp_path):
+    for said in run_ranks(2, _with_a_spare, two_tree(shards, tmp_path)):
+        assert said.startswith(
+            "engine.kind=ddp: the loss does not depend on model.visual.spare; freeze what is not trained"
+        )
