@@ -1,6 +1,8 @@
 """One sample: decoding, captions, crops, tokens; equal to what torchvision and open_clip make of it."""
 
 import io
+import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -29,6 +31,30 @@ from tests.conftest import jpeg
 def test_captions_that_cannot_be_used_say_why(key, fields, reason):
     with pytest.raises(BadSampleError, match=reason):
         caption(fields, ShardsConfig(shards="x", caption_key=key))
+
+
+def test_captions_are_drawn_by_their_probabilities_and_crops_stay():
+    fields = {"txt": b"short", "json": json.dumps({"long": ["one", " ", "two"], "none": ""}).encode()}
+    config = ShardsConfig(shards="x", captions={"txt": 0.5, "json:long": 0.25, "json:none": 0.25})
+    drawn, crops = Counter[str](), set()
+    for number in range(3000):
+        rng = generator(0, "augment", number)
+        drawn[caption(fields, config, rng)] += 1
+        again = generator(0, "augment", number)
+        crops.add(rng.random() == again.random())
+    # what the sample lacks is shared out: 2/3 and 1/3, and the list's two in equal parts
+    assert drawn["short"] == pytest.approx(2000, abs=110) and drawn["one"] == pytest.approx(500, abs=80)
+    assert drawn["two"] == pytest.approx(500, abs=80) and crops == {True}
+    assert caption(fields, config, generator(0, "augment", 7)) == caption(fields, config, generator(0, "augment", 7))
+    assert caption(fields, config) == "short" and caption({"json": fields["json"]}, config) == "one"
+    with pytest.raises(BadSampleError, match="missing caption"):
+        caption({"png": b""}, config)
+    never = ShardsConfig(shards="x", captions={"txt": 0.0, "json:long": 1.0})
+    with pytest.raises(BadSampleError, match="missing caption"):
+        caption({"txt": b"short"}, never, generator(0, "augment", 0))
+    for wrong in ({"txt": -0.5}, {"txt": 0.0}, {}):
+        with pytest.raises(ValueError, match="captions"):
+            ShardsConfig(shards="x", captions=wrong)
 
 
 def test_a_decompression_bomb_is_a_bad_image(monkeypatch):

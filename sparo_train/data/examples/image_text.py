@@ -57,7 +57,7 @@ class ImageTextExamples(Examples):
     ) -> ImageText:
         """Decode, augment and tokenise; raises `BadSampleError` with the reason."""
         c, size = self.config, self.image_size
-        text = caption(fields, source.config)
+        text = caption(fields, source.config, rng)
         image = decode_image(image_bytes(fields, source.config.image_keys), 2 * size if c.scaled_decoding else None)
         on_stage("decode")
         pixels = train_pixels(image, size, c.crop_scale, c.hflip, rng)

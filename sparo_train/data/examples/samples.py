@@ -47,13 +47,34 @@ def decode_image(data: bytes, shrink_to: int | None = None) -> Image.Image:
         raise BadSampleError("bad image") from None
 
 
-def caption(fields: Mapping[str, bytes], config: SourceConfig) -> str:
-    """The caption: member `caption_key`, or `json:NAME` for a field of the sample's json.
+def caption(fields: Mapping[str, bytes], config: SourceConfig, rng: np.random.Generator | None = None) -> str:
+    """A sample's caption of this visit: of `caption_key`, or drawn among `captions` that it has, and among those of a list.
+
+    Args:
+        rng: of the visit; what is drawn here takes nothing of its stream, so that crops are the same however many captions
+            there are. None: the first of them.
 
     Raises:
-        BadSampleError: no such member, not UTF-8, or nothing but white space.
+        BadSampleError: there is none, or not as UTF-8, or nothing but white space.
     """
-    member, _, field = config.caption_key.partition(":")
+    own = None if rng is None else rng.spawn(1)[0]
+    if config.captions is None:
+        texts = _texts(fields, config.caption_key)
+    else:
+        held = {key: texts for key in config.captions if (texts := _texts_if_there(fields, key))}
+        if not held:
+            raise BadSampleError("missing caption")
+        shares = np.array([config.captions[key] for key in held])
+        if not shares.sum():
+            raise BadSampleError("missing caption")
+        key = next(iter(held)) if own is None else list(held)[own.choice(len(held), p=shares / shares.sum())]
+        texts = held[key]
+    return texts[0] if own is None or len(texts) == 1 else texts[own.integers(len(texts))]
+
+
+def _texts(fields: Mapping[str, bytes], key: str) -> list[str]:
+    """The captions at a key: one, or those of a json's list that are not empty. Raises `BadSampleError` where there is none."""
+    member, _, field = key.partition(":")
     if member not in fields:
         raise BadSampleError("missing caption")
     try:
@@ -64,9 +85,19 @@ def caption(fields: Mapping[str, bytes], config: SourceConfig) -> str:
         raise BadSampleError("bad text") from None
     except (KeyError, TypeError):
         raise BadSampleError("missing caption") from None
-    if not isinstance(text, str) or not text.strip():
+    texts = [
+        one.strip() for one in (text if isinstance(text, list) else [text]) if isinstance(one, str) and one.strip()
+    ]
+    if not texts:
         raise BadSampleError("missing caption")
-    return text.strip()
+    return texts
+
+
+def _texts_if_there(fields: Mapping[str, bytes], key: str) -> list[str]:
+    try:
+        return _texts(fields, key)
+    except BadSampleError:
+        return []
 
 
 ImageFile.LOAD_TRUNCATED_IMAGES = False  # a truncated file is a bad image, not a grey one

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
+from pydantic import field_validator
+
 from ...core.config import Frozen, between, free, setting
 from ...core.errors import DataError
 from ...core.plugins import Open
@@ -22,8 +24,24 @@ class SourceConfig(Frozen):
     image_keys: tuple[str, ...] = setting(
         ("jpg", "jpeg", "png", "webp"), "extensions of images; a sample's first counts"
     )
-    caption_key: str = setting("txt", "extension of captions, or json:NAME for a field of the sample's json")
+    caption_key: str = setting(
+        "txt",
+        "extension of captions, or json:NAME for a field of the sample's json; of a list one is drawn at each visit",
+    )
+    captions: dict[str, float] | None = setting(
+        None,
+        "in place of caption_key several, with the probability that a visit takes each; of those that a sample lacks the others take the share",
+        min_length=1,
+        examples=[{"txt": 0.5, "json:long": 0.5}],
+    )
     has_captions: ClassVar[bool] = True
+
+    @field_validator("captions")
+    @classmethod
+    def _shares(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        if value is not None and not (all(0 <= share <= 1 for share in value.values()) and sum(value.values()) > 0):
+            raise ValueError("probabilities are between 0 and 1, and one of them is above 0")
+        return value
 
 
 class SourceKind(NamedTuple):
