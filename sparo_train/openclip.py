@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from .core.errors import ConfigError, SparoError, did_you_mean
 from .core.files import give_usual_mode
-from .models.clip_config import BACKBONES, TINY_SPARO, ClipConfig
+from .models.clip_config import BACKBONES, TINY_SPARO, TRAINING, ClipConfig
 from .models.clip_model import TextTower, VisionTower, build_text, build_vision
 from .models.describe import IMPORT_FIRST, from_model_cfg
 from .models.slots import NoReadOut
@@ -49,8 +49,8 @@ def model_cfg(config: ClipConfig) -> dict[str, Any]:
         "quick_gelu": config.quick_gelu,
         "init_logit_scale": config.init_logit_scale,
         **({} if config.init_logit_bias is None else {"init_logit_bias": config.init_logit_bias}),
-        "vision_cfg": {**extra, **config.vision.model_dump()},
-        "text_cfg": {**text_extra, **config.text.model_dump()},
+        "vision_cfg": {**extra, **config.vision.model_dump(exclude=TRAINING)},
+        "text_cfg": {**text_extra, **config.text.model_dump(exclude=TRAINING)},
     }
 
 

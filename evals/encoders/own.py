@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sparo_train.data.examples.text import ClipTokenizer
-from sparo_train.models.clip_config import OPENAI_MEAN, OPENAI_STD
+from sparo_train.models.clip_config import OPENAI_MEAN, OPENAI_STD, TRAINING
 from sparo_train.models.clip_model import Clip
 from sparo_train.models.slots import Slots
 from sparo_train.models.vit import Vit
@@ -27,7 +27,8 @@ _NOT_ENCODING: Any = {  # names, what training alone reads, and a width that the
     "embed_dim": True,
     "init_logit_scale": True,
     "init_logit_bias": True,
-    "vision": {"patch_dropout"},
+    "vision": {"patch_dropout", *TRAINING},
+    "text": TRAINING,
 }
 
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from evals.encoders.encoder import Encoder
+from evals.encoders.starting import begin
 from evals.report.results_file import append, write_results
 from evals.suite.evaluate import EvalOptions, result_facts
 from evals.suite.suite import Suite
@@ -53,6 +54,8 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
         with ProgressView(config.name, rundir.path / "log.txt", silent=ranks.rank > 0) as view:
             # What refuses a start comes before the folder is written to: it may hold a run that goes on being read.
             evaluate = make_evaluate(config, objective, rundir, total, view)
+            if ranks.first(lambda: CheckpointStore(rundir.checkpoints).latest() is None):
+                begin(config, objective, view.say)
             rundir.join(ranks.first(lambda: _opened(rundir, config, pipeline)))
             # A resumed run says where it goes on instead.
             if not any(rundir.checkpoints.glob("step-*")):

@@ -82,6 +82,18 @@ class Objective(nn.Module, ABC):
         """Modules by name whose gradient norms are worth watching apart."""
         return {}
 
+    def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the weights of an encoder are called in this objective, which `start_from` begins with; default: as there."""
+        return dict(weights)
+
+    def resized(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The weights of a run of this method for this one's image size; default: as they are."""
+        return weights
+
+    def depths(self) -> Mapping[str, int]:
+        """By name, how many layers of its tower lie above a parameter, for `optim.layer_decay`; default: this method tells none."""
+        return {}
+
     def no_decay(self) -> Iterable[str]:
         """Names of parameters that weight decay leaves alone."""
         return [name for name, p in self.named_parameters() if p.ndim < 2]

@@ -15,3 +15,9 @@ def linear(start: float, end: float, step: int, count: int) -> float:
     return (
         start if count < 2 or step == 0 else end if step == count - 1 else start + step * ((end - start) / (count - 1))
     )
+
+
+def cooled(start: float, end: float, step: int, total: int, shape: str) -> float:
+    """From `start`, at step 0 and before, down to `end` at step `total`, which itself is not reached: a line, or `1 - sqrt` of what is done."""
+    done = min(1.0, max(step, 0) / total)
+    return start + (end - start) * (done if shape == "linear" else done**0.5)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
 import torch
+from pydantic import model_validator
 from torch.distributed.tensor import DTensor
 
 from ..core.config import Frozen, between, free, setting
 from ..core.contracts import Objective
 from ..core.errors import ConfigError
-from ..core.schedules import cosine, linear
+from ..core.schedules import cooled, cosine, linear
 
 
 class OptimGroupConfig(Frozen):
@@ -37,7 +38,16 @@ class OptimConfig(Frozen):
     eps: float = setting(1e-6, "AdamW's, added to the root of the second moment", gt=0)
     weight_decay: float = setting(0.2, "decoupled, of the parameters that the method decays", ge=0)
     weight_decay_end: float | None = setting(None, "a cosine from weight_decay to it, without warm-up (DINO)", ge=0)
-    schedule: Literal["cosine", "constant", "half_life"] = setting("cosine", "of the rate behind its warm-up")
+    schedule: Literal["cosine", "constant", "half_life", "wsd", "cooldown"] = setting(
+        "cosine",
+        "of the rate behind its warm-up; wsd: constant, and cooled down over the last cooldown_steps; cooldown: falling from the first step to the last",
+    )
+    cooldown_steps: int | None = setting(
+        None, "of schedule=wsd: steps at the end in which the rate falls to min_lr", gt=0, examples=[1000]
+    )
+    cooldown_shape: Literal["linear", "sqrt"] = setting(
+        "linear", "of wsd and cooldown: a line, or one less the root of the share that is done (Hägele et al. 2024)"
+    )
     half_life: int = setting(
         100_000, "of schedule=half_life: steps in which the rate is halved, again and again, without jumps", gt=0
     )
@@ -58,10 +68,28 @@ class OptimConfig(Frozen):
     )
     max_skipped: int = free(20, "non-finite steps in a row before training stops", ge=0)
     groups: tuple[OptimGroupConfig, ...] = setting((), "parameters with a rate of their own, by name")
+    layer_decay: float | None = setting(
+        None,
+        "the rate of a tower's layer over that of the layer above it (BEiT's layer-wise decay)",
+        gt=0,
+        le=1,
+        examples=[0.75],
+    )
+
+    @model_validator(mode="after")
+    def _schedule_keys(self) -> OptimConfig:
+        if (self.schedule == "wsd") != (self.cooldown_steps is not None):
+            raise ValueError(
+                "optim.cooldown_steps belongs to optim.schedule=wsd, which needs it; cooldown takes the whole run"
+            )
+        if self.schedule == "cooldown" and self.warmup_steps:
+            raise ValueError("optim.schedule=cooldown begins at optim.lr; set optim.warmup_steps=0")
+        return self
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int, warmup: bool = True) -> float:
-    """Learning rate of 0-based `step`: linear warm-up, then cosine to `min_lr`, constant, or halved every `half_life` steps down to it.
+    """Learning rate of 0-based `step`: linear warm-up, then cosine to `min_lr`, constant, halved every `half_life` steps down to it, or cooled
+    down to it at the end (`wsd`) or from the start (`cooldown`).
 
     Args:
         warmup: false: what follows behind the warm-up, from the first step on (a group's `schedule: unwarmed`).
@@ -76,6 +104,9 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int, warmup: bool
         return linear(0.0, rate, step, warm) if config.warmup_from_zero else rate * (step + 1) / warm
     if halved or config.schedule == "constant":
         return rate
+    if config.schedule in ("wsd", "cooldown"):
+        falling = config.cooldown_steps or total_steps
+        return cooled(rate, config.min_lr, step - (total_steps - falling), falling, config.cooldown_shape)
     return cosine(config.lr, config.min_lr, max(step - warm, 0), total_steps - warm)
 
 
@@ -95,20 +126,21 @@ def build_adamw(config: OptimConfig, objective: Objective) -> torch.optim.AdamW:
     named = {name: p for name, p in objective.named_parameters() if p.requires_grad}
     if not named:
         raise ConfigError("objective: no parameter is trainable")
-    grouped: dict[tuple[int, bool, bool], list[torch.nn.Parameter]] = {}
+    depths = _depths(config, objective)
+    grouped: dict[tuple[int, int, bool, bool], list[torch.nn.Parameter]] = {}
     for name, number in group_numbers(config.groups, list(named)).items():
         # The fused kernel does not take shards and whole tensors in one group.
-        key = number, name not in undecayed, isinstance(named[name], DTensor)
+        key = number, depths.get(name, 0), name not in undecayed, isinstance(named[name], DTensor)
         grouped.setdefault(key, []).append(named[name])
     rows = [OptimGroupConfig(match=("*",)), *config.groups]
     return torch.optim.AdamW(
         [
             {
                 "params": grouped[key],
-                "decay_factor": rows[key[0]].decay_factor if key[1] else 0.0,
-                "lr_factor": rows[key[0]].lr_factor,
+                "decay_factor": rows[key[0]].decay_factor if key[2] else 0.0,
+                "lr_factor": rows[key[0]].lr_factor * (config.layer_decay or 1.0) ** key[1],
                 "goes": rows[key[0]].schedule,
-                "weight_decay": config.weight_decay * rows[key[0]].decay_factor if key[1] else 0.0,
+                "weight_decay": config.weight_decay * rows[key[0]].decay_factor if key[2] else 0.0,
             }
             # In one order for all starts: checkpoints name parameters, but DeepSpeed cuts groups in their order.
             for key in sorted(grouped)
@@ -118,6 +150,15 @@ def build_adamw(config: OptimConfig, objective: Objective) -> torch.optim.AdamW:
         eps=config.eps,
         fused=True,
     )
+
+
+def _depths(config: OptimConfig, objective: Objective) -> Mapping[str, int]:
+    if config.layer_decay is None:
+        return {}
+    depths = objective.depths()
+    if not depths:
+        raise ConfigError(f"optim.layer_decay={config.layer_decay}: this method tells no layers; use optim.groups")
+    return depths
 
 
 def group_numbers(groups: Sequence[OptimGroupConfig], names: Sequence[str]) -> dict[str, int]:

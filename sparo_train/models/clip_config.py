@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,11 @@ OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)  # of pixels in 0..1, as in ev
 OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
+_INIT = "a checkpoint whose tower of this kind it begins with: a run, a file, open_clip:NAME@FILE, timm:NAME@FILE, hf:FOLDER"
+_FREEZE = "what is not trained: true, all of it; blocks, all but what stands behind them; a number, so many blocks and what is before them"
+Freeze = bool | Literal["blocks"] | Annotated[int, Field(ge=0)]
+
+
 class VisionConfig(Frozen):
     image_size: int = setting(224, "pixels of an image's side", gt=0, le=16384)
     patch_size: int = setting(16, "pixels of a patch's side; divides image_size", gt=0)
@@ -24,6 +29,8 @@ class VisionConfig(Frozen):
     head_width: int = setting(64, "numbers of an attention head; divides width", gt=0)
     mlp_ratio: float = setting(4.0, "width of a block's MLP over its own", gt=0)
     patch_dropout: float = setting(0.0, "share of patches that training leaves out", ge=0, lt=1)
+    init: str | None = setting(None, _INIT, examples=["open_clip:ViT-B-32@weights.safetensors"])
+    freeze: Freeze = setting(False, _FREEZE)
 
     @property
     def tokens(self) -> int:
@@ -42,7 +49,11 @@ class TextConfig(Frozen):
     heads: int = setting(8, "attention heads of a block; divides width", gt=0)
     layers: int = setting(12, "transformer blocks, those that a read-out replaces included", gt=0, le=1000)
     mlp_ratio: float = setting(4.0, "width of a block's MLP over its own", gt=0)
+    init: str | None = setting(None, _INIT, examples=["open_clip:ViT-B-32@weights.safetensors"])
+    freeze: Freeze = setting(False, _FREEZE)
 
+
+TRAINING = {"init", "freeze"}  # keys of a tower that are no part of what it is
 
 # Backbones by open_clip's names: (vision, text, embed_dim). The Tiny ones are ours, for CPUs and 64-pixel images.
 _TINY_TEXT = {"context_length": 32, "width": 128, "heads": 4, "layers": 4}
@@ -126,6 +137,9 @@ class ClipConfig(Frozen):
             raise ValueError(f"vision.head_width={v.head_width} does not divide vision.width={v.width}")
         if t.width % t.heads:
             raise ValueError(f"text.heads={t.heads} does not divide text.width={t.width}")
+        for name, tower in (("vision", v), ("text", t)):
+            if not isinstance(tower.freeze, bool | str) and tower.freeze > tower.layers - replaced:
+                raise ValueError(f"{name}.freeze={tower.freeze}: the tower has {tower.layers - replaced} blocks")
         if replaced >= min(v.layers, t.layers):
             raise ValueError(
                 f"readout.kind={self.readout.kind} replaces {replaced} block(s) and needs more layers in both towers "

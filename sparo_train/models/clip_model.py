@@ -6,16 +6,18 @@ modules below its kind (`visual.sparo.*`, `text.sparo.*`), so a run's weights lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from open_clip.model import resize_pos_embed
 from open_clip.transformer import LayerNorm, LayerNormFp32, QuickGELU, TextTransformer, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.errors import ConfigError
-from .clip_config import ClipConfig
+from .clip_config import TRAINING, ClipConfig
+from .locking import freeze, lock
 from .patches import patchify
 from .slots import NoReadOut, ReadOut, ReadOutConfig, ReadOutPair, Slots, read_slots
 
@@ -86,7 +88,7 @@ class VisionTower(VisionTransformer):
         # open_clip's groups, so that its `--lock-image-unlocked-groups` counts alike.
         stem = [self.conv1, self.class_embedding, self.positional_embedding, self.ln_pre]
         last = [self.ln_post, _readout(self), *([] if self.proj is None else [self.proj])]
-        _lock(self, [stem, *([b] for b in self.transformer.resblocks), last], unlocked_groups)
+        lock(self, [stem, *([b] for b in self.transformer.resblocks), last], unlocked_groups)
 
 
 class TextTower(TextTransformer):
@@ -144,7 +146,7 @@ class TextTower(TextTransformer):
         stem = [self.token_embedding, self.positional_embedding]
         last = [self.ln_final, _readout(self), *([self.text_projection] if self.place.projected else [])]
         groups = [stem, *([b] for b in self.transformer.resblocks), last]
-        _lock(self, groups, unlocked_layers)
+        lock(self, groups, unlocked_layers)
 
 
 def _readout(tower: VisionTower | TextTower) -> nn.Module:
@@ -187,6 +189,8 @@ class Clip(nn.Module):
         bias = config.init_logit_bias
         self.logit_bias = None if bias is None else nn.Parameter(torch.ones([]) * bias)
         self.context_length, self.vocab_size = config.text.context_length, config.text.vocab_size
+        freeze(self.visual, len(self.visual.transformer.resblocks), config.vision.freeze)
+        freeze(self.text, len(self.text.transformer.resblocks), config.text.freeze)
 
     def encode_image(self, image: Tensor, normalize: bool = False, patches: Tensor | None = None) -> Tensor:
         """(B, 3, H, W) normalised pixels (of `patches` (B, K) only) -> (B, width). SPARO encodings have norm one either way."""
@@ -200,6 +204,12 @@ class Clip(nn.Module):
 
     def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.encode_image(image, True), self.encode_text(text, True), self.logit_scale.exp()
+
+    def fitted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights of a CLIP with positions for this model's image size."""
+        found = dict(weights)
+        resize_pos_embed(found, self, antialias=True)
+        return found
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.visual.set_grad_checkpointing(enable)
@@ -228,9 +238,8 @@ def build_vision(
 
 def build_text(config: ClipConfig, cast_dtype: torch.dtype | None = None, module: ReadOut | None = None) -> TextTower:
     """The text tower of `config`; `module`: as above."""
-    return TextTower(
-        config.readout, config.embed_dim, module=module, **config.text.model_dump(), **_layers(config, cast_dtype)
-    )
+    sizes = config.text.model_dump(exclude=TRAINING)
+    return TextTower(config.readout, config.embed_dim, module=module, **sizes, **_layers(config, cast_dtype))
 
 
 def _layers(config: ClipConfig, cast_dtype: torch.dtype | None) -> dict[str, Any]:
@@ -239,10 +248,3 @@ def _layers(config: ClipConfig, cast_dtype: torch.dtype | None) -> dict[str, Any
         "act_layer": QuickGELU if config.quick_gelu else nn.GELU,
         "norm_layer": LayerNormFp32 if low else LayerNorm,
     }
-
-
-def _lock(tower: nn.Module, groups: Sequence[Sequence[nn.Module | nn.Parameter]], unlocked: int) -> None:
-    tower.requires_grad_(False)
-    for group in groups[max(0, len(groups) - unlocked) :]:
-        for part in group:
-            part.requires_grad_(True)

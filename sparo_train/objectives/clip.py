@@ -18,6 +18,7 @@ from ..data.examples.text import VOCABULARY, ClipTokenizer
 from ..data.read.sources import DataConfig
 from ..models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
 from ..models.clip_model import Clip
+from ..models.locking import layer_of
 from .contrastive import Exchange, Kind, contrastive, logits_held
 from .method import Method
 
@@ -113,6 +114,20 @@ class ClipObjective(CoupledObjective):
 
     def shard_units(self) -> Sequence[nn.Module]:
         return [*self.model.visual.transformer.resblocks, *self.model.text.transformer.resblocks]
+
+    def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of a CLIP model; positions of images of another size are interpolated as open_clip does."""
+        return {f"model.{name}": value for name, value in self.model.fitted(weights).items()}
+
+    def resized(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return self.adopted({name.removeprefix("model."): value for name, value in weights.items()})
+
+    def depths(self) -> Mapping[str, int]:
+        found = {}
+        for part, tower in self.parts().items():
+            blocks = len(tower.transformer.resblocks)  # type: ignore[union-attr, arg-type]
+            found |= {f"model.{part}.{n}": blocks + 1 - layer_of(n, blocks) for n, _ in tower.named_parameters()}
+        return found
 
     def parts(self) -> Mapping[str, nn.Module]:
         return {"visual": self.model.visual, "text": self.model.text}

@@ -188,6 +188,19 @@ class DinoObjective(Objective):
     def shard_units(self) -> Sequence[nn.Module]:
         return [block for net in (self.teacher, self.student) for block in net.backbone.blocks]
 
+    def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of a backbone: student and teacher begin alike."""
+        return {f"{net}.backbone.{name}": value for net in ("student", "teacher") for name, value in weights.items()}
+
+    def depths(self) -> Mapping[str, int]:
+        backbone, found = self.student.backbone, {}
+        for name, _ in backbone.named_parameters():
+            first, _, rest = name.partition(".")
+            stem = first in ("cls_token", "pos_embed", "patch_embed")
+            layer = 0 if stem else 1 + int(rest.split(".")[0]) if first == "blocks" else len(backbone.blocks) + 1
+            found[f"student.backbone.{name}"] = len(backbone.blocks) + 1 - layer
+        return found
+
     def parts(self) -> Mapping[str, nn.Module]:
         return {"backbone": self.student.backbone, "head": self.student.head}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 import torch
 
 from ..core.contracts import Engine, Objective
@@ -20,7 +22,15 @@ def build_objective(config: RunConfig) -> Objective:
     """The objective with its modules initialised from the run's seed."""
     # Every rank builds the same weights, so none has to be sent.
     torch.manual_seed(torch_seed(config.seed, "init"))
-    return METHODS.row(config.objective.kind).objective(config.objective)
+    objective = METHODS.row(config.objective.kind).objective(config.objective)
+    for pattern in config.freeze:
+        fits = [p for name, p in objective.named_parameters() if fnmatchcase(name, pattern)]
+        if not fits:
+            names = [name for name, _ in objective.named_parameters()]
+            raise ConfigError(f"freeze: {pattern} fits no parameter; names are as {names[0]}, {names[-1]}")
+        for p in fits:
+            p.requires_grad_(False)
+    return objective
 
 
 def build_pipeline(config: RunConfig, world: World = _ALONE) -> Pipeline:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ..core.config import Frozen, free, resolve, setting
 from ..core.errors import ConfigError
@@ -73,6 +73,30 @@ def _default(table: Table, name: str) -> Any:
     return table.row(name).config()
 
 
+class StartConfig(Frozen):
+    """What a run begins with in place of random weights. Once it has a checkpoint of its own, it goes on from that."""
+
+    checkpoint: str = setting(
+        ...,
+        "anything that `sparo eval` loads: a run, one of its steps, an export, a file, open_clip:NAME@FILE",
+        examples=["runs/clip"],
+    )
+    allow_missing: tuple[str, ...] = setting(
+        (), "patterns of the run's parameters that the checkpoint may lack, as in [model.visual.sparo.*]", strict=False
+    )
+    allow_unused: tuple[str, ...] = setting(
+        (), "patterns of its parameters that the run may have no place for", strict=False
+    )
+    optimizer: bool = setting(
+        False,
+        "its moments and its place in the data, too: a branch of a run of the same model, as for schedule=cooldown",
+    )
+
+
+def _as_block(value: Any) -> Any:
+    return {"checkpoint": value} if isinstance(value, str) else value
+
+
 class RunConfig(Frozen):
     """A whole recipe. Exactly one of `steps`, `epochs`, `samples` says how long it trains."""
 
@@ -96,6 +120,12 @@ class RunConfig(Frozen):
     )
     stop_after_steps: int | None = free(
         None, "stop there, saved, as if the schedule went on: for trials", gt=0, examples=[100]
+    )
+    start_from: Annotated[StartConfig | None, BeforeValidator(_as_block)] = free(
+        None, "weights to begin with, a checkpoint or a block", examples=[{"checkpoint": "runs/clip"}]
+    )
+    freeze: tuple[str, ...] = setting(
+        (), "patterns of parameters that are not trained, as in [model.text.*]; towers have keys of their own, too"
     )
     objective: Annotated[Any, Open(METHODS, default="clip")] = Field(
         default_factory=lambda: _default(METHODS, "clip"), description="what is trained: a row of sparo.methods"
@@ -145,6 +175,10 @@ class RunConfig(Frozen):
         if self.optim.warmup_steps >= total:
             raise ConfigError(
                 f"optim.warmup_steps={self.optim.warmup_steps} is not below the run's {total} steps; shorten it or train longer"
+            )
+        if self.optim.warmup_steps + (self.optim.cooldown_steps or 0) > total:
+            raise ConfigError(
+                f"optim.cooldown_steps={self.optim.cooldown_steps}: with {self.optim.warmup_steps} of warm-up more than the run's {total} steps"
             )
         return total
 

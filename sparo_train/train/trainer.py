@@ -19,6 +19,7 @@ from ..data.read.budget import BadSampleBudget
 from ..data.read.sources import refuse_changed
 from .accumulate import gradients
 from .agreement import Agreement
+from .branching import branch
 from .evaluation import Evaluation
 from .flops import FlopCounter
 from .reporting import Collector, Profile, Reporter
@@ -232,6 +233,10 @@ class Trainer:
             self.display.say,
         )
         if newest is None:
+            if self.config.start_from is not None and self.config.start_from.optimizer:
+                path = Path(self.config.start_from.checkpoint)
+                with self.ranks.on_all():
+                    self.state.cursor = branch(path, self.engine, self.pipeline, self.display)
             return
         path, meta, source = newest
         with self.ranks.on_all():

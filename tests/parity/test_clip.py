@@ -212,6 +212,20 @@ def test_rates_halve_from_the_start_or_behind_the_warm_up():
     assert learning_rate(locatello, 4, 2000, warmup=False) == pytest.approx(4e-4 * 0.5**0.04)
 
 
+def test_rates_cool_down_at_the_end_or_from_the_start():
+    wsd = OptimConfig(lr=1e-3, schedule="wsd", warmup_steps=2, cooldown_steps=4, min_lr=1e-4)
+    found = [learning_rate(wsd, step, 10) for step in range(10)]
+    assert found == pytest.approx([5e-4, *[1e-3] * 6, 7.75e-4, 5.5e-4, 3.25e-4])
+    alone = OptimConfig(lr=1e-3, schedule="cooldown", min_lr=1e-4)
+    # A branch of four steps from the constant part goes through the same rates.
+    assert [learning_rate(alone, step, 4) for step in range(4)] == found[6:]
+    root = OptimConfig(lr=1.0, schedule="cooldown", cooldown_shape="sqrt")
+    assert [learning_rate(root, step, 4) for step in range(4)] == pytest.approx([1, 0.5, 1 - 0.5**0.5, 1 - 0.75**0.5])
+    for wrong in ({"schedule": "wsd"}, {"cooldown_steps": 3}, {"schedule": "cooldown", "warmup_steps": 5}):
+        with pytest.raises(ValueError, match="schedule="):
+            OptimConfig(**wrong)
+
+
 def test_groups_have_rates_and_decay_of_their_own():
     objective = ClipObjective(
         ClipObjectiveConfig(model=ClipConfig.model_validate({**TINY, "readout": READOUTS["sparo"]}))

@@ -1,0 +1,176 @@
+"""What a run begins with: the weights of a checkpoint of any kind (`start_from`), and of a single tower (`init`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sparo_train.core.contracts import Objective
+from sparo_train.core.errors import CheckpointError
+from sparo_train.models.clip_model import Clip, TextTower, VisionTower
+from sparo_train.train.run import RunConfig, StartConfig
+
+from .loading import load_encoder, read_run, run_weights
+
+_TIMM_BLOCK = {
+    "norm1": "ln_1", "norm2": "ln_2", "attn.qkv.": "attn.in_proj_", "attn.proj": "attn.out_proj", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj",
+}  # fmt: skip
+_TIMM = {"norm_pre": "ln_pre", "norm": "ln_post", "patch_embed.proj": "conv1"}
+_HF_BLOCK = {
+    "layer_norm1": "ln_1",
+    "layer_norm2": "ln_2",
+    "self_attn.out_proj": "attn.out_proj",
+    "mlp.fc1": "mlp.c_fc",
+    "mlp.fc2": "mlp.c_proj",
+}
+_HF = {
+    "embeddings.class_embedding": "class_embedding", "embeddings.patch_embedding.weight": "conv1.weight",
+    "embeddings.position_embedding.weight": "positional_embedding", "embeddings.token_embedding.weight": "token_embedding.weight",
+    "pre_layrnorm.weight": "ln_pre.weight", "pre_layrnorm.bias": "ln_pre.bias", "post_layernorm.weight": "ln_post.weight",
+    "post_layernorm.bias": "ln_post.bias", "final_layer_norm.weight": "ln_final.weight", "final_layer_norm.bias": "ln_final.bias",
+}  # fmt: skip
+
+
+def begin(config: RunConfig, objective: Objective, say: Callable[[str], None]) -> None:
+    """Give an objective that was just built the weights that its recipe names. Whether the run has checkpoints is the caller's to know.
+
+    Raises:
+        CheckpointError: a checkpoint that cannot be read, or does not fit.
+    """
+    if config.start_from is not None and not config.start_from.optimizer:  # those are read with the moments
+        _start(config.start_from, config.objective.kind, objective, say)
+    model = getattr(objective, "model", None)
+    if isinstance(model, Clip):
+        for key, tower in (("vision", model.visual), ("text", model.text)):
+            if (source := getattr(model.config, key).init) is not None:
+                _init(f"objective.model.{key}.init", source, model, tower, say)
+
+
+def _start(start: StartConfig, method: str, objective: Objective, say: Callable[[str], None]) -> None:
+    weights = _weights(start.checkpoint, method, objective)
+    own = objective.state_dict()
+    missing = _unless([name for name in own if name not in weights], start.allow_missing)
+    unused = _unless([name for name in weights if name not in own], start.allow_unused)
+    problems = [f"has no {_few(missing)} (start_from.allow_missing lets patterns of them be)"] if missing else []
+    problems += [f"has {_few(unused)}, which the run has not (start_from.allow_unused)"] if unused else []
+    shared = {name: value for name, value in weights.items() if name in own}
+    problems += _misshapen(shared, own)
+    if problems:
+        raise CheckpointError(f"start_from.checkpoint={start.checkpoint}: {'; '.join(problems)}")
+    objective.load_state_dict(shared, strict=False)
+    fresh = [name for name in own if name not in weights]
+    say(f"start_from: {len(shared)} tensors of {start.checkpoint}" + (f"; new are {_few(fresh)}" if fresh else ""))
+
+
+def _weights(checkpoint: str, method: str, objective: Objective) -> Mapping[str, Tensor]:
+    path = Path(checkpoint)
+    if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
+        config, step = read_run(path)
+        if config.objective.kind == method:  # all of it: a teacher, a head, a temperature
+            return objective.resized(run_weights(step))
+    return objective.adopted(load_encoder(checkpoint).model.state_dict())
+
+
+def _init(key: str, source: str, model: Clip, tower: VisionTower | TextTower, say: Callable[[str], None]) -> None:
+    part = "visual" if isinstance(tower, VisionTower) else "text"
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # what builds the other model draws from the stream that this one goes on with
+        found = tower_weights(load_encoder(source).model.state_dict(), part, f"{key}={source}")
+    found = {
+        n.removeprefix(f"{part}."): t for n, t in model.fitted({f"{part}.{n}": t for n, t in found.items()}).items()
+    }
+    own = tower.state_dict()
+    free = ("proj", "text_projection", *([] if tower.read_by is None else [f"{tower.read_by}.*"]))
+    missing = _unless([name for name in own if name not in found], free)
+    shared = {name: t for name, t in found.items() if name in own and not (name in free and t.shape != own[name].shape)}
+    if problems := ([f"has no {_few(missing)}"] if missing else []) + _misshapen(shared, own):
+        raise CheckpointError(
+            f"{key}={source}: {'; '.join(problems)}; it has to be of the same sizes and the same kind of tower"
+        )
+    tower.load_state_dict(shared, strict=False)
+    fresh, left = ([n for n in a if n not in shared] for a in (own, found))
+    said = f"{key}: {len(shared)} tensors of {source}"
+    say(said + (f"; new are {_few(fresh)}" if fresh else "") + (f"; not used are {_few(left)}" if left else ""))
+
+
+def tower_weights(state: Mapping[str, Tensor], part: str, origin: str) -> dict[str, Tensor]:
+    """One tower of a CLIP under our names, from the state dict of ours, of open_clip's, or of timm's or transformers' CLIP.
+
+    Args:
+        part: `visual` or `text`.
+
+    Raises:
+        CheckpointError: the model has no such tower, or a ViT that is none of CLIP's (biased patches, no norm before the blocks).
+    """
+    named = {name.removeprefix(f"{part}."): value for name, value in state.items() if name.startswith(f"{part}.")}
+    if any(name.startswith("transformer.resblocks.") for name in named):
+        return {name: value for name, value in named.items() if name != "attn_mask"}
+    if part == "visual" and "blocks.0.attn.qkv.weight" in state:
+        if "norm_pre.weight" not in state or "patch_embed.proj.bias" in state:
+            raise CheckpointError(
+                f"{origin}: this ViT's patches have a bias, or no norm is before its blocks; the tower is open_clip's, which timm has as vit_…_clip_…"
+            )
+        return _renamed(state, r"blocks\.(\d+)\.(.+)", _TIMM_BLOCK, lambda name: _swapped(name, _TIMM))
+    whole = "vision_model." if part == "visual" else "text_model."
+    bare = {
+        name.removeprefix(whole): value
+        for name, value in state.items()
+        if name.startswith((whole, "encoder.layers.", *_HF))
+    }
+    if any(name.startswith("encoder.layers.0.self_attn.q_proj") for name in bare):
+        projection = state.get("visual_projection.weight" if part == "visual" else "text_projection.weight")
+        return _from_transformers(bare) | (
+            {} if projection is None else {"proj" if part == "visual" else "text_projection": projection.T}
+        )
+    raise CheckpointError(f"{origin}: has no {'image' if part == 'visual' else 'text'} tower of a CLIP")
+
+
+def _from_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Queries, keys and values are one matrix in ours."""
+    joined: dict[str, Tensor] = {}
+    for name in state:
+        if found := re.fullmatch(r"(encoder\.layers\.\d+\.self_attn\.)q_proj\.(weight|bias)", name):
+            parts = [state[f"{found[1]}{which}_proj.{found[2]}"] for which in "qkv"]
+            joined[f"{found[1].replace('self_attn.', 'attn.')}in_proj_{found[2]}"] = torch.cat(parts)
+    rest = {n: t for n, t in state.items() if not re.search(r"self_attn\.[qkv]_proj|position_ids", n)}
+    return _renamed(rest | joined, r"encoder\.layers\.(\d+)\.(.+)", _HF_BLOCK, lambda name: _HF.get(name, name))
+
+
+def _renamed(
+    state: Mapping[str, Tensor], block: str, inside: Mapping[str, str], outside: Callable[[str], str]
+) -> dict[str, Tensor]:
+    out = {}
+    for name, value in state.items():
+        if found := re.fullmatch(block, name):
+            out[f"transformer.resblocks.{found[1]}.{_swapped(found[2], inside)}"] = value
+        elif name == "cls_token":
+            out["class_embedding"] = value.flatten()
+        elif name == "pos_embed":
+            out["positional_embedding"] = value[0]
+        else:
+            new = outside(name)
+            out[new] = value.flatten() if new == "class_embedding" else value
+    return out
+
+
+def _swapped(name: str, words: Mapping[str, str]) -> str:
+    return next((new + name.removeprefix(old) for old, new in words.items() if name.startswith(old)), name)
+
+
+def _unless(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _misshapen(found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
+    wrong = [name for name, t in found.items() if t.shape != own[name].shape]
+    return [f"{n} is {tuple(found[n].shape)} and the run's {tuple(own[n].shape)}" for n in wrong[:3]]
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

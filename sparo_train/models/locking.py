@@ -1,0 +1,37 @@
+"""Which parameters of a tower are trained: open_clip's locks, and the recipe's `freeze`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from .clip_config import Freeze
+
+_STEM = ("conv1", "class_embedding", "positional_embedding", "token_embedding", "ln_pre")
+
+
+def freeze(tower: nn.Module, blocks: int, how: Freeze) -> None:
+    """Take parameters out of training: of the whole tower, of its blocks and what is before them, or of the first so many blocks."""
+    if how is True:
+        tower.requires_grad_(False)
+    elif how is not False:
+        count = blocks if how == "blocks" else int(how)
+        for name, p in tower.named_parameters():
+            p.requires_grad_(layer_of(name, blocks) > count)
+
+
+def layer_of(name: str, blocks: int) -> int:
+    """Of a tower's parameter: 0 before its blocks, n + 1 in block n, one more behind them (norm, read-out, projection)."""
+    first, _, rest = name.partition(".")
+    if first == "transformer":
+        return 1 + int(rest.split(".")[1])
+    return 0 if first in _STEM else blocks + 1
+
+
+def lock(tower: nn.Module, groups: Sequence[Sequence[nn.Module | nn.Parameter]], unlocked: int) -> None:
+    """open_clip's: all but the last groups."""
+    tower.requires_grad_(False)
+    for group in groups[max(0, len(groups) - unlocked) :]:
+        for part in group:
+            part.requires_grad_(True)

@@ -1,0 +1,34 @@
+"""A run that begins where another one stands: weights, moments, and the place in the data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..core.contracts import Cursor, DataPipeline, Engine
+from ..core.disk import store
+from ..core.errors import CheckpointError, DataError
+from ..data.read.sources import refuse_changed
+from .state import Display, State
+
+
+def branch(path: Path, engine: Engine, pipeline: DataPipeline, display: Display) -> Cursor | None:
+    """Load a run, or one of its steps, into an engine; returns where its data stands, None where this run's are others.
+
+    Raises:
+        CheckpointError: no checkpoint of a run of ours, or of another model.
+    """
+    step = path if (path / "meta.json").is_file() else store.CheckpointStore(path / "checkpoints").latest()
+    if step is None:
+        raise CheckpointError(
+            f"start_from.checkpoint={path}: no run with a complete checkpoint, which start_from.optimizer=true takes"
+        )
+    meta = store.read_meta(step)
+    engine.load(store.open_checkpoint(step, ("model", "optimizer")))
+    said = f"start_from: weights and moments of {step} (its step {meta['step']})"
+    try:
+        refuse_changed(meta["fingerprint"], pipeline.fingerprint, str(step))
+    except DataError:
+        display.say(f"{said}; its data are others, and these are read from their beginning")
+        return None
+    display.say(said)
+    return State.of(meta).cursor

@@ -1,0 +1,210 @@
+"""Where a run begins: another run's weights, its moments and place in the data, a tower from elsewhere; and what it leaves untrained."""
+
+import shutil
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from transformers import CLIPConfig, CLIPModel
+
+from evals.encoders.starting import tower_weights
+from launch.runs.train import train
+from sparo_train import openclip
+from sparo_train.core.config import resolve
+from sparo_train.core.disk import store
+from sparo_train.core.errors import CheckpointError, ConfigError
+from sparo_train.core.recipe.layers import override
+from sparo_train.engine.optim import OptimConfig, build_adamw
+from sparo_train.models.clip_config import ClipConfig
+from sparo_train.models.clip_model import Clip
+from sparo_train.objectives.clip import ClipObjective, ClipObjectiveConfig
+from sparo_train.train.build import build_objective
+from sparo_train.train.run import RunConfig
+from tests.conftest import dino_recipe, tiny_recipe
+from tests.parity.test_accumulate import DDP, FSDP2, ZERO_2, ZERO_3, model_after, trained, two_tree
+from tests.ranks import run_ranks
+
+
+def _run(tree, *words):
+    return resolve(RunConfig, override(tree, list(words), RunConfig), "x")
+
+
+def _model(folder, step):
+    return store.read_part(folder / f"checkpoints/step-{step:08d}", "model")
+
+
+def test_a_branch_that_cools_down_ends_as_the_run_that_did(shards, tmp_path):
+    tree = tiny_recipe(shards, tmp_path)
+    train(_run(tree, "name=wsd", "optim.schedule=wsd", "optim.cooldown_steps=4"))
+    train(_run(tree, "name=steady", "optim.schedule=constant", "steps=8"))
+    words = ["optim.schedule=cooldown", "optim.warmup_steps=0", "steps=4"]
+    train(_run(tree, "name=branch", *words, f"start_from={{checkpoint: {tmp_path}/steady, optimizer: true}}"))
+    for part in ("model", "optimizer"):
+        long = store.read_part(tmp_path / "wsd/checkpoints/step-00000012", part)
+        short = store.read_part(tmp_path / "branch/checkpoints/step-00000004", part)
+        assert long.keys() == short.keys() and all(torch.equal(t, short[n]) for n, t in long.items()), part
+    cursors = [
+        store.read_meta(tmp_path / f"{n}/checkpoints/step-{s:08d}")["cursor"] for n, s in (("wsd", 12), ("branch", 4))
+    ]
+    assert cursors[0] == cursors[1]
+    with pytest.raises(CheckpointError, match="no run with a complete checkpoint"):
+        train(_run(tree, "name=nowhere", *words, f"start_from={{checkpoint: {shards}, optimizer: true}}"))
+
+
+def test_a_run_begins_with_weights_and_goes_on_without_them(shards, tmp_path, capsys):
+    tree = tiny_recipe(shards, tmp_path, steps=3)
+    train(_run(tree, "name=first", "objective.model.readout={kind: token}"))
+    first = _model(tmp_path / "first", 3)
+    shutil.copytree(tmp_path / "first", tmp_path / "gone")
+    keep = "objective.model.readout.replace_last_block=false"
+    with pytest.raises(
+        CheckpointError,
+        match=r"has no model.visual.sparo.*allow_missing.*has model.text.text_projection, model.visual.proj.*allow_unused",
+    ):
+        train(_run(tree, "name=second", keep, f"start_from={tmp_path}/gone"))
+    assert not (tmp_path / "second/config.yaml").exists()
+    start = f"start_from={{checkpoint: {tmp_path}/gone, allow_missing: [model.*.sparo.*], allow_unused: [model.visual.proj, '*.text_projection']}}"
+    slow = ["optim.lr=1e-30", "optim.weight_decay=0", "name=second", keep]
+    train(_run(tree, *slow, start, "stop_after_steps=1"))
+    second = _model(tmp_path / "second", 1)
+    shared = [name for name in second if name in first]
+    assert len(shared) > 40 and all(torch.allclose(first[n], second[n], rtol=0, atol=1e-20) for n in shared)
+    assert "start_from: " in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "gone")  # a run that has a checkpoint of its own does not look for it
+    train(_run(tree, *slow, start))
+    # larger images: positions are interpolated; a backbone of DINO begins both of its nets
+    large = [*slow[:2], "name=large", "objective.model.readout={kind: token}", "objective.model.vision.image_size=64"]
+    train(_run(tree, *large, f"start_from={tmp_path}/first", "steps=1", "optim.warmup_steps=0"))
+    assert _model(tmp_path / "large", 1)["model.visual.positional_embedding"].shape == (17, 32)
+    dino = dino_recipe(shards, tmp_path, steps=1)
+    dino["optim"]["warmup_steps"] = 0
+    train(_run(dino, "name=backbone"))
+    frozen = _run(dino, "name=from_backbone", f"start_from={tmp_path}/backbone", "freeze=[student.backbone.*]")
+    train(frozen)
+    held = [_model(tmp_path / name, 1) for name in ("backbone", "from_backbone")]
+    names = [name for name in held[0] if name.startswith("student.backbone.")]
+    assert names and all(torch.equal(held[0][n], held[1][n]) for n in names)
+
+
+def _small(**changes):
+    vision = {"image_size": 32, "patch_size": 16, "width": 32, "layers": 3, "head_width": 16}
+    text = {"context_length": 16, "width": 32, "heads": 2, "layers": 3}
+    tree = {"vision": vision, "text": text, "embed_dim": 24, "readout": {"kind": "token"}}
+    return Clip(ClipConfig.model_validate({**tree, **changes})).eval()
+
+
+def test_towers_of_other_libraries_give_their_own_encodings(tmp_path, shards):
+    """Weights of timm's and transformers' CLIP in our towers: the same function."""
+    torch.manual_seed(0)
+    image = torch.randn(2, 3, 32, 32)
+    name = "vit_base_patch16_clip_224"
+    theirs = timm.create_model(
+        name, img_size=32, embed_dim=32, depth=3, num_heads=2, num_classes=0, global_pool="token"
+    )
+    ours = _small()
+    found = tower_weights(theirs.state_dict(), "visual", "x")
+    missing = ours.visual.load_state_dict(found, strict=False)
+    assert missing.missing_keys == ["proj"] and not missing.unexpected_keys
+    ours.visual.proj = None
+    torch.testing.assert_close(ours.visual(image), theirs.eval()(image))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "hidden_act": "gelu",
+    }
+    text = {**sizes, "max_position_embeddings": 16, "vocab_size": 49408, "eos_token_id": 49407, "bos_token_id": 49406}
+    vision = {**sizes, "image_size": 32, "patch_size": 16}
+    hf = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)).eval()
+    ours = _small()
+    for part, tower in (("visual", ours.visual), ("text", ours.text)):
+        tower.load_state_dict(tower_weights(hf.state_dict(), part, "x"))
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    tokens[:, :4] = torch.tensor([49406, 320, 1125, 49407])
+    for mine, other in (
+        (ours.visual(image), hf.visual_projection(hf.vision_model(image).pooler_output)),
+        (ours.text(tokens), hf.text_projection(hf.text_model(tokens).pooler_output)),
+    ):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    with pytest.raises(CheckpointError, match="patches have a bias, or no norm is before its blocks"):
+        tower_weights(timm.create_model("vit_tiny_patch16_224").state_dict(), "visual", "x")
+    with pytest.raises(CheckpointError, match="x: has no text tower of a CLIP"):
+        tower_weights(theirs.state_dict(), "text", "x")
+
+
+def test_a_tower_from_elsewhere_is_locked_while_the_other_learns(tmp_path, shards, capsys):
+    """LiT: the image tower of a file, frozen; `init` fits a read-out in place of the last block."""
+    donor = _small()
+    donor.visual.positional_embedding.data.normal_()
+    save_file(donor.state_dict(), tmp_path / "donor.safetensors")
+    tree = tiny_recipe(shards, tmp_path, steps=3)
+    tree["objective"]["model"]["vision"] |= {
+        "layers": 3,
+        "init": str(tmp_path / "donor.safetensors"),
+        "freeze": "blocks",
+    }
+    tree["objective"]["model"]["text"]["layers"] = 3
+    with pytest.raises(CheckpointError, match="the number of heads at widths 32"):
+        train(_run(tree, "name=unknown"))
+    (tmp_path / "donor").mkdir()
+    openclip.export(donor.config, donor.state_dict(), tmp_path / "donor", (0.5,) * 3, (0.5,) * 3)
+    init = f"objective.model.vision.init={tmp_path}/donor"
+    train(_run(tree, "name=lit", init))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "new are sparo.q_emb" in said and "not used are proj, transformer.resblocks.2.ln_1.weight" in said
+    after, before = _model(tmp_path / "lit", 3), donor.state_dict()
+    blocks = [n for n in before if n.startswith("visual.") and f"model.{n}" in after and "ln_post" not in n]
+    assert len(blocks) > 20 and all(torch.equal(after[f"model.{n}"], before[n]) for n in blocks)
+    moments = store.read_part(tmp_path / "lit/checkpoints/step-00000003", "optimizer")
+    trained_names = {name.rpartition("/")[0] for name in moments}
+    assert {n for n in trained_names if n.startswith("model.visual.")} == {
+        f"model.visual.{n}" for n in ("ln_post.weight", "ln_post.bias", "sparo.q_emb", "sparo.k.weight", "sparo.k.bias", "sparo.proj.weight", "sparo.proj.bias")
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"freeze: model\.vision\.\* fits no parameter"):
+        build_objective(_run(tree, "freeze=[model.vision.*]"))
+    with pytest.raises(ConfigError, match="freeze=3: the tower has 2 blocks"):
+        _run(tree, "objective.model.vision.freeze=3")
+
+
+def test_frozen_parts_stay_on_every_engine(shards, tmp_path):
+    tree = override(
+        two_tree(shards, tmp_path),
+        ["objective.model.vision.freeze=blocks", "freeze=[model.text.token_embedding.weight]"],
+    )
+    run_ranks(1, trained, tree, {"kind": "local", "device": "cpu", "precision": "fp32"}, 12, tmp_path / "alone")
+    alone, begun = model_after(tmp_path / "alone"), build_objective(resolve(RunConfig, tree, "x")).state_dict()
+    frozen = [
+        n for n in begun if n.startswith(("model.visual.transformer", "model.visual.conv1", "model.text.token_emb"))
+    ]
+    assert len(frozen) > 10 and not torch.equal(
+        alone["model.visual.sparo.k.weight"], begun["model.visual.sparo.k.weight"]
+    )
+    for number, engine in enumerate((DDP, FSDP2, ZERO_2, ZERO_3)):
+        run_ranks(2, trained, tree, engine, 3, tmp_path / str(number))
+        found = model_after(tmp_path / str(number))
+        assert all(torch.equal(found[n], begun[n]) for n in frozen), engine
+        for name, value in alone.items():
+            assert torch.allclose(value, found[name], rtol=1e-4, atol=2e-5), (engine, name)
+
+
+def test_rates_fall_from_layer_to_layer():
+    config = ClipObjectiveConfig(model=_small(readout={"kind": "sparo", "slots": 4}).config)
+    objective = ClipObjective(config)
+    optimizer = build_adamw(
+        OptimConfig(lr=1.0, layer_decay=0.5, groups=({"match": ("*q_emb",), "lr_factor": 4.0},)), objective
+    )
+    names = {id(p): n for n, p in objective.named_parameters()}
+    rates = {names[id(p)]: group["lr_factor"] for group in optimizer.param_groups for p in group["params"]}
+    expected = {
+        "model.visual.conv1.weight": 0.5**3,
+        "model.visual.transformer.resblocks.0.mlp.c_fc.weight": 0.5**2,
+        "model.visual.transformer.resblocks.1.ln_1.bias": 0.5,
+        "model.visual.ln_post.weight": 1.0,
+        "model.visual.sparo.k.weight": 1.0,
+        "model.visual.sparo.q_emb": 4.0,
+        "model.text.token_embedding.weight": 0.5**3,
+        "model.logit_scale": 1.0,
+    }
+    assert {name: rates[name] for name in expected} == expected and len(rates) == len(names)
