@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparo_train.core.disk.store import read_meta
+from sparo_train.core.disk.store import CheckpointStore, read_meta
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.tables import EXPORTS, METHODS
 from sparo_train.data.read.plan import per_epoch
@@ -18,6 +18,7 @@ from sparo_train.models.describe import CONFIG_KEY
 from sparo_train.models.dino_files import write_dino
 from sparo_train.models.vit_config import ARCHS, VitConfig
 from sparo_train.models.weights import to_sparo_clip
+from sparo_train.objectives.clip import scored_weights
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
 
@@ -51,26 +52,59 @@ class Export:
     use: str = _LOAD
 
 
-def export_run(run: Path, to: Path | None, layout: str | None) -> Path:
+def export_run(run: Path, to: Path | None, layout: str | None, average: str | None = None) -> Path:
     """Write a run's newest weights with a card, sums and the mode that the umask gives; returns the path.
 
     Args:
+        average: `last:N`: the mean of the newest N checkpoints' weights instead.
         layout: `open_clip` (a `local-dir:` folder) or `sparo-clip` (one .pt file) for CLIP, `dino` (one .pth file with
             student, teacher and centre) for DINO, or what a plug-in adds; None: the method's own.
 
     Raises:
-        ConfigError: a layout of another method.
+        ConfigError: a layout of another method; fewer checkpoints than are to be averaged.
     """
     if layout is not None and layout not in EXPORTS.names():
         EXPORTS.row(layout, "--layout")
     config, step = read_run(run)
     folder = run.parent.parent if (run / "meta.json").is_file() else run
-    meta, weights = read_meta(step), run_weights(step)
+    steps = [step] if average is None else _newest(folder, step, average)
+    meta, weights = read_meta(step), mean_weights(steps)
     path = export_weights(config, weights, folder / "export", to, layout, _epochs_done(config, meta))
     name = layout or METHODS.row(config.objective.kind).exports[0]
     parameters = _parameters(config)
-    pack(path, card_facts(config, meta, folder, parameters, EXPORTS.row(name).use.replace("PLACE", path.as_posix())))
+    facts = card_facts(config, meta, folder, parameters, EXPORTS.row(name).use.replace("PLACE", path.as_posix()))
+    if average is not None:
+        mean = f"the mean of the weights at steps {', '.join(str(read_meta(s)['step']) for s in steps)}"
+        facts = facts._replace(what=f"{facts.what}: {mean}", scores=[])  # scores are of single steps
+    pack(path, facts)
     return path
+
+
+def _newest(folder: Path, step: Path, average: str) -> list[Path]:
+    """The newest N complete checkpoints up to `step`, oldest first."""
+    word, _, count = average.partition(":")
+    if word != "last" or not count.isdecimal() or not int(count):
+        raise ConfigError(f"--average {average}: write last:N, as in last:5")
+    held = [path for _, path in sorted(CheckpointStore(folder / "checkpoints").steps().items())]
+    held = held[: 1 + next((i for i, path in enumerate(held) if path.name == step.name), len(held))]
+    if len(held) < int(count):
+        raise ConfigError(
+            f"--average {average}: {folder} has {len(held)} complete checkpoint(s); checkpoint.keep_last keeps more of a run that goes on"
+        )
+    return held[-int(count) :]
+
+
+def mean_weights(steps: Sequence[Path]) -> dict[str, Tensor]:
+    """The mean of checkpoints' weights, added up in double precision; what is no float is the last one's."""
+    newest = run_weights(steps[-1])
+    if len(steps) == 1:
+        return newest
+    total = {name: t.double() for name, t in newest.items() if t.is_floating_point()}
+    for step in steps[:-1]:
+        for name, t in run_weights(step).items():
+            if name in total:
+                total[name] += t
+    return newest | {name: (t / len(steps)).to(newest[name].dtype) for name, t in total.items()}
 
 
 def _parameters(config: RunConfig) -> int:
@@ -112,15 +146,11 @@ def export_weights(
     return export.write(config, weights, place, epochs)
 
 
-def _clip_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix("model."): t for name, t in weights.items() if name.startswith("model.")}
-
-
 def _open_clip(config: RunConfig, weights: Mapping[str, Tensor], folder: Path, _epochs: int) -> Path:
     from sparo_train import openclip  # wraps open_clip's builders
 
     objective = config.objective
-    return openclip.export(objective.model, _clip_weights(weights), folder, objective.mean, objective.std)
+    return openclip.export(objective.model, scored_weights(weights), folder, objective.mean, objective.std)
 
 
 def _sparo_clip(config: RunConfig, weights: Mapping[str, Tensor], path: Path, epochs: int) -> Path:
@@ -131,7 +161,7 @@ def _sparo_clip(config: RunConfig, weights: Mapping[str, Tensor], path: Path, ep
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     model = config.objective.model.model_dump(mode="json")  # what shapes do not tell; sparo-clip's loader ignores it
-    state = to_sparo_clip(_clip_weights(weights))
+    state = to_sparo_clip(scored_weights(weights))
     torch.save({"epoch": epochs, "name": config.name, "state_dict": state, CONFIG_KEY: model}, path)
     return path
 

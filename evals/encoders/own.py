@@ -138,8 +138,8 @@ class PixelEncoder(Encoder):
 
 
 def clip_encoder(objective: ClipObjective) -> ClipEncoder:
-    """The model that is trained."""
-    return ClipEncoder(objective.model, objective.config.mean, objective.config.std)
+    """The model that is trained, or its average."""
+    return ClipEncoder(objective.scored, objective.config.mean, objective.config.std)
 
 
 def dino_encoder(objective: DinoObjective) -> DinoEncoder:

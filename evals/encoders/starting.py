@@ -49,6 +49,7 @@ def begin(config: RunConfig, objective: Objective, say: Callable[[str], None]) -
         for key, tower in (("vision", model.visual), ("text", model.text)):
             if (source := getattr(model.config, key).init) is not None:
                 _init(f"objective.model.{key}.init", source, model, tower, say)
+    objective.begun()
 
 
 def _start(start: StartConfig, method: str, objective: Objective, say: Callable[[str], None]) -> None:

@@ -92,6 +92,9 @@ def export(
             help="open_clip (a local-dir: folder) or sparo-clip (one .pt file); dino (one .pth file) for DINO runs"
         ),
     ] = None,
+    average: Annotated[
+        str | None, typer.Option(help="last:N: the mean of the newest N checkpoints' weights (checkpoint.keep_last)")
+    ] = None,
     hub: Annotated[
         str | None, typer.Option(help="OWNER/NAME: also upload it to this repository of the Hugging Face hub")
     ] = None,
@@ -102,7 +105,7 @@ def export(
 
     if private and hub is None:
         raise ConfigError("--private: is of --hub OWNER/NAME; leave it away")
-    path = export_run(run, to, layout)
+    path = export_run(run, to, layout, average)
     out.print(str(path), soft_wrap=True)
     if hub is not None:
         from ..runs.hub import upload

@@ -90,6 +90,9 @@ class Objective(nn.Module, ABC):
         """The weights of a run of this method for this one's image size; default: as they are."""
         return weights
 
+    def begun(self) -> None:
+        """Called once weights from elsewhere were given, before training."""
+
     def depths(self) -> Mapping[str, int]:
         """By name, how many layers of its tower lie above a parameter, for `optim.layer_decay`; default: this method tells none."""
         return {}

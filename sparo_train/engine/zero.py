@@ -168,7 +168,7 @@ class Zero:
         # Also under a second name: what reads a checkpoint as a state dict finds every tensor of it.
         for name, p in objective.named_parameters(remove_duplicate=False):
             if self.stage < 3 and not p.requires_grad:
-                everywhere[name] = p
+                everywhere[name] = p.detach().view(shapes[name])  # 0-d ones are vectors here
                 continue
             data, begin = self.held(p)
             if data.numel():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
@@ -19,6 +20,7 @@ from ..data.read.sources import DataConfig
 from ..models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
 from ..models.clip_model import Clip
 from ..models.locking import layer_of
+from .averaging import EmaConfig, follow, follow_if
 from .contrastive import Exchange, Kind, contrastive, logits_held
 from .method import Method
 
@@ -48,6 +50,7 @@ class ClipObjectiveConfig(Frozen):
     decay_policy: Literal["sparo-clip", "open_clip4"] = setting(
         "sparo-clip", "whose choice of what weight decay reaches"
     )
+    ema: EmaConfig | None = setting(None, "a moving average of the weights, which is scored and exported; null: none")
     max_logit_scale: float = setting(MAX_LOGIT_SCALE, "the logarithm of the logit scale is held at or below it", gt=0)
 
     @model_validator(mode="after")
@@ -82,6 +85,7 @@ class ClipObjective(CoupledObjective):
         super().__init__()
         self.config = config
         self.model = Clip(config.model)
+        self.average = None if config.ema is None else copy.deepcopy(self.model).requires_grad_(False)
         self.register_buffer("mean", torch.tensor(config.mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(config.std).view(3, 1, 1), persistent=False)
 
@@ -112,15 +116,32 @@ class ClipObjective(CoupledObjective):
     def loss_parameters(self) -> Sequence[nn.Parameter]:
         return [p for p in (self.model.logit_scale, self.model.logit_bias) if p is not None]
 
+    @property
+    def scored(self) -> Clip:
+        """What is evaluated and exported: the average where there is one."""
+        return self.model if self.average is None else self.average
+
+    def begun(self) -> None:
+        if self.average is not None:
+            self.average.load_state_dict(self.model.state_dict())
+
+    def averaged(self) -> Iterable[nn.Parameter]:
+        return [] if self.average is None else self.average.parameters()
+
     def shard_units(self) -> Sequence[nn.Module]:
-        return [*self.model.visual.transformer.resblocks, *self.model.text.transformer.resblocks]
+        towers = [tower for m in (self.model, self.average) if m is not None for tower in (m.visual, m.text)]
+        blocks: list[nn.Module] = [block for tower in towers for block in tower.transformer.resblocks]
+        return blocks if self.average is None else [*blocks, self.average]
 
     def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of a CLIP model; positions of images of another size are interpolated as open_clip does."""
-        return {f"model.{name}": value for name, value in self.model.fitted(weights).items()}
+        fitted = self.model.fitted(weights)
+        nets = ("model",) if self.average is None else ("model", "average")
+        return {f"{net}.{name}": value for net in nets for name, value in fitted.items()}
 
     def resized(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return self.adopted({name.removeprefix("model."): value for name, value in weights.items()})
+        """Of a run that has an average, the average: it is what was scored."""
+        return self.adopted(scored_weights(weights))
 
     def depths(self) -> Mapping[str, int]:
         found = {}
@@ -154,9 +175,20 @@ class ClipObjective(CoupledObjective):
     @torch.no_grad()
     def after_step(self, progress: Progress) -> None:
         self.model.logit_scale.clamp_(0, self.config.max_logit_scale)
+        if self.average is not None and self.config.ema is not None:
+            follow(self.average, self.model, self.config.ema.at(progress.step))
 
+    @torch.no_grad()
     def after_step_if(self, applied: Tensor, progress: Progress) -> None:
-        self.after_step(progress)  # what was not stepped is clamped already
+        self.model.logit_scale.clamp_(0, self.config.max_logit_scale)  # what was not stepped is clamped already
+        if self.average is not None and self.config.ema is not None:
+            follow_if(applied, self.average, self.model, self.config.ema.at(progress.step))
+
+
+def scored_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The CLIP model's own state dict within an objective's: the average's, where there is one."""
+    prefix = "average." if any(name.startswith("average.") for name in weights) else "model."
+    return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
 
 
 def _examples(config: ClipObjectiveConfig, data: DataConfig) -> ImageTextExamples:

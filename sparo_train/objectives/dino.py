@@ -20,6 +20,7 @@ from ..data.examples.crops import CropExamples, CropsConfig
 from ..data.read.sources import PAIR_KEYS, DataConfig
 from ..models.dino_head import DinoHeadConfig, DinoNet
 from ..models.vit_config import DROP_RANGE, IMAGENET_MEAN, IMAGENET_STD, VitConfig
+from .averaging import follow, follow_if
 from .distillation import distillation
 from .method import Method
 
@@ -149,9 +150,7 @@ class DinoObjective(Objective):
         seen = sum_over_ranks(self._seen)
         self.center.mul_(keep).add_(seen[:-1] / seen[-1], alpha=1 - keep)
         self._step = -1
-        teachers, students = ([p.data for p in net.parameters()] for net in (self.teacher, self.student))
-        torch._foreach_mul_(teachers, m)  # pyright: ignore[reportPrivateImportUsage]
-        torch._foreach_add_(teachers, students, alpha=1 - m)  # pyright: ignore[reportPrivateImportUsage]
+        follow(self.teacher, self.student, m)
 
     @torch.no_grad()
     def after_step_if(self, applied: Tensor, progress: Progress) -> None:
@@ -161,11 +160,7 @@ class DinoObjective(Objective):
         # what a skipped step would bring may not be finite: it is replaced, not multiplied with zero
         self.center.lerp_(torch.where(applied, mean, self.center[0]), 1 - self.config.center_momentum)
         self._step = -1
-        gain = torch.where(applied, 1 - self.momentum(progress), 0.0)
-        teachers, students = ([p.data for p in net.parameters()] for net in (self.teacher, self.student))
-        apart = torch._foreach_sub(students, teachers)  # pyright: ignore[reportPrivateImportUsage]
-        torch._foreach_mul_(apart, gain.to(self.center.dtype))  # pyright: ignore[reportPrivateImportUsage]
-        torch._foreach_add_(teachers, apart)  # pyright: ignore[reportPrivateImportUsage]
+        follow_if(applied, self.teacher, self.student, self.momentum(progress))
 
     def held_back(self, progress: Progress) -> Sequence[nn.Parameter]:
         """The prototypes, during the first `freeze_last_layer` epochs."""

@@ -1,0 +1,39 @@
+"""Weights that follow others as a moving average: DINO's teacher, CLIP's averaged copy. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..core.config import Frozen, setting
+
+
+class EmaConfig(Frozen):
+    """A copy of the model that follows the trained one; it is what is scored and exported."""
+
+    decay: float = setting(0.9999, "share of itself that the copy keeps at a step", ge=0, lt=1)
+    warmup: bool = setting(
+        True, "a smaller share at first, (1 + step) / (10 + step), so that random weights are forgotten"
+    )
+
+    def at(self, step: int) -> float:
+        """The share that is kept at 0-based `step`."""
+        return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
+
+
+@torch.no_grad()
+def follow(average: nn.Module, model: nn.Module, keep: float) -> None:
+    """average = keep * average + (1 - keep) * model, parameter by parameter."""
+    averages, trained = ([p.data for p in net.parameters()] for net in (average, model))
+    torch._foreach_mul_(averages, keep)  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_add_(averages, trained, alpha=1 - keep)  # pyright: ignore[reportPrivateImportUsage]
+
+
+@torch.no_grad()
+def follow_if(applied: Tensor, average: nn.Module, model: nn.Module, keep: float) -> None:
+    """The same where only the device knows (0-d bool) whether the step was applied: where it was not, nothing moves."""
+    averages, trained = ([p.data for p in net.parameters()] for net in (average, model))
+    gain = torch.where(applied, 1 - keep, 0.0)
+    apart = torch._foreach_sub(trained, averages)  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_mul_(apart, gain.to(averages[0].dtype))  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_add_(averages, apart)  # pyright: ignore[reportPrivateImportUsage]

@@ -1,0 +1,116 @@
+"""Averaged weights: the recursion written out, on every engine, resumed, scored and exported; and the mean of checkpoints."""
+
+import open_clip
+import pytest
+import torch
+
+import sparo_train.openclip  # noqa: F401  our read-outs in open_clip
+from evals.encoders.exporting import export_run
+from evals.encoders.loading import load_encoder
+from launch.runs.train import train
+from sparo_train.core.config import resolve
+from sparo_train.core.disk import store
+from sparo_train.core.errors import ConfigError
+from sparo_train.core.recipe.layers import override
+from sparo_train.objectives.averaging import EmaConfig, follow, follow_if
+from sparo_train.train.build import build_objective
+from sparo_train.train.run import RunConfig
+from tests.conftest import tiny_recipe
+from tests.parity.test_accumulate import DDP, FSDP2, ZERO_2, model_after, trained, two_tree
+from tests.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Six steps with an average, each of them kept."""
+    from sparo_data.writer import write_shards
+    from tests.conftest import sample
+
+    root = tmp_path_factory.mktemp("ema")
+    write_shards(root / "shards", (sample(i) for i in range(96)), 24)
+    words = ["steps=6", "objective.ema={decay: 0.5}", "checkpoint={every_steps: 1, keep_last: 9}", "optim.lr=0.01"]
+    config = resolve(RunConfig, override(tiny_recipe(root / "shards", root), words), "x")
+    train(config)
+    return config
+
+
+def _weights(run, step, prefix):
+    state = store.read_part(run.folder / f"checkpoints/step-{step:08d}", "model")
+    return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
+
+
+def test_the_average_is_the_recursion_and_is_what_is_scored_and_exported(run, tmp_path):
+    average = build_objective(run).average.state_dict()
+    for step in range(6):
+        keep = min(0.5, (1 + step) / (10 + step))
+        trained_weights = _weights(run, step + 1, "model.")
+        average = {name: keep * t + (1 - keep) * trained_weights[name] for name, t in average.items()}
+    found = _weights(run, 6, "average.")
+    assert found.keys() == average.keys()
+    for name, value in average.items():
+        torch.testing.assert_close(found[name], value)
+    assert not torch.allclose(found["visual.sparo.k.weight"], _weights(run, 6, "model.")["visual.sparo.k.weight"])
+    encoder = load_encoder(run.folder)
+    assert all(torch.equal(t, found[n]) for n, t in encoder.model.state_dict().items())
+    exported = open_clip.create_model(f"local-dir:{export_run(run.folder, tmp_path / 'one', None)}")
+    assert all(torch.equal(t, found[n]) for n, t in exported.state_dict().items())
+    assert "trained parameters" in (tmp_path / "one/README.md").read_text()
+
+
+def test_the_mean_of_checkpoints_is_exported(run, tmp_path):
+    path = export_run(run.folder, tmp_path / "mean", None, "last:3")
+    exported = open_clip.create_model(f"local-dir:{path}").state_dict()
+    each = [_weights(run, step, "average.") for step in (4, 5, 6)]
+    for name, value in exported.items():
+        torch.testing.assert_close(value, sum(weights[name] for weights in each) / 3)
+    card = (path / "README.md").read_text()
+    assert "the mean of the weights at steps 4, 5, 6" in card and "not scored" in card
+    four = run.folder / "checkpoints/step-00000004"
+    early = open_clip.create_model(f"local-dir:{export_run(four, tmp_path / 'early', None, 'last:4')}").state_dict()
+    name = "visual.sparo.k.weight"
+    torch.testing.assert_close(early[name], sum(_weights(run, s, "average.")[name] for s in (1, 2, 3, 4)) / 4)
+    with pytest.raises(ConfigError, match=r"--average last:7: .* has 6 complete checkpoint\(s\)"):
+        export_run(run.folder, tmp_path / "no", None, "last:7")
+    for wrong in ("5", "last:", "last:0", "first:2"):
+        with pytest.raises(ConfigError, match=f"--average {wrong}: write last:N"):
+            export_run(run.folder, tmp_path / "no", None, wrong)
+
+
+def test_a_run_with_an_average_begins_where_it_is_told(run, shards, tmp_path):
+    tree = tiny_recipe(shards, tmp_path, steps=3)
+    plain = resolve(RunConfig, override(tree, ["name=plain", f"start_from={run.folder}", "optim.lr=1e-30"]), "x")
+    train(plain)
+    begun, average = store.read_part(plain.folder / "checkpoints/step-00000003", "model"), _weights(run, 6, "average.")
+    assert all(torch.allclose(begun[f"model.{n}"], t, rtol=0, atol=1e-20) for n, t in average.items())
+    again = ["name=again", f"start_from={plain.folder}", "objective.ema={decay: 0.9}", "optim.lr=1e-30"]
+    train(resolve(RunConfig, override(tree, again), "x"))
+    state = store.read_part(tmp_path / "again/checkpoints/step-00000003", "model")
+    assert all(torch.allclose(state[f"average.{n}"], t, rtol=1e-6, atol=1e-20) for n, t in average.items())
+
+
+def test_averages_are_alike_on_every_engine_and_bit_equal_after_a_restart(shards, tmp_path):
+    tree = override(two_tree(shards, tmp_path), ["objective.ema={decay: 0.6}"])
+    run_ranks(1, trained, tree, {"kind": "local", "device": "cpu", "precision": "fp32"}, 12, tmp_path / "alone")
+    alone = model_after(tmp_path / "alone")
+    assert any(name.startswith("average.") for name in alone)
+    for number, engine in enumerate((DDP, FSDP2, ZERO_2)):
+        straight, again = tmp_path / f"straight{number}", tmp_path / f"again{number}"
+        run_ranks(2, trained, tree, engine, 3, straight)
+        run_ranks(2, trained, tree, engine, 3, again, {3: engine})
+        found, resumed = model_after(straight), model_after(again)
+        for name, value in alone.items():
+            assert torch.allclose(value, found[name], rtol=1e-4, atol=2e-5), (engine, name)
+            assert torch.equal(found[name], resumed[name]), (engine, name)
+
+
+@pytest.mark.parametrize("applied", [True, False])
+def test_what_the_device_decides_is_what_the_host_does(applied):
+    torch.manual_seed(0)
+    average, twin, model = (torch.nn.Linear(5, 4) for _ in range(3))
+    twin.load_state_dict(average.state_dict())
+    follow_if(torch.tensor(applied), average, model, 0.7)
+    if applied:
+        follow(twin, model, 0.7)
+    for name, value in average.state_dict().items():
+        torch.testing.assert_close(value, twin.state_dict()[name])
+    assert EmaConfig(decay=0.5, warmup=False).at(0) == 0.5 and EmaConfig().at(0) == 0.1
