@@ -19,7 +19,7 @@ from ..core.distributed import Ranks
 from ..core.errors import ConfigError
 from .device import Device
 from .kinds import Costs, EngineKind, Sizes, casts
-from .optim import OptimConfig, build_adamw
+from .optim import OptimConfig, build_optimizer
 from .ranked import PlainCopy, RankedEngineConfig, Root, own_gpu, summed_norms
 from .update import clip_apart, set_rates, total_norms
 from .zero import Zero
@@ -77,9 +77,13 @@ class DeepSpeedEngine:
     def prepare(self, objective: Objective) -> None:
         if self.ranks.size == 1:
             raise ConfigError("engine.kind=deepspeed shards over ranks, and there is one; use engine.kind=local")
+        if self.optim_config.muon is not None:
+            raise ConfigError(
+                "optim.muon: DeepSpeed keeps parameters as vectors, of which no update can be made orthogonal; use engine.kind=fsdp2 or ddp"
+            )
         if self.config.stage == 3 and list(objective.averaged()):
             raise ConfigError(
-                f"engine.stage=3: {type(objective).__name__} keeps a teacher, whose average cannot follow parameters in "
+                f"engine.stage=3: {type(objective).__name__} keeps a moving average, which cannot follow parameters in "
                 "pieces of DeepSpeed's; use engine.stage=2, or engine.kind=fsdp2"
             )
         # Its flat optimizer steps a whole group: what is held back would move by its moments alone.
@@ -126,7 +130,7 @@ class DeepSpeedEngine:
         with self.ranks.named("sharding the model"):
             self._root, *_ = deepspeed.initialize(
                 model=root,
-                optimizer=build_adamw(self.optim_config, objective),
+                optimizer=build_optimizer(self.optim_config, objective),
                 dist_init_required=False,
                 config={
                     "train_micro_batch_size_per_gpu": 1,  # the loop cuts batches itself

@@ -14,7 +14,7 @@ from ..core.contracts import Batch, CoupledObjective, Embedded, Loss, Objective,
 from ..core.disk.pieces import CheckpointReader, Pieces
 from .device import Device, DeviceConfig
 from .kinds import EngineKind, replicated
-from .optim import OptimConfig, build_adamw
+from .optim import OptimConfig, build_optimizer
 from .spans import Span, load_tensors, pieces_of
 from .update import clip_apart, clip_together, set_rates, total_norms
 
@@ -42,7 +42,8 @@ class LocalEngine:
     ):
         self.config, self.optim_config = config, optim
         self.side = Device(config, agreed)
-        self.decides_on_host = self.side.device.type == "cpu"  # whether a step is applied; a GPU need not be waited for
+        # Whether a step is applied: a GPU need not be waited for, but for Muon, which has no switch.
+        self.decides_on_host = self.side.device.type == "cpu" or optim.muon is not None
 
     @property
     def device(self) -> torch.device:
@@ -52,7 +53,7 @@ class LocalEngine:
         """Take over `objective`: to the device, compiled if asked, with its optimizer."""
         self.objective = self.side.take(objective)
         self.wrap(objective)
-        self.optimizer = build_adamw(self.optim_config, objective)
+        self.optimizer = build_optimizer(self.optim_config, objective)
         self._names = {id(p): name for name, p in objective.named_parameters()}
 
     def wrap(self, objective: Objective) -> None:

@@ -1,10 +1,10 @@
-"""AdamW with its groups, and the learning-rate schedules."""
+"""Optimizers with their groups, and the learning-rate schedules."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import model_validator
@@ -14,6 +14,7 @@ from ..core.config import Frozen, between, free, setting
 from ..core.contracts import Objective
 from ..core.errors import ConfigError
 from ..core.schedules import cooled, cosine, linear
+from .muon import Both, MuonConfig, is_muons, muon
 
 
 class OptimGroupConfig(Frozen):
@@ -68,6 +69,7 @@ class OptimConfig(Frozen):
     )
     max_skipped: int = free(20, "non-finite steps in a row before training stops", ge=0)
     groups: tuple[OptimGroupConfig, ...] = setting((), "parameters with a rate of their own, by name")
+    muon: MuonConfig | None = setting(None, "Muon for matrices, AdamW for the rest; null: AdamW for all", examples=[{}])
     layer_decay: float | None = setting(
         None,
         "the rate of a tower's layer over that of the layer above it (BEiT's layer-wise decay)",
@@ -116,8 +118,8 @@ def weight_decay(config: OptimConfig, step: int, total_steps: int) -> float:
     return config.weight_decay if end is None else cosine(config.weight_decay, end, step, total_steps)
 
 
-def build_adamw(config: OptimConfig, objective: Objective) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters: those in `objective.no_decay()` without weight decay, the rest with it.
+def build_optimizer(config: OptimConfig, objective: Objective) -> torch.optim.AdamW | Both:
+    """AdamW over the trainable parameters, or Muon for matrices beside it: those in `objective.no_decay()` without weight decay, the rest with it.
 
     Raises:
         ConfigError: nothing is trainable, or a pattern of `optim.groups` fits no parameter.
@@ -127,29 +129,33 @@ def build_adamw(config: OptimConfig, objective: Objective) -> torch.optim.AdamW:
     if not named:
         raise ConfigError("objective: no parameter is trainable")
     depths = _depths(config, objective)
-    grouped: dict[tuple[int, int, bool, bool], list[torch.nn.Parameter]] = {}
+    grouped: dict[tuple[bool, int, int, bool, bool], list[torch.nn.Parameter]] = {}
     for name, number in group_numbers(config.groups, list(named)).items():
+        p = named[name]
         # The fused kernel does not take shards and whole tensors in one group.
-        key = number, depths.get(name, 0), name not in undecayed, isinstance(named[name], DTensor)
-        grouped.setdefault(key, []).append(named[name])
+        key = is_muons(config.muon, name, p), number, depths.get(name, 0), name not in undecayed, isinstance(p, DTensor)
+        grouped.setdefault(key, []).append(p)
     rows = [OptimGroupConfig(match=("*",)), *config.groups]
-    return torch.optim.AdamW(
-        [
+    by_muon: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    # In one order for all starts: checkpoints name parameters, but DeepSpeed cuts groups in their order.
+    for key in sorted(grouped):
+        muons, number, depth, decayed, _ = key
+        decay_factor = rows[number].decay_factor if decayed else 0.0
+        by_muon[muons].append(
             {
                 "params": grouped[key],
-                "decay_factor": rows[key[0]].decay_factor if key[2] else 0.0,
-                "lr_factor": rows[key[0]].lr_factor * (config.layer_decay or 1.0) ** key[1],
-                "goes": rows[key[0]].schedule,
-                "weight_decay": config.weight_decay * rows[key[0]].decay_factor if key[2] else 0.0,
+                "decay_factor": decay_factor,
+                "lr_factor": rows[number].lr_factor * (config.layer_decay or 1.0) ** depth,
+                "goes": rows[number].schedule,
+                "weight_decay": config.weight_decay * decay_factor,
             }
-            # In one order for all starts: checkpoints name parameters, but DeepSpeed cuts groups in their order.
-            for key in sorted(grouped)
-        ],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
-    )
+        )
+    if config.muon is not None and not by_muon[True]:
+        raise ConfigError(
+            "optim.muon: every trained parameter is no matrix, or one of optim.muon.adamw; remove the block"
+        )
+    adamw = torch.optim.AdamW(by_muon[False], lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return adamw if config.muon is None else Both(adamw, muon(config.muon, by_muon[True], config.lr))
 
 
 def _depths(config: OptimConfig, objective: Objective) -> Mapping[str, int]:

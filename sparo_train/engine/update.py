@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ..core.contracts import Objective, Progress
+from .muon import Both
 from .optim import OptimConfig, learning_rate, weight_decay
 
 
-def set_rates(optimizer: torch.optim.Optimizer, config: OptimConfig, progress: Progress) -> float:
+def set_rates(optimizer: torch.optim.Optimizer | Both, config: OptimConfig, progress: Progress) -> float:
     """The learning rate of this step, returned, and its weight decay, into the optimizer's groups."""
     at = progress.step, progress.total_steps
     lr, decay = learning_rate(config, *at), weight_decay(config, *at)

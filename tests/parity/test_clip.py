@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import ConfigError
-from sparo_train.engine.optim import OptimConfig, build_adamw, learning_rate
+from sparo_train.engine.optim import OptimConfig, build_optimizer, learning_rate
 from sparo_train.engine.update import set_rates
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
@@ -159,7 +159,7 @@ def test_adamw_groups_hold_every_parameter_once():
     objective = ClipObjective(
         ClipObjectiveConfig(model=ClipConfig.model_validate({**TINY, "readout": READOUTS["sparo"]}))
     )
-    optimizer = build_adamw(OptimConfig(weight_decay=0.5), objective)
+    optimizer = build_optimizer(OptimConfig(weight_decay=0.5), objective)
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0, 0.5]
     held = [id(p) for g in optimizer.param_groups for p in g["params"]]
     assert sorted(held) == sorted(id(p) for p in objective.parameters())
@@ -235,7 +235,7 @@ def test_groups_have_rates_and_decay_of_their_own():
         {"match": ("model.visual.*", "*logit_scale"), "lr_factor": 3.0, "schedule": "constant"},
     )
     config = OptimConfig(lr=1e-3, weight_decay=0.2, warmup_steps=4, groups=groups)
-    optimizer = build_adamw(config, objective)
+    optimizer = build_optimizer(config, objective)
     set_rates(optimizer, config, Progress(0, 100, 0))
     at = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
     named = {name: at[id(p)] for name, p in objective.named_parameters()}
@@ -244,12 +244,12 @@ def test_groups_have_rates_and_decay_of_their_own():
     assert named["model.visual.class_embedding"] == pytest.approx((3e-3, 0.0))
     assert named["model.logit_scale"] == pytest.approx((3e-3, 0.0))
     unwarmed = config.model_copy(update={"groups": (config.groups[1].model_copy(update={"schedule": "unwarmed"}),)})
-    optimizer = build_adamw(unwarmed, objective)
+    optimizer = build_optimizer(unwarmed, objective)
     set_rates(optimizer, unwarmed, Progress(2, 100, 0))
     assert {g["lr"] for g in optimizer.param_groups} == {3e-3, 1e-3 * 3 / 4}
     assert named["model.text.token_embedding.weight"] == pytest.approx((2.5e-4, 0.2))
     with pytest.raises(ConfigError, match=r"optim.groups.0.match=model.vision.\*: fits no parameter"):
-        build_adamw(OptimConfig(groups=({"match": ("model.vision.*",)},)), objective)
+        build_optimizer(OptimConfig(groups=({"match": ("model.vision.*",)},)), objective)
 
 
 def test_freezing_the_image_tower_leaves_the_last_groups():

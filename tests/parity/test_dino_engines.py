@@ -76,7 +76,7 @@ def test_a_skipped_step_leaves_teacher_and_centre(shards, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("engine", "message"), [(ZERO_3, "keeps a teacher"), (ZERO_2, "objective.freeze_last_layer=0")]
+    ("engine", "message"), [(ZERO_3, "keeps a moving average"), (ZERO_2, "objective.freeze_last_layer=0")]
 )
 def test_what_deepspeed_cannot_do_is_refused(shards, tmp_path, engine, message):
     for said in run_ranks(2, _refusal, tree_of(shards, tmp_path), engine):

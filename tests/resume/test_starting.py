@@ -15,7 +15,7 @@ from sparo_train.core.config import resolve
 from sparo_train.core.disk import store
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
-from sparo_train.engine.optim import OptimConfig, build_adamw
+from sparo_train.engine.optim import OptimConfig, build_optimizer
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.objectives.clip import ClipObjective, ClipObjectiveConfig
@@ -192,7 +192,7 @@ def test_frozen_parts_stay_on_every_engine(shards, tmp_path):
 def test_rates_fall_from_layer_to_layer():
     config = ClipObjectiveConfig(model=_small(readout={"kind": "sparo", "slots": 4}).config)
     objective = ClipObjective(config)
-    optimizer = build_adamw(
+    optimizer = build_optimizer(
         OptimConfig(lr=1.0, layer_decay=0.5, groups=({"match": ("*q_emb",), "lr_factor": 4.0},)), objective
     )
     names = {id(p): n for n, p in objective.named_parameters()}

@@ -56,7 +56,7 @@ def among(size):
             DeepSpeedEngine,
             {"kind": "deepspeed", "stage": 3},
             2,
-            "engine.stage=3: Teaching keeps a teacher.*engine.stage=2",
+            "engine.stage=3: Teaching keeps a moving average.*engine.stage=2",
         ),
         (DeepSpeedEngine, {"kind": "deepspeed"}, 1, "there is one; use engine.kind=local"),
         (Fsdp2Engine, {"kind": "fsdp2", "cpu_offload": True}, 1, "engine.cpu_offload: .* there is one rank"),

@@ -1,0 +1,68 @@
+"""Muon for matrices, AdamW for the rest (Jordan et al. 2024), as one optimizer to the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.config import Frozen, setting
+
+# Tables that are looked up, queries, and SPARO's K_l and V_l, which are many small matrices in one.
+_ADAMW = (
+    "*embedding*", "*pos_embed", "*cls_token", "*q_emb", "*.query", "*.latent", "*.space_dict", "*sparo.k.*", "*sparo.v.*", "*attpool.k.*",
+    "*attpool.v.*", "*last_layer*",
+)  # fmt: skip
+
+
+class MuonConfig(Frozen):
+    """torch.optim.Muon, its update scaled to the size of AdamW's (Liu et al. 2025), so that both take `optim.lr` and `optim.weight_decay`."""
+
+    momentum: float = setting(0.95, "of the gradient, Nesterov's", ge=0, lt=1)
+    ns_steps: int = setting(5, "Newton-Schulz iterations that make an update orthogonal", ge=1, lt=100)
+    adamw: tuple[str, ...] = setting(
+        _ADAMW,
+        "patterns of matrices that stay with AdamW, beside all that is no matrix (biases, norms, logit_scale, patch convolutions)",
+    )
+
+
+def is_muons(config: MuonConfig | None, name: str, p: nn.Parameter) -> bool:
+    """Whether Muon steps a parameter of this name."""
+    return config is not None and p.ndim == 2 and not any(fnmatchcase(name, pattern) for pattern in config.adamw)
+
+
+def muon(config: MuonConfig, groups: Sequence[Mapping[str, Any]], lr: float) -> torch.optim.Muon:
+    """Muon over groups of matrices."""
+    return torch.optim.Muon(
+        [dict(group) for group in groups],
+        lr=lr,
+        momentum=config.momentum,
+        ns_steps=config.ns_steps,
+        adjust_lr_fn="match_rms_adamw",
+    )
+
+
+class Both:
+    """Two optimizers as one: their groups in a row, one mapping of state, steps one after the other."""
+
+    def __init__(self, *inner: torch.optim.Optimizer):
+        self.inner = inner
+        self.state = inner[0].state
+        for other in inner[1:]:
+            other.state = self.state  # keyed by parameter: no two of them hold the same
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups themselves: what is written to them counts."""
+        return [group for optimizer in self.inner for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        for optimizer in self.inner:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.inner:
+            optimizer.zero_grad(set_to_none=set_to_none)

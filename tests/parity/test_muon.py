@@ -1,0 +1,88 @@
+"""Muon beside AdamW: what each steps, the update written out, every engine, resume."""
+
+import pytest
+import torch
+
+from sparo_train.core.config import resolve
+from sparo_train.core.contracts import Progress
+from sparo_train.core.errors import ConfigError
+from sparo_train.core.recipe.layers import override
+from sparo_train.engine.muon import Both
+from sparo_train.engine.optim import OptimConfig, build_optimizer
+from sparo_train.engine.update import set_rates
+from sparo_train.objectives.clip import ClipObjective, ClipObjectiveConfig
+from sparo_train.train.build import build_objective
+from sparo_train.train.run import RunConfig
+from tests.parity.test_accumulate import DDP, FSDP2, ZERO_2, model_after, trained, two_tree
+from tests.parity.test_clip import tiny
+from tests.ranks import run_ranks
+
+
+def _objective():
+    return ClipObjective(ClipObjectiveConfig(model=tiny("sparo").config))
+
+
+def _orthogonal(matrix):
+    """Five Newton-Schulz steps in double precision."""
+    x = matrix.double() / matrix.double().norm()
+    x = x.T if len(x) > x.shape[1] else x
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
+    return x.T if len(matrix) > matrix.shape[1] else x
+
+
+def test_matrices_are_muons_and_the_rest_stays_with_adamw():
+    objective = _objective()
+    optimizer = build_optimizer(OptimConfig(lr=1e-2, weight_decay=0.1, muon={}), objective)
+    assert isinstance(optimizer, Both)
+    names = {id(p): name for name, p in objective.named_parameters()}
+    adamw, muon = ({names[id(p)] for g in o.param_groups for p in g["params"]} for o in optimizer.inner)
+    assert adamw | muon == set(names.values()) and not adamw & muon
+    assert "model.visual.transformer.resblocks.0.mlp.c_fc.weight" in muon and "model.visual.sparo.proj.weight" in muon
+    for stays in ("visual.sparo.q_emb", "visual.sparo.k.weight", "text.token_embedding.weight", "visual.conv1.weight",
+                  "text.positional_embedding", "visual.class_embedding", "logit_scale", "visual.ln_post.weight"):  # fmt: skip
+        assert f"model.{stays}" in adamw, stays
+    set_rates(optimizer, OptimConfig(lr=2e-2, muon={}), Progress(0, 10, 0))
+    before = {name: p.detach().clone() for name, p in objective.named_parameters()}
+    torch.manual_seed(0)
+    for p in objective.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    for name, p in objective.named_parameters():
+        rate = 0.2 * max(p.shape) ** 0.5 * 2e-2 if name in muon else 2e-2
+        decay = 2e-2 * 0.2 if p.ndim > 1 else 0.0  # decoupled; `set_rates` wrote the second config's
+        moved = before[name].double() * (1 - decay) - p.detach().double()
+        # a first step: Nesterov's momentum of one gradient is the gradient, up to its length
+        expected = _orthogonal(p.grad) * rate if name in muon else p.grad.double().sign() * rate
+        assert float((moved - expected).norm()) < 0.03 * float(expected.norm()), name
+
+
+@pytest.mark.parametrize("engine", [DDP, FSDP2])
+def test_ranks_end_as_one_process_and_bit_equal_after_a_restart(shards, tmp_path, engine):
+    tree = override(two_tree(shards, tmp_path), ["optim={lr: 1e-3, muon: {}}"])
+    run_ranks(1, trained, tree, {"kind": "local", "device": "cpu", "precision": "fp32"}, 12, tmp_path / "alone")
+    run_ranks(2, trained, tree, engine, 3, tmp_path / "straight")
+    run_ranks(2, trained, tree, engine, 3, tmp_path / "again", {3: engine})
+    begun = build_objective(resolve(RunConfig, tree, "x")).state_dict()
+    alone, straight, again = (model_after(tmp_path / name) for name in ("alone", "straight", "again"))
+    for name, value in straight.items():
+        assert torch.equal(value, again[name]), name
+        # its update is rounded to 16 bits on its way: of how far a matrix moved, some hundredths
+        apart, moved = (float((alone[name] - other).norm()) for other in (value, begun[name]))
+        assert apart < 0.06 * moved or torch.allclose(value, alone[name], rtol=1e-4, atol=2e-5), (name, apart / moved)
+
+
+def _refused(ranks, tree):
+    try:
+        trained(ranks, tree, ZERO_2, 6, tree["out"])
+    except ConfigError as error:
+        return str(error)
+
+
+def test_what_cannot_be_is_said(shards, tmp_path):
+    tree = override(two_tree(shards, tmp_path), ["optim={lr: 1e-3, muon: {}}"])
+    for said in run_ranks(2, _refused, tree):
+        assert said.startswith("optim.muon: DeepSpeed keeps parameters as vectors")
+    with pytest.raises(ConfigError, match=r"optim\.muon: every trained parameter is no matrix"):
+        build_optimizer(OptimConfig(muon={"adamw": ("*",)}), _objective())
