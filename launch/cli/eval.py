@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich import box
@@ -16,6 +16,9 @@ from sparo_train.core.untrusted import shown
 
 from ..views.terminal import console, out
 from .given import part_given, slots_given
+
+if TYPE_CHECKING:
+    from evals.report.paper_tables import Grid
 
 
 class _ScoreUnlessNamed(TyperGroup):
@@ -141,14 +144,41 @@ def table(
     from evals.report import paper_tables as layouts
     from evals.report.results_file import read_records
 
-    from ..views.eval_tables import grid_table
-
     found = layouts.grid(read_records(results), layout, [word for word in paper.split(",") if word])
     if seeds:
         from evals.report.over_seeds import over_seeds
 
         found = over_seeds(found)
-    writers: Mapping[str, Callable[[layouts.Grid, bool], str]] = {
+    _print(found, transpose, format)
+
+
+@app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(help="a sweep file, as configs/sweeps/table6.yaml")],
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="where its runs are (default: where its recipes put them)")
+    ] = None,
+    figure: Annotated[Path | None, typer.Option(help="also draw a task over parameters into this picture")] = None,
+    task: Annotated[str | None, typer.Option(help="of --figure (default: the first)")] = None,
+    format: Annotated[str, typer.Option(help="terminal, markdown, csv or latex")] = "terminal",
+) -> None:
+    """The rows of a sweep file: parameters, and each task's median and range over the seeds that were trained."""
+    from ..runs.sweep_table import draw, sweep_grid, sweep_rows
+
+    rows = sweep_rows(file, folder)
+    found = sweep_grid(file.stem, rows)
+    _print(found, False, format)
+    if figure is not None:
+        draw(rows, task or found.columns[0].task, figure)
+        out.print(str(figure), soft_wrap=True)
+
+
+def _print(found: Grid, transpose: bool, format: str) -> None:
+    from evals.report import paper_tables as layouts
+
+    from ..views.eval_tables import grid_table
+
+    writers: Mapping[str, Callable[[Grid, bool], str]] = {
         "markdown": layouts.markdown, "csv": layouts.as_csv, "latex": layouts.latex,
     }  # fmt: skip
     if format == "terminal":

@@ -62,7 +62,16 @@ HERE = {
     "--nproc-per-node 8": "--nproc-per-node 2",
     "--nnodes 2": "--nnodes 1",
     "MASTER:29500": "localhost:0",
+    "configs/sweeps/readouts_scenes.yaml --seeds 3": "two_rows.yaml",
+    "configs/sweeps/readouts_scenes.yaml": "two_rows.yaml",
 }
+TWO_ROWS = """
+recipe: configs/clip/scenes_tiny.yaml
+overrides: [eval.every_steps=0]
+runs:
+  clip: {overrides: ["objective.model.readout={kind: token}"]}
+  ep: {overrides: ["objective.model.readout={kind: ep, slots: 8, slot_width: 8}"]}
+"""
 
 
 def shortened(command: str) -> str:
@@ -128,6 +137,7 @@ def sandbox(tmp_path, modules, monkeypatch):  # noqa: F811
     folder.mkdir()
     write_idx_files(folder / "fashion")
     write_photos(folder)
+    (folder / "two_rows.yaml").write_text(TWO_ROWS)
     for name in ("configs", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     return folder

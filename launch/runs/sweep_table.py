@@ -1,0 +1,131 @@
+"""`sparo eval sweep`: the rows of a sweep file with their parameters and what was scored of them, over seeds."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from evals.report.paper_tables import Cell, Column, Grid, Row
+from evals.report.results_file import Record, read_records
+from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.core.recipe.layers import is_sweep, load_recipe
+from sparo_train.train.build import build_objective
+
+from ..jobs.sweep import expand
+
+
+class SweepRow(NamedTuple):
+    """A row of a sweep: its name in the file, its parameters, and the results of its runs by task."""
+
+    name: str
+    parameters: int
+    runs: int
+    results: dict[str, list[Record]]
+
+    def cell(self, task: str) -> Cell | None:
+        """Median and range over the runs; None where one of them has none."""
+        found = [record.result for record in self.results.get(task, [])]
+        if not found or len(found) < self.runs:
+            return None
+        values = [result.value for result in found]
+        several = len(values) > 1
+        return Cell(
+            statistics.median(values),
+            min(values) if several else None,
+            max(values) if several else None,
+            metric=found[0].headline,
+        )
+
+
+def sweep_rows(sweep: Path, out: Path | None = None) -> list[SweepRow]:
+    """The rows of a sweep file; runs are NAME and NAME-seedS in `out` (default: where the recipes put them).
+
+    Raises:
+        ConfigError: no sweep file.
+    """
+    if not is_sweep(load_recipe(sweep)):
+        raise ConfigError(f"{sweep}: names no runs; `sparo eval table RUNS --seeds` is for runs of one recipe")
+    stem, configs = expand(sweep, [])
+    found = []
+    for config in configs:
+        place = out or Path(config.out)
+        folders = [place / config.name, *sorted(place.glob(f"{config.name}-seed[0-9]*"))]
+        folders = [folder for folder in folders if (folder / "config.yaml").is_file()]
+        with torch.device("meta"):
+            parameters = sum(p.numel() for p in build_objective(config).parameters() if p.requires_grad)
+        scored = [records for folder in folders if (records := _records(folder))]
+        results: dict[str, list[Record]] = {}
+        for record in itertools.chain(*scored):
+            results.setdefault(record.task, []).append(record)
+        found.append(SweepRow(config.name.removeprefix(f"{stem}-"), parameters, len(scored), results))
+    return found
+
+
+def _records(folder: Path) -> list[Record]:
+    try:
+        return read_records([folder])
+    except DataError:
+        return []  # under way, or not scored
+
+
+def sweep_grid(title: str, rows: Sequence[SweepRow]) -> Grid:
+    """As a table of every task's headline. Raises `DataError` where nothing was scored."""
+    tasks = list(dict.fromkeys(task for row in rows for task in row.results))
+    if not tasks:
+        raise DataError(
+            f"{title}: none of its runs is here and scored; `sparo launch train` trains them, --out says where they are"
+        )
+    columns = [Column("", task, task, None) for task in tasks]
+    drawn = [
+        Row(f"{row.name} ({row.parameters / 1e6:.2f} M, n {row.runs})", [row.cell(t) for t in tasks]) for row in rows
+    ]
+    note = "M: trained parameters; n: runs that were scored, which differ in their seed"
+    return Grid(title, columns, drawn, [note], "median, and range over seeds")
+
+
+def draw(rows: Sequence[SweepRow], task: str, path: Path) -> None:
+    """A task over parameters as Fig. 3 of the SPARO paper has it: rows that are named by a number (L_64, L_128) are points of one line.
+
+    Raises:
+        ConfigError: a task that no row has.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines: dict[str, list[SweepRow]] = {}
+    for row in rows:
+        if row.cell(task) is not None:
+            stem, _, number = row.name.rpartition("_")
+            lines.setdefault(stem if number.isdecimal() else row.name, []).append(row)
+    if not lines:
+        raise ConfigError(f"--task {task}: no row has it")
+    figure, axis = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    for name, members in lines.items():
+        members.sort(key=lambda row: row.parameters)
+        values = [[100 * record.result.value for record in row.results[task]] for row in members]
+        middle = [statistics.median(v) for v in values]
+        spread = [[m - min(v), max(v) - m] for m, v in zip(middle, values, strict=True)]
+        x = [row.parameters / 1e6 for row in members]
+        line = members[0].name != name
+        label = {"label": name} if line else {}
+        axis.errorbar(
+            x, middle, list(zip(*spread, strict=True)), marker="o", markersize=4, capsize=2, linewidth=1, **label
+        )
+        for row, at in zip(members, zip(x, middle, strict=True), strict=True):
+            said = row.name.rpartition("_")[2] if line else row.name
+            axis.annotate(said, at, textcoords="offset points", xytext=(4, 3), fontsize=7)
+    axis.margins(x=0.12)
+    axis.set_xlabel("trained parameters, millions")
+    axis.set_ylabel(f"{task}, per cent: median and range over seeds")
+    if axis.get_legend_handles_labels()[1]:
+        axis.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

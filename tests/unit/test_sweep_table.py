@@ -1,0 +1,88 @@
+"""Sweep files: what they stand for, what is wrong with them, and their table over seeds."""
+
+import pytest
+import yaml
+from PIL import Image
+
+from evals.report.results_file import append
+from evals.tasks.result import Result
+from launch.jobs.sweep import expand
+from launch.runs.sweep_table import draw, sweep_grid, sweep_rows
+from sparo_train.core.config import dump
+from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.train.run import load_run
+from tests.conftest import tiny_recipe
+
+SWEEP = """
+recipe: recipe.yaml
+overrides: [steps=3]
+runs:
+  clip: {overrides: ["objective.model.readout={kind: token}"]}
+  L_2: {overrides: [objective.model.readout.slots=2]}
+  L_8: {overrides: [objective.model.readout.slots=8, "optim.betas=[0.9, 0.95]"]}
+  other: {recipe: other.yaml}
+"""
+
+
+@pytest.fixture
+def place(tmp_path):
+    tree = tiny_recipe(tmp_path / "shards", tmp_path / "runs")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump({**tree, "optim": {"lr": 0.5}}))
+    (tmp_path / "grid.yaml").write_text(SWEEP)
+    return tmp_path
+
+
+def test_every_run_has_its_words_and_those_of_all(place):
+    name, runs = expand(place / "grid.yaml", ["optim.lr=[0.1, 0.2]"], 2)
+    assert name == "grid" and len(runs) == 16 and {run.steps for run in runs} == {3}
+    assert [run.name for run in runs[:4]] == [f"grid-clip-lr{lr}-seed{s}" for lr in ("0.1", "0.2") for s in (0, 1)]
+    assert runs[8].objective.model.readout.slots == 8 and runs[8].optim.betas == (0.9, 0.95)
+    assert expand(place / "grid.yaml", [])[1][3].optim.lr == 0.5
+    with pytest.raises(ConfigError, match=r"grid.yaml: names 4 runs; `sparo launch train .*grid.yaml --on local`"):
+        load_run(place / "grid.yaml")
+    for text, said in (
+        ("runs: {a: {overrides: [steps=3]}}", "runs.a.recipe: is needed"),
+        ("recipe: recipe.yaml\nruns: {a: {words: [steps=3]}}", "runs.a.words: unknown key"),
+        ("recipe: recipe.yaml\nruns: {}", "runs"),
+        ("recipe: nowhere.yaml\nruns: {a: {}}", "nowhere.yaml: no such recipe"),
+        ("recipe: recipe.yaml\nruns: {a: {overrides: [stepps=3]}}", "did you mean 'steps'"),
+    ):
+        (place / "wrong.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            expand(place / "wrong.yaml", [])
+
+
+def _scored(config, value):
+    config.folder.mkdir(parents=True)
+    (config.folder / "config.yaml").write_text(dump(config))
+    result = Result("zeroshot", 40, "acc1", {"acc1": value}, 0.25, intervals={"acc1": (value - 0.1, value + 0.1)})
+    append(config.folder / "evals", str(config.folder), "zero", result, {}, predictions=False)
+
+
+def test_rows_have_the_median_and_range_of_their_seeds(place):
+    with pytest.raises(DataError, match="grid: none of its runs is here and scored"):
+        sweep_grid("grid", sweep_rows(place / "grid.yaml"))
+    _, runs = expand(place / "grid.yaml", [], 3)
+    for run, value in zip(runs[:7], (0.1, 0.3, 0.2, 0.5, 0.6, 0.7, 0.9), strict=True):
+        _scored(run, value)
+    runs[8].folder.mkdir(parents=True)  # prepared, not trained
+    (runs[8].folder / "config.yaml").write_text(dump(runs[8]))
+    rows = sweep_rows(place / "grid.yaml")
+    assert [(row.name, row.runs) for row in rows] == [("clip", 3), ("L_2", 3), ("L_8", 1), ("other", 0)]
+    assert rows[2].parameters - rows[1].parameters == 6 * 2 * (
+        8 + 32 * 8 + 8
+    )  # of a slot: query, key and its bias, twice
+    grid = sweep_grid("grid", rows)
+    cells = [row.cells[0] for row in grid.rows]
+    assert [cell and (cell.value, cell.low, cell.high) for cell in cells] == [
+        (0.2, 0.1, 0.3), (0.6, 0.5, 0.7), (0.9, None, None), None
+    ]  # fmt: skip
+    assert "3" in grid.rows[0].name and grid.spans == "median, and range over seeds"
+    draw(rows, "zero", place / "figures/zero.png")
+    assert Image.open(place / "figures/zero.png").size[0] > 600
+    with pytest.raises(ConfigError, match="--task other: no row has it"):
+        draw(rows, "other", place / "x.png")
+    with pytest.raises(ConfigError, match=r"recipe.yaml: names no runs; `sparo eval table RUNS --seeds`"):
+        sweep_rows(place / "recipe.yaml")
+    assert sweep_rows(place / "grid.yaml", place / "elsewhere")[0].runs == 0
