@@ -61,6 +61,7 @@ class Encoder(ABC):
         found = {
             "texts": isinstance(self, TextEncoder),
             "blocks": isinstance(self, BlocksEncoder),
+            "tokens": isinstance(self, TokensEncoder),
             "slots": self.slots > 1,
             "masks": isinstance(self, MasksEncoder),
             "objects": isinstance(self, ObjectsEncoder),
@@ -175,6 +176,20 @@ class DrawingEncoder(ABC):
     @abstractmethod
     def squared_error(self, pixels: Tensor) -> Tensor:
         """(n, 3, S, S) uint8 -> fp32 (n, 1), mean over what is drawn of an image; pixels count in 0..1, whatever it was trained on."""
+
+
+class TokensEncoder(ABC):
+    """What an `Encoder` whose last tokens can be read also is.
+
+    `prefix_tokens`: how many stand before the patches, the class token the first of them.
+    """
+
+    image_size: int
+    prefix_tokens: int = 1
+
+    @abstractmethod
+    def tokens(self, pixels: Tensor) -> Tensor:
+        """All tokens behind the last block and its norm: (n, 3, S, S) uint8 -> fp32 (n, N, d)."""
 
 
 class PatchesEncoder(ABC):

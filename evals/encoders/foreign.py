@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
 from sparo_train.models.weights import load_into, read_raw
 
-from .encoder import Encoder, PatchesEncoder, TwoTowerEncoder
+from .encoder import Encoder, PatchesEncoder, TokensEncoder, TwoTowerEncoder
 from .pixels import FlooredPixels, LibraryPixels, Pixels, SquarePixels
 
 
@@ -105,10 +105,19 @@ class BackboneEncoder(Encoder):
             return self._forward(self.normalised(pixels)).float()
 
 
-class TimmVitEncoder(BackboneEncoder, PatchesEncoder):
+class TimmVitEncoder(BackboneEncoder, PatchesEncoder, TokensEncoder):
     """One of timm's vision transformers: CLS and registers stand before its patches."""
 
     model: Any
+
+    @property
+    def prefix_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.model.num_prefix_tokens
+
+    @torch.inference_mode()
+    def tokens(self, pixels: Tensor) -> Tensor:
+        with self.autocast():
+            return self.model.forward_features(self.normalised(pixels)).float()
 
     def patch_tokens(self, normalised: Tensor) -> Tensor:
         return self.model.forward_features(normalised)[:, self.model.num_prefix_tokens :]

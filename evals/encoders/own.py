@@ -19,7 +19,7 @@ from sparo_train.models.vit_config import IMAGENET_MEAN, IMAGENET_STD
 from sparo_train.objectives.clip import ClipObjective
 from sparo_train.objectives.dino import DinoObjective
 
-from .encoder import BlocksEncoder, Encoder, PatchesEncoder, TwoTowerEncoder
+from .encoder import BlocksEncoder, Encoder, PatchesEncoder, TokensEncoder, TwoTowerEncoder
 from .pixels import Pixels
 
 _NOT_ENCODING: Any = {  # names, what training alone reads, and a width that the weights' shapes tell where it is used
@@ -32,7 +32,7 @@ _NOT_ENCODING: Any = {  # names, what training alone reads, and a width that the
 }
 
 
-class ClipEncoder(TwoTowerEncoder):
+class ClipEncoder(TwoTowerEncoder, TokensEncoder):
     """Any of our CLIP models."""
 
     model: Clip
@@ -56,6 +56,11 @@ class ClipEncoder(TwoTowerEncoder):
         return self.model.config.model_dump_json(exclude=_NOT_ENCODING)
 
     @torch.inference_mode()
+    def tokens(self, pixels: Tensor) -> Tensor:
+        with self.autocast():
+            return self.model.visual.tokens(self.normalised(pixels)).float()
+
+    @torch.inference_mode()
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
         """Slots with attention maps of a few images; SPARO models only."""
         return self.model.visual.slots(self.normalised(self.stacked(pixels)), need_attention=True)  # type: ignore[operator, return-value]
@@ -67,7 +72,7 @@ class ClipEncoder(TwoTowerEncoder):
         return self.model.text.slots(tokens, need_attention=True)  # type: ignore[operator, return-value]
 
 
-class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder):
+class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
     """A DINO backbone; encodings as they are (CLS behind `norm`, or flat slots), not normalised."""
 
     model: Vit
@@ -107,6 +112,11 @@ class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder):
 
     def patch_tokens(self, normalised: Tensor) -> Tensor:
         return self.model.intermediate(normalised, 1)[0][:, 1:]
+
+    @torch.inference_mode()
+    def tokens(self, pixels: Tensor) -> Tensor:
+        with self.autocast():
+            return self.model.intermediate(self.normalised(pixels), 1)[0].float()
 
     @torch.inference_mode()
     def self_attention(self, pixels: Sequence[np.ndarray]) -> Tensor:

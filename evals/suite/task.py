@@ -27,6 +27,7 @@ class Need(NamedTuple):
 NEEDS = {
     "texts": Need("texts encoded", "encodes images alone", "use knn, linear or probe"),
     "blocks": Need("the last blocks of a DINO backbone", "has none", "use probe"),
+    "tokens": Need("a vision transformer's tokens", "gives none", "use probe or knn"),
     "slots": Need("slots", "has none", "use a model with a read-out (objective.model.readout.kind=sparo)"),
     "masks": Need("a mask per slot", "has none", "use an object-centric model"),
     "drawing": Need("images drawn again", "draws none", "use a slot model that has a decoder"),

@@ -114,9 +114,9 @@ def draw(rows: Sequence[SweepRow], task: str, path: Path) -> None:
         spread = [[m - min(v), max(v) - m] for m, v in zip(middle, values, strict=True)]
         x = [row.parameters / 1e6 for row in members]
         line = members[0].name != name
-        label = {"label": name} if line else {}
+        label = name if line else "_nolegend_"
         axis.errorbar(
-            x, middle, list(zip(*spread, strict=True)), marker="o", markersize=4, capsize=2, linewidth=1, **label
+            x, middle, list(zip(*spread, strict=True)), marker="o", markersize=4, capsize=2, linewidth=1, label=label
         )
         for row, at in zip(members, zip(x, middle, strict=True), strict=True):
             said = row.name.rpartition("_")[2] if line else row.name

@@ -108,6 +108,7 @@ TASKS = Table(
         "probe": "evals.suite.labelled_tasks:PROBE",
         "knn": "evals.suite.labelled_tasks:KNN",
         "linear": "evals.suite.linear_probe:LINEAR",
+        "attentive_probe": "evals.suite.attentive_probe:ATTENTIVE",
         "masks": "object_centric.tasks.mask_task:MASKS",
         "objects": "object_centric.tasks.object_task:OBJECTS",
         "reconstruction": "object_centric.tasks.reconstruction_task:RECONSTRUCTION",

@@ -62,6 +62,10 @@ class VisionTower(VisionTransformer):
         """Slots of images (B, 3, H, W), of one norm, not projected; attention (B, L, 1 + H*W/p^2), CLS first."""
         return self._read(self.transformer(self._embeds(image)), need_attention)
 
+    def tokens(self, image: Tensor) -> Tensor:
+        """All tokens of images (B, 3, H, W) behind the last block and its norm, (B, 1 + H*W/p^2, d), CLS first."""
+        return self.ln_post(self.transformer(self._embeds(image)))
+
     def _pool(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return super()._pool(x) if self.read_by is None else (self._read(x, False).flat(), x[:, 1:])
 

@@ -1,0 +1,105 @@
+"""Read-outs as attentive probes: tokens of a frozen encoder are computed once and kept, and a head that is named is trained on them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from sparo_train.core.config import setting
+from sparo_train.core.errors import ConfigError
+from sparo_train.core.plugins import Open
+from sparo_train.core.tables import READOUTS
+from sparo_train.models.slots import ReadOut
+
+from ..encoders.encoder import TokensEncoder
+from ..sets.opening import open_labelled
+from ..sets.task_config import LabelledTaskConfig
+from ..store.feature_table import Features, View
+from ..tasks import attentive
+from ..tasks.probe import Labelled
+from ..tasks.result import Result
+from .labelled_tasks import check_labelled
+from .scoring import Scoring, described, labels_of
+from .task import Task
+
+
+class AttentiveTaskConfig(LabelledTaskConfig):
+    """A read-out of `sparo.readouts` and a linear layer on frozen tokens. The defaults are ours."""
+
+    task: Literal["attentive_probe"] = setting("attentive_probe", "a row of sparo.tasks")
+    head: Annotated[Any, Open(READOUTS, default="ep")] = Field(
+        default_factory=lambda: READOUTS.row("ep")(), description="what reads the tokens: a row of sparo.readouts"
+    )
+    lr: float = setting(1e-3, "AdamW's rate at its highest", gt=0)
+    weight_decay: float = setting(1e-4, "of matrices", ge=0)
+    epochs: int = setting(20, "passes over the training images", ge=1)
+    warmup_epochs: float = setting(1.0, "of linear warm-up", ge=0)
+    batch_size: int = setting(256, "images per step", ge=2)
+    seed: int = setting(0, "of the first weights and the order")
+
+
+class Head(nn.Module):
+    """What a probe's `head` makes of tokens (B, N, d): encodings (B, width).
+
+    Args:
+        readout: None: the first token as it is.
+        prefix: tokens before the patches, the class token the first of them.
+    """
+
+    def __init__(self, readout: ReadOut | None, attend_cls: bool, prefix: int):
+        super().__init__()
+        self.readout, self.skip = readout, 0 if attend_cls else prefix
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.readout is None:
+            return tokens[:, 0]
+        return self.readout(tokens[:, self.skip :]).values.flatten(1)
+
+
+def build_head(config: Any, dim: int, prefix: int) -> tuple[Head, int]:
+    """The head of a block, and its width. Raises `ConfigError` for one that needs a class token where there is none."""
+    place, readout = config.placement, config.build(dim, None, dim).image
+    if not prefix and (readout is None or config.kind == "linear_bottleneck"):
+        raise ConfigError(f"head.kind={config.kind}: reads the class token, and this encoder has none; use gap")
+    width = dim if readout is None else readout.slots * readout.width
+    return Head(readout, place.attend_cls, prefix), width
+
+
+def run_attentive(scoring: Scoring, task: AttentiveTaskConfig) -> Result:
+    """Train on one rank; the others wait for the result."""
+    encoder = scoring.encoder
+    assert isinstance(encoder, TokensEncoder)  # what offers `tokens`
+    train_set, test_set = open_labelled(task)
+    size, prefix = encoder.image_size, encoder.prefix_tokens
+    length, dim = encoder.tokens(torch.zeros(1, 3, size, size, dtype=torch.uint8)).shape[1:]
+    view = View("tokens", lambda pixels: encoder.tokens(pixels).flatten(1))
+    train, test = scoring.features([train_set, test_set], task.workers, encoder.resized(task.resize), view)
+    known = [labels_of(features, source) for features, source in ((train, train_set), (test, test_set))]
+    classes = 1 + int(torch.cat(known).max())
+    how = attentive.AttentiveTraining(
+        task.lr, task.weight_decay, task.epochs, task.batch_size, task.warmup_epochs, task.seed, encoder.device
+    )
+    sets = [_tokens(features, labels, length, dim) for features, labels in zip((train, test), known, strict=True)]
+
+    def trained() -> Result:
+        probe = attentive.train_attentive(
+            lambda: attentive.AttentiveProbe(*build_head(task.head, dim, prefix), classes), sets[0], how
+        )
+        found = attentive.score(probe, sets[1], classes, encoder.device)
+        head = sum(p.numel() for p in probe.head.parameters())
+        return found._replace(
+            options={"head": task.head.kind, "head_parameters": head, "lr": task.lr, "weight_decay": task.weight_decay,
+                     "epochs": task.epochs, "batch_size": task.batch_size, "seed": task.seed}
+        )  # fmt: skip
+
+    return described(scoring.ranks.first(trained), test, test_set, {})
+
+
+def _tokens(features: Features, labels: Tensor, length: int, dim: int) -> Labelled:
+    return Labelled(lambda numbers: features.rows(numbers).view(-1, length, dim), labels)
+
+
+ATTENTIVE = Task(AttentiveTaskConfig, run_attentive, check_labelled, needs=("tokens",))

@@ -1,0 +1,92 @@
+"""Attentive probes: a head learns where to look on frozen tokens, which are computed once; what cannot be probed is refused."""
+
+import pytest
+import timm
+import torch
+
+from evals.encoders.foreign import TimmVitEncoder
+from evals.encoders.own import ClipEncoder, DinoEncoder, PixelEncoder
+from evals.encoders.pixels import Pixels
+from evals.store.features import FeatureStore
+from evals.suite.attentive_probe import AttentiveTaskConfig, build_head, run_attentive
+from evals.suite.scoring import Scoring
+from evals.suite.task import UnfitError, refuse_unfit
+from evals.tasks.attentive import AttentiveProbe, AttentiveTraining, score, train_attentive
+from evals.tasks.probe import Labelled
+from sparo_train.core.distributed import Ranks
+from sparo_train.core.errors import ConfigError
+from sparo_train.core.tables import READOUTS
+from sparo_train.core.world import World
+from sparo_train.models.vit import Vit
+from sparo_train.models.vit_config import VitConfig
+from tests.conftest import jpeg, write_wds_layout
+from tests.parity.test_clip import READOUTS as BLOCKS
+from tests.parity.test_clip import tiny
+
+HEADS = {name: block for name, block in BLOCKS.items() if name not in ("sparo-weighted", "map-image", "attpool-slots")}
+
+
+def _config(block):
+    return READOUTS.row(block["kind"]).model_validate(block)
+
+
+def _hidden(n, seed):
+    """Twelve tokens of noise behind a class token; the label is written into one of them, at a random place and marked."""
+    g = torch.Generator().manual_seed(seed)
+    tokens, labels = torch.randn(n, 13, 24, generator=g) * 0.5, torch.randint(0, 4, (n,), generator=g)
+    where = torch.randint(1, 13, (n,), generator=g)
+    tokens[torch.arange(n), where] = torch.randn(n, 24, generator=g) * 0.1
+    tokens[torch.arange(n), where, 0] += 4.0
+    tokens[torch.arange(n), where, 1 + labels] += 1.5
+    return Labelled(lambda rows: tokens[rows], labels)
+
+
+def _accuracy(block, epochs=12, lr=3e-3):
+    how = AttentiveTraining(lr, 1e-4, epochs, 50, 1.0, 0, torch.device("cpu"))
+    probe = train_attentive(lambda: AttentiveProbe(*build_head(_config(block), 24, 1), 4), _hidden(601, 0), how)
+    return score(probe, _hidden(400, 1), 4, how.device)
+
+
+@pytest.mark.parametrize(("kind", "lr"), [("ep", 0.05), ("sparo", 3e-3), ("map", 3e-3)])
+def test_a_head_that_attends_finds_the_token_that_matters(kind, lr):
+    block = {"ep": BLOCKS["ep"], "sparo": BLOCKS["sparo"], "map": {"kind": "map", "head_width": 8}}[kind]
+    result = _accuracy(block, lr=lr)
+    assert result.value > 0.9 and result.n == 400 and result.chance == 0.25
+    assert _accuracy(block, lr=lr).metrics == result.metrics  # the same seed, the same probe
+    assert _accuracy({"kind": "token"}, 3).value < 0.4  # the class token has nothing of it
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_every_read_out_is_a_head(name):
+    result = _accuracy({**HEADS[name], **({"heads": 4} if name == "coca" else {})}, epochs=1)
+    assert 0 <= result.value <= 1 and result.metrics.keys() == {"acc1", "mean_per_class_recall"}
+
+
+def _timm():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=0, class_token=False, global_pool="avg")
+    return TimmVitEncoder(model, model, Pixels(32, 32), ((0.5,) * 3, (0.5,) * 3), 32, "timm x", "timm:x")
+
+
+def test_tokens_of_every_vision_transformer_are_read_once_and_probed(tmp_path):
+    for split, n in (("train", 24), ("test", 12)):
+        rows = [(f"{i:03d}", {"jpg": jpeg(i % 12), "cls": str(i % 4).encode()}) for i in range(n)]
+        write_wds_layout(tmp_path / "set", rows, classnames=list("abcd"), split=split)
+    sets = {"train": str(tmp_path / "set/train/0.tar"), "test": str(tmp_path / "set/test/0.tar"), "workers": 0}
+    dino = DinoEncoder(Vit(VitConfig(image_size=32, patch_size=8, width=32, depth=2, heads=2)).eval())
+    for encoder, shape in ((ClipEncoder(tiny("sparo")), (5, 32)), (dino, (17, 32)), (_timm(), (4, 192))):
+        pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+        assert encoder.tokens(pixels).shape == (2, *shape) and "tokens" in encoder.offers
+        task = AttentiveTaskConfig(head={"kind": "ep", "slots": 4, "slot_width": 4}, epochs=2, batch_size=8, **sets)
+        scoring = Scoring("x", encoder, FeatureStore(tmp_path / "store"), Ranks(World(), "gloo", 0.0))
+        result = run_attentive(scoring, task)
+        assert result.n == 12 and result.options["head_parameters"] == 4 * shape[1] + 16 * shape[1]
+        calls = []
+        encoder.tokens = lambda pixels, whole=encoder.tokens, calls=calls: calls.append(len(pixels)) or whole(pixels)
+        again = run_attentive(scoring, task)
+        assert calls == [1] and again.metrics == result.metrics  # one image of zeros, for its shape
+    with pytest.raises(
+        ConfigError, match=r"head.kind=token: reads the class token, and this encoder has none; use gap"
+    ):
+        build_head(_config({"kind": "token"}), 192, 0)
+    with pytest.raises(UnfitError, match="a vision transformer's tokens, and pixels:28 gives none; use probe or knn"):
+        refuse_unfit("x", AttentiveTaskConfig(train="a", test="b"), PixelEncoder(28))
