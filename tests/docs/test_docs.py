@@ -67,7 +67,7 @@ HERE = {
 }
 TWO_ROWS = """
 recipe: configs/clip/scenes_tiny.yaml
-overrides: [eval.every_steps=0]
+overrides: [eval.every_steps=0, "eval.tasks={zeroshot: {task: zeroshot, root: data/scenes/zeroshot}}"]
 runs:
   clip: {overrides: ["objective.model.readout={kind: token}"]}
   ep: {overrides: ["objective.model.readout={kind: ep, slots: 8, slot_width: 8}"]}
