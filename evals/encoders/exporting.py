@@ -17,7 +17,7 @@ from sparo_train.data.read.plan import per_epoch
 from sparo_train.models.describe import CONFIG_KEY
 from sparo_train.models.dino_files import write_dino
 from sparo_train.models.vit_config import ARCHS, VitConfig
-from sparo_train.models.weights import to_sparo_clip
+from sparo_train.models.weights import refuse_non_finite, to_sparo_clip
 from sparo_train.objectives.clip import scored_weights
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
@@ -99,9 +99,12 @@ def mean_weights(steps: Sequence[Path]) -> dict[str, Tensor]:
     newest = run_weights(steps[-1])
     if len(steps) == 1:
         return newest
+    refuse_non_finite(newest, str(steps[-1]))
     total = {name: t.double() for name, t in newest.items() if t.is_floating_point()}
     for step in steps[:-1]:
-        for name, t in run_weights(step).items():
+        weights = run_weights(step)
+        refuse_non_finite(weights, str(step))
+        for name, t in weights.items():
             if name in total:
                 total[name] += t
     return newest | {name: (t / len(steps)).to(newest[name].dtype) for name, t in total.items()}

@@ -8,11 +8,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparo_train.core.contracts import Objective
 from sparo_train.core.errors import CheckpointError
 from sparo_train.models.clip_model import Clip, TextTower, VisionTower
+from sparo_train.models.weights import refuse_non_finite
+from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig, StartConfig
 
 from .loading import load_encoder, read_run, run_weights
@@ -54,6 +56,7 @@ def begin(config: RunConfig, objective: Objective, say: Callable[[str], None]) -
 
 def _start(start: StartConfig, method: str, objective: Objective, say: Callable[[str], None]) -> None:
     weights = _weights(start.checkpoint, method, objective)
+    refuse_non_finite(weights, f"start_from.checkpoint={start.checkpoint}")
     own = objective.state_dict()
     missing = _unless([name for name in own if name not in weights], start.allow_missing)
     unused = _unless([name for name in weights if name not in own], start.allow_unused)
@@ -73,31 +76,63 @@ def _weights(checkpoint: str, method: str, objective: Objective) -> Mapping[str,
     if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
         config, step = read_run(path)
         if config.objective.kind == method:  # all of it: a teacher, a head, a temperature
+            with torch.device("meta"):
+                _refuse_unlike(f"start_from.checkpoint={checkpoint}", build_objective(config), objective)
             return objective.resized(run_weights(step))
-    return objective.adopted(load_encoder(checkpoint).model.state_dict())
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # what builds the other model draws from the stream that this one goes on with
+        encoder = load_encoder(checkpoint)
+    _refuse_unlike(f"start_from.checkpoint={checkpoint}", encoder.model, objective)
+    return objective.adopted(encoder.model.state_dict())
 
 
 def _init(key: str, source: str, model: Clip, tower: VisionTower | TextTower, say: Callable[[str], None]) -> None:
     part = "visual" if isinstance(tower, VisionTower) else "text"
-    with torch.random.fork_rng(
-        devices=[]
-    ):  # what builds the other model draws from the stream that this one goes on with
-        found = tower_weights(load_encoder(source).model.state_dict(), part, f"{key}={source}")
-    found = {
-        n.removeprefix(f"{part}."): t for n, t in model.fitted({f"{part}.{n}": t for n, t in found.items()}).items()
-    }
+    with torch.random.fork_rng(devices=[]):  # as above
+        theirs = load_encoder(source).model
+    origin = f"{key}={source}"
+    found = tower_weights(theirs.state_dict(), part, origin)
+    _refuse_unlike(origin, _tower_of(theirs, part), tower)
+    refuse_non_finite(found, origin)
+    whole = model.fitted({f"{part}.{name}": value for name, value in found.items()})
+    found = {name.removeprefix(f"{part}."): value for name, value in whole.items()}
     own = tower.state_dict()
     free = ("proj", "text_projection", *([] if tower.read_by is None else [f"{tower.read_by}.*"]))
     missing = _unless([name for name in own if name not in found], free)
     shared = {name: t for name, t in found.items() if name in own and not (name in free and t.shape != own[name].shape)}
     if problems := ([f"has no {_few(missing)}"] if missing else []) + _misshapen(shared, own):
         raise CheckpointError(
-            f"{key}={source}: {'; '.join(problems)}; it has to be of the same sizes and the same kind of tower"
+            f"{origin}: {'; '.join(problems)}; it has to be of the same sizes and the same kind of tower"
         )
     tower.load_state_dict(shared, strict=False)
     fresh, left = ([n for n in a if n not in shared] for a in (own, found))
     said = f"{key}: {len(shared)} tensors of {source}"
     say(said + (f"; new are {_few(fresh)}" if fresh else "") + (f"; not used are {_few(left)}" if left else ""))
+
+
+def _tower_of(model: nn.Module, part: str) -> nn.Module:
+    """Where a tower is: of ours and open_clip's, of transformers', or the model itself."""
+    names = (part, "vision_model" if part == "visual" else "text_model")
+    return next((getattr(model, name) for name in names if isinstance(getattr(model, name, None), nn.Module)), model)
+
+
+def _refuse_unlike(origin: str, theirs: nn.Module, own: nn.Module) -> None:
+    """Raise `CheckpointError` where weights would fit and mean another function: other heads, another activation."""
+    heads = [_first(m, "num_heads") for m in (theirs, own)]
+    if None not in heads and heads[0] != heads[1]:
+        raise CheckpointError(
+            f"{origin}: its attention has {heads[0]} heads and the run's {heads[1]}, which shapes do not tell; make them equal"
+        )
+    quick = [any(type(part).__name__.lower().startswith("quickgelu") for part in m.modules()) for m in (theirs, own)]
+    if quick[0] != quick[1]:
+        raise CheckpointError(
+            f"{origin}: was trained {'with' if quick[0] else 'without'} OpenAI's approximation of GELU; set objective.model.quick_gelu={str(quick[0]).lower()}"
+        )
+
+
+def _first(model: nn.Module, attribute: str) -> int | None:
+    return next((found for m in model.modules() if isinstance(found := getattr(m, attribute, None), int)), None)
 
 
 def tower_weights(state: Mapping[str, Tensor], part: str, origin: str) -> dict[str, Tensor]:

@@ -27,8 +27,8 @@ def over_seeds(table: Grid) -> Grid:
     groups: dict[str, list[Row]] = {}
     own = [row for row in table.rows if not row.paper]
     for row in own:
-        recipe, seed = _recipe(row.name)
-        if any(_recipe(other.name)[1] == seed for other in groups.get(recipe, [])):
+        recipe, seed = recipe_of(row.name)
+        if any(recipe_of(other.name)[1] == seed for other in groups.get(recipe, [])):
             raise ConfigError(
                 f"--seeds: {row.name} is of seed {seed}, as another of its recipe is; leave one of them away"
             )
@@ -54,7 +54,7 @@ def _cells(rows: Sequence[Row]) -> list[Cell | None]:
     return found
 
 
-def _recipe(name: str) -> tuple[str, Any]:
+def recipe_of(name: str) -> tuple[str, Any]:
     """What a row was trained with and how it was scored, less its seed; and that seed. A checkpoint below its run's folder is the run's."""
     path, bracket, how = name.partition(" (")  # what of it was scored: slots, a limit
     place = Path(path)

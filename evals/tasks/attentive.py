@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sparo_train.core.errors import DataError
+
 from .probe import Labelled
 from .result import Result
 from .zeroshot import of_ranked, ranked
@@ -57,8 +59,14 @@ def train_attentive(
     how: AttentiveTraining,
     report: Callable[[int], None] = lambda epoch: None,
 ) -> AttentiveProbe:
-    """Train on rows (m, N, d); the start and the order of images are drawn from `how.seed`. The last batch of an epoch that is
-    smaller than two images is left out: it has no deviation."""
+    """Train on rows (m, N, d); the start and the order of images are drawn from `how.seed`. A last batch of one image is left out: it
+    has no deviation.
+
+    Raises:
+        DataError: fewer than two images.
+    """
+    if len(train.labels) < 2:
+        raise DataError(f"attentive_probe: {len(train.labels)} training image(s); at least two are needed")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(how.seed)
         probe = build().to(how.device)
@@ -91,11 +99,15 @@ def train_attentive(
 
 @torch.no_grad()
 def score(probe: AttentiveProbe, test: Labelled, classes: int, device: torch.device) -> Result:
-    """acc1, acc5 and mean per-class recall. Images whose logits are not finite count as wrong."""
+    """acc1, acc5 and mean per-class recall.
+
+    Raises:
+        DataError: a logit that is not finite: what the probe says is no answer.
+    """
     found = []
     for rows in torch.arange(len(test.labels)).split(_BLOCK):
         logits = probe(test.rows(rows).to(device)).float()
-        best = ranked(logits, min(5, classes))
-        best[~logits.isfinite().all(dim=1)] = -1
-        found.append(best.cpu())
+        if not logits.isfinite().all():
+            raise DataError("attentive_probe: its logits are not finite, so it diverged; lower the task's lr")
+        found.append(ranked(logits, min(5, classes)).cpu())
     return of_ranked(torch.cat(found), test.labels, classes, "attentive_probe")

@@ -6,15 +6,18 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from evals.encoders.loading import read_recipe
+from evals.report.over_seeds import recipe_of
 from evals.report.paper_tables import Cell, Column, Grid, Row
 from evals.report.results_file import Record, read_records
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.recipe.layers import is_sweep, load_recipe
 from sparo_train.train.build import build_objective
+from sparo_train.train.run import RunConfig
 
 from ..jobs.sweep import expand
 
@@ -46,7 +49,7 @@ def sweep_rows(sweep: Path, out: Path | None = None) -> list[SweepRow]:
     """The rows of a sweep file; runs are NAME and NAME-seedS in `out` (default: where the recipes put them).
 
     Raises:
-        ConfigError: no sweep file.
+        ConfigError: no sweep file, or a folder of a row's name that is none of its runs.
     """
     if not is_sweep(load_recipe(sweep)):
         raise ConfigError(f"{sweep}: names no runs; `sparo eval table RUNS --seeds` is for runs of one recipe")
@@ -58,12 +61,29 @@ def sweep_rows(sweep: Path, out: Path | None = None) -> list[SweepRow]:
         folders = [folder for folder in folders if (folder / "config.yaml").is_file()]
         with torch.device("meta"):
             parameters = sum(p.numel() for p in build_objective(config).parameters() if p.requires_grad)
-        scored = [records for folder in folders if (records := _records(folder))]
+        found_in = {folder: records for folder in folders if (records := _records(folder))}
+        _refuse_others(config, list(found_in))
         results: dict[str, list[Record]] = {}
-        for record in itertools.chain(*scored):
+        for record in itertools.chain(*found_in.values()):
             results.setdefault(record.task, []).append(record)
-        found.append(SweepRow(config.name.removeprefix(f"{stem}-"), parameters, len(scored), results))
+        found.append(SweepRow(config.name.removeprefix(f"{stem}-"), parameters, len(found_in), results))
     return found
+
+
+def _refuse_others(config: RunConfig, folders: Sequence[Path]) -> None:
+    """Raise `ConfigError` where a folder of a row's name holds another model, or two of them more than their seeds apart."""
+    known: dict[Any, tuple[str, Path]] = {}
+    for folder in folders:
+        if read_recipe(folder).objective != config.objective:
+            raise ConfigError(
+                f"{folder}: is called like a row of the sweep, and its objective is another; move it, or give --out"
+            )
+        recipe, seed = recipe_of(str(folder))
+        other, where = next(iter(known.values()), (recipe, folder))
+        if seed in known or other != recipe:
+            why = "have one seed" if seed in known else "differ in more than their seed"
+            raise ConfigError(f"{known[seed][1] if seed in known else where} and {folder} {why}; move one of them")
+        known[seed] = recipe, folder
 
 
 def _records(folder: Path) -> list[Record]:

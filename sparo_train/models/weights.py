@@ -116,6 +116,15 @@ def load_into(model: nn.Module, state: Mapping[str, Tensor], origin: str) -> Non
     model.load_state_dict({n: t.view(own[n].shape) for n, t in state.items()})
 
 
+def refuse_non_finite(weights: Mapping[str, Tensor], origin: str) -> None:
+    """Raise `CheckpointError` for weights that are no numbers: of a run that diverged, or a file that was damaged."""
+    lost = [name for name, t in weights.items() if t.is_floating_point() and not t.isfinite().all()]
+    if lost:
+        raise CheckpointError(
+            f"{origin}: {lost[0]} and {len(lost) - 1} more are not finite; take a checkpoint from before"
+        )
+
+
 def _strip(name: str) -> str:
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)

@@ -10,8 +10,9 @@ from evals.encoders.loading import load_encoder
 from launch.runs.train import train
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import store
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
+from sparo_train.models.weights import refuse_non_finite
 from sparo_train.objectives.averaging import EmaConfig, follow, follow_if
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
@@ -71,6 +72,10 @@ def test_the_mean_of_checkpoints_is_exported(run, tmp_path):
     torch.testing.assert_close(early[name], sum(_weights(run, s, "average.")[name] for s in (1, 2, 3, 4)) / 4)
     with pytest.raises(ConfigError, match=r"--average last:7: .* has 6 complete checkpoint\(s\)"):
         export_run(run.folder, tmp_path / "no", None, "last:7")
+    broken = dict(store.read_part(run.folder / "checkpoints/step-00000005", "model"))
+    broken["model.logit_scale"] = torch.tensor(torch.nan)
+    with pytest.raises(CheckpointError, match=r"x: model.logit_scale and 0 more are not finite"):
+        refuse_non_finite(broken, "x")
     for wrong in ("5", "last:", "last:0", "first:2"):
         with pytest.raises(ConfigError, match=f"--average {wrong}: write last:N"):
             export_run(run.folder, tmp_path / "no", None, wrong)

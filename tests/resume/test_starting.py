@@ -153,6 +153,21 @@ def test_a_tower_from_elsewhere_is_locked_while_the_other_learns(tmp_path, shard
     init = f"objective.model.vision.init={tmp_path}/donor"
     train(_run(tree, "name=lit", init))
     said = " ".join(capsys.readouterr().err.split())
+    for change, why in (
+        (
+            "objective.model.quick_gelu=true",
+            "trained without OpenAI's approximation of GELU; set objective.model.quick_gelu=false",
+        ),
+        ("objective.model.vision.head_width=8", "its attention has 2 heads and the run's 4"),
+    ):
+        with pytest.raises(CheckpointError, match=why):
+            train(_run(tree, "name=unlike", init, change))
+        with pytest.raises(CheckpointError, match=why):
+            train(_run(tree, "name=unlike", change, "objective.model.vision.init=null", f"start_from={tmp_path}/donor"))
+    lost = {**donor.state_dict(), "visual.ln_post.weight": torch.full((32,), torch.nan)}
+    openclip.export(donor.config, lost, tmp_path / "lost", (0.5,) * 3, (0.5,) * 3)
+    with pytest.raises(CheckpointError, match=r"ln_post.weight and 0 more are not finite"):
+        train(_run(tree, "name=unlike", f"objective.model.vision.init={tmp_path}/lost"))
     assert "new are sparo.q_emb" in said and "not used are proj, transformer.resblocks.2.ln_1.weight" in said
     after, before = _model(tmp_path / "lit", 3), donor.state_dict()
     blocks = [n for n in before if n.startswith("visual.") and f"model.{n}" in after and "ln_post" not in n]

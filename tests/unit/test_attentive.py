@@ -14,7 +14,7 @@ from evals.suite.task import UnfitError, refuse_unfit
 from evals.tasks.attentive import AttentiveProbe, AttentiveTraining, score, train_attentive
 from evals.tasks.probe import Labelled
 from sparo_train.core.distributed import Ranks
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.tables import READOUTS
 from sparo_train.core.world import World
 from sparo_train.models.vit import Vit
@@ -90,3 +90,19 @@ def test_tokens_of_every_vision_transformer_are_read_once_and_probed(tmp_path):
         build_head(_config({"kind": "token"}), 192, 0)
     with pytest.raises(UnfitError, match="a vision transformer's tokens, and pixels:28 gives none; use probe or knn"):
         refuse_unfit("x", AttentiveTaskConfig(train="a", test="b"), PixelEncoder(28))
+
+
+def test_a_probe_that_says_nothing_has_no_score():
+    how = AttentiveTraining(1e30, 0.0, 3, 50, 0.0, 0, torch.device("cpu"))
+    data = _hidden(100, 0)
+    probe = train_attentive(lambda: AttentiveProbe(*build_head(_config(BLOCKS["sparo"]), 24, 1), 4), data, how)
+    with pytest.raises(DataError, match="its logits are not finite, so it diverged; lower the task's lr"):
+        score(probe, data, 4, how.device)
+    with pytest.raises(DataError, match=r"1 training image\(s\); at least two are needed"):
+        train_attentive(lambda: AttentiveProbe(*build_head(_config(BLOCKS["ep"]), 24, 1), 4), _hidden(1, 0), how)
+    for block, said in (
+        ({"kind": "map", "head_width": 7}, "head_width=7 does not divide"),
+        ({"kind": "coca", "heads": 7}, "heads=7 does not divide"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            build_head(_config(block), 24, 1)

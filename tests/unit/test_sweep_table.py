@@ -86,3 +86,12 @@ def test_rows_have_the_median_and_range_of_their_seeds(place):
     with pytest.raises(ConfigError, match=r"recipe.yaml: names no runs; `sparo eval table RUNS --seeds`"):
         sweep_rows(place / "recipe.yaml")
     assert sweep_rows(place / "grid.yaml", place / "elsewhere")[0].runs == 0
+    _scored(runs[0].model_copy(update={"name": "grid-clip"}), 0.4)
+    with pytest.raises(ConfigError, match=r"grid-clip and .*grid-clip-seed0 have one seed; move one of them"):
+        sweep_rows(place / "grid.yaml")
+    (place / "runs/grid-clip/config.yaml").write_text(dump(runs[0].model_copy(update={"seed": 9, "steps": 7})))
+    with pytest.raises(ConfigError, match=r"grid-clip and .*grid-clip-seed0 differ in more than their seed"):
+        sweep_rows(place / "grid.yaml")
+    (place / "runs/grid-clip/config.yaml").write_text(dump(runs[3]))
+    with pytest.raises(ConfigError, match="grid-clip: is called like a row of the sweep, and its objective is another"):
+        sweep_rows(place / "grid.yaml")

@@ -10,6 +10,7 @@ from open_clip.transformer import AttentionalPooler
 from torch import Tensor, nn
 
 from ...core.config import setting
+from ...core.errors import ConfigError
 from ..slots import Placement, ReadOut, Slots, TwinReadOut
 
 
@@ -26,11 +27,11 @@ class CocaReadOut(TwinReadOut):
         return Placement(norm="nothing", normalize=False, text=self.text)
 
     def shape(self, embed_dim: int) -> tuple[int, int]:
-        if embed_dim % self.heads:
-            raise ValueError(f"readout.heads={self.heads} does not divide embed_dim={embed_dim}")
         return 1, embed_dim
 
     def module(self, dim: int, embed_dim: int) -> CocaPool:
+        if embed_dim % self.heads:
+            raise ConfigError(f"readout.heads={self.heads} does not divide embed_dim={embed_dim}")
         return CocaPool(dim, embed_dim, self.queries, self.heads)
 
     @classmethod

@@ -10,6 +10,7 @@ from timm.layers.attention_pool import AttentionPoolLatent
 from torch import Tensor, nn
 
 from ...core.config import setting
+from ...core.errors import ConfigError
 from ..slots import Placement, ReadOut, Slots, TwinReadOut
 
 
@@ -34,7 +35,7 @@ class MapReadOut(TwinReadOut):
 
     def module(self, dim: int, embed_dim: int) -> MapHead:
         if dim % self.head_width:
-            raise ValueError(f"readout.head_width={self.head_width} does not divide a tower's width of {dim}")
+            raise ConfigError(f"readout.head_width={self.head_width} does not divide a tower's width of {dim}")
         return MapHead(dim, dim // self.head_width, self.mlp_ratio)
 
 
