@@ -3,23 +3,30 @@
     python benchmarks/frozen.py [--quick] [--json FILE] [--rounds 9] [--batch 64]
 
 `blocks frozen` is `vision.freeze: blocks` and `text.freeze: blocks`: norms, read-outs and the temperature are trained, towers run on the fly.
-`theirs` is the plain step of the same model: all of it trained by AdamW, no average.
+`kept tokens` is the same with `objective.cache`, and its time is that of reading shards and tokens, too; computing them once is not in it.
+`theirs` is the plain step of the same model, without reading anything: all of it trained by AdamW, no average.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from common import interleave, parser, report, row, seconds, training_step
+from common import interleave, noise_shards, parser, report, row, seconds, training_step
 
+from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
+from sparo_train.core.world import World
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import OptimConfig
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.objectives.averaging import EmaConfig
 from sparo_train.objectives.clip import ClipObjective, ClipObjectiveConfig
+from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks
+from sparo_train.train.run import RunConfig
 
 # (name, keys of towers, keys of the objective, keys of optim, least ratio of speeds)
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], float]] = [
@@ -44,13 +51,45 @@ def step(
     return training_step(engine, data, Progress(0, 100, 0))
 
 
+def kept_steps(batch: int, folder: Path, count: int) -> Callable[[], None]:
+    """`count` steps of training on kept tokens, reading included."""
+    noise_shards(folder / "shards", 16 * batch)
+    tower = {"freeze": "blocks"}
+    tree = {
+        "name": "kept", "out": str(folder), "batch_size": batch, "steps": 1_000_000,
+        "objective": {
+            "kind": "clip", "cache": str(folder / "tokens"),
+            "model": {"backbone": "ViT-S-32", "readout": {"kind": "sparo"}, "vision": tower, "text": tower},
+        },
+        "data": {"sources": {"noise": {"shards": str(folder / "shards")}}, "workers": 0, "crop_scale": [1.0, 1.0]},
+        "engine": {"precision": "fp32"},
+    }  # fmt: skip
+    config = resolve(RunConfig, tree, "frozen.py")
+    ranks = build_ranks(config, World())
+    objective, pipeline, engine = build_objective(config), build_pipeline(config), build_engine(config, ranks)
+    pipeline.examples.ready(objective, pipeline.sources, engine.side, ranks, lambda said: None)
+    engine.prepare(objective)
+    batches, progress = pipeline.start(), Progress(0, 1_000_000, 0)
+
+    def run() -> None:
+        for _ in range(count):
+            training_step(engine, next(batches).batch, progress)()  # type: ignore[arg-type]
+
+    return run
+
+
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--rounds", type=int, default=9)
     arguments.add_argument("--batch", type=int, default=64)
     given = arguments.parse_args()
     rounds, batch = (3, 32) if given.quick else (given.rounds, given.batch)
-    plain, rows = step(batch, {}, {}, {}), []
+    plain, rows, several = step(batch, {}, {}, {}), [], 8
+    with tempfile.TemporaryDirectory() as folder:
+        kept = kept_steps(batch, Path(folder), several)
+        pairs = interleave(lambda: several * batch / seconds(kept), lambda: batch / seconds(plain), rounds)
+        name = f"kept tokens, reading included, batch {batch}"
+        rows.append(row(name, pairs, None if given.quick else 20.0, "samples/s", more_is_better=True))
     for name, tower, objective, optim, bar in CASES:
         other = step(batch, tower, objective, optim)
         pairs = interleave(lambda other=other: batch / seconds(other), lambda: batch / seconds(plain), rounds)

@@ -33,14 +33,16 @@ from .models.describe import IMPORT_FIRST, from_model_cfg
 from .models.slots import NoReadOut
 from .models.weights import to_ours
 
-_VISION_KEYS = ("image_size", "patch_size", "width", "layers", "head_width", "mlp_ratio", "patch_dropout")
+_VISION_KEYS = (
+    "image_size", "patch_size", "width", "layers", "head_width", "mlp_ratio", "patch_dropout", "timm_model_name", "timm_model_kwargs",
+)  # fmt: skip
 _TEXT_KEYS = ("context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio")
 TESTED = "3.3.0"
 
 
 def model_cfg(config: ClipConfig) -> dict[str, Any]:
     """open_clip's `model_cfg` for one of our models; plain CLIP needs no `readout` and loads without this module."""
-    plain = isinstance(config.readout, NoReadOut)
+    plain = isinstance(config.readout, NoReadOut) and config.vision.timm_model_name is None
     extra = {} if plain else {IMPORT_FIRST: True, "readout": config.readout.model_dump()}
     text_extra = extra if config.readout.placement.text else {}
     return {
@@ -49,7 +51,7 @@ def model_cfg(config: ClipConfig) -> dict[str, Any]:
         "quick_gelu": config.quick_gelu,
         "init_logit_scale": config.init_logit_scale,
         **({} if config.init_logit_bias is None else {"init_logit_bias": config.init_logit_bias}),
-        "vision_cfg": {**extra, **config.vision.model_dump(exclude=TRAINING)},
+        "vision_cfg": {**extra, **config.vision.model_dump(exclude=config.vision.unused)},
         "text_cfg": {**text_extra, **config.text.model_dump(exclude=TRAINING)},
     }
 
@@ -167,7 +169,8 @@ def _wrap_convert(original: Callable[..., dict[str, Tensor]]) -> Callable[..., d
 def _config(
     embed_dim: int, quick_gelu: bool, block: Mapping[str, Any], tower: str, keys: tuple[str, ...]
 ) -> ClipConfig:
-    unknown = set(block) - set(keys) - {"readout", IMPORT_FIRST}
+    # open_clip adds the last one by itself, beside a `timm_model_name`.
+    unknown = set(block) - set(keys) - {"readout", IMPORT_FIRST, "timm_model_pretrained"}
     if unknown:
         raise SparoError(
             f"{tower}_cfg: {', '.join(sorted(unknown))} cannot be combined with a readout block; known: {', '.join(keys)}"

@@ -14,10 +14,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sparo_train.core.errors import ConfigError
+from sparo_train.models.weights import weights_sha256
 
 from ..sets.base import Transform
 from .pixels import Pixels
-from .texts import TEXTS, encode_texts, text_identity, weights_sha256
+from .texts import TEXTS, encode_texts, text_identity
 
 Precision = Literal["fp32", "bf16", "fp16"]
 _AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from sparo_train.core.errors import ConfigError
+from sparo_train.models.weights import weights_sha256
 
 from .encoder import Encoder, TextEncoder
-from .texts import weights_sha256
 
 
 class MaskedEncoder(Encoder):

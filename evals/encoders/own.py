@@ -27,7 +27,6 @@ _NOT_ENCODING: Any = {  # names, what training alone reads, and a width that the
     "embed_dim": True,
     "init_logit_scale": True,
     "init_logit_bias": True,
-    "vision": {"patch_dropout", *TRAINING},
     "text": TRAINING,
 }
 
@@ -53,7 +52,12 @@ class ClipEncoder(TwoTowerEncoder, TokensEncoder):
 
     @property
     def architecture(self) -> str:
-        return self.model.config.model_dump_json(exclude=_NOT_ENCODING)
+        config = self.model.config
+        return config.model_dump_json(exclude={**_NOT_ENCODING, "vision": {"patch_dropout", *config.vision.unused}})
+
+    @property
+    def prefix_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.model.visual.prefix
 
     @torch.inference_mode()
     def tokens(self, pixels: Tensor) -> Tensor:

@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from sparo_train.core.contracts import Objective
 from sparo_train.core.errors import CheckpointError
 from sparo_train.models.clip_model import Clip, TextTower, VisionTower
+from sparo_train.models.timm_tower import TimmTower
 from sparo_train.models.weights import refuse_non_finite
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig, StartConfig
 
+from .alike import Normalisation, refuse_other_pixels, refuse_unlike
 from .loading import load_encoder, read_run, run_weights
+from .trunks import trunk_weights
 
 _TIMM_BLOCK = {
     "norm1": "ln_1", "norm2": "ln_2", "attn.qkv.": "attn.in_proj_", "attn.proj": "attn.out_proj", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj",
@@ -50,7 +53,7 @@ def begin(config: RunConfig, objective: Objective, say: Callable[[str], None]) -
     if isinstance(model, Clip):
         for key, tower in (("vision", model.visual), ("text", model.text)):
             if (source := getattr(model.config, key).init) is not None:
-                _init(f"objective.model.{key}.init", source, model, tower, say)
+                _init(f"objective.model.{key}.init", source, model, tower, Normalisation.of(objective), say)
     objective.begun()
 
 
@@ -72,28 +75,40 @@ def _start(start: StartConfig, method: str, objective: Objective, say: Callable[
 
 
 def _weights(checkpoint: str, method: str, objective: Objective) -> Mapping[str, Tensor]:
-    path = Path(checkpoint)
+    path, origin = Path(checkpoint), f"start_from.checkpoint={checkpoint}"
     if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
         config, step = read_run(path)
         if config.objective.kind == method:  # all of it: a teacher, a head, a temperature
+            refuse_other_pixels(origin, Normalisation.of(config.objective), Normalisation.of(objective))
             with torch.device("meta"):
-                _refuse_unlike(f"start_from.checkpoint={checkpoint}", build_objective(config), objective)
+                refuse_unlike(origin, build_objective(config), objective)
             return objective.resized(run_weights(step))
     with torch.random.fork_rng(
         devices=[]
     ):  # what builds the other model draws from the stream that this one goes on with
         encoder = load_encoder(checkpoint)
-    _refuse_unlike(f"start_from.checkpoint={checkpoint}", encoder.model, objective)
+    refuse_unlike(origin, encoder.model, objective)
+    refuse_other_pixels(origin, Normalisation.of(encoder), Normalisation.of(objective))
     return objective.adopted(encoder.model.state_dict())
 
 
-def _init(key: str, source: str, model: Clip, tower: VisionTower | TextTower, say: Callable[[str], None]) -> None:
-    part = "visual" if isinstance(tower, VisionTower) else "text"
+def _init(
+    key: str,
+    source: str,
+    model: Clip,
+    tower: VisionTower | TimmTower | TextTower,
+    pixels: Normalisation | None,
+    say: Callable[[str], None],
+) -> None:
+    part, origin = "text" if isinstance(tower, TextTower) else "visual", f"{key}={source}"
     with torch.random.fork_rng(devices=[]):  # as above
-        theirs = load_encoder(source).model
-    origin = f"{key}={source}"
-    found = tower_weights(theirs.state_dict(), part, origin)
-    _refuse_unlike(origin, _tower_of(theirs, part), tower)
+        encoder = load_encoder(source)
+    theirs = encoder.model
+    if part == "visual":
+        refuse_other_pixels(origin, Normalisation.of(encoder), pixels)
+    state = theirs.state_dict()
+    found = trunk_weights(state, tower, origin) if isinstance(tower, TimmTower) else tower_weights(state, part, origin)
+    refuse_unlike(origin, _tower_of(theirs, part), tower)
     refuse_non_finite(found, origin)
     whole = model.fitted({f"{part}.{name}": value for name, value in found.items()})
     found = {name.removeprefix(f"{part}."): value for name, value in whole.items()}
@@ -117,24 +132,6 @@ def _tower_of(model: nn.Module, part: str) -> nn.Module:
     return next((getattr(model, name) for name in names if isinstance(getattr(model, name, None), nn.Module)), model)
 
 
-def _refuse_unlike(origin: str, theirs: nn.Module, own: nn.Module) -> None:
-    """Raise `CheckpointError` where weights would fit and mean another function: other heads, another activation."""
-    heads = [_first(m, "num_heads") for m in (theirs, own)]
-    if None not in heads and heads[0] != heads[1]:
-        raise CheckpointError(
-            f"{origin}: its attention has {heads[0]} heads and the run's {heads[1]}, which shapes do not tell; make them equal"
-        )
-    quick = [any(type(part).__name__.lower().startswith("quickgelu") for part in m.modules()) for m in (theirs, own)]
-    if quick[0] != quick[1]:
-        raise CheckpointError(
-            f"{origin}: was trained {'with' if quick[0] else 'without'} OpenAI's approximation of GELU; set objective.model.quick_gelu={str(quick[0]).lower()}"
-        )
-
-
-def _first(model: nn.Module, attribute: str) -> int | None:
-    return next((found for m in model.modules() if isinstance(found := getattr(m, attribute, None), int)), None)
-
-
 def tower_weights(state: Mapping[str, Tensor], part: str, origin: str) -> dict[str, Tensor]:
     """One tower of a CLIP under our names, from the state dict of ours, of open_clip's, or of timm's or transformers' CLIP.
 
@@ -150,7 +147,7 @@ def tower_weights(state: Mapping[str, Tensor], part: str, origin: str) -> dict[s
     if part == "visual" and "blocks.0.attn.qkv.weight" in state:
         if "norm_pre.weight" not in state or "patch_embed.proj.bias" in state:
             raise CheckpointError(
-                f"{origin}: this ViT's patches have a bias, or no norm is before its blocks; the tower is open_clip's, which timm has as vit_…_clip_…"
+                f"{origin}: this ViT's patches have a bias, or no norm is before its blocks, unlike a CLIP's; vision.timm_model_name takes it as it is"
             )
         return _renamed(state, r"blocks\.(\d+)\.(.+)", _TIMM_BLOCK, lambda name: _swapped(name, _TIMM))
     whole = "vision_model." if part == "visual" else "text_model."

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparo_train.core.signals import stop_here
+from sparo_train.models.weights import weights_sha256
 
 TEXTS = {"cpu": 64, "cuda": 2048}  # in a batch: on a CPU a small one stays in its caches
 
@@ -47,16 +48,6 @@ def encode_texts(
     place[order] = torch.arange(len(order))
     where = {caption: int(i) for caption, i in zip(distinct, place, strict=True)}
     return found[[where[c] for c in captions]]
-
-
-def weights_sha256(tensors: Mapping[str, Tensor], keep: Callable[[str], bool] = lambda name: True) -> str:
-    """Hex SHA-256 over names, dtypes, shapes and values."""
-    digest = hashlib.sha256()
-    for name in filter(keep, sorted(tensors)):
-        t = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode())
-        digest.update(t.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def text_identity(tensors: Mapping[str, Tensor], architecture: str) -> str:

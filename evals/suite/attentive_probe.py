@@ -62,7 +62,7 @@ class Head(nn.Module):
 def build_head(config: Any, dim: int, prefix: int) -> tuple[Head, int]:
     """The head of a block, and its width. Raises `ConfigError` for one that needs a class token where there is none."""
     place, readout = config.placement, config.build(dim, None, dim).image
-    if not prefix and (readout is None or config.kind == "linear_bottleneck"):
+    if not prefix and config.reads_cls:
         raise ConfigError(f"head.kind={config.kind}: reads the class token, and this encoder has none; use gap")
     width = dim if readout is None else readout.slots * readout.width
     return Head(readout, place.attend_cls, prefix), width

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from evals.encoders.encoder import Encoder
+from evals.encoders.loading import read_run, run_weights
 from evals.encoders.starting import begin
 from evals.report.results_file import append, write_results
 from evals.suite.evaluate import EvalOptions, result_facts
@@ -23,6 +25,7 @@ from sparo_train.core.tables import METHODS
 from sparo_train.core.world import find_world, started
 from sparo_train.data.read.loader import Pipeline
 from sparo_train.data.read.sources import refuse_changed
+from sparo_train.models.weights import load_into
 from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks
 from sparo_train.train.flops import FlopCounter
 from sparo_train.train.run import RunConfig
@@ -54,8 +57,12 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
         with ProgressView(config.name, rundir.path / "log.txt", silent=ranks.rank > 0) as view:
             # What refuses a start comes before the folder is written to: it may hold a run that goes on being read.
             evaluate = make_evaluate(config, objective, rundir, total, view)
-            if ranks.first(lambda: CheckpointStore(rundir.checkpoints).latest() is None):
+            newest = ranks.first(lambda: CheckpointStore(rundir.checkpoints).latest())
+            if newest is None:
                 begin(config, objective, view.say)
+            if pipeline.examples.reads_model:
+                _give_weights(objective, config, newest)
+                pipeline.examples.ready(objective, pipeline.sources, engine.side, ranks, view.say)
             rundir.join(ranks.first(lambda: _opened(rundir, config, pipeline)))
             # A resumed run says where it goes on instead.
             if not any(rundir.checkpoints.glob("step-*")):
@@ -81,6 +88,15 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
             return outcome
     finally:
         rundir.close()
+
+
+def _give_weights(objective: Objective, config: RunConfig, newest: Path | None) -> None:
+    """Those that training goes on with, where it reads them from a checkpoint later."""
+    start = config.start_from
+    if newest is None and start is not None and start.optimizer:
+        newest = read_run(Path(start.checkpoint))[1]
+    if newest is not None:
+        load_into(objective, run_weights(newest), str(newest))
 
 
 def _opened(rundir: RunDir, config: RunConfig, pipeline: Pipeline) -> str:

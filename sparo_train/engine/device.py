@@ -59,9 +59,7 @@ class Device:
 
     def take(self, objective: Objective) -> Objective:
         """Make an objective ready for this device, in one order: compiled blocks have to see their checkpointing."""
-        # Before anything is computed: the thread pools of torch take their size at their first use.
-        if self.config.threads:
-            torch.set_num_threads(self.config.threads)
+        self.limit_threads()
         if self.config.grad_checkpointing:
             objective.set_grad_checkpointing(True)
         # Before compile, whose guards hold the device, and before any optimizer, which holds the parameters.
@@ -72,6 +70,11 @@ class Device:
             for unit in objective.shard_units():
                 unit.compile()
         return objective
+
+    def limit_threads(self) -> None:
+        """Before anything is computed: the thread pools of torch take their size at their first use."""
+        if self.config.threads:
+            torch.set_num_threads(self.config.threads)
 
     def choose_kernel(self, objective: Objective, batch: Batch, progress: Progress | None) -> None:
         """Before the first forward: measure, where the recipe leaves it open and this is a CPU. All ranks together."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -18,6 +19,7 @@ OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 
 _INIT = "a checkpoint whose tower of this kind it begins with: a run, a file, open_clip:NAME@FILE, timm:NAME@FILE, hf:FOLDER"
 _FREEZE = "what is not trained: true, all of it; blocks, all but what stands behind them; a number, so many blocks and what is before them"
+TRAINING = {"init", "freeze"}  # keys of a tower that are no part of what it is
 Freeze = bool | Literal["blocks"] | Annotated[int, Field(ge=0)]
 
 
@@ -29,17 +31,59 @@ class VisionConfig(Frozen):
     head_width: int = setting(64, "numbers of an attention head; divides width", gt=0)
     mlp_ratio: float = setting(4.0, "width of a block's MLP over its own", gt=0)
     patch_dropout: float = setting(0.0, "share of patches that training leaves out", ge=0, lt=1)
+    timm_model_name: str | None = setting(
+        None,
+        "one of timm's vision transformers in place of CLIP's; its sizes are the name's, and stand in the keys above",
+        examples=["vit_small_patch16_224"],
+    )
+    timm_model_kwargs: dict[str, bool | int | float | str] = setting(
+        {}, "what timm.create_model is told beside", examples=[{"embed_dim": 128, "depth": 4, "num_heads": 4}]
+    )
     init: str | None = setting(None, _INIT, examples=["open_clip:ViT-B-32@weights.safetensors"])
     freeze: Freeze = setting(False, _FREEZE)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _sized(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or not isinstance(value.get("timm_model_name"), str):
+            return value
+        sizes = _timm_sizes(value)
+        for key, own in sizes._asdict().items():
+            if key in cls.model_fields and value.get(key, own) != own:
+                raise ValueError(f"{key}={value[key]}: timm's {value['timm_model_name']} has {own}; leave the key away")
+        return value | {key: own for key, own in sizes._asdict().items() if key in cls.model_fields}
+
+    @model_validator(mode="after")
+    def _towers(self) -> VisionConfig:
+        if self.timm_model_name is None and self.timm_model_kwargs:
+            raise ValueError("timm_model_kwargs: are of timm_model_name, and there is none")
+        if self.timm_model_name is not None and self.patch_dropout:
+            raise ValueError(f"patch_dropout={self.patch_dropout}: timm's towers have none of ours; leave it away")
+        return self
+
     @property
     def tokens(self) -> int:
-        return (self.image_size // self.patch_size) ** 2 + 1
+        prefix = 1 if self.timm_model_name is None else _timm_sizes(self.model_dump()).prefix
+        return (self.image_size // self.patch_size) ** 2 + prefix
+
+    @property
+    def unused(self) -> set[str]:
+        """Keys that are no part of what the tower is."""
+        return TRAINING if self.timm_model_name else TRAINING | {"timm_model_name", "timm_model_kwargs"}
 
     @property
     def kept_patches(self) -> int:
         """Patches that `patch_dropout` leaves (open_clip's rounding)."""
         return max(1, int((self.tokens - 1) * (1 - self.patch_dropout)))
+
+
+def _timm_sizes(vision: Mapping[str, Any]) -> Any:
+    from .timm_tower import sizes_of  # timm is imported where a recipe names it
+
+    kwargs = vision.get("timm_model_kwargs", {})
+    if not isinstance(kwargs, Mapping) or not isinstance(vision.get("image_size", 0), int):
+        raise ValueError("timm_model_kwargs is a block of names and values, image_size a number")
+    return sizes_of(vision["timm_model_name"], vision.get("image_size"), kwargs)
 
 
 class TextConfig(Frozen):
@@ -52,8 +96,6 @@ class TextConfig(Frozen):
     init: str | None = setting(None, _INIT, examples=["open_clip:ViT-B-32@weights.safetensors"])
     freeze: Freeze = setting(False, _FREEZE)
 
-
-TRAINING = {"init", "freeze"}  # keys of a tower that are no part of what it is
 
 # Backbones by open_clip's names: (vision, text, embed_dim). The Tiny ones are ours, for CPUs and 64-pixel images.
 _TINY_TEXT = {"context_length": 32, "width": 128, "heads": 4, "layers": 4}
@@ -120,6 +162,8 @@ class ClipConfig(Frozen):
         if name not in BACKBONES:
             raise ValueError(f"unknown backbone {name!r}; {did_you_mean(name, BACKBONES)}")
         vision, text, embed_dim = BACKBONES[name]
+        if isinstance(value.get("vision"), Mapping) and value["vision"].get("timm_model_name") is not None:
+            vision = {}  # the text tower's size by name, the image tower's by timm's
         return {
             "embed_dim": embed_dim,
             **value,
@@ -135,6 +179,10 @@ class ClipConfig(Frozen):
             raise ValueError(f"vision.patch_size={v.patch_size} does not divide vision.image_size={v.image_size}")
         if v.width % v.head_width:
             raise ValueError(f"vision.head_width={v.head_width} does not divide vision.width={v.width}")
+        if self.readout.reads_cls and v.timm_model_name and not _timm_sizes(v.model_dump()).prefix:
+            raise ValueError(
+                f"readout.kind={self.readout.kind}: reads the class token, and timm's {v.timm_model_name} has none; use gap"
+            )
         if t.width % t.heads:
             raise ValueError(f"text.heads={t.heads} does not divide text.width={t.width}")
         for name, tower in (("vision", v), ("text", t)):

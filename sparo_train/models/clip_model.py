@@ -20,6 +20,7 @@ from .clip_config import TRAINING, ClipConfig
 from .locking import freeze, lock
 from .patches import patchify
 from .slots import NoReadOut, ReadOut, ReadOutConfig, ReadOutPair, Slots, read_slots
+from .timm_tower import TimmTower
 
 
 class VisionTower(VisionTransformer):
@@ -37,6 +38,8 @@ class VisionTower(VisionTransformer):
         kwargs: open_clip's.
     """
 
+    prefix = 1  # tokens before the patches
+
     def __init__(
         self, readout: ReadOutConfig, embed_dim: int, layers: int, module: ReadOut | None = None, **kwargs: Any
     ):
@@ -53,18 +56,35 @@ class VisionTower(VisionTransformer):
             slots, width = readout.shape(embed_dim)
             self.output_dim = slots * width
 
-    def forward(self, x: Tensor, patches: Tensor | None = None) -> Tensor:
-        """Pixels (B, 3, H, W) -> (B, output_dim); `patches` (B, K) int64: the patches to look at, in place of a random draw."""
-        pooled, _ = self._pool(self.transformer(self._embeds(x, patches)))
+    @property
+    def resblocks(self) -> nn.ModuleList:
+        """Its transformer blocks."""
+        return self.transformer.resblocks
+
+    def hidden(self, x: Tensor, patches: Tensor | None = None) -> Tensor:
+        """Pixels (B, 3, H, W) to the tokens behind the last block, before any norm, (B, 1 + H*W/p^2, d), CLS first."""
+        return self.transformer(self._embeds(x, patches))
+
+    def forward(self, x: Tensor | None, patches: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
+        """Pixels (B, 3, H, W) -> (B, output_dim).
+
+        Args:
+            patches: (B, K) int64, the patches to look at, in place of a random draw.
+            hidden: what `hidden` gave for these images, which are not looked at again.
+        """
+        if hidden is None:
+            assert x is not None
+            hidden = self.hidden(x, patches)
+        pooled, _ = self._pool(hidden)
         return pooled if self.proj is None else pooled @ self.proj
 
     def slots(self, image: Tensor, need_attention: bool = False) -> Slots:
         """Slots of images (B, 3, H, W), of one norm, not projected; attention (B, L, 1 + H*W/p^2), CLS first."""
-        return self._read(self.transformer(self._embeds(image)), need_attention)
+        return self._read(self.hidden(image), need_attention)
 
     def tokens(self, image: Tensor) -> Tensor:
         """All tokens of images (B, 3, H, W) behind the last block and its norm, (B, 1 + H*W/p^2, d), CLS first."""
-        return self.ln_post(self.transformer(self._embeds(image)))
+        return self.ln_post(self.hidden(image))
 
     def _pool(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return super()._pool(x) if self.read_by is None else (self._read(x, False).flat(), x[:, 1:])
@@ -121,17 +141,30 @@ class TextTower(TextTransformer):
             slots, width = readout.shape(embed_dim)
             self.output_dim = slots * width
 
-    def slots(self, text: Tensor, need_attention: bool = False) -> Slots:
-        """Slots of token ids (B, T), of one norm; attention (B, L, T), zero behind EOS."""
+    @property
+    def resblocks(self) -> nn.ModuleList:
+        """Its transformer blocks."""
+        return self.transformer.resblocks
+
+    def hidden(self, text: Tensor) -> Tensor:
+        """Token ids (B, T) to the tokens behind the last block, before any norm, (B, T, d)."""
         x, mask = self._embeds(text)
-        x = self.transformer(x, attn_mask=mask)
+        return self.transformer(x, attn_mask=mask)
+
+    def slots(self, text: Tensor, need_attention: bool = False, hidden: Tensor | None = None) -> Slots:
+        """Slots of token ids (B, T), of one norm; attention (B, L, T), zero behind EOS."""
+        x = self.hidden(text) if hidden is None else hidden
         return read_slots(_readout(self), self.place, self.ln_final, x, up_to_eos(text), need_attention)
 
-    def forward(self, text: Tensor) -> Tensor:
+    def forward(self, text: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Token ids (B, T) -> (B, output_dim); `hidden`: what `hidden` gave for them."""
         if self.read_by is not None:
-            pooled = self.slots(text).flat()
+            pooled = self.slots(text, hidden=hidden).flat()
             return pooled @ self.text_projection if self.place.projected else pooled  # type: ignore[operator]
-        return super().forward(text)  # type: ignore[return-value]
+        if hidden is None:
+            return super().forward(text)  # type: ignore[return-value]
+        ends = self.ln_final(hidden[torch.arange(len(text), device=text.device), text.argmax(dim=-1)])
+        return ends @ self.text_projection  # type: ignore[operator]
 
     def forward_intermediates(self, text: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         out = super().forward_intermediates(text, *args, **kwargs)
@@ -193,17 +226,26 @@ class Clip(nn.Module):
         bias = config.init_logit_bias
         self.logit_bias = None if bias is None else nn.Parameter(torch.ones([]) * bias)
         self.context_length, self.vocab_size = config.text.context_length, config.text.vocab_size
-        freeze(self.visual, len(self.visual.transformer.resblocks), config.vision.freeze)
-        freeze(self.text, len(self.text.transformer.resblocks), config.text.freeze)
+        freeze(self.visual, len(self.visual.resblocks), config.vision.freeze)
+        freeze(self.text, len(self.text.resblocks), config.text.freeze)
 
-    def encode_image(self, image: Tensor, normalize: bool = False, patches: Tensor | None = None) -> Tensor:
-        """(B, 3, H, W) normalised pixels (of `patches` (B, K) only) -> (B, width). SPARO encodings have norm one either way."""
-        features = self.visual(image, patches)
+    def encode_image(
+        self,
+        image: Tensor | None,
+        normalize: bool = False,
+        patches: Tensor | None = None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """(B, 3, H, W) normalised pixels (of `patches` (B, K) only), or what the tower's `hidden` gave for them, -> (B, width).
+
+        SPARO encodings have norm one either way.
+        """
+        features = self.visual(image, patches, hidden)
         return _unit(features) if normalize else features
 
-    def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
-        """(B, T) token ids -> (B, width)."""
-        features = self.text(text)
+    def encode_text(self, text: Tensor, normalize: bool = False, hidden: Tensor | None = None) -> Tensor:
+        """(B, T) token ids (and what the tower's `hidden` gave for them) -> (B, width)."""
+        features = self.text(text, hidden)
         return _unit(features) if normalize else features
 
     def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,7 +254,8 @@ class Clip(nn.Module):
     def fitted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights of a CLIP with positions for this model's image size."""
         found = dict(weights)
-        resize_pos_embed(found, self, antialias=True)
+        if isinstance(self.visual, VisionTower):
+            resize_pos_embed(found, self, antialias=True)
         return found
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -222,9 +265,12 @@ class Clip(nn.Module):
 
 def build_vision(
     config: ClipConfig, cast_dtype: torch.dtype | None = None, module: ReadOut | None = None
-) -> VisionTower:
+) -> VisionTower | TimmTower:
     """The image tower of `config`; `module`: its read-out, where both towers' were built together."""
     v = config.vision
+    if v.timm_model_name is not None:
+        place = (v.timm_model_name, v.image_size, v.timm_model_kwargs)
+        return TimmTower(config.readout, config.embed_dim, *place, module)
     return VisionTower(
         config.readout,
         config.embed_dim,

@@ -9,6 +9,7 @@ from torch import nn
 from .clip_config import Freeze
 
 _STEM = ("conv1", "class_embedding", "positional_embedding", "token_embedding", "ln_pre")
+_BEHIND = ("norm", "fc_norm")  # of timm's trunks, in which everything else that is no block is before the blocks
 
 
 def freeze(tower: nn.Module, blocks: int, how: Freeze) -> None:
@@ -26,6 +27,9 @@ def layer_of(name: str, blocks: int) -> int:
     first, _, rest = name.partition(".")
     if first == "transformer":
         return 1 + int(rest.split(".")[1])
+    if first == "trunk":
+        part, _, rest = rest.partition(".")
+        return 1 + int(rest.split(".")[0]) if part == "blocks" else blocks + 1 if part in _BEHIND else 0
     return 0 if first in _STEM else blocks + 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -75,6 +75,7 @@ class ReadOutConfig(Frozen, ABC):
     """A row of `sparo.readouts`: the recipe's `readout` block. Its `kind` is the name of the modules in a state dict, too."""
 
     kind: Any  # a Literal of one name, in each of them
+    reads_cls: ClassVar[bool] = False  # an image's class token alone: there has to be one
 
     @property
     def placement(self) -> Placement:
@@ -116,6 +117,8 @@ class TwinReadOut(ReadOutConfig):
 
 class NoReadOut(ReadOutConfig):
     """The towers' own pooling, under its own names."""
+
+    reads_cls: ClassVar[bool] = True
 
     @property
     def placement(self) -> Placement:
@@ -163,11 +166,21 @@ def normalize_slots(slots: Slots, weighting: Weighting = "const", representation
 
 
 def read_slots(
-    readout: nn.Module, place: Placement, norm: nn.Module, x: Tensor, keep: Tensor | None, need_attention: bool
+    readout: nn.Module,
+    place: Placement,
+    norm: nn.Module,
+    x: Tensor,
+    keep: Tensor | None,
+    need_attention: bool,
+    prefix: int = 1,
 ) -> Slots:
-    """What a tower does with its last block's tokens (B, N, d), class token first: norm, read-out, one norm per slot."""
+    """What a tower does with its last block's tokens (B, N, d), class token first: norm, read-out, one norm per slot.
+
+    Args:
+        prefix: tokens before the patches, which are left out where the class token is.
+    """
     tokens = norm(x) if place.norm == "tokens" else x
-    slots: Slots = readout(tokens if place.attend_cls else tokens[:, 1:], keep, need_attention=need_attention)
+    slots: Slots = readout(tokens if place.attend_cls else tokens[:, prefix:], keep, need_attention=need_attention)
     if place.norm == "slots":
         slots = slots._replace(values=norm(slots.values))
     return normalize_slots(slots, place.weighting, place.representation) if place.normalize else slots

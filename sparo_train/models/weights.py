@@ -8,9 +8,10 @@ and puts `module.` before everything.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,16 @@ def load_into(model: nn.Module, state: Mapping[str, Tensor], origin: str) -> Non
         more = f" and {len(problems) - 6} more" if len(problems) > 6 else ""
         raise CheckpointError(f"{origin}: does not fit the model: {'; '.join(problems[:6])}{more}")
     model.load_state_dict({n: t.view(own[n].shape) for n, t in state.items()})
+
+
+def weights_sha256(tensors: Mapping[str, Tensor], keep: Callable[[str], bool] = lambda name: True) -> str:
+    """Hex SHA-256 over names, dtypes, shapes and values."""
+    digest = hashlib.sha256()
+    for name in filter(keep, sorted(tensors)):
+        t = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode())
+        digest.update(t.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def refuse_non_finite(weights: Mapping[str, Tensor], origin: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 from torch import Tensor, nn
 
 from ..core.config import Frozen, between, setting
@@ -21,6 +21,7 @@ from ..models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
 from ..models.clip_model import Clip
 from ..models.locking import layer_of
 from .averaging import EmaConfig, follow, follow_if
+from .clip_tokens import CacheConfig, TokenExamples
 from .contrastive import Exchange, Kind, contrastive, logits_held
 from .method import Method
 
@@ -34,6 +35,10 @@ class ContrastiveConfig(Frozen):
     exchange: Exchange = setting(
         "auto", "how ranks see each other's pairs: gather, ring, or what fits the batch (auto)"
     )
+
+
+def _as_block(value: Any) -> Any:
+    return {"folder": value} if isinstance(value, str) else value
 
 
 class ClipObjectiveConfig(Frozen):
@@ -51,6 +56,11 @@ class ClipObjectiveConfig(Frozen):
         "sparo-clip", "whose choice of what weight decay reaches"
     )
     ema: EmaConfig | None = setting(None, "a moving average of the weights, which is scored and exported; null: none")
+    cache: Annotated[CacheConfig | None, BeforeValidator(_as_block)] = setting(
+        None,
+        "keep what frozen blocks make of images and captions, and train on that: a folder, or a block",
+        examples=[{"folder": "data/tokens"}],
+    )
     max_logit_scale: float = setting(MAX_LOGIT_SCALE, "the logarithm of the logit scale is held at or below it", gt=0)
 
     @model_validator(mode="after")
@@ -62,7 +72,22 @@ class ClipObjectiveConfig(Frozen):
             )
         if bias is not None and not sigmoid:
             raise ValueError("model.init_logit_bias is for loss.kind=sigmoid: a softmax does not see it")
+        if self.cache is not None and not any(self.frozen):
+            raise ValueError(
+                "cache: no tower's blocks are all frozen; set model.vision.freeze or model.text.freeze=blocks"
+            )
         return self
+
+    @property
+    def frozen(self) -> tuple[bool, bool]:
+        """Whether all blocks of the image tower, and of the text tower, are as they begin."""
+        m = self.model
+        left = m.readout.placement.replaced
+        vision, text = (
+            how is True or how == "blocks" or (how is not False and how == tower.layers - left)
+            for tower, how in ((m.vision, m.vision.freeze), (m.text, m.text.freeze))
+        )
+        return vision, text
 
 
 class Embeddings(NamedTuple):
@@ -94,13 +119,18 @@ class ClipObjective(CoupledObjective):
         return image.to(torch.float32).div(255).sub(self.mean).div(self.std)
 
     def embed(self, batch: Batch) -> Embeddings:
-        """Encode `image` (B, 3, H, W) uint8, of which `patches` (B, K) int64 where given, and `text` (B, T) int64."""
+        """Encode `image` (B, 3, H, W) uint8, of which `patches` (B, K) int64 where given, and `text` (B, T) int64.
+
+        What the towers' blocks made of them may be given: `image_tokens` (B, N, d), in place of the image, and `text_tokens` (B, T, d).
+        """
+        kept = {side: batch[f"{side}_tokens"].float() for side in ("image", "text") if f"{side}_tokens" in batch}
         for key in ("image", "text"):
-            if key not in batch:
+            if key not in batch and not (key == "image" and key in kept):
                 raise DataError(f"objective clip: the batch has no {key!r} (it has {', '.join(batch)})")
+        pixels = None if "image" in kept else self.pixels(batch["image"])
         return Embeddings(
-            self.model.encode_image(self.pixels(batch["image"]), normalize=True, patches=batch.get("patches")),
-            self.model.encode_text(batch["text"], normalize=True),
+            self.model.encode_image(pixels, True, batch.get("patches"), kept.get("image")),
+            self.model.encode_text(batch["text"], True, kept.get("text")),
         )
 
     def loss(self, embeddings: tuple[Tensor, ...], own: Sequence[Tensor], progress: Progress) -> Loss:
@@ -130,7 +160,7 @@ class ClipObjective(CoupledObjective):
 
     def shard_units(self) -> Sequence[nn.Module]:
         towers = [tower for m in (self.model, self.average) if m is not None for tower in (m.visual, m.text)]
-        blocks: list[nn.Module] = [block for tower in towers for block in tower.transformer.resblocks]
+        blocks: list[nn.Module] = [block for tower in towers for block in tower.resblocks]
         return blocks if self.average is None else [*blocks, self.average]
 
     def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -146,7 +176,7 @@ class ClipObjective(CoupledObjective):
     def depths(self) -> Mapping[str, int]:
         found = {}
         for part, tower in self.parts().items():
-            blocks = len(tower.transformer.resblocks)  # type: ignore[union-attr, arg-type]
+            blocks = len(tower.resblocks)  # type: ignore[arg-type]
             found |= {f"model.{part}.{n}": blocks + 1 - layer_of(n, blocks) for n, _ in tower.named_parameters()}
         return found
 
@@ -161,7 +191,7 @@ class ClipObjective(CoupledObjective):
 
     def footprint(self, batch: int, world_batch: int) -> Footprint:
         m = self.config.model
-        vision, text = self.model.visual.transformer.resblocks, self.model.text.transformer.resblocks
+        vision, text = self.model.visual.resblocks, self.model.text.resblocks
         return Footprint(
             {"image": m.vision.tokens, "text": m.text.context_length},
             [(m.vision.tokens * m.vision.width, len(vision)), (m.text.context_length * m.text.width, len(text))],
@@ -197,13 +227,16 @@ def _examples(config: ClipObjectiveConfig, data: DataConfig) -> ImageTextExample
         raise ConfigError(
             f"objective.model.text.vocab_size={model.text.vocab_size}: CLIP's tokenizer has {VOCABULARY} ids; remove the key"
         )
-    return ImageTextExamples(
+    given = (
         data,
         model.vision.image_size,
         model.text.context_length,
         ClipTokenizer(model.text.context_length),
         (model.vision.tokens - 1, model.vision.kept_patches) if model.vision.patch_dropout else None,
     )
+    if config.cache is None:
+        return ImageTextExamples(*given)
+    return TokenExamples(config.cache, *config.frozen, *given)
 
 
 def _rules(run: Any) -> None:
@@ -212,6 +245,16 @@ def _rules(run: Any) -> None:
             raise ValueError(
                 f"data.sources.{name}.{source.kind}: has no captions; `sparo data convert` writes them into shards"
             )
+    if run.objective.cache is not None and run.objective.frozen[0]:
+        for key, value, plain in (
+            ("data.crop_scale", run.data.crop_scale, (1.0, 1.0)),
+            ("data.hflip", run.data.hflip, 0.0),
+            ("objective.model.vision.patch_dropout", run.objective.model.vision.patch_dropout, 0.0),
+        ):
+            if value != plain:
+                raise ValueError(
+                    f"{key}={value}: objective.cache keeps the tokens of whole images, their middle cut out as for evaluation; set it to {plain}"
+                )
 
 
 METHOD = Method(ClipObjectiveConfig, ClipObjective, _examples, _rules, exports=("open_clip", "sparo-clip"))

@@ -16,7 +16,7 @@ from sparo_train.core.disk import store
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.engine.optim import OptimConfig, build_optimizer
-from sparo_train.models.clip_config import ClipConfig
+from sparo_train.models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.objectives.clip import ClipObjective, ClipObjectiveConfig
 from sparo_train.train.build import build_objective
@@ -151,6 +151,9 @@ def test_a_tower_from_elsewhere_is_locked_while_the_other_learns(tmp_path, shard
     (tmp_path / "donor").mkdir()
     openclip.export(donor.config, donor.state_dict(), tmp_path / "donor", (0.5,) * 3, (0.5,) * 3)
     init = f"objective.model.vision.init={tmp_path}/donor"
+    with pytest.raises(CheckpointError, match=r"set objective.mean=\[0.5, 0.5, 0.5\] and objective.std="):
+        train(_run(tree, "name=colours", init))
+    openclip.export(donor.config, donor.state_dict(), tmp_path / "donor", OPENAI_MEAN, OPENAI_STD)
     train(_run(tree, "name=lit", init))
     said = " ".join(capsys.readouterr().err.split())
     for change, why in (
@@ -165,7 +168,7 @@ def test_a_tower_from_elsewhere_is_locked_while_the_other_learns(tmp_path, shard
         with pytest.raises(CheckpointError, match=why):
             train(_run(tree, "name=unlike", change, "objective.model.vision.init=null", f"start_from={tmp_path}/donor"))
     lost = {**donor.state_dict(), "visual.ln_post.weight": torch.full((32,), torch.nan)}
-    openclip.export(donor.config, lost, tmp_path / "lost", (0.5,) * 3, (0.5,) * 3)
+    openclip.export(donor.config, lost, tmp_path / "lost", OPENAI_MEAN, OPENAI_STD)
     with pytest.raises(CheckpointError, match=r"ln_post.weight and 0 more are not finite"):
         train(_run(tree, "name=unlike", f"objective.model.vision.init={tmp_path}/lost"))
     assert "new are sparo.q_emb" in said and "not used are proj, transformer.resblocks.2.ln_1.weight" in said

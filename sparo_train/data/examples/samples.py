@@ -72,6 +72,16 @@ def caption(fields: Mapping[str, bytes], config: SourceConfig, rng: np.random.Ge
     return texts[0] if own is None or len(texts) == 1 else texts[own.integers(len(texts))]
 
 
+def captions_of(fields: Mapping[str, bytes], config: SourceConfig) -> list[str]:
+    """All captions that visits of a sample may draw. Raises `BadSampleError` where there is none."""
+    if config.captions is None:
+        return _texts(fields, config.caption_key)
+    found = [text for key, share in config.captions.items() if share for text in _texts_if_there(fields, key)]
+    if not found:
+        raise BadSampleError("missing caption")
+    return found
+
+
 def _texts(fields: Mapping[str, bytes], key: str) -> list[str]:
     """The captions at a key: one, or those of a json's list that are not empty. Raises `BadSampleError` where there is none."""
     member, _, field = key.partition(":")

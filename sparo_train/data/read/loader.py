@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ...core.contracts import Cursor, Delivery
+from ...core.contracts import Cursor, Delivery, Objective
 from ...core.disk.mirrors import Sample
+from ...core.distributed import Ranks
 from ...core.errors import BadSampleError, ConfigError, DataError, SparoError
 from ...core.rng import generator
 from .budget import refuse_broken
@@ -37,6 +38,21 @@ class Examples(ABC):
     """What the batches of a pipeline are made of; runs in the loader's workers, all but `finish`."""
 
     image_size: int
+    reads_model = False  # examples are made with the objective's weights: `ready` comes first
+
+    def ready(  # noqa: B027  most are made of what was read alone
+        self,
+        objective: Objective,
+        sources: Sequence[Source],
+        side: Any,
+        ranks: Ranks,
+        say: Callable[[str], None],
+    ) -> None:
+        """Called on all ranks together before the first batch, where `reads_model`; `objective` has the weights that it begins with.
+
+        Args:
+            side: of the engine: its device and precision.
+        """
 
     @abstractmethod
     def prepare(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ class LinearBottleneckReadOut(TwinReadOut):
     """m -> M on both towers; the paper has 64 -> 512 and 512 -> 4096."""
 
     kind: Literal["linear_bottleneck"] = "linear_bottleneck"
+    reads_cls: ClassVar[bool] = True
     bottleneck_dim: int = setting(64, "m, numbers that CLS and EOS are projected to", gt=0)
     width: int = setting(512, "M, numbers of an encoding", gt=0)
 

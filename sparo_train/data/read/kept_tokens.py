@@ -1,0 +1,142 @@
+"""Tokens of frozen towers, computed once: found by the content of what they are tokens of, whatever shard it lies in.
+
+    FOLDER/KEY/manifest.json  PART.safetensors …
+
+KEY is a hash of everything that decides what the tokens are (weights, sizes, pixels, precision), PART of a run of samples.
+A part holds, for its n entries, `rows` (all their tokens, one entry after another), `starts` (n + 1), `digests` (n, 16) and
+`sums` (n), the XXH3 of each entry's rows, which is looked at whenever they are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from ...core.errors import DataError
+from ...core.files import write_whole
+
+_FORMAT = 1
+_TYPES = {"fp16": np.float16, "fp32": np.float32}
+
+
+def digest_of(content: bytes) -> bytes:
+    """Sixteen bytes that stand for an image's file, or for the ids of a caption."""
+    return xxhash.xxh3_128_digest(content)
+
+
+class KeptTokens:
+    """One tower's tokens.
+
+    Args:
+        folder: of all towers of all runs.
+        facts: what decides what the tokens are; plain values.
+        dtype: `fp16`, half the space, or `fp32`, what the tower gave.
+
+    Raises:
+        DataError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, facts: Mapping[str, Any], dtype: str):
+        known = {"format": _FORMAT, "dtype": dtype, **facts}
+        text = json.dumps(known, sort_keys=True)
+        self.folder, self._type = folder / hashlib.sha256(text.encode()).hexdigest()[:32], _TYPES[dtype]
+        self._files: list[Any] = []
+        self._write(self.folder / "manifest.json", json.dumps(known, indent=1, sort_keys=True).encode())
+
+    def has(self, part: str) -> bool:
+        """Whether a part is there, as long as it was."""
+        try:
+            with safe_open(self._path(part), "np") as file:
+                return {"rows", "starts", "digests", "sums"} <= set(file.keys())
+        except (OSError, SafetensorError):  # a file that was cut off is not as long as its header says
+            return False
+
+    def write(self, part: str, digests: Sequence[bytes], entries: Sequence[np.ndarray]) -> None:
+        """Keep the tokens (N, d) of a part's entries, whole or not at all.
+
+        Raises:
+            DataError: nothing can be written, or numbers are not finite in this type.
+        """
+        with np.errstate(over="ignore"):
+            rows = np.concatenate(entries).astype(self._type) if entries else np.zeros((0, 1), self._type)
+        if not np.isfinite(rows).all():
+            raise DataError(
+                "objective.cache: tokens are not finite; where they are too large for 16 bits set objective.cache.dtype=fp32"
+            )
+        starts = np.cumsum([0, *map(len, entries)])
+        sums = [_sum(rows[a:b]) for a, b in pairwise(starts)]
+        tensors = {
+            "rows": rows,
+            "starts": starts.astype(np.int64),
+            "digests": np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16),
+            "sums": np.array(sums, np.uint64).view(np.int64),
+        }
+        self._write(self._path(part), save(tensors))
+
+    def open(self, parts: Sequence[str]) -> None:
+        """Find entries in these parts from now on. Workers that are forked behind this share the index."""
+        self._files, columns = [None] * len(parts), []
+        self._names = list(parts)
+        for number, part in enumerate(parts):
+            with safe_open(self._path(part), "np") as file:
+                starts, halves = file.get_tensor("starts"), file.get_tensor("digests").copy().view(np.uint64)
+                of = np.full(len(halves), number)
+                columns.append((halves[:, 0], halves[:, 1], of, starts[:-1], starts[1:], file.get_tensor("sums")))
+        joined = [np.concatenate(some) for some in zip(*columns, strict=True)]
+        order = np.argsort(joined[0], kind="stable")
+        self._high, self._low, self._part, self._start, self._end, self._sums = (some[order] for some in joined)
+
+    def __len__(self) -> int:
+        """Entries that can be found."""
+        return len(self._high)
+
+    def read(self, digest: bytes) -> np.ndarray | None:
+        """Tokens (N, d) by the digest of what they are of; None where there are none.
+
+        Raises:
+            DataError: they are not what was written.
+        """
+        high, low = np.frombuffer(digest, np.uint64)
+        at = int(np.searchsorted(self._high, high))
+        while at < len(self._high) and self._high[at] == high:
+            if self._low[at] == low:
+                return self._entry(at)
+            at += 1
+        return None
+
+    def _entry(self, at: int) -> np.ndarray:
+        number = int(self._part[at])
+        path = self._path(self._names[number])
+        try:
+            if self._files[number] is None:  # by each process for itself
+                self._files[number] = safe_open(path, "np").get_slice("rows")
+            rows = self._files[number][int(self._start[at]) : int(self._end[at])]
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{path}: cannot be read ({error}); remove it, and it is computed again") from None
+        if _sum(rows) != int(self._sums[at].view(np.uint64)):
+            raise DataError(f"{path}: is not what was written; remove it, and it is computed again")
+        return rows
+
+    def _path(self, part: str) -> Path:
+        return self.folder / f"{part}.safetensors"
+
+    def _write(self, path: Path, content: bytes) -> None:
+        try:
+            write_whole(path, content)
+        except OSError as error:
+            raise DataError(
+                f"objective.cache: {path} cannot be written ({error}); make room, or name another folder"
+            ) from None
+
+
+def _sum(rows: np.ndarray) -> int:
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(rows).data)

@@ -1,0 +1,146 @@
+"""One of timm's vision transformers as CLIP's image tower: DINO's, DINOv2's, SigLIP's, MAE's and all others that timm builds by name.
+
+Its weights are below `trunk.`, where open_clip's TimmModel has them; a read-out's are below its kind, as in our other towers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from ..core.errors import did_you_mean
+from .slots import NoReadOut, ReadOut, ReadOutConfig, Slots, read_slots
+
+_OURS = ("pretrained", "num_classes", "global_pool", "img_size", "pretrained_cfg", "checkpoint_path")
+
+
+class TimmSizes(NamedTuple):
+    """What a name says; `prefix`: tokens before the patches, the class token the first of them."""
+
+    image_size: int
+    patch_size: int
+    width: int
+    layers: int
+    head_width: int
+    mlp_ratio: float
+    prefix: int
+
+
+def sizes_of(name: str, image_size: int | None, kwargs: Mapping[str, Any]) -> TimmSizes:
+    """Sizes of one of timm's vision transformers, built without memory.
+
+    Args:
+        image_size: None: what timm trained it at.
+        kwargs: of `timm.create_model`, beside what is ours to say.
+
+    Raises:
+        ValueError: no such model, no vision transformer, or arguments that it does not take.
+    """
+    return _sizes(name, image_size, tuple(sorted(kwargs.items())))
+
+
+@functools.lru_cache(maxsize=64)
+def _sizes(name: str, image_size: int | None, kwargs: tuple[tuple[str, Any], ...]) -> TimmSizes:
+    with torch.device("meta"):
+        trunk = _trunk(name, image_size, dict(kwargs))
+    size, patch = trunk.patch_embed.img_size, trunk.patch_embed.patch_size
+    if size[0] != size[1] or patch[0] != patch[1]:
+        raise ValueError(f"timm_model_name={name}: its images or patches are no squares")
+    block, width = trunk.blocks[0], trunk.num_features
+    hidden = getattr(getattr(block.mlp, "fc1", None), "out_features", 4 * width)
+    return TimmSizes(
+        size[0], patch[0], width, len(trunk.blocks), width // block.attn.num_heads, hidden / width, trunk.num_prefix_tokens
+    )  # fmt: skip
+
+
+def _trunk(name: str, image_size: int | None, kwargs: Mapping[str, Any]) -> Any:
+    if not timm.is_model(name):
+        raise ValueError(f"timm_model_name={name}: {did_you_mean(name.split('.')[0], timm.list_models())}")
+    if taken := [key for key in kwargs if key in _OURS]:
+        raise ValueError(f"timm_model_kwargs: {taken[0]} is not yours to say; image_size and readout are keys of ours")
+    size = {} if image_size is None else {"img_size": image_size}
+    try:
+        trunk: Any = timm.create_model(name, pretrained=False, num_classes=0, global_pool="", **size, **kwargs)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        raise ValueError(f"timm_model_name={name}: timm cannot build it ({str(error)[:200]})") from None
+    if not (hasattr(trunk, "blocks") and hasattr(trunk, "num_prefix_tokens") and hasattr(trunk, "patch_embed")):
+        raise ValueError(f"timm_model_name={name}: is no vision transformer, whose tokens a read-out could read")
+    return trunk
+
+
+class TimmTower(nn.Module):
+    """A vision transformer of timm's, read by its class token or by a read-out.
+
+    Args:
+        readout: the recipe's block.
+        embed_dim: of the projection, where there is one.
+        name, image_size, kwargs: see `sizes_of`.
+        module: the read-out; None: built here.
+    """
+
+    def __init__(
+        self,
+        readout: ReadOutConfig,
+        embed_dim: int,
+        name: str,
+        image_size: int,
+        kwargs: Mapping[str, Any],
+        module: ReadOut | None = None,
+    ):
+        super().__init__()
+        place = readout.placement
+        self.trunk = _trunk(name, image_size, kwargs)
+        # Blocks that a read-out replaces would be parameters without a gradient.
+        self.trunk.blocks = self.trunk.blocks[: len(self.trunk.blocks) - place.replaced]
+        width, self.prefix, self.image_size = self.trunk.num_features, self.trunk.num_prefix_tokens, image_size
+        if place.norm == "nothing":  # it would be parameters without a gradient
+            self.trunk.norm = nn.Identity()
+        self.place, self.read_by = place, None if isinstance(readout, NoReadOut) else readout.kind
+        if self.read_by is not None:
+            self.add_module(self.read_by, module or readout.build(width, None, embed_dim).image)
+        self.proj = nn.Parameter(width**-0.5 * torch.randn(width, embed_dim)) if place.projected else None
+        slots, slot_width = readout.shape(embed_dim)
+        self.output_dim = slots * slot_width
+
+    @property
+    def resblocks(self) -> nn.ModuleList:
+        """Its transformer blocks, by the name that open_clip's towers have them under."""
+        return self.trunk.blocks
+
+    def hidden(self, x: Tensor, patches: Tensor | None = None) -> Tensor:
+        """Pixels (B, 3, S, S) to the tokens behind the last block, before any norm, (B, N, d); `patches`: not for these towers."""
+        assert patches is None  # the recipe's check
+        found = self.trunk.forward_intermediates(
+            x, indices=1, norm=False, output_fmt="NLC", return_prefix_tokens=True, intermediates_only=True
+        )[0]
+        return torch.cat(found[::-1], dim=1) if self.prefix else found
+
+    def forward(self, x: Tensor | None, patches: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
+        """Pixels (B, 3, S, S), or their `hidden` tokens, -> (B, output_dim)."""
+        if hidden is None:
+            assert x is not None
+            hidden = self.hidden(x, patches)
+        pooled = self.trunk.norm(hidden[:, :1])[:, 0] if self.read_by is None else self._read(hidden, False).flat()
+        return pooled if self.proj is None else pooled @ self.proj
+
+    def slots(self, image: Tensor, need_attention: bool = False) -> Slots:
+        """Slots of images (B, 3, S, S), of one norm, not projected; attention (B, L, N), tokens before the patches first."""
+        return self._read(self.hidden(image), need_attention)
+
+    def tokens(self, image: Tensor) -> Tensor:
+        """All tokens of images (B, 3, S, S) behind the last block and its norm, (B, N, d), the class token first."""
+        return self.trunk.norm(self.hidden(image))
+
+    def _read(self, x: Tensor, need_attention: bool) -> Slots:
+        assert self.read_by is not None
+        return read_slots(
+            self.get_submodule(self.read_by), self.place, self.trunk.norm, x, None, need_attention, self.prefix
+        )
+
+    def set_grad_checkpointing(self, enable: bool = True, *_more: Any) -> None:
+        self.trunk.set_grad_checkpointing(enable)

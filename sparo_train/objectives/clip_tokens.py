@@ -1,0 +1,150 @@
+"""CLIP on kept tokens: what frozen blocks make of images and captions is computed once, and training reads it (`objective.cache`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.config import Frozen, free, setting
+from ..core.disk.mirrors import Sample
+from ..core.distributed import Ranks
+from ..core.errors import BadSampleError
+from ..data.examples.image_text import ImageTextExamples
+from ..data.examples.samples import caption, captions_of, decode_image, image_bytes
+from ..data.examples.transforms import eval_pixels
+from ..data.read.kept_tokens import KeptTokens, digest_of
+from ..data.read.loader import OnStage, ignore_stage
+from ..data.read.sources import Source
+from .tower_work import Encode, Prepared, Run, at_work, keep_images, keep_texts, runs_of, tower_facts
+
+_TOLD = 64  # parts of a rank between two lines
+
+
+class CacheConfig(Frozen):
+    """Where the tokens of frozen towers are kept, for every run that has the same ones."""
+
+    folder: str = free(..., "found again by content; it may be removed", examples=["data/tokens"])
+    dtype: Literal["fp16", "fp32"] = setting("fp16", "of a number; fp16 takes half the space")
+
+
+class TokenExamples(ImageTextExamples):
+    """Image-text pairs of which at least one side is read as tokens. Batches hold `image_tokens` (B, N, d) in place of `image`, and
+    `text_tokens` (B, T, d) beside `text`, fp16 or fp32, for the towers whose blocks are frozen.
+
+    Args:
+        cache: the recipe's `objective.cache`.
+        images, texts: which towers are frozen.
+        others: of `ImageTextExamples`.
+    """
+
+    reads_model = True
+
+    def __init__(self, cache: CacheConfig, images: bool, texts: bool, *others: Any):
+        super().__init__(*others)
+        self.cache, self._frozen = cache, [kind for kind, is_so in (("image", images), ("text", texts)) if is_so]
+        self.kept: dict[str, KeptTokens] = {}
+
+    def ready(
+        self, objective: Any, sources: Sequence[Source], side: Any, ranks: Ranks, say: Callable[[str], None]
+    ) -> None:
+        """Compute what is not kept yet, the parts dealt to the ranks, and open all of it.
+
+        Raises:
+            DataError: the folder cannot be written, or a tower gives numbers that are not finite.
+        """
+        runs = runs_of(sources)
+        for kind in self._frozen:
+            tower = objective.model.visual if kind == "image" else objective.model.text
+            facts = tower_facts(tower, self._sizes(objective.config, kind), side.config.precision)
+            kept = ranks.together(lambda f=facts, k=kind: KeptTokens(Path(self.cache.folder) / k, f, self.cache.dtype))
+            missing = ranks.first(lambda kept=kept: [n for n, run in enumerate(runs) if not kept.has(run.name)])
+            if missing:
+                samples = sum(runs[n].last - runs[n].first for n in missing)
+                say(f"objective.cache: computing the {kind} tokens of {samples:,} samples -> {kept.folder}")
+                with at_work(tower, side) as encode:
+                    # A round ends for all ranks together, so that nobody waits longer than for one part.
+                    for number, begin in enumerate(range(0, len(missing), ranks.size), 1):
+                        own = [runs[n] for n in missing[begin + ranks.rank : begin + ranks.rank + 1]]
+                        ranks.together(lambda o=own, k=kind, t=kept, e=encode: self._keep(k, t, o, objective, e))
+                        if number % _TOLD == 0:
+                            say(f"objective.cache: {begin + ranks.size:,} of {len(missing):,} parts")
+            kept.open([run.name for run in runs])
+            self.kept[kind] = kept
+
+    def _keep(self, kind: str, kept: KeptTokens, runs: Sequence[Run], objective: Any, encode: Encode) -> None:
+        for run in runs:
+            if kind == "text":
+                keep_texts(kept, run, self._texts, encode, self.config.workers)
+            else:
+                keep_images(kept, run, self._image, lambda x: encode(objective.pixels(x)), self.config.workers)
+
+    def _sizes(self, config: Any, kind: str) -> dict[str, Any]:
+        """What a tower is beside its weights, and of images how they are seen."""
+        tower = config.model.vision if kind == "image" else config.model.text
+        sizes = tower.model_dump(mode="json", exclude={"init", "freeze", "patch_dropout"})
+        sizes["quick_gelu"] = config.model.quick_gelu
+        if kind == "text":
+            return sizes
+        pixels = {"pixels": "shortest side, middle", "scaled_decoding": self.config.scaled_decoding}
+        return {**sizes, **pixels, "mean": config.mean, "std": config.std}
+
+    def _image(self, fields: dict[str, bytes], source: Source) -> list[Prepared]:
+        data, size = image_bytes(fields, source.config.image_keys), self.image_size
+        image = decode_image(data, 2 * size if self.config.scaled_decoding else None)
+        return [Prepared(digest_of(data), np.ascontiguousarray(eval_pixels(image, size).transpose(2, 0, 1)))]
+
+    def _texts(self, fields: dict[str, bytes], source: Source) -> list[Prepared]:
+        ids = [np.array(self.tokenize(text), np.int64) for text in captions_of(fields, source.config)]
+        return [Prepared(digest_of(row.tobytes()), row) for row in ids]
+
+    def prepare(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
+    ) -> dict[str, np.ndarray]:
+        """Find the tokens of a sample, with pixels where its image tower is trained; raises `BadSampleError` with the reason."""
+        out: dict[str, np.ndarray] = {}
+        if "image" in self.kept:
+            ids = self.tokenize(caption(fields, source.config, rng))
+            out["image_tokens"] = self._found("image", image_bytes(fields, source.config.image_keys))
+        else:
+            pair = super().prepare(fields, source, rng, on_stage)
+            out["image"], ids = pair.pixels, pair.tokens
+            if pair.patches is not None:
+                out["patches"] = pair.patches
+        out["text"] = np.array(ids, np.int64)
+        if "text" in self.kept:
+            out["text_tokens"] = self._found("text", out["text"].tobytes())
+        on_stage("tokens")
+        return out
+
+    def _found(self, kind: str, content: bytes) -> np.ndarray:
+        rows = self.kept[kind].read(digest_of(content))
+        if rows is None:  # it could not be read when they were computed, or was written since
+            raise BadSampleError(f"no {kind} tokens")
+        return rows
+
+    def stack(self, examples: Sequence[Any]) -> dict[str, Tensor]:
+        """Texts and their tokens are padded with zeros to the context length."""
+        batch = {}
+        for key, value in examples[0].items():
+            if key.startswith("text"):
+                rows = np.zeros((len(examples), self.context_length, *value.shape[1:]), value.dtype)
+                for row, example in zip(rows, examples, strict=True):
+                    row[: len(example[key])] = example[key]
+                batch[key] = torch.from_numpy(rows)
+            else:
+                batch[key] = torch.from_numpy(np.stack([example[key] for example in examples]))
+        return batch
+
+    def finish(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        batch = super().finish(batch)
+        if "text_tokens" in batch:
+            batch["text_tokens"] = batch["text_tokens"][:, : batch["text"].shape[1]].contiguous()
+        return batch
+
+    def shown(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
+        return super().shown(batch, count) if "image" in batch else []  # pixels are not looked at

@@ -1,0 +1,144 @@
+"""What a frozen tower makes of a data set, part by part, for `objective.cache`: the same things together in a forward whoever computes it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from ..core.errors import SparoError
+from ..data.read.kept_tokens import KeptTokens
+from ..data.read.sources import Source
+from ..data.read.storage import Storage
+from ..data.read.workers import in_workers
+from ..models.locking import layer_of
+from ..models.weights import weights_sha256
+
+_PART, _IMAGES, _TEXTS = 1024, 64, 256  # samples of a part; images and captions of a forward
+
+Encode = Callable[[Tensor], Tensor]
+
+
+class Prepared(NamedTuple):
+    """Of one thing that has tokens: its digest, and what the tower takes, pixels (3, S, S) uint8 or ids (T,) int64."""
+
+    digest: bytes
+    value: np.ndarray
+
+
+Prepare = Callable[[dict[str, bytes], Source], list[Prepared]]  # a sample's members to what of it has tokens
+
+
+class Run(NamedTuple):
+    """Samples first..last-1 of a storage, which make one part of the kept tokens."""
+
+    source: Source
+    storage: Storage
+    first: int
+    last: int
+
+    @property
+    def name(self) -> str:
+        """By what was seen of the storage's content, so that a part of other data is not taken for this one's."""
+        s, c = self.storage, self.source.config
+        facts = (Path(s.url).name, len(s), s.digest(), s.seen(), s.content(), c.image_keys, c.caption_key, c.captions)
+        return f"{hashlib.sha256(repr(facts).encode(errors='surrogateescape')).hexdigest()[:32]}-{self.first:08d}"
+
+
+def runs_of(sources: Sequence[Source]) -> list[Run]:
+    """All samples that are read, in parts."""
+    return [
+        Run(source, storage, first, min(first + _PART, len(storage)))
+        for source in sources
+        if source.config.weight
+        for storage in source.storages
+        for first in range(0, len(storage), _PART)
+    ]
+
+
+def keep_images(kept: KeptTokens, run: Run, prepare: Prepare, encode: Encode, workers: int) -> None:
+    """Compute and write the tokens of a part's images. Raises `DataError`."""
+    entries: dict[bytes, np.ndarray] = {}
+    with closing(_prepared(run, prepare, workers)) as batches:
+        for batch in batches:
+            fresh = {p.digest: p.value for p in batch if p.digest not in entries}
+            if fresh:
+                entries |= dict(
+                    zip(fresh, encode(torch.from_numpy(np.stack(list(fresh.values())))).numpy(), strict=True)
+                )
+    kept.write(run.name, list(entries), list(entries.values()))
+
+
+def keep_texts(kept: KeptTokens, run: Run, prepare: Prepare, encode: Encode, workers: int) -> None:
+    """Compute and write the tokens of a part's captions, up to and including their ends. Raises `DataError`."""
+    with closing(_prepared(run, prepare, workers)) as batches:
+        ids = {p.digest: p.value for batch in batches for p in batch}
+    entries: dict[bytes, np.ndarray] = {}
+    # Of about one length: under the causal mask padding behind the end changes nothing.
+    rest = iter(sorted(ids, key=lambda digest: (len(ids[digest]), digest)))
+    while group := list(islice(rest, _TEXTS)):
+        rows = torch.zeros(len(group), len(ids[group[-1]]), dtype=torch.int64)
+        for row, digest in zip(rows, group, strict=True):
+            row[: len(ids[digest])] = torch.from_numpy(ids[digest])
+        for found, digest in zip(encode(rows).numpy(), group, strict=True):
+            entries[digest] = found[: len(ids[digest])]
+    kept.write(run.name, list(entries), list(entries.values()))
+
+
+@contextmanager
+def at_work(tower: nn.Module, side: Any) -> Iterator[Encode]:
+    """The tower's blocks on an engine's device, in its precision, as they encode; it goes back to where it was."""
+    was, home = tower.training, next(tower.parameters()).device
+    side.limit_threads()
+    tower.to(side.device).eval()
+
+    def encode(x: Tensor) -> Tensor:
+        with torch.no_grad(), side.autocast():
+            return tower.hidden(x.to(side.device)).float().cpu()  # type: ignore[operator]
+
+    try:
+        yield encode
+    finally:
+        tower.to(home).train(was)
+
+
+def tower_facts(tower: nn.Module, sizes: Mapping[str, Any], precision: str) -> dict[str, Any]:
+    """What decides a tower's tokens: the weights of its blocks and what is before them, its sizes, the precision."""
+    count = len(tower.resblocks)  # type: ignore[arg-type]
+    weights = weights_sha256(dict(tower.named_parameters()), lambda name: layer_of(name, count) <= count)
+    return {"weights": weights, "blocks": count, "sizes": sizes, "precision": precision}
+
+
+class _Reading(Dataset[list[Prepared]]):
+    """A run's samples; torch asks for several at once. A user's problem is delivered, not raised."""
+
+    def __init__(self, run: Run, prepare: Prepare):
+        self.run, self.prepare = run, prepare
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Prepared] | SparoError:
+        found: list[Prepared] = []
+        for number in numbers:
+            try:
+                found += self.prepare(self.run.storage.read(number)[1], self.run.source)
+            except SparoError as error:
+                return error
+            except Exception:
+                continue
+        return found
+
+
+def _prepared(run: Run, prepare: Prepare, workers: int) -> Any:
+    numbers = [list(range(at, min(at + _IMAGES, run.last))) for at in range(run.first, run.last, _IMAGES)]
+    return in_workers(_Reading(run, prepare), workers, _as_it_is, numbers)
+
+
+def _as_it_is(item: Any) -> Any:
+    return item

@@ -1,0 +1,202 @@
+"""Read-outs on tokens that frozen towers gave once: the same numbers as on the fly, kept for every run, exact in resume and on ranks."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from launch.runs.train import _train, train
+from sparo_train.core.config import resolve
+from sparo_train.core.disk import store
+from sparo_train.core.errors import CheckpointError, ConfigError, DataError
+from sparo_train.core.recipe.layers import override
+from sparo_train.core.world import World
+from sparo_train.data.examples.samples import decode_image
+from sparo_train.data.examples.transforms import eval_pixels
+from sparo_train.data.read.kept_tokens import KeptTokens, digest_of
+from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks
+from sparo_train.train.run import RunConfig
+from tests.conftest import dino_recipe, tiny_recipe
+from tests.parity.test_accumulate import DDP, FSDP2, ZERO_3
+from tests.ranks import run_ranks
+
+
+def _tree(shards, folder, **changes):
+    tree = tiny_recipe(shards, folder, steps=4, **changes)
+    model = tree["objective"]["model"]
+    model["vision"] |= {"freeze": "blocks", "patch_dropout": 0.0}
+    model["text"]["freeze"] = "blocks"
+    tree["objective"]["cache"] = str(folder / "tokens")
+    tree["data"] |= {"crop_scale": [1.0, 1.0], "hflip": 0.0}
+    return tree
+
+
+def _run(tree, *words):
+    return resolve(RunConfig, override(tree, list(words), RunConfig), "x")
+
+
+def _model(folder, step=4):
+    return store.read_part(folder / f"checkpoints/step-{step:08d}", "model")
+
+
+def _same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
+
+
+@pytest.mark.parametrize("readout", ["sparo", "token", "gap"])
+@pytest.mark.parametrize(("dtype", "close"), [("fp32", 1e-6), ("fp16", 2e-3)])
+def test_kept_tokens_give_the_encodings_of_the_images_and_captions(shards, tmp_path, readout, dtype, close):
+    sizes = {} if readout != "sparo" else {"slots": 4, "slot_width": 8, "head_width": 8}
+    tree = _tree(shards, tmp_path)
+    tree["objective"] |= {"cache": {"folder": str(tmp_path / "tokens"), "dtype": dtype}}
+    tree["objective"]["model"]["readout"] = {"kind": readout, **sizes}
+    config = _run(tree)
+    objective, pipeline, ranks = build_objective(config), build_pipeline(config), build_ranks(config, World())
+    pipeline.examples.ready(objective, pipeline.sources, build_engine(config, ranks).side, ranks, lambda text: None)
+    batch = next(pipeline.start()).batch
+    assert set(batch) == {"image_tokens", "text", "text_tokens"}
+    assert batch["image_tokens"].dtype == getattr(torch, {"fp32": "float32", "fp16": "float16"}[dtype])
+    # the plain way: the images of that batch, decoded and encoded
+    plain = _run({**tree, "objective": {**tree["objective"], "cache": None}})
+    pixels = {}
+    for storage in pipeline.sources[0].storages:
+        for number in range(len(storage)):
+            fields = storage.read(number)[1]
+            pixels[digest_of(fields["jpg"])] = eval_pixels(decode_image(fields["jpg"]), 32).transpose(2, 0, 1)
+    kept, found = pipeline.examples.kept["image"], {}
+    for digest, image in pixels.items():
+        found[kept.read(digest).tobytes()] = torch.from_numpy(image.copy())
+    images = torch.stack([found[row.numpy().tobytes()] for row in batch["image_tokens"]])
+    whole = build_objective(plain)
+    with torch.no_grad():
+        ours = objective.embed(batch)
+        theirs = whole.embed({"image": images, "text": batch["text"]})
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=close)
+
+
+def test_a_run_on_kept_tokens_resumes_to_the_bit_and_others_take_them(shards, tmp_path, capsys):
+    tree = _tree(shards, tmp_path)
+    train(_run(tree, "name=whole"))
+    assert "computing the image tokens" in capsys.readouterr().err
+    train(_run(tree, "name=broken", "stop_after_steps=2"))
+    assert "computing" not in capsys.readouterr().err  # of the same seed: the same random towers
+    shutil.rmtree(tmp_path / "tokens")
+    train(_run(tree, "name=broken"))
+    assert "computing the text tokens" in capsys.readouterr().err
+    whole, broken = _model(tmp_path / "whole"), _model(tmp_path / "broken")
+    assert _same(whole, broken)
+    first = build_objective(_run(tree)).state_dict()
+    blocks = [name for name in first if "resblocks" in name]
+    assert blocks and all(torch.equal(first[name], whole[name]) for name in blocks)
+    moved = [name for name in first if ".sparo." in name and not torch.equal(first[name], whole[name])]
+    assert len(moved) > 4
+    # a branch with its moments begins where the checkpoint's towers are
+    words = ["optim.schedule=cooldown", "optim.warmup_steps=0", "steps=2", "seed=1"]
+    train(_run(tree, "name=branch", *words, f"start_from={{checkpoint: {tmp_path}/whole, optimizer: true}}"))
+    assert "computing" not in capsys.readouterr().err
+    assert all(torch.equal(whole[name], _model(tmp_path / "branch", 2)[name]) for name in blocks)
+
+
+def test_locked_images_beside_a_text_tower_that_learns_from_a_run_of_dino(shards, tmp_path, capsys):
+    dino = dino_recipe(shards, tmp_path, steps=1)
+    dino["optim"]["warmup_steps"] = 0
+    train(_run(dino, "name=dino"))
+    tree = _tree(shards, tmp_path)
+    sizes = _run(dino).objective.model
+    tree["objective"]["model"]["vision"] = {
+        "timm_model_name": "vit_small_patch16_224",
+        "image_size": 32,
+        "timm_model_kwargs": {
+            "patch_size": sizes.patch_size,
+            "embed_dim": sizes.width,
+            "depth": sizes.depth,
+            "num_heads": sizes.heads,
+        },
+        "init": str(tmp_path / "dino"),
+        "freeze": "blocks",
+    }
+    tree["objective"]["model"]["text"]["freeze"] = False
+    keep = "objective.model.readout.replace_last_block=false"
+    with pytest.raises(CheckpointError, match=r"normalised otherwise.*set objective.mean=\[0.485, 0.456, 0.406\]"):
+        train(_run(tree))
+    tree["objective"] |= {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+    with pytest.raises(
+        CheckpointError, match=r"has no trunk.blocks.2.norm1.weight"
+    ):  # SPARO took its place in that run
+        train(_run(tree, keep))
+    train(_run(tree))
+    trained = _model(tmp_path / "tiny")
+    backbone = {n.removeprefix("teacher.backbone."): t for n, t in _model(tmp_path / "dino", 1).items()}
+    trunk = {
+        n.removeprefix("model.visual.trunk."): t
+        for n, t in trained.items()
+        if n.startswith("model.visual.trunk.blocks")
+    }
+    assert trunk and all(torch.equal(t, backbone[n]) for n, t in trunk.items())
+    begin = build_objective(_run(tree)).state_dict()
+    name = "model.text.transformer.resblocks.0.ln_1.weight"
+    assert not torch.equal(begin[name], trained[name])
+
+
+def _on_ranks(ranks, config):
+    _train(config, ranks)
+
+
+@pytest.mark.parametrize(("engine", "close"), [(DDP, 1e-5), (FSDP2, 1e-3), (ZERO_3, 1e-5)])
+def test_ranks_share_the_work_and_end_as_one_process(shards, tmp_path, engine, close):
+    tree = _tree(shards, tmp_path)
+    tree["data"]["workers"] = 0
+    train(_run(tree, "name=one"))
+    parts = {path.name: path.read_bytes() for path in (tmp_path / "tokens").rglob("*.safetensors")}
+    shutil.rmtree(tmp_path / "tokens")
+    run_ranks(2, _on_ranks, _run({**tree, "name": "two", "engine": engine}))
+    assert parts == {path.name: path.read_bytes() for path in (tmp_path / "tokens").rglob("*.safetensors")}
+    assert len(parts) > 2
+    one, two = _model(tmp_path / "one"), _model(tmp_path / "two")
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=0, atol=close, msg=name)
+
+
+def test_damage_is_named_and_what_was_cut_off_is_computed_again(tmp_path):
+    kept = KeptTokens(tmp_path, {"weights": "x"}, "fp16")
+    entries = [np.full((n, 3), n, np.float32) for n in (2, 1, 4)]
+    kept.write("a", [digest_of(bytes([n])) for n in range(3)], entries)
+    kept.write("b", [digest_of(b"other")], [np.ones((1, 3), np.float32)])
+    kept.write("empty", [], [])
+    kept.open(["a", "empty", "b"])
+    assert len(kept) == 4 and [len(kept.read(digest_of(bytes([n])))) for n in range(3)] == [2, 1, 4]
+    assert kept.read(digest_of(b"none")) is None
+    path = kept.folder / "a.safetensors"
+    content = bytearray(path.read_bytes())
+    at = content.index(np.float16(4).tobytes() * 3)
+    path.write_bytes(content[:at] + b"\x01" + content[at + 1 :])
+    again = KeptTokens(tmp_path, {"weights": "x"}, "fp16")
+    again.open(["a", "b"])
+    with pytest.raises(DataError, match=r"a.safetensors: is not what was written; remove it"):
+        for n in range(3):
+            again.read(digest_of(bytes([n])))
+    assert kept.has("a")
+    path.write_bytes(content[:-1])
+    assert not kept.has("a") and not kept.has("never") and kept.has("b")
+    assert KeptTokens(tmp_path, {"weights": "y"}, "fp16").folder != kept.folder
+    with pytest.raises(DataError, match=r"set objective.cache.dtype=fp32"):
+        kept.write("large", [digest_of(b"")], [np.full((1, 3), 1e6, np.float32)])
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"objective.cache: .*cannot be written"):
+        KeptTokens(tmp_path / "file", {}, "fp16")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["objective.model.vision.freeze=false", "objective.model.text.freeze=0"], "no tower's blocks are all frozen"),
+        (["data.hflip=0.5"], r"data.hflip=0.5: objective.cache keeps.*set it to 0.0"),
+        (["data.crop_scale=[0.9, 1.0]"], "data.crop_scale="),
+        (["objective.model.vision.patch_dropout=0.5"], "patch_dropout=0.5"),
+    ],
+)
+def test_what_tokens_cannot_be_kept_of_is_refused(shards, tmp_path, words, message):
+    with pytest.raises(ConfigError, match=message):
+        _run(_tree(shards, tmp_path), *words)
