@@ -30,7 +30,8 @@ from sparo_train.engine.fsdp2 import Fsdp2EngineConfig
 from sparo_train.engine.kinds import Sizes
 from sparo_train.engine.local import DeviceConfig
 from sparo_train.models.clip_config import ClipConfig
-from sparo_train.objectives.clip import ClipObjective, ClipObjectiveConfig
+from sparo_train.objectives.clip import ClipObjective
+from sparo_train.objectives.clip_settings import ClipObjectiveConfig
 from sparo_train.objectives.contrastive import contrastive
 
 MODELS = ("ViT-B-16", "ViT-L-14", "ViT-H-14", "ViT-g-14")

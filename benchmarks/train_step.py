@@ -25,7 +25,8 @@ from sparo_train.core.contracts import Progress
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import OptimConfig
 from sparo_train.models.clip_config import ClipConfig
-from sparo_train.objectives.clip import ClipObjective, ClipObjectiveConfig
+from sparo_train.objectives.clip import ClipObjective
+from sparo_train.objectives.clip_settings import ClipObjectiveConfig
 
 
 def tokens(batch: int, longest: int) -> torch.Tensor:

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from .core.errors import ConfigError, SparoError, did_you_mean
 from .core.files import give_usual_mode
 from .models.clip_config import BACKBONES, TINY_SPARO, TRAINING, ClipConfig
-from .models.clip_model import TextTower, VisionTower, build_text, build_vision
+from .models.clip_model import build_text, build_vision
+from .models.clip_towers import TextTower, VisionTower
 from .models.describe import IMPORT_FIRST, from_model_cfg
 from .models.slots import NoReadOut
 from .models.weights import to_ours

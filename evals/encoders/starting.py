@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from sparo_train.core.contracts import Objective
 from sparo_train.core.errors import CheckpointError
-from sparo_train.models.clip_model import Clip, TextTower, VisionTower
+from sparo_train.models.clip_model import Clip
+from sparo_train.models.clip_towers import TextTower, VisionTower
 from sparo_train.models.timm_tower import TimmTower
 from sparo_train.models.weights import refuse_non_finite
 from sparo_train.train.build import build_objective

@@ -93,6 +93,10 @@ class Objective(nn.Module, ABC):
     def begun(self) -> None:
         """Called once weights from elsewhere were given, before training."""
 
+    def seen(self, batch: Batch, progress: Progress) -> Batch:
+        """What of a delivered batch this step looks at (smaller images early on); default: all of it, as it is."""
+        return batch
+
     def depths(self) -> Mapping[str, int]:
         """By name, how many layers of its tower lie above a parameter, for `optim.layer_decay`; default: this method tells none."""
         return {}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def patchify(x: Tensor, patch: int) -> Tensor:
@@ -10,3 +13,14 @@ def patchify(x: Tensor, patch: int) -> Tensor:
     rows, columns = x.shape[-2] // patch, x.shape[-1] // patch
     x = x[..., : rows * patch, : columns * patch].reshape(len(x), x.shape[1], rows, patch, columns, patch)
     return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def regridded(positions: Tensor, rows: int, columns: int) -> Tensor:
+    """Position embeddings (P, d) of a square grid for one of (rows, columns): as they are, or interpolated (bicubic, antialiased, as
+    open_clip does for images of another size)."""
+    side = math.isqrt(len(positions))
+    if (rows, columns) == (side, side):
+        return positions
+    grid = positions.unflatten(0, (side, side)).permute(2, 0, 1)[None]
+    grid = F.interpolate(grid, size=(rows, columns), mode="bicubic", antialias=True, align_corners=False)
+    return grid[0].flatten(1).T

@@ -3,91 +3,25 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from pydantic import BeforeValidator, model_validator
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from ..core.config import Frozen, between, setting
 from ..core.contracts import Batch, CoupledObjective, Footprint, Loss, Progress
 from ..core.errors import ConfigError, DataError
 from ..data.examples.image_text import ImageTextExamples
 from ..data.examples.text import VOCABULARY, ClipTokenizer
 from ..data.read.sources import DataConfig
-from ..models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
 from ..models.clip_model import Clip
 from ..models.locking import layer_of
-from .averaging import EmaConfig, follow, follow_if
-from .clip_tokens import CacheConfig, TokenExamples
-from .contrastive import Exchange, Kind, contrastive, logits_held
+from .averaging import follow, follow_if
+from .clip_settings import ClipObjectiveConfig
+from .clip_tokens import TokenExamples
+from .contrastive import contrastive, logits_held
 from .method import Method
-
-MAX_LOGIT_SCALE = math.log(100)
-
-
-class ContrastiveConfig(Frozen):
-    """The loss over all pairs of the global batch."""
-
-    kind: Kind = setting("softmax", "CLIP's softmax, or SigLIP's sigmoid, which needs model.init_logit_bias")
-    exchange: Exchange = setting(
-        "auto", "how ranks see each other's pairs: gather, ring, or what fits the batch (auto)"
-    )
-
-
-def _as_block(value: Any) -> Any:
-    return {"folder": value} if isinstance(value, str) else value
-
-
-class ClipObjectiveConfig(Frozen):
-    kind: Literal["clip"] = "clip"
-    loss: ContrastiveConfig = setting(ContrastiveConfig(), "how pairs are told apart")
-    model: ClipConfig = setting(ClipConfig(), "the two towers and their read-out")
-    mean: Annotated[tuple[float, float, float], between(-10, 10)] = setting(
-        OPENAI_MEAN, "of pixels in 0..1, subtracted from red, green and blue"
-    )
-    std: Annotated[tuple[float, float, float], between(1e-6, 100)] = setting(
-        OPENAI_STD, "of pixels in 0..1, by which red, green and blue are divided"
-    )
-    # sparo-clip decays every matrix, position embeddings and SPARO's queries included; open_clip >= 4 leaves position embeddings out.
-    decay_policy: Literal["sparo-clip", "open_clip4"] = setting(
-        "sparo-clip", "whose choice of what weight decay reaches"
-    )
-    ema: EmaConfig | None = setting(None, "a moving average of the weights, which is scored and exported; null: none")
-    cache: Annotated[CacheConfig | None, BeforeValidator(_as_block)] = setting(
-        None,
-        "keep what frozen blocks make of images and captions, and train on that: a folder, or a block",
-        examples=[{"folder": "data/tokens"}],
-    )
-    max_logit_scale: float = setting(MAX_LOGIT_SCALE, "the logarithm of the logit scale is held at or below it", gt=0)
-
-    @model_validator(mode="after")
-    def _bias(self) -> ClipObjectiveConfig:
-        sigmoid, bias = self.loss.kind == "sigmoid", self.model.init_logit_bias
-        if sigmoid and bias is None:
-            raise ValueError(
-                "loss.kind=sigmoid needs model.init_logit_bias (SigLIP: -10, and model.init_logit_scale=2.3026)"
-            )
-        if bias is not None and not sigmoid:
-            raise ValueError("model.init_logit_bias is for loss.kind=sigmoid: a softmax does not see it")
-        if self.cache is not None and not any(self.frozen):
-            raise ValueError(
-                "cache: no tower's blocks are all frozen; set model.vision.freeze or model.text.freeze=blocks"
-            )
-        return self
-
-    @property
-    def frozen(self) -> tuple[bool, bool]:
-        """Whether all blocks of the image tower, and of the text tower, are as they begin."""
-        m = self.model
-        left = m.readout.placement.replaced
-        vision, text = (
-            how is True or how == "blocks" or (how is not False and how == tower.layers - left)
-            for tower, how in ((m.vision, m.vision.freeze), (m.text, m.text.freeze))
-        )
-        return vision, text
 
 
 class Embeddings(NamedTuple):
@@ -117,6 +51,14 @@ class ClipObjective(CoupledObjective):
     def pixels(self, image: Tensor) -> Tensor:
         """(B, 3, H, W) uint8 -> normalised fp32, with torchvision's ToTensor + Normalize arithmetic."""
         return image.to(torch.float32).div(255).sub(self.mean).div(self.std)
+
+    def seen(self, batch: Batch, progress: Progress) -> Batch:
+        """Images (B, 3, H, W) uint8 at the size of this part of the run, bicubic and antialiased."""
+        size = self.config.image_size_at(progress.step / progress.total_steps)
+        if "image" not in batch or batch["image"].shape[-1] == size:
+            return batch
+        image = F.interpolate(batch["image"].float(), (size, size), mode="bicubic", antialias=True, align_corners=False)
+        return {**batch, "image": image.round_().clamp_(0, 255).to(torch.uint8)}
 
     def embed(self, batch: Batch) -> Embeddings:
         """Encode `image` (B, 3, H, W) uint8, of which `patches` (B, K) int64 where given, and `text` (B, T) int64.

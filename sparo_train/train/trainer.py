@@ -146,8 +146,9 @@ class Trainer:
         torch.manual_seed(torch_seed(self.config.seed, "step", state.step, self.ranks.rank))
         progress = Progress(state.step, self.total_steps, state.samples, self.steps_per_epoch)
         micro = self.config.micro_batch(self.ranks.size)
+        batch = self.objective.seen(delivery.batch, progress)
         with self.ranks.named(f"step {state.step + 1}"):
-            loss = gradients(self.engine, self.objective, delivery.batch, progress, micro)
+            loss = gradients(self.engine, self.objective, batch, progress, micro)
             report = self.engine.step(progress)
         # Counted before anything can fail that looks at it: what is saved then is this step, with its cursor.
         state.step, state.samples = state.step + 1, state.samples + self.config.batch_size
@@ -160,7 +161,7 @@ class Trainer:
         if self.report.meter.beat_due(log.heartbeat_seconds):
             self._beat("training")
         if logged:
-            facts = self.report.step(state.step, self.total_steps, loss, report, delivery.batch, self.objective)
+            facts = self.report.step(state.step, self.total_steps, loss, report, batch, self.objective)
             facts |= {"save_wait": self.saver.waited(), "samples": state.samples, "skipped_steps": state.skipped_steps}
             if self.bad.counts:
                 facts |= {"bad_samples": self.bad.by_reason(), "bad_shards": self.bad.by_shard()}

@@ -11,7 +11,8 @@ from sparo_train.engine.optim import OptimConfig, build_optimizer, learning_rate
 from sparo_train.engine.update import set_rates
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
-from sparo_train.objectives.clip import ClipObjective, ClipObjectiveConfig
+from sparo_train.objectives.clip import ClipObjective
+from sparo_train.objectives.clip_settings import ClipObjectiveConfig
 
 TINY = {
     "vision": {"image_size": 32, "patch_size": 16, "width": 32, "layers": 3, "head_width": 16},

@@ -10,7 +10,8 @@ from sparo_train.core.recipe.layers import override
 from sparo_train.engine.muon import Both
 from sparo_train.engine.optim import OptimConfig, build_optimizer
 from sparo_train.engine.update import set_rates
-from sparo_train.objectives.clip import ClipObjective, ClipObjectiveConfig
+from sparo_train.objectives.clip import ClipObjective
+from sparo_train.objectives.clip_settings import ClipObjectiveConfig
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
 from tests.parity.test_accumulate import DDP, FSDP2, ZERO_2, model_after, trained, two_tree

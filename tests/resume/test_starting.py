@@ -18,7 +18,8 @@ from sparo_train.core.recipe.layers import override
 from sparo_train.engine.optim import OptimConfig, build_optimizer
 from sparo_train.models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
 from sparo_train.models.clip_model import Clip
-from sparo_train.objectives.clip import ClipObjective, ClipObjectiveConfig
+from sparo_train.objectives.clip import ClipObjective
+from sparo_train.objectives.clip_settings import ClipObjectiveConfig
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
 from tests.conftest import dino_recipe, tiny_recipe

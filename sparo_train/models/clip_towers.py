@@ -1,0 +1,198 @@
+"""CLIP's two towers on open_clip's own blocks, pooled as open_clip does (EOS, CLS) or by any read-out of `sparo.readouts`.
+
+State-dict names are those of open_clip's `CustomTextCLIP` (`visual.*`, `text.*`, `logit_scale`) with a read-out's
+modules below its kind (`visual.sparo.*`, `text.sparo.*`), so a run's weights load in open_clip without renaming.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from open_clip.transformer import TextTransformer, VisionTransformer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..core.errors import ConfigError
+from .locking import lock
+from .patches import patchify, regridded
+from .slots import NoReadOut, ReadOut, ReadOutConfig, Slots, read_slots
+
+
+class VisionTower(VisionTransformer):
+    """open_clip's ViT, pooled by itself or by a read-out.
+
+    The patch convolution is written as the matrix product it is (stride = kernel size): same parameters, same function; the
+    convolution's weight gradient alone is a tenth of a ViT-B/32 step on a CPU. Patch dropout (Li et al. 2023, FLIP) may be given
+    from outside, so that it depends on the sample and on nothing else.
+
+    Args:
+        readout: the recipe's block.
+        embed_dim: of the projection, where there is one.
+        layers: of the backbone, those that the read-out replaces included.
+        module: the read-out; None: built here.
+        kwargs: open_clip's.
+    """
+
+    prefix = 1  # tokens before the patches
+
+    def __init__(
+        self, readout: ReadOutConfig, embed_dim: int, layers: int, module: ReadOut | None = None, **kwargs: Any
+    ):
+        place = readout.placement
+        # Blocks that a read-out replaces are never made: they would be parameters without a gradient.
+        super().__init__(layers=layers - place.replaced, output_dim=embed_dim if place.projected else 1, **kwargs)
+        if not place.projected:
+            self.proj = None
+        if place.norm == "nothing":  # it would be parameters without a gradient
+            self.ln_post = nn.Identity()  # type: ignore[assignment]
+        self.place, self.read_by = place, None if isinstance(readout, NoReadOut) else readout.kind
+        if self.read_by is not None:
+            self.add_module(self.read_by, module or readout.build(kwargs["width"], None, embed_dim).image)
+            slots, width = readout.shape(embed_dim)
+            self.output_dim = slots * width
+
+    @property
+    def resblocks(self) -> nn.ModuleList:
+        """Its transformer blocks."""
+        return self.transformer.resblocks
+
+    def hidden(self, x: Tensor, patches: Tensor | None = None) -> Tensor:
+        """Pixels (B, 3, H, W) to the tokens behind the last block, before any norm, (B, 1 + H*W/p^2, d), CLS first."""
+        return self.transformer(self._embeds(x, patches))
+
+    def forward(self, x: Tensor | None, patches: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
+        """Pixels (B, 3, H, W) -> (B, output_dim).
+
+        Args:
+            patches: (B, K) int64, the patches to look at, in place of a random draw.
+            hidden: what `hidden` gave for these images, which are not looked at again.
+        """
+        if hidden is None:
+            assert x is not None
+            hidden = self.hidden(x, patches)
+        pooled, _ = self._pool(hidden)
+        return pooled if self.proj is None else pooled @ self.proj
+
+    def slots(self, image: Tensor, need_attention: bool = False) -> Slots:
+        """Slots of images (B, 3, H, W), of one norm, not projected; attention (B, L, 1 + H*W/p^2), CLS first."""
+        return self._read(self.hidden(image), need_attention)
+
+    def tokens(self, image: Tensor) -> Tensor:
+        """All tokens of images (B, 3, H, W) behind the last block and its norm, (B, 1 + H*W/p^2, d), CLS first."""
+        return self.ln_post(self.hidden(image))
+
+    def _pool(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._pool(x) if self.read_by is None else (self._read(x, False).flat(), x[:, 1:])
+
+    def _read(self, x: Tensor, need_attention: bool) -> Slots:
+        return read_slots(_readout(self), self.place, self.ln_post, x, None, need_attention)
+
+    def _embeds(self, x: Tensor, patches: Tensor | None = None) -> Tensor:
+        pixels = patchify(x, self.conv1.kernel_size[0])
+        rows, columns = (side // self.conv1.kernel_size[0] for side in x.shape[-2:])
+        where = regridded(self.positional_embedding[1:], rows, columns)
+        if patches is not None:
+            pixels = pixels.gather(1, patches[..., None].expand(-1, -1, pixels.shape[2]))
+            # A kept patch keeps its own place.
+            where = where[patches]
+        x = F.linear(pixels, self.conv1.weight.flatten(1), self.conv1.bias)
+        start = (self.class_embedding.to(x.dtype) + self.positional_embedding[0].to(x.dtype)).expand(len(x), 1, -1)
+        x = torch.cat([start, x + where.to(x.dtype)], dim=1)
+        return self.ln_pre(x if patches is not None else self.patch_dropout(x))
+
+    def lock(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False, *more: Any, **named: Any) -> None:
+        """Freeze all but the last `unlocked_groups` groups; a read-out with `ln_post` (and a projection) is the last one."""
+        if self.read_by is None:
+            super().lock(unlocked_groups, freeze_bn_stats, *more, **named)
+            return
+        # open_clip's groups, so that its `--lock-image-unlocked-groups` counts alike.
+        stem = [self.conv1, self.class_embedding, self.positional_embedding, self.ln_pre]
+        last = [self.ln_post, _readout(self), *([] if self.proj is None else [self.proj])]
+        lock(self, [stem, *([b] for b in self.transformer.resblocks), last], unlocked_groups)
+
+
+class TextTower(TextTransformer):
+    """open_clip's text transformer, pooled by itself or by a read-out that reads up to and including EOS.
+
+    It also takes batches cut to their longest caption: under the causal mask a position never sees later ones, so cutting
+    behind the last EOS changes no result. Arguments are those of `VisionTower`; a read-out may leave the text to EOS.
+    """
+
+    def __init__(
+        self, readout: ReadOutConfig, embed_dim: int, layers: int, module: ReadOut | None = None, **kwargs: Any
+    ):
+        place = readout.placement
+        pooling: dict[str, Any] = {"output_dim": embed_dim}
+        if place.text:
+            pooling = {"pool_type": "none"} | (
+                pooling if place.projected else {"output_dim": None, "proj_type": "none"}
+            )
+        super().__init__(layers=layers - place.replaced, **kwargs, **pooling)
+        # A text has no class token to leave out.
+        self.place, self.read_by = place._replace(attend_cls=True), readout.kind if place.text else None
+        if self.read_by is not None:
+            self.add_module(self.read_by, module or readout.build(None, kwargs["width"], embed_dim).text)
+            if place.norm == "nothing":
+                self.ln_final = nn.Identity()  # type: ignore[assignment]
+            slots, width = readout.shape(embed_dim)
+            self.output_dim = slots * width
+
+    @property
+    def resblocks(self) -> nn.ModuleList:
+        """Its transformer blocks."""
+        return self.transformer.resblocks
+
+    def hidden(self, text: Tensor) -> Tensor:
+        """Token ids (B, T) to the tokens behind the last block, before any norm, (B, T, d)."""
+        x, mask = self._embeds(text)
+        return self.transformer(x, attn_mask=mask)
+
+    def slots(self, text: Tensor, need_attention: bool = False, hidden: Tensor | None = None) -> Slots:
+        """Slots of token ids (B, T), of one norm; attention (B, L, T), zero behind EOS."""
+        x = self.hidden(text) if hidden is None else hidden
+        return read_slots(_readout(self), self.place, self.ln_final, x, up_to_eos(text), need_attention)
+
+    def forward(self, text: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Token ids (B, T) -> (B, output_dim); `hidden`: what `hidden` gave for them."""
+        if self.read_by is not None:
+            pooled = self.slots(text, hidden=hidden).flat()
+            return pooled @ self.text_projection if self.place.projected else pooled  # type: ignore[operator]
+        if hidden is None:
+            return super().forward(text)  # type: ignore[return-value]
+        ends = self.ln_final(hidden[torch.arange(len(text), device=text.device), text.argmax(dim=-1)])
+        return ends @ self.text_projection  # type: ignore[operator]
+
+    def forward_intermediates(self, text: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        out = super().forward_intermediates(text, *args, **kwargs)
+        if self.read_by is not None and "text_features" in out:  # without a pool they are all tokens
+            out["text_features"] = self.forward(text)
+        return out
+
+    def _embeds(self, text: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, mask = super()._embeds(text)
+        return x, None if mask is None else mask[: x.shape[1], : x.shape[1]]
+
+    def lock(self, unlocked_layers: int = 0, freeze_layer_norm: bool = True, *more: Any, **named: Any) -> None:
+        if self.read_by is None:
+            super().lock(unlocked_layers, freeze_layer_norm, *more, **named)  # open_clip >= 4 has more to say
+            return
+        stem = [self.token_embedding, self.positional_embedding]
+        last = [self.ln_final, _readout(self), *([self.text_projection] if self.place.projected else [])]
+        groups = [stem, *([b] for b in self.transformer.resblocks), last]
+        lock(self, groups, unlocked_layers)
+
+
+def _readout(tower: VisionTower | TextTower) -> nn.Module:
+    """The tower's read-out, which is named as its row is."""
+    if tower.read_by is None:
+        raise ConfigError(
+            "slots: this model pools by itself and has none; use a read-out (objective.model.readout.kind)"
+        )
+    return tower.get_submodule(tower.read_by)
+
+
+def up_to_eos(text: Tensor) -> Tensor:
+    """(B, T) bool: True up to and including EOS, which has the largest id of CLIP's vocabulary."""
+    positions = torch.arange(text.shape[1], device=text.device)
+    return positions[None, :] <= text.argmax(dim=-1, keepdim=True)

@@ -1,0 +1,99 @@
+"""Images that grow while a run goes on: the size is the step's, positions are open_clip's, and everything else is as without."""
+
+import pytest
+import torch
+from open_clip.model import resize_pos_embed
+
+from launch.runs.train import _train, train
+from sparo_train.core.config import resolve
+from sparo_train.core.contracts import Progress
+from sparo_train.core.disk import store
+from sparo_train.core.errors import ConfigError
+from sparo_train.core.recipe.layers import override
+from sparo_train.models.clip_config import ClipConfig
+from sparo_train.models.clip_model import Clip
+from sparo_train.train.build import build_objective
+from sparo_train.train.flops import FlopCounter
+from sparo_train.train.run import RunConfig
+from tests.conftest import tiny_recipe
+from tests.parity.test_accumulate import DDP, FSDP2
+from tests.ranks import run_ranks
+
+
+def _tree(shards, folder, **changes):
+    tree = tiny_recipe(shards, folder, **changes)
+    tree["objective"]["model"]["vision"] |= {"image_size": 64, "patch_dropout": 0.0}
+    tree["objective"]["image_sizes"] = [[0, 32], [0.5, 48], [0.75, 64]]
+    return tree
+
+
+def _run(tree, *words):
+    return resolve(RunConfig, override(tree, list(words), RunConfig), "x")
+
+
+def test_a_smaller_image_has_the_positions_of_a_smaller_model():
+    torch.manual_seed(0)
+    tree = {"text": {"context_length": 8, "width": 32, "heads": 2, "layers": 2}, "readout": {"kind": "token"}}
+    vision = {"patch_size": 16, "width": 32, "layers": 2, "head_width": 16}
+    large = Clip(ClipConfig.model_validate({**tree, "vision": {**vision, "image_size": 64}})).eval()
+    small = Clip(ClipConfig.model_validate({**tree, "vision": {**vision, "image_size": 48}})).eval()
+    weights = large.state_dict()
+    resize_pos_embed(weights, small, antialias=True)
+    small.load_state_dict(weights)
+    image = torch.randn(2, 3, 48, 48)
+    torch.testing.assert_close(large.encode_image(image), small.encode_image(image))
+    large.encode_image(image).sum().backward()
+    assert large.visual.positional_embedding.grad[1:].abs().sum(1).gt(0).all()  # all of the grid learns
+
+
+def test_sizes_follow_the_steps_through_a_stop(shards, tmp_path):
+    tree = _tree(shards, tmp_path)
+    objective = build_objective(_run(tree))
+    batch = {
+        "image": torch.randint(0, 255, (2, 3, 64, 64), dtype=torch.uint8),
+        "text": torch.zeros(2, 8, dtype=torch.int64),
+    }
+    seen = [objective.seen(batch, Progress(step, 12, 0))["image"] for step in range(12)]
+    assert [image.shape[-1] for image in seen] == [32] * 6 + [48] * 3 + [64] * 3
+    assert seen[0].dtype == torch.uint8 and torch.equal(seen[11], batch["image"])
+    flat = {"image": torch.full((1, 3, 64, 64), 200, dtype=torch.uint8)}
+    assert torch.equal(objective.seen(flat, Progress(0, 12, 0))["image"], flat["image"][..., :32, :32])
+    train(_run(tree, "name=whole"))
+    train(_run(tree, "name=broken", "stop_after_steps=7"))
+    train(_run(tree, "name=broken"))
+    whole, broken = (store.read_part(tmp_path / f"{n}/checkpoints/step-00000012", "model") for n in ("whole", "broken"))
+    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+    flops = FlopCounter(lambda: build_objective(_run(tree)))
+    costs = [flops.per_sample(objective.seen(batch, Progress(step, 12, 0))) for step in (0, 6, 11)]
+    assert costs == sorted(set(costs))
+
+
+def _on_ranks(ranks, config):
+    _train(config, ranks)
+
+
+@pytest.mark.parametrize("engine", [DDP, FSDP2])
+def test_ranks_and_micro_batches_see_the_same(shards, tmp_path, engine):
+    tree = _tree(shards, tmp_path, batch_size=12, steps=6)
+    tree["data"] |= {"workers": 0, "streams": 12}
+    train(_run(tree, "name=one"))
+    run_ranks(2, _on_ranks, _run({**tree, "name": "two", "engine": engine, "micro_batch_size": 3}))
+    one, two = (store.read_part(tmp_path / f"{n}/checkpoints/step-00000006", "model") for n in ("one", "two"))
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=0, atol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["objective.image_sizes=[[0.1, 32], [0.5, 64]]"], "begin with 0 and rise"),
+        (["objective.image_sizes=[[0, 32], [0.5, 48], [0.5, 64]]"], "begin with 0 and rise"),
+        (["objective.image_sizes=[[0, 40], [0.5, 64]]"], "40 is no whole number of patches of 16"),
+        (["objective.image_sizes=[[0, 80], [0.5, 64]]"], "80 is no whole number"),
+        (["objective.image_sizes=[[0, 32], [0.5, 48]]"], "ends with 48, and model.vision.image_size=64"),
+        (["objective.model.vision.patch_dropout=0.5"], "not with vision.timm_model_name"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(shards, tmp_path, words, message):
+    with pytest.raises(ConfigError, match=message):
+        _run(_tree(shards, tmp_path), *words)
