@@ -63,6 +63,7 @@ class Encoder(ABC):
             "texts": isinstance(self, TextEncoder),
             "blocks": isinstance(self, BlocksEncoder),
             "tokens": isinstance(self, TokensEncoder),
+            "conditioned": isinstance(self, ConditionedEncoder) and self.pools_by_text,
             "slots": self.slots > 1,
             "masks": isinstance(self, MasksEncoder),
             "objects": isinstance(self, ObjectsEncoder),
@@ -191,6 +192,20 @@ class TokensEncoder(ABC):
     @abstractmethod
     def tokens(self, pixels: Tensor) -> Tensor:
         """All tokens behind the last block and its norm: (n, 3, S, S) uint8 -> fp32 (n, N, d)."""
+
+
+class ConditionedEncoder(ABC):
+    """What an `Encoder` whose images can be pooled by texts may also be; `pools_by_text`: whether this one is."""
+
+    pools_by_text: bool = False
+
+    @abstractmethod
+    def patches(self, pixels: Tensor) -> Tensor:
+        """Projected patches: (n, 3, S, S) uint8 -> fp32 (n, N, D)."""
+
+    @abstractmethod
+    def conditioned(self, patches: Tensor, texts: Tensor) -> Tensor:
+        """Cosines (n, T), fp32 on the CPU, of texts (T, D) with images (n, N * D of `patches`) as they pool them."""
 
 
 class PatchesEncoder(ABC):

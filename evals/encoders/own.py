@@ -17,9 +17,10 @@ from sparo_train.models.slots import Slots
 from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import IMAGENET_MEAN, IMAGENET_STD
 from sparo_train.objectives.clip import ClipObjective
+from sparo_train.objectives.conditioned import conditioned_scores
 from sparo_train.objectives.dino import DinoObjective
 
-from .encoder import BlocksEncoder, Encoder, PatchesEncoder, TokensEncoder, TwoTowerEncoder
+from .encoder import BlocksEncoder, ConditionedEncoder, Encoder, PatchesEncoder, TokensEncoder, TwoTowerEncoder
 from .pixels import Pixels
 
 _NOT_ENCODING: Any = {  # names, what training alone reads, and a width that the weights' shapes tell where it is used
@@ -31,7 +32,7 @@ _NOT_ENCODING: Any = {  # names, what training alone reads, and a width that the
 }
 
 
-class ClipEncoder(TwoTowerEncoder, TokensEncoder):
+class ClipEncoder(TwoTowerEncoder, TokensEncoder, ConditionedEncoder):
     """Any of our CLIP models."""
 
     model: Clip
@@ -63,6 +64,21 @@ class ClipEncoder(TwoTowerEncoder, TokensEncoder):
     def tokens(self, pixels: Tensor) -> Tensor:
         with self.autocast():
             return self.model.visual.tokens(self.normalised(pixels)).float()
+
+    @property
+    def pools_by_text(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.model.config.readout.conditioned
+
+    @torch.inference_mode()
+    def patches(self, pixels: Tensor) -> Tensor:
+        with self.autocast():
+            return self.model.encode_local(self.normalised(pixels))[1].float()
+
+    @torch.inference_mode()
+    def conditioned(self, patches: Tensor, texts: Tensor) -> Tensor:
+        own, heads = self.model.pool_parameters(), self.model.config.readout.heads
+        local = patches.to(self.device).float().unflatten(1, (-1, self.model.config.embed_dim))
+        return conditioned_scores(local, texts.to(self.device), own, heads).cpu()
 
     @torch.inference_mode()
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:

@@ -61,6 +61,8 @@ class Head(nn.Module):
 
 def build_head(config: Any, dim: int, prefix: int) -> tuple[Head, int]:
     """The head of a block, and its width. Raises `ConfigError` for one that needs a class token where there is none."""
+    if config.conditioned:
+        raise ConfigError(f"head.kind={config.kind}: is pooled by texts, and a probe has none; use map or ep")
     place, readout = config.placement, config.build(dim, None, dim).image
     if not prefix and config.reads_cls:
         raise ConfigError(f"head.kind={config.kind}: reads the class token, and this encoder has none; use gap")

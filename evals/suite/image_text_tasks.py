@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
+from torch import Tensor
 
 from sparo_train.core.config import between, setting
 from sparo_train.core.errors import ConfigError, DataError
 
-from ..sets.base import Limited, Pair
+from ..sets.base import EvalSet, Limited, Pair
 from ..sets.captions import SugarCrepeSet
 from ..sets.opening import open_set
 from ..sets.task_config import SetTaskConfig
+from ..store.feature_table import Features
 from ..tasks import pairs, retrieval, zeroshot
 from ..tasks.result import Result
 from .scoring import Scoring, described, labels_of
@@ -32,16 +35,21 @@ class ZeroshotTaskConfig(SetTaskConfig):
     headline: Literal["acc1", "mean_per_class_recall"] = setting("acc1", "the score that tables show")
 
 
-class RetrievalTaskConfig(SetTaskConfig):
-    """Images to captions and back."""
+class CaptionedTaskConfig(SetTaskConfig):
+    """Images with captions, in ranks."""
 
-    task: Literal["retrieval"] = setting("retrieval", "a row of sparo.tasks")
     annotations: str | None = setting(
         None, "of layout karpathy: the file that says which captions an image has", examples=["dataset_coco.json"]
     )
     k: Annotated[tuple[int, ...], between(1, 1 << 31)] = setting(
         (1, 5, 10), "ranks within which a hit counts (R@k)", min_length=1
     )
+
+
+class RetrievalTaskConfig(CaptionedTaskConfig):
+    """Images to captions and back."""
+
+    task: Literal["retrieval"] = setting("retrieval", "a row of sparo.tasks")
 
 
 class PairsTaskConfig(SetTaskConfig):
@@ -78,16 +86,22 @@ def run_retrieval(scoring: Scoring, task: RetrievalTaskConfig) -> Result:
     """R@k in both directions over the set's captions."""
     source = open_set(task, "captions")
     (images,) = scoring.features([source], task.workers)
+    texts, owner = captions_of(images, task.k, source)
+    found = scoring.ranks.first(lambda: retrieval.score(images.in_memory(), scoring.texts(texts), owner, task.k))
+    return described(found, images, source, {})
+
+
+def captions_of(images: Features, ks: Sequence[int], source: EvalSet) -> tuple[list[str], Tensor]:
+    """All captions of a set, and the number of each one's image (T,). Raises `ConfigError` where there are too few for `ks`."""
     owner = torch.tensor([i for i, lines in enumerate(images.facts) for _ in lines], dtype=torch.int64)
     texts = [line for lines in images.facts for line in lines]
     if not texts:
         raise DataError(f"{source.root}: not one image has a caption")
-    if min(task.k) > min(len(images), len(texts)):
+    if min(ks) > min(len(images), len(texts)):
         raise ConfigError(
-            f"k={list(task.k)}: {source.root} has {len(images)} images and {len(texts)} captions; name a smaller k"
+            f"k={list(ks)}: {source.root} has {len(images)} images and {len(texts)} captions; name a smaller k"
         )
-    found = scoring.ranks.first(lambda: retrieval.score(images.in_memory(), scoring.texts(texts), owner, task.k))
-    return described(found, images, source, {})
+    return texts, owner
 
 
 def run_pairs(scoring: Scoring, task: PairsTaskConfig) -> Result:

@@ -26,6 +26,9 @@ class Need(NamedTuple):
 
 NEEDS = {
     "texts": Need("texts encoded", "encodes images alone", "use knn, linear or probe"),
+    "conditioned": Need(
+        "patches that texts pool", "has none", "use retrieval, or train with objective.model.readout.kind=flair"
+    ),
     "blocks": Need("the last blocks of a DINO backbone", "has none", "use probe"),
     "tokens": Need("a vision transformer's tokens", "gives none", "use probe or knn"),
     "slots": Need("slots", "has none", "use a model with a read-out (objective.model.readout.kind=sparo)"),

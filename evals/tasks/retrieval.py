@@ -29,13 +29,32 @@ def score(image: Tensor, text: Tensor, image_of_text: Tensor, ks: Sequence[int] 
         `text_recall@k`: the share of the image's texts that are among the k. Images without a text are no queries and are
         counted (clip-benchmark takes them for misses). Intervals resample images, each with its texts.
     """
-    if min(ks) > min(len(text), len(image)):
-        raise ValueError(f"k={list(ks)}: every one is above the {min(len(text), len(image))} candidates")
-    largest_text, largest_image = (max((k for k in ks if k <= n), default=1) for n in (len(text), len(image)))
-    texts_found, images_found = (n.row.cpu() for n in nearest_both(image, text, largest_text, largest_image))
-    right_texts = image_of_text[texts_found] == torch.arange(len(image))[:, None]
+    most = _most(ks, len(image), len(text))
+    return _scored(nearest_both(image, text, *most), len(image), image_of_text, ks, most)
+
+
+def score_table(table: Tensor, image_of_text: Tensor, ks: Sequence[int] = KS) -> Result:
+    """The same of similarities (I, T) that are no products of encodings."""
+    most = _most(ks, *table.shape)
+    found = best_of(table, most[0], 0), best_of(table.T.contiguous(), most[1], 0)
+    return _scored(found, len(table), image_of_text, ks, most)
+
+
+def _most(ks: Sequence[int], images: int, texts: int) -> tuple[int, int]:
+    """How many texts of an image, and images of a text, have to be found."""
+    if min(ks) > min(texts, images):
+        raise ValueError(f"k={list(ks)}: every one is above the {min(texts, images)} candidates")
+    one, other = (max((k for k in ks if k <= n), default=1) for n in (texts, images))
+    return one, other
+
+
+def _scored(
+    found: tuple[Nearest, Nearest], images: int, image_of_text: Tensor, ks: Sequence[int], most: tuple[int, int]
+) -> Result:
+    (texts_found, images_found), (largest_text, largest_image) = (n.row.cpu() for n in found), most
+    right_texts = image_of_text[texts_found] == torch.arange(images)[:, None]
     right_images = images_found == image_of_text[:, None]
-    owned = torch.bincount(image_of_text, minlength=len(image))
+    owned = torch.bincount(image_of_text, minlength=images)
     asked = owned > 0
     columns: dict[str, tuple[Tensor, Tensor]] = {}  # per image: sum, and of how many
     for k in [k for k in ks if k <= largest_text]:
@@ -45,7 +64,7 @@ def score(image: Tensor, text: Tensor, image_of_text: Tensor, ks: Sequence[int] 
         columns[f"text_recall@{k}"] = among / owned.clamp(min=1), asked.double()
     for k in [k for k in ks if k <= largest_image]:
         hit = right_images[:, :k].any(1).double()
-        columns[f"image_R@{k}"] = torch.zeros(len(image)).double().index_add_(0, image_of_text, hit), owned.double()
+        columns[f"image_R@{k}"] = torch.zeros(images).double().index_add_(0, image_of_text, hit), owned.double()
     metrics = {name: (total.sum() / of.sum()).item() for name, (total, of) in columns.items()}
     sums, counts = (torch.stack(list(column), 1).numpy() for column in zip(*columns.values(), strict=True))
     draws = bootstrap(sums, counts)
@@ -60,10 +79,10 @@ def score(image: Tensor, text: Tensor, image_of_text: Tensor, ks: Sequence[int] 
         int(asked.sum()),
         f"mean_R@{head}" if both else next(iter(metrics)),
         metrics,
-        min(1.0, head / len(image)),
+        min(1.0, head / images),
         {name: percentiles(found) for name, found in by_name.items()},
         options={"recall": "hit rate", "interval": "bootstrap over images"},
-        counts={"images": len(image), "texts": len(text), "images_without_caption": int((~asked).sum())},
+        counts={"images": images, "texts": len(image_of_text), "images_without_caption": int((~asked).sum())},
         predictions={
             "texts_found": texts_found.numpy().astype(np.int32),
             "images_found": images_found.numpy().astype(np.int32),

@@ -31,6 +31,7 @@ READOUTS = Table(
         "ep": "sparo_train.models.readouts.efficient:EfficientReadOut",
         "linear_bottleneck": "sparo_train.models.readouts.linear_bottleneck:LinearBottleneckReadOut",
         "fdt": "sparo_train.models.readouts.fdt:FdtReadOut",
+        "flair": "sparo_train.models.readouts.flair:FlairReadOut",
     },
     ("placement", "shape", "build", "infer"),
 )
@@ -104,6 +105,7 @@ TASKS = Table(
     {
         "zeroshot": "evals.suite.image_text_tasks:ZEROSHOT",
         "retrieval": "evals.suite.image_text_tasks:RETRIEVAL",
+        "conditioned_retrieval": "evals.suite.conditioned_retrieval:CONDITIONED_RETRIEVAL",
         "pairs": "evals.suite.image_text_tasks:PAIRS",
         "probe": "evals.suite.labelled_tasks:PROBE",
         "knn": "evals.suite.labelled_tasks:KNN",

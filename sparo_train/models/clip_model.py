@@ -60,6 +60,18 @@ class Clip(nn.Module):
         features = self.visual(image, patches, hidden)
         return _unit(features) if normalize else features
 
+    def encode_local(
+        self, image: Tensor | None, patches: Tensor | None = None, hidden: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Unit-norm encodings (B, D), and the projected patches (B, N, D) that texts pool, of models whose read-out is conditioned."""
+        tokens = self.visual(image, patches, hidden, local=True)
+        return _unit(tokens[:, 0]), tokens[:, 1:]
+
+    def pool_parameters(self) -> list[nn.Parameter]:
+        """Of the pooling by texts, which the loss uses; none where the read-out is not conditioned."""
+        readout = self.config.readout
+        return list(self.visual.get_submodule(readout.kind).parameters()) if readout.conditioned else []
+
     def encode_text(self, text: Tensor, normalize: bool = False, hidden: Tensor | None = None) -> Tensor:
         """(B, T) token ids (and what the tower's `hidden` gave for them) -> (B, width)."""
         features = self.text(text, hidden)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ..core.errors import ConfigError
 from .locking import lock
 from .patches import patchify, regridded
-from .slots import NoReadOut, ReadOut, ReadOutConfig, Slots, read_slots
+from .slots import NoReadOut, ReadOut, ReadOutConfig, Slots, projected, read_slots
 
 
 class VisionTower(VisionTransformer):
@@ -61,16 +61,21 @@ class VisionTower(VisionTransformer):
         """Pixels (B, 3, H, W) to the tokens behind the last block, before any norm, (B, 1 + H*W/p^2, d), CLS first."""
         return self.transformer(self._embeds(x, patches))
 
-    def forward(self, x: Tensor | None, patches: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor | None, patches: Tensor | None = None, hidden: Tensor | None = None, local: bool = False
+    ) -> Tensor:
         """Pixels (B, 3, H, W) -> (B, output_dim).
 
         Args:
             patches: (B, K) int64, the patches to look at, in place of a random draw.
             hidden: what `hidden` gave for these images, which are not looked at again.
+            local: class token and patches instead, each normed and projected, (B, 1 + N, embed_dim).
         """
         if hidden is None:
             assert x is not None
             hidden = self.hidden(x, patches)
+        if local:
+            return projected(self.ln_post(hidden), self.proj, self.prefix)
         pooled, _ = self._pool(hidden)
         return pooled if self.proj is None else pooled @ self.proj
 

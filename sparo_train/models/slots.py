@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -76,6 +77,7 @@ class ReadOutConfig(Frozen, ABC):
 
     kind: Any  # a Literal of one name, in each of them
     reads_cls: ClassVar[bool] = False  # an image's class token alone: there has to be one
+    conditioned: ClassVar[bool] = False  # texts pool its image tokens, by a loss of CLIP's own
 
     @property
     def placement(self) -> Placement:
@@ -184,3 +186,9 @@ def read_slots(
     if place.norm == "slots":
         slots = slots._replace(values=norm(slots.values))
     return normalize_slots(slots, place.weighting, place.representation) if place.normalize else slots
+
+
+def projected(tokens: Tensor, proj: Tensor | None, prefix: int) -> Tensor:
+    """Class token and patches of normed tokens (B, N, d), each through a tower's projection (d, D): what texts pool."""
+    assert proj is not None  # a conditioned read-out's placement
+    return torch.cat([tokens[:, :1], tokens[:, prefix:]], dim=1) @ proj

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import did_you_mean
-from .slots import NoReadOut, ReadOut, ReadOutConfig, Slots, read_slots
+from .slots import NoReadOut, ReadOut, ReadOutConfig, Slots, projected, read_slots
 
 _OURS = ("pretrained", "num_classes", "global_pool", "img_size", "pretrained_cfg", "checkpoint_path")
 
@@ -120,11 +120,15 @@ class TimmTower(nn.Module):
         )[0]
         return torch.cat(found[::-1], dim=1) if self.prefix else found
 
-    def forward(self, x: Tensor | None, patches: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
-        """Pixels (B, 3, S, S), or their `hidden` tokens, -> (B, output_dim)."""
+    def forward(
+        self, x: Tensor | None, patches: Tensor | None = None, hidden: Tensor | None = None, local: bool = False
+    ) -> Tensor:
+        """Pixels (B, 3, S, S), or their `hidden` tokens, -> (B, output_dim); `local`: see `projected`."""
         if hidden is None:
             assert x is not None
             hidden = self.hidden(x, patches)
+        if local:
+            return projected(self.trunk.norm(hidden), self.proj, self.prefix)
         pooled = self.trunk.norm(hidden[:, :1])[:, 0] if self.read_by is None else self._read(hidden, False).flat()
         return pooled if self.proj is None else pooled @ self.proj
 

@@ -20,6 +20,7 @@ from ..models.locking import layer_of
 from .averaging import follow, follow_if
 from .clip_settings import ClipObjectiveConfig
 from .clip_tokens import TokenExamples
+from .conditioned import conditioned_sigmoid
 from .contrastive import contrastive, logits_held
 from .method import Method
 
@@ -29,6 +30,14 @@ class Embeddings(NamedTuple):
 
     image: Tensor
     text: Tensor
+
+
+class LocalEmbeddings(NamedTuple):
+    """The same, and the projected patches (B, N, width) that texts pool."""
+
+    image: Tensor
+    text: Tensor
+    local: Tensor
 
 
 class ClipObjective(CoupledObjective):
@@ -60,7 +69,7 @@ class ClipObjective(CoupledObjective):
         image = F.interpolate(batch["image"].float(), (size, size), mode="bicubic", antialias=True, align_corners=False)
         return {**batch, "image": image.round_().clamp_(0, 255).to(torch.uint8)}
 
-    def embed(self, batch: Batch) -> Embeddings:
+    def embed(self, batch: Batch) -> Embeddings | LocalEmbeddings:
         """Encode `image` (B, 3, H, W) uint8, of which `patches` (B, K) int64 where given, and `text` (B, T) int64.
 
         What the towers' blocks made of them may be given: `image_tokens` (B, N, d), in place of the image, and `text_tokens` (B, T, d).
@@ -70,23 +79,38 @@ class ClipObjective(CoupledObjective):
             if key not in batch and not (key == "image" and key in kept):
                 raise DataError(f"objective clip: the batch has no {key!r} (it has {', '.join(batch)})")
         pixels = None if "image" in kept else self.pixels(batch["image"])
+        if self.config.model.readout.conditioned:
+            image, local = self.model.encode_local(pixels, batch.get("patches"), kept.get("image"))
+            return LocalEmbeddings(image, self.model.encode_text(batch["text"], True, kept.get("text")), local)
         return Embeddings(
             self.model.encode_image(pixels, True, batch.get("patches"), kept.get("image")),
             self.model.encode_text(batch["text"], True, kept.get("text")),
         )
 
     def loss(self, embeddings: tuple[Tensor, ...], own: Sequence[Tensor], progress: Progress) -> Loss:
-        """The loss of these pairs within the global batch; metrics: accuracy (image to text), logit_scale, logit_bias."""
-        loss, bias = self.config.loss, own[1] if len(own) > 1 else None
-        image, text = embeddings
+        """The loss of these pairs within the global batch; metrics: accuracy (image to text), logit_scale, logit_bias.
+
+        Where texts pool the images' patches, it is the sum of the loss of the encodings and of `conditioned_sigmoid`, whose mean is
+        `conditioned_loss` among the metrics.
+        """
+        loss, biased = self.config.loss, self.model.logit_bias is not None
+        bias, pool = own[1] if biased else None, own[1 + biased :]
+        image, text, *local = embeddings
         with torch.autocast(image.device.type, enabled=False):
             scale = own[0].exp()
             total, correct = contrastive(image, text, scale, bias, loss.kind, loss.exchange)
-        metrics = {"accuracy": correct.float().mean(), "logit_scale": scale.detach()}
+            metrics = {"accuracy": correct.float().mean(), "logit_scale": scale.detach()}
+            if local and bias is not None:
+                heads = self.config.model.readout.heads
+                seen = conditioned_sigmoid(
+                    local[0].float() if local[0].itemsize < 4 else local[0], text, pool, heads, scale, bias
+                )
+                total, metrics["conditioned_loss"] = total + seen, seen.detach()
         return Loss(total, metrics if bias is None else {**metrics, "logit_bias": bias.detach()})
 
     def loss_parameters(self) -> Sequence[nn.Parameter]:
-        return [p for p in (self.model.logit_scale, self.model.logit_bias) if p is not None]
+        own = [p for p in (self.model.logit_scale, self.model.logit_bias) if p is not None]
+        return [*own, *self.model.pool_parameters()]
 
     @property
     def scored(self) -> Clip:

@@ -67,6 +67,10 @@ class ClipObjectiveConfig(Frozen):
             )
         if bias is not None and not sigmoid:
             raise ValueError("model.init_logit_bias is for loss.kind=sigmoid: a softmax does not see it")
+        if self.model.readout.conditioned and not sigmoid:
+            raise ValueError(
+                f"model.readout.kind={self.model.readout.kind}: is trained with loss.kind=sigmoid (model.init_logit_bias=-10)"
+            )
         if self.cache is not None and not any(self.frozen):
             raise ValueError(
                 "cache: no tower's blocks are all frozen; set model.vision.freeze or model.text.freeze=blocks"

@@ -57,6 +57,7 @@ READOUTS = {
     },
     "ep": {"kind": "ep", "slots": 4, "slot_width": 8},
     "linear_bottleneck": {"kind": "linear_bottleneck", "bottleneck_dim": 6, "width": 20},
+    "flair": {"kind": "flair", "heads": 4},
     "fdt": {"kind": "fdt", "codes": 40, "width": 12, "temperature": 0.3},
 }
 
@@ -141,7 +142,12 @@ def test_what_stands_behind_eos_does_not_matter(readout):
 def test_decay_groups_are_the_references(readout, backbone):
     with torch.device("meta"):
         objective = ClipObjective(
-            ClipObjectiveConfig(model=ClipConfig.model_validate({"backbone": backbone, "readout": READOUTS[readout]}))
+            ClipObjectiveConfig.model_validate(
+                {
+                    "model": {"backbone": backbone, "readout": READOUTS[readout], "init_logit_bias": -10.0},
+                    "loss": {"kind": "sigmoid"},
+                }
+            )
         )
     undecayed = set(objective.no_decay())
     for name, p in objective.named_parameters():

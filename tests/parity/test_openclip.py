@@ -169,8 +169,8 @@ def test_import_keeps_the_random_stream():
 def test_unknown_tower_keys_are_refused():
     cfg = plugin.model_cfg(tiny("sparo").config)
     cfg.pop("custom_text")
-    cfg["vision_cfg"]["timm_model_name"] = "x"
-    with pytest.raises(SparoError, match="timm_model_name cannot be combined"):
+    cfg["vision_cfg"]["timm_pool"] = "x"
+    with pytest.raises(SparoError, match="timm_pool cannot be combined"):
         open_clip.model.CustomTextCLIP(**cfg)
 
 

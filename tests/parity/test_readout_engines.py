@@ -34,6 +34,9 @@ def _trees(shards, out):
             continue
         clip = tiny_recipe(shards, out, batch_size=8)
         clip["objective"]["model"] = {**clip["objective"]["model"], "embed_dim": 24, "readout": readout}
+        if name == "flair":
+            clip["objective"]["model"]["init_logit_bias"] = -4.0
+            clip["objective"]["loss"] = {"kind": "sigmoid"}
         found["clip", name] = clip
         if name in ("gap", "coca", "map", "attpool", "fdt"):  # one of each way in which a backbone holds them
             dino = dino_recipe(shards, out, batch_size=8)
@@ -51,7 +54,10 @@ def _all(ranks, trees, engine, size):
 def test_gradients_of_every_readout_are_those_of_one_process(shards, tmp_path):
     trees = _trees(shards, tmp_path)
     (whole,) = run_ranks(1, _all, trees, engine_block("local"), 8)
-    unlike = {k: trees[k] for k in [("clip", "fdt"), ("clip", "sparo-weighted"), ("clip", "coca"), ("dino", "coca")]}
+    unlike = {
+        k: trees[k]
+        for k in [("clip", "fdt"), ("clip", "flair"), ("clip", "sparo-weighted"), ("clip", "coca"), ("dino", "coca")]
+    }
     for engine, size, chosen in ((DDP, 2, trees), (FSDP2, 4, unlike)):
         for by_key in run_ranks(2, _all, chosen, engine, size):
             for key, found in by_key.items():

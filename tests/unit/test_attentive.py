@@ -23,7 +23,11 @@ from tests.conftest import jpeg, write_wds_layout
 from tests.parity.test_clip import READOUTS as BLOCKS
 from tests.parity.test_clip import tiny
 
-HEADS = {name: block for name, block in BLOCKS.items() if name not in ("sparo-weighted", "map-image", "attpool-slots")}
+HEADS = {
+    name: block
+    for name, block in BLOCKS.items()
+    if name not in ("sparo-weighted", "map-image", "attpool-slots", "flair")
+}
 
 
 def _config(block):

@@ -1,0 +1,74 @@
+"""FLAIR's text-conditioned pooling (Xiao et al., CVPR 2025): an image as seen by a text, beside its class token.
+
+The class token and all patches go through the tower's one projection. A text's encoding is the query of a multi-head attention over
+the patches, which may also look at nothing (a key and a value of zeros), with a LayerNorm each for queries, keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...core.config import setting
+from ...core.errors import ConfigError
+from ..slots import Placement, ReadOut, ReadOutConfig, ReadOutPair, Slots
+
+
+class FlairReadOut(ReadOutConfig):
+    """The image's class token, whose patches a text can pool; texts keep EOS. CLIP with loss.kind=sigmoid alone. `embed_dim` is a multiple of `heads`."""
+
+    kind: Literal["flair"] = "flair"
+    reads_cls: ClassVar[bool] = True
+    conditioned: ClassVar[bool] = True
+    heads: int = setting(8, "attention heads; divides embed_dim", gt=0)
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(normalize=False, projected=True, text=False)
+
+    def shape(self, embed_dim: int) -> tuple[int, int]:
+        return 1, embed_dim
+
+    def build(self, image_dim: int | None, text_dim: int | None, embed_dim: int) -> ReadOutPair:
+        if embed_dim % self.heads:
+            raise ConfigError(f"readout.heads={self.heads} does not divide embed_dim={embed_dim}")
+        return ReadOutPair(None if image_dim is None else FlairPool(image_dim, embed_dim, self.heads), None)
+
+
+class FlairPool(ReadOut):
+    """The class token (B, 1, d) as it is; `conditioned` pools projected patches for texts."""
+
+    def __init__(self, dim: int, embed_dim: int, heads: int):
+        super().__init__()
+        self.slots, self.width, self.heads = 1, dim, heads
+        self.attn = nn.MultiheadAttention(embed_dim, heads, batch_first=True, add_zero_attn=True)
+        self.ln_q, self.ln_k, self.ln_v = (nn.LayerNorm(embed_dim) for _ in range(3))
+
+    def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
+        attention = tokens.new_zeros(len(tokens), 1, tokens.shape[1])
+        attention[:, :, 0] = 1
+        return Slots(tokens[:, :1], attention if need_attention else None)
+
+    def conditioned(self, patches: Tensor, texts: Tensor) -> Tensor:
+        """Projected patches (B, N, D) and texts (T, D) to every image as seen by every text, (B, T, D), not of unit norm."""
+        return pooled_by_text(list(self.parameters()), self.heads, patches, texts)
+
+
+def pooled_by_text(own: Sequence[Tensor], heads: int, patches: Tensor, texts: Tensor) -> Tensor:
+    """`FlairPool.conditioned` with the values of its parameters, in their order, given apart: an engine may keep them elsewhere."""
+    in_weight, in_bias, out_weight, out_bias, *norms = own
+    width = patches.shape[-1]
+    q, k, v = (
+        F.linear(F.layer_norm(x, (width,), norms[2 * i], norms[2 * i + 1]), weight, bias).unflatten(-1, (heads, -1))
+        for i, (x, weight, bias) in enumerate(
+            zip((texts, patches, patches), in_weight.chunk(3), in_bias.chunk(3), strict=True)
+        )
+    )
+    scores = torch.einsum("thd,bnhd->bthn", q, k) * (width // heads) ** -0.5
+    # The zero key scores zero, and its value adds nothing.
+    share = F.pad(scores, (0, 1)).softmax(-1)[..., :-1]
+    return F.linear(torch.einsum("bthn,bnhd->bthd", share, v).flatten(2), out_weight, out_bias)
