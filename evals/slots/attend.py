@@ -72,7 +72,7 @@ def attend(encoder: Encoder, images: Sequence[Image.Image], captions: Sequence[s
     for begin in range(0, len(images), _AT_ONCE):
         some = slice(begin, begin + _AT_ONCE)
         image = show([encoder.transform(one) for one in images[some]])
-        maps, on_class = _maps(image.attention.float().cpu())
+        maps, on_class = _maps(image.attention.float().cpu(), getattr(encoder, "prefix_tokens", 1))
         if read is None or captions is None:
             nothing = torch.zeros(*maps.shape[:2])
             for m, c, n, a in zip(maps, on_class, nothing, image.attention.float().cpu(), strict=True):
@@ -92,11 +92,10 @@ def attend(encoder: Encoder, images: Sequence[Image.Image], captions: Sequence[s
     return found
 
 
-def _maps(attention: Tensor) -> tuple[Tensor, Tensor]:
-    """(n, L, N) with or without a class token first, to (n, L, g, g) and (n, L)."""
+def _maps(attention: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
+    """(n, L, N) with or without the `prefix` tokens (class token, registers) first, to (n, L, g, g) and (n, L)."""
     n = attention.shape[-1]
-    side = math.isqrt(n)
-    patches = attention if side * side == n else attention[..., 1:]
+    patches = attention[..., prefix:] if math.isqrt(n - prefix) ** 2 == n - prefix else attention
     side = math.isqrt(patches.shape[-1])
     return patches.unflatten(-1, (side, side)), 1 - patches.sum(-1)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..core.config import Frozen, free, setting
 from ..core.disk.mirrors import Sample
 from ..core.distributed import Ranks
-from ..core.errors import BadSampleError
+from ..core.errors import BadSampleError, ConfigError
 from ..data.examples.image_text import ImageTextExamples
 from ..data.examples.samples import caption, captions_of, decode_image, image_bytes
 from ..data.examples.transforms import eval_pixels
@@ -65,7 +65,8 @@ class TokenExamples(ImageTextExamples):
             missing = ranks.first(lambda kept=kept: [n for n, run in enumerate(runs) if not kept.has(run.name)])
             if missing:
                 samples = sum(runs[n].last - runs[n].first for n in missing)
-                say(f"objective.cache: computing the {kind} tokens of {samples:,} samples -> {kept.folder}")
+                room = self._room(objective.config.model, samples) if kind == "image" else ""
+                say(f"objective.cache: computing the {kind} tokens of {samples:,} samples{room} -> {kept.folder}")
                 with at_work(tower, side) as encode:
                     # A round ends for all ranks together, so that nobody waits longer than for one part.
                     for number, begin in enumerate(range(0, len(missing), ranks.size), 1):
@@ -75,6 +76,10 @@ class TokenExamples(ImageTextExamples):
                             say(f"objective.cache: {begin + ranks.size:,} of {len(missing):,} parts")
             kept.open([run.name for run in runs])
             self.kept[kind] = kept
+
+    def _room(self, model: Any, samples: int) -> str:
+        numbers = samples * model.vision.tokens * model.vision.width
+        return f" (about {numbers * (2 if self.cache.dtype == 'fp16' else 4) / 1e9:.3g} GB)"
 
     def _keep(self, kind: str, kept: KeptTokens, runs: Sequence[Run], objective: Any, encode: Encode) -> None:
         for run in runs:
@@ -106,6 +111,8 @@ class TokenExamples(ImageTextExamples):
         self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
     ) -> dict[str, np.ndarray]:
         """Find the tokens of a sample, with pixels where its image tower is trained; raises `BadSampleError` with the reason."""
+        if len(self.kept) < len(self._frozen):
+            raise ConfigError("objective.cache: tokens are computed by training alone; set objective.cache=null here")
         out: dict[str, np.ndarray] = {}
         if "image" in self.kept:
             ids = self.tokenize(caption(fields, source.config, rng))

@@ -21,6 +21,7 @@ from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.train.dry import dry_run
 from sparo_train.train.run import load_run
 from tests.conftest import THREADS
+from tests.forking import install
 from tests.unit.test_making import modules, write_idx_files  # noqa: F401  modules: the fixture with a small node_modules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,14 +117,11 @@ def write_photos(folder: Path) -> None:
 
 @pytest.fixture
 def sandbox(tmp_path, modules, monkeypatch):  # noqa: F811
-    """A folder like a checkout, with `sparo` on the path and an npm that delivers the small packages."""
+    """A folder like a checkout, with a `sparo` on the path that is forked, not started, and an npm that delivers the small packages."""
     tools = tmp_path / "bin"
     tools.mkdir()
     (tools / "npm").write_text(
         f'#!/bin/sh\nwhile [ "$1" != --prefix ]; do shift; done\nmkdir -p "$2" && cp -r {modules} "$2/"\n'
-    )
-    (tools / "sparo").write_text(
-        f'#!/bin/sh\nexec {sys.executable} -c "from launch.cli.main import main; main()" "$@"\n'
     )
     (tools / "torchrun").write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
     for tool in tools.iterdir():
@@ -140,7 +138,9 @@ def sandbox(tmp_path, modules, monkeypatch):  # noqa: F811
     (folder / "two_rows.yaml").write_text(TWO_ROWS)
     for name in ("configs", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
-    return folder
+    server = install(tools / "sparo")
+    yield folder
+    server.kill()
 
 
 @pytest.mark.timeout(1500)  # some fifty commands, one after another

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from launch.runs.train import _train, train
+from sparo_data.writer import write_shards
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import store
 from sparo_train.core.errors import CheckpointError, ConfigError, DataError
@@ -15,9 +16,10 @@ from sparo_train.core.world import World
 from sparo_train.data.examples.samples import decode_image
 from sparo_train.data.examples.transforms import eval_pixels
 from sparo_train.data.read.kept_tokens import KeptTokens, digest_of
+from sparo_train.data.read.plan import SampleRef
 from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks
 from sparo_train.train.run import RunConfig
-from tests.conftest import dino_recipe, tiny_recipe
+from tests.conftest import dino_recipe, sample, tiny_recipe
 from tests.parity.test_accumulate import DDP, FSDP2, ZERO_3
 from tests.ranks import run_ranks
 
@@ -157,6 +159,22 @@ def test_ranks_share_the_work_and_end_as_one_process(shards, tmp_path, engine, c
     one, two = _model(tmp_path / "one"), _model(tmp_path / "two")
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=0, atol=close, msg=name)
+
+
+def test_a_picture_that_cannot_be_read_is_skipped_and_counted(tmp_path, capsys):
+    rows = [sample(i) for i in range(48)]
+    rows[7] = (rows[7][0], {**rows[7][1], "jpg": b"no picture"})
+    rows[9] = (rows[9][0], {**rows[9][1], "txt": b" "})
+    write_shards(tmp_path / "shards", iter(rows), 24)
+    tree = _tree(tmp_path / "shards", tmp_path)
+    tree["data"] |= {"max_bad_share": 0.5}
+    tree["steps"] = 12
+    train(_run(tree))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the image tokens of 48 samples (about" in said
+    assert "no image tokens 2" in said and "missing caption" in said
+    with pytest.raises(ConfigError, match=r"set objective.cache=null here"):  # as `sparo data bench` would read it
+        build_pipeline(_run(tree)).example(SampleRef(0, 0, 0, 0))
 
 
 def test_damage_is_named_and_what_was_cut_off_is_computed_again(tmp_path):
