@@ -18,13 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from ..core.ring import Ring
 from ..models.readouts.flair import pooled_by_text
 
-_HELD = 1 << 26  # numbers of pooled images and of attention that a tile holds
+_HELD = 1 << 26  # numbers of pooled images that a tile holds
 
 
 def conditioned_scores(patches: Tensor, texts: Tensor, own: Sequence[Tensor], heads: int) -> Tensor:
     """Cosines of texts (T, D) of unit norm with images (B, N, D of projected patches) as they pool them, (B, T)."""
-    b, n, width = patches.shape
-    size = max(1, _HELD // (b * (width + heads * n)))
+    size = max(1, _HELD // (len(patches) * patches.shape[-1]))
 
     def tile(some: Tensor, patches: Tensor, *own: Tensor) -> Tensor:
         seen = F.normalize(pooled_by_text(own, heads, patches, some), dim=-1)

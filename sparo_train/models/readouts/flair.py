@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -68,7 +67,7 @@ def pooled_by_text(own: Sequence[Tensor], heads: int, patches: Tensor, texts: Te
             zip((texts, patches, patches), in_weight.chunk(3), in_bias.chunk(3), strict=True)
         )
     )
-    scores = torch.einsum("thd,bnhd->bthn", q, k) * (width // heads) ** -0.5
     # The zero key scores zero, and its value adds nothing.
-    share = F.pad(scores, (0, 1)).softmax(-1)[..., :-1]
-    return F.linear(torch.einsum("bthn,bnhd->bthd", share, v).flatten(2), out_weight, out_bias)
+    k, v = (F.pad(x.transpose(1, 2), (0, 0, 0, 1)) for x in (k, v))
+    read = F.scaled_dot_product_attention(q.transpose(0, 1).expand(len(patches), -1, -1, -1), k, v)
+    return F.linear(read.transpose(1, 2).flatten(2), out_weight, out_bias)
