@@ -9,13 +9,22 @@ from typing import Any
 
 import yaml
 
+from sparo_train.core.config import free_keys, resolve
 from sparo_train.core.errors import ConfigError
+from sparo_train.core.recipe.layers import Tree
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.core.untrusted import read_text
+from sparo_train.train.run import RunConfig
 
 from .paper_tables import Cell, Grid, Row
 
-_FREE = ("seed", "name", "out", "log", "world_size")  # what two seeds of one recipe may differ in
+_FREE = (
+    "seed",
+    "name",
+    "out",
+    "log",
+    "world_size",
+)  # of a recipe that this version cannot read: what two seeds may differ in
 
 
 def over_seeds(table: Grid) -> Grid:
@@ -62,11 +71,27 @@ def recipe_of(name: str) -> tuple[str, Any]:
         if (folder / "config.yaml").is_file():
             tree = parse_yaml(read_text(folder / "config.yaml"), str(folder / "config.yaml"))
             if isinstance(tree, dict):
-                kept = {key: value for key, value in tree.items() if key not in _FREE}
+                kept = _computed(tree, str(folder / "config.yaml"))
                 return f"{yaml.safe_dump(kept)}{place.relative_to(folder)}{bracket}{how}", tree.get("seed")
     raise ConfigError(
         f"--seeds: {name} is no run with a config.yaml, which says what it was trained with; leave it away"
     )
+
+
+def _computed(tree: Tree, origin: str) -> Tree:
+    """A recipe as this version writes it (what an older one did not know has its default), less its seed and what changes no number."""
+    try:
+        config = resolve(RunConfig, tree, origin)
+    except ConfigError:  # of keys that are gone, or of a plug-in that is not here
+        return {key: value for key, value in tree.items() if key not in _FREE}
+    kept = config.model_dump(mode="json")
+    for key in ("seed", *free_keys(config)):
+        block: Any = kept
+        *above, last = key.split(".")
+        for part in above:
+            block = block.get(part, {})
+        block.pop(last, None)
+    return kept
 
 
 def _name(names: Sequence[str]) -> str:

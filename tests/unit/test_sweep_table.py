@@ -89,6 +89,11 @@ def test_rows_have_the_median_and_range_of_their_seeds(place):
     _scored(runs[0].model_copy(update={"name": "grid-clip"}), 0.4)
     with pytest.raises(ConfigError, match=r"grid-clip and .*grid-clip-seed0 have one seed; move one of them"):
         sweep_rows(place / "grid.yaml")
+    older = yaml.safe_load(dump(runs[0].model_copy(update={"seed": 9})))  # of a version that did not know these keys
+    del older["start_from"], older["freeze"], older["optim"]["muon"]
+    older["data"]["workers"] = 0
+    (place / "runs/grid-clip/config.yaml").write_text(yaml.safe_dump(older))
+    assert sweep_rows(place / "grid.yaml")[0].runs == 4
     (place / "runs/grid-clip/config.yaml").write_text(dump(runs[0].model_copy(update={"seed": 9, "steps": 7})))
     with pytest.raises(ConfigError, match=r"grid-clip and .*grid-clip-seed0 differ in more than their seed"):
         sweep_rows(place / "grid.yaml")
