@@ -40,10 +40,14 @@ def refuse_other_pixels(origin: str, theirs: Normalisation | None, own: Normalis
 
 def refuse_unlike(origin: str, theirs: nn.Module, own: nn.Module) -> None:
     """Raise `CheckpointError` for other heads, or another activation."""
-    heads = [_first(m, "num_heads") for m in (theirs, own)]
-    if None not in heads and heads[0] != heads[1]:
+    held, wanted = _heads(theirs), _heads(own)
+    # By name where both have one (both towers of a CLIP); else by the first there is.
+    pairs = [(held[n], wanted[n]) for n in held if n in wanted] or list(
+        zip(held.values(), wanted.values(), strict=False)
+    )[:1]
+    if unlike := [pair for pair in pairs if pair[0] != pair[1]]:
         raise CheckpointError(
-            f"{origin}: its attention has {heads[0]} heads and the run's {heads[1]}, which shapes do not tell; make them equal"
+            f"{origin}: its attention has {unlike[0][0]} heads and the run's {unlike[0][1]}, which shapes do not tell; make them equal"
         )
     quick = [any(type(part).__name__.lower().startswith("quickgelu") for part in m.modules()) for m in (theirs, own)]
     if quick[0] != quick[1]:
@@ -52,5 +56,7 @@ def refuse_unlike(origin: str, theirs: nn.Module, own: nn.Module) -> None:
         )
 
 
-def _first(model: nn.Module, attribute: str) -> int | None:
-    return next((found for m in model.modules() if isinstance(found := getattr(m, attribute, None), int)), None)
+def _heads(model: nn.Module) -> dict[str, int]:
+    """Of every attention, by its name in the model."""
+    found = ((name.removeprefix("model."), getattr(part, "num_heads", None)) for name, part in model.named_modules())
+    return {name: heads for name, heads in found if isinstance(heads, int)}

@@ -114,6 +114,10 @@ class TimmVitEncoder(BackboneEncoder, PatchesEncoder, TokensEncoder):
     def prefix_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.model.num_prefix_tokens
 
+    @property
+    def has_class_token(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return getattr(self.model, "cls_token", None) is not None
+
     @torch.inference_mode()
     def tokens(self, pixels: Tensor) -> Tensor:
         with self.autocast():

@@ -60,6 +60,10 @@ class ClipEncoder(TwoTowerEncoder, TokensEncoder, ConditionedEncoder):
     def prefix_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.model.visual.prefix
 
+    @property
+    def has_class_token(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.model.visual.has_cls
+
     @torch.inference_mode()
     def tokens(self, pixels: Tensor) -> Tensor:
         with self.autocast():

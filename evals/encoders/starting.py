@@ -21,7 +21,7 @@ from sparo_train.train.run import RunConfig, StartConfig
 
 from .alike import Normalisation, refuse_other_pixels, refuse_unlike
 from .loading import load_encoder, read_run, run_weights
-from .trunks import trunk_weights
+from .trunks import timm_file, trunk_weights
 
 _TIMM_BLOCK = {
     "norm1": "ln_1", "norm2": "ln_2", "attn.qkv.": "attn.in_proj_", "attn.proj": "attn.out_proj", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj",
@@ -102,14 +102,12 @@ def _init(
     say: Callable[[str], None],
 ) -> None:
     part, origin = "text" if isinstance(tower, TextTower) else "visual", f"{key}={source}"
-    with torch.random.fork_rng(devices=[]):  # as above
-        encoder = load_encoder(source)
-    theirs = encoder.model
-    if part == "visual":
-        refuse_other_pixels(origin, Normalisation.of(encoder), pixels)
-    state = theirs.state_dict()
-    found = trunk_weights(state, tower, origin) if isinstance(tower, TimmTower) else tower_weights(state, part, origin)
-    refuse_unlike(origin, _tower_of(theirs, part), tower)
+    if isinstance(tower, TimmTower) and (read := timm_file(source)) is not None:
+        state, theirs = read
+        refuse_other_pixels(origin, theirs, pixels)
+        found = trunk_weights(state, tower, origin)
+    else:
+        found = _of_encoder(origin, source, part, tower, pixels)
     refuse_non_finite(found, origin)
     whole = model.fitted({f"{part}.{name}": value for name, value in found.items()})
     found = {name.removeprefix(f"{part}."): value for name, value in whole.items()}
@@ -125,6 +123,24 @@ def _init(
     fresh, left = ([n for n in a if n not in shared] for a in (own, found))
     said = f"{key}: {len(shared)} tensors of {source}"
     say(said + (f"; new are {_few(fresh)}" if fresh else "") + (f"; not used are {_few(left)}" if left else ""))
+
+
+def _of_encoder(
+    origin: str, source: str, part: str, tower: VisionTower | TimmTower | TextTower, pixels: Normalisation | None
+) -> dict[str, Tensor]:
+    """One tower's weights of whatever `sparo eval` loads."""
+    try:
+        with torch.random.fork_rng(devices=[]):  # as above
+            encoder = load_encoder(source)
+    except CheckpointError as error:
+        hint = "; of a model of timm's write timm:NAME@FILE" if isinstance(tower, TimmTower) else ""
+        raise CheckpointError(f"{origin}: {error}{hint}") from None
+    if part == "visual":
+        refuse_other_pixels(origin, Normalisation.of(encoder), pixels)
+    state = encoder.model.state_dict()
+    found = trunk_weights(state, tower, origin) if isinstance(tower, TimmTower) else tower_weights(state, part, origin)
+    refuse_unlike(origin, _tower_of(encoder.model, part), tower)
+    return found
 
 
 def _tower_of(model: nn.Module, part: str) -> nn.Module:
@@ -162,7 +178,8 @@ def tower_weights(state: Mapping[str, Tensor], part: str, origin: str) -> dict[s
         return _from_transformers(bare) | (
             {} if projection is None else {"proj" if part == "visual" else "text_projection": projection.T}
         )
-    raise CheckpointError(f"{origin}: has no {'image' if part == 'visual' else 'text'} tower of a CLIP")
+    more = "; for one of timm's set vision.timm_model_name" if part == "visual" else ""
+    raise CheckpointError(f"{origin}: has no {'image' if part == 'visual' else 'text'} tower of a CLIP{more}")
 
 
 def _from_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from timm.layers.pos_embed import resample_abs_pos_embed
+import timm
+import torch
+from timm.data.config import resolve_model_data_config
 from torch import Tensor
 
-from sparo_train.core.errors import CheckpointError
+from sparo_train.core.errors import CheckpointError, did_you_mean
 from sparo_train.models.timm_tower import TimmTower
+from sparo_train.models.weights import read_raw
+
+from .alike import Normalisation
 
 _PREFIXES = ("visual.trunk.", "trunk.", "")
 
@@ -24,14 +29,30 @@ def trunk_weights(state: Mapping[str, Tensor], tower: TimmTower, origin: str) ->
         raise CheckpointError(
             f"{origin}: has no ViT by timm's names (blocks.0.norm1); for a CLIP's tower leave vision.timm_model_name away"
         )
-    own, trunk = tower.state_dict(), tower.trunk
     found = {f"trunk.{name.removeprefix(prefix)}": value for name, value in state.items() if name.startswith(prefix)}
     if "trunk.norm.weight" not in found:  # timm's models that pool by the mean have their norm behind it
         found = {name.replace("trunk.fc_norm.", "trunk.norm."): value for name, value in found.items()}
-    name = "trunk.pos_embed"
-    if name in found and name in own and found[name].shape[-1] == own[name].shape[-1]:
-        without = 0 if trunk.no_embed_class else trunk.num_prefix_tokens
-        if found[name].shape != own[name].shape:
-            grid = list(trunk.patch_embed.grid_size)
-            found[name] = resample_abs_pos_embed(found[name], grid, num_prefix_tokens=without)
+    if "trunk.pos_embed" in found:
+        found["trunk.pos_embed"] = tower.placed(found["trunk.pos_embed"])
     return found
+
+
+def timm_file(source: str) -> tuple[dict[str, Tensor], Normalisation] | None:
+    """The weights in `timm:NAME@FILE` and what NAME's pixels are normalised with, whatever sizes the file's model has; None of another source.
+
+    Raises:
+        CheckpointError: the file cannot be read, or timm has no such name.
+    """
+    scheme, _, rest = source.partition(":")
+    name, at, file = rest.partition("@")
+    if scheme != "timm" or not at:
+        return None
+    if not timm.is_model(name):
+        raise CheckpointError(f"{source}: {did_you_mean(name.split('.')[0], timm.list_models())}")
+    raw = read_raw(file, plain_namespaces=True)
+    found = raw.get("state_dict", raw.get("model", raw)) if isinstance(raw, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
+        raise CheckpointError(f"{source}: holds no state dict of tensors")
+    with torch.device("meta"):
+        pixels = resolve_model_data_config(timm.create_model(name))
+    return {str(n).removeprefix("module."): t for n, t in found.items()}, Normalisation(pixels["mean"], pixels["std"])

@@ -76,6 +76,8 @@ def run_attentive(scoring: Scoring, task: AttentiveTaskConfig) -> Result:
     assert isinstance(encoder, TokensEncoder)  # what offers `tokens`
     train_set, test_set = open_labelled(task)
     size, prefix = encoder.image_size, encoder.prefix_tokens
+    if task.head.reads_cls and not encoder.has_class_token:
+        raise ConfigError(f"head.kind={task.head.kind}: reads the class token, and this encoder has none; use gap")
     length, dim = encoder.tokens(torch.zeros(1, 3, size, size, dtype=torch.uint8)).shape[1:]
     view = View("tokens", lambda pixels: encoder.tokens(pixels).flatten(1))
     train, test = scoring.features([train_set, test_set], task.workers, encoder.resized(task.resize), view)

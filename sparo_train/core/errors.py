@@ -74,10 +74,15 @@ class SupersededError(TrainingError):
     """Another start owns the run folder: this process may not write into it."""
 
 
+_MOST_KNOWN = 60  # names that an error lists
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for a near miss, else a list of what is known."""
+    """Return `; did you mean 'x'?` for a near miss, else a list of what is known, or of the first of very many."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if near:
         return f"did you mean {near[0]!r}?"
-    return "known: " + ", ".join(sorted(known)) if known else "nothing is known here"
+    names = sorted(known)
+    more = f" and {len(names) - _MOST_KNOWN} more" if len(names) > _MOST_KNOWN else ""
+    return f"known: {', '.join(names[:_MOST_KNOWN])}{more}" if names else "nothing is known here"

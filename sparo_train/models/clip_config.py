@@ -47,11 +47,11 @@ class VisionConfig(Frozen):
     def _sized(cls, value: Any) -> Any:
         if not isinstance(value, dict) or not isinstance(value.get("timm_model_name"), str):
             return value
-        sizes = _timm_sizes(value)
-        for key, own in sizes._asdict().items():
-            if key in cls.model_fields and value.get(key, own) != own:
+        sizes = {key: own for key, own in _timm_sizes(value)._asdict().items() if key in cls.model_fields}
+        for key, own in sizes.items():
+            if value.get(key, own) != own:
                 raise ValueError(f"{key}={value[key]}: timm's {value['timm_model_name']} has {own}; leave the key away")
-        return value | {key: own for key, own in sizes._asdict().items() if key in cls.model_fields}
+        return value | sizes
 
     @model_validator(mode="after")
     def _towers(self) -> VisionConfig:
@@ -63,8 +63,9 @@ class VisionConfig(Frozen):
 
     @property
     def tokens(self) -> int:
-        prefix = 1 if self.timm_model_name is None else _timm_sizes(self.model_dump()).prefix
-        return (self.image_size // self.patch_size) ** 2 + prefix
+        if self.timm_model_name is not None:
+            return _timm_sizes(self.model_dump()).tokens
+        return (self.image_size // self.patch_size) ** 2 + 1
 
     @property
     def unused(self) -> set[str]:
@@ -81,8 +82,9 @@ def _timm_sizes(vision: Mapping[str, Any]) -> Any:
     from .timm_tower import sizes_of  # timm is imported where a recipe names it
 
     kwargs = vision.get("timm_model_kwargs", {})
-    if not isinstance(kwargs, Mapping) or not isinstance(vision.get("image_size", 0), int):
-        raise ValueError("timm_model_kwargs is a block of names and values, image_size a number")
+    plain = isinstance(kwargs, Mapping) and all(isinstance(v, bool | int | float | str) for v in kwargs.values())
+    if not plain or not isinstance(vision.get("image_size", 0), int):
+        raise ValueError("timm_model_kwargs is a block of names with a number or a word each, image_size a number")
     return sizes_of(vision["timm_model_name"], vision.get("image_size"), kwargs)
 
 
@@ -179,7 +181,7 @@ class ClipConfig(Frozen):
             raise ValueError(f"vision.patch_size={v.patch_size} does not divide vision.image_size={v.image_size}")
         if v.width % v.head_width:
             raise ValueError(f"vision.head_width={v.head_width} does not divide vision.width={v.width}")
-        if self.readout.reads_cls and v.timm_model_name and not _timm_sizes(v.model_dump()).prefix:
+        if self.readout.reads_cls and v.timm_model_name and not _timm_sizes(v.model_dump()).has_cls:
             raise ValueError(
                 f"readout.kind={self.readout.kind}: reads the class token, and timm's {v.timm_model_name} has none; use gap"
             )

@@ -85,6 +85,8 @@ class Clip(nn.Module):
         found = dict(weights)
         if isinstance(self.visual, VisionTower):
             resize_pos_embed(found, self, antialias=True)
+        elif (name := "visual.trunk.pos_embed") in found:
+            found[name] = self.visual.placed(found[name])
         return found
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:

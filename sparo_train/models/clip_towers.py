@@ -34,7 +34,7 @@ class VisionTower(VisionTransformer):
         kwargs: open_clip's.
     """
 
-    prefix = 1  # tokens before the patches
+    prefix, has_cls = 1, True  # tokens before the patches, and whether the first of them is a class token
 
     def __init__(
         self, readout: ReadOutConfig, embed_dim: int, layers: int, module: ReadOut | None = None, **kwargs: Any

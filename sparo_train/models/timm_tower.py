@@ -6,11 +6,13 @@ Its weights are below `trunk.`, where open_clip's TimmModel has them; a read-out
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import timm
 import torch
+from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from ..core.errors import did_you_mean
@@ -20,7 +22,7 @@ _OURS = ("pretrained", "num_classes", "global_pool", "img_size", "pretrained_cfg
 
 
 class TimmSizes(NamedTuple):
-    """What a name says; `prefix`: tokens before the patches, the class token the first of them."""
+    """What a name says; `tokens`: all that it gives; `prefix`: those before the patches (class token, registers); `has_cls`: the first is one."""
 
     image_size: int
     patch_size: int
@@ -28,11 +30,13 @@ class TimmSizes(NamedTuple):
     layers: int
     head_width: int
     mlp_ratio: float
+    tokens: int
     prefix: int
+    has_cls: bool
 
 
 def sizes_of(name: str, image_size: int | None, kwargs: Mapping[str, Any]) -> TimmSizes:
-    """Sizes of one of timm's vision transformers, built without memory.
+    """Sizes of one of timm's vision transformers, built and run without memory.
 
     Args:
         image_size: None: what timm trained it at.
@@ -48,14 +52,35 @@ def sizes_of(name: str, image_size: int | None, kwargs: Mapping[str, Any]) -> Ti
 def _sizes(name: str, image_size: int | None, kwargs: tuple[tuple[str, Any], ...]) -> TimmSizes:
     with torch.device("meta"):
         trunk = _trunk(name, image_size, dict(kwargs))
-    size, patch = trunk.patch_embed.img_size, trunk.patch_embed.patch_size
-    if size[0] != size[1] or patch[0] != patch[1]:
-        raise ValueError(f"timm_model_name={name}: its images or patches are no squares")
-    block, width = trunk.blocks[0], trunk.num_features
+        try:
+            return _measured(trunk)
+        # Whatever a family lacks of what is asked here, a read-out could not be put on it.
+        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, AssertionError, NameError) as error:
+            raise ValueError(
+                f"timm_model_name={name}: is no vision transformer of square images, whose tokens a read-out could read ({error})"
+            ) from None
+
+
+def _measured(trunk: Any) -> TimmSizes:
+    size, block, width = trunk.patch_embed.img_size, trunk.blocks[0], trunk.num_features
+    tokens, prefix = _hidden(trunk, torch.empty(1, 3, *size)).shape[1], trunk.num_prefix_tokens
+    side = math.isqrt(tokens - prefix)
+    if size[0] != size[1] or side * side != tokens - prefix:
+        raise ValueError(f"{tokens - prefix} patches of {size[0]} x {size[1]} pixels")
+    trunk.norm(torch.empty(1, tokens, width))
     hidden = getattr(getattr(block.mlp, "fc1", None), "out_features", 4 * width)
+    heads, has_cls = block.attn.num_heads, getattr(trunk, "cls_token", None) is not None
     return TimmSizes(
-        size[0], patch[0], width, len(trunk.blocks), width // block.attn.num_heads, hidden / width, trunk.num_prefix_tokens
-    )  # fmt: skip
+        size[0], size[0] // side, width, len(trunk.blocks), width // heads, hidden / width, tokens, prefix, has_cls
+    )
+
+
+def _hidden(trunk: Any, x: Tensor) -> Tensor:
+    """Tokens (B, N, d) behind the last block, before any norm."""
+    found = trunk.forward_intermediates(
+        x, indices=1, norm=False, output_fmt="NLC", return_prefix_tokens=True, intermediates_only=True
+    )[0]
+    return torch.cat(found[::-1], dim=1) if trunk.num_prefix_tokens else found
 
 
 def _trunk(name: str, image_size: int | None, kwargs: Mapping[str, Any]) -> Any:
@@ -68,8 +93,6 @@ def _trunk(name: str, image_size: int | None, kwargs: Mapping[str, Any]) -> Any:
         trunk: Any = timm.create_model(name, pretrained=False, num_classes=0, global_pool="", **size, **kwargs)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise ValueError(f"timm_model_name={name}: timm cannot build it ({str(error)[:200]})") from None
-    if not (hasattr(trunk, "blocks") and hasattr(trunk, "num_prefix_tokens") and hasattr(trunk, "patch_embed")):
-        raise ValueError(f"timm_model_name={name}: is no vision transformer, whose tokens a read-out could read")
     return trunk
 
 
@@ -115,10 +138,7 @@ class TimmTower(nn.Module):
     def hidden(self, x: Tensor, patches: Tensor | None = None) -> Tensor:
         """Pixels (B, 3, S, S) to the tokens behind the last block, before any norm, (B, N, d); `patches`: not for these towers."""
         assert patches is None  # the recipe's check
-        found = self.trunk.forward_intermediates(
-            x, indices=1, norm=False, output_fmt="NLC", return_prefix_tokens=True, intermediates_only=True
-        )[0]
-        return torch.cat(found[::-1], dim=1) if self.prefix else found
+        return _hidden(self.trunk, x)
 
     def forward(
         self, x: Tensor | None, patches: Tensor | None = None, hidden: Tensor | None = None, local: bool = False
@@ -145,6 +165,19 @@ class TimmTower(nn.Module):
         return read_slots(
             self.get_submodule(self.read_by), self.place, self.trunk.norm, x, None, need_attention, self.prefix
         )
+
+    @property
+    def has_cls(self) -> bool:
+        """Whether its first token is a class token."""
+        return getattr(self.trunk, "cls_token", None) is not None
+
+    def placed(self, positions: Tensor) -> Tensor:
+        """Position embeddings of a model for images of another size, interpolated as timm does; those of this one as they are."""
+        own = getattr(self.trunk, "pos_embed", None)
+        if own is None or positions.shape == own.shape or positions.shape[-1] != own.shape[-1]:
+            return positions
+        without = 0 if self.trunk.no_embed_class else self.prefix
+        return resample_abs_pos_embed(positions, list(self.trunk.patch_embed.grid_size), num_prefix_tokens=without)
 
     def set_grad_checkpointing(self, enable: bool = True, *_more: Any) -> None:
         self.trunk.set_grad_checkpointing(enable)

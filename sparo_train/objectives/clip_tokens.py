@@ -28,7 +28,9 @@ _TOLD = 64  # parts of a rank between two lines
 class CacheConfig(Frozen):
     """Where the tokens of frozen towers are kept, for every run that has the same ones."""
 
-    folder: str = free(..., "found again by content; it may be removed", examples=["data/tokens"])
+    folder: str = free(
+        ..., min_length=1, description="found again by content; it may be removed", examples=["data/tokens"]
+    )
     dtype: Literal["fp16", "fp32"] = setting("fp16", "of a number; fp16 takes half the space")
 
 
@@ -62,7 +64,9 @@ class TokenExamples(ImageTextExamples):
             tower = objective.model.visual if kind == "image" else objective.model.text
             facts = tower_facts(tower, self._sizes(objective.config, kind), side.config.precision)
             kept = ranks.together(lambda f=facts, k=kind: KeptTokens(Path(self.cache.folder) / k, f, self.cache.dtype))
-            missing = ranks.first(lambda kept=kept: [n for n, run in enumerate(runs) if not kept.has(run.name)])
+            missing = ranks.first(
+                lambda kept=kept, k=kind: [n for n, run in enumerate(runs) if not kept.has(run.name(k))]
+            )
             if missing:
                 samples = sum(runs[n].last - runs[n].first for n in missing)
                 room = self._room(objective.config.model, samples) if kind == "image" else ""
@@ -74,7 +78,7 @@ class TokenExamples(ImageTextExamples):
                         ranks.together(lambda o=own, k=kind, t=kept, e=encode: self._keep(k, t, o, objective, e))
                         if number % _TOLD == 0:
                             say(f"objective.cache: {begin + ranks.size:,} of {len(missing):,} parts")
-            kept.open([run.name for run in runs])
+            kept.open([run.name(kind) for run in runs])
             self.kept[kind] = kept
 
     def _room(self, model: Any, samples: int) -> str:

@@ -45,11 +45,11 @@ class Run(NamedTuple):
     first: int
     last: int
 
-    @property
-    def name(self) -> str:
-        """By what was seen of the storage's content, so that a part of other data is not taken for this one's."""
+    def name(self, kind: str) -> str:
+        """Of its `image` or `text` part, by what was seen of the storage's content: a part of other data is not taken for this one's."""
         s, c = self.storage, self.source.config
-        facts = (Path(s.url).name, len(s), s.digest(), s.seen(), s.content(), c.image_keys, c.caption_key, c.captions)
+        read = c.image_keys if kind == "image" else (c.caption_key, c.captions)
+        facts = (Path(s.url).name, len(s), s.digest(), s.seen(), s.content(), read)
         return f"{hashlib.sha256(repr(facts).encode(errors='surrogateescape')).hexdigest()[:32]}-{self.first:08d}"
 
 
@@ -74,7 +74,7 @@ def keep_images(kept: KeptTokens, run: Run, prepare: Prepare, encode: Encode, wo
                 entries |= dict(
                     zip(fresh, encode(torch.from_numpy(np.stack(list(fresh.values())))).numpy(), strict=True)
                 )
-    kept.write(run.name, list(entries), list(entries.values()))
+    kept.write(run.name("image"), list(entries), list(entries.values()))
 
 
 def keep_texts(kept: KeptTokens, run: Run, prepare: Prepare, encode: Encode, workers: int) -> None:
@@ -90,7 +90,7 @@ def keep_texts(kept: KeptTokens, run: Run, prepare: Prepare, encode: Encode, wor
             row[: len(ids[digest])] = torch.from_numpy(ids[digest])
         for found, digest in zip(encode(rows).numpy(), group, strict=True):
             entries[digest] = found[: len(ids[digest])]
-    kept.write(run.name, list(entries), list(entries.values()))
+    kept.write(run.name("text"), list(entries), list(entries.values()))
 
 
 @contextmanager

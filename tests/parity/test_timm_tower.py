@@ -133,6 +133,19 @@ def test_it_begins_with_a_timm_file_whose_positions_fit_the_image(shards, tmp_pa
     with torch.no_grad():
         torch.testing.assert_close(objective.model.visual.tokens(image), same.eval().forward_features(image))
     assert "new are sparo." in said[0]
+    larger = override(tree, ["objective.model.vision.image_size=96", f"start_from={tmp_path}/small"], RunConfig)
+    train(resolve(RunConfig, {**tree, "name": "small", "steps": 1, "optim": {}}, "x"))
+    train(resolve(RunConfig, {**larger, "name": "large", "steps": 1, "optim": {"lr": 1e-30}}, "x"))
+    shapes = [load_encoder(tmp_path / name).model.visual.trunk.pos_embed.shape[1] for name in ("small", "large")]
+    assert shapes == [17, 37]  # positions are interpolated there, too
+    # a file of a model of other sizes than its name's: what the recipe's kwargs say
+    narrow = timm.create_model(name, img_size=64, num_classes=3, **SMALL)
+    save_file(narrow.state_dict(), tmp_path / "narrow.safetensors")
+    vision = {"init": f"timm:{name}@{tmp_path}/narrow.safetensors", "timm_model_kwargs": SMALL}
+    small = {**tree, "objective": {**tree["objective"], "model": {**model, "vision": {**model["vision"], **vision}}}}
+    objective = build_objective(config := resolve(RunConfig, small, "x"))
+    begin(config, objective, said.append)
+    assert torch.equal(objective.model.visual.trunk.blocks[2].mlp.fc1.weight, narrow.blocks[2].mlp.fc1.weight)
     plain = override(
         tree, ["objective.model.vision={image_size: 64, width: 192, layers: 12, head_width: 64}"], RunConfig
     )
@@ -169,6 +182,26 @@ def test_it_begins_with_a_timm_file_whose_positions_fit_the_image(shards, tmp_pa
             SPARO,
             "timm cannot build it",
         ),
+        (
+            {"timm_model_name": "vit_medium_patch16_reg4_gap_256"},
+            {"kind": "token"},
+            "reads the class token, and timm's",
+        ),
+        ({"timm_model_name": "vit_base_patch16_xp_224"}, SPARO, "is no vision transformer of square images"),
+        ({"timm_model_name": "vit_relpos_small_patch16_224"}, SPARO, "is no vision transformer"),
+        ({"timm_model_name": "xcit_nano_12_p8_224"}, SPARO, "is no vision transformer"),
+        (
+            {"timm_model_name": "vit_small_patch16_224", "timm_model_kwargs": {"depth": 0}},
+            SPARO,
+            "is no vision transformer",
+        ),
+        (
+            {"timm_model_name": "vit_small_patch16_224", "timm_model_kwargs": {"patch_size": [8, 8]}},
+            SPARO,
+            "a number or a word each",
+        ),
+        ({"timm_model_name": "cait_xxs24_224"}, SPARO, "is no vision transformer"),
+        ({"timm_model_name": "x"}, SPARO, "known: .* and [0-9]+ more"),
         ({"timm_model_kwargs": {"depth": 2}}, SPARO, "timm_model_kwargs: are of timm_model_name"),
         ({"timm_model_name": "vit_base_patch16_siglip_224"}, {"kind": "token"}, "reads the class token, and timm's"),
         ({"timm_model_name": "vit_base_patch16_siglip_224"}, {"kind": "linear_bottleneck"}, "reads the class token"),

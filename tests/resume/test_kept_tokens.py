@@ -94,6 +94,9 @@ def test_a_run_on_kept_tokens_resumes_to_the_bit_and_others_take_them(shards, tm
     assert blocks and all(torch.equal(first[name], whole[name]) for name in blocks)
     moved = [name for name in first if ".sparo." in name and not torch.equal(first[name], whole[name])]
     assert len(moved) > 4
+    train(_run(tree, "name=several", "+data.sources.a.captions={txt: 1.0}", "steps=1", "optim.warmup_steps=0"))
+    said = capsys.readouterr().err
+    assert "computing the text tokens" in said and "image tokens" not in said  # pictures do not depend on captions
     # a branch with its moments begins where the checkpoint's towers are
     words = ["optim.schedule=cooldown", "optim.warmup_steps=0", "steps=2", "seed=1"]
     train(_run(tree, "name=branch", *words, f"start_from={{checkpoint: {tmp_path}/whole, optimizer: true}}"))
@@ -196,7 +199,20 @@ def test_damage_is_named_and_what_was_cut_off_is_computed_again(tmp_path):
         for n in range(3):
             again.read(digest_of(bytes([n])))
     assert kept.has("a")
-    path.write_bytes(content[:-1])
+    path.write_bytes(content[:at])  # cut off while it is read: an error, and no bus error
+    with pytest.raises(DataError, match=r"a.safetensors: is not what was written"):
+        again.read(digest_of(bytes([2])))
+    path.unlink()
+    with pytest.raises(DataError, match=r"a.safetensors: cannot be read"):
+        again.read(digest_of(bytes([2])))
+    assert np.array_equal(again.read(digest_of(b"other")), np.ones((1, 3)))
+    tables = bytearray(content)
+    tables[content.index(np.array([0, 2, 3, 7]).tobytes()) + 8] = 1  # of `starts`
+    for damaged in (bytes(content).replace(b'"F16"', b'"I16"'), bytes(tables), bytes(content[:-1])):
+        path.write_bytes(damaged)
+        assert not kept.has("a")
+        with pytest.raises(DataError, match=r"a.safetensors: is not what was written"):
+            KeptTokens(tmp_path, {"weights": "x"}, "fp16").open(["a"])
     assert not kept.has("a") and not kept.has("never") and kept.has("b")
     assert KeptTokens(tmp_path, {"weights": "y"}, "fp16").folder != kept.folder
     with pytest.raises(DataError, match=r"set objective.cache.dtype=fp32"):
@@ -210,6 +226,7 @@ def test_damage_is_named_and_what_was_cut_off_is_computed_again(tmp_path):
     ("words", "message"),
     [
         (["objective.model.vision.freeze=false", "objective.model.text.freeze=0"], "no tower's blocks are all frozen"),
+        (["objective.cache={folder: ''}"], "objective.cache"),
         (["data.hflip=0.5"], r"data.hflip=0.5: objective.cache keeps.*set it to 0.0"),
         (["data.crop_scale=[0.9, 1.0]"], "data.crop_scale="),
         (["objective.model.vision.patch_dropout=0.5"], "patch_dropout=0.5"),

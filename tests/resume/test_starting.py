@@ -74,6 +74,9 @@ def test_a_run_begins_with_weights_and_goes_on_without_them(shards, tmp_path, ca
     assert "start_from: " in capsys.readouterr().err
     shutil.rmtree(tmp_path / "gone")  # a run that has a checkpoint of its own does not look for it
     train(_run(tree, *slow, start))
+    other = ["objective.model.readout={kind: token}", "objective.model.text.heads=4", f"start_from={tmp_path}/first"]
+    with pytest.raises(CheckpointError, match="its attention has 2 heads and the run's 4"):
+        train(_run(tree, "name=heads", *other))
     # larger images: positions are interpolated; a backbone of DINO begins both of its nets
     large = [*slow[:2], "name=large", "objective.model.readout={kind: token}", "objective.model.vision.image_size=64"]
     train(_run(tree, *large, f"start_from={tmp_path}/first", "steps=1", "optim.warmup_steps=0"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -49,16 +50,11 @@ class KeptTokens:
         known = {"format": _FORMAT, "dtype": dtype, **facts}
         text = json.dumps(known, sort_keys=True)
         self.folder, self._type = folder / hashlib.sha256(text.encode()).hexdigest()[:32], _TYPES[dtype]
-        self._files: list[Any] = []
         self._write(self.folder / "manifest.json", json.dumps(known, indent=1, sort_keys=True).encode())
 
     def has(self, part: str) -> bool:
-        """Whether a part is there, as long as it was."""
-        try:
-            with safe_open(self._path(part), "np") as file:
-                return {"rows", "starts", "digests", "sums"} <= set(file.keys())
-        except (OSError, SafetensorError):  # a file that was cut off is not as long as its header says
-            return False
+        """Whether a part is there, as long as it was, its tables what was written."""
+        return self._tables(part) is not None
 
     def write(self, part: str, digests: Sequence[bytes], entries: Sequence[np.ndarray]) -> None:
         """Keep the tokens (N, d) of a part's entries, whole or not at all.
@@ -80,17 +76,21 @@ class KeptTokens:
             "digests": np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16),
             "sums": np.array(sums, np.uint64).view(np.int64),
         }
-        self._write(self._path(part), save(tensors))
+        self._write(self._path(part), save(tensors, metadata={"seal": _seal(tensors, rows.dtype.name, rows.shape)}))
 
     def open(self, parts: Sequence[str]) -> None:
         """Find entries in these parts from now on. Workers that are forked behind this share the index."""
-        self._files, columns = [None] * len(parts), []
-        self._names = list(parts)
+        self._names, columns, self._begin = list(parts), [], []
         for number, part in enumerate(parts):
-            with safe_open(self._path(part), "np") as file:
-                starts, halves = file.get_tensor("starts"), file.get_tensor("digests").copy().view(np.uint64)
-                of = np.full(len(halves), number)
-                columns.append((halves[:, 0], halves[:, 1], of, starts[:-1], starts[1:], file.get_tensor("sums")))
+            found = self._tables(part)
+            if found is None:
+                raise DataError(f"{self._path(part)}: is not what was written; remove it, and it is computed again")
+            starts, halves = found["starts"], found["digests"].copy().view(np.uint64)
+            of = np.full(len(halves), number)
+            columns.append((halves[:, 0], halves[:, 1], of, starts[:-1], starts[1:], found["sums"]))
+            self._begin.append(found["begin"])
+            if len(halves):
+                self._width = found["width"]
         joined = [np.concatenate(some) for some in zip(*columns, strict=True)]
         order = np.argsort(joined[0], kind="stable")
         self._high, self._low, self._part, self._start, self._end, self._sums = (some[order] for some in joined)
@@ -114,17 +114,35 @@ class KeptTokens:
         return None
 
     def _entry(self, at: int) -> np.ndarray:
-        number = int(self._part[at])
-        path = self._path(self._names[number])
-        try:
-            if self._files[number] is None:  # by each process for itself
-                self._files[number] = safe_open(path, "np").get_slice("rows")
-            rows = self._files[number][int(self._start[at]) : int(self._end[at])]
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"{path}: cannot be read ({error}); remove it, and it is computed again") from None
+        number, first, last = int(self._part[at]), int(self._start[at]), int(self._end[at])
+        path, row = self._path(self._names[number]), self._width * np.dtype(self._type).itemsize
+        try:  # read, not mapped: a file that is cut off meanwhile would end the process
+            with path.open("rb", buffering=0) as file:
+                content = os.pread(file.fileno(), (last - first) * row, self._begin[number] + first * row)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error}); start again, and it is computed again") from None
+        rows = np.frombuffer(bytearray(content[: len(content) // row * row]), self._type).reshape(-1, self._width)
         if _sum(rows) != int(self._sums[at].view(np.uint64)):
             raise DataError(f"{path}: is not what was written; remove it, and it is computed again")
         return rows
+
+    def _tables(self, part: str) -> dict[str, Any] | None:
+        """A part's tables, the width of its rows and where in the file they begin; None where it is not there, or not what was written."""
+        path = self._path(part)
+        try:
+            with path.open("rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(length))
+            with safe_open(path, "np") as file:  # refuses a file that is not as long as its header says
+                found: dict[str, Any] = {name: file.get_tensor(name) for name in ("starts", "digests", "sums")}
+                rows, seal = file.get_slice("rows"), (file.metadata() or {}).get("seal")
+                shape = tuple(rows.get_shape())
+            dtype = {"F16": "float16", "F32": "float32"}.get(rows.get_dtype(), "")
+            if dtype != np.dtype(self._type).name or seal != _seal(found, dtype, shape):
+                return None
+            return {**found, "width": shape[1], "begin": 8 + length + header["rows"]["data_offsets"][0]}
+        except (OSError, ValueError, KeyError, TypeError, MemoryError, SafetensorError):
+            return None
 
     def _path(self, part: str) -> Path:
         return self.folder / f"{part}.safetensors"
@@ -140,3 +158,11 @@ class KeptTokens:
 
 def _sum(rows: np.ndarray) -> int:
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(rows).data)
+
+
+def _seal(tables: Mapping[str, np.ndarray], dtype: str, shape: tuple[int, ...]) -> str:
+    """Of everything but the rows themselves, whose sums are among it."""
+    found = xxhash.xxh3_128(f"{dtype} {shape}".encode())
+    for name in ("starts", "digests", "sums"):
+        found.update(np.ascontiguousarray(tables[name]).tobytes())
+    return found.hexdigest()
