@@ -95,7 +95,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=9)
     arguments.add_argument("--batch", type=int, default=64)
     given = arguments.parse_args()
-    rounds, batch = (3, 32) if given.quick else (given.rounds, given.batch)
+    rounds, batch = (2, 8) if given.quick else (given.rounds, given.batch)
     plain, rows, several = step(batch, {}, {}, {}), [], 8
     with tempfile.TemporaryDirectory() as folder:
         kept = kept_steps(batch, Path(folder), several)
