@@ -80,6 +80,9 @@ def _answer(line: socket.socket) -> None:
 
 def _run(streams: list[int], arguments: list[str], environment: dict[str, str], cwd: str) -> None:
     code: Any = 1
+    # A shell gives a command the usual ones; what starts tests in the background ignores SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         for number, stream in enumerate(streams):
             os.dup2(stream, number)

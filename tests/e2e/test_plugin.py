@@ -179,7 +179,9 @@ def test_what_is_wrong_with_a_row_is_told_to_who_names_it(place, monkeypatch, tm
     tree = recipe(place)
     assert type(resolve(RunConfig, tree, "r").objective).__module__ == "rotations"
     clip = {**tree, "objective": {"kind": "clip"}, "eval": {}}
-    assert type(resolve(RunConfig, clip, "r").objective).__module__ == "sparo_train.objectives.clip"  # ours stays
+    assert (
+        type(resolve(RunConfig, clip, "r").objective).__module__ == "sparo_train.objectives.clip_settings"
+    )  # ours stays
     for change, message in (
         ({"objective": {"kind": "rotation"}}, r"objective\.kind: 'rotation'; did you mean 'rotations'"),
         ({"objective": {**tree["objective"], "modle": {}}}, r"objective\.modle: unknown key; did you mean 'model'"),
