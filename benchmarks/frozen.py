@@ -106,7 +106,7 @@ def main() -> None:
         times = 1 if given.quick else case.times
         other = step(times * batch, case.tower, case.objective, case.optim)
         beside = plain if times == 1 else step(times * batch, {}, {}, {})
-        size, turns = times * batch, -(-rounds // times)
+        size, turns = times * batch, min(rounds, max(3, rounds // times))
         pairs = interleave(
             lambda other=other, size=size: size / seconds(other),
             lambda beside=beside, size=size: size / seconds(beside),
