@@ -30,9 +30,9 @@ from .core.files import give_usual_mode
 from .models.clip_config import BACKBONES, TINY_SPARO, TRAINING, ClipConfig
 from .models.clip_model import build_text, build_vision
 from .models.clip_towers import TextTower, VisionTower
-from .models.describe import IMPORT_FIRST, from_model_cfg
 from .models.slots import NoReadOut
-from .models.weights import to_ours
+from .models.weight_files.describe import IMPORT_FIRST, from_model_cfg
+from .models.weight_files.weights import to_ours
 
 _VISION_KEYS = (
     "image_size", "patch_size", "width", "layers", "head_width", "mlp_ratio", "patch_dropout", "timm_model_name", "timm_model_kwargs",

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sparo_train.core.errors import ConfigError
-from sparo_train.models.weights import weights_sha256
+from sparo_train.models.weight_files.weights import weights_sha256
 
 from ..sets.base import Transform
 from .pixels import Pixels

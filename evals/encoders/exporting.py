@@ -14,10 +14,10 @@ from sparo_train.core.disk.store import CheckpointStore, read_meta
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.tables import EXPORTS, METHODS
 from sparo_train.data.read.plan import per_epoch
-from sparo_train.models.describe import CONFIG_KEY
-from sparo_train.models.dino_files import write_dino
 from sparo_train.models.vit_config import ARCHS, VitConfig
-from sparo_train.models.weights import refuse_non_finite, to_sparo_clip
+from sparo_train.models.weight_files.describe import CONFIG_KEY
+from sparo_train.models.weight_files.dino_files import write_dino
+from sparo_train.models.weight_files.weights import refuse_non_finite, to_sparo_clip
 from sparo_train.objectives.clip import scored_weights
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig

@@ -20,7 +20,7 @@ from timm.data.transforms_factory import create_transform
 from torch import Tensor, nn
 
 from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
-from sparo_train.models.weights import load_into, read_raw
+from sparo_train.models.weight_files.weights import load_into, read_raw
 
 from .encoder import Encoder, PatchesEncoder, TokensEncoder, TwoTowerEncoder
 from .pixels import FlooredPixels, LibraryPixels, Pixels, SquarePixels
@@ -139,7 +139,7 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{label}: timm cannot build it ({str(error)[:300]}); give {label}@FILE") from None
     if weights:
-        load_into(model, _without_head(read_raw(weights, plain_namespaces=True), model, label), weights)
+        load_into(model, _without_head(timm_state(weights, label), model), weights)
     config = resolve_model_data_config(model)
     transform: Any = create_transform(**config, is_training=False)
     pixels = LibraryPixels(transform.transforms, label)
@@ -148,12 +148,17 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
     return kind(model, model, pixels, (pixels.mean, pixels.std), size, f"timm {name}", label)
 
 
-def _without_head(raw: Any, model: nn.Module, label: str) -> dict[str, Tensor]:
-    """The state dict in a timm file, without a classifier that `model` does not have."""
+def timm_state(file: str, label: str) -> dict[str, Tensor]:
+    """The state dict in a timm file, or in one of timm's own training. Raises `CheckpointError` where it holds none."""
+    raw = read_raw(file, plain_namespaces=True)
     found = raw.get("state_dict", raw.get("model", raw)) if isinstance(raw, dict) else None
     if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
         raise CheckpointError(f"{label}: holds no state dict of tensors")
-    found = {str(name).removeprefix("module."): t for name, t in found.items()}  # as timm's own training saves it
+    return {str(name).removeprefix("module."): t for name, t in found.items()}
+
+
+def _without_head(found: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Without a classifier that `model` does not have."""
     own, heads = model.state_dict(), ("head.", "fc.", "classifier.", "head_dist.", "last_linear.")
     return {name: t for name, t in found.items() if name in own or not name.startswith(heads)}
 

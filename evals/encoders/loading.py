@@ -17,11 +17,11 @@ from sparo_train.core.tables import CHECKPOINTS, ENCODERS
 from sparo_train.core.untrusted import read_text
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
-from sparo_train.models.describe import infer_config, read_config, read_export
-from sparo_train.models.dino_files import DinoFile, is_dino, read_dino, vit_config
 from sparo_train.models.vit import Vit
-from sparo_train.models.weights import load_into, read_raw, read_weights
-from sparo_train.models.zero_folder import is_zero_folder, read_zero_folder
+from sparo_train.models.weight_files.describe import infer_config, read_config, read_export
+from sparo_train.models.weight_files.dino_files import DinoFile, is_dino, read_dino, vit_config
+from sparo_train.models.weight_files.weights import load_into, read_raw, read_weights
+from sparo_train.models.weight_files.zero_folder import is_zero_folder, read_zero_folder
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparo_train.core.errors import ConfigError
-from sparo_train.models.weights import weights_sha256
+from sparo_train.models.weight_files.weights import weights_sha256
 
 from .encoder import Encoder, TextEncoder
 

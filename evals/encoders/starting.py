@@ -15,7 +15,7 @@ from sparo_train.core.errors import CheckpointError
 from sparo_train.models.clip_model import Clip
 from sparo_train.models.clip_towers import TextTower, VisionTower
 from sparo_train.models.timm_tower import TimmTower
-from sparo_train.models.weights import refuse_non_finite
+from sparo_train.models.weight_files.weights import refuse_non_finite
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig, StartConfig
 
@@ -105,7 +105,7 @@ def _init(
     if isinstance(tower, TimmTower) and (read := timm_file(source)) is not None:
         state, theirs = read
         refuse_other_pixels(origin, theirs, pixels)
-        found = trunk_weights(state, tower, origin)
+        found = trunk_weights(state, origin)
     else:
         found = _of_encoder(origin, source, part, tower, pixels)
     refuse_non_finite(found, origin)
@@ -138,7 +138,7 @@ def _of_encoder(
     if part == "visual":
         refuse_other_pixels(origin, Normalisation.of(encoder), pixels)
     state = encoder.model.state_dict()
-    found = trunk_weights(state, tower, origin) if isinstance(tower, TimmTower) else tower_weights(state, part, origin)
+    found = trunk_weights(state, origin) if isinstance(tower, TimmTower) else tower_weights(state, part, origin)
     refuse_unlike(origin, _tower_of(encoder.model, part), tower)
     return found
 

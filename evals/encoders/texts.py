@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparo_train.core.signals import stop_here
-from sparo_train.models.weights import weights_sha256
+from sparo_train.models.weight_files.weights import weights_sha256
 
 TEXTS = {"cpu": 64, "cuda": 2048}  # in a batch: on a CPU a small one stays in its caches
 

@@ -10,16 +10,15 @@ from timm.data.config import resolve_model_data_config
 from torch import Tensor
 
 from sparo_train.core.errors import CheckpointError, did_you_mean
-from sparo_train.models.timm_tower import TimmTower
-from sparo_train.models.weights import read_raw
 
 from .alike import Normalisation
+from .foreign import timm_state
 
 _PREFIXES = ("visual.trunk.", "trunk.", "")
 
 
-def trunk_weights(state: Mapping[str, Tensor], tower: TimmTower, origin: str) -> dict[str, Tensor]:
-    """Those of the trunk under our names; positions of images of another size are interpolated as timm does.
+def trunk_weights(state: Mapping[str, Tensor], origin: str) -> dict[str, Tensor]:
+    """Those of the trunk under our names.
 
     Raises:
         CheckpointError: no ViT with timm's names.
@@ -32,8 +31,6 @@ def trunk_weights(state: Mapping[str, Tensor], tower: TimmTower, origin: str) ->
     found = {f"trunk.{name.removeprefix(prefix)}": value for name, value in state.items() if name.startswith(prefix)}
     if "trunk.norm.weight" not in found:  # timm's models that pool by the mean have their norm behind it
         found = {name.replace("trunk.fc_norm.", "trunk.norm."): value for name, value in found.items()}
-    if "trunk.pos_embed" in found:
-        found["trunk.pos_embed"] = tower.placed(found["trunk.pos_embed"])
     return found
 
 
@@ -49,10 +46,6 @@ def timm_file(source: str) -> tuple[dict[str, Tensor], Normalisation] | None:
         return None
     if not timm.is_model(name):
         raise CheckpointError(f"{source}: {did_you_mean(name.split('.')[0], timm.list_models())}")
-    raw = read_raw(file, plain_namespaces=True)
-    found = raw.get("state_dict", raw.get("model", raw)) if isinstance(raw, dict) else None
-    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
-        raise CheckpointError(f"{source}: holds no state dict of tensors")
     with torch.device("meta"):
         pixels = resolve_model_data_config(timm.create_model(name))
-    return {str(n).removeprefix("module."): t for n, t in found.items()}, Normalisation(pixels["mean"], pixels["std"])
+    return timm_state(file, source), Normalisation(pixels["mean"], pixels["std"])

@@ -59,12 +59,12 @@ class Head(nn.Module):
         return self.readout(tokens[:, self.skip :]).values.flatten(1)
 
 
-def build_head(config: Any, dim: int, prefix: int) -> tuple[Head, int]:
-    """The head of a block, and its width. Raises `ConfigError` for one that needs a class token where there is none."""
+def build_head(config: Any, dim: int, prefix: int, has_cls: bool = True) -> tuple[Head, int]:
+    """The head of a block, and its width. Raises `ConfigError` for one that needs a class token where there is none, or texts."""
     if config.conditioned:
         raise ConfigError(f"head.kind={config.kind}: is pooled by texts, and a probe has none; use map or ep")
     place, readout = config.placement, config.build(dim, None, dim).image
-    if not prefix and config.reads_cls:
+    if config.reads_cls and not has_cls:
         raise ConfigError(f"head.kind={config.kind}: reads the class token, and this encoder has none; use gap")
     width = dim if readout is None else readout.slots * readout.width
     return Head(readout, place.attend_cls, prefix), width
@@ -76,8 +76,6 @@ def run_attentive(scoring: Scoring, task: AttentiveTaskConfig) -> Result:
     assert isinstance(encoder, TokensEncoder)  # what offers `tokens`
     train_set, test_set = open_labelled(task)
     size, prefix = encoder.image_size, encoder.prefix_tokens
-    if task.head.reads_cls and not encoder.has_class_token:
-        raise ConfigError(f"head.kind={task.head.kind}: reads the class token, and this encoder has none; use gap")
     length, dim = encoder.tokens(torch.zeros(1, 3, size, size, dtype=torch.uint8)).shape[1:]
     view = View("tokens", lambda pixels: encoder.tokens(pixels).flatten(1))
     train, test = scoring.features([train_set, test_set], task.workers, encoder.resized(task.resize), view)
@@ -90,7 +88,9 @@ def run_attentive(scoring: Scoring, task: AttentiveTaskConfig) -> Result:
 
     def trained() -> Result:
         probe = attentive.train_attentive(
-            lambda: attentive.AttentiveProbe(*build_head(task.head, dim, prefix), classes), sets[0], how
+            lambda: attentive.AttentiveProbe(*build_head(task.head, dim, prefix, encoder.has_class_token), classes),
+            sets[0],
+            how,
         )
         found = attentive.score(probe, sets[1], classes, encoder.device)
         head = sum(p.numel() for p in probe.head.parameters())

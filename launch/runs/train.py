@@ -25,7 +25,7 @@ from sparo_train.core.tables import METHODS
 from sparo_train.core.world import find_world, started
 from sparo_train.data.read.loader import Pipeline
 from sparo_train.data.read.sources import refuse_changed
-from sparo_train.models.weights import load_into
+from sparo_train.models.weight_files.weights import load_into
 from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks
 from sparo_train.train.flops import FlopCounter
 from sparo_train.train.run import RunConfig

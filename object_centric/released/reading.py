@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sparo_train.core.config import Frozen, resolve
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
-from sparo_train.models.weights import load_into, read_raw
+from sparo_train.models.weight_files.weights import load_into, read_raw
 
 Options = TypeVar("Options", bound=Frozen)
 

@@ -78,7 +78,7 @@ class TokenExamples(ImageTextExamples):
                         ranks.together(lambda o=own, k=kind, t=kept, e=encode: self._keep(k, t, o, objective, e))
                         if number % _TOLD == 0:
                             say(f"objective.cache: {begin + ranks.size:,} of {len(missing):,} parts")
-            kept.open([run.name(kind) for run in runs])
+            ranks.together(lambda kept=kept, k=kind: kept.open([run.name(k) for run in runs]))
             self.kept[kind] = kept
 
     def _room(self, model: Any, samples: int) -> str:

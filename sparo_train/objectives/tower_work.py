@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ..core.errors import SparoError
+from ..core.errors import BadSampleError, DataError, SparoError
 from ..data.read.kept_tokens import KeptTokens
 from ..data.read.sources import Source
 from ..data.read.storage import Storage
 from ..data.read.workers import in_workers
 from ..models.locking import layer_of
-from ..models.weights import weights_sha256
+from ..models.weight_files.weights import weights_sha256
 
 _PART, _IMAGES, _TEXTS = 1024, 64, 256  # samples of a part; images and captions of a forward
 
@@ -128,10 +128,14 @@ class _Reading(Dataset[list[Prepared]]):
         for number in numbers:
             try:
                 found += self.prepare(self.run.storage.read(number)[1], self.run.source)
+            except BadSampleError:  # training meets the same sample, and counts it
+                continue
             except SparoError as error:
                 return error
-            except Exception:
-                continue
+            except OSError as error:  # it may pass, and a part without this sample would stay
+                return DataError(
+                    f"{self.run.storage.url}: sample number {number} cannot be read ({error}); start again"
+                )
         return found
 
 

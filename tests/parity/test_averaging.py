@@ -12,7 +12,7 @@ from sparo_train.core.config import resolve
 from sparo_train.core.disk import store
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
-from sparo_train.models.weights import refuse_non_finite
+from sparo_train.models.weight_files.weights import refuse_non_finite
 from sparo_train.objectives.averaging import EmaConfig, follow, follow_if
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig

@@ -9,7 +9,7 @@ import torch
 from evals.encoders.loading import load_encoder
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import CheckpointError
-from sparo_train.models.zero_folder import read_zero_folder
+from sparo_train.models.weight_files.zero_folder import read_zero_folder
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
 from tests.conftest import tiny_recipe

@@ -91,7 +91,7 @@ def test_tokens_of_every_vision_transformer_are_read_once_and_probed(tmp_path):
     with pytest.raises(
         ConfigError, match=r"head.kind=token: reads the class token, and this encoder has none; use gap"
     ):
-        build_head(_config({"kind": "token"}), 192, 0)
+        build_head(_config({"kind": "token"}), 192, 0, False)
     with pytest.raises(UnfitError, match="a vision transformer's tokens, and pixels:28 gives none; use probe or knn"):
         refuse_unfit("x", AttentiveTaskConfig(train="a", test="b"), PixelEncoder(28))
 

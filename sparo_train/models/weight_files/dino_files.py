@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.config import resolve
-from ..core.errors import CheckpointError, ConfigError, did_you_mean
-from ..core.tables import READOUTS
+from ...core.config import resolve
+from ...core.errors import CheckpointError, ConfigError, did_you_mean
+from ...core.tables import READOUTS
+from ..vit_config import ARCHS, IMAGENET_MEAN, IMAGENET_STD, VitConfig
 from .describe import CONFIG_KEY, infer_readout
-from .vit_config import ARCHS, IMAGENET_MEAN, IMAGENET_STD, VitConfig
 
 _PREFIXES = ("module.", "backbone.")
 _HEADS = {arch["width"]: arch["heads"] for arch in ARCHS.values()}

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..core.errors import CheckpointError
+from ...core.errors import CheckpointError
 
 Weights = dict[str, Tensor]
 

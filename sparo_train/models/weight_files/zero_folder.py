@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..core.errors import CheckpointError, ConfigError
+from ...core.errors import CheckpointError, ConfigError
 from .weights import Weights, to_ours
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.config import resolve
-from ..core.errors import CheckpointError
-from ..core.tables import READOUTS
-from .clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
+from ...core.config import resolve
+from ...core.errors import CheckpointError
+from ...core.tables import READOUTS
+from ..clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
 from .weights import read_raw
 
 # open_clip without our plug-in names the first key that it does not know, and nothing else: this one says what to do.
