@@ -20,6 +20,7 @@ CLAIMS = (
     "scenes.json",
     "tetrominoes.json",
     "objects.json",
+    "videos.json",
     "converted.json",
 )  # what makers write down in a set's folder
 

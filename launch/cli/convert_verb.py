@@ -38,7 +38,7 @@ def convert(
     ] = None,
     separator: Annotated[str | None, typer.Option(help="between columns; default: told by the header")] = None,
     template: Annotated[str, typer.Option(help="caption for CLASS/ folders; {c} is the class")] = _TEMPLATE,
-    per_shard: Annotated[int, typer.Option(min=1)] = 1000,
+    per_shard: Annotated[int | None, typer.Option(min=1, help="default: 1000, and 100 with --videos")] = None,
     part: Part = None,
     kind: Annotated[
         str | None,
@@ -53,10 +53,19 @@ def convert(
         str, typer.Option(help="--as, of 240 x 320 pixels: none, clevr (rows 29:221) or center192")
     ] = "none",
     size: Annotated[int | None, typer.Option(help="--as: pixels per side")] = None,
+    videos: Annotated[
+        bool, typer.Option("--videos", help="--as movi or npy: a sample per video; else one per frame")
+    ] = False,
 ) -> None:
     """Write a folder or table of images with captions, or a published set, as shards."""
-    own = part_of(part)
-    theirs = {"--limit": limit, "--most": most is not None, "--crop": crop != "none", "--size": size}
+    own, per_shard = part_of(part), per_shard or (100 if videos else 1000)
+    theirs = {
+        "--limit": limit,
+        "--most": most is not None,
+        "--crop": crop != "none",
+        "--size": size,
+        "--videos": videos,
+    }
     ours = {"--image-column": image_column, "--caption-column": caption_column, "--separator": separator,
             "--template": template != _TEMPLATE}  # fmt: skip
     for name, given in (ours if kind is not None else theirs).items():
@@ -69,10 +78,19 @@ def convert(
     if kind is not None:
         from ..runs.making import convert_published_set
 
-        given = {"test": test, "limit": limit, "most": most, "crop": crop, "size": size, "per_shard": per_shard}
+        given = {
+            "test": test,
+            "limit": limit,
+            "most": most,
+            "crop": crop,
+            "size": size,
+            "per_shard": per_shard,
+            "videos": videos,
+        }
         written = convert_published_set(source, folder, kind, **given)
+        what = "videos" if videos else "scenes"
         console.print(
-            f"{folder}: {written.train} scenes to train on, {written.test} to score, {written.without_objects} without an object"
+            f"{folder}: {written.train} {what} to train on, {written.test} to score, {written.without_objects} without an object"
         )
         return
     from sparo_data.convert import convert_csv, convert_folder

@@ -28,6 +28,16 @@ class ObjectKind(StrEnum):  # sparo_data/drawn/object_scenes.py's, which is not 
     rooms = "rooms"
 
 
+class VideoKind(StrEnum):  # sparo_data/drawn/video_scenes.py's
+    """What videos are of, after MOVi-A to E."""
+
+    a = "a"
+    b = "b"
+    c = "c"
+    d = "d"
+    e = "e"
+
+
 app = typer.Typer(no_args_is_help=True, help="Make, convert, check, index and benchmark shards.")
 
 
@@ -81,6 +91,31 @@ def objects(
     folder = folder or Path("data") / kind.value
     given = {"train": train, "test": test, "size": size, "most": most, "antialias": antialias, "seed": seed}
     make_object_set(folder, processes, kind=kind.value, **given)
+    console.print(f"{folder}: ready")
+
+
+@app.command("movi-like")
+def movi_like(
+    folder: Annotated[Path | None, typer.Argument(help="default: data/movi_KIND")] = None,
+    kind: Annotated[
+        VideoKind,
+        typer.Option(help="a: CLEVR's solids; b: any colour; c: patterns; d: a crowd; e: and a moving camera"),
+    ] = VideoKind.a,
+    train: Annotated[int, typer.Option(min=1, help="training episodes")] = 2000,
+    test: Annotated[int, typer.Option(min=1, help="episodes that are scored")] = 200,
+    frames: Annotated[int, typer.Option(min=1, help="of an episode, 12 a second")] = 24,
+    size: Annotated[int, typer.Option(help="pixels per side")] = 64,
+    most: Annotated[int, typer.Option(min=1, help="solids of an episode (a, b and c)")] = 10,
+    antialias: Annotated[int, typer.Option(min=1, help="rays per pixel along each side")] = 1,
+    seed: int = 0,
+    processes: Processes = 2,
+) -> None:
+    """Render videos of solids that fall, slide and collide, with masks, flows, depth, boxes and attributes."""
+    from ..runs.making import make_video_set
+
+    folder = folder or Path("data") / f"movi_{kind.value}"
+    given = {"train": train, "test": test, "frames": frames, "size": size, "most": most, "antialias": antialias}
+    make_video_set(folder, processes, kind=kind.value, seed=seed, **given)
     console.print(f"{folder}: ready")
 
 

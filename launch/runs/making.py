@@ -1,4 +1,4 @@
-"""The work behind `sparo data scenes|objects|tetrominoes|emoji`, with progress."""
+"""The work behind `sparo data scenes|objects|tetrominoes|emoji|movi-like|convert`, with progress."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from sparo_data.drawn.object_sets import ObjectSetConfig, render_objects
 from sparo_data.drawn.scene_sets import ScenesConfig, render_scenes
 from sparo_data.drawn.tetrominoes import TetrominoesConfig, make_tetrominoes
+from sparo_data.drawn.video_sets import VideoSetConfig, render_videos
 from sparo_data.emoji import install
 from sparo_data.emoji_sets import make_emoji
 from sparo_data.official.formats import convert_published, sources_of
@@ -39,6 +40,14 @@ def make_object_set(folder: Path, processes: int, **given: Any) -> None:
     with Bar() as bar:
         task = bar.start_task_named("rendering scenes")
         render_objects(folder, config, processes, lambda done, total: bar.show(task, done, total))
+
+
+def make_video_set(folder: Path, processes: int, **given: Any) -> None:
+    """Render videos of thrown solids into `folder` (what is there already stays)."""
+    config = resolve(VideoSetConfig, given, str(folder))
+    with Bar() as bar:
+        task = bar.start_task_named("rendering videos")
+        render_videos(folder, config, processes, lambda done, total: bar.show(task, done, total))
 
 
 def convert_published_set(source: Path, folder: Path, kind: str, **given: Any) -> Written:

@@ -115,24 +115,30 @@ def object_scene(
 def _solid(rng: np.random.Generator, painted: bool = False) -> Solid:
     chosen: dict[str, Any] = {name: words[rng.integers(len(words))] for name, words in ATTRIBUTES.items()}
     solid = Solid(**chosen, x=0.0, y=0.0, yaw=float(rng.uniform(0, 2 * np.pi)))
-    return solid._replace(texture=_texture(rng)) if painted else solid
+    return solid._replace(texture=texture(rng)) if painted else solid
 
 
-def _texture(rng: np.random.Generator, scale: tuple[float, float] = (1.0, 3.0)) -> Texture:
+def texture(rng: np.random.Generator, scale: tuple[float, float] = (1.0, 3.0)) -> Texture:
+    """One of the patterns, in a second colour."""
     color = tuple(float(c) for c in rng.uniform(0.02, 0.8, 3))
     return Texture(PATTERNS[rng.integers(len(PATTERNS))], color, float(rng.uniform(*scale)), int(rng.integers(1 << 30)))  # type: ignore[arg-type]
 
 
-def _table(rng: np.random.Generator, kind: Kind, most: int) -> ObjectScene:
+def table_camera(rng: np.random.Generator) -> Camera:
+    """CLEVR's place, about."""
     jitter = rng.uniform(-0.5, 0.5, 3)
-    camera = Camera((6.2 + float(jitter[0]), -5.9 + float(jitter[1]), 7.0 + float(jitter[2])), (0.0, 0.0, 0.0), 46.0)
+    return Camera((6.2 + float(jitter[0]), -5.9 + float(jitter[1]), 7.0 + float(jitter[2])), (0.0, 0.0, 0.0), 46.0)
+
+
+def _table(rng: np.random.Generator, kind: Kind, most: int) -> ObjectScene:
+    camera = table_camera(rng)
     painted = kind == "clevrtex"
     count = int(rng.integers(min(3, most), most + 1))
     solids = _placed(rng, [_solid(rng, painted) for _ in range(count)], camera)
     stage = Stage()
     if painted:
         ground = tuple(float(c) for c in rng.uniform(0.05, 0.7, 3))
-        stage = Stage(ground=ground, texture=_texture(rng, (0.3, 1.0)))  # type: ignore[arg-type]
+        stage = Stage(ground=ground, texture=texture(rng, (0.3, 1.0)))  # type: ignore[arg-type]
     return ObjectScene(kind, solids, camera, stage)
 
 

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.spatial.transform import Rotation
 
 from .textures import Texture, painted
 
@@ -24,7 +25,10 @@ _FILL = np.array([0.8, -0.3, 0.5], dtype=np.float32) / np.float32(np.sqrt(0.8**2
 
 @dataclass(frozen=True)
 class Body:
-    """One object: `radius` is half its size, `position` its foot's centre on or above the ground, `yaw` in radians."""
+    """One object: `radius` is half its size, `position` its foot's centre on or above the ground, `yaw` in radians.
+
+    `rotation`: a unit quaternion (w, x, y, z) around its centre, in place of the yaw; the foot is then where it was unturned.
+    """
 
     shape: Shape
     color: tuple[float, float, float]
@@ -33,6 +37,15 @@ class Body:
     position: tuple[float, float, float]
     yaw: float = 0.0
     texture: Texture | None = None
+    rotation: tuple[float, float, float, float] | None = None
+
+    @property
+    def axes(self) -> F32:
+        """(3, 3): its own axes in the world, as columns."""
+        if self.rotation is not None:
+            return Rotation.from_quat(self.rotation, scalar_first=True).as_matrix().astype(np.float32)
+        cos, sin = np.cos(np.float32(self.yaw)), np.sin(np.float32(self.yaw))
+        return np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]], dtype=np.float32)
 
     @property
     def centre(self) -> F32:
@@ -83,7 +96,7 @@ class Frame(NamedTuple):
 def render(bodies: list[Body], camera: Camera, size: int, antialias: int = 2, stage: Stage = Stage()) -> Frame:
     """Trace a square frame of `size` pixels with `antialias`^2 rays per pixel. Masks and depth come from the first ray."""
     fine = size * antialias
-    directions = _rays(camera, fine)
+    directions = rays(camera, fine)
     eye = np.asarray(camera.eye, dtype=np.float32)
     count = len(directions)
     nearest = np.full(count, _FAR, dtype=np.float32)
@@ -95,12 +108,12 @@ def render(bodies: list[Body], camera: Camera, size: int, antialias: int = 2, st
     normals[down, 2] = 1
     for i, body in enumerate(bodies):
         # Most rays miss most bodies: the bounding sphere spares them the solid's arithmetic.
-        rays = _candidates(eye[None], directions, body)
-        distance, normal = _hit(eye[None], directions[rays], body)
-        silhouettes[i, rays] = distance < _FAR
+        near = _candidates(eye[None], directions, body)
+        distance, normal = _hit(eye[None], directions[near], body)
+        silhouettes[i, near] = distance < _FAR
         # The nearest so far wins, whatever the order of the bodies.
-        closer = distance < nearest[rays]
-        chosen = rays[closer]
+        closer = distance < nearest[near]
+        chosen = near[closer]
         nearest[chosen], owner[chosen], normals[chosen] = distance[closer], i, normal[closer]
     color = _shade(bodies, stage, eye, directions, nearest, owner, normals)
     rgb = color.reshape(size, antialias, size, antialias, 3).mean(axis=(1, 3))
@@ -123,7 +136,8 @@ def project(camera: Camera, point: F32) -> tuple[float, float, float]:
     return float(offset @ right) / half, float(offset @ up) / half, depth
 
 
-def _rays(camera: Camera, size: int) -> F32:
+def rays(camera: Camera, size: int) -> F32:
+    """(size * size, 3): unit vectors from the eye through the centres of pixels, row by row."""
     right, up, forward = camera.axes()
     half = np.float32(np.tan(np.radians(camera.fov) / 2))
     steps = ((np.arange(size, dtype=np.float32) + 0.5) / size * 2 - 1) * half
@@ -141,7 +155,7 @@ def _candidates(origins: F32, directions: F32, body: Body) -> NDArray[np.intp]:
 
 def _hit(origins: F32, directions: F32, body: Body) -> tuple[F32, F32]:
     """First distance in front of each ray's origin (or _FAR) and the outward normal there."""
-    turn = _turn(body)
+    turn = body.axes
     o = np.broadcast_to((origins - body.centre) @ turn / np.float32(body.radius), directions.shape).astype(np.float32)
     d = directions @ turn
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -235,21 +249,16 @@ def _base(bodies: list[Body], stage: Stage, points: F32, owner: NDArray[np.int16
     for number, body in enumerate(bodies):
         if body.texture is not None:
             there = owner == number
-            own = (points[there] - body.centre) @ _turn(body) / np.float32(body.radius)
+            own = (points[there] - body.centre) @ body.axes / np.float32(body.radius)
             base[there] = painted(body.texture, own.astype(np.float32), base[there])
     return base
-
-
-def _turn(body: Body) -> F32:
-    cos, sin = np.cos(np.float32(body.yaw)), np.sin(np.float32(body.yaw))
-    return np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]], dtype=np.float32)
 
 
 def _lit(bodies: list[Body], points: F32) -> F32:
     lit = np.ones(len(points), dtype=np.float32)
     toward = np.broadcast_to(_KEY, points.shape)
     for body in bodies:
-        rays = _candidates(points, toward, body)
-        distance, _ = _hit(points[rays], toward[rays], body)
-        lit[rays[distance < _FAR]] = 0
+        near = _candidates(points, toward, body)
+        distance, _ = _hit(points[near], toward[near], body)
+        lit[near[distance < _FAR]] = 0
     return lit

@@ -24,24 +24,45 @@ def movi(path: Path) -> Iterator[PublishedScene]:
     Raises:
         DataError: a file that breaks off, or that holds no video.
     """
+    for where, name, found in movi_records(path):
+        for t, (frame, mask) in enumerate(zip(found["video"], found["segmentations"], strict=True)):
+            at = f"{where}, frame {t}"
+            label = numbered(opened_image(mask, at, labels=True), at)
+            yield PublishedScene(f"{plain(name)}_{t:03d}", opened_image(frame, at), label, {"video": name, "frame": t})
+
+
+def movi_records(path: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(what to call it in errors, a video's name, its features), which are a video with as many segmentations, and others.
+
+    Raises:
+        DataError: a file that breaks off, or that holds no video.
+    """
     for number, record in enumerate(records(path)):
         where = f"{path}: record {number}"
         found = example(record, where)
         frames, masks = found.get("video"), found.get("segmentations")
-        if not isinstance(frames, list) or not isinstance(masks, list) or len(frames) != len(masks):
+        if not isinstance(frames, list) or not isinstance(masks, list) or len(frames) != len(masks) or not frames:
             raise DataError(
                 f"{where}: has no video with as many segmentations (it has {', '.join(sorted(found)) or 'nothing'})"
             )
         names = found.get("metadata/video_name")
-        name = names[0].decode(errors="replace") if isinstance(names, list) and names else f"{path.stem}_{number:06d}"
-        for t, (frame, mask) in enumerate(zip(frames, masks, strict=True)):
-            at = f"{where}, frame {t}"
-            label = numbered(opened_image(mask, at, labels=True), at)
-            yield PublishedScene(f"{_plain(name)}_{t:03d}", opened_image(frame, at), label, {"video": name, "frame": t})
+        yield (
+            where,
+            names[0].decode(errors="replace") if isinstance(names, list) and names else f"{path.stem}_{number:06d}",
+            found,
+        )
 
 
 def npy_shards(path: Path) -> Iterator[PublishedScene]:
-    """A tar of `key.video.npy` (T, H, W, 3) uint8 and `key.segmentations.npy` (T, H, W), `.npy.gz` as well.
+    """The frames of a tar as `npy_arrays` reads it."""
+    for name, video, masks in npy_arrays(path):
+        for t, frame in enumerate(video):
+            label = None if masks is None else numbered(masks[t].astype(np.int64), f"{path}: {name}, frame {t}")
+            yield PublishedScene(f"{plain(name)}_{t:03d}", frame, label, {"video": name, "frame": t})
+
+
+def npy_arrays(path: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
+    """Name, video and segmentations in a tar of `key.video.npy` (T, H, W, 3) uint8 and `key.segmentations.npy` (T, H, W); `.npy.gz` as well.
 
     Raises:
         DataError: a tar that breaks off, arrays of other shapes.
@@ -52,13 +73,13 @@ def npy_shards(path: Path) -> Iterator[PublishedScene]:
             for member in tar:
                 key, _, field = Path(member.name).name.partition(".")
                 if held.get("key") != key:
-                    yield from _frames(held, path)
+                    yield from _checked(held, path)
                     held = {"key": key}
                 if member.isfile() and field.removesuffix(".gz") in ("video.npy", "segmentations.npy"):
                     stream = tar.extractfile(member)
                     assert stream is not None  # a file
                     held[field.split(".")[0]] = _array(stream.read(), field, f"{path}: {member.name}")
-            yield from _frames(held, path)
+            yield from _checked(held, path)
     except (tarfile.TarError, EOFError, OSError) as error:
         raise DataError(f"{path}: {error}; fetch the file again") from None
 
@@ -70,7 +91,7 @@ def _array(data: bytes, field: str, where: str) -> np.ndarray:
         raise DataError(f"{where}: is no array of numbers ({error})") from None
 
 
-def _frames(held: dict[str, Any], path: Path) -> Iterator[PublishedScene]:
+def _checked(held: dict[str, Any], path: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
     if "video" not in held:
         return
     video, masks, name = held["video"], held.get("segmentations"), held["key"]
@@ -86,10 +107,9 @@ def _frames(held: dict[str, Any], path: Path) -> Iterator[PublishedScene]:
         raise DataError(
             f"{path}: {name}: video and segmentations of {shapes}; (T, H, W, 3) uint8 and (T, H, W) are read"
         )
-    for t, frame in enumerate(video):
-        label = None if masks is None else numbered(masks[t].astype(np.int64), f"{path}: {name}, frame {t}")
-        yield PublishedScene(f"{_plain(name)}_{t:03d}", frame, label, {"video": name, "frame": t})
+    yield name, video, masks
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
+    """A name as a key of a shard: letters, digits, - and _ stay."""
     return "".join(c if c.isalnum() or c in "-_" else "_" for c in name)

@@ -14,6 +14,7 @@ from .folders import clevr, clevrtex, coco
 from .lmdb_file import lmdb_scenes
 from .multi_object import SETS, multi_object
 from .published import PublishedConfig, PublishedScene, Written, write_published
+from .videos import VIDEOS, write_videos
 
 
 class Format(NamedTuple):
@@ -29,8 +30,10 @@ FORMATS: dict[str, Format] = {
         name: Format(partial(multi_object, name=name), "*.tfrecords of multi_object_datasets", "tfrecord")
         for name in SETS
     },
-    "movi": Format(movi, "TFDS' *.tfrecord-* of MOVi-A to F, a still per frame", "tfrecord"),
-    "npy": Format(npy_shards, "tars of key.video.npy and key.segmentations.npy, a still per frame", ".tar"),
+    "movi": Format(movi, "TFDS' *.tfrecord-* of MOVi-A to F, a still per frame, or with --videos whole", "tfrecord"),
+    "npy": Format(
+        npy_shards, "tars of key.video.npy and key.segmentations.npy, a still per frame, or with --videos whole", ".tar"
+    ),
     "clevr": Format(clevr, "CLEVR_v1.0/scenes/CLEVR_SPLIT_scenes.json"),
     "clevrtex": Format(clevrtex, "CLEVRTex' folder of pictures, *_flat.png and *.json"),
     "coco": Format(coco, "COCO's instances_SPLIT.json, with SPLIT/*.jpg beside its folder"),
@@ -68,6 +71,20 @@ def sources_of(place: Path, name: str) -> list[Path]:
 def convert_published(
     places: Sequence[Path], out: Path, config: PublishedConfig, done: Callable[[int], None] = lambda count: None
 ) -> Written:
-    """Read every source of a format and write them as one set, see `write_published`."""
+    """Read every source of a format and write them as one set, see `write_published` and `write_videos`.
+
+    Raises:
+        ConfigError: videos of a format that has none, or what is of stills.
+    """
+    if config.videos:
+        if config.source not in VIDEOS:
+            raise ConfigError(
+                f"--videos: is of --as {' or '.join(VIDEOS)}, and {config.source} has none; leave it away"
+            )
+        if config.crop != "none" or config.most is not None:
+            raise ConfigError(
+                "--videos: videos are neither cropped nor chosen by their objects; leave --crop and --most away"
+            )
+        return write_videos(out, (video for place in places for video in VIDEOS[config.source](place)), config, done)
     read = FORMATS[config.source].read
     return write_published(out, (scene for place in places for scene in read(place)), config, done)

@@ -54,6 +54,7 @@ class PublishedConfig(Frozen):
     crop: Crop = setting("none", "clevr: rows 29:221, columns 64:256; center192: rows 24:216; both of 240 x 320 pixels")
     size: int | None = setting(None, "pixels per side; what is not square is squeezed", ge=8, le=4096)
     per_shard: int = setting(1000, "scenes in a shard", gt=0)
+    videos: bool = setting(False, "a sample per video, with all of its planes; false: one per frame")
 
 
 class Written(NamedTuple):

@@ -1,0 +1,203 @@
+"""Videos of solids that are thrown: MOVi-like episodes, each a pure function of (config, split, index).
+
+After Kubric's MOVi (Greff et al. 2022): solids in CLEVR's words fall into a scene from around its middle, towards it, and are seen for
+two seconds, 12 frames each. What each kind has is in `KINDS`; shapes are CLEVR's three in all of them, where MOVi-B to E have meshes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from scipy.spatial.transform import Rotation
+
+from evals.sets.objects import ATTRIBUTES
+from sparo_data.episodes import Video, boxes_of, measured
+from sparo_train.core.rng import generator
+
+from .motion import flow, seen_points
+from .object_scenes import table_camera, texture
+from .physics import Motion, Thrown, simulate
+from .render import Body, Camera, Stage, render
+from .scenes import COLORS
+from .textures import Texture
+
+Kind = Literal["a", "b", "c", "d", "e"]
+_RADII = {"large": 0.7, "small": 0.35}
+_LONGEST = 100.0  # depth that is told apart from the sky
+
+
+class KindOf(NamedTuple):
+    """colored: solids and ground of any colour.  textured: both with patterns.  crowd: 10 to 20 lie there, and one to three are thrown.
+    moving: the camera moves along a line, and so does what it looks at."""
+
+    colored: bool = False
+    textured: bool = False
+    crowd: bool = False
+    moving: bool = False
+
+
+KINDS: dict[Kind, KindOf] = {
+    "a": KindOf(),
+    "b": KindOf(colored=True),
+    "c": KindOf(textured=True),
+    "d": KindOf(textured=True, crowd=True),
+    "e": KindOf(textured=True, crowd=True, moving=True),
+}
+
+
+def _triple(numbers: np.ndarray) -> tuple[float, float, float]:
+    x, y, z = numbers.tolist()
+    return x, y, z
+
+
+class _Solid(NamedTuple):
+    size: str
+    material: str
+    shape: Any
+    color: str
+    light: tuple[float, float, float]
+    texture: Texture | None
+
+    @property
+    def radius(self) -> float:
+        return _RADII[self.size] / (2**0.5 if self.shape == "cube" else 1)
+
+
+def episode(
+    kind: Kind, seed: int, split: str, index: int, frames: int, size: int, most: int = 10, antialias: int = 1
+) -> Video:
+    """An episode, rendered with all planes.
+
+    Args:
+        frames: T.  size: pixels per side.  most: solids of kinds without a crowd, which have three at least where it allows.
+    """
+    rng, traits = generator(seed, f"movi {kind} {split}", index), KINDS[kind]
+    resting = int(rng.integers(10, 21)) if traits.crowd else 0
+    thrown = int(rng.integers(1, 4)) if traits.crowd else int(rng.integers(min(3, most), most + 1))
+    solids = [_solid(rng, traits) for _ in range(resting + thrown)]
+    stage, path = _stage(rng, traits), _path(rng, traits, frames)
+    # A frame before the first and one behind the last, for flows from the one and to the other.
+    motion = simulate(_placed(rng, solids, resting), frames + 2, resting)
+    shots = [(_bodies(solids, motion, t), path[t]) for t in range(frames + 2)]
+    pictures = [render(*shots[t + 1], size, antialias, stage) for t in range(frames)]
+    flows = np.zeros((2, frames, size, size, 2), np.float32)
+    for t, picture in enumerate(pictures):
+        points = seen_points(path[t + 1], picture.depth, antialias)
+        for towards, other in enumerate((t, t + 2)):
+            flows[towards, t] = flow(points, picture.mask, shots[t + 1], shots[other], antialias)
+    labels = np.stack([picture.mask for picture in pictures])
+    inner = Motion(*(table[1:-1] for table in motion))
+    return Video(
+        f"{index:08d}",
+        np.stack([picture.rgb for picture in pictures]),
+        labels,
+        boxes_of(labels, len(solids)),
+        {
+            "dataset": f"movi-like {kind}",
+            "objects": _told(solids, inner, labels, path[1:-1]),
+            "camera": _seen_from(path[1:-1]),
+        },
+        measured(np.stack([np.minimum(picture.depth, _LONGEST) for picture in pictures])),
+        measured(flows[0]),
+        measured(flows[1]),
+    )
+
+
+def _solid(rng: np.random.Generator, traits: KindOf) -> _Solid:
+    words = {name: options[rng.integers(len(options))] for name, options in ATTRIBUTES.items()}
+    light = _triple(rng.uniform(0.03, 0.75, 3)) if traits.colored else COLORS[words["color"]]
+    color = "" if traits.colored else words["color"]
+    return _Solid(
+        words["size"], words["material"], words["shape"], color, light, texture(rng) if traits.textured else None
+    )  # type: ignore[arg-type]
+
+
+def _stage(rng: np.random.Generator, traits: KindOf) -> Stage:
+    if not (traits.colored or traits.textured):
+        return Stage()
+    ground = _triple(rng.uniform(0.05, 0.7, 3))
+    return Stage(ground=ground, texture=texture(rng, (0.3, 1.0)) if traits.textured else None)
+
+
+def _path(rng: np.random.Generator, traits: KindOf, frames: int) -> list[Camera]:
+    """The camera of every frame, of the one before the first and of the one behind the last."""
+    first = table_camera(rng)
+    if not traits.moving:
+        return [first] * (frames + 2)
+    # At most four units, as MOVi-E's: towards a place on the same half of a shell around the middle.
+    target = table_camera(rng)
+    way = np.subtract(target.eye, first.eye) + rng.uniform(-3, 3, 3) * (1, 1, 0.5)
+    way *= min(1.0, 4 / np.linalg.norm(way))
+    looked = rng.uniform(-1, 1, (2, 3)) * (1, 1, 0.3)
+    shares = np.arange(-1, frames + 1) / max(frames - 1, 1)
+    return [
+        Camera(
+            _triple(np.add(first.eye, s * way)),
+            _triple(looked[0] + s * (looked[1] - looked[0])),
+            first.fov,
+        )
+        for s in shares
+    ]
+
+
+def _placed(rng: np.random.Generator, solids: list[_Solid], resting: int) -> list[Thrown]:
+    """Apart from each other, above the ground; those that are thrown head for the middle, more or less."""
+    done: list[Thrown] = []
+    for number, solid in enumerate(solids):
+        lies, tries, reach = number < resting, 0, 3.5
+        rotation = rng.normal(size=4)
+        rotation /= np.linalg.norm(rotation)
+        while True:
+            at = rng.uniform((-reach, -reach, 1.0), (reach, reach, 2.0 if lies else 4.0))
+            if all(np.linalg.norm(at - other.position) > 2 * (solid.radius + other.radius) for other in done):
+                break
+            tries += 1
+            reach += 0.05 * (tries % 20 == 0)  # a crowd spreads until it has room
+        velocity = np.zeros(3) if lies else rng.uniform((-4, -4, 0), (4, 4, 0)) - at * (1, 1, 0)
+        done.append(
+            Thrown(
+                solid.shape,
+                solid.radius,
+                solid.material,
+                _triple(at),
+                tuple(rotation.tolist()),
+                _triple(velocity),
+            )
+        )
+    return done
+
+
+def _bodies(solids: list[_Solid], motion: Motion, t: int) -> list[Body]:
+    found = []
+    for number, solid in enumerate(solids):
+        x, y, z = motion.positions[t, number].tolist()
+        turned = tuple(motion.quaternions[t, number].tolist())
+        metal = solid.material == "metal"
+        found.append(
+            Body(solid.shape, solid.light, metal, solid.radius, (x, y, z - solid.radius), 0.0, solid.texture, turned)
+        )
+    return found
+
+
+def _told(solids: list[_Solid], motion: Motion, labels: np.ndarray, path: list[Camera]) -> list[dict[str, Any]]:
+    """The solids as plain data: words, and tables with a row per frame."""
+    objects = []
+    for number, solid in enumerate(solids):
+        words: dict[str, Any] = {"size": solid.size, "material": solid.material, "shape": solid.shape}
+        words |= {"color": solid.color} if solid.color else {"color_rgb": solid.light}
+        tables = {name: table[:, number].round(6).tolist() for name, table in motion._asdict().items()}
+        visible = (labels == number + 1).sum((1, 2)).tolist()
+        objects.append({"id": number + 1, **words, **tables, "visibility": visible})
+    return objects
+
+
+def _seen_from(path: list[Camera]) -> dict[str, Any]:
+    """Where the camera is in every frame; quaternions (w, x, y, z) as OpenGL's and Blender's cameras have them, which look along -z, y up."""
+    turns = []
+    for camera in path:
+        right, up, forward = camera.axes()
+        turns.append(
+            Rotation.from_matrix(np.stack([right, up, -forward], axis=1)).as_quat(scalar_first=True).round(6).tolist()
+        )
+    return {"fov": path[0].fov, "positions": [list(camera.eye) for camera in path], "quaternions": turns}

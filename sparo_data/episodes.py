@@ -1,0 +1,88 @@
+"""Writing videos in the format of `sparo_train/data/clips/episode.py`: generated ones and those of published sets alike."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sparo_train.data.clips.episode import PLANES, member
+
+from .writer import encoded
+
+FAR = 65535  # of 16 bits
+
+
+class Measured(NamedTuple):
+    """Numbers of frames as 16 bits: levels (T, …) uint16, and the values of 0 and of 65535."""
+
+    levels: np.ndarray
+    low: float
+    high: float
+
+
+class Video(NamedTuple):
+    """frames: (T, H, W, 3) uint8, or files of pictures.  labels: (T, H, W) uint8.  boxes: (T, K, 4).
+
+    depth: (T, H, W).  flow, forward: (T, H, W, 2), rows and columns.  facts: for the json.
+    """
+
+    key: str
+    frames: np.ndarray | list[bytes]
+    labels: np.ndarray | None
+    boxes: np.ndarray | None
+    facts: dict[str, Any]
+    depth: Measured | None = None
+    flow: Measured | None = None
+    forward: Measured | None = None
+
+
+def measured(values: np.ndarray) -> Measured:
+    """fp32 numbers to 16 bits between the least and the largest of them (MOVi's way); what is all alike has a range of 1."""
+    low, high = float(values.min()), float(values.max())
+    high = high if high > low else low + 1.0
+    return Measured(np.round((values - low) / (high - low) * FAR).astype(np.uint16), low, high)
+
+
+def episode_fields(video: Video) -> dict[str, bytes]:
+    """The members of an episode's sample."""
+    fields: dict[str, bytes] = {}
+    ranges: dict[str, list[float]] = {}
+    for t, frame in enumerate(video.frames):
+        fields[member(t)] = frame if isinstance(frame, bytes) else encoded(np.ascontiguousarray(frame))
+        if video.labels is not None:
+            fields[member(t, "mask")] = encoded(np.ascontiguousarray(video.labels[t]))
+        for plane in PLANES[1:]:
+            found: Measured | None = getattr(video, plane)
+            if found is not None:
+                levels = found.levels[t]
+                # Rows above columns: a picture of one number per pixel, which every viewer opens.
+                fields[member(t, plane)] = encoded(
+                    np.concatenate(list(np.moveaxis(levels, -1, 0))) if levels.ndim == 3 else levels
+                )
+                ranges[plane] = [found.low, found.high]
+    if video.boxes is not None:
+        stream = io.BytesIO()
+        np.save(stream, video.boxes.astype(np.float32))
+        fields["boxes.npy"] = stream.getvalue()
+    facts = {**video.facts, "frames": len(video.frames), "ranges": ranges}
+    return {**fields, "json": json.dumps(facts).encode()}
+
+
+def boxes_of(labels: np.ndarray, count: int) -> np.ndarray:
+    """(T, K, 4) fp32 of (T, H, W) labels 1..K: each object's box in 0..1, zeros where it is not seen."""
+    height, width = labels.shape[1:]
+    found = np.zeros((len(labels), count, 4), np.float32)
+    for t, plane in enumerate(labels):
+        for number in range(count):
+            rows, columns = np.nonzero(plane == number + 1)
+            if len(rows):
+                found[t, number] = (
+                    rows.min() / height,
+                    columns.min() / width,
+                    (rows.max() + 1) / height,
+                    (columns.max() + 1) / width,
+                )
+    return found

@@ -1,0 +1,225 @@
+"""Published videos whole: MOVi-A to F from TFDS' files with all that they hold, and npy shards; a sample per video."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from sparo_train.core.errors import DataError
+
+from ..episodes import Measured, Video, boxes_of, episode_fields
+from ..writer import Fields, claim, write_shards, write_wds_layout
+from .clips import movi_records, npy_arrays, plain
+from .published import PublishedConfig, Written, numbered, opened_image
+from .tfrecord import Value
+
+# TFDS' names of MOVi-A to C's classes, in the order of their numbers; D to F say which asset an object is.
+_WORDS = {
+    "shape": ("cube", "cylinder", "sphere"),
+    "size": ("small", "large"),
+    "color": ("blue", "brown", "cyan", "gray", "green", "purple", "red", "yellow"),
+    "material": ("metal", "rubber"),
+}
+_TABLES = {  # of an object: numbers of each frame
+    "positions": 3, "quaternions": 4, "velocities": 3, "angular_velocities": 3, "image_positions": 2, "visibility": 1,
+}  # fmt: skip
+_NUMBERS = ("mass", "friction", "restitution", "scale", "is_dynamic")
+
+
+def movi_videos(path: Path) -> Iterator[Video]:
+    """The videos of one of TFDS' files, with flows, depth, boxes, instances and camera where it has them (MOVi-B's copy lacks some).
+
+    Raises:
+        DataError: a file that breaks off, or that holds no video; planes of other sizes.
+    """
+    for where, name, found in movi_records(path):
+        frames = found["video"]
+        masks = found["segmentations"]
+        assert isinstance(frames, list) and isinstance(masks, list)
+        pictures = _stacked([opened_image(data, f"{where}, frame {t}") for t, data in enumerate(frames)], where)
+        labels = _stacked([numbered(opened_image(m, where, labels=True), where) for m in masks], where)
+        times, height, width = labels.shape
+        if pictures.shape[:3] != labels.shape:
+            raise DataError(f"{where}: frames of {pictures.shape[1:3]} and segmentations of {labels.shape[1:]} pixels")
+        shape = (times, height, width)
+        yield Video(
+            plain(name),
+            frames,
+            labels,
+            _boxes(found, times, where),
+            {
+                "dataset": path.name.partition("-")[0],
+                "video": name,
+                "objects": _objects(found, times, where),
+                "camera": _camera(found, times),
+            },
+            _depth(found, shape, where),
+            _flow(found, "backward_flow", shape, where),
+            _flow(found, "forward_flow", shape, where),
+        )
+
+
+def npy_videos(path: Path) -> Iterator[Video]:
+    """The videos of a tar of `key.video.npy` and `key.segmentations.npy`. Raises `DataError` as `npy_arrays` does."""
+    for name, video, masks in npy_arrays(path):
+        where = f"{path}: {name}"
+        labels = None if masks is None else np.stack([numbered(m.astype(np.int64), where) for m in masks])
+        boxes = None if labels is None else boxes_of(labels, int(labels.max(initial=0)))
+        yield Video(plain(name), video, labels, boxes, {"video": name})
+
+
+VIDEOS: dict[str, Callable[[Path], Iterator[Video]]] = {"movi": movi_videos, "npy": npy_videos}
+
+
+def write_videos(
+    out: Path, videos: Iterator[Video], config: PublishedConfig, done: Callable[[int], None] = lambda count: None
+) -> Written:
+    """ROOT/clips in the layout of evaluation sets, of the first `test` videos, and ROOT/train/*.tar of the others.
+
+    Raises:
+        DataError: `out` holds something else already, or there is no video.
+    """
+    if any(out.glob("*/*.tar")) or any(out.glob("*/*/*.tar")):
+        raise DataError(f"{out}: holds shards already, which would mix with the new ones; name an empty folder")
+    claim(out, config, "converted.json")
+    counts = {"all": 0, "empty": 0}
+
+    def samples() -> Iterator[tuple[str, Fields]]:
+        for video in islice(videos, config.limit):
+            counts["all"] += 1
+            counts["empty"] += video.labels is not None and not video.labels.any()
+            yield video.key, episode_fields(sized(video, config.size))
+            done(counts["all"])
+
+    stream = samples()
+    if config.test:
+        write_wds_layout(out / "clips", islice(stream, config.test))
+    tested = counts["all"]
+    write_shards(out / "train", stream, config.per_shard)
+    if not counts["all"]:
+        raise DataError(f"{', '.join(config.files)}: not one video in it")
+    return Written(counts["all"] - tested, tested, counts["empty"])
+
+
+def sized(video: Video, side: int | None) -> Video:
+    """A video of `side` pixels a side: colours by area and bicubic, all else by the nearest pixel; flows in the new pixels."""
+    if side is None:
+        return video
+    frames = [opened_image(f, video.key) if isinstance(f, bytes) else f for f in video.frames]
+    height, width = frames[0].shape[:2]
+    if (height, width) == (side, side):
+        return video
+    rows, columns = ((np.arange(side) + 0.5) * n / side for n in (height, width))
+    near = np.ix_(rows.astype(int), columns.astype(int))
+    small = np.stack([np.asarray(Image.fromarray(f).resize((side, side), Image.Resampling.BICUBIC)) for f in frames])
+
+    def taken(plane: Measured | None, scale: float = 1.0) -> Measured | None:
+        return None if plane is None else Measured(plane.levels[:, *near], plane.low * scale, plane.high * scale)
+
+    if height != width and (video.flow or video.forward):
+        raise DataError(
+            f"{video.key}: frames of {width} x {height} pixels have flows, which squeezing would bend; leave --size away"
+        )
+    return video._replace(
+        frames=small,
+        labels=None if video.labels is None else video.labels[:, *near],
+        depth=taken(video.depth),
+        flow=taken(video.flow, side / height),
+        forward=taken(video.forward, side / height),
+    )
+
+
+def _stacked(planes: list[np.ndarray], where: str) -> np.ndarray:
+    sizes = {plane.shape for plane in planes}
+    if len(sizes) != 1:
+        raise DataError(f"{where}: frames of unequal size ({', '.join(str(s[1::-1]) for s in sorted(sizes))})")
+    return np.stack(planes)
+
+
+def _range(found: dict[str, Value], name: str) -> tuple[float, float] | None:
+    bounds = found.get(f"metadata/{name}_range")
+    return (float(bounds[0]), float(bounds[1])) if isinstance(bounds, np.ndarray) and len(bounds) == 2 else None
+
+
+def _flow(found: dict[str, Value], name: str, shape: tuple[int, int, int], where: str) -> Measured | None:
+    levels, bounds = found.get(name), _range(found, name)
+    if not isinstance(levels, np.ndarray) or bounds is None:
+        return None
+    if levels.size != 2 * int(np.prod(shape)) or levels.min(initial=0) < 0 or levels.max(initial=0) > 65535:
+        raise DataError(f"{where}: {name} is not two 16-bit numbers for each pixel")
+    return Measured(levels.reshape(*shape, 2).astype(np.uint16), *bounds)
+
+
+def _depth(found: dict[str, Value], shape: tuple[int, int, int], where: str) -> Measured | None:
+    planes, bounds = found.get("depth"), _range(found, "depth")
+    if not isinstance(planes, list) or bounds is None:
+        return None
+    levels = _stacked([opened_image(data, where, labels=True) for data in planes], where)
+    if levels.shape != shape:
+        raise DataError(f"{where}: depth of {levels.shape}, and the video has {shape}")
+    return Measured(levels.astype(np.uint16), *bounds)
+
+
+def _boxes(found: dict[str, Value], times: int, where: str) -> np.ndarray | None:
+    """(T, K, 4); TFDS lists an object's boxes of the frames in which it is seen."""
+    flat, of = found.get("instances/bboxes/ragged_flat_values"), found.get("instances/bboxes/ragged_row_lengths_0")
+    frames = found.get("instances/bbox_frames/ragged_flat_values")
+    if not all(isinstance(table, np.ndarray) for table in (flat, of, frames)):
+        return None
+    assert isinstance(flat, np.ndarray) and isinstance(of, np.ndarray) and isinstance(frames, np.ndarray)
+    if (
+        len(flat) != 4 * len(frames)
+        or of.sum() != len(frames)
+        or (len(frames) and not 0 <= frames.min() <= frames.max() < times)
+    ):
+        raise DataError(f"{where}: instances/bboxes and bbox_frames do not go together")
+    table = np.zeros((times, len(of), 4), np.float32)
+    table[frames, np.repeat(np.arange(len(of)), of)] = flat.reshape(-1, 4)
+    return table
+
+
+def _objects(found: dict[str, Value], times: int, where: str) -> list[dict[str, Any]]:
+    """The instances as plain data; what a copy lacks is left out."""
+    held = {
+        name.removeprefix("instances/"): v
+        for name, v in found.items()
+        if name.startswith("instances/") and isinstance(v, np.ndarray)
+    }
+    positions = held.get("positions", np.zeros(0))
+    count = len(positions) // (3 * times)
+    objects: list[dict[str, Any]] = [{"id": number + 1} for number in range(count)]
+    for name, words in _WORDS.items():
+        for one, value in zip(objects, held.get(f"{name}_label", ()), strict=False):
+            one[name] = words[value] if 0 <= value < len(words) else int(value)
+    for name in _NUMBERS:
+        for one, value in zip(objects, held.get(name, ()), strict=False):
+            one[name] = float(value)
+    for name, wide in _TABLES.items():
+        table = held.get(name)
+        if table is None:
+            continue
+        if table.size != count * times * wide:
+            raise DataError(
+                f"{where}: instances/{name} has {table.size} numbers for {count} objects and {times} frames"
+            )
+        for one, rows in zip(objects, table.reshape((count, times, wide) if wide > 1 else (count, times)), strict=True):
+            one[name] = rows.tolist()
+    return objects
+
+
+def _camera(found: dict[str, Value], times: int) -> dict[str, Any]:
+    """`fov` in degrees, and where the camera is in every frame: OpenGL's and Blender's, looking along -z."""
+    camera: dict[str, Any] = {}
+    fov = found.get("camera/field_of_view")
+    if isinstance(fov, np.ndarray) and len(fov) == 1:
+        camera["fov"] = float(np.degrees(fov[0]))
+    for name, wide in (("positions", 3), ("quaternions", 4)):
+        table = found.get(f"camera/{name}")
+        if isinstance(table, np.ndarray) and table.size == times * wide:
+            camera[name] = table.reshape(times, wide).tolist()
+    return camera

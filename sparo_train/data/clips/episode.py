@@ -1,0 +1,168 @@
+"""An episode in a shard: a member per frame and plane, so that a clip decodes its own frames alone.
+
+    000.png (jpg, webp)   frame 0 in colour           boxes.npy  (T, K, 4) fp32: top, left, bottom, right in 0..1; zeros: not seen
+    000.mask.png          an object's number per      json       `ranges` of depth and flows, `objects`, `camera`, …
+                          pixel, 0 for none
+    000.depth.png         16 bits, in `ranges.depth`: distance along the ray
+    000.flow.png          16 bits, in `ranges.flow`: rows above columns (2H, W), pixels to where the point was a frame before
+    000.forward.png       the same of `ranges.forward`, to where it will be a frame later
+
+Videos of others, as videosaur and SlotContrast have them, are read as they lie: `video.npy` (T, H, W, 3) and `segmentations.npy` (T, H, W).
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from ...core.errors import BadSampleError
+from ..examples.samples import decode_image
+
+IMAGE_KEYS = ("png", "jpg", "jpeg", "webp")
+PLANES = ("mask", "depth", "flow", "forward")
+_FRAME = re.compile(r"(\d{3,7})\.([a-z0-9]+)")
+_MOST_NPY = 1 << 33  # bytes that a gzipped array may unpack to
+
+
+def member(frame: int, plane: str = "") -> str:
+    """The extension of a frame's member: of its picture, or of a plane of `PLANES`."""
+    return f"{frame:03d}.{plane}.png" if plane else f"{frame:03d}.png"
+
+
+class Episode:
+    """The members of a video.
+
+    Args:
+        fields: by extension.  image_keys: of frames; the first that a video has counts.
+
+    Raises:
+        BadSampleError: no frames, or one of them is missing; from its methods: a plane that is missing, damaged, or of another size.
+    """
+
+    def __init__(self, fields: Mapping[str, bytes], image_keys: Sequence[str] = IMAGE_KEYS):
+        self.fields, self._key = fields, ""
+        self._arrays: dict[str, np.ndarray] = {}
+        if (video := self._array("video")) is not None:
+            if video.ndim != 4 or video.shape[-1] != 3 or video.dtype != np.uint8 or not len(video):
+                raise BadSampleError("video.npy is not (T, H, W, 3) uint8")
+            self._length = len(video)
+            return
+        found: dict[str, list[int]] = {}
+        for name in fields:
+            if (match := _FRAME.fullmatch(name)) and match[2] in image_keys:
+                found.setdefault(match[2], []).append(int(match[1]))
+        self._key = next((key for key in image_keys if key in found), "")
+        if not self._key:
+            raise BadSampleError("missing frames")
+        self._length = len(found[self._key])
+        if sorted(found[self._key]) != list(range(self._length)):
+            raise BadSampleError("a frame is missing")
+
+    def __len__(self) -> int:
+        return self._length
+
+    def image(self, t: int) -> np.ndarray:
+        """(H, W, 3) uint8."""
+        if not self._key:
+            return self._arrays["video"][t]
+        return np.asarray(decode_image(self.fields[f"{t:03d}.{self._key}"]))
+
+    def labels(self, t: int) -> np.ndarray:
+        """(H, W) integers: an object's number per pixel, 0 for none."""
+        if (table := self._array("segmentations")) is not None:
+            table = table[..., 0] if table.ndim == 4 else table
+            if len(table) != self._length or table.ndim != 3 or table.dtype.kind not in "iub":
+                raise BadSampleError("segmentations.npy is not (T, H, W) of numbers")
+            return table[t]
+        return self._plane(t, "mask")
+
+    def depth(self, t: int) -> np.ndarray:
+        """(H, W) fp32, world units."""
+        return self._measured(t, "depth")
+
+    def flow(self, t: int, forward: bool = False) -> np.ndarray:
+        """(H, W, 2) fp32: rows and columns from a pixel to where its point was a frame before, or will be a frame later."""
+        found = self._measured(t, "forward" if forward else "flow")
+        if len(found) % 2:
+            raise BadSampleError("a flow has no rows above columns")
+        return np.stack([found[: len(found) // 2], found[len(found) // 2 :]], axis=-1)
+
+    @property
+    def boxes(self) -> np.ndarray:
+        """(T, K, 4) fp32: top, left, bottom, right in 0..1; zeros where an object is not seen."""
+        table = self._array("boxes")
+        if table is None:
+            raise BadSampleError("missing boxes.npy")
+        if table.ndim != 3 or table.shape[0] != self._length or table.shape[2] != 4 or table.dtype.kind != "f":
+            raise BadSampleError("boxes.npy is not (T, K, 4) of fractions")
+        return table.astype(np.float32, copy=False)
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """The episode's json; empty where it has none."""
+        try:
+            found = json.loads(self.fields.get("json", b"{}"))
+        except (ValueError, RecursionError):
+            raise BadSampleError("bad json") from None
+        if not isinstance(found, dict):
+            raise BadSampleError("bad json")
+        return found
+
+    def _measured(self, t: int, plane: str) -> np.ndarray:
+        """A plane of 16 bits in its units."""
+        ranges = self.facts.get("ranges")
+        bounds = ranges.get(plane) if isinstance(ranges, dict) else None
+        if not (isinstance(bounds, list) and len(bounds) == 2 and all(isinstance(b, int | float) for b in bounds)):
+            raise BadSampleError(f"json has no ranges.{plane}")
+        low, high = np.float32(bounds[0]), np.float32(bounds[1])
+        return self._plane(t, plane).astype(np.float32) / np.float32(65535) * (high - low) + low
+
+    def _plane(self, t: int, plane: str) -> np.ndarray:
+        data = self.fields.get(member(t, plane))
+        if data is None:
+            raise BadSampleError(f"missing {plane} of a frame")
+        try:
+            with Image.open(io.BytesIO(data), formats=("PNG",)) as picture:
+                table = np.asarray(picture)
+        except Exception:  # decoders fail in their own ways
+            raise BadSampleError(f"bad {plane}") from None
+        if table.ndim != 2 or table.dtype.kind not in "iub":
+            raise BadSampleError(f"{plane} is no plane of numbers")
+        return table
+
+    def _array(self, name: str) -> np.ndarray | None:
+        """The array in NAME.npy, without a copy of it; or in NAME.npy.gz, unpacked once."""
+        if name not in self._arrays:
+            data = self.fields.get(f"{name}.npy")
+            try:
+                if data is None and f"{name}.npy.gz" in self.fields:
+                    data = gzip.GzipFile(fileobj=io.BytesIO(self.fields[f"{name}.npy.gz"])).read(_MOST_NPY)
+                if data is None:
+                    return None
+                self._arrays[name] = _viewed(data)
+            except (ValueError, OSError, EOFError, zlib.error, MemoryError):
+                raise BadSampleError(f"bad {name}.npy") from None
+        return self._arrays[name]
+
+
+def _viewed(data: bytes) -> np.ndarray:
+    """A .npy file's array as it lies in its bytes. Raises `ValueError` where it is none, or holds objects."""
+    stream = io.BytesIO(data)
+    version = np.lib.format.read_magic(stream)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError("a newer layout")
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(stream)
+    if dtype.hasobject:
+        raise ValueError("objects")
+    flat = np.frombuffer(data, dtype, int(np.prod(shape)), stream.tell())
+    return flat.reshape(shape[::-1]).transpose() if fortran else flat.reshape(shape)

@@ -1,0 +1,273 @@
+"""Videos: rendered ones move as physics and cameras say, published ones are read whole, clips decode their own frames alone."""
+
+import gzip
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparo_data.drawn.physics import Thrown, simulate
+from sparo_data.drawn.video_scenes import KINDS, episode
+from sparo_data.drawn.video_sets import VideoSetConfig, render_videos
+from sparo_data.episodes import Measured, Video, boxes_of, episode_fields, measured
+from sparo_data.official.formats import convert_published, sources_of
+from sparo_data.official.published import PublishedConfig
+from sparo_data.official.videos import movi_videos, sized
+from sparo_data.writer import write_shard
+from sparo_train.core.errors import BadSampleError, ConfigError, DataError
+from sparo_train.core.rng import generator
+from sparo_train.data.clips.episode import Episode
+from sparo_train.data.clips.window import FramesConfig
+from sparo_train.data.read.shards import ShardsConfig
+from sparo_train.data.read.sources import open_source
+from tests.unit.test_tfrecord import tfrecords
+
+MOVI = (
+    Path(__file__).parents[1] / "data/movi_tiny-train.tfrecord-00000-of-00001"
+)  # by TFDS 4.9's own writer, with MOVi-A's features
+
+
+def ramp(*shape, step=1, mod=65536):
+    return (np.arange(np.prod(shape)) * step % mod).reshape(shape)
+
+
+def test_bodies_fall_slide_and_collide():
+    one = simulate([Thrown("sphere", 0.5, "metal", (0.0, 0.0, 5.0))], 13)
+    fallen = 5.0 - one.positions[:9, 0, 2]
+    # Half g t squared, to the solver's step, until it touches the ground.
+    assert np.allclose(fallen, 9.81 / 2 * (np.arange(9) / 12) ** 2, rtol=0.05, atol=0.01)
+    assert one.positions[:, 0, 2].min() > 0.45
+    hit = simulate(
+        [
+            Thrown("sphere", 0.5, "metal", (-2.0, 0.0, 0.5), velocity=(6.0, 0.0, 0.0)),
+            Thrown("sphere", 0.5, "metal", (0.0, 0.0, 0.5)),
+        ],
+        12,
+    )
+    assert hit.positions[0, 1, 0] == 0 and hit.positions[-1, 1, 0] > 0.3 and hit.velocities[0, 0, 0] == 6
+    again = simulate([Thrown("cube", 0.4, "rubber", (0.1 * i, 0.0, 1.0 + i)) for i in range(4)], 24)
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(
+            again, simulate([Thrown("cube", 0.4, "rubber", (0.1 * i, 0.0, 1.0 + i)) for i in range(4)], 24), strict=True
+        )
+    )
+    rest = simulate(
+        [Thrown("cube", 0.4, "rubber", (0.0, 0.0, 2.0)), Thrown("cube", 0.4, "rubber", (3.0, 0.0, 2.0))], 3, resting=1
+    )
+    assert abs(rest.positions[0, 0, 2] - 0.4) < 0.02 and rest.positions[0, 1, 2] == 2.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_flows_lead_to_where_the_same_body_is(kind):
+    video = episode(kind, 3, "train", 0, 6, 96)
+    frames, labels = video.frames, video.labels
+    flows = {
+        name: getattr(video, name).levels / 65535 * (getattr(video, name).high - getattr(video, name).low)
+        + getattr(video, name).low
+        for name in ("flow", "forward")
+    }
+    moves = hits = 0
+    for name, step in (("flow", -1), ("forward", 1)):
+        for t in range(1, 5):
+            rows, columns = np.nonzero(labels[t] > 0)
+            there = np.stack([rows, columns], 1) + 0.5 + flows[name][t][rows, columns]
+            inside = ((there > 0) & (there < 96)).all(1)
+            at = np.floor(there[inside]).astype(int)
+            same = labels[t + step][at[:, 0], at[:, 1]] == labels[t][rows, columns][inside]
+            moves += inside.sum()
+            hits += same.sum()
+    assert moves > 300 and hits / moves > 0.8  # the others are hidden there, or at an edge
+    still = [np.ptp([b[c] for b in video.facts["camera"]["positions"]]) for c in range(3)]
+    assert (max(still) > 0.1) == KINDS[kind].moving
+    ground = flows["flow"][2][labels[2] == 0]
+    assert (np.abs(ground).max() > 0.05) == KINDS[kind].moving
+    first = video.facts["objects"][0]
+    assert (
+        len(first["positions"]) == 6
+        and len(first["quaternions"][0]) == 4
+        and first["visibility"] == (labels == 1).sum((1, 2)).tolist()
+    )
+    assert ("color" in first) != KINDS[kind].colored and len(video.boxes[0]) == len(video.facts["objects"])
+    assert frames.shape == (6, 96, 96, 3) and (len(video.facts["objects"]) >= 11) == KINDS[kind].crowd
+
+
+def test_a_set_is_the_same_each_time_and_a_clip_decodes_its_own_frames(tmp_path, monkeypatch):
+    config = VideoSetConfig(train=3, test=2, frames=5, size=16, per_shard=2, most=3)
+    for name in ("a", "b"):
+        render_videos(tmp_path / name, config, processes=1)
+    for path in sorted((tmp_path / "a").rglob("*.tar")):
+        assert path.read_bytes() == (tmp_path / "b" / path.relative_to(tmp_path / "a")).read_bytes()
+    with pytest.raises(DataError, match="most"):
+        render_videos(tmp_path / "a", config.model_copy(update={"most": 4}), processes=1)
+    source = open_source("v", ShardsConfig(shards=str(tmp_path / "a/train")))
+    assert [len(s) for s in source.storages] == [2, 1]
+    _, fields = source.storages[1].read(0)
+    made, found = episode("a", 0, "train", 2, 5, 16, 3), Episode(fields)
+    for t in range(5):
+        assert np.array_equal(found.image(t), made.frames[t]) and np.array_equal(found.labels(t), made.labels[t])
+        assert np.array_equal(
+            np.round((found.depth(t) - made.depth.low) / (made.depth.high - made.depth.low) * 65535),
+            made.depth.levels[t],
+        )
+        for forward, plane in ((False, made.flow), (True, made.forward)):
+            exact = plane.levels[t] / 65535 * (plane.high - plane.low) + plane.low
+            assert np.abs(found.flow(t, forward) - exact).max() < 1e-5
+    assert np.array_equal(found.boxes, boxes_of(made.labels, len(made.facts["objects"]))) and found.facts["frames"] == 5
+    opened = []
+    from sparo_train.data.clips import episode as module
+
+    decode = module.decode_image
+    monkeypatch.setattr(module, "decode_image", lambda data: opened.append(1) or decode(data))
+    clip = Episode(fields)
+    assert [clip.image(t).shape for t in (1, 3)] == [(16, 16, 3)] * 2 and len(opened) == 2
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 8),
+    st.integers(1, 5),
+    st.integers(0, 4),
+    st.sampled_from(["any", "tiles"]),
+    st.integers(0, 99),
+)
+def test_a_window_lies_in_its_episode_and_depends_on_its_draw_alone(length, frames, low, more, starts, seed):
+    config = FramesConfig(count=frames, stride=(low, low + more), starts=starts)
+    if config.reach(low) > length:
+        with pytest.raises(BadSampleError, match=f"shorter than frames.count={frames}"):
+            config.window(length, None)
+        return
+    found = config.window(length, generator(seed, "x"))
+    assert (
+        len(found) == frames
+        and found[0] >= 0
+        and found[-1] < length
+        and found == config.window(length, generator(seed, "x"))
+    )
+    assert low <= found.step <= low + more or frames == 1
+    assert starts == "any" or found[0] % config.reach(found.step) == 0
+    assert config.window(length, None) == range(0, config.reach(low), low)
+
+
+def test_windows_reach_every_start_and_stride():
+    drawn = {
+        (w.start, w.step)
+        for w in (FramesConfig(count=3, stride=(1, 2)).window(7, generator(i, "x")) for i in range(400))
+    }
+    assert drawn == {(s, 1) for s in range(5)} | {(s, 2) for s in range(3)}
+    tiles = {w.start for w in (FramesConfig(starts="tiles").window(24, generator(i, "x")) for i in range(200))}
+    assert tiles == {0, 6, 12, 18}
+
+
+def test_movi_as_tfds_writes_it(tmp_path):
+    full, less = movi_videos(MOVI)
+    e = Episode(episode_fields(full))
+    assert full.key == "17" and less.key == "18_b" and len(e) == 4
+    for t in range(4):
+        assert np.array_equal(e.image(t), ramp(4, 8, 12, 3, step=7, mod=256)[t])
+        assert np.array_equal(e.labels(t), ramp(4, 8, 12, mod=3)[t])
+        assert np.allclose(e.flow(t), ramp(4, 8, 12, 2, step=83)[t] / 65535 * 8 - 3, atol=1e-6)
+        assert np.allclose(e.flow(t, forward=True), ramp(4, 8, 12, 2, step=91)[t] / 65535 * 8 - 4, atol=1e-6)
+        assert np.allclose(e.depth(t), ramp(4, 8, 12, step=101)[t] / 65535 * 10 + 2, atol=1e-5)
+    assert np.allclose(e.boxes[:, 0], [[0, 0.25, 0.5, 0.5 + 0.0625 * t] for t in range(4)])
+    assert np.allclose(e.boxes[:, 1], [[0] * 4, [0.125, 0.25, 0.5, 0.5625], [0] * 4, [0.125, 0.25, 0.5, 0.6875]])
+    one, two = e.facts["objects"]
+    assert [one[k] for k in ("shape", "size", "color", "material", "mass")] == ["cube", "large", "red", "metal", 1.5]
+    assert (
+        two["positions"][1] == [1.375, 1.5, 1.625]
+        and two["visibility"] == [0, 2, 4, 6]
+        and "size" not in less.facts["objects"][0]
+    )
+    assert e.facts["camera"]["fov"] == pytest.approx(np.degrees(0.85)) and len(e.facts["camera"]["positions"]) == 4
+    config = PublishedConfig(source="movi", videos=True, test=1)
+    assert convert_published(sources_of(MOVI, "movi"), tmp_path / "m", config)[:2] == (1, 1)
+    _, fields = open_source("m", ShardsConfig(shards=str(tmp_path / "m/train"))).storages[0].read(0)
+    assert Episode(fields).facts["video"] == "18/b" and (tmp_path / "m/clips/test/nshards.txt").exists()
+    with pytest.raises(ConfigError, match="--videos: is of --as movi or npy, and coco has none"):
+        convert_published([MOVI], tmp_path / "n", PublishedConfig(source="coco", videos=True))
+    with pytest.raises(ConfigError, match="neither cropped"):
+        convert_published([MOVI], tmp_path / "n", PublishedConfig(source="movi", videos=True, crop="clevr"))
+    with pytest.raises(DataError, match="not one video in it"):
+        convert_published(
+            [tfrecords(tmp_path / "e.tfrecord", [])],
+            tmp_path / "o",
+            PublishedConfig(source="movi", videos=True, files=("e.tfrecord",)),
+        )
+    with pytest.raises(DataError, match="12 x 8 pixels have flows, which squeezing would bend"):
+        sized(full, 4)
+
+
+def test_smaller_videos_keep_what_their_numbers_mean():
+    level = np.arange(2 * 8 * 8, dtype=np.uint16).reshape(2, 8, 8)
+    flow = Measured(np.stack([level, level], -1), -4.0, 4.0)
+    video = Video(
+        "v", np.zeros((2, 8, 8, 3), np.uint8), (level % 4).astype(np.uint8), None, {}, Measured(level, 0.0, 9.0), flow
+    )
+    small = Episode(episode_fields(sized(video, 4)))
+    whole = Episode(episode_fields(video))
+    assert np.array_equal(small.labels(0), whole.labels(0)[1::2, 1::2]) and np.allclose(
+        small.flow(1), whole.flow(1)[1::2, 1::2] / 2
+    )
+    assert np.array_equal(small.depth(0), whole.depth(0)[1::2, 1::2])
+    assert measured(np.zeros((1, 2, 2)))[1:] == (0.0, 1.0)
+
+
+def test_videos_of_others_are_read_as_they_lie(tmp_path):
+    video = np.random.default_rng(0).integers(0, 255, (5, 6, 7, 3)).astype(np.uint8)
+    masks = (video[..., :1] // 64).astype(np.int64)
+    files = {}
+    for name, table in (("video", video), ("segmentations", masks)):
+        stream = io.BytesIO()
+        np.save(stream, table)
+        files[name] = stream.getvalue()
+    plain = Episode({f"{name}.npy": data for name, data in files.items()})
+    packed = Episode({f"{name}.npy.gz": gzip.compress(data) for name, data in files.items()})
+    for found in (plain, packed):
+        assert (
+            len(found) == 5
+            and np.array_equal(found.image(3), video[3])
+            and np.array_equal(found.labels(2), masks[2, ..., 0])
+        )
+    order = io.BytesIO()
+    np.save(order, np.asfortranarray(video))
+    assert np.array_equal(Episode({"video.npy": order.getvalue()}).image(1), video[1])
+    write_shard(tmp_path / "a.tar", [("k", {f"{name}.npy": data for name, data in files.items()})])
+    convert_published([tmp_path / "a.tar"], tmp_path / "n", PublishedConfig(source="npy", videos=True))
+    _, fields = open_source("n", ShardsConfig(shards=str(tmp_path / "n/train"))).storages[0].read(0)
+    assert np.array_equal(Episode(fields).image(4), video[4]) and np.array_equal(
+        Episode(fields).boxes, boxes_of(masks[..., 0], 3)
+    )
+
+
+def test_what_is_wrong_with_an_episode_is_a_reason():
+    good = episode_fields(episode("a", 0, "train", 0, 3, 16, 3))
+    for change, reason in (
+        ({"001.png": None}, "a frame is missing"),
+        ({f"00{t}.png": None for t in range(3)}, "missing frames"),
+        ({"001.mask.png": None}, "missing mask of a frame"),
+        ({"001.mask.png": b"no"}, "bad mask"),
+        ({"001.mask.png": good["001.png"]}, "mask is no plane of numbers"),
+        ({"boxes.npy": None}, "missing boxes.npy"),
+        ({"boxes.npy": b"\x93NUMPY"}, "bad boxes.npy"),
+        ({"json": b"{"}, "bad json"),
+        ({"json": b"[]"}, "bad json"),
+        ({"json": json.dumps({"ranges": {"flow": [1]}}).encode()}, "json has no ranges.flow"),
+        ({"001.png": b"no"}, "bad image"),
+    ):
+        fields = {name: data for name, data in {**good, **change}.items() if data is not None}
+        with pytest.raises(BadSampleError, match=reason):
+            e = Episode(fields)
+            for read in (e.image, e.labels, lambda _, e=e: e.boxes, e.flow):
+                read(1)
+    with pytest.raises(BadSampleError, match=r"video.npy is not \(T, H, W, 3\)"):
+        stream = io.BytesIO()
+        np.save(stream, np.zeros((3, 3)))
+        Episode({"video.npy": stream.getvalue()})
+    evil = io.BytesIO()
+    np.save(evil, np.array([{}], object), allow_pickle=True)
+    with pytest.raises(BadSampleError, match=r"bad video\.npy"):
+        Episode({"video.npy": evil.getvalue()})
