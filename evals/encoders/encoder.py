@@ -67,6 +67,7 @@ class Encoder(ABC):
             "slots": self.slots > 1,
             "masks": isinstance(self, MasksEncoder),
             "objects": isinstance(self, ObjectsEncoder),
+            "clips": isinstance(self, ClipsEncoder),
             "drawing": isinstance(self, DrawingEncoder),
         }
         return frozenset(word for word, here in found.items() if here)
@@ -164,6 +165,25 @@ class MasksEncoder(ABC):
     @abstractmethod
     def masks(self, pixels: Tensor) -> Tensor:
         """(n, 3, S, S) uint8 -> fp32 (n, S * S), row by row: which slot a pixel is of, a whole number; NaN where nobody can say."""
+
+
+class ClipsEncoder(ABC):
+    """What an `Encoder` that cuts videos into objects also is; its `transform` is a `Pixels`, of every frame.
+
+    `masks_are`: whose they are, in words that stand beside a score.  `trained_frames`: how long its training's clips were.
+    """
+
+    masks_are = "the encoder's own"
+    trained_frames: int
+
+    @abstractmethod
+    def clips(self, video: Tensor, window: int | None = None) -> Tensor:
+        """(n, T, 3, S, S) uint8 -> fp32 (n, T * S * S + T): frame by frame which slot a pixel is of, a whole number, or NaN; then the
+        mean squared error of every frame as it is drawn, in 0..1, NaN where nothing is drawn.
+
+        Args:
+            window: slots of a frame see so many of the last ones; None: the encoder's own way.
+        """
 
 
 class DrawingEncoder(ABC):

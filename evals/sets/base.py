@@ -198,7 +198,12 @@ def _collated(rows: list[Any]) -> ImageBatch | DataError:
     for row in rows:
         if isinstance(row, DataError):
             return row
-    pixels = torch.from_numpy(np.stack([row[0] for row in rows])).permute(0, 3, 1, 2)
+    sizes = {row[0].shape for row in rows}
+    if len(sizes) > 1:
+        return DataError(
+            f"{rows[0][1]} … {rows[-1][1]}: samples of unequal size ({', '.join(map(str, sorted(sizes)))})"
+        )
+    pixels = torch.from_numpy(np.stack([row[0] for row in rows])).movedim(-1, -3)
     return ImageBatch(pixels, [row[1] for row in rows], [row[2] for row in rows])
 
 

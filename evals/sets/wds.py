@@ -25,6 +25,7 @@ from sparo_train.data.read.made_by import remedy
 from sparo_train.data.read.remote import filesystem_of
 from sparo_train.data.read.shards import Shard, ShardsConfig
 from sparo_train.data.read.sources import open_source
+from sparo_train.data.read.storage import Storage
 
 from .base import IMAGE_KEYS, EvalSet, Fact, FactKind, Layout, Pair, decoded, sha256, sizes_of
 from .objects import object_rows
@@ -70,10 +71,14 @@ class SourceSet(EvalSet):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def read(self, number: int) -> tuple[str, Image.Image, Fact]:
+    def at(self, number: int) -> tuple[Storage, int]:
+        """Where a sample lies, and its number there."""
         shard = int(np.searchsorted(self._ends, number, side="right"))
-        ordinal = number - (int(self._ends[shard - 1]) if shard else 0)
-        storage, key = self.source.storages[shard], f"number {ordinal}"
+        return self.source.storages[shard], number - (int(self._ends[shard - 1]) if shard else 0)
+
+    def read(self, number: int) -> tuple[str, Image.Image, Fact]:
+        storage, ordinal = self.at(number)
+        key = f"number {ordinal}"
         try:
             key, fields = storage.read(ordinal)
             image = decoded(image_bytes(fields, IMAGE_KEYS), f"{storage.url}: sample {key}")

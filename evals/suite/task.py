@@ -34,6 +34,7 @@ NEEDS = {
     "slots": Need("slots", "has none", "use a model with a read-out (objective.model.readout.kind=sparo)"),
     "masks": Need("a mask per slot", "has none", "use an object-centric model"),
     "drawing": Need("images drawn again", "draws none", "use a slot model that has a decoder"),
+    "clips": Need("a mask per slot of every frame", "takes images alone", "train with objective.kind=video_slots"),
     "objects": Need("objects listed", "lists none", "train with objective.kind=set_prediction"),
 }
 

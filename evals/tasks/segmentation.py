@@ -6,7 +6,7 @@ size masks had, what counts as background, and what an image without foreground 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -166,24 +166,16 @@ def score(
         found.append(image_scores(m.true, m.predicted, background, ignore, m.classes))
         covered.append(coverage(m.predicted, slots or 0))
     shared = np.asarray(covered, np.float32).reshape(len(found), slots or 0)
-    names = list(found[0]) if found else []
-    table = np.array([[row[name] for name in names] for row in found]).reshape(len(found), len(names))
-    there = ~np.isnan(table)
-    sums = np.where(there, table, 0.0)
-    counts = there.sum(0)
-    # Metrics are shares, which a number of slots is not; and what no image has is no score of zero.
-    shares = {name: i for i, name in enumerate(names) if name != "slots_used" and counts[i]}
-    metrics = {name: float(sums[:, i].sum() / counts[i]) for name, i in shares.items()}
-    draws = bootstrap(sums, there.astype(float)) if len(found) else np.zeros((1, len(names)))
-    intervals = {name: percentiles(draws[:, i]) for name, i in shares.items()}
-    empty = int((~there[:, names.index(HEADLINE)]).sum()) if found else 0
+    # Metrics are shares, which a number of slots is not.
+    means = averaged(found, without=("slots_used",))
+    empty = int(np.isnan(means.columns[HEADLINE]).sum()) if found else 0
     return Result(
         "masks",
         len(found) - empty,
         HEADLINE,
-        metrics,
+        means.metrics,
         0.0,
-        intervals,
+        means.intervals,
         {
             "background": background,
             "ignore": ignore,
@@ -197,7 +189,35 @@ def score(
             **{f"images_of_slot_{k}": int((shared[:, k] > 0).sum()) for k in range(slots or 0)},
         },
         {
-            **{name: table[:, i].astype(np.float32) for i, name in enumerate(names)},
+            **{name: column.astype(np.float32) for name, column in means.columns.items()},
             **({"coverage": shared} if slots else {}),
         },
+    )
+
+
+class Means(NamedTuple):
+    """columns: (n,) of each metric, NaN where a sample has none.  metrics, intervals: of those that any sample has."""
+
+    columns: dict[str, np.ndarray]
+    metrics: dict[str, float]
+    intervals: dict[str, tuple[float, float]]
+
+
+def averaged(rows: Sequence[Mapping[str, float]], without: Sequence[str] = ()) -> Means:
+    """Means of samples' metrics over those that have them, and intervals that resample samples.
+
+    Args:
+        without: columns that are no metrics.
+    """
+    names = list(rows[0]) if rows else []
+    table = np.array([[row[name] for name in names] for row in rows]).reshape(len(rows), len(names))
+    there = ~np.isnan(table)
+    sums, counts = np.where(there, table, 0.0), there.sum(0)
+    # What no sample has is no score of zero.
+    shares = {name: i for i, name in enumerate(names) if name not in without and counts[i]}
+    draws = bootstrap(sums, there.astype(float)) if rows else np.zeros((1, 0))
+    return Means(
+        {name: table[:, i] for i, name in enumerate(names)},
+        {name: float(sums[:, i].sum() / counts[i]) for name, i in shares.items()},
+        {name: percentiles(draws[:, i]) for name, i in shares.items()},
     )

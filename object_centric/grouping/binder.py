@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from .slot_attention import ACTIVATIONS, Grouped
 from .slot_config import SlotAttentionConfig
@@ -17,7 +18,10 @@ class ParallelBinder(nn.Module):
     """Features (b, T, N, in_width), or (b, N, in_width) of one time, to slots (b, T, K, D), or (b, K, D).
 
     Slots begin alike at all times: learned, or drawn from one learned Gaussian by `noise` (b, K, D).
+    `checkpointed`: what a block writes is made again in backward.
     """
+
+    checkpointed = False
 
     def __init__(self, config: SlotAttentionConfig, in_width: int):
         super().__init__()
@@ -29,6 +33,10 @@ class ParallelBinder(nn.Module):
         else:
             limit = (6 / (1 + c.width)) ** 0.5
             self.mu, self.log_sigma = (nn.Parameter(torch.empty(c.width).uniform_(-limit, limit)) for _ in range(2))
+
+    def units(self) -> list[nn.Module]:
+        """What an engine wraps one by one."""
+        return list(self.blocks)
 
     def first(self, noise: Tensor | None, count: int) -> Tensor:
         """(b, K, D). Raises `ValueError` where slots are drawn and no noise was given."""
@@ -47,7 +55,10 @@ class ParallelBinder(nn.Module):
         slots = self.norm(self.first(noise, count))[:, None].expand(-1, times, -1, -1)
         attention = slots
         for block in self.blocks:
-            slots, attention = block(slots, tokens)
+            if self.checkpointed and torch.is_grad_enabled():
+                slots, attention = checkpoint(block, slots, tokens, use_reentrant=False)  # type: ignore[misc]
+            else:
+                slots, attention = block(slots, tokens)
         return Grouped(slots[:, 0], attention[:, 0]) if alone else Grouped(slots, attention)
 
 

@@ -103,23 +103,30 @@ class SlotTower(nn.Module):
         self.project = nn.Sequential(
             nn.Linear(wide, hidden), ACTIVATIONS[c.activation](), nn.Linear(hidden, c.features)
         )
-        if c.frame is not None:
-            self.grouping: Any = FramedSlotAttention(c.grouping, c.frame, c.features)
-        else:
-            self.grouping = (SlotAttention if c.grouping.binder is None else ParallelBinder)(c.grouping, c.features)
+        self.grouping = self.grouped_by()
 
-    def forward(self, images: Tensor, noise: Tensor) -> Towered:
+    def grouped_by(self) -> Any:
+        """What makes slots of tokens."""
+        c = self.config
+        if c.frame is not None:
+            return FramedSlotAttention(c.grouping, c.frame, c.features)
+        return (SlotAttention if c.grouping.binder is None else ParallelBinder)(c.grouping, c.features)
+
+    def tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """What slots group (b, s * s, F), and the encoder's features (b, s, s, C)."""
         features = self.encoder(images)
-        side = features.shape[1]
-        places, placed = grid(side, images.device), features
+        side, placed = features.shape[1], features
         if self.position is not None:
-            near = (places.flip(-1) + 1) / 2
+            near = (grid(side, images.device).flip(-1) + 1) / 2
             placed = features + self.position(torch.cat([near, 1 - near], dim=-1)).unflatten(0, (side, side))
-        tokens = self.project(self.norm(placed.flatten(1, 2)))
-        frames = None
+        return self.project(self.norm(placed.flatten(1, 2))), features
+
+    def forward(self, images: Tensor, noise: Tensor) -> Any:
+        tokens, features = self.tokens(images)
+        side, frames = features.shape[1], None
         if self.config.frame is None:
             slots, attention = self.grouping(tokens, noise)
         else:
-            slots, positions, scales, attention = self.grouping(tokens, places, noise)
+            slots, positions, scales, attention = self.grouping(tokens, grid(side, images.device), noise)
             frames = positions, scales
         return Towered(slots, attention.unflatten(-1, (side, side)), frames, features)

@@ -132,7 +132,7 @@ class SlotEncoder(MaskingEncoder, DrawingEncoder):
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
         """Slots and where they draw, for pictures: (n, K, S * S), each slot's shares of the pixels, brought to a sum of one."""
         found = self.seen(self.stacked(pixels))
-        return Slots(found.slots.float(), _shared(found.decoded.masks))
+        return Slots(found.slots.float(), shared(found.decoded.masks))
 
 
 class GroupingEncoder(MaskingEncoder):
@@ -152,7 +152,7 @@ class GroupingEncoder(MaskingEncoder):
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
         """Slots and which tokens they took, for pictures: (n, K, s * s)."""
         found = self.seen(self.stacked(pixels))
-        return Slots(found.slots.float(), _shared(found.attention))
+        return Slots(found.slots.float(), shared(found.attention))
 
 
 class SlateEncoder(GroupingEncoder, DrawingEncoder):
@@ -195,11 +195,11 @@ class SetEncoder(TowerEncoder, ObjectsEncoder):
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
         """Slots and which tokens they took, for pictures: (n, K, s * s)."""
         found = self.seen(self.stacked(pixels)).towered
-        return Slots(found.slots.float(), _shared(found.attention))
+        return Slots(found.slots.float(), shared(found.attention))
 
 
-def _shared(shares: Tensor) -> Tensor:
-    """(n, K, s, s) to (n, K, s * s), every slot's of sum one."""
+def shared(shares: Tensor) -> Tensor:
+    """Masks (n, K, s, s) to (n, K, s * s), every slot's of sum one."""
     flat = shares.flatten(2).float()
     return flat / flat.sum(-1, keepdim=True).clamp(min=1e-12)
 

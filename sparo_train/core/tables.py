@@ -13,6 +13,7 @@ METHODS = Table(
         "slots": "object_centric.objectives.slot_autoencoder:METHOD",
         "set_prediction": "object_centric.objectives.set_prediction:METHOD",
         "slate": "object_centric.objectives.slate:METHOD",
+        "video_slots": "object_centric.video.video_autoencoder:METHOD",
     },
     ("config", "objective", "examples", "rules", "exports"),
 )
@@ -80,6 +81,7 @@ ENCODERS = Table(
         "slots": "object_centric.tasks.slot_encoder:slot_encoder",
         "set_prediction": "object_centric.tasks.slot_encoder:set_encoder",
         "slate": "object_centric.tasks.slot_encoder:slate_encoder",
+        "video_slots": "object_centric.tasks.video_encoder:video_encoder",
     },
 )
 
@@ -114,6 +116,7 @@ TASKS = Table(
         "masks": "object_centric.tasks.mask_task:MASKS",
         "objects": "object_centric.tasks.object_task:OBJECTS",
         "reconstruction": "object_centric.tasks.reconstruction_task:RECONSTRUCTION",
+        "video_masks": "object_centric.tasks.video_task:VIDEO_MASKS",
     },
     ("config", "needs", "check", "run"),
 )

@@ -13,6 +13,7 @@ from evals.encoders.loading import run_weights
 from launch.runs.train import train
 from sparo_data.drawn.object_sets import ObjectSetConfig, render_objects
 from sparo_data.drawn.tetrominoes import TetrominoesConfig, make_tetrominoes
+from sparo_data.drawn.video_sets import VideoSetConfig, render_videos
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.disk import metrics, store
 from sparo_train.train.build import build_objective
@@ -282,3 +283,44 @@ def png(array):
     buffer = io.BytesIO()
     Image.fromarray(array).save(buffer, format="PNG")
     return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["savi", "psb"])
+def test_videos_are_trained_on_resumed_and_scored(tmp_path, write_recipe, kind):
+    render_videos(tmp_path / "v", VideoSetConfig(train=24, test=5, frames=6, size=16, per_shard=12, most=2), 1)
+    tasks = {
+        name: {"task": "video_masks", "root": str(tmp_path / "v/clips"), **more}
+        for name, more in (("c", {}), ("f", {"frames": 3, "first_frame": False, "headline": "psnr"}))
+    }
+    tree = slots_recipe(tmp_path / "v/train", tmp_path / "runs", eval={"tasks": tasks})
+    grouping: dict = {"preset": kind, "slots": 3, "width": 16, "init": "learned", "iterations": 2}
+    model = {k: v for k, v in tree["objective"]["model"].items() if k != "frame"} | {"grouping": grouping}
+    model |= {"predictor": {"mlp_width": 16}} if kind == "savi" else {}
+    tree["objective"] = {"kind": "video_slots", "frames": {"count": 3, "stride": [1, 2]}, "model": model}
+    tree["data"] = {**tree["data"], "crop_scale": [0.5, 1.0], "hflip": 0.5}
+    straight = run({**tree, "out": str(tmp_path / "straight")})
+    assert train(straight).reason == "finished"
+    recipe, folder = write_recipe(tree), tmp_path / "runs/slots"
+    kill_behind(start_sparo("train", str(recipe)), folder, 5)
+    done = sparo("train", str(recipe))
+    assert done.returncode == 0 and "c video_fg_ari" in done.stderr and " dB" in done.stderr, done.stderr
+    assert_bit_equal(folder, straight.folder)
+    recipe = write_recipe({**tree, "out": str(tmp_path / "two"), "micro_batch_size": 2})
+    assert goes_on_across_engines(recipe, tmp_path / "two/slots") == pytest.approx(losses_of(straight.folder), rel=1e-4)
+    done = sparo("eval", str(folder), "--features", str(tmp_path / "store"), "--json", "v.json", cwd=tmp_path)
+    results = json.loads((tmp_path / "v.json").read_text())["results"]
+    whole, first = sorted(results.values(), key=lambda r: -r["options"]["frames"])
+    assert done.returncode == 0 and (whole["options"]["frames"], first["options"]["frames"]) == (6, 3), done.stderr
+    assert whole["counts"]["clips"] == 5 and whole["options"]["trained_frames"] == 3 and first["headline"] == "psnr"
+    assert {"video_fg_ari", "image_fg_ari", "ari", "video_mbo", "video_miou", "psnr"} <= whole["metrics"].keys()
+    (tmp_path / "long.yaml").write_text(json.dumps({"tasks": {"l": {**tasks["c"], "frames": 7}}}))
+    done = sparo("eval", str(folder), "--data", "long.yaml", "--features", "none", cwd=tmp_path)
+    assert done.returncode == 2 and "has 6 frames, and 7 are scored; set frames: 6 or less" in done.stderr
+    (tmp_path / "c.yaml").write_text(json.dumps({"tasks": {"c": tasks["c"]}}))
+    done = sparo("eval", "pixels:8", "--data", "c.yaml", cwd=tmp_path)
+    assert done.returncode == 2 and "takes images alone; train with objective.kind=video_slots" in done.stderr
+    short = write_recipe(
+        {**tree, "name": "short", "objective": {**tree["objective"], "frames": {"count": 7}}, "eval": {}}
+    )
+    done = sparo("train", str(short))
+    assert done.returncode != 0 and "no usable sample" in done.stderr and "shorter than frames.count=7" in done.stderr

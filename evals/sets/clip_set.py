@@ -1,0 +1,63 @@
+"""Episodes to score on: their first frames, and whose every pixel is; tars in the layout of evaluation sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from sparo_train.core.errors import BadSampleError, DataError
+from sparo_train.data.clips.episode import Episode
+
+from .base import sha256
+from .wds import WdsSet
+
+
+class ClipSet(WdsSet):
+    """ROOT/test/nshards.txt and ROOT/test/0.tar … of episodes; facts are their label maps (T, H, W).
+
+    Args:
+        frames: so many of every episode, from its first; None: all of the first one's, which all others have to have.
+
+    Raises:
+        DataError: files that are missing.
+    """
+
+    def __init__(self, root: str | Path, frames: int | None, split: str = "test"):
+        super().__init__(root, "clips", split)
+        self.frames = frames if frames is not None else len(self._episode(0)[2])
+
+    def read(self, number: int) -> tuple[str, Any, np.ndarray]:
+        """Key, images of the frames, and labels."""
+        key, where, episode = self._episode(number)
+        if len(episode) < self.frames:
+            raise DataError(
+                f"{where}: has {len(episode)} frames, and {self.frames} are scored; set frames: {len(episode)} or less, or take it out"
+            )
+        try:
+            pictures = [episode.image(t) for t in range(self.frames)]
+            labels = [episode.labels(t) for t in range(self.frames)]
+        except BadSampleError as bad:
+            raise DataError(f"{where}: {bad}; scores need every frame: repair it, or take it out") from None
+        sizes = {p.shape[:2] for p in pictures} | {t.shape for t in labels}
+        if len(sizes) > 1:
+            raise DataError(
+                f"{where}: frames and masks of unequal size ({', '.join(f'{w} x {h}' for h, w in sorted(sizes))})"
+            )
+        return key, [Image.fromarray(picture) for picture in pictures], np.stack(labels)
+
+    def identity(self) -> str:
+        return sha256("clips", str(self.frames), super().identity())
+
+    def _episode(self, number: int) -> tuple[str, str, Episode]:
+        storage, ordinal = self.at(number)
+        key = f"number {ordinal}"
+        try:
+            key, fields = storage.read(ordinal)
+            return key, f"{storage.url}: sample {key}", Episode(fields)
+        except BadSampleError as bad:
+            raise DataError(
+                f"{storage.url}: sample {key}: {bad}; scores need every sample: repair it, or take it out"
+            ) from None

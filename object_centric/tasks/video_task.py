@@ -1,0 +1,116 @@
+"""`task: video_masks`: how well a slot model's masks follow the objects of videos, and how near its frames are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from evals.encoders.encoder import ClipsEncoder
+from evals.sets.base import EvalSet, Limited, Transform
+from evals.sets.clip_set import ClipSet
+from evals.sets.task_config import TaskConfig
+from evals.store.feature_table import View
+from evals.suite.scoring import Scoring, described
+from evals.suite.task import Task
+from evals.tasks import clip_segmentation
+from evals.tasks.result import Result
+from sparo_train.core.config import setting
+from sparo_train.core.errors import DataError
+
+from .mask_task import seen_by
+
+
+class VideoMasksTaskConfig(TaskConfig):
+    """Episodes in the layout of evaluation sets (`sparo data movi-like`, `sparo data convert --videos`)."""
+
+    task: Literal["video_masks"] = setting("video_masks", "a row of sparo.tasks")
+    root: str = setting(..., "where the set is", examples=["data/movi_a/clips"])
+    split: str = setting("test", "the part that is scored")
+    frames: int | None = setting(
+        None,
+        "so many of every episode, from its first; null: all of them, of which all have to have as many",
+        gt=0,
+        examples=[6],
+    )
+    window: int | None = setting(
+        None,
+        "slots of a frame see so many of the last frames; null: a binder those of its training's clips, recurrent slots all",
+        gt=0,
+        examples=[6],
+    )
+    first_frame: bool = setting(True, "count the first frame, too")
+    background: int | None = setting(0, "the label that is no object; null: all of them are")
+    ignore: int | None = setting(None, "the label of pixels that no score counts; null: there are none", examples=[255])
+    headline: Literal[
+        "video_fg_ari", "video_fg_ari_savi", "image_fg_ari", "ari", "video_mbo", "image_mbo", "video_miou", "psnr"
+    ] = setting("video_fg_ari", "the score that tables show")
+    limit: int | None = setting(None, "so many episodes, evenly spaced", gt=0, examples=[100])
+    workers: int = setting(2, "processes that decode frames", ge=0, le=256)
+
+
+@dataclass(frozen=True)
+class EveryFrame:
+    """Images of a clip to (T, S, S, 3), each as `of` does it."""
+
+    of: Transform
+
+    def __call__(self, images: Any) -> np.ndarray:
+        return np.stack([self.of(image) for image in images])
+
+
+def open_clips(task: VideoMasksTaskConfig) -> EvalSet:
+    """The episodes of a task. Raises `DataError` where they are not there."""
+    found = ClipSet(task.root, task.frames, task.split)
+    return found if task.limit is None else Limited(found, task.limit)
+
+
+def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
+    """Scores of `evals/tasks/clip_segmentation.py`, at the model's size; true masks are brought to it by their nearest pixel."""
+    source = open_clips(task)
+    encoder = scoring.encoder
+    assert isinstance(encoder, ClipsEncoder)  # what offers `clips`
+    size, window = encoder.image_size, task.window
+
+    def encode(video: Tensor) -> Tensor:
+        return encoder.clips(video, window)
+
+    view = View(f"clips: {encoder.masks_are}, window {window}", encode)
+    (found,) = scoring.features([source], task.workers, EveryFrame(encoder.transform), view)
+
+    def score() -> Result:
+        rows = (row.numpy() for block in found.blocks(64) for row in block)
+
+        def clip(row: np.ndarray, true: np.ndarray) -> clip_segmentation.MaskedClip:
+            masks = row[: -len(true)].reshape(len(true), size, size).astype(np.int64)
+            return clip_segmentation.MaskedClip(
+                np.stack([seen_by(encoder, plane) for plane in true]), masks, row[-len(true) :]
+            )
+
+        clips = (clip(row, np.asarray(fact)) for row, fact in zip(rows, found.facts, strict=True))
+        result = clip_segmentation.score(clips, task.background, task.ignore, task.first_frame)
+        if task.headline not in result.metrics:
+            raise DataError(
+                f"{source.root}: not one episode has {task.headline}; background={task.background} is the label that is no object"
+            )
+        return result._replace(headline=task.headline)
+
+    frames = len(found.facts[0])
+    options = {
+        "mask_size": size,
+        "resampling": "nearest",
+        "masks": encoder.masks_are,
+        "slots": encoder.slots,
+        "frames": frames,
+        "trained_frames": encoder.trained_frames,
+        "window": window,
+        "conditional": False,
+    }
+    return described(scoring.ranks.first(score), found, source, options)
+
+
+VIDEO_MASKS = Task(
+    VideoMasksTaskConfig, run_video_masks, lambda task: open_clips(task).check(), needs=("clips",), facts="clips"
+)

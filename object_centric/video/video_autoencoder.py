@@ -1,0 +1,91 @@
+"""Object discovery in videos by reconstruction: every frame from its slots (Kipf et al. 2022; Singh et al. 2024, Section 3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+
+from sparo_train.core.config import Frozen, setting
+from sparo_train.core.contracts import Batch, Footprint, Loss, Objective, Progress
+from sparo_train.core.errors import DataError
+from sparo_train.data.clips.window import FramesConfig
+from sparo_train.objectives.method import Method
+
+from ..objectives.collapse import SlotCollapseConfig, sharing
+from ..objectives.slot_autoencoder import no_cache_of_changed_pictures
+from ..objectives.slot_tower import refuse_signed
+from .clip_examples import ClipExamples
+from .video_model import VideoModel, VideoModelConfig
+
+
+class VideoAutoencoderConfig(Frozen):
+    kind: Literal["video_slots"] = "video_slots"
+    model: VideoModelConfig = setting(VideoModelConfig(), "encoder, slots through time and decoder")
+    frames: FramesConfig = setting(FramesConfig(), "which frames of an episode a sample is")
+    loss: Literal["mean", "sum"] = setting(
+        "mean",
+        "squared error: mean over frames, pixels and colours, or their sum per video, which SAVi's clipping goes by",
+    )
+    signed: bool = setting(False, "pixels in -1..1; false: in 0..1")
+    collapse: SlotCollapseConfig = setting(SlotCollapseConfig(), "when a collapse is warned of")
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        refuse_signed(self.signed, self.model)
+        return self
+
+
+class VideoAutoencoder(Objective):
+    """Batches hold `video` (B, T, 3, S, S) uint8 and `noise` (B, K, D) fp32, what slots begin from."""
+
+    def __init__(self, config: VideoAutoencoderConfig):
+        super().__init__()
+        self.config = config
+        self.model = VideoModel(config.model)
+        self._done = 0.0  # share of the steps
+
+    def pixels(self, video: Tensor) -> Tensor:
+        """uint8 to the range that is reconstructed."""
+        scaled = video.to(torch.float32) / 255
+        return scaled * 2 - 1 if self.config.signed else scaled
+
+    def forward(self, batch: Batch, progress: Progress) -> Loss:
+        for key in ("video", "noise"):
+            if key not in batch:
+                raise DataError(f"objective video_slots: the batch has no {key!r} (it has {', '.join(batch)})")
+        self._done = progress.step / max(progress.total_steps, 1)
+        found = self.model(self.pixels(batch["video"]), batch["noise"])
+        apart = (found.decoded.image.float() - found.target).square()
+        total = apart.mean() if self.config.loss == "mean" else apart.sum() / len(batch["video"])
+        # Of each video one frame: how alike its frames are says nothing of how alike videos are.
+        first = found.decoded.masks[:: batch["video"].shape[1]]
+        return Loss(total, {"mse": apart.detach().mean(), **sharing(first)})
+
+    def alarm(self, facts: Mapping[str, float]) -> str | None:
+        return self.config.collapse.alarm(facts, self._done)
+
+    def shard_units(self) -> Sequence[nn.Module]:
+        tower = self.model.tower
+        return [tower.encoder, *tower.grouping.units(), self.model.decoder]
+
+    def set_grad_checkpointing(self, enable: bool) -> None:
+        self.model.tower.grouping.checkpointed = enable
+
+    def footprint(self, batch: int, world_batch: int) -> Footprint:
+        m, times = self.config.model, self.config.frames.count
+        side, slots = m.encoder.side(m.image_size), m.grouping.slots
+        drawn = m.decoder.side(m.drawn_side) ** 2
+        wide = m.decoder.channels * 4 ** (m.decoder.ups + 1) if m.decoder.kind == "cnn" else sum(m.decoder.hidden)
+        towers = [(times * m.encoder.cost(m.image_size), 1), (times * slots * drawn * wide, 1)]
+        return Footprint({"video": times * side**2}, towers, times * slots * m.grouping.width, 0)
+
+
+def _examples(config: Any, data: Any) -> ClipExamples:
+    return ClipExamples(data, config.model, config.frames)
+
+
+METHOD = Method(VideoAutoencoderConfig, VideoAutoencoder, _examples, no_cache_of_changed_pictures)

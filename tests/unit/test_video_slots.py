@@ -1,0 +1,193 @@
+"""Slots through time: frame by frame as by hand, all times at once, cut and continued, and what scores say of them."""
+
+import numpy as np
+import pytest
+import torch
+
+from evals.tasks.clip_segmentation import MaskedClip, clip_scores, score
+from evals.tasks.segmentation import image_scores
+from object_centric.grouping.slot_config import SlotAttentionConfig
+from object_centric.tasks.video_encoder import VideoEncoder
+from object_centric.video.clip_examples import ClipExamples
+from object_centric.video.recurrent import PredictorConfig, RecurrentSlots
+from object_centric.video.video_autoencoder import VideoAutoencoder, VideoAutoencoderConfig
+from object_centric.video.video_model import VideoModelConfig
+from sparo_data.drawn.video_scenes import episode
+from sparo_data.episodes import episode_fields
+from sparo_train.core.config import resolve
+from sparo_train.core.contracts import Progress
+from sparo_train.core.errors import BadSampleError, ConfigError
+from sparo_train.core.rng import generator
+from sparo_train.data.read.shards import ShardsConfig
+from sparo_train.data.read.sources import DataConfig, Source
+
+SAVI = {"preset": "savi", "slots": 3, "width": 16, "init": "learned"}
+PSB = {"preset": "psb", "slots": 3, "width": 16, "iterations": 2}
+ROWS = {
+    "savi": {"grouping": SAVI, "predictor": {}},
+    "pre": {"grouping": {**SAVI, "iterations": 2}, "predictor": {"norm": "pre", "blocks": 2}},
+    "none": {"grouping": {**SAVI, "preset": "sa", "init": "gaussian"}},
+    **{
+        name: {"grouping": {**SAVI, "preset": name, "iterations": 2}, "predictor": {}}
+        for name in ("tf", "tf_inv", "tf_inv_gru")
+    },
+    "sa_id": {"grouping": {**SAVI, "preset": "sa_id", "iterations": 2, "straight_through": True}, "predictor": {}},
+    "psb": {"grouping": PSB},
+}
+
+
+def objective(row, **more):
+    torch.manual_seed(0)
+    tree = {
+        "model": {
+            "image_size": 16,
+            "encoder": {"channels": [8, 8], "strides": [2, 1], "kernel": 3},
+            "features": 16,
+            "decoder": {"kind": "mlp", "hidden": [16]},
+            **ROWS[row],
+        },
+        "frames": {"count": 4},
+        **more,
+    }
+    return VideoAutoencoder(resolve(VideoAutoencoderConfig, tree, "here"))
+
+
+def batch(times=4, count=2):
+    torch.manual_seed(1)
+    return {
+        "video": torch.randint(0, 256, (count, times, 3, 16, 16), dtype=torch.uint8),
+        "noise": torch.randn(count, 3, 16),
+    }
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_memory_given_back_changes_nothing_and_every_parameter_learns(row):
+    def gradients(checkpointed):
+        model = objective(row)
+        if checkpointed:
+            model.set_grad_checkpointing(True)
+        loss = model(batch(), Progress(0, 10, 0)).total
+        loss.backward()
+        return loss, {name: p.grad for name, p in model.named_parameters()}
+
+    (loss, plain), (again, recomputed) = gradients(False), gradients(True)
+    assert loss == again
+    assert all(torch.equal(plain[name], recomputed[name]) for name, grad in plain.items() if grad is not None)
+    # Equal slots at all times cannot be told apart by how far they are; what one head adds to all logits is no change.
+    silent = {name for name, grad in plain.items() if grad is None or not grad.abs().max()}
+    assert all("predictor" in n or "distance" in n or "to_k" in n or "position" in n for n in silent), silent
+
+
+def test_slots_go_from_frame_to_frame_as_by_hand():
+    torch.manual_seed(0)
+    config, predictor = SlotAttentionConfig.model_validate(SAVI), PredictorConfig(heads=2, mlp_width=24)
+    module, tokens = RecurrentSlots(config, predictor, 8).eval(), torch.randn(2, 5, 9, 8)
+    state, slots = None, []
+    for t in range(5):
+        own = module.step.corrector(tokens[:, t], None, state).slots
+        slots.append(own)
+        block = module.step.predictor.layers[0]
+        # SAVi's block: attention and perceptron, each with what went in added and normed behind.
+        q, k, v = (
+            own @ w.T + b
+            for w, b in zip(block.self_attn.in_proj_weight.chunk(3), block.self_attn.in_proj_bias.chunk(3), strict=True)
+        )
+        heads = [
+            torch.softmax(a @ b.transpose(1, 2) / 8**0.5, -1) @ c
+            for a, b, c in zip(*(x.split(8, -1) for x in (q, k, v)), strict=True)
+        ]
+        x = block.norm1(own + block.self_attn.out_proj(torch.cat(heads, -1)))
+        state = block.norm2(x + block.linear2(torch.relu(block.linear1(x))))
+    found = module(tokens)
+    assert torch.allclose(found.slots, torch.stack(slots, 1), atol=1e-5)
+    (first, carried), again = module.carried(tokens[:, :2]), module.carried(tokens)[1]
+    second, last = module.carried(tokens[:, 2:], None, carried)
+    assert torch.allclose(torch.cat([first.slots, second.slots], 1), found.slots, atol=1e-6) and torch.allclose(
+        last, again, atol=1e-6
+    )
+    assert torch.equal(module(tokens[:, :3]).slots, found.slots[:, :3])  # nothing of what comes later
+
+
+@pytest.mark.parametrize("row", ["savi", "psb"])
+def test_clips_of_any_length_are_cut_into_objects_one_by_one(row):
+    encoder = VideoEncoder(objective(row).model, False, 4)
+    video = batch(7, 3)["video"]
+    whole = encoder.clips(video)
+    assert whole.shape == (3, 7 * 256 + 7) and torch.equal(encoder.clips(video[1:2]), whole[1:2])
+    labels, errors = whole[:, :-7].view(3, 7, 16, 16), whole[:, -7:]
+    assert set(labels.unique().tolist()) <= {0.0, 1.0, 2.0}
+    with torch.inference_mode():
+        found = encoder.model(video[:1, :4] / 255, encoder.noise.expand(1, -1, -1))
+    assert torch.equal(labels[0, :4], found.decoded.masks.argmax(1).float())
+    assert torch.allclose(errors[0, :4], (found.decoded.image - found.target).square().flatten(1).mean(1), atol=1e-6)
+    if row == "psb":  # a frame behind the training's length sees the last four
+        slots = encoder.clip_slots(video)
+        late = encoder.clip_slots(video[:, 2:6])
+        assert torch.allclose(slots[:, 5], late[:, -1], atol=1e-6) and not torch.allclose(
+            slots[:, 5], encoder.clip_slots(video, 7)[:, 5]
+        )
+    else:
+        with pytest.raises(ConfigError, match="window=3: is of a binder"):
+            encoder.clips(video, 3)
+        assert torch.allclose(encoder.clip_slots(video)[:, :4], encoder.clip_slots(video[:, :4]), atol=1e-6)
+    still = encoder.masks(video[:, 0])
+    assert torch.equal(still.view(3, 16, 16), encoder.clips(video[:, :1])[:, :-1].view(3, 16, 16))
+
+
+def test_blocks_that_do_not_go_together_are_refused():
+    for change, told in (
+        ({"grouping": PSB, "predictor": {}}, "predictor: a binder sees all times at once"),
+        ({"grouping": SAVI, "predictor": {"heads": 3}}, "predictor.heads=3 does not divide grouping.width=16"),
+        (
+            {"grouping": {"preset": "isa", "mlp_width": 16, "width": 16}, "frame": {}},
+            "positions and scales of slots are of still images",
+        ),
+        ({"grouping": {"preset": "sa_id"}}, "nothing would teach first slots or a predictor"),
+        ({"grouping": {"preset": "sa_me", "width": 16}}, "grouping.transport: is of still images"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            resolve(VideoModelConfig, {"image_size": 16, **change}, "here")
+
+
+def test_examples_are_cropped_alike_in_all_frames_and_drawn_by_the_visit():
+    video = episode("a", 0, "train", 0, 8, 24, 3)
+    fields, source = episode_fields(video), Source("v", ShardsConfig(shards="x"), [])
+    sources = {"v": {"kind": "shards", "shards": "x"}}
+
+    def example(seed=0, fields=fields, **data):
+        data = resolve(DataConfig, {"sources": sources, **data}, "data")
+        config = objective("savi").config
+        return ClipExamples(data, config.model, config.frames).prepare(dict(fields), source, generator(seed, "x"))
+
+    pixels, noise = example(crop_scale=[1.0, 1.0])
+    assert pixels.shape == (4, 3, 16, 16) and pixels.dtype == np.uint8 and noise.shape == (3, 16)
+    assert np.array_equal(pixels, example(crop_scale=[1.0, 1.0])[0]) and not np.array_equal(
+        pixels, example(5, crop_scale=[1.0, 1.0])[0]
+    )
+    still = {name: fields[f"000{name[3:]}"] if name[:3].isdigit() else data for name, data in fields.items()}
+    cropped, _ = example(fields=still, crop_scale=[0.3, 0.6], hflip=0.5)
+    assert all(np.array_equal(frame, cropped[0]) for frame in cropped)  # one crop, one mirror for all
+    with pytest.raises(BadSampleError, match=r"shorter than frames\.count=4"):
+        example(fields={name: data for name, data in fields.items() if name[:3] in ("000", "001", "002", "jso")})
+    other = episode_fields(episode("a", 0, "train", 0, 1, 32, 3))["000.png"]
+    with pytest.raises(BadSampleError, match="frames of unequal size"):
+        example(fields={**fields, **{f"00{t}.png": other for t in (1, 3, 5)}})
+
+
+def test_a_slot_that_leaves_its_object_counts_in_videos_and_not_in_images():
+    true = np.zeros((3, 6, 6), np.int64)
+    true[:, :2], true[:, 4:] = 1, 2
+    errors = np.array([0.1, 0.01, 0.001])
+    swapped = true.copy()
+    swapped[2] = np.array([0, 2, 1])[true[2]]
+    kept, left = (clip_scores(MaskedClip(true, masks, errors)) for masks in (true, swapped))
+    assert kept["video_fg_ari"] == kept["image_fg_ari"] == kept["video_mbo"] == kept["video_miou"] == 1
+    assert left["image_fg_ari"] == left["image_mbo"] == 1 and left["video_fg_ari"] < 0.2 and left["video_miou"] < 0.7
+    assert left["video_fg_ari"] == image_scores(true, swapped)["fg_ari"] and kept["psnr"] == pytest.approx(20)
+    early = score([MaskedClip(true, swapped, errors)] * 3, first_frame=False)
+    assert early.metrics["video_fg_ari"] == pytest.approx(
+        image_scores(true[1:], swapped[1:])["fg_ari"]
+    ) and early.metrics["psnr"] == pytest.approx(25)
+    empty = score([MaskedClip(np.zeros_like(true), true, errors), MaskedClip(true, true, errors * np.nan)])
+    assert (empty.n, empty.counts) == (1, {"clips": 2, "empty": 1}) and empty.metrics["video_fg_ari"] == 1
+    assert empty.predictions["psnr"].tolist()[0] == pytest.approx(20) and np.isnan(empty.predictions["psnr"][1])
