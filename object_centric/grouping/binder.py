@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from .binding import Sees, Tokens, bound
 from .slot_attention import ACTIVATIONS, Grouped
 from .slot_config import SlotAttentionConfig
 
@@ -47,23 +48,29 @@ class ParallelBinder(nn.Module):
             raise ValueError(f"slots begin at random: give noise (b, {c.slots}, {c.width})")
         return self.mu + self.log_sigma.exp() * noise
 
+    def standardised(self, tokens: Tensor) -> Tokens:
+        """With what brings them to mean 0 and variance 1, once for all blocks: what each block's norm does beyond it is its own."""
+        return Tokens.of(tokens, self.config.ln_eps)
+
     def forward(self, features: Tensor, noise: Tensor | None = None) -> Grouped:
         """`attention`: what slots took of the tokens of their own time in the last block, all heads together."""
         alone = features.ndim == 3
         tokens = features[:, None] if alone else features
         count, times = tokens.shape[:2]
+        seen = self.standardised(tokens)
         slots = self.norm(self.first(noise, count))[:, None].expand(-1, times, -1, -1)
         attention = slots
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
+            given = slots, seen, number == 0, number == len(self.blocks) - 1
             if self.checkpointed and torch.is_grad_enabled():
-                slots, attention = checkpoint(block, slots, tokens, use_reentrant=False)  # type: ignore[misc]
+                slots, attention = checkpoint(block, *given, use_reentrant=False)  # type: ignore[misc]
             else:
-                slots, attention = block(slots, tokens)
+                slots, attention = block(*given)
         return Grouped(slots[:, 0], attention[:, 0]) if alone else Grouped(slots, attention)
 
 
 class BinderBlock(nn.Module):
-    """Slots (b, T, K, D) and tokens (b, T, N, in_width) to the next slots, and attention (b, T, K, N). All branches are pre-norm."""
+    """Slots (b, T, K, D) and standardised tokens (b, T, N, in_width) to the next slots, and attention (b, T, K, N). All branches are pre-norm."""
 
     def __init__(self, c: SlotAttentionConfig, in_width: int):
         super().__init__()
@@ -96,55 +103,106 @@ class BinderBlock(nn.Module):
             nn.init.zeros_(first.bias)
             nn.init.zeros_(second.bias)
 
-    def forward(self, slots: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        times = slots.shape[1]
-        seen = torch.ones(times, times, dtype=torch.bool, device=slots.device)  # (time of a slot, time of what it sees)
-        seen = seen.tril() if self.binder.causal else seen
-        bias = self._distances(times, slots)
+    def forward(
+        self, slots: Tensor, tokens: Tokens, alike: bool = False, with_attention: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """
+        Args:
+            alike: slots are the same at all times.  with_attention: give it, too; None otherwise.
+        """
+        times, w = slots.shape[1], self.binder.window
+        apart = torch.arange(times, device=slots.device)
+        apart = apart[None] - apart[:, None]  # (time of a slot, time of what it sees)
+        seen = (
+            (apart <= 0) & (apart > -(w or times)) if self.binder.causal else torch.ones_like(apart, dtype=torch.bool)
+        )
+        bias = self.biases(apart)
         update, attention = self._bound(
-            self.norm_slots(slots), self.norm_input(tokens), bias[: self.config.heads], seen
+            self.norm_slots(slots), tokens, bias[: self.config.heads], alike, with_attention
         )
         slots = slots + update
         among_times = bias[self.config.heads :].masked_fill(~seen, -math.inf)
         slots = slots + self.across_time(self.norm_time(slots).transpose(1, 2), among_times).transpose(1, 2)
+        return self.rest(slots), attention
+
+    def rest(self, slots: Tensor) -> Tensor:
+        """What happens among the slots of a time."""
         slots = slots + self.among(self.norm_among(slots), None)
-        return slots + self.mlp(self.norm_mlp(slots)), attention
+        return slots + self.mlp(self.norm_mlp(slots))
 
-    def _bound(self, slots: Tensor, tokens: Tensor, bias: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """Inverted attention of normed slots to normed tokens of all times that they see."""
-        c, heads = self.config, self.config.heads
-        q, k, v = (
-            layer(x).unflatten(-1, (heads, -1))
-            for layer, x in ((self.to_q, slots), (self.to_k, tokens), (self.to_v, tokens))
+    def _bound(
+        self, slots: Tensor, tokens: Tokens, bias: Tensor, alike: bool, with_attention: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Inverted attention of normed slots to tokens of all times that they see."""
+        c, binder = self.config, self.binder
+        queries, offset = self.queries(slots)
+        # What one head adds to all who compete for a token changes no share; of several it weighs them.
+        added = (
+            bias.permute(1, 2, 0).repeat_interleave(c.slots, -1) if c.heads > 1 or binder.competes == "clip" else None
         )
-        logits = torch.einsum("btkhd,bsnhd->bhtksn", q * q.shape[-1] ** -0.5, k)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        logits = logits + bias[:, :, None, :, None]
-        there = seen[:, None, :, None]
-        if self.binder.competes == "time":
-            # A mask is the same for all who compete, so it need not come before the softmax, where whole rows of it are no numbers.
-            shares = F.softmax(logits.movedim(2, 1).flatten(2, 3), dim=2).unflatten(2, (heads, -1)).movedim(1, 2)
+        if alike and added is None:
+            # Equal queries take the same of a frame at all times: each frame once, and sums over the times that see it.
+            alone = Tokens(*(table.flatten(0, 1)[:, None] for table in tokens))
+            taken, total, own = bound(
+                queries.flatten(0, 1)[:, None],
+                offset.flatten(0, 1)[:, None],
+                alone,
+                None,
+                "all",
+                with_own=with_attention,
+            )
+            shape = tokens.mean.shape[:2]
+            taken, total = (self._summed(table.view(*shape, *table.shape[2:])) for table in (taken, total))
+            own = None if own is None else own.view(*shape, *own.shape[2:])
         else:
-            shares = F.softmax(logits.masked_fill(~there, -math.inf).flatten(1, 3), dim=1).view(logits.shape)
-        shares = shares * there
-        weights = shares / (shares.sum((-2, -1), keepdim=True) + c.renorm_eps)
-        update = self.out(torch.einsum("bhtksn,bsnhd->btkhd", weights.to(v.dtype), v).flatten(-2))
-        return update, shares.sum(1).diagonal(dim1=1, dim2=3).movedim(-1, 1)
+            sees: Sees = "earlier" if binder.causal else "all"
+            taken, total, own = bound(
+                queries, offset, tokens, added, sees, binder.competes, binder.window, with_attention
+            )
+        return self.values(taken, total), None if own is None else own.unflatten(2, (c.heads, -1)).sum(2)
 
-    def _distances(self, times: int, like: Tensor) -> Tensor:
-        """Biases (heads, T, T) of how far from a slot's time what it sees is."""
-        b = self.binder
-        at = torch.arange(times, device=like.device)
+    def queries(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """(b, T, H * K, in_width) for standardised tokens z, and what is added to all logits of a row (b, T, H * K).
+
+        q (W_k (g z + o)) = (q W_k g) z + q W_k o: neither the keys' weights nor the norm's own touch the long side.
+        """
+        heads = self.config.heads
+        q = self.to_q(slots).unflatten(-1, (heads, -1)).transpose(2, 3)
+        q = q * q.shape[-1] ** -0.5
+        q = torch.einsum("bthkd,hdi->bthki", q, self.to_k.weight.unflatten(0, (heads, -1)).to(q.dtype)).flatten(2, 3)
+        return q * self.norm_input.weight, q.to(self.norm_input.bias.dtype) @ self.norm_input.bias
+
+    def values(self, taken: Tensor, total: Tensor) -> Tensor:
+        """Sums of standardised tokens (b, T, H * K, in_width) and of shares to the values of their means: (b, T, K, D)."""
+        heads, norm = self.config.heads, self.norm_input
+        means = (taken * norm.weight + total[..., None] * norm.bias) / (total + self.config.renorm_eps)[..., None]
+        means = means.unflatten(2, (heads, -1)).to(self.to_v.weight.dtype)
+        values = torch.einsum("bthki,hdi->btkhd", means, self.to_v.weight.unflatten(0, (heads, -1)))
+        return self.out(values.flatten(-2))
+
+    def _summed(self, table: Tensor) -> Tensor:
+        """Of each frame's own (b, T, …) the sums over the times that a time sees."""
+        if not self.binder.causal:
+            return table.sum(1, keepdim=True).expand_as(table)
+        sums, w = table.cumsum(1), self.binder.window
+        if w is None or w >= table.shape[1]:
+            return sums
+        return sums - F.pad(sums[:, :-w].movedim(1, -1), (w, 0)).movedim(-1, 1)
+
+    def biases(self, apart: Tensor) -> Tensor:
+        """Biases (heads, …) of how far from a slot's time what it sees is."""
+        b, dtype = self.binder, next(self.distance.parameters()).dtype
+        exact = torch.promote_types(dtype, torch.float32)
         period = 2.0 * b.longest - 1
-        angles = (at[None] - at[:, None])[..., None] * (
-            2.0 ** torch.arange(b.octaves, device=like.device) * 2 * math.pi / period
-        )
+        octaves = 2.0 ** torch.arange(b.octaves, device=apart.device, dtype=exact)
+        angles = apart[..., None].to(exact) * (octaves * 2 * math.pi / period)
         table = 2**0.5 * torch.cat([angles.sin(), angles.cos()], dim=-1)
-        return self.distance(table.to(next(self.distance.parameters()).dtype)).permute(2, 0, 1)
+        return self.distance(table.to(dtype)).movedim(-1, 0)
 
 
 class SlotHeads(nn.Module):
-    """Self-attention over the last but one dimension of (…, n, D), with biases (heads, n, n) added to its scores."""
+    """Self-attention over the last but one dimension of (…, n, D), with biases (heads, n, n) added to its scores; `last`: of the last
+    row alone, (…, 1, D), and its biases (heads, 1, n)."""
 
     def __init__(self, width: int, heads: int, gain: float):
         super().__init__()
@@ -154,9 +212,11 @@ class SlotHeads(nn.Module):
             nn.init.xavier_uniform_(layer.weight)
         nn.init.xavier_uniform_(self.out.weight, gain)
 
-    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | None, last: bool = False) -> Tensor:
+        asking = x[..., -1:, :] if last else x
         q, k, v = (
-            layer(x).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for layer in (self.to_q, self.to_k, self.to_v)
+            layer(rows).unflatten(-1, (self.heads, -1)).transpose(-2, -3)
+            for layer, rows in ((self.to_q, asking), (self.to_k, x), (self.to_v, x))
         )
         found = F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias.to(q.dtype))
         return self.out(found.transpose(-2, -3).flatten(-2))

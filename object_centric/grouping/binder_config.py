@@ -14,6 +14,12 @@ class BinderConfig(Frozen):
         4, "of the attentions across time and among slots (those to tokens: heads of the grouping)", gt=0
     )
     causal: bool = setting(True, "a time looks at itself and at earlier ones; false: at all of them")
+    window: int | None = setting(
+        None,
+        "of causal blocks: a time looks at so many of the last ones, itself among them; null: at all of them",
+        gt=0,
+        examples=[6],
+    )
     competes: Literal["time", "clip"] = setting(
         "time", "who shares a token: slots of each time among them (the code), or of all times (as D.1.2 can be read)"
     )

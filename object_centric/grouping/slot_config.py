@@ -160,6 +160,10 @@ class SlotAttentionConfig(Frozen):
             raise ValueError(
                 f"binder.heads={binder.heads}: has to divide width={self.width}, and mlp_width={self.mlp_width} to be above 0"
             )
+        if binder.window is not None and not binder.causal:
+            raise ValueError(
+                f"binder.window={binder.window}: is of the last times, and causal=false sees later ones, too"
+            )
         if self.init == "same":
             raise ValueError("init=same: equal slots stay equal in a binder; use learned or gaussian")
 

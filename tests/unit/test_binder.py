@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from object_centric.grouping.binder import ParallelBinder
+from object_centric.grouping.binder_stream import BinderStream
 from object_centric.grouping.slot_config import SlotAttentionConfig
 from object_centric.objectives.slot_model import SlotModelConfig
 
@@ -39,6 +40,10 @@ def heads_of(layer, x, heads):
     return (x @ layer.weight.T).view(*x.shape[:-1], heads, -1)
 
 
+def seen(b, s, t):
+    return not b.causal or (s <= t and (b.window is None or t - s < b.window))
+
+
 def plain(module, features):
     """One time, slot, head and token at a time."""
     c, slots = module.config, ln(module.norm, module.learned).expand(B, T, -1, -1)
@@ -58,14 +63,14 @@ def plain(module, features):
                 for n in range(N):
                     logit = torch.full((T, c.heads, K), -math.inf, dtype=torch.float64)
                     for t in range(T):
-                        if s <= t or not b.causal:
+                        if seen(b, s, t):
                             bias = distances(block, s - t)[: c.heads]
                             logit[t] = (q[batch, t] * k[batch, s, n]).sum(-1).T * d**-0.5 + bias[:, None]
                     if b.competes == "clip":
                         shares[:, :, :, s, n] = logit.flatten().softmax(0).view(T, c.heads, K)
                     else:
                         for t in range(T):
-                            if s <= t or not b.causal:
+                            if seen(b, s, t):
                                 shares[t, :, :, s, n] = logit[t].flatten().softmax(0).view(c.heads, K)
             weights = shares / (shares.sum((-2, -1), keepdim=True) + c.renorm_eps)
             for t in range(T):
@@ -75,8 +80,8 @@ def plain(module, features):
         slots = slots + update.flatten(-2) @ block.out.weight.T
         biases = torch.stack([torch.stack([distances(block, s - t)[c.heads :] for s in range(T)]) for t in range(T)])
         biases = biases.permute(2, 0, 1)
-        if b.causal:
-            biases = biases.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+        hidden = torch.tensor([[not seen(b, s, t) for s in range(T)] for t in range(T)])
+        biases = biases.masked_fill(hidden, -math.inf)
         slots = slots + self_attention(block.across_time, ln(block.norm_time, slots).transpose(1, 2), biases).transpose(
             1, 2
         )
@@ -98,6 +103,9 @@ KNOBS = [
     {"heads": 2, "binder": {"causal": False}},
     {"binder": {"competes": "clip"}},
     {"heads": 2, "binder": {"competes": "clip", "causal": False}},
+    {"binder": {"window": 2}},
+    {"heads": 2, "binder": {"window": 2}},
+    {"binder": {"causal": False}},
 ]
 
 
@@ -106,8 +114,12 @@ def test_blocks_are_the_released_form(knobs):
     module, features = built(**knobs)
     found, (slots, own) = module(features), plain(module, features)
     assert torch.allclose(found.slots, slots, atol=1e-10) and torch.allclose(found.attention, own, atol=1e-10)
-    gradients = torch.autograd.grad(found.slots.square().sum(), list(module.parameters()), allow_unused=True)
-    assert all(g is None or g.isfinite().all() for g in gradients)
+    inputs = [*module.parameters(), features.requires_grad_()]
+    ours, theirs = (
+        torch.autograd.grad(s.square().sum(), inputs, allow_unused=True, materialize_grads=True)
+        for s in (module(features).slots, plain(module, features)[0])
+    )
+    assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_a_time_sees_no_later_one_and_a_still_is_a_clip_of_one():
@@ -136,6 +148,34 @@ def test_its_size_is_the_released_ones():
     assert sum(p.numel() for p in module.parameters()) == 3 * block + norm + 11 * wide == 2_229_327 + 11 * wide
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_a_stream_gives_what_all_frames_at_once_give(heads, window):
+    module, _ = built(heads=heads, init="gaussian", binder={"window": window})
+    features, noise = torch.randn(B, 6, N, IN, dtype=torch.float64), torch.randn(B, K, D, dtype=torch.float64)
+    whole, stream = module(features, noise).slots, BinderStream(module)
+    found = torch.stack([stream.push(frame, noise) for frame in features.unbind(1)], 1)
+    assert torch.allclose(found, whole, atol=1e-10)
+    unbounded, _ = built(heads=heads, init="gaussian")
+    stream = BinderStream(unbounded, window)
+    assert torch.allclose(torch.stack([stream.push(f, noise) for f in features.unbind(1)], 1), whole, atol=1e-10)
+    for wrong in ({"causal": False}, {"competes": "clip"}):
+        with pytest.raises(ValueError, match="do not change with later frames"):
+            BinderStream(built(binder=wrong)[0])
+
+
+def test_mixed_precision_binds_in_its_own_and_sums_in_fp32():
+    module, features = built()
+    module, features = module.float(), features.float()
+    exact = module(features).slots
+    with torch.autocast("cpu", torch.bfloat16):
+        low = module(features).slots
+    low.float().square().sum().backward()
+    assert 1e-4 < (low - exact).abs().max() < 0.1 and all(
+        p.grad is None or p.grad.isfinite().all() for p in module.parameters()
+    )
+
+
 @pytest.mark.parametrize(
     ("knobs", "told"),
     [
@@ -143,6 +183,7 @@ def test_its_size_is_the_released_ones():
         ({"binder": {"heads": 3}}, "binder.heads=3: has to divide width=8"),
         ({"transport": {}}, "transport"),
         ({"init": "same"}, "init=same"),
+        ({"binder": {"window": 2, "causal": False}}, "binder.window=2: is of the last times"),
     ],
 )
 def test_knobs_of_slots_that_take_turns_are_refused(knobs, told):

@@ -1,0 +1,152 @@
+"""A binder's attention to tokens, key frame by key frame: who competes for a token stands beside each other at once, so a frame's
+shares are final when it is met, and only their sums go on. Nothing of the size of all times' tokens by all times' slots is kept."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Sees = Literal["earlier", "all"]
+
+
+class Tokens(NamedTuple):
+    """x (b, T, N, W) as they are, of T frames; mean, rstd (b, T, N) fp32 of each: rstd * (x - mean) is what is attended to, and is never made.
+
+    Gradients go to `x` alone, those through its mean and deviation included.
+    """
+
+    x: Tensor
+    mean: Tensor
+    rstd: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, eps: float) -> Tokens:
+        """With their statistics, as a LayerNorm without weights takes them."""
+        with torch.no_grad():
+            found = [
+                torch.native_layer_norm(frame, frame.shape[-1:], None, None, eps)[1:] for frame in x.detach().unbind(1)
+            ]
+        return cls(x, *(torch.stack(column, 1).squeeze(-1) for column in zip(*found, strict=True)))
+
+
+class Bound(NamedTuple):
+    """taken (b, T, R, W): sums of standardised tokens by shares.  total (b, T, R): sums of shares.  own (b, T, R, N): shares of a time's
+    own tokens, without a gradient; None where they were not asked for."""
+
+    taken: Tensor
+    total: Tensor
+    own: Tensor | None
+
+
+def bound(
+    queries: Tensor,
+    offset: Tensor,
+    tokens: Tokens,
+    bias: Tensor | None,
+    sees: Sees,
+    competes: Literal["time", "clip"] = "time",
+    window: int | None = None,
+    with_own: bool = False,
+) -> Bound:
+    """Inverted attention of R rows per time (slots of each head) to standardised tokens.
+
+    Args:
+        queries: (b, T, R, W), scaled.  offset: (b, T, R), of all logits of a row.
+        bias: (T, T, R), of the logits of a time and what it sees; None: none.
+        sees: a time looks at itself and earlier ones, or at all.  window: at so many of the last ones.
+        competes: rows of one time share a token, or those of all times that see it.
+    """
+    device, x = queries.device.type, tokens.x
+    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    with torch.autocast(device, enabled=False):
+        # q (x - mean) is (q - its mean) x: centred queries, and sums that are centred behind, spare every token's centring.
+        queries = queries - queries.mean(-1, keepdim=True)
+        if low is not None:
+            queries, x = queries.to(low), x.to(low)
+        how = sees, competes, window, with_own
+        taken, total, own = _Streamed.apply(
+            queries, offset.to(tokens.mean.dtype), x, tokens.mean, tokens.rstd, bias, how
+        )  # type: ignore[misc]
+        taken = taken - taken.mean(-1, keepdim=True)
+    return Bound(taken, total, own if with_own else None)
+
+
+class _Streamed(torch.autograd.Function):
+    """Of centred queries. Backward makes every frame's shares again: products of R by N per pair of times, against keeping them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, queries: Tensor, offset: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, bias: Tensor | None, how: Any
+    ) -> Any:
+        sees, competes, window, with_own = how
+        b, times, rows, wide = queries.shape
+        taken, total = offset.new_zeros(b, times, rows, wide), torch.zeros_like(offset)
+        own = offset.new_zeros((b, times, rows, x.shape[2]) if with_own else (0,))
+        for s in range(times):
+            there = _looking(s, times, sees, window)
+            raw = queries[:, there].flatten(1, 2) @ x[:, s].transpose(1, 2)
+            shares = _shares(raw.view(b, -1, rows, x.shape[2]), offset, rstd, bias, s, there, competes)
+            if with_own:
+                own[:, s] = shares[:, s - there.start]
+            total[:, there] += shares.sum(-1)
+            weights = shares.mul_(rstd[:, s, None, None]).flatten(1, 2).to(x.dtype)
+            taken[:, there] += (weights @ x[:, s]).view(b, -1, rows, wide)
+        ctx.save_for_backward(queries, offset, x, mean, rstd, bias)
+        ctx.how = sees, competes, window
+        ctx.mark_non_differentiable(own)
+        return taken, total, own
+
+    @staticmethod
+    def backward(ctx: Any, d_taken: Tensor, d_total: Tensor, _own: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        queries, offset, x, mean, rstd, bias = ctx.saved_tensors
+        sees, competes, window = ctx.how
+        b, times, rows, wide = queries.shape
+        d_queries, d_offset = torch.zeros_like(d_taken), torch.zeros_like(offset)
+        d_x = torch.empty_like(x)  # returned as it is: what is a view of something cannot be added to in place
+        d_bias = None if bias is None else torch.zeros_like(bias)
+        ones = x.new_ones(b, 1, wide)
+        for s in range(times):
+            there, r = _looking(s, times, sees, window), rstd[:, s, None, None]
+            # Beside each other: twice as many rows to a product are done sooner than two of them.
+            asked = torch.cat([queries[:, there].flatten(1, 2), d_taken[:, there].to(x.dtype).flatten(1, 2), ones], 1)
+            both = (asked[:, :-1] @ x[:, s].transpose(1, 2)).to(offset.dtype).view(b, 2, -1, rows, x.shape[2])
+            raw, inner = both.unbind(1)
+            shares = _shares(raw, offset, rstd, bias, s, there, competes)
+            d_shares = (inner * r).add_(d_total[:, there, :, None]).mul_(shares)
+            # A softmax's: shares * (gradient - its mean by shares), over all who compete for a token.
+            among = d_shares.sum(2, keepdim=True) if competes == "time" else d_shares.sum((1, 2), keepdim=True)
+            d_logits = d_shares.addcmul_(shares, among, value=-1)
+            d_offset[:, there] += d_logits.sum(-1)
+            if d_bias is not None:
+                d_bias[there, s] += d_logits.sum((0, 3))
+            # What x gets through its deviation, which all numbers of a token share: slope * (x - mean).
+            both[:, 0], both[:, 1] = raw * d_logits, inner * shares
+            slope = both.sum((1, 2, 3)) * rstd[:, s] ** 3 / -wide
+            both[:, 0], both[:, 1] = d_logits * r, shares * r
+            rest = (slope * mean[:, s]).neg_()[:, None].to(x.dtype)
+            weights = torch.cat([both.flatten(1, 3).to(x.dtype), rest], 1)
+            d_queries[:, there] += (weights[:, : raw.shape[1] * rows] @ x[:, s]).view(b, -1, rows, wide)
+            torch.bmm(weights.transpose(1, 2), asked, out=d_x[:, s])
+            d_x[:, s].addcmul_(x[:, s], slope[..., None].to(x.dtype))
+        return d_queries.to(queries.dtype), d_offset, d_x, None, None, d_bias, None
+
+
+def _looking(s: int, times: int, sees: Sees, window: int | None) -> slice:
+    """Which times look at key frame `s`."""
+    if sees == "all":
+        return slice(0, times)
+    return slice(s, times if window is None else min(times, s + window))
+
+
+def _shares(
+    raw: Tensor, offset: Tensor, rstd: Tensor, bias: Tensor | None, s: int, there: slice, competes: str
+) -> Tensor:
+    """Products (b, t, R, N) with the tokens of frame `s` to what each row of the times that look takes of them, fp32 at least."""
+    add = offset[:, there] if bias is None else offset[:, there] + bias[there, s]
+    logits = torch.addcmul(add[..., None], raw.to(offset.dtype), rstd[:, s, None, None])
+    if competes == "time":
+        return F.softmax(logits, dim=2)
+    return F.softmax(logits.flatten(1, 2), dim=1).view(logits.shape)
