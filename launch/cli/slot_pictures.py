@@ -44,13 +44,15 @@ def panels(
     image: Annotated[list[Path] | None, typer.Option(help="an image of your own; may be given several times")] = None,
     images: Annotated[int, typer.Option(min=1, max=64, help="images of the task, evenly spaced")] = 6,
     tile: Annotated[int, typer.Option(min=16, max=512, help="pixels per side of each picture")] = 96,
-    out: Annotated[Path, typer.Option("--out", help="the PNG")] = Path("panels.png"),
+    out: Annotated[Path, typer.Option("--out", help="the PNG; of videos also .webp or .gif, which move")] = Path(
+        "panels.png"
+    ),
 ) -> None:
-    """One PNG of a slot model: per image the true masks, its own, what it draws, and every slot alone."""
+    """A picture of a slot model: per image, or frame, the true masks, its own, what it draws, and every slot alone."""
     from ..runs.panel_runs import draw_panels
     from ..views.terminal import out as printed
 
-    if out.suffix.lower() != ".png":
-        raise ConfigError(f"--out {out}: name a .png file")
+    if out.suffix.lower() not in (".png", ".webp", ".gif"):
+        raise ConfigError(f"--out {out}: name a .png file; of videos also .webp or .gif")
     draw_panels(checkpoint, on, image or [], images, tile, out)
     printed.print(str(out), soft_wrap=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from evals.encoders.encoder import Encoder
 from evals.encoders.loading import load_encoder
@@ -15,13 +18,17 @@ from evals.sets.base import decoded
 from evals.sets.task_config import TaskConfig
 from evals.slots.material import open_images
 from evals.suite.evaluate import tasks_for
-from object_centric.pictures.panels import Panel, panels
+from object_centric.pictures.panels import ClipPanel, Panel, clip_animation, clip_sheet, panels, save_animation
 from object_centric.tasks.slot_encoder import MaskingEncoder
+from object_centric.tasks.video_encoder import VideoEncoder
+from object_centric.tasks.video_task import VideoMasksTaskConfig, open_clips
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.untrusted import read_bytes
 from sparo_train.train.run import LogConfig
 
 from .slot_work import told
+
+_CLIPS = 3  # of a training's picture; each has several rows
 
 
 def draw_panels(checkpoint: str, on: str | None, images: list[Path], number: int, tile: int, out: Path) -> None:
@@ -41,8 +48,20 @@ def draw_panels(checkpoint: str, on: str | None, images: list[Path], number: int
             f"{checkpoint}: does not draw its slots; train with objective.kind=slots, or use `sparo slots show`"
         )
     found = [Panel(decoded(read_bytes(path, ConfigError), path), None) for path in images]
-    if on is not None:
-        found += _of_task(checkpoint, on, number)
+    task = None if on is None else _one_task(checkpoint, on)
+    if isinstance(task, VideoMasksTaskConfig):
+        if images or not isinstance(encoder, VideoEncoder):
+            raise ConfigError(f"--on {on}: is of videos; draw them alone (without --image), of a model of videos")
+        clips = clips_of(task, number)
+        if out.suffix.lower() == ".png":
+            clip_sheet(encoder, clips, tile).save(out)
+        else:
+            save_animation(clip_animation(encoder, clips, tile), out)
+        return
+    if out.suffix.lower() != ".png":
+        raise ConfigError(f"--out {out}: pictures that move are of videos; name a .png file")
+    if task is not None:
+        found += _samples(task, number)
     panels(encoder, found, tile).save(out)
 
 
@@ -51,35 +70,63 @@ class TrainingPictures:
 
     def __init__(self, config: LogConfig, tasks: Mapping[str, TaskConfig], folder: Path, say: Callable[[str], None]):
         self.config, self.folder, self.say = config, folder, say
-        self.task = next((task for task in tasks.values() if task.task == "masks"), None) if config.pictures else None
+        drawn = [task for task in tasks.values() if task.task in ("masks", "video_masks")]
+        self.task = drawn[0] if drawn and config.pictures else None
 
     def draw(self, encoder: Encoder, step: int) -> None:
         """Where the encoder draws its slots, and there is a set of masks to draw from."""
         if self.task is None or not isinstance(encoder, MaskingEncoder):
             return
         try:
-            sheet = panels(encoder, _samples(self.task, self.config.pictures))
             place = self.folder / "pictures" / f"step-{step:08d}.png"
             place.parent.mkdir(exist_ok=True)
+            moving = b""
+            if isinstance(self.task, VideoMasksTaskConfig):
+                if not isinstance(encoder, VideoEncoder):
+                    return
+                clips = clips_of(self.task, min(self.config.pictures, _CLIPS))
+                sheet, sheets = clip_sheet(encoder, clips), clip_animation(encoder, clips)
+                save_animation(sheets, place.with_suffix(".webp"))
+                stream = io.BytesIO()
+                save_animation(sheets, stream, format="GIF")  # which is what tensorboard plays
+                moving = stream.getvalue()
+            else:
+                sheet = panels(encoder, _samples(self.task, self.config.pictures))
             sheet.save(place)
             if self.config.tensorboard:
-                from torch.utils.tensorboard.writer import SummaryWriter  # a second to import: only where it is used
-
-                # Beside the scalars' folder of events: of two files in one, tensorboard follows the newer alone.
-                with SummaryWriter(str(self.folder / "tensorboard" / "pictures")) as writer:
-                    writer.add_image("slots", np.asarray(sheet), step, dataformats="HWC")
+                _to_tensorboard(self.folder, sheet, moving, step)
         except Exception as error:  # what only shows must not end a run, however it fails
             self.task = None
             first = str(error).partition("\n")[0][:200]
             self.say(f"pictures cannot be drawn ({type(error).__name__}: {first}); log.pictures=0 does without")
 
 
-def _of_task(checkpoint: str, on: str, number: int) -> list[Panel]:
+def _to_tensorboard(folder: Path, sheet: Image.Image, moving: bytes, step: int) -> None:
+    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+    from torch.utils.tensorboard.writer import SummaryWriter  # a second to import: only where it is used
+
+    # Beside the scalars' folder of events: of two files in one, tensorboard follows the newer alone.
+    with SummaryWriter(str(folder / "tensorboard" / "pictures")) as writer:
+        writer.add_image("slots", np.asarray(sheet), step, dataformats="HWC")
+        if moving and writer.file_writer is not None:
+            image = Summary.Image(encoded_image_string=moving, colorspace=3)
+            writer.file_writer.add_summary(Summary(value=[Summary.Value(tag="clips", image=image)]), step)
+
+
+def clips_of(task: VideoMasksTaskConfig, number: int) -> list[ClipPanel]:
+    """Videos of a task, evenly over its set."""
+    source = open_clips(task)
+    count = min(number, len(source))
+    rows: list[Any] = [source.read(i * len(source) // count) for i in range(count)]
+    return [ClipPanel(images, true) for _, images, true in rows]
+
+
+def _one_task(checkpoint: str, on: str) -> TaskConfig:
     tasks = tasks_for(checkpoint, None, [on], Path("data"), "--on")
     if len(tasks) != 1:
         raise ConfigError(f"--on {on}: stands for {len(tasks)} tasks; name one: {', '.join(tasks)}")
     (task,) = tasks.values()
-    return _samples(task, number)
+    return task
 
 
 def _samples(task: TaskConfig, number: int) -> list[Panel]:

@@ -174,7 +174,7 @@ def make_evaluate(
 
 def _pictures(config: RunConfig, rundir: RunDir, say: Callable[[str], None]) -> Callable[[Encoder, int], None]:
     """What is drawn at an evaluation: nothing, where no task has masks."""
-    if not any(task.task == "masks" for task in config.eval.tasks.values()):
+    if not any(task.task in ("masks", "video_masks") for task in config.eval.tasks.values()):
         return lambda encoder, step: None
     from .panel_runs import TrainingPictures  # knows slot models: only where one is scored
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +12,8 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from ..tasks.mask_task import seen_by
-from ..tasks.slot_encoder import MaskingEncoder
+from ..tasks.slot_encoder import MaskingEncoder, Parts
+from ..tasks.video_encoder import VideoEncoder
 
 _GAP, _HEAD = 4, 14  # pixels between tiles, and for the words above them
 # Okabe and Ito's colours, which colour-blind people tell apart; then darker ones.
@@ -34,6 +36,13 @@ class Panel(NamedTuple):
     true: np.ndarray | None
 
 
+class ClipPanel(NamedTuple):
+    """A video's frames, and its true masks (T, H, W) where they are known."""
+
+    images: Sequence[Image.Image]
+    true: np.ndarray | None
+
+
 def panels(encoder: MaskingEncoder, samples: Sequence[Panel], tile: int = 96) -> Image.Image:
     """One row per image: it, its true masks, the model's, what it draws (where it draws pixels), each slot's part on white.
 
@@ -41,15 +50,59 @@ def panels(encoder: MaskingEncoder, samples: Sequence[Panel], tile: int = 96) ->
         tile: pixels per side of each.
     """
     pixels = encoder.stacked([encoder.transform(s.image) for s in samples])
-    found = encoder.parts(pixels)
+    return _sheet(*tiles_of(encoder, pixels, [s.true for s in samples], encoder.parts(pixels)), tile)
+
+
+def clip_sheet(encoder: VideoEncoder, clips: Sequence[ClipPanel], tile: int = 64, frames: int = 6) -> Image.Image:
+    """The same of videos: a row for each of so many frames of a clip, evenly over it, one clip below the other."""
+    rows: list[list[Tensor]] = []
+    heads: list[str] = []
+    for tiles, heads in _tiles_of_clips(encoder, clips):  # noqa: B007  the heads are those of all
+        times = [round(i * (len(tiles) - 1) / max(frames - 1, 1)) for i in range(min(frames, len(tiles)))]
+        rows += [tiles[t] for t in times]
+    return _sheet(rows, heads, tile)
+
+
+def clip_animation(encoder: VideoEncoder, clips: Sequence[ClipPanel], tile: int = 64) -> list[Image.Image]:
+    """A sheet for every frame, with a row for each clip; a clip that is over stays at its last frame."""
+    found = list(_tiles_of_clips(encoder, clips))
+    longest = max(len(tiles) for tiles, _ in found)
+    return [_sheet([tiles[min(t, len(tiles) - 1)] for tiles, _ in found], found[0][1], tile) for t in range(longest)]
+
+
+def save_animation(sheets: Sequence[Image.Image], place: str | Path | BinaryIO, fps: int = 12, **how: Any) -> None:
+    """Write sheets as one moving picture, WebP or GIF by its name, that goes round for ever."""
+    sheets[0].save(place, save_all=True, append_images=sheets[1:], duration=round(1000 / fps), loop=0, **how)
+
+
+def _tiles_of_clips(
+    encoder: VideoEncoder, clips: Sequence[ClipPanel]
+) -> Iterator[tuple[list[list[Tensor]], list[str]]]:
+    known = any(clip.true is not None for clip in clips)
+    for clip in clips:
+        pixels = encoder.stacked([encoder.transform(image) for image in clip.images])
+        (found,) = encoder.clip_parts(pixels[None])
+        true = [None] * len(pixels) if clip.true is None else list(clip.true)
+        yield tiles_of(encoder, pixels, true, found, known)
+
+
+def tiles_of(
+    encoder: MaskingEncoder,
+    pixels: Tensor,
+    truths: Sequence[np.ndarray | None],
+    found: Parts,
+    known: bool | None = None,
+) -> tuple[list[list[Tensor]], list[str]]:
+    """A row of tiles per image, and what stands above the columns; `known`: whether true masks have one."""
     shares = found.shares.cpu()
     drawn = None if found.drawn is None else found.drawn.clamp(0, 1).cpu()
     own_of = None if found.own is None else found.own.clamp(0, 1).cpu()
-    known, blank = any(s.true is not None for s in samples), torch.ones(3, *shares.shape[-2:])
+    known = any(true is not None for true in truths) if known is None else known
+    blank = torch.ones(3, *shares.shape[-2:])
     rows = []
-    for i, sample in enumerate(samples):
+    for i, labels in enumerate(truths):
         image = pixels[i].float() / 255
-        true = blank if sample.true is None else _coloured(seen_by(encoder, sample.true))
+        true = blank if labels is None else _coloured(seen_by(encoder, labels))
         own = [image] * len(shares[i]) if own_of is None else own_of[i]
         parts = [share * picture + (1 - share) for share, picture in zip(shares[i], own, strict=True)]
         tiles = [
@@ -62,7 +115,7 @@ def panels(encoder: MaskingEncoder, samples: Sequence[Panel], tile: int = 96) ->
         rows.append([t for t in tiles if t is not None])
     heads = ["image", *(["true"] if known else []), "masks", *(["drawn"] if drawn is not None else [])]
     heads += [f"slot {k}" for k in range(shares.shape[1])]
-    return _sheet(rows, heads, tile)
+    return rows, heads
 
 
 def _coloured(labels: np.ndarray) -> Tensor:

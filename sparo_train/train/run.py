@@ -47,7 +47,10 @@ class LogConfig(Frozen):
         8, "images of the first batch, with their captions, shown in tensorboard and wandb; 0: none", ge=0, le=256
     )
     pictures: int = setting(
-        6, "images of a masks task that every evaluation draws to RUN/pictures and tensorboard; 0: none", ge=0, le=256
+        6,
+        "images, or at most 3 videos, of a masks task that every evaluation draws to RUN/pictures and tensorboard; 0: none",
+        ge=0,
+        le=256,
     )
     flops: bool = setting(True, "count model FLOPs (tflops, mfu)")
     profile: ProfileConfig | None = setting(None, "trace some steps of rank 0 with torch's profiler")

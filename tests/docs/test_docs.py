@@ -38,7 +38,7 @@ SHORT = ["steps=2", "optim.warmup_steps=1", "data.workers=0", "log.tensorboard=f
 ELSEWHERE = [
     r"^python3 -m venv \.venv",
     r"^pip install -e \. && sparo demo$",
-    r"^pip install -e '\.\[test\]'( && pytest)?$",
+    r"^pip install -e '\.\[(test|movi)\]'( && pytest)?$",
     r"^ruff check .* && pytest$",
     r"^sparo demo --quick$",
     r"^pytest -m stress",
@@ -89,6 +89,8 @@ def shortened(command: str) -> str:
             part += " --raw fashion"
         if part == "sparo data tetrominoes":
             part += " --train 140 --test 8"
+        if part.startswith("sparo data movi-like"):
+            part = re.sub(r" --train \d+", "", part) + " --train 36 --test 6 --frames 8"
         if part.startswith("sparo data objects"):
             part = re.sub(r" --train \d+", "", part) + " --train 140 --test 8"
         if part == "sparo data scenes":
@@ -197,7 +199,7 @@ def test_recipes_resolve_count_and_state_what_they_are(path, tmp_path, monkeypat
         model = config.objective.model.model_copy(update={"encoder": FrozenConfig(**encoder)})
         config = config.model_copy(update={"objective": config.objective.model_copy(update={"model": model})})
     dry = dry_run(config)
-    assert sum(dry.parameters.values()) > (1e5 if path.parent.name == "slots" else 1e6) and dry.steps
+    assert sum(dry.parameters.values()) > (1e5 if path.parent.name in ("slots", "video") else 1e6) and dry.steps
     text = path.read_text()
     for word in ("# Command:", "# Hardware:", "# Expected:", "# Source:", path.relative_to(ROOT).as_posix()):
         assert word in text, word

@@ -85,6 +85,7 @@ def pictures_are_drawn(run_folder, tasks, tmp_path):
         (["--on", "nosuch"], "nosuch"),
         (["--image", "no.jpg"], "no.jpg"),
         (["--out", "a.bmp"], "a .png file"),
+        (["--on", "masks", "--out", "a.gif"], "pictures that move are of videos"),
     ):
         done = sparo("slots", "panels", run_folder, *line, cwd=tmp_path)
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
@@ -313,6 +314,24 @@ def test_videos_are_trained_on_resumed_and_scored(tmp_path, write_recipe, kind):
     assert done.returncode == 0 and (whole["options"]["frames"], first["options"]["frames"]) == (6, 3), done.stderr
     assert whole["counts"]["clips"] == 5 and whole["options"]["trained_frames"] == 3 and first["headline"] == "psnr"
     assert {"video_fg_ari", "image_fg_ari", "ari", "video_mbo", "video_miou", "psnr"} <= whole["metrics"].keys()
+    with (
+        Image.open(folder / "pictures/step-00000012.png") as sheet,
+        Image.open(folder / "pictures/step-00000012.webp") as moving,
+    ):
+        assert (
+            sheet.size == (7 * 68 + 4, 3 * 6 * 68 + 18)
+            and moving.n_frames == 6
+            and moving.size == (7 * 68 + 4, 3 * 68 + 18)
+        )
+    for line, size, frames in (
+        (["clips.png"], (7 * 36 + 4, 12 * 36 + 18), 1),
+        (["clips.gif"], (7 * 36 + 4, 2 * 36 + 18), 6),
+    ):
+        done = sparo(
+            "slots", "panels", str(folder), "--on", "c", "--images", "2", "--tile", "32", "--out", *line, cwd=tmp_path
+        )
+        with Image.open(tmp_path / line[0]) as sheet:
+            assert done.returncode == 0 and sheet.size == size and getattr(sheet, "n_frames", 1) == frames, done.stderr
     (tmp_path / "long.yaml").write_text(json.dumps({"tasks": {"l": {**tasks["c"], "frames": 7}}}))
     done = sparo("eval", str(folder), "--data", "long.yaml", "--features", "none", cwd=tmp_path)
     assert done.returncode == 2 and "has 6 frames, and 7 are scored; set frames: 6 or less" in done.stderr
