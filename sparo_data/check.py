@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from sparo_train.core.errors import BadSampleError
+from sparo_train.data.clips.episode import Episode, is_episode
 from sparo_train.data.examples.samples import MOST_CHARACTERS, MOST_LETTERS, caption, decode_image, image_bytes
 from sparo_train.data.read.shards import ShardReader
 from sparo_train.data.read.sources import SourceConfig
@@ -86,6 +87,7 @@ def check_shard(url: str, config: SourceConfig) -> ShardReport:
     reader = ShardReader()
     index = reader.index(url)
     bad: list[tuple[str, str]] = []
+    captioned: bool | None = None
     hashes = np.zeros((3, len(index)), dtype=np.uint64)
     for ordinal in range(len(index)):
         key = f"number {ordinal}"
@@ -93,16 +95,42 @@ def check_shard(url: str, config: SourceConfig) -> ShardReport:
             key, fields = reader.read(url, ordinal)
             # Eight bytes of each: a billion samples fit into memory.
             hashes[0, ordinal] = _hash(key.encode("utf-8", "surrogateescape"))
-            text = caption(fields, config)
-            data = image_bytes(fields, config.image_keys)
-            hashes[1:, ordinal] = _hash(data), _hash(text.encode("utf-8", "surrogatepass"))
-            if _LONG.search(text):
-                _refuse_long(text)
-            decode_image(data)
+            captioned = (
+                _needs_caption(fields, config) if captioned is None else captioned
+            )  # as the shard's first sample
+            text, data = _looked_at(fields, config, captioned)
+            hashes[1, ordinal] = _hash(data)
+            if text is not None:
+                hashes[2, ordinal] = _hash(text.encode("utf-8", "surrogatepass"))
         except BadSampleError as problem:
             bad.append((key, str(problem)))
     reader.close()
     return ShardReport(url, len(index), index.intact, bad, *hashes)
+
+
+def _needs_caption(fields: Mapping[str, bytes], config: SourceConfig) -> bool:
+    """Whether samples like this one are there for their captions, or for labels, masks or objects."""
+    keys = [config.caption_key, *(config.captions or ())]
+    return any(key.partition(":")[0] in fields for key in keys) or not {"cls", "mask.png"} & fields.keys()
+
+
+def _looked_at(fields: Mapping[str, bytes], config: SourceConfig, captioned: bool) -> tuple[str | None, bytes]:
+    """A sample's caption, where it has to have one, and picture; of a video all of its frames.
+
+    Raises:
+        BadSampleError: training could not use it.
+    """
+    if is_episode(fields):
+        episode = Episode(fields, config.image_keys)
+        for t in range(len(episode)):
+            episode.check(t)
+        return None, b"".join(data for name, data in fields.items() if name != "json")
+    text = caption(fields, config) if captioned else None
+    data = image_bytes(fields, config.image_keys)
+    if text is not None and _LONG.search(text):
+        _refuse_long(text)
+    decode_image(data)
+    return text, data
 
 
 def _refuse_long(text: str) -> None:

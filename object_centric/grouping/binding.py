@@ -25,10 +25,10 @@ class Tokens(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, eps: float) -> Tokens:
         """With their statistics, as a LayerNorm without weights takes them."""
-        with torch.no_grad():
-            found = [
-                torch.native_layer_norm(frame, frame.shape[-1:], None, None, eps)[1:] for frame in x.detach().unbind(1)
-            ]
+        exact = torch.promote_types(x.dtype, torch.float32)
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            frames = (frame.to(exact) for frame in x.detach().unbind(1))
+            found = [torch.native_layer_norm(frame, frame.shape[-1:], None, None, eps)[1:] for frame in frames]
         return cls(x, *(torch.stack(column, 1).squeeze(-1) for column in zip(*found, strict=True)))
 
 

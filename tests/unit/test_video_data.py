@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparo_data.check import check_shard
 from sparo_data.drawn.physics import Thrown, simulate
 from sparo_data.drawn.video_scenes import KINDS, episode
 from sparo_data.drawn.video_sets import VideoSetConfig, render_videos
@@ -241,6 +242,26 @@ def test_videos_of_others_are_read_as_they_lie(tmp_path):
     assert np.array_equal(Episode(fields).image(4), video[4]) and np.array_equal(
         Episode(fields).boxes, boxes_of(masks[..., 0], 3)
     )
+
+
+def test_checks_decode_every_plane_and_ask_no_captions_of_what_has_masks(tmp_path):
+    good = episode_fields(episode("a", 0, "train", 0, 2, 16, 3))
+    other = episode_fields(episode("a", 0, "train", 0, 2, 24, 3))
+    rows = [
+        ("0", good),
+        ("1", {**good, "001.depth.png": b"no"}),
+        ("2", {**good, "001.flow.png": other["001.flow.png"]}),
+    ]
+    still = {"png": good["000.png"], "mask.png": good["000.mask.png"], "json": b"{}"}
+    write_shard(tmp_path / "v/0.tar", rows)
+    write_shard(tmp_path / "m/0.tar", [("0", still), ("1", {**still, "png": b"no"})])
+    write_shard(tmp_path / "c/0.tar", [("0", {**still, "txt": b"a cube"}), ("1", still)])
+    found = {name: check_shard(str(tmp_path / name / "0.tar"), ShardsConfig(shards="x")).bad for name in "vmc"}
+    assert found == {
+        "v": [("1", "bad depth"), ("2", "flow of another size than its frame")],
+        "m": [("1", "bad image")],
+        "c": [("1", "missing caption")],
+    }
 
 
 def test_what_is_wrong_with_an_episode_is_a_reason():

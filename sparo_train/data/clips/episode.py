@@ -38,6 +38,11 @@ def member(frame: int, plane: str = "") -> str:
     return f"{frame:03d}.{plane}.png" if plane else f"{frame:03d}.png"
 
 
+def is_episode(fields: Mapping[str, bytes]) -> bool:
+    """Whether these members are a video's."""
+    return any(name in fields for name in ("video.npy", "video.npy.gz", *(f"000.{key}" for key in IMAGE_KEYS)))
+
+
 class Episode:
     """The members of a video.
 
@@ -75,6 +80,22 @@ class Episode:
         if not self._key:
             return self._arrays["video"][t]
         return np.asarray(decode_image(self.fields[f"{t:03d}.{self._key}"]))
+
+    def check(self, t: int) -> None:
+        """Decode all that there is of a frame. Raises `BadSampleError` where a plane is damaged, or of another size than the picture."""
+        size = self.image(t).shape[:2]
+        planes = {name: member(t, name) in self.fields for name in PLANES}
+        found = {
+            "depth": self.depth,
+            "flow": self.flow,
+            "forward": lambda t: self.flow(t, forward=True),
+            "mask": self.labels,
+        }
+        for name, read in found.items():
+            if (planes[name] or (name == "mask" and self._array("segmentations") is not None)) and read(t).shape[
+                :2
+            ] != size:
+                raise BadSampleError(f"{name} of another size than its frame")
 
     def labels(self, t: int) -> np.ndarray:
         """(H, W) integers: an object's number per pixel, 0 for none."""

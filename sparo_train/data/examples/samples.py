@@ -25,6 +25,8 @@ def image_bytes(fields: Mapping[str, bytes], keys: Sequence[str]) -> bytes:
     for key in keys:
         if key in fields:
             return fields[key]
+    if "000.png" in fields:
+        raise BadSampleError("missing image: this is a video, whose first frame image_keys=[000.png] names")
     raise BadSampleError("missing image")
 
 

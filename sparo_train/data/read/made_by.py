@@ -13,6 +13,8 @@ _COMMANDS = {
     "clevr": "sparo data objects clevr",
     "clevrtex": "sparo data objects clevrtex",
     "rooms": "sparo data objects rooms",
+    "movi_small": "sparo data movi-like data/movi_small --size 32 --most 3 --antialias 2 --train 4000",
+    **{f"movi_{kind}": f"sparo data movi-like --kind {kind}" for kind in "abcde"},
     "mine": "sparo data convert IMAGES data/mine --test 200",
 }
 
