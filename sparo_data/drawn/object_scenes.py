@@ -23,10 +23,15 @@ Kind = Literal["clevr", "clevrtex", "rooms"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ROOM_TESTS = ("empty_room", "six_objects", "identical_color")
 
-_RADII = {"large": 0.7, "small": 0.35}
+RADII = {"large": 0.7, "small": 0.35}
 _APART, _MARGIN = 0.25, 0.4  # CLEVR's: between surfaces, and along each axis of the camera
 _VISIBLE = 200 / (320 * 480)  # share of the picture that every object shows
 _WALL = 10.0  # half a wall's side: a cube so large that one face is all of it that is seen
+
+
+def radius_of(size: str, shape: str) -> float:
+    """Half a solid's height; a cube is as large as the sphere around its foot, as CLEVR has it."""
+    return RADII[size] / (2**0.5 if shape == "cube" else 1)
 
 
 class Solid(NamedTuple):
@@ -43,8 +48,8 @@ class Solid(NamedTuple):
 
     @property
     def radius(self) -> float:
-        """Half its height; a cube is as large as the sphere around its foot, as CLEVR has it."""
-        return _RADII[self.size] / (2**0.5 if self.shape == "cube" else 1)
+        """Half its height."""
+        return radius_of(self.size, self.shape)
 
     def body(self) -> Body:
         metal = self.material == "metal"
@@ -150,7 +155,7 @@ def _placed(rng: np.random.Generator, solids: list[Solid], camera: Camera, reach
         for solid in solids:
             for _ in range(50):
                 at = rng.uniform(-reach, reach, 2)
-                apart = [(at - (o.x, o.y), _RADII[o.size] + _RADII[solid.size]) for o in done]
+                apart = [(at - (o.x, o.y), RADII[o.size] + RADII[solid.size]) for o in done]
                 if all(
                     np.hypot(*d) > both + _APART and min(abs(d @ right), abs(d @ forward)) > _MARGIN
                     for d, both in apart

@@ -12,18 +12,17 @@ import numpy as np
 from scipy.spatial.transform import Rotation
 
 from evals.sets.objects import ATTRIBUTES
-from sparo_data.episodes import Video, boxes_of, measured
 from sparo_train.core.rng import generator
 
+from ..episodes import Video, boxes_of, measured
 from .motion import flow, seen_points
-from .object_scenes import table_camera, texture
+from .object_scenes import radius_of, table_camera, texture
 from .physics import Motion, Thrown, simulate
 from .render import Body, Camera, Stage, render
 from .scenes import COLORS
 from .textures import Texture
 
 Kind = Literal["a", "b", "c", "d", "e"]
-_RADII = {"large": 0.7, "small": 0.35}
 _LONGEST = 100.0  # depth that is told apart from the sky
 
 
@@ -61,7 +60,7 @@ class _Solid(NamedTuple):
 
     @property
     def radius(self) -> float:
-        return _RADII[self.size] / (2**0.5 if self.shape == "cube" else 1)
+        return radius_of(self.size, self.shape)
 
 
 def episode(

@@ -21,8 +21,8 @@ class FramesConfig(Frozen):
         "any", "where clips begin: anywhere, or at multiples of their own length (SAVi's random strided window)"
     )
 
-    def window(self, length: int, rng: np.random.Generator | None) -> range:
-        """Frames of a clip of an episode of `length`; without `rng` the first ones, at the smallest stride.
+    def window(self, length: int, rng: np.random.Generator) -> range:
+        """Frames of a clip of an episode of `length`.
 
         Raises:
             BadSampleError: the episode is too short.
@@ -30,8 +30,6 @@ class FramesConfig(Frozen):
         low, high = self.stride
         if self.reach(low) > length:
             raise BadSampleError(f"shorter than frames.count={self.count}" + (f" at stride {low}" if low > 1 else ""))
-        if rng is None:
-            return range(0, self.reach(low), low)
         most = min(high, (length - 1) // (self.count - 1)) if self.count > 1 else high
         stride = int(rng.integers(low, most + 1))
         last, step = length - self.reach(stride), self.reach(stride) if self.starts == "tiles" else 1
