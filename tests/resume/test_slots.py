@@ -286,19 +286,34 @@ def png(array):
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("kind", ["savi", "psb"])
-def test_videos_are_trained_on_resumed_and_scored(tmp_path, write_recipe, kind):
+def video_recipe(tmp_path, kind):
+    """A recipe of videos that are rendered here, and its two tasks."""
     render_videos(tmp_path / "v", VideoSetConfig(train=24, test=5, frames=6, size=16, per_shard=12, most=2), 1)
     tasks = {
         name: {"task": "video_masks", "root": str(tmp_path / "v/clips"), **more}
         for name, more in (("c", {}), ("f", {"frames": 3, "first_frame": False, "headline": "psnr"}))
     }
-    tree = slots_recipe(tmp_path / "v/train", tmp_path / "runs", eval={"tasks": tasks})
+    tree = slots_recipe(tmp_path / "v/train", tmp_path / "runs")
     grouping: dict = {"preset": kind, "slots": 3, "width": 16, "init": "learned", "iterations": 2}
     model = {k: v for k, v in tree["objective"]["model"].items() if k != "frame"} | {"grouping": grouping}
     model |= {"predictor": {"mlp_width": 16}} if kind == "savi" else {}
     tree["objective"] = {"kind": "video_slots", "frames": {"count": 3, "stride": [1, 2]}, "model": model}
     tree["data"] = {**tree["data"], "crop_scale": [0.5, 1.0], "hflip": 0.5}
+    return tree, tasks
+
+
+@pytest.mark.parametrize("kind", ["savi", "psb"])
+def test_two_ranks_train_on_videos_as_one_process_does(tmp_path, write_recipe, kind):
+    tree, _ = video_recipe(tmp_path, kind)
+    straight = run({**tree, "out": str(tmp_path / "straight")})
+    assert train(straight).reason == "finished"
+    recipe = write_recipe({**tree, "out": str(tmp_path / "two"), "micro_batch_size": 2})
+    assert goes_on_across_engines(recipe, tmp_path / "two/slots") == pytest.approx(losses_of(straight.folder), rel=1e-4)
+
+
+def test_videos_are_trained_on_resumed_and_scored(tmp_path, write_recipe):
+    tree, tasks = video_recipe(tmp_path, "psb")
+    tree["eval"] = {"tasks": tasks}
     straight = run({**tree, "out": str(tmp_path / "straight")})
     assert train(straight).reason == "finished"
     recipe, folder = write_recipe(tree), tmp_path / "runs/slots"
@@ -306,8 +321,6 @@ def test_videos_are_trained_on_resumed_and_scored(tmp_path, write_recipe, kind):
     done = sparo("train", str(recipe))
     assert done.returncode == 0 and "c video_fg_ari" in done.stderr and " dB" in done.stderr, done.stderr
     assert_bit_equal(folder, straight.folder)
-    recipe = write_recipe({**tree, "out": str(tmp_path / "two"), "micro_batch_size": 2})
-    assert goes_on_across_engines(recipe, tmp_path / "two/slots") == pytest.approx(losses_of(straight.folder), rel=1e-4)
     done = sparo("eval", str(folder), "--features", str(tmp_path / "store"), "--json", "v.json", cwd=tmp_path)
     results = json.loads((tmp_path / "v.json").read_text())["results"]
     whole, first = sorted(results.values(), key=lambda r: -r["options"]["frames"])
