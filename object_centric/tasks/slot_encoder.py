@@ -15,6 +15,7 @@ from evals.encoders.encoder import DrawingEncoder, Encoder, MasksEncoder, Object
 from evals.encoders.pixels import Pixels
 from sparo_train.models.slots import Slots
 
+from ..decoders.broadcast import Decoded
 from ..objectives.set_prediction import SetModel, SetPrediction
 from ..objectives.slate import Slate
 from ..objectives.slate_model import SlateModel
@@ -115,7 +116,10 @@ class SlotEncoder(MaskingEncoder, DrawingEncoder):
         return self.brought(self.seen(pixels).decoded.masks)
 
     def parts(self, pixels: Tensor) -> Parts:
-        decoded = self.seen(pixels).decoded
+        return self.parts_of(self.seen(pixels).decoded)
+
+    def parts_of(self, decoded: Decoded) -> Parts:
+        """What is decoded, for pictures."""
         shares = self.brought(decoded.masks)
         if self.draws != "pixels":
             return Parts(shares, None, None)
@@ -124,7 +128,11 @@ class SlotEncoder(MaskingEncoder, DrawingEncoder):
     @torch.inference_mode()
     def squared_error(self, pixels: Tensor) -> Tensor:
         found = self.seen(pixels)
-        apart = found.decoded.image.float() - found.target
+        return self.error_of(found.decoded, found.target)
+
+    def error_of(self, decoded: Decoded, target: Tensor) -> Tensor:
+        """(n, 1): mean squared error of each picture."""
+        apart = decoded.image.float() - target
         if self.draws == "pixels":
             apart = apart * self.std  # of -1..1 a pixel's error is twice that of 0..1
         return apart.square().flatten(1).mean(1, keepdim=True)

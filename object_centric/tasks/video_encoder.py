@@ -9,58 +9,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evals.encoders.encoder import ClipsEncoder, DrawingEncoder
+from evals.encoders.encoder import ClipsEncoder
 from sparo_train.core.errors import ConfigError
 from sparo_train.models.slots import Slots
 
 from ..decoders.broadcast import Decoded
 from ..encoders.convnet import grid
 from ..video.video_autoencoder import VideoAutoencoder
-from .slot_encoder import MaskingEncoder, Parts, shared
+from .slot_encoder import Parts, SlotEncoder, shared
 
 _FRAMES = 64  # that are drawn at once
 
 
-class VideoEncoder(MaskingEncoder, ClipsEncoder, DrawingEncoder):
+class VideoEncoder(SlotEncoder, ClipsEncoder):
     """A model of videos that draws its slots.
 
     Args:
         trained_frames: how long the clips of its training were.
     """
 
-    masks_are = "decoder, patches' shares bilinear"
-
     def __init__(self, model: Any, signed: bool, trained_frames: int, label: str = ""):
         super().__init__(model, signed, label)
         self.trained_frames = trained_frames
-
-    @property
-    def draws(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return "pixels" if self.model.config.target == "pixels" else f"features of {self.model.tower.encoder.identity}"
-
-    @property
-    def numbers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.model.config.drawn_side**2 * self.model.config.drawn_width
 
     @torch.inference_mode()
     def seen(self, pixels: Tensor) -> Any:
         """Images (n, 3, S, S) as clips of one frame."""
         with self.autocast():
             return self.model(self.normalised(pixels)[:, None], self.noise.to(self.device).expand(len(pixels), -1, -1))
-
-    def encode(self, pixels: Tensor) -> Tensor:
-        return self.seen(pixels).slots.float().flatten(1)
-
-    def shares(self, pixels: Tensor) -> Tensor:
-        return self.brought(self.seen(pixels).decoded.masks)
-
-    def parts(self, pixels: Tensor) -> Parts:
-        return self._parts(self.seen(pixels).decoded)
-
-    @torch.inference_mode()
-    def squared_error(self, pixels: Tensor) -> Tensor:
-        found = self.seen(pixels)
-        return self._error(found.decoded, found.target)[:, None]
 
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
         """Slots and where they draw, for pictures: (n, K, S * S), each slot's shares of the pixels, brought to a sum of one."""
@@ -88,7 +64,7 @@ class VideoEncoder(MaskingEncoder, ClipsEncoder, DrawingEncoder):
     @torch.inference_mode()
     def clip_parts(self, video: Tensor, window: int | None = None) -> list[Parts]:
         """What each clip's frames are drawn as, for pictures: one for each, of its T frames."""
-        return [self._parts(self._drawn(slots)) for slots in self.clip_slots(video, window)]
+        return [self.parts_of(self._drawn(slots)) for slots in self.clip_slots(video, window)]
 
     @torch.inference_mode()
     def clips(self, video: Tensor, window: int | None = None) -> Tensor:
@@ -100,7 +76,7 @@ class VideoEncoder(MaskingEncoder, ClipsEncoder, DrawingEncoder):
                 decoded = self._drawn(own)
                 shares = self.brought(decoded.masks)
                 labels.append(shares.argmax(1).float().masked_fill(~shares.isfinite().all(1), torch.nan))
-                errors.append(self._error(decoded, self._target(frames)))
+                errors.append(self.error_of(decoded, self._target(frames))[:, 0])
             rows.append(torch.cat([torch.cat(labels).flatten(), torch.cat(errors)]))
         return torch.stack(rows)
 
@@ -131,18 +107,6 @@ class VideoEncoder(MaskingEncoder, ClipsEncoder, DrawingEncoder):
         decoder = self.model.decoder
         with self.autocast():
             return decoder(slots, grid(decoder.side, self.device))
-
-    def _error(self, decoded: Decoded, target: Tensor) -> Tensor:
-        apart = decoded.image.float() - target
-        if self.draws == "pixels":
-            apart = apart * self.std  # of -1..1 a pixel's error is twice that of 0..1
-        return apart.square().flatten(1).mean(1)
-
-    def _parts(self, decoded: Decoded) -> Parts:
-        shares = self.brought(decoded.masks)
-        if self.draws != "pixels":
-            return Parts(shares, None, None)
-        return Parts(shares, self.shown(decoded.image), self.shown(decoded.own))
 
 
 def video_encoder(objective: VideoAutoencoder) -> VideoEncoder:

@@ -74,9 +74,7 @@ def write_published(
     Raises:
         DataError: `out` holds something else already, or there is no scene.
     """
-    if any(out.glob("*/*.tar")) or any(out.glob("*/*/*.tar")):
-        raise DataError(f"{out}: holds shards already, which would mix with the new ones; name an empty folder")
-    claim(out, config, "converted.json")
+    claim_empty(out, config)
     counts = {"all": 0, "empty": 0}
 
     def samples() -> Iterator[tuple[str, Fields]]:
@@ -95,6 +93,13 @@ def write_published(
     if not counts["all"]:
         raise DataError(f"{', '.join(config.files)}: not one scene in it")
     return Written(counts["all"] - tested, tested, counts["empty"])
+
+
+def claim_empty(out: Path, config: PublishedConfig) -> None:
+    """Write down how the set is made. Raises `DataError` where `out` holds something else already, or shards."""
+    if any(out.glob("*/*.tar")) or any(out.glob("*/*/*.tar")):
+        raise DataError(f"{out}: holds shards already, which would mix with the new ones; name an empty folder")
+    claim(out, config, "converted.json")
 
 
 class _Held:

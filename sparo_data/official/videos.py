@@ -13,9 +13,9 @@ from PIL import Image
 from sparo_train.core.errors import DataError
 
 from ..episodes import Measured, Video, boxes_of, episode_fields
-from ..writer import Fields, claim, write_shards, write_wds_layout
+from ..writer import Fields, write_shards, write_wds_layout
 from .clips import movi_records, npy_arrays, plain
-from .published import PublishedConfig, Written, numbered, opened_image
+from .published import PublishedConfig, Written, claim_empty, numbered, opened_image
 from .tfrecord import Value
 
 # TFDS' names of MOVi-A to C's classes, in the order of their numbers; D to F say which asset an object is.
@@ -84,9 +84,7 @@ def write_videos(
     Raises:
         DataError: `out` holds something else already, or there is no video.
     """
-    if any(out.glob("*/*.tar")) or any(out.glob("*/*/*.tar")):
-        raise DataError(f"{out}: holds shards already, which would mix with the new ones; name an empty folder")
-    claim(out, config, "converted.json")
+    claim_empty(out, config)
     counts = {"all": 0, "empty": 0}
 
     def samples() -> Iterator[tuple[str, Fields]]:

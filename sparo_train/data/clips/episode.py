@@ -30,7 +30,7 @@ from ..examples.samples import decode_image
 IMAGE_KEYS = ("png", "jpg", "jpeg", "webp")
 PLANES = ("mask", "depth", "flow", "forward")
 _FRAME = re.compile(r"(\d{3,7})\.([a-z0-9]+)")
-_MOST_NPY = 1 << 33  # bytes that a gzipped array may unpack to
+_MOST_NPY = 1 << 30  # bytes that a gzipped array may unpack to
 
 
 def member(frame: int, plane: str = "") -> str:
