@@ -24,11 +24,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from object_centric.encoders.transformer import TransformerConfig
 from object_centric.grouping.binder import BinderBlock, ParallelBinder
 from object_centric.grouping.binder_stream import BinderStream
 from object_centric.grouping.slot_attention import SlotAttention
 from object_centric.grouping.slot_config import SlotAttentionConfig
-from object_centric.video.recurrent import PredictorConfig, RecurrentSlots
+from object_centric.video.recurrent import RecurrentSlots
 from sparo_data.drawn.video_scenes import episode
 from sparo_data.episodes import episode_fields
 from sparo_train.core.rng import generator
@@ -111,7 +112,7 @@ def grown(name: str, times: int, device: str) -> float:
 def savi(device: str) -> RecurrentSlots:
     torch.manual_seed(0)
     given = {"preset": "savi", "slots": K, "width": D, "iterations": 3, "init": "learned", "mlp_width": 4 * D}
-    return RecurrentSlots(SlotAttentionConfig.model_validate(given), PredictorConfig(mlp_width=4 * D), D).to(device)
+    return RecurrentSlots(SlotAttentionConfig.model_validate(given), TransformerConfig(mlp_width=4 * D), D).to(device)
 
 
 def corrector(kv: str, device: str) -> Callable[[], float]:

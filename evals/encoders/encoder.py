@@ -171,15 +171,17 @@ class ClipsEncoder(ABC):
     """What an `Encoder` that cuts videos into objects also is; its `transform` is a `Pixels`, of every frame.
 
     `masks_are`: whose they are, in words that stand beside a score.  `trained_frames`: how long its training's clips were.
+    `conditional`: it is told the first frame's objects, by a fourth plane of clips: their numbers, below `slots`.
     """
 
     masks_are = "the encoder's own"
     trained_frames: int
+    conditional: bool = False
 
     @abstractmethod
     def clips(self, video: Tensor, window: int | None = None) -> Tensor:
-        """(n, T, 3, S, S) uint8 -> fp32 (n, T * S * S + T): frame by frame which slot a pixel is of, a whole number, or NaN; then the
-        mean squared error of every frame as it is drawn, in 0..1, NaN where nothing is drawn.
+        """(n, T, 3 or 4, S, S) uint8 -> fp32 (n, T * S * S + T): frame by frame which slot a pixel is of, a whole number, or NaN; then
+        the mean squared error of every frame as it is drawn, in 0..1, or -1 where its pixels are not.
 
         Args:
             window: slots of a frame see so many of the last ones; None: the encoder's own way.

@@ -20,13 +20,15 @@ class ClipSet(WdsSet):
 
     Args:
         frames: so many of every episode, from its first; None: all of the first one's, which all others have to have.
+        told: where above 0, the first frame's labels come behind its images as one more, and have to be below it.
 
     Raises:
         DataError: files that are missing.
     """
 
-    def __init__(self, root: str | Path, frames: int | None, split: str = "test"):
+    def __init__(self, root: str | Path, frames: int | None, split: str = "test", told: int = 0):
         super().__init__(root, "clips", split)
+        self.told = told
         self.frames = frames if frames is not None else len(self._episode(0)[2])
 
     def read(self, number: int) -> tuple[str, Any, np.ndarray]:
@@ -46,7 +48,15 @@ class ClipSet(WdsSet):
             raise DataError(
                 f"{where}: frames and masks of unequal size ({', '.join(f'{w} x {h}' for h, w in sorted(sizes))})"
             )
-        return key, [Image.fromarray(picture) for picture in pictures], np.stack(labels)
+        images = [Image.fromarray(picture) for picture in pictures]
+        if self.told:
+            if (most := int(labels[0].max())) >= self.told:
+                raise DataError(
+                    f"{where}: its first frame has object {most}, and the model has {self.told} slots for the ground and what is told; "
+                    "score a model with more of them, or take it out"
+                )
+            images.append(Image.fromarray(labels[0].astype(np.uint8)))
+        return key, images, np.stack(labels)
 
     def identity(self) -> str:
         return sha256("clips", str(self.frames), super().identity())

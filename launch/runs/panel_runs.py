@@ -20,7 +20,7 @@ from evals.slots.material import open_images
 from evals.suite.evaluate import tasks_for
 from object_centric.pictures.panels import ClipPanel, Panel, clip_animation, clip_sheet, panels, save_animation
 from object_centric.tasks.slot_encoder import MaskingEncoder
-from object_centric.tasks.video_encoder import VideoEncoder
+from object_centric.tasks.video_encoder import TimedEncoder
 from object_centric.tasks.video_task import VideoMasksTaskConfig, open_clips
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.untrusted import read_bytes
@@ -50,7 +50,7 @@ def draw_panels(checkpoint: str, on: str | None, images: list[Path], number: int
     found = [Panel(decoded(read_bytes(path, ConfigError), path), None) for path in images]
     task = None if on is None else _one_task(checkpoint, on)
     if isinstance(task, VideoMasksTaskConfig):
-        if images or not isinstance(encoder, VideoEncoder):
+        if images or not isinstance(encoder, TimedEncoder):
             raise ConfigError(f"--on {on}: is of videos; draw them alone (without --image), of a model of videos")
         clips = clips_of(task, number)
         if out.suffix.lower() == ".png":
@@ -82,7 +82,7 @@ class TrainingPictures:
             place.parent.mkdir(exist_ok=True)
             moving = b""
             if isinstance(self.task, VideoMasksTaskConfig):
-                if not isinstance(encoder, VideoEncoder):
+                if not isinstance(encoder, TimedEncoder):
                     return
                 clips = clips_of(self.task, min(self.config.pictures, _CLIPS))
                 sheet, sheets = clip_sheet(encoder, clips), clip_animation(encoder, clips)

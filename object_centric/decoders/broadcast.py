@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import model_validator
@@ -36,12 +36,23 @@ class BroadcastConfig(Frozen):
     )
     out_kernel: int = setting(1, "of cnn: of the last layer's, which gives colours and share", gt=0, le=63)
 
+    start: Literal["torch", "lecun", "kaiming"] = setting(
+        "torch",
+        "initial weights: torch's, which shrink what goes through them; lecun: flax's (SAVi, ISA); kaiming: what keeps its size behind a ReLU",
+    )
+    norm: bool = setting(
+        False,
+        "of cnn: a LayerNorm of slots, and a GroupNorm of one group where they stand on their places (PSB's code)",
+    )
+
     @model_validator(mode="after")
     def _placed(self) -> Self:
         if self.kind == "patch" and self.waves:
             raise ValueError(
                 f"waves={self.waves}: are of places by coordinates, and kind=patch learns its own; leave it away"
             )
+        if self.norm and self.kind != "cnn":
+            raise ValueError(f"norm: is of kind=cnn, not of {self.kind}; leave it away")
         return self
 
     def side(self, image_size: int) -> int:
@@ -80,7 +91,9 @@ class Broadcast(nn.Module):
             widths = (width, *c.hidden)
             layers = [m for a, b in zip(widths, c.hidden, strict=False) for m in (nn.Linear(a, b), nn.ReLU())]
             self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], out + 1))
+            begin(self.layers, c.start)
             return
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.GroupNorm(1, width)]) if c.norm else None
         convs: list[nn.Module] = []
         for number in range(c.ups + c.convs):
             wide = width if number == 0 else c.channels
@@ -93,9 +106,12 @@ class Broadcast(nn.Module):
         self.layers = nn.Sequential(
             *convs, nn.Conv2d(c.channels if convs else width, out + 1, c.out_kernel, padding="same")
         )
+        begin(self.layers, c.start)
 
     def forward(self, slots: Tensor, grid: Tensor) -> Decoded:
         b, k = slots.shape[:2]
+        norms: Any = self.norms if self.config.kind == "cnn" else None
+        slots = slots if norms is None else norms[0](slots)
         with torch.autocast(grid.device.type, enabled=False):  # bf16 tells places apart by 1/256 alone
             placed = self.places if self.config.kind == "patch" else self.position(waves(grid, self.config.waves))
         x = slots[:, :, None] + placed  # (b, K, N, D)
@@ -103,10 +119,26 @@ class Broadcast(nn.Module):
             found = self.layers(x).unflatten(2, (self.side, self.side)).permute(0, 1, 4, 2, 3)
         else:
             planes = x.flatten(0, 1).unflatten(1, (self.side, self.side)).permute(0, 3, 1, 2)
+            planes = planes if norms is None else norms[1](planes)
             found = self.layers(planes).unflatten(0, (b, k))
         own, logits = found[:, :, :-1], found[:, :, -1]
         masks = F.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=1)
         return Decoded((own * masks[:, :, None]).sum(1), own, masks)
+
+
+def begin(layers: nn.Module, how: Literal["torch", "lecun", "kaiming"]) -> None:
+    """Give layers their first weights, and biases of zero; torch: leave them as they are."""
+    for layer in layers.modules():
+        if how == "torch" or not isinstance(layer, nn.Linear | nn.Conv2d | nn.ConvTranspose2d):
+            continue
+        turned = isinstance(layer, nn.ConvTranspose2d)
+        taken = (layer.weight[:, 0] if turned else layer.weight[0]).numel()
+        if how == "kaiming":  # of a transposed kernel a pixel sums every second row and column; flax counts all of them
+            taken /= 2 * (layer.stride[0] ** 2 if isinstance(layer, nn.ConvTranspose2d) else 1)
+        std = taken**-0.5 / 0.87962566103423978
+        nn.init.trunc_normal_(layer.weight, 0.0, std, -2 * std, 2 * std)
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)
 
 
 def waves(grid: Tensor, octaves: int) -> Tensor:

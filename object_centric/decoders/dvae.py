@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from pydantic import model_validator
@@ -23,6 +23,10 @@ class DvaeConfig(Frozen):
     tau_start: float = setting(1.0, "temperature of the relaxed draw at the first step", gt=0)
     tau_end: float = setting(0.1, "and behind tau_steps; a cosine between them", gt=0)
     tau_steps: int = setting(30_000, "steps in which it falls", gt=0)
+    says: Literal["other", "same"] = setting(
+        "other",
+        "tokens that the decoder is to say: a draw of their own (SLATE's and STEVE's code), or those that the image was drawn from (their papers)",
+    )
     hard: bool = setting(False, "the image is drawn from one token per patch, with the relaxed draw's gradient")
 
     @model_validator(mode="after")
@@ -69,13 +73,13 @@ def gumbel(like: Tensor) -> Tensor:
     return -torch.empty_like(like).exponential_().clamp(min=torch.finfo(like.dtype).tiny).log()
 
 
-def relaxed(logits: Tensor, tau: float, hard: bool) -> Tensor:
-    """Shares of tokens (b, vocab, s, s) drawn by the Gumbel-softmax (Jang et al. 2017), with temperature `tau`.
+def relaxed(logits: Tensor, drew: Tensor, tau: float, hard: bool) -> Tensor:
+    """Shares of tokens (b, vocab, s, s) by the Gumbel-softmax (Jang et al. 2017), with temperature `tau`.
 
     Args:
-        hard: one token per patch has all, with the gradient of the shares.
+        drew: what `gumbel` drew.  hard: one token per patch has all, with the gradient of the shares.
     """
-    shares = F.softmax((logits + gumbel(logits)) / tau, dim=1)
+    shares = F.softmax((logits + drew) / tau, dim=1)
     if not hard:
         return shares
     one = torch.zeros_like(shares).scatter_(1, shares.argmax(1, keepdim=True), 1.0)

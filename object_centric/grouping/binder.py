@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .binding import Sees, Tokens, bound
+from .binding import Sees, Tokens, bound, chosen
 from .slot_attention import ACTIVATIONS, Grouped
 from .slot_config import SlotAttentionConfig
 
@@ -77,21 +77,20 @@ class BinderBlock(nn.Module):
         assert c.binder is not None
         self.config, self.binder, wide = c, c.binder, c.width
         gain = (4 * c.iterations) ** -0.5
-        self.norm_slots, self.norm_time, self.norm_among, self.norm_mlp = (
-            nn.LayerNorm(wide, eps=c.ln_eps) for _ in range(4)
-        )
+        self.norm_slots, self.norm_time, self.norm_mlp = (nn.LayerNorm(wide, eps=c.ln_eps) for _ in range(3))
         self.norm_input = nn.LayerNorm(in_width, eps=c.ln_eps)
         self.to_q, self.out = (nn.Linear(wide, wide, bias=False) for _ in range(2))
         self.to_k, self.to_v = (nn.Linear(in_width, wide, bias=False) for _ in range(2))
-        self.across_time, self.among = (SlotHeads(wide, self.binder.heads, gain) for _ in range(2))
+        self.across_time = SlotHeads(wide, self.binder.heads, gain)
+        if self.binder.interaction == "decoupled":
+            self.norm_among, self.among = nn.LayerNorm(wide, eps=c.ln_eps), SlotHeads(wide, self.binder.heads, gain)
         self.mlp = nn.Sequential(
             nn.Linear(wide, c.mlp_width), ACTIVATIONS[c.activation](), nn.Linear(c.mlp_width, wide)
         )
         hidden = self.binder.distance_width
-        # Biases by distance in time, of the heads to tokens and of those across time.
-        self.distance = nn.Sequential(
-            nn.Linear(2 * self.binder.octaves, hidden), nn.GELU(), nn.Linear(hidden, c.heads + self.binder.heads)
-        )
+        # Biases by distance in time, of the heads to tokens and of those across time; then the logarithms of weights.
+        told = c.heads + self.binder.heads + (c.heads if self.binder.fades else 0)
+        self.distance = nn.Sequential(nn.Linear(2 * self.binder.octaves, hidden), nn.GELU(), nn.Linear(hidden, told))
         for layer in (self.to_q, self.to_k, self.to_v):
             nn.init.xavier_uniform_(layer.weight)
         nn.init.xavier_uniform_(self.out.weight, gain)
@@ -116,30 +115,40 @@ class BinderBlock(nn.Module):
         seen = (
             (apart <= 0) & (apart > -(w or times)) if self.binder.causal else torch.ones_like(apart, dtype=torch.bool)
         )
-        bias = self.biases(apart)
-        update, attention = self._bound(
-            self.norm_slots(slots), tokens, bias[: self.config.heads], alike, with_attention
+        bias, among, fading = self.biases(apart).tensor_split(
+            (self.config.heads, self.config.heads + self.binder.heads)
         )
+        among = among.masked_fill(~seen, -math.inf)
+        update, attention = self._bound(self.norm_slots(slots), tokens, bias, fading, alike, with_attention)
         slots = slots + update
-        among_times = bias[self.config.heads :].masked_fill(~seen, -math.inf)
-        slots = slots + self.across_time(self.norm_time(slots).transpose(1, 2), among_times).transpose(1, 2)
+        if self.binder.interaction == "joint":
+            k = slots.shape[2]
+            among = among.repeat_interleave(k, 1).repeat_interleave(k, 2)
+            slots = slots + self.across_time(self.norm_time(slots).flatten(1, 2), among).view(slots.shape)
+        else:
+            slots = slots + self.across_time(self.norm_time(slots).transpose(1, 2), among).transpose(1, 2)
         return self.rest(slots), attention
 
     def rest(self, slots: Tensor) -> Tensor:
         """What happens among the slots of a time."""
-        slots = slots + self.among(self.norm_among(slots), None)
+        if self.binder.interaction == "decoupled":
+            slots = slots + self.among(self.norm_among(slots), None)
         return slots + self.mlp(self.norm_mlp(slots))
 
     def _bound(
-        self, slots: Tensor, tokens: Tokens, bias: Tensor, alike: bool, with_attention: bool
+        self, slots: Tensor, tokens: Tokens, bias: Tensor, fading: Tensor, alike: bool, with_attention: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Inverted attention of normed slots to tokens of all times that they see."""
+        """Attention of normed slots to tokens of all times that they see."""
         c, binder = self.config, self.binder
         queries, offset = self.queries(slots)
-        # What one head adds to all who compete for a token changes no share; of several it weighs them.
-        added = (
-            bias.permute(1, 2, 0).repeat_interleave(c.slots, -1) if c.heads > 1 or binder.competes == "clip" else None
-        )
+        # What one head adds to all who compete for a token of one time changes no share; else it weighs them.
+        matters = c.heads > 1 or binder.competes == "clip" or not binder.inverted
+        added = bias.permute(1, 2, 0).repeat_interleave(c.slots, -1) if matters else None
+        weight = fading.exp().permute(1, 2, 0).repeat_interleave(c.slots, -1) if binder.fades else None
+        sees: Sees = "earlier" if binder.causal else "all"
+        if not binder.inverted:
+            found = chosen(queries, tokens.x, c.ln_eps, added, sees, binder.window, with_attention)
+            return self.values(found.taken, found.total), self._of_all_heads(found.own)
         if alike and added is None:
             # Equal queries take the same of a frame at all times: each frame once, and sums over the times that see it.
             alone = Tokens(*(table.flatten(0, 1)[:, None] for table in tokens))
@@ -152,14 +161,16 @@ class BinderBlock(nn.Module):
                 with_own=with_attention,
             )
             shape = tokens.mean.shape[:2]
-            taken, total = (self._summed(table.view(*shape, *table.shape[2:])) for table in (taken, total))
+            taken, total = (self._summed(table.view(*shape, *table.shape[2:]), weight) for table in (taken, total))
             own = None if own is None else own.view(*shape, *own.shape[2:])
         else:
-            sees: Sees = "earlier" if binder.causal else "all"
             taken, total, own = bound(
-                queries, offset, tokens, added, sees, binder.competes, binder.window, with_attention
+                queries, offset, tokens, added, sees, binder.competes, binder.window, with_attention, weight
             )
-        return self.values(taken, total), None if own is None else own.unflatten(2, (c.heads, -1)).sum(2)
+        return self.values(taken, total), self._of_all_heads(own)
+
+    def _of_all_heads(self, own: Tensor | None) -> Tensor | None:
+        return None if own is None else own.unflatten(2, (self.config.heads, -1)).sum(2)
 
     def queries(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """(b, T, H * K, in_width) for standardised tokens z, and what is added to all logits of a row (b, T, H * K).
@@ -175,13 +186,19 @@ class BinderBlock(nn.Module):
     def values(self, taken: Tensor, total: Tensor) -> Tensor:
         """Sums of standardised tokens (b, T, H * K, in_width) and of shares to the values of their means: (b, T, K, D)."""
         heads, norm = self.config.heads, self.norm_input
-        means = (taken * norm.weight + total[..., None] * norm.bias) / (total + self.config.renorm_eps)[..., None]
+        eps = self.config.renorm_eps if self.binder.inverted else 0.0  # what slots choose sums to one as it is
+        means = (taken * norm.weight + total[..., None] * norm.bias) / (total + eps)[..., None]
         means = means.unflatten(2, (heads, -1)).to(self.to_v.weight.dtype)
         values = torch.einsum("bthki,hdi->btkhd", means, self.to_v.weight.unflatten(0, (heads, -1)))
         return self.out(values.flatten(-2))
 
-    def _summed(self, table: Tensor) -> Tensor:
-        """Of each frame's own (b, T, …) the sums over the times that a time sees."""
+    def _summed(self, table: Tensor, weight: Tensor | None) -> Tensor:
+        """Of each frame's own (b, T, R, …) the sums over the times that a time sees; by weights (T, T, R) of those."""
+        if weight is not None:
+            seen = torch.ones(weight.shape[:2], device=weight.device, dtype=weight.dtype)
+            if self.binder.causal:
+                seen = seen.tril() if self.binder.window is None else seen.tril().triu(1 - self.binder.window)
+            return torch.einsum("tsr,bsr...->btr...", (weight * seen[..., None]).to(table.dtype), table)
         if not self.binder.causal:
             return table.sum(1, keepdim=True).expand_as(table)
         sums, w = table.cumsum(1), self.binder.window

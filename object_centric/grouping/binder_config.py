@@ -23,6 +23,17 @@ class BinderConfig(Frozen):
     competes: Literal["time", "clip"] = setting(
         "time", "who shares a token: slots of each time among them (the code), or of all times (as D.1.2 can be read)"
     )
+    inverted: bool = setting(
+        True, "slots compete for tokens; false: each chooses among all tokens that it sees, an ablation of the paper"
+    )
+    interaction: Literal["decoupled", "joint"] = setting(
+        "decoupled",
+        "slots look at themselves across time, then at others of their time; joint: at all slots of all times at once",
+    )
+    fades: bool = setting(
+        False,
+        "a frame's shares are weighed by how far it is, behind the softmax: of one head a bias before it changes nothing (ours, not the paper's)",
+    )
     longest: int = setting(1024, "times whose distances are told apart: half the period of the slowest octave", gt=0)
     octaves: int = setting(
         8, "sines and cosines of a distance in time, each of half the last one's period", gt=0, le=30

@@ -35,9 +35,10 @@ class BinderStream:
     def __init__(self, binder: ParallelBinder, window: int | None = None):
         made = binder.config.binder
         assert made is not None
-        if not made.causal or made.competes == "clip":
+        if not made.causal or made.competes == "clip" or not made.inverted or made.interaction == "joint":
             raise ValueError(
-                "slots of a stream: binder.causal=true and binder.competes=time alone do not change with later frames"
+                "slots of a stream: binder.causal=true, competes=time, inverted=true, interaction=decoupled; "
+                "others change with later frames, or are not kept"
             )
         self.binder, self.window = binder, window or made.window
         self._past: list[_Past | None] = [None] * len(binder.blocks)
@@ -59,8 +60,9 @@ class BinderStream:
         self, block: BinderBlock, slots: Tensor, fresh: Tokens, past: _Past | None, alike: bool
     ) -> tuple[Tensor, _Past]:
         heads, one = block.config.heads, fresh.x.shape[1]
+        aged = heads > 1 or block.binder.fades  # frames count by how far they are
         queries, offset = block.queries(block.norm_slots(slots))
-        if alike and heads == 1:
+        if alike and not aged:
             # The first block asks the same of every frame, whose answers are kept.
             taken, total, _ = bound(queries, offset, _alone(fresh), None, "all")
             if past is not None:
@@ -73,7 +75,7 @@ class BinderStream:
             held = self._tokens.x.shape[1] // one
             taken, total = (
                 self._asked(block, queries, offset, held)
-                if heads > 1
+                if aged
                 else bound(queries, offset, _alone(self._tokens), None, "all")[:2]
             )
             update = block.values(taken, total)
@@ -81,20 +83,27 @@ class BinderStream:
         normed = block.norm_time(slots).transpose(1, 2)
         normed = normed if past is None else self._last(torch.cat([past.slots, normed], 2), 2)
         apart = torch.arange(1 - normed.shape[2], 1, device=normed.device)
-        slots = slots + block.across_time(normed, block.biases(apart)[heads:, None], last=True).transpose(1, 2)
+        among = block.biases(apart)[heads : heads + block.binder.heads, None]
+        slots = slots + block.across_time(normed, among, last=True).transpose(1, 2)
         return block.rest(slots), _Past(taken, total, normed)
 
     def _asked(self, block: BinderBlock, queries: Tensor, offset: Tensor, held: int) -> tuple[Tensor, Tensor]:
-        """Of several heads, which weigh frames by how far they are: one frame of the ring after another."""
+        """Of several heads, or shares that fade, which weigh frames by how far they are: one frame of the ring after another."""
         assert self._tokens is not None
         frames = Tokens(*(table.unflatten(1, (held, -1)) for table in self._tokens))
         ages = (self._count - 1 - torch.arange(held, device=frames.x.device)) % held
-        bias = block.biases(-ages)[: block.config.heads].repeat_interleave(block.config.slots, 0)  # (R, held)
+        told = block.biases(-ages).repeat_interleave(block.config.slots, 0)  # (all heads * K, held)
+        rows = queries.shape[2]
+        bias = told[:rows]
+        weight = told[-rows:].exp() if block.binder.fades else torch.ones_like(bias)
         found = [
             bound(queries, offset + bias[:, i], Tokens(*(table[:, i : i + 1] for table in frames)), None, "all")
             for i in range(held)
         ]
-        return torch.stack([f.taken for f in found]).sum(0), torch.stack([f.total for f in found]).sum(0)
+        taken = sum(f.taken * weight[:, i, None] for i, f in enumerate(found))
+        total = sum(f.total * weight[:, i] for i, f in enumerate(found))
+        assert isinstance(taken, Tensor) and isinstance(total, Tensor)
+        return taken, total
 
     def _keep(self, fresh: Tokens) -> None:
         """A new frame in the place of the oldest."""

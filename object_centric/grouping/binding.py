@@ -50,6 +50,7 @@ def bound(
     competes: Literal["time", "clip"] = "time",
     window: int | None = None,
     with_own: bool = False,
+    weight: Tensor | None = None,
 ) -> Bound:
     """Inverted attention of R rows per time (slots of each head) to standardised tokens.
 
@@ -58,6 +59,7 @@ def bound(
         bias: (T, T, R), of the logits of a time and what it sees; None: none.
         sees: a time looks at itself and earlier ones, or at all.  window: at so many of the last ones.
         competes: rows of one time share a token, or those of all times that see it.
+        weight: (T, T, R), of the shares that a time takes of what it sees; None: ones.
     """
     device, x = queries.device.type, tokens.x
     low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -68,10 +70,45 @@ def bound(
             queries, x = queries.to(low), x.to(low)
         how = sees, competes, window, with_own
         taken, total, own = _Streamed.apply(
-            queries, offset.to(tokens.mean.dtype), x, tokens.mean, tokens.rstd, bias, how
+            queries, offset.to(tokens.mean.dtype), x, tokens.mean, tokens.rstd, bias, weight, how
         )  # type: ignore[misc]
         taken = taken - taken.mean(-1, keepdim=True)
     return Bound(taken, total, own if with_own else None)
+
+
+def chosen(
+    queries: Tensor,
+    x: Tensor,
+    eps: float,
+    bias: Tensor | None,
+    sees: Sees,
+    window: int | None = None,
+    with_own: bool = False,
+) -> Bound:
+    """The same of tokens x (b, T, N, W) without competition: every row's shares of all tokens that it sees sum to one, `total` is ones;
+    what is added to all logits of a row would change nothing.
+
+    `own` is of a time's tokens alone, brought to a sum of one per token, as masks are made of it.
+    """
+    times, device = queries.shape[1], queries.device.type
+    with torch.autocast(device, enabled=False):
+        z = F.layer_norm(x.to(torch.promote_types(x.dtype, torch.float32)), x.shape[-1:], eps=eps)
+        queries = queries.to(z.dtype)
+        taken = []
+        for t in range(times):
+            first = 0 if window is None or sees == "all" else max(t + 1 - window, 0)
+            seen = z[:, first : (times if sees == "all" else t + 1)]
+            mask = None
+            if bias is not None:
+                mask = bias[t, first : first + seen.shape[1]].T.repeat_interleave(seen.shape[2], 1)[None].to(z.dtype)
+            keys = seen.flatten(1, 2)
+            taken.append(F.scaled_dot_product_attention(queries[:, t], keys, keys, attn_mask=mask, scale=1.0))
+        own = None
+        if with_own:
+            with torch.no_grad():
+                own = torch.softmax(queries @ z.transpose(-1, -2), -1)
+                own = own / own.sum(2, keepdim=True).clamp(min=1e-12)
+    return Bound(torch.stack(taken, 1), z.new_ones(queries.shape[:3]), own)
 
 
 class _Streamed(torch.autograd.Function):
@@ -79,7 +116,15 @@ class _Streamed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, queries: Tensor, offset: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, bias: Tensor | None, how: Any
+        ctx: Any,
+        queries: Tensor,
+        offset: Tensor,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        bias: Tensor | None,
+        weight: Tensor | None,
+        how: Any,
     ) -> Any:
         sees, competes, window, with_own = how
         b, times, rows, wide = queries.shape
@@ -91,22 +136,24 @@ class _Streamed(torch.autograd.Function):
             shares = _shares(raw.view(b, -1, rows, x.shape[2]), offset, rstd, bias, s, there, competes)
             if with_own:
                 own[:, s] = shares[:, s - there.start]
+            if weight is not None:
+                shares = shares * weight[there, s, :, None]
             total[:, there] += shares.sum(-1)
             weights = shares.mul_(rstd[:, s, None, None]).flatten(1, 2).to(x.dtype)
             taken[:, there] += (weights @ x[:, s]).view(b, -1, rows, wide)
-        ctx.save_for_backward(queries, offset, x, mean, rstd, bias)
+        ctx.save_for_backward(queries, offset, x, mean, rstd, bias, weight)
         ctx.how = sees, competes, window
         ctx.mark_non_differentiable(own)
         return taken, total, own
 
     @staticmethod
     def backward(ctx: Any, d_taken: Tensor, d_total: Tensor, _own: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        queries, offset, x, mean, rstd, bias = ctx.saved_tensors
+        queries, offset, x, mean, rstd, bias, weight = ctx.saved_tensors
         sees, competes, window = ctx.how
         b, times, rows, wide = queries.shape
         d_queries, d_offset = torch.zeros_like(d_taken), torch.zeros_like(offset)
         d_x = torch.empty_like(x)  # returned as it is: what is a view of something cannot be added to in place
-        d_bias = None if bias is None else torch.zeros_like(bias)
+        d_bias, d_weight = (None if table is None else torch.zeros_like(table) for table in (bias, weight))
         ones = x.new_ones(b, 1, wide)
         for s in range(times):
             there, r = _looking(s, times, sees, window), rstd[:, s, None, None]
@@ -116,12 +163,17 @@ class _Streamed(torch.autograd.Function):
             raw, inner = both.unbind(1)
             shares = _shares(raw, offset, rstd, bias, s, there, competes)
             d_shares = (inner * r).add_(d_total[:, there, :, None]).mul_(shares)
+            if weight is not None and d_weight is not None:
+                d_weight[there, s] += d_shares.sum((0, 3))
+                d_shares = d_shares * weight[there, s, :, None]
             # A softmax's: shares * (gradient - its mean by shares), over all who compete for a token.
             among = d_shares.sum(2, keepdim=True) if competes == "time" else d_shares.sum((1, 2), keepdim=True)
             d_logits = d_shares.addcmul_(shares, among, value=-1)
             d_offset[:, there] += d_logits.sum(-1)
             if d_bias is not None:
                 d_bias[there, s] += d_logits.sum((0, 3))
+            if weight is not None:
+                shares = shares * weight[there, s, :, None]
             # What x gets through its deviation, which all numbers of a token share: slope * (x - mean).
             both[:, 0], both[:, 1] = raw * d_logits, inner * shares
             slope = both.sum((1, 2, 3)) * rstd[:, s] ** 3 / -wide
@@ -131,7 +183,7 @@ class _Streamed(torch.autograd.Function):
             d_queries[:, there] += (weights[:, : raw.shape[1] * rows] @ x[:, s]).view(b, -1, rows, wide)
             torch.bmm(weights.transpose(1, 2), asked, out=d_x[:, s])
             d_x[:, s].addcmul_(x[:, s], slope[..., None].to(x.dtype))
-        return d_queries.to(queries.dtype), d_offset, d_x, None, None, d_bias, None
+        return d_queries.to(queries.dtype), d_offset, d_x, None, None, d_bias, d_weight, None
 
 
 def _looking(s: int, times: int, sees: Sees, window: int | None) -> slice:

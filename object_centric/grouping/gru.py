@@ -17,15 +17,19 @@ GruKind = Literal["torch", "flax", "keras"]
 
 
 class Gru(nn.Module):
-    """(n, D) input and (n, D) state to the next state.
+    """(n, W) input and (n, D) state to the next state.
 
-    Gates stand in torch's order: r, z, n. `weight_ih`, `weight_hh` (3 D, D), `bias_ih` (3 D,); `bias_hh` (3 D,), of flax (D,): that of n.
+    Gates stand in torch's order: r, z, n. `weight_ih` (3 D, W), `weight_hh` (3 D, D), `bias_ih` (3 D,); `bias_hh` (3 D,), of flax (D,):
+    that of n.
+
+    Args:
+        width: D.  taken: W; default: D.
     """
 
-    def __init__(self, width: int, kind: GruKind = "torch"):
+    def __init__(self, width: int, kind: GruKind = "torch", taken: int | None = None):
         super().__init__()
-        self.width, self.kind = width, kind
-        self.weight_ih, self.weight_hh = (nn.Parameter(torch.empty(3 * width, width)) for _ in range(2))
+        self.width, self.kind, self.taken = width, kind, taken or width
+        self.weight_ih, self.weight_hh = (nn.Parameter(torch.empty(3 * width, wide)) for wide in (self.taken, width))
         self.bias_ih = nn.Parameter(torch.zeros(3 * width))
         self.bias_hh = nn.Parameter(torch.zeros(width if kind == "flax" else 3 * width))
         self.reset_parameters()
@@ -40,7 +44,7 @@ class Gru(nn.Module):
             if self.kind == "flax":
                 lecun_normal_(gate)
         if self.kind == "keras":  # one kernel for all gates: (D, 3 D)
-            limit = (6 / (4 * self.width)) ** 0.5
+            limit = (6 / (3 * self.width + self.taken)) ** 0.5
             nn.init.uniform_(self.weight_ih, -limit, limit)
             nn.init.orthogonal_(self.weight_hh)
         else:

@@ -40,23 +40,28 @@ class SlotAttention(nn.Module):
             # Keras' glorot_uniform on (1, 1, D) counts D and 1; torch's own of that shape would count others.
             limit = (6 / (1 + c.width)) ** 0.5
             self.mu, self.log_sigma = (nn.Parameter(torch.empty(c.width).uniform_(-limit, limit)) for _ in range(2))
-        else:
+        elif c.init != "given":
             self.learned = nn.Parameter(torch.randn(1 if c.init == "same" else c.slots, c.width))
 
     def first(self, shape: torch.Size, noise: Tensor | None) -> Tensor:
-        """(…, K, D): what the slots begin as. Raises `ValueError` where they are drawn and no noise was given."""
+        """(…, K, D): what the slots begin as. Raises `ValueError` where they are drawn and no noise was given, or are given and were not."""
         c = self.config
+        if c.init == "given":
+            raise ValueError("init=given: slots begin as `first`, (…, K, D)")
         if c.init != "gaussian":
             return self.learned.expand(*shape, c.slots, c.width)
         if noise is None:
             raise ValueError(f"slots begin at random: give noise (…, {c.slots}, {c.width})")
         return self.mu + self.log_sigma.exp() * noise[..., : c.width]
 
-    def forward(self, features: Tensor, noise: Tensor | None = None, first: Tensor | None = None) -> Grouped:
+    def forward(
+        self, features: Tensor, noise: Tensor | None = None, first: Tensor | None = None, turns: int | None = None
+    ) -> Grouped:
         """Group features (…, N, in_width).
 
         Args:
             noise: see above.  first: (…, K, D), slots to begin with in place of the module's own.
+            turns: so many rounds in place of the configuration's; of shared weights.
         """
         c, lead = self.config, features.shape[:-2]
         wide = c.drawn(features.shape[-2])
@@ -69,15 +74,15 @@ class SlotAttention(nn.Module):
             if noise is None:
                 raise ValueError(f"ties are broken by chance: give noise (…, {c.slots}, {wide})")
             ties = noise[..., c.width :].reshape(-1, c.slots, wide - c.width)
-        slots, attention = self._rounds(x, slots.reshape(-1, *slots.shape[-2:]), ties)
+        slots, attention = self._rounds(x, slots.reshape(-1, *slots.shape[-2:]), ties, turns or c.iterations)
         return Grouped(slots.view(*lead, *slots.shape[-2:]), attention.view(*lead, *attention.shape[-2:]))
 
-    def _rounds(self, x: Tensor, slots: Tensor, ties: Tensor) -> tuple[Tensor, Tensor]:
-        c, last = self.config, self.config.iterations - 1
+    def _rounds(self, x: Tensor, slots: Tensor, ties: Tensor, turns: int) -> tuple[Tensor, Tensor]:
+        c, last = self.config, turns - 1
         begun = slots
         attention = slots.new_zeros(())
         keyed: Any = None
-        for i in range(c.iterations):
+        for i in range(turns):
             step: Any = self.rounds[i if c.layers == "own" else 0]
             alone = c.gradient == "last" and i < last
             with torch.set_grad_enabled(torch.is_grad_enabled() and not alone):
@@ -104,7 +109,7 @@ class Round(nn.Module):
         self.to_q = nn.Linear(c.width, c.qkv, bias=False)
         self.to_k, self.to_v = (nn.Linear(in_width, c.qkv, bias=False) for _ in range(2))
         self.out = nn.Linear(c.qkv, c.width, bias=False) if c.out_proj else nn.Identity()
-        self.gru = Gru(c.width, c.gru) if c.gru != "none" else None
+        self.gru = Gru(c.width, c.gru, c.width if c.out_proj else c.qkv) if c.gru != "none" else None
         if c.mlp_width:
             self.norm_mlp = nn.LayerNorm(c.width, eps=c.ln_eps)
             self.mlp = nn.Sequential(

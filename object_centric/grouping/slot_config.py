@@ -76,8 +76,9 @@ class SlotAttentionConfig(Frozen):
     mlp_last: bool = setting(True, "the MLP runs in the last iteration too")
     out_proj: bool = setting(False, "a linear layer behind the values, as more than one head of savi's has")
     layers: Literal["shared", "own"] = setting("shared", "one set of weights for all iterations, or one for each")
-    init: Literal["gaussian", "learned", "same"] = setting(
-        "gaussian", "first slots: drawn from one learned Gaussian, learned one by one, or one that is learned for all"
+    init: Literal["gaussian", "learned", "same", "given"] = setting(
+        "gaussian",
+        "first slots: drawn from one learned Gaussian, learned one by one, one that is learned for all; given: by a hint of a video's first frame",
     )
     gradient: Literal["all", "last"] = setting(
         "all", "through all iterations, or the last alone (implicit differentiation, Chang et al. 2022)"
@@ -122,8 +123,10 @@ class SlotAttentionConfig(Frozen):
             raise ValueError(f"kv=folded: with heads={self.heads} it costs more than it saves; leave kv away")
         if self.softmax_over == "keys" and self.renorm != "none":
             raise ValueError(f"renorm={self.renorm}: weights that sum to one over tokens need none; set renorm to none")
-        if self.qkv != self.width and not self.out_proj:
-            raise ValueError(f"qkv_width={self.qkv} is not width={self.width}, which values go back to; set out_proj")
+        if self.qkv != self.width and not self.out_proj and self.gru == "none":
+            raise ValueError(
+                f"qkv_width={self.qkv} is not width={self.width}, to which values are added; set out_proj, or a gru"
+            )
         if self.straight_through and self.gradient == "all":
             raise ValueError("straight_through: is of gradient=last")
         if self.init == "same" and not (self.transport and self.transport.entropy_steps and self.transport.noise):
@@ -160,12 +163,14 @@ class SlotAttentionConfig(Frozen):
             raise ValueError(
                 f"binder.heads={binder.heads}: has to divide width={self.width}, and mlp_width={self.mlp_width} to be above 0"
             )
+        if not binder.inverted and (binder.competes == "clip" or binder.fades):
+            raise ValueError("binder.inverted=false: nobody competes for a token; leave competes and fades away")
         if binder.window is not None and not binder.causal:
             raise ValueError(
                 f"binder.window={binder.window}: is of the last times, and causal=false sees later ones, too"
             )
-        if self.init == "same":
-            raise ValueError("init=same: equal slots stay equal in a binder; use learned or gaussian")
+        if self.init in ("same", "given"):
+            raise ValueError(f"init={self.init}: slots of a binder are learned or drawn; use learned or gaussian")
 
     @property
     def qkv(self) -> int:

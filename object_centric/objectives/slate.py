@@ -15,7 +15,7 @@ from sparo_train.core.schedules import cosine
 from sparo_train.objectives.method import Method
 
 from .collapse import SlotCollapseConfig, sharing
-from .slate_model import SlateModel, SlateModelConfig
+from .slate_model import Slated, SlateModel, SlateModelConfig
 from .slot_autoencoder import no_cache_of_changed_pictures
 from .slot_examples import SlotExamples
 
@@ -33,21 +33,36 @@ class Slate(Objective):
     gradient to the VAE, so its parameters learn from the first alone.
     """
 
-    def __init__(self, config: SlateConfig):
+    def __init__(self, config: Any):
         super().__init__()
         self.config = config
-        self.model = SlateModel(config.model)
+        self.model = self.modelled(config.model)
         self._done = 0.0  # share of the steps
 
+    def modelled(self, config: Any) -> SlateModel:
+        """The model."""
+        return SlateModel(config)
+
     def forward(self, batch: Batch, progress: Progress) -> Loss:
-        for key in ("image", "noise"):
+        self.refuse_without(batch, "image", "noise")
+        images, tau = batch["image"].to(torch.float32) / 255, self.temperature(progress)
+        found = self.model(images, batch["noise"], tau)
+        return self.missed(images, found, found.towered.attention, tau)
+
+    def refuse_without(self, batch: Batch, *keys: str) -> None:
+        """Raise `DataError` where a batch lacks one of these."""
+        for key in keys:
             if key not in batch:
-                raise DataError(f"objective slate: the batch has no {key!r} (it has {', '.join(batch)})")
+                raise DataError(f"objective {self.config.kind}: the batch has no {key!r} (it has {', '.join(batch)})")
+
+    def temperature(self, progress: Progress) -> float:
+        """Of this step's relaxed draws."""
         self._done = progress.step / max(progress.total_steps, 1)
         d = self.config.model.dvae
-        tau = cosine(d.tau_start, d.tau_end, progress.step, d.tau_steps)
-        images = batch["image"].to(torch.float32) / 255
-        found = self.model(images, batch["noise"], tau)
+        return cosine(d.tau_start, d.tau_end, progress.step, d.tau_steps)
+
+    def missed(self, images: Tensor, found: Slated, attention: Tensor, tau: float) -> Loss:
+        """What the VAE drew wrong of images (b, 3, S, S), and the decoder said wrong; `attention` (n, K, s, s), of different samples."""
         squares = (found.drawn - images).square()
         cross_entropy = found.cross_entropy.mean()
         return Loss(
@@ -56,7 +71,7 @@ class Slate(Objective):
                 "mse": squares.detach().mean(),
                 "cross_entropy": cross_entropy.detach() / self.config.model.tokens,
                 "tau": torch.tensor(tau, device=images.device),
-                **sharing(_of_one(found.towered.attention)),
+                **sharing(_of_one(attention)),
             },
         )
 

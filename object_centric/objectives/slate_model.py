@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -49,9 +50,9 @@ class SlateModelConfig(SlotTowerConfig):
 
 class Slated(NamedTuple):
     """towered: of the tower.  tokens: (b, N), those that the decoder is to say.  cross_entropy: (b,), summed over them.
-    drawn: (b, 3, S, S), the VAE's image."""
+    drawn: (b, 3, S, S), the VAE's image.  Of videos b counts frames, and what the tower gives is of videos."""
 
-    towered: Towered
+    towered: Any
     tokens: Tensor
     cross_entropy: Tensor
     drawn: Tensor
@@ -64,7 +65,7 @@ class SlateModel(nn.Module):
         super().__init__()
         self.config, wide = config, config.decoder.width
         self.dvae = Dvae(config.dvae)
-        self.tower = SlotTower(config)
+        self.tower = self.towered_by(config)
         self.embed = nn.Embedding(config.dvae.vocab, wide)
         self.begin = nn.Parameter(torch.randn(wide))
         self.places = nn.Parameter(nn.init.trunc_normal_(torch.empty(1 + config.tokens, wide)))
@@ -74,15 +75,25 @@ class SlateModel(nn.Module):
         for layer in (self.project, self.head):
             nn.init.xavier_uniform_(layer.weight)
 
+    def towered_by(self, config: Any) -> nn.Module:
+        """What makes slots."""
+        return SlotTower(config)
+
     def forward(self, images: Tensor, noise: Tensor, tau: float) -> Slated:
+        return self.said(images, tau, lambda embedded: self._grouped(images, embedded, noise))
+
+    def said(self, images: Tensor, tau: float, group: Callable[[Tensor], Any]) -> Slated:
+        """`group`: what the tower makes of embedded tokens (b, 1 + N, width), or of the images themselves."""
         logits = self.dvae.logits(images)
-        drawn = self.dvae.drawn(relaxed(logits, tau, self.config.dvae.hard))
-        # A draw of its own, as in SLATE's and STEVE's code: the decoder's tokens are not those that the VAE drew from.
+        drew = gumbel(logits)
+        drawn = self.dvae.drawn(relaxed(logits, drew, tau, self.config.dvae.hard))
         with torch.no_grad():
-            tokens = (logits + gumbel(logits)).argmax(1).flatten(1)
+            drew = gumbel(logits) if self.config.dvae.says == "other" else drew
+            tokens = (logits + drew).argmax(1).flatten(1)
         embedded = self._embedded(tokens)
-        towered = self._grouped(images, embedded, noise)
-        said = self.head(self.decoder(embedded[:, :-1], self.project(towered.slots)))
+        towered = group(embedded)
+        slots = towered.slots.flatten(0, -3)  # of every frame
+        said = self.head(self.decoder(embedded[:, :-1], self.project(slots)))
         missed = F.cross_entropy(said.float().flatten(0, 1), tokens.flatten(), reduction="none")
         return Slated(towered, tokens, missed.view_as(tokens).sum(1), drawn)
 
@@ -111,7 +122,9 @@ class SlateModel(nn.Module):
         return F.dropout(placed, self.config.decoder.dropout, self.training)
 
     def _grouped(self, images: Tensor, embedded: Tensor, noise: Tensor) -> Towered:
-        if self.config.encoder.kind != "tokens":
-            return self.tower(images, noise)
+        return self.tower(self._seen(images, embedded), noise)
+
+    def _seen(self, images: Tensor, embedded: Tensor) -> Tensor:
+        """What the tower encodes: images, or their embedded tokens (b, s, s, width)."""
         side = math.isqrt(self.config.tokens)
-        return self.tower(embedded[:, 1:].unflatten(1, (side, side)), noise)
+        return images if self.config.encoder.kind != "tokens" else embedded[:, 1:].unflatten(1, (side, side))

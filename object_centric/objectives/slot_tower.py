@@ -13,6 +13,7 @@ from sparo_train.core.plugins import Open
 from sparo_train.core.tables import SLOT_ENCODERS
 
 from ..encoders.convnet import ConvNetConfig, grid
+from ..encoders.transformer import TransformerConfig
 from ..grouping.binder import ParallelBinder
 from ..grouping.invariant import FrameConfig, FramedSlotAttention
 from ..grouping.slot_attention import ACTIVATIONS, SlotAttention
@@ -30,6 +31,7 @@ class SlotTowerConfig(Frozen):
     """Which parts, and how they are put together."""
 
     embeds_tokens: ClassVar[bool] = False  # whether the model that has the tower makes features of encoder.kind=tokens
+    tells_first: ClassVar[bool] = False  # whether it may tell slots what to begin as
 
     image_size: int = setting(64, "pixels per side", gt=0, le=4096)
     encoder: Annotated[Any, Open(SLOT_ENCODERS, default="conv")] = setting(
@@ -40,6 +42,9 @@ class SlotTowerConfig(Frozen):
         None, "hidden units of that perceptron; default: the encoder's width", gt=0, examples=[64]
     )
     activation: Literal["relu", "gelu"] = setting("relu", "in that perceptron")
+    transformer: TransformerConfig | None = setting(
+        None, "over an image's features behind that perceptron (SAVi++); null: none", examples=[{"preset": "savi++"}]
+    )
     grouping: SlotAttentionConfig = setting(SlotAttentionConfig(), "from features to slots")
     frame: FrameConfig | None = setting(None, "slots with positions and scales of their own: T-SA, TS-SA; null: SA")
 
@@ -49,6 +54,16 @@ class SlotTowerConfig(Frozen):
             raise ValueError(f"image_size={self.image_size}: encoder.kind={self.encoder.kind} leaves nothing of it")
         if self.encoder.kind == "tokens" and not self.embeds_tokens:
             raise ValueError("encoder.kind=tokens: is of objective.kind=slate, which has a dVAE to make some")
+        if self.transformer is not None:
+            self.transformer.refuse_width(self.features, "transformer")
+            if self.frame is not None:
+                raise ValueError(
+                    "transformer: features that see each other are of no place, which a frame shifts; set frame or transformer to null"
+                )
+        if self.grouping.init == "given" and not self.tells_first:
+            raise ValueError(
+                "grouping.init=given: is of videos with a hint (objective.kind=video_slots); use learned or gaussian"
+            )
         if self.frame is None:
             return self
         g, plain = self.grouping, SlotAttentionConfig(renorm="sum")
@@ -103,7 +118,9 @@ class SlotTower(nn.Module):
         self.project = nn.Sequential(
             nn.Linear(wide, hidden), ACTIVATIONS[c.activation](), nn.Linear(hidden, c.features)
         )
+        # Behind all that draws weights before it: models without one begin as they did.
         self.grouping = self.grouped_by()
+        self.transformer = None if c.transformer is None else c.transformer.build(c.features)
 
     def grouped_by(self) -> Any:
         """What makes slots of tokens."""
@@ -119,7 +136,8 @@ class SlotTower(nn.Module):
         if self.position is not None:
             near = (grid(side, images.device).flip(-1) + 1) / 2
             placed = features + self.position(torch.cat([near, 1 - near], dim=-1)).unflatten(0, (side, side))
-        return self.project(self.norm(placed.flatten(1, 2))), features
+        tokens = self.project(self.norm(placed.flatten(1, 2)))
+        return tokens if self.transformer is None else self.transformer(tokens), features
 
     def forward(self, images: Tensor, noise: Tensor) -> Any:
         tokens, features = self.tokens(images)

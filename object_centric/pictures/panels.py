@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..tasks.mask_task import seen_by
 from ..tasks.slot_encoder import MaskingEncoder, Parts
-from ..tasks.video_encoder import VideoEncoder
+from ..tasks.video_encoder import TimedEncoder
 
 _GAP, _HEAD = 4, 14  # pixels between tiles, and for the words above them
 # Okabe and Ito's colours, which colour-blind people tell apart; then darker ones.
@@ -53,7 +53,7 @@ def panels(encoder: MaskingEncoder, samples: Sequence[Panel], tile: int = 96) ->
     return _sheet(*tiles_of(encoder, pixels, [s.true for s in samples], encoder.parts(pixels)), tile)
 
 
-def clip_sheet(encoder: VideoEncoder, clips: Sequence[ClipPanel], tile: int = 64, frames: int = 6) -> Image.Image:
+def clip_sheet(encoder: TimedEncoder, clips: Sequence[ClipPanel], tile: int = 64, frames: int = 6) -> Image.Image:
     """The same of videos: a row for each of so many frames of a clip, evenly over it, one clip below the other."""
     rows: list[list[Tensor]] = []
     heads: list[str] = []
@@ -63,7 +63,7 @@ def clip_sheet(encoder: VideoEncoder, clips: Sequence[ClipPanel], tile: int = 64
     return _sheet(rows, heads, tile)
 
 
-def clip_animation(encoder: VideoEncoder, clips: Sequence[ClipPanel], tile: int = 64) -> list[Image.Image]:
+def clip_animation(encoder: TimedEncoder, clips: Sequence[ClipPanel], tile: int = 64) -> list[Image.Image]:
     """A sheet for every frame, with a row for each clip; a clip that is over stays at its last frame."""
     found = list(_tiles_of_clips(encoder, clips))
     longest = max(len(tiles) for tiles, _ in found)
@@ -76,12 +76,16 @@ def save_animation(sheets: Sequence[Image.Image], place: str | Path | BinaryIO, 
 
 
 def _tiles_of_clips(
-    encoder: VideoEncoder, clips: Sequence[ClipPanel]
+    encoder: TimedEncoder, clips: Sequence[ClipPanel]
 ) -> Iterator[tuple[list[list[Tensor]], list[str]]]:
     known = any(clip.true is not None for clip in clips)
     for clip in clips:
         pixels = encoder.stacked([encoder.transform(image) for image in clip.images])
-        (found,) = encoder.clip_parts(pixels[None])
+        told = pixels
+        if encoder.conditional and clip.true is not None:
+            plane = torch.from_numpy(seen_by(encoder, clip.true[0]).astype(np.uint8)).to(pixels.device)
+            told = torch.cat([pixels, plane.expand(len(pixels), 1, -1, -1)], 1)
+        (found,) = encoder.clip_parts(told[None])
         true = [None] * len(pixels) if clip.true is None else list(clip.true)
         yield tiles_of(encoder, pixels, true, found, known)
 

@@ -71,11 +71,13 @@ def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
 
 def seen_by(encoder: Encoder, mask: np.ndarray) -> np.ndarray:
     """A label map cut and scaled as the encoder's images are, by the nearest pixel: labels have no mean."""
-    transform = encoder.transform
-    assert isinstance(transform, Pixels)  # what a MasksEncoder has
-    return eval_pixels(
-        Image.fromarray(mask.astype(np.int32)), transform.size, transform.resize, Image.Resampling.NEAREST
-    )
+    assert isinstance(encoder.transform, Pixels)  # what a MasksEncoder has
+    return labels_cut(encoder.transform, Image.fromarray(mask.astype(np.int32)))
+
+
+def labels_cut(transform: Pixels, labels: Image.Image) -> np.ndarray:
+    """The same of labels that are an image already."""
+    return eval_pixels(labels, transform.size, transform.resize, Image.Resampling.NEAREST)
 
 
 MASKS = Task(MasksTaskConfig, run_masks, lambda task: open_set(task, "masks").check(), needs=("masks",), facts="masks")

@@ -1,7 +1,8 @@
-"""Trained slot models of videos as encoders: masks of clips, of any length; an image is a clip of one frame."""
+"""Trained slot models of videos as encoders: slots and masks of clips, of any length; an image is a clip of one frame."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,20 +10,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evals.encoders.encoder import ClipsEncoder
+from evals.encoders.encoder import ClipsEncoder, DrawingEncoder
 from sparo_train.core.errors import ConfigError
 from sparo_train.models.slots import Slots
 
 from ..decoders.broadcast import Decoded
 from ..encoders.convnet import grid
+from ..grouping.slot_attention import Grouped
 from ..video.video_autoencoder import VideoAutoencoder
-from .slot_encoder import Parts, SlotEncoder, shared
+from ..video.video_slate import VideoSlate
+from .slot_encoder import MaskingEncoder, Parts, SlotEncoder, shared
 
 _FRAMES = 64  # that are drawn at once
+PLANES = ("flow", "depth", "flow_depth")  # what is drawn and is no picture of the frame
 
 
-class VideoEncoder(SlotEncoder, ClipsEncoder):
-    """A model of videos that draws its slots.
+class TimedEncoder(MaskingEncoder, ClipsEncoder):
+    """A model that makes slots of videos. Where its slots are told of the first frame a clip has a fourth plane, of which only that
+    frame's is looked at: an object's number per pixel.
 
     Args:
         trained_frames: how long the clips of its training were.
@@ -32,83 +37,175 @@ class VideoEncoder(SlotEncoder, ClipsEncoder):
         super().__init__(model, signed, label)
         self.trained_frames = trained_frames
 
-    @torch.inference_mode()
-    def seen(self, pixels: Tensor) -> Any:
-        """Images (n, 3, S, S) as clips of one frame."""
-        with self.autocast():
-            return self.model(self.normalised(pixels)[:, None], self.noise.to(self.device).expand(len(pixels), -1, -1))
+    @property
+    def conditional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.model.config.hint is not None
 
-    def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
-        """Slots and where they draw, for pictures: (n, K, S * S), each slot's shares of the pixels, brought to a sum of one."""
-        found = self.seen(self.stacked(pixels))
-        return Slots(found.slots[:, 0].float(), shared(found.decoded.masks))
+    @abstractmethod
+    def shares_of(self, found: Grouped) -> tuple[Tensor, Decoded | None]:
+        """Of slots (n, K, D) and attention (n, K, N) of n frames: shares (n, K, s, s) that are their masks, and what is drawn."""
+
+    @abstractmethod
+    def parts_of(self, found: Grouped) -> Parts:
+        """The same for pictures."""
+
+    def errors_of(self, decoded: Decoded | None, frames: Tensor) -> Tensor:
+        """(n,): mean squared error of every frame as it is drawn, in 0..1; -1 where its pixels are not."""
+        return torch.full((len(frames),), -1.0, device=self.device)
 
     @torch.inference_mode()
-    def clip_slots(self, video: Tensor, window: int | None = None) -> Tensor:
-        """(n, T, 3, S, S) uint8 -> (n, T, K, D). `window`: see `clips`; a binder has those of its training's clips where none is given.
+    def clip_groups(self, video: Tensor, window: int | None = None) -> list[Grouped]:
+        """Slots (T, K, D) and attention (T, K, N) of each of (n, T, 3, S, S) uint8, or of four planes. `window`: see `clips`; a binder has
+        those of its training's clips where none is given.
 
         Raises:
-            ConfigError: a window for slots that go from frame to frame.
+            ConfigError: a window for slots that go from frame to frame; or slots that are told, and nothing is.
         """
         binder = self.model.config.grouping.binder
         if binder is None and window is not None:
             raise ConfigError(
                 f"window={window}: is of a binder; slots that go from frame to frame have seen all of the earlier ones"
             )
-        slots = []
+        if self.conditional and video.shape[2] != 4:
+            raise ConfigError(
+                "these slots begin from the first frame's objects (hint), and nothing says which these are; give clips with masks"
+            )
+        found = []
         for clip in video:  # one by one, as its neighbours must not decide what fits into memory
-            tokens = torch.cat([self._tokens(part) for part in clip.split(_FRAMES)])
-            slots.append(self._grouped(tokens[None], None if binder is None else window or self.trained_frames))
-        return torch.cat(slots)
+            tokens = torch.cat([self._tokens(part) for part in clip[:, :3].split(_FRAMES)])
+            hint = clip[None, 0, 3].to(self.device) if self.conditional else None
+            found.append(self._grouped(tokens[None], hint, None if binder is None else window or self.trained_frames))
+        return found
 
-    @torch.inference_mode()
+    def clip_slots(self, video: Tensor, window: int | None = None) -> Tensor:
+        """(n, T, K, D), see `clip_groups`."""
+        return torch.stack([found.slots for found in self.clip_groups(video, window)])
+
     def clip_parts(self, video: Tensor, window: int | None = None) -> list[Parts]:
         """What each clip's frames are drawn as, for pictures: one for each, of its T frames."""
-        return [self.parts_of(self._drawn(slots)) for slots in self.clip_slots(video, window)]
+        return [self.parts_of(found) for found in self.clip_groups(video, window)]
 
     @torch.inference_mode()
     def clips(self, video: Tensor, window: int | None = None) -> Tensor:
         rows = []
-        for clip in video:
-            (slots,) = self.clip_slots(clip[None], window)
+        for clip, whole in zip(video, self.clip_groups(video, window), strict=True):
             labels, errors = [], []
-            for frames, own in zip(clip.split(_FRAMES), slots.split(_FRAMES), strict=True):
-                decoded = self._drawn(own)
-                shares = self.brought(decoded.masks)
+            for frames, *own in zip(*(table.split(_FRAMES) for table in (clip[:, :3], *whole)), strict=True):
+                shares, decoded = self.shares_of(Grouped(*own))
+                shares = self.brought(shares)
                 labels.append(shares.argmax(1).float().masked_fill(~shares.isfinite().all(1), torch.nan))
-                errors.append(self.error_of(decoded, self._target(frames))[:, 0])
+                errors.append(self.errors_of(decoded, frames))
             rows.append(torch.cat([torch.cat(labels).flatten(), torch.cat(errors)]))
         return torch.stack(rows)
 
+    def still(self, pixels: Tensor) -> Grouped:
+        """Images (n, 3, S, S) as clips of one frame."""
+        return Grouped(*(torch.cat(tables) for tables in zip(*self.clip_groups(pixels[:, None], None), strict=True)))
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return self.still(pixels).slots.float().flatten(1)
+
+    def shares(self, pixels: Tensor) -> Tensor:
+        return self.brought(self.shares_of(self.still(pixels))[0])
+
+    def parts(self, pixels: Tensor) -> Parts:
+        return self.parts_of(self.still(pixels))
+
+    def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
+        """Slots and where they are, for pictures: (n, K, s * s), each slot's shares, brought to a sum of one."""
+        found = self.still(self.stacked(pixels))
+        return Slots(found.slots.float(), shared(self.shares_of(found)[0]))
+
     def _tokens(self, frames: Tensor) -> Tensor:
         with self.autocast():
-            return self.model.tower.tokens(self.normalised(frames))[0]
+            return self.model.frame_tokens(self.normalised(frames))
 
-    def _target(self, frames: Tensor) -> Tensor:
-        pixels = self.normalised(frames)
-        if self.draws == "pixels":
-            return pixels
-        with self.autocast():
-            return self.model.tower.encoder(pixels).permute(0, 3, 1, 2).float()
-
-    def _grouped(self, tokens: Tensor, window: int | None) -> Tensor:
-        """Tokens (1, T, N, F) to slots; of a window, each frame's from its last `window` frames."""
+    def _grouped(self, tokens: Tensor, hint: Tensor | None, window: int | None) -> Grouped:
+        """Of tokens (1, T, N, F); of a window, each frame's slots from its last `window` frames."""
         noise = self.noise.to(self.device).expand(1, -1, -1)
         with self.autocast():
-            grouping = self.model.tower.grouping
+            tower = self.model.tower
             if window is None or tokens.shape[1] <= window:
-                return grouping(tokens, noise).slots
-            slots = [grouping(tokens[:, :window], noise).slots]
-            for end in range(window + 1, tokens.shape[1] + 1):
-                slots.append(grouping(tokens[:, end - window : end], noise).slots[:, -1:])
-            return torch.cat(slots, 1)
+                found = [tower.grouped(tokens, noise, hint)]
+            else:
+                found = [tower.grouped(tokens[:, :window], noise, hint)]
+                for end in range(window + 1, tokens.shape[1] + 1):
+                    last = tower.grouped(tokens[:, end - window : end], noise, hint)
+                    found.append(Grouped(*(table[:, -1:] for table in last)))
+        return Grouped(*(torch.cat(tables, 1)[0] for tables in zip(*found, strict=True)))
 
-    def _drawn(self, slots: Tensor) -> Decoded:
+
+class VideoEncoder(TimedEncoder, DrawingEncoder):
+    """A model that draws its slots."""
+
+    masks_are = SlotEncoder.masks_are
+
+    @property
+    def draws(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        target = self.model.config.target
+        return f"features of {self.model.tower.encoder.identity}" if target == "features" else target
+
+    @property
+    def numbers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.model.config.drawn_side**2 * self.model.config.drawn_width
+
+    @torch.inference_mode()
+    def shares_of(self, found: Grouped) -> tuple[Tensor, Decoded | None]:
         decoder = self.model.decoder
         with self.autocast():
-            return decoder(slots, grid(decoder.side, self.device))
+            decoded = decoder(found.slots, grid(decoder.side, self.device))
+        return decoded.masks, decoded
+
+    def parts_of(self, found: Grouped) -> Parts:
+        shares, decoded = self.shares_of(found)
+        assert decoded is not None
+        if self.draws == "pixels":
+            return Parts(self.brought(shares), self.shown(decoded.image), self.shown(decoded.own))
+        if self.draws.startswith("flow"):  # its colours; depth beside it is left out
+            return Parts(self.brought(shares), decoded.image[:, :3].float(), decoded.own[:, :, :3].float())
+        return Parts(self.brought(shares), None, None)
+
+    def errors_of(self, decoded: Decoded | None, frames: Tensor) -> Tensor:
+        if decoded is None or self.draws in PLANES:
+            return super().errors_of(decoded, frames)
+        pixels = self.normalised(frames)
+        if self.draws != "pixels":
+            with self.autocast():
+                pixels = self.model.tower.encoder(pixels).permute(0, 3, 1, 2).float()
+        apart = decoded.image.float() - pixels
+        # Of -1..1 a pixel's error is twice that of 0..1.
+        return (apart * self.std if self.draws == "pixels" else apart).square().flatten(1).mean(1)
+
+    @torch.inference_mode()
+    def squared_error(self, pixels: Tensor) -> Tensor:
+        if self.draws in PLANES:
+            raise ConfigError(
+                f"model.target={self.draws}: a still has none to compare with; score clips (task: video_masks)"
+            )
+        return self.errors_of(self.shares_of(self.still(pixels))[1], pixels)[:, None]
+
+
+class VideoSlateEncoder(TimedEncoder):
+    """A model that says its tokens: masks are where slots look, and pictures what is generated from them."""
+
+    masks_are = "slots' attention, bilinear"
+
+    def shares_of(self, found: Grouped) -> tuple[Tensor, Decoded | None]:
+        side = self.model.config.encoder.side(self.image_size)
+        return found.attention.unflatten(-1, (side, side)), None
+
+    @torch.inference_mode()
+    def parts_of(self, found: Grouped) -> Parts:
+        with self.autocast():
+            drawn = torch.cat([self.model.generate(some) for some in found.slots.split(_FRAMES)])
+        return Parts(self.brought(self.shares_of(found)[0]), drawn.float().clamp(0, 1), None)
 
 
 def video_encoder(objective: VideoAutoencoder) -> VideoEncoder:
     """The model that is trained."""
     return VideoEncoder(objective.model, objective.config.signed, objective.config.frames.count)
+
+
+def video_slate_encoder(objective: VideoSlate) -> VideoSlateEncoder:
+    """The model that is trained."""
+    return VideoSlateEncoder(objective.model, False, objective.config.frames.count)

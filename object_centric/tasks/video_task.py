@@ -8,8 +8,9 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from evals.encoders.encoder import ClipsEncoder
-from evals.sets.base import EvalSet, Limited, Transform
+from evals.encoders.encoder import ClipsEncoder, Encoder
+from evals.encoders.pixels import Pixels
+from evals.sets.base import EvalSet, Limited
 from evals.sets.clip_set import ClipSet
 from evals.sets.task_config import TaskConfig
 from evals.store.feature_table import View
@@ -20,7 +21,7 @@ from evals.tasks.result import Result
 from sparo_train.core.config import setting
 from sparo_train.core.errors import DataError
 
-from .mask_task import seen_by
+from .mask_task import labels_cut, seen_by
 
 
 class VideoMasksTaskConfig(TaskConfig):
@@ -53,41 +54,46 @@ class VideoMasksTaskConfig(TaskConfig):
 
 @dataclass(frozen=True)
 class EveryFrame:
-    """Images of a clip to (T, S, S, 3), each as `of` does it."""
+    """Images of a clip to (T, S, S, 3), each as `of` does it; `told`: the last of them is labels, which become a fourth plane of all frames."""
 
-    of: Transform
+    of: Pixels
+    told: bool = False
 
     def __call__(self, images: Any) -> np.ndarray:
-        return np.stack([self.of(image) for image in images])
+        frames = np.stack([self.of(image) for image in (images[:-1] if self.told else images)])
+        if not self.told:
+            return frames
+        plane = np.broadcast_to(labels_cut(self.of, images[-1]).astype(np.uint8), frames.shape[:-1])
+        return np.concatenate([frames, plane[..., None]], axis=-1)
 
 
-def open_clips(task: VideoMasksTaskConfig) -> EvalSet:
-    """The episodes of a task. Raises `DataError` where they are not there."""
-    found = ClipSet(task.root, task.frames, task.split)
+def open_clips(task: VideoMasksTaskConfig, told: int = 0) -> EvalSet:
+    """The episodes of a task; `told`: see `ClipSet`. Raises `DataError` where they are not there."""
+    found = ClipSet(task.root, task.frames, task.split, told)
     return found if task.limit is None else Limited(found, task.limit)
 
 
 def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
     """Scores of `evals/tasks/clip_segmentation.py`, at the model's size; true masks are brought to it by their nearest pixel."""
-    source = open_clips(task)
     encoder = scoring.encoder
-    assert isinstance(encoder, ClipsEncoder)  # what offers `clips`
+    assert isinstance(encoder, Encoder) and isinstance(encoder, ClipsEncoder)  # what offers `clips`
+    assert isinstance(encoder.transform, Pixels)  # what a ClipsEncoder has
+    source = open_clips(task, encoder.slots if encoder.conditional else 0)
     size, window = encoder.image_size, task.window
 
     def encode(video: Tensor) -> Tensor:
         return encoder.clips(video, window)
 
     view = View(f"clips: {encoder.masks_are}, window {window}", encode)
-    (found,) = scoring.features([source], task.workers, EveryFrame(encoder.transform), view)
+    (found,) = scoring.features([source], task.workers, EveryFrame(encoder.transform, encoder.conditional), view)
 
     def score() -> Result:
         rows = (row.numpy() for block in found.blocks(64) for row in block)
 
         def clip(row: np.ndarray, true: np.ndarray) -> clip_segmentation.MaskedClip:
             masks = row[: -len(true)].reshape(len(true), size, size).astype(np.int64)
-            return clip_segmentation.MaskedClip(
-                np.stack([seen_by(encoder, plane) for plane in true]), masks, row[-len(true) :]
-            )
+            errors = np.where(row[-len(true) :] < 0, np.nan, row[-len(true) :])
+            return clip_segmentation.MaskedClip(np.stack([seen_by(encoder, plane) for plane in true]), masks, errors)
 
         clips = (clip(row, np.asarray(fact)) for row, fact in zip(rows, found.facts, strict=True))
         result = clip_segmentation.score(clips, task.background, task.ignore, task.first_frame)
@@ -106,7 +112,7 @@ def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
         "frames": frames,
         "trained_frames": encoder.trained_frames,
         "window": window,
-        "conditional": False,
+        "conditional": encoder.conditional,
     }
     return described(scoring.ranks.first(score), found, source, options)
 

@@ -1,4 +1,4 @@
-"""What slot models of videos train on: clips, cropped and mirrored alike in all of their frames, and what their slots begin from."""
+"""What slot models of videos train on: clips, cut and mirrored alike in all that is taken of them, and what their slots begin from."""
 
 from __future__ import annotations
 
@@ -7,57 +7,73 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from sparo_train.core.disk.mirrors import Sample
 from sparo_train.core.errors import BadSampleError
 from sparo_train.data.clips.episode import Episode
 from sparo_train.data.clips.window import FramesConfig
-from sparo_train.data.examples.transforms import eval_pixels, random_resized_crop_box, resized_crop
 from sparo_train.data.read.loader import Examples, OnStage, as_samples, ignore_stage
 from sparo_train.data.read.sources import DataConfig, Source
 
-from ..objectives.slot_tower import SlotTowerConfig
+from .cuts import Cut, flow_colours
+from .timed_tower import TimedTowerConfig
 
 
 class ClipExamples(Examples):
     """`video` (B, T, 3, S, S) uint8 and `noise` (B, K, D) fp32. Which frames, which crop, and the noise are the visit's own draw.
 
+    As far as they are asked for: `flow` (B, T, 3, S, S) uint8, where points of a frame were one frame of the episode before, as
+    colours; `depth` (B, T, 1, S, S) fp32, log(1 + depth); `hint` (B, S, S) uint8, an object's number per pixel of the first frame.
     Clips that are not cropped at random (`crop_scale: [1, 1]`) are cut as evaluation cuts them, also where they are not square.
+
+    Args:
+        planes: of `flow`, `depth`, those that are drawn.
     """
 
-    def __init__(self, config: DataConfig, model: SlotTowerConfig, frames: FramesConfig):
+    def __init__(self, config: DataConfig, model: TimedTowerConfig, frames: FramesConfig, planes: Sequence[str] = ()):
         self.config, self.image_size, self.noise, self.frames = config, model.image_size, model.noise, frames
+        self.planes, self.told = planes, model.grouping.slots if model.hint is not None else 0
 
     def prepare(
         self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
     ) -> Any:
-        c, size = self.config, self.image_size
+        c = self.config
         episode = Episode(fields, source.config.image_keys)
-        pictures = [episode.image(t) for t in self.frames.window(len(episode), rng)]
-        if len({picture.shape for picture in pictures}) > 1:
+        times = self.frames.window(len(episode), rng)
+        pictures = [episode.image(t) for t in times]
+        planes = {"flow": episode.flow, "depth": episode.depth}
+        read = {name: [planes[name](t) for t in times] for name in self.planes}
+        labels = [episode.labels(times[0])] if self.told else []
+        if (
+            len({table.shape[:2] for table in (*pictures, *labels, *(t for tables in read.values() for t in tables))})
+            > 1
+        ):
             raise BadSampleError("frames of unequal size")
         on_stage("decode")
-        images = [Image.fromarray(picture) for picture in pictures]
-        if c.crop_scale == (1.0, 1.0):
-            video = np.stack([eval_pixels(image, size) for image in images])
-        else:
-            box = random_resized_crop_box(images[0].size, c.crop_scale, rng)
-            video = np.stack([resized_crop(image, box, size) for image in images])
-        if c.hflip > 0 and rng.random() < c.hflip:
-            video = video[:, :, ::-1]
-        noise = rng.standard_normal(self.noise, dtype=np.float32)
+        height, width = pictures[0].shape[:2]
+        cut = Cut.drawn(self.image_size, (width, height), c.crop_scale, c.hflip, rng)
+        found = {"video": np.stack([cut.picture(picture) for picture in pictures]).transpose(0, 3, 1, 2)}
+        found["noise"] = rng.standard_normal(self.noise, dtype=np.float32)
+        if "flow" in read:
+            found["flow"] = np.stack([flow_colours(cut.flow(t)) for t in read["flow"]]).transpose(0, 3, 1, 2)
+        if "depth" in read:
+            found["depth"] = np.log1p(np.stack([cut.depth(t) for t in read["depth"]])).astype(np.float32)[:, None]
+        if labels:
+            found["hint"] = told_labels(cut.labels(labels[0]), self.told)
         on_stage("augment")
-        return np.ascontiguousarray(video.transpose(0, 3, 1, 2)), noise
+        return {name: np.ascontiguousarray(table) for name, table in found.items()}
 
     def stack(self, examples: Sequence[Any]) -> dict[str, Tensor]:
-        names = ("video", "noise")
-        return {
-            name: torch.from_numpy(np.stack(column))
-            for name, column in zip(names, zip(*examples, strict=True), strict=True)
-        }
+        return {name: torch.from_numpy(np.stack([one[name] for one in examples])) for name in examples[0]}
 
     def shown(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
         """The first frames."""
         return as_samples(batch["video"][:count, 0])
+
+
+def told_labels(labels: np.ndarray, slots: int) -> np.ndarray:
+    """A first frame's labels as a hint, uint8. Raises `BadSampleError` where an object's number is no slot's."""
+    if labels.min() < 0 or labels.max() >= min(slots, 256):
+        raise BadSampleError("more objects than slots")
+    return labels.astype(np.uint8)

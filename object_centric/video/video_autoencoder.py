@@ -19,7 +19,7 @@ from ..objectives.collapse import SlotCollapseConfig, sharing
 from ..objectives.slot_autoencoder import no_cache_of_changed_pictures
 from ..objectives.slot_tower import refuse_signed
 from .clip_examples import ClipExamples
-from .video_model import VideoModel, VideoModelConfig
+from .video_model import VideoDrawn, VideoModel, VideoModelConfig
 
 
 class VideoAutoencoderConfig(Frozen):
@@ -40,7 +40,8 @@ class VideoAutoencoderConfig(Frozen):
 
 
 class VideoAutoencoder(Objective):
-    """Batches hold `video` (B, T, 3, S, S) uint8 and `noise` (B, K, D) fp32, what slots begin from."""
+    """Batches hold what `ClipExamples` makes: `video` (B, T, 3, S, S) uint8, `noise` (B, K, D) fp32, and `flow`, `depth`, `hint` as
+    far as the model draws or is told them."""
 
     def __init__(self, config: VideoAutoencoderConfig):
         super().__init__()
@@ -54,16 +55,26 @@ class VideoAutoencoder(Objective):
         return scaled * 2 - 1 if self.config.signed else scaled
 
     def forward(self, batch: Batch, progress: Progress) -> Loss:
-        for key in ("video", "noise"):
+        for key in ("video", "noise", *planes_of(self.config.model), *(["hint"] if self.config.model.hint else [])):
             if key not in batch:
                 raise DataError(f"objective video_slots: the batch has no {key!r} (it has {', '.join(batch)})")
         self._done = progress.step / max(progress.total_steps, 1)
-        found = self.model(self.pixels(batch["video"]), batch["noise"])
-        apart = (found.decoded.image.float() - found.target).square()
+        found = self.model(self.pixels(batch["video"]), batch["noise"], batch.get("hint"))
+        apart = (found.decoded.image.float() - self.target(batch, found)).square()
         total = apart.mean() if self.config.loss == "mean" else apart.sum() / len(batch["video"])
         # Of each video one frame: how alike its frames are says nothing of how alike videos are.
         first = found.decoded.masks[:: batch["video"].shape[1]]
         return Loss(total, {"mse": apart.detach().mean(), **sharing(first)})
+
+    def target(self, batch: Batch, found: VideoDrawn) -> Tensor:
+        """What frames are to be drawn as: (B * T, C, S, S) fp32."""
+        draws = self.config.model.target
+        if draws == "features":
+            return found.features.float()
+        if draws == "pixels":
+            return self.pixels(batch["video"]).flatten(0, 1)
+        planes = {"flow": lambda flow: flow.to(torch.float32) / 255, "depth": lambda depth: depth}
+        return torch.cat([planes[name](batch[name]).flatten(0, 1) for name in planes_of(self.config.model)], 1)
 
     def alarm(self, facts: Mapping[str, float]) -> str | None:
         return self.config.collapse.alarm(facts, self._done)
@@ -84,8 +95,13 @@ class VideoAutoencoder(Objective):
         return Footprint({"video": times * side**2}, towers, times * slots * m.grouping.width, 0)
 
 
+def planes_of(model: VideoModelConfig) -> tuple[str, ...]:
+    """What of an episode is drawn beside its frames."""
+    return tuple(name for name in ("flow", "depth") if name in model.target)
+
+
 def _examples(config: Any, data: Any) -> ClipExamples:
-    return ClipExamples(data, config.model, config.frames)
+    return ClipExamples(data, config.model, config.frames, planes_of(config.model))
 
 
 METHOD = Method(VideoAutoencoderConfig, VideoAutoencoder, _examples, no_cache_of_changed_pictures)

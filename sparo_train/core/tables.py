@@ -14,6 +14,7 @@ METHODS = Table(
         "set_prediction": "object_centric.objectives.set_prediction:METHOD",
         "slate": "object_centric.objectives.slate:METHOD",
         "video_slots": "object_centric.video.video_autoencoder:METHOD",
+        "video_slate": "object_centric.video.video_slate:METHOD",
     },
     ("config", "objective", "examples", "rules", "exports"),
 )
@@ -82,6 +83,7 @@ ENCODERS = Table(
         "set_prediction": "object_centric.tasks.slot_encoder:set_encoder",
         "slate": "object_centric.tasks.slot_encoder:slate_encoder",
         "video_slots": "object_centric.tasks.video_encoder:video_encoder",
+        "video_slate": "object_centric.tasks.video_encoder:video_slate_encoder",
     },
 )
 

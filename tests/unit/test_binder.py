@@ -66,26 +66,47 @@ def plain(module, features):
                         if seen(b, s, t):
                             bias = distances(block, s - t)[: c.heads]
                             logit[t] = (q[batch, t] * k[batch, s, n]).sum(-1).T * d**-0.5 + bias[:, None]
-                    if b.competes == "clip":
+                    if not b.inverted:
+                        shares[:, :, :, s, n] = logit  # as they are: a slot chooses when it has seen all
+                    elif b.competes == "clip":
                         shares[:, :, :, s, n] = logit.flatten().softmax(0).view(T, c.heads, K)
                     else:
                         for t in range(T):
                             if seen(b, s, t):
                                 shares[t, :, :, s, n] = logit[t].flatten().softmax(0).view(c.heads, K)
-            weights = shares / (shares.sum((-2, -1), keepdim=True) + c.renorm_eps)
+            counted = shares.clone()
+            if b.fades:
+                for t in range(T):
+                    for s in range(T):
+                        counted[t, :, :, s] *= distances(block, s - t)[-c.heads :].exp()[:, None, None]
+            weights = counted / (counted.sum((-2, -1), keepdim=True) + c.renorm_eps)
+            if not b.inverted:
+                weights = shares.flatten(-2).softmax(-1).view(shares.shape)
+                shares = torch.stack([shares[t, :, :, t].softmax(-1) for t in range(T)])[:, :, :, None].expand(
+                    -1, -1, -1, T, -1
+                )
+                shares = shares / shares.sum((1, 2), keepdim=True)
             for t in range(T):
                 own[batch, t] = shares[t, :, :, t].sum(0)
                 for h in range(c.heads):
                     update[batch, t, :, h] = torch.einsum("ksn,snd->kd", weights[t, h], v[batch, :, :, h])
         slots = slots + update.flatten(-2) @ block.out.weight.T
-        biases = torch.stack([torch.stack([distances(block, s - t)[c.heads :] for s in range(T)]) for t in range(T)])
+        both = slice(c.heads, c.heads + b.heads)
+        biases = torch.stack([torch.stack([distances(block, s - t)[both] for s in range(T)]) for t in range(T)])
         biases = biases.permute(2, 0, 1)
         hidden = torch.tensor([[not seen(b, s, t) for s in range(T)] for t in range(T)])
         biases = biases.masked_fill(hidden, -math.inf)
-        slots = slots + self_attention(block.across_time, ln(block.norm_time, slots).transpose(1, 2), biases).transpose(
-            1, 2
-        )
-        slots = slots + self_attention(block.among, ln(block.norm_among, slots), 0)
+        if b.interaction == "joint":
+            every = torch.stack(
+                [torch.stack([biases[:, i // K, j // K] for j in range(T * K)], -1) for i in range(T * K)], -2
+            )
+            slots = slots + self_attention(block.across_time, ln(block.norm_time, slots).flatten(1, 2), every).view(
+                B, T, K, D
+            )
+        else:
+            normed = ln(block.norm_time, slots).transpose(1, 2)
+            slots = slots + self_attention(block.across_time, normed, biases).transpose(1, 2)
+            slots = slots + self_attention(block.among, ln(block.norm_among, slots), 0)
         hidden = ln(block.norm_mlp, slots) @ block.mlp[0].weight.T + block.mlp[0].bias
         slots = slots + F.gelu(hidden) @ block.mlp[2].weight.T + block.mlp[2].bias
     return slots, own
@@ -106,6 +127,12 @@ KNOBS = [
     {"binder": {"window": 2}},
     {"heads": 2, "binder": {"window": 2}},
     {"binder": {"causal": False}},
+    {"binder": {"fades": True}},
+    {"heads": 2, "binder": {"fades": True, "window": 2}},
+    {"binder": {"inverted": False, "window": 2}},
+    {"heads": 2, "binder": {"inverted": False, "causal": False}},
+    {"binder": {"interaction": "joint"}},
+    {"heads": 2, "binder": {"interaction": "joint", "causal": False, "fades": True}},
 ]
 
 
@@ -149,18 +176,18 @@ def test_its_size_is_the_released_ones():
 
 
 @pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("window", [None, 1, 3])
-def test_a_stream_gives_what_all_frames_at_once_give(heads, window):
-    module, _ = built(heads=heads, init="gaussian", binder={"window": window})
+@pytest.mark.parametrize(("window", "fades"), [(None, False), (1, False), (3, False), (3, True)])
+def test_a_stream_gives_what_all_frames_at_once_give(heads, window, fades):
+    module, _ = built(heads=heads, init="gaussian", binder={"window": window, "fades": fades})
     features, noise = torch.randn(B, 6, N, IN, dtype=torch.float64), torch.randn(B, K, D, dtype=torch.float64)
     whole, stream = module(features, noise).slots, BinderStream(module)
     found = torch.stack([stream.push(frame, noise) for frame in features.unbind(1)], 1)
     assert torch.allclose(found, whole, atol=1e-10)
-    unbounded, _ = built(heads=heads, init="gaussian")
+    unbounded, _ = built(heads=heads, init="gaussian", binder={"fades": fades})
     stream = BinderStream(unbounded, window)
     assert torch.allclose(torch.stack([stream.push(f, noise) for f in features.unbind(1)], 1), whole, atol=1e-10)
-    for wrong in ({"causal": False}, {"competes": "clip"}):
-        with pytest.raises(ValueError, match="do not change with later frames"):
+    for wrong in ({"causal": False}, {"competes": "clip"}, {"inverted": False}, {"interaction": "joint"}):
+        with pytest.raises(ValueError, match="others change with later frames"):
             BinderStream(built(binder=wrong)[0])
 
 

@@ -184,7 +184,7 @@ BAD = {
     "heads=3 does not divide": {"heads": 3},
     "kv=folded": {"heads": 2, "kv": "folded"},
     "renorm=entry: weights that sum to one": {"preset": "tf", "renorm": "entry"},
-    "set out_proj": {"qkv_width": 4},
+    "set out_proj, or a gru": {"preset": "tf_inv", "qkv_width": 4},
     "straight_through: is of gradient=last": {"straight_through": True},
     "would learn nothing": {"preset": "tf_inv", "gradient": "last"},
 }

@@ -97,13 +97,15 @@ def test_tokens_are_drawn_as_gumbels_trick_has_it():
     noise = gumbel(torch.zeros(200_000, dtype=torch.float64))
     assert noise.mean() == pytest.approx(0.5772, abs=0.01) and noise.var() == pytest.approx(math.pi**2 / 6, rel=0.02)
     logits = torch.tensor([0.2, 0.5, 0.3]).log().view(1, 3, 1, 1).expand(50_000, 3, 1, 1)
-    hard = relaxed(logits, 0.5, hard=True)[:, :, 0, 0]
+    hard = relaxed(logits, gumbel(logits), 0.5, hard=True)[:, :, 0, 0]
     assert torch.allclose(hard.mean(0), torch.tensor([0.2, 0.5, 0.3]), atol=0.01)
     assert (hard.round() - hard).abs().max() < 1e-6 and torch.allclose(hard.sum(1), torch.ones(50_000))
-    soft = relaxed(logits[:2000], 0.5, hard=False)
+    soft = relaxed(logits[:2000], gumbel(logits[:2000]), 0.5, hard=False)
     assert torch.allclose(soft.sum(1), torch.ones(2000, 1, 1)) and 0.01 < soft.min(1).values.mean() < 0.2
     leaf = torch.zeros(1, 3, 1, 1, requires_grad=True)
-    (relaxed(leaf.log_softmax(1), 1.0, hard=True) * torch.tensor([1.0, 2, 3]).view(1, 3, 1, 1)).sum().backward()
+    (
+        relaxed(leaf.log_softmax(1), gumbel(leaf), 1.0, hard=True) * torch.tensor([1.0, 2, 3]).view(1, 3, 1, 1)
+    ).sum().backward()
     assert leaf.grad is not None and leaf.grad.abs().max() > 0
 
 

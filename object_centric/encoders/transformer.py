@@ -1,0 +1,114 @@
+"""Transformer blocks over the slots of a frame, or over its tokens, as SAVi, SAVi++, STEVE and videosaur have them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparo_train.core.config import Frozen, setting
+from sparo_train.core.errors import did_you_mean
+
+# Sources: slot-attention-video (savi, savi++: modules/attention.py), singhgautam/steve (transformer.py), martius-lab/videosaur.
+# mlp_times: hidden units of the perceptron as a multiple of the width.
+BLOCKS: dict[str, dict[str, Any]] = {
+    "savi": {},
+    "savi++": {"norm": "pre", "blocks": 4, "qkv_width": 64, "mlp_width": 1024},
+    "steve": {"norm": "pre", "biases": False, "first_norm": "stream", "last_norm": True, "mlp_times": 4, "ln_eps": 1e-5, "dropout": 0.1},
+    "videosaur": {"norm": "pre", "mlp_times": 4, "ln_eps": 1e-5},
+}  # fmt: skip
+
+
+class TransformerConfig(Frozen):
+    """Blocks of self-attention and a perceptron."""
+
+    preset: str = setting("savi", "a row of knobs; those named beside it go first", examples=["savi++"])
+    blocks: int = setting(1, "one after the other", gt=0, le=100)
+    heads: int = setting(4, "of the attention", gt=0)
+    qkv_width: int | None = setting(
+        None, "of queries, keys and values, all heads together; default: the width", gt=0, examples=[64]
+    )
+    mlp_width: int | None = setting(256, "hidden units of the perceptron", gt=0)
+    mlp_times: int | None = setting(None, "the same as a multiple of the width, in its place", gt=0, examples=[4])
+    norm: Literal["post", "pre"] = setting(
+        "post", "LayerNorms behind each branch (SAVi), or before it (SAVi++, STEVE, videosaur)"
+    )
+    first_norm: Literal["stream", "branch"] = setting(
+        "branch", "of norm=pre. stream: the first block norms what goes on beside its attention, too (STEVE's code)"
+    )
+    last_norm: bool = setting(False, "a LayerNorm behind the last block (STEVE)")
+    biases: bool = setting(True, "the attention's projections have some")
+    dropout: float = setting(0.0, "of attention weights and branches, while it trains", ge=0, lt=1)
+    ln_eps: float = setting(1e-6, "eps of every LayerNorm", gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _row(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not isinstance(given.get("preset", "savi"), str):
+            return given
+        name = given.get("preset", "savi")
+        if name not in BLOCKS:
+            raise ValueError(f"preset={name}: {did_you_mean(name, BLOCKS)}")
+        row = dict(BLOCKS[name])
+        if given.get("mlp_width") is not None:
+            row.pop("mlp_times", None)
+        return {**row, **given}
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.first_norm == "stream" and self.norm == "post":
+            raise ValueError("first_norm=stream: is of norm=pre")
+        if self.mlp_times is None and self.mlp_width is None:
+            raise ValueError("mlp_width: name it, or mlp_times")
+        return self
+
+    def refuse_width(self, width: int, where: str) -> None:
+        """Raise `ValueError` where heads do not divide what they share; `where`: the key of this block, and of the width."""
+        if (self.qkv_width or width) % self.heads:
+            raise ValueError(f"{where}.heads={self.heads}: does not divide {self.qkv_width or width}")
+
+    def build(self, width: int) -> nn.Module:
+        """(b, n, width) to (b, n, width)."""
+        last = [nn.LayerNorm(width, eps=self.ln_eps)] if self.last_norm else []
+        return nn.Sequential(*(SelfBlock(self, width, number == 0) for number in range(self.blocks)), *last)
+
+
+class SelfBlock(nn.Module):
+    """(b, n, width) to (b, n, width)."""
+
+    def __init__(self, config: TransformerConfig, width: int, first: bool):
+        super().__init__()
+        self.config, c = config, config
+        qkv, hidden = c.qkv_width or width, c.mlp_times * width if c.mlp_times else c.mlp_width
+        assert hidden is not None
+        self.on_stream = first and c.first_norm == "stream"
+        self.norm_attention, self.norm_mlp = (nn.LayerNorm(width, eps=c.ln_eps) for _ in range(2))
+        self.to_q, self.to_k, self.to_v = (nn.Linear(width, qkv, bias=c.biases) for _ in range(3))
+        self.out = nn.Linear(qkv, width, bias=c.biases)
+        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
+        for layer in (self.to_q, self.to_k, self.to_v, self.out):
+            nn.init.xavier_uniform_(layer.weight)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.config.norm == "post":
+            x = self.norm_attention(x + self._attended(x))
+            return self.norm_mlp(x + self._dropped(self.mlp(x)))
+        normed = self.norm_attention(x)
+        x = (normed if self.on_stream else x) + self._attended(normed)
+        return x + self._dropped(self.mlp(self.norm_mlp(x)))
+
+    def _attended(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (self.config.heads, -1)).transpose(1, 2)
+            for layer in (self.to_q, self.to_k, self.to_v)
+        )
+        rate = self.config.dropout if self.training else 0.0
+        found = F.scaled_dot_product_attention(q, k, v, dropout_p=rate)
+        return self._dropped(self.out(found.transpose(1, 2).flatten(2)))
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.config.dropout, self.training)

@@ -1,0 +1,96 @@
+"""Object discovery in videos by saying every frame's tokens from its slots: STEVE (Singh et al. 2022b), and PSB with that decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from torch import Tensor, nn
+
+from sparo_train.core.config import Frozen, setting
+from sparo_train.core.contracts import Batch, Footprint, Loss, Progress
+from sparo_train.core.plugins import Open
+from sparo_train.core.tables import SLOT_ENCODERS
+from sparo_train.data.clips.window import FramesConfig
+from sparo_train.objectives.method import Method
+
+from ..encoders.convnet import ConvNetConfig
+from ..objectives.collapse import SlotCollapseConfig
+from ..objectives.slate import Slate
+from ..objectives.slate_model import Slated, SlateModel, SlateModelConfig
+from ..objectives.slot_autoencoder import no_cache_of_changed_pictures
+from .clip_examples import ClipExamples
+from .timed_tower import TimedTower, TimedTowerConfig
+
+
+class VideoSlateModelConfig(SlateModelConfig, TimedTowerConfig):
+    """A discrete VAE, a tower of videos that groups frames' features (STEVE) or their tokens, and a decoder of tokens."""
+
+    encoder: Annotated[Any, Open(SLOT_ENCODERS, default="conv")] = setting(
+        ConvNetConfig(last_relu=False), "from pixels to features, or `{kind: tokens}`: a row of sparo.slot_encoders"
+    )
+
+
+class VideoSlateConfig(Frozen):
+    kind: Literal["video_slate"] = "video_slate"
+    model: VideoSlateModelConfig = setting(VideoSlateModelConfig(), "dVAE, tower and decoder")
+    frames: FramesConfig = setting(FramesConfig(count=3), "which frames of an episode a sample is")
+    collapse: SlotCollapseConfig = setting(SlotCollapseConfig(), "when a collapse is warned of")
+
+
+class VideoSlateModel(SlateModel):
+    """Videos (b, T, 3, S, S) in 0..1, standard normal noise (b, *config.noise), and of slots that are told the first frame's label
+    map (b, S, S)."""
+
+    config: VideoSlateModelConfig
+
+    def towered_by(self, config: Any) -> nn.Module:
+        return TimedTower(config)
+
+    def forward(self, images: Tensor, noise: Tensor, tau: float, hint: Tensor | None = None) -> Slated:  # pyright: ignore[reportIncompatibleMethodOverride]
+        frames, shape = images.flatten(0, 1), images.shape[:2]
+        tower: Any = self.tower
+        return self.said(frames, tau, lambda e: tower(self._seen(frames, e).unflatten(0, shape), noise, hint))
+
+    def frame_tokens(self, frames: Tensor) -> Tensor:
+        """Frames (n, 3, S, S) to what slots group, (n, s * s, F); where those are tokens, of each patch's most probable one."""
+        if self.config.encoder.kind == "tokens":
+            frames = self._seen(frames, self._embedded(self.dvae.logits(frames).argmax(1).flatten(1)))
+        return self.tower.tokens(frames)[0]
+
+
+class VideoSlate(Slate):
+    """Batches hold `video` (B, T, 3, S, S) uint8, `noise` (B, *config.model.noise) fp32, and `hint` (B, S, S) uint8 where slots are told.
+
+    Both errors are summed over a frame, and meant over frames.
+    """
+
+    def modelled(self, config: Any) -> SlateModel:
+        return VideoSlateModel(config)
+
+    def forward(self, batch: Batch, progress: Progress) -> Loss:
+        self.refuse_without(batch, "video", "noise", *(["hint"] if self.config.model.hint else []))
+        video, tau = batch["video"].float() / 255, self.temperature(progress)
+        found = self.model(video, batch["noise"], tau, batch.get("hint"))
+        # Of each video one frame: how alike its frames are says nothing of how alike videos are.
+        return self.missed(video.flatten(0, 1), found, found.towered.attention[:, 0], tau)
+
+    def shard_units(self) -> Sequence[nn.Module]:
+        m: Any = self.model
+        return [m.dvae.encoder, m.dvae.decoder, m.tower.encoder, *m.tower.grouping.units(), *m.decoder.blocks]
+
+    def set_grad_checkpointing(self, enable: bool) -> None:
+        tower: Any = self.model.tower
+        tower.grouping.checkpointed = enable
+
+    def footprint(self, batch: int, world_batch: int) -> Footprint:
+        one, times = super().footprint(batch, world_batch), self.config.frames.count
+        towers = [(times * wide, blocks) for wide, blocks in one.towers]
+        return Footprint({"video": times * one.tokens["image"]}, towers, times * one.encoding, 0)
+
+
+def _examples(config: Any, data: Any) -> ClipExamples:
+    return ClipExamples(data, config.model, config.frames)
+
+
+METHOD = Method(VideoSlateConfig, VideoSlate, _examples, no_cache_of_changed_pictures)
