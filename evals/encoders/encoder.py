@@ -187,6 +187,14 @@ class ClipsEncoder(ABC):
             window: slots of a frame see so many of the last ones; None: the encoder's own way.
         """
 
+    @abstractmethod
+    def clip_slots(self, video: Tensor, window: int | None = None) -> Tensor:
+        """Slots of every frame, (n, T, K, D)."""
+
+    @abstractmethod
+    def untrained(self) -> Encoder:
+        """The same with weights that were never trained: what scores are to be compared with."""
+
 
 class DrawingEncoder(ABC):
     """What an `Encoder` that draws images again also is.

@@ -106,6 +106,7 @@ def movi_like(
     frames: Annotated[int, typer.Option(min=1, help="of an episode, 12 a second")] = 24,
     size: Annotated[int, typer.Option(help="pixels per side")] = 64,
     most: Annotated[int, typer.Option(min=1, help="solids of an episode (a, b and c)")] = 10,
+    larger: Annotated[float, typer.Option(min=0.1, max=4, help="solids' sizes, times CLEVR's")] = 1.0,
     antialias: Annotated[int, typer.Option(min=1, help="rays per pixel along each side")] = 1,
     seed: int = 0,
     processes: Processes = 2,
@@ -115,6 +116,7 @@ def movi_like(
 
     folder = folder or Path("data") / f"movi_{kind.value}"
     given = {"train": train, "test": test, "frames": frames, "size": size, "most": most, "antialias": antialias}
+    given |= {"larger": larger}
     make_video_set(folder, processes, kind=kind.value, seed=seed, **given)
     console.print(f"{folder}: ready")
 

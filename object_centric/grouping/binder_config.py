@@ -39,3 +39,10 @@ class BinderConfig(Frozen):
         8, "sines and cosines of a distance in time, each of half the last one's period", gt=0, le=30
     )
     distance_width: int = setting(128, "hidden units of what makes attentions' biases of a distance", gt=0)
+
+
+class PooledConfig(Frozen):
+    """A Transformer over all tokens of a clip, whose output is pooled to slots (Singh et al. 2024, B.5): a baseline without slots' own turns."""
+
+    blocks: int = setting(3, "of the Transformer", gt=0, le=100)
+    heads: int = setting(4, "of its attention", gt=0)

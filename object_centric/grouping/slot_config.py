@@ -6,6 +6,7 @@ A preset is a row of knobs; a knob that a recipe names goes before its preset's.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, Self
 
 from pydantic import model_validator
@@ -13,7 +14,7 @@ from pydantic import model_validator
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.errors import did_you_mean
 
-from .binder_config import BinderConfig
+from .binder_config import BinderConfig, PooledConfig
 from .transport_config import TransportConfig
 
 # Sources: google-research/slot_attention (sa2020), slot-attention-video (savi), singhgautam/slate, steve; OCLF; martius-lab/videosaur;
@@ -44,6 +45,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "binder": {}, "softmax_over": "slots_heads", "renorm": "sum", "renorm_eps": 1e-5, "gru": "none", "layers": "own",
         "init": "learned", "activation": "gelu", "mlp_times": 4, "out_proj": True,
     },
+    "pooled": {"pooled": {}, "gru": "none", "init": "learned"},
     "mesh": {"transport": {"entropy_steps": 4, "cost": "cdist", "takes": "learned"}, "renorm": "none", "mlp_width": 128},
 }  # fmt: skip
 
@@ -97,6 +99,10 @@ class SlotAttentionConfig(Frozen):
 
     binder: BinderConfig | None = setting(None, "slots of all times bind at once, in blocks (preset psb)")
 
+    pooled: PooledConfig | None = setting(
+        None, "a Transformer over all tokens of all times, pooled to slots (preset pooled), in place of any attention"
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _row(cls, given: Any) -> Any:
@@ -108,7 +114,7 @@ class SlotAttentionConfig(Frozen):
         row = dict(PRESETS[name])
         if (times := row.pop("mlp_times", None)) and isinstance(given.get("width", 64), int):
             row["mlp_width"] = times * given.get("width", 64)
-        for part in ("transport", "binder"):
+        for part in ("transport", "binder", "pooled"):
             inner = given.get(part)
             if isinstance(inner, dict) and part in row:
                 row[part] = {**row[part], **inner}
@@ -144,6 +150,8 @@ class SlotAttentionConfig(Frozen):
             )
         if self.binder is not None:
             self._fits_binder(self.binder)
+        if self.pooled is not None:
+            self._fits_pooled(self.pooled)
         if self.gradient == "last" and self.layers == "own":
             raise ValueError(
                 "gradient=last: iterations with weights of their own would learn nothing; set layers to shared"
@@ -171,6 +179,15 @@ class SlotAttentionConfig(Frozen):
             )
         if self.init in ("same", "given"):
             raise ValueError(f"init={self.init}: slots of a binder are learned or drawn; use learned or gaussian")
+
+    def _fits_pooled(self, pooled: PooledConfig) -> None:
+        """Raise `ValueError` where slots are no square, or heads do not divide them."""
+        if math.isqrt(self.slots) ** 2 != self.slots:
+            raise ValueError(f"slots={self.slots}: squares of a picture are pooled; give a square number, such as 16")
+        if self.width % pooled.heads:
+            raise ValueError(f"pooled.heads={pooled.heads}: does not divide width={self.width}")
+        if self.binder is not None or self.transport is not None or self.gru != "none" or self.init != "learned":
+            raise ValueError("pooled: nothing is attended to or drawn; leave binder, transport, gru and init away")
 
     @property
     def qkv(self) -> int:

@@ -31,7 +31,7 @@ class SlotTowerConfig(Frozen):
     """Which parts, and how they are put together."""
 
     embeds_tokens: ClassVar[bool] = False  # whether the model that has the tower makes features of encoder.kind=tokens
-    tells_first: ClassVar[bool] = False  # whether it may tell slots what to begin as
+    tells_first: ClassVar[bool] = False  # whether it is of videos, which may tell slots what to begin as
 
     image_size: int = setting(64, "pixels per side", gt=0, le=4096)
     encoder: Annotated[Any, Open(SLOT_ENCODERS, default="conv")] = setting(
@@ -64,6 +64,8 @@ class SlotTowerConfig(Frozen):
             raise ValueError(
                 "grouping.init=given: is of videos with a hint (objective.kind=video_slots); use learned or gaussian"
             )
+        if self.grouping.pooled is not None and not self.tells_first:
+            raise ValueError("grouping.preset=pooled: is of videos (objective.kind=video_slots)")
         if self.frame is None:
             return self
         g, plain = self.grouping, SlotAttentionConfig(renorm="sum")

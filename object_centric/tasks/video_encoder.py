@@ -22,7 +22,6 @@ from ..video.video_slate import VideoSlate
 from .slot_encoder import MaskingEncoder, Parts, SlotEncoder, shared
 
 _FRAMES = 64  # that are drawn at once
-PLANES = ("flow", "depth", "flow_depth")  # what is drawn and is no picture of the frame
 
 
 class TimedEncoder(MaskingEncoder, ClipsEncoder):
@@ -61,8 +60,9 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
         Raises:
             ConfigError: a window for slots that go from frame to frame; or slots that are told, and nothing is.
         """
-        binder = self.model.config.grouping.binder
-        if binder is None and window is not None:
+        grouping = self.model.config.grouping
+        at_once = grouping.binder is not None or grouping.pooled is not None
+        if not at_once and window is not None:
             raise ConfigError(
                 f"window={window}: is of a binder; slots that go from frame to frame have seen all of the earlier ones"
             )
@@ -74,12 +74,21 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
         for clip in video:  # one by one, as its neighbours must not decide what fits into memory
             tokens = torch.cat([self._tokens(part) for part in clip[:, :3].split(_FRAMES)])
             hint = clip[None, 0, 3].to(self.device) if self.conditional else None
-            found.append(self._grouped(tokens[None], hint, None if binder is None else window or self.trained_frames))
+            found.append(self._grouped(tokens[None], hint, (window or self.trained_frames) if at_once else None))
         return found
 
     def clip_slots(self, video: Tensor, window: int | None = None) -> Tensor:
         """(n, T, K, D), see `clip_groups`."""
         return torch.stack([found.slots for found in self.clip_groups(video, window)])
+
+    def untrained(self) -> TimedEncoder:
+        """With first weights of seed 0."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = type(self.model)(self.model.config).to(self.device).eval()
+        made = type(self)(model, bool(self.mean.flatten()[0]), self.trained_frames, f"{self.label}, untrained")
+        made.precision = self.precision
+        return made
 
     def clip_parts(self, video: Tensor, window: int | None = None) -> list[Parts]:
         """What each clip's frames are drawn as, for pictures: one for each, of its T frames."""
@@ -146,6 +155,11 @@ class VideoEncoder(TimedEncoder, DrawingEncoder):
         return f"features of {self.model.tower.encoder.identity}" if target == "features" else target
 
     @property
+    def compared(self) -> bool:
+        """Whether what is drawn of a frame is the frame, or its features."""
+        return self.model.config.target in ("pixels", "features")
+
+    @property
     def numbers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.model.config.drawn_side**2 * self.model.config.drawn_width
 
@@ -166,7 +180,7 @@ class VideoEncoder(TimedEncoder, DrawingEncoder):
         return Parts(self.brought(shares), None, None)
 
     def errors_of(self, decoded: Decoded | None, frames: Tensor) -> Tensor:
-        if decoded is None or self.draws in PLANES:
+        if decoded is None or not self.compared:
             return super().errors_of(decoded, frames)
         pixels = self.normalised(frames)
         if self.draws != "pixels":
@@ -178,7 +192,7 @@ class VideoEncoder(TimedEncoder, DrawingEncoder):
 
     @torch.inference_mode()
     def squared_error(self, pixels: Tensor) -> Tensor:
-        if self.draws in PLANES:
+        if not self.compared:
             raise ConfigError(
                 f"model.target={self.draws}: a still has none to compare with; score clips (task: video_masks)"
             )

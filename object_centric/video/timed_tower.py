@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import model_validator
@@ -11,6 +12,7 @@ from sparo_train.core.config import setting
 
 from ..encoders.transformer import TransformerConfig
 from ..grouping.binder import ParallelBinder
+from ..grouping.pooled import PooledTransformer
 from ..objectives.slot_tower import SlotTower, SlotTowerConfig
 from .hints import HintConfig
 from .recurrent import RecurrentSlots
@@ -45,8 +47,17 @@ class TimedTowerConfig(SlotTowerConfig):
             raise ValueError("frame: positions and scales of slots are of still images; leave it away")
         if self.grouping.transport is not None:
             raise ValueError("grouping.transport: is of still images; leave it away")
-        if self.grouping.binder is not None and (self.predictor is not None or self.first_turns is not None):
-            raise ValueError("predictor, first_turns: a binder sees all times at once; set them to null")
+        at_once = self.grouping.binder is not None or self.grouping.pooled is not None
+        if at_once and (self.predictor is not None or self.first_turns is not None):
+            raise ValueError(
+                "predictor, first_turns: a binder, or what is pooled, sees all times at once; set them to null"
+            )
+        if self.grouping.pooled is not None:
+            side, squares = self.encoder.side(self.image_size), math.isqrt(self.grouping.slots)
+            if side % squares:
+                raise ValueError(
+                    f"grouping.slots={self.grouping.slots}: {squares} squares a side do not divide {side} features a side"
+                )
         if self.first_turns is not None and self.grouping.layers == "own":
             raise ValueError(
                 "first_turns: rounds with weights of their own are as many at all times; set it to null, or grouping.layers: shared"
@@ -91,6 +102,8 @@ class TimedTower(SlotTower):
         c = self.config
         if c.grouping.binder is not None:
             return ParallelBinder(c.grouping, c.features)
+        if c.grouping.pooled is not None:
+            return PooledTransformer(c.grouping, c.features)
         return RecurrentSlots(c.grouping, c.predictor, c.features, c.first_turns)
 
     def forward(self, images: Tensor, noise: Tensor, hint: Tensor | None = None) -> TimedSlots:

@@ -19,6 +19,7 @@ from ..objectives.collapse import SlotCollapseConfig, sharing
 from ..objectives.slot_autoencoder import no_cache_of_changed_pictures
 from ..objectives.slot_tower import refuse_signed
 from .clip_examples import ClipExamples
+from .contrast import SimilarityConfig, likeness_missed
 from .video_model import VideoDrawn, VideoModel, VideoModelConfig
 
 
@@ -30,12 +31,17 @@ class VideoAutoencoderConfig(Frozen):
         "mean",
         "squared error: mean over frames, pixels and colours, or their sum per video, which SAVi's clipping goes by",
     )
+    similarity: SimilarityConfig = setting(SimilarityConfig(), "of model.target=similarity and features_similarity")
     signed: bool = setting(False, "pixels in -1..1; false: in 0..1")
     collapse: SlotCollapseConfig = setting(SlotCollapseConfig(), "when a collapse is warned of")
 
     @model_validator(mode="after")
     def _range(self) -> Self:
         refuse_signed(self.signed, self.model)
+        if self.model.likeness and self.frames.count < 2:
+            raise ValueError(
+                f"frames.count={self.frames.count}: likeness is to the next frame's patches; give two or more"
+            )
         return self
 
 
@@ -55,21 +61,36 @@ class VideoAutoencoder(Objective):
         return scaled * 2 - 1 if self.config.signed else scaled
 
     def forward(self, batch: Batch, progress: Progress) -> Loss:
-        for key in ("video", "noise", *planes_of(self.config.model), *(["hint"] if self.config.model.hint else [])):
-            if key not in batch:
-                raise DataError(f"objective video_slots: the batch has no {key!r} (it has {', '.join(batch)})")
         self._done = progress.step / max(progress.total_steps, 1)
-        found = self.model(self.pixels(batch["video"]), batch["noise"], batch.get("hint"))
-        apart = (found.decoded.image.float() - self.target(batch, found)).square()
-        total = apart.mean() if self.config.loss == "mean" else apart.sum() / len(batch["video"])
+        found, errors, told = self.errors(batch)
         # Of each video one frame: how alike its frames are says nothing of how alike videos are.
         first = found.decoded.masks[:: batch["video"].shape[1]]
-        return Loss(total, {"mse": apart.detach().mean(), **sharing(first)})
+        return Loss(errors.mean(), {**told, **sharing(first)})
+
+    def errors(self, batch: Batch) -> tuple[VideoDrawn, Tensor, dict[str, Tensor]]:
+        """What the model makes of a batch; of each video what it draws wrong, (B,); and that as metrics."""
+        c, m = self.config, self.config.model
+        for key in ("video", "noise", *planes_of(m), *(["hint"] if m.hint else [])):
+            if key not in batch:
+                raise DataError(f"objective {c.kind}: the batch has no {key!r} (it has {', '.join(batch)})")
+        shape = batch["video"].shape[:2]
+        found = self.model(self.pixels(batch["video"]), batch["noise"], batch.get("hint"))
+        image, total, told = found.decoded.image.float(), batch["noise"].new_zeros(shape[0]), {}
+        if m.likeness:
+            said = _patches(image[:, -m.likeness :], shape)
+            missed = likeness_missed(said, _patches(found.features, shape), c.similarity)
+            total, told["likeness_loss"] = total + c.similarity.weight * missed, missed.detach().mean()
+            image = image[:, : -m.likeness]
+        if image.shape[1]:
+            apart = (image - self.target(batch, found)).square().unflatten(0, shape).flatten(1)
+            total = total + (apart.mean(1) if c.loss == "mean" else apart.sum(1))
+            told["mse"] = apart.detach().mean()
+        return found, total, told
 
     def target(self, batch: Batch, found: VideoDrawn) -> Tensor:
         """What frames are to be drawn as: (B * T, C, S, S) fp32."""
         draws = self.config.model.target
-        if draws == "features":
+        if draws.startswith("features"):
             return found.features.float()
         if draws == "pixels":
             return self.pixels(batch["video"]).flatten(0, 1)
@@ -100,8 +121,14 @@ def planes_of(model: VideoModelConfig) -> tuple[str, ...]:
     return tuple(name for name in ("flow", "depth") if name in model.target)
 
 
-def _examples(config: Any, data: Any) -> ClipExamples:
+def _patches(features: Tensor, shape: torch.Size) -> Tensor:
+    """(b * T, C, s, s) to (b, T, s * s, C)."""
+    return features.flatten(2).transpose(1, 2).unflatten(0, shape)
+
+
+def clip_examples(config: Any, data: Any) -> ClipExamples:
+    """What a recipe of videos trains on."""
     return ClipExamples(data, config.model, config.frames, planes_of(config.model))
 
 
-METHOD = Method(VideoAutoencoderConfig, VideoAutoencoder, _examples, no_cache_of_changed_pictures)
+METHOD = Method(VideoAutoencoderConfig, VideoAutoencoder, clip_examples, no_cache_of_changed_pictures)

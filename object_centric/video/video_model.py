@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from sparo_train.core.config import setting
@@ -19,21 +20,43 @@ WIDTHS = {"pixels": 3, "flow": 3, "depth": 1, "flow_depth": 4}  # colours of eac
 class VideoModelConfig(SlotModelConfig, TimedTowerConfig):
     """A tower of videos and what draws its slots."""
 
-    target: Literal["pixels", "features", "flow", "depth", "flow_depth"] = setting(  # pyright: ignore[reportIncompatibleVariableOverride]
+    target: Literal[  # pyright: ignore[reportIncompatibleVariableOverride]
+        "pixels", "features", "flow", "depth", "flow_depth", "similarity", "features_similarity"
+    ] = setting(
         "pixels",
         "what is drawn: frames; the encoder's features, which are not trained then; where points came from, as colours (SAVi); "
-        "log(1 + depth); or both (SAVi++)",
+        "log(1 + depth); both (SAVi++); how like each patch is to those of the next frame (VideoSAUR); that and features",
     )
+
+    @model_validator(mode="after")
+    def _likeness(self) -> Self:
+        if self.likeness and self.encoder.kind != "frozen":
+            raise ValueError(
+                f"target={self.target}: encoder.kind={self.encoder.kind} is trained, and could make patches all alike; use frozen"
+            )
+        return self
+
+    @property
+    def of_features(self) -> bool:
+        """Whether what is drawn stands on patches, not on pixels."""
+        return "features" in self.target or "similarity" in self.target
+
+    @property
+    def likeness(self) -> int:
+        """Patches of the next frame, to which it is drawn how like each is; 0: it is not."""
+        return self.encoder.side(self.image_size) ** 2 if "similarity" in self.target else 0
 
     @property
     def drawn_side(self) -> int:
         """Pixels, or features, per side of what is drawn."""
-        return self.encoder.side(self.image_size) if self.target == "features" else self.image_size
+        return self.encoder.side(self.image_size) if self.of_features else self.image_size
 
     @property
     def drawn_width(self) -> int:
         """Colours, or features."""
-        return self.encoder.width if self.target == "features" else WIDTHS[self.target]
+        if not self.of_features:
+            return WIDTHS[self.target]
+        return self.likeness + (self.encoder.width if "features" in self.target else 0)
 
 
 class VideoDrawn(NamedTuple):

@@ -43,14 +43,14 @@ class VideoSlateModel(SlateModel):
     map (b, S, S)."""
 
     config: VideoSlateModelConfig
+    tower: TimedTower
 
     def towered_by(self, config: Any) -> nn.Module:
         return TimedTower(config)
 
     def forward(self, images: Tensor, noise: Tensor, tau: float, hint: Tensor | None = None) -> Slated:  # pyright: ignore[reportIncompatibleMethodOverride]
         frames, shape = images.flatten(0, 1), images.shape[:2]
-        tower: Any = self.tower
-        return self.said(frames, tau, lambda e: tower(self._seen(frames, e).unflatten(0, shape), noise, hint))
+        return self.said(frames, tau, lambda e: self.tower(self._seen(frames, e).unflatten(0, shape), noise, hint))
 
     def frame_tokens(self, frames: Tensor) -> Tensor:
         """Frames (n, 3, S, S) to what slots group, (n, s * s, F); where those are tokens, of each patch's most probable one."""

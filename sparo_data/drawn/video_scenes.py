@@ -57,24 +57,34 @@ class _Solid(NamedTuple):
     color: str
     light: tuple[float, float, float]
     texture: Texture | None
+    larger: float
 
     @property
     def radius(self) -> float:
-        return radius_of(self.size, self.shape)
+        return self.larger * radius_of(self.size, self.shape)
 
 
 def episode(
-    kind: Kind, seed: int, split: str, index: int, frames: int, size: int, most: int = 10, antialias: int = 1
+    kind: Kind,
+    seed: int,
+    split: str,
+    index: int,
+    frames: int,
+    size: int,
+    most: int = 10,
+    antialias: int = 1,
+    larger: float = 1.0,
 ) -> Video:
     """An episode, rendered with all planes.
 
     Args:
         frames: T.  size: pixels per side.  most: solids of kinds without a crowd, which have three at least where it allows.
+        larger: solids are so many times as large as CLEVR's.
     """
     rng, traits = generator(seed, f"movi {kind} {split}", index), KINDS[kind]
     resting = int(rng.integers(10, 21)) if traits.crowd else 0
     thrown = int(rng.integers(1, 4)) if traits.crowd else int(rng.integers(min(3, most), most + 1))
-    solids = [_solid(rng, traits) for _ in range(resting + thrown)]
+    solids = [_solid(rng, traits, larger) for _ in range(resting + thrown)]
     stage, path = _stage(rng, traits), _path(rng, traits, frames)
     # A frame before the first and one behind the last, for flows from the one and to the other.
     motion = simulate(_placed(rng, solids, resting), frames + 2, resting)
@@ -103,12 +113,18 @@ def episode(
     )
 
 
-def _solid(rng: np.random.Generator, traits: KindOf) -> _Solid:
+def _solid(rng: np.random.Generator, traits: KindOf, larger: float) -> _Solid:
     words = {name: options[rng.integers(len(options))] for name, options in ATTRIBUTES.items()}
     light = _triple(rng.uniform(0.03, 0.75, 3)) if traits.colored else COLORS[words["color"]]
     color = "" if traits.colored else words["color"]
     return _Solid(
-        words["size"], words["material"], words["shape"], color, light, texture(rng) if traits.textured else None
+        words["size"],
+        words["material"],
+        words["shape"],
+        color,
+        light,
+        texture(rng) if traits.textured else None,
+        larger,
     )  # type: ignore[arg-type]
 
 

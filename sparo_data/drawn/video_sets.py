@@ -28,6 +28,7 @@ class VideoSetConfig(Frozen):
     train: int = setting(2000, "episodes for training", gt=0)
     test: int = setting(200, "episodes that are scored", gt=0)
     most: int = setting(10, "solids of an episode of a, b and c, which has three at least where it may", gt=0, le=30)
+    larger: float = setting(1.0, "solids are so many times as large as CLEVR's", gt=0, le=4)
     per_shard: int = setting(200, "episodes in a shard", gt=0)
     antialias: int = setting(1, "rays per pixel along each side", ge=1, le=8)
 
@@ -66,5 +67,5 @@ def _scored(root: Path, config: VideoSetConfig) -> int:
 
 def _sample(config: VideoSetConfig, split: str, index: int) -> tuple[str, dict[str, bytes]]:
     c = config
-    video = episode(c.kind, c.seed, split, index, c.frames, c.size, c.most, c.antialias)
+    video = episode(c.kind, c.seed, split, index, c.frames, c.size, c.most, c.antialias, c.larger)
     return video.key, episode_fields(video)

@@ -15,6 +15,7 @@ METHODS = Table(
         "slate": "object_centric.objectives.slate:METHOD",
         "video_slots": "object_centric.video.video_autoencoder:METHOD",
         "video_slate": "object_centric.video.video_slate:METHOD",
+        "slot_contrast": "object_centric.video.slot_contrast:METHOD",
     },
     ("config", "objective", "examples", "rules", "exports"),
 )
@@ -84,6 +85,7 @@ ENCODERS = Table(
         "slate": "object_centric.tasks.slot_encoder:slate_encoder",
         "video_slots": "object_centric.tasks.video_encoder:video_encoder",
         "video_slate": "object_centric.tasks.video_encoder:video_slate_encoder",
+        "slot_contrast": "object_centric.tasks.video_encoder:video_encoder",
     },
 )
 
@@ -119,6 +121,7 @@ TASKS = Table(
         "objects": "object_centric.tasks.object_task:OBJECTS",
         "reconstruction": "object_centric.tasks.reconstruction_task:RECONSTRUCTION",
         "video_masks": "object_centric.tasks.video_task:VIDEO_MASKS",
+        "slot_probe": "object_centric.tasks.probe_task:SLOT_PROBE",
     },
     ("config", "needs", "check", "run"),
 )

@@ -136,7 +136,7 @@ def test_clips_of_any_length_are_cut_into_objects_one_by_one(row):
 
 def test_blocks_that_do_not_go_together_are_refused():
     for change, told in (
-        ({"grouping": PSB, "predictor": {}}, "predictor, first_turns: a binder sees all times at once"),
+        ({"grouping": PSB, "predictor": {}}, "predictor, first_turns: a binder, or what is pooled, sees all"),
         ({"grouping": SAVI, "predictor": {"heads": 3}}, "predictor.heads=3: does not divide 16"),
         (
             {"grouping": {"preset": "isa", "mlp_width": 16, "width": 16}, "frame": {}},

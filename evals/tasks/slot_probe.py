@@ -1,0 +1,167 @@
+"""What slots of videos say of the objects, linearly, whichever slot has which object: the permutation-invariant probe of Singh et al.
+(2024, Appendix E.1), after Dang-Nhu (2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from .result import Result, bootstrap, percentiles
+
+HEADLINE = "position_r2"
+_MOST_TURNS = 100  # of E and M; each lowers the error, so it ends long before
+
+
+class ProbedClip(NamedTuple):
+    """slots: (T, K, D).  position: (T, M, 3), M objects.  numbers: by name (T, M, c).  words: by name, M of them."""
+
+    slots: np.ndarray
+    position: np.ndarray
+    numbers: Mapping[str, np.ndarray]
+    words: Mapping[str, Sequence[str]]
+
+
+class Matched(NamedTuple):
+    """weights: (D + 1, 3), from slots (and 1) to positions.  slots_of: of each clip (M,), which slot has which object.
+    errors: the mean squared error that each restart ended with."""
+
+    weights: np.ndarray
+    slots_of: list[np.ndarray]
+    errors: list[float]
+
+
+def matched(clips: Sequence[ProbedClip], restarts: int, seed: int = 0, ridge: float = 1e-3) -> Matched:
+    """Which slot has which object, the same at all times, by turns: a linear map from assigned slots to positions (E), and the
+    assignment of least error under it (M), which is Hungarian, as errors add up over objects. The best of `restarts` random beginnings.
+
+    Args:
+        ridge: of the linear map, as a share of the mean square of what it sees.
+    """
+    rng, errors = np.random.default_rng(seed), []
+    best: tuple[np.ndarray, list[np.ndarray]] | None = None
+    positions = np.concatenate([clip.position.reshape(-1, 3) for clip in clips])
+    for _ in range(restarts):
+        slots_of = [rng.permutation(clip.slots.shape[1])[: clip.position.shape[1]] for clip in clips]
+        weights, found = np.zeros(0), np.inf
+        for _ in range(_MOST_TURNS):
+            last, weights = found, fitted(_assigned(clips, slots_of), positions, ridge)
+            slots_of, found = assigned(clips, weights)
+            if found >= last * (1 - 1e-9):
+                break
+        errors.append(found / len(positions))
+        if best is None or errors[-1] < min(errors[:-1]):
+            best = weights, slots_of
+    assert best is not None
+    return Matched(*best, errors)
+
+
+def assigned(clips: Sequence[ProbedClip], weights: np.ndarray) -> tuple[list[np.ndarray], float]:
+    """Of each clip the assignment of least error under a map to positions, and all clips' summed squared error."""
+    slots_of, total = [], 0.0
+    for clip in clips:
+        said = clip.slots @ weights[:-1] + weights[-1]  # (T, K, 3)
+        # Squared distances, summed over time: (M, K).
+        cost = (
+            (clip.position**2).sum((0, 2))[:, None]
+            + (said**2).sum((0, 2))[None]
+            - 2 * np.einsum("tmc,tkc->mk", clip.position, said, optimize=True)
+        )
+        rows, columns = linear_sum_assignment(cost)
+        slots_of.append(columns)
+        total += float(cost[rows, columns].sum())
+    return slots_of, total
+
+
+def fitted(x: np.ndarray, y: np.ndarray, ridge: float = 1e-3) -> np.ndarray:
+    """Ridge regression of y (n, c) on x (n, D) and one: (D + 1, c), fp64; the offset is not held down."""
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    middle, level = x.mean(0), y.mean(0)
+    gram = (x - middle).T @ (x - middle)
+    gram[np.diag_indices(len(gram))] += ridge * max(gram.diagonal().mean(), 1e-12)
+    weights = np.linalg.solve(gram, (x - middle).T @ (y - level))
+    return np.concatenate([weights, (level - middle @ weights)[None]])
+
+
+def score(
+    fit: Sequence[ProbedClip], held: Sequence[ProbedClip], restarts: int = 10, seed: int = 0, ridge: float = 1e-3
+) -> Result:
+    """R2 of positions and other numbers (over all coordinates, about the mean of what was fitted on), accuracy of words, on clips that
+    nothing was fitted on, whose assignments come from positions as well. Intervals resample clips.
+
+    Args:
+        fit, held: clips with at most as many objects as slots.
+    """
+    found = matched(fit, restarts, seed, ridge)
+    others, _ = assigned(held, found.weights)
+    x = _assigned(fit, found.slots_of)
+    sums, counts = {}, {}
+    for name in ("position", *fit[0].numbers):
+        true = [clip.position if name == "position" else clip.numbers[name] for clip in (*fit, *held)]
+        ours = np.concatenate([t.reshape(-1, t.shape[-1]) for t in true[: len(fit)]])
+        weights, level = fitted(x, ours, ridge), ours.mean(0)
+        rest, whole = [], []
+        for clip, own, t in zip(held, others, true[len(fit) :], strict=True):
+            said = clip.slots[:, own] @ weights[:-1] + weights[-1]
+            rest.append(((said - t) ** 2).sum())
+            whole.append(((t - level) ** 2).sum())
+        scale = max(float(np.mean(whole)), 1e-12)
+        sums[f"{name}_r2"], counts[f"{name}_r2"] = (
+            (np.array(whole) - np.array(rest)) / scale,
+            np.array(whole) / scale,
+        )
+    for name in fit[0].words:
+        known = sorted({word for clip in fit for word in clip.words[name]})
+        ours = np.concatenate(
+            [np.tile(np.eye(len(known))[[known.index(w) for w in c.words[name]]], (len(c.slots), 1)) for c in fit]
+        )
+        weights, right, of = fitted(x, ours, ridge), [], []
+        for clip, own in zip(held, others, strict=True):
+            said = np.array(known)[(clip.slots[:, own] @ weights[:-1] + weights[-1]).argmax(-1)]  # (T, M)
+            right.append((said == np.array(clip.words[name])).sum())
+            of.append(said.size)
+        sums[f"{name}_accuracy"], counts[f"{name}_accuracy"] = np.array(right, float), np.array(of, float)
+    return _result(sums, counts, found, (len(fit), len(held)), restarts, ridge)
+
+
+def _result(
+    sums: dict[str, np.ndarray],
+    counts: dict[str, np.ndarray],
+    found: Matched,
+    clips: tuple[int, int],
+    restarts: int,
+    ridge: float,
+) -> Result:
+    names = list(sums)
+    table, of = np.stack([sums[n] for n in names], 1), np.stack([counts[n] for n in names], 1)
+    # Drawn in large units: a bootstrap takes what is behind a ratio for items, of which there is at least one.
+    draws = bootstrap(table * 1e6, of * 1e6)
+    told: dict[str, Any] = {
+        "restarts": restarts,
+        "ridge": ridge,
+        "errors": [round(e, 6) for e in sorted(found.errors)],
+        "interval": "bootstrap over held-out clips",
+    }
+    return Result(
+        "slot_probe",
+        clips[1],
+        HEADLINE,
+        {name: float(table[:, i].sum() / of[:, i].sum()) for i, name in enumerate(names)},
+        0.0,
+        {name: percentiles(draws[:, i]) for i, name in enumerate(names)},
+        told,
+        {"fitted_clips": clips[0]},
+        {
+            name: np.divide(table[:, i], of[:, i], where=of[:, i] > 0, out=np.full(len(of), np.nan)).astype(np.float32)
+            for i, name in enumerate(names)
+        },
+    )
+
+
+def _assigned(clips: Sequence[ProbedClip], slots_of: Sequence[np.ndarray]) -> np.ndarray:
+    """Slots of all objects, clip by clip, time by time: (n, D)."""
+    return np.concatenate(
+        [clip.slots[:, own].reshape(-1, clip.slots.shape[-1]) for clip, own in zip(clips, slots_of, strict=True)]
+    )

@@ -1,0 +1,124 @@
+"""`task: slot_probe`: what slots of videos say of positions, velocities and attributes, linearly, whichever slot has which object."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from evals.encoders.encoder import ClipsEncoder, Encoder
+from evals.encoders.pixels import Pixels
+from evals.sets.base import EvalSet, Limited
+from evals.sets.clip_set import ObjectClipSet
+from evals.sets.task_config import TaskConfig
+from evals.store.feature_table import View
+from evals.suite.scoring import Scoring, described
+from evals.suite.task import Task
+from evals.tasks import slot_probe
+from evals.tasks.result import Result
+from sparo_train.core.config import setting
+from sparo_train.core.errors import DataError
+
+from .video_task import EveryFrame
+
+
+class SlotProbeTaskConfig(TaskConfig):
+    """Episodes whose json tells their objects' positions (`sparo data movi-like`, MOVi's)."""
+
+    task: Literal["slot_probe"] = setting("slot_probe", "a row of sparo.tasks")
+    root: str = setting(..., "where the set is", examples=["data/movi_a/clips"])
+    split: str = setting(
+        "test", "the part that is used: probes are fitted on every second clip and scored on the others"
+    )
+    frames: int | None = setting(
+        None, "so many of every episode, from its first; null: all of them", gt=0, examples=[6]
+    )
+    window: int | None = setting(
+        None, "slots of a frame see so many of the last ones, as in task video_masks", gt=0, examples=[6]
+    )
+    restarts: int = setting(10, "random beginnings of the assignment, of which the best is taken", gt=0, le=1000)
+    ridge: float = setting(1e-3, "of every probe, as a share of slots' mean square", ge=0)
+    floor: bool = setting(True, "score an untrained model as well (floor_…)")
+    limit: int | None = setting(None, "so many episodes, evenly spaced", gt=0, examples=[500])
+    workers: int = setting(2, "processes that decode frames", ge=0, le=256)
+
+
+def open_objects(task: SlotProbeTaskConfig, told: int = 0) -> EvalSet:
+    """The episodes of a task. Raises `DataError` where they are not there."""
+    found = ObjectClipSet(task.root, task.frames, task.split, told)
+    return found if task.limit is None else Limited(found, task.limit)
+
+
+def run_slot_probe(scoring: Scoring, task: SlotProbeTaskConfig) -> Result:
+    """Scores of `evals/tasks/slot_probe.py`, and of an untrained model of the same kind. Episodes with more objects than slots are counted
+    and left out."""
+    encoder = scoring.encoder
+    assert isinstance(encoder, Encoder) and isinstance(encoder, ClipsEncoder)
+    encoders = {"": encoder, **({"floor_": encoder.untrained()} if task.floor else {})}
+    results: dict[str, Result] = {}
+    for prefix, one in encoders.items():
+        results[prefix] = _probed(scoring._replace(encoder=one), one, task)
+    found = results[""]
+    if "floor_" in results:
+        floor = results["floor_"]
+        found = found._replace(
+            metrics={**found.metrics, **{f"floor_{name}": value for name, value in floor.metrics.items()}},
+            intervals={**found.intervals, **{f"floor_{name}": value for name, value in floor.intervals.items()}},
+        )
+    return found
+
+
+def _probed(scoring: Scoring, encoder: Any, task: SlotProbeTaskConfig) -> Result:
+    source = open_objects(task, encoder.slots if encoder.conditional else 0)
+    assert isinstance(encoder.transform, Pixels)
+
+    def encode(video: Tensor) -> Tensor:
+        return encoder.clip_slots(video, task.window).float().flatten(1).cpu()
+
+    view = View(f"slots of clips, window {task.window}", encode)
+    (found,) = scoring.features([source], task.workers, EveryFrame(encoder.transform, encoder.conditional), view)
+
+    def score() -> Result:
+        rows = (row.numpy() for block in found.blocks(64) for row in block)
+        clips = [_clip(row, fact, encoder.slots) for row, fact in zip(rows, found.facts, strict=True)]
+        kept = [clip for clip in clips if 0 < clip.position.shape[1] <= encoder.slots]
+        if len(kept) < 4:
+            raise DataError(
+                f"{source.root}: {len(kept)} of {len(clips)} episodes have an object, and not more than {encoder.slots} slots; "
+                "probes need four at least"
+            )
+        # What every clip has: copies of MOVi differ in what they tell.
+        numbers, words = (set.intersection(*(set(getattr(c, what)) for c in kept)) for what in ("numbers", "words"))
+        kept = [
+            c._replace(
+                numbers={n: v for n, v in sorted(c.numbers.items()) if n in numbers},
+                words={n: v for n, v in sorted(c.words.items()) if n in words},
+            )
+            for c in kept
+        ]
+        result = slot_probe.score(kept[::2], kept[1::2], task.restarts, 0, task.ridge)
+        counts = {**result.counts, "clips": len(clips), "left_out": len(clips) - len(kept)}
+        return result._replace(counts=counts, predictions={})
+
+    options = {"frames": found.facts[0]["frames"], "window": task.window, "slots": encoder.slots}
+    return described(scoring.ranks.first(score), found, source, options)
+
+
+def _clip(row: np.ndarray, fact: dict[str, Any], slots: int) -> slot_probe.ProbedClip:
+    times = fact["frames"]
+    return slot_probe.ProbedClip(
+        row.reshape(times, slots, -1),
+        np.asarray(fact["position"], float).reshape(times, -1, 3),
+        {name: np.asarray(table, float).reshape(times, len(table[0]), -1) for name, table in fact["numbers"].items()},
+        fact["words"],
+    )
+
+
+SLOT_PROBE = Task(
+    SlotProbeTaskConfig,
+    run_slot_probe,
+    lambda task: open_objects(task).check(),
+    needs=("clips",),
+    facts="objects of clips",
+)

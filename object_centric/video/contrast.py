@@ -1,0 +1,66 @@
+"""What videos teach slots beside what is drawn: to stay with their object (SlotContrast), and where patches go (VideoSAUR)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sparo_train.core.config import Frozen, setting
+from sparo_train.core.ring import Ring
+
+
+class ContrastConfig(Frozen):
+    """A slot is to be nearer to itself a frame before than any other slot (Manasyan et al. 2025)."""
+
+    weight: float = setting(0.5, "of this loss, beside that of what is drawn", gt=0)
+    temperature: float = setting(0.1, "of the softmax over cosines", gt=0)
+    others: Literal["batch", "video"] = setting(
+        "batch", "slots it is told apart from: those of all videos of the global batch, or of its own video alone"
+    )
+
+
+class SimilarityConfig(Frozen):
+    """Slots draw how like every patch is to those of the next frame (Zadaianchuk et al. 2023)."""
+
+    weight: float = setting(0.1, "of this loss, beside that of features where they are drawn, too", gt=0)
+    temperature: float = setting(0.075, "of the softmax over cosines of patches", gt=0)
+    threshold: float = setting(0.0, "cosines below it count as no likeness at all", ge=-1, lt=1)
+
+
+def slot_contrast(slots: Tensor, config: ContrastConfig, ring: Ring | None = None) -> Tensor:
+    """Slots (b, T, K, D) of this rank's videos to a mean over its slots, all frames but the first: the cross-entropy of a slot's earlier self
+    among the earlier slots of its time, softmax over cosines. The mean over ranks is that of the global batch.
+
+    As the released code, where "class" is the earlier slot: each later one chooses.
+    """
+    b, times, k, _ = slots.shape
+    exact = torch.promote_types(slots.dtype, torch.float32)
+    near = F.normalize(slots.to(exact), dim=-1).transpose(0, 1)  # (T, b, K, D)
+    if config.others == "video":
+        logits = near[1:] @ near[:-1].transpose(-1, -2) / config.temperature  # (T - 1, b, K, K)
+        wanted = torch.arange(k, device=slots.device).expand(times - 1, b, k)
+        return F.cross_entropy(logits.flatten(0, 2), wanted.flatten())
+    ring = ring or Ring()
+    earlier = ring.gather(near[:-1].transpose(0, 1).contiguous()).transpose(0, 1).flatten(1, 2)  # (T - 1, B * K, D)
+    logits = near[1:].flatten(1, 2) @ earlier.transpose(-1, -2) / config.temperature
+    wanted = (torch.arange(b * k, device=slots.device) + ring.rank * b * k).expand(times - 1, -1)
+    return F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+
+
+def patch_likeness(features: Tensor, config: SimilarityConfig) -> Tensor:
+    """Features (b, T, N, C) of patches to what each is like among those of the next frame, (b, T - 1, N, N), every row of sum one; a row
+    without likeness is zeros."""
+    near = F.normalize(features.float(), dim=-1)
+    cosines = near[:, :-1] @ near[:, 1:].transpose(-1, -2)
+    shares = torch.softmax(cosines.masked_fill(cosines < config.threshold, -torch.inf) / config.temperature, -1)
+    return shares.nan_to_num(0.0)
+
+
+def likeness_missed(said: Tensor, features: Tensor, config: SimilarityConfig) -> Tensor:
+    """Cross-entropy of what is drawn, logits (b, T, N, N) of every patch over all, with `patch_likeness`, mean over a video's patches,
+    (b,); of the last frame nothing is known."""
+    wanted = patch_likeness(features, config).detach()
+    return -(wanted * said[:, :-1].float().log_softmax(-1)).sum(-1).flatten(1).mean(1)

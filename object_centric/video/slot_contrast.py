@@ -1,0 +1,56 @@
+"""SlotContrast (Manasyan et al. 2025): a video autoencoder whose slots are told apart from those of all other videos of the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Self
+
+from pydantic import model_validator
+from torch import Tensor
+
+from sparo_train.core.config import setting
+from sparo_train.core.contracts import Batch, CoupledObjective, Loss, Progress
+from sparo_train.objectives.method import Method
+
+from ..objectives.collapse import sharing
+from ..objectives.slot_autoencoder import no_cache_of_changed_pictures
+from .contrast import ContrastConfig, slot_contrast
+from .video_autoencoder import VideoAutoencoder, VideoAutoencoderConfig, clip_examples
+
+
+class SlotContrastConfig(VideoAutoencoderConfig):
+    kind: Literal["slot_contrast"] = "slot_contrast"  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
+    contrast: ContrastConfig = setting(ContrastConfig(), "what keeps slots with their objects")
+
+    @model_validator(mode="after")
+    def _two_frames(self) -> Self:
+        if self.frames.count < 2:
+            raise ValueError(
+                f"frames.count={self.frames.count}: a slot is told apart from others a frame before; give two or more"
+            )
+        return self
+
+
+class SlotContrast(CoupledObjective, VideoAutoencoder):
+    """Batches are those of `VideoAutoencoder`, whose loss is added to, and so is what is drawn."""
+
+    config: SlotContrastConfig
+
+    def embed(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Slots (b, T, K, D), errors (b,) of what is drawn, and masks (b, K, s, s) of first frames."""
+        found, errors, _ = self.errors(batch)
+        return found.slots, errors, found.decoded.masks[:: batch["video"].shape[1]]
+
+    def loss(self, embeddings: tuple[Tensor, ...], own: Sequence[Tensor], progress: Progress) -> Loss:
+        self._done = progress.step / max(progress.total_steps, 1)
+        slots, errors, masks = embeddings
+        apart = slot_contrast(slots, self.config.contrast)
+        # Masks count for nothing; what is kept between two forwards has to have a gradient.
+        total = errors.mean() + self.config.contrast.weight * apart + 0 * masks.sum()
+        return Loss(total, {"drawn": errors.detach().mean(), "contrast": apart.detach(), **sharing(masks)})
+
+    def forward(self, batch: Batch, progress: Progress) -> Loss:
+        return CoupledObjective.forward(self, batch, progress)
+
+
+METHOD = Method(SlotContrastConfig, SlotContrast, clip_examples, no_cache_of_changed_pictures)

@@ -1,0 +1,87 @@
+"""The permutation-invariant probe: assignments against all permutations, what is linear is found, what is not there is not."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from evals.sets.clip_set import ObjectClipSet
+from evals.tasks.slot_probe import ProbedClip, assigned, fitted, matched, score
+from sparo_data.drawn.video_sets import VideoSetConfig, render_videos
+from sparo_train.core.errors import DataError
+
+COLORS = ("blue", "green", "red")
+
+
+def clips(count, slots=5, objects=3, times=4, width=16, noise=0.05, seed=0, told=True):
+    """Slots that say an object's position, velocity and colour linearly, in an order of each clip's own; the rest say nothing."""
+    rng = np.random.default_rng(seed)
+    says = rng.normal(size=(3 + 3 + 3, width))
+    made = []
+    for _ in range(count):
+        position, velocity = (rng.normal(size=(times, objects, 3)) for _ in range(2))
+        words = rng.integers(0, 3, objects)
+        facts = np.concatenate([position, velocity, np.broadcast_to(np.eye(3)[words], (times, objects, 3))], -1)
+        table = noise * rng.normal(size=(times, slots, width))
+        order = rng.permutation(slots)[:objects]
+        if told:
+            table[:, order] += facts @ says
+        made.append(ProbedClip(table, position, {"velocity": velocity}, {"color": [COLORS[w] for w in words]}))
+    return made
+
+
+def test_slots_are_assigned_as_trying_all_of_them_would():
+    some = clips(6, seed=3)
+    weights = np.random.default_rng(1).normal(size=(17, 3))
+    slots_of, total = assigned(some, weights)
+    by_hand = 0.0
+    for clip, own in zip(some, slots_of, strict=True):
+        said = clip.slots @ weights[:-1] + weights[-1]
+        errors = {p: ((said[:, list(p)] - clip.position) ** 2).sum() for p in itertools.permutations(range(5), 3)}
+        assert min(errors, key=errors.__getitem__) == tuple(own)
+        by_hand += min(errors.values())
+    assert total == pytest.approx(by_hand)
+
+
+def test_a_ridge_of_nothing_is_least_squares():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(50, 4)), rng.normal(size=(50, 2))
+    theirs = np.linalg.lstsq(np.concatenate([x, np.ones((50, 1))], 1), y, rcond=None)[0]
+    assert np.allclose(fitted(x, y, 0.0), theirs)
+    assert np.abs(fitted(x, y, 10.0)[:-1]).sum() < np.abs(theirs[:-1]).sum()
+
+
+def test_what_slots_say_is_found_and_what_they_do_not_say_is_not():
+    every = clips(80)
+    found = score(every[:40], every[40:], restarts=6)
+    assert (
+        found.metrics["position_r2"] > 0.95
+        and found.metrics["velocity_r2"] > 0.95
+        and found.metrics["color_accuracy"] == 1
+    )
+    low, high = found.intervals["position_r2"]
+    assert low <= found.metrics["position_r2"] <= high and high - low < 0.1
+    assert len(found.options["errors"]) == 6 and found.options["errors"] == sorted(found.options["errors"])
+    nothing = clips(80, told=False)
+    empty = score(nothing[:40], nothing[40:], restarts=3)
+    assert empty.metrics["velocity_r2"] < 0.1 and empty.metrics["color_accuracy"] < 0.6
+    # A beginning may end badly: the best of several is no worse than any of fewer.
+    assert min(matched(every, 6).errors) <= min(matched(every, 2).errors)
+
+
+def test_facts_of_episodes_are_read_and_what_lacks_them_is_named(tmp_path):
+    render_videos(tmp_path / "v", VideoSetConfig(train=1, test=3, frames=4, size=16, per_shard=12, most=2), 1)
+    _, images, fact = ObjectClipSet(tmp_path / "v/clips", 3).read(0)
+    counts = {np.asarray(fact["position"]).shape, np.asarray(fact["numbers"]["velocity"]).shape}
+    assert len(images) == fact["frames"] == 3 and counts == {(3, len(fact["words"]["shape"]), 3)}
+    assert set(fact["words"]) == {"color", "shape", "material", "size"} and json.loads(json.dumps(fact)) == fact
+    assert ObjectClipSet(tmp_path / "v/clips", 3).identity() != ObjectClipSet(tmp_path / "v/clips", 2).identity()
+    for broken, told in (({"objects": [{"positions": [1]}]}, "has no positions"), ({}, "no list `objects`")):
+        source = ObjectClipSet(tmp_path / "v/clips", 3)
+        source._episode(0)
+        key, where, episode = source._episode(0)
+        episode.facts = broken  # type: ignore[misc]
+        source._episode = lambda number, of=(key, where, episode): of  # type: ignore[method-assign]
+        with pytest.raises(DataError, match=told):
+            source.read(0)
