@@ -189,7 +189,7 @@ def test_benchmark_commands_run(command, tmp_path):
 def test_recipes_resolve_count_and_state_what_they_are(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_run(path)
-    if path.parent.name == "slots" and config.objective.model.encoder.kind == "frozen":
+    if path.parent.name in ("slots", "video") and config.objective.model.encoder.kind == "frozen":
         weights = config.objective.model.encoder.checkpoint.partition("@")[2]
         with pytest.raises(CheckpointError, match=re.escape(weights)):
             dry_run(config)  # whoever has not fetched them is told which
