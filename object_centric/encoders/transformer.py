@@ -17,7 +17,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "savi": {},
     "savi++": {"norm": "pre", "blocks": 4, "qkv_width": 64, "mlp_width": 1024},
     "steve": {"norm": "pre", "biases": False, "first_norm": "stream", "last_norm": True, "mlp_times": 4, "ln_eps": 1e-5, "dropout": 0.1},
-    "videosaur": {"norm": "pre", "mlp_times": 4, "ln_eps": 1e-5},
+    "videosaur": {"norm": "pre", "mlp_times": 4, "ln_eps": 1e-5, "sharp": True},
 }  # fmt: skip
 
 
@@ -40,6 +40,9 @@ class TransformerConfig(Frozen):
     )
     last_norm: bool = setting(False, "a LayerNorm behind the last block (STEVE)")
     biases: bool = setting(True, "the attention's projections have some")
+    sharp: bool = setting(
+        False, "scores are multiplied by the root of a head's width, by which others divide them (videosaur's code)"
+    )
     dropout: float = setting(0.0, "of attention weights and branches, while it trains", ge=0, lt=1)
     ln_eps: float = setting(1e-6, "eps of every LayerNorm", gt=0)
 
@@ -107,7 +110,8 @@ class SelfBlock(nn.Module):
             for layer in (self.to_q, self.to_k, self.to_v)
         )
         rate = self.config.dropout if self.training else 0.0
-        found = F.scaled_dot_product_attention(q, k, v, dropout_p=rate)
+        scale = q.shape[-1] ** (0.5 if self.config.sharp else -0.5)
+        found = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, scale=scale)
         return self._dropped(self.out(found.transpose(1, 2).flatten(2)))
 
     def _dropped(self, x: Tensor) -> Tensor:

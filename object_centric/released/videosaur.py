@@ -1,12 +1,16 @@
-"""videosaur's and SlotContrast's `.ckpt`: DINOSAUR for images, and of video models what they do to a first frame."""
+"""videosaur's and SlotContrast's `.ckpt`: DINOSAUR for images, and their models of videos with what predicts the next frame's slots."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from sparo_train.core.config import Frozen, resolve, setting
 from sparo_train.core.errors import CheckpointError
 
 from ..objectives.slot_tower import SlotTower, SlotTowerConfig
 from ..tasks.slot_encoder import GroupingEncoder
+from ..tasks.video_encoder import TimedGroupingEncoder, TowerAlone
+from ..video.timed_tower import TimedTowerConfig
 from .reading import Tensors, first_slots, grouping, opened, vit
 
 _NAMES = {
@@ -21,14 +25,17 @@ class VideosaurFile(Frozen):
     image_size: int = setting(224, "pixels per side", gt=0)
     slots: int = setting(7, "K, where slots begin at random", gt=0)
     iterations: int = setting(3, "rounds; of a video's first frame, 3 in the released configs", gt=0)
+    later: int = setting(2, "rounds of a video's later frames, 2 in the released configs", gt=0)
+    frames: int = setting(4, "how long its training's clips were, for the record", gt=0)
     heads: int | None = setting(None, "of the ViT; none: its width / 64", gt=0)
 
 
-def from_videosaur(text: str) -> GroupingEncoder:
-    """`videosaur:FILE?slots=11&…`. Decoders, predictors and target encoders are left out: masks are slots' attention to patches."""
+def from_videosaur(text: str) -> GroupingEncoder | TimedGroupingEncoder:
+    """`videosaur:FILE?slots=11&…`. Decoders and target encoders are left out: masks are slots' attention to patches. A file with a predictor
+    is of videos."""
     t, options, unsaid = opened("videosaur", text, VideosaurFile)
     t = Tensors({name.replace(".module.", ".", 1): value for name, value in t.held.items()}, t.label)
-    t.drop("decoder", "processor.predictor", "target_encoder", "loss_fns")
+    t.drop("decoder", "target_encoder", "loss_fns")
     whole = "encoder.backbone.model.norm.weight" in t  # torchvision's extractor leaves away what features do not pass
     encoder = vit(t, "encoder.backbone.model", options.heads, final_norm=whole)
     unsaid.came_out("heads", encoder["heads"])
@@ -51,28 +58,64 @@ def from_videosaur(text: str) -> GroupingEncoder:
             "mlp.layers.3": "rounds.0.mlp.2",
         }
     grouping(t, corrector, names)
+    predictor = _predictor(t, width)
+    if predictor is None:
+        unsaid.unused("later", "frames")
     knobs = {
         "preset": "videosaur",
         "slots": options.slots,
         "width": width,
-        "iterations": options.iterations,
+        "iterations": options.later if predictor else options.iterations,
         "mlp_width": mlp,
         "gru": "torch" if gated else "none",
         **begin,
     }
-    config = resolve(
-        SlotTowerConfig,
-        {
-            "image_size": options.image_size,
-            "encoder": encoder,
-            "features": t.ours["project.2.weight"].shape[0],
-            "hidden": t.ours["project.0.weight"].shape[0],
-            "grouping": knobs,
-        },
-        t.label,
-    )
-    model = SlotTower(config)
-    t.into(model)
-    made = GroupingEncoder(model, signed=False, label=t.label)
+    tree: dict[str, Any] = {
+        "image_size": options.image_size,
+        "encoder": encoder,
+        "features": t.ours["project.2.weight"].shape[0],
+        "hidden": t.ours["project.0.weight"].shape[0],
+        "grouping": knobs,
+    }
+    if predictor is None:
+        model = SlotTower(resolve(SlotTowerConfig, tree, t.label))
+        t.into(model)
+        made = GroupingEncoder(model, signed=False, label=t.label)
+    else:
+        tree |= {"predictor": predictor, "first_turns": options.iterations}
+        alone = TowerAlone(resolve(TimedTowerConfig, tree, t.label))
+        moved = {name.replace("grouping.", "grouping.step.corrector."): value for name, value in t.ours.items()}
+        t.ours = {name.replace("predictor.", "grouping.step.predictor."): value for name, value in moved.items()}
+        t.into(alone.tower)
+        made = TimedGroupingEncoder(alone, False, options.frames, t.label)
     made.assumed = str(unsaid)
     return made
+
+
+def _predictor(t: Tensors, width: int) -> dict[str, Any] | None:
+    """Blocks of `processor.predictor`, as `predictor.0.…`, to the block of a recipe that builds them; None where there are none."""
+    theirs = "processor.predictor.blocks"
+    count = t.count(theirs)
+    if not count:
+        return None
+    hidden = t[f"{theirs}.0.linear1.weight"].shape[0]
+    for number in range(count):
+        block, ours = f"{theirs}.{number}", f"predictor.{number}"
+        for kind in ("weight", "bias"):
+            name = f"{block}.self_attn.qkv.{kind}"
+            parts = t[name].chunk(3)
+            for part, letter in zip(parts, "qkv", strict=True):
+                t.give(f"{ours}.to_{letter}.{kind}", part.clone(), name)
+        if parts[0].shape[0] != width:
+            raise CheckpointError(
+                f"{t.label}: its predictor attends {parts[0].shape[0]} wide; this reader knows {width}, the slots'"
+            )
+        t.take(f"{block}.self_attn.out_proj", f"{ours}.out")
+        for name, own in (
+            ("linear1", "mlp.0"),
+            ("linear2", "mlp.2"),
+            ("norm1", "norm_attention"),
+            ("norm2", "norm_mlp"),
+        ):
+            t.take(f"{block}.{name}", f"{ours}.{own}")
+    return {"preset": "videosaur", "blocks": count, "mlp_width": hidden}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evals.encoders.encoder import ClipsEncoder, DrawingEncoder
 from sparo_train.core.errors import ConfigError
@@ -17,6 +17,7 @@ from sparo_train.models.slots import Slots
 from ..decoders.broadcast import Decoded
 from ..encoders.convnet import grid
 from ..grouping.slot_attention import Grouped
+from ..video.timed_tower import TimedTower, TimedTowerConfig
 from ..video.video_autoencoder import VideoAutoencoder
 from ..video.video_slate import VideoSlate
 from .slot_encoder import MaskingEncoder, Parts, SlotEncoder, shared
@@ -199,14 +200,33 @@ class VideoEncoder(TimedEncoder, DrawingEncoder):
         return self.errors_of(self.shares_of(self.still(pixels))[1], pixels)[:, None]
 
 
-class VideoSlateEncoder(TimedEncoder):
-    """A model that says its tokens: masks are where slots look, and pictures what is generated from them."""
+class TimedGroupingEncoder(TimedEncoder):
+    """A tower of videos, without what draws: masks are where slots look."""
 
     masks_are = "slots' attention, bilinear"
 
     def shares_of(self, found: Grouped) -> tuple[Tensor, Decoded | None]:
         side = self.model.config.encoder.side(self.image_size)
         return found.attention.unflatten(-1, (side, side)), None
+
+    def parts_of(self, found: Grouped) -> Parts:
+        return Parts(self.brought(self.shares_of(found)[0]), None, None)
+
+
+class TowerAlone(nn.Module):
+    """A tower of videos as what a `TimedEncoder` takes."""
+
+    def __init__(self, config: TimedTowerConfig):
+        super().__init__()
+        self.config, self.tower = config, TimedTower(config)
+
+    def frame_tokens(self, frames: Tensor) -> Tensor:
+        """Frames (n, 3, S, S) to what slots group, (n, s * s, F)."""
+        return self.tower.tokens(frames)[0]
+
+
+class VideoSlateEncoder(TimedGroupingEncoder):
+    """A model that says its tokens: pictures are what is generated from slots."""
 
     @torch.inference_mode()
     def parts_of(self, found: Grouped) -> Parts:

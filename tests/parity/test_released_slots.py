@@ -124,7 +124,20 @@ def test_videosaur_and_slotcontrast(tmp_path, video, learned, mlp):
         }
     )
     w |= {f"encoder.backbone.model.{n}": v for n, v in vit.state_dict().items() if not n.startswith("norm.")}
-    told = {"decoder.pos_emb": torch.zeros(1), "processor.predictor.x": torch.zeros(1), **w}
+    block = "processor.predictor.blocks.0"
+    w |= drawn(
+        {
+            **linear(f"{block}.self_attn.qkv", SLOT, 3 * SLOT),
+            **linear(f"{block}.self_attn.out_proj", SLOT, SLOT),
+            **linear(f"{block}.linear1", SLOT, 40),
+            **linear(f"{block}.linear2", 40, SLOT),
+            **norm(f"{block}.norm1", SLOT),
+            **norm(f"{block}.norm2", SLOT),
+        }
+        if video
+        else {}
+    )
+    told = {"decoder.pos_emb": torch.zeros(1), **w}
     if video:
         told = {n.replace("encoder.", "encoder.module.", 1).replace("processor.", "processor.module.", 1): v for n, v in told.items()}  # fmt: skip
     torch.save({"state_dict": told, "epoch": 3, "pytorch-lightning_version": "2.0"}, tmp_path / "v.ckpt")
@@ -135,24 +148,45 @@ def test_videosaur_and_slotcontrast(tmp_path, video, learned, mlp):
     x = lin(w, "encoder.output_transform.layers.3", lin(w, "encoder.output_transform.layers.1", x).relu())
     c = "processor.corrector"
     slots = w["initializer.slots"] if learned else begun(encoder, w, "initializer.mean", "initializer.log_std")
-    slots = slots.expand(2, -1, -1)
     x = ln(w, f"{c}.norm_features", x)
     keys, values = lin(w, f"{c}.to_k", x), lin(w, f"{c}.to_v", x)
-    for _ in range(3):
-        slots = ln(w, f"{c}.norm_slots", slots)
-        shares = (lin(w, f"{c}.to_q", slots) @ keys.transpose(1, 2) * SLOT**-0.5).softmax(1)
-        weights = (shares + 1e-8) / (shares + 1e-8).sum(-1, keepdim=True)
-        slots = gru(w, f"{c}.gru", weights @ values, slots)
-        if mlp:
-            hidden = lin(w, f"{c}.mlp.layers.1", ln(w, f"{c}.mlp.layers.0", slots)).relu()
-            slots = slots + lin(w, f"{c}.mlp.layers.3", hidden)
+
+    def corrected(slots, rounds):
+        for _ in range(rounds):
+            slots = ln(w, f"{c}.norm_slots", slots)
+            shares = (lin(w, f"{c}.to_q", slots) @ keys.transpose(1, 2) * SLOT**-0.5).softmax(1)
+            weights = (shares + 1e-8) / (shares + 1e-8).sum(-1, keepdim=True)
+            slots = gru(w, f"{c}.gru", weights @ values, slots)
+            if mlp:
+                hidden = lin(w, f"{c}.mlp.layers.1", ln(w, f"{c}.mlp.layers.0", slots)).relu()
+                slots = slots + lin(w, f"{c}.mlp.layers.3", hidden)
+        return slots, shares
+
+    slots, shares = corrected(slots.expand(2, -1, -1), 3)
     wide = F.interpolate(shares.unflatten(-1, (4, 4)), (32, 32), mode="bilinear").argmax(1).flatten(1)
     assert (encoder.masks(images()) == wide).float().mean() > 0.99
     assert torch.allclose(encoder.encode(images()).double(), slots.flatten(1), atol=1e-2)
-    found = doubled(encoder)(images())
-    assert torch.allclose(found.slots, slots, atol=1e-9) and torch.allclose(
-        found.attention.flatten(2), shares, atol=1e-9
-    )
+    if not video:
+        found = doubled(encoder)(images())
+        assert torch.allclose(found.slots, slots, atol=1e-9) and torch.allclose(
+            found.attention.flatten(2), shares, atol=1e-9
+        )
+        return
+    # The next frame, here the same picture: predicted by a block whose scores are multiplied by the root of a head's width.
+    y = ln(w, f"{block}.norm1", slots)
+    q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in lin(w, f"{block}.self_attn.qkv", y).chunk(3, -1))
+    attended = ((q @ k.transpose(2, 3) * q.shape[-1] ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    y = slots + lin(w, f"{block}.self_attn.out_proj", attended)
+    y = y + lin(w, f"{block}.linear2", lin(w, f"{block}.linear1", ln(w, f"{block}.norm2", y)).relu())
+    second, later = corrected(y, 2)
+    tower = encoder.model.double().tower
+    with torch.no_grad():
+        tokens = tower.tokens(images().double() / 255)[0]
+        found = tower.grouped(
+            tokens[:, None].expand(-1, 2, -1, -1), encoder.noise[None].expand(2, -1, -1).double(), None
+        )
+    assert torch.allclose(found.slots, torch.stack([slots, second], 1), atol=1e-9)
+    assert torch.allclose(found.attention, torch.stack([shares, later], 1), atol=1e-9)
 
 
 def slates_rounds(w, name, x, slots, rounds=3):
