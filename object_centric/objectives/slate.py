@@ -75,6 +75,10 @@ class Slate(Objective):
             },
         )
 
+    def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of a model of another method: a tower to go on with, whatever drew or said its slots."""
+        return {f"model.{name}": value for name, value in weights.items()}
+
     def alarm(self, facts: Mapping[str, float]) -> str | None:
         return self.config.collapse.alarm(facts, self._done)
 

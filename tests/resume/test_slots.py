@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing import event_accumulator
 
-from evals.encoders.loading import run_weights
+from evals.encoders.loading import load_encoder, run_weights
 from launch.runs.train import train
 from sparo_data.drawn.object_sets import ObjectSetConfig, render_objects
 from sparo_data.drawn.tetrominoes import TetrominoesConfig, make_tetrominoes
@@ -294,21 +294,57 @@ def video_recipe(tmp_path, kind):
         for name, more in (("c", {}), ("f", {"frames": 3, "first_frame": False, "headline": "psnr"}))
     }
     tree = slots_recipe(tmp_path / "v/train", tmp_path / "runs")
-    grouping: dict = {"preset": kind, "slots": 3, "width": 16, "init": "learned", "iterations": 2}
+    savi = kind == "savi"
+    grouping: dict = {"preset": "savi" if savi else "psb", "slots": 3, "width": 16, "iterations": 2}
     model = {k: v for k, v in tree["objective"]["model"].items() if k != "frame"} | {"grouping": grouping}
-    model |= {"predictor": {"mlp_width": 16}} if kind == "savi" else {}
-    tree["objective"] = {"kind": "video_slots", "frames": {"count": 3, "stride": [1, 2]}, "model": model}
+    if savi:  # as SAVi++ has it: told the first frame's boxes, drawing flow and depth
+        grouping |= {"init": "given", "qkv_width": 24}
+        model |= {"predictor": {"mlp_width": 16}, "hint": {"hidden": 8}, "target": "flow_depth", "transformer": {}}
+    objective = "slot_contrast" if kind == "slot_contrast" else "video_slots"
+    tree["objective"] = {"kind": objective, "frames": {"count": 3, "stride": [1, 2]}, "model": model}
     tree["data"] = {**tree["data"], "crop_scale": [0.5, 1.0], "hflip": 0.5}
     return tree, tasks
 
 
-@pytest.mark.parametrize("kind", ["savi", "psb"])
+@pytest.mark.parametrize("kind", ["savi", "slot_contrast"])
 def test_two_ranks_train_on_videos_as_one_process_does(tmp_path, write_recipe, kind):
     tree, _ = video_recipe(tmp_path, kind)
     straight = run({**tree, "out": str(tmp_path / "straight")})
     assert train(straight).reason == "finished"
     recipe = write_recipe({**tree, "out": str(tmp_path / "two"), "micro_batch_size": 2})
     assert goes_on_across_engines(recipe, tmp_path / "two/slots") == pytest.approx(losses_of(straight.folder), rel=1e-4)
+
+
+def test_tokens_of_videos_are_said_again_and_probed(tmp_path, write_recipe):
+    tree, tasks = video_recipe(tmp_path, "psb")
+    small = {"dvae": {"vocab": 16, "channels": 8}, "decoder": {"width": 16, "blocks": 1, "heads": 2}}
+    kept = {k: v for k, v in tree["objective"]["model"].items() if k not in ("decoder", "target")}
+    tree["objective"] = {"kind": "video_slate", "frames": {"count": 2}, "model": {**kept, **small}}
+    probe = {"task": "slot_probe", "root": str(tmp_path / "v/clips"), "frames": 3, "restarts": 2}
+    tree |= {"steps": 4, "eval": {"tasks": {"clips": {**tasks["c"], "frames": 3}, "probe": probe}}}
+    done = sparo("train", str(write_recipe(tree)))
+    assert done.returncode == 0 and "probe position_r2" in done.stderr, done.stderr
+    folder = tmp_path / "runs/slots"
+    (line,) = [x for x in (folder / "metrics.jsonl").read_text().splitlines() if '"eval"' in x]
+    found = json.loads(line)
+    assert {"position_r2", "floor_position_r2", "velocity_r2", "color_accuracy", "floor_shape_accuracy"} <= set(
+        found["probe"]
+    )
+    assert "video_fg_ari" in found["clips"] and "psnr" not in found["clips"]
+    assert (folder / "pictures/step-00000004.webp").exists()
+    # A decoder of pixels for slots that stay as they are: masks of a model that has none of its own.
+    start = {"checkpoint": str(folder), "allow_missing": ["model.decoder.*"]}
+    start["allow_unused"] = [
+        f"model.{n}*" for n in ("dvae.", "decoder.", "embed.", "head.", "project.", "begin", "places")
+    ]
+    model = {**kept, "decoder": {"kind": "mlp", "hidden": [16]}}
+    drawn = {"kind": "video_slots", "frames": {"count": 2}, "model": model}
+    again = {**tree, "name": "drawn", "start_from": start, "freeze": ["model.tower.*"], "objective": drawn}
+    again["eval"] = {"tasks": {"clips": {**tasks["c"], "frames": 3}}}
+    done = sparo("train", str(write_recipe(again)))
+    assert done.returncode == 0 and "clips video_fg_ari" in done.stderr, done.stderr
+    before, after = (load_encoder(str(tmp_path / "runs" / n)).model.tower.state_dict() for n in ("slots", "drawn"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_videos_are_trained_on_resumed_and_scored(tmp_path, write_recipe):

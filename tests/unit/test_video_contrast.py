@@ -1,6 +1,5 @@
 """SlotContrast's and VideoSAUR's losses against what they say, pair by pair; and pooled squares, which share nothing."""
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -21,7 +20,6 @@ from object_centric.video.video_model import VideoModelConfig
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import ConfigError
-from tests.ranks import run_ranks
 
 MODEL = {"image_size": 16, "encoder": {"channels": [8, 8], "strides": [2, 1], "kernel": 3}, "features": 16}
 MODEL |= {
@@ -56,25 +54,6 @@ def test_a_slot_is_told_apart_from_all_others_a_frame_before(others):
     assert torch.allclose(ours, theirs)
     still = slots.detach()[:, :1].expand(-1, 4, -1, -1)
     assert slot_contrast(still, ContrastConfig(temperature=0.01)) < 1e-3  # slots that stay are told apart
-
-
-def _share(ranks):
-    torch.manual_seed(0)
-    slots = torch.randn(4, 3, 2, 5, dtype=torch.float64)
-    own = slots[ranks.rank * 2 : ranks.rank * 2 + 2].clone().requires_grad_()
-    loss = slot_contrast(own, ContrastConfig())
-    loss.backward()
-    return loss.detach().item(), own.grad.numpy() / ranks.size
-
-
-def test_two_ranks_tell_slots_apart_as_one_process_does():
-    torch.manual_seed(0)
-    slots = torch.randn(4, 3, 2, 5, dtype=torch.float64, requires_grad=True)
-    whole = slot_contrast(slots, ContrastConfig())
-    whole.backward()
-    found = run_ranks(2, _share)
-    assert np.mean([loss for loss, _ in found]) == pytest.approx(whole.item())
-    assert slots.grad is not None and np.allclose(np.concatenate([g for _, g in found]), slots.grad.numpy())
 
 
 def test_patches_are_like_those_of_the_next_frame():
