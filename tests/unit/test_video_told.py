@@ -107,9 +107,9 @@ def test_boxes_are_what_is_seen_and_hints_say_no_more():
     for of in ("boxes", "centres", "masks"):
         hint = Hint(HintConfig(of=of, hidden=6), 5, 4, 8)
         slots = hint(labels)
-        assert (
-            slots.shape == (2, 5, 4) and torch.equal(slots[0, 0], slots[0, 2]) and torch.equal(slots[0, 0], slots[1, 0])
-        )
+        nothing = torch.stack([slots[0, 0], slots[0, 2], slots[1, 0]])
+        # Rows of one product may differ in their last bit on some CPUs.
+        assert slots.shape == (2, 5, 4) and torch.allclose(nothing, nothing[:1].expand(3, -1), atol=1e-6)
         assert not torch.equal(slots[0, 1], slots[1, 2])
         moved = labels.clone()
         moved[0, 2:5, 1:3], moved[0, 3, 1], moved[0, 2, 0], moved[0, 4, 3] = (
