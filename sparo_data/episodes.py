@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from sparo_train.data.clips.episode import PLANES, member
+from sparo_train.data.clips.views import view_member
 
 from .writer import encoded
 
@@ -69,6 +71,21 @@ def episode_fields(video: Video) -> dict[str, bytes]:
         fields["boxes.npy"] = stream.getvalue()
     facts = {**video.facts, "frames": len(video.frames), "ranges": ranges}
     return {**fields, "json": json.dumps(facts).encode()}
+
+
+def scene_fields(views: Sequence[Video], facts: dict[str, Any]) -> dict[str, bytes]:
+    """The members of a scene that several cameras see (`sparo_train/data/clips/views.py`), an episode of each.
+
+    Args:
+        views: with depth between the same two numbers, which one json has room for.  facts: for the json: cameras, objects, …
+    """
+    fields: dict[str, bytes] = {}
+    told: dict[str, Any] = {}
+    for number, view in enumerate(views):
+        own = episode_fields(view)
+        told = json.loads(own.pop("json"))
+        fields |= {view_member(number, name): data for name, data in own.items()}
+    return {**fields, "json": json.dumps({**facts, "frames": told["frames"], "ranges": told["ranges"]}).encode()}
 
 
 def boxes_of(labels: np.ndarray, count: int) -> np.ndarray:

@@ -21,6 +21,7 @@ CLAIMS = (
     "tetrominoes.json",
     "objects.json",
     "videos.json",
+    "scenes3d.json",
     "converted.json",
 )  # what makers write down in a set's folder
 

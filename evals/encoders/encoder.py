@@ -68,6 +68,7 @@ class Encoder(ABC):
             "masks": isinstance(self, MasksEncoder),
             "objects": isinstance(self, ObjectsEncoder),
             "clips": isinstance(self, ClipsEncoder),
+            "views": isinstance(self, ViewsEncoder),
             "drawing": isinstance(self, DrawingEncoder),
         }
         return frozenset(word for word, here in found.items() if here)
@@ -194,6 +195,38 @@ class ClipsEncoder(ABC):
     @abstractmethod
     def untrained(self) -> Encoder:
         """The same with weights that were never trained: what scores are to be compared with."""
+
+
+class ViewsEncoder(ABC):
+    """What an `Encoder` of scenes that several posed cameras see also is; posed views are (…, 9, S, S) fp32: colours in 0..1, and the
+    origin and direction of every pixel's ray.
+
+    `trained_frames`, `trained_views`: how long its training's clips were, and how many views were shown.
+    `tells_depth`: whether it says how far away things are.
+    """
+
+    image_size: int
+    trained_frames: int
+    trained_views: int
+    tells_depth: bool = False
+
+    @abstractmethod
+    def scenes(self, posed: Tensor, shown: int, window: int | None = None) -> Tensor:
+        """(n, T, V, 9, S, S), of whose views the first `shown` are seen, to fp32 rows of T * V * (4 + S * S), or 4 + 2 * S * S where it
+        `tells_depth`: of every view mean squared error, SSIM, and the mean squared errors of the nearest shown view and of the shown views'
+        mean colour in its place; then which slot a pixel is of (K and on: of none); then depth.
+
+        Args:
+            window: slots of a time see so many of the last ones; None: the encoder's own way.
+        """
+
+    @abstractmethod
+    def scene_slots(self, posed: Tensor, window: int | None = None) -> Tensor:
+        """Slots of every time, (n, T, K, D), of views (n, T, V, 9, S, S) that are all shown."""
+
+    @abstractmethod
+    def untrained(self) -> Encoder:
+        """The same with weights that were never trained."""
 
 
 class DrawingEncoder(ABC):

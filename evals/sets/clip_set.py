@@ -12,10 +12,8 @@ from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.clips.episode import Episode
 
 from .base import sha256
+from .object_facts import told_objects
 from .wds import WdsSet
-
-_NUMBERS = {"positions": "position", "velocities": "velocity", "angular_velocities": "angular_velocity"}
-_WORDS = ("color", "shape", "material", "size")
 
 
 class ClipSet(WdsSet):
@@ -77,47 +75,12 @@ class ClipSet(WdsSet):
 
 
 class ObjectClipSet(ClipSet):
-    """The same, whose facts say of the objects what the episode's json does, as plain data: `frames` (T), `position` (T, M, 3), `numbers`
-    by name (T, M) or (T, M, c), `words` by name (M)."""
+    """The same, whose facts say of the objects what the episode's json does (`told_objects`)."""
 
     def read(self, number: int) -> tuple[str, Any, Any]:
         key, images, _ = super().read(number)
         _, where, episode = self._episode(number)
-        try:
-            objects = episode.facts.get("objects")
-        except BadSampleError as bad:
-            raise DataError(f"{where}: {bad}; repair it, or take it out") from None
-        if not isinstance(objects, list) or not all(isinstance(one, dict) for one in objects):
-            raise DataError(
-                f"{where}: its json has no list `objects`; probes need what sparo data movi-like and MOVi tell of them"
-            )
-        tables = {name: [self._table(one, name, len(episode)) for one in objects] for name in _NUMBERS}
-        if any(table is None for table in tables["positions"]):
-            raise DataError(f"{where}: an object has no positions (a row of three numbers per frame)")
-        numbers = {short: _by_time(tables[name]) for name, short in _NUMBERS.items() if None not in tables[name]}
-        sizes = [one.get("size") for one in objects]
-        if objects and all(isinstance(size, int | float) for size in sizes):  # MOVi's, of which movi-like has words
-            numbers["size"] = [[[float(size)] for size in sizes if size is not None] for _ in range(self.frames)]
-        words = {
-            name: [str(one[name]) for one in objects]
-            for name in _WORDS
-            if all(isinstance(one.get(name), str) for one in objects)
-        }
-        position = numbers.pop("position") if objects else []
-        return key, images, {"frames": self.frames, "position": position, "numbers": numbers, "words": words}
+        return key, images, told_objects(episode, self.frames, where)
 
     def identity(self) -> str:
         return sha256("objects", super().identity())
-
-    def _table(self, one: dict[str, Any], name: str, length: int) -> list[Any] | None:
-        """A row of three finite numbers for each frame that is read; None where there is no such table."""
-        try:
-            table = np.asarray(one.get(name), np.float64)
-        except (TypeError, ValueError):
-            return None
-        return table[: self.frames].tolist() if table.shape == (length, 3) and np.isfinite(table).all() else None
-
-
-def _by_time(tables: list[Any]) -> list[Any]:
-    """(M, T, c) to (T, M, c)."""
-    return [list(row) for row in zip(*tables, strict=True)]

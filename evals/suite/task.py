@@ -35,6 +35,7 @@ NEEDS = {
     "masks": Need("a mask per slot", "has none", "use an object-centric model"),
     "drawing": Need("images drawn again", "draws none", "use a slot model that has a decoder"),
     "clips": Need("a mask per slot of every frame", "takes images alone", "train with objective.kind=video_slots"),
+    "views": Need("posed views drawn", "takes images without cameras", "train with objective.kind=novel_views"),
     "objects": Need("objects listed", "lists none", "train with objective.kind=set_prediction"),
 }
 

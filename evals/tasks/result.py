@@ -9,8 +9,12 @@ import numpy as np
 
 DRAWS = 2000
 # Scores that are no shares: what a number is multiplied by to be shown, digits, and a unit. All others are per cent.
-_SHOWN = {"psnr": (1, 2, " dB"), "mse": (1, 5, " mse"), "mse_sum": (1, 2, " mse_sum")}
-LOWER_IS_BETTER = frozenset({"mse", "mse_sum"})
+_SHOWN = {
+    **{f"psnr{which}": (1, 2, " dB") for which in ("", "_held_out", "_shown", "_nearest", "_mean")},
+    "mse": (1, 5, " mse"),
+    "mse_sum": (1, 2, " mse_sum"),
+}
+LOWER_IS_BETTER = frozenset({"mse", "mse_sum", "depth_error"})
 _AT_ONCE = 2**24  # numbers of a bootstrap that are held at once
 
 

@@ -28,6 +28,13 @@ class ObjectKind(StrEnum):  # sparo_data/drawn/object_scenes.py's, which is not 
     rooms = "rooms"
 
 
+class SceneKind(StrEnum):  # sparo_data/drawn/viewed_scenes.py's
+    """What several cameras see."""
+
+    simple = "simple"
+    nature_ego = "nature_ego"
+
+
 class VideoKind(StrEnum):  # sparo_data/drawn/video_scenes.py's
     """What videos are of, after MOVi-A to E."""
 
@@ -118,6 +125,31 @@ def movi_like(
     given = {"train": train, "test": test, "frames": frames, "size": size, "most": most, "antialias": antialias}
     given |= {"larger": larger}
     make_video_set(folder, processes, kind=kind.value, seed=seed, **given)
+    console.print(f"{folder}: ready")
+
+
+@app.command()
+def scenes3d(
+    folder: Annotated[Path | None, typer.Argument(help="default: data/scenes3d_KIND")] = None,
+    kind: Annotated[
+        SceneKind,
+        typer.Option(help="simple: solids on a plain, five cameras; nature_ego: rooms, six cameras that move"),
+    ] = SceneKind.simple,
+    train: Annotated[int, typer.Option(min=1, help="training episodes")] = 1800,
+    test: Annotated[int, typer.Option(min=1, help="episodes that are scored")] = 200,
+    frames: Annotated[int | None, typer.Option(min=1, help="of an episode, 12 a second; default: 32, or 24")] = None,
+    size: Annotated[int, typer.Option(help="pixels per side")] = 64,
+    most: Annotated[int | None, typer.Option(min=1, help="objects of an episode; default: 4, or 5")] = None,
+    antialias: Annotated[int, typer.Option(min=1, help="rays per pixel along each side")] = 1,
+    seed: int = 0,
+    processes: Processes = 2,
+) -> None:
+    """Render moving scenes as several posed cameras see them, with masks, depth and attributes."""
+    from ..runs.making import make_viewed_set
+
+    folder = folder or Path("data") / f"scenes3d_{kind.value}"
+    given = {"train": train, "test": test, "frames": frames, "size": size, "most": most, "antialias": antialias}
+    make_viewed_set(folder, processes, kind=kind.value, seed=seed, **given)
     console.print(f"{folder}: ready")
 
 

@@ -1,4 +1,4 @@
-"""The work behind `sparo data scenes|objects|tetrominoes|emoji|movi-like|convert`, with progress."""
+"""The work behind `sparo data scenes|objects|tetrominoes|emoji|movi-like|scenes3d|convert`, with progress."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from sparo_data.drawn.object_sets import ObjectSetConfig, render_objects
 from sparo_data.drawn.scene_sets import ScenesConfig, render_scenes
 from sparo_data.drawn.tetrominoes import TetrominoesConfig, make_tetrominoes
 from sparo_data.drawn.video_sets import VideoSetConfig, render_videos
+from sparo_data.drawn.viewed_sets import ViewedSetConfig, render_viewed
 from sparo_data.emoji import install
 from sparo_data.emoji_sets import make_emoji
 from sparo_data.official.formats import convert_published, sources_of
@@ -48,6 +49,14 @@ def make_video_set(folder: Path, processes: int, **given: Any) -> None:
     with Bar() as bar:
         task = bar.start_task_named("rendering videos")
         render_videos(folder, config, processes, lambda done, total: bar.show(task, done, total))
+
+
+def make_viewed_set(folder: Path, processes: int, **given: Any) -> None:
+    """Render scenes that several cameras see into `folder` (what is there already stays)."""
+    config = resolve(ViewedSetConfig, given, str(folder))
+    with Bar() as bar:
+        task = bar.start_task_named("rendering scenes")
+        render_viewed(folder, config, processes, lambda done, total: bar.show(task, done, total))
 
 
 def convert_published_set(source: Path, folder: Path, kind: str, **given: Any) -> Written:

@@ -1,4 +1,4 @@
-"""Transformer blocks over the slots of a frame, or over its tokens, as SAVi, SAVi++, STEVE and videosaur have them."""
+"""Transformer blocks over the slots of a frame, or over tokens, as SAVi, SAVi++, STEVE, videosaur, SRT and PSB's scenes have them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from torch.nn import functional as F
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.errors import did_you_mean
 
-# Sources: slot-attention-video (savi, savi++: modules/attention.py), singhgautam/steve (transformer.py), martius-lab/videosaur.
+# Sources: slot-attention-video (savi, savi++: modules/attention.py), singhgautam/steve (transformer.py), martius-lab/videosaur,
+# stelzner/osrt (srt: layers.py), papers/parallel-spatiotemporal-binder, Table 8 (slsr).
 # mlp_times: hidden units of the perceptron as a multiple of the width.
 BLOCKS: dict[str, dict[str, Any]] = {
     "savi": {},
     "savi++": {"norm": "pre", "blocks": 4, "qkv_width": 64, "mlp_width": 1024},
     "steve": {"norm": "pre", "biases": False, "first_norm": "stream", "last_norm": True, "mlp_times": 4, "ln_eps": 1e-5, "dropout": 0.1},
     "videosaur": {"norm": "pre", "mlp_times": 4, "ln_eps": 1e-5, "sharp": True},
+    "srt": {"norm": "pre", "blocks": 5, "heads": 12, "mlp_width": 1536, "activation": "gelu", "biases": "out", "ln_eps": 1e-5},
+    "slsr": {"norm": "pre", "blocks": 3, "mlp_times": 4, "activation": "gelu", "ln_eps": 1e-5},
 }  # fmt: skip
 
 
@@ -39,7 +42,10 @@ class TransformerConfig(Frozen):
         "branch", "of norm=pre. stream: the first block norms what goes on beside its attention, too (STEVE's code)"
     )
     last_norm: bool = setting(False, "a LayerNorm behind the last block (STEVE)")
-    biases: bool = setting(True, "the attention's projections have some")
+    biases: bool | Literal["out"] = setting(
+        True, "the attention's projections have some; out: that of its output alone (SRT)"
+    )
+    activation: Literal["relu", "gelu"] = setting("relu", "in the perceptron")
     sharp: bool = setting(
         False, "scores are multiplied by the root of a head's width, by which others divide them (videosaur's code)"
     )
@@ -88,9 +94,11 @@ class SelfBlock(nn.Module):
         assert hidden is not None
         self.on_stream = first and c.first_norm == "stream"
         self.norm_attention, self.norm_mlp = (nn.LayerNorm(width, eps=c.ln_eps) for _ in range(2))
-        self.to_q, self.to_k, self.to_v = (nn.Linear(width, qkv, bias=c.biases) for _ in range(3))
-        self.out = nn.Linear(qkv, width, bias=c.biases)
-        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
+        self.to_q, self.to_k, self.to_v = (nn.Linear(width, qkv, bias=c.biases is True) for _ in range(3))
+        self.out = nn.Linear(qkv, width, bias=bool(c.biases))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, hidden), (nn.GELU if c.activation == "gelu" else nn.ReLU)(), nn.Linear(hidden, width)
+        )
         for layer in (self.to_q, self.to_k, self.to_v, self.out):
             nn.init.xavier_uniform_(layer.weight)
             if layer.bias is not None:

@@ -1,17 +1,20 @@
-"""`task: slot_probe`: what slots of videos say of positions, velocities and attributes, linearly, whichever slot has which object."""
+"""`task: slot_probe`, `task: scene_probe`: what slots of videos, or of posed scenes, say of positions, velocities and attributes, linearly,
+whichever slot has which object."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from evals.encoders.encoder import ClipsEncoder, Encoder
+from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import Pixels
-from evals.sets.base import EvalSet, Limited
+from evals.sets.base import EvalSet, Limited, Transform
 from evals.sets.clip_set import ObjectClipSet
 from evals.sets.task_config import TaskConfig
+from evals.sets.view_set import ObjectViewSet
 from evals.store.feature_table import View
 from evals.suite.scoring import Scoring, described
 from evals.suite.task import Task
@@ -20,13 +23,13 @@ from evals.tasks.result import Result
 from sparo_train.core.config import setting
 from sparo_train.core.errors import DataError
 
+from .scene_encoder import EveryView
 from .video_task import EveryFrame
 
 
-class SlotProbeTaskConfig(TaskConfig):
-    """Episodes whose json tells their objects' positions (`sparo data movi-like`, MOVi's)."""
+class ProbeTaskConfig(TaskConfig):
+    """What both probes have."""
 
-    task: Literal["slot_probe"] = setting("slot_probe", "a row of sparo.tasks")
     root: str = setting(..., "where the set is", examples=["data/movi_a/clips"])
     split: str = setting(
         "test", "the part that is used: probes are fitted on every second clip and scored on the others"
@@ -44,21 +47,59 @@ class SlotProbeTaskConfig(TaskConfig):
     workers: int = setting(2, "processes that decode frames", ge=0, le=256)
 
 
-def open_objects(task: SlotProbeTaskConfig, told: int = 0) -> EvalSet:
-    """The episodes of a task. Raises `DataError` where they are not there."""
-    found = ObjectClipSet(task.root, task.frames, task.split, told)
-    return found if task.limit is None else Limited(found, task.limit)
+class SlotProbeTaskConfig(ProbeTaskConfig):
+    """Episodes whose json tells their objects' positions (`sparo data movi-like`, MOVi's)."""
+
+    task: Literal["slot_probe"] = setting("slot_probe", "a row of sparo.tasks")
 
 
-def run_slot_probe(scoring: Scoring, task: SlotProbeTaskConfig) -> Result:
+class SceneProbeTaskConfig(ProbeTaskConfig):
+    """Scenes whose json tells their objects' positions (`sparo data scenes3d`)."""
+
+    task: Literal["scene_probe"] = setting("scene_probe", "a row of sparo.tasks")
+    shown: int | None = setting(
+        None, "cameras that slots are made of, the first ones; null: as many as in training", gt=0, examples=[3]
+    )
+
+
+class Probed(NamedTuple):
+    """What is encoded for a probe: a set whose facts are `told_objects`, how its samples are brought to the encoder, and slots (n, T, K, D)."""
+
+    source: EvalSet
+    transform: Transform
+    name: str
+    slots: Callable[[Tensor], Tensor]
+    options: dict[str, Any]
+
+
+def _of_clips(encoder: Any, task: SlotProbeTaskConfig) -> Probed:
+    told = encoder.slots if encoder.conditional else 0
+    source = ObjectClipSet(task.root, task.frames, task.split, told)
+    transform = EveryFrame(encoder.transform, encoder.conditional)
+    return Probed(source, transform, "clips", lambda video: encoder.clip_slots(video, task.window), {})
+
+
+def _of_scenes(encoder: Any, task: SceneProbeTaskConfig) -> Probed:
+    shown = task.shown or encoder.trained_views
+    source = ObjectViewSet(task.root, task.frames, shown, task.split)
+    told = f"scenes, {shown} shown"
+    return Probed(
+        source,
+        EveryView(encoder.transform),
+        told,
+        lambda posed: encoder.scene_slots(posed, task.window),
+        {"shown": shown},
+    )
+
+
+def run_probe(scoring: Scoring, task: Any, probed: Callable[[Any, Any], Probed]) -> Result:
     """Scores of `evals/tasks/slot_probe.py`, and of an untrained model of the same kind. Episodes with more objects than slots are counted
     and left out."""
-    encoder = scoring.encoder
-    assert isinstance(encoder, Encoder) and isinstance(encoder, ClipsEncoder)
+    encoder: Any = scoring.encoder
     encoders = {"": encoder, **({"floor_": encoder.untrained()} if task.floor else {})}
     results: dict[str, Result] = {}
     for prefix, one in encoders.items():
-        results[prefix] = _probed(scoring._replace(encoder=one), one, task)
+        results[prefix] = _scored(scoring._replace(encoder=one), one, task, probed(one, task))
     found = results[""]
     if "floor_" in results:
         floor = results["floor_"]
@@ -69,15 +110,15 @@ def run_slot_probe(scoring: Scoring, task: SlotProbeTaskConfig) -> Result:
     return found
 
 
-def _probed(scoring: Scoring, encoder: Any, task: SlotProbeTaskConfig) -> Result:
-    source = open_objects(task, encoder.slots if encoder.conditional else 0)
+def _scored(scoring: Scoring, encoder: Encoder, task: ProbeTaskConfig, probed: Probed) -> Result:
+    source = probed.source if task.limit is None else Limited(probed.source, task.limit)
     assert isinstance(encoder.transform, Pixels)
 
-    def encode(video: Tensor) -> Tensor:
-        return encoder.clip_slots(video, task.window).float().flatten(1).cpu()
+    def encode(taken: Tensor) -> Tensor:
+        return probed.slots(taken).float().flatten(1).cpu()
 
-    view = View(f"slots of clips, window {task.window}", encode)
-    (found,) = scoring.features([source], task.workers, EveryFrame(encoder.transform, encoder.conditional), view)
+    view = View(f"slots of {probed.name}, window {task.window}", encode)
+    (found,) = scoring.features([source], task.workers, probed.transform, view)
 
     def score() -> Result:
         rows = (row.numpy() for block in found.blocks(64) for row in block)
@@ -101,7 +142,7 @@ def _probed(scoring: Scoring, encoder: Any, task: SlotProbeTaskConfig) -> Result
         counts = {**result.counts, "clips": len(clips), "left_out": len(clips) - len(kept)}
         return result._replace(counts=counts, predictions={})
 
-    options = {"frames": found.facts[0]["frames"], "window": task.window, "slots": encoder.slots}
+    options = {"frames": found.facts[0]["frames"], "window": task.window, "slots": encoder.slots, **probed.options}
     return described(scoring.ranks.first(score), found, source, options)
 
 
@@ -117,8 +158,16 @@ def _clip(row: np.ndarray, fact: dict[str, Any], slots: int) -> slot_probe.Probe
 
 SLOT_PROBE = Task(
     SlotProbeTaskConfig,
-    run_slot_probe,
-    lambda task: open_objects(task).check(),
+    lambda scoring, task: run_probe(scoring, task, _of_clips),
+    lambda task: ObjectClipSet(task.root, task.frames, task.split).check(),
     needs=("clips",),
     facts="objects of clips",
+)
+
+SCENE_PROBE = Task(
+    SceneProbeTaskConfig,
+    lambda scoring, task: run_probe(scoring, task, _of_scenes),
+    lambda task: ObjectViewSet(task.root, task.frames, task.shown, task.split).check(),
+    needs=("views",),
+    facts="objects of scenes",
 )

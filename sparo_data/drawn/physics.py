@@ -9,8 +9,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.spatial.transform import Rotation
 
 from sparo_train.core.errors import ConfigError
+
+from .render import Body
+from .solids import MONKEY, RING, TUBE, Shape, icosahedron_corners
 
 FPS = 12
 _STEPS = 20  # of the solver per frame, 240 a second
@@ -21,20 +25,27 @@ _MATERIALS = {  # density, friction, restitution
 }
 
 
-class Thrown(NamedTuple):
-    """A solid and how it sets out. position: of its centre.  rotation: a unit quaternion (w, x, y, z)."""
+# Of a solid of radius one.
+_VOLUMES: dict[Shape, float] = {
+    "sphere": 4 / 3 * np.pi, "cube": 8.0, "cylinder": 2 * np.pi, "cone": 2 / 3 * np.pi, "icosahedron": 2.536,
+    "torus": 2 * np.pi**2 * RING * TUBE**2, "monkey": 4 / 3 * np.pi * sum(radius**3 for _, radius in MONKEY),
+}  # fmt: skip
 
-    shape: str
+
+class Thrown(NamedTuple):
+    """A solid and how it sets out. position: of its centre.  rotation: a unit quaternion (w, x, y, z).  upright: it turns about z alone."""
+
+    shape: Shape
     radius: float
     material: str
     position: tuple[float, float, float]
     rotation: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0)
     velocity: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    upright: bool = False
 
     @property
     def mass(self) -> float:
-        volume = {"sphere": 4 / 3 * np.pi, "cube": 8.0, "cylinder": 2 * np.pi}[self.shape]
-        return float(_MATERIALS[self.material][0] * volume * self.radius**3)
+        return float(_MATERIALS[self.material][0] * _VOLUMES[self.shape] * self.radius**3)
 
 
 class Motion(NamedTuple):
@@ -46,11 +57,12 @@ class Motion(NamedTuple):
     angular_velocities: np.ndarray
 
 
-def simulate(bodies: Sequence[Thrown], frames: int, resting: int = 0) -> Motion:
+def simulate(bodies: Sequence[Thrown], frames: int, resting: int = 0, fixed: Sequence[Body] = ()) -> Motion:
     """Let them go over a floor at z = 0, and look 12 times a second.
 
     Args:
         resting: so many of the first bodies lie already where they come to rest when the others set out.
+        fixed: what stands there and does not move.
 
     Raises:
         ConfigError: pybullet is not installed.
@@ -65,6 +77,8 @@ def simulate(bodies: Sequence[Thrown], frames: int, resting: int = 0) -> Motion:
             0, bullet.createCollisionShape(bullet.GEOM_PLANE, physicsClientId=client), physicsClientId=client
         )
         bullet.changeDynamics(floor, -1, **_FLOOR, physicsClientId=client)
+        for body in fixed:
+            _stood(bullet, client, body)
         placed = [_placed(bullet, client, body) for body in bodies[:resting]]
         for _ in range(4 * FPS * _STEPS if resting else 0):
             bullet.stepSimulation(physicsClientId=client)
@@ -83,24 +97,69 @@ def simulate(bodies: Sequence[Thrown], frames: int, resting: int = 0) -> Motion:
 
 
 def _placed(bullet: Any, client: int, body: Thrown) -> int:
-    r = body.radius
-    size: dict[str, Any] = {
-        "sphere": {"shapeType": bullet.GEOM_SPHERE, "radius": r},
-        "cube": {"shapeType": bullet.GEOM_BOX, "halfExtents": [r, r, r]},
-        "cylinder": {"shapeType": bullet.GEOM_CYLINDER, "radius": r, "height": 2 * r},
-    }[body.shape]
     w, x, y, z = body.rotation
     number = bullet.createMultiBody(
         body.mass,
-        bullet.createCollisionShape(**size, physicsClientId=client),
+        _collision(bullet, client, body.shape, body.radius),
         basePosition=body.position,
         baseOrientation=(x, y, z, w),
         physicsClientId=client,
     )
     _, friction, restitution = _MATERIALS[body.material]
     bullet.changeDynamics(number, -1, lateralFriction=friction, restitution=restitution, physicsClientId=client)
+    if body.upright:  # an inertia of 0 is one without end
+        turning = (0.0, 0.0, body.mass * body.radius**2 / 2)
+        bullet.changeDynamics(number, -1, localInertiaDiagonal=turning, physicsClientId=client)
     bullet.resetBaseVelocity(number, body.velocity, physicsClientId=client)
     return number
+
+
+def _stood(bullet: Any, client: int, body: Body) -> None:
+    """What does not move: it has no mass."""
+    x, y, z, w = Rotation.from_matrix(body.axes).as_quat().tolist()
+    number = bullet.createMultiBody(
+        0,
+        _collision(bullet, client, body.shape, body.radius, body.stretch),
+        basePosition=body.centre.tolist(),
+        baseOrientation=(x, y, z, w),
+        physicsClientId=client,
+    )
+    bullet.changeDynamics(number, -1, **_FLOOR, physicsClientId=client)
+
+
+def _collision(
+    bullet: Any, client: int, shape: Shape, r: float, stretch: tuple[float, float, float] = (1, 1, 1)
+) -> int:
+    """Bullet's own solids where it has them; else a hull around corners, so that nothing goes through a torus."""
+    if shape == "monkey":
+        return bullet.createCollisionShapeArray(
+            shapeTypes=[bullet.GEOM_SPHERE] * len(MONKEY),
+            radii=[r * radius for _, radius in MONKEY],
+            collisionFramePositions=[[r * c for c in centre] for centre, _ in MONKEY],
+            physicsClientId=client,
+        )
+    size: dict[str, Any]
+    if shape == "sphere":
+        size = {"shapeType": bullet.GEOM_SPHERE, "radius": r}
+    elif shape == "cube":
+        size = {"shapeType": bullet.GEOM_BOX, "halfExtents": [r * s for s in stretch]}
+    elif shape == "cylinder":
+        size = {"shapeType": bullet.GEOM_CYLINDER, "radius": r, "height": 2 * r}
+    else:
+        size = {"shapeType": bullet.GEOM_MESH, "vertices": (r * _corners(shape)).tolist()}
+    return bullet.createCollisionShape(**size, physicsClientId=client)
+
+
+def _corners(shape: Shape) -> np.ndarray:
+    """(n, 3) corners of a hull."""
+    if shape == "icosahedron":
+        return icosahedron_corners()
+    turn = np.linspace(0, 2 * np.pi, 24, endpoint=False)
+    around = np.stack([np.cos(turn), np.sin(turn), np.zeros_like(turn)], axis=1)
+    if shape == "cone":
+        return np.concatenate([[[0, 0, 1.0]], around - [0, 0, 1]])
+    wide, flat, up = around * (RING + TUBE), around * RING, np.array([0.0, 0.0, TUBE])
+    return np.concatenate([wide, flat + up, flat - up])
 
 
 def _state(bullet: Any, client: int, number: int) -> list[float]:
@@ -115,7 +174,7 @@ def _bullet() -> Any:
             import pybullet
     except ImportError:
         raise ConfigError(
-            "sparo data movi-like: bodies are moved by pybullet, which is not installed; pip install -e '.[movi]' in sparo's checkout"
+            "sparo data movi-like, scenes3d: bodies are moved by pybullet, which is not installed; pip install -e '.[movi]' in sparo's checkout"
         ) from None
     return pybullet
 

@@ -1,4 +1,4 @@
-"""A small ray tracer in numpy: spheres, boxes and cylinders on a plane, one shadowed key light, matte and metal.
+"""A small ray tracer in numpy: the solids of `solids.py` on a plane, one shadowed key light, matte and metal.
 
 World units, z up, the ground at z = 0. Everything is fp32 and deterministic; a frame is a pure function of its
 objects and camera, so stills and video use the same code.
@@ -7,17 +7,16 @@ objects and camera, so stills and video use the same code.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.spatial.transform import Rotation
 
+from .solids import BOUNDS, HITS, Shape
 from .textures import Texture, painted
 
 F32 = NDArray[np.float32]
-Shape = Literal["sphere", "cube", "cylinder"]
-
 _FAR = np.float32(1e9)
 _KEY = np.array([-0.45, -0.55, 0.85], dtype=np.float32) / np.float32(np.sqrt(0.45**2 + 0.55**2 + 0.85**2))
 _FILL = np.array([0.8, -0.3, 0.5], dtype=np.float32) / np.float32(np.sqrt(0.8**2 + 0.3**2 + 0.5**2))
@@ -38,6 +37,7 @@ class Body:
     yaw: float = 0.0
     texture: Texture | None = None
     rotation: tuple[float, float, float, float] | None = None
+    stretch: tuple[float, float, float] = (1.0, 1.0, 1.0)  # of a cube, along its own axes: walls and beams
 
     @property
     def axes(self) -> F32:
@@ -54,7 +54,7 @@ class Body:
     @property
     def bound(self) -> float:
         """Radius of a sphere around the centre that holds the object."""
-        return self.radius * {"sphere": 1.0, "cylinder": 2**0.5, "cube": 3**0.5}[self.shape]
+        return self.radius * BOUNDS[self.shape] * max(self.stretch)
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,12 @@ class Camera:
 
 @dataclass(frozen=True)
 class Stage:
-    """What bodies stand on and before, in linear light."""
+    """What bodies stand on and before, in linear light. `fades`: the ground runs into the sky, by how far it is from the camera."""
 
     ground: tuple[float, float, float] = (0.62, 0.61, 0.60)
     sky: tuple[float, float, float] = (0.80, 0.82, 0.85)
     texture: Texture | None = None
+    fades: bool = True
 
 
 class Frame(NamedTuple):
@@ -156,50 +157,14 @@ def _candidates(origins: F32, directions: F32, body: Body) -> NDArray[np.intp]:
 def _hit(origins: F32, directions: F32, body: Body) -> tuple[F32, F32]:
     """First distance in front of each ray's origin (or _FAR) and the outward normal there."""
     turn = body.axes
-    o = np.broadcast_to((origins - body.centre) @ turn / np.float32(body.radius), directions.shape).astype(np.float32)
-    d = directions @ turn
+    wide = np.array(body.stretch, dtype=np.float32)
+    o = (origins - body.centre) @ turn / np.float32(body.radius) / wide
+    o, d = np.broadcast_to(o, directions.shape).astype(np.float32), directions @ turn / wide
     with np.errstate(divide="ignore", invalid="ignore"):
-        t, n = {"sphere": _unit_sphere, "cube": _unit_cube, "cylinder": _unit_cylinder}[body.shape](o, d)
+        t, n = HITS[body.shape](o, d)
     hit = np.isfinite(t) & (t > 1e-3)
     t = np.where(hit, t * np.float32(body.radius), _FAR).astype(np.float32)
     return t, np.where(hit[:, None], n, 0).astype(np.float32) @ turn.T
-
-
-# Unit shapes around the origin. `o` is in units of the radius and `d` a unit vector, so distances come in units of the radius.
-def _unit_sphere(o: F32, d: F32) -> tuple[F32, F32]:
-    b, c = (o * d).sum(axis=1), (o * o).sum(axis=1) - 1
-    disc = b * b - c
-    t = np.where(disc > 0, -b - np.sqrt(np.maximum(disc, 0)), np.inf)
-    return t, o + t[:, None] * d
-
-
-def _unit_cube(o: F32, d: F32) -> tuple[F32, F32]:
-    near, far = (-np.sign(d) - o) / d, (np.sign(d) - o) / d
-    enter, leave = near.max(axis=1), far.min(axis=1)
-    t = np.where(enter < leave, enter, np.inf)
-    axis = near.argmax(axis=1)
-    n = np.zeros_like(d)
-    rows = np.arange(len(d))
-    n[rows, axis] = -np.sign(d[rows, axis])
-    return t, n
-
-
-def _unit_cylinder(o: F32, d: F32) -> tuple[F32, F32]:
-    a = d[:, 0] ** 2 + d[:, 1] ** 2
-    b = o[:, 0] * d[:, 0] + o[:, 1] * d[:, 1]
-    c = o[:, 0] ** 2 + o[:, 1] ** 2 - 1
-    disc = b * b - a * c
-    side = np.where(disc > 0, (-b - np.sqrt(np.maximum(disc, 0))) / a, np.inf)
-    side = np.where(np.abs(o[:, 2] + side * d[:, 2]) <= 1, side, np.inf)
-    cap = (-np.sign(d[:, 2]) - o[:, 2]) / d[:, 2]
-    x, y = o[:, 0] + cap * d[:, 0], o[:, 1] + cap * d[:, 1]
-    cap = np.where(x * x + y * y <= 1, cap, np.inf)
-    t = np.minimum(side, cap)
-    point = o + t[:, None] * d
-    n = np.stack([point[:, 0], point[:, 1], np.zeros_like(t)], axis=1)
-    flat = cap < side
-    n[flat] = np.stack([np.zeros(flat.sum()), np.zeros(flat.sum()), -np.sign(d[flat, 2])], axis=1)
-    return t, n
 
 
 def _shade(
@@ -234,6 +199,8 @@ def _shade(
         + (np.float32(0.9) * lit * gleam**60)[:, None]
     )
     color[solid] = np.where(metal[:, None], metallic, matte)
+    if not stage.fades:
+        return color
     # The ground runs into the sky; a hard horizon would be in every picture at another height.
     fade = np.clip((nearest[solid] - 11) / 14, 0, 1)[:, None] * (owner[solid] < 0)[:, None]
     color[solid] = color[solid] * (1 - fade) + heaven * fade

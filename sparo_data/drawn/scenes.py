@@ -12,7 +12,8 @@ import numpy as np
 
 from sparo_train.core.rng import generator
 
-from .render import Body, Camera, Frame, Shape, project, render
+from .render import Body, Camera, Frame, project, render
+from .solids import Shape
 
 SHAPES: tuple[Shape, ...] = ("sphere", "cube", "cylinder")
 COLORS: dict[str, tuple[float, float, float]] = {  # linear light

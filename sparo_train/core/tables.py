@@ -16,6 +16,7 @@ METHODS = Table(
         "video_slots": "object_centric.video.video_autoencoder:METHOD",
         "video_slate": "object_centric.video.video_slate:METHOD",
         "slot_contrast": "object_centric.video.slot_contrast:METHOD",
+        "novel_views": "object_centric.scenes3d.novel_views:METHOD",
     },
     ("config", "objective", "examples", "rules", "exports"),
 )
@@ -52,6 +53,17 @@ SLOT_ENCODERS = Table(
     ("build", "side", "cost"),
 )
 
+# What draws rays of scenes from slots: a config that builds it (object_centric/scenes3d/drawn.py: RayDecoder).
+RAY_DECODERS = Table(
+    "sparo.ray_decoders",
+    {
+        "nerf": "object_centric.scenes3d.nerf:NerfConfig",
+        "slot_mixer": "object_centric.scenes3d.slot_mixer:SlotMixerConfig",
+        "broadcast": "object_centric.scenes3d.ray_broadcast:RayBroadcastConfig",
+    },
+    ("build",),
+)
+
 # What runs an objective on devices: config, engine, and what it costs (engine/kinds.py: EngineKind).
 ENGINES = Table(
     "sparo.engines",
@@ -86,6 +98,7 @@ ENCODERS = Table(
         "video_slots": "object_centric.tasks.video_encoder:video_encoder",
         "video_slate": "object_centric.tasks.video_encoder:video_slate_encoder",
         "slot_contrast": "object_centric.tasks.video_encoder:video_encoder",
+        "novel_views": "object_centric.tasks.scene_encoder:scene_encoder",
     },
 )
 
@@ -122,6 +135,8 @@ TASKS = Table(
         "reconstruction": "object_centric.tasks.reconstruction_task:RECONSTRUCTION",
         "video_masks": "object_centric.tasks.video_task:VIDEO_MASKS",
         "slot_probe": "object_centric.tasks.probe_task:SLOT_PROBE",
+        "view_masks": "object_centric.tasks.view_task:VIEW_MASKS",
+        "scene_probe": "object_centric.tasks.probe_task:SCENE_PROBE",
     },
     ("config", "needs", "check", "run"),
 )

@@ -1,0 +1,57 @@
+"""What the json of an episode tells of its objects, as plain data that probes are fitted to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sparo_train.core.errors import BadSampleError, DataError
+from sparo_train.data.clips.episode import Episode
+
+_NUMBERS = {"positions": "position", "velocities": "velocity", "angular_velocities": "angular_velocity"}
+_WORDS = ("color", "shape", "material", "size")
+
+
+def told_objects(episode: Episode, frames: int, where: str) -> dict[str, Any]:
+    """Of the first `frames` times: `frames` (T), `position` (T, M, 3), `numbers` by name (T, M) or (T, M, c), `words` by name (M).
+
+    Raises:
+        DataError: an episode that tells of no objects, or not where they are.
+    """
+    try:
+        objects = episode.facts.get("objects")
+    except BadSampleError as bad:
+        raise DataError(f"{where}: {bad}; repair it, or take it out") from None
+    if not isinstance(objects, list) or not all(isinstance(one, dict) for one in objects):
+        raise DataError(
+            f"{where}: its json has no list `objects`; probes need what sparo data movi-like, scenes3d and MOVi tell of them"
+        )
+    tables = {name: [_table(one, name, len(episode), frames) for one in objects] for name in _NUMBERS}
+    if any(table is None for table in tables["positions"]):
+        raise DataError(f"{where}: an object has no positions (a row of three numbers per frame)")
+    numbers = {short: _by_time(tables[name]) for name, short in _NUMBERS.items() if None not in tables[name]}
+    sizes = [one.get("size") for one in objects]
+    if objects and all(isinstance(size, int | float) for size in sizes):  # MOVi's, of which drawn ones have words
+        numbers["size"] = [[[float(size)] for size in sizes if size is not None] for _ in range(frames)]
+    words = {
+        name: [str(one[name]) for one in objects]
+        for name in _WORDS
+        if all(isinstance(one.get(name), str) for one in objects)
+    }
+    position = numbers.pop("position") if objects else []
+    return {"frames": frames, "position": position, "numbers": numbers, "words": words}
+
+
+def _table(one: dict[str, Any], name: str, length: int, frames: int) -> list[Any] | None:
+    """A row of three finite numbers for each frame that is read; None where there is no such table."""
+    try:
+        table = np.asarray(one.get(name), np.float64)
+    except (TypeError, ValueError):
+        return None
+    return table[:frames].tolist() if table.shape == (length, 3) and np.isfinite(table).all() else None
+
+
+def _by_time(tables: list[Any]) -> list[Any]:
+    """(M, T, c) to (T, M, c)."""
+    return [list(row) for row in zip(*tables, strict=True)]

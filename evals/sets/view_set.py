@@ -1,0 +1,101 @@
+"""Scenes that several posed cameras see, to score on: views with their cameras, whose every pixel is, and how far away it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from sparo_train.core.errors import BadSampleError, DataError
+from sparo_train.data.clips.views import ViewedScene
+
+from .base import sha256
+from .object_facts import told_objects
+from .wds import WdsSet
+
+
+class Views(NamedTuple):
+    """images: by time, then view.  poses: (T, V, 4, 4), camera to world, OpenGL's.  lenses: (V, 4), fx, fy, cx, cy in their pixels."""
+
+    images: list[list[Image.Image]]
+    poses: np.ndarray
+    lenses: np.ndarray
+
+
+class ViewSet(WdsSet):
+    """ROOT/test/nshards.txt and ROOT/test/0.tar … of scenes; facts are fp32 (2, T, V, H, W): an object's number per pixel, and the distance
+    along its ray (NaN where no scene says it).
+
+    Args:
+        frames: so many times of every episode, from its first; None: all of the first one's, which all others have to have.
+        views: so many cameras, from the first; None: all of the first scene's, which all others have to have.
+
+    Raises:
+        DataError: files that are missing.
+    """
+
+    def __init__(self, root: str | Path, frames: int | None, views: int | None, split: str = "test"):
+        super().__init__(root, "views", split)
+        first = self._scene(0)[2] if frames is None or views is None else None
+        self.frames = frames if frames is not None else first.frames  # type: ignore[union-attr]
+        self.views = views if views is not None else len(first.views)  # type: ignore[union-attr]
+
+    def read(self, number: int) -> tuple[str, Any, Any]:
+        """Key, `Views` and facts."""
+        key, where, scene = self._whole(number)
+        try:
+            every = [[(t, v) for v in range(self.views)] for t in range(self.frames)]
+            pictures = [[scene.views[v].image(t) for t, v in row] for row in every]
+            labels = [[scene.views[v].labels(t) for t, v in row] for row in every]
+            sizes = {p.shape[:2] for row in (*pictures, *labels) for p in row}
+            if len(sizes) > 1:
+                raise BadSampleError(f"views of unequal size ({', '.join(f'{w} x {h}' for h, w in sorted(sizes))})")
+            ((height, width),) = sizes
+            told = "depth" in (scene.facts.get("ranges") or {})
+            depth = [
+                [scene.views[v].depth(t) if told else np.full((height, width), np.nan) for t, v in row] for row in every
+            ]
+            poses = np.stack([[scene.pose(v, t) for t, v in row] for row in every])
+            lenses = np.stack([scene.lens(v, width, height) for v in range(self.views)])
+        except BadSampleError as bad:
+            raise DataError(f"{where}: {bad}; scores need every view: repair it, or take it out") from None
+        images = [[Image.fromarray(picture) for picture in row] for row in pictures]
+        return key, Views(images, poses, lenses), np.stack([np.asarray(labels), np.asarray(depth)]).astype(np.float32)
+
+    def identity(self) -> str:
+        return sha256("views", f"{self.frames} {self.views}", super().identity())
+
+    def _whole(self, number: int) -> tuple[str, str, ViewedScene]:
+        """A scene with as many times and cameras as are scored."""
+        key, where, scene = self._scene(number)
+        if scene.frames < self.frames or len(scene.views) < self.views:
+            raise DataError(
+                f"{where}: has {scene.frames} frames of {len(scene.views)} views, and {self.frames} of {self.views} are scored; "
+                "set frames and views to less, or take it out"
+            )
+        return key, where, scene
+
+    def _scene(self, number: int) -> tuple[str, str, ViewedScene]:
+        storage, ordinal = self.at(number)
+        key = f"number {ordinal}"
+        try:
+            key, fields = storage.read(ordinal)
+            return key, f"{storage.url}: sample {key}", ViewedScene(fields)
+        except BadSampleError as bad:
+            raise DataError(
+                f"{storage.url}: sample {key}: {bad}; scores need every sample: repair it, or take it out"
+            ) from None
+
+
+class ObjectViewSet(ViewSet):
+    """The same, whose facts say of the objects what the scene's json does (`told_objects`)."""
+
+    def read(self, number: int) -> tuple[str, Any, Any]:
+        key, views, _ = super().read(number)
+        _, where, scene = self._whole(number)
+        return key, views, told_objects(scene.views[0], self.frames, where)
+
+    def identity(self) -> str:
+        return sha256("objects", super().identity())

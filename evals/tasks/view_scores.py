@@ -1,0 +1,96 @@
+"""How well slots of scenes follow objects over time and over cameras, and how near the views are that they draw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from .result import Result
+from .segmentation import adjusted_rand, averaged, counted
+
+HEADLINE = "psnr_held_out"
+
+
+class ViewedClip(NamedTuple):
+    """true, predicted: label maps (T, V, H, W).  errors, ssim: (T, V) of each view as it is drawn.  nearest, mean: (T, V), mean squared
+    error of the nearest shown view in its place, and of the shown views' mean colour.  depth, true_depth: (T, V, H, W), NaN where nobody says it.
+    """
+
+    true: np.ndarray
+    predicted: np.ndarray
+    errors: np.ndarray
+    ssim: np.ndarray
+    nearest: np.ndarray
+    mean: np.ndarray
+    depth: np.ndarray
+    true_depth: np.ndarray
+
+
+def scene_scores(clip: ViewedClip, shown: int, far: float, background: int | None = 0) -> dict[str, float]:
+    """One scene's scores; NaN where it has no object, or nothing is held out.
+
+    `image_fg_ari`: of each view of each time, then the mean. `video_fg_ari`: of each camera over all times. `camera_fg_ari`: of each time over
+    all cameras. `scene_fg_ari`: all together, so that a slot has to be with its object everywhere (Singh et al. 2024, Section 5.2.1).
+    `psnr_…`, `ssim_…`, `mse_…`: views that were held out, and shown ones. `psnr_nearest`, `psnr_mean`: the nearest shown view, or the shown
+    views' mean colour, in the place of a held-out one.
+    `depth_error`: mean absolute error over the true depth, of held-out views where that is below `far`.
+    """
+    t, p = clip.true, clip.predicted
+    times, views = t.shape[:2]
+
+    def ari(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> float:
+        return _mean([adjusted_rand(counted(true, own, background).objects) for true, own in pairs])
+
+    held, seen = slice(shown, None), slice(None, shown)
+    known = clip.true_depth[:, held] < far  # NaN is not
+    missed = np.abs(clip.depth[:, held] - clip.true_depth[:, held]) / np.maximum(clip.true_depth[:, held], 1e-6)
+    return {
+        "image_fg_ari": ari((t[i, v], p[i, v]) for i in range(times) for v in range(views)),
+        "video_fg_ari": ari((t[:, v], p[:, v]) for v in range(views)),
+        "camera_fg_ari": ari((t[i], p[i]) for i in range(times)),
+        "scene_fg_ari": ari([(t, p)]),
+        "ari": _mean([adjusted_rand(counted(t, p, background).table)]),
+        "psnr_held_out": _psnr(clip.errors[:, held]),
+        "psnr_shown": _psnr(clip.errors[:, seen]),
+        "psnr_nearest": _psnr(clip.nearest[:, held]),
+        "psnr_mean": _psnr(clip.mean[:, held]),
+        "ssim_held_out": _mean(clip.ssim[:, held]),
+        "ssim_shown": _mean(clip.ssim[:, seen]),
+        "mse": _mean(clip.errors[:, held]),
+        "depth_error": _mean(missed[known]),
+    }
+
+
+def score(clips: Iterable[ViewedClip], shown: int, far: float, background: int | None = 0) -> Result:
+    """Means over scenes of `scene_scores`; intervals resample scenes."""
+    found = [scene_scores(clip, shown, far, background) for clip in clips]
+    means = averaged(found)
+    empty = int(np.isnan(means.columns["scene_fg_ari"]).sum()) if found else 0
+    return Result(
+        "view_masks",
+        len(found),
+        HEADLINE,
+        means.metrics,
+        0.0,
+        means.intervals,
+        {
+            "background": background,
+            "mean": "over scenes",
+            "interval": "bootstrap over scenes",
+            "empty": "left out of ARIs",
+        },
+        {"scenes": len(found), "empty": empty},
+        {name: column.astype(np.float32) for name, column in means.columns.items()},
+    )
+
+
+def _psnr(errors: np.ndarray) -> float:
+    """Of each view, then the mean."""
+    return _mean(-10 * np.log10(np.maximum(errors, 1e-10)))
+
+
+def _mean(values: object) -> float:
+    table = np.asarray(values, float)
+    return float(table[~np.isnan(table)].mean()) if (~np.isnan(table)).any() else float("nan")

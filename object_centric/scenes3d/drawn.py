@@ -1,0 +1,64 @@
+"""What decoders of rays give, and how many rays are drawn at once, so that memory has a bound."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .rays import Rays
+
+
+class Drawn(NamedTuple):
+    """colours (n, R, 3).  shares (n, R, K + E): of each slot, then of what is no slot's, whose sum is one or less.  depth (n, R): distance
+    along the ray, None where nothing says it."""
+
+    colours: Tensor
+    shares: Tensor
+    depth: Tensor | None
+
+
+class RayDecoder(nn.Module, ABC):
+    """Slots (n, K, D) and rays to what is drawn.
+
+    `others`: names of layers behind the slots' in `shares`.  `most_numbers`: floats that one call may write; more rays are drawn in turns.
+    """
+
+    others: tuple[str, ...] = ()
+    most_numbers = 1 << 26  # 256 MB of fp32
+
+    @abstractmethod
+    def numbers(self, slots: int) -> int:
+        """Floats that a ray writes, for estimates."""
+
+    @abstractmethod
+    def drawn(self, slots: Tensor, rays: Rays, told: Any) -> Drawn:
+        """All of these rays at once; `told`: of `prepared`."""
+
+    def prepared(self, slots: Tensor) -> Any:
+        """What all rays of the slots share; default: nothing."""
+        return None
+
+    @abstractmethod
+    def alone(self, slots: Tensor, rays: Rays) -> Tensor:
+        """Every slot as if there were no other: (n, R, K, 3) colours."""
+
+    def forward(self, slots: Tensor, rays: Rays) -> Drawn:
+        """All rays, in turns of as many as `most_numbers` allows; with gradients, what a turn writes is made again in backward where there
+        are several."""
+        told, count = self.prepared(slots), rays.origins.shape[1]
+        step = max(1, self.most_numbers // max(1, self.numbers(slots.shape[1]) * len(slots)))
+        if step >= count:
+            return self.drawn(slots, rays, told)
+        parts = []
+        for begin in range(0, count, step):
+            own = rays.chunk(begin, begin + step)
+            if torch.is_grad_enabled():
+                # The draws of a ray come with it, so there is no random state to keep.
+                parts.append(checkpoint(self.drawn, slots, own, told, use_reentrant=False, preserve_rng_state=False))
+            else:
+                parts.append(self.drawn(slots, own, told))
+        return Drawn(*(None if table[0] is None else torch.cat(table, 1) for table in zip(*parts, strict=True)))  # type: ignore[arg-type]

@@ -1,0 +1,223 @@
+"""A radiance field per slot, drawn along rays (Singh et al. 2024, Section 3.2 and D.4.3, after Mildenhall et al. 2020).
+
+The paper leaves open: densities are softplus, colours and shadows sigmoids; points are one in each of equal bins between `near` and
+`far`; embeddings of a point go through a linear layer to the width of slots.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Self
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparo_train.core.config import Frozen, setting
+
+from .drawn import Drawn, RayDecoder
+from .rays import Rays
+
+_FIRST_DENSITY, _FIRST_SHADOW = -3.0, 3.0  # biases: a scene begins as thin mist without shadows
+
+
+class NerfConfig(Frozen):
+    """Fields of slots, of what is fixed, and of the sky, added up along a ray."""
+
+    kind: Literal["nerf"] = "nerf"
+    bins: int = setting(64, "points of a ray", gt=0, le=4096)
+    near: float = setting(0.5, "where rays begin to be looked at, world units", ge=0)
+    far: float = setting(20.0, "where they end", gt=0)
+    reach: float = setting(10.0, "the largest coordinate: half the period of the slowest sine of a point", gt=0)
+    octaves: int = setting(8, "sines and cosines of each coordinate, each of half the last one's period", gt=0, le=30)
+    width: int | None = setting(None, "of the perceptrons; default: the slots'", gt=0, examples=[192])
+    static: bool = setting(False, "a field of its own for what is the same in all scenes, told by no slot")
+    sky: bool = setting(False, "a colour by direction alone, behind everything")
+    shadows: bool = setting(False, "fields darken each other's colours where they throw shadows")
+    background: bool = setting(False, "the first slot is the ground's: its density has a perceptron of its own (uORF)")
+    most_numbers: int = setting(
+        1 << 26, "floats that points drawn at once may write; more rays are drawn in turns, so memory has a bound", gt=0
+    )
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if self.far <= self.near:
+            raise ValueError(f"far={self.far}: has to lie behind near={self.near}")
+        return self
+
+    def build(self, width: int) -> RayDecoder:
+        return Nerf(self, width)
+
+
+class Points(NamedTuple):
+    """Of rays: embedded points (n, R, B, E), embedded directions (n, R, E), places along the ray (n, R, B + 1)."""
+
+    told: Tensor
+    directions: Tensor
+    places: Tensor
+
+
+class Nerf(RayDecoder):
+    def __init__(self, config: NerfConfig, width: int):
+        super().__init__()
+        self.config, c = config, config
+        wide, told = c.width or width, 6 * c.octaves
+        self.most_numbers = c.most_numbers
+        self.take = nn.Identity() if wide == width else nn.Linear(width, wide)
+        self.objects = Field(wide, told, c.shadows)
+        self.ground = Field(wide, told, c.shadows) if c.background else None
+        self.static = Field(wide, told, c.shadows) if c.static else None
+        self.sky = nn.Sequential(nn.Linear(told, wide), Blocks(wide, 2), nn.Linear(wide, 3)) if c.sky else None
+        self.others = (*(("static",) if c.static else ()), *(("sky",) if c.sky else ()))
+
+    def numbers(self, slots: int) -> int:
+        wide = self.objects.place.out_features
+        return self.config.bins * (slots + len(self.others)) * 14 * wide  # what backward keeps of a point in a field
+
+    def prepared(self, slots: Tensor) -> Tensor:
+        return self.take(slots)
+
+    def points(self, rays: Rays) -> Points:
+        """Where rays are looked at: one point in each of B + 1 bins, of which the last only ends the one before it."""
+        c = self.config
+        number = torch.arange(c.bins + 1, device=rays.origins.device)
+        # A ray brings one number; turned by the golden ratio it is another in each bin, evenly spread.
+        offsets = rays.origins.new_full((1, 1), 0.5) if rays.offsets is None else rays.offsets
+        turned = number * (0.0 if rays.offsets is None else 0.6180339887498949)
+        within = (offsets[..., None] + turned) % 1
+        places = c.near + (number + within) / (c.bins + 1) * (c.far - c.near)
+        places = places.expand(*rays.origins.shape[:2], -1)
+        at = rays.origins[:, :, None] + places[..., :-1, None] * rays.directions[:, :, None]
+        return Points(embedded(at, c.octaves, c.reach), embedded(rays.directions, c.octaves, 1.0), places)
+
+    def fields(self, slots: Tensor, points: Points) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of every slot, then of what is fixed: densities (n, R, B, F), densities times colours (n, R, B, 3), summed over fields, and what
+        shadows leave (n, R, B), None without."""
+        whole = [
+            self.objects(points, slots)
+            if self.ground is None
+            else joined(self.ground(points, slots[:, :1]), self.objects(points, slots[:, 1:]))
+        ]
+        whole += [] if self.static is None else [self.static(points, None)]
+        density = torch.cat([own.density for own in whole], -1)
+        glow = torch.cat([own.colours for own in whole], -2)
+        glow = (density[..., None] * glow).sum(-2)
+        if not self.config.shadows:
+            return density, glow, None
+        kept = torch.cat([own.shadow for own in whole if own.shadow is not None], -1)
+        return density, glow, kept.prod(-1)
+
+    def drawn(self, slots: Tensor, rays: Rays, told: Tensor) -> Drawn:
+        with torch.autocast(slots.device.type, enabled=False):
+            points = self.points(rays)
+        density, glow, kept = self.fields(told, points)
+        with torch.autocast(slots.device.type, enabled=False):
+            return self.composed(density.float(), glow.float(), None if kept is None else kept.float(), points)
+
+    def composed(self, density: Tensor, glow: Tensor, kept: Tensor | None, points: Points) -> Drawn:
+        """Densities and what fields glow with, from front to back: sum of T_i alpha_i c_i, and the sky behind."""
+        places = points.places
+        total, steps = density.sum(-1), places[..., 1:] - places[..., :-1]
+        depths = total * steps
+        # What a point lets through is of those before it alone; the paper's index says its own as well, which is a slip.
+        through = torch.exp(-(depths.cumsum(-1) - depths))
+        weight = through * -torch.expm1(-depths)  # T_i alpha_i
+        of = weight / total.clamp(min=1e-10)
+        lit = of if kept is None else of * kept
+        colours = (lit[..., None] * glow).sum(-2)
+        shares = (of[..., None] * density).sum(-2)
+        left = torch.exp(-depths.sum(-1))
+        if self.sky is not None:
+            colours = colours + left[..., None] * self.sky(points.directions).sigmoid()
+            shares = torch.cat([shares, left[..., None]], -1)
+        # Rays that meet nothing end at the far end.
+        depth = (weight * places[..., :-1]).sum(-1) + left * places[..., -1]
+        return Drawn(colours, shares, depth)
+
+    def alone(self, slots: Tensor, rays: Rays) -> Tensor:
+        told, found = self.prepared(slots), []
+        points = self.points(rays)
+        for number in range(slots.shape[1]):
+            field = self.ground if self.ground is not None and number == 0 else self.objects
+            own = field(points, told[:, number : number + 1])
+            lone = self.composed(own.density, own.density * own.colours[..., 0, :], None, points)
+            # On white, as pictures of slots are shown; the sky is no slot's.
+            share = lone.shares[..., :1]
+            colours = lone.colours if self.sky is None else self._without_sky(lone, points)
+            found.append(colours + 1 - share)
+        return torch.stack(found, 2)
+
+    def _without_sky(self, lone: Drawn, points: Points) -> Tensor:
+        assert self.sky is not None
+        return lone.colours - lone.shares[..., -1:] * self.sky(points.directions).sigmoid()
+
+
+class Own(NamedTuple):
+    """Of points in F fields: density (n, R, B, F), colours (n, R, B, F, 3), and what its shadow leaves (n, R, B, F)."""
+
+    density: Tensor
+    colours: Tensor
+    shadow: Tensor | None
+
+
+def joined(first: Own, second: Own) -> Own:
+    """Fields of two kinds beside each other."""
+    shadow = None if first.shadow is None or second.shadow is None else torch.cat([first.shadow, second.shadow], -1)
+    return Own(torch.cat([first.density, second.density], -1), torch.cat([first.colours, second.colours], -2), shadow)
+
+
+class Field(nn.Module):
+    """Embedded points, and slots (n, F, D) or None for one field without, to what is there."""
+
+    def __init__(self, wide: int, told: int, shadows: bool):
+        super().__init__()
+        self.place, self.direction = nn.Linear(told, wide), nn.Linear(told, wide)
+        self.seen, self.tinted = Blocks(wide, 2), Blocks(wide, 1)
+        self.density, self.colour = nn.Linear(wide, 1), nn.Linear(wide, 3)
+        self.shadow = nn.Linear(wide, 1) if shadows else None
+        nn.init.constant_(self.density.bias, _FIRST_DENSITY)
+        if self.shadow is not None:
+            nn.init.constant_(self.shadow.bias, _FIRST_SHADOW)
+
+    def forward(self, points: Points, slots: Tensor | None) -> Own:
+        # A point and a direction are embedded once, whatever the number of slots.
+        at = self.place(points.told)[:, :, :, None]
+        h = self.seen(at if slots is None else at + slots[:, None, None])
+        density = F.softplus(self.density(h).squeeze(-1))
+        turned = self.direction(points.directions)[:, :, None, None]
+        colours = self.tinted.into(h + turned, self.colour).sigmoid()
+        return Own(density, colours, None if self.shadow is None else self.shadow(h).squeeze(-1).sigmoid())
+
+
+class Blocks(nn.Module):
+    """A LayerNorm, and residual blocks of LayerNorm, linear, ReLU, linear (Tables 10 to 12)."""
+
+    def __init__(self, wide: int, count: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(wide)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(wide), nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, wide))
+            for _ in range(count)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+    def into(self, x: Tensor, last: nn.Linear) -> Tensor:
+        """The same with a linear layer behind it, that the last block's is multiplied into: a product less of the full width."""
+        x = self.norm(x)
+        for block in self.blocks[:-1]:
+            x = x + block(x)
+        norm, first, relu, second = self.blocks[-1]  # type: ignore[misc]
+        weight, bias = last.weight @ second.weight, last.weight @ second.bias
+        return last(x) + F.linear(relu(first(norm(x))), weight, bias)
+
+
+def embedded(x: Tensor, octaves: int, reach: float) -> Tensor:
+    """Sine and cosine of pi * 2^i / reach times every coordinate, i from 0: (…, c) to (…, 2 * c * octaves), a rate's two beside each other."""
+    rates = torch.pi / reach * 2.0 ** torch.arange(octaves, device=x.device, dtype=x.dtype)
+    angles = x[..., None] * rates
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-3)

@@ -1,0 +1,108 @@
+"""Slots of scenes by drawing views, those that were shown and others (Singh et al. 2024, Section 3.2; Sajjadi et al. 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from sparo_train.core.config import Frozen, setting
+from sparo_train.core.contracts import Batch, Footprint, Loss, Objective, Progress
+from sparo_train.core.errors import DataError
+from sparo_train.data.clips.window import FramesConfig
+from sparo_train.objectives.method import Method
+
+from ..objectives.collapse import SlotCollapseConfig, sharing
+from .rays import Rays, rays_at
+from .scene_model import SceneModel, SceneModelConfig, posed_views
+from .view_examples import ViewExamples, ViewsConfig
+
+_TAKEN = ("shown", "shown_poses", "shown_lenses", "colours", "poses", "lenses", "pixels", "offsets", "noise")
+
+
+class NovelViewsConfig(Frozen):
+    kind: Literal["novel_views"] = "novel_views"
+    model: SceneModelConfig = setting(SceneModelConfig(), "encoder of views, slots and decoder of rays")
+    views: ViewsConfig = setting(ViewsConfig(), "which cameras are shown, and which rays are drawn")
+    frames: FramesConfig = setting(FramesConfig(), "which times of an episode a sample is; count: 1 of still scenes")
+    collapse: SlotCollapseConfig = setting(SlotCollapseConfig(), "when a collapse is warned of")
+
+
+class NovelViews(Objective):
+    """Batches hold what `ViewExamples` makes."""
+
+    def __init__(self, config: NovelViewsConfig):
+        super().__init__()
+        self.config = config
+        self.model = SceneModel(config.model)
+        self._done = 0.0  # share of the steps
+
+    def forward(self, batch: Batch, progress: Progress) -> Loss:
+        self._done = progress.step / max(progress.total_steps, 1)
+        for key in _TAKEN:
+            if key not in batch:
+                raise DataError(f"objective {self.config.kind}: the batch has no {key!r} (it has {', '.join(batch)})")
+        posed = posed_views(batch["shown"], batch["shown_poses"], batch["shown_lenses"])
+        _, drawn = self.model(posed, batch["noise"], self.rays(batch))
+        b, times, views, count, _ = batch["colours"].shape
+        wanted = batch["colours"].to(torch.float32) / 255
+        apart = (drawn.colours.float().view(b, times, views, count, 3) - wanted).square()
+        told = {"mse": apart.detach().mean()}
+        v = self.config.views
+        if v.targets == "all" and v.held_out:
+            told["mse_shown"], told["mse_held_out"] = (
+                part.detach().mean() for part in apart.split([v.shown, v.held_out], dim=2)
+            )
+        slots = self.config.model.grouping.slots
+        # Of each scene one view of one time; its rays are no picture, so where borders run is not asked.
+        first = drawn.shares[..., :slots].view(b, times, views, count, slots)[:, 0, 0]
+        facts = sharing(first.transpose(1, 2)[..., None])
+        del facts["mask_fixity"]
+        return Loss(apart.mean(), {**told, **facts})
+
+    def rays(self, batch: Batch) -> Rays:
+        """The rays that are drawn, each time's together: (B * T, W * R, …)."""
+        side = self.config.model.image_size
+        at = batch["pixels"].long()
+        columns, rows = (at % side).float() + 0.5, (at // side).float() + 0.5
+        origins, directions = rays_at(batch["poses"], batch["lenses"], columns, rows)
+        flat = [table.flatten(2, 3).flatten(0, 1) for table in (origins, directions, batch["offsets"])]
+        return Rays(*flat)
+
+    def alarm(self, facts: Mapping[str, float]) -> str | None:
+        return self.config.collapse.alarm(facts, self._done)
+
+    def shard_units(self) -> Sequence[nn.Module]:
+        tower = self.model.tower
+        return [tower.encoder, *tower.grouping.units(), self.model.decoder]
+
+    def set_grad_checkpointing(self, enable: bool) -> None:
+        self.model.tower.grouping.checkpointed = enable
+
+    def footprint(self, batch: int, world_batch: int) -> Footprint:
+        m, v, times = self.config.model, self.config.views, self.config.frames.count
+        rays, slots = times * v.drawn * v.rays, m.grouping.slots
+        with torch.device("meta"):  # sizes alone
+            each = m.decoder.build(m.grouping.width).numbers(slots)
+        # A decoder that takes turns keeps one of them.
+        towers = [(times * v.shown * m.encoder.cost(m.image_size), 1), (min(rays * each, m.decoder.most_numbers), 1)]
+        tokens = times * v.shown * m.encoder.side(m.image_size) ** 2
+        return Footprint({"views": tokens, "rays": rays}, towers, times * slots * m.grouping.width, 0)
+
+
+def _examples(config: Any, data: Any) -> ViewExamples:
+    m = config.model
+    return ViewExamples(data, m.image_size, m.noise, config.views, config.frames, m.bounds)
+
+
+def _whole_views(run: Any) -> None:
+    """Raise `ValueError` where views would be cropped or mirrored, and their cameras would not."""
+    if run.data.crop_scale != (1.0, 1.0) or run.data.hflip:
+        raise ValueError(
+            "data.crop_scale, data.hflip: a view that is cropped or mirrored is not what its camera sees; set data.crop_scale: [1.0, 1.0] and data.hflip: 0"
+        )
+
+
+METHOD = Method(NovelViewsConfig, NovelViews, _examples, _whole_views)

@@ -1,0 +1,67 @@
+"""Every slot drawn at every ray on its own, then mixed by softmax: the spatial broadcast decoder of scenes (Sajjadi et al. 2022)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparo_train.core.config import Frozen, between, setting
+
+from .drawn import Drawn, RayDecoder
+from .rays import Rays, ray_octaves
+
+
+class RayBroadcastConfig(Frozen):
+    """A perceptron of a ray and a slot."""
+
+    kind: Literal["broadcast"] = "broadcast"
+    octaves: int = setting(15, "sines of a ray's origin and direction", gt=0, le=30)
+    start_octave: int = setting(0, "of origins, whose range is the scene's", ge=-20, le=20)
+    hidden: Annotated[tuple[int, ...], between(1, 1 << 16)] = setting(
+        (1536, 1536, 1536), "hidden units of each layer (OSRT's)", min_length=1
+    )
+    bounded: bool = setting(False, "colours go through a sigmoid")
+    most_numbers: int = setting(
+        1 << 26, "floats that rays drawn at once may write; more are drawn in turns, so memory has a bound", gt=0
+    )
+
+    def build(self, width: int) -> RayDecoder:
+        return RayBroadcast(self, width)
+
+
+class RayBroadcast(RayDecoder):
+    def __init__(self, config: RayBroadcastConfig, width: int):
+        super().__init__()
+        self.config, c = config, config
+        self.most_numbers = c.most_numbers
+        # The first layer of both, in two: rays' part is made once for all slots, slots' part once for all rays.
+        self.of_ray, self.of_slot = nn.Linear(12 * c.octaves, c.hidden[0]), nn.Linear(width, c.hidden[0], bias=False)
+        layers = [m for a, b in zip(c.hidden, c.hidden[1:], strict=False) for m in (nn.Linear(a, b), nn.ReLU())]
+        self.layers = nn.Sequential(nn.ReLU(), *layers, nn.Linear(c.hidden[-1], 4))
+
+    def numbers(self, slots: int) -> int:
+        return 2 * slots * sum(self.config.hidden)
+
+    def prepared(self, slots: Tensor) -> Tensor:
+        return self.of_slot(slots)
+
+    def own(self, rays: Rays, told: Tensor) -> tuple[Tensor, Tensor]:
+        """Colours (n, R, K, 3) and shares (n, R, K) of slots."""
+        c = self.config
+        with torch.autocast(rays.origins.device.type, enabled=False):
+            sines = ray_octaves(rays.origins, rays.directions, c.octaves, c.start_octave)
+        found = self.layers(self.of_ray(sines)[:, :, None] + told[:, None])
+        found = found.to(torch.promote_types(found.dtype, torch.float32))
+        colours = found[..., 1:]
+        return colours.sigmoid() if c.bounded else colours, F.softmax(found[..., 0], dim=-1)
+
+    def drawn(self, slots: Tensor, rays: Rays, told: Tensor) -> Drawn:
+        colours, shares = self.own(rays, told)
+        return Drawn((colours * shares[..., None]).sum(-2), shares, None)
+
+    def alone(self, slots: Tensor, rays: Rays) -> Tensor:
+        colours, shares = self.own(rays, self.prepared(slots))
+        return colours * shares[..., None] + 1 - shares[..., None]

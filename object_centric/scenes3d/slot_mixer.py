@@ -1,0 +1,175 @@
+"""Rays that mix slots and draw the mixture once, however many there are (Sajjadi et al. 2022, OSRT).
+
+What every ray does to the slots' side of a product is done to slots once: scores of queries with keys are products of a ray's state with
+`W_q W_k s`, values and output are one matrix, and the first layer of what draws is applied to slots before they are mixed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparo_train.core.config import Frozen, setting
+from sparo_train.core.errors import did_you_mean
+
+from .drawn import Drawn, RayDecoder
+from .nerf import Blocks
+from .rays import Rays, ray_octaves
+
+# osrt: stelzner/osrt, decoder.py.  psb: papers/parallel-spatiotemporal-binder, D.4.4 and Table 12.
+PRESETS: dict[str, dict[str, Any]] = {
+    "psb": {"query": "linear", "query_hidden": None, "blocks": 3, "heads": 4, "mlp_times": 4, "layers": "residual", "depth": 4, "bounded": True},
+    "osrt": {"query": "octaves", "query_hidden": 360, "blocks": 2, "heads": 12, "mlp_times": 2, "layers": "plain", "depth": 4, "bounded": False},
+}  # fmt: skip
+
+
+class SlotMixerConfig(Frozen):
+    """An allocation Transformer from rays to slots, a softmax over slots, and a perceptron that draws their mean."""
+
+    kind: Literal["slot_mixer"] = "slot_mixer"
+    preset: str = setting("psb", "a row of knobs; those named beside it go first", examples=["osrt"])
+    octaves: int = setting(15, "sines of a ray's origin and direction", gt=0, le=30)
+    start_octave: int = setting(0, "of origins, whose range is the scene's", ge=-20, le=20)
+    query: Literal["linear", "octaves"] = setting(
+        "linear", "a ray's state: its sines through a linear layer to the slots' width, or as they are (OSRT)"
+    )
+    query_hidden: int | None = setting(
+        None, "hidden units of a perceptron that rays go through first; null: none", gt=0, examples=[360]
+    )
+    blocks: int = setting(3, "of the allocation Transformer", gt=0, le=100)
+    heads: int = setting(4, "of its attention", gt=0)
+    mlp_times: int = setting(4, "hidden units of its perceptrons, times the slots' width", gt=0)
+    layers: Literal["residual", "plain"] = setting(
+        "residual", "what draws: residual blocks with norms, or layers with ReLUs"
+    )
+    depth: int = setting(4, "blocks, or layers before the last", gt=0, le=100)
+    bounded: bool = setting(True, "colours go through a sigmoid")
+    most_numbers: int = setting(
+        1 << 26, "floats that rays drawn at once may write; more are drawn in turns, so memory has a bound", gt=0
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _row(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not isinstance(given.get("preset", "psb"), str):
+            return given
+        name = given.get("preset", "psb")
+        if name not in PRESETS:
+            raise ValueError(f"preset={name}: {did_you_mean(name, PRESETS)}")
+        return {**PRESETS[name], **given}
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.layers == "residual" and self.query == "octaves":
+            raise ValueError("layers=residual: adds a ray's state to slots, which have one width; set query: linear")
+        return self
+
+    def build(self, width: int) -> RayDecoder:
+        return SlotMixer(self, width)
+
+
+class Shared(NamedTuple):
+    """Of slots, for all rays. keys: a block's (n, w, H * K).  values: its (n, H * K, w).  scores: (n, w, K).  mixed: (n, K, first width)."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    scores: Tensor
+    mixed: Tensor
+
+
+class SlotMixer(RayDecoder):
+    def __init__(self, config: SlotMixerConfig, width: int):
+        super().__init__()
+        self.config, c = config, config
+        if width % c.heads:
+            raise ValueError(f"decoder.heads={c.heads}: does not divide the slots' width {width}")
+        self.most_numbers, told = c.most_numbers, 12 * c.octaves
+        own = told if c.query == "octaves" else width
+        self.state = nn.Identity() if c.query == "octaves" else nn.Linear(told, own)
+        self.query = (
+            nn.Sequential(nn.Linear(own, c.query_hidden), nn.ReLU(), nn.Linear(c.query_hidden, own))
+            if c.query_hidden
+            else nn.Identity()
+        )
+        self.blocks = nn.ModuleList(Asking(own, width, c.heads, c.mlp_times * width) for _ in range(c.blocks))
+        self.to_q, self.to_k = nn.Linear(own, width, bias=False), nn.Linear(width, width, bias=False)
+        if c.layers == "residual":
+            self.draw = Blocks(width, c.depth)
+            self.colour = nn.Linear(width, 3)
+            self.first = nn.Linear(width + own, width)
+        else:
+            self.first = nn.Linear(width + own, width)
+            between = [m for _ in range(c.depth - 1) for m in (nn.Linear(width, width), nn.ReLU())]
+            self.draw, self.colour = nn.Sequential(nn.ReLU(), *between), nn.Linear(width, 3)
+
+    def numbers(self, slots: int) -> int:
+        c, width = self.config, self.to_k.in_features
+        return c.blocks * (2 * c.mlp_times * width + 4 * self.to_q.in_features) + 4 * c.depth * width
+
+    def prepared(self, slots: Tensor) -> Shared:
+        width = slots.shape[-1]
+        mixes: Any = self.first
+        keys, values = zip(*(block.shared(slots) for block in self.blocks), strict=True)  # type: ignore[operator]
+        scores = (self.to_k(slots) * width**-0.5) @ self.to_q.weight
+        return Shared(list(keys), list(values), scores.transpose(1, 2), F.linear(slots, mixes.weight[:, :width]))
+
+    def asked(self, rays: Rays, told: Shared) -> tuple[Tensor, Tensor]:
+        """Rays' states before slots are asked, and each slot's share of a ray (n, R, K)."""
+        c = self.config
+        with torch.autocast(rays.origins.device.type, enabled=False):
+            sines = ray_octaves(rays.origins, rays.directions, c.octaves, c.start_octave)
+        query = self.query(self.state(sines))
+        x = query
+        for block, keys, values in zip(self.blocks, told.keys, told.values, strict=True):
+            x = block(x, keys, values)
+        logits = x @ told.scores.to(x.dtype)
+        return query, logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+
+    def coloured(self, query: Tensor, mixed: Tensor) -> Tensor:
+        """Of mixtures (…, first width) that the first layer was applied to, and rays' states."""
+        width = self.to_k.in_features
+        mixes: Any = self.first
+        found = self.colour(self.draw(mixed + F.linear(query, mixes.weight[:, width:], mixes.bias)))
+        return found.float().sigmoid() if self.config.bounded else found.float()
+
+    def drawn(self, slots: Tensor, rays: Rays, told: Shared) -> Drawn:
+        query, shares = self.asked(rays, told)
+        return Drawn(self.coloured(query, shares.to(told.mixed.dtype) @ told.mixed), shares, None)
+
+    def alone(self, slots: Tensor, rays: Rays) -> Tensor:
+        told = self.prepared(slots)
+        query, shares = self.asked(rays, told)
+        own = self.coloured(query[:, :, None], told.mixed[:, None].expand(-1, query.shape[1], -1, -1))
+        return own * shares[..., None] + 1 - shares[..., None]
+
+
+class Asking(nn.Module):
+    """A block of rays (n, R, w) that look at slots: pre-norm attention and perceptron, GELU, as SRT's decoder has it."""
+
+    def __init__(self, own: int, width: int, heads: int, hidden: int):
+        super().__init__()
+        self.heads = heads
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(own), nn.LayerNorm(own)
+        self.to_q = nn.Linear(own, width, bias=False)
+        self.to_k, self.to_v = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.out = nn.Linear(width, own)
+        self.mlp = nn.Sequential(nn.Linear(own, hidden), nn.GELU(), nn.Linear(hidden, own))
+
+    def shared(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Slots (n, K, D) to (n, w, H * K) and (n, H * K, w): what a normed ray is multiplied by for its scores, and what they pick from."""
+        keys, values = (
+            layer(slots).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.to_k, self.to_v)
+        )
+        keys = keys * keys.shape[-1] ** -0.5
+        asked = torch.einsum("nhkd,hdw->nwhk", keys, self.to_q.weight.unflatten(0, (self.heads, -1)).to(keys.dtype))
+        picked = torch.einsum("nhkd,whd->nhkw", values, self.out.weight.unflatten(1, (self.heads, -1)).to(values.dtype))
+        return asked.flatten(2), picked.flatten(1, 2)
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        logits = (self.norm_attention(x) @ keys).unflatten(-1, (self.heads, -1))
+        x = x + logits.softmax(-1).flatten(-2).to(values.dtype) @ values + self.out.bias
+        return x + self.mlp(self.norm_mlp(x))

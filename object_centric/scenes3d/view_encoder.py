@@ -1,0 +1,144 @@
+"""From posed views of one time to a set of features: convolutions per view, then a Transformer over all of them (Sajjadi et al. 2022).
+
+slsr: PSB's sizes (Singh et al. 2024, Tables 6 to 8). srt: OSRT's (its Appendix A.4, and stelzner/osrt).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparo_train.core.config import Frozen, setting
+from sparo_train.core.errors import did_you_mean
+
+from ..encoders.transformer import TransformerConfig
+from .rays import ray_octaves
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "slsr": {"layers": "residual", "channels": 192, "width": 192, "halvings": 1, "transformer": {"preset": "slsr"}},
+    "srt": {
+        "layers": "plain", "channels": 96, "width": 768, "halvings": 3, "octaves": 15, "start_octave": -5, "transformer": {"preset": "srt"}
+    },
+}  # fmt: skip
+
+
+class ViewEncoderConfig(Frozen):
+    """Rows of knobs that published models of scenes have."""
+
+    preset: str = setting("slsr", "a row of knobs; those named beside it go first", examples=["srt"])
+    layers: Literal["residual", "plain"] = setting(
+        "residual",
+        "of a halving. residual: two blocks with norms, then a convolution of stride 2 (PSB); plain: two convolutions of 3 pixels (SRT)",
+    )
+    channels: int = setting(192, "of the convolutions; of plain ones the first, which double at each halving", gt=0)
+    halvings: int = setting(1, "how often the picture's side is halved", ge=0, le=8)
+    width: int = setting(192, "of the features", gt=0)
+    octaves: int = setting(
+        0, "sines of rays' origins and directions in place of them as they are; 0: none", ge=0, le=30
+    )
+    start_octave: int = setting(0, "of origins, whose range is the scene's", ge=-20, le=20)
+    transformer: TransformerConfig | None = setting(
+        None, "over the features of all views of a time; null: none", examples=[{"preset": "slsr"}]
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _row(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not isinstance(given.get("preset", "slsr"), str):
+            return given
+        name = given.get("preset", "slsr")
+        if name not in PRESETS:
+            raise ValueError(f"preset={name}: {did_you_mean(name, PRESETS)}")
+        row, own = dict(PRESETS[name]), given.get("transformer", {})
+        if isinstance(own, dict):
+            row["transformer"] = {**row["transformer"], **own}
+            given = {knob: value for knob, value in given.items() if knob != "transformer"}
+        return {**row, **given}
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.transformer is not None:
+            self.transformer.refuse_width(self.width, "transformer")
+        return self
+
+    def side(self, image_size: int) -> int:
+        """Features per side of a view."""
+        for _ in range(self.halvings):
+            image_size = -(-image_size // 2)
+        return image_size
+
+    @property
+    def taken(self) -> int:
+        """Planes of a view: colours and what is told of rays."""
+        return 3 + (12 * self.octaves or 6)
+
+    def cost(self, image_size: int) -> int:
+        """Numbers that a view's layers write."""
+        total = 0
+        for number in range(self.halvings + 1):
+            wide = self.channels * 2**number if self.layers == "plain" else 4 * self.channels
+            total += wide * self.side(image_size) ** 2 * 4 ** (self.halvings - number)
+        return total
+
+    def build(self) -> nn.Module:
+        """Posed views (n, V, 9, S, S) to (n, V * s * s, width)."""
+        return ViewEncoder(self)
+
+
+class ViewEncoder(nn.Module):
+    """Posed views (n, V, 9, S, S), colours in 0..1, origin and direction of every pixel's ray, to features (n, V * s * s, width)."""
+
+    def __init__(self, config: ViewEncoderConfig):
+        super().__init__()
+        self.config, c = config, config
+        blocks: list[nn.Module] = []
+        if c.layers == "residual":
+            self.stem = nn.Conv2d(c.taken, c.channels, 5, padding=2)
+            blocks.append(nn.GroupNorm(1, c.channels))
+            for number in range(c.halvings + 1):
+                blocks += [_Residual(c.channels), _Residual(c.channels)]
+                if number < c.halvings:
+                    blocks += [nn.GroupNorm(1, c.channels), nn.Conv2d(c.channels, c.channels, 5, 2, 2)]
+            wide = c.channels
+        else:
+            wide = c.channels
+            self.stem = nn.Conv2d(c.taken, wide, 3, padding=1, bias=False)
+            for number in range(c.halvings):
+                before = [] if number == 0 else [nn.Conv2d(wide, wide, 3, padding=1, bias=False)]
+                after = nn.Conv2d(wide, 2 * wide, 3, 2, 1, bias=False)
+                blocks += [layer for conv in (*before, after) for layer in (conv, nn.ReLU())]
+                wide *= 2
+            blocks.insert(0, nn.ReLU())
+        self.blocks = nn.Sequential(*blocks)
+        self.project = nn.Identity() if c.layers == "residual" and wide == c.width else nn.Linear(wide, c.width)
+        self.transformer = None if c.transformer is None else c.transformer.build(c.width)
+
+    def forward(self, posed: Tensor) -> Tensor:
+        c, views = self.config, posed.shape[1]
+        x = posed.flatten(0, 1)
+        # Places of rays in bf16 would be a step of 1/16 apart, ten units away.
+        with torch.autocast(x.device.type, enabled=False):
+            if c.octaves:
+                origins, directions = x[:, 3:].movedim(1, -1).split(3, -1)
+                told = ray_octaves(origins, directions, c.octaves, c.start_octave)
+                x = torch.cat([x[:, :3], told.movedim(-1, 1)], dim=1)
+            x = self.stem(x)
+        found = self.project(self.blocks(x).flatten(2).transpose(1, 2))
+        tokens = found.unflatten(0, (-1, views)).flatten(1, 2)
+        return tokens if self.transformer is None else self.transformer(tokens)
+
+
+class _Residual(nn.Module):
+    """(n, C, h, w) to the same: a norm and two convolutions of 5 pixels, added."""
+
+    def __init__(self, wide: int):
+        super().__init__()
+        self.norm = nn.GroupNorm(1, wide)
+        self.first, self.second = (nn.Conv2d(wide, wide, 5, padding=2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(F.relu(self.first(self.norm(x))))

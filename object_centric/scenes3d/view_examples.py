@@ -1,0 +1,134 @@
+"""What models of scenes train on: which cameras are shown and which held out, and which rays are drawn, all by the visit's own draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from pydantic import model_validator
+from torch import Tensor
+
+from sparo_train.core.config import Frozen, setting
+from sparo_train.core.disk.mirrors import Sample
+from sparo_train.core.errors import BadSampleError
+from sparo_train.data.clips.cameras import cut_lens
+from sparo_train.data.clips.views import ViewedScene
+from sparo_train.data.clips.window import FramesConfig
+from sparo_train.data.read.loader import Examples, OnStage, as_samples, ignore_stage
+from sparo_train.data.read.sources import DataConfig, Source
+
+from ..video.cuts import Cut
+
+
+class ViewsConfig(Frozen):
+    """Of a scene's cameras some are shown; what they and the others see is drawn."""
+
+    shown: int = setting(3, "views that slots are made of", gt=0, le=10_000)
+    held_out: int = setting(
+        1, "views that are drawn and not shown; a scene with more cameras has some drawn", ge=0, le=10_000
+    )
+    targets: Literal["all", "held_out"] = setting(
+        "all", "which of them are drawn: shown ones, too (PSB), or those held out alone (OSRT)"
+    )
+    rays: int = setting(128, "that are drawn of each view and time", gt=0)
+
+    @model_validator(mode="after")
+    def _some(self) -> Self:
+        if not self.drawn:
+            raise ValueError("targets=held_out: held_out=0 leaves nothing to draw; set targets: all")
+        return self
+
+    @property
+    def count(self) -> int:
+        """Views of a sample."""
+        return self.shown + self.held_out
+
+    @property
+    def drawn(self) -> int:
+        """Views of which rays are drawn."""
+        return self.count if self.targets == "all" else self.held_out
+
+
+class ViewExamples(Examples):
+    """Posed views and rays of T times, V shown views and W drawn ones, of which R rays each; the shown stand first among the drawn.
+
+        shown (B, T, V, 3, S, S) uint8    shown_poses (B, T, V, 4, 4), shown_lenses (B, T, V, 4)    noise (B, K, D)
+        colours (B, T, W, R, 3) uint8     poses (B, T, W, 4, 4), lenses (B, T, W, 4)    pixels (B, T, W, R) int32, offsets (B, T, W, R)
+
+    Poses and all else are fp32. Views are cut as evaluation cuts them; a random crop would have to be told to lenses, and nobody does that.
+
+    Args:
+        bounds: near and far, between which rays are drawn; None: nothing has such ends.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        image_size: int,
+        noise: tuple[int, int],
+        views: ViewsConfig,
+        frames: FramesConfig,
+        bounds: tuple[float, float] | None,
+    ):
+        self.config, self.image_size, self.noise = config, image_size, noise
+        self.views, self.frames, self.bounds = views, frames, bounds
+
+    def prepare(
+        self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
+    ) -> Any:
+        v, size = self.views, self.image_size
+        scene = ViewedScene(fields, source.config.image_keys)
+        if len(scene.views) < v.count:
+            raise BadSampleError(f"fewer views than objective.views takes ({v.shown} shown, {v.held_out} held out)")
+        refuse_outside(scene.facts, self.bounds)
+        times = self.frames.window(scene.frames, rng)
+        chosen = rng.permutation(len(scene.views))[: v.count]  # the first of them are shown
+        pictures = [[scene.views[number].image(t) for number in chosen] for t in times]
+        if len({picture.shape[:2] for row in pictures for picture in row}) > 1:
+            raise BadSampleError("views of unequal size")
+        on_stage("decode")
+        height, width = pictures[0][0].shape[:2]
+        cut = Cut(size)
+        pixels = np.stack([np.stack([cut.picture(picture) for picture in row]) for row in pictures])
+        lens = [cut_lens(scene.lens(number, width, height), width, height, size) for number in chosen]
+        poses = np.stack([[scene.pose(number, t) for number in chosen] for t in times]).astype(np.float32)
+        lenses = np.broadcast_to(np.asarray(lens, np.float32), (len(times), v.count, 4))
+        drawn = slice(v.count - v.drawn, v.count)
+        shape, most = (len(times), v.drawn), size * size
+        if v.rays > most:
+            raise BadSampleError(f"fewer pixels than objective.views.rays={v.rays}")
+        # As many of every view and time, none of them twice.
+        at = np.stack([rng.choice(most, v.rays, replace=False, shuffle=False) for _ in range(shape[0] * shape[1])])
+        at = at.reshape(*shape, v.rays)
+        colours = np.take_along_axis(pixels[:, drawn].reshape(*shape, most, 3), at[..., None], axis=2)
+        found = {
+            "shown": pixels[:, : v.shown].transpose(0, 1, 4, 2, 3),
+            "shown_poses": poses[:, : v.shown],
+            "shown_lenses": lenses[:, : v.shown],
+            "colours": colours,
+            "poses": poses[:, drawn],
+            "lenses": lenses[:, drawn],
+            "pixels": at.astype(np.int32),
+            "offsets": rng.random(at.shape, dtype=np.float32),
+            "noise": rng.standard_normal(self.noise, dtype=np.float32),
+        }
+        on_stage("augment")
+        return {name: np.ascontiguousarray(table) for name, table in found.items()}
+
+    def stack(self, examples: Sequence[Any]) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(np.stack([one[name] for one in examples])) for name in examples[0]}
+
+    def shown(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
+        """The first views."""
+        return as_samples(batch["shown"][:count, 0, 0])
+
+
+def refuse_outside(facts: Mapping[str, Any], bounds: tuple[float, float] | None) -> None:
+    """Raise `BadSampleError` where a scene says that it is seen between other distances than rays are drawn: they would miss it."""
+    near, far = facts.get("near"), facts.get("far")
+    if bounds is None or not isinstance(near, int | float) or not isinstance(far, int | float):
+        return
+    if near < bounds[0] - 1e-6 or far > bounds[1] + 1e-6:  # without its own numbers: skipped samples are counted by reason
+        raise BadSampleError(f"seen beyond where its rays end (decoder.near={bounds[0]:g}, decoder.far={bounds[1]:g})")

@@ -1,0 +1,195 @@
+"""Trained slot models of posed scenes as encoders: slots of shown views, and any view drawn from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evals.encoders.encoder import Encoder, ViewsEncoder
+from evals.encoders.pixels import Pixels
+from evals.sets.view_set import Views
+from evals.tasks.similarity import ssim
+from sparo_train.core.errors import ConfigError
+from sparo_train.data.clips.cameras import cut_lens
+
+from ..grouping.slot_attention import Grouped
+from ..scenes3d.drawn import Drawn
+from ..scenes3d.novel_views import NovelViews
+from ..scenes3d.rays import Rays, pixel_rays
+from ..scenes3d.scene_model import SceneModel
+
+
+@dataclass(frozen=True)
+class EveryView:
+    """`Views` to (T, V, S, S, 9) fp32, each picture as `of` does it: colours in 0..1, origin and direction of its rays."""
+
+    of: Pixels
+
+    def __call__(self, views: Any) -> np.ndarray:
+        assert isinstance(views, Views)
+        width, height = views.images[0][0].size
+        size = self.of.size
+        colours = (
+            np.stack([np.stack([self.of(image) for image in row]) for row in views.images]).astype(np.float32) / 255
+        )
+        lenses = np.stack([cut_lens(lens, width, height, size) for lens in views.lenses])
+        shape = views.poses.shape[:2]
+        poses, lens = torch.from_numpy(views.poses), torch.from_numpy(np.broadcast_to(lenses, (*shape, 4)).copy())
+        rays = pixel_rays(poses.float(), lens.float(), size)
+        return np.concatenate([colours, rays.numpy()], axis=-1)
+
+
+class DrawnView(NamedTuple):
+    """Of n views. colours (n, 3, S, S) in 0..1.  labels (n, S, S).  depth (n, S, S) or None.  shares (n, K + E, S, S)."""
+
+    colours: Tensor
+    labels: Tensor
+    depth: Tensor | None
+    shares: Tensor
+
+
+class SceneEncoder(Encoder, ViewsEncoder):
+    """Slots begin from one draw, the same for every scene; rays are looked at in the middles of their bins."""
+
+    def __init__(self, model: SceneModel, trained_frames: int, trained_views: int, label: str = "", seed: int = 0):
+        super().__init__(model, (0.0,) * 3, (1.0,) * 3, label)
+        self.model: Any
+        c = model.config
+        self.image_size, self.slots = c.image_size, c.grouping.slots
+        self.transform = Pixels(self.image_size, self.image_size)
+        self.trained_frames, self.trained_views = trained_frames, trained_views
+        self.noise = torch.randn(c.noise, generator=torch.Generator().manual_seed(seed))
+        self.seed = seed
+
+    @property
+    def tells_depth(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.model.config.bounds is not None
+
+    @property
+    def width(self) -> int:
+        return self.slots * self.model.config.grouping.width
+
+    @property
+    def architecture(self) -> str:
+        return f"{self.model.config.model_dump_json()} noise {self.seed}"
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        raise ConfigError(
+            f"{self.label}: takes views with their cameras, and these are images; score it with task: view_masks or scene_probe"
+        )
+
+    def untrained(self) -> SceneEncoder:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = SceneModel(self.model.config).to(self.device).eval()
+        made = SceneEncoder(model, self.trained_frames, self.trained_views, f"{self.label}, untrained")
+        made.precision = self.precision
+        return made
+
+    @torch.inference_mode()
+    def slots_of(self, posed: Tensor, window: int | None = None) -> Tensor:
+        """Shown views (T, V, 9, S, S) of one scene to slots (T, K, D); of a binder each time's from its last `window` times."""
+        at_once = self.model.config.grouping.binder is not None
+        if window is not None and not at_once:
+            raise ConfigError(f"window={window}: is of a binder; other slots have seen what came before, or nothing")
+        noise = self.noise.to(self.device)[None]
+        with self.autocast():
+            # Time by time: what fits into memory must not depend on how long an episode is.
+            tokens = torch.cat([self.model.tower.tokens(row[None, None]) for row in posed.to(self.device)], 1)
+            grouping, last = self.model.tower.grouping, (window or self.trained_frames) if at_once else None
+            if last is None or tokens.shape[1] <= last:
+                return grouping(tokens, noise).slots[0].float()
+            found = [grouping(tokens[:, :last], noise)]
+            for end in range(last + 1, tokens.shape[1] + 1):
+                seen: Grouped = grouping(tokens[:, end - last : end], noise)
+                found.append(Grouped(*(table[:, -1:] for table in seen)))
+            return torch.cat([one.slots for one in found], 1)[0].float()
+
+    def scene_slots(self, posed: Tensor, window: int | None = None) -> Tensor:
+        return torch.stack([self.slots_of(scene, window) for scene in posed])
+
+    @torch.inference_mode()
+    def drawn(self, slots: Tensor, rays: Tensor) -> DrawnView:
+        """Slots (n, K, D) seen along rays (n, 6, S, S)."""
+        with self.autocast():
+            found: Drawn = self.model.decoder(slots, flat_rays(rays.to(self.device)))
+        side = rays.shape[-1]
+        shares = found.shares.float().transpose(1, 2).unflatten(-1, (side, side))
+        labels = shares.argmax(1).float().masked_fill(~shares.isfinite().all(1), torch.nan)
+        colours = found.colours.float().clamp(0, 1).transpose(1, 2).unflatten(-1, (side, side))
+        depth = None if found.depth is None else found.depth.float().unflatten(-1, (side, side))
+        return DrawnView(colours, labels, depth, shares)
+
+    @torch.inference_mode()
+    def alone(self, slots: Tensor, rays: Tensor) -> Tensor:
+        """Every slot on its own on white: (n, K, 3, S, S)."""
+        side, flat, parts = rays.shape[-1], flat_rays(rays.to(self.device)), []
+        for begin in range(0, side * side, side):  # row by row, which fits wherever a turn of the decoder does
+            with self.autocast():
+                parts.append(self.model.decoder.alone(slots, flat.chunk(begin, begin + side)).float())
+        return torch.cat(parts, 1).clamp(0, 1).permute(0, 2, 3, 1).unflatten(-1, (side, side))
+
+    @torch.inference_mode()
+    def scenes(self, posed: Tensor, shown: int, window: int | None = None) -> Tensor:
+        rows = []
+        for scene in posed:
+            slots = self.slots_of(scene[:, :shown], window)
+            facts, labels, depths = [], [], []
+            for own, views in zip(slots, scene.to(self.device), strict=True):
+                found = self.drawn(own.expand(len(views), -1, -1), views[:, 3:])
+                wanted = views[:, :3]
+                facts.append(
+                    torch.stack([_mse(found.colours, wanted), ssim(found.colours, wanted), *copied(views, shown)], -1)
+                )
+                labels.append(found.labels)
+                depths += [] if found.depth is None else [found.depth]
+            # Of pictures that no window fits into there is no SSIM; what is stored is finite.
+            told = torch.stack(facts).nan_to_num(-1.0)
+            rows.append(torch.cat([told.flatten(), *(torch.stack(t).flatten() for t in (labels, depths) if t)]))
+        return torch.stack(rows)
+
+
+def flat_rays(rays: Tensor) -> Rays:
+    """(n, 6, S, S), origins and directions, to rays row by row."""
+    origins, directions = rays.flatten(2).transpose(1, 2).split(3, -1)
+    return Rays(origins.contiguous(), directions.contiguous())
+
+
+def copied(views: Tensor, shown: int) -> tuple[Tensor, Tensor]:
+    """Of every view (V, 9, S, S) the error (V,) of the shown one whose camera is nearest in its place (its own place and where it looks), and of
+    the shown ones' mean colour: what a model has to beat."""
+    side = views.shape[-1]
+    eyes, ahead = views[:, 3:6, 0, 0], views[:, 6:, side // 2, side // 2]
+    scale = torch.cdist(eyes, eyes).max().clamp(min=1e-6)
+    apart = torch.cdist(eyes, eyes) / scale + torch.cdist(ahead, ahead)
+    apart[torch.arange(shown), torch.arange(shown)] = torch.inf  # a shown view is not its own copy
+    nearest = apart[:, :shown].argmin(1)
+    wanted, mean = views[:, :3], views[:shown, :3].mean((0, 2, 3))
+    return _mse(views[nearest, :3], wanted), _mse(mean[None, :, None, None].expand_as(wanted), wanted)
+
+
+def _mse(first: Tensor, second: Tensor) -> Tensor:
+    return (first - second).square().flatten(1).mean(1)
+
+
+def scene_encoder(objective: NovelViews) -> SceneEncoder:
+    """The model that is trained."""
+    c = objective.config
+    return SceneEncoder(objective.model, c.frames.count, c.views.shown)
+
+
+def row_parts(
+    row: np.ndarray, shape: tuple[int, int], size: int
+) -> tuple[Sequence[np.ndarray], np.ndarray, np.ndarray | None]:
+    """A row of `SceneEncoder.scenes` of (T, V) views: four tables (T, V), labels (T, V, S, S), depth or None."""
+    views, pixels = shape[0] * shape[1], shape[0] * shape[1] * size * size
+    facts = row[: 4 * views].reshape(*shape, 4)
+    rest = row[4 * views :]
+    labels = rest[:pixels].reshape(*shape, size, size).astype(np.int64)
+    depth = rest[pixels:].reshape(*shape, size, size) if len(rest) > pixels else None
+    return [np.where(facts[..., i] < 0, np.nan, facts[..., i]) for i in range(4)], labels, depth

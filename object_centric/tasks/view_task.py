@@ -1,0 +1,129 @@
+"""`task: view_masks`: how near held-out views are that slots of shown ones draw, and how well slots follow objects over time and cameras."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from torch import Tensor
+
+from evals.encoders.encoder import Encoder, ViewsEncoder
+from evals.encoders.pixels import Pixels
+from evals.sets.base import EvalSet, Limited
+from evals.sets.task_config import TaskConfig
+from evals.sets.view_set import ViewSet
+from evals.store.feature_table import View
+from evals.suite.scoring import Scoring, described
+from evals.suite.task import Task
+from evals.tasks import view_scores
+from evals.tasks.result import Result
+from sparo_train.core.config import setting
+from sparo_train.core.errors import DataError
+
+from .mask_task import seen_by
+from .scene_encoder import EveryView, row_parts
+
+
+class ViewMasksTaskConfig(TaskConfig):
+    """Scenes in the layout of evaluation sets (`sparo data scenes3d`)."""
+
+    task: Literal["view_masks"] = setting("view_masks", "a row of sparo.tasks")
+    root: str = setting(..., "where the set is", examples=["data/scenes3d_simple/scenes"])
+    split: str = setting("test", "the part that is scored")
+    frames: int | None = setting(
+        None,
+        "so many times of every episode, from its first; null: all of them, of which all have to have as many",
+        gt=0,
+        examples=[6],
+    )
+    views: int | None = setting(None, "so many cameras, from the first; null: all of them", gt=1, examples=[5])
+    shown: int | None = setting(
+        None, "of which so many are shown, the first ones; null: as many as in training", gt=0, examples=[3]
+    )
+    window: int | None = setting(
+        None,
+        "slots of a time see so many of the last ones; null: a binder those of its training's clips",
+        gt=0,
+        examples=[6],
+    )
+    background: int | None = setting(0, "the label that is no object; null: all of them are")
+    far: float = setting(50.0, "depth is compared where it is less than this, world units: the sky has none", gt=0)
+    headline: Literal[
+        "psnr_held_out", "psnr_shown", "ssim_held_out", "image_fg_ari", "video_fg_ari", "camera_fg_ari", "scene_fg_ari", "ari", "depth_error"
+    ] = setting("psnr_held_out", "the score that tables show")  # fmt: skip
+    limit: int | None = setting(None, "so many episodes, evenly spaced", gt=0, examples=[100])
+    workers: int = setting(2, "processes that decode views", ge=0, le=256)
+
+
+def open_views(task: ViewMasksTaskConfig) -> EvalSet:
+    """The scenes of a task. Raises `DataError` where they are not there."""
+    found = ViewSet(task.root, task.frames, task.views, task.split)
+    return found if task.limit is None else Limited(found, task.limit)
+
+
+def run_view_masks(scoring: Scoring, task: ViewMasksTaskConfig) -> Result:
+    """Scores of `evals/tasks/view_scores.py`, at the model's size; true masks and depth are brought to it by their nearest pixel.
+
+    Raises:
+        DataError: as many views are shown as there are, or no scene has the headline.
+    """
+    encoder = scoring.encoder
+    assert isinstance(encoder, Encoder) and isinstance(encoder, ViewsEncoder)  # what offers `views`
+    assert isinstance(encoder.transform, Pixels)
+    source, size, window = open_views(task), encoder.image_size, task.window
+    shown = task.shown or encoder.trained_views
+    views = (source.whole if isinstance(source, Limited) else source).views  # type: ignore[attr-defined]
+    if shown >= views:
+        raise DataError(
+            f"{source.root}: {views} views are scored, and {shown} are shown, which leaves none to hold out; set shown to less"
+        )
+
+    def encode(posed: Tensor) -> Tensor:
+        return encoder.scenes(posed, shown, window).cpu()
+
+    (found,) = scoring.features(
+        [source], task.workers, EveryView(encoder.transform), View(f"scenes, {shown} shown, window {window}", encode)
+    )
+
+    def score() -> Result:
+        rows = (row.numpy() for block in found.blocks(16) for row in block)
+        clips = (_clip(encoder, row, np.asarray(fact)) for row, fact in zip(rows, found.facts, strict=True))
+        result = view_scores.score(clips, shown, task.far, task.background)
+        if task.headline not in result.metrics:
+            raise DataError(f"{source.root}: not one scene has {task.headline}; set headline to another score")
+        return result._replace(headline=task.headline)
+
+    shape = np.asarray(found.facts[0]).shape
+    options = {
+        "mask_size": size,
+        "resampling": "nearest",
+        "slots": encoder.slots,
+        "frames": shape[1],
+        "trained_frames": encoder.trained_frames,
+        "views": shape[2],
+        "shown": shown,
+        "trained_shown": encoder.trained_views,
+        "window": window,
+        "far": task.far,
+    }
+    return described(scoring.ranks.first(score), found, source, options)
+
+
+def _clip(encoder: Encoder, row: np.ndarray, fact: np.ndarray) -> view_scores.ViewedClip:
+    """A stored row and (2, T, V, H, W) of true labels and depths."""
+    (errors, ssim, nearest, mean), labels, depth = row_parts(row, fact.shape[1:3], encoder.image_size)
+    true = np.stack([np.stack([seen_by(encoder, plane) for plane in views]) for views in fact[0]])
+    far = np.stack([np.stack([_depth_seen_by(encoder, plane) for plane in views]) for views in fact[1]])
+    said = np.full(far.shape, np.nan, np.float32) if depth is None else depth
+    return view_scores.ViewedClip(true, labels, errors, ssim, nearest, mean, said, far)
+
+
+def _depth_seen_by(encoder: Encoder, plane: np.ndarray) -> np.ndarray:
+    """A depth map cut and scaled as labels are: between an edge and what is behind it there is nothing."""
+    numbers = np.arange(plane.size, dtype=np.int32).reshape(plane.shape)
+    return plane.reshape(-1)[seen_by(encoder, numbers)]
+
+
+VIEW_MASKS = Task(
+    ViewMasksTaskConfig, run_view_masks, lambda task: open_views(task).check(), needs=("views",), facts="views"
+)

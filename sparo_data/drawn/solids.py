@@ -1,0 +1,161 @@
+"""Solids of the ray tracer: where rays meet them first, each of a size of about one around the origin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32 = NDArray[np.float32]
+Shape = Literal["sphere", "cube", "cylinder", "cone", "icosahedron", "torus", "monkey"]
+SHAPES: tuple[Shape, ...] = get_args(Shape)
+
+RING, TUBE = 0.7, 0.3  # of the torus: its middle's radius, and the tube's
+# A head, its muzzle and two ears: centre and radius.  Blender's monkey is a mesh of its own, this one four spheres.
+MONKEY = (((0.0, 0.0, -0.1), 0.8), ((0.0, -0.62, -0.3), 0.42), ((0.8, 0.0, 0.35), 0.36), ((-0.8, 0.0, 0.35), 0.36))
+# Radius of a sphere around the origin that holds each.
+BOUNDS: dict[Shape, float] = {
+    "sphere": 1.0, "cube": 3**0.5, "cylinder": 2**0.5, "cone": 2**0.5, "icosahedron": 1.0, "torus": RING + TUBE, "monkey": 1.3
+}  # fmt: skip
+_STEPS, _NEAR = 64, 2e-4  # of a march towards a torus, and how near it is there
+_GOLDEN = (1 + 5**0.5) / 2
+
+
+def icosahedron_corners() -> NDArray[np.float64]:
+    """(12, 3), at distance one."""
+    pairs = [np.roll((0.0, a, b * _GOLDEN), turn) for turn in range(3) for a, b in product((-1, 1), (-1, 1))]
+    corners = np.array(pairs)
+    return corners / np.linalg.norm(corners[0])
+
+
+def _faces() -> F32:
+    """(20, 3): unit normals of an icosahedron's faces, sums of three corners that are next to each other."""
+    corners = icosahedron_corners()
+    near = corners @ corners.T > 0.4
+    rows = [
+        corners[i] + corners[j] + corners[k]
+        for i in range(12)
+        for j in range(i + 1, 12)
+        for k in range(j + 1, 12)
+        if near[i, j] and near[j, k] and near[i, k]
+    ]
+    return np.array([row / np.linalg.norm(row) for row in rows], dtype=np.float32)
+
+
+_NORMALS = _faces()
+_INSIDE = np.float32((icosahedron_corners() @ _NORMALS[0].astype(float)).max())  # distance of a face
+
+
+# `o` is in units of the radius and `d` a unit vector (of a cube, stretched), so distances come in units of the radius.
+def sphere(o: F32, d: F32) -> tuple[F32, F32]:
+    b, c = (o * d).sum(axis=1), (o * o).sum(axis=1) - 1
+    disc = b * b - c
+    t = np.where(disc > 0, -b - np.sqrt(np.maximum(disc, 0)), np.inf)
+    return t, o + t[:, None] * d
+
+
+def cube(o: F32, d: F32) -> tuple[F32, F32]:
+    near, far = (-np.sign(d) - o) / d, (np.sign(d) - o) / d
+    enter, leave = near.max(axis=1), far.min(axis=1)
+    t = np.where(enter < leave, enter, np.inf)
+    axis = near.argmax(axis=1)
+    n = np.zeros_like(d)
+    rows = np.arange(len(d))
+    n[rows, axis] = -np.sign(d[rows, axis])
+    return t, n
+
+
+def cylinder(o: F32, d: F32) -> tuple[F32, F32]:
+    a = d[:, 0] ** 2 + d[:, 1] ** 2
+    b = o[:, 0] * d[:, 0] + o[:, 1] * d[:, 1]
+    c = o[:, 0] ** 2 + o[:, 1] ** 2 - 1
+    disc = b * b - a * c
+    side = np.where(disc > 0, (-b - np.sqrt(np.maximum(disc, 0))) / a, np.inf)
+    side = np.where(np.abs(o[:, 2] + side * d[:, 2]) <= 1, side, np.inf)
+    cap = (-np.sign(d[:, 2]) - o[:, 2]) / d[:, 2]
+    x, y = o[:, 0] + cap * d[:, 0], o[:, 1] + cap * d[:, 1]
+    cap = np.where(x * x + y * y <= 1, cap, np.inf)
+    t = np.minimum(side, cap)
+    point = o + t[:, None] * d
+    n = np.stack([point[:, 0], point[:, 1], np.zeros_like(t)], axis=1)
+    flat = cap < side
+    n[flat] = np.stack([np.zeros(flat.sum()), np.zeros(flat.sum()), -np.sign(d[flat, 2])], axis=1)
+    return t, n
+
+
+def cone(o: F32, d: F32) -> tuple[F32, F32]:
+    """Its tip at z = 1, its foot, of radius 1, at z = -1."""
+    k = np.float32(0.25)
+    h = 1 - o[:, 2]
+    a = d[:, 0] ** 2 + d[:, 1] ** 2 - k * d[:, 2] ** 2
+    b = o[:, 0] * d[:, 0] + o[:, 1] * d[:, 1] + k * h * d[:, 2]
+    c = o[:, 0] ** 2 + o[:, 1] ** 2 - k * h**2
+    root = np.sqrt(np.maximum(b * b - a * c, 0))
+    best = np.full(len(o), np.inf, dtype=np.float32)
+    for sign in (-1, 1):
+        t = (-b + sign * root) / a
+        there = (b * b - a * c > 0) & (np.abs(o[:, 2] + t * d[:, 2]) <= 1) & (t > 1e-4)
+        best = np.where(there & (t < best), t, best)
+    foot = (-1 - o[:, 2]) / d[:, 2]
+    x, y = o[:, 0] + foot * d[:, 0], o[:, 1] + foot * d[:, 1]
+    on_foot = (x * x + y * y <= 1) & (foot > 1e-4) & (foot < best)
+    t = np.where(on_foot, foot, best)
+    point = o + np.where(np.isfinite(t), t, 0)[:, None] * d
+    n = np.stack([point[:, 0], point[:, 1], k * (1 - point[:, 2])], axis=1)
+    n /= np.maximum(np.linalg.norm(n, axis=1, keepdims=True), 1e-9)
+    n[on_foot] = (0, 0, -1)
+    return t, n
+
+
+def icosahedron(o: F32, d: F32) -> tuple[F32, F32]:
+    along, left = d @ _NORMALS.T, _INSIDE - o @ _NORMALS.T
+    t = left / along
+    entering = np.where(along < 0, t, -np.inf)
+    enter, leave = entering.max(axis=1), np.where(along > 0, t, np.inf).min(axis=1)
+    # A ray beside a face that it runs along never gets behind it.
+    outside = ((along == 0) & (left < 0)).any(axis=1)
+    return np.where((enter < leave) & ~outside, enter, np.inf), _NORMALS[entering.argmax(axis=1)].copy()
+
+
+def torus(o: F32, d: F32) -> tuple[F32, F32]:
+    """Around z; met by marching as far as nothing can be, which is as exact as its last step."""
+
+    def apart(p: F32) -> F32:
+        return np.hypot(np.hypot(p[:, 0], p[:, 1]) - np.float32(RING), p[:, 2]) - np.float32(TUBE)
+
+    b = (o * d).sum(axis=1)
+    disc = b * b - (o * o).sum(axis=1) + np.float32(1.0)
+    t = np.maximum(-b - np.sqrt(np.maximum(disc, 0)), 1e-3).astype(np.float32)
+    for _ in range(_STEPS):
+        t = np.minimum(t + apart(o + t[:, None] * d), 1e3).astype(np.float32)  # what misses goes on and on
+    point = o + t[:, None] * d
+    t = np.where((np.abs(apart(point)) < _NEAR) & (disc > 0), t, np.inf)
+    ring = point[:, :2] * (np.float32(RING) / np.maximum(np.hypot(point[:, 0], point[:, 1]), 1e-9))[:, None]
+    n = np.stack([point[:, 0] - ring[:, 0], point[:, 1] - ring[:, 1], point[:, 2]], axis=1)
+    return t, n / np.maximum(np.linalg.norm(n, axis=1, keepdims=True), 1e-9)
+
+
+def monkey(o: F32, d: F32) -> tuple[F32, F32]:
+    """The nearest of its spheres."""
+    best, n = np.full(len(o), np.inf, dtype=np.float32), np.zeros_like(d)
+    for centre, radius in MONKEY:
+        off = (o - np.array(centre, dtype=np.float32)) / np.float32(radius)
+        t, own = sphere(off, d)
+        t = t * np.float32(radius)
+        closer = (t > 1e-4) & (t < best)
+        best, n = np.where(closer, t, best), np.where(closer[:, None], own, n)
+    return best, n
+
+
+HITS: dict[Shape, Callable[[F32, F32], tuple[F32, F32]]] = {
+    "sphere": sphere,
+    "cube": cube,
+    "cylinder": cylinder,
+    "cone": cone,
+    "icosahedron": icosahedron,
+    "torus": torus,
+    "monkey": monkey,
+}

@@ -1,0 +1,87 @@
+"""Writing generated scenes of several cameras as data sets.
+
+ROOT/train/00000.tar …      scenes in the format of sparo_train/data/clips/views.py
+ROOT/scenes/                the same in the layout of evaluation sets, for tasks on scenes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparo_train.core.config import Frozen, setting
+
+from ..episodes import Video, measured, scene_fields
+from ..pool import in_pool
+from ..writer import claim, write_shard, write_wds_layout
+from .viewed_scenes import Kind, viewed_episode
+
+_LONGEST = 100.0  # depth that is told apart from the sky
+
+
+class ViewedSetConfig(Frozen):
+    """How much to render. Equal configs give equal bytes, with one version of pybullet."""
+
+    kind: Kind = setting("simple", "a row of `KINDS` in sparo_data/drawn/viewed_scenes.py")
+    seed: int = setting(0, "of all episodes")
+    size: int = setting(64, "pixels of a view's side", ge=16, le=4096)
+    frames: int | None = setting(None, "of an episode, 12 a second; default: the kind's, 32 or 24", gt=0, le=1000)
+    train: int = setting(1800, "episodes for training", gt=0)
+    test: int = setting(200, "episodes that are scored", gt=0)
+    most: int | None = setting(None, "objects of an episode; default: the kind's, 4 or 5", gt=0, le=10)
+    per_shard: int = setting(50, "episodes in a shard", gt=0)
+    antialias: int = setting(1, "rays per pixel along each side", ge=1, le=8)
+
+
+def render_viewed(
+    root: Path, config: ViewedSetConfig, processes: int = 2, report: Callable[[int, int], None] | None = None
+) -> None:
+    """Render everything into `root`; shards that are already there are kept, so an interrupted call continues.
+
+    Args:
+        report: called with (episodes done, episodes in all) whenever a shard is finished.
+
+    Raises:
+        DataError: `root` holds scenes of another config.
+        ConfigError: pybullet is not installed.
+    """
+    claim(root, config, "scenes3d.json")
+    shards = -(-config.train // config.per_shard)
+    jobs: list[tuple[Callable[..., int], tuple[Any, ...]]] = [(_shard, (root, config, i)) for i in range(shards)]
+    in_pool([(_scored, (root, config)), *jobs], processes, config.train + config.test, report)
+
+
+def _shard(root: Path, config: ViewedSetConfig, number: int) -> int:
+    numbers = range(number * config.per_shard, min(config.train, (number + 1) * config.per_shard))
+    path = root / "train" / f"{number:05d}.tar"
+    if not path.exists():
+        write_shard(path, (_sample(config, "train", index) for index in numbers))
+    return len(numbers)
+
+
+def _scored(root: Path, config: ViewedSetConfig) -> int:
+    if not (root / "scenes/test/nshards.txt").exists():
+        write_wds_layout(root / "scenes", (_sample(config, "test", index) for index in range(config.test)))
+    return config.test
+
+
+def _sample(config: ViewedSetConfig, split: str, index: int) -> tuple[str, dict[str, bytes]]:
+    c = config
+    found = viewed_episode(c.kind, c.seed, split, index, c.size, c.frames, c.antialias, c.most)
+    # One range for all views, as the json has one.
+    depth = measured(np.stack([[np.minimum(f.depth, _LONGEST) for f in row] for row in found.frames]))
+    views = [
+        Video(
+            found.key,
+            np.stack([f.rgb for f in row]),
+            np.stack([f.mask for f in row]),
+            None,
+            {},
+            depth._replace(levels=levels),
+        )
+        for row, levels in zip(found.frames, depth.levels, strict=True)
+    ]
+    return found.key, scene_fields(views, found.facts)

@@ -1,0 +1,108 @@
+"""Where pinhole cameras stand and how they see: checked, in one convention, cut as pictures are.
+
+A pose is camera to world, (4, 4). OpenGL's and Blender's (x right, y up, looking along -z) is this project's; OpenCV's (x right, y down,
+looking along z) is converted. A lens is (fx, fy, cx, cy) in pixels, (0, 0) the upper left corner of the first pixel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from ...core.errors import BadSampleError
+
+Convention = Literal["opengl", "opencv"]
+_TURNED = np.diag([1.0, -1.0, -1.0, 1.0])
+_OFF = 1e-3  # from a rotation: rounded numbers of a json are this near
+
+
+def converted(pose: np.ndarray, given: Convention, wanted: Convention = "opengl") -> np.ndarray:
+    """(…, 4, 4) in another convention: the camera's y and z the other way round, the place as it was."""
+    return pose if given == wanted else pose @ _TURNED
+
+
+def checked_pose(table: Any, convention: Convention = "opengl") -> np.ndarray:
+    """(4, 4) fp64 in OpenGL's convention, of rows (4, 4) or (3, 4); a scale that all three axes share is taken out.
+
+    Raises:
+        BadSampleError: no such numbers, or not a rotation: singular, skewed, or mirrored.
+    """
+    try:
+        pose = np.asarray(table, np.float64)
+    except (TypeError, ValueError):
+        raise BadSampleError("a camera's pose is no table of numbers") from None
+    if pose.shape == (3, 4):
+        pose = np.concatenate([pose, [[0.0, 0.0, 0.0, 1.0]]])
+    if pose.shape != (4, 4) or not np.isfinite(pose).all():
+        raise BadSampleError("a camera's pose is not 4 x 4 finite numbers")
+    lengths = np.linalg.norm(pose[:3, :3], axis=0)
+    if lengths.min() < 1e-8 or abs(np.linalg.det(pose[:3, :3] / np.maximum(lengths, 1e-8))) < 1e-6:
+        raise BadSampleError("a camera's pose is singular")
+    turn = pose[:3, :3] / lengths.mean()
+    if np.abs(turn.T @ turn - np.eye(3)).max() > _OFF or np.abs(pose[3] - [0, 0, 0, 1]).max() > _OFF:
+        raise BadSampleError("a camera's pose is no rotation and place")
+    if np.linalg.det(turn) < 0:
+        raise BadSampleError("a camera's pose is mirrored")
+    return converted(np.block([[turn, pose[:3, 3:]], [np.array([[0.0, 0.0, 0.0, 1.0]])]]), convention)
+
+
+def checked_lens(told: Mapping[str, Any], width: int, height: int) -> np.ndarray:
+    """(4,) fp64: fx, fy, cx, cy of a picture, from `fl_x`, `fl_y`, `cx`, `cy` in pixels of `w` x `h` (nerfstudio's), `fov` (vertical, in
+    degrees), or `camera_angle_x`, `camera_angle_y` (Blender's, in radians).
+
+    Raises:
+        BadSampleError: none of them, or no positive finite numbers.
+    """
+    wide, tall = _number(told, "w", width), _number(told, "h", height)
+    if "fl_x" in told:
+        fx = _number(told, "fl_x") * width / wide
+        fy = _number(told, "fl_y", _number(told, "fl_x")) * height / tall
+    elif "fov" in told:
+        fx = fy = height / 2 / np.tan(np.radians(_angle(told, "fov", 180.0)) / 2)
+    elif "camera_angle_x" in told:
+        fx = width / 2 / np.tan(_angle(told, "camera_angle_x", np.pi) / 2)
+        fy = height / 2 / np.tan(_angle(told, "camera_angle_y", np.pi) / 2) if "camera_angle_y" in told else fx
+    else:
+        raise BadSampleError("a camera without fov, fl_x or camera_angle_x")
+    cx = _number(told, "cx", wide / 2) * width / wide
+    cy = _number(told, "cy", tall / 2) * height / tall
+    return np.array([fx, fy, cx, cy])
+
+
+def cut_lens(lens: np.ndarray, width: int, height: int, size: int) -> np.ndarray:
+    """Of a picture's middle at `size` pixels a side, cut as `eval_pixels` cuts it."""
+    scale = size / min(width, height)
+    wide, tall = (size if n == min(width, height) else int(size * n / min(width, height)) for n in (width, height))
+    left, top = round((wide - size) / 2), round((tall - size) / 2)
+    sx, sy = (scale if width <= height else wide / width), (scale if height <= width else tall / height)
+    fx, fy, cx, cy = lens
+    return np.array([fx * sx, fy * sy, cx * sx - left, cy * sy - top])
+
+
+def looking(eye: Any, target: Any, up: Any = (0.0, 0.0, 1.0)) -> np.ndarray:
+    """The pose of a camera at `eye` that looks at `target`."""
+    back = np.subtract(eye, target).astype(np.float64)
+    back /= np.linalg.norm(back)
+    right = np.cross(up, back)
+    right /= np.linalg.norm(right)
+    pose = np.eye(4)
+    pose[:3] = np.stack([right, np.cross(back, right), back, np.asarray(eye, np.float64)], axis=1)
+    return pose
+
+
+def _number(told: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = told.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+        raise BadSampleError(f"a camera's {name} is no number")
+    if value <= 0 and name not in ("cx", "cy"):
+        raise BadSampleError(f"a camera's {name} is not above 0")
+    return float(value)
+
+
+def _angle(told: Mapping[str, Any], name: str, most: float) -> float:
+    value = _number(told, name)
+    if value >= most:
+        raise BadSampleError(f"a camera's {name} is not below {most:g}")
+    return value

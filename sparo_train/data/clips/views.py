@@ -1,0 +1,89 @@
+"""A scene that several cameras see, in a shard: an episode per camera, and a json that says where the cameras stand.
+
+    c0.000.png, c0.000.mask.png, c0.000.depth.png …   camera 0, frame 0: the members of an episode (episode.py), a camera's number before them
+    c1.000.png …                                      camera 1
+    json    `cameras`: for each `poses` (T, or one for all frames; 4 x 4, camera to world) and its lens (`fov`, or `fl_x` …; cameras.py);
+            `convention` (opengl, opencv); `near`, `far` in world units; `frames`, `ranges`, `objects` as an episode's
+
+A still scene has one frame.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import numpy as np
+
+from ...core.errors import BadSampleError
+from .cameras import Convention, checked_lens, checked_pose
+from .episode import IMAGE_KEYS, Episode
+
+_VIEW = re.compile(r"c(\d{1,4})\.(.+)")
+
+
+def view_member(view: int, name: str) -> str:
+    """The extension of an episode's member as a camera of several has it."""
+    return f"c{view}.{name}"
+
+
+def is_scene(fields: Mapping[str, bytes]) -> bool:
+    """Whether these members are a scene's of several cameras."""
+    return any(name.startswith("c0.000.") for name in fields)
+
+
+class ViewedScene:
+    """The members of a scene.
+
+    Args:
+        fields: by extension.  image_keys: of frames.
+
+    Raises:
+        BadSampleError: no cameras, or one of them is missing; cameras with different numbers of frames; from its methods: a plane that is
+            missing or damaged, a camera without a pose.
+    """
+
+    def __init__(self, fields: Mapping[str, bytes], image_keys: Sequence[str] = IMAGE_KEYS):
+        found: dict[int, dict[str, bytes]] = {}
+        for name, data in fields.items():
+            if match := _VIEW.fullmatch(name):
+                found.setdefault(int(match[1]), {})[match[2]] = data
+        if not found:
+            raise BadSampleError("missing views")
+        if sorted(found) != list(range(len(found))):
+            raise BadSampleError("a view is missing")
+        told = {"json": fields["json"]} if "json" in fields else {}
+        self.views = [Episode({**found[number], **told}, image_keys) for number in range(len(found))]
+        if len({len(view) for view in self.views}) > 1:
+            raise BadSampleError("views with different numbers of frames")
+
+    @property
+    def frames(self) -> int:
+        """T."""
+        return len(self.views[0])
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The scene's json."""
+        return self.views[0].facts
+
+    def pose(self, view: int, t: int) -> np.ndarray:
+        """(4, 4) fp64, camera to world, OpenGL's."""
+        poses = self._camera(view).get("poses")
+        if not isinstance(poses, list) or len(poses) not in (1, self.frames):
+            raise BadSampleError("a camera without a pose for each frame")
+        convention = self.facts.get("convention", "opengl")
+        if convention not in get_args(Convention):
+            raise BadSampleError("json has a convention other than opengl and opencv")
+        return checked_pose(poses[0 if len(poses) == 1 else t], convention)
+
+    def lens(self, view: int, width: int, height: int) -> np.ndarray:
+        """(4,) fp64: fx, fy, cx, cy in pixels of its pictures."""
+        return checked_lens(self._camera(view), width, height)
+
+    def _camera(self, view: int) -> dict[str, Any]:
+        cameras = self.facts.get("cameras")
+        if not isinstance(cameras, list) or len(cameras) != len(self.views) or not isinstance(cameras[view], dict):
+            raise BadSampleError("json has no cameras, one for each view")
+        return cameras[view]
