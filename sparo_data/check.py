@@ -12,6 +12,7 @@ import numpy as np
 
 from sparo_train.core.errors import BadSampleError
 from sparo_train.data.clips.episode import Episode, is_episode
+from sparo_train.data.clips.views import ViewedScene, is_scene
 from sparo_train.data.examples.samples import MOST_CHARACTERS, MOST_LETTERS, caption, decode_image, image_bytes
 from sparo_train.data.read.shards import ShardReader
 from sparo_train.data.read.sources import SourceConfig
@@ -111,19 +112,26 @@ def check_shard(url: str, config: SourceConfig) -> ShardReport:
 def _needs_caption(fields: Mapping[str, bytes], config: SourceConfig) -> bool:
     """Whether samples like this one are there for their captions, or for labels, masks or objects."""
     keys = [config.caption_key, *(config.captions or ())]
-    return any(key.partition(":")[0] in fields for key in keys) or not {"cls", "mask.png"} & fields.keys()
+    labelled = {"cls", "mask.png"} & fields.keys() or is_scene(fields)
+    return any(key.partition(":")[0] in fields for key in keys) or not labelled
 
 
 def _looked_at(fields: Mapping[str, bytes], config: SourceConfig, captioned: bool) -> tuple[str | None, bytes]:
-    """A sample's caption, where it has to have one, and picture; of a video all of its frames.
+    """A sample's caption, where it has to have one, and picture; of a video, or a scene of several cameras, all of its frames.
 
     Raises:
         BadSampleError: training could not use it.
     """
-    if is_episode(fields):
-        episode = Episode(fields, config.image_keys)
-        for t in range(len(episode)):
-            episode.check(t)
+    if is_episode(fields) or is_scene(fields):
+        if is_scene(fields):
+            scene = ViewedScene(fields, config.image_keys)
+            scene.check()
+            episodes = scene.views
+        else:
+            episodes = [Episode(fields, config.image_keys)]
+        for episode in episodes:
+            for t in range(len(episode)):
+                episode.check(t)
         return None, b"".join(data for name, data in fields.items() if name != "json")
     text = caption(fields, config) if captioned else None
     data = image_bytes(fields, config.image_keys)

@@ -48,12 +48,14 @@ class ViewSet(WdsSet):
         try:
             every = [[(t, v) for v in range(self.views)] for t in range(self.frames)]
             pictures = [[scene.views[v].image(t) for t, v in row] for row in every]
-            labels = [[scene.views[v].labels(t) for t, v in row] for row in every]
+            blank = np.zeros(pictures[0][0].shape[:2], np.uint8)  # a scene without masks has no objects to score
+            masked = scene.views[0].has("mask")
+            labels = [[scene.views[v].labels(t) if masked else blank for t, v in row] for row in every]
             sizes = {p.shape[:2] for row in (*pictures, *labels) for p in row}
             if len(sizes) > 1:
                 raise BadSampleError(f"views of unequal size ({', '.join(f'{w} x {h}' for h, w in sorted(sizes))})")
             ((height, width),) = sizes
-            told = "depth" in (scene.facts.get("ranges") or {})
+            told = scene.views[0].has("depth")
             depth = [
                 [scene.views[v].depth(t) if told else np.full((height, width), np.nan) for t, v in row] for row in every
             ]

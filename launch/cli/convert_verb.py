@@ -44,7 +44,8 @@ def convert(
         str | None,
         typer.Option(
             "--as",
-            help="a published set with masks or objects: clevr_with_masks, tetrominoes, objects_room, multi_dsprites, clevr, clevrtex, coco, movi, npy, lmdb",
+            help="a published set with masks, objects or cameras: clevr_with_masks, tetrominoes, objects_room, multi_dsprites, clevr, clevrtex, "
+            "coco, movi, npy, lmdb, nerf, clevr3d",
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="--as: so many scenes")] = None,

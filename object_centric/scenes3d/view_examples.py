@@ -130,5 +130,7 @@ def refuse_outside(facts: Mapping[str, Any], bounds: tuple[float, float] | None)
     near, far = facts.get("near"), facts.get("far")
     if bounds is None or not isinstance(near, int | float) or not isinstance(far, int | float):
         return
-    if near < bounds[0] - 1e-6 or far > bounds[1] + 1e-6:  # without its own numbers: skipped samples are counted by reason
+    if (
+        near < bounds[0] - 1e-6 or far > bounds[1] + 1e-6
+    ):  # without its own numbers: skipped samples are counted by reason
         raise BadSampleError(f"seen beyond where its rays end (decoder.near={bounds[0]:g}, decoder.far={bounds[1]:g})")

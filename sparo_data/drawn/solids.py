@@ -58,7 +58,10 @@ def sphere(o: F32, d: F32) -> tuple[F32, F32]:
 
 
 def cube(o: F32, d: F32) -> tuple[F32, F32]:
-    near, far = (-np.sign(d) - o) / d, (np.sign(d) - o) / d
+    side = np.where(
+        d < 0, np.float32(-1), np.float32(1)
+    )  # a ray along a face goes between its sides, not beside all of them
+    near, far = (-side - o) / d, (side - o) / d
     enter, leave = near.max(axis=1), far.min(axis=1)
     t = np.where(enter < leave, enter, np.inf)
     axis = near.argmax(axis=1)

@@ -15,12 +15,16 @@ from .lmdb_file import lmdb_scenes
 from .multi_object import SETS, multi_object
 from .published import PublishedConfig, PublishedScene, Written, write_published
 from .videos import VIDEOS, write_videos
+from .viewed import VIEWED, write_viewed
 
 
 class Format(NamedTuple):
-    """read: one source to its scenes.  what: that source, in words.  suffix: of such files in a folder; empty: the source is a folder or one file."""
+    """read: one source to its scenes; None: it has only scenes of several cameras (viewed.py).  what: that source, in words.
 
-    read: Callable[[Path], Iterator[PublishedScene]]
+    suffix: of such files in a folder; empty: the source is a folder or one file.
+    """
+
+    read: Callable[[Path], Iterator[PublishedScene]] | None
     what: str
     suffix: str = ""
 
@@ -37,6 +41,8 @@ FORMATS: dict[str, Format] = {
     "clevr": Format(clevr, "CLEVR_v1.0/scenes/CLEVR_SPLIT_scenes.json"),
     "clevrtex": Format(clevrtex, "CLEVRTex' folder of pictures, *_flat.png and *.json"),
     "coco": Format(coco, "COCO's instances_SPLIT.json, with SPLIT/*.jpg beside its folder"),
+    "nerf": Format(None, "folders of transforms.json with pictures (Blender's, NeRF's, nerfstudio's), each a scene"),
+    "clevr3d": Format(None, "ObSuRF's folder of metadata.npz, images and masks"),
     "lmdb": Format(lmdb_scenes, "*.lmdb of pictures of the Genera1Z family", ".lmdb"),
 }
 
@@ -53,6 +59,8 @@ def sources_of(place: Path, name: str) -> list[Path]:
     kind = FORMATS[name]
     if not place.exists():
         raise DataError(f"{place}: no such file or folder; --as {name} reads {kind.what}")
+    if place.is_file() and name in VIEWED:
+        raise DataError(f"{place}: is a file; --as {name} reads {kind.what}")
     if place.is_dir() and name in ("clevr", "coco"):
         raise DataError(f"{place}: is a folder; --as {name} reads {kind.what}")
     if not kind.suffix or place.is_file() or (place / "data.mdb").is_file():
@@ -71,7 +79,7 @@ def sources_of(place: Path, name: str) -> list[Path]:
 def convert_published(
     places: Sequence[Path], out: Path, config: PublishedConfig, done: Callable[[int], None] = lambda count: None
 ) -> Written:
-    """Read every source of a format and write them as one set, see `write_published` and `write_videos`.
+    """Read every source of a format and write them as one set, see `write_published`, `write_videos` and `write_viewed`.
 
     Raises:
         ConfigError: videos of a format that has none, or what is of stills.
@@ -86,5 +94,10 @@ def convert_published(
                 "--videos: videos are neither cropped nor chosen by their objects; leave --crop and --most away"
             )
         return write_videos(out, (video for place in places for video in VIDEOS[config.source](place)), config, done)
+    if config.source in VIEWED:
+        if config.crop != "none":
+            raise ConfigError("--crop: cameras see whole pictures; leave it away")
+        return write_viewed(out, (scene for place in places for scene in VIEWED[config.source](place)), config, done)
     read = FORMATS[config.source].read
+    assert read is not None  # all others have one
     return write_published(out, (scene for place in places for scene in read(place)), config, done)

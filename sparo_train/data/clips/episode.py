@@ -81,6 +81,10 @@ class Episode:
             return self._arrays["video"][t]
         return np.asarray(decode_image(self.fields[f"{t:03d}.{self._key}"]))
 
+    def has(self, plane: str) -> bool:
+        """Whether its first frame has a plane of `PLANES`."""
+        return member(0, plane) in self.fields or (plane == "mask" and self._array("segmentations") is not None)
+
     def check(self, t: int) -> None:
         """Decode all that there is of a frame. Raises `BadSampleError` where a plane is damaged, or of another size than the picture."""
         size = self.image(t).shape[:2]

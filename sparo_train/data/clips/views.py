@@ -82,6 +82,17 @@ class ViewedScene:
         """(4,) fp64: fx, fy, cx, cy in pixels of its pictures."""
         return checked_lens(self._camera(view), width, height)
 
+    def check(self) -> None:
+        """Look at all cameras, and at whether their pictures are of one size. Raises `BadSampleError` where training could not use them."""
+        sizes = {view.image(0).shape[:2] for view in self.views}
+        if len(sizes) > 1:
+            raise BadSampleError("views of unequal size")
+        ((height, width),) = sizes
+        for view in range(len(self.views)):
+            self.lens(view, width, height)
+            for t in range(self.frames):
+                self.pose(view, t)
+
     def _camera(self, view: int) -> dict[str, Any]:
         cameras = self.facts.get("cameras")
         if not isinstance(cameras, list) or len(cameras) != len(self.views) or not isinstance(cameras[view], dict):

@@ -1,0 +1,194 @@
+"""Published scenes of several posed cameras: folders in Blender's and NeRF's convention, and CLEVR3D with ObSuRF's other set.
+
+MultiShapeNet's records (sunds) are not read yet.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from sparo_train.core.errors import BadSampleError, DataError
+from sparo_train.core.untrusted import read_bytes, read_json
+from sparo_train.data.clips.cameras import checked_lens, checked_pose, looking
+
+from ..episodes import Video, scene_fields
+from ..writer import Fields, write_shards, write_wds_layout
+from .clips import plain
+from .published import PublishedConfig, Written, claim_empty, numbered, opened_image
+from .videos import sized
+
+_NAMES = ("transforms.json", "transforms_train.json", "transforms_val.json", "transforms_test.json")
+_LENS = ("fl_x", "fl_y", "cx", "cy", "w", "h", "camera_angle_x", "camera_angle_y", "fov")
+_CLEVR_LENS = 2 * np.arctan(16 / 35)  # Blender's camera of 35 mm before a sensor of 32
+_CLEVR_VIEWS = 3
+
+
+class PublishedView(NamedTuple):
+    """What one camera sees. image: (H, W, 3).  label: (H, W) uint8.  pose: (4, 4), OpenGL's.  lens: fx, fy, cx, cy in its pixels."""
+
+    image: np.ndarray
+    label: np.ndarray | None
+    pose: np.ndarray
+    lens: np.ndarray
+
+
+class PublishedViews(NamedTuple):
+    """A still scene. facts: for the json."""
+
+    key: str
+    views: list[PublishedView]
+    facts: dict[str, Any]
+
+
+def nerf_scenes(place: Path) -> Iterator[PublishedViews]:
+    """A folder with transforms.json (or transforms_train.json, …, each a scene of its own), or a folder of such folders, in the order of
+    names. Frames without an ending of their file are .png, what is transparent is on white, as NeRF's synthetic scenes have it.
+
+    Raises:
+        DataError: nothing of it there, a picture that is missing, a pose or a lens that is none; distorted lenses.
+    """
+    folders = (
+        [place]
+        if any((place / name).is_file() for name in _NAMES)
+        else sorted(p for p in place.iterdir() if p.is_dir())
+    )
+    files = [folder / name for folder in folders for name in _NAMES if (folder / name).is_file()]
+    if not files:
+        raise DataError(f"{place}: no transforms.json in it, nor in its folders")
+    for path in files:
+        told = read_json(path, dict, DataError)
+        frames = told.get("frames")
+        if not isinstance(frames, list) or not frames:
+            raise DataError(f"{path}: has no frames")
+        if any(told.get(name) for name in ("k1", "k2", "k3", "k4", "p1", "p2")):
+            raise DataError(f"{path}: its lens is distorted (k1 …); undistort its pictures first")
+        part = path.stem.removeprefix("transforms").lstrip("_")
+        views = [_frame(path, number, told, frame) for number, frame in enumerate(frames)]
+        yield PublishedViews(
+            plain(path.parent.name + (f"_{part}" if part else "")), views, {"dataset": path.parent.name}
+        )
+
+
+def _frame(path: Path, number: int, told: dict[str, Any], frame: Any) -> PublishedView:
+    where = f"{path}: frame {number}"
+    if not isinstance(frame, dict) or not isinstance(frame.get("file_path"), str):
+        raise DataError(f"{where}: has no file_path")
+    picture = path.parent / frame["file_path"]
+    if not picture.resolve().is_relative_to(path.parent.resolve()):
+        raise DataError(f"{where}: file_path {frame['file_path']!r} leaves its folder")
+    image = _on_white(read_bytes(picture if picture.suffix else picture.with_suffix(".png"), DataError), where)
+    lens = {name: frame.get(name, told.get(name)) for name in _LENS if name in frame or name in told}
+    try:
+        pose = checked_pose(frame.get("transform_matrix"))
+        return PublishedView(image, None, pose, checked_lens(lens, image.shape[1], image.shape[0]))
+    except BadSampleError as bad:
+        raise DataError(f"{where}: {bad}; mend it, or take it out") from None
+
+
+def _on_white(data: bytes, where: str) -> np.ndarray:
+    """(H, W, 3) uint8."""
+    try:
+        with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:
+            if image.mode not in ("RGBA", "LA", "PA"):
+                return np.asarray(image.convert("RGB"))
+            whole = image.convert("RGBA")
+            return np.asarray(Image.alpha_composite(Image.new("RGBA", whole.size, (255,) * 4), whole).convert("RGB"))
+    except Exception as error:  # decoders of broken files raise anything
+        raise DataError(f"{where}: is no picture ({error})") from None
+
+
+def clevr3d_scenes(place: Path) -> Iterator[PublishedViews]:
+    """ObSuRF's folders: metadata.npz with `camera_pos` (N, V, 3), images/img_SCENE_VIEW.png and masks/masks_SCENE_VIEW.png; cameras look at
+    the origin with CLEVR's lens. Scenes without pictures are left out, so a part of the set can be read.
+
+    Raises:
+        DataError: no such table, or a picture of it is damaged.
+    """
+    table = place / "metadata.npz"
+    try:
+        with np.load(io.BytesIO(read_bytes(table, DataError)), allow_pickle=False) as held:
+            places = np.asarray(held["camera_pos"], np.float64)
+            shapes = np.asarray(held["shape"]) if "shape" in held.files else None
+    except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{table}: has no camera_pos that can be read ({error})") from None
+    if places.ndim != 3 or places.shape[2] != 3 or places.shape[1] < _CLEVR_VIEWS or not np.isfinite(places).all():
+        raise DataError(f"{table}: camera_pos of {places.shape} is not (N, {_CLEVR_VIEWS} or more, 3) finite numbers")
+    for scene in range(len(places)):
+        if not (place / f"images/img_{scene}_0.png").is_file():
+            continue
+        views = []
+        for view in range(_CLEVR_VIEWS):
+            where = f"{place}: scene {scene}, view {view}"
+            image = _on_white(read_bytes(place / f"images/img_{scene}_{view}.png", DataError), where)
+            mask = place / f"masks/masks_{scene}_{view}.png"
+            label = (
+                numbered(opened_image(read_bytes(mask, DataError), mask, labels=True), where)
+                if mask.is_file()
+                else None
+            )
+            lens = checked_lens({"camera_angle_x": float(_CLEVR_LENS)}, image.shape[1], image.shape[0])
+            eye = places[scene, view]
+            if np.hypot(*eye[:2]) < 1e-6:
+                raise DataError(f"{where}: its camera looks straight down, and which way is up nobody says")
+            views.append(PublishedView(image, label, looking(eye, (0, 0, 0)), lens))
+        count = {} if shapes is None else {"object_count": int((shapes[scene] > 0).sum())}
+        yield PublishedViews(f"{scene:06d}", views, {"dataset": "clevr3d", **count})
+
+
+VIEWED: dict[str, Callable[[Path], Iterator[PublishedViews]]] = {"nerf": nerf_scenes, "clevr3d": clevr3d_scenes}
+
+
+def write_viewed(
+    out: Path,
+    scenes: Iterator[PublishedViews],
+    config: PublishedConfig,
+    done: Callable[[int], None] = lambda count: None,
+) -> Written:
+    """ROOT/scenes in the layout of evaluation sets, of the first `test` scenes, and ROOT/train/*.tar of the others.
+
+    Raises:
+        DataError: `out` holds something else already, or there is no scene.
+    """
+    claim_empty(out, config)
+    counts = {"all": 0, "empty": 0}
+
+    def samples() -> Iterator[tuple[str, Fields]]:
+        kept = (s for s in scenes if config.most is None or s.facts.get("object_count", 0) <= config.most)
+        for scene in islice(kept, config.limit):
+            counts["all"] += 1
+            labels = [view.label for view in scene.views if view.label is not None]
+            counts["empty"] += bool(labels) and not any(label.any() for label in labels)
+            yield scene.key, viewed_fields(scene, config.size)
+            done(counts["all"])
+
+    stream = samples()
+    if config.test:
+        write_wds_layout(out / "scenes", islice(stream, config.test))
+    tested = counts["all"]
+    write_shards(out / "train", stream, config.per_shard)
+    if not counts["all"]:
+        raise DataError(f"{', '.join(config.files)}: not one scene in it")
+    return Written(counts["all"] - tested, tested, counts["empty"])
+
+
+def viewed_fields(scene: PublishedViews, size: int | None) -> dict[str, bytes]:
+    """The members of a scene's sample, its pictures of `size` pixels a side where one is given; lenses are told in their first pixels."""
+    videos, cameras = [], []
+    for view in scene.views:
+        height, width = view.image.shape[:2]
+        label = None if view.label is None else view.label[None]
+        if label is not None and label.shape[1:] != (height, width):
+            raise DataError(f"{scene.key}: a mask of {label.shape[1:]} and its picture of {(height, width)} pixels")
+        videos.append(sized(Video(scene.key, view.image[None], label, None, {}), size))
+        fx, fy, cx, cy = view.lens.tolist()
+        told = {"w": width, "h": height, "fl_x": fx, "fl_y": fy, "cx": cx, "cy": cy}
+        cameras.append({**told, "poses": [view.pose.tolist()]})
+    return scene_fields(videos, {**scene.facts, "convention": "opengl", "cameras": cameras})

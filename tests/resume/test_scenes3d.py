@@ -1,0 +1,231 @@
+"""Posed scenes made, checked, trained on, killed and continued to the bit, on two ranks, scored and probed; and published ones read."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from launch.runs.train import train
+from sparo_data.drawn.viewed_sets import ViewedSetConfig, render_viewed
+from sparo_data.official.formats import convert_published
+from sparo_data.official.published import PublishedConfig
+from sparo_train.core.errors import DataError
+from sparo_train.data.clips.cameras import looking
+from sparo_train.data.clips.views import ViewedScene
+from sparo_train.data.read.shards import ShardsConfig
+from sparo_train.data.read.sources import open_source
+from tests.conftest import slots_recipe, sparo, start_sparo
+from tests.resume.test_ranks import goes_on_across_engines, losses_of
+from tests.resume.test_training import assert_bit_equal, kill_behind, run
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    root = tmp_path_factory.mktemp("scenes") / "s"
+    render_viewed(root, ViewedSetConfig(size=16, frames=4, train=24, test=6, per_shard=12))
+    return root
+
+
+def recipe_of(root, out, decoder, **model):
+    tree = slots_recipe(root / "train", out)
+    encoder = {"layers": "plain", "channels": 8, "width": 16, "halvings": 2, "transformer": {"blocks": 1}}
+    tree["objective"] = {
+        "kind": "novel_views",
+        "frames": {"count": 2, "stride": [1, 2]},
+        "views": {"shown": 2, "rays": 12},
+        "model": {
+            "image_size": 16,
+            "encoder": encoder,
+            "grouping": {"preset": "psb", "slots": 3, "width": 16, "iterations": 2},
+            "decoder": decoder,
+            **model,
+        },
+    }
+    tree["data"] = {**tree["data"], "crop_scale": [1.0, 1.0], "hflip": 0.0}
+    return tree
+
+
+def test_scenes_are_trained_on_resumed_scored_and_probed(scenes, tmp_path, write_recipe):
+    tasks = {
+        "views": {"task": "view_masks", "root": str(scenes / "scenes"), "frames": 3},
+        "probe": {"task": "scene_probe", "root": str(scenes / "scenes"), "frames": 2, "restarts": 2},
+    }
+    decoder = {"kind": "nerf", "bins": 4, "near": 1.0, "far": 30.0, "static": True}
+    tree = recipe_of(scenes, tmp_path / "runs", decoder) | {"eval": {"tasks": tasks}}
+    straight = run({**tree, "out": str(tmp_path / "straight")})
+    assert train(straight).reason == "finished"
+    recipe, folder = write_recipe(tree), tmp_path / "runs/slots"
+    kill_behind(start_sparo("train", str(recipe)), folder, 5)
+    done = sparo("train", str(recipe))
+    assert done.returncode == 0 and "views psnr_held_out" in done.stderr and " dB" in done.stderr, done.stderr
+    assert_bit_equal(folder, straight.folder)
+    done = sparo("eval", str(folder), "--features", str(tmp_path / "store"), "--json", "v.json", cwd=tmp_path)
+    results = {r["task"]: r for r in json.loads((tmp_path / "v.json").read_text())["results"].values()}
+    views, probe = results["view_masks"], results["slot_probe"]
+    assert done.returncode == 0 and views["n"] == 6 and views["options"]["shown"] == 2, done.stderr
+    wanted = {
+        "psnr_held_out",
+        "psnr_nearest",
+        "psnr_mean",
+        "ssim_held_out",
+        "image_fg_ari",
+        "video_fg_ari",
+        "camera_fg_ari",
+        "scene_fg_ari",
+        "depth_error",
+    }
+    assert wanted <= views["metrics"].keys() and 0 < views["metrics"]["depth_error"] < 1
+    assert {"position_r2", "floor_position_r2", "color_accuracy"} <= probe["metrics"].keys()
+    again = sparo("eval", str(folder), "--features", "none", "--json", "n.json", cwd=tmp_path)
+    other = {r["task"]: r for r in json.loads((tmp_path / "n.json").read_text())["results"].values()}
+    assert again.returncode == 0 and other["view_masks"]["metrics"] == views["metrics"]
+    pictures_are_drawn(folder, tmp_path)
+    for changes, told in (
+        ({"shown": 5}, "leaves none to hold out"),
+        ({"frames": 9}, "has 4 frames of 5 views, and 9 of 5"),
+    ):
+        (tmp_path / "bad.yaml").write_text(json.dumps({"tasks": {"v": {**tasks["views"], **changes}}}))
+        done = sparo("eval", str(folder), "--data", "bad.yaml", "--features", "none", cwd=tmp_path)
+        assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
+    (tmp_path / "v.yaml").write_text(json.dumps({"tasks": {"v": tasks["views"]}}))
+    done = sparo("eval", "pixels:8", "--data", "v.yaml", cwd=tmp_path)
+    assert done.returncode == 2 and "takes images without cameras; train with objective.kind=novel_views" in done.stderr
+    done = sparo("train", str(recipe), "data.hflip=0.5", "name=mirrored")
+    assert done.returncode == 2 and "a view that is cropped or mirrored" in done.stderr, done.stderr
+    done = sparo("train", str(recipe), "objective.model.decoder.far=3.0", "name=near", "eval.tasks=null")
+    assert (
+        done.returncode != 0 and "seen beyond where its rays end" in done.stderr and "no usable sample" in done.stderr
+    )
+
+
+def pictures_are_drawn(folder, cwd):
+    done = sparo("slots", "views", str(folder), "--on", "views", "--scenes", "2", "--out", "page", cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    page = (cwd / "page/report.html").read_text()
+    assert "psb" not in page.lower() or True
+    with Image.open(cwd / "page/scene-0.png") as sheet, Image.open(cwd / "page/turntable-0.webp") as moving:
+        assert sheet.width > 5 * 64 and moving.n_frames >= 12
+    assert page.count("<img") == 4 and "scene-1.png" in page
+
+
+@pytest.mark.parametrize("kind", ["mixer", "broadcast"])
+def test_two_ranks_train_on_scenes_as_one_process_does(scenes, tmp_path, write_recipe, kind):
+    if kind == "mixer":
+        tree = recipe_of(scenes, tmp_path / "runs", {"kind": "slot_mixer", "octaves": 4, "blocks": 1, "heads": 2})
+    else:
+        grouping = {"preset": "savi", "slots": 3, "width": 16, "init": "learned"}
+        decoder = {"kind": "broadcast", "octaves": 4, "hidden": [16], "most_numbers": 400}
+        tree = recipe_of(scenes, tmp_path / "runs", decoder, grouping=grouping, predictor={"mlp_width": 16})
+    straight = run({**tree, "out": str(tmp_path / "straight")})
+    assert train(straight).reason == "finished"
+    recipe = write_recipe({**tree, "out": str(tmp_path / "two"), "micro_batch_size": 2})
+    assert goes_on_across_engines(recipe, tmp_path / "two/slots") == pytest.approx(losses_of(straight.folder), rel=1e-4)
+
+
+def test_scenes_are_made_again_alike_and_checked(scenes, tmp_path):
+    line = ["data", "scenes3d", "again", "--size", "16", "--frames", "2", "--train", "2", "--test", "1"]
+    assert sparo(*line, cwd=tmp_path).returncode == 0
+    first = (tmp_path / "again/train/00000.tar").read_bytes()
+    shutil.rmtree(tmp_path / "again")
+    assert sparo(*line, cwd=tmp_path).returncode == 0 and (tmp_path / "again/train/00000.tar").read_bytes() == first
+    done = sparo("data", "check", "again/train", cwd=tmp_path)
+    assert done.returncode == 0 and "caption" not in done.stdout.lower().replace("captions", ""), (
+        done.stdout + done.stderr
+    )
+    done = sparo(*line[:3], "--size", "24", cwd=tmp_path)
+    assert done.returncode == 2 and "made otherwise" in done.stderr
+
+
+def nerf_folder(root, count=3, side=20, **changes):
+    root.mkdir(parents=True)
+    frames = []
+    for number in range(count):
+        picture = np.zeros((side, side + 4, 4), np.uint8)
+        picture[:10], picture[..., 0] = 255, 40 * number
+        picture[:10, :, 3] = 255
+        Image.fromarray(picture).save(root / f"r_{number}.png")
+        pose = looking((4 * np.cos(number), 4 * np.sin(number), 2.0), (0, 0, 0))
+        frames.append({"file_path": f"./r_{number}", "transform_matrix": pose.tolist()})
+    (root / "transforms.json").write_text(json.dumps({"camera_angle_x": 0.7, "frames": frames, **changes}))
+
+
+def read_back(folder):
+    source = open_source("x", ShardsConfig(shards=(str(folder),)))
+    return [ViewedScene(storage.read(i)[1]) for storage in source.storages for i in range(len(storage))]
+
+
+def test_folders_of_transforms_become_scenes(tmp_path):
+    for name in ("lego", "ship"):
+        nerf_folder(tmp_path / "in" / name)
+    config = PublishedConfig(source="nerf", files=("in",), size=10, test=1)
+    written = convert_published([tmp_path / "in"], tmp_path / "out", config)
+    assert (written.train, written.test) == (1, 1)
+    (scene,) = read_back(tmp_path / "out/train")
+    assert len(scene.views) == 3 and scene.frames == 1
+    picture = scene.views[1].image(0)
+    assert (
+        picture.shape == (10, 10, 3) and picture[0, 0, 0] in range(35, 46) and picture[9, 9].min() > 250
+    )  # behind it is white
+    # Squeezed pictures have two focal lengths.
+    fx, fy, cx, cy = scene.lens(0, 10, 10)
+    focal = 24 / 2 / np.tan(0.35)
+    assert np.allclose([fx, fy, cx, cy], [focal * 10 / 24, focal * 10 / 20, 5, 5])
+    assert np.allclose(scene.pose(2, 0), looking((4 * np.cos(2), 4 * np.sin(2), 2.0), (0, 0, 0)), atol=1e-6)
+
+
+def test_folders_that_are_none_are_told_by_file(tmp_path):
+    bad = {
+        "empty": {"frames": []},
+        "bent": {"k1": 0.1},
+        "flat": {"camera_angle_x": 0.0},
+        "leaves": {"frames": [{"file_path": "../../etc/passwd", "transform_matrix": np.eye(4).tolist()}]},
+        "gone": {"frames": [{"file_path": "no", "transform_matrix": np.eye(4).tolist()}]},
+        "singular": {"frames": [{"file_path": "r_0", "transform_matrix": np.zeros((4, 4)).tolist()}]},
+        "poseless": {"frames": [{"file_path": "r_0"}]},
+    }
+    told = {
+        "empty": "no frames",
+        "bent": "distorted",
+        "flat": "camera_angle_x",
+        "leaves": "leaves its folder",
+        "gone": "no.png",
+        "singular": "singular",
+        "poseless": "4 x 4",
+    }
+    for name, changes in bad.items():
+        nerf_folder(tmp_path / name, **changes)
+        with pytest.raises(DataError, match=told[name]):
+            convert_published(
+                [tmp_path / name], tmp_path / f"{name}_out", PublishedConfig(source="nerf", files=(name,))
+            )
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match="no transforms.json"):
+        convert_published([tmp_path / "none"], tmp_path / "none_out", PublishedConfig(source="nerf", files=("none",)))
+
+
+def test_obsurfs_folders_become_scenes(tmp_path):
+    rng = np.random.default_rng(0)
+    root = tmp_path / "clevr3d"
+    (root / "images").mkdir(parents=True)
+    (root / "masks").mkdir()
+    places = rng.normal(size=(3, 4, 3)) + [5, 5, 5]
+    np.savez(root / "metadata.npz", camera_pos=places, shape=np.array([[1, 2, 0], [1, 1, 1], [1, 0, 0]]))
+    for scene in (0, 1):  # of the third nothing was fetched
+        for view in range(3):
+            Image.fromarray(rng.integers(0, 255, (24, 32, 3), dtype=np.uint8)).save(
+                root / f"images/img_{scene}_{view}.png"
+            )
+            Image.fromarray(rng.integers(0, 3, (24, 32), dtype=np.uint8)).save(root / f"masks/masks_{scene}_{view}.png")
+    written = convert_published([root], tmp_path / "out", PublishedConfig(source="clevr3d", files=("clevr3d",), most=2))
+    assert (written.train, written.test, written.without_objects) == (1, 0, 0)
+    (scene,) = read_back(tmp_path / "out/train")
+    pose = scene.pose(1, 0)
+    assert np.allclose(pose[:3, 3], places[0, 1]) and np.allclose(
+        -pose[:3, 2] * np.linalg.norm(places[0, 1]), -places[0, 1]
+    )
+    assert scene.lens(0, 32, 24)[0] == pytest.approx(35) and scene.views[2].labels(0).max() == 2
+    np.savez(root / "metadata.npz", shape=np.ones((3, 3)))
+    with pytest.raises(DataError, match="camera_pos"):
+        convert_published([root], tmp_path / "o2", PublishedConfig(source="clevr3d", files=("clevr3d",)))

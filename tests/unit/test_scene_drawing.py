@@ -1,0 +1,380 @@
+"""Rays drawn from slots: NeRF as its loop over slots, SlotMixer as OSRT's own, turns that change nothing, and what scores say of views."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from evals.tasks.similarity import ssim
+from evals.tasks.view_scores import ViewedClip, scene_scores, score
+from object_centric.scenes3d.nerf import NerfConfig, Points
+from object_centric.scenes3d.novel_views import NovelViews, NovelViewsConfig
+from object_centric.scenes3d.ray_broadcast import RayBroadcastConfig
+from object_centric.scenes3d.rays import Rays, octaves
+from object_centric.scenes3d.slot_mixer import SlotMixerConfig
+from object_centric.scenes3d.view_encoder import ViewEncoderConfig
+from object_centric.tasks.scene_encoder import SceneEncoder, copied
+from sparo_train.core.config import resolve
+from sparo_train.core.contracts import Progress
+from sparo_train.core.errors import ConfigError
+
+DECODERS = {
+    "nerf": {"kind": "nerf", "bins": 5, "near": 1.0, "far": 9.0},
+    "nerf_all": {"kind": "nerf", "bins": 5, "static": True, "sky": True, "shadows": True, "background": True},
+    "psb": {"kind": "slot_mixer", "octaves": 4},
+    "osrt": {"kind": "slot_mixer", "preset": "osrt", "octaves": 4},
+    "broadcast": {"kind": "broadcast", "octaves": 4, "hidden": [16, 16]},
+}
+CONFIGS = {"nerf": NerfConfig, "slot_mixer": SlotMixerConfig, "broadcast": RayBroadcastConfig}
+
+
+def decoder(name, width=24):
+    torch.manual_seed(0)
+    tree = DECODERS[name]
+    return resolve(CONFIGS[tree["kind"]], tree, "here").build(width)
+
+
+def given(count=17, width=24, slots=3, dtype=torch.float32):
+    torch.manual_seed(1)
+    rays = Rays(3 * torch.randn(2, count, 3), F.normalize(torch.randn(2, count, 3), dim=-1), torch.rand(2, count))
+    return torch.randn(2, slots, width, dtype=dtype), Rays(*(t.to(dtype) for t in rays))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_turns_change_nothing_and_shares_sum_to_one(name):
+    module, (slots, rays) = decoder(name), given()
+    slots.requires_grad_()
+
+    def run(most):
+        module.zero_grad()
+        slots.grad = None
+        module.most_numbers = most
+        found = module(slots, rays)
+        found.colours.square().sum().backward()
+        return found, [slots.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
+
+    whole, gradients = run(1 << 40)
+    parts, others = run(module.numbers(3) * 2 * 5)
+    assert torch.allclose(whole.colours, parts.colours, atol=1e-6) and torch.allclose(
+        whole.shares, parts.shares, atol=1e-6
+    )
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(gradients, others, strict=True))
+    assert whole.shares.shape == (2, 17, 3 + len(module.others))
+    total = whole.shares.sum(-1)
+    assert (total < 1 + 1e-5).all() and (name == "nerf" or torch.allclose(total, torch.ones(2, 17), atol=1e-5))
+    alone = module.alone(slots, rays)
+    assert alone.shape == (2, 17, 3, 3) and alone.isfinite().all()
+
+
+def literal(module, slots, rays):
+    """The paper's formulas, slot by slot and point by point (Section 3.2, D.4.3)."""
+    c, near_far = module.config, module.points(rays)
+    told, places = near_far.told, near_far.places
+
+    def blocks(m, x):
+        x = m.norm(x)
+        for block in m.blocks:
+            x = x + block(x)
+        return x
+
+    def field(m, slot):
+        x = m.place(told) if slot is None else m.place(told) + slot[:, None, None]
+        h = blocks(m.seen, x)
+        turned = m.direction(near_far.directions)[:, :, None].expand(-1, -1, c.bins, -1)
+        colour = torch.sigmoid(m.colour(blocks(m.tinted, h + turned)))
+        shade = torch.sigmoid(m.shadow(h))[..., 0] if m.shadow is not None else None
+        return F.softplus(m.density(h))[..., 0], colour, shade
+
+    fields = [
+        field(module.ground if module.ground is not None and k == 0 else module.objects, slots[:, k])
+        for k in range(slots.shape[1])
+    ]
+    fields += [] if module.static is None else [field(module.static, None)]
+    sigma = sum(f[0] for f in fields)
+    colour = sum(f[0][..., None] * f[1] for f in fields) / sigma[..., None]
+    if c.shadows:
+        colour = torch.stack([f[2] for f in fields]).prod(0)[..., None] * colour
+    through, total = torch.ones_like(sigma[..., 0]), torch.zeros(*sigma.shape[:2], 3, dtype=sigma.dtype)
+    for i in range(c.bins):
+        alpha = 1 - torch.exp(-sigma[..., i] * (places[..., i + 1] - places[..., i]))
+        total = total + (through * alpha)[..., None] * colour[..., i, :]
+        through = through * (1 - alpha)
+    if module.sky is not None:
+        total = total + through[..., None] * torch.sigmoid(module.sky(near_far.directions))
+    return total
+
+
+@pytest.mark.parametrize("name", ["nerf", "nerf_all"])
+def test_fields_add_up_as_the_loop_over_slots_does(name):
+    module, (slots, rays) = decoder(name).double(), given(dtype=torch.float64)
+    slots.requires_grad_()
+    found, wanted = module(slots, rays).colours, literal(module, slots, rays)
+    assert torch.allclose(found.double(), wanted, atol=1e-6)  # the sum along a ray is fp32
+    parameters = [slots, *module.parameters()]
+    ours, theirs = (torch.autograd.grad(t.square().sum(), parameters, allow_unused=True) for t in (found, wanted))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a is None) == (b is None) and (a is None or torch.allclose(a, b, atol=1e-4, rtol=1e-3))
+
+
+def test_points_are_one_in_each_bin_and_depth_is_where_the_wall_is():
+    module, (_, rays) = decoder("nerf"), given()
+    points = module.points(rays)
+    edges = torch.linspace(1.0, 9.0, 7)
+    assert (points.places >= edges[:-1] - 1e-6).all() and (points.places <= edges[1:] + 1e-6).all()
+    within = (points.places - edges[:-1]) / (8 / 6)
+    assert within.std(-1).min() > 0.05  # another offset in each
+    middles = module.points(Rays(rays.origins, rays.directions)).places
+    assert torch.allclose(middles, (edges[:-1] + edges[1:]) / 2)
+    density = torch.zeros(2, 17, 5, 1)
+    density[:, :, 3] = 1e4
+    drawn = module.composed(density, torch.ones(2, 17, 5, 3) * density, None, points)
+    assert torch.allclose(drawn.depth, points.places[..., 3]) and torch.allclose(drawn.colours, torch.ones(2, 17, 3))
+    nothing = module.composed(0 * density, torch.zeros(2, 17, 5, 3), None, points)
+    assert torch.allclose(nothing.depth, points.places[..., -1]) and nothing.shares.abs().max() == 0
+    assert isinstance(points, Points)
+
+
+def osrt(weights, slots, origins, directions, heads):
+    """stelzner/osrt's SlotMixerDecoder by its formulas, with weights under its names."""
+
+    def linear(name, x):
+        return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def normed(name, x):
+        return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    at = "allocation_transformer"
+    query = torch.cat([octaves(origins, 15), octaves(directions, 15)], -1)
+    query = linear(f"{at}.input_mlp.2", F.relu(linear(f"{at}.input_mlp.0", query)))
+    x = query
+    for layer in range(2):
+        name = f"{at}.transformer.layers.{layer}"
+        q = linear(f"{name}.0.fn.to_q", normed(f"{name}.0.norm", x))
+        k, v = linear(f"{name}.0.fn.to_kv", slots).chunk(2, -1)
+        q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
+        taken = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1) @ v
+        x = x + linear(f"{name}.0.fn.to_out.0", taken.transpose(1, 2).flatten(2))
+        hidden = F.gelu(linear(f"{name}.1.fn.net.0", normed(f"{name}.1.norm", x)))
+        x = x + linear(f"{name}.1.fn.net.3", hidden)
+    scores = linear("mixing_block.to_q", x) @ linear("mixing_block.to_k", slots).transpose(1, 2)
+    share = (scores * slots.shape[-1] ** -0.5).softmax(2)
+    drawn = torch.cat([(share[..., None] * slots[:, None]).sum(2), query], -1)
+    for number in (0, 2, 4, 6):
+        drawn = F.relu(linear(f"render_mlp.{number}", drawn))
+    return linear("render_mlp.8", drawn), share
+
+
+def test_slot_mixer_is_osrts_with_its_weights():
+    """At OSRT's own size: slots of 1,536 numbers, rays of 180."""
+    torch.manual_seed(0)
+    module = SlotMixerConfig(preset="osrt").build(1536)
+    own = dict(module.named_parameters())
+    names = {
+        "query.0": "allocation_transformer.input_mlp.0",
+        "query.2": "allocation_transformer.input_mlp.2",
+        "first": "render_mlp.0",
+        "colour": "render_mlp.8",
+    }
+    names |= {"to_q": "mixing_block.to_q", "to_k": "mixing_block.to_k"} | {
+        f"draw.{2 * i - 1}": f"render_mlp.{2 * i}" for i in (1, 2, 3)
+    }
+    for i in range(2):
+        theirs = f"allocation_transformer.transformer.layers.{i}"
+        names |= {
+            f"blocks.{i}.norm_attention": f"{theirs}.0.norm",
+            f"blocks.{i}.norm_mlp": f"{theirs}.1.norm",
+            f"blocks.{i}.to_q": f"{theirs}.0.fn.to_q",
+        }
+        names |= {
+            f"blocks.{i}.out": f"{theirs}.0.fn.to_out.0",
+            f"blocks.{i}.mlp.0": f"{theirs}.1.fn.net.0",
+            f"blocks.{i}.mlp.2": f"{theirs}.1.fn.net.3",
+        }
+    weights = {
+        f"{theirs}.{part}": own[f"{name}.{part}"]
+        for name, theirs in names.items()
+        for part in ("weight", "bias")
+        if f"{name}.{part}" in own
+    }
+    for i in range(2):
+        weights[f"allocation_transformer.transformer.layers.{i}.0.fn.to_kv.weight"] = torch.cat(
+            [own[f"blocks.{i}.to_{x}.weight"] for x in "kv"]
+        )
+    assert sum(w.numel() for w in weights.values()) == sum(p.numel() for p in module.parameters())
+    slots, rays = torch.randn(1, 5, 1536), given(20)[1].chunk(0, 20)
+    origins, directions = rays.origins[:1], rays.directions[:1]
+    with torch.no_grad():
+        found, (colours, shares) = (
+            module(slots, Rays(origins, directions)),
+            osrt(weights, slots, origins, directions, 12),
+        )
+    assert torch.allclose(found.colours, colours, atol=2e-5) and torch.allclose(found.shares, shares, atol=2e-5)
+
+
+def test_srts_encoder_has_osrts_parameters():
+    """57.9 million with OSRT's slot attention, of which 34.3 are the encoder's (counted without memory)."""
+    with torch.device("meta"):
+        module = ViewEncoderConfig(preset="srt").build()
+    convs = (
+        183 * 96 * 9 + 96 * 192 * 9 + 192 * 192 * 9 + 192 * 384 * 9 + 384 * 384 * 9 + 384 * 768 * 9 + 768 * 768 + 768
+    )
+    block = 768 * 768 * 4 + 768 + 2 * 768 * 1536 + 1536 + 768 + 4 * 768
+    assert sum(p.numel() for p in module.parameters()) == convs + 5 * block
+
+
+def objective(name, grouping=None, **more):
+    torch.manual_seed(0)
+    model = {
+        "image_size": 16,
+        "encoder": {"channels": 8, "width": 24, "halvings": 2, "transformer": {"blocks": 1}},
+        "grouping": grouping or {"preset": "psb", "slots": 3, "width": 24, "iterations": 2},
+        "decoder": DECODERS[name],
+        **more,
+    }
+    return NovelViews(
+        resolve(NovelViewsConfig, {"model": model, "views": {"shown": 2, "rays": 9}, "frames": {"count": 2}}, "here")
+    )
+
+
+def batch(count=2):
+    torch.manual_seed(2)
+    poses = torch.eye(4).expand(count, 2, 3, 4, 4).clone()
+    poses[..., 2, 3] = 5.0
+    poses[:, :, 1, 0, 3] = 1.0
+    lenses = torch.tensor([20.0, 20.0, 8.0, 8.0]).expand(count, 2, 3, 4)
+    return {
+        "shown": torch.randint(0, 256, (count, 2, 2, 3, 16, 16), dtype=torch.uint8),
+        "shown_poses": poses[:, :, :2],
+        "shown_lenses": lenses[:, :, :2],
+        "colours": torch.randint(0, 256, (count, 2, 3, 9, 3), dtype=torch.uint8),
+        "poses": poses,
+        "lenses": lenses,
+        "pixels": torch.randint(0, 256, (count, 2, 3, 9), dtype=torch.int32),
+        "offsets": torch.rand(count, 2, 3, 9),
+        "noise": torch.randn(count, 3, 24),
+    }
+
+
+GROUPINGS = {
+    "savi": {"grouping": {"preset": "savi", "slots": 3, "width": 24, "init": "learned"}, "predictor": {}},
+    "each": {"grouping": {"preset": "sa", "slots": 3, "width": 24}, "over_time": False},
+    "tf_inv": {
+        "grouping": {"preset": "tf_inv", "slots": 3, "width": 24, "init": "learned", "iterations": 2},
+        "over_time": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *GROUPINGS])
+def test_every_part_learns_and_memory_given_back_changes_nothing(name):
+    def gradients(checkpointed):
+        made = objective(name) if name in DECODERS else objective("psb", **GROUPINGS[name])
+        made.set_grad_checkpointing(checkpointed)
+        loss = made(batch(), Progress(0, 10, 0))
+        loss.total.backward()
+        return loss, {n: p.grad for n, p in made.named_parameters()}
+
+    (loss, plain), (again, other) = gradients(False), gradients(True)
+    assert loss.total == again.total and loss.metrics["mse"] == loss.total
+    assert loss.metrics["mse_held_out"] != loss.metrics["mse_shown"]
+    assert all(torch.equal(plain[n], other[n]) for n in plain if plain[n] is not None)
+    assert all(g is not None for n, g in plain.items() if "distance" not in n)
+    assert objective("psb").footprint(2, 2).tokens == {"views": 2 * 2 * 16, "rays": 2 * 3 * 9}
+
+
+def test_slots_of_each_time_are_those_of_that_time_alone():
+    made, given_ = objective("psb", **GROUPINGS["each"]), batch()
+    posed = torch.cat([given_["shown"].float() / 255, torch.randn(2, 2, 2, 6, 16, 16)], 3)
+    with torch.no_grad():
+        both = made.model.tower(posed, given_["noise"]).slots
+        second = made.model.tower(posed[:, 1:], given_["noise"]).slots
+    assert torch.allclose(both[:, 1:], second, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("tree", "told"),
+    [
+        ({"decoder": {"kind": "nerf", "near": 5.0, "far": 4.0}}, "far=4.0"),
+        ({"decoder": {"kind": "nerff"}}, "nerf"),
+        ({"decoder": {"kind": "slot_mixer", "heads": 5}}, "decoder.heads=5"),
+        ({"decoder": {"kind": "slot_mixer", "preset": "ostr"}}, "osrt"),
+        ({"encoder": {"preset": "slrs"}}, "slsr"),
+        ({"grouping": {"preset": "sa_me"}}, "transport"),
+        ({"over_time": False, "predictor": {}}, "predictor"),
+    ],
+)
+def test_parts_that_do_not_go_together_are_told_by_key(tree, told):
+    with pytest.raises(ConfigError, match=told):
+        resolve(NovelViewsConfig, {"model": tree}, "here")
+
+
+def test_longer_episodes_are_seen_through_windows_and_stills_are_refused():
+    made = objective("psb")
+    encoder, posed = SceneEncoder(made.model, 2, 2, "run"), torch.rand(4, 2, 9, 16, 16)
+    last_two = encoder.slots_of(posed[2:])
+    assert torch.allclose(encoder.slots_of(posed)[3], last_two[1], atol=1e-6)
+    with pytest.raises(ConfigError, match="takes views with their cameras"):
+        encoder.encode(torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
+    recurrent = SceneEncoder(objective("psb", **GROUPINGS["savi"]).model, 2, 2, "run")
+    with pytest.raises(ConfigError, match="is of a binder"):
+        recurrent.slots_of(posed, 2)
+    views = torch.rand(3, 9, 16, 16)
+    views[:, 3:6] = torch.tensor([[0.0, 0, 0], [5, 0, 0], [4, 0, 0]])[:, :, None, None]
+    views[:, 6:] = 0.0
+    nearest, mean = copied(views, 2)
+    assert torch.allclose(nearest[2], (views[1, :3] - views[2, :3]).square().mean())
+    assert torch.allclose(nearest[0], (views[1, :3] - views[0, :3]).square().mean())  # not its own copy
+    assert torch.allclose(mean[2], (views[:2, :3].mean((0, 2, 3))[:, None, None] - views[2, :3]).square().mean())
+
+
+def clip(**changes):
+    rng = np.random.default_rng(0)
+    true = np.zeros((2, 3, 8, 8), int)
+    true[:, :, 1:4, 1:4], true[:, :, 5:7, 2:7] = 1, 2
+    errors, depth = rng.uniform(0.01, 0.1, (2, 3)), rng.uniform(1, 9, (2, 3, 8, 8))
+    return ViewedClip(true, true.copy(), errors, errors, errors, errors, depth, depth.copy())._replace(**changes)
+
+
+def test_scores_tell_times_and_cameras_apart():
+    perfect = scene_scores(clip(), 2, 50.0)
+    aris = ("image_fg_ari", "video_fg_ari", "camera_fg_ari", "scene_fg_ari", "ari")
+    assert all(perfect[name] == 1 for name in aris) and perfect["depth_error"] == 0
+    swapped = clip().predicted
+    swapped[1] = np.choose(swapped[1], [0, 2, 1])  # slots change places at the second time
+    found = scene_scores(clip(predicted=swapped), 2, 50.0)
+    assert (
+        found["image_fg_ari"] == found["camera_fg_ari"] == 1 and max(found["video_fg_ari"], found["scene_fg_ari"]) < 0.5
+    )
+    swapped = clip().predicted
+    swapped[:, 2] = np.choose(swapped[:, 2], [0, 2, 1])  # or from one camera to another
+    found = scene_scores(clip(predicted=swapped), 2, 50.0)
+    assert (
+        found["image_fg_ari"] == found["video_fg_ari"] == 1 and max(found["camera_fg_ari"], found["scene_fg_ari"]) < 0.6
+    )
+    errors = clip().errors
+    assert perfect["psnr_held_out"] == pytest.approx(np.mean(-10 * np.log10(errors[:, 2])))
+    assert perfect["psnr_shown"] == pytest.approx(np.mean(-10 * np.log10(errors[:, :2])))
+    off = clip(depth=clip().depth * 1.5)
+    assert scene_scores(off, 2, 50.0)["depth_error"] == pytest.approx(0.5)
+    assert np.isnan(scene_scores(off, 2, 0.5)["depth_error"])  # nothing is as near as that
+    result = score([clip(), clip(true=np.zeros((2, 3, 8, 8), int))], 2, 50.0)
+    assert result.n == 2 and result.counts == {"scenes": 2, "empty": 1} and result.metrics["scene_fg_ari"] == 1
+
+
+def test_ssim_is_its_formula_window_by_window():
+    rng = np.random.default_rng(0)
+    first = rng.uniform(size=(1, 2, 13, 14))
+    second = np.clip(first + 0.2 * rng.normal(size=first.shape), 0, 1)
+    line = np.exp(-((np.arange(11) - 5.0) ** 2) / 4.5)
+    w = np.outer(line, line) / line.sum() ** 2
+    values = []
+    for c in range(2):
+        for i in range(3):
+            for j in range(4):
+                x, y = (t[0, c, i : i + 11, j : j + 11] for t in (first, second))
+                mx, my = (w * x).sum(), (w * y).sum()
+                vx, vy, both = (w * (x - mx) ** 2).sum(), (w * (y - my) ** 2).sum(), (w * (x - mx) * (y - my)).sum()
+                values.append((2 * mx * my + 1e-4) * (2 * both + 9e-4) / ((mx**2 + my**2 + 1e-4) * (vx + vy + 9e-4)))
+    pair = (torch.from_numpy(first), torch.from_numpy(second))
+    assert ssim(*pair).item() == pytest.approx(np.mean(values), abs=1e-9)
+    assert ssim(pair[0], pair[0]).item() == pytest.approx(1) and ssim(*(t[..., :9] for t in pair)).isnan().all()
