@@ -107,6 +107,8 @@ def score(
             said = clip.slots[:, own] @ weights[:-1] + weights[-1]
             rest.append(((said - t) ** 2).sum())
             whole.append(((t - level) ** 2).sum())
+        if name != "position" and not np.any(whole):  # what never changes has no R2, and no score is NaN
+            continue
         scale = max(float(np.mean(whole)), 1e-12)
         sums[f"{name}_r2"], counts[f"{name}_r2"] = (
             (np.array(whole) - np.array(rest)) / scale,

@@ -26,7 +26,7 @@ app = typer.Typer(
 app.add_typer(data.app, name="data")
 app.add_typer(jobs.app, name="launch")
 app.add_typer(eval.app, name="eval")
-for verb in (slot_pictures.show, slot_pictures.panels, explore.explore):
+for verb in (slot_pictures.show, slot_pictures.panels, slot_pictures.views, explore.explore):
     slot_verbs.app.command()(verb)
 app.add_typer(slot_verbs.app, name="slots")
 

@@ -1,4 +1,4 @@
-"""`sparo slots show` and `sparo slots panels`: slots as pictures."""
+"""`sparo slots show`, `sparo slots panels` and `sparo slots views`: slots as pictures."""
 
 from __future__ import annotations
 
@@ -56,3 +56,18 @@ def panels(
         raise ConfigError(f"--out {out}: name a .png file; of videos also .webp or .gif")
     draw_panels(checkpoint, on, image or [], images, tile, out)
     printed.print(str(out), soft_wrap=True)
+
+
+def views(
+    checkpoint: Checkpoint,
+    on: Annotated[str, typer.Option(help="the task whose scenes are drawn")] = "views",
+    scenes: Annotated[int, typer.Option(min=1, max=64, help="scenes of the task, evenly spaced")] = 3,
+    tile: Annotated[int, typer.Option(min=16, max=512, help="pixels per side of each picture")] = 64,
+    out: Annotated[Path, typer.Option("--out", help="folder for report.html and its pictures")] = Path("scenes"),
+) -> None:
+    """A page of posed scenes: every view as it is drawn, held out or shown, depth, every slot alone, and a turn around each scene."""
+    from ..runs.view_runs import draw_scenes
+    from ..views.terminal import out as printed
+
+    for path in draw_scenes(checkpoint, on, scenes, tile, out):
+        printed.print(str(path), soft_wrap=True)

@@ -19,9 +19,12 @@ from evals.sets.task_config import TaskConfig
 from evals.slots.material import open_images
 from evals.suite.evaluate import tasks_for
 from object_centric.pictures.panels import ClipPanel, Panel, clip_animation, clip_sheet, panels, save_animation
+from object_centric.pictures.scene_sheets import sample_of, scene_sheet
+from object_centric.tasks.scene_encoder import SceneEncoder
 from object_centric.tasks.slot_encoder import MaskingEncoder
 from object_centric.tasks.video_encoder import TimedEncoder
 from object_centric.tasks.video_task import VideoMasksTaskConfig, open_clips
+from object_centric.tasks.view_task import ViewMasksTaskConfig, open_views
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.untrusted import read_bytes
 from sparo_train.train.run import LogConfig
@@ -48,7 +51,7 @@ def draw_panels(checkpoint: str, on: str | None, images: list[Path], number: int
             f"{checkpoint}: does not draw its slots; train with objective.kind=slots, or use `sparo slots show`"
         )
     found = [Panel(decoded(read_bytes(path, ConfigError), path), None) for path in images]
-    task = None if on is None else _one_task(checkpoint, on)
+    task = None if on is None else one_task(checkpoint, on)
     if isinstance(task, VideoMasksTaskConfig):
         if images or not isinstance(encoder, TimedEncoder):
             raise ConfigError(f"--on {on}: is of videos; draw them alone (without --image), of a model of videos")
@@ -70,18 +73,24 @@ class TrainingPictures:
 
     def __init__(self, config: LogConfig, tasks: Mapping[str, TaskConfig], folder: Path, say: Callable[[str], None]):
         self.config, self.folder, self.say = config, folder, say
-        drawn = [task for task in tasks.values() if task.task in ("masks", "video_masks")]
+        drawn = [task for task in tasks.values() if task.task in ("masks", "video_masks", "view_masks")]
         self.task = drawn[0] if drawn and config.pictures else None
 
     def draw(self, encoder: Encoder, step: int) -> None:
         """Where the encoder draws its slots, and there is a set of masks to draw from."""
-        if self.task is None or not isinstance(encoder, MaskingEncoder):
+        if self.task is None or not isinstance(encoder, MaskingEncoder | SceneEncoder):
             return
         try:
             place = self.folder / "pictures" / f"step-{step:08d}.png"
             place.parent.mkdir(exist_ok=True)
             moving = b""
-            if isinstance(self.task, VideoMasksTaskConfig):
+            if isinstance(encoder, SceneEncoder):
+                if not isinstance(self.task, ViewMasksTaskConfig):
+                    return
+                source, shown = open_views(self.task), self.task.shown or encoder.trained_views
+                _, posed, true = sample_of(encoder, source, 0)
+                sheet = scene_sheet(encoder, posed, true, shown)
+            elif isinstance(self.task, VideoMasksTaskConfig):
                 if not isinstance(encoder, TimedEncoder):
                     return
                 clips = clips_of(self.task, min(self.config.pictures, _CLIPS))
@@ -121,7 +130,8 @@ def clips_of(task: VideoMasksTaskConfig, number: int) -> list[ClipPanel]:
     return [ClipPanel(images, true) for _, images, true in rows]
 
 
-def _one_task(checkpoint: str, on: str) -> TaskConfig:
+def one_task(checkpoint: str, on: str) -> TaskConfig:
+    """The task of a run that `--on` names. Raises `ConfigError` where it stands for several."""
     tasks = tasks_for(checkpoint, None, [on], Path("data"), "--on")
     if len(tasks) != 1:
         raise ConfigError(f"--on {on}: stands for {len(tasks)} tasks; name one: {', '.join(tasks)}")

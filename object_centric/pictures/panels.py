@@ -15,7 +15,7 @@ from ..tasks.mask_task import seen_by
 from ..tasks.slot_encoder import MaskingEncoder, Parts
 from ..tasks.video_encoder import TimedEncoder
 
-_GAP, _HEAD = 4, 14  # pixels between tiles, and for the words above them
+_GAP, _HEAD, _SIDE = 4, 14, 90  # pixels between tiles, and for the words above them and behind rows
 # Okabe and Ito's colours, which colour-blind people tell apart; then darker ones.
 _COLOURS = [
     (0, 0, 0),
@@ -50,7 +50,7 @@ def panels(encoder: MaskingEncoder, samples: Sequence[Panel], tile: int = 96) ->
         tile: pixels per side of each.
     """
     pixels = encoder.stacked([encoder.transform(s.image) for s in samples])
-    return _sheet(*tiles_of(encoder, pixels, [s.true for s in samples], encoder.parts(pixels)), tile)
+    return sheet_of(*tiles_of(encoder, pixels, [s.true for s in samples], encoder.parts(pixels)), tile)
 
 
 def clip_sheet(encoder: TimedEncoder, clips: Sequence[ClipPanel], tile: int = 64, frames: int = 6) -> Image.Image:
@@ -60,14 +60,14 @@ def clip_sheet(encoder: TimedEncoder, clips: Sequence[ClipPanel], tile: int = 64
     for tiles, heads in _tiles_of_clips(encoder, clips):  # noqa: B007  the heads are those of all
         times = [round(i * (len(tiles) - 1) / max(frames - 1, 1)) for i in range(min(frames, len(tiles)))]
         rows += [tiles[t] for t in times]
-    return _sheet(rows, heads, tile)
+    return sheet_of(rows, heads, tile)
 
 
 def clip_animation(encoder: TimedEncoder, clips: Sequence[ClipPanel], tile: int = 64) -> list[Image.Image]:
     """A sheet for every frame, with a row for each clip; a clip that is over stays at its last frame."""
     found = list(_tiles_of_clips(encoder, clips))
     longest = max(len(tiles) for tiles, _ in found)
-    return [_sheet([tiles[min(t, len(tiles) - 1)] for tiles, _ in found], found[0][1], tile) for t in range(longest)]
+    return [sheet_of([tiles[min(t, len(tiles) - 1)] for tiles, _ in found], found[0][1], tile) for t in range(longest)]
 
 
 def save_animation(sheets: Sequence[Image.Image], place: str | Path | BinaryIO, fps: int = 12, **how: Any) -> None:
@@ -106,13 +106,13 @@ def tiles_of(
     rows = []
     for i, labels in enumerate(truths):
         image = pixels[i].float() / 255
-        true = blank if labels is None else _coloured(seen_by(encoder, labels))
+        true = blank if labels is None else coloured(seen_by(encoder, labels))
         own = [image] * len(shares[i]) if own_of is None else own_of[i]
         parts = [share * picture + (1 - share) for share, picture in zip(shares[i], own, strict=True)]
         tiles = [
             image,
             true if known else None,
-            _coloured(shares[i].argmax(0).numpy() + 1),
+            coloured(shares[i].argmax(0).numpy() + 1),
             None if drawn is None else drawn[i],
             *parts,
         ]
@@ -122,7 +122,8 @@ def tiles_of(
     return rows, heads
 
 
-def _coloured(labels: np.ndarray) -> Tensor:
+def coloured(labels: np.ndarray) -> Tensor:
+    """A label map to a picture (3, h, w), 0 black."""
     table = torch.tensor(_COLOURS)
     numbers = torch.from_numpy(labels.astype(np.int64))
     lap = torch.div((numbers - 1).clamp(min=0), len(_COLOURS) - 1, rounding_mode="floor")
@@ -130,12 +131,17 @@ def _coloured(labels: np.ndarray) -> Tensor:
     return (table[index] / 255 * (0.6 ** lap[..., None])).permute(2, 0, 1)
 
 
-def _sheet(rows: Sequence[Sequence[Tensor]], heads: Sequence[str], tile: int) -> Image.Image:
+def sheet_of(
+    rows: Sequence[Sequence[Tensor]], heads: Sequence[str], tile: int, names: Sequence[str] | None = None
+) -> Image.Image:
+    """Tiles (3, s, s) in 0..1 under their heads; `names`: what stands behind each row."""
     width, height = len(heads) * (tile + _GAP) + _GAP, len(rows) * (tile + _GAP) + _GAP + _HEAD
-    sheet = Image.new("RGB", (width, height), (238, 238, 238))
+    sheet = Image.new("RGB", (width + (_SIDE if names else 0), height), (238, 238, 238))
     pen = ImageDraw.Draw(sheet)
     for column, head in enumerate(heads):
         pen.text((_GAP + column * (tile + _GAP), 1), head, fill=(0, 0, 0))
+    for line, name in enumerate(names or ()):
+        pen.text((width, _HEAD + _GAP + line * (tile + _GAP) + tile // 2 - 6), name, fill=(0, 0, 0))
     for line, row in enumerate(rows):
         for column, one in enumerate(row):
             array = (one.cpu().permute(1, 2, 0).numpy() * 255 + 0.5).astype(np.uint8)

@@ -52,6 +52,12 @@ def test_a_ridge_of_nothing_is_least_squares():
     assert np.abs(fitted(x, y, 10.0)[:-1]).sum() < np.abs(theirs[:-1]).sum()
 
 
+def test_what_never_changes_has_no_score():
+    still = [c._replace(numbers={"velocity": np.zeros_like(c.numbers["velocity"])}) for c in clips(12)]
+    found = score(still[:6], still[6:], restarts=2)
+    assert "velocity_r2" not in found.metrics and all(np.isfinite(value) for value in found.metrics.values())
+
+
 def test_what_slots_say_is_found_and_what_they_do_not_say_is_not():
     every = clips(80)
     found = score(every[:40], every[40:], restarts=6)
