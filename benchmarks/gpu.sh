@@ -2,7 +2,7 @@
 # Every figure that needs a GPU, in pieces of under nine minutes: [OUT=folder] bash benchmarks/gpu.sh [PIECE …]
 #
 # Each piece writes OUT/PIECE.txt (its tables, with the machine's name) and OUT/PIECE*.json; one that fails does not stop the rest.
-# Pieces: tests step readout frozen video dino loss engines evals knn mfu. Without a name: all of them, one after another.
+# Pieces: tests step readout frozen video scenes3d dino loss engines evals knn mfu. Without a name: all of them, one after another.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-gpu_figures}
@@ -19,6 +19,7 @@ piece() {
     readout) $python benchmarks/readout.py --json "$out/readout.json" ;;
     frozen) $python benchmarks/frozen.py --batch 256 --json "$out/frozen.json" ;;
     video) $python benchmarks/video.py --device cuda --json "$out/video.json" ;;
+    scenes3d) $python benchmarks/scenes3d.py --device cuda --json "$out/scenes3d.json" ;;
     dino) $python benchmarks/dino_step.py --json "$out/dino.json" ;;
     loss) $python benchmarks/loss_memory.py --json "$out/loss.json" ;;
     engines)
@@ -35,7 +36,7 @@ piece() {
 }
 
 [ "$(gpus)" -ge 1 ] || { echo "no GPU: torch sees none"; exit 2; }
-[ $# -gt 0 ] || set -- tests step readout frozen video dino loss engines evals knn mfu
+[ $# -gt 0 ] || set -- tests step readout frozen video scenes3d dino loss engines evals knn mfu
 failed=0
 for name in "$@"; do
   echo "== $name"

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from .rays import Rays
 
 
-class Drawn(NamedTuple):
+class DrawnRays(NamedTuple):
     """colours (n, R, 3).  shares (n, R, K + E): of each slot, then of what is no slot's, whose sum is one or less.  depth (n, R): distance
     along the ray, None where nothing says it."""
 
@@ -28,14 +28,14 @@ class RayDecoder(nn.Module, ABC):
     """
 
     others: tuple[str, ...] = ()
-    most_numbers = 1 << 26  # 256 MB of fp32
+    most_numbers = 1 << 28  # 1 GB of fp32
 
     @abstractmethod
     def numbers(self, slots: int) -> int:
         """Floats that a ray writes, for estimates."""
 
     @abstractmethod
-    def drawn(self, slots: Tensor, rays: Rays, told: Any) -> Drawn:
+    def drawn(self, slots: Tensor, rays: Rays, told: Any) -> DrawnRays:
         """All of these rays at once; `told`: of `prepared`."""
 
     def prepared(self, slots: Tensor) -> Any:
@@ -46,7 +46,7 @@ class RayDecoder(nn.Module, ABC):
     def alone(self, slots: Tensor, rays: Rays) -> Tensor:
         """Every slot as if there were no other: (n, R, K, 3) colours."""
 
-    def forward(self, slots: Tensor, rays: Rays) -> Drawn:
+    def forward(self, slots: Tensor, rays: Rays) -> DrawnRays:
         """All rays, in turns of as many as `most_numbers` allows; with gradients, what a turn writes is made again in backward where there
         are several."""
         told, count = self.prepared(slots), rays.origins.shape[1]
@@ -61,4 +61,4 @@ class RayDecoder(nn.Module, ABC):
                 parts.append(checkpoint(self.drawn, slots, own, told, use_reentrant=False, preserve_rng_state=False))
             else:
                 parts.append(self.drawn(slots, own, told))
-        return Drawn(*(None if table[0] is None else torch.cat(table, 1) for table in zip(*parts, strict=True)))  # type: ignore[arg-type]
+        return DrawnRays(*(None if table[0] is None else torch.cat(table, 1) for table in zip(*parts, strict=True)))  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from sparo_train.core.config import Frozen, setting
 
-from .drawn import Drawn, RayDecoder
+from .drawn import DrawnRays, RayDecoder
 from .rays import Rays
 
 _FIRST_DENSITY, _FIRST_SHADOW = -3.0, 3.0  # biases: a scene begins as thin mist without shadows
@@ -36,7 +36,7 @@ class NerfConfig(Frozen):
     shadows: bool = setting(False, "fields darken each other's colours where they throw shadows")
     background: bool = setting(False, "the first slot is the ground's: its density has a perceptron of its own (uORF)")
     most_numbers: int = setting(
-        1 << 26, "floats that points drawn at once may write; more rays are drawn in turns, so memory has a bound", gt=0
+        1 << 28, "floats that points drawn at once may write; more rays are drawn in turns, so memory has a bound", gt=0
     )
 
     @model_validator(mode="after")
@@ -72,7 +72,9 @@ class Nerf(RayDecoder):
 
     def numbers(self, slots: int) -> int:
         wide = self.objects.place.out_features
-        return self.config.bins * (slots + len(self.others)) * 14 * wide  # what backward keeps of a point in a field
+        return (
+            self.config.bins * (slots + len(self.others)) * 40 * wide
+        )  # measured: what a point in a field takes with its backward
 
     def prepared(self, slots: Tensor) -> Tensor:
         return self.take(slots)
@@ -107,14 +109,14 @@ class Nerf(RayDecoder):
         kept = torch.cat([own.shadow for own in whole if own.shadow is not None], -1)
         return density, glow, kept.prod(-1)
 
-    def drawn(self, slots: Tensor, rays: Rays, told: Tensor) -> Drawn:
+    def drawn(self, slots: Tensor, rays: Rays, told: Tensor) -> DrawnRays:
         with torch.autocast(slots.device.type, enabled=False):
             points = self.points(rays)
         density, glow, kept = self.fields(told, points)
         with torch.autocast(slots.device.type, enabled=False):
             return self.composed(density.float(), glow.float(), None if kept is None else kept.float(), points)
 
-    def composed(self, density: Tensor, glow: Tensor, kept: Tensor | None, points: Points) -> Drawn:
+    def composed(self, density: Tensor, glow: Tensor, kept: Tensor | None, points: Points) -> DrawnRays:
         """Densities and what fields glow with, from front to back: sum of T_i alpha_i c_i, and the sky behind."""
         places = points.places
         total, steps = density.sum(-1), places[..., 1:] - places[..., :-1]
@@ -132,7 +134,7 @@ class Nerf(RayDecoder):
             shares = torch.cat([shares, left[..., None]], -1)
         # Rays that meet nothing end at the far end.
         depth = (weight * places[..., :-1]).sum(-1) + left * places[..., -1]
-        return Drawn(colours, shares, depth)
+        return DrawnRays(colours, shares, depth)
 
     def alone(self, slots: Tensor, rays: Rays) -> Tensor:
         told, found = self.prepared(slots), []
@@ -147,7 +149,7 @@ class Nerf(RayDecoder):
             found.append(colours + 1 - share)
         return torch.stack(found, 2)
 
-    def _without_sky(self, lone: Drawn, points: Points) -> Tensor:
+    def _without_sky(self, lone: DrawnRays, points: Points) -> Tensor:
         assert self.sky is not None
         return lone.colours - lone.shares[..., -1:] * self.sky(points.directions).sigmoid()
 

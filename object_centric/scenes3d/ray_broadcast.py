@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from sparo_train.core.config import Frozen, between, setting
 
-from .drawn import Drawn, RayDecoder
+from .drawn import DrawnRays, RayDecoder
 from .rays import Rays, ray_octaves
 
 
@@ -25,7 +25,7 @@ class RayBroadcastConfig(Frozen):
     )
     bounded: bool = setting(False, "colours go through a sigmoid")
     most_numbers: int = setting(
-        1 << 26, "floats that rays drawn at once may write; more are drawn in turns, so memory has a bound", gt=0
+        1 << 28, "floats that rays drawn at once may write; more are drawn in turns, so memory has a bound", gt=0
     )
 
     def build(self, width: int) -> RayDecoder:
@@ -58,9 +58,9 @@ class RayBroadcast(RayDecoder):
         colours = found[..., 1:]
         return colours.sigmoid() if c.bounded else colours, F.softmax(found[..., 0], dim=-1)
 
-    def drawn(self, slots: Tensor, rays: Rays, told: Tensor) -> Drawn:
+    def drawn(self, slots: Tensor, rays: Rays, told: Tensor) -> DrawnRays:
         colours, shares = self.own(rays, told)
-        return Drawn((colours * shares[..., None]).sum(-2), shares, None)
+        return DrawnRays((colours * shares[..., None]).sum(-2), shares, None)
 
     def alone(self, slots: Tensor, rays: Rays) -> Tensor:
         colours, shares = self.own(rays, self.prepared(slots))

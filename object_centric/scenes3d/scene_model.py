@@ -12,7 +12,7 @@ from sparo_train.core.config import setting
 from sparo_train.core.plugins import Open
 from sparo_train.core.tables import RAY_DECODERS
 
-from .drawn import Drawn, RayDecoder
+from .drawn import DrawnRays, RayDecoder
 from .rays import Rays, pixel_rays
 from .scene_tower import SceneTower, SceneTowerConfig
 from .slot_mixer import SlotMixerConfig
@@ -49,7 +49,7 @@ class SceneModel(nn.Module):
         self.tower = SceneTower(config)
         self.decoder: RayDecoder = config.decoder.build(config.grouping.width)
 
-    def forward(self, posed: Tensor, noise: Tensor, rays: Rays) -> tuple[Tensor, Drawn]:
+    def forward(self, posed: Tensor, noise: Tensor, rays: Rays) -> tuple[Tensor, DrawnRays]:
         slots = self.tower(posed, noise).slots
         return slots, self.decoder(slots.flatten(0, 1), rays)
 

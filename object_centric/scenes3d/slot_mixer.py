@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.errors import did_you_mean
 
-from .drawn import Drawn, RayDecoder
+from .drawn import DrawnRays, RayDecoder
 from .nerf import Blocks
 from .rays import Rays, ray_octaves
 
@@ -49,7 +49,7 @@ class SlotMixerConfig(Frozen):
     depth: int = setting(4, "blocks, or layers before the last", gt=0, le=100)
     bounded: bool = setting(True, "colours go through a sigmoid")
     most_numbers: int = setting(
-        1 << 26, "floats that rays drawn at once may write; more are drawn in turns, so memory has a bound", gt=0
+        1 << 28, "floats that rays drawn at once may write; more are drawn in turns, so memory has a bound", gt=0
     )
 
     @model_validator(mode="before")
@@ -136,9 +136,9 @@ class SlotMixer(RayDecoder):
         found = self.colour(self.draw(mixed + F.linear(query, mixes.weight[:, width:], mixes.bias)))
         return found.float().sigmoid() if self.config.bounded else found.float()
 
-    def drawn(self, slots: Tensor, rays: Rays, told: Shared) -> Drawn:
+    def drawn(self, slots: Tensor, rays: Rays, told: Shared) -> DrawnRays:
         query, shares = self.asked(rays, told)
-        return Drawn(self.coloured(query, shares.to(told.mixed.dtype) @ told.mixed), shares, None)
+        return DrawnRays(self.coloured(query, shares.to(told.mixed.dtype) @ told.mixed), shares, None)
 
     def alone(self, slots: Tensor, rays: Rays) -> Tensor:
         told = self.prepared(slots)

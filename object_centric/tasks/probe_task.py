@@ -27,7 +27,7 @@ from .scene_encoder import EveryView
 from .video_task import EveryFrame
 
 
-class ProbeTaskConfig(TaskConfig):
+class ObjectProbeConfig(TaskConfig):
     """What both probes have."""
 
     root: str = setting(..., "where the set is", examples=["data/movi_a/clips"])
@@ -47,13 +47,13 @@ class ProbeTaskConfig(TaskConfig):
     workers: int = setting(2, "processes that decode frames", ge=0, le=256)
 
 
-class SlotProbeTaskConfig(ProbeTaskConfig):
+class SlotProbeTaskConfig(ObjectProbeConfig):
     """Episodes whose json tells their objects' positions (`sparo data movi-like`, MOVi's)."""
 
     task: Literal["slot_probe"] = setting("slot_probe", "a row of sparo.tasks")
 
 
-class SceneProbeTaskConfig(ProbeTaskConfig):
+class SceneProbeTaskConfig(ObjectProbeConfig):
     """Scenes whose json tells their objects' positions (`sparo data scenes3d`)."""
 
     task: Literal["scene_probe"] = setting("scene_probe", "a row of sparo.tasks")
@@ -110,7 +110,7 @@ def run_probe(scoring: Scoring, task: Any, probed: Callable[[Any, Any], Probed])
     return found
 
 
-def _scored(scoring: Scoring, encoder: Encoder, task: ProbeTaskConfig, probed: Probed) -> Result:
+def _scored(scoring: Scoring, encoder: Encoder, task: ObjectProbeConfig, probed: Probed) -> Result:
     source = probed.source if task.limit is None else Limited(probed.source, task.limit)
     assert isinstance(encoder.transform, Pixels)
 

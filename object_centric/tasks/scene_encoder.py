@@ -18,7 +18,7 @@ from sparo_train.core.errors import ConfigError
 from sparo_train.data.clips.cameras import cut_lens
 
 from ..grouping.slot_attention import Grouped
-from ..scenes3d.drawn import Drawn
+from ..scenes3d.drawn import DrawnRays
 from ..scenes3d.novel_views import NovelViews
 from ..scenes3d.rays import Rays, pixel_rays
 from ..scenes3d.scene_model import SceneModel
@@ -117,7 +117,7 @@ class SceneEncoder(Encoder, ViewsEncoder):
     def drawn(self, slots: Tensor, rays: Tensor) -> DrawnView:
         """Slots (n, K, D) seen along rays (n, 6, S, S)."""
         with self.autocast():
-            found: Drawn = self.model.decoder(slots, flat_rays(rays.to(self.device)))
+            found: DrawnRays = self.model.decoder(slots, flat_rays(rays.to(self.device)))
         side = rays.shape[-1]
         shares = found.shares.float().transpose(1, 2).unflatten(-1, (side, side))
         labels = shares.argmax(1).float().masked_fill(~shares.isfinite().all(1), torch.nan)

@@ -42,7 +42,7 @@ _MOUNTED = (
 )  # degrees from ahead: Front_Left, Front, Front_Right, Back_Left, Back, Back_Right
 
 
-class KindOf(NamedTuple):
+class Traits(NamedTuple):
     """shapes; objects: least and most; frames of an episode; cameras; fov in degrees."""
 
     shapes: tuple[Shape, ...]
@@ -52,9 +52,9 @@ class KindOf(NamedTuple):
     fov: float
 
 
-KINDS: dict[Kind, KindOf] = {
-    "simple": KindOf(("sphere", "cylinder", "cube", "monkey"), (2, 4), 32, 5, 35.0),
-    "nature_ego": KindOf(("sphere", "cylinder", "cube", "cone", "icosahedron", "torus"), (3, 5), 24, 6, 70.0),
+KINDS: dict[Kind, Traits] = {
+    "simple": Traits(("sphere", "cylinder", "cube", "monkey"), (2, 4), 32, 5, 35.0),
+    "nature_ego": Traits(("sphere", "cylinder", "cube", "cone", "icosahedron", "torus"), (3, 5), 24, 6, 70.0),
 }
 
 
@@ -125,7 +125,7 @@ def viewed_episode(
     return ViewedEpisode(f"{index:08d}", pictures, poses, facts)
 
 
-def _solid(rng: np.random.Generator, traits: KindOf) -> _Solid:
+def _solid(rng: np.random.Generator, traits: Traits) -> _Solid:
     def one(options: Any) -> Any:
         return list(options)[rng.integers(len(options))]
 

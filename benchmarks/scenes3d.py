@@ -1,0 +1,209 @@
+"""Posed scenes: NeRF of slots and SlotMixer against their literal forms, rays, and the memory of a rendered view.
+
+    python benchmarks/scenes3d.py [--quick] [--json FILE] [--device cpu] [--rounds 5]
+
+NeRF has six slots, fields of width 192 and 64 points of a ray; forward and backward. `literal` is the paper's form, a loop over slots, in
+which each embeds points and directions anew. SlotMixer has OSRT's size; `literal` is stelzner/osrt's computation with the same weights.
+Both give equal colours (checked here, to 1e-5). Memory is the peak above what was there before, each in a process of its own.
+The last row renders a view of 128 x 128 pixels and six slots with 64 and with 256 points of a ray: `theirs` is the bound of 1.5 GB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from common import interleave, parser, peak_growth, report, row, seconds
+from torch import Tensor
+from torch.nn import functional as F
+
+from object_centric.scenes3d.nerf import Blocks, Field, Nerf, NerfConfig, embedded
+from object_centric.scenes3d.rays import Rays, pixel_rays, ray_octaves, rays_at
+from object_centric.scenes3d.slot_mixer import SlotMixer, SlotMixerConfig
+from object_centric.scenes3d.view_encoder import ViewEncoderConfig
+
+D, K = 192, 6
+Pair = tuple[Callable[[], Tensor], Callable[[], Tensor]]
+
+
+def rays_of(count: int, device: str) -> Rays:
+    torch.manual_seed(1)
+    directions = F.normalize(torch.randn(1, count, 3, device=device), dim=-1)
+    return Rays(3 * torch.randn(1, count, 3, device=device), directions, torch.rand(1, count, device=device))
+
+
+def nerf(device: str, bins: int = 64) -> Nerf:
+    torch.manual_seed(0)
+    made = NerfConfig(bins=bins).build(D).to(device)
+    assert isinstance(made, Nerf)
+    return made
+
+
+def literal_nerf(module: Nerf, slots: Tensor, rays: Rays) -> Tensor:
+    """Slot by slot, every point with its direction."""
+
+    def blocks(m: Blocks, x: Tensor) -> Tensor:
+        x = m.norm(x)
+        for block in m.blocks:
+            x = x + block(x)
+        return x
+
+    c, field = module.config, module.objects
+    assert isinstance(field, Field)
+    places = module.points(rays).places
+    at = rays.origins[:, :, None] + places[..., :-1, None] * rays.directions[:, :, None]
+    density, colour = [], []
+    for slot in slots.unbind(1):
+        h = blocks(field.seen, field.place(embedded(at, c.octaves, c.reach)) + slot[:, None, None])
+        ahead = rays.directions[:, :, None].expand_as(at)
+        turned = field.direction(embedded(ahead, c.octaves, 1.0))
+        density.append(F.softplus(field.density(h)))
+        colour.append(torch.sigmoid(field.colour(blocks(field.tinted, h + turned))))
+    total = torch.stack(density).sum(0)
+    mixed = (torch.stack(density) * torch.stack(colour)).sum(0) / total
+    alpha = 1 - torch.exp(-total[..., 0] * (places[..., 1:] - places[..., :-1]))
+    through = torch.cat([torch.ones_like(alpha[..., :1]), (1 - alpha).cumprod(-1)[..., :-1]], -1)
+    return ((through * alpha)[..., None] * mixed).sum(-2)
+
+
+def mixer(device: str) -> SlotMixer:
+    torch.manual_seed(0)
+    made = SlotMixerConfig(preset="osrt").build(1536).to(device)
+    assert isinstance(made, SlotMixer)
+    return made
+
+
+def literal_mixer(module: SlotMixer, slots: Tensor, rays: Rays) -> Tensor:
+    """Keys and values projected, queries of every ray, and every ray's mixture made before it is drawn."""
+    query = module.query(ray_octaves(rays.origins, rays.directions, module.config.octaves))
+    x = query
+    for block in module.blocks:
+        m: Any = block
+        q, k, v = (
+            layer(t).unflatten(-1, (m.heads, -1)).transpose(1, 2)
+            for layer, t in ((m.to_q, m.norm_attention(x)), (m.to_k, slots), (m.to_v, slots))
+        )
+        taken = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1) @ v
+        x = x + m.out(taken.transpose(1, 2).flatten(2))
+        x = x + m.mlp(m.norm_mlp(x))
+    scores = torch.einsum("bid,bsd->bis", module.to_q(x), module.to_k(slots)) * slots.shape[-1] ** -0.5
+    mixed = (scores.softmax(2)[..., None] * slots[:, None]).sum(2)
+    mixes: Any = module.first
+    return module.colour(module.draw(mixes(torch.cat([mixed, query], -1))))
+
+
+def pair_of(which: str, count: int, device: str) -> Pair:
+    """Colours of `count` rays, ours and literally; the same function is called with gradients."""
+    module: Any = nerf(device) if which == "nerf" else mixer(device)
+    slots = torch.randn(1, K, D if which == "nerf" else 1536, device=device, requires_grad=True)
+    rays, literal = rays_of(count, device), literal_nerf if which == "nerf" else literal_mixer
+    return (lambda: module(slots, rays).colours), (lambda: literal(module, slots, rays))
+
+
+def step(call: Callable[[], Tensor], device: str) -> Callable[[], float]:
+    def run() -> None:
+        call().square().mean().backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return lambda: seconds(run)
+
+
+def _grown(which: str, mine: bool, count: int, device: str) -> float:
+    """In a process of its own: bytes that forward and backward take at most."""
+    call = pair_of(which, count, device)[0 if mine else 1]
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call().square().mean().backward()
+        return torch.cuda.max_memory_allocated() - before
+    pair_of(which, 8, device)[0 if mine else 1]().square().mean().backward()  # what libraries take once
+    return peak_growth(lambda: call().square().mean().backward())
+
+
+def peak(which: str, mine: bool, count: int, device: str) -> Callable[[], float]:
+    def run() -> float:
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            return pool.submit(_grown, which, mine, count, device).result() / 1e6
+
+    return run
+
+
+def _rendered(bins: int, device: str) -> float:
+    """In a process of its own: bytes that a view of 128 x 128 pixels takes at most."""
+    module, slots = nerf(device, bins), torch.randn(1, K, D, device=device)
+    pose, lens = torch.eye(4, device=device), torch.tensor([128.0, 128.0, 64.0, 64.0], device=device)
+    told = pixel_rays(pose, lens, 128).flatten(0, 1)[None]
+    rays = Rays(told[..., :3].contiguous(), told[..., 3:].contiguous())
+
+    def run() -> None:
+        with torch.inference_mode():
+            module(slots, rays)
+
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        return torch.cuda.max_memory_allocated()
+    return peak_growth(run)
+
+
+def rendered(bins: int, device: str) -> float:
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(_rendered, bins, device).result() / 1e6
+
+
+def rays_in_a_step(device: str) -> tuple[Callable[[], float], Callable[[], float]]:
+    """Making the rays of six times of five views and of 512 pixels of each, and what encodes and draws them."""
+    poses, lens = torch.eye(4, device=device).expand(6, 5, 4, 4), torch.full((6, 5, 4), 32.0, device=device)
+    at = torch.rand(6, 5, 512, device=device) * 64
+    encoder = ViewEncoderConfig(preset="slsr").build().to(device)
+    call = pair_of("nerf", 15360, device)[0]
+    views = torch.rand(6, 5, 9, 64, 64, device=device)
+
+    def made() -> None:
+        pixel_rays(poses, lens, 64)
+        rays_at(poses, lens, at, at)
+
+    def whole() -> None:
+        made()
+        (encoder(views).mean() + call().mean()).backward()
+
+    return (lambda: seconds(made)), (lambda: seconds(whole))
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--device", default="cpu")
+    flags.add_argument("--rounds", type=int, default=5)
+    options = flags.parse_args()
+    rounds, device = 1 if options.quick else options.rounds, options.device
+    rows = []
+    for which, name, count, bar in (
+        ("nerf", "NeRF of six slots", 192, 2.0),
+        ("mixer", "SlotMixer (OSRT's)", 2304, 1.2),
+    ):
+        ours, theirs = pair_of(which, count, device)
+        with torch.no_grad():
+            assert torch.allclose(ours(), theirs(), atol=1e-5)
+        both = interleave(step(ours, device), step(theirs, device), rounds)
+        rates = [(count / a, count / b) for a, b in both]
+        rows.append(row(f"{name} against literal", rates, bar, "rays/s", True))
+        memory = interleave(peak(which, True, count, device), peak(which, False, count, device), min(rounds, 3))
+        rows.append(row(f"{name}: its peak memory", memory, 2.0 if which == "nerf" else None, "MB", False))
+    if not options.quick:
+        made, whole = rays_in_a_step(device)
+        rows.append(
+            row("rays against the step that draws them", interleave(made, whole, min(rounds, 2)), 33.0, "s", False)
+        )
+    for bins in (64,) if options.quick else (64, 256):
+        rows.append(
+            row(f"a view of 128 x 128 by {bins} points a ray", [(rendered(bins, device), 1500.0)], 1.0, "MB", False)
+        )
+    report("posed scenes", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
