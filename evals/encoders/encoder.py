@@ -39,6 +39,7 @@ class Encoder(ABC):
     image_size: int
     transform: Transform
     slots = 1
+    takes_images = True  # False: it wants more of a sample than a picture, and `encode` raises
     precision: Precision = "fp32"
 
     def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float], label: str = ""):
@@ -60,6 +61,7 @@ class Encoder(ABC):
     def offers(self) -> frozenset[str]:
         """What tasks may need of it beside encodings of images (`evals/suite/task.py`, NEEDS)."""
         found = {
+            "images": self.takes_images,
             "texts": isinstance(self, TextEncoder),
             "blocks": isinstance(self, BlocksEncoder),
             "tokens": isinstance(self, TokensEncoder),

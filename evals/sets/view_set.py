@@ -54,7 +54,7 @@ class ViewSet(WdsSet):
             sizes = {p.shape[:2] for row in (*pictures, *labels) for p in row}
             if len(sizes) > 1:
                 raise BadSampleError(f"views of unequal size ({', '.join(f'{w} x {h}' for h, w in sorted(sizes))})")
-            ((height, width),) = sizes
+            height, width = pictures[0][0].shape[:2]
             told = scene.views[0].has("depth")
             depth = [
                 [scene.views[v].depth(t) if told else np.full((height, width), np.nan) for t, v in row] for row in every

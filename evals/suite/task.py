@@ -25,6 +25,7 @@ class Need(NamedTuple):
 
 
 NEEDS = {
+    "images": Need("images encoded", "takes views with their cameras", "use view_masks or scene_probe"),
     "texts": Need("texts encoded", "encodes images alone", "use knn, linear or probe"),
     "conditioned": Need(
         "patches that texts pool", "has none", "use retrieval, or train with objective.model.readout.kind=flair"
@@ -65,7 +66,9 @@ class UnfitError(ConfigError):
 
 def refuse_unfit(name: str, task: TaskConfig, encoder: Encoder) -> None:
     """Raise `UnfitError` where `encoder` does not offer what the task needs; `name`: what the task is called."""
-    for word in TASKS.row(task.task).needs:
+    needs = TASKS.row(task.task).needs
+    # What is made of clips or of views asks for no image on its own.
+    for word in needs if {"clips", "views"} & set(needs) else ("images", *needs):
         if word not in encoder.offers:
             need = NEEDS.get(
                 word,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
+from pydantic import model_validator
 from torch import nn
 
 from sparo_train.core.config import Frozen, setting
@@ -28,6 +29,14 @@ class NovelViewsConfig(Frozen):
     views: ViewsConfig = setting(ViewsConfig(), "which cameras are shown, and which rays are drawn")
     frames: FramesConfig = setting(FramesConfig(), "which times of an episode a sample is; count: 1 of still scenes")
     collapse: SlotCollapseConfig = setting(SlotCollapseConfig(), "when a collapse is warned of")
+
+    @model_validator(mode="after")
+    def _as_many(self) -> Self:
+        if self.views.rays > self.model.image_size**2:
+            raise ValueError(
+                f"views.rays={self.views.rays}: a view of model.image_size={self.model.image_size} has {self.model.image_size**2} pixels"
+            )
+        return self
 
 
 class NovelViews(Objective):

@@ -31,7 +31,8 @@ def rays_at(poses: Tensor, lens: Tensor, columns: Tensor, rows: Tensor) -> tuple
     own = torch.stack(
         [(columns - cx) / fx, (cy - rows) / fy, -torch.ones_like(columns)], dim=-1
     )  # y is up, rows go down
-    turned = own @ poses[..., :3, :3].transpose(-1, -2)
+    with torch.autocast(poses.device.type, enabled=False):  # in bf16 a direction would be off by a pixel or two
+        turned = own @ poses[..., :3, :3].transpose(-1, -2)
     directions = turned / turned.norm(dim=-1, keepdim=True)
     return poses[..., None, :3, 3].expand_as(directions), directions
 

@@ -97,8 +97,6 @@ class ViewExamples(Examples):
         lenses = np.broadcast_to(np.asarray(lens, np.float32), (len(times), v.count, 4))
         drawn = slice(v.count - v.drawn, v.count)
         shape, most = (len(times), v.drawn), size * size
-        if v.rays > most:
-            raise BadSampleError(f"fewer pixels than objective.views.rays={v.rays}")
         # As many of every view and time, none of them twice.
         at = np.stack([rng.choice(most, v.rays, replace=False, shuffle=False) for _ in range(shape[0] * shape[1])])
         at = at.reshape(*shape, v.rays)

@@ -56,6 +56,8 @@ class DrawnView(NamedTuple):
 class SceneEncoder(Encoder, ViewsEncoder):
     """Slots begin from one draw, the same for every scene; rays are looked at in the middles of their bins."""
 
+    takes_images = False
+
     def __init__(self, model: SceneModel, trained_frames: int, trained_views: int, label: str = "", seed: int = 0):
         super().__init__(model, (0.0,) * 3, (1.0,) * 3, label)
         self.model: Any

@@ -92,12 +92,33 @@ def test_scenes_are_trained_on_resumed_scored_and_probed(scenes, tmp_path, write
     (tmp_path / "v.yaml").write_text(json.dumps({"tasks": {"v": tasks["views"]}}))
     done = sparo("eval", "pixels:8", "--data", "v.yaml", cwd=tmp_path)
     assert done.returncode == 2 and "takes images without cameras; train with objective.kind=novel_views" in done.stderr
+    knn = {"task": "masks", "root": str(scenes / "scenes")}
+    done = sparo("train", str(write_recipe({**tree, "name": "unfit", "eval": {"tasks": {"m": knn}}})))
+    assert done.returncode == 2 and "takes views with their cameras; use view_masks or scene_probe" in done.stderr
+    assert not (tmp_path / "runs/unfit/checkpoints").exists()
+    scenes_of_others_are_scored(folder, tmp_path)
+    recipe = write_recipe(tree)
     done = sparo("train", str(recipe), "data.hflip=0.5", "name=mirrored")
     assert done.returncode == 2 and "a view that is cropped or mirrored" in done.stderr, done.stderr
     done = sparo("train", str(recipe), "objective.model.decoder.far=3.0", "name=near", "eval.tasks={}")
     assert (
         done.returncode != 0 and "seen beyond where its rays end" in done.stderr and "no usable sample" in done.stderr
     )
+
+
+def scenes_of_others_are_scored(folder, cwd):
+    """Without masks or depth: how near views are, and nothing of objects."""
+    for name in ("lego", "ship", "chair"):
+        nerf_folder(cwd / "theirs" / name)
+    done = sparo("data", "convert", "theirs", "theirs3d", "--as", "nerf", "--size", "16", "--test", "2", cwd=cwd)
+    assert done.returncode == 0 and "1 scenes to train on, 2 to score" in done.stdout + done.stderr, done.stderr
+    (cwd / "o.yaml").write_text(json.dumps({"tasks": {"o": {"task": "view_masks", "root": "theirs3d/scenes"}}}))
+    done = sparo("eval", str(folder), "--data", "o.yaml", "--features", "kept", "--json", "o.json", cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads((cwd / "o.json").read_text())["results"].values()
+    assert result["n"] == 2 and {"psnr_held_out", "ssim_held_out"} <= result["metrics"].keys()
+    assert not {"scene_fg_ari", "depth_error"} & result["metrics"].keys()
+    assert sparo("data", "check", "theirs3d/train", cwd=cwd).returncode == 0
 
 
 def pictures_are_drawn(folder, cwd):

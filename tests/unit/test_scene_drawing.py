@@ -282,6 +282,17 @@ def test_every_part_learns_and_memory_given_back_changes_nothing(name):
     assert objective("psb").footprint(2, 2).tokens == {"views": 2 * 2 * 16, "rays": 2 * 3 * 9}
 
 
+@pytest.mark.parametrize("name", DECODERS)
+def test_half_precision_is_near_and_keeps_places_exact(name):
+    made = objective(name)
+    with torch.no_grad():
+        whole = made(batch(), Progress(0, 10, 0)).total
+        with torch.autocast("cpu", torch.bfloat16):
+            half = made(batch(), Progress(0, 10, 0)).total
+            assert made.rays(batch()).directions.dtype == torch.float32
+    assert half.dtype == torch.float32 and abs(half - whole) < 0.02 * whole
+
+
 def test_slots_of_each_time_are_those_of_that_time_alone():
     made, given_ = objective("psb", **GROUPINGS["each"]), batch()
     posed = torch.cat([given_["shown"].float() / 255, torch.randn(2, 2, 2, 6, 16, 16)], 3)
@@ -301,6 +312,7 @@ def test_slots_of_each_time_are_those_of_that_time_alone():
         ({"encoder": {"preset": "slrs"}}, "slsr"),
         ({"grouping": {"preset": "sa_me"}}, "transport"),
         ({"over_time": False, "predictor": {}}, "predictor"),
+        ({"image_size": 8}, "views.rays=128"),
     ],
 )
 def test_parts_that_do_not_go_together_are_told_by_key(tree, told):

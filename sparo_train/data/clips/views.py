@@ -87,7 +87,7 @@ class ViewedScene:
         sizes = {view.image(0).shape[:2] for view in self.views}
         if len(sizes) > 1:
             raise BadSampleError("views of unequal size")
-        ((height, width),) = sizes
+        height, width = self.views[0].image(0).shape[:2]
         for view in range(len(self.views)):
             self.lens(view, width, height)
             for t in range(self.frames):
