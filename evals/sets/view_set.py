@@ -53,7 +53,9 @@ class ViewSet(WdsSet):
             labels = [[scene.views[v].labels(t) if masked else blank for t, v in row] for row in every]
             sizes = {p.shape[:2] for row in (*pictures, *labels) for p in row}
             if len(sizes) > 1:
-                raise BadSampleError(f"views of unequal size ({', '.join(f'{w} x {h}' for h, w in sorted(sizes))})")
+                raise BadSampleError(
+                    f"views of unequal size ({', '.join(f'{size[1]} x {size[0]}' for size in sorted(sizes))})"
+                )
             height, width = pictures[0][0].shape[:2]
             told = scene.views[0].has("depth")
             depth = [
