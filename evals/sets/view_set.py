@@ -51,11 +51,9 @@ class ViewSet(WdsSet):
             blank = np.zeros(pictures[0][0].shape[:2], np.uint8)  # a scene without masks has no objects to score
             masked = scene.views[0].has("mask")
             labels = [[scene.views[v].labels(t) if masked else blank for t, v in row] for row in every]
-            sizes = {p.shape[:2] for row in (*pictures, *labels) for p in row}
+            sizes = {(p.shape[1], p.shape[0]) for row in (*pictures, *labels) for p in row}
             if len(sizes) > 1:
-                raise BadSampleError(
-                    f"views of unequal size ({', '.join(f'{size[1]} x {size[0]}' for size in sorted(sizes))})"
-                )
+                raise BadSampleError(f"views of unequal size ({', '.join(f'{w} x {h}' for w, h in sorted(sizes))})")
             height, width = pictures[0][0].shape[:2]
             told = scene.views[0].has("depth")
             depth = [
