@@ -156,12 +156,12 @@ def rendered(bins: int, device: str) -> float:
 
 
 def rays_in_a_step(device: str) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Making the rays of six times of five views and of 512 pixels of each, and what encodes and draws them."""
-    poses, lens = torch.eye(4, device=device).expand(6, 5, 4, 4), torch.full((6, 5, 4), 32.0, device=device)
-    at = torch.rand(6, 5, 512, device=device) * 64
+    """Making the rays of five views and of 64 pixels of each, and what encodes and draws them."""
+    poses, lens = torch.eye(4, device=device).expand(1, 5, 4, 4), torch.full((1, 5, 4), 32.0, device=device)
+    at = torch.rand(1, 5, 64, device=device) * 64
     encoder = ViewEncoderConfig(preset="slsr").build().to(device)
-    call = pair_of("nerf", 15360, device)[0]
-    views = torch.rand(6, 5, 9, 64, 64, device=device)
+    call = pair_of("nerf", 320, device)[0]
+    views = torch.rand(1, 5, 9, 64, 64, device=device)
 
     def made() -> None:
         pixel_rays(poses, lens, 64)

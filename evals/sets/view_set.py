@@ -48,9 +48,8 @@ class ViewSet(WdsSet):
         try:
             every = [[(t, v) for v in range(self.views)] for t in range(self.frames)]
             pictures = [[scene.views[v].image(t) for t, v in row] for row in every]
-            blank: np.ndarray = np.zeros(
-                pictures[0][0].shape[:2], np.uint8
-            )  # a scene without masks has no objects to score
+            # A scene without masks has no objects to score.
+            blank: np.ndarray = np.zeros(pictures[0][0].shape[:2], np.uint8)
             masked = scene.views[0].has("mask")
             labels = [[scene.views[v].labels(t) if masked else blank for t, v in row] for row in every]
             sizes = {(p.shape[1], p.shape[0]) for row in (*pictures, *labels) for p in row}
