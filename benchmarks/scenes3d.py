@@ -191,6 +191,8 @@ def main() -> None:
         both = interleave(step(ours, device), step(theirs, device), rounds)
         rates = [(count / a, count / b) for a, b in both]
         rows.append(row(f"{name} against literal", rates, bar, "rays/s", True))
+        if options.quick:  # four processes that start
+            continue
         memory = interleave(peak(which, True, count, device), peak(which, False, count, device), min(rounds, 3))
         rows.append(row(f"{name}: its peak memory", memory, 2.0 if which == "nerf" else None, "MB", False))
     if not options.quick:
