@@ -44,7 +44,7 @@ class RayDecoder(nn.Module, ABC):
 
     @abstractmethod
     def alone(self, slots: Tensor, rays: Rays) -> Tensor:
-        """Every slot as if there were no other: (n, R, K, 3) colours."""
+        """Every slot on white, as if there were no other where a decoder can say that, else by its share: (n, R, K, 3) colours."""
 
     def forward(self, slots: Tensor, rays: Rays) -> DrawnRays:
         """All rays, in turns of as many as `most_numbers` allows; with gradients, what a turn writes is made again in backward where there

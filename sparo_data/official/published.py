@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -92,6 +92,31 @@ def write_published(
     write_shards(out / "train", chain(held.rest, stream), config.per_shard)
     if not counts["all"]:
         raise DataError(f"{', '.join(config.files)}: not one scene in it")
+    return Written(counts["all"] - tested, tested, counts["empty"])
+
+
+def write_in_two(
+    out: Path,
+    scored: str,
+    samples: Iterator[tuple[str, Fields]],
+    config: PublishedConfig,
+    counts: Mapping[str, int],
+    what: str,
+) -> Written:
+    """The first `test` samples to ROOT/SCORED in the layout of evaluation sets, the others to ROOT/train/*.tar.
+
+    Args:
+        counts: `all` and `empty`, which the samples count as they are drawn.  what: one of them, in words.
+
+    Raises:
+        DataError: there is no sample.
+    """
+    if config.test:
+        write_wds_layout(out / scored, islice(samples, config.test))
+    tested = counts["all"]
+    write_shards(out / "train", samples, config.per_shard)
+    if not counts["all"]:
+        raise DataError(f"{', '.join(config.files)}: not one {what} in it")
     return Written(counts["all"] - tested, tested, counts["empty"])
 
 

@@ -13,9 +13,9 @@ from PIL import Image
 from sparo_train.core.errors import DataError
 
 from ..episodes import Measured, Video, boxes_of, episode_fields
-from ..writer import Fields, write_shards, write_wds_layout
+from ..writer import Fields
 from .clips import movi_records, npy_arrays, plain
-from .published import PublishedConfig, Written, claim_empty, numbered, opened_image
+from .published import PublishedConfig, Written, claim_empty, numbered, opened_image, write_in_two
 from .tfrecord import Value
 
 # TFDS' names of MOVi-A to C's classes, in the order of their numbers; D to F say which asset an object is.
@@ -94,14 +94,7 @@ def write_videos(
             yield video.key, episode_fields(sized(video, config.size))
             done(counts["all"])
 
-    stream = samples()
-    if config.test:
-        write_wds_layout(out / "clips", islice(stream, config.test))
-    tested = counts["all"]
-    write_shards(out / "train", stream, config.per_shard)
-    if not counts["all"]:
-        raise DataError(f"{', '.join(config.files)}: not one video in it")
-    return Written(counts["all"] - tested, tested, counts["empty"])
+    return write_in_two(out, "clips", samples(), config, counts, "video")
 
 
 def sized(video: Video, side: int | None) -> Video:

@@ -20,9 +20,9 @@ from sparo_train.core.untrusted import read_bytes, read_json
 from sparo_train.data.clips.cameras import checked_lens, checked_pose, looking
 
 from ..episodes import Video, scene_fields
-from ..writer import Fields, write_shards, write_wds_layout
+from ..writer import Fields
 from .clips import plain
-from .published import PublishedConfig, Written, claim_empty, numbered, opened_image
+from .published import PublishedConfig, Written, claim_empty, numbered, opened_image, write_in_two
 from .videos import sized
 
 _NAMES = ("transforms.json", "transforms_train.json", "transforms_val.json", "transforms_test.json")
@@ -169,14 +169,7 @@ def write_viewed(
             yield scene.key, viewed_fields(scene, config.size)
             done(counts["all"])
 
-    stream = samples()
-    if config.test:
-        write_wds_layout(out / "scenes", islice(stream, config.test))
-    tested = counts["all"]
-    write_shards(out / "train", stream, config.per_shard)
-    if not counts["all"]:
-        raise DataError(f"{', '.join(config.files)}: not one scene in it")
-    return Written(counts["all"] - tested, tested, counts["empty"])
+    return write_in_two(out, "scenes", samples(), config, counts, "scene")
 
 
 def viewed_fields(scene: PublishedViews, size: int | None) -> dict[str, bytes]:
