@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from sparo_train.core.config import Frozen, setting
 
 from .drawn import DrawnRays, RayDecoder
-from .rays import Rays
+from .rays import Rays, embedded
 
 _FIRST_DENSITY, _FIRST_SHADOW = -3.0, 3.0  # biases: a scene begins as thin mist without shadows
 
@@ -28,6 +28,11 @@ class NerfConfig(Frozen):
     bins: int = setting(64, "points of a ray", gt=0, le=4096)
     near: float = setting(0.5, "where rays begin to be looked at, world units", ge=0)
     far: float = setting(20.0, "where they end", gt=0)
+    box: tuple[tuple[float, float, float], tuple[float, float, float]] | None = setting(
+        None,
+        "two corners, world units: rays are looked at where they are in it (and between near and far), so that points are where things are",
+        examples=[[[-6, -6, 0], [6, 6, 2]]],
+    )
     reach: float = setting(10.0, "the largest coordinate: half the period of the slowest sine of a point", gt=0)
     octaves: int = setting(8, "sines and cosines of each coordinate, each of half the last one's period", gt=0, le=30)
     width: int | None = setting(None, "of the perceptrons; default: the slots'", gt=0, examples=[192])
@@ -43,6 +48,8 @@ class NerfConfig(Frozen):
     def _range(self) -> Self:
         if self.far <= self.near:
             raise ValueError(f"far={self.far}: has to lie behind near={self.near}")
+        if self.box is not None and not all(low < high for low, high in zip(*self.box, strict=True)):
+            raise ValueError(f"box={self.box}: its first corner has to be the lower one, on all three axes")
         return self
 
     def build(self, width: int) -> RayDecoder:
@@ -79,6 +86,18 @@ class Nerf(RayDecoder):
     def prepared(self, slots: Tensor) -> Tensor:
         return self.take(slots)
 
+    def ends(self, rays: Rays) -> tuple[Tensor, Tensor]:
+        """Between which distances (n, R) rays are looked at; both are one where a ray misses the box."""
+        c = self.config
+        near, far = (torch.full_like(rays.origins[..., 0], bound) for bound in (c.near, c.far))
+        if c.box is None:
+            return near, far
+        safe = torch.where(rays.directions < 0, -1.0, 1.0) * rays.directions.abs().clamp(min=1e-9)
+        low, high = ((rays.origins.new_tensor(corner) - rays.origins) / safe for corner in c.box)
+        into, out = torch.minimum(low, high).amax(-1), torch.maximum(low, high).amin(-1)
+        near = torch.minimum(torch.maximum(near, into), far)
+        return near, torch.maximum(near, torch.minimum(far, out))
+
     def points(self, rays: Rays) -> Points:
         """Where rays are looked at: one point in each of B + 1 bins, of which the last only ends the one before it."""
         c = self.config
@@ -87,8 +106,8 @@ class Nerf(RayDecoder):
         offsets = rays.origins.new_full((1, 1), 0.5) if rays.offsets is None else rays.offsets
         turned = number * (0.0 if rays.offsets is None else 0.6180339887498949)
         within = (offsets[..., None] + turned) % 1
-        places = c.near + (number + within) / (c.bins + 1) * (c.far - c.near)
-        places = places.expand(*rays.origins.shape[:2], -1)
+        near, far = self.ends(rays)
+        places = near[..., None] + (number + within) / (c.bins + 1) * (far - near)[..., None]
         at = rays.origins[:, :, None] + places[..., :-1, None] * rays.directions[:, :, None]
         return Points(embedded(at, c.octaves, c.reach), embedded(rays.directions, c.octaves, 1.0), places)
 
@@ -216,10 +235,3 @@ class Blocks(nn.Module):
         norm, first, relu, second = self.blocks[-1]  # type: ignore[misc]
         weight, bias = last.weight @ second.weight, last.weight @ second.bias
         return last(x) + F.linear(relu(first(norm(x))), weight, bias)
-
-
-def embedded(x: Tensor, octaves: int, reach: float) -> Tensor:
-    """Sine and cosine of pi * 2^i / reach times every coordinate, i from 0: (…, c) to (…, 2 * c * octaves), a rate's two beside each other."""
-    rates = torch.pi / reach * 2.0 ** torch.arange(octaves, device=x.device, dtype=x.dtype)
-    angles = x[..., None] * rates
-    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-3)

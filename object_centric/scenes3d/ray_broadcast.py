@@ -8,18 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparo_train.core.config import Frozen, between, setting
+from sparo_train.core.config import between, setting
 
 from .drawn import DrawnRays, RayDecoder
-from .rays import Rays, ray_octaves
+from .rays import Rays, RayToldConfig
 
 
-class RayBroadcastConfig(Frozen):
+class RayBroadcastConfig(RayToldConfig):
     """A perceptron of a ray and a slot."""
 
     kind: Literal["broadcast"] = "broadcast"
-    octaves: int = setting(15, "sines of a ray's origin and direction", gt=0, le=30)
-    start_octave: int = setting(0, "of origins, whose range is the scene's", ge=-20, le=20)
     hidden: Annotated[tuple[int, ...], between(1, 1 << 16)] = setting(
         (1536, 1536, 1536), "hidden units of each layer (OSRT's)", min_length=1
     )
@@ -38,7 +36,7 @@ class RayBroadcast(RayDecoder):
         self.config, c = config, config
         self.most_numbers = c.most_numbers
         # The first layer of both, in two: rays' part is made once for all slots, slots' part once for all rays.
-        self.of_ray, self.of_slot = nn.Linear(12 * c.octaves, c.hidden[0]), nn.Linear(width, c.hidden[0], bias=False)
+        self.of_ray, self.of_slot = nn.Linear(c.told_width, c.hidden[0]), nn.Linear(width, c.hidden[0], bias=False)
         layers = [m for a, b in zip(c.hidden, c.hidden[1:], strict=False) for m in (nn.Linear(a, b), nn.ReLU())]
         self.layers = nn.Sequential(nn.ReLU(), *layers, nn.Linear(c.hidden[-1], 4))
 
@@ -51,9 +49,7 @@ class RayBroadcast(RayDecoder):
     def own(self, rays: Rays, told: Tensor) -> tuple[Tensor, Tensor]:
         """Colours (n, R, K, 3) and shares (n, R, K) of slots."""
         c = self.config
-        with torch.autocast(rays.origins.device.type, enabled=False):
-            sines = ray_octaves(rays.origins, rays.directions, c.octaves, c.start_octave)
-        found = self.layers(self.of_ray(sines)[:, :, None] + told[:, None])
+        found = self.layers(self.of_ray(c.told(rays))[:, :, None] + told[:, None])
         found = found.to(torch.promote_types(found.dtype, torch.float32))
         colours = found[..., 1:]
         return colours.sigmoid() if c.bounded else colours, F.softmax(found[..., 0], dim=-1)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
+from pydantic import model_validator
 from torch import Tensor
+
+from sparo_train.core.config import Frozen, setting
 
 
 class Rays(NamedTuple):
@@ -55,3 +58,75 @@ def octaves(x: Tensor, count: int, start: int = 0) -> Tensor:
 def ray_octaves(origins: Tensor, directions: Tensor, count: int, start: int = 0) -> Tensor:
     """A ray's origin, whose octaves begin at `start`, and its direction: (…, 12 * count)."""
     return torch.cat([octaves(origins, count, start), octaves(directions, count)], dim=-1)
+
+
+def embedded(x: Tensor, octaves: int, reach: float) -> Tensor:
+    """Sine and cosine of pi * 2^i / reach times every coordinate, i from 0: (…, c) to (…, 2 * c * octaves), a rate's two beside each other."""
+    rates = torch.pi / reach * 2.0 ** torch.arange(octaves, device=x.device, dtype=x.dtype)
+    angles = x[..., None] * rates
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-3)
+
+
+class RayPointsConfig(Frozen):
+    """Places along a ray, by which networks are told of it: at distances (Liu et al. 2022, PETR), or at heights (a light slab, Levoy and
+    Hanrahan 1996), where what stands on the ground is at one place for all cameras."""
+
+    by: Literal["distance", "height"] = setting(
+        "distance",
+        "near and far are distances from the camera, or heights above z = 0 (of cameras that look down; a place is x and y)",
+    )
+    near: float = setting(0.5, "the first place, world units")
+    far: float = setting(20.0, "the last")
+    count: int = setting(8, "places, evenly spaced", gt=1, le=1024)
+    reach: float = setting(
+        10.0, "the largest coordinate: half the period of the slowest sine; places are held in it", gt=0
+    )
+    octaves: int = setting(
+        6, "sines and cosines of each coordinate beside itself, each of half the last one's period", ge=0, le=30
+    )
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if self.far <= self.near:
+            raise ValueError(f"far={self.far}: has to lie behind near={self.near}")
+        if self.by == "distance" and self.near < 0:
+            raise ValueError(f"near={self.near}: lies behind the camera")
+        return self
+
+    @property
+    def width(self) -> int:
+        return self.count * (3 if self.by == "distance" else 2) * (1 + 2 * self.octaves)
+
+    def told(self, origins: Tensor, directions: Tensor) -> Tensor:
+        """Rays (…, 3) to what is told of them, (…, width)."""
+        places = torch.linspace(self.near, self.far, self.count, device=origins.device, dtype=origins.dtype)
+        if self.by == "height":
+            down = directions[..., 2:]
+            # A level ray meets no height: it is held to meet them far away, where the clamp below takes it.
+            places = (places - origins[..., 2:]) / torch.where(down < 0, -1.0, 1.0) / down.abs().clamp(min=1e-3)
+        at = origins[..., None, :] + places[..., None] * directions[..., None, :]
+        at = (at[..., :2] if self.by == "height" else at).clamp(-self.reach, self.reach)
+        return torch.cat([at.flatten(-2) / self.reach, embedded(at, self.octaves, self.reach).flatten(-2)], dim=-1)
+
+
+class RayToldConfig(Frozen):
+    """What decoders of whole rays are told of one."""
+
+    octaves: int = setting(15, "sines of a ray's origin and direction", gt=0, le=30)
+    start_octave: int = setting(0, "of origins, whose range is the scene's", ge=-20, le=20)
+    points: RayPointsConfig | None = setting(
+        None,
+        "places along a ray, told in place of its origin and direction; null: none",
+        examples=[{"near": 4.0, "far": 16.0}],
+    )
+
+    @property
+    def told_width(self) -> int:
+        return 12 * self.octaves if self.points is None else self.points.width
+
+    def told(self, rays: Rays) -> Tensor:
+        """(n, R, told_width)."""
+        with torch.autocast(rays.origins.device.type, enabled=False):
+            if self.points is not None:
+                return self.points.told(rays.origins, rays.directions)
+            return ray_octaves(rays.origins, rays.directions, self.octaves, self.start_octave)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Self
 
 import torch
@@ -34,8 +35,9 @@ class SceneModelConfig(SceneTowerConfig):
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """Distances between which rays are looked at, of decoders that walk along them."""
+        """Distances between which rays are looked at, of decoders that walk along them; where there is a sky, it is what lies beyond."""
         near, far = getattr(self.decoder, "near", None), getattr(self.decoder, "far", None)
+        far = math.inf if getattr(self.decoder, "sky", False) else far
         return None if near is None or far is None else (near, far)
 
 

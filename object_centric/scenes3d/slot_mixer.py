@@ -13,12 +13,12 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import setting
 from sparo_train.core.errors import did_you_mean
 
 from .drawn import DrawnRays, RayDecoder
 from .nerf import Blocks
-from .rays import Rays, ray_octaves
+from .rays import Rays, RayToldConfig
 
 # osrt: stelzner/osrt, decoder.py.  psb: papers/parallel-spatiotemporal-binder, D.4.4 and Table 12.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -27,13 +27,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class SlotMixerConfig(Frozen):
+class SlotMixerConfig(RayToldConfig):
     """An allocation Transformer from rays to slots, a softmax over slots, and a perceptron that draws their mean."""
 
     kind: Literal["slot_mixer"] = "slot_mixer"
     preset: str = setting("psb", "a row of knobs; those named beside it go first", examples=["osrt"])
-    octaves: int = setting(15, "sines of a ray's origin and direction", gt=0, le=30)
-    start_octave: int = setting(0, "of origins, whose range is the scene's", ge=-20, le=20)
     query: Literal["linear", "octaves"] = setting(
         "linear", "a ray's state: its sines through a linear layer to the slots' width, or as they are (OSRT)"
     )
@@ -87,7 +85,7 @@ class SlotMixer(RayDecoder):
         self.config, c = config, config
         if width % c.heads:
             raise ValueError(f"decoder.heads={c.heads}: does not divide the slots' width {width}")
-        self.most_numbers, told = c.most_numbers, 12 * c.octaves
+        self.most_numbers, told = c.most_numbers, c.told_width
         own = told if c.query == "octaves" else width
         self.state = nn.Identity() if c.query == "octaves" else nn.Linear(told, own)
         self.query = (
@@ -120,9 +118,7 @@ class SlotMixer(RayDecoder):
     def asked(self, rays: Rays, told: Shared) -> tuple[Tensor, Tensor]:
         """Rays' states before slots are asked, and each slot's share of a ray (n, R, K)."""
         c = self.config
-        with torch.autocast(rays.origins.device.type, enabled=False):
-            sines = ray_octaves(rays.origins, rays.directions, c.octaves, c.start_octave)
-        query = self.query(self.state(sines))
+        query = self.query(self.state(c.told(rays)))
         x = query
         for block, keys, values in zip(self.blocks, told.keys, told.values, strict=True):
             x = block(x, keys, values)

@@ -16,7 +16,7 @@ from sparo_train.core.config import Frozen, setting
 from sparo_train.core.errors import did_you_mean
 
 from ..encoders.transformer import TransformerConfig
-from .rays import ray_octaves
+from .rays import RayPointsConfig, ray_octaves
 
 PRESETS: dict[str, dict[str, Any]] = {
     "slsr": {"layers": "residual", "channels": 192, "width": 192, "halvings": 1, "transformer": {"preset": "slsr"}},
@@ -41,6 +41,11 @@ class ViewEncoderConfig(Frozen):
         0, "sines of rays' origins and directions in place of them as they are; 0: none", ge=0, le=30
     )
     start_octave: int = setting(0, "of origins, whose range is the scene's", ge=-20, le=20)
+    points: RayPointsConfig | None = setting(
+        None,
+        "places along the ray through a feature's middle, told to it by a perceptron; convolutions see colours alone (PETR); null: none",
+        examples=[{"near": 4.0, "far": 16.0}],
+    )
     transformer: TransformerConfig | None = setting(
         None, "over the features of all views of a time; null: none", examples=[{"preset": "slsr"}]
     )
@@ -61,6 +66,10 @@ class ViewEncoderConfig(Frozen):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if self.points is not None and self.octaves:
+            raise ValueError(
+                f"octaves={self.octaves}: rays are told of by places (points) or by octaves; set one of them"
+            )
         if self.transformer is not None:
             self.transformer.refuse_width(self.width, "transformer")
         return self
@@ -74,7 +83,7 @@ class ViewEncoderConfig(Frozen):
     @property
     def taken(self) -> int:
         """Planes of a view: colours and what is told of rays."""
-        return 3 + (12 * self.octaves or 6)
+        return 3 if self.points is not None else 3 + (12 * self.octaves or 6)
 
     def cost(self, image_size: int) -> int:
         """Numbers that a view's layers write."""
@@ -115,21 +124,39 @@ class ViewEncoder(nn.Module):
             blocks.insert(0, nn.ReLU())
         self.blocks = nn.Sequential(*blocks)
         self.project = nn.Identity() if c.layers == "residual" and wide == c.width else nn.Linear(wide, c.width)
+        self.places = None
+        if c.points is not None:
+            hidden = nn.Linear(c.points.width, 2 * c.width)
+            self.places = nn.Sequential(hidden, nn.ReLU(), nn.Linear(2 * c.width, c.width))
         self.transformer = None if c.transformer is None else c.transformer.build(c.width)
 
     def forward(self, posed: Tensor) -> Tensor:
         c, views = self.config, posed.shape[1]
         x = posed.flatten(0, 1)
+        rays = x[:, 3:]
         # Places of rays in bf16 would be a step of 1/16 apart, ten units away.
         with torch.autocast(x.device.type, enabled=False):
-            if c.octaves:
+            if c.points is not None:
+                x = 2 * x[:, :3] - 1
+            elif c.octaves:
                 origins, directions = x[:, 3:].movedim(1, -1).split(3, -1)
                 told = ray_octaves(origins, directions, c.octaves, c.start_octave)
                 x = torch.cat([x[:, :3], told.movedim(-1, 1)], dim=1)
             x = self.stem(x)
-        found = self.project(self.blocks(x).flatten(2).transpose(1, 2))
+        x = self.blocks(x)
+        found = self.project(x.flatten(2).transpose(1, 2))
+        if self.places is not None:
+            found = found + self.placed(rays, x.shape[-1])
         tokens = found.unflatten(0, (-1, views)).flatten(1, 2)
         return tokens if self.transformer is None else self.transformer(tokens)
+
+    def placed(self, rays: Tensor, side: int) -> Tensor:
+        """Rays (n, 6, S, S) to what is told of each feature's place (n, side * side, width)."""
+        assert self.places is not None and self.config.points is not None
+        with torch.autocast(rays.device.type, enabled=False):
+            origins, directions = F.adaptive_avg_pool2d(rays, side).flatten(2).transpose(1, 2).split(3, -1)
+            told = self.config.points.told(origins, F.normalize(directions, dim=-1))
+        return self.places(told)
 
 
 class _Residual(nn.Module):

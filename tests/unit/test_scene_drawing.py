@@ -10,7 +10,7 @@ from evals.tasks.view_scores import ViewedClip, scene_scores, score
 from object_centric.scenes3d.nerf import NerfConfig, Points
 from object_centric.scenes3d.novel_views import NovelViews, NovelViewsConfig
 from object_centric.scenes3d.ray_broadcast import RayBroadcastConfig
-from object_centric.scenes3d.rays import Rays, octaves
+from object_centric.scenes3d.rays import RayPointsConfig, Rays, octaves
 from object_centric.scenes3d.slot_mixer import SlotMixerConfig
 from object_centric.scenes3d.view_encoder import ViewEncoderConfig
 from object_centric.tasks.scene_encoder import SceneEncoder, copied
@@ -21,9 +21,16 @@ from sparo_train.core.errors import ConfigError
 DECODERS = {
     "nerf": {"kind": "nerf", "bins": 5, "near": 1.0, "far": 9.0},
     "nerf_all": {"kind": "nerf", "bins": 5, "static": True, "sky": True, "shadows": True, "background": True},
+    "nerf_box": {"kind": "nerf", "bins": 5, "sky": True, "box": [[-2, -3, 0], [2, 3, 1]]},
     "psb": {"kind": "slot_mixer", "octaves": 4},
     "osrt": {"kind": "slot_mixer", "preset": "osrt", "octaves": 4},
     "broadcast": {"kind": "broadcast", "octaves": 4, "hidden": [16, 16]},
+    "at_distances": {"kind": "slot_mixer", "points": {"near": 1.0, "far": 9.0, "count": 3, "octaves": 2}},
+    "at_heights": {
+        "kind": "broadcast",
+        "hidden": [16, 16],
+        "points": {"by": "height", "near": 0.0, "far": 1.0, "count": 2},
+    },
 }
 CONFIGS = {"nerf": NerfConfig, "slot_mixer": SlotMixerConfig, "broadcast": RayBroadcastConfig}
 
@@ -104,7 +111,7 @@ def literal(module, slots, rays):
     return total
 
 
-@pytest.mark.parametrize("name", ["nerf", "nerf_all"])
+@pytest.mark.parametrize("name", ["nerf", "nerf_all", "nerf_box"])
 def test_fields_add_up_as_the_loop_over_slots_does(name):
     module, (slots, rays) = decoder(name).double(), given(dtype=torch.float64)
     slots.requires_grad_()
@@ -132,6 +139,51 @@ def test_points_are_one_in_each_bin_and_depth_is_where_the_wall_is():
     nothing = module.composed(0 * density, torch.zeros(2, 17, 5, 3), None, points)
     assert torch.allclose(nothing.depth, points.places[..., -1]) and nothing.shares.abs().max() == 0
     assert isinstance(points, Points)
+
+
+def test_rays_are_looked_at_inside_the_box_alone():
+    torch.manual_seed(0)
+    module = decoder("nerf_box")
+    eyes, aims = (
+        4 * torch.randn(1, 300, 3),
+        torch.rand(1, 300, 3) * torch.tensor([4.0, 6.0, 1.0]) - torch.tensor([2.0, 3.0, 0.0]),
+    )
+    aims[:, ::3] += 9  # these miss it
+    aims[:, 1] = eyes[:, 1] - torch.tensor([0.0, 0.0, 5.0])  # along an axis
+    rays = Rays(eyes, F.normalize(aims - eyes, dim=-1), torch.rand(1, 300))
+    near, far = module.ends(rays)
+    for t in torch.linspace(0.51, 19.9, 400):  # the box, point by point
+        at = eyes + t * rays.directions
+        inside = ((at >= torch.tensor([-2.0, -3.0, 0.0])) & (at <= torch.tensor([2.0, 3.0, 1.0]))).all(-1)
+        between = (near - 1e-4 <= t) & (t <= far + 1e-4)
+        assert (inside <= between).all() and (((near + 1e-4 < t) & (t < far - 1e-4)) <= inside).all()
+    missed = far - near == 0
+    assert 50 < missed.sum() < 250
+    drawn = module(torch.randn(1, 3, 24), rays)
+    sky = module.sky(module.points(rays).directions).sigmoid()
+    # What a scene has beyond the far end is the sky's, so it is not refused for it.
+    assert objective("nerf_box").config.model.bounds == (0.5, float("inf")) and objective(
+        "nerf"
+    ).config.model.bounds == (1.0, 9.0)
+    assert torch.allclose(drawn.colours[missed], sky[missed], atol=1e-6) and (drawn.shares[missed][:, :3] == 0).all()
+
+
+def test_a_place_on_the_ground_is_told_alike_to_all_cameras():
+    points = RayPointsConfig(by="height", near=0.0, far=1.0, count=2, reach=6.0, octaves=2)
+    target, eyes = torch.tensor([1.5, -2.0, 0.0]), torch.tensor([[4.0, 1.0, 7.0], [-3.0, -3.0, 5.0], [1.5, -2.0, 9.0]])
+    told = points.told(eyes, F.normalize(target - eyes, dim=-1))
+    assert told.shape == (3, points.width)
+    assert torch.allclose(told[:, :2], (target[:2] / 6).expand(3, 2), atol=1e-5)
+    assert not torch.allclose(told[0, 2:4], told[1, 2:4], atol=0.01)  # a unit above it they are apart
+    level = points.told(torch.tensor([[0.0, 0.0, 2.0]] * 2), torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 1e-9]]))
+    assert level.isfinite().all() and level[:, :4].abs().max() == 1  # level rays are held at the edge
+    along = RayPointsConfig(near=2.0, far=6.0, count=3, reach=10.0, octaves=1)
+    found = along.told(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 1.0, 0.0]))
+    at = torch.tensor([[1.0, 2, 0], [1, 4, 0], [1, 6, 0]])
+    angles = torch.pi * at / 10
+    assert torch.allclose(
+        found, torch.cat([at.flatten() / 10, torch.stack([angles.sin(), angles.cos()], -1).flatten()])
+    )
 
 
 def osrt(weights, slots, origins, directions, heads):
@@ -226,7 +278,13 @@ def objective(name, grouping=None, **more):
     torch.manual_seed(0)
     model = {
         "image_size": 16,
-        "encoder": {"channels": 8, "width": 24, "halvings": 2, "transformer": {"blocks": 1}},
+        "encoder": {
+            "channels": 8,
+            "width": 24,
+            "halvings": 2,
+            "transformer": {"blocks": 1},
+            "points": DECODERS[name].get("points"),
+        },
         "grouping": grouping or {"preset": "psb", "slots": 3, "width": 24, "iterations": 2},
         "decoder": DECODERS[name],
         **more,
@@ -306,6 +364,10 @@ def test_slots_of_each_time_are_those_of_that_time_alone():
     ("tree", "told"),
     [
         ({"decoder": {"kind": "nerf", "near": 5.0, "far": 4.0}}, "far=4.0"),
+        ({"decoder": {"kind": "nerf", "box": [[0, 0, 0], [1, -1, 1]]}}, "its first corner"),
+        ({"encoder": {"points": {"near": -1.0}}}, "near=-1.0: lies behind"),
+        ({"encoder": {"points": {"near": 5.0, "far": 4.0}}}, "far=4.0"),
+        ({"encoder": {"preset": "srt", "points": {}}}, "octaves=15: .*set one of them"),
         ({"decoder": {"kind": "nerff"}}, "nerf"),
         ({"decoder": {"kind": "slot_mixer", "heads": 5}}, "decoder.heads=5"),
         ({"decoder": {"kind": "slot_mixer", "preset": "ostr"}}, "osrt"),
