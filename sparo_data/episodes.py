@@ -15,6 +15,7 @@ from sparo_train.data.clips.views import view_member
 from .writer import encoded
 
 FAR = 65535  # of 16 bits
+LONGEST = 100.0  # depth that is told apart from the sky
 
 
 class Measured(NamedTuple):

@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -36,12 +37,20 @@ def claim(root: Path, config: Frozen, name: str) -> None:
             f"{root}: holds another set ({other or 'train/*.tar'}), which would mix with the new one; name an empty folder"
         )
     if path.exists():
-        changed = differences(read_json(path, dict, DataError), wanted)
+        changed = differences(_as_of_now(read_json(path, dict, DataError), type(config)), wanted)
         if changed:
             raise DataError(
                 f"{root}: holds scenes made otherwise ({'; '.join(changed)}); remove it or choose another folder"
             )
     path.write_text(json.dumps(wanted), encoding="utf-8")
+
+
+def _as_of_now(held: dict[str, Any], kind: type[Frozen]) -> dict[str, Any]:
+    """What an older version wrote, with the defaults of keys that came since; as it stands where it is no such config."""
+    try:
+        return kind.model_validate(held).model_dump(mode="json")
+    except ValueError:
+        return held
 
 
 def encoded(pixels: np.ndarray, format: str = "PNG", **options: int) -> bytes:

@@ -45,7 +45,7 @@ def convert(
         typer.Option(
             "--as",
             help="a published set with masks, objects or cameras: clevr_with_masks, tetrominoes, objects_room, multi_dsprites, clevr, clevrtex, "
-            "coco, movi, npy, lmdb, nerf, clevr3d",
+            "coco, movi, npy, lmdb, nerf, clevr3d, sunds",
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="--as: so many scenes")] = None,

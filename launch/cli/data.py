@@ -141,6 +141,11 @@ def scenes3d(
     size: Annotated[int, typer.Option(help="pixels per side")] = 64,
     most: Annotated[int | None, typer.Option(min=1, help="objects of an episode; default: 4, or 5")] = None,
     antialias: Annotated[int, typer.Option(min=1, help="rays per pixel along each side")] = 1,
+    blender: Annotated[
+        str | None,
+        typer.Option(help="a Python that has bpy: Blender's Cycles draws colours, masks and depth stay our tracer's"),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="--blender: paths per pixel")] = 32,
     seed: int = 0,
     processes: Processes = 2,
 ) -> None:
@@ -149,7 +154,8 @@ def scenes3d(
 
     folder = folder or Path("data") / f"scenes3d_{kind.value}"
     given = {"train": train, "test": test, "frames": frames, "size": size, "most": most, "antialias": antialias}
-    make_viewed_set(folder, processes, kind=kind.value, seed=seed, **given)
+    given |= {"samples": samples if blender else 0}
+    make_viewed_set(folder, processes, blender, kind=kind.value, seed=seed, **given)
     console.print(f"{folder}: ready")
 
 

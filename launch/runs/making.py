@@ -51,12 +51,12 @@ def make_video_set(folder: Path, processes: int, **given: Any) -> None:
         render_videos(folder, config, processes, lambda done, total: bar.show(task, done, total))
 
 
-def make_viewed_set(folder: Path, processes: int, **given: Any) -> None:
+def make_viewed_set(folder: Path, processes: int, blender: str | None, **given: Any) -> None:
     """Render scenes that several cameras see into `folder` (what is there already stays)."""
     config = resolve(ViewedSetConfig, given, str(folder))
     with Bar() as bar:
         task = bar.start_task_named("rendering scenes")
-        render_viewed(folder, config, processes, lambda done, total: bar.show(task, done, total))
+        render_viewed(folder, config, processes, lambda done, total: bar.show(task, done, total), blender)
 
 
 def convert_published_set(source: Path, folder: Path, kind: str, **given: Any) -> Written:

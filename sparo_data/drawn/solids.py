@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
+from itertools import combinations, product
 from typing import Literal, get_args
 
 import numpy as np
@@ -31,21 +31,20 @@ def icosahedron_corners() -> NDArray[np.float64]:
     return corners / np.linalg.norm(corners[0])
 
 
-def _faces() -> F32:
-    """(20, 3): unit normals of an icosahedron's faces, sums of three corners that are next to each other."""
+def icosahedron_faces() -> list[tuple[int, int, int]]:
+    """Its 20 faces: three corners that are next to each other."""
     corners = icosahedron_corners()
     near = corners @ corners.T > 0.4
-    rows = [
-        corners[i] + corners[j] + corners[k]
-        for i in range(12)
-        for j in range(i + 1, 12)
-        for k in range(j + 1, 12)
-        if near[i, j] and near[j, k] and near[i, k]
-    ]
-    return np.array([row / np.linalg.norm(row) for row in rows], dtype=np.float32)
+    return [(i, j, k) for i, j, k in combinations(range(12), 3) if near[i, j] and near[j, k] and near[i, k]]
 
 
-_NORMALS = _faces()
+def _normals() -> F32:
+    """(20, 3): unit normals of its faces, which point as the sum of their corners does."""
+    sums = icosahedron_corners()[np.array(icosahedron_faces())].sum(1)
+    return (sums / np.linalg.norm(sums, axis=1, keepdims=True)).astype(np.float32)
+
+
+_NORMALS = _normals()
 _INSIDE = np.float32((icosahedron_corners() @ _NORMALS[0].astype(float)).max())  # distance of a face
 
 

@@ -14,7 +14,7 @@ from scipy.spatial.transform import Rotation
 from evals.sets.objects import ATTRIBUTES
 from sparo_train.core.rng import generator
 
-from ..episodes import Video, boxes_of, measured
+from ..episodes import LONGEST, Video, boxes_of, measured
 from .motion import flow, seen_points
 from .object_scenes import radius_of, table_camera, texture
 from .physics import Motion, Thrown, simulate
@@ -23,7 +23,6 @@ from .scenes import COLORS
 from .textures import Texture
 
 Kind = Literal["a", "b", "c", "d", "e"]
-_LONGEST = 100.0  # depth that is told apart from the sky
 
 
 class KindOf(NamedTuple):
@@ -107,7 +106,7 @@ def episode(
             "objects": _told(solids, inner, labels, path[1:-1]),
             "camera": _seen_from(path[1:-1]),
         },
-        measured(np.stack([np.minimum(picture.depth, _LONGEST) for picture in pictures])),
+        measured(np.stack([np.minimum(picture.depth, LONGEST) for picture in pictures])),
         measured(flows[0]),
         measured(flows[1]),
     )

@@ -16,6 +16,7 @@ import numpy as np
 from sparo_train.core.rng import generator
 from sparo_train.data.clips.cameras import looking
 
+from .cycles import Cycles
 from .physics import Motion, Thrown, simulate
 from .render import Body, Camera, Frame, Stage, render
 from .rooms import HALF, ROOMS, STAGE, fixed_bodies
@@ -87,11 +88,12 @@ def viewed_episode(
     frames: int | None = None,
     antialias: int = 1,
     most: int | None = None,
+    cycles: Cycles | None = None,
 ) -> ViewedEpisode:
     """An episode, rendered by all of its cameras.
 
     Args:
-        size: pixels per side.  frames: T; None: the kind's.  most: objects; None: the kind's.
+        size: pixels per side.  frames: T; None: the kind's.  most: objects; None: the kind's.  cycles: what draws colours; None: our tracer.
     """
     rng, traits = generator(seed, f"scenes3d {kind} {split}", index), KINDS[kind]
     times, top = frames or traits.frames, most or traits.objects[1]
@@ -111,6 +113,11 @@ def viewed_episode(
         ]
         for row in poses
     ]
+    if cycles is not None:
+        colours = cycles.pictures(shots, poses, traits.fov, size, stage)
+        pictures = [
+            [f._replace(rgb=rgb) for f, rgb in zip(*rows, strict=True)] for rows in zip(pictures, colours, strict=True)
+        ]
     own = Motion(*(table[:, : len(solids)] for table in motion))
     depths = np.concatenate([f.depth[np.isfinite(f.depth)] for row in pictures for f in row])
     facts = {

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from sparo_train.core.config import Frozen, setting
+from sparo_train.core.errors import ConfigError
 
-from ..episodes import Video, measured, scene_fields
+from ..episodes import LONGEST, Video, measured, scene_fields
 from ..pool import in_pool
 from ..writer import claim, write_shard, write_wds_layout
+from .cycles import Cycles
 from .viewed_scenes import Kind, viewed_episode
-
-_LONGEST = 100.0  # depth that is told apart from the sky
 
 
 class ViewedSetConfig(Frozen):
@@ -34,45 +34,65 @@ class ViewedSetConfig(Frozen):
     most: int | None = setting(None, "objects of an episode; default: the kind's, 4 or 5", gt=0, le=10)
     per_shard: int = setting(50, "episodes in a shard", gt=0)
     antialias: int = setting(1, "rays per pixel along each side", ge=1, le=8)
+    samples: int = setting(
+        0, "paths of a pixel by which Blender's Cycles draws colours; 0: our ray tracer does", ge=0, le=65536
+    )
 
 
 def render_viewed(
-    root: Path, config: ViewedSetConfig, processes: int = 2, report: Callable[[int, int], None] | None = None
+    root: Path,
+    config: ViewedSetConfig,
+    processes: int = 2,
+    report: Callable[[int, int], None] | None = None,
+    blender: str | None = None,
 ) -> None:
     """Render everything into `root`; shards that are already there are kept, so an interrupted call continues.
 
     Args:
         report: called with (episodes done, episodes in all) whenever a shard is finished.
+        blender: an interpreter that has bpy, where the config has samples.
 
     Raises:
         DataError: `root` holds scenes of another config.
-        ConfigError: pybullet is not installed.
+        ConfigError: pybullet is not installed; samples without an interpreter, or one without bpy.
     """
+    cycles = None
+    if config.samples:
+        if blender is None:
+            raise ConfigError(
+                f"samples={config.samples}: Cycles draws by an interpreter that has bpy; give --blender PYTHON"
+            )
+        cycles = Cycles(blender, config.samples)
+        cycles.check()
     claim(root, config, "scenes3d.json")
     shards = -(-config.train // config.per_shard)
-    jobs: list[tuple[Callable[..., int], tuple[Any, ...]]] = [(_shard, (root, config, i)) for i in range(shards)]
-    in_pool([(_scored, (root, config)), *jobs], processes, config.train + config.test, report)
+    jobs: list[tuple[Callable[..., int], tuple[Any, ...]]] = [
+        (_shard, (root, config, i, cycles)) for i in range(shards)
+    ]
+    in_pool([(_scored, (root, config, cycles)), *jobs], processes, config.train + config.test, report)
 
 
-def _shard(root: Path, config: ViewedSetConfig, number: int) -> int:
+def _shard(root: Path, config: ViewedSetConfig, number: int, cycles: Cycles | None) -> int:
     numbers = range(number * config.per_shard, min(config.train, (number + 1) * config.per_shard))
     path = root / "train" / f"{number:05d}.tar"
     if not path.exists():
-        write_shard(path, (_sample(config, "train", index) for index in numbers))
+        write_shard(path, (_sample(config, "train", index, cycles) for index in numbers))
     return len(numbers)
 
 
-def _scored(root: Path, config: ViewedSetConfig) -> int:
+def _scored(root: Path, config: ViewedSetConfig, cycles: Cycles | None) -> int:
     if not (root / "scenes/test/nshards.txt").exists():
-        write_wds_layout(root / "scenes", (_sample(config, "test", index) for index in range(config.test)))
+        write_wds_layout(root / "scenes", (_sample(config, "test", index, cycles) for index in range(config.test)))
     return config.test
 
 
-def _sample(config: ViewedSetConfig, split: str, index: int) -> tuple[str, dict[str, bytes]]:
+def _sample(
+    config: ViewedSetConfig, split: str, index: int, cycles: Cycles | None = None
+) -> tuple[str, dict[str, bytes]]:
     c = config
-    found = viewed_episode(c.kind, c.seed, split, index, c.size, c.frames, c.antialias, c.most)
+    found = viewed_episode(c.kind, c.seed, split, index, c.size, c.frames, c.antialias, c.most, cycles)
     # One range for all views, as the json has one.
-    depth = measured(np.stack([[np.minimum(f.depth, _LONGEST) for f in row] for row in found.frames]))
+    depth = measured(np.stack([[np.minimum(f.depth, LONGEST) for f in row] for row in found.frames]))
     views = [
         Video(
             found.key,

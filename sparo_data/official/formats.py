@@ -14,8 +14,13 @@ from .folders import clevr, clevrtex, coco
 from .lmdb_file import lmdb_scenes
 from .multi_object import SETS, multi_object
 from .published import PublishedConfig, PublishedScene, Written, write_published
+from .sunds import sunds_scenes
 from .videos import VIDEOS, write_videos
-from .viewed import VIEWED, write_viewed
+from .viewed import PublishedViews, clevr3d_scenes, nerf_scenes, write_viewed
+
+VIEWED: dict[str, Callable[[Path], Iterator[PublishedViews]]] = {
+    "nerf": nerf_scenes, "clevr3d": clevr3d_scenes, "sunds": sunds_scenes
+}  # fmt: skip
 
 
 class Format(NamedTuple):
@@ -43,6 +48,7 @@ FORMATS: dict[str, Format] = {
     "coco": Format(coco, "COCO's instances_SPLIT.json, with SPLIT/*.jpg beside its folder"),
     "nerf": Format(None, "folders of transforms.json with pictures (Blender's, NeRF's, nerfstudio's), each a scene"),
     "clevr3d": Format(None, "ObSuRF's folder of metadata.npz, images and masks"),
+    "sunds": Format(None, "TFDS' *.tfrecord-* of MultiShapeNet (MSN-Hard, MSN-Easy), a scene per record", "tfrecord"),
     "lmdb": Format(lmdb_scenes, "*.lmdb of pictures of the Genera1Z family", ".lmdb"),
 }
 
@@ -59,7 +65,7 @@ def sources_of(place: Path, name: str) -> list[Path]:
     kind = FORMATS[name]
     if not place.exists():
         raise DataError(f"{place}: no such file or folder; --as {name} reads {kind.what}")
-    if place.is_file() and name in VIEWED:
+    if place.is_file() and name in VIEWED and not kind.suffix:
         raise DataError(f"{place}: is a file; --as {name} reads {kind.what}")
     if place.is_dir() and name in ("clevr", "coco"):
         raise DataError(f"{place}: is a folder; --as {name} reads {kind.what}")

@@ -1,7 +1,4 @@
-"""Published scenes of several posed cameras: folders in Blender's and NeRF's convention, and CLEVR3D with ObSuRF's other set.
-
-MultiShapeNet's records (sunds) are not read yet.
-"""
+"""Published scenes of several posed cameras: folders in Blender's and NeRF's convention, and CLEVR3D with ObSuRF's other set."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.untrusted import read_bytes, read_json
 from sparo_train.data.clips.cameras import checked_lens, checked_pose, looking
 
-from ..episodes import Video, scene_fields
+from ..episodes import LONGEST, Measured, Video, measured, scene_fields
 from ..writer import Fields
 from .clips import plain
 from .published import PublishedConfig, Written, claim_empty, numbered, opened_image, write_in_two
@@ -32,12 +29,14 @@ _CLEVR_VIEWS = 3
 
 
 class PublishedView(NamedTuple):
-    """What one camera sees. image: (H, W, 3).  label: (H, W) uint8.  pose: (4, 4), OpenGL's.  lens: fx, fy, cx, cy in its pixels."""
+    """What one camera sees. image: (H, W, 3).  label: (H, W) uint8.  pose: (4, 4), OpenGL's.  lens: fx, fy, cx, cy in its pixels.
+    depth: (H, W) fp32, along the ray."""
 
     image: np.ndarray
     label: np.ndarray | None
     pose: np.ndarray
     lens: np.ndarray
+    depth: np.ndarray | None = None
 
 
 class PublishedViews(NamedTuple):
@@ -143,9 +142,6 @@ def clevr3d_scenes(place: Path) -> Iterator[PublishedViews]:
         yield PublishedViews(f"{scene:06d}", views, {"dataset": "clevr3d", **count})
 
 
-VIEWED: dict[str, Callable[[Path], Iterator[PublishedViews]]] = {"nerf": nerf_scenes, "clevr3d": clevr3d_scenes}
-
-
 def write_viewed(
     out: Path,
     scenes: Iterator[PublishedViews],
@@ -175,13 +171,31 @@ def write_viewed(
 def viewed_fields(scene: PublishedViews, size: int | None) -> dict[str, bytes]:
     """The members of a scene's sample, its pictures of `size` pixels a side where one is given; lenses are told in their first pixels."""
     videos, cameras = [], []
-    for view in scene.views:
+    depths, bounds = _depths(scene)
+    for view, depth in zip(scene.views, depths, strict=True):
         height, width = view.image.shape[:2]
         label = None if view.label is None else view.label[None]
         if label is not None and label.shape[1:] != (height, width):
             raise DataError(f"{scene.key}: a mask of {label.shape[1:]} and its picture of {(height, width)} pixels")
-        videos.append(sized(Video(scene.key, view.image[None], label, None, {}), size))
+        videos.append(sized(Video(scene.key, view.image[None], label, None, {}, depth), size))
         fx, fy, cx, cy = view.lens.tolist()
         told = {"w": width, "h": height, "fl_x": fx, "fl_y": fy, "cx": cx, "cy": cy}
         cameras.append({**told, "poses": [view.pose.tolist()]})
-    return scene_fields(videos, {**scene.facts, "convention": "opengl", "cameras": cameras})
+    return scene_fields(videos, {**scene.facts, **bounds, "convention": "opengl", "cameras": cameras})
+
+
+def _depths(scene: PublishedViews) -> tuple[list[Measured | None], dict[str, float]]:
+    """Each view's depth, between the same two numbers as all others', which one json has room for; and the nearest and farthest of them."""
+    found = [view.depth for view in scene.views]
+    planes = [np.minimum(depth, LONGEST) for depth in found if depth is not None]
+    if len(planes) < len(found):
+        return [None] * len(found), {}
+    whole = measured(np.concatenate([plane.reshape(-1) for plane in planes]))
+    ends = np.cumsum([0, *(plane.size for plane in planes)])
+    rows = [
+        whole._replace(levels=whole.levels[a:b].reshape(1, *plane.shape))
+        for a, b, plane in zip(ends, ends[1:], planes, strict=False)
+    ]
+    seen = np.concatenate([depth[depth < LONGEST] for depth in planes])
+    bounds = {"near": round(float(seen.min()), 4), "far": round(float(seen.max()), 4)} if len(seen) else {}
+    return list(rows), bounds

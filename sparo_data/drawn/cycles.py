@@ -1,0 +1,101 @@
+"""Colours of an episode by Blender's Cycles, in place of our ray tracer's; what is where stays ours, which is exact.
+
+bpy pins its own numpy and one Python, so it is run in an environment of its own, by `blender_job.py`: nothing of it is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from sparo_train.core.errors import ConfigError, DataError
+
+from .render import Body, Stage
+from .solids import MONKEY, RING, TUBE, icosahedron_corners, icosahedron_faces
+
+_JOB = Path(__file__).with_name("blender_job.py")
+_TOLD = 2000  # letters of what Blender says, from its end
+
+
+class Cycles(NamedTuple):
+    """python: an interpreter that has bpy.  samples: paths of a pixel.  threads: of its own."""
+
+    python: str
+    samples: int = 32
+    threads: int = 1
+
+    def check(self) -> None:
+        """Raise `ConfigError` where the interpreter is none, or has no bpy."""
+        try:
+            found = subprocess.run([self.python, "-I", "-c", "import bpy"], capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise ConfigError(f"--blender {self.python}: cannot be run ({error})") from None
+        if found.returncode:
+            said = (found.stderr.strip().splitlines() or ["it says nothing"])[-1]
+            raise ConfigError(
+                f"--blender {self.python}: has no bpy ({said}); make an environment "
+                "of its own for it: python3.11 -m venv blender && blender/bin/pip install bpy, then --blender blender/bin/python"
+            )
+
+    def pictures(
+        self, shots: Sequence[Sequence[Body]], poses: np.ndarray, fov: float, size: int, stage: Stage
+    ) -> np.ndarray:
+        """(V, T, size, size, 3) uint8 of bodies at T times and poses (V, T, 4, 4), OpenGL's.
+
+        Raises:
+            DataError: Blender ended without a picture.
+        """
+        with tempfile.TemporaryDirectory(prefix="sparo-cycles-") as place:
+            job = {
+                "bodies": [[_told(body) for body in bodies] for bodies in shots],
+                "cameras": poses.tolist(),
+                "fov": fov,
+                "size": size,
+                "samples": self.samples,
+                "threads": self.threads,
+                "stage": asdict(stage),
+                "out": place,
+            }
+            path = Path(place) / "job.json"
+            path.write_text(json.dumps(job), encoding="utf-8")
+            ran = subprocess.run([self.python, "-I", str(_JOB), str(path)], capture_output=True, text=True, check=False)
+            found = np.zeros((*poses.shape[:2], size, size, 3), np.uint8)
+            for camera, time in np.ndindex(*poses.shape[:2]):
+                try:
+                    with Image.open(Path(place) / f"{camera}_{time}.png", formats=("PNG",)) as picture:
+                        found[camera, time] = np.asarray(picture.convert("RGB"))
+                except (OSError, ValueError) as error:
+                    said = (ran.stderr + ran.stdout)[-_TOLD:].strip()
+                    raise DataError(
+                        f"{self.python}: drew no picture of camera {camera} at time {time} ({error}), and ended with {ran.returncode}: {said}"
+                    ) from None
+            return found
+
+
+def _told(body: Body) -> dict[str, Any]:
+    more: dict[str, Any] = {}
+    if body.shape == "torus":
+        more = {"ring": RING, "tube": TUBE}
+    elif body.shape == "monkey":
+        more = {"spheres": MONKEY}
+    elif body.shape == "icosahedron":
+        more = {"corners": icosahedron_corners().tolist(), "faces": icosahedron_faces()}
+    return {
+        "shape": body.shape,
+        "color": body.color,
+        "metal": body.metal,
+        "radius": body.radius,
+        "centre": body.centre.tolist(),
+        "axes": body.axes.tolist(),
+        "stretch": body.stretch,
+        "texture": None if body.texture is None else asdict(body.texture),
+        **more,
+    }

@@ -1,0 +1,128 @@
+"""MultiShapeNet as OSRT has it (MSN-Hard, MSN-Easy): TFDS' records in the format of google-research/sunds, read without TensorFlow.
+
+A record is a frame of several cameras. `extrinsics` go from the frame to a camera in OpenCV's convention, `pose` from the frame to the scene.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from sparo_train.core.errors import BadSampleError, DataError
+from sparo_train.data.clips.cameras import checked_lens, checked_pose
+
+from .clips import plain
+from .published import numbered, opened_image
+from .tfrecord import Value, example, records
+from .viewed import PublishedView, PublishedViews
+
+_CAMERA = re.compile(r"cameras/(.+)/color_image")
+
+
+def sunds_scenes(path: Path) -> Iterator[PublishedViews]:
+    """The scenes of one of TFDS' files, cameras in the order of their numbers; depth and instances where it has them.
+
+    Instance 1 is MultiShapeNet's background, and 0 a few pixels that belong to nothing; both are 0 here, and objects begin at 1.
+
+    Raises:
+        DataError: a file that breaks off, a record without cameras, a camera without a pose or a lens, one that is distorted or no pinhole.
+    """
+    for number, record in enumerate(records(path)):
+        where = f"{path}: record {number}"
+        found = example(record, where)
+        names = sorted({m[1] for key in found if (m := _CAMERA.fullmatch(key))}, key=_in_order)
+        if not names:
+            raise DataError(f"{where}: has no cameras (it has {', '.join(sorted(found)) or 'nothing'})")
+        scene = _text(found, "scene_name") or f"{path.stem}_{number:06d}"
+        # Frames of one camera each are scenes of their own in such files.
+        frame = _text(found, "frame_name")
+        name = scene if frame in (None, scene) else f"{scene}_{frame}"
+        views = [_view(found, camera, f"{where}, {camera}") for camera in names]
+        yield PublishedViews(plain(name), views, {"dataset": path.name.partition("-")[0], "scene": scene})
+
+
+def _in_order(name: str) -> tuple[str, int]:
+    """camera_10 stands behind camera_9."""
+    digits = re.search(r"\d*$", name)
+    assert digits is not None
+    return name[: digits.start()], int(digits[0] or 0)
+
+
+def _view(found: dict[str, Value], camera: str, where: str) -> PublishedView:
+    own = f"cameras/{camera}"
+    image = opened_image(_file(found, f"{own}/color_image", where), where)
+    height, width = image.shape[:2]
+    kind = _text(found, f"{own}/intrinsics/type")
+    if kind != "PERSPECTIVE":
+        raise DataError(f"{where}: is a camera of type {kind}; PERSPECTIVE ones can be read")
+    for part in ("radial", "tangential"):
+        bent = found.get(f"{own}/intrinsics/distortion/{part}")
+        if isinstance(bent, np.ndarray) and bent.any():
+            raise DataError(f"{where}: its lens is distorted ({part} {bent.tolist()}); undistort its pictures first")
+    label = None
+    if f"{own}/instance_image" in found:
+        instances = numbered(opened_image(_file(found, f"{own}/instance_image", where), where, labels=True), where)
+        label = np.where(instances > 0, instances - 1, 0).astype(np.uint8)
+    depth = _depth(found, own, where) if f"{own}/depth_image" in found else None
+    for plane in (label, depth):
+        if plane is not None and plane.shape != (height, width):
+            raise DataError(f"{where}: a plane of {plane.shape} and a picture of {(height, width)} pixels")
+    scene_from_frame = _isometry(found, "pose", where)
+    camera_from_frame = _isometry(found, f"{own}/extrinsics", where)
+    matrix = _table(found, f"{own}/intrinsics/K", 9, where).reshape(3, 3)
+    told = {"fl_x": matrix[0, 0], "fl_y": matrix[1, 1], "cx": matrix[0, 2], "cy": matrix[1, 2]}
+    try:
+        pose = checked_pose(scene_from_frame @ np.linalg.inv(camera_from_frame), "opencv")
+        lens = checked_lens({name: float(value) for name, value in told.items()}, width, height)
+    except (BadSampleError, np.linalg.LinAlgError) as bad:
+        raise DataError(f"{where}: {bad}") from None
+    return PublishedView(image, label, pose, lens, depth)
+
+
+def _depth(found: dict[str, Value], own: str, where: str) -> np.ndarray:
+    """(H, W) fp32: TFDS writes such a picture as a PNG whose four bytes of a pixel are the number's."""
+    try:
+        with Image.open(io.BytesIO(_file(found, f"{own}/depth_image", where)), formats=("PNG",)) as picture:
+            data = np.asarray(picture)
+    except Exception as error:  # decoders of broken files raise anything
+        raise DataError(f"{where}: depth_image is no picture ({error})") from None
+    if data.ndim != 3 or data.shape[2] != 4:
+        raise DataError(f"{where}: depth_image is no picture of fp32 numbers, four bytes of a pixel")
+    depth = np.ascontiguousarray(data).view("<f4")[..., 0]
+    if not (depth > 0).all():  # a NaN is not above 0 either
+        raise DataError(f"{where}: depth_image has numbers that are no distances")
+    return depth
+
+
+def _isometry(found: dict[str, Value], name: str, where: str) -> np.ndarray:
+    """(4, 4) fp64 of a rotation R and a translation t."""
+    whole = np.eye(4)
+    whole[:3, :3] = _table(found, f"{name}/R", 9, where).reshape(3, 3)
+    whole[:3, 3] = _table(found, f"{name}/t", 3, where)
+    return whole
+
+
+def _table(found: dict[str, Value], name: str, count: int, where: str) -> np.ndarray:
+    table = found.get(name)
+    if not isinstance(table, np.ndarray) or len(table) != count or not np.isfinite(table).all():
+        raise DataError(f"{where}: {name} is not {count} finite numbers")
+    return table.astype(np.float64)
+
+
+def _file(found: dict[str, Value], name: str, where: str) -> bytes:
+    held = found.get(name)
+    if not isinstance(held, list) or len(held) != 1:
+        raise DataError(f"{where}: {name} is no picture")
+    return held[0]
+
+
+def _text(found: dict[str, Value], name: str) -> str | None:
+    held = found.get(name)
+    if isinstance(held, np.ndarray):  # letters that stand alone are read as bytes
+        return held.astype(np.uint8).tobytes().decode(errors="replace") if len(held) == 1 else None
+    return held[0].decode(errors="replace") if held else None

@@ -1,0 +1,99 @@
+"""Episodes whose colours Blender draws: what it is asked for, what it may do wrong, and (slow, bpy in an environment of its own) a frame of it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from sparo_data.drawn.cycles import Cycles
+from sparo_data.drawn.render import Body, Camera, Stage, render
+from sparo_data.drawn.solids import SHAPES
+from sparo_data.drawn.viewed_scenes import viewed_episode
+from sparo_data.drawn.viewed_sets import ViewedSetConfig, render_viewed
+from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.data.clips.cameras import looking
+
+# In the place of a Python with bpy: it draws camera and time as colours, or does what its name says.
+_FAKE = """#!{python}
+import json, sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+from PIL import Image
+if sys.argv[2] == "-c":
+    sys.exit("it has none" if "{how}" == "none" else 0)
+job = json.loads(Path(sys.argv[-1]).read_text())
+Path({seen!r}).write_text(json.dumps(job))
+if "{how}" == "dies":
+    sys.exit("out of memory, it says")
+for camera, poses in enumerate(job["cameras"]):
+    for time in range(len(poses)):
+        Image.new("RGB", (job["size"],) * 2, (camera, time, job["samples"])).save(f"{{job['out']}}/{{camera}}_{{time}}.png")
+"""
+
+
+def fake(folder, how="draws"):
+    place = folder / how
+    place.write_text(_FAKE.format(python=sys.executable, path=sys.path, how=how, seen=str(folder / "job.json")))
+    place.chmod(0o755)
+    return str(place)
+
+
+@pytest.mark.parametrize("kind", ["simple", "nature_ego"])
+def test_colours_are_blenders_and_all_else_is_ours(tmp_path, kind):
+    ours = viewed_episode(kind, 0, "train", 3, 16, 2)
+    theirs = viewed_episode(kind, 0, "train", 3, 16, 2, cycles=Cycles(fake(tmp_path), 7))
+    for camera, (row, drawn) in enumerate(zip(ours.frames, theirs.frames, strict=True)):
+        for time, (own, other) in enumerate(zip(row, drawn, strict=True)):
+            assert (other.rgb == (camera, time, 7)).all()
+            assert (own.mask == other.mask).all() and (own.depth == other.depth).all()
+    assert ours.facts == theirs.facts
+    job = json.loads((tmp_path / "job.json").read_text())
+    assert np.allclose(job["cameras"], ours.poses) and len(job["bodies"]) == 2
+    radii = {o["id"]: body["radius"] for o, body in zip(ours.facts["objects"], job["bodies"][0], strict=False)}
+    assert all(radius > 0.2 for radius in radii.values())
+    assert (kind == "simple") == (len(job["bodies"][0]) == len(ours.facts["objects"]))  # rooms have walls and statues
+
+
+def test_what_blender_does_wrong_is_said_and_nothing_is_written(tmp_path):
+    config = ViewedSetConfig(size=16, frames=1, train=1, test=1, samples=4)
+    with pytest.raises(ConfigError, match="give --blender PYTHON"):
+        render_viewed(tmp_path / "set", config)
+    with pytest.raises(ConfigError, match=r"cannot be run .*nosuch"):
+        render_viewed(tmp_path / "set", config, blender=str(tmp_path / "nosuch"))
+    with pytest.raises(ConfigError, match=r"has no bpy .it has none.; make an environment"):
+        render_viewed(tmp_path / "set", config, blender=fake(tmp_path, "none"))
+    with pytest.raises(DataError, match=r"camera 0 at time 0.*ended with 1: out of memory, it says"):
+        render_viewed(tmp_path / "set", config, processes=1, blender=fake(tmp_path, "dies"))
+    assert not list((tmp_path / "set").rglob("*.tar"))
+    render_viewed(tmp_path / "set", config, processes=1, blender=fake(tmp_path))
+    assert len(list((tmp_path / "set").rglob("*.tar"))) == 2
+
+
+@pytest.fixture(scope="session")
+def bpy_python(tmp_path_factory):
+    """SPARO_BLENDER, or an environment that is made for it."""
+    if told := os.environ.get("SPARO_BLENDER"):
+        return told
+    place = tmp_path_factory.mktemp("blender")
+    subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
+    subprocess.run([str(place / "bin/pip"), "install", "-q", "bpy"], check=True)
+    return str(place / "bin/python")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blender_draws_every_solid_where_our_masks_are(bpy_python, shape):
+    turn = (0.8, 0.36, 0.48, 0.0)
+    body = Body(shape, (0.9, 0.02, 0.02), False, 0.8, (0.3, -0.2, 0.1), rotation=turn)
+    eye, target = (3.0, -5.0, 4.0), (0.0, 0.0, 0.5)
+    poses = looking(eye, target)[None, None]
+    stage = Stage(fades=False)
+    (drawn,) = Cycles(bpy_python, 16).pictures([[body]], poses, 35.0, 64, stage)[0]
+    r, g, b = np.moveaxis(drawn.astype(float), -1, 0)
+    red = (r > 1.5 * g) & (r > 1.5 * b)
+    mask = render([body], Camera(eye, target, 35.0), 64, 1, stage).mask > 0
+    assert (red & mask).sum() > 0.93 * (red | mask).sum()
