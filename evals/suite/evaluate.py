@@ -101,6 +101,8 @@ def tasks_for(
         grouped = {n: t for n, t in known.items() if isinstance(t, SetTaskConfig) and Path(t.root).parent.name == name}
         listed = catalogue.tasks(name, root or Path("data"))
         chosen = {name: known[name]} if name in known else grouped or listed
+        if not chosen and Path(name).suffix in (".yaml", ".yml"):
+            raise ConfigError(f"{option} {name}: names tasks; a file that says them goes behind --data")
         if not chosen:
             among = [
                 *known,

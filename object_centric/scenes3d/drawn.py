@@ -28,7 +28,7 @@ class RayDecoder(nn.Module, ABC):
     """
 
     others: tuple[str, ...] = ()
-    most_numbers = 1 << 28  # 1 GB of fp32
+    most_numbers = 1 << 27  # half a GB of fp32
 
     @abstractmethod
     def numbers(self, slots: int) -> int:
@@ -50,13 +50,15 @@ class RayDecoder(nn.Module, ABC):
         """All rays, in turns of as many as `most_numbers` allows; with gradients, what a turn writes is made again in backward where there
         are several."""
         told, count = self.prepared(slots), rays.origins.shape[1]
-        step = max(1, self.most_numbers // max(1, self.numbers(slots.shape[1]) * len(slots)))
-        if step >= count:
+        most = max(1, self.most_numbers // max(1, self.numbers(slots.shape[1]) * len(slots)))
+        turns = -(-count // most)
+        if turns <= 1:
             return self.drawn(slots, rays, told)
-        parts = []
+        parts, step = [], -(-count // turns)  # turns of one size: the largest is what memory has to hold
         for begin in range(0, count, step):
             own = rays.chunk(begin, begin + step)
-            if torch.is_grad_enabled():
+            # Backward begins with the last turn, and nothing else is held then: that one need not be made again.
+            if torch.is_grad_enabled() and begin + step < count:
                 # The draws of a ray come with it, so there is no random state to keep.
                 parts.append(checkpoint(self.drawn, slots, own, told, use_reentrant=False, preserve_rng_state=False))
             else:

@@ -41,7 +41,7 @@ class NerfConfig(Frozen):
     shadows: bool = setting(False, "fields darken each other's colours where they throw shadows")
     background: bool = setting(False, "the first slot is the ground's: its density has a perceptron of its own (uORF)")
     most_numbers: int = setting(
-        1 << 28, "floats that points drawn at once may write; more rays are drawn in turns, so memory has a bound", gt=0
+        1 << 27, "floats that points drawn at once may write; more rays are drawn in turns, so memory has a bound", gt=0
     )
 
     @model_validator(mode="after")
@@ -80,7 +80,7 @@ class Nerf(RayDecoder):
     def numbers(self, slots: int) -> int:
         wide = self.objects.place.out_features
         return (
-            self.config.bins * (slots + len(self.others)) * 40 * wide
+            self.config.bins * (slots + len(self.others)) * 52 * wide
         )  # measured: what a point in a field takes with its backward
 
     def prepared(self, slots: Tensor) -> Tensor:

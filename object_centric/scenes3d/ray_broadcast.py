@@ -23,7 +23,7 @@ class RayBroadcastConfig(RayToldConfig):
     )
     bounded: bool = setting(False, "colours go through a sigmoid")
     most_numbers: int = setting(
-        1 << 28, "floats that rays drawn at once may write; more are drawn in turns, so memory has a bound", gt=0
+        1 << 27, "floats that rays drawn at once may write; more are drawn in turns, so memory has a bound", gt=0
     )
 
     def build(self, width: int) -> RayDecoder:

@@ -47,7 +47,7 @@ class SlotMixerConfig(RayToldConfig):
     depth: int = setting(4, "blocks, or layers before the last", gt=0, le=100)
     bounded: bool = setting(True, "colours go through a sigmoid")
     most_numbers: int = setting(
-        1 << 28, "floats that rays drawn at once may write; more are drawn in turns, so memory has a bound", gt=0
+        1 << 27, "floats that rays drawn at once may write; more are drawn in turns, so memory has a bound", gt=0
     )
 
     @model_validator(mode="before")

@@ -86,6 +86,7 @@ def test_eval_scores_runs_exports_and_files_alike(trained, tmp_path):
         (["eval", "{root}/sets", "--data", "{root}/recipe.yaml"], "no run folder, no checkpoint folder"),
         (["eval", "{root}/sets", "--data", "{root}/odd.yaml"], "task: unknown key; did you mean 'tasks'?"),
         (["eval", "{root}/runs/cli", "--tasks", "zerro"], "--tasks zerro: did you mean 'zero'?"),
+        (["eval", "{root}/runs/cli", "--tasks", "my.yaml"], "a file that says them goes behind --data"),
         (["eval", "{root}/runs/cli", "{root}/shards"], "--data: {root}/shards has no run folder with eval.tasks"),
         (["train", "{root}/recipe.yaml", "name=new", "eval.tasks.zero.root=none"], "none/test/nshards.txt: missing"),
         (
