@@ -38,6 +38,10 @@ class RayDecoder(nn.Module, ABC):
     def drawn(self, slots: Tensor, rays: Rays, told: Any) -> DrawnRays:
         """All of these rays at once; `told`: of `prepared`."""
 
+    def most_rays(self, slots: Tensor) -> int:
+        """Rays of every row that are drawn at once."""
+        return max(1, self.most_numbers // max(1, self.numbers(slots.shape[1]) * len(slots)))
+
     def prepared(self, slots: Tensor) -> Any:
         """What all rays of the slots share; default: nothing."""
         return None
@@ -50,8 +54,7 @@ class RayDecoder(nn.Module, ABC):
         """All rays, in turns of as many as `most_numbers` allows; with gradients, what a turn writes is made again in backward where there
         are several."""
         told, count = self.prepared(slots), rays.origins.shape[1]
-        most = max(1, self.most_numbers // max(1, self.numbers(slots.shape[1]) * len(slots)))
-        turns = -(-count // most)
+        turns = -(-count // self.most_rays(slots))
         if turns <= 1:
             return self.drawn(slots, rays, told)
         parts, step = [], -(-count // turns)  # turns of one size: the largest is what memory has to hold

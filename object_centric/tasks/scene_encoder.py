@@ -131,9 +131,10 @@ class SceneEncoder(Encoder, ViewsEncoder):
     def alone(self, slots: Tensor, rays: Tensor) -> Tensor:
         """Every slot on its own on white: (n, K, 3, S, S)."""
         side, flat, parts = rays.shape[-1], flat_rays(rays.to(self.device)), []
-        for begin in range(0, side * side, side):  # row by row, which fits wherever a turn of the decoder does
+        step = max(1, self.model.decoder.most_rays(slots) // slots.shape[1])  # a picture per slot in place of one
+        for begin in range(0, side * side, step):
             with self.autocast():
-                parts.append(self.model.decoder.alone(slots, flat.chunk(begin, begin + side)).float())
+                parts.append(self.model.decoder.alone(slots, flat.chunk(begin, begin + step)).float())
         return torch.cat(parts, 1).clamp(0, 1).permute(0, 2, 3, 1).unflatten(-1, (side, side))
 
     @torch.inference_mode()
