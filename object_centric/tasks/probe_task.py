@@ -100,7 +100,7 @@ def run_probe(scoring: Scoring, task: Any, probed: Callable[[Any, Any], Probed])
     results: dict[str, Result] = {}
     for prefix, one in encoders.items():
         results[prefix] = _scored(scoring._replace(encoder=one), one, task, probed(one, task))
-    found = results[""]
+    found = results[""]._replace(task=task.task)
     if "floor_" in results:
         floor = results["floor_"]
         found = found._replace(

@@ -63,7 +63,7 @@ def test_scenes_are_trained_on_resumed_scored_and_probed(scenes, tmp_path, write
     assert_bit_equal(folder, straight.folder)
     done = sparo("eval", str(folder), "--features", str(tmp_path / "store"), "--json", "v.json", cwd=tmp_path)
     results = {r["task"]: r for r in json.loads((tmp_path / "v.json").read_text())["results"].values()}
-    views, probe = results["view_masks"], results["slot_probe"]
+    views, probe = results["view_masks"], results["scene_probe"]
     assert done.returncode == 0 and views["n"] == 6 and views["options"]["shown"] == 2, done.stderr
     wanted = {
         "psnr_held_out",
