@@ -145,7 +145,7 @@ def scenes3d(
         str | None,
         typer.Option(help="a Python that has bpy: Blender's Cycles draws colours, masks and depth stay our tracer's"),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="--blender: paths per pixel")] = 32,
+    samples: Annotated[int | None, typer.Option(min=1, help="--blender: paths per pixel; default: 32")] = None,
     seed: int = 0,
     processes: Processes = 2,
 ) -> None:
@@ -154,7 +154,7 @@ def scenes3d(
 
     folder = folder or Path("data") / f"scenes3d_{kind.value}"
     given = {"train": train, "test": test, "frames": frames, "size": size, "most": most, "antialias": antialias}
-    given |= {"samples": samples if blender else 0}
+    given |= {"samples": samples or (32 if blender else 0)}
     make_viewed_set(folder, processes, blender, kind=kind.value, seed=seed, **given)
     console.print(f"{folder}: ready")
 

@@ -72,6 +72,24 @@ def test_what_blender_does_wrong_is_said_and_nothing_is_written(tmp_path):
     assert len(list((tmp_path / "set").rglob("*.tar"))) == 2
 
 
+def test_a_set_of_an_older_version_goes_on(tmp_path):
+    config = ViewedSetConfig(size=16, frames=1, train=1, test=1)
+    render_viewed(tmp_path / "set", config, processes=1)
+    told = tmp_path / "set/scenes3d.json"
+    held = json.loads(told.read_text())
+    del held["samples"]  # it had no such key
+    told.write_text(json.dumps(held))
+    (tmp_path / "set/train/00000.tar").unlink()
+    render_viewed(tmp_path / "set", config, processes=1)
+    assert (tmp_path / "set/train/00000.tar").exists() and json.loads(told.read_text())["samples"] == 0
+    told.write_text(json.dumps({**held, "seed": 1}))
+    with pytest.raises(DataError, match=r"made otherwise .seed: 1 -> 0."):
+        render_viewed(tmp_path / "set", config, processes=1)
+    told.write_text(json.dumps({**held, "train": "many"}))
+    with pytest.raises(DataError, match="train: 'many' -> 1"):
+        render_viewed(tmp_path / "set", config, processes=1)
+
+
 @pytest.fixture(scope="session")
 def bpy_python(tmp_path_factory):
     """SPARO_BLENDER, or an environment that is made for it."""
