@@ -46,7 +46,7 @@ def read_zero_folder(path: Path) -> Weights:
             found: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)  # pyright: ignore[reportAssignmentType]
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path}: a file is damaged, or holds objects that could run code, and is refused ({str(error)[:200]})"
+            f"{path}: a file is damaged, or holds objects that could run code, and is refused ({str(error)[-300:].strip()})"
         ) from None
     except (
         OSError,
