@@ -98,9 +98,10 @@ def literal_mixer(module: SlotMixer, slots: Tensor, rays: Rays) -> Tensor:
     return module.colour(module.draw(mixes(torch.cat([mixed, query], -1))))
 
 
-def pair_of(which: str, count: int, device: str) -> Pair:
-    """Colours of `count` rays, ours and literally; the same function is called with gradients."""
+def pair_of(which: str, count: int, device: str, turns: bool = True) -> Pair:
+    """Colours of `count` rays, ours and literally; the same function is called with gradients. Without turns, all rays are drawn at once."""
     module: Any = nerf(device) if which == "nerf" else mixer(device)
+    module.most_numbers = module.most_numbers if turns else 1 << 40
     slots = torch.randn(1, K, D if which == "nerf" else 1536, device=device, requires_grad=True)
     rays, literal = rays_of(count, device), literal_nerf if which == "nerf" else literal_mixer
     return (lambda: module(slots, rays).colours), (lambda: literal(module, slots, rays))
@@ -195,6 +196,10 @@ def main() -> None:
         both = interleave(step(ours, device), step(theirs, device), rounds)
         rates = [(count / a, count / b) for a, b in both]
         rows.append(row(f"{name} against literal", rates, bar, "rays/s", True))
+        if which == "nerf" and not options.quick:
+            whole, theirs = pair_of(which, count, device, turns=False)
+            both = interleave(step(whole, device), step(theirs, device), rounds)
+            rows.append(row("the same without turns", [(count / a, count / b) for a, b in both], None, "rays/s", True))
         if options.quick:  # four processes that start
             continue
         memory = interleave(peak(which, True, count, device), peak(which, False, count, device), min(rounds, 3))

@@ -66,6 +66,35 @@ def test_a_zero_folder_of_another_world_size_is_refused(zero, tmp_path):
         load_encoder(tmp_path / "ds")
 
 
+def as_older_pythons_write(folder, kind, name):
+    """Every rank's optimizer file with a stage that is written as Pythons before 3.11.4 write an enum's member: getattr(kind, name)."""
+
+    class Member:
+        def __reduce__(self):
+            return getattr, (kind, name)
+
+    for path in folder.glob("*/*optim_states.pt"):
+        found = torch.load(path, weights_only=False)
+        assert int(found["optimizer_state_dict"]["zero_stage"]) == 2
+        found["optimizer_state_dict"]["zero_stage"] = Member()
+        torch.save(found, path)
+
+
+def test_enums_of_older_pythons_are_read_and_nothing_else_by_that_way(zero, tmp_path):
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    shutil.copytree(zero[0], tmp_path / "good")
+    as_older_pythons_write(tmp_path / "good", ZeroStageEnum, "gradients")
+    found = read_zero_folder(tmp_path / "good")
+    assert all(torch.equal(found[name], t) for name, t in zero[1].items())
+    for number, (kind, name) in enumerate([(ZeroStageEnum, "__init__"), (LossScaler, "__init__"), (dict, "get")]):
+        shutil.copytree(zero[0], tmp_path / f"bad{number}")
+        as_older_pythons_write(tmp_path / f"bad{number}", kind, name)
+        with pytest.raises(CheckpointError, match="could run code"):
+            read_zero_folder(tmp_path / f"bad{number}")
+
+
 def test_a_zero_folder_never_runs_code(zero, tmp_path):
     class Evil:
         def __reduce__(self):

@@ -8,6 +8,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ def is_zero_folder(path: Path) -> bool:
 def read_zero_folder(path: Path) -> Weights:
     """The fp32 master weights of a ZeRO-1, 2 or 3 folder, in our names.
 
-    DeepSpeed loads its files as pickles; here torch is told to refuse whatever is not on a list of four names.
+    DeepSpeed loads its files as pickles; here torch is told to refuse whatever is not on a list of four names (and how an enum is written).
 
     Raises:
         CheckpointError: a rank's file is missing or damaged, or holds something that could run code.
@@ -38,7 +39,14 @@ def read_zero_folder(path: Path) -> Weights:
         raise ConfigError(
             f"{path}: a DeepSpeed folder, and {error}; pip install -e '.[deepspeed]' in sparo's checkout"
         ) from None
-    known = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+
+    def stage(kind: Any, name: Any) -> Any:
+        """In the place of `getattr`, by which Pythons before 3.11.4 write an enum's member: that, and nothing else."""
+        if kind is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
+            raise pickle.UnpicklingError(f"getattr of {kind!r} and {name!r} is refused")
+        return ZeroStageEnum[name]
+
+    known = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, (stage, "builtins.getattr")]
     tagged = any(path.glob("*_optim_states.pt"))
     folder, tag = (path.parent, path.name) if tagged else (path, None)
     try:
