@@ -1,1 +1,1 @@
-"""Data sets that are drawn here: captioned scenes, scenes of objects, Tetrominoes, and what draws them."""
+"""Data sets that are drawn here: captioned scenes, scenes of objects, Tetrominoes, videos, and scenes of several cameras."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .render import F32, Body, Camera, rays
+from ..tracer.render import F32, Body, Camera, rays
 
 _FAR = 1e4  # where the sky is taken to be; a camera that turns moves it, too
 

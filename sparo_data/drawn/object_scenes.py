@@ -15,9 +15,9 @@ import numpy as np
 from evals.sets.objects import ATTRIBUTES, REACH
 from sparo_train.core.rng import generator
 
-from .render import Body, Camera, Frame, Stage, project, render
+from ..tracer.render import Body, Camera, Frame, Stage, project, render
+from ..tracer.textures import PATTERNS, Texture
 from .scenes import COLORS
-from .textures import PATTERNS, Texture
 
 Kind = Literal["clevr", "clevrtex", "rooms"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -13,8 +13,8 @@ from scipy.spatial.transform import Rotation
 
 from sparo_train.core.errors import ConfigError
 
-from .render import Body
-from .solids import MONKEY, RING, TUBE, Shape, icosahedron_corners
+from ..tracer.render import Body
+from ..tracer.solids import MONKEY, RING, TUBE, Shape, icosahedron_corners
 
 FPS = 12
 _STEPS = 20  # of the solver per frame, 240 a second

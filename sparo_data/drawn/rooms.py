@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from .render import Body, Stage
-from .textures import Texture
+from ..tracer.render import Body, Stage
+from ..tracer.textures import Texture
 
 HALF = 4.5  # half a room's side
 _HIGH, _THICK = 1.4, 0.1  # half a wall's height and thickness

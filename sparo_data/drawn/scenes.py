@@ -12,8 +12,8 @@ import numpy as np
 
 from sparo_train.core.rng import generator
 
-from .render import Body, Camera, Frame, project, render
-from .solids import Shape
+from ..tracer.render import Body, Camera, Frame, project, render
+from ..tracer.solids import Shape
 
 SHAPES: tuple[Shape, ...] = ("sphere", "cube", "cylinder")
 COLORS: dict[str, tuple[float, float, float]] = {  # linear light

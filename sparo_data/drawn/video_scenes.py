@@ -15,12 +15,12 @@ from evals.sets.objects import ATTRIBUTES
 from sparo_train.core.rng import generator
 
 from ..episodes import LONGEST, Video, boxes_of, measured
+from ..tracer.render import Body, Camera, Stage, render
+from ..tracer.textures import Texture
 from .motion import flow, seen_points
 from .object_scenes import radius_of, table_camera, texture
 from .physics import Motion, Thrown, simulate
-from .render import Body, Camera, Stage, render
 from .scenes import COLORS
-from .textures import Texture
 
 Kind = Literal["a", "b", "c", "d", "e"]
 

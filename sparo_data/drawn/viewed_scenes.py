@@ -16,11 +16,11 @@ import numpy as np
 from sparo_train.core.rng import generator
 from sparo_train.data.clips.cameras import looking
 
-from .cycles import Cycles
+from ..tracer.cycles import Cycles
+from ..tracer.render import Body, Camera, Frame, Stage, render
+from ..tracer.solids import Shape
 from .physics import Motion, Thrown, simulate
-from .render import Body, Camera, Frame, Stage, render
 from .rooms import HALF, ROOMS, STAGE, fixed_bodies
-from .solids import Shape
 
 Kind = Literal["simple", "nature_ego"]
 _TONES = {"pale": (0.35, 1.0), "bright": (0.95, 0.95), "dull": (0.5, 0.6), "deep": (0.95, 0.45)}  # saturation and value

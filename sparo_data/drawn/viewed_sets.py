@@ -17,8 +17,8 @@ from sparo_train.core.errors import ConfigError
 
 from ..episodes import LONGEST, Video, measured, scene_fields
 from ..pool import in_pool
+from ..tracer.cycles import Cycles
 from ..writer import claim, write_shard, write_wds_layout
-from .cycles import Cycles
 from .viewed_scenes import Kind, viewed_episode
 
 

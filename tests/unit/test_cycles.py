@@ -8,11 +8,11 @@ import sys
 import numpy as np
 import pytest
 
-from sparo_data.drawn.cycles import Cycles
-from sparo_data.drawn.render import Body, Camera, Stage, render
-from sparo_data.drawn.solids import SHAPES
 from sparo_data.drawn.viewed_scenes import viewed_episode
 from sparo_data.drawn.viewed_sets import ViewedSetConfig, render_viewed
+from sparo_data.tracer.cycles import Cycles
+from sparo_data.tracer.render import Body, Camera, Stage, render
+from sparo_data.tracer.solids import SHAPES
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.data.clips.cameras import looking
 

@@ -8,9 +8,9 @@ from PIL import Image
 
 from sparo_data.drawn.object_scenes import ROOM_TESTS, object_scene
 from sparo_data.drawn.object_sets import ObjectSetConfig, render_objects
-from sparo_data.drawn.render import project
 from sparo_data.drawn.tetrominoes import TetrominoesConfig, make_tetrominoes
-from sparo_data.drawn.textures import PATTERNS, Texture, painted
+from sparo_data.tracer.render import project
+from sparo_data.tracer.textures import PATTERNS, Texture, painted
 from sparo_train.core.errors import DataError
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import open_source

@@ -10,7 +10,7 @@ from evals.tasks.view_scores import ViewedClip, scene_scores, score
 from object_centric.scenes3d.nerf import NerfConfig, Points
 from object_centric.scenes3d.novel_views import NovelViews, NovelViewsConfig
 from object_centric.scenes3d.ray_broadcast import RayBroadcastConfig
-from object_centric.scenes3d.rays import RayPointsConfig, Rays, octaves
+from object_centric.scenes3d.rays import Rays, octaves
 from object_centric.scenes3d.slot_mixer import SlotMixerConfig
 from object_centric.scenes3d.view_encoder import ViewEncoderConfig
 from object_centric.tasks.scene_encoder import SceneEncoder, copied
@@ -139,51 +139,6 @@ def test_points_are_one_in_each_bin_and_depth_is_where_the_wall_is():
     nothing = module.composed(0 * density, torch.zeros(2, 17, 5, 3), None, points)
     assert torch.allclose(nothing.depth, points.places[..., -1]) and nothing.shares.abs().max() == 0
     assert isinstance(points, Points)
-
-
-def test_rays_are_looked_at_inside_the_box_alone():
-    torch.manual_seed(0)
-    module = decoder("nerf_box")
-    eyes, aims = (
-        4 * torch.randn(1, 300, 3),
-        torch.rand(1, 300, 3) * torch.tensor([4.0, 6.0, 1.0]) - torch.tensor([2.0, 3.0, 0.0]),
-    )
-    aims[:, ::3] += 9  # these miss it
-    aims[:, 1] = eyes[:, 1] - torch.tensor([0.0, 0.0, 5.0])  # along an axis
-    rays = Rays(eyes, F.normalize(aims - eyes, dim=-1), torch.rand(1, 300))
-    near, far = module.ends(rays)
-    for t in torch.linspace(0.51, 19.9, 400):  # the box, point by point
-        at = eyes + t * rays.directions
-        inside = ((at >= torch.tensor([-2.0, -3.0, 0.0])) & (at <= torch.tensor([2.0, 3.0, 1.0]))).all(-1)
-        between = (near - 1e-4 <= t) & (t <= far + 1e-4)
-        assert (inside <= between).all() and (((near + 1e-4 < t) & (t < far - 1e-4)) <= inside).all()
-    missed = far - near == 0
-    assert 50 < missed.sum() < 250
-    drawn = module(torch.randn(1, 3, 24), rays)
-    sky = module.sky(module.points(rays).directions).sigmoid()
-    # What a scene has beyond the far end is the sky's, so it is not refused for it.
-    assert objective("nerf_box").config.model.bounds == (0.5, float("inf")) and objective(
-        "nerf"
-    ).config.model.bounds == (1.0, 9.0)
-    assert torch.allclose(drawn.colours[missed], sky[missed], atol=1e-6) and (drawn.shares[missed][:, :3] == 0).all()
-
-
-def test_a_place_on_the_ground_is_told_alike_to_all_cameras():
-    points = RayPointsConfig(by="height", near=0.0, far=1.0, count=2, reach=6.0, octaves=2)
-    target, eyes = torch.tensor([1.5, -2.0, 0.0]), torch.tensor([[4.0, 1.0, 7.0], [-3.0, -3.0, 5.0], [1.5, -2.0, 9.0]])
-    told = points.told(eyes, F.normalize(target - eyes, dim=-1))
-    assert told.shape == (3, points.width)
-    assert torch.allclose(told[:, :2], (target[:2] / 6).expand(3, 2), atol=1e-5)
-    assert not torch.allclose(told[0, 2:4], told[1, 2:4], atol=0.01)  # a unit above it they are apart
-    level = points.told(torch.tensor([[0.0, 0.0, 2.0]] * 2), torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 1e-9]]))
-    assert level.isfinite().all() and level[:, :4].abs().max() == 1  # level rays are held at the edge
-    along = RayPointsConfig(near=2.0, far=6.0, count=3, reach=10.0, octaves=1)
-    found = along.told(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 1.0, 0.0]))
-    at = torch.tensor([[1.0, 2, 0], [1, 4, 0], [1, 6, 0]])
-    angles = torch.pi * at / 10
-    assert torch.allclose(
-        found, torch.cat([at.flatten() / 10, torch.stack([angles.sin(), angles.cos()], -1).flatten()])
-    )
 
 
 def osrt(weights, slots, origins, directions, heads):

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from object_centric.scenes3d.rays import pixel_rays
 from object_centric.scenes3d.view_examples import ViewExamples, ViewsConfig
-from sparo_data.drawn.render import Body, Camera, Stage, rays, render
-from sparo_data.drawn.solids import _INSIDE, _NORMALS, HITS, MONKEY, RING, SHAPES, TUBE
 from sparo_data.drawn.viewed_scenes import KINDS, viewed_episode
 from sparo_data.drawn.viewed_sets import ViewedSetConfig, _sample
+from sparo_data.tracer.render import Body, Camera, Stage, rays, render
+from sparo_data.tracer.solids import _INSIDE, _NORMALS, HITS, MONKEY, RING, SHAPES, TUBE
 from sparo_train.core.errors import BadSampleError
 from sparo_train.core.rng import generator
 from sparo_train.data.clips.cameras import checked_lens, checked_pose, converted, cut_lens, looking

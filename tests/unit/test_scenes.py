@@ -8,10 +8,10 @@ from PIL import Image
 
 from evals.sets.wds import WdsSet
 from evals.tasks import textonly
-from sparo_data.drawn.render import Body, Camera, project, render
 from sparo_data.drawn.scene_pairs import KINDS, make_pair
 from sparo_data.drawn.scene_sets import ScenesConfig, render_scenes
 from sparo_data.drawn.scenes import CLASSES, HELD_OUT, OPPOSITE, caption, sample_scene, training_scene
+from sparo_data.tracer.render import Body, Camera, project, render
 from sparo_train.core.errors import DataError
 from sparo_train.core.rng import generator
 from sparo_train.data.read.shards import ShardReader
