@@ -20,7 +20,7 @@ from sparo_train.models.clip_model import Clip
 from sparo_train.models.vit import Vit
 from sparo_train.models.weight_files.describe import infer_config, read_config, read_export
 from sparo_train.models.weight_files.dino_files import DinoFile, is_dino, read_dino, vit_config
-from sparo_train.models.weight_files.weights import load_into, read_raw, read_weights
+from sparo_train.models.weight_files.weights import load_into, read_raw, read_weights, refuse_non_finite
 from sparo_train.models.weight_files.zero_folder import is_zero_folder, read_zero_folder
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
@@ -52,6 +52,7 @@ def load_encoder(
     """
     try:
         encoder = _loaded(checkpoint, model).to(device)
+        refuse_non_finite(encoder.model.state_dict(), str(checkpoint))
         if encoder.assumed:
             say(encoder.assumed)
         return encoder

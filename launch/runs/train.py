@@ -20,12 +20,19 @@ from sparo_train.core.contracts import Objective
 from sparo_train.core.disk.rundir import RunDir
 from sparo_train.core.disk.store import CheckpointStore, read_meta
 from sparo_train.core.distributed import Ranks
-from sparo_train.core.errors import CheckpointError, ConfigError, SparoError, StoppedError, SupersededError
+from sparo_train.core.errors import (
+    CheckpointError,
+    ConfigError,
+    SparoError,
+    StoppedError,
+    SupersededError,
+    TrainingError,
+)
 from sparo_train.core.tables import METHODS
 from sparo_train.core.world import find_world, started
 from sparo_train.data.read.loader import Pipeline
 from sparo_train.data.read.sources import refuse_changed
-from sparo_train.models.weight_files.weights import load_into
+from sparo_train.models.weight_files.weights import load_into, refuse_non_finite
 from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks
 from sparo_train.train.flops import FlopCounter
 from sparo_train.train.run import RunConfig
@@ -148,6 +155,7 @@ def make_evaluate(
         if not config.eval.tasks:
             return {}
         encoder, begin = encoder_of(objective, method), time.monotonic()
+        refuse_non_finite(encoder.model.state_dict(), f"step {step}", TrainingError)
         results: dict[str, Result] = {}
         for number, name in enumerate(suite.tasks, 1):
             view.phase(f"evaluating {name} {number}/{len(suite.tasks)}")

@@ -91,6 +91,7 @@ class Broadcast(nn.Module):
             widths = (width, *c.hidden)
             layers = [m for a, b in zip(widths, c.hidden, strict=False) for m in (nn.Linear(a, b), nn.ReLU())]
             self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], out + 1))
+            # What shrinks on its way up makes the first masks alike, and slots then share pixels for long.
             begin(self.layers, c.start)
             return
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.GroupNorm(1, width)]) if c.norm else None
@@ -112,6 +113,7 @@ class Broadcast(nn.Module):
         b, k = slots.shape[:2]
         norms: Any = self.norms if self.config.kind == "cnn" else None
         slots = slots if norms is None else norms[0](slots)
+        # Added after the projection: a grid in 16 bits would give neighbours one place.
         with torch.autocast(grid.device.type, enabled=False):  # bf16 tells places apart by 1/256 alone
             placed = self.places if self.config.kind == "patch" else self.position(waves(grid, self.config.waves))
         x = slots[:, :, None] + placed  # (b, K, N, D)
@@ -121,6 +123,7 @@ class Broadcast(nn.Module):
             planes = x.flatten(0, 1).unflatten(1, (self.side, self.side)).permute(0, 3, 1, 2)
             planes = planes if norms is None else norms[1](planes)
             found = self.layers(planes).unflatten(0, (b, k))
+        # Shares are compared over slots at every pixel: in 16 bits a tie is not rare.
         own, logits = found[:, :, :-1], found[:, :, -1]
         masks = F.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=1)
         return Decoded((own * masks[:, :, None]).sum(1), own, masks)
@@ -162,4 +165,5 @@ class _Up(nn.ConvTranspose2d):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         found = F.conv_transpose2d(input, self.weight, self.bias, 2, self.padding, self.behind)  # type: ignore[arg-type]
+        # A kernel of odd side leaves a row and a column more than twice the side.
         return found[..., : 2 * input.shape[-2], : 2 * input.shape[-1]]

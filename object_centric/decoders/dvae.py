@@ -57,6 +57,7 @@ class Dvae(nn.Module):
             nn.init.zeros_(last.bias)  # type: ignore[arg-type]
 
     def logits(self, images: Tensor) -> Tensor:
+        # In fp32: logarithms of probabilities among thousands of tokens.
         return F.log_softmax(self.encoder(images).float(), dim=1)
 
     def drawn(self, shares: Tensor) -> Tensor:
@@ -82,6 +83,7 @@ def relaxed(logits: Tensor, drew: Tensor, tau: float, hard: bool) -> Tensor:
     shares = F.softmax((logits + drew) / tau, dim=1)
     if not hard:
         return shares
+    # The forward sees one token, the backward the shares (straight through).
     one = torch.zeros_like(shares).scatter_(1, shares.argmax(1, keepdim=True), 1.0)
     return one - shares.detach() + shares
 

@@ -69,12 +69,14 @@ class ConvNet(nn.Module):
             x = layer(same_padded(x, self.config.kernel, layer.stride[0]))  # type: ignore[union-attr, index, operator]
             if number + 1 < len(self.layers) or self.config.last_relu:
                 x = F.relu(x)
+        # Channels last: slots read rows of features.
         return x.permute(0, 2, 3, 1)
 
 
 def same_padded(x: Tensor, kernel: int, stride: int) -> Tensor:
     """SAME padding: an output per `stride` pixels, what is odd of the padding at the right and below (torch's own puts it left)."""
     pads: list[int] = []
+    # flax and Keras put the odd pixel behind; torch's own padding puts it in front.
     for size in (x.shape[-1], x.shape[-2]):
         missing = max((-(-size // stride) - 1) * stride + kernel - size, 0)
         pads += [missing // 2, missing - missing // 2]
@@ -83,5 +85,6 @@ def same_padded(x: Tensor, kernel: int, stride: int) -> Tensor:
 
 def grid(side: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
     """(side * side, 2) positions y, x in [-1, 1], row by row, the first and the last on the edge."""
+    # First and last on the edge, as the papers' code; pixel centres would be half a pixel inside.
     line = torch.linspace(-1, 1, side, device=device, dtype=dtype)
     return torch.stack(torch.meshgrid(line, line, indexing="ij"), dim=-1).flatten(0, 1)

@@ -80,6 +80,7 @@ class FrozenPatches(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         """It stays in evaluation mode."""
+        # Whoever calls `.train()` on the model that holds it means the rest.
         return super().train(False)
 
     @torch.no_grad()
@@ -95,6 +96,7 @@ class FrozenPatches(nn.Module):
         if how not in self._kept:
             self._kept[how] = KeptFeatures(Path(self.config.cache), hashlib.sha256(how.encode()).hexdigest())
         kept, side = self._kept[how], self.config.side(images.shape[-1])
+        # By the pixels as bytes: what was decoded alike is the same picture, whatever file it lay in.
         names = kept.names((images * 255).round().to(torch.uint8))
         found = [kept.read(name, (side, side, self.config.width)) for name in names]
         if any(one is None for one in found):

@@ -35,6 +35,7 @@ class KeptFeatures:
         """Where the features of pictures (b, 3, S, S) uint8 are."""
         rows = pixels.cpu().contiguous().numpy()
         digests = [xxhash.xxh3_128_hexdigest(row.tobytes()) for row in rows]
+        # In folders of two letters: a million files in one are slow to list.
         return [self.folder / digest[:2] / f"{digest[2:]}.npy" for digest in digests]
 
     @staticmethod

@@ -35,6 +35,7 @@ class ResNet34Config(Frozen):
 
     def side(self, image_size: int) -> int:
         """Features per side."""
+        # Odd sides round up at each stage, as SAME padding leaves them.
         for _ in range(3):
             image_size = -(-image_size // 2)
         return image_size

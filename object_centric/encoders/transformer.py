@@ -61,6 +61,7 @@ class TransformerConfig(Frozen):
         if name not in BLOCKS:
             raise ValueError(f"preset={name}: {did_you_mean(name, BLOCKS)}")
         row = dict(BLOCKS[name])
+        # Named by itself it goes before the preset's multiple.
         if given.get("mlp_width") is not None:
             row.pop("mlp_times", None)
         return {**row, **given}
@@ -118,6 +119,7 @@ class SelfBlock(nn.Module):
             for layer in (self.to_q, self.to_k, self.to_v)
         )
         rate = self.config.dropout if self.training else 0.0
+        # videosaur multiplies where others divide: attention that is nearly a choice.
         scale = q.shape[-1] ** (0.5 if self.config.sharp else -0.5)
         found = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, scale=scale)
         return self._dropped(self.out(found.transpose(1, 2).flatten(2)))

@@ -79,6 +79,7 @@ class VitFeatures(nn.Module):
             reg_tokens=c.registers,
             no_embed_class=not c.class_place,
             final_norm=c.final_norm,
+            # Images of another size than positions were learned for: timm interpolates them per forward.
             dynamic_img_size=True,
             num_classes=0,
             global_pool="",

@@ -32,6 +32,7 @@ class ParallelBinder(nn.Module):
         if c.init == "learned":
             self.learned = nn.Parameter(nn.init.trunc_normal_(torch.empty(c.slots, c.width)))
         else:
+            # Keras' bound for (1, D), as slots that take turns begin.
             limit = (6 / (1 + c.width)) ** 0.5
             self.mu, self.log_sigma = (nn.Parameter(torch.empty(c.width).uniform_(-limit, limit)) for _ in range(2))
 
@@ -46,6 +47,7 @@ class ParallelBinder(nn.Module):
             return self.learned.expand(count, -1, -1)
         if noise is None:
             raise ValueError(f"slots begin at random: give noise (b, {c.slots}, {c.width})")
+        # The deviation as its logarithm: it stays positive whatever the optimizer does.
         return self.mu + self.log_sigma.exp() * noise
 
     def standardised(self, tokens: Tensor) -> Tokens:
@@ -66,6 +68,7 @@ class ParallelBinder(nn.Module):
                 slots, attention = checkpoint(block, *given, use_reentrant=False)  # type: ignore[misc]
             else:
                 slots, attention = block(*given)
+        # A still image is a clip of one time: one code path, so one set of tests.
         return Grouped(slots[:, 0], attention[:, 0]) if alone else Grouped(slots, attention)
 
 
@@ -76,6 +79,7 @@ class BinderBlock(nn.Module):
         super().__init__()
         assert c.binder is not None
         self.config, self.binder, wide = c, c.binder, c.width
+        # Branches shrink with depth, so that what is added up over all blocks begins with the size of one.
         gain = (4 * c.iterations) ** -0.5
         self.norm_slots, self.norm_time, self.norm_mlp = (nn.LayerNorm(wide, eps=c.ln_eps) for _ in range(3))
         self.norm_input = nn.LayerNorm(in_width, eps=c.ln_eps)
@@ -118,6 +122,7 @@ class BinderBlock(nn.Module):
         bias, among, fading = self.biases(apart).tensor_split(
             (self.config.heads, self.config.heads + self.binder.heads)
         )
+        # Minus infinity, of which every row keeps at least its own time: no softmax of nothing.
         among = among.masked_fill(~seen, -math.inf)
         update, attention = self._bound(self.norm_slots(slots), tokens, bias, fading, alike, with_attention)
         slots = slots + update
@@ -181,10 +186,12 @@ class BinderBlock(nn.Module):
         q = self.to_q(slots).unflatten(-1, (heads, -1)).transpose(2, 3)
         q = q * q.shape[-1] ** -0.5
         q = torch.einsum("bthkd,hdi->bthki", q, self.to_k.weight.unflatten(0, (heads, -1)).to(q.dtype)).flatten(2, 3)
+        # In the bias's own type: under autocast queries are 16 bits, and this is added to all logits.
         return q * self.norm_input.weight, q.to(self.norm_input.bias.dtype) @ self.norm_input.bias
 
     def values(self, taken: Tensor, total: Tensor) -> Tensor:
         """Sums of standardised tokens (b, T, H * K, in_width) and of shares to the values of their means: (b, T, K, D)."""
+        # What every head took is a mean, or slots that took much of a frame would grow with it.
         heads, norm = self.config.heads, self.norm_input
         eps = self.config.renorm_eps if self.binder.inverted else 0.0  # what slots choose sums to one as it is
         means = (taken * norm.weight + total[..., None] * norm.bias) / (total + eps)[..., None]
@@ -204,11 +211,13 @@ class BinderBlock(nn.Module):
         sums, w = table.cumsum(1), self.binder.window
         if w is None or w >= table.shape[1]:
             return sums
+        # Sums of all, less sums of what left the window: two running sums for any length of it.
         return sums - F.pad(sums[:, :-w].movedim(1, -1), (w, 0)).movedim(-1, 1)
 
     def biases(self, apart: Tensor) -> Tensor:
         """Biases (heads, …) of how far from a slot's time what it sees is."""
         b, dtype = self.binder, next(self.distance.parameters()).dtype
+        # In fp32 at least: sines of a thousand in 16 bits are noise.
         exact = torch.promote_types(dtype, torch.float32)
         period = 2.0 * b.longest - 1
         octaves = 2.0 ** torch.arange(b.octaves, device=apart.device, dtype=exact)
@@ -232,6 +241,7 @@ class SlotHeads(nn.Module):
     def forward(self, x: Tensor, bias: Tensor | None, last: bool = False) -> Tensor:
         asking = x[..., -1:, :] if last else x
         q, k, v = (
+            # Only the newest time asks in a stream; all of them answer.
             layer(rows).unflatten(-1, (self.heads, -1)).transpose(-2, -3)
             for layer, rows in ((self.to_q, asking), (self.to_k, x), (self.to_v, x))
         )

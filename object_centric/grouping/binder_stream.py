@@ -35,6 +35,7 @@ class BinderStream:
     def __init__(self, binder: ParallelBinder, window: int | None = None):
         made = binder.config.binder
         assert made is not None
+        # What is kept must not change when a later frame comes.
         if not made.causal or made.competes == "clip" or not made.inverted or made.interaction == "joint":
             raise ValueError(
                 "slots of a stream: binder.causal=true, competes=time, inverted=true, interaction=decoupled; "
@@ -50,6 +51,7 @@ class BinderStream:
         """Tokens (b, N, in_width) of the next frame to its slots (b, K, D); `noise` as the binder's, the same for every frame."""
         fresh = Tokens(*(table[:, 0] for table in self.binder.standardised(tokens[:, None])))
         slots = self.binder.norm(self.binder.first(noise, len(tokens)))[:, None]
+        # Before the blocks: a frame sees itself.
         self._keep(fresh)
         for number, block in enumerate(self.binder.blocks):
             assert isinstance(block, BinderBlock)
@@ -91,6 +93,7 @@ class BinderStream:
         """Of several heads, or shares that fade, which weigh frames by how far they are: one frame of the ring after another."""
         assert self._tokens is not None
         frames = Tokens(*(table.unflatten(1, (held, -1)) for table in self._tokens))
+        # The ring's oldest frame stands behind the newest once it is full.
         ages = (self._count - 1 - torch.arange(held, device=frames.x.device)) % held
         told = block.biases(-ages).repeat_interleave(block.config.slots, 0)  # (all heads * K, held)
         rows = queries.shape[2]
@@ -114,6 +117,7 @@ class BinderStream:
         elif self.window is None or number < self.window:
             self._tokens = Tokens(*(torch.cat(pair, 1) for pair in zip(self._tokens, fresh, strict=True)))
         else:
+            # In place: a ring needs no copy of what stays.
             at = number % self.window * one
             for table, new in zip(self._tokens, fresh, strict=True):
                 table[:, at : at + one] = new

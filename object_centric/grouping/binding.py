@@ -27,6 +27,7 @@ class Tokens(NamedTuple):
         """With their statistics, as a LayerNorm without weights takes them."""
         exact = torch.promote_types(x.dtype, torch.float32)
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            # Frame by frame: statistics in fp32 of 16-bit tokens would copy the whole clip at once.
             frames = (frame.to(exact) for frame in x.detach().unbind(1))
             found = [torch.native_layer_norm(frame, frame.shape[-1:], None, None, eps)[1:] for frame in frames]
         return cls(x, *(torch.stack(column, 1).squeeze(-1) for column in zip(*found, strict=True)))
@@ -103,6 +104,7 @@ def chosen(
                 mask = bias[t, first : first + seen.shape[1]].T.repeat_interleave(seen.shape[2], 1)[None].to(z.dtype)
             keys = seen.flatten(1, 2)
             taken.append(F.scaled_dot_product_attention(queries[:, t], keys, keys, attn_mask=mask, scale=1.0))
+        # For masks alone, so without a graph: nobody learns from what is only looked at.
         own = None
         if with_own:
             with torch.no_grad():
@@ -128,6 +130,7 @@ class _Streamed(torch.autograd.Function):
     ) -> Any:
         sees, competes, window, with_own = how
         b, times, rows, wide = queries.shape
+        # In fp32 at least: sums over all times of shares of one.
         taken, total = offset.new_zeros(b, times, rows, wide), torch.zeros_like(offset)
         own = offset.new_zeros((b, times, rows, x.shape[2]) if with_own else (0,))
         for s in range(times):
@@ -139,6 +142,7 @@ class _Streamed(torch.autograd.Function):
             if weight is not None:
                 shares = shares * weight[there, s, :, None]
             total[:, there] += shares.sum(-1)
+            # The deviation goes into the shares, which are (R, N), not into the tokens, which are (N, W).
             weights = shares.mul_(rstd[:, s, None, None]).flatten(1, 2).to(x.dtype)
             taken[:, there] += (weights @ x[:, s]).view(b, -1, rows, wide)
         ctx.save_for_backward(queries, offset, x, mean, rstd, bias, weight)
@@ -176,10 +180,12 @@ class _Streamed(torch.autograd.Function):
                 shares = shares * weight[there, s, :, None]
             # What x gets through its deviation, which all numbers of a token share: slope * (x - mean).
             both[:, 0], both[:, 1] = raw * d_logits, inner * shares
+            # Of rstd the derivative is its cube over the number of its terms, times what is centred.
             slope = both.sum((1, 2, 3)) * rstd[:, s] ** 3 / -wide
             both[:, 0], both[:, 1] = d_logits * r, shares * r
             rest = (slope * mean[:, s]).neg_()[:, None].to(x.dtype)
             weights = torch.cat([both.flatten(1, 3).to(x.dtype), rest], 1)
+            # The first half of the rows is what queries get; the second, and `rest`, are for x alone.
             d_queries[:, there] += (weights[:, : raw.shape[1] * rows] @ x[:, s]).view(b, -1, rows, wide)
             torch.bmm(weights.transpose(1, 2), asked, out=d_x[:, s])
             d_x[:, s].addcmul_(x[:, s], slope[..., None].to(x.dtype))

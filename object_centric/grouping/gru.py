@@ -52,6 +52,7 @@ class Gru(nn.Module):
                 nn.init.orthogonal_(gate)
 
     def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        # flax has a bias of the candidate's state alone; in torch's layout the other two are zeros.
         bias = self.bias_hh if self.kind != "flax" else F.pad(self.bias_hh, (2 * self.width, 0))
         # The products in the dtype of autocast, the gates in fp32: a slot is a sum over many rounds.
         of_x, of_h = F.linear(x, self.weight_ih, self.bias_ih), F.linear(h, self.weight_hh, bias)

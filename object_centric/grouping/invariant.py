@@ -81,6 +81,7 @@ class FramedSlotAttention(nn.Module):
         c, f = self.config, self.frame
         drawn, where, size = noise.split([c.width, 2, 2], dim=-1)
         slots = self.learned.expand_as(drawn) if c.init == "learned" else drawn
+        # A normal's distribution function makes a uniform of it: all noise of a batch is of one kind.
         positions = torch.special.ndtr(where) * 2 - 1
         return slots, positions, (0.1 + 0.1 * size).clamp(*f.scale_clip)
 
@@ -97,6 +98,7 @@ class FramedSlotAttention(nn.Module):
         attention = k
         for i in range(c.iterations + 1):
             normed = self.norm_slots(slots)
+            # Relative to each slot: what makes the same object elsewhere give the same slot.
             placed = self.to_grid(self.relative(grid, positions, scales))  # (b, K, N, d)
             q = self.to_q(normed) * c.qkv**-0.5
             # The second layer of keys and values is linear: applied to K queries and K means in place of K * N tokens.
@@ -106,6 +108,7 @@ class FramedSlotAttention(nn.Module):
             weights = attention / (attention.sum(-1, keepdim=True) + c.renorm_eps)
             with torch.autocast(grid.device.type, enabled=False):  # bf16 tells places apart by 1/256 alone
                 positions, scales = self._frames(weights, grid, scales)
+            # The round more than asked for is for frames: slots stay as they are.
             if i == c.iterations:
                 break
             values = widen(v[:, None] + placed)

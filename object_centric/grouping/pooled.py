@@ -44,6 +44,7 @@ class PooledTransformer(nn.Module):
         side, squares = math.isqrt(tokens), math.isqrt(self.slots)
         number = torch.arange(times, device=features.device, dtype=torch.float32)[:, None]
         angles = number * math.pi / 2.0 ** torch.arange(_OCTAVES, device=features.device)
+        # A frame's number, not its place in the batch: clips of any length are told the same.
         when = self.time(torch.cat([angles.sin(), angles.cos()], -1).to(self.time.weight.dtype))
         x = self.blocks((self.project(features) + when[:, None]).flatten(1, 2))
         planes = x.view(b * times, side, side, -1).permute(0, 3, 1, 2)

@@ -68,6 +68,7 @@ class SlotAttention(nn.Module):
         if noise is not None and noise.shape[-2:] != (c.slots, wide):
             raise ValueError(f"noise {tuple(noise.shape)}: these slots take (…, {c.slots}, {wide})")
         slots = self.first(lead, noise) if first is None else first
+        # Lead dimensions are folded into one: images, frames and views of scenes are all samples.
         x = self.norm_input(features).reshape(-1, *features.shape[-2:])
         ties = features.new_zeros(())
         if wide > c.width:
@@ -87,12 +88,14 @@ class SlotAttention(nn.Module):
             alone = c.gradient == "last" and i < last
             with torch.set_grad_enabled(torch.is_grad_enabled() and not alone):
                 if alone:
+                    # Without a graph, and without what a graph would keep: the rounds before the last are a search.
                     slots = slots.detach()
                 elif c.gradient == "last":
                     slots = slots.detach()
                     if c.straight_through:
                         slots = slots + begun - begun.detach()
                     keyed = None  # what was projected without a graph
+                # Keys and values once, whatever the number of rounds, where all have one set of weights.
                 if keyed is None or c.layers == "own":
                     keyed = step.keyed(x, ties)
                 slots, attention = step(keyed, slots, with_mlp=c.mlp_last or i < last)
@@ -146,6 +149,7 @@ class Round(nn.Module):
             update, attention = weighted(c, q.unflatten(-1, (c.heads, -1)).transpose(1, 2), *keyed)
             update = update.transpose(1, 2).flatten(2)
         update = self.out(update)
+        # videosaur feeds the normalised slot; the difference is a function, not a rounding.
         state = normed if c.gru_on_normed else slots
         slots = (
             state + update
@@ -160,6 +164,7 @@ class Round(nn.Module):
 def weighted(c: SlotAttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Queries (b, H, K, d), keys and values (b, H, N, ·): weighted means (b, H, K, ·), and attention (b, K, N)."""
     a = competed(c, q @ k.transpose(-1, -2))
+    # Over heads the shares of a token sum to one where heads compete, so they are added, not averaged.
     attention = a.mean(1) if c.softmax_over != "slots_heads" else a.sum(1)
     if c.renorm == "none":
         return a.to(v.dtype) @ v, attention
@@ -172,6 +177,7 @@ def weighted(c: SlotAttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
 
 def competed(c: SlotAttentionConfig, logits: Tensor) -> Tensor:
     """Logits (b, H, K, N) to shares, in fp32 at least."""
+    # In 16 bits shares of thirty slots are told apart by luck.
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if c.softmax_over == "slots_heads":
         return F.softmax(logits.flatten(1, 2), dim=1).view(logits.shape)

@@ -111,6 +111,7 @@ class SlotAttentionConfig(Frozen):
         name = given.get("preset", "sa")
         if name not in PRESETS:
             raise ValueError(f"preset={name}: {did_you_mean(name, PRESETS)}")
+        # By the width that the recipe names: a preset has no width of its own.
         row = dict(PRESETS[name])
         if (times := row.pop("mlp_times", None)) and isinstance(given.get("width", 64), int):
             row["mlp_width"] = times * given.get("width", 64)
@@ -118,6 +119,7 @@ class SlotAttentionConfig(Frozen):
             inner = given.get(part)
             if isinstance(inner, dict) and part in row:
                 row[part] = {**row[part], **inner}
+                # Laid over the preset's own block, so that one knob of it can be turned.
                 given = {knob: value for knob, value in given.items() if knob != part}
         return {**row, **given}
 
@@ -160,6 +162,7 @@ class SlotAttentionConfig(Frozen):
 
     def _fits_binder(self, binder: BinderConfig) -> None:
         """Raise `ValueError` where knobs of slots that take turns are turned."""
+        # A binder is a function of its own; a knob that it would not read must not look as if it did.
         held = {
             "softmax_over": "slots_heads", "renorm": "sum", "gru": "none", "layers": "own", "mlp_last": True, "out_proj": True,
             "gradient": "all", "kv": "auto", "gru_on_normed": False, "transport": None, "qkv_width": None,

@@ -33,6 +33,7 @@ def sinkhorn(cost: Tensor, log_a: Tensor, log_b: Tensor, steps: int, v: Tensor |
 def sinkhorn_unrolled(cost: Tensor, log_a: Tensor, log_b: Tensor, steps: int, v: Tensor | None = None) -> TransportPlan:
     """The same in torch's own operations, which have gradients of gradients."""
     a, b = log_a[:, None], log_b[..., None]
+    # Tokens first, then slots: the last half step's sums are exact, and slots are what is read.
     u, v = a, torch.zeros_like(b) if v is None else v
     for _ in range(steps):
         u = a - (v - cost).logsumexp(1, keepdim=True)
@@ -63,6 +64,7 @@ def _back(cost: Tensor, a: Tensor, b: Tensor, track: _Track, outer: Tensor) -> t
         of_b += of_v
         taken = (u + (after - b) - cost).exp_().mul_(of_v)
         of_cost -= taken
+        # Through slots' half step, then through tokens', in the opposite order of the walk.
         of_u = of_u - taken.sum(1, keepdim=True)
         of_a += of_u
         given = (before + (u - a) - cost).exp_().mul_(of_u)
@@ -124,6 +126,7 @@ def less_entropy(
         else:
             with torch.no_grad():
                 slope, v = _slope(cost, log_a, log_b, steps, v, similar)
+        # Of a length that does not depend on how flat entropy is: the rate is one for all images.
         length = slope.square().sum((1, 2), keepdim=True).sqrt().clamp(min=1e-12)
         cost = cost - rate * slope / length
     return cost, v

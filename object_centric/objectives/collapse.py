@@ -45,6 +45,7 @@ def sharing(masks: Tensor) -> dict[str, Tensor]:
     shares = masks.detach().float()
     slots = shares.shape[1]
     drawn = shares.argmax(1, keepdim=True) == torch.arange(slots, device=shares.device)[:, None, None]
+    # A pixel that one slot has counts as sharp, whatever the number of slots.
     entropy = -(shares.clamp(min=1e-12).log() * shares).sum(1).mean() / math.log(max(slots, 2))
     return {
         "slots_used": (drawn.float().mean((2, 3)) > _UNUSED).float().sum(1).mean(),
@@ -67,6 +68,7 @@ def fixity(labels: Tensor) -> Tensor:
     count, often = len(borders), borders.mean()
     if count < 2 or not borders.shape[1]:
         return borders.new_zeros(())
+    # Pairs of images, without those of an image with itself.
     of_pairs = borders.sum(0)
     both = (of_pairs * (of_pairs - 1)).mean() / (count * (count - 1))
     return (both - often**2) / (often - often**2).clamp(min=1e-6)

@@ -69,6 +69,7 @@ class Slate(Objective):
             squares.flatten(1).sum(1).mean() + cross_entropy,
             {
                 "mse": squares.detach().mean(),
+                # Per token, so that images of two sizes can be compared.
                 "cross_entropy": cross_entropy.detach() / self.config.model.tokens,
                 "tau": torch.tensor(tau, device=images.device),
                 **sharing(_of_one(attention)),

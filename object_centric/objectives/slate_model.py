@@ -87,12 +87,14 @@ class SlateModel(nn.Module):
         logits = self.dvae.logits(images)
         drew = gumbel(logits)
         drawn = self.dvae.drawn(relaxed(logits, drew, tau, self.config.dvae.hard))
+        # Tokens are labels: no gradient goes through what was drawn.
         with torch.no_grad():
             drew = gumbel(logits) if self.config.dvae.says == "other" else drew
             tokens = (logits + drew).argmax(1).flatten(1)
         embedded = self._embedded(tokens)
         towered = group(embedded)
         slots = towered.slots.flatten(0, -3)  # of every frame
+        # The last token is said and never heard: nothing follows it.
         said = self.head(self.decoder(embedded[:, :-1], self.project(slots)))
         missed = F.cross_entropy(said.float().flatten(0, 1), tokens.flatten(), reduction="none")
         return Slated(towered, tokens, missed.view_as(tokens).sum(1), drawn)
@@ -101,19 +103,29 @@ class SlateModel(nn.Module):
         """Slots alone, of each patch's most probable token."""
         if self.config.encoder.kind != "tokens":
             return self.tower(images, noise)
-        return self._grouped(images, self._embedded(self.dvae.logits(images).argmax(1).flatten(1)), noise)
+        return self._grouped(images, self.likeliest(images), noise)
+
+    def likeliest(self, images: Tensor) -> Tensor:
+        """Each patch's most probable token, embedded with its place behind the one that begins: (b, 1 + N, width)."""
+        logits = self.dvae.logits(images)
+        # The largest of NaNs is some token, whose slots would be scored as if it had been seen.
+        unknown = logits.isnan().flatten(1).any(1)
+        return self._embedded(logits.argmax(1).flatten(1)).masked_fill(unknown[:, None, None], torch.nan)
 
     def generate(self, slots: Tensor) -> Tensor:
-        """Slots (b, K, D) to images (b, 3, S, S), the most probable token after the other."""
-        side = math.isqrt(self.config.tokens)
+        """Slots (b, K, D) to images (b, 3, S, S), the most probable token after the other; NaN where no token is."""
+        side, unknown = math.isqrt(self.config.tokens), slots.new_zeros(len(slots), dtype=torch.bool)
         projected, past = self.project(slots), None
         following, found = self.begin.expand(len(slots), 1, -1), []
         for place in range(self.config.tokens):
             said, past = self.decoder.following(following + self.places[place], projected, past)
-            token = self.head(said).argmax(-1)
+            logits = self.head(said)
+            unknown = unknown | logits.isnan().flatten(1).any(1)
+            token = logits.argmax(-1)
             found.append(token)
             following = self.embed(token)
-        return self.dvae.tokens_drawn(torch.cat(found, dim=1).unflatten(1, (side, side)))
+        drawn = self.dvae.tokens_drawn(torch.cat(found, dim=1).unflatten(1, (side, side)))
+        return drawn.masked_fill(unknown[:, None, None, None], torch.nan)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """Tokens (b, N) behind one that begins, with their places: (b, 1 + N, width)."""

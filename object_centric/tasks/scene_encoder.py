@@ -23,6 +23,8 @@ from ..scenes3d.novel_views import NovelViews
 from ..scenes3d.rays import Rays, pixel_rays
 from ..scenes3d.scene_model import SceneModel
 
+_UNKNOWN = -2.0  # in place of a score that there is none of; SSIM itself goes down to -1
+
 
 @dataclass(frozen=True)
 class EveryView:
@@ -123,7 +125,9 @@ class SceneEncoder(Encoder, ViewsEncoder):
         side = rays.shape[-1]
         shares = found.shares.float().transpose(1, 2).unflatten(-1, (side, side))
         labels = shares.argmax(1).float().masked_fill(~shares.isfinite().all(1), torch.nan)
-        colours = found.colours.float().clamp(0, 1).transpose(1, 2).unflatten(-1, (side, side))
+        # Infinity would be cut to white, which can be scored.
+        colours = found.colours.float().masked_fill(~found.colours.isfinite(), torch.nan)
+        colours = colours.clamp(0, 1).transpose(1, 2).unflatten(-1, (side, side))
         depth = None if found.depth is None else found.depth.float().unflatten(-1, (side, side))
         return DrawnView(colours, labels, depth, shares)
 
@@ -146,13 +150,13 @@ class SceneEncoder(Encoder, ViewsEncoder):
             for own, views in zip(slots, scene.to(self.device), strict=True):
                 found = self.drawn(own.expand(len(views), -1, -1), views[:, 3:])
                 wanted = views[:, :3]
-                facts.append(
-                    torch.stack([_mse(found.colours, wanted), ssim(found.colours, wanted), *copied(views, shown)], -1)
-                )
+                # Of pictures that no window fits into there is no SSIM; NaN for any other reason stays, and is refused.
+                alike = ssim(found.colours, wanted)
+                alike = alike if alike.isfinite().any() else torch.full_like(alike, _UNKNOWN)
+                facts.append(torch.stack([_mse(found.colours, wanted), alike, *copied(views, shown)], -1))
                 labels.append(found.labels)
                 depths += [] if found.depth is None else [found.depth]
-            # Of pictures that no window fits into there is no SSIM; what is stored is finite.
-            told = torch.stack(facts).nan_to_num(-1.0)
+            told = torch.stack(facts)
             rows.append(torch.cat([told.flatten(), *(torch.stack(t).flatten() for t in (labels, depths) if t)]))
         return torch.stack(rows)
 
@@ -195,4 +199,4 @@ def row_parts(
     rest = row[4 * views :]
     labels = rest[:pixels].reshape(*shape, size, size).astype(np.int64)
     depth = rest[pixels:].reshape(*shape, size, size) if len(rest) > pixels else None
-    return [np.where(facts[..., i] < 0, np.nan, facts[..., i]) for i in range(4)], labels, depth
+    return [np.where(facts[..., i] == _UNKNOWN, np.nan, facts[..., i]) for i in range(4)], labels, depth

@@ -40,11 +40,13 @@ class ClipExamples(Examples):
     ) -> Any:
         c = self.config
         episode = Episode(fields, source.config.image_keys)
+        # Frames first: whatever else is drawn then comes from the same stream in the same order.
         times = self.frames.window(len(episode), rng)
         pictures = [episode.image(t) for t in times]
         planes = {"flow": episode.flow, "depth": episode.depth}
         read = {name: [planes[name](t) for t in times] for name in self.planes}
         labels = [episode.labels(times[0])] if self.told else []
+        # Of all planes at once: a mask of another size than its picture would be cut elsewhere.
         if (
             len({table.shape[:2] for table in (*pictures, *labels, *(t for tables in read.values() for t in tables))})
             > 1
@@ -58,6 +60,7 @@ class ClipExamples(Examples):
         if "flow" in read:
             found["flow"] = np.stack([flow_colours(cut.flow(t)) for t in read["flow"]]).transpose(0, 3, 1, 2)
         if "depth" in read:
+            # Depths of metres and of a background far away: the logarithm keeps both in sight.
             found["depth"] = np.log1p(np.stack([cut.depth(t) for t in read["depth"]])).astype(np.float32)[:, None]
         if labels:
             found["hint"] = told_labels(cut.labels(labels[0]), self.told)

@@ -38,14 +38,17 @@ def slot_contrast(slots: Tensor, config: ContrastConfig, ring: Ring | None = Non
     """
     b, times, k, _ = slots.shape
     exact = torch.promote_types(slots.dtype, torch.float32)
+    # Cosines in fp32: a softmax of them over a tenth tells differences in the third digit.
     near = F.normalize(slots.to(exact), dim=-1).transpose(0, 1)  # (T, b, K, D)
     if config.others == "video":
         logits = near[1:] @ near[:-1].transpose(-1, -2) / config.temperature  # (T - 1, b, K, K)
         wanted = torch.arange(k, device=slots.device).expand(times - 1, b, k)
         return F.cross_entropy(logits.flatten(0, 2), wanted.flatten())
     ring = ring or Ring()
+    # Of all ranks: what a slot is told apart from is the global batch, however it is cut.
     earlier = ring.gather(near[:-1].transpose(0, 1).contiguous()).transpose(0, 1).flatten(1, 2)  # (T - 1, B * K, D)
     logits = near[1:].flatten(1, 2) @ earlier.transpose(-1, -2) / config.temperature
+    # This rank's slots stand behind those of the ranks before it.
     wanted = (torch.arange(b * k, device=slots.device) + ring.rank * b * k).expand(times - 1, -1)
     return F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
 
@@ -62,5 +65,6 @@ def patch_likeness(features: Tensor, config: SimilarityConfig) -> Tensor:
 def likeness_missed(said: Tensor, features: Tensor, config: SimilarityConfig) -> Tensor:
     """Cross-entropy of what is drawn, logits (b, T, N, N) of every patch over all, with `patch_likeness`, mean over a video's patches,
     (b,); of the last frame nothing is known."""
+    # The features are a target: with a gradient they could become alike, and likeness cheap.
     wanted = patch_likeness(features, config).detach()
     return -(wanted * said[:, :-1].float().log_softmax(-1)).sum(-1).flatten(1).mean(1)

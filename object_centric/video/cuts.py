@@ -50,6 +50,7 @@ class Cut:
         else:
             tall, wide = self.size / self.box.height, self.size / self.box.width
         rows, columns = self.depth(plane[..., 0].copy()), self.depth(plane[..., 1].copy())
+        # Mirrored, what moved left moves right; rows stay.
         return np.stack([rows * tall, columns * (-wide if self.flip else wide)], axis=-1)
 
     def _scaled(self, image: Image.Image, filter: Image.Resampling) -> np.ndarray:

@@ -48,6 +48,7 @@ class Hint(nn.Module):
             assert self.see is not None
             # The ground's is zeros, as of an object that is not there.
             masks = F.one_hot(labels.long(), self.slots).movedim(-1, 1).to(self.tell[0].weight.dtype)  # type: ignore[union-attr, arg-type]
+            # The ground has no box in SAVi's data: what is told of it would be learned as an object.
             masks = masks * (torch.arange(self.slots, device=labels.device) > 0)[:, None, None]
             seen = self.see(masks.flatten(0, 1)[:, None].expand(-1, 3, -1, -1))
             return self.tell(seen.flatten(1)).unflatten(0, (len(labels), self.slots))
@@ -64,6 +65,7 @@ def boxes_of(labels: Tensor, slots: int) -> Tensor:
     for axis in (3, 2):  # rows with a pixel of it, then columns
         line = there.any(axis)
         first = line.float().argmax(-1)
+        # Behind the last pixel, so that a box of one pixel has a size.
         last = side - line.flip(-1).float().argmax(-1)
         ends.append((first, last))
     (top, bottom), (left, right) = ends

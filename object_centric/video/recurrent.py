@@ -68,6 +68,7 @@ class RecurrentSlots(nn.Module):
                 own, attention, state = checkpoint(self.step, frame, noise, state, turns, use_reentrant=False)  # type: ignore[misc]
             else:
                 own, attention, state = self.step(frame, noise, state, turns)
+            # Of the first frame alone.
             turns = None
             slots.append(own)
             attentions.append(attention)

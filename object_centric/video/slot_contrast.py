@@ -38,6 +38,7 @@ class SlotContrast(CoupledObjective, VideoAutoencoder):
 
     def embed(self, batch: Batch) -> tuple[Tensor, ...]:
         """Slots (b, T, K, D), errors (b,) of what is drawn, and masks (b, K, s, s) of first frames."""
+        # First frames alone: what is logged of masks is of images, not of videos.
         found, errors, _ = self.errors(batch)
         return found.slots, errors, found.decoded.masks[:: batch["video"].shape[1]]
 

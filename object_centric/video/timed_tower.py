@@ -107,6 +107,7 @@ class TimedTower(SlotTower):
         return RecurrentSlots(c.grouping, c.predictor, c.features, c.first_turns)
 
     def forward(self, images: Tensor, noise: Tensor, hint: Tensor | None = None) -> TimedSlots:
+        # All frames at once: nothing before the slots knows of time.
         tokens, features = self.tokens(images.flatten(0, 1))
         slots, attention = self.grouped(tokens.unflatten(0, images.shape[:2]), noise, hint)
         side = features.shape[1]

@@ -80,6 +80,7 @@ class VideoAutoencoder(Objective):
             said = _patches(image[:, -m.likeness :], shape)
             missed = likeness_missed(said, _patches(found.features, shape), c.similarity)
             total, told["likeness_loss"] = total + c.similarity.weight * missed, missed.detach().mean()
+            # Behind the features, where both are drawn.
             image = image[:, : -m.likeness]
         if image.shape[1]:
             apart = (image - self.target(batch, found)).square().unflatten(0, shape).flatten(1)
@@ -114,6 +115,7 @@ class VideoAutoencoder(Objective):
     def footprint(self, batch: int, world_batch: int) -> Footprint:
         m, times = self.config.model, self.config.frames.count
         side, slots = m.encoder.side(m.image_size), m.grouping.slots
+        # What a transposed convolution writes at the last doubling is what memory goes by.
         drawn = m.decoder.side(m.drawn_side) ** 2
         wide = m.decoder.channels * 4 ** (m.decoder.ups + 1) if m.decoder.kind == "cnn" else sum(m.decoder.hidden)
         towers = [(times * m.encoder.cost(m.image_size), 1), (times * slots * drawn * wide, 1)]

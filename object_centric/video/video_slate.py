@@ -55,7 +55,7 @@ class VideoSlateModel(SlateModel):
     def frame_tokens(self, frames: Tensor) -> Tensor:
         """Frames (n, 3, S, S) to what slots group, (n, s * s, F); where those are tokens, of each patch's most probable one."""
         if self.config.encoder.kind == "tokens":
-            frames = self._seen(frames, self._embedded(self.dvae.logits(frames).argmax(1).flatten(1)))
+            frames = self._seen(frames, self.likeliest(frames))
         return self.tower.tokens(frames)[0]
 
 

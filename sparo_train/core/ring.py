@@ -39,6 +39,7 @@ class Ring:
         if self.size == 1:
             return Shift([], tensors, ())
         to, source = ((self.rank + step) % self.size for step in (1, -1))
+        # A view's strides would be sent as its neighbours' elements.
         leaving = tuple(t.contiguous() for t in tensors)
         arriving = tuple(torch.empty_like(t) for t in leaving)
         operations = []
@@ -80,6 +81,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        # Each rank asked for something of every rank's tensor: what they ask of this one is summed.
         whole = gradients[0].contiguous()
         dist.all_reduce(whole, group=ctx.ring.group)
         return whole[ctx.ring.rank * ctx.length :][: ctx.length].clone(), None

@@ -9,8 +9,10 @@ import numpy as np
 
 def generator(seed: int, *names: str | int) -> np.random.Generator:
     """A numpy generator for the stream `names` under `seed`; equal arguments give equal draws in any process."""
+    # Always two words: the upper half of a long seed must not be taken for a name.
     words = [seed & 0xFFFFFFFF, seed >> 32]
     for name in names:
+        # A checksum, not hash(): Python salts that anew in every process.
         words.append(zlib.crc32(name.encode()) if isinstance(name, str) else name)
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(words)))
 

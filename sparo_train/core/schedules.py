@@ -12,6 +12,7 @@ def cosine(start: float, end: float, step: int, total: int) -> float:
 
 def linear(start: float, end: float, step: int, count: int) -> float:
     """Entry `step` of `numpy.linspace(start, end, count)`."""
+    # The last entry is `end` to the bit, as linspace gives it, not what the sum rounds to.
     return (
         start if count < 2 or step == 0 else end if step == count - 1 else start + step * ((end - start) / (count - 1))
     )

@@ -27,6 +27,7 @@ class StopFlag:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         name = signal.Signals(number).name
+        # Only of Ctrl-C: SLURM sends SIGTERM more than once by itself.
         if name == "SIGINT" and self.received == "SIGINT":
             raise KeyboardInterrupt
         self.received = self.received or name
@@ -52,6 +53,7 @@ class StopFlag:
     ) -> None:
         _open.remove(self)
         for name, old in self._old.items():
+            # Handed back, so that a notebook's own Ctrl-C works behind the run.
             signal.signal(getattr(signal, name), old)  # type: ignore[arg-type]
 
 
@@ -71,6 +73,7 @@ def ignore_in_worker() -> None:
     A worker has the sockets of its rank open: as long as it lives, the other ranks do not notice that theirs died.
     """
     for name in _NAMES:
+        # A Ctrl-C at the terminal reaches the whole process group.
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -37,6 +37,7 @@ def read_bytes(path: str | Path, error: type[SparoError] = ConfigError, most: in
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:  # noqa: PTH123 a pipe would wait for a writer
+            # Asked of the open file, not of its name: it could be another by now.
             found = os.fstat(stream.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise error(f"{path}: is no regular file; give one that can be read from its beginning")
@@ -52,6 +53,7 @@ def read_text(path: str | Path, error: type[SparoError] = ConfigError, most: int
     """A file of UTF-8 text, as `read_bytes` reads it; line ends as they are read by `open`."""
     data = read_bytes(path, error, most)
     try:
+        # A byte-order mark is what editors on Windows leave.
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as failed:
         line = data.count(b"\n", 0, failed.start) + 1
@@ -68,7 +70,7 @@ def parse_json(text: str, where: str, kind: type[T], error: type[SparoError] = C
     """JSON whose top level is a `kind`. Raises `error` naming `where`."""
     try:
         found: Any = json.loads(text)
-    except (ValueError, RecursionError) as failed:
+    except (ValueError, RecursionError) as failed:  # nesting without end is no ValueError
         raise error(f"{where}: not valid JSON ({failed})") from None
     if not isinstance(found, kind):
         raise error(f"{where}: holds a JSON {type(found).__name__}, and a {kind.__name__} was expected")

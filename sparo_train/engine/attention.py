@@ -65,6 +65,7 @@ def fastest(
     few = {key: value[:_SAMPLES] for key, value in batch.items()}
     size = sum(p.numel() for p in objective.parameters())
     shapes = {key: tuple(value.shape) for key, value in few.items()}
+    # Whatever changes which one wins is in the key; a new torch measures again.
     key = f"{machine_name()}, torch {torch.__version__}, {torch.get_num_threads()} threads, {precision}, {size} parameters, {shapes}"
     seconds = agreed(lambda: _known().get(key))
     # What others wrote into the cache, or what was torn by a crash, is measured again.
@@ -93,6 +94,7 @@ def _measured(
         with Attention(name).running():
             with autocast():
                 total = _total(objective, batch, progress)
+            # Frozen parameters are no part of what is timed, as they are none of a step.
             torch.autograd.grad(total, trained, allow_unused=True)  # leaves .grad and its hooks alone
         return time.perf_counter() - begin
 
@@ -110,6 +112,7 @@ def _measured(
 
 def _total(objective: Objective, batch: dict[str, Tensor], progress: Progress) -> Tensor:
     """What a backward begins with; a coupled objective's own loss would need the other ranks."""
+    # Squares, so that every embedding has a gradient of its own.
     if isinstance(objective, CoupledObjective):
         return torch.stack([rows.float().square().sum() for rows in objective.embed(batch)]).sum()
     return objective(batch, progress).total

@@ -22,6 +22,7 @@ class Clock:
         """Time what is done inside."""
         if self.on_gpu:
             pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            # Recorded, not read: reading would make the program wait for the device.
             pair[0].record()
             yield
             pair[1].record()

@@ -54,6 +54,7 @@ class DdpEngine(RankedEngine):
             self._root = DistributedDataParallel(
                 root,
                 device_ids=on_gpu,
+                # Gradients lie in the buckets themselves: no copy before and after the exchange.
                 gradient_as_bucket_view=True,
                 bucket_cap_mb=self.config.bucket_mb,
                 **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
@@ -76,7 +77,9 @@ class DdpEngine(RankedEngine):
         before = [b.clone() for b in buffers]  # a forward may count in them
         out = super()._run(batch, progress, last=True)
         outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+        # Asked here, where the first graph exists: DDP itself would wait for ever.
         self._refuse_unreached(outputs)
+        # Times zero: the order of hooks is what is wanted, not their values.
         self.backward(torch.stack([t.float().sum() for t in outputs]).sum() * 0.0, last=True)
         self.optimizer.zero_grad(set_to_none=True)
         self.side.set_random_state(state)
@@ -101,6 +104,7 @@ class DdpEngine(RankedEngine):
             )
 
     def _exchanging(self, last: bool) -> AbstractContextManager[None]:
+        # Alone there is no exchange to hold back.
         wrapped = isinstance(self._root, DistributedDataParallel)
         return self._root.no_sync() if wrapped and not last else nullcontext()
 

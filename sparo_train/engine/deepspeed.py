@@ -77,6 +77,7 @@ class DeepSpeedEngine:
     def prepare(self, objective: Objective) -> None:
         if self.ranks.size == 1:
             raise ConfigError("engine.kind=deepspeed shards over ranks, and there is one; use engine.kind=local")
+        # Refused before anything is sharded, with what would do it instead.
         if self.optim_config.muon is not None:
             raise ConfigError(
                 "optim.muon: DeepSpeed keeps parameters as vectors, of which no update can be made orthogonal; use engine.kind=fsdp2 or ddp"
@@ -117,6 +118,7 @@ class DeepSpeedEngine:
         deepspeed = _quiet_deepspeed()
         root = _Inside(objective, lambda: [self.side.autocast(), self.side.attention()])
         for p in objective.parameters():
+            # Made vectors before the optimizer takes them: it would hold the old tensors.
             if p.ndim == 0:
                 p.data = p.data.view(1)
         os.environ["LOCAL_RANK"] = str(self.device.index or 0)  # DeepSpeed takes its GPU from it
@@ -144,6 +146,7 @@ class DeepSpeedEngine:
             )
         self._zero = Zero(self._root, self.config.stage)
         self._zero.forget_gradients()
+        # What the loss itself reads is gathered by no submodule's hook.
         if self.config.stage == 3:
             for p in objective.loss_parameters():  # used by `Root`, which does not own them
                 deepspeed.zero.register_external_parameter(self._root.module, p)
@@ -180,6 +183,7 @@ class DeepSpeedEngine:
         with self.ranks.named("stepping"):
             self._root.step()
         applied = self._root.was_step_applied()
+        # The moving average follows steps that were taken, not those that were skipped.
         if applied:
             self._follow(progress)
         self._zero.forget_gradients()

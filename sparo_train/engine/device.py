@@ -68,6 +68,7 @@ class Device:
             _keep_freed_memory()
         if self.config.compile:
             for unit in objective.shard_units():
+                # Unit by unit, not whole: towers share code, and a change of length compiles one unit anew.
                 unit.compile()
         return objective
 
@@ -95,6 +96,7 @@ class Device:
 
     def moved(self, batch: Batch) -> dict[str, Tensor]:
         """The batch on the device, for what runs next."""
+        # Non-blocking from pinned memory; from pageable memory it is an ordinary copy.
         return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
 
     def moved_ahead(self, batch: Batch) -> Batch:

@@ -66,9 +66,11 @@ class Fsdp2Engine(RankedEngine):
         if size % shard:
             raise ConfigError(f"engine.shard_size={shard}: does not divide {size} ranks")
         kept = {p for p in objective.parameters() if p.ndim == 0} | set(objective.loss_parameters())
+        # A set has no order of its own, and ranks that reduce in different orders wait for each other.
         self._kept = [p for p in objective.parameters() if p in kept]  # in the same order on every rank
         shape, names = ((size,), ("shard",)) if shard == size else ((size // shard, shard), ("replicate", "shard"))
         low = torch.bfloat16 if (config.param_dtype or config.precision) == "bf16" else None  # None: as parameters are
+        # Sums of 16-bit gradients lose the small ones: fp32 unless asked otherwise.
         reduced = torch.bfloat16 if config.reduce_dtype == "bf16" else low and torch.float32
         with self.ranks.named("sharding the model"):
             common: dict[str, Any] = {
@@ -80,6 +82,7 @@ class Fsdp2Engine(RankedEngine):
                 "reshard_after_forward": config.reshard_after_forward,
                 "ignored_params": kept,
             }
+            # From the inside out: the root takes what no unit has taken.
             for unit in objective.shard_units():
                 fully_shard(unit, **common)
             fully_shard(self._root, **{**common, "reshard_after_forward": False})  # backward needs it first
@@ -118,6 +121,7 @@ class Fsdp2Engine(RankedEngine):
             if isinstance(tensor, DTensor):
                 # Shards may lie on the host, where nccl cannot gather.
                 tensor = tensor.to(self.device).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+            # Whole only while it is copied: the caller takes one at a time.
             yield name, tensor
 
 

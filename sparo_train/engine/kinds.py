@@ -77,4 +77,5 @@ def casts(config: Any, sizes: Sizes) -> float:
 def replicated(config: Any, sizes: Sizes, ranks: int) -> Costs:
     """Everything on every rank; gradients are all-reduced."""
     p = sizes.parameters
+    # A ring sends a gradient twice, each time all but its own share.
     return Costs(4 * p, 4 * p, 8 * p, casts(config, sizes), 2 * (ranks - 1) / ranks * 4 * p)

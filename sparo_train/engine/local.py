@@ -54,6 +54,7 @@ class LocalEngine:
         self.objective = self.side.take(objective)
         self.wrap(objective)
         self.optimizer = build_optimizer(self.optim_config, objective)
+        # After wrapping: engines of several ranks wrap around the module, not inside it.
         self._names = {id(p): name for name, p in objective.named_parameters()}
 
     def wrap(self, objective: Objective) -> None:
@@ -94,6 +95,7 @@ class LocalEngine:
         if self.decides_on_host:
             applied = bool(applied)
             if applied:
+                # Before the step reads them, and after the norm, which is that of the unclipped gradient.
                 self._clip(each, norm)
                 self.optimizer.step()
                 self.objective.after_step(progress)
@@ -103,6 +105,7 @@ class LocalEngine:
             self.optimizer.found_inf = (~applied).float()  # type: ignore[attr-defined]
             self.optimizer.step()
             self.objective.after_step_if(applied, progress)
+        # To None, not to zero: a parameter that the next step does not reach is then left alone.
         self.optimizer.zero_grad(set_to_none=True)
         return StepReport(lr, norm, applied, norms)
 
@@ -160,6 +163,7 @@ class LocalEngine:
         Raises:
             CheckpointError: parameter names or shapes differ.
         """
+        # Into the tensors themselves: the optimizer and the wrappers hold them.
         load_tensors(source, "model", self.objective.state_dict())
         held = {self._names[id(p)]: p for group in self.optimizer.param_groups for p in group["params"]}
         found: dict[str, Tensor] = {}
@@ -169,6 +173,7 @@ class LocalEngine:
                 shape = source.shape("optimizer", key)
                 # `step` is 0-d whatever the parameter's shape.
                 like = p.detach() if shape == tuple(p.shape) else torch.zeros(shape, device=p.device)
+                # Made here: a fresh optimizer has no state before its first step.
                 self.optimizer.state[p][entry] = found[key] = torch.zeros_like(like)
         load_tensors(source, "optimizer", found)
 

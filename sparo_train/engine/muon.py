@@ -35,6 +35,7 @@ class MuonConfig(Frozen):
 
 def is_muons(config: MuonConfig | None, name: str, p: nn.Parameter) -> bool:
     """Whether Muon steps a parameter of this name."""
+    # A convolution's kernel is no matrix to Muon: its rows are no inputs.
     return config is not None and p.ndim == 2 and not any(fnmatchcase(name, pattern) for pattern in config.adamw)
 
 
@@ -45,6 +46,7 @@ def muon(config: MuonConfig, groups: Sequence[Mapping[str, Any]], lr: float) -> 
         lr=lr,
         momentum=config.momentum,
         ns_steps=config.ns_steps,
+        # So that one rate and one decay do for both.
         adjust_lr_fn="match_rms_adamw",
     )
 

@@ -134,6 +134,7 @@ def build_optimizer(config: OptimConfig, objective: Objective) -> torch.optim.Ad
         p = named[name]
         # The fused kernel does not take shards and whole tensors in one group.
         key = is_muons(config.muon, name, p), number, depths.get(name, 0), name not in undecayed, isinstance(p, DTensor)
+        # Decay, factors and kernels are an optimizer group's; whatever shares all of them shares a group.
         grouped.setdefault(key, []).append(p)
     rows = [OptimGroupConfig(match=("*",)), *config.groups]
     by_muon: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
@@ -154,6 +155,7 @@ def build_optimizer(config: OptimConfig, objective: Objective) -> torch.optim.Ad
         raise ConfigError(
             "optim.muon: every trained parameter is no matrix, or one of optim.muon.adamw; remove the block"
         )
+    # One kernel for all parameters, and the only one with a switch that needs no host.
     adamw = torch.optim.AdamW(by_muon[False], lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     return adamw if config.muon is None else Both(adamw, muon(config.muon, by_muon[True], config.lr))
 

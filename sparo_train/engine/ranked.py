@@ -38,6 +38,7 @@ class Root(nn.Module):
         if progress is not None:
             return self.objective(batch, progress)
         assert isinstance(self.objective, CoupledObjective)
+        # Through this forward as well, or DDP would not know that they are used.
         own = tuple(p.clone() for p in self.objective.loss_parameters())  # hooks belong on outputs, not on leaves
         return tuple(self.objective.embed(batch)), own
 
@@ -120,6 +121,7 @@ class PlainCopy:
             return
         self._plain.load_state_dict(state, assign=False)
         try:
+            # In evaluation mode only while it is lent.
             yield self._plain.to(self.device).eval()
         finally:
             self._plain.to("cpu")

@@ -26,6 +26,7 @@ class Span(NamedTuple):
         """Of a plain tensor, or of a DTensor sharded by rows over the last dimension of its mesh and copied over the first."""
         if not isinstance(tensor, DTensor):
             return Span(tensor.detach())
+        # Rows over the last dimension is all that `fully_shard` makes of ours.
         assert tensor.placements[-1] == Shard(0), tensor.placements
         mesh = tensor.device_mesh
         index, parts = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
@@ -39,7 +40,7 @@ def pieces_of(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, 
     """What this rank writes of them: its own rows, and its share of what several ranks hold alike."""
     spans = {name: Span.of(tensor) for name, tensor in tensors.items()}
     plain = [name for name in tensors if not isinstance(tensors[name], DTensor)]
-    # What all ranks hold alike is dealt out by size, so that no rank writes it all.
+    # What all ranks hold alike is dealt out by size: no rank's file is the long one that all wait for.
     mine = dict(zip(plain, (owner == rank for owner in owners([tensors[n].nbytes for n in plain], size)), strict=True))
     found = {}
     for number, (name, span) in enumerate(spans.items()):
@@ -54,6 +55,7 @@ def load_tensors(source: CheckpointReader, part: str, tensors: Mapping[str, Tens
     Raises:
         CheckpointError: names or shapes differ.
     """
+    # Before anything is written: a model half filled from another's checkpoint would train.
     refuse_differences(source, part, {name: tuple(t.shape) for name, t in tensors.items()})
     for name, tensor in tensors.items():
         local, begin, *_ = Span.of(tensor)

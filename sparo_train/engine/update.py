@@ -35,6 +35,7 @@ def total_norms(objective: Objective, each: Mapping[int, Tensor]) -> tuple[Tenso
 def clip_together(gradients: Collection[Tensor], norm: Tensor, most: float) -> None:
     """Scale all gradients where their norm is above `most`. (torch.nn.utils.clip_grads_with_norm_ takes no shards.)"""
     held = list(gradients)
+    # The small number is clip_grad_norm_'s own, so that both scale alike.
     # In double precision, as Python would; a gradient below the limit is multiplied with one, which changes no bit.
     factor = torch.where(norm > most, most / (norm.double() + 1e-6), 1.0).to(held[0].device, held[0].dtype)
     torch._foreach_mul_(held, factor)  # pyright: ignore[reportPrivateImportUsage]

@@ -95,6 +95,7 @@ class Zero:
         if self.stage < 3:
             o.update_lp_params()
             return
+        # Cut anew from the masters, then handed to the hooks that gather them.
         o._partition_all_parameters()
         for group in range(len(o.fp16_groups)):
             o._reassign_or_swap_out_partitioned_parameters(group)
@@ -118,6 +119,7 @@ class Zero:
             return p.detach().clone().view(shape)
         held, begin = self.held(p)
         found = torch.zeros(math.prod(shape), dtype=p.dtype, device=self.engine.device)
+        # Without its neighbours' padding.
         found[begin : begin + held.numel()] = held
         # Zeros elsewhere: the sum is a gather of pieces of any length.
         dist.all_reduce(found)
@@ -192,6 +194,7 @@ class Zero:
             raise CheckpointError(
                 f"checkpoint: parameters took {sorted(counts)} steps, and DeepSpeed counts them together; use another engine"
             )
+        # Before moments are read: they are views of tensors that have to exist.
         self.start_entries(*counts or (0.0,))
         for name, t in [*objective.named_parameters(), *objective.named_buffers()]:
             if name not in shapes:  # a buffer that is not saved

@@ -20,6 +20,7 @@ from .timm_tower import TimmTower
 
 def _unit(features: Tensor) -> Tensor:
     """Norm one, computed in fp32 (fp64 stays)."""
+    # In 16 bits the norms of a batch would differ in the third digit, and logits are multiplied by a hundred.
     return F.normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=-1)
 
 
@@ -34,15 +35,18 @@ class Clip(nn.Module):
     def __init__(self, config: ClipConfig, cast_dtype: torch.dtype | None = None):
         super().__init__()
         self.config = config
+        # Built together only where they have to be: each tower of its own is what open_clip's weights look like.
         pair = ReadOutPair(None, None)  # each tower builds its own, unless they share modules
         if config.readout.placement.shared:
             pair = config.readout.build(config.vision.width, config.text.width, config.embed_dim)
         self.visual = build_vision(config, cast_dtype, pair.image)
         self.text = build_text(config, cast_dtype, pair.text)
+        # As its logarithm: the scale stays positive whatever the optimizer does.
         self.logit_scale = nn.Parameter(torch.ones([]) * config.init_logit_scale)
         bias = config.init_logit_bias
         self.logit_bias = None if bias is None else nn.Parameter(torch.ones([]) * bias)
         self.context_length, self.vocab_size = config.text.context_length, config.text.vocab_size
+        # Last, on finished towers: what is frozen is known by the names of the blocks.
         freeze(self.visual, len(self.visual.resblocks), config.vision.freeze)
         freeze(self.text, len(self.text.resblocks), config.text.freeze)
 
@@ -78,6 +82,7 @@ class Clip(nn.Module):
         return _unit(features) if normalize else features
 
     def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # The scale itself, not its logarithm: open_clip's callers multiply with the third value.
         return self.encode_image(image, True), self.encode_text(text, True), self.logit_scale.exp()
 
     def fitted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -126,6 +131,7 @@ def build_text(config: ClipConfig, cast_dtype: torch.dtype | None = None, module
 def _layers(config: ClipConfig, cast_dtype: torch.dtype | None) -> dict[str, Any]:
     low = cast_dtype in (torch.float16, torch.bfloat16)
     return {
+        # OpenAI's released weights were trained with the sigmoid form; exact GELU would be another function.
         "act_layer": QuickGELU if config.quick_gelu else nn.GELU,
         "norm_layer": LayerNormFp32 if low else LayerNorm,
     }

@@ -41,11 +41,13 @@ class VisionTower(VisionTransformer):
     ):
         place = readout.placement
         # Blocks that a read-out replaces are never made: they would be parameters without a gradient.
+        # One number where there is no projection: the parent makes one that is thrown away below.
         super().__init__(layers=layers - place.replaced, output_dim=embed_dim if place.projected else 1, **kwargs)
         if not place.projected:
             self.proj = None
         if place.norm == "nothing":  # it would be parameters without a gradient
             self.ln_post = nn.Identity()  # type: ignore[assignment]
+        # Its kind is the name of its modules, so that state dicts of different read-outs never mix.
         self.place, self.read_by = place, None if isinstance(readout, NoReadOut) else readout.kind
         if self.read_by is not None:
             self.add_module(self.read_by, module or readout.build(kwargs["width"], None, embed_dim).image)
@@ -77,6 +79,7 @@ class VisionTower(VisionTransformer):
         if local:
             return projected(self.ln_post(hidden), self.proj, self.prefix)
         pooled, _ = self._pool(hidden)
+        # Applied here, not in the read-out: a projection is the tower's, with open_clip's name.
         return pooled if self.proj is None else pooled @ self.proj
 
     def slots(self, image: Tensor, need_attention: bool = False) -> Slots:
@@ -88,6 +91,7 @@ class VisionTower(VisionTransformer):
         return self.ln_post(self.hidden(image))
 
     def _pool(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        # open_clip's own pooling untouched, so that its released models stay equal to the bit.
         return super()._pool(x) if self.read_by is None else (self._read(x, False).flat(), x[:, 1:])
 
     def _read(self, x: Tensor, need_attention: bool) -> Slots:
@@ -102,8 +106,10 @@ class VisionTower(VisionTransformer):
             # A kept patch keeps its own place.
             where = where[patches]
         x = F.linear(pixels, self.conv1.weight.flatten(1), self.conv1.bias)
+        # Class token and its position once per model, not once per image.
         start = (self.class_embedding.to(x.dtype) + self.positional_embedding[0].to(x.dtype)).expand(len(x), 1, -1)
         x = torch.cat([start, x + where.to(x.dtype)], dim=1)
+        # Given patches were dropped by the data already; the tower must not drop again.
         return self.ln_pre(x if patches is not None else self.patch_dropout(x))
 
     def lock(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False, *more: Any, **named: Any) -> None:
@@ -130,6 +136,7 @@ class TextTower(TextTransformer):
         place = readout.placement
         pooling: dict[str, Any] = {"output_dim": embed_dim}
         if place.text:
+            # open_clip pools nothing then, and hands all tokens on to us.
             pooling = {"pool_type": "none"} | (
                 pooling if place.projected else {"output_dim": None, "proj_type": "none"}
             )
@@ -165,6 +172,7 @@ class TextTower(TextTransformer):
             return pooled @ self.text_projection if self.place.projected else pooled  # type: ignore[operator]
         if hidden is None:
             return super().forward(text)  # type: ignore[return-value]
+        # EOS has the largest id; only its row goes through the norm, for others nobody asks.
         ends = self.ln_final(hidden[torch.arange(len(text), device=text.device), text.argmax(dim=-1)])
         return ends @ self.text_projection  # type: ignore[operator]
 
@@ -176,6 +184,7 @@ class TextTower(TextTransformer):
 
     def _embeds(self, text: Tensor) -> tuple[Tensor, Tensor | None]:
         x, mask = super()._embeds(text)
+        # Batches are cut to their longest caption, and the causal mask with them.
         return x, None if mask is None else mask[: x.shape[1], : x.shape[1]]
 
     def lock(self, unlocked_layers: int = 0, freeze_layer_norm: bool = True, *more: Any, **named: Any) -> None:

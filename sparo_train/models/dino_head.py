@@ -39,6 +39,7 @@ class PrototypeLayer(nn.Module):
         self.weight_g = nn.Parameter(torch.ones(out_dim, 1), requires_grad=not norm_one)
         self.weight_v = nn.Parameter(nn.Linear(in_dim, out_dim, bias=False).weight.detach())
 
+    # torch's own kernel: what weight_norm computes, without its deprecated hooks.
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, torch._weight_norm(self.weight_v, self.weight_g, 0))  # pyright: ignore[reportPrivateImportUsage]
 
@@ -49,12 +50,15 @@ class GlobalBatchNorm(nn.BatchNorm1d):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
+        # Sums of squares in 16 bits would overflow for wide batches.
         x = input.to(torch.promote_types(input.dtype, torch.float32))
+        # One exchange for sums, squares and counts: three small ones would wait three times.
         sums = sum_over_ranks(torch.cat([x.sum(0), x.square().sum(0), x.new_tensor([len(x)])]))
         mean, square = sums[:-1].view(2, -1) / sums[-1]
         var = square - mean.square()
         with torch.no_grad():
             keep, count = 1 - (self.momentum or 0.1), sums[-1]
+            # Running statistics take the unbiased variance, the batch itself the biased one, as torch has it.
             for held, found in ((self.running_mean, mean), (self.running_var, var * count / (count - 1))):
                 held.mul_(keep).add_(found, alpha=1 - keep)  # type: ignore[union-attr]
             self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
@@ -79,6 +83,7 @@ class DinoHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.mlp(x)
+        # Prototypes are compared by angle: the official head normalises here as well.
         return self.last_layer(F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1))
 
 
@@ -92,4 +97,5 @@ class DinoNet(nn.Module):
 
     def forward(self, crops: Sequence[Tensor], drops: Sequence[Tensor | None]) -> Tensor:
         """Crops by resolution, each (B_i, 3, H_i, W_i), to logits (sum of B_i, out_dim) in the same order."""
+        # One head over all crops: batch norm in it counts them together, as published.
         return self.head(torch.cat([self.backbone(x, drop) for x, drop in zip(crops, drops, strict=True)]))

@@ -17,6 +17,7 @@ def freeze(tower: nn.Module, blocks: int, how: Freeze) -> None:
     if how is True:
         tower.requires_grad_(False)
     elif how is not False:
+        # "blocks" stands for all of them, so that recipes need not count.
         count = blocks if how == "blocks" else int(how)
         for name, p in tower.named_parameters():
             p.requires_grad_(layer_of(name, blocks) > count)

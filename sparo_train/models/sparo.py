@@ -96,10 +96,12 @@ class SparoReadOut(TwinReadOut):
         """Two modules without anything in common (the paper's towers share none), but for `share_queries`."""
         pair = super().build(image_dim, text_dim, embed_dim)
         if self.share_queries and isinstance(pair.image, Sparo) and isinstance(pair.text, Sparo):
+            # One tensor under two names: its gradient comes from both towers.
             pair.text.q_emb = pair.image.q_emb
         return pair
 
     def module(self, dim: int, embed_dim: int) -> Sparo:
+        # A weight's logit is one number more of every slot, made by the same projection.
         width = self.slot_width + (self.weighting in LEARNED)
         return Sparo(dim, self.slots, width, self.head_width, self.grp_size, self.share_kv)
 

@@ -50,6 +50,7 @@ def sizes_of(name: str, image_size: int | None, kwargs: Mapping[str, Any]) -> Ti
 
 @functools.lru_cache(maxsize=64)
 def _sizes(name: str, image_size: int | None, kwargs: tuple[tuple[str, Any], ...]) -> TimmSizes:
+    # On the meta device: a giant's sizes are known without its memory.
     with torch.device("meta"):
         trunk = _trunk(name, image_size, dict(kwargs))
         try:
@@ -63,6 +64,7 @@ def _sizes(name: str, image_size: int | None, kwargs: tuple[tuple[str, Any], ...
 
 def _measured(trunk: Any) -> TimmSizes:
     size, block, width = trunk.patch_embed.img_size, trunk.blocks[0], trunk.num_features
+    # Counted, not computed from sizes: families add registers and class tokens as they like.
     tokens, prefix = _hidden(trunk, torch.empty(1, 3, *size)).shape[1], trunk.num_prefix_tokens
     side = math.isqrt(tokens - prefix)
     if size[0] != size[1] or side * side != tokens - prefix:
@@ -80,6 +82,7 @@ def _hidden(trunk: Any, x: Tensor) -> Tensor:
     found = trunk.forward_intermediates(
         x, indices=1, norm=False, output_fmt="NLC", return_prefix_tokens=True, intermediates_only=True
     )[0]
+    # timm gives prefix tokens behind the patches; towers want them before.
     return torch.cat(found[::-1], dim=1) if trunk.num_prefix_tokens else found
 
 
@@ -90,6 +93,7 @@ def _trunk(name: str, image_size: int | None, kwargs: Mapping[str, Any]) -> Any:
         raise ValueError(f"timm_model_kwargs: {taken[0]} is not yours to say; image_size and readout are keys of ours")
     size = {} if image_size is None else {"img_size": image_size}
     try:
+        # No pooling and no head of its own: both are the read-out's.
         trunk: Any = timm.create_model(name, pretrained=False, num_classes=0, global_pool="", **size, **kwargs)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise ValueError(f"timm_model_name={name}: timm cannot build it ({str(error)[:200]})") from None
@@ -119,6 +123,7 @@ class TimmTower(nn.Module):
         place = readout.placement
         self.trunk = _trunk(name, image_size, kwargs)
         # Blocks that a read-out replaces would be parameters without a gradient.
+        # Cut off, not skipped: exports and counts see what is there.
         self.trunk.blocks = self.trunk.blocks[: len(self.trunk.blocks) - place.replaced]
         width, self.prefix, self.image_size = self.trunk.num_features, self.trunk.num_prefix_tokens, image_size
         if place.norm == "nothing":  # it would be parameters without a gradient
@@ -149,6 +154,7 @@ class TimmTower(nn.Module):
             hidden = self.hidden(x, patches)
         if local:
             return projected(self.trunk.norm(hidden), self.proj, self.prefix)
+        # The norm of one token is that token's: the others' would be computed for nobody.
         pooled = self.trunk.norm(hidden[:, :1])[:, 0] if self.read_by is None else self._read(hidden, False).flat()
         return pooled if self.proj is None else pooled @ self.proj
 
@@ -176,6 +182,7 @@ class TimmTower(nn.Module):
         own = getattr(self.trunk, "pos_embed", None)
         if own is None or positions.shape == own.shape or positions.shape[-1] != own.shape[-1]:
             return positions
+        # Some models embed no place of their prefix tokens, and their table has no rows for them.
         without = 0 if self.trunk.no_embed_class else self.prefix
         return resample_abs_pos_embed(positions, list(self.trunk.patch_embed.grid_size), num_prefix_tokens=without)
 

@@ -39,6 +39,7 @@ def _add(before: Tensor, x: Tensor, branch: Callable[[Tensor], Tensor], scale: T
     if x.device.type == "cpu" and torch.is_grad_enabled():
         # On a GPU the host would have to wait to know which.
         kept = scale.nonzero().flatten()
+        # Scattered into a copy: samples whose path was dropped keep what they had.
         return before.index_add(0, kept, (branch(x[kept]) * scale[kept, None, None]).to(before.dtype))
     return torch.addcmul(before, branch(x).to(before.dtype), scale[:, None, None])
 
@@ -107,6 +108,7 @@ class Vit(VisionTransformer):
             block_fn=DropBlock,
         )
         self.config, self.patch = config, config.patch_size
+        # The official start; timm's smaller one changes the first thousand steps.
         nn.init.trunc_normal_(self.cls_token, std=0.02)  # pyright: ignore[reportArgumentType]  timm's is 1e-6
         self.place = config.readout.placement
         readout = config.readout.build(config.width, None, config.width).image
@@ -117,6 +119,7 @@ class Vit(VisionTransformer):
             # Probes of earlier blocks are behind it, and official files have it; the loss does not depend on it.
             self.norm.requires_grad_(False)
         # Two per block: attention's path and the MLP's.
+        # A path is dropped more often the deeper it is, from never to `drop_path`.
         rates = torch.linspace(0, config.drop_path, config.blocks).repeat_interleave(2)
         # No part of the state: official checkpoints do not have it.
         self.register_buffer("drop_rates", rates, persistent=False)
@@ -132,6 +135,7 @@ class Vit(VisionTransformer):
                 of the range; None: nothing is dropped. Whole numbers, because FSDP2 rounds floating inputs to 16 bits.
         """
         if self.read_by is not None:
+            # Flat and not normalised: DINO's head is an MLP over all numbers (App. C.2).
             return self.slots(x, drop).flat()
         return self.norm(self._run(self.embed(x), drop, cls_only=True))[:, 0]
 
@@ -144,6 +148,7 @@ class Vit(VisionTransformer):
         x, found = self.embed(x), []
         for number, block in enumerate(self.blocks):
             x = block(x)
+            # Counted from the end, before the loop is over: earlier outputs are not kept.
             if len(self.blocks) - number <= n:
                 found.append(self.norm(x))
         return found
@@ -162,6 +167,7 @@ class Vit(VisionTransformer):
             parts = [self.norm(tokens[:, :1])[:, 0] for tokens in outputs[-n:]]
         else:
             # A read-out that replaces no block stands for the last one all the same.
+            # Its blocks are the same in both cases; what differs is which of them the read-out stands in for.
             outputs = outputs if self.place.replaced else outputs[:-1]
             parts = [self.norm(tokens[:, :1])[:, 0] for tokens in outputs[max(0, len(outputs) - n + 1) :]]
             parts.append(self._read(x, False).flat())
@@ -193,6 +199,7 @@ class Vit(VisionTransformer):
         if (rows, columns) == (side, side):
             return table
         grid = table[:, 1:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
+        # The tenth is part of the official function: without it positions of 96-pixel crops differ in the third digit.
         scale = ((rows + 0.1) / side, (columns + 0.1) / side)
         grid = F.interpolate(grid, scale_factor=scale, mode="bicubic")
         return torch.cat([table[:, :1], grid.flatten(2).transpose(1, 2)], dim=1)
@@ -204,11 +211,13 @@ class Vit(VisionTransformer):
         scales = None
         if drop is not None:
             rates: Tensor = self.drop_rates  # type: ignore[assignment]
+            # Kept paths are scaled up, so that their mean is what evaluation computes.
             scales = ((drop >= rates * DROP_RANGE) / (1 - rates)).to(x.dtype).unflatten(1, (-1, 2))
         for number, block in enumerate(self.blocks):
             scale = None if scales is None else scales[:, number]
             last = cls_only and number == len(self.blocks) - 1
             again = self.checkpointed and torch.is_grad_enabled()
+            # Recomputing without a graph would only cost time.
             x = checkpoint(block, x, scale, last, use_reentrant=False) if again else block(x, scale, last)  # type: ignore[assignment]
         return x
 

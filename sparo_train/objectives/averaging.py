@@ -18,6 +18,7 @@ class EmaConfig(Frozen):
 
     def at(self, step: int) -> float:
         """The share that is kept at 0-based `step`."""
+        # Copies of random weights are forgotten in tens of steps, not in 1 / (1 - decay).
         return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
 
 
@@ -25,6 +26,7 @@ class EmaConfig(Frozen):
 def follow(average: nn.Module, model: nn.Module, keep: float) -> None:
     """average = keep * average + (1 - keep) * model, parameter by parameter."""
     averages, trained = ([p.data for p in net.parameters()] for net in (average, model))
+    # Lists of tensors in one call: a model has hundreds, and each would be a kernel of its own.
     torch._foreach_mul_(averages, keep)  # pyright: ignore[reportPrivateImportUsage]
     torch._foreach_add_(averages, trained, alpha=1 - keep)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -34,6 +36,7 @@ def follow_if(applied: Tensor, average: nn.Module, model: nn.Module, keep: float
     """The same where only the device knows (0-d bool) whether the step was applied: where it was not, nothing moves."""
     averages, trained = ([p.data for p in net.parameters()] for net in (average, model))
     gain = torch.where(applied, 1 - keep, 0.0)
+    # The difference first: where nothing was applied it is multiplied with zero, and the average keeps its bits.
     apart = torch._foreach_sub(trained, averages)  # pyright: ignore[reportPrivateImportUsage]
     torch._foreach_mul_(apart, gain.to(averages[0].dtype))  # pyright: ignore[reportPrivateImportUsage]
     torch._foreach_add_(averages, apart)  # pyright: ignore[reportPrivateImportUsage]

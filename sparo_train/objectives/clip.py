@@ -53,6 +53,7 @@ class ClipObjective(CoupledObjective):
         super().__init__()
         self.config = config
         self.model = Clip(config.model)
+        # A copy, not a second start: it begins where the model does.
         self.average = None if config.ema is None else copy.deepcopy(self.model).requires_grad_(False)
         self.register_buffer("mean", torch.tensor(config.mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(config.std).view(3, 1, 1), persistent=False)
@@ -66,7 +67,9 @@ class ClipObjective(CoupledObjective):
         size = self.config.image_size_at(progress.step / progress.total_steps)
         if "image" not in batch or batch["image"].shape[-1] == size:
             return batch
+        # On the device, once per batch: samples arrive at the largest size whatever the step.
         image = F.interpolate(batch["image"].float(), (size, size), mode="bicubic", antialias=True, align_corners=False)
+        # Back to whole numbers: a batch is bytes everywhere else, and both ways give the same pixels.
         return {**batch, "image": image.round_().clamp_(0, 255).to(torch.uint8)}
 
     def embed(self, batch: Batch) -> Embeddings | LocalEmbeddings:
@@ -96,6 +99,7 @@ class ClipObjective(CoupledObjective):
         loss, biased = self.config.loss, self.model.logit_bias is not None
         bias, pool = own[1] if biased else None, own[1 + biased :]
         image, text, *local = embeddings
+        # Logits in fp32: their range is a hundred, and what counts are differences in the third digit.
         with torch.autocast(image.device.type, enabled=False):
             scale = own[0].exp()
             total, correct = contrastive(image, text, scale, bias, loss.kind, loss.exchange)
@@ -131,6 +135,7 @@ class ClipObjective(CoupledObjective):
 
     def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of a CLIP model; positions of images of another size are interpolated as open_clip does."""
+        # Filled by `after_step`, so it is neither trained nor exchanged.
         fitted = self.model.fitted(weights)
         nets = ("model",) if self.average is None else ("model", "average")
         return {f"{net}.{name}": value for net in nets for name, value in fitted.items()}
@@ -151,6 +156,7 @@ class ClipObjective(CoupledObjective):
 
     def no_decay(self) -> Iterable[str]:
         names = set(super().no_decay())
+        # open_clip changed its rule in version 4; runs of before must be continued as they were.
         if self.config.decay_policy == "open_clip4":
             names |= {"model.visual.positional_embedding", "model.text.positional_embedding"}
         return names
@@ -170,6 +176,7 @@ class ClipObjective(CoupledObjective):
 
     @torch.no_grad()
     def after_step(self, progress: Progress) -> None:
+        # Also where it was loaded too large: the clamp is after the step, as in CLIP's paper.
         self.model.logit_scale.clamp_(0, self.config.max_logit_scale)
         if self.average is not None and self.config.ema is not None:
             follow(self.average, self.model, self.config.ema.at(progress.step))
@@ -183,6 +190,7 @@ class ClipObjective(CoupledObjective):
 
 def scored_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The CLIP model's own state dict within an objective's: the average's, where there is one."""
+    # An average is what was scored, so it is what is exported.
     prefix = "average." if any(name.startswith("average.") for name in weights) else "model."
     return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
 

@@ -81,6 +81,7 @@ class ClipObjectiveConfig(Frozen):
     def _sizes(self) -> ClipObjectiveConfig:
         if not self.image_sizes:
             return self
+        # What is scored is the model's size, so the run has to end with it.
         shares, sizes, v = (
             [share for share, _ in self.image_sizes],
             [size for _, size in self.image_sizes],
@@ -111,6 +112,7 @@ class ClipObjectiveConfig(Frozen):
         """Whether all blocks of the image tower, and of the text tower, are as they begin."""
         m = self.model
         left = m.readout.placement.replaced
+        # Blocks that a read-out replaces are not there to be frozen.
         vision, text = (
             how is True or how == "blocks" or (how is not False and how == tower.layers - left)
             for tower, how in ((m.vision, m.vision.freeze), (m.text, m.text.freeze))

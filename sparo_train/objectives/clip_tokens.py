@@ -78,6 +78,7 @@ class TokenExamples(ImageTextExamples):
                         ranks.together(lambda o=own, k=kind, t=kept, e=encode: self._keep(k, t, o, objective, e))
                         if number % _TOLD == 0:
                             say(f"objective.cache: {begin + ranks.size:,} of {len(missing):,} parts")
+            # Opened by this process, before workers are forked: they share the index instead of each having one.
             ranks.together(lambda kept=kept, k=kind: kept.open([run.name(k) for run in runs]))
             self.kept[kind] = kept
 
@@ -105,6 +106,7 @@ class TokenExamples(ImageTextExamples):
     def _image(self, fields: dict[str, bytes], source: Source) -> list[Prepared]:
         data, size = image_bytes(fields, source.config.image_keys), self.image_size
         image = decode_image(data, 2 * size if self.config.scaled_decoding else None)
+        # The digest is of the file as it lies, so that finding tokens decodes no image.
         return [Prepared(digest_of(data), np.ascontiguousarray(eval_pixels(image, size).transpose(2, 0, 1)))]
 
     def _texts(self, fields: dict[str, bytes], source: Source) -> list[Prepared]:

@@ -25,6 +25,7 @@ def conditioned_scores(patches: Tensor, texts: Tensor, own: Sequence[Tensor], he
     """Cosines of texts (T, D) of unit norm with images (B, N, D of projected patches) as they pool them, (B, T)."""
     size = max(1, _HELD // (len(patches) * patches.shape[-1]))
 
+    # Everything it reads is an argument: what is captured would be kept by every checkpoint.
     def tile(some: Tensor, patches: Tensor, *own: Tensor) -> Tensor:
         seen = F.normalize(pooled_by_text(own, heads, patches, some), dim=-1)
         return torch.einsum("btd,td->bt", seen, some)
@@ -54,5 +55,6 @@ def conditioned_sigmoid(
     logits = scale * conditioned_scores(patches, ring.gather(text), own, heads) + bias
     at = torch.arange(len(text), device=text.device)
     sign = torch.full_like(logits, -1.0)
+    # This rank's pairs lie behind those of the ranks before it.
     sign[at, at + ring.rank * len(text)] = 1.0
     return -F.logsigmoid(sign * logits).sum() / len(text)

@@ -69,6 +69,7 @@ def contrastive(
     """
     ring = ring or Ring()
     wide = torch.float64 if image.dtype == torch.float64 else torch.float32
+    # One type for all of it: the loss is compared with one process in fp64 by the tests.
     image, text, scale = image.to(wide), text.to(wide), scale.to(wide)
     bias = torch.zeros_like(scale) if bias is None else bias.to(wide)
     if exchange == "auto":
@@ -85,11 +86,14 @@ def _gathered(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, kind: Ki
     own = torch.arange(len(image), device=image.device) + ring.rank * len(image)
     logits = scale * image @ ring.gather(text).T
     found = logits.detach()
+    # Against the best of the others: with ties the pair does not count as found.
     correct = found.gather(1, own[:, None])[:, 0] > found.scatter(1, own[:, None], -torch.inf).amax(dim=1)
     if kind == "softmax":
+        # Each rank computes its own rows of both directions; the columns are other ranks' rows.
         rows = F.cross_entropy(logits, own) + F.cross_entropy(scale * text @ ring.gather(image).T, own)
         return Contrast(rows / 2, correct)
     logits = logits + bias
+    # One number per logit: targets of 1 and -1 need no second matrix.
     sign = torch.full_like(logits, -1.0).scatter_(1, own[:, None], 1.0)
     return Contrast(-F.logsigmoid(sign * logits).sum() / len(image), correct)
 
@@ -98,9 +102,11 @@ class _RingSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, ring: Ring, tile: int) -> Any:
         b = len(image)
+        # Minus infinity is what logaddexp leaves alone.
         rows, rival, diagonal = (image.new_full((b,), -torch.inf) for _ in range(3))
         visiting, columns = text, None
         for step in range(ring.size):
+            # Sent before it is needed: the exchange runs beside the product of this block.
             following = ring.shift(visiting) if step + 1 < ring.size else None
             here = image.new_full((b,), -torch.inf)
             for part in _tiles(b, tile):
@@ -109,6 +115,7 @@ class _RingSoftmax(torch.autograd.Function):
                 here = torch.logaddexp(here, z.logsumexp(dim=0))
                 if step == 0:
                     diagonal[part] = z.diagonal(part.start)
+                    # A pair is no rival of its own.
                     z.diagonal(part.start).fill_(-torch.inf)
                 rival[part] = torch.maximum(rival[part], z.amax(dim=1))
             if columns is not None:
@@ -129,9 +136,11 @@ class _RingSoftmax(torch.autograd.Function):
         image, text, scale, rows, columns = ctx.saved_tensors
 
         def weigh(z: Tensor, part: slice, home: bool, columns: Tensor) -> Tensor:
+            # Two softmaxes of the same logits, over rows and over columns, share one tile.
             g = (z - rows[part, None]).exp_()
             g += (z - columns).exp_()
             if home:
+                # Minus one for each direction.
                 g.diagonal(part.start).sub_(2)
             return g
 
@@ -150,6 +159,7 @@ class _RingSigmoid(torch.autograd.Function):
         for step in range(ring.size):
             following = ring.shift(visiting) if step + 1 < ring.size else None
             for part in _tiles(b, tile):
+                # In place: a tile is the largest tensor here.
                 z = (image[part] @ visiting.T).mul_(scale).add_(bias)
                 if step == 0:  # the pairs themselves are the positives
                     diagonal[part] = z.diagonal(part.start)
@@ -203,6 +213,7 @@ def _backward(
             product = image[part] @ visiting[0].T
             z = product * scale if bias is None else product * scale + bias
             g = weigh(z, part, step == 0, *visiting[1:])
+            # As one dot product: no third tile for their product.
             d_scale += torch.linalg.vecdot(g.flatten(), product.flatten())
             d_bias += g.sum()
             d_image[part] += g @ visiting[0]
@@ -214,6 +225,7 @@ def _backward(
             visiting = following.wait()
     assert behind is not None
     (d_text,) = behind.wait()
+    # Once at the end: the scale is the same for all tiles.
     spread = factor * scale
     return d_image.mul_(spread), d_text.mul_(spread), d_scale * factor, d_bias * factor
 

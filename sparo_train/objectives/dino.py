@@ -86,6 +86,7 @@ class DinoObjective(Objective):
         super().__init__()
         self.config = config
         self.student = DinoNet(config.model, config.head)
+        # Without gradients from the start: neither optimizer nor exchange ever see it.
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.register_buffer("center", torch.zeros(1, config.head.out_dim))
         self.register_buffer("_seen", torch.zeros(config.head.out_dim + 1), persistent=False)  # sum of logits, and rows
@@ -105,9 +106,11 @@ class DinoObjective(Objective):
             if key in batch:
                 crops.append(self.pixels(_by_crop(batch[key])))
         teachers = batch["global_crops"].shape[1]
+        # Teachers see undropped images; only the student's paths are dropped.
         drops: list[Tensor | None] = [None] * len(crops)
         if "drop" in batch:
             drops = [_by_crop(batch["drop"][:, :teachers]), _by_crop(batch["drop"][:, teachers:])]
+        # Two global crops alone: what the student has to predict must be about the whole image.
         with torch.no_grad():
             targets = self.teacher(crops[:1], [None])
         logits = self.student(crops, drops[: len(crops)])
@@ -134,6 +137,7 @@ class DinoObjective(Objective):
 
     @torch.no_grad()
     def _count(self, targets: Tensor, step: int) -> None:
+        # Micro-batches of one step add up; the next step begins anew.
         if step != self._step:  # a step that was skipped leaves its rows behind
             self._seen.zero_()
             self._step = step
@@ -147,6 +151,7 @@ class DinoObjective(Objective):
     def after_step(self, progress: Progress) -> None:
         """The teacher follows the student, and the centre the teacher's logits of this step (Eq. 4)."""
         keep, m = self.config.center_momentum, self.momentum(progress)
+        # Sums and counts: ranks may hold different numbers of rows.
         seen = sum_over_ranks(self._seen)
         self.center.mul_(keep).add_(seen[:-1] / seen[-1], alpha=1 - keep)
         self._step = -1
@@ -165,6 +170,7 @@ class DinoObjective(Objective):
     def held_back(self, progress: Progress) -> Sequence[nn.Parameter]:
         """The prototypes, during the first `freeze_last_layer` epochs."""
         frozen = progress.epoch < self.config.freeze_last_layer
+        # Early prototypes follow random features; held back, they do not collapse with them (Caron et al., App.).
         return list(self.student.head.last_layer.parameters()) if frozen else []
 
     def alarm(self, facts: Mapping[str, float]) -> str | None:
@@ -181,6 +187,7 @@ class DinoObjective(Objective):
         )
 
     def shard_units(self) -> Sequence[nn.Module]:
+        # The teacher's blocks first: its forward comes first, and FSDP2 fetches ahead in this order.
         return [block for net in (self.teacher, self.student) for block in net.backbone.blocks]
 
     def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -224,6 +231,7 @@ class DinoObjective(Objective):
         )
 
     def set_grad_checkpointing(self, enable: bool) -> None:
+        # The teacher has no backward to recompute for.
         self.student.backbone.set_grad_checkpointing(enable)
 
 

@@ -30,6 +30,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, student: Tensor, targets: Tensor, temperature: float) -> Tensor:
         teachers, batch, _ = targets.shape
         crops = len(student) // batch
+        # Local crops have all teachers as targets, so their sum is taken once.
         total = targets.sum(0) if crops > teachers else None
         pairs = teachers * (crops - 1)
         gradient = torch.empty_like(student)
@@ -39,11 +40,13 @@ class _CrossEntropy(torch.autograd.Function):
         ):
             count, target = teachers, total
             if v < teachers:  # a crop does not teach itself
+                # Of two teachers the other one is the sum without itself, to the bit.
                 count, target = teachers - 1, targets.sum(0) - targets[v] if teachers > 2 else targets[1 - v]
             assert target is not None
             scaled = logits.to(targets.dtype) / temperature
             top = scaled.logsumexp(-1, keepdim=True)
             loss = loss + count * top.sum() - (target * scaled).sum()
+            # Written over the logits' own copy: softmax, target and scale without a fourth tensor.
             out.copy_(scaled.sub_(top).exp_().mul_(count).sub_(target).div_(temperature * pairs * batch))
         ctx.save_for_backward(gradient)
         return loss / (pairs * batch)
@@ -70,6 +73,7 @@ def distillation(
         the mean over the batch and the `teachers * (V - 1)` pairs of different crops; computed in fp32 (fp64 stays).
     """
     with torch.no_grad(), torch.autocast(student.device.type, enabled=False):
+        # Centred before it is sharpened, as published: the temperature must not scale the centre's noise.
         scaled = (teacher.to(center.dtype) - center) / teacher_temp
         logs = scaled.log_softmax(-1)
         targets = logs.exp()

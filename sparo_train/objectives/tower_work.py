@@ -47,6 +47,7 @@ class Run(NamedTuple):
 
     def name(self, kind: str) -> str:
         """Of its `image` or `text` part, by what was seen of the storage's content: a part of other data is not taken for this one's."""
+        # Also the members that are read: other captions of the same shard make another part.
         s, c = self.storage, self.source.config
         read = c.image_keys if kind == "image" else (c.caption_key, c.captions)
         facts = (Path(s.url).name, len(s), s.digest(), s.seen(), s.content(), read)
@@ -69,6 +70,7 @@ def keep_images(kept: KeptTokens, run: Run, prepare: Prepare, encode: Encode, wo
     entries: dict[bytes, np.ndarray] = {}
     with closing(_prepared(run, prepare, workers)) as batches:
         for batch in batches:
+            # The same picture twice in a part is computed once.
             fresh = {p.digest: p.value for p in batch if p.digest not in entries}
             if fresh:
                 entries |= dict(
@@ -101,6 +103,7 @@ def at_work(tower: nn.Module, side: Any) -> Iterator[Encode]:
     tower.to(side.device).eval()
 
     def encode(x: Tensor) -> Tensor:
+        # In fp32 on its way to the host: the caller's type is that of what is kept.
         with torch.no_grad(), side.autocast():
             return tower.hidden(x.to(side.device)).float().cpu()  # type: ignore[operator]
 
@@ -113,6 +116,7 @@ def at_work(tower: nn.Module, side: Any) -> Iterator[Encode]:
 def tower_facts(tower: nn.Module, sizes: Mapping[str, Any], precision: str) -> dict[str, Any]:
     """What decides a tower's tokens: the weights of its blocks and what is before them, its sizes, the precision."""
     count = len(tower.resblocks)  # type: ignore[arg-type]
+    # Only what is before the tokens: a read-out may change, and its tokens stay good.
     weights = weights_sha256(dict(tower.named_parameters()), lambda name: layer_of(name, count) <= count)
     return {"weights": weights, "blocks": count, "sizes": sizes, "precision": precision}
 

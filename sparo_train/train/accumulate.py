@@ -33,6 +33,7 @@ def gradients(engine: Engine, objective: Objective, batch: Batch, progress: Prog
 
 def split(batch: Batch, size: int) -> list[dict[str, Tensor]]:
     """The batch in pieces of `size` samples, the last one perhaps smaller."""
+    # Any entry will do: all of a batch have the same number of rows.
     total = len(next(iter(batch.values())))
     return [{key: value[begin : begin + size] for key, value in batch.items()} for begin in range(0, total, size)]
 
@@ -48,6 +49,7 @@ def _weighed(engine: Engine, parts: list[dict[str, Tensor]], progress: Progress)
         loss = engine.forward(part, progress, last=last)
         engine.backward(loss.total * weight, last=last)
         total = loss.total.detach() * weight + (0 if total is None else total)
+        # Weighed like the loss: what is logged does not depend on how the batch was cut.
         for name, value in loss.metrics.items():
             metrics[name] = value * weight + metrics.get(name, 0)
     assert total is not None
@@ -65,6 +67,7 @@ def _cached(engine: Engine, objective: CoupledObjective, parts: list[dict[str, T
     # Copies: a gradient left on the parameters themselves would be exchanged with the first backward.
     own = tuple(p.detach().clone().requires_grad_() for p in cached[0].own)
     loss = objective.loss(leaves, own, progress)
+    # Once for all micro-batches: this is where a coupled loss talks to the other ranks.
     found = torch.autograd.grad(loss.total, [*leaves, *own])
     wanted, of_own = found[: len(leaves)], found[len(leaves) :]
     begin = 0

@@ -43,6 +43,7 @@ class Agreement:
         # One clock for all: ranks that looked at their own would save at different steps.
         late = self.ranks.rank == 0 and 0 < 60 * self.every_minutes < time.monotonic() - self._saved
         skipped = delivery is not None and bool(delivery.skipped)
+        # A maximum is all that is asked, so one small tensor carries every question.
         flags = [stop.number(), trouble is not None, late, skipped, self.saver.failed]
         signal, failed, late, any_skipped, unsaved = self.ranks.most(flags)
         # Waiting raises what the writer met, on every rank: a run must not go on without its checkpoints.
@@ -59,8 +60,10 @@ class Agreement:
             with self.ranks.on_all():
                 raise (WorkerLostError if isinstance(error, WorkerLostError) else DataError)(f"rank {rank}: {error}")
         if any_skipped and not signal and delivery is not None:  # with a signal the batch is left for the resume
+            # Rare, so what is skipped is told in full, in an exchange of its own.
             found, keys = Counter[tuple[str, str]](), dict[tuple[str, str], str]()
             for skips, first in self.ranks.gather((delivery.skipped, dict(delivery.first_keys))):
+                # A key seen on several ranks is told once: what is shown is an example, not a list.
                 found, keys = found + Counter(skips), first | keys
             with self.ranks.on_all():
                 self.bad.add(found, samples, keys)

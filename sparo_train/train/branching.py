@@ -23,6 +23,7 @@ def branch(path: Path, engine: Engine, pipeline: DataPipeline, display: Display)
             f"start_from.checkpoint={path}: no run with a complete checkpoint, which start_from.optimizer=true takes"
         )
     meta = store.read_meta(step)
+    # Before the data are compared: other data are no reason not to take the weights.
     engine.load(store.open_checkpoint(step, ("model", "optimizer")))
     said = f"start_from: weights and moments of {step} (its step {meta['step']})"
     try:

@@ -23,6 +23,7 @@ def build_objective(config: RunConfig) -> Objective:
     # Every rank builds the same weights, so none has to be sent.
     torch.manual_seed(torch_seed(config.seed, "init"))
     objective = METHODS.row(config.objective.kind).objective(config.objective)
+    # Patterns, not prefixes: what is frozen is often one kind of parameter in every block.
     for pattern in config.freeze:
         fits = [p for name, p in objective.named_parameters() if fnmatchcase(name, pattern)]
         if not fits:
@@ -35,6 +36,7 @@ def build_objective(config: RunConfig) -> Objective:
 
 def build_pipeline(config: RunConfig, world: World = _ALONE) -> Pipeline:
     """The training data of a run, as one of its ranks reads it."""
+    # Examples are the method's: only it knows what a sample has to become.
     examples = METHODS.row(config.objective.kind).examples(config.objective, config.data)
     return Pipeline(config.data, config.batch_size, examples, config.seed, world.rank, world.size)
 

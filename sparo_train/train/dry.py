@@ -82,6 +82,7 @@ def dry_run(config: RunConfig) -> DryRun:
 
 def parameters_by_module(objective: Objective) -> dict[str, int]:
     """Parameters per part; the entries add up to the whole."""
+    # Three levels of names: with fewer, towers could not be told apart; with more, the table is longer than a screen.
     out: dict[str, int] = {}
     for name, p in objective.named_parameters():
         key = ".".join(name.split(".")[:3]).removeprefix("model.")
@@ -100,6 +101,7 @@ def memory_estimate(config: RunConfig, objective: Objective, footprint: Footprin
     block = _BLOCK_ACTIVATIONS * (1 if half else 2)
     if config.engine.grad_checkpointing:  # every block's input, and one block at a time recomputed whole
         kept = sum((2 if half else 4) * size * blocks for size, blocks in towers)
+        # The largest block: while one is computed again, the others keep their inputs alone.
         activations = kept + block * max(size for size, _ in towers)
     else:
         activations = sum(block * size * blocks for size, blocks in towers)
@@ -113,6 +115,7 @@ def _source(name: str, config: RunConfig) -> SourceFacts:
         opened = open_source(name, source)
     except (ConfigError, DataError) as error:
         return SourceFacts(name, None, None, source.weight, None, None, str(error))
+    # Shards that are cut off are told, not fatal here: a dry run is where one wants to know.
     broken = f"{len(opened.broken())} shard(s) not whole" if opened.broken() else None
     return SourceFacts(name, len(opened.storages), opened.samples, source.weight, None, None, broken)
 

@@ -42,6 +42,7 @@ class Evaluation:
             try:
                 together = self.engine.replicated  # or the others have no model, and wait
                 scores = (
+                    # Each its share where all hold the model, so that no GPU waits for rank 0.
                     evaluate(objective, step, self.ranks)
                     if together
                     else self.ranks.first(lambda: evaluate(objective, step, _ALONE))
@@ -49,5 +50,6 @@ class Evaluation:
             except StoppedError as stopped:
                 return stopped.signal
         self.report.write("eval", step, scores)
+        # Behind the record: a step that was left half scored is scored again.
         self.scored.add(step)
         return None

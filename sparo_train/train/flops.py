@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..core.contracts import Batch, CoupledObjective, Objective, Progress
 
-# Dense bf16 tensor-core peaks in FLOP/s, from the vendors' data sheets.
+# Dense bf16 tensor-core peaks in FLOP/s, from the vendors' data sheets; a name that holds another ("H100 PCIe") comes before it.
 PEAKS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -52,8 +52,10 @@ class FlopCounter:
                     # without gradients: the counter's hooks stumble over a parameter that is a module's input
                     self._objective = objective.to_empty(device="cpu").requires_grad_(False)
             with self._fake, FlopCounterMode(display=False) as counter, torch.no_grad():
+                # One sample: counts are linear in the batch, and traces of small tensors are cheap.
                 one = {k: torch.empty((1, *v.shape[1:]), dtype=v.dtype) for k, v in batch.items()}
                 if isinstance(self._objective, CoupledObjective):
+                    # Not its loss: that grows with the square of the batch, and no published figure counts it.
                     self._objective.embed(one)
                 else:
                     self._objective(one, Progress(0, 1, 0))
@@ -75,6 +77,8 @@ def memory(device: torch.device) -> float:
     """GiB: the most this process held on its GPU since the last call; on a CPU, the most it ever held resident."""
     if device.type == "cuda":
         held = torch.cuda.max_memory_allocated(device)
+        # From here anew, so that a record shows its own steps' peak.
         torch.cuda.reset_peak_memory_stats(device)
         return held / 2**30
+    # Linux counts KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -15,6 +15,7 @@ class Meter:
         self._beat = 0.0
 
     def start(self) -> None:
+        # Monotonic: the clock of a machine may be set back while it trains.
         self._since, self._waited, self._samples, self._steps = time.monotonic(), 0.0, 0, 0
 
     @contextmanager

@@ -149,6 +149,7 @@ class Profile:
             self._guarded(lambda: self._start(config))
 
     def _start(self, config: ProfileConfig) -> None:
+        # One step of warm-up is thrown away: the profiler's own start would be in it.
         schedule = torch.profiler.schedule(wait=config.wait, warmup=1, active=config.steps, repeat=1)
         kinds = [torch.profiler.ProfilerActivity.CPU]
         kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
@@ -171,6 +172,7 @@ class Profile:
             self._guarded(self._running.stop)
 
     def _guarded(self, call: Callable[[], Any]) -> None:
+        # Whatever it raises: a trace is worth less than the run.
         try:
             call()
         except Exception as error:  # a profiler only reports

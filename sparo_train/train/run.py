@@ -144,6 +144,7 @@ class RunConfig(Frozen):
 
     @model_validator(mode="after")
     def _one_length(self) -> RunConfig:
+        # Three ways to say one thing would have to agree; one is asked for.
         given = [k for k in ("steps", "epochs", "samples") if getattr(self, k) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of steps, epochs, samples (given: {', '.join(given) or 'none'})")
@@ -158,6 +159,7 @@ class RunConfig(Frozen):
     def micro_batch(self, world_size: int) -> int:
         """Samples per forward and rank."""
         own = self.batch_size // world_size
+        # A micro-batch larger than what the rank has is the rank's whole batch.
         return min(self.micro_batch_size or own, own)
 
     @property
@@ -198,5 +200,6 @@ def load_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
             f"{path}: names {len(tree['runs'])} runs; `sparo launch train {path} --on local` trains all of them"
         )
     tree = override(tree, overrides or [], RunConfig)
+    # The file's name, unless it says another: two recipes in one folder do not share a run.
     tree.setdefault("name", Path(path).stem)
     return resolve(RunConfig, tree, f"{path} with {' '.join(overrides)}" if overrides else str(path))

@@ -48,6 +48,7 @@ class Saver:
 
     def __init__(self, store: CheckpointStore, ranks: Ranks, background: bool = True):
         self.store, self.ranks, self.background = store, ranks, background
+        # One thread: two checkpoints at once would read the same staged copies.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[Path] | None = None
         self._staged: dict[tuple[str, str], Tensor] = {}
@@ -60,6 +61,7 @@ class Saver:
             CheckpointError: the one before could not be written, or this one where it is not written in the background.
         """
         begin = time.monotonic()
+        # The one before first: its staged copies are the memory that this one writes into.
         self.wait()
         # The next step writes into these very tensors; only a copy stands still.
         staged = {
@@ -94,6 +96,7 @@ class Saver:
             try:
                 return self._opened(check)
             except CheckpointError as error:
+                # Asked of rank 0: the folder of another may lag behind on a network disk.
                 older = self.ranks.first(lambda: len(self.store.steps()) > 1)
                 if not (fall_back and older):
                     raise
@@ -124,6 +127,7 @@ class Saver:
         newest = self.ranks.first(found)
         if newest is None:
             return None
+        # Kept, not raised: a rank that left here would leave the others in the exchange below.
         opened: CheckpointReader | SparoError
         try:
             opened = open_checkpoint(newest[0], ("model", "optimizer"), (self.ranks.rank, self.ranks.size))
@@ -180,6 +184,7 @@ class Saver:
 
     def _complete(self, step: int, told: list[tuple[Files, bool] | CheckpointError], meta: Mapping[str, Any]) -> Path:
         files: Files = {}
+        # A step in which gradients were not finite may have left nothing wrong, or everything: it is no step to go back to.
         suspect = meta.get("skipped_in_a_row", 0) > 0
         for rank, part in enumerate(told):
             if isinstance(part, CheckpointError):

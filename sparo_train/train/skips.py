@@ -44,6 +44,7 @@ class SkippedSteps:
                 continue
             state.skipped_steps += 1
             state.skipped_in_a_row += 1
+            # At once, not at the end: whoever watches can still lower the rate.
             self._say(f"step {step}: gradient norm is {float(norm)}; step skipped ({state.skipped_in_a_row} in a row)")
             if state.skipped_in_a_row > self.limit:
                 raise TrainingError(

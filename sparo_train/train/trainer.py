@@ -85,10 +85,12 @@ class Trainer:
         self._restore()
         # One rank reads the records; others could find them half written.
         self.evaluation.scored = self.ranks.first(lambda: self.report.open(self.state.step))
+        # Asked for fewer steps, the schedule is still that of the whole run: a trial's steps are the run's first ones.
         end = min(self.total_steps, self.config.stop_after_steps or self.total_steps)
         self.profile = Profile(*self._profile)
         try:
             with StopFlag() as stop, Collector() as self.garbage:
+                # The collector goes with the loop: outside of it nobody calls for it at steps.
                 return self._end(self._loop(end, stop))
         except (LostRankError, SupersededError, CheckpointError):
             raise  # nobody to save with, no right to, or no way to
@@ -146,6 +148,7 @@ class Trainer:
         torch.manual_seed(torch_seed(self.config.seed, "step", state.step, self.ranks.rank))
         progress = Progress(state.step, self.total_steps, state.samples, self.steps_per_epoch)
         micro = self.config.micro_batch(self.ranks.size)
+        # The method may change what it sees with progress (growing images); the data plan knows nothing of it.
         batch = self.objective.seen(delivery.batch, progress)
         with self.ranks.named(f"step {state.step + 1}"):
             loss = gradients(self.engine, self.objective, batch, progress, micro)
@@ -202,6 +205,7 @@ class Trainer:
         """The checkpoint of this very step, complete, written now if need be; None before the first."""
         if not self.state.step:
             return None
+        # The one under way may be this very step's.
         self.saver.wait()
         written = self.ranks.first(lambda: self.store.steps().get(self.state.step))
         if written is None:
@@ -214,6 +218,7 @@ class Trainer:
         state = self.state
         self._look()
         self._beat("saving")
+        # Every rank's own place: loaders run ahead by different numbers of batches.
         cursors = self.ranks.gather(state.cursor)
         meta = {
             **state.counts(),
@@ -222,6 +227,7 @@ class Trainer:
             "fingerprint": self.pipeline.fingerprint,
             "bad_samples": self.bad.state(),
             "total_steps": self.total_steps,
+            # What a resumed run has to go on with, to add up in the same order.
             "attention": self.engine.side.kernel.name,
             **self._origin,
         }

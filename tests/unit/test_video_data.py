@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -263,6 +264,12 @@ def test_checks_decode_every_plane_and_ask_no_captions_of_what_has_masks(tmp_pat
     }
 
 
+def npy(table):
+    stream = io.BytesIO()
+    np.save(stream, table)
+    return stream.getvalue()
+
+
 def test_what_is_wrong_with_an_episode_is_a_reason():
     good = episode_fields(episode("a", 0, "train", 0, 3, 16, 3))
     for change, reason in (
@@ -276,6 +283,12 @@ def test_what_is_wrong_with_an_episode_is_a_reason():
         ({"json": b"{"}, "bad json"),
         ({"json": b"[]"}, "bad json"),
         ({"json": json.dumps({"ranges": {"flow": [1]}}).encode()}, "json has no ranges.flow"),
+        (
+            {"json": json.dumps({"ranges": {"flow": [math.nan, 1]}}).encode()},
+            "json has ranges.flow that are not finite",
+        ),
+        ({"json": json.dumps({"ranges": {"flow": [0, 10**400]}}).encode()}, "json has ranges.flow that are not finite"),
+        ({"boxes.npy": npy(np.full((3, 2, 4), np.nan, np.float32))}, "boxes.npy has numbers that are not finite"),
         ({"001.png": b"no"}, "bad image"),
     ):
         fields = {name: data for name, data in {**good, **change}.items() if data is not None}

@@ -37,12 +37,14 @@ def checked_pose(table: Any, convention: Convention = "opengl") -> np.ndarray:
         pose = np.concatenate([pose, [[0.0, 0.0, 0.0, 1.0]]])
     if pose.shape != (4, 4) or not np.isfinite(pose).all():
         raise BadSampleError("a camera's pose is not 4 x 4 finite numbers")
+    # The scale is taken out: exporters of scenes that were made smaller write it into the rotation.
     lengths = np.linalg.norm(pose[:3, :3], axis=0)
     if lengths.min() < 1e-8 or abs(np.linalg.det(pose[:3, :3] / np.maximum(lengths, 1e-8))) < 1e-6:
         raise BadSampleError("a camera's pose is singular")
     turn = pose[:3, :3] / lengths.mean()
     if np.abs(turn.T @ turn - np.eye(3)).max() > _OFF or np.abs(pose[3] - [0, 0, 0, 1]).max() > _OFF:
         raise BadSampleError("a camera's pose is no rotation and place")
+    # A mirrored camera sees another scene; to turn it would guess which axis was meant.
     if np.linalg.det(turn) < 0:
         raise BadSampleError("a camera's pose is mirrored")
     return converted(np.block([[turn, pose[:3, 3:]], [np.array([[0.0, 0.0, 0.0, 1.0]])]]), convention)
@@ -56,6 +58,7 @@ def checked_lens(told: Mapping[str, Any], width: int, height: int) -> np.ndarray
         BadSampleError: none of them, or no positive finite numbers.
     """
     wide, tall = _number(told, "w", width), _number(told, "h", height)
+    # Lenses are told for the picture as it was taken; this one may be smaller.
     if "fl_x" in told:
         fx = _number(told, "fl_x") * width / wide
         fy = _number(told, "fl_y", _number(told, "fl_x")) * height / tall
@@ -74,7 +77,9 @@ def checked_lens(told: Mapping[str, Any], width: int, height: int) -> np.ndarray
 def cut_lens(lens: np.ndarray, width: int, height: int, size: int) -> np.ndarray:
     """Of a picture's middle at `size` pixels a side, cut as `eval_pixels` cuts it."""
     scale = size / min(width, height)
+    # Rounded as torchvision's resize rounds the longer side.
     wide, tall = (size if n == min(width, height) else int(size * n / min(width, height)) for n in (width, height))
+    # Its centre crop rounds to the even number, as Python does.
     left, top = round((wide - size) / 2), round((tall - size) / 2)
     sx, sy = (scale if width <= height else wide / width), (scale if height <= width else tall / height)
     fx, fy, cx, cy = lens

@@ -30,6 +30,7 @@ from ..examples.samples import decode_image
 IMAGE_KEYS = ("png", "jpg", "jpeg", "webp")
 PLANES = ("mask", "depth", "flow", "forward")
 _FRAME = re.compile(r"(\d{3,7})\.([a-z0-9]+)")
+_FARTHEST = 1e30  # of a range: an fp32 with room for arithmetic
 _MOST_NPY = 1 << 30  # bytes that a gzipped array may unpack to
 
 
@@ -56,6 +57,7 @@ class Episode:
     def __init__(self, fields: Mapping[str, bytes], image_keys: Sequence[str] = IMAGE_KEYS):
         self.fields, self._key = fields, ""
         self._arrays: dict[str, np.ndarray] = {}
+        # An array's own header says its length; single frames have to be counted.
         if (video := self._array("video")) is not None:
             if video.ndim != 4 or video.shape[-1] != 3 or video.dtype != np.uint8 or not len(video):
                 raise BadSampleError("video.npy is not (T, H, W, 3) uint8")
@@ -69,6 +71,7 @@ class Episode:
         if not self._key:
             raise BadSampleError("missing frames")
         self._length = len(found[self._key])
+        # A gap would shift every frame behind it against its planes.
         if sorted(found[self._key]) != list(range(self._length)):
             raise BadSampleError("a frame is missing")
 
@@ -129,6 +132,8 @@ class Episode:
             raise BadSampleError("missing boxes.npy")
         if table.ndim != 3 or table.shape[0] != self._length or table.shape[2] != 4 or table.dtype.kind != "f":
             raise BadSampleError("boxes.npy is not (T, K, 4) of fractions")
+        if not np.isfinite(table).all():
+            raise BadSampleError("boxes.npy has numbers that are not finite")
         return table.astype(np.float32, copy=False)
 
     @cached_property
@@ -148,7 +153,11 @@ class Episode:
         bounds = ranges.get(plane) if isinstance(ranges, dict) else None
         if not (isinstance(bounds, list) and len(bounds) == 2 and all(isinstance(b, int | float) for b in bounds)):
             raise BadSampleError(f"json has no ranges.{plane}")
+        # NaN is a number to json, and every pixel would be one.
+        if not all(-_FARTHEST < b < _FARTHEST for b in bounds):
+            raise BadSampleError(f"json has ranges.{plane} that are not finite")
         low, high = np.float32(bounds[0]), np.float32(bounds[1])
+        # In fp32 all along: the same pixels on every machine.
         return self._plane(t, plane).astype(np.float32) / np.float32(65535) * (high - low) + low
 
     def _plane(self, t: int, plane: str) -> np.ndarray:
@@ -170,6 +179,7 @@ class Episode:
             data = self.fields.get(f"{name}.npy")
             try:
                 if data is None and f"{name}.npy.gz" in self.fields:
+                    # Up to a bound: a gzip of kilobytes may unpack to terabytes.
                     data = gzip.GzipFile(fileobj=io.BytesIO(self.fields[f"{name}.npy.gz"])).read(_MOST_NPY)
                 if data is None:
                     return None
@@ -189,5 +199,6 @@ def _viewed(data: bytes) -> np.ndarray:
     shape, fortran, dtype = read(stream)
     if dtype.hasobject:
         raise ValueError("objects")
+    # Without a copy: a clip takes a few frames of hundreds.
     flat = np.frombuffer(data, dtype, int(np.prod(shape)), stream.tell())
     return flat.reshape(shape[::-1]).transpose() if fortran else flat.reshape(shape)

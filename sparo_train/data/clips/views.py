@@ -51,6 +51,7 @@ class ViewedScene:
                 found.setdefault(int(match[1]), {})[match[2]] = data
         if not found:
             raise BadSampleError("missing views")
+        # A view that is missing would give every later one the wrong camera.
         if sorted(found) != list(range(len(found))):
             raise BadSampleError("a view is missing")
         told = {"json": fields["json"]} if "json" in fields else {}
@@ -71,6 +72,7 @@ class ViewedScene:
     def pose(self, view: int, t: int) -> np.ndarray:
         """(4, 4) fp64, camera to world, OpenGL's."""
         poses = self._camera(view).get("poses")
+        # A camera that stands still may say so once.
         if not isinstance(poses, list) or len(poses) not in (1, self.frames):
             raise BadSampleError("a camera without a pose for each frame")
         convention = self.facts.get("convention", "opengl")

@@ -30,6 +30,7 @@ class FramesConfig(Frozen):
         low, high = self.stride
         if self.reach(low) > length:
             raise BadSampleError(f"shorter than frames.count={self.count}" + (f" at stride {low}" if low > 1 else ""))
+        # The largest stride that still fits: short episodes give slow clips, not none.
         most = min(high, (length - 1) // (self.count - 1)) if self.count > 1 else high
         stride = int(rng.integers(low, most + 1))
         last, step = length - self.reach(stride), self.reach(stride) if self.starts == "tiles" else 1

@@ -19,12 +19,14 @@ cv2.setNumThreads(0)  # a pool of threads does not survive the fork of a loader 
 
 def jitter(x: Pixels, strength: tuple[float, float, float, float], rng: np.random.Generator) -> Pixels:
     """torchvision's ColorJitter(brightness, contrast, saturation, hue): factors uniform in 1 ± strength, in random order."""
+    # All factors first, used or not, as torchvision draws them.
     bright, contrast, saturation = (rng.uniform(max(0.0, 1 - s), 1 + s) for s in strength[:3])
     shift = rng.uniform(-strength[3], strength[3])
     for number in rng.permutation(4):
         if number == 0 and strength[0]:
             x = _levels(x, bright, 0.0)
         elif number == 1 and strength[1]:
+            # Rounded as PIL rounds the mean that contrast turns around.
             mean = float(int(cv2.cvtColor(x, cv2.COLOR_RGB2GRAY).mean() + 0.5))
             x = _levels(x, contrast, mean)
         elif number == 2 and strength[2]:
@@ -42,6 +44,7 @@ def gray(x: Pixels) -> Pixels:
 def hue(x: Pixels, shift: float) -> Pixels:
     """Rotate the hue by `shift` of the whole circle."""
     hsv = cv2.cvtColor(x, cv2.COLOR_RGB2HSV_FULL)
+    # Eight bits wrap around, which is what a circle wants.
     hsv[..., 0] += np.uint8(int(shift * 255) % 256)
     return cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB_FULL)
 

@@ -64,6 +64,7 @@ def crop(image: Image.Image, size: int, number: int, config: CropsConfig, rng: n
         pixels = jitter(pixels, c.jitter, rng)
     if rng.random() < c.gray_prob:
         pixels = gray(pixels)
+    # Three rates for three kinds of view: global crops are not blurred alike (BYOL's asymmetry).
     if rng.random() < c.blur_probs[min(number, 2)]:
         pixels = blur(pixels, c.blur_radius, rng)
     if number == 1 and rng.random() < c.solarize_prob:
@@ -115,6 +116,7 @@ class CropExamples(Examples):
         if len(small):
             found["local_crops"] = small
         if self.paths:
+            # By the sample's stream: dropped paths are the same whatever rank the sample lands on.
             found["drop"] = rng.integers(0, self.drop_range, (len(large) + len(small), self.paths), dtype=np.int32)
         on_stage("augment")
         return found

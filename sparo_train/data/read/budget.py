@@ -20,6 +20,7 @@ def refuse_broken(sources: Sequence[Source], config: DataConfig) -> list[Damage]
     found = [damage for source in sources for damage in source.broken()]
     lost = sum(damage.lost for damage in found)
     total = lost + sum(source.samples for source in sources)
+    # Judged only where there is enough to judge: of ten samples one broken is no share.
     if found and total >= config.max_bad_share_after and lost > config.max_bad_share * total:
         worst = "\n  ".join(
             f"{d.url}: {d.reason}, about {d.lost} lost" for d in sorted(found, key=lambda d: -d.lost)[:_NAMED]
@@ -54,6 +55,7 @@ class BadSampleBudget:
                 more = "; further ones are in metrics.jsonl alone" if self._said == _SAID else ""
                 self._say(f"skipped a sample: {url}, {key}: {reason}{more}")
         counts = self.counts + Counter(skipped)
+        # Broken shards were judged before the first step; counted twice they would end runs that go on.
         total = sum(n for (_, reason), n in counts.items() if reason not in _SHARDS)
         tried = used + total
         if tried >= self.minimum and total > self.max_share * tried:

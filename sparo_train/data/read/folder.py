@@ -93,6 +93,7 @@ def open_folder(path: str | Path, key: str = "folder", mixed: bool = True) -> li
         raise DataError(f"{key}: {root} holds no {', '.join(sorted(set(IMAGE_SUFFIXES)))} image")
     classes = sorted({name.partition("/")[0] for name in names if "/" in name})
     if mixed:
+        # By a hash of the name: the same on every machine, and neighbours are of different classes.
         names.sort(key=lambda name: hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest())
     table = np.asarray([os.fsencode(name) for name in names])  # one block of memory, which forked workers share
     return [
@@ -107,6 +108,7 @@ def _images(root: Path, below: str) -> Iterator[str]:
             name = f"{below}{entry.name}"
             if entry.is_dir():
                 yield from _images(root, f"{name}/")
+            # A link to a folder is one, too; macOS leaves `._NAME.jpg` beside every picture.
             elif Path(entry.name).suffix.lower() in IMAGE_SUFFIXES and not entry.name.startswith("."):
                 yield name
 

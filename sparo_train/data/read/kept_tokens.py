@@ -62,6 +62,7 @@ class KeptTokens:
         Raises:
             DataError: nothing can be written, or numbers are not finite in this type.
         """
+        # Overflow to infinity is looked for right below, and told with what mends it.
         with np.errstate(over="ignore"):
             rows = np.concatenate(entries).astype(self._type) if entries else np.zeros((0, 1), self._type)
         if not np.isfinite(rows).all():
@@ -92,6 +93,7 @@ class KeptTokens:
             if len(halves):
                 self._width = found["width"]
         joined = [np.concatenate(some) for some in zip(*columns, strict=True)]
+        # Sorted by half of the digest: a search in memory, and a run of equals is hardly ever longer than one.
         order = np.argsort(joined[0], kind="stable")
         self._high, self._low, self._part, self._start, self._end, self._sums = (some[order] for some in joined)
 
@@ -118,6 +120,7 @@ class KeptTokens:
         path, row = self._path(self._names[number]), self._width * np.dtype(self._type).itemsize
         try:  # read, not mapped: a file that is cut off meanwhile would end the process
             with path.open("rb", buffering=0) as file:
+                # By position on a handle of its own: forked workers would move each other's place.
                 content = os.pread(file.fileno(), (last - first) * row, self._begin[number] + first * row)
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error}); start again, and it is computed again") from None

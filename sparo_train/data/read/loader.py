@@ -117,6 +117,7 @@ class _Workers(IterableDataset[WorkerBatch | SparoError]):
     ) -> Iterator[Any]:
         p, length = self.pipeline, self.pipeline.plan.stream_length(stream)
         for _ in range(p.per_stream):
+            # Two passes: every window is met whole once, wherever the stream stood.
             for _tries in range(2 * length + 1):
                 position = at[stream]
                 # At a window's first sample: its order is random, and all of it is needed soon.
@@ -202,6 +203,7 @@ class Pipeline:
         """
         positions = cursor.positions if cursor else (0,) * self.plan.streams
         broken = refuse_broken(self.sources, self.config)
+        # The rest of its life a run carries these counts in its checkpoints.
         # Told once in the life of a run, and by one rank.
         news = cursor is None and self.rank == 0
         first = Counter({(d.url, d.reason): d.lost for d in broken} if news else {})
@@ -230,6 +232,7 @@ class Pipeline:
         except BadSampleError as bad:
             bad.key = key
             raise
+        # Whatever a decoder raises belongs to the sample; an error of ours belongs to the recipe.
         except Exception as error:
             raise BadSampleError(_where(error), key) from error
 
@@ -249,6 +252,7 @@ class Pipeline:
 def default_streams(batch_size: int) -> int:
     """16 streams, and more for batches over 256 (up to 512), so that many ranks and workers can share them; a divisor of the batch."""
     wanted = 1 << max(4, min(9, (batch_size // 8).bit_length() - 1))
+    # A divisor of the batch, or a batch could not take the same number from each.
     return math.gcd(batch_size, wanted)
 
 

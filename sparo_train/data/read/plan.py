@@ -54,6 +54,7 @@ class _Epoch:
 
 def per_epoch(totals: Sequence[int], weights: Sequence[float]) -> list[int]:
     """Samples that an epoch takes from each source."""
+    # A weight above zero takes at least one: a tiny source must not vanish by rounding.
     return [max(1, round(w * n)) if n and w else 0 for w, n in zip(weights, totals, strict=True)]
 
 
@@ -101,6 +102,7 @@ class Plan:
 
     def stream_length(self, stream: int) -> int:
         """Samples of a stream per epoch; streams differ by at most one."""
+        # Borders by multiplication, not by adding lengths: streams differ by one at most, and together they are the epoch.
         return (stream + 1) * self.epoch_size // self.streams - stream * self.epoch_size // self.streams
 
     def at(self, stream: int, position: int) -> SampleRef:
@@ -108,6 +110,7 @@ class Plan:
         length = self.stream_length(stream)
         epoch, offset = divmod(position, length)
         window, inside = divmod(offset, self.window)
+        # The last window is shorter; its order is a permutation of what it has.
         order = self._window_order(epoch, stream, window, min(self.window, length - window * self.window))
         begin = stream * self.epoch_size // self.streams + window * self.window
         return self._epoch(epoch).at(begin + int(order[inside]))
@@ -143,6 +146,7 @@ class Plan:
         """Rows (pass, source, shard, start, length) that `epoch` takes from the endless sequence of passes over a source."""
         size, total = self.per_epoch[source], self.totals[source]
         begin, end = epoch * size, (epoch + 1) * size
+        # An epoch may end one pass and begin the next, or hold several.
         rows = []
         for number in range(begin // total, (end - 1) // total + 1):
             shard, start, length = self._pass(source, number)
@@ -158,6 +162,7 @@ class Plan:
     def _pass(self, source: int, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """A pass over a source: chunks (shard, start, length) in random order, cut at a random offset per shard."""
         rng, counts = generator(self.seed, "pass", source, number), self.counts[source]
+        # Another offset in every pass: neighbours that a chunk keeps together are not always the same.
         offsets = rng.integers(0, self.chunk, size=len(counts))
         shard = np.repeat(np.arange(len(counts)), (counts + offsets + self.chunk - 1) // self.chunk)
         first = np.r_[0, np.flatnonzero(np.diff(shard)) + 1] if len(shard) else np.zeros(0, dtype=np.int64)

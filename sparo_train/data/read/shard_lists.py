@@ -44,9 +44,11 @@ def _count(pattern: str) -> int:
     total = 1
     for inner in re.findall(r"\{([^{}]*)\}", pattern):
         ends = re.fullmatch(r"(\d+)\.\.(\d+)(?:\.\.\d+)?", inner)
+        # Longer numbers than fit into one would take for ever to be counted.
         if ends and max(map(len, ends.groups())) > 18:
             return _MOST + 1
         total *= abs(int(ends[2]) - int(ends[1])) + 1 if ends else 1 + inner.count(",")
+    # fsspec chains several addresses with `::`, each with braces of its own.
     return total * (1 + pattern.count("::"))
 
 

@@ -56,6 +56,7 @@ def load_index(url: str, write_beside: bool = False) -> ShardIndex:
         info = filesystem.info(path)
     except OSError as error:
         raise DataError(f"{url}: cannot be read ({error})") from None
+    # A web server has no time of writing, but an ETag.
     size, stamp = info["size"], str(info.get("mtime", info.get("ETag", "")))
     local = isinstance(filesystem, LocalFileSystem)
     if local and not stat.S_ISREG(info["mode"]):
@@ -107,6 +108,7 @@ class ShardReader:
             stream.seek(start)
             data = stream.read(end - start)
         # The file was cut behind its index's back; every later sample of it would be wrong, too.
+        # Also where it was replaced by a shorter one while training reads it.
         if len(data) < end - start:
             raise DataError(f"{url}: shorter than its index; the file changed, remove its .idx.npy and start again")
         try:
@@ -140,6 +142,7 @@ class ShardReader:
                 raise DataError(f"{url}: cannot be opened ({error})") from None
             while len(self._handles) > _OPEN_SHARDS:
                 # Thousands of shards and a limit of 1,024 open files.
+                # The least recently used one: streams come back to the shards that they are in.
                 self._handles.popitem(last=False)[1].close()
         self._handles.move_to_end(url)
         return self._handles[url]
@@ -163,6 +166,7 @@ def _read_index(path: Path, size: int) -> ShardIndex | None:
     None where it belongs to another file, is of an older layout, or is nothing that a scan could have found: it is made again.
     """
     try:
+        # More bytes than a shard of so many samples could have: it is no index, and would fill memory.
         if path.stat().st_size > size + 4096:  # a sample takes two blocks of its shard, and eight bytes here
             return None
         table = np.load(path, allow_pickle=False)
@@ -179,6 +183,7 @@ def _write_index(path: Path, index: ShardIndex, size: int) -> None:
     digest = np.frombuffer(index.digest, dtype=np.int64)
     table = np.concatenate([np.asarray([_LAYOUT, size, index.intact], dtype=np.int64), digest, index.offsets])
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    # A name of its own, then a rename: several processes may scan the same shard at once.
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as stream:

@@ -107,6 +107,7 @@ class Source(NamedTuple):
 
     def broken(self) -> list[Damage]:
         """Storages that are not whole. What they lost is estimated from the median of those that are."""
+        # The median: one shard that is short by design does not make the others look damaged.
         whole = sorted(len(storage) for storage in self.storages if storage.intact)
         usual = whole[len(whole) // 2] if whole else 0
         return [
@@ -141,6 +142,7 @@ def fingerprint(sources: list[Source]) -> dict[str, Any]:
             "shards": len(source.storages),
             "samples": source.samples,
             "weight": source.config.weight,
+            # Names without their folder: data may be moved between two starts.
             "sha256": _hash(f"{Path(s.url).name} {len(s)} {s.digest()}".rstrip() for s in source.storages),
         }
         if any(seen := [s.seen() for s in source.storages]):

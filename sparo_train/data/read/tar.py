@@ -50,6 +50,7 @@ class _Header(tarfile.TarInfo):
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
         header = super().frombuf(buf, encoding, errors)
+        # Hostile headers announce terabytes of name; tarfile would ask for them.
         if header.size < 0 or (header.type in _EXTENDED and header.size > _MOST_EXTENDED):
             raise tarfile.InvalidHeaderError(f"a size of {header.size}")  # pyright: ignore[reportAttributeAccessIssue]
         return header
@@ -85,6 +86,7 @@ def _members(stream: IO[bytes], size: int) -> Iterator[tuple[tarfile.TarInfo | N
         end = 0
         while (member := tar.next()) is not None:
             tar.members = []  # tarfile would keep them all  # pyright: ignore[reportAttributeAccessIssue]
+            # What leads back would be walked for ever.
             if tar.offset <= end:
                 raise tarfile.ReadError(f"a header at byte {member.offset} leads back to {tar.offset}")
             end = tar.offset
@@ -111,6 +113,7 @@ def scan(stream: IO[bytes], size: int) -> ShardIndex:
             if group is None:
                 continue
             if group[0] != key:
+                # A key that comes again later is another sample: the plan reads runs of members.
                 key = group[0]
                 offsets.append(member.offset)
             at = end
@@ -124,6 +127,7 @@ def scan(stream: IO[bytes], size: int) -> ShardIndex:
 
 def _sampled(stream: IO[bytes], member: tarfile.TarInfo) -> bytes:
     """A small member whole (captions, labels); of a large one its middle, which no two pictures have alike."""
+    # The middle: the beginnings of pictures of one camera are alike.
     if member.size > _SMALL:
         stream.seek(member.offset_data + member.size // 2)
         return stream.read(_SAMPLE)
@@ -133,6 +137,7 @@ def _sampled(stream: IO[bytes], member: tarfile.TarInfo) -> bytes:
 
 def split_key(member: str) -> tuple[str, str] | None:
     """(key, extension in lower case) as webdataset splits them: at the first dot of the file's name; None for others."""
+    # At the first dot, as webdataset: `000001.left.jpg` has the extension `left.jpg`.
     folder, slash, base = member.rpartition("/")
     stem, dot, extension = base.partition(".")
     if not dot or not stem or base.startswith("__"):
@@ -161,6 +166,7 @@ def _unpacked_plain(data: bytes) -> tuple[str, dict[str, bytes]] | None:
             size is None
             or told is None
             or head[156:157] not in (b"\0", b"0")
+            # Anything but the plainest form is left to tarfile, which knows all of them.
             or head[257:262] != b"ustar"
             or any(head[345:500])
             or any(rest)

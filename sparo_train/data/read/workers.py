@@ -45,6 +45,7 @@ def in_workers(
         num_workers=workers,
         prefetch_factor=prefetch if workers else None,
         # Workers whose parent is a fork server do not notice that this process was killed, and stay.
+        # Forked: the index and the decoded tables of all shards are shared, not copied.
         multiprocessing_context="fork" if workers else None,
         collate_fn=collate,
         worker_init_fn=_start_worker,
@@ -53,6 +54,7 @@ def in_workers(
     with _deaths_unheard():
         parts = iter(loader)
     # Workers ignore SIGTERM, which is how multiprocessing would end those of a process that exits without closing us.
+    # By a weak reference: this function must not keep the loader alive that it ends.
     end = functools.partial(_kill, weakref.ref(parts))
     if workers:
         parts._workers_done_event = _End(end)  # pyright: ignore[reportAttributeAccessIssue]
@@ -129,5 +131,6 @@ def _kill(loader: weakref.ref[Any]) -> None:
 
 
 def _start_worker(_number: int) -> None:
+    # A worker is one core; threads of its own would take those of the others.
     torch.set_num_threads(1)
     ignore_in_worker()

@@ -45,6 +45,7 @@ class AttPoolReadOut(TwinReadOut):
     def resolved(self, normalize: bool) -> Self:
         if self.normalize is not None:
             return self
+        # What is normalised slot by slot may be compared slot by slot; a mixed encoding may not (Sec. 5.3).
         slot_wise = self.slot_layer_norm and self.slot_projection
         return self.model_copy(update={"normalize": normalize and slot_wise})
 
@@ -102,6 +103,7 @@ class AttPool(SeparateHeads):
 
     def _after(self, read: Tensor) -> Tensor:
         if self.out_proj is not None:
+            # Over all L * V numbers: this matrix is what separate heads do without.
             read = self.out_proj(read.flatten(1)).view_as(read)
         for step in (self.norm, self.proj):
             per_slot = step.weight.shape[-1] == self.width

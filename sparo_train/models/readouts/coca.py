@@ -59,6 +59,7 @@ class CocaPool(ReadOut):
             query.expand(len(x), -1, -1).to(x.dtype),
             x,
             x,
+            # torch masks what is not to be read; `keep` says what is.
             key_padding_mask=None if keep is None else ~keep,
             need_weights=need_attention,
         )

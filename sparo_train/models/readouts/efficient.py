@@ -55,6 +55,7 @@ class EfficientPool(ReadOut):
     def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
         """Tokens (B, N, d) to slots (B, L, V)."""
         mask = None if keep is None else keep[:, None, :]
+        # Queries are the parameters themselves: one set for all samples, expanded without a copy.
         query = self.query.expand(len(tokens), -1, -1).to(tokens.dtype)
         # Tokens are pooled before they are projected: V_j of a mean is the mean of V_j.
         pooled = F.scaled_dot_product_attention(query, tokens, tokens, attn_mask=mask)

@@ -62,6 +62,7 @@ class Fdt(ReadOut):
     def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
         """Tokens (B, N, d), not normed, to one slot. Its tokens are chosen per code: there is no one map of attention (None)."""
         scores = self.q_map(tokens) @ self.space_dict.T * self.width**-0.5  # (B, N, codes)
+        # Multiplied, not masked, as published: see above.
         best = scores.amax(dim=1) if keep is None else (scores * keep[..., None]).amax(dim=1).clamp(min=0)
         weights = sparsemax(best / self.temperature)
         return Slots((weights.to(self.space_dict.dtype) @ self.space_dict)[:, None])
@@ -73,6 +74,7 @@ def sparsemax(scores: Tensor) -> Tensor:
     falling, _ = scores.sort(dim=-1, descending=True)
     count = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
     sums = falling.cumsum(dim=-1)
+    # How many of the largest scores are above the threshold that they themselves define.
     kept = (1 + count * falling > sums).sum(dim=-1, keepdim=True)
     threshold = (sums.gather(-1, kept - 1) - 1) / kept
     return (scores - threshold).clamp(min=0)

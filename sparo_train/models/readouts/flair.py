@@ -63,6 +63,7 @@ def pooled_by_text(own: Sequence[Tensor], heads: int, patches: Tensor, texts: Te
     width = patches.shape[-1]
     q, k, v = (
         F.linear(F.layer_norm(x, (width,), norms[2 * i], norms[2 * i + 1]), weight, bias).unflatten(-1, (heads, -1))
+        # Cut in three as torch's module keeps them, so that its weights load by their names.
         for i, (x, weight, bias) in enumerate(
             zip((texts, patches, patches), in_weight.chunk(3), in_bias.chunk(3), strict=True)
         )

@@ -48,6 +48,7 @@ class LinearBottleneck(ReadOut):
     def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
         """Tokens (B, N, d) to one slot; attention is one at the token that is read."""
         batch, length, _ = tokens.shape
+        # A text's last token that may be read is EOS; an image's first is its class token.
         at = torch.zeros(batch, dtype=torch.int64, device=tokens.device) if keep is None else keep.sum(dim=1) - 1
         read = tokens[torch.arange(batch, device=tokens.device), at]
         attention = nn.functional.one_hot(at, length)[:, None].float() if need_attention else None

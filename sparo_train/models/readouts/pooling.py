@@ -51,6 +51,7 @@ class MeanPool(ReadOut):
         if keep is None:
             mean, weight = tokens.mean(dim=1, keepdim=True), tokens.new_full((batch, 1, length), 1 / length)
         else:
+            # A product, not a masked sum: padding that is not finite would still be multiplied, so callers pass tokens that are.
             weight = (keep / keep.sum(dim=1, keepdim=True)).to(tokens.dtype)[:, None]
             mean = weight @ tokens
         return Slots(mean, weight if need_attention else None)

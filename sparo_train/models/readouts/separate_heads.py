@@ -46,6 +46,7 @@ class _AttendPoolProject(torch.autograd.Function):
             if keep is not None:
                 # In place: nothing before it is needed again.
                 scores = scores.masked_fill_(~keep[:, None, :], -torch.inf)
+            # In fp32 at least: sums of exponentials in 16 bits lose the far tokens.
             attention = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
             pooled = _by_head(attention @ tokens, heads, group)  # p_l, (H, B*G, d)
             read = torch.bmm(pooled, (key if value is None else value).transpose(1, 2))
@@ -63,6 +64,7 @@ class _AttendPoolProject(torch.autograd.Function):
         )
         tokens, query, key, value, weight, attention, pooled = ctx.saved_tensors
         heads, group, _ = query.shape
+        # V's gradient is the same product as the forward's, turned around.
         d_value = torch.bmm(d_read.transpose(1, 2), pooled)
         d_pooled = (
             torch.bmm(d_read, key if value is None else value)
@@ -78,6 +80,7 @@ class _AttendPoolProject(torch.autograd.Function):
         d_tokens = torch.bmm(attention.transpose(1, 2), d_pooled)
         # Added by the product itself: a second gradient of the tokens is never held.
         d_tokens.baddbmm_(d_scores.transpose(1, 2), weight.expand(len(tokens), -1, -1))
+        # Over batch and tokens at once: one product, not B of them that would be added.
         d_weight = d_scores.transpose(0, 1).flatten(1) @ tokens.flatten(0, 1)
         d_weight = d_weight.view(heads, group, -1)
         d_query = torch.bmm(d_weight, key.transpose(1, 2))
@@ -85,6 +88,7 @@ class _AttendPoolProject(torch.autograd.Function):
             d_key, d_value = d_value.baddbmm_(query.transpose(1, 2), d_weight), None
         else:
             d_key = torch.bmm(query.transpose(1, 2), d_weight)
+        # The key's bias moves all scores of a slot alike; its gradient is zero but for rounding, and has to exist.
         d_constant = d_scores.sum((0, 2)) if ctx.constant else None
         return d_tokens, d_query, d_key, d_value, d_constant, None
 
@@ -140,7 +144,9 @@ class SeparateHeads(ReadOut):
         """
         values = self.v or self.k
         device = tokens.device.type
+        # Autocast does not see inside: the cast is made once here, where the inputs are.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.k.weight.dtype
+        # Scaled once, on L * D numbers, not on every score.
         query = (self.q_emb * self.scale).view(self.heads, self.grp_size, self.head_width)
         key = self.k.weight.view(self.heads, self.head_width, self.dim)
         value = None if self.v is None else self.v.weight.view(self.heads, self.head_width, self.dim).to(dtype)

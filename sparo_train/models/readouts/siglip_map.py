@@ -52,6 +52,7 @@ class MapHead(ReadOut):
         """Tokens (B, N, d) to one slot; attention (B, 1, N) is the mean over heads."""
         mask = None if keep is None else keep[:, None, None, :]
         values = self.attn_pool(tokens, attn_mask=mask)[:, None]
+        # timm's module gives no map; it is computed again only where it is asked for.
         return Slots(values, self._attention(tokens, mask) if need_attention else None)
 
     def _attention(self, tokens: Tensor, mask: Tensor | None) -> Tensor:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ...core.errors import CheckpointError
+from ...core.errors import CheckpointError, SparoError
 
 Weights = dict[str, Tensor]
 
@@ -127,13 +127,16 @@ def weights_sha256(tensors: Mapping[str, Tensor], keep: Callable[[str], bool] = 
     return digest.hexdigest()
 
 
-def refuse_non_finite(weights: Mapping[str, Tensor], origin: str) -> None:
-    """Raise `CheckpointError` for weights that are no numbers: of a run that diverged, or a file that was damaged."""
+def refuse_non_finite(weights: Mapping[str, Tensor], origin: str, error: type[SparoError] = CheckpointError) -> None:
+    """Raise `error` for weights that are no numbers: of a run that diverged, or a file that was damaged.
+
+    What a model gives does not tell: torch's fused attention takes a NaN among its scores for a masked place, and an argmax makes a number
+    of it.
+    """
     lost = [name for name, t in weights.items() if t.is_floating_point() and not t.isfinite().all()]
     if lost:
-        raise CheckpointError(
-            f"{origin}: {lost[0]} and {len(lost) - 1} more are not finite; take a checkpoint from before"
-        )
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise error(f"{origin}: {lost[0]}{more}: numbers that are not finite; take a checkpoint from before")
 
 
 def _strip(name: str) -> str:

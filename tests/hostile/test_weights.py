@@ -1,0 +1,133 @@
+"""Weights that are no numbers: whatever a model gives for evaluation shows them, or does not depend on them. Nothing is scored as if it were sound."""
+
+import pytest
+import torch
+
+from object_centric.objectives.set_prediction import SetPrediction, SetPredictionConfig
+from object_centric.objectives.slate import Slate, SlateConfig
+from object_centric.objectives.slot_autoencoder import SlotAutoencoder, SlotAutoencoderConfig
+from object_centric.scenes3d.novel_views import NovelViews, NovelViewsConfig
+from object_centric.scenes3d.rays import pixel_rays
+from object_centric.tasks import scene_encoder, slot_encoder, video_encoder
+from object_centric.video.video_autoencoder import VideoAutoencoder, VideoAutoencoderConfig
+from object_centric.video.video_slate import VideoSlate, VideoSlateConfig
+from sparo_train.core.config import resolve
+from sparo_train.data.clips.cameras import looking
+
+SCORED = ("to_q", "to_k", "norm_slots", "norm_tokens")  # of which nothing but an attention's scores is made
+CONV = {"channels": [8, 8], "strides": [2, 1], "kernel": 3}
+SAYS = {
+    "dvae": {"vocab": 20, "channels": 8},
+    "decoder": {"width": 12, "blocks": 2, "heads": 2, "dropout": 0.0},
+    "features": 12,
+}
+DRAWS = {"features": 16, "encoder": CONV, "decoder": {"kind": "mlp", "hidden": [16]}}
+
+
+def slots(preset, **more):
+    return {"image_size": 16, "grouping": {"preset": preset, "slots": 3, "width": 16, **more}}
+
+
+def images_of(encoder, *views):
+    pixels = torch.randint(0, 256, (1, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    return [getattr(encoder, view)(pixels) for view in views]
+
+
+def clips_of(encoder):
+    video = torch.randint(0, 256, (1, 2, 4, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    video[:, :, 3] = torch.arange(16, dtype=torch.uint8)[:, None] // 6  # whose each pixel of the first frame is
+    video = video if encoder.conditional else video[:, :, :3]
+    return [encoder.clips(video), encoder.clip_slots(video)]
+
+
+def scenes_of(encoder):
+    colours = torch.rand(1, 1, 3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    poses = torch.stack([torch.from_numpy(looking([4, y, 3], [0, 0, 0])) for y in (-2.0, 0.0, 2.0)]).float()
+    rays = pixel_rays(poses, torch.tensor([16.0, 16.0, 8.0, 8.0]).expand(3, 4), 16).movedim(-1, -3)
+    return [encoder.scenes(torch.cat([colours, rays.expand(1, 1, -1, -1, -1, -1)], 3), 2)]
+
+
+def drawing(encoder):
+    return images_of(encoder, "encode", "masks", "squared_error")
+
+
+MASKS = {
+    "autoencoder": (SlotAutoencoder, SlotAutoencoderConfig, {**slots("sa"), **DRAWS}, slot_encoder.slot_encoder),
+    "cnn": (
+        SlotAutoencoder,
+        SlotAutoencoderConfig,
+        {**slots("videosaur"), **DRAWS, "decoder": {"kind": "cnn", "channels": 8, "ups": 1, "convs": 1}},
+        slot_encoder.slot_encoder,
+    ),
+    "slate": (
+        Slate,
+        SlateConfig,
+        {**slots("slate"), **SAYS, "encoder": {"kind": "tokens", "width": 12}},
+        slot_encoder.slate_encoder,
+    ),
+    "slate_of_features": (
+        Slate,
+        SlateConfig,
+        {**slots("slate"), **SAYS, "encoder": {"kind": "conv", **CONV}},
+        slot_encoder.slate_encoder,
+    ),
+}
+CLIPS = {
+    "savi": (VideoAutoencoder, VideoAutoencoderConfig, {**slots("savi", init="learned"), **DRAWS, "predictor": {}}, video_encoder.video_encoder),
+    "told": (VideoAutoencoder, VideoAutoencoderConfig, {**slots("savi", init="given"), **DRAWS, "hint": {}}, video_encoder.video_encoder),
+    "psb": (VideoAutoencoder, VideoAutoencoderConfig, {**slots("psb", iterations=2), **DRAWS}, video_encoder.video_encoder),
+    "steve": (VideoSlate, VideoSlateConfig, {**slots("steve"), **SAYS, "encoder": CONV}, video_encoder.video_slate_encoder),
+    "psb_of_tokens": (
+        VideoSlate,
+        VideoSlateConfig,
+        {**slots("psb", iterations=2), **SAYS, "encoder": {"kind": "tokens", "width": 12}},
+        video_encoder.video_slate_encoder,
+    ),
+}  # fmt: skip
+VIEWS = {
+    "nerf": {"kind": "nerf", "bins": 4, "static": True, "sky": True, "shadows": True, "background": True},
+    "slot_mixer": {"kind": "slot_mixer", "octaves": 3},
+}
+
+
+def cases():
+    for name, row in MASKS.items():
+        yield name, row, drawing
+    listing = (SetPrediction, SetPredictionConfig, {**slots("sa"), "encoder": CONV}, slot_encoder.set_encoder)
+    yield "set", listing, lambda encoder: images_of(encoder, "encode", "objects")
+    for name, row in CLIPS.items():
+        yield name, row, clips_of
+    for name, decoder in VIEWS.items():
+        tree = {**slots("psb", iterations=2), "encoder": {"channels": 8, "width": 16}, "decoder": decoder}
+        yield name, (NovelViews, NovelViewsConfig, tree, scene_encoder.scene_encoder), scenes_of
+
+
+@pytest.mark.parametrize(("name", "row", "looked_at"), list(cases()), ids=[name for name, *_ in cases()])
+def test_a_weight_that_is_no_number_shows_in_all_that_depends_on_it(name, row, looked_at):
+    method, config, tree, encoder_of = row
+    torch.manual_seed(0)
+    objective = method(resolve(config, {"model": tree}, name))
+    refuse_silence(encoder_of(objective), looked_at)
+
+
+def refuse_silence(encoder, looked_at):
+    """Each module in turn: the other way would be to believe that one NaN stands for all."""
+    sound = looked_at(encoder)
+    assert all(table.isfinite().all() for table in sound)
+    silent = []
+    for name, module in encoder.model.named_modules():
+        own = list(module.parameters(recurse=False))
+        held = [p.detach().clone() for p in own]
+        with torch.no_grad():
+            for p in own:
+                p.fill_(torch.nan)
+        if own and any(
+            b.isfinite().all() and not torch.equal(a, b) for a, b in zip(sound, looked_at(encoder), strict=True)
+        ):
+            silent.append(name)
+        with torch.no_grad():
+            for p, before in zip(own, held, strict=True):
+                p.copy_(before)
+    # torch's fused attention on a CPU takes scores that are NaN for masked ones: such weights are refused when they are
+    # loaded (tests/parity/test_averaging.py).
+    assert all(any(part in name for part in SCORED) for name in silent), silent
