@@ -10,6 +10,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from sparo_train.core.errors import WorkerLostError
+from sparo_train.core.signals import end_with_parent
 
 
 @contextmanager
@@ -20,7 +21,7 @@ def process_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
         WorkerLostError: one of them was killed.
     """
     try:
-        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        with ProcessPoolExecutor(processes, get_context("spawn"), end_with_parent) as pool:
             yield pool
     except BrokenProcessPool:
         raise WorkerLostError(

@@ -69,7 +69,9 @@ def export_run(run: Path, to: Path | None, layout: str | None, average: str | No
     folder = run.parent.parent if (run / "meta.json").is_file() else run
     steps = [step] if average is None else _newest(folder, step, average)
     meta, weights = read_meta(step), mean_weights(steps)
-    path = export_weights(config, weights, folder / "export", to, layout, _epochs_done(config, meta))
+    # A folder of its own: other weights in the place of those that were exported would be taken for them.
+    home = folder / ("export" if average is None else f"export-{average.replace(':', '-')}")
+    path = export_weights(config, weights, home, to, layout, _epochs_done(config, meta))
     name = layout or METHODS.row(config.objective.kind).exports[0]
     parameters = _parameters(config)
     facts = card_facts(config, meta, folder, parameters, EXPORTS.row(name).use.replace("PLACE", path.as_posix()))
@@ -135,7 +137,8 @@ def export_weights(
     fitting = METHODS.row(kind).exports
     if layout is None and not fitting:
         raise ConfigError(
-            f"objective.kind={kind}: names no layout to export to; --layout says which ({', '.join(EXPORTS.names())})"
+            f"objective.kind={kind}: no other program's layout fits such a run; its own folder is what is handed on "
+            "(`sparo eval RUN`, `load_encoder(RUN)`)"
         )
     name = layout or fitting[0]
     export: Export = EXPORTS.row(name, "--layout")

@@ -56,7 +56,7 @@ def model_card(facts: CardFacts) -> str:
 
 def _scores(facts: CardFacts) -> list[str]:
     if not facts.scores:
-        return ["None: the run was not scored."]
+        return ["None: these weights were not scored."]
     lines = ["| task | metric | score | 95 % interval | n | chance | step |", "|---|---|---|---|---|---|---|"]
     for score in facts.scores:
         r = score.result

@@ -118,7 +118,9 @@ def open_images(task: TaskConfig) -> EvalSet:
         return open_labelled(task)[1]
     if isinstance(task, SetTaskConfig):
         return open_set(task, TASKS.row(task.task).facts)
-    raise ConfigError(f"task {task.task}: has no images to look at")
+    instead = {"views": "`sparo slots views` draws them", "clips": "`sparo slots panels` draws them"}
+    needs = next((instead[need] for need in TASKS.row(task.task).needs if need in instead), "name a task of images")
+    raise ConfigError(f"task {task.task}: has no images to look at; {needs}")
 
 
 def encoded(source: EvalSet, units: Units, store: FeatureStore, workers: int) -> Features:

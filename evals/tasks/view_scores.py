@@ -43,15 +43,16 @@ def scene_scores(clip: ViewedClip, shown: int, far: float, background: int | Non
     def ari(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> float:
         return _mean([adjusted_rand(counted(true, own, background).objects) for true, own in pairs])
 
-    held, seen = slice(shown, None), slice(None, shown)
+    held, seen, whole = slice(shown, None), slice(None, shown), counted(t, p, background)
     known = clip.true_depth[:, held] < far  # NaN is not
     missed = np.abs(clip.depth[:, held] - clip.true_depth[:, held]) / np.maximum(clip.true_depth[:, held], 1e-6)
     return {
         "image_fg_ari": ari((t[i, v], p[i, v]) for i in range(times) for v in range(views)),
         "video_fg_ari": ari((t[:, v], p[:, v]) for v in range(views)),
         "camera_fg_ari": ari((t[i], p[i]) for i in range(times)),
-        "scene_fg_ari": ari([(t, p)]),
-        "ari": _mean([adjusted_rand(counted(t, p, background).table)]),
+        "scene_fg_ari": adjusted_rand(whole.objects),
+        # Of a scene whose masks nobody told, it would say that all pixels are one object.
+        "ari": adjusted_rand(whole.table) if len(whole.objects) else float("nan"),
         "psnr_held_out": _psnr(clip.errors[:, held]),
         "psnr_shown": _psnr(clip.errors[:, seen]),
         "psnr_nearest": _psnr(clip.nearest[:, held]),

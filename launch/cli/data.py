@@ -53,7 +53,7 @@ def scenes(
     folder: Annotated[Path, typer.Argument()] = Path("data/scenes"),
     train: Annotated[int, typer.Option(help="training scenes")] = 8000,
     size: Annotated[int, typer.Option(help="pixels per side")] = 64,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     processes: Processes = 2,
 ) -> None:
     """Render the captioned scenes with their evaluation sets."""
@@ -71,7 +71,7 @@ def tetrominoes(
     left_half: Annotated[
         bool, typer.Option("--left-half", help="training pieces stand in the left half alone")
     ] = False,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Draw Tetrominoes with masks: three pieces on black, for object discovery."""
     from ..runs.making import make_tetromino_set
@@ -89,7 +89,7 @@ def objects(
     size: Annotated[int, typer.Option(help="pixels per side")] = 64,
     most: Annotated[int, typer.Option(min=1, help="objects of a scene (clevr and clevrtex)")] = 6,
     antialias: Annotated[int, typer.Option(min=1, help="rays per pixel along each side")] = 1,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     processes: Processes = 2,
 ) -> None:
     """Render scenes with masks and attributes: for object discovery and set prediction."""
@@ -115,7 +115,7 @@ def movi_like(
     most: Annotated[int, typer.Option(min=1, help="solids of an episode (a, b and c)")] = 10,
     larger: Annotated[float, typer.Option(min=0.1, max=4, help="solids' sizes, times CLEVR's")] = 1.0,
     antialias: Annotated[int, typer.Option(min=1, help="rays per pixel along each side")] = 1,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     processes: Processes = 2,
 ) -> None:
     """Render videos of solids that fall, slide and collide, with masks, flows, depth, boxes and attributes."""
@@ -146,7 +146,7 @@ def scenes3d(
         typer.Option(help="a Python that has bpy: Blender's Cycles draws colours, masks and depth stay our tracer's"),
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="--blender: paths per pixel; default: 32")] = None,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     processes: Processes = 2,
 ) -> None:
     """Render moving scenes as several posed cameras see them, with masks, depth and attributes."""
@@ -163,7 +163,7 @@ def scenes3d(
 def emoji(
     folder: Annotated[Path, typer.Argument()] = Path("data/emoji"),
     size: Annotated[int, typer.Option(help="pixels per side")] = 64,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     processes: Processes = 2,
 ) -> None:
     """Fetch emoji drawings of nine vendors through npm and write them with captions and leak-free tests."""

@@ -163,7 +163,8 @@ def cancel(runs: Runs) -> None:
     from ..jobs.status import cancel as cancel_folder
 
     for run in runs:
-        out.print(f"{run}: cancelled {', '.join(cancel_folder(run))}")
+        asked = cancel_folder(run)
+        out.print(f"{run}: cancelled {', '.join(asked)}" if asked else f"{run}: nothing to cancel, its job has ended")
 
 
 @app.command(context_settings=OPEN, epilog=_CLUSTER)

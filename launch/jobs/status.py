@@ -207,11 +207,21 @@ def log_files(folder: Path, rank: int) -> list[Path]:
 
 
 def cancel(folder: Path) -> list[str]:
-    """End the jobs of a folder's newest submission; returns them. Training saves first, as after any signal."""
-    record = _last(folder)
+    """End the jobs of a folder's newest submission; returns those that were asked to. Training saves first, as after any signal.
+
+    Raises:
+        ConfigError: this run has ended, and its job goes on with other rows of a sweep.
+    """
+    record, records, asked = _last(folder), Records(folder), []
     for job in record["jobs"]:
         if record["cluster"]["kind"] == "slurm":
             slurm.patiently(lambda job=job: slurm.cancel(job) or "", 60, lambda _text: None)
         elif record["cluster"]["kind"] == "local" and local_alive(job):
+            starts = records.starts(job)
+            if starts and "end" in starts[-1]:
+                raise ConfigError(f"{folder}: has ended; job {job} runs other rows of its sweep, name the one to end")
             end_local(job)
-    return record["jobs"]
+        else:
+            continue
+        asked.append(job)
+    return asked

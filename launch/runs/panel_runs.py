@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from evals.encoders.encoder import Encoder
+from evals.encoders.encoder import Encoder, ViewsEncoder
 from evals.encoders.loading import load_encoder
 from evals.report.results_file import refuse_unwritable
 from evals.sets.base import decoded
@@ -47,9 +47,12 @@ def draw_panels(checkpoint: str, on: str | None, images: list[Path], number: int
     refuse_unwritable(out.parent, "--out")
     encoder = load_encoder(checkpoint, None, "cuda" if torch.cuda.is_available() else "cpu", told)
     if not isinstance(encoder, MaskingEncoder):
-        raise ConfigError(
-            f"{checkpoint}: does not draw its slots; train with objective.kind=slots, or use `sparo slots show`"
+        instead = (
+            "`sparo slots views` draws views of scenes"
+            if isinstance(encoder, ViewsEncoder)
+            else "train with objective.kind=slots, or use `sparo slots show`"
         )
+        raise ConfigError(f"{checkpoint}: does not draw its slots of images; {instead}")
     found = [Panel(decoded(read_bytes(path, ConfigError), path), None) for path in images]
     task = None if on is None else one_task(checkpoint, on)
     if isinstance(task, VideoMasksTaskConfig):

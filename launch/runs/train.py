@@ -30,6 +30,7 @@ from sparo_train.core.errors import (
 )
 from sparo_train.core.tables import METHODS
 from sparo_train.core.world import find_world, started
+from sparo_train.data.examples.samples import unseen_captions
 from sparo_train.data.read.loader import Pipeline
 from sparo_train.data.read.sources import refuse_changed
 from sparo_train.models.weight_files.weights import load_into, refuse_non_finite
@@ -77,6 +78,11 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
                 view.say(f"{total} steps of {config.batch_size} samples{among} -> {rundir.path}")
             for line in source_lines(pipeline.sources, total * config.batch_size):
                 view.say(line)
+            for source in pipeline.sources if ranks.rank == 0 else ():
+                for key in unseen_captions(source):
+                    view.say(
+                        f"data.sources.{source.name}.captions: {key} is in none of 64 samples; the others take its share"
+                    )
             try:
                 flops = FlopCounter(lambda: build_objective(config)) if config.log.flops else None
                 trainer = Trainer(

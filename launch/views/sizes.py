@@ -20,6 +20,8 @@ def show_dry(config: RunConfig) -> None:
         table.add_row(name, f"{count:,}")
     table.add_section()
     table.add_row("all", f"{sum(dry.parameters.values()):,}")
+    if dry.trained != sum(dry.parameters.values()):
+        table.add_row("trained", f"{dry.trained:,}")
     out.print(table)
     if dry.encoding is None:
         out.print("what a sample amounts to is not known: the objective has no footprint")

@@ -110,8 +110,8 @@ class SetPrediction(Objective):
 
     def footprint(self, batch: int, world_batch: int) -> Footprint:
         m = self.config.model
-        towers = [(m.encoder.cost(m.image_size), 1)]
-        return Footprint({"image": m.encoder.side(m.image_size) ** 2}, towers, m.grouping.slots * m.grouping.width, 0)
+        tokens, encoding = m.encoder.side(m.image_size) ** 2, m.grouping.slots * m.grouping.width
+        return Footprint({"image": tokens}, [], encoding, 0, m.encoder.cost(m.image_size))
 
 
 @torch.library.custom_op("sparo::cheapest_pairs", mutates_args=())

@@ -92,12 +92,10 @@ class Slate(Objective):
 
     def footprint(self, batch: int, world_batch: int) -> Footprint:
         m = self.config.model
-        towers = [
-            (m.tokens * 3 * m.dvae.vocab, 1),  # logits, shares and what the head says
-            (m.encoder.cost(m.image_size), 1),
-            (m.tokens * m.decoder.width, m.decoder.blocks),
-        ]
-        return Footprint({"image": m.tokens}, towers, m.grouping.slots * m.grouping.width, 0)
+        # Logits, shares and what the head says are of the vocabulary's width, beside which all else is narrow.
+        written = m.tokens * 3 * m.dvae.vocab + m.encoder.cost(m.image_size)
+        towers = [(m.tokens * m.decoder.width, m.decoder.blocks)]
+        return Footprint({"image": m.tokens}, towers, m.grouping.slots * m.grouping.width, 0, written)
 
 
 def _of_one(attention: Tensor) -> Tensor:

@@ -76,8 +76,8 @@ class SlotAutoencoder(Objective):
         side, slots = m.encoder.side(m.image_size), m.grouping.slots
         drawn = m.decoder.side(m.drawn_side) ** 2
         wide = m.decoder.channels * 4 ** (m.decoder.ups + 1) if m.decoder.kind == "cnn" else sum(m.decoder.hidden)
-        towers = [(m.encoder.cost(m.image_size), 1), (slots * drawn * wide, 1)]
-        return Footprint({"image": side**2}, towers, m.grouping.slots * m.grouping.width, 0)
+        written = m.encoder.cost(m.image_size) + slots * drawn * wide
+        return Footprint({"image": side**2}, [], m.grouping.slots * m.grouping.width, 0, written)
 
 
 def no_cache_of_changed_pictures(run: Any) -> None:

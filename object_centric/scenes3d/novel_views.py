@@ -96,9 +96,9 @@ class NovelViews(Objective):
         with torch.device("meta"):  # sizes alone
             each = m.decoder.build(m.grouping.width).numbers(slots)
         # A decoder that takes turns keeps one of them.
-        towers = [(times * v.shown * m.encoder.cost(m.image_size), 1), (min(rays * each, m.decoder.most_numbers), 1)]
+        written = times * v.shown * m.encoder.cost(m.image_size) + min(rays * each, m.decoder.most_numbers // batch)
         tokens = times * v.shown * m.encoder.side(m.image_size) ** 2
-        return Footprint({"views": tokens, "rays": rays}, towers, times * slots * m.grouping.width, 0)
+        return Footprint({"views": tokens, "rays": rays}, [], times * slots * m.grouping.width, 0, written)
 
 
 def _examples(config: Any, data: Any) -> ViewExamples:

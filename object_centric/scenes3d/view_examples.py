@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -131,4 +132,7 @@ def refuse_outside(facts: Mapping[str, Any], bounds: tuple[float, float] | None)
     if (
         near < bounds[0] - 1e-6 or far > bounds[1] + 1e-6
     ):  # without its own numbers: skipped samples are counted by reason
-        raise BadSampleError(f"seen beyond where its rays end (decoder.near={bounds[0]:g}, decoder.far={bounds[1]:g})")
+        ends = f"decoder.near={bounds[0]:g}" + ("" if bounds[1] == math.inf else f", decoder.far={bounds[1]:g}")
+        raise BadSampleError(
+            f"seen nearer or farther than its rays are looked at ({ends}); its json's near and far say where"
+        )

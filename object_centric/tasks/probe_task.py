@@ -26,6 +26,8 @@ from sparo_train.core.errors import DataError
 from .scene_encoder import EveryView
 from .video_task import EveryFrame
 
+_FEWEST = 4  # episodes: two to fit probes on, two to score them
+
 
 class ObjectProbeConfig(TaskConfig):
     """What both probes have."""
@@ -124,10 +126,10 @@ def _scored(scoring: Scoring, encoder: Encoder, task: ObjectProbeConfig, probed:
         rows = (row.numpy() for block in found.blocks(64) for row in block)
         clips = [_clip(row, fact, encoder.slots) for row, fact in zip(rows, found.facts, strict=True)]
         kept = [clip for clip in clips if 0 < clip.position.shape[1] <= encoder.slots]
-        if len(kept) < 4:
+        if len(kept) < _FEWEST:
             raise DataError(
                 f"{source.root}: {len(kept)} of {len(clips)} episodes have an object, and not more than {encoder.slots} slots; "
-                "probes need four at least"
+                f"probes need {_FEWEST} at least"
             )
         # What every clip has: copies of MOVi differ in what they tell.
         numbers, words = (set.intersection(*(set(getattr(c, what)) for c in kept)) for what in ("numbers", "words"))
@@ -156,10 +158,18 @@ def _clip(row: np.ndarray, fact: dict[str, Any], slots: int) -> slot_probe.Probe
     )
 
 
+def _check(source: EvalSet, task: ObjectProbeConfig) -> None:
+    """Raise `DataError` now where there is no set, or too small a one: not behind an hour of training."""
+    source.check()
+    count = min(len(source), task.limit or len(source))
+    if count < _FEWEST:
+        raise DataError(f"{source.root}: {count} episode(s) are used, and probes need {_FEWEST} at least")
+
+
 SLOT_PROBE = Task(
     SlotProbeTaskConfig,
     lambda scoring, task: run_probe(scoring, task, _of_clips),
-    lambda task: ObjectClipSet(task.root, task.frames, task.split).check(),
+    lambda task: _check(ObjectClipSet(task.root, task.frames, task.split), task),
     needs=("clips",),
     facts="objects of clips",
 )
@@ -167,7 +177,7 @@ SLOT_PROBE = Task(
 SCENE_PROBE = Task(
     SceneProbeTaskConfig,
     lambda scoring, task: run_probe(scoring, task, _of_scenes),
-    lambda task: ObjectViewSet(task.root, task.frames, task.shown, task.split).check(),
+    lambda task: _check(ObjectViewSet(task.root, task.frames, task.shown, task.split), task),
     needs=("views",),
     facts="objects of scenes",
 )

@@ -118,8 +118,8 @@ class VideoAutoencoder(Objective):
         # What a transposed convolution writes at the last doubling is what memory goes by.
         drawn = m.decoder.side(m.drawn_side) ** 2
         wide = m.decoder.channels * 4 ** (m.decoder.ups + 1) if m.decoder.kind == "cnn" else sum(m.decoder.hidden)
-        towers = [(times * m.encoder.cost(m.image_size), 1), (times * slots * drawn * wide, 1)]
-        return Footprint({"video": times * side**2}, towers, times * slots * m.grouping.width, 0)
+        written = times * (m.encoder.cost(m.image_size) + slots * drawn * wide)
+        return Footprint({"video": times * side**2}, [], times * slots * m.grouping.width, 0, written)
 
 
 def planes_of(model: VideoModelConfig) -> tuple[str, ...]:

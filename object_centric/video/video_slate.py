@@ -86,7 +86,7 @@ class VideoSlate(Slate):
     def footprint(self, batch: int, world_batch: int) -> Footprint:
         one, times = super().footprint(batch, world_batch), self.config.frames.count
         towers = [(times * wide, blocks) for wide, blocks in one.towers]
-        return Footprint({"video": times * one.tokens["image"]}, towers, times * one.encoding, 0)
+        return Footprint({"video": times * one.tokens["image"]}, towers, times * one.encoding, 0, times * one.written)
 
 
 def _examples(config: Any, data: Any) -> ClipExamples:

@@ -103,6 +103,10 @@ def convert_published(
     if config.source in VIEWED:
         if config.crop != "none":
             raise ConfigError("--crop: cameras see whole pictures; leave it away")
+        if config.most is not None and config.source != "clevr3d":
+            raise ConfigError(
+                f"--most: scenes of --as {config.source} do not say how many objects they have; leave it away"
+            )
         return write_viewed(out, (scene for place in places for scene in VIEWED[config.source](place)), config, done)
     read = FORMATS[config.source].read
     assert read is not None  # all others have one

@@ -85,7 +85,7 @@ def write_published(
             done(counts["all"])
             yield scene.key, fields_of(scene)
 
-    stream, held = samples(), _Held()
+    stream, held = _told_apart(samples()), _Held()
     if config.test:
         write_wds_layout(out / "masks", held.first(stream, config.test))
     tested = counts["all"] - len(held.rest)
@@ -111,6 +111,7 @@ def write_in_two(
     Raises:
         DataError: there is no sample.
     """
+    samples = _told_apart(samples)
     if config.test:
         write_wds_layout(out / scored, islice(samples, config.test))
     tested = counts["all"]
@@ -118,6 +119,18 @@ def write_in_two(
     if not counts["all"]:
         raise DataError(f"{', '.join(config.files)}: not one {what} in it")
     return Written(counts["all"] - tested, tested, counts["empty"])
+
+
+def _told_apart(samples: Iterator[tuple[str, Fields]]) -> Iterator[tuple[str, Fields]]:
+    """Keys that came before get a number behind them: names that differ may be one key, and two samples of one key would be read as one."""
+    seen: set[str] = set()
+    for key, fields in samples:
+        name, number = key, 1
+        while name in seen:
+            number += 1
+            name = f"{key}-{number}"
+        seen.add(name)
+        yield name, fields
 
 
 def claim_empty(out: Path, config: PublishedConfig) -> None:

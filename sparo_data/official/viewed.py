@@ -23,6 +23,13 @@ from .published import PublishedConfig, Written, claim_empty, numbered, opened_i
 from .videos import sized
 
 _NAMES = ("transforms.json", "transforms_train.json", "transforms_val.json", "transforms_test.json")
+_BENT = ("k1", "k2", "k3", "k4", "k5", "k6", "p1", "p2")
+_PINHOLES = (
+    "OPENCV",
+    "PINHOLE",
+    "SIMPLE_PINHOLE",
+    "PERSPECTIVE",
+)  # what nerfstudio and COLMAP call cameras that are, or may be, pinholes
 _LENS = ("fl_x", "fl_y", "cx", "cy", "w", "h", "camera_angle_x", "camera_angle_y", "fov")
 _CLEVR_LENS = 2 * np.arctan(16 / 35)  # Blender's camera of 35 mm before a sensor of 32
 _CLEVR_VIEWS = 3
@@ -67,8 +74,6 @@ def nerf_scenes(place: Path) -> Iterator[PublishedViews]:
         frames = told.get("frames")
         if not isinstance(frames, list) or not frames:
             raise DataError(f"{path}: has no frames")
-        if any(told.get(name) for name in ("k1", "k2", "k3", "k4", "p1", "p2")):
-            raise DataError(f"{path}: its lens is distorted (k1 …); undistort its pictures first")
         part = path.stem.removeprefix("transforms").lstrip("_")
         views = [_frame(path, number, told, frame) for number, frame in enumerate(frames)]
         yield PublishedViews(
@@ -78,12 +83,10 @@ def nerf_scenes(place: Path) -> Iterator[PublishedViews]:
 
 def _frame(path: Path, number: int, told: dict[str, Any], frame: Any) -> PublishedView:
     where = f"{path}: frame {number}"
-    if not isinstance(frame, dict) or not isinstance(frame.get("file_path"), str):
+    if not isinstance(frame, dict) or not isinstance(frame.get("file_path"), str) or not frame["file_path"]:
         raise DataError(f"{where}: has no file_path")
-    picture = path.parent / frame["file_path"]
-    if not picture.resolve().is_relative_to(path.parent.resolve()):
-        raise DataError(f"{where}: file_path {frame['file_path']!r} leaves its folder")
-    image = _on_white(read_bytes(picture if picture.suffix else picture.with_suffix(".png"), DataError), where)
+    _refuse_bent(where, {**told, **frame})
+    image = _on_white(_picture(path, where, frame["file_path"]), where)
     lens = {name: frame.get(name, told.get(name)) for name in _LENS if name in frame or name in told}
     try:
         pose = checked_pose(frame.get("transform_matrix"))
@@ -92,11 +95,42 @@ def _frame(path: Path, number: int, told: dict[str, Any], frame: Any) -> Publish
         raise DataError(f"{where}: {bad}; mend it, or take it out") from None
 
 
+def _refuse_bent(where: str, told: dict[str, Any]) -> None:
+    """Raise `DataError` for a lens that is no pinhole, told of all frames or of this one."""
+    for name in _BENT:
+        if told.get(name):
+            raise DataError(f"{where}: its lens is distorted ({name}={told[name]}); undistort the pictures first")
+    model = told.get("camera_model", "PINHOLE")
+    if model not in _PINHOLES or told.get("is_fisheye"):
+        what = f"camera_model={model}" if model not in _PINHOLES else "is_fisheye"
+        raise DataError(
+            f"{where}: {what} is no pinhole; rays are those of pinholes, so bring the pictures to one first"
+        )
+
+
+def _picture(path: Path, where: str, name: str) -> bytes:
+    picture = path.parent / name
+    try:
+        inside = picture.resolve().is_relative_to(path.parent.resolve())
+    except (OSError, ValueError) as error:  # a NUL, a loop of links
+        raise DataError(f"{where}: file_path {name!r} is no path ({error})") from None
+    if not inside:
+        raise DataError(f"{where}: file_path {name!r} leaves its folder")
+    try:
+        return read_bytes(picture if picture.suffix else picture.with_suffix(".png"), DataError)
+    except DataError as error:
+        raise DataError(f"{where}: {error}" + ("" if picture.suffix else "; without an ending .png is meant")) from None
+
+
 def _on_white(data: bytes, where: str) -> np.ndarray:
     """(H, W, 3) uint8."""
     try:
         with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:
-            if image.mode not in ("RGBA", "LA", "PA"):
+            if image.mode.startswith("I"):  # 16 bits of grey: PIL would cut them off at 255
+                return np.repeat(
+                    (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)[..., None], 3, 2
+                )
+            if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
                 return np.asarray(image.convert("RGB"))
             whole = image.convert("RGBA")
             return np.asarray(Image.alpha_composite(Image.new("RGBA", whole.size, (255,) * 4), whole).convert("RGB"))

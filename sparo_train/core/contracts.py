@@ -59,12 +59,14 @@ class Footprint(NamedTuple):
 
     tokens: per kind of input.  towers: (tokens * width, blocks) of everything that keeps activations for backward.
     encoding: numbers in one encoding.  loss: bytes that the loss of this rank's batch within the global batch holds.
+    written: numbers that layers other than Transformer blocks write for a sample and keep.
     """
 
     tokens: dict[str, int]
     towers: list[tuple[int, int]]
     encoding: int
     loss: int
+    written: int = 0
 
 
 class Objective(nn.Module, ABC):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
+import os
 import signal
 import sys
 from types import FrameType, TracebackType
@@ -75,5 +77,13 @@ def ignore_in_worker() -> None:
     for name in _NAMES:
         # A Ctrl-C at the terminal reaches the whole process group.
         signal.signal(getattr(signal, name), signal.SIG_IGN)
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Where the process that started this one is killed, the kernel ends this one, too."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        parent = multiprocessing.parent_process()
+        if parent is not None and os.getppid() != parent.pid:  # it was killed before the kernel was asked
+            os._exit(1)

@@ -254,12 +254,13 @@ def _quiet_deepspeed() -> Any:
 
 
 def _costs(config: DeepSpeedEngineConfig, sizes: Sizes, ranks: int) -> Costs:
-    p, cast, sent = sizes.parameters, casts(config, sizes), (ranks - 1) / ranks * (2 * 4 + 4) * sizes.parameters
+    p, t, cast = sizes.parameters, sizes.learning, casts(config, sizes)
+    sent = (ranks - 1) / ranks * (2 * 4 * p + 4 * t)
     if config.stage == 3:
-        return Costs(4 * p / ranks, 4 * p / ranks, 8 * p / ranks, 4 * sizes.live + cast, sent)
-    gradients = 4 * p if config.stage == 1 else 4 * p / ranks
+        return Costs(4 * p / ranks, 4 * t / ranks, 8 * t / ranks, 4 * sizes.live + cast, sent)
+    gradients = 4 * t if config.stage == 1 else 4 * t / ranks
     # Master weights beside the ones to compute with, although both are fp32; gradients are all-reduced.
-    return Costs(4 * p, gradients, 12 * p / ranks, cast, sent)
+    return Costs(4 * p, gradients, 12 * t / ranks, cast, sent)
 
 
 ENGINE = EngineKind(DeepSpeedEngineConfig, DeepSpeedEngine, _costs)

@@ -128,7 +128,7 @@ class Fsdp2Engine(RankedEngine):
 def _costs(config: Fsdp2EngineConfig, sizes: Sizes, ranks: int) -> Costs:
     if ranks == 1:
         return replicated(config, sizes, ranks)
-    p = sizes.parameters
+    p, t = sizes.parameters, sizes.learning
     width = 2 if (config.param_dtype or config.precision) == "bf16" else 4
     reduced = 2 if config.reduce_dtype == "bf16" else 4
     shard = min(config.shard_size or ranks, ranks)
@@ -136,8 +136,8 @@ def _costs(config: Fsdp2EngineConfig, sizes: Sizes, ranks: int) -> Costs:
     again = p - sizes.outside if config.reshard_after_forward else 0  # gathered once more for backward
     cast = casts(config, sizes) if width == 4 else 0
     gathered = width * (sizes.live if config.reshard_after_forward else p) + cast
-    sent = inside * (width * (p + again) + reduced * p) + 2 * (copies - 1) / copies * reduced * p / shard
-    states = (4 * p / shard, 4 * p / shard, 8 * p / shard)
+    sent = inside * (width * (p + again) + reduced * t) + 2 * (copies - 1) / copies * reduced * t / shard
+    states = (4 * p / shard, 4 * t / shard, 8 * t / shard)
     if config.cpu_offload:
         return Costs(0, 0, 0, gathered, sent, host=sum(states))
     return Costs(*states, gathered, sent)

@@ -15,17 +15,24 @@ from .optim import OptimConfig
 
 
 class Sizes(NamedTuple):
-    """Parameters: all of them, those of the largest shard unit, and those outside of all units."""
+    """Parameters: all of them, those of the largest shard unit, those outside of all units, and those that are trained (None: all)."""
 
     parameters: int
     largest_unit: int
     outside: int
+    trained: int | None = None
 
     @staticmethod
     def of(objective: Objective) -> Sizes:
         parameters = sum(p.numel() for p in objective.parameters())
         units = [sum(p.numel() for p in unit.parameters()) for unit in objective.shard_units()]
-        return Sizes(parameters, max(units, default=0), parameters - sum(units))
+        trained = sum(p.numel() for p in objective.parameters() if p.requires_grad)
+        return Sizes(parameters, max(units, default=0), parameters - sum(units), trained)
+
+    @property
+    def learning(self) -> int:
+        """Those with gradients and moments."""
+        return self.parameters if self.trained is None else self.trained
 
     @property
     def live(self) -> int:
@@ -76,6 +83,6 @@ def casts(config: Any, sizes: Sizes) -> float:
 
 def replicated(config: Any, sizes: Sizes, ranks: int) -> Costs:
     """Everything on every rank; gradients are all-reduced."""
-    p = sizes.parameters
+    p, t = sizes.parameters, sizes.learning
     # A ring sends a gradient twice, each time all but its own share.
-    return Costs(4 * p, 4 * p, 8 * p, casts(config, sizes), 2 * (ranks - 1) / ranks * 4 * p)
+    return Costs(4 * p, 4 * t, 8 * t, casts(config, sizes), 2 * (ranks - 1) / ranks * 4 * t)

@@ -12,8 +12,10 @@ from torch import Tensor
 from ..core.config import free
 from ..core.contracts import Batch, CoupledObjective, Embedded, Loss, Objective, Progress, StepReport
 from ..core.disk.pieces import CheckpointReader, Pieces
+from ..core.errors import CheckpointError
 from .device import Device, DeviceConfig
 from .kinds import EngineKind, replicated
+from .muon import entries_of
 from .optim import OptimConfig, build_optimizer
 from .spans import Span, load_tensors, pieces_of
 from .update import clip_apart, clip_together, set_rates, total_norms
@@ -161,12 +163,13 @@ class LocalEngine:
         """Take this rank's share of a checkpoint, whatever engine and however many ranks wrote it.
 
         Raises:
-            CheckpointError: parameter names or shapes differ.
+            CheckpointError: parameter names or shapes differ, or another optimizer's moments.
         """
         # Into the tensors themselves: the optimizer and the wrappers hold them.
         load_tensors(source, "model", self.objective.state_dict())
         held = {self._names[id(p)]: p for group in self.optimizer.param_groups for p in group["params"]}
         found: dict[str, Tensor] = {}
+        self._refuse_others_moments(source, held)
         for key in source.names("optimizer"):
             name, _, entry = key.rpartition("/")
             if (p := held.get(name)) is not None:
@@ -176,6 +179,19 @@ class LocalEngine:
                 # Made here: a fresh optimizer has no state before its first step.
                 self.optimizer.state[p][entry] = found[key] = torch.zeros_like(like)
         load_tensors(source, "optimizer", found)
+
+    def _refuse_others_moments(self, source: CheckpointReader, held: Mapping[str, Tensor]) -> None:
+        """Raise `CheckpointError` where a parameter's entries are not what this optimizer keeps of it; one that took no step has none."""
+        kept, told = entries_of(self.optimizer), dict[str, set[str]]()
+        for key in source.names("optimizer"):
+            name, _, entry = key.rpartition("/")
+            told.setdefault(name, set()).add(entry)
+        for name, entries in told.items():
+            if name in held and entries != kept[id(held[name])]:
+                raise CheckpointError(
+                    f"checkpoint: of {name!r} it has {', '.join(sorted(entries))}, and this optimizer keeps "
+                    f"{', '.join(sorted(kept[id(held[name])]))}; set optim.muon as it was"
+                )
 
 
 ENGINE = EngineKind(

@@ -51,6 +51,17 @@ def muon(config: MuonConfig, groups: Sequence[Mapping[str, Any]], lr: float) -> 
     )
 
 
+def entries_of(optimizer: torch.optim.Optimizer | Both) -> dict[int, frozenset[str]]:
+    """What an optimizer keeps of each of its parameters, by their id."""
+    found: dict[int, frozenset[str]] = {}
+    for inner in optimizer.inner if isinstance(optimizer, Both) else (optimizer,):
+        kept = frozenset(
+            {"momentum_buffer"} if isinstance(inner, torch.optim.Muon) else {"step", "exp_avg", "exp_avg_sq"}
+        )
+        found |= {id(p): kept for group in inner.param_groups for p in group["params"]}
+    return found
+
+
 class Both:
     """Two optimizers as one: their groups in a row, one mapping of state, steps one after the other."""
 

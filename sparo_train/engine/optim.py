@@ -79,6 +79,14 @@ class OptimConfig(Frozen):
     )
 
     @model_validator(mode="after")
+    def _falls(self) -> OptimConfig:
+        if self.min_lr > self.lr:
+            raise ValueError(
+                f"optim.min_lr={self.min_lr}: is above optim.lr={self.lr}, and rates would rise to it; lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _schedule_keys(self) -> OptimConfig:
         if (self.schedule == "wsd") != (self.cooldown_steps is not None):
             raise ValueError(
@@ -128,6 +136,8 @@ def build_optimizer(config: OptimConfig, objective: Objective) -> torch.optim.Ad
     named = {name: p for name, p in objective.named_parameters() if p.requires_grad}
     if not named:
         raise ConfigError("objective: no parameter is trainable")
+    if all(p.ndim == 0 for p in named.values()):
+        raise ConfigError(f"objective: nothing is trained but {', '.join(named)}; freeze less")
     depths = _depths(config, objective)
     grouped: dict[tuple[bool, int, int, bool, bool], list[torch.nn.Parameter]] = {}
     for name, number in group_numbers(config.groups, list(named)).items():
@@ -180,4 +190,10 @@ def group_numbers(groups: Sequence[OptimGroupConfig], names: Sequence[str]) -> d
                     f"optim.groups.{number - 1}.match={pattern}: fits no parameter that is trained; names are as {names[0]}, {names[-1]}"
                 )
             found |= dict.fromkeys(fits, number)
+    for number, group in enumerate(groups, start=1):
+        if number not in found.values():
+            raise ConfigError(
+                f"optim.groups.{number - 1}.match={list(group.match)}: all that it fits is of groups before it, of which the first that "
+                "fits counts; put it before them"
+            )
     return found

@@ -68,7 +68,7 @@ def refuse_differences(source: CheckpointReader, part: str, shapes: Mapping[str,
     missing, unexpected = sorted(shapes.keys() - saved), sorted(saved - shapes.keys())
     if missing or unexpected:
         raise CheckpointError(
-            f"checkpoint: {part} differs; missing {missing[:5]}, unexpected {unexpected[:5]}; it belongs to another model, use another name="
+            f"checkpoint: {part} differs; missing {missing[:5]}, unexpected {unexpected[:5]}; it is of another model"
         )
     for name, shape in shapes.items():
         if source.shape(part, name) != shape:

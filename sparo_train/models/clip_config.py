@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ..core.config import Frozen, setting
 from ..core.errors import did_you_mean
@@ -20,7 +20,16 @@ OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 _INIT = "a checkpoint whose tower of this kind it begins with: a run, a file, open_clip:NAME@FILE, timm:NAME@FILE, hf:FOLDER"
 _FREEZE = "what is not trained: true, all of it; blocks, all but what stands behind them; a number, so many blocks and what is before them"
 TRAINING = {"init", "freeze"}  # keys of a tower that are no part of what it is
-Freeze = bool | Literal["blocks"] | Annotated[int, Field(ge=0)]
+
+
+def _how_frozen(value: Any) -> Any:
+    # Before the union, of which every member would complain in words of its own.
+    if value != "blocks" and not isinstance(value, bool) and not (isinstance(value, int) and value >= 0):
+        raise ValueError(f"true, false, blocks, or a number of blocks (got {value!r})")
+    return value
+
+
+Freeze = Annotated[bool | Literal["blocks"] | Annotated[int, Field(ge=0)], BeforeValidator(_how_frozen)]
 
 
 class VisionConfig(Frozen):

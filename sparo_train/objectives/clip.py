@@ -163,10 +163,12 @@ class ClipObjective(CoupledObjective):
 
     def footprint(self, batch: int, world_batch: int) -> Footprint:
         m = self.config.model
-        vision, text = self.model.visual.resblocks, self.model.text.resblocks
+        sizes = (m.vision.tokens * m.vision.width, m.text.context_length * m.text.width)
+        blocks = (len(self.model.visual.resblocks), len(self.model.text.resblocks))
         return Footprint(
             {"image": m.vision.tokens, "text": m.text.context_length},
-            [(m.vision.tokens * m.vision.width, len(vision)), (m.text.context_length * m.text.width, len(text))],
+            # What is frozen keeps nothing for a backward that does not go through it.
+            [row for *row, still in zip(sizes, blocks, self.config.frozen, strict=True) if not still],  # type: ignore[misc]
             m.width,
             4 * 4 * logits_held(batch, world_batch),
         )

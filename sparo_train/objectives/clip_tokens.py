@@ -122,7 +122,11 @@ class TokenExamples(ImageTextExamples):
         out: dict[str, np.ndarray] = {}
         if "image" in self.kept:
             ids = self.tokenize(caption(fields, source.config, rng))
-            out["image_tokens"] = self._found("image", image_bytes(fields, source.config.image_keys))
+            data = image_bytes(fields, source.config.image_keys)
+            rows = self.kept["image"].read(digest_of(data))
+            if rows is None:
+                decode_image(data)  # of a broken picture there are none, and that is what is wrong with it
+            out["image_tokens"] = self._known("image", rows)
         else:
             pair = super().prepare(fields, source, rng, on_stage)
             out["image"], ids = pair.pixels, pair.tokens
@@ -130,12 +134,12 @@ class TokenExamples(ImageTextExamples):
                 out["patches"] = pair.patches
         out["text"] = np.array(ids, np.int64)
         if "text" in self.kept:
-            out["text_tokens"] = self._found("text", out["text"].tobytes())
+            out["text_tokens"] = self._known("text", self.kept["text"].read(digest_of(out["text"].tobytes())))
         on_stage("tokens")
         return out
 
-    def _found(self, kind: str, content: bytes) -> np.ndarray:
-        rows = self.kept[kind].read(digest_of(content))
+    @staticmethod
+    def _known(kind: str, rows: np.ndarray | None) -> np.ndarray:
         if rows is None:  # it could not be read when they were computed, or was written since
             raise BadSampleError(f"no {kind} tokens")
         return rows

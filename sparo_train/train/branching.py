@@ -24,7 +24,13 @@ def branch(path: Path, engine: Engine, pipeline: DataPipeline, display: Display)
         )
     meta = store.read_meta(step)
     # Before the data are compared: other data are no reason not to take the weights.
-    engine.load(store.open_checkpoint(step, ("model", "optimizer")))
+    try:
+        engine.load(store.open_checkpoint(step, ("model", "optimizer")))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"start_from.checkpoint={path}: {error}; a branch has the model, what is frozen, objective.ema and optim.muon of the run "
+            "that it leaves; start_from.optimizer=false takes its weights alone"
+        ) from None
     said = f"start_from: weights and moments of {step} (its step {meta['step']})"
     try:
         refuse_changed(meta["fingerprint"], pipeline.fingerprint, str(step))

@@ -37,6 +37,7 @@ class DryRun(NamedTuple):
     missing, where the objective does not say what a sample amounts to."""
 
     parameters: dict[str, int]
+    trained: int
     tokens: dict[str, int]
     encoding: int | None
     sources: list[SourceFacts]
@@ -70,6 +71,7 @@ def dry_run(config: RunConfig) -> DryRun:
     facts = [_shared(f, epoch, samples) for f in facts]
     return DryRun(
         parameters_by_module(objective),
+        sum(p.numel() for p in objective.parameters() if p.requires_grad),
         {} if footprint is None else footprint.tokens,
         None if footprint is None else footprint.encoding,
         facts,
@@ -102,9 +104,10 @@ def memory_estimate(config: RunConfig, objective: Objective, footprint: Footprin
     if config.engine.grad_checkpointing:  # every block's input, and one block at a time recomputed whole
         kept = sum((2 if half else 4) * size * blocks for size, blocks in towers)
         # The largest block: while one is computed again, the others keep their inputs alone.
-        activations = kept + block * max(size for size, _ in towers)
+        activations = kept + block * max((size for size, _ in towers), default=0)
     else:
         activations = sum(block * size * blocks for size, blocks in towers)
+    activations += (2 if half else 4) * footprint.written
     micro = config.micro_batch(config.world_size or 1)
     return {**states, "activations": micro * activations, "loss": footprint.loss}
 

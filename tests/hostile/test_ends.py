@@ -62,17 +62,17 @@ def test_an_evaluation_that_fails_ends_with_its_workers(many, home, tmp_path):
     assert_ends(["train", str(home / "good.yaml"), f"out={tmp_path}"], 0, [])
     assert_ends(["export", str(tmp_path / "tiny")], 0, [])
     weights = tmp_path / "tiny/export/open_clip_model.safetensors"
-    save_file({name: t * float("nan") for name, t in load_file(weights).items()}, weights)
+    save_file({name: t * 1e30 for name, t in load_file(weights).items()}, weights)  # finite, and no encoding is
     for features in ("none", str(tmp_path / "store")):
         words = ["eval", str(weights.parent), "--data", str(many / "t.yaml"), "--features", features]
         assert_ends(words, 2, ["is not finite"], seconds=60)
 
 
-def test_texts_that_are_not_finite_are_no_score(many, home, tmp_path):
+def test_texts_whose_tower_overflows_are_no_score(many, home, tmp_path):
     assert_ends(["train", str(home / "good.yaml"), f"out={tmp_path}"], 0, [])
     assert_ends(["export", str(tmp_path / "tiny")], 0, [])
     weights = tmp_path / "tiny/export/open_clip_model.safetensors"
-    save_file({n: t * (float("nan") if n.startswith("text.") else 1) for n, t in load_file(weights).items()}, weights)
+    save_file({n: t * (1e30 if n.startswith("text.") else 1) for n, t in load_file(weights).items()}, weights)
     for features in ("none", str(tmp_path / "store")):
         assert_ends(
             ["eval", str(weights.parent), "--data", str(many / "t.yaml"), "--features", features],
@@ -260,3 +260,18 @@ def test_no_message_goes_through_markup():
     assert wrong == []
     prints = [str(p) for p in files if re.search(r"^\s+print\(", p.read_text(), re.M)]
     assert {Path(p).name for p in prints} <= {"node.py", "jobs.py", "openclip.py"}, prints
+
+
+def test_processes_that_make_data_end_with_the_one_that_started_them(tmp_path):
+    words = ("data", "scenes3d", "set", "--size", "32", "--frames", "9", "--train", "60", "--test", "4")
+    started = start_sparo(*words, cwd=tmp_path)
+    makers: list[int] = []
+
+    def at_work():
+        makers[:] = [p for p in children(started.pid) if "spawn_main" in Path(f"/proc/{p}/cmdline").read_text()]
+        return len(makers) == 2
+
+    until(at_work)
+    started.kill()
+    started.communicate(timeout=20)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in makers), 20)

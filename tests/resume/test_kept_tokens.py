@@ -175,7 +175,7 @@ def test_a_picture_that_cannot_be_read_is_skipped_and_counted(tmp_path, capsys):
     train(_run(tree))
     said = " ".join(capsys.readouterr().err.split())
     assert "the image tokens of 48 samples (about" in said
-    assert "no image tokens 2" in said and "missing caption" in said
+    assert "bad image 2" in said and "missing caption" in said  # as without the cache
     with pytest.raises(ConfigError, match=r"set objective.cache=null here"):  # as `sparo data bench` would read it
         build_pipeline(_run(tree)).example(SampleRef(0, 0, 0, 0))
 

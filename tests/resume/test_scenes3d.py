@@ -11,7 +11,7 @@ from launch.runs.train import train
 from sparo_data.drawn.viewed_sets import ViewedSetConfig, render_viewed
 from sparo_data.official.formats import convert_published
 from sparo_data.official.published import PublishedConfig
-from sparo_train.core.errors import DataError
+from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.data.clips.cameras import looking
 from sparo_train.data.clips.views import ViewedScene
 from sparo_train.data.read.shards import ShardsConfig
@@ -102,8 +102,19 @@ def test_scenes_are_trained_on_resumed_scored_and_probed(scenes, tmp_path, write
     assert done.returncode == 2 and "a view that is cropped or mirrored" in done.stderr, done.stderr
     done = sparo("train", str(recipe), "objective.model.decoder.far=3.0", "name=near", "eval.tasks={}")
     assert (
-        done.returncode != 0 and "seen beyond where its rays end" in done.stderr and "no usable sample" in done.stderr
+        done.returncode != 0
+        and "seen nearer or farther than its rays" in done.stderr
+        and "no usable sample" in done.stderr
     )
+
+
+def dead_ends(folder):
+    """What is no way to look at a run of scenes, and what it says."""
+    return {
+        ("slots", "panels", folder, "--on", "views"): "`sparo slots views` draws views of scenes",
+        ("slots", "show", folder, "--on", "views"): "`sparo slots views` draws them",
+        ("export", folder): "no other program's layout fits",
+    }
 
 
 def scenes_of_others_are_scored(folder, cwd):
@@ -117,7 +128,9 @@ def scenes_of_others_are_scored(folder, cwd):
     assert done.returncode == 0, done.stderr
     (result,) = json.loads((cwd / "o.json").read_text())["results"].values()
     assert result["n"] == 2 and {"psnr_held_out", "ssim_held_out"} <= result["metrics"].keys()
-    assert not {"scene_fg_ari", "depth_error"} & result["metrics"].keys()
+    assert not {"scene_fg_ari", "depth_error", "ari"} & result["metrics"].keys()
+    told = {words: sparo(*words, cwd=cwd).stderr for words in dead_ends(str(folder))}
+    assert all(says in told[words] for words, says in dead_ends(str(folder)).items()), told
     assert sparo("data", "check", "theirs3d/train", cwd=cwd).returncode == 0
 
 
@@ -178,12 +191,16 @@ def read_back(folder):
 
 
 def test_folders_of_transforms_become_scenes(tmp_path):
-    for name in ("lego", "ship"):
+    for name in ("lego", "ship 1", "ship_1", "ship.1"):  # of which three are one key
         nerf_folder(tmp_path / "in" / name)
     config = PublishedConfig(source="nerf", files=("in",), size=10, test=1)
     written = convert_published([tmp_path / "in"], tmp_path / "out", config)
-    assert (written.train, written.test) == (1, 1)
-    (scene,) = read_back(tmp_path / "out/train")
+    assert (written.train, written.test) == (3, 1)
+    keys = [
+        open_source("x", ShardsConfig(shards=(str(tmp_path / "out/train"),))).storages[0].read(i)[0] for i in range(3)
+    ]
+    assert keys == ["ship_1", "ship_1-2", "ship_1-3"]
+    scene, *_ = read_back(tmp_path / "out/train")
     assert len(scene.views) == 3 and scene.frames == 1
     picture = scene.views[1].image(0)
     assert (
@@ -196,6 +213,17 @@ def test_folders_of_transforms_become_scenes(tmp_path):
     assert np.allclose(scene.pose(2, 0), looking((4 * np.cos(2), 4 * np.sin(2), 2.0), (0, 0, 0)), atol=1e-6)
 
 
+def test_pictures_of_sixteen_bits_and_transparent_palettes_are_seen_as_they_are(tmp_path):
+    nerf_folder(tmp_path / "in")
+    Image.fromarray(np.full((20, 24), 40_000, np.uint16)).save(tmp_path / "in/r_0.png")
+    hidden = Image.new("P", (24, 20), 1)
+    hidden.putpalette([0, 0, 0, 10, 20, 30])
+    hidden.save(tmp_path / "in/r_1.png", transparency=1)
+    convert_published([tmp_path / "in"], tmp_path / "out", PublishedConfig(source="nerf", files=("in",)))
+    (scene,) = read_back(tmp_path / "out/train")
+    assert set(scene.views[0].image(0).flat) <= {155, 156} and set(scene.views[1].image(0).flat) == {255}
+
+
 def test_folders_that_are_none_are_told_by_file(tmp_path):
     bad = {
         "empty": {"frames": []},
@@ -205,13 +233,25 @@ def test_folders_that_are_none_are_told_by_file(tmp_path):
         "gone": {"frames": [{"file_path": "no", "transform_matrix": np.eye(4).tolist()}]},
         "singular": {"frames": [{"file_path": "r_0", "transform_matrix": np.zeros((4, 4)).tolist()}]},
         "poseless": {"frames": [{"file_path": "r_0"}]},
+        "far": {"frames": [{"file_path": "r_0", "transform_matrix": (np.eye(4) + 1e300 * np.eye(4, k=3)).tolist()}]},
+        "one bent": {"frames": [{"file_path": "r_0", "transform_matrix": np.eye(4).tolist(), "k1": 0.3}]},
+        "round": {"camera_model": "EQUIRECTANGULAR"},
+        "fish": {"is_fisheye": True},
+        "nul": {"frames": [{"file_path": "r_0\0", "transform_matrix": np.eye(4).tolist()}]},
+        "nameless": {"frames": [{"file_path": "", "transform_matrix": np.eye(4).tolist()}]},
     }
     told = {
         "empty": "no frames",
         "bent": "distorted",
         "flat": "camera_angle_x",
         "leaves": "leaves its folder",
-        "gone": "no.png",
+        "gone": "frame 0: .*no.png.*without an ending .png is meant",
+        "far": "frame 0: a camera stands farther away",
+        "one bent": r"frame 0: its lens is distorted \(k1=0.3\)",
+        "round": "camera_model=EQUIRECTANGULAR is no pinhole",
+        "fish": "is_fisheye is no pinhole",
+        "nul": "is no path",
+        "nameless": "has no file_path",
         "singular": "singular",
         "poseless": "4 x 4",
     }
@@ -221,6 +261,8 @@ def test_folders_that_are_none_are_told_by_file(tmp_path):
             convert_published(
                 [tmp_path / name], tmp_path / f"{name}_out", PublishedConfig(source="nerf", files=(name,))
             )
+    with pytest.raises(ConfigError, match="--most: scenes of --as nerf do not say"):
+        convert_published([tmp_path / "gone"], tmp_path / "m", PublishedConfig(source="nerf", files=("gone",), most=3))
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match="nor in its folders"):
         convert_published([tmp_path / "none"], tmp_path / "none_out", PublishedConfig(source="nerf", files=("none",)))

@@ -16,7 +16,7 @@ from sparo_train.core.disk import store
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.engine.optim import OptimConfig, build_optimizer
-from sparo_train.models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
+from sparo_train.models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig, TextConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.objectives.clip import ClipObjective
 from sparo_train.objectives.clip_settings import ClipObjectiveConfig
@@ -49,6 +49,12 @@ def test_a_branch_that_cools_down_ends_as_the_run_that_did(shards, tmp_path):
         store.read_meta(tmp_path / f"{n}/checkpoints/step-{s:08d}")["cursor"] for n, s in (("wsd", 12), ("branch", 4))
     ]
     assert cursors[0] == cursors[1]
+    # Another optimizer's moments, an average that comes or goes, what is frozen: said with the key, and the name stays free.
+    from_steady = f"start_from={{checkpoint: {tmp_path}/steady, optimizer: true}}"
+    for change in ("optim.muon={}", "objective.ema={decay: 0.9}", "freeze=[model.visual.*]"):
+        with pytest.raises(CheckpointError, match=r"start_from.checkpoint=\S+steady: .*start_from.optimizer=false"):
+            train(_run(tree, "name=other", *words, change, from_steady))
+    train(_run(tree, "name=other", *words, "steps=1", from_steady))
     with pytest.raises(CheckpointError, match="no run with a complete checkpoint"):
         train(_run(tree, "name=nowhere", *words, f"start_from={{checkpoint: {shards}, optimizer: true}}"))
 
@@ -173,7 +179,7 @@ def test_a_tower_from_elsewhere_is_locked_while_the_other_learns(tmp_path, shard
             train(_run(tree, "name=unlike", change, "objective.model.vision.init=null", f"start_from={tmp_path}/donor"))
     lost = {**donor.state_dict(), "visual.ln_post.weight": torch.full((32,), torch.nan)}
     openclip.export(donor.config, lost, tmp_path / "lost", OPENAI_MEAN, OPENAI_STD)
-    with pytest.raises(CheckpointError, match=r"ln_post.weight and 0 more are not finite"):
+    with pytest.raises(CheckpointError, match=r"ln_post.weight: numbers that are not finite"):
         train(_run(tree, "name=unlike", f"objective.model.vision.init={tmp_path}/lost"))
     assert "new are sparo.q_emb" in said and "not used are proj, transformer.resblocks.2.ln_1.weight" in said
     after, before = _model(tmp_path / "lit", 3), donor.state_dict()
@@ -209,6 +215,26 @@ def test_frozen_parts_stay_on_every_engine(shards, tmp_path):
         assert all(torch.equal(found[n], begun[n]) for n in frozen), engine
         for name, value in alone.items():
             assert torch.allclose(value, found[name], rtol=1e-4, atol=2e-5), (engine, name)
+
+
+def test_what_would_train_nothing_or_backwards_is_refused():
+    config = ClipObjectiveConfig(model=_small(readout={"kind": "sparo", "slots": 4}).config)
+    shadowed = ({"match": ("model.visual.*",), "lr_factor": 0.1}, {"match": ("*visual.sparo.*",), "lr_factor": 5.0})
+    with pytest.raises(
+        ConfigError, match=r"optim.groups.1.match=\['\*visual.sparo.\*'\]: all that it fits is of groups"
+    ):
+        build_optimizer(OptimConfig(groups=shadowed), ClipObjective(config))
+    build_optimizer(OptimConfig(groups=shadowed[::-1]), ClipObjective(config))
+    still = ClipObjective(config)
+    still.model.visual.requires_grad_(False)
+    still.model.text.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"nothing is trained but model.logit_scale; freeze less"):
+        build_optimizer(OptimConfig(), still)
+    with pytest.raises(ValueError, match=r"optim.min_lr=0.01: is above optim.lr=0.001"):
+        OptimConfig(lr=1e-3, min_lr=1e-2)
+    with pytest.raises(ValueError, match=r"true, false, blocks, or a number of blocks \(got 'block'\)") as told:
+        TextConfig.model_validate({"freeze": "block"})
+    assert told.value.error_count() == 1
 
 
 def test_rates_fall_from_layer_to_layer():

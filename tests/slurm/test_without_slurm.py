@@ -44,6 +44,8 @@ def test_local_jobs_train_as_the_same_line_here_does(recipe, tmp_path):
     wait_for(lambda: [state_of(f, tmp_path)["state"] for f in folders] == ["COMPLETED"] * 2)
     assert_bit_equal(folders[0], tmp_path / "runs/straight")
     assert folders[1].joinpath("code").is_symlink()
+    done = sparo("launch", "cancel", str(folders[0]), cwd=tmp_path)
+    assert done.returncode == 0 and "nothing to cancel, its job has ended" in done.stdout
     assert "finished at step 12" in sparo("launch", "logs", str(folders[1]), cwd=tmp_path).stdout
 
 

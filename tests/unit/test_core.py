@@ -258,6 +258,11 @@ def test_a_run_folder_refuses_another_recipe_and_a_second_process(tmp_path):
     assert in_another_process(tmp_path / "run") == "opened"
     worker.kill()
     second = RunDir(tmp_path / "run")
+    second.open_for_training(Recipe(lr=7))  # of a start that ended before it trained, nothing is lost
+    second.close()
+    second.open_for_training(Recipe())
+    second.close()
+    (tmp_path / "run/metrics.jsonl").write_text('{"kind": "train", "step": 1}\n')
     with pytest.raises(ConfigError, match="lr: 1 -> 2"):
         second.open_for_training(Recipe(lr=2))
     second.close()

@@ -95,6 +95,10 @@ def test_costs_are_those_of_the_formulas(keys, ranks, states, gathered, sent):
     found = ENGINES.row(keys["kind"]).costs(config(**keys), SIZES, ranks)
     assert (found.states, found.gathered, found.sent) == pytest.approx((states, gathered, sent))
     assert found.host == (4_000 if "cpu_offload" in keys else 0)
+    # What is frozen has neither gradients nor moments.
+    half = ENGINES.row(keys["kind"]).costs(config(**keys), SIZES._replace(trained=500), ranks)
+    assert half.gradients == found.gradients / 2 and half.optimizer == found.optimizer / 2
+    assert half.weights == found.weights and (half.sent < found.sent or ranks == 1)
 
 
 def after_four_steps(kind, device, on_host):

@@ -9,13 +9,14 @@ import pytest
 import torch
 from PIL import Image
 
+from sparo_data.writer import write_shards
 from sparo_train.core.errors import BadSampleError
 from sparo_train.core.rng import generator
-from sparo_train.data.examples.samples import caption, decode_image
+from sparo_train.data.examples.samples import caption, decode_image, unseen_captions
 from sparo_train.data.examples.text import ClipTokenizer, decode_words
 from sparo_train.data.examples.transforms import Crop, eval_pixels, random_resized_crop_box, resized_crop, train_pixels
 from sparo_train.data.read.shards import ShardsConfig
-from sparo_train.data.read.sources import DataConfig
+from sparo_train.data.read.sources import DataConfig, open_source
 from tests.conftest import jpeg
 
 
@@ -52,9 +53,18 @@ def test_captions_are_drawn_by_their_probabilities_and_crops_stay():
     never = ShardsConfig(shards="x", captions={"txt": 0.0, "json:long": 1.0})
     with pytest.raises(BadSampleError, match="missing caption"):
         caption({"txt": b"short"}, never, generator(0, "augment", 0))
-    for wrong in ({"txt": -0.5}, {"txt": 0.0}, {}):
+    for wrong in ({"txt": -0.5}, {"txt": 0.0}, {}, {"txt": 0.5}, {"txt": 0.9, "json:long": 0.5}):
         with pytest.raises(ValueError, match="captions"):
             ShardsConfig(shards="x", captions=wrong)
+
+
+def test_keys_of_captions_that_no_sample_has_are_told(tmp_path):
+    told = [(f"{i}", {"txt": b"a", "json": json.dumps({"long": "b"} if i == 40 else {}).encode()}) for i in range(50)]
+    write_shards(tmp_path, told, 20)
+    mistyped = {"txt": 0.5, "json:long": 0.25, "json:lnog": 0.25, "json:other": 0.0}
+    source = open_source("a", ShardsConfig(shards=str(tmp_path), captions=mistyped))
+    assert unseen_captions(source) == ["json:lnog"] and unseen_captions(source, 4) == ["json:lnog", "json:long"]
+    assert unseen_captions(open_source("a", ShardsConfig(shards=str(tmp_path)))) == []
 
 
 def test_a_decompression_bomb_is_a_bad_image(monkeypatch):

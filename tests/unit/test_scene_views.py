@@ -256,6 +256,6 @@ def test_scenes_that_cannot_be_used_are_told_by_reason(scene):
             examples().prepare(fields, SOURCE, generator(0, "visit", 3))
     with pytest.raises(BadSampleError, match="fewer views than"):
         examples({"shown": 5, "held_out": 1}).prepare(scene, SOURCE, generator(0, "visit", 3))
-    with pytest.raises(BadSampleError, match="beyond where its rays end"):
+    with pytest.raises(BadSampleError, match=r"decoder.near=1, decoder.far=9\); its json"):
         examples(bounds=(1.0, 9.0)).prepare(scene, SOURCE, generator(0, "visit", 3))
     examples(bounds=(1.0, 90.0)).prepare(scene, SOURCE, generator(0, "visit", 3))

@@ -8,6 +8,7 @@ import pytest
 
 from evals.sets.clip_set import ObjectClipSet
 from evals.tasks.slot_probe import ProbedClip, assigned, fitted, matched, score
+from object_centric.tasks.probe_task import SLOT_PROBE
 from sparo_data.drawn.video_sets import VideoSetConfig, render_videos
 from sparo_train.core.errors import DataError
 
@@ -82,6 +83,9 @@ def test_facts_of_episodes_are_read_and_what_lacks_them_is_named(tmp_path):
     counts = {np.asarray(fact["position"]).shape, np.asarray(fact["numbers"]["velocity"]).shape}
     assert len(images) == fact["frames"] == 3 and counts == {(3, len(fact["words"]["shape"]), 3)}
     assert set(fact["words"]) == {"color", "shape", "material", "size"} and json.loads(json.dumps(fact)) == fact
+    few = SLOT_PROBE.config(root=str(tmp_path / "v/clips"))
+    with pytest.raises(DataError, match=r"3 episode\(s\) are used, and probes need 4 at least"):
+        SLOT_PROBE.check(few)
     assert ObjectClipSet(tmp_path / "v/clips", 3).identity() != ObjectClipSet(tmp_path / "v/clips", 2).identity()
     for broken, told in (({"objects": [{"positions": [1]}]}, "has no positions"), ({}, "no list `objects`")):
         source = ObjectClipSet(tmp_path / "v/clips", 3)

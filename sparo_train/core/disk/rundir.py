@@ -25,6 +25,7 @@ from ..files import write_whole
 from ..recipe.layers import Tree
 from ..recipe.recipe_yaml import parse_yaml
 from ..untrusted import read_text
+from .metrics import read
 from .owner import Claim, Start
 
 
@@ -119,9 +120,15 @@ class RunDir:
             return False
         return True
 
+    def _is_untried(self) -> bool:
+        """Whether a start was made that ended before its first record, and no job waits to make another: nothing is lost with it."""
+        if not self.claim.owner() or (self.path / "jobs").exists() or read(self.path / "metrics.jsonl"):
+            return False
+        return not any(self.checkpoints.glob("step-*"))
+
     def refuse_changes(self, config: Frozen) -> None:
         """Raise ConfigError, with the differences, where the folder holds a run of another recipe."""
-        if not self.config.exists():
+        if not self.config.exists() or self._is_untried():
             return
         held: Tree = parse_yaml(read_text(self.config), str(self.config))
         new: Tree = parse_yaml(dump(config), "the recipe")

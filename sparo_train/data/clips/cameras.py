@@ -15,6 +15,7 @@ from ...core.errors import BadSampleError
 
 Convention = Literal["opengl", "opencv"]
 _TURNED = np.diag([1.0, -1.0, -1.0, 1.0])
+_FARTHEST = 1e15  # world units; squares of distances have to be fp32 numbers
 _OFF = 1e-3  # from a rotation: rounded numbers of a json are this near
 
 
@@ -37,6 +38,8 @@ def checked_pose(table: Any, convention: Convention = "opengl") -> np.ndarray:
         pose = np.concatenate([pose, [[0.0, 0.0, 0.0, 1.0]]])
     if pose.shape != (4, 4) or not np.isfinite(pose).all():
         raise BadSampleError("a camera's pose is not 4 x 4 finite numbers")
+    if np.abs(pose).max() > _FARTHEST:
+        raise BadSampleError(f"a camera stands farther away than {_FARTHEST:g}")
     # The scale is taken out: exporters of scenes that were made smaller write it into the rotation.
     lengths = np.linalg.norm(pose[:3, :3], axis=0)
     if lengths.min() < 1e-8 or abs(np.linalg.det(pose[:3, :3] / np.maximum(lengths, 1e-8))) < 1e-6:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import json
 import warnings
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate
 
 import numpy as np
 from PIL import Image, ImageFile
 
 from ...core.errors import BadSampleError
-from ..read.sources import SourceConfig
+from ..read.sources import Source, SourceConfig
 
 # PIL goes by content, not by name, and starts Ghostscript for an EPS; what data sets of images have is this.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -82,6 +85,20 @@ def captions_of(fields: Mapping[str, bytes], config: SourceConfig) -> list[str]:
     if not found:
         raise BadSampleError("missing caption")
     return found
+
+
+def unseen_captions(source: Source, look: int = 64) -> list[str]:
+    """Keys of `captions` that none of so many samples has, evenly spaced: a mistyped one takes no part, and its share is the others'."""
+    wanted = {key for key, share in (source.config.captions or {}).items() if share}
+    total, begins = source.samples, [0, *accumulate(map(len, source.storages))]
+    for at in sorted({i * total // look for i in range(look)}):
+        if not wanted:
+            break
+        shard = bisect_right(begins, at) - 1
+        with suppress(BadSampleError):
+            _, fields = source.storages[shard].read(at - begins[shard])
+            wanted = {key for key in wanted if not _texts_if_there(fields, key)}
+    return sorted(wanted)
 
 
 def _texts(fields: Mapping[str, bytes], key: str) -> list[str]:

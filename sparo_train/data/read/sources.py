@@ -41,6 +41,8 @@ class SourceConfig(Frozen):
     def _shares(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         if value is not None and not (all(0 <= share <= 1 for share in value.values()) and sum(value.values()) > 0):
             raise ValueError("probabilities are between 0 and 1, and one of them is above 0")
+        if value is not None and abs(sum(value.values()) - 1) > 1e-3:
+            raise ValueError(f"probabilities are of sum {sum(value.values()):g}; write some of sum 1")
         return value
 
 
