@@ -23,6 +23,7 @@ class Normalisation(NamedTuple):
         """Of an objective, an encoder (both have tensors) or a recipe's block (numbers); None where it has not one for all."""
         if not (hasattr(holder, "mean") and hasattr(holder, "std")):
             return None
+        # As tensors either way: a buffer (3, 1, 1) and a recipe's three numbers are the same thing.
         return cls(*(tuple(torch.as_tensor(value).flatten().tolist()) for value in (holder.mean, holder.std)))
 
 
@@ -49,6 +50,7 @@ def refuse_unlike(origin: str, theirs: nn.Module, own: nn.Module) -> None:
         raise CheckpointError(
             f"{origin}: its attention has {unlike[0][0]} heads and the run's {unlike[0][1]}, which shapes do not tell; make them equal"
         )
+    # By the class's name: open_clip, transformers and this project each have a class of their own for it.
     quick = [any(type(part).__name__.lower().startswith("quickgelu") for part in m.modules()) for m in (theirs, own)]
     if quick[0] != quick[1]:
         raise CheckpointError(

@@ -56,6 +56,7 @@ class OpenClipEncoder(TwoTowerEncoder):
         self.image_size = size if isinstance(size, int) else size[0]
         text = model.text
         reads_eot = getattr(text, "attn_mask", None) is not None and getattr(text, "pool_type", "") == "argmax"
+        # Only what reads EOT under a causal mask may be cut behind it.
         self.causal = reads_eot and isinstance(tokenizer, open_clip.SimpleTokenizer)
 
     @property
@@ -144,6 +145,7 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
     transform: Any = create_transform(**config, is_training=False)
     pixels = LibraryPixels(transform.transforms, label)
     size = config["input_size"][-1]
+    # What has prefix tokens is a ViT whose patches can be read; others give one vector alone.
     kind = TimmVitEncoder if hasattr(model, "num_prefix_tokens") else BackboneEncoder
     return kind(model, model, pixels, (pixels.mean, pixels.std), size, f"timm {name}", label)
 

@@ -61,7 +61,9 @@ class HeadsEncoder(TwoTowerEncoder):
         norm = visual.ln_post
         # LayerNorm with its mean and deviation held is linear; its bias belongs to no head.
         deviation = (total.float().var(-1, unbiased=False, keepdim=True) + norm.eps).sqrt()
+        # The rest is what no head wrote, so that all units together are the encoding exactly.
         shares = torch.cat([shares, (total - shares.sum(1))[:, None]], dim=1).float()
+        # The norm's mean is linear, too, and is taken from each share by itself.
         shares = (shares - shares.mean(-1, keepdim=True)) / deviation[:, None] * norm.weight
         shares[:, -1] += norm.bias
         return (shares if visual.proj is None else shares @ visual.proj.float()).flatten(1)
@@ -83,6 +85,7 @@ def _written(block: Any, x: Tensor) -> Tensor:
     attention, h = block.attn, block.ln_1(x)
     heads, width = attention.num_heads, h.shape[-1]
     q, k, v = F.linear(h, attention.in_proj_weight, attention.in_proj_bias).unflatten(-1, (3, heads, -1)).unbind(2)
+    # At the class token alone: what other tokens read goes through later blocks, and is no direct share.
     weight = torch.einsum("nhd,nthd->nht", q[:, 0] * q.shape[-1] ** -0.5, k).softmax(-1)
     read = torch.einsum("nht,nthd->nhd", weight, v)
     out = attention.out_proj.weight.view(width, heads, -1)

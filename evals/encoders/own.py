@@ -54,6 +54,7 @@ class ClipEncoder(TwoTowerEncoder, TokensEncoder, ConditionedEncoder):
     @property
     def architecture(self) -> str:
         config = self.model.config
+        # Without what training alone reads: features of two runs that differ in it are the same features.
         return config.model_dump_json(exclude={**_NOT_ENCODING, "vision": {"patch_dropout", *config.vision.unused}})
 
     @property

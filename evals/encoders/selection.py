@@ -104,6 +104,7 @@ def selected(encoder: Encoder, selection: Selection, where: str = "--slots") -> 
     Raises:
         ConfigError: the selection was made for other weights, or does not fit them.
     """
+    # By the weights' hash, not by a path: slots of another training mean other things.
     if selection.checkpoint != encoder.weights:
         raise ConfigError(
             f"{where}: was made for another checkpoint ({selection.label or selection.checkpoint[:12]}), and {encoder.label} has "
@@ -115,6 +116,7 @@ def selected(encoder: Encoder, selection: Selection, where: str = "--slots") -> 
             raise ConfigError(f"{where}: has {selection.count} heads, and {encoder.label} {heads.slots - 1}")
         return SomeHeads(heads, sorted(selection.chosen))
     whole = selection.units == "slots" and encoder.slots != selection.count
+    # Units have to share an encoding evenly, or numbers would belong to two of them.
     if whole or encoder.width % selection.count:
         raise ConfigError(
             f"{where}: has {selection.count} {selection.units}, and {encoder.label} {encoder.slots} slots"

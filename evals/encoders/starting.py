@@ -79,6 +79,7 @@ def _weights(checkpoint: str, method: str, objective: Objective) -> Mapping[str,
     path, origin = Path(checkpoint), f"start_from.checkpoint={checkpoint}"
     if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
         config, step = read_run(path)
+        # By this method's own names: what is no encoder's (heads, temperatures) begins there as well.
         if config.objective.kind == method:  # all of it: a teacher, a head, a temperature
             refuse_other_pixels(origin, Normalisation.of(config.objective), Normalisation.of(objective))
             with torch.device("meta"):
@@ -108,10 +109,13 @@ def _init(
         found = trunk_weights(state, origin)
     else:
         found = _of_encoder(origin, source, part, tower, pixels)
+    # Before positions are fitted: interpolation would spread one NaN over all of them.
     refuse_non_finite(found, origin)
     whole = model.fitted({f"{part}.{name}": value for name, value in found.items()})
+    # Fitted by whole names, as open_clip's resizing knows them.
     found = {name.removeprefix(f"{part}."): value for name, value in whole.items()}
     own = tower.state_dict()
+    # A projection of another width, and a read-out, are new: they are what is to be learned.
     free = ("proj", "text_projection", *([] if tower.read_by is None else [f"{tower.read_by}.*"]))
     missing = _unless([name for name in own if name not in found], free)
     shared = {name: t for name, t in found.items() if name in own and not (name in free and t.shape != own[name].shape)}
@@ -187,6 +191,7 @@ def _from_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     joined: dict[str, Tensor] = {}
     for name in state:
         if found := re.fullmatch(r"(encoder\.layers\.\d+\.self_attn\.)q_proj\.(weight|bias)", name):
+            # transformers keeps three matrices, open_clip one of three times the rows.
             parts = [state[f"{found[1]}{which}_proj.{found[2]}"] for which in "qkv"]
             joined[f"{found[1].replace('self_attn.', 'attn.')}in_proj_{found[2]}"] = torch.cat(parts)
     rest = {n: t for n, t in state.items() if not re.search(r"self_attn\.[qkv]_proj|position_ids", n)}

@@ -44,6 +44,7 @@ def encode_texts(
         length = int(lengths[rows].max()) if cut else tokens.shape[1]
         parts.append(F.normalize(encode(tokens[rows, :length]).float(), dim=-1).cpu())
     found = torch.cat(parts)
+    # Back to the order of `distinct`: batches went by length.
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order))
     where = {caption: int(i) for caption, i in zip(distinct, place, strict=True)}

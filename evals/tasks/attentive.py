@@ -50,6 +50,7 @@ class AttentiveProbe(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        # Standardised between both: what read-outs give differs by factors of a hundred, and one rate has to do.
         return self.linear(self.norm(self.head(tokens)))
 
 
@@ -70,6 +71,7 @@ def train_attentive(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(how.seed)
         probe = build().to(how.device)
+        # All orders at once, from the stream that the start came from: a training takes the same ones whatever else draws.
         orders = [torch.randperm(len(train.labels)) for _ in range(how.epochs)]
     optimizer = torch.optim.AdamW(
         [
@@ -80,6 +82,7 @@ def train_attentive(
     )
     per_epoch = -(-len(train.labels) // how.batch_size)
     warm, steps, step = how.warmup_epochs * per_epoch, how.epochs * per_epoch, 0
+    # Cosine and warm-up per step, not per epoch: small sets have few epochs' worth of steps.
     for epoch, order in enumerate(orders):
         for rows in order.split(how.batch_size):
             for group in optimizer.param_groups:

@@ -45,6 +45,7 @@ def pooled(
         distance.append(away)
         confidence.append(found[:, -1].astype(np.float64))
         before += len(objects)
+    # Stable: of equally sure predictions the order of images and slots decides, on every machine.
     order = np.argsort(-np.concatenate(confidence), kind="stable")
     images, targets, distances = (np.concatenate(part)[order] for part in (image, target, distance))
     return Pooled(images, targets, distances, before)
@@ -54,6 +55,7 @@ def _apart(found: np.ndarray, objects: np.ndarray, attributes: Mapping[str, slic
     """(P, n) distances, infinite where an attribute differs."""
     alike = np.ones((len(found), len(objects)), bool)
     for columns in attributes.values():
+        # By their largest entries: what is predicted is a distribution, what is true one-hot.
         alike &= found[:, None, columns].argmax(-1) == objects[None, :, columns].argmax(-1)
     between = (found[:, None, :3].astype(np.float64) - objects[None, :, :3]) * unit
     return np.where(alike, np.sqrt((between**2).sum(-1)), np.inf)
@@ -63,6 +65,7 @@ def hits(ranked: Pooled, threshold: float) -> np.ndarray:
     """(P,) bool: the first prediction whose nearest object is this one, and near enough; later ones of the same object are false."""
     near = (ranked.target >= 0) & (ranked.distance < threshold)
     at = np.flatnonzero(near)
+    # The first of each object alone: `unique` returns where a value comes first.
     _, first = np.unique(ranked.target[at], return_index=True)
     found = np.zeros(len(near), bool)
     found[at[first]] = True
@@ -84,6 +87,7 @@ def hits_dspn(
         for row in np.argsort(-found[:, -1].astype(np.float64), kind="stable"):
             if len(objects) and far[row].min() < threshold:
                 hit[row] = True
+                # Taken by its column: nobody else can find it again.
                 far[:, far[row].argmin()] = np.inf
         flags.append(hit)
         confidence.append(found[:, -1].astype(np.float64))
@@ -97,6 +101,7 @@ def area(hit: np.ndarray, total: float, weights: np.ndarray | None = None) -> fl
     weights = np.ones(len(hit)) if weights is None else weights
     true, drawn = np.cumsum(hit * weights), np.cumsum(weights)
     precision = np.divide(true, drawn, out=np.zeros(len(hit)), where=drawn > 0)
+    # The envelope from behind: precision at a recall is the best that any larger one has.
     envelope = np.maximum.accumulate(precision[::-1])[::-1]
     recall = np.concatenate([[0.0], true]) / total
     return float((np.diff(recall) * envelope).sum())
@@ -114,6 +119,7 @@ def score(
     Intervals resample images (500 draws). Every prediction counts, also those that say that they are nobody.
     """
     ranked = pooled(predicted, true, attributes, unit)
+    # Images are what is drawn anew; objects of one image are not independent.
     of_image = np.array([len(rows) for rows in true], np.float64)
     drawn = np.random.default_rng(0).multinomial(len(true), np.full(len(true), 1 / len(true)), _DRAWS)
     metrics, intervals = {}, {}

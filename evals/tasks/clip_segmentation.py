@@ -28,6 +28,7 @@ def clip_scores(clip: MaskedClip, background: int | None = 0, ignore: int | None
     to another object counts as wrong.  `video_fg_ari_savi`: the same as `video_fg_ari`, with 1 where there is no foreground.
     `image_fg_ari`, `image_mbo`: of each frame on its own, then the mean of those with an object.  `mse`, `psnr`: mean over frames.
     """
+    # A clip as one picture of T frames: an object that changes slots loses.
     whole = image_scores(clip.true, clip.predicted, background, ignore)
     frames = [counted(t, p, background, ignore) for t, p in zip(clip.true, clip.predicted, strict=True)]
     alone = [adjusted_rand(counts.objects) for counts in frames]

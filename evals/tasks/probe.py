@@ -55,6 +55,7 @@ class Probes(NamedTuple):
 
     def logits(self, x: Tensor) -> Tensor:
         """(n, D) -> (n, P, C)."""
+        # One product for all decays: they differ in their weights alone.
         p, c, d = self.weight.shape
         return torch.addmm(self.bias.flatten(), x, self.weight.view(p * c, d).T).view(-1, p, c)
 
@@ -147,6 +148,7 @@ def search(train: Labelled, held_out: Labelled, classes: int, how: Training) -> 
 def few_shots(labels: Tensor, k: int, seed: int) -> Tensor:
     """Numbers of k samples per class, in a random order that `seed` decides. Raises `DataError` where a class has fewer."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    # Stable sorts of a drawn order: the first k of each class are a draw.
     by_class = labels[order].sort(stable=True)
     counts = torch.bincount(labels)
     poor = ((counts > 0) & (counts < k)).nonzero().flatten()

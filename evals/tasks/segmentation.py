@@ -57,6 +57,7 @@ def counted(true: np.ndarray, predicted: np.ndarray, background: int | None = 0,
         true, predicted = true[there], predicted[there]
     names, rows, many = _numbered(true)
     _, columns, most = _numbered(predicted)
+    # One pass over pixels: a pair of labels is one number.
     whole = np.bincount(rows * most + columns, minlength=many * most).reshape(many, most)
     kept, of = whole.sum(1) > 0, whole.sum(0) > 0
     names, found = names[kept], whole[kept][:, of]

@@ -44,11 +44,13 @@ def matched(clips: Sequence[ProbedClip], restarts: int, seed: int = 0, ridge: fl
     best: tuple[np.ndarray, list[np.ndarray]] | None = None
     positions = np.concatenate([clip.position.reshape(-1, 3) for clip in clips])
     for _ in range(restarts):
+        # Each clip's own permutation: slots have no order, so none is better to begin with.
         slots_of = [rng.permutation(clip.slots.shape[1])[: clip.position.shape[1]] for clip in clips]
         weights, found = np.zeros(0), np.inf
         for _ in range(_MOST_TURNS):
             last, weights = found, fitted(_assigned(clips, slots_of), positions, ridge)
             slots_of, found = assigned(clips, weights)
+            # Down to what rounding gives: with equal errors both steps would go round for ever.
             if found >= last * (1 - 1e-9):
                 break
         errors.append(found / len(positions))
@@ -80,6 +82,7 @@ def fitted(x: np.ndarray, y: np.ndarray, ridge: float = 1e-3) -> np.ndarray:
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     middle, level = x.mean(0), y.mean(0)
     gram = (x - middle).T @ (x - middle)
+    # As a share of the data's own scale, so that wide slots and narrow ones are held down alike.
     gram[np.diag_indices(len(gram))] += ridge * max(gram.diagonal().mean(), 1e-12)
     weights = np.linalg.solve(gram, (x - middle).T @ (y - level))
     return np.concatenate([weights, (level - middle @ weights)[None]])
@@ -97,6 +100,7 @@ def score(
     found = matched(fit, restarts, seed, ridge)
     others, _ = assigned(held, found.weights)
     x = _assigned(fit, found.slots_of)
+    # Every other number goes by the assignment that positions gave: only positions tell objects apart.
     sums, counts = {}, {}
     for name in ("position", *fit[0].numbers):
         true = [clip.position if name == "position" else clip.numbers[name] for clip in (*fit, *held)]

@@ -126,6 +126,7 @@ def coloured(labels: np.ndarray) -> Tensor:
     """A label map to a picture (3, h, w), 0 black."""
     table = torch.tensor(_COLOURS)
     numbers = torch.from_numpy(labels.astype(np.int64))
+    # Past eight colours the same ones come darker.
     lap = torch.div((numbers - 1).clamp(min=0), len(_COLOURS) - 1, rounding_mode="floor")
     index = torch.where(numbers > 0, (numbers - 1) % (len(_COLOURS) - 1) + 1, 0)
     return (table[index] / 255 * (0.6 ** lap[..., None])).permute(2, 0, 1)

@@ -86,10 +86,12 @@ def circle(views: Tensor, turns: int) -> list[np.ndarray]:
     eyes = views[:, 3:6, 0, 0].double().cpu().numpy()
     ahead = views[:, 6:, side // 2, side // 2].double().cpu().numpy()
     off = np.eye(3) - ahead[:, :, None] * ahead[:, None]
+    # Least squares: axes of real cameras do not meet in a point.
     middle = np.linalg.lstsq(off.sum(0), (off @ eyes[..., None]).sum(0)[:, 0], rcond=None)[0]
     angles = 2 * np.pi * np.arange(turns) / turns
     around = np.stack([np.cos(angles), np.sin(angles), np.zeros(turns)], 1)
     spread = np.linalg.norm(eyes - eyes.mean(0), axis=1).mean()
+    # Cameras that look away from each other have what they see around them.
     if len(eyes) == 1 or ((middle - eyes) * ahead).sum(1).mean() < spread:
         return [looking(eyes.mean(0), eyes.mean(0) + step + [0, 0, ahead[:, 2].mean()]) for step in around]
     reach, high = np.hypot(*(eyes - middle)[:, :2].T).mean(), eyes[:, 2].mean()

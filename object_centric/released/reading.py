@@ -153,6 +153,7 @@ def first_slots(t: Tensors, unsaid: Unsaid, mean: str, deviation: str, learned: 
 
 def vit(t: Tensors, prefix: str, heads: int | None, final_norm: bool, shrink: float = 1.0) -> dict[str, Any]:
     """timm's, DINO's or DINOv2's ViT below `prefix`, as `encoder.vit`; to the block of a recipe that builds it."""
+    # Registers, masks and heads differ between releases; what is not there is not missed.
     for name in ("mask_token", "norm" if not final_norm else "\0", "head"):
         t.drop(f"{prefix}.{name}")
     registers = t[f"{prefix}.reg_token"].shape[1] if f"{prefix}.reg_token" in t else 0

@@ -75,8 +75,10 @@ class NovelViews(Objective):
         """The rays that are drawn, each time's together: (B * T, W * R, …)."""
         side = self.config.model.image_size
         at = batch["pixels"].long()
+        # Through the middle of a pixel: as evaluation draws it.
         columns, rows = (at % side).float() + 0.5, (at // side).float() + 0.5
         origins, directions = rays_at(batch["poses"], batch["lenses"], columns, rows)
+        # Every time's rays together: slots of a time draw them all.
         flat = [table.flatten(2, 3).flatten(0, 1) for table in (origins, directions, batch["offsets"])]
         return Rays(*flat)
 

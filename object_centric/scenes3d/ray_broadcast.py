@@ -50,6 +50,7 @@ class RayBroadcast(RayDecoder):
         """Colours (n, R, K, 3) and shares (n, R, K) of slots."""
         c = self.config
         found = self.layers(self.of_ray(c.told(rays))[:, :, None] + told[:, None])
+        # In fp32 at least before the softmax: slots that nearly tie share a ray by rounding.
         found = found.to(torch.promote_types(found.dtype, torch.float32))
         colours = found[..., 1:]
         return colours.sigmoid() if c.bounded else colours, F.softmax(found[..., 0], dim=-1)

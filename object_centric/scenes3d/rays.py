@@ -36,6 +36,7 @@ def rays_at(poses: Tensor, lens: Tensor, columns: Tensor, rows: Tensor) -> tuple
     )  # y is up, rows go down
     with torch.autocast(poses.device.type, enabled=False):  # in bf16 a direction would be off by a pixel or two
         turned = own @ poses[..., :3, :3].transpose(-1, -2)
+    # To length one behind the turn: a rounded rotation changes lengths.
     directions = turned / turned.norm(dim=-1, keepdim=True)
     return poses[..., None, :3, 3].expand_as(directions), directions
 
@@ -50,6 +51,7 @@ def pixel_rays(poses: Tensor, lens: Tensor, side: int) -> Tensor:
 def octaves(x: Tensor, count: int, start: int = 0) -> Tensor:
     """Sines, then cosines, of pi times 2^start, 2^(start + 1), … of every number: (…, c) to (…, 2 * c * count), as SRT has them: a number's
     octaves beside each other."""
+    # In the type that came: sines of 2^15 times a number in 16 bits are noise.
     rates = torch.pi * 2.0 ** torch.arange(start, start + count, device=x.device, dtype=x.dtype)
     angles = (x[..., None] * rates).flatten(-2)
     return torch.cat([angles.sin(), angles.cos()], dim=-1)

@@ -74,6 +74,7 @@ class SceneTower(nn.Module):
 
     def tokens(self, posed: Tensor) -> Tensor:
         """(b, T, V, 9, S, S) to what slots group, (b, T, N, F)."""
+        # A time's views together, each time apart: the Transformer sees across cameras, not across times.
         return self.encoder(posed.flatten(0, 1)).unflatten(0, posed.shape[:2])
 
     def forward(self, posed: Tensor, noise: Tensor) -> Grouped:
@@ -94,6 +95,7 @@ class EachTime(nn.Module):
         return [self.attention]
 
     def forward(self, tokens: Tensor, noise: Tensor | None = None) -> Grouped:
+        # The same draw for all times: what differs is what is seen.
         drawn = None if noise is None else noise.repeat_interleave(tokens.shape[1], 0)
         found = self.attention(tokens.flatten(0, 1), drawn)
         return Grouped(*(table.unflatten(0, tokens.shape[:2]) for table in found))

@@ -112,6 +112,7 @@ class SlotMixer(RayDecoder):
         width = slots.shape[-1]
         mixes: Any = self.first
         keys, values = zip(*(block.shared(slots) for block in self.blocks), strict=True)  # type: ignore[operator]
+        # Scaled on the slots' side, which is short.
         scores = (self.to_k(slots) * width**-0.5) @ self.to_q.weight
         return Shared(list(keys), list(values), scores.transpose(1, 2), F.linear(slots, mixes.weight[:, :width]))
 
@@ -129,6 +130,7 @@ class SlotMixer(RayDecoder):
         """Of mixtures (…, first width) that the first layer was applied to, and rays' states."""
         width = self.to_k.in_features
         mixes: Any = self.first
+        # The first layer in two: slots' half was done once, rays' half is done here.
         found = self.colour(self.draw(mixed + F.linear(query, mixes.weight[:, width:], mixes.bias)))
         return found.float().sigmoid() if self.config.bounded else found.float()
 

@@ -60,6 +60,7 @@ class ViewEncoderConfig(Frozen):
             raise ValueError(f"preset={name}: {did_you_mean(name, PRESETS)}")
         row, own = dict(PRESETS[name]), given.get("transformer", {})
         if isinstance(own, dict):
+            # Laid over the preset's own Transformer, so that one knob of it can be turned.
             row["transformer"] = {**row["transformer"], **own}
             given = {knob: value for knob, value in given.items() if knob != "transformer"}
         return {**row, **given}
@@ -137,6 +138,7 @@ class ViewEncoder(nn.Module):
         # Places of rays in bf16 would be a step of 1/16 apart, ten units away.
         with torch.autocast(x.device.type, enabled=False):
             if c.points is not None:
+                # Centred: colours in 0..1 alone would be a constant and little else to the first convolution.
                 x = 2 * x[:, :3] - 1
             elif c.octaves:
                 origins, directions = x[:, 3:].movedim(1, -1).split(3, -1)
@@ -147,6 +149,7 @@ class ViewEncoder(nn.Module):
         found = self.project(x.flatten(2).transpose(1, 2))
         if self.places is not None:
             found = found + self.placed(rays, x.shape[-1])
+        # Views of a time beside each other: cameras have no order for what reads them.
         tokens = found.unflatten(0, (-1, views)).flatten(1, 2)
         return tokens if self.transformer is None else self.transformer(tokens)
 

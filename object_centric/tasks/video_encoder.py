@@ -73,6 +73,7 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
             )
         found = []
         for clip in video:  # one by one, as its neighbours must not decide what fits into memory
+            # By frames, not by clips: what is drawn at once has a bound whatever T is.
             tokens = torch.cat([self._tokens(part) for part in clip[:, :3].split(_FRAMES)])
             hint = clip[None, 0, 3].to(self.device) if self.conditional else None
             found.append(self._grouped(tokens[None], hint, (window or self.trained_frames) if at_once else None))
@@ -139,6 +140,7 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
                 found = [tower.grouped(tokens, noise, hint)]
             else:
                 found = [tower.grouped(tokens[:, :window], noise, hint)]
+                # From scratch for each window, as in training: what a frame sees is never more than that.
                 for end in range(window + 1, tokens.shape[1] + 1):
                     last = tower.grouped(tokens[:, end - window : end], noise, hint)
                     found.append(Grouped(*(table[:, -1:] for table in last)))

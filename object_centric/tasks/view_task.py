@@ -120,6 +120,7 @@ def _clip(encoder: Encoder, row: np.ndarray, fact: np.ndarray) -> view_scores.Vi
 
 def _depth_seen_by(encoder: Encoder, plane: np.ndarray) -> np.ndarray:
     """A depth map cut and scaled as labels are: between an edge and what is behind it there is nothing."""
+    # Numbers of pixels, brought by the nearest one: depth is then taken from where a label is.
     numbers = np.arange(plane.size, dtype=np.int32).reshape(plane.shape)
     return plane.reshape(-1)[seen_by(encoder, numbers)]
 
