@@ -9,6 +9,7 @@ face in its rooms; ours has a head of four spheres, and a tree, an arch, a snowm
 from __future__ import annotations
 
 import colorsys
+import itertools
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -144,11 +145,10 @@ def _thrown(rng: np.random.Generator, solids: list[_Solid], room: int | None) ->
     done: list[Thrown] = []
     middle, reach, low = (np.zeros(2), 3.0, 0.0) if room is None else (_middle(room), HALF - 1.2, 1.6)
     for solid in solids:
-        while True:
+        for tries in itertools.count():
             at = rng.uniform(-reach, reach, 2)
             place = (middle[0] + at[0], middle[1] + at[1], solid.radius * 1.45 + rng.uniform(0, 0.5))
-            apart = all(np.linalg.norm(np.subtract(place, o.position)) > 1.5 * (solid.radius + o.radius) for o in done)
-            if apart and np.hypot(*at) > low:  # a room's middle is its statue's
+            if _apart(place, solid.radius, done, tries) and np.hypot(*at) > low:  # a room's middle is its statue's
                 break
         if room is None:
             speed = -at * rng.uniform(0.5, 1.2) + rng.uniform(-0.6, 0.6, 2)
@@ -163,13 +163,18 @@ def _thrown(rng: np.random.Generator, solids: list[_Solid], room: int | None) ->
     return done
 
 
+def _apart(place: tuple[float, float, float], radius: float, others: list[Thrown], tries: int) -> bool:
+    """Whether there is room between a place and others; behind a thousand tries less and less is asked for, as a crowd may not fit."""
+    wanted = 1.5 * 0.98 ** max(0, tries // 100 - 10)
+    return all(np.linalg.norm(np.subtract(place, o.position)) > wanted * (radius + o.radius) for o in others)
+
+
 def _observer(rng: np.random.Generator, room: int, others: list[Thrown]) -> Thrown:
     radius, _ = _EGO
-    while True:
+    for tries in itertools.count():
         at = rng.uniform(-HALF + 1.2, HALF - 1.2, 2)
         place = (float(_middle(room)[0] + at[0]), float(_middle(room)[1] + at[1]), radius + 0.01)
-        apart = all(np.linalg.norm(np.subtract(place, o.position)) > 1.5 * (radius + o.radius) for o in others)
-        if apart and np.hypot(*at) > 1.8:
+        if _apart(place, radius, others, tries) and np.hypot(*at) > 1.8:
             break
     turn, ahead = rng.uniform(0, 2 * np.pi, 2)
     velocity = (float(2 * np.cos(turn)), float(2 * np.sin(turn)), 0.0)

@@ -162,6 +162,15 @@ def test_episodes_are_a_pure_function_of_their_names(kind):
         )
 
 
+def test_a_crowd_finds_room_where_there_is_hardly_any():
+    found = viewed_episode("simple", 0, "train", 130, 16, 1, most=10)  # it looked for a place for ever
+    places = np.array([o["positions"][0] for o in found.facts["objects"]])
+    assert (
+        len(places) == 10
+        and np.linalg.norm(places[:, None] - places[None], axis=2)[~np.eye(10, dtype=bool)].min() > 0.8
+    )
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rays_end_on_a_solids_surface_and_normals_look_back(shape):
     rng = np.random.default_rng(0)
