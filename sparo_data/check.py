@@ -38,7 +38,9 @@ class ShardReport(NamedTuple):
     @property
     def damage(self) -> str | None:
         """What is wrong with the tar itself."""
-        return None if self.intact else "truncated tar" if self.samples else "unreadable tar"
+        if self.intact:
+            return None if self.samples else "no sample"
+        return "truncated tar" if self.samples else "unreadable tar"
 
 
 class Duplicates(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -14,15 +15,35 @@ from sparo_train.core.signals import end_with_parent
 
 
 @contextmanager
+def _unheard() -> Iterator[None]:
+    """What is started meanwhile does not hear SIGINT, from its first import on; this process hears it behind that."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which is inherited
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def process_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
     """So many processes, started afresh: a fork would take torch's threads along, and leave them behind.
+
+    A Ctrl-C is this process's to hear; they are ended with what it interrupts.
 
     Raises:
         WorkerLostError: one of them was killed.
     """
     try:
         with ProcessPoolExecutor(processes, get_context("spawn"), end_with_parent) as pool:
-            yield pool
+            with _unheard():
+                for _ in range(processes):  # each starts one
+                    pool.submit(int)
+            try:
+                yield pool
+            except BaseException:
+                for process in list(getattr(pool, "_processes", None) or {}.values()):
+                    process.kill()
+                raise
     except BrokenProcessPool:
         raise WorkerLostError(
             "a process that works on the data was killed, most likely because memory ran out; use fewer --processes; what is "

@@ -107,12 +107,18 @@ class EvalSet(ABC):
         self.stamp()
 
 
+def evenly(total: int, count: int) -> list[int]:
+    """At most `count` different numbers below `total`, evenly spaced from 0."""
+    count = min(count, total)
+    return [i * total // count for i in range(count)]
+
+
 class Limited(EvalSet):
     """`count` samples of a set, evenly spaced, so that classes that follow each other are all met."""
 
     def __init__(self, whole: EvalSet, count: int):
         self.whole, self.root, self.kind, self.known_as = whole, whole.root, whole.kind, whole.known_as
-        self._numbers = [i * len(whole) // count for i in range(min(count, len(whole)))]
+        self._numbers = evenly(len(whole), count)
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -121,7 +127,8 @@ class Limited(EvalSet):
         return self.whole.read(self._numbers[number])
 
     def identity(self) -> str:
-        return sha256(self.whole.identity(), f"limit {len(self)}")
+        # Not the word of older versions, which took the first samples again and again where the limit was above the set's size.
+        return sha256(self.whole.identity(), f"{len(self)} evenly spaced")
 
     def stamp(self) -> str:
         return self.whole.stamp()

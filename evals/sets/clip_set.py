@@ -30,7 +30,7 @@ class ClipSet(WdsSet):
     def __init__(self, root: str | Path, frames: int | None, split: str = "test", told: int = 0):
         super().__init__(root, "clips", split)
         self.told = told
-        self.frames = frames if frames is not None else len(self._episode(0)[2])
+        self._alike, self.frames = frames is None, frames if frames is not None else len(self._episode(0)[2])
 
     def read(self, number: int) -> tuple[str, Any, np.ndarray]:
         """Key, images of the frames, and labels."""
@@ -38,6 +38,10 @@ class ClipSet(WdsSet):
         if len(episode) < self.frames:
             raise DataError(
                 f"{where}: has {len(episode)} frames, and {self.frames} are scored; set frames: {len(episode)} or less, or take it out"
+            )
+        if self._alike and len(episode) > self.frames:
+            raise DataError(
+                f"{where}: has {len(episode)} frames, and the first sample {self.frames}; set frames: {self.frames} or less"
             )
         try:
             pictures = [episode.image(t) for t in range(self.frames)]

@@ -39,6 +39,7 @@ class ViewSet(WdsSet):
     def __init__(self, root: str | Path, frames: int | None, views: int | None, split: str = "test"):
         super().__init__(root, "views", split)
         first = self._scene(0)[2] if frames is None or views is None else None
+        self._alike = frames is None
         self.frames = frames if frames is not None else first.frames  # type: ignore[union-attr]
         self.views = views if views is not None else len(first.views)  # type: ignore[union-attr]
 
@@ -73,6 +74,10 @@ class ViewSet(WdsSet):
     def _whole(self, number: int) -> tuple[str, str, ViewedScene]:
         """A scene with as many times and cameras as are scored."""
         key, where, scene = self._scene(number)
+        if self._alike and scene.frames > self.frames:
+            raise DataError(
+                f"{where}: has {scene.frames} frames, and the first sample {self.frames}; set frames: {self.frames} or less"
+            )
         if scene.frames < self.frames or len(scene.views) < self.views:
             raise DataError(
                 f"{where}: has {scene.frames} frames of {len(scene.views)} views, and {self.frames} of {self.views} are scored; "

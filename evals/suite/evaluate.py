@@ -15,7 +15,7 @@ from sparo_train import __version__
 from sparo_train.core.config import Frozen, resolve, setting
 from sparo_train.core.disk.rundir import environment
 from sparo_train.core.distributed import Ranks
-from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
+from sparo_train.core.errors import CheckpointError, ConfigError, LostRankError, SparoError, StoppedError, did_you_mean
 from sparo_train.core.files import cache_folder
 from sparo_train.core.recipe.layers import load_recipe
 from sparo_train.train.run import TaskConfig as AnyTask
@@ -133,10 +133,15 @@ def evaluate_checkpoint(
     ranks: Ranks,
     report: Callable[[str, int, int], None],
     say: Callable[[str], None],
+    into: dict[str, Result] | None = None,
 ) -> dict[str, Result]:
     """Score one checkpoint on `known` and keep the results; `report` is told a place, the images done, and their number.
 
-    Tasks that its kind of encoder cannot do are said and left out; `UnfitError` where nothing is left.
+    Tasks that its kind of encoder cannot do are said and left out; `UnfitError` where nothing is left. One that fails does not keep
+    the others from being scored: its error comes at the end.
+
+    Args:
+        into: results are put here as they come, so that they are there when this raises.
     """
     # Together: a rank that fails here alone must not leave the others waiting in an exchange. The sets first: one that is missing
     # is told before an hour of encoding others.
@@ -155,13 +160,23 @@ def evaluate_checkpoint(
         known = {name: task.model_copy(update={"limit": how.limit}) for name, task in known.items()}
     store = FeatureStore(how.features, how.storage, report, say)
     folder = how.results or (Path(checkpoint) / "evals" if is_run and how.latest else None)
-    suite, results, unfit = Suite(known, store), {}, []
+    suite, results, unfit = Suite(known, store), {} if into is None else into, []
+    failed: list[SparoError] = []
     for name in known:
         begin = time.monotonic()
         try:
             found = suite.run(encoder, [name], ranks, how.part)
         except UnfitError as error:
             unfit.append(error)
+            continue
+        except (LostRankError, StoppedError):
+            raise
+        except SparoError as error:
+            if (
+                ranks.size > 1 and not error.everywhere
+            ):  # the others are elsewhere, and could not follow to the next one
+                raise
+            failed.append(error)
             continue
         for task, scored_alone in found.items():
             results[task] = result = scored_alone._replace(note=odd[task])
@@ -179,7 +194,7 @@ def evaluate_checkpoint(
         raise unfit[0]
     for error in unfit:
         say(f"left out: {error}")
-    waiting = len(known) - len(unfit) - len(results)
+    waiting = len(known) - len(unfit) - len(failed) - len(results)
     if waiting and how.part:
         say(
             f"share {how.part[0]} of {how.part[1]} is encoded; {waiting} task(s) wait for other shares: "
@@ -190,6 +205,10 @@ def evaluate_checkpoint(
             write_results(Path(checkpoint) / "evals" / "latest.json", {"checkpoint": encoder.label}, results)
         except OSError as error:
             say(f"{checkpoint}/evals/latest.json: could not be written ({error})")
+    for error in failed[:-1]:
+        say(f"error: {error}")
+    if failed:
+        raise failed[-1]
     return results
 
 

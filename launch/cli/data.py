@@ -87,7 +87,7 @@ def objects(
     train: Annotated[int, typer.Option(min=1, help="training scenes")] = 20_000,
     test: Annotated[int, typer.Option(min=1, help="scenes of each set that is scored")] = 500,
     size: Annotated[int, typer.Option(help="pixels per side")] = 64,
-    most: Annotated[int, typer.Option(min=1, help="objects of a scene (clevr and clevrtex)")] = 6,
+    most: Annotated[int | None, typer.Option(min=1, help="objects of a scene (clevr and clevrtex); default: 6")] = None,
     antialias: Annotated[int, typer.Option(min=1, help="rays per pixel along each side")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     processes: Processes = 2,
@@ -96,9 +96,17 @@ def objects(
     from ..runs.making import make_object_set
 
     folder = folder or Path("data") / kind.value
-    given = {"train": train, "test": test, "size": size, "most": most, "antialias": antialias, "seed": seed}
+    given = {"train": train, "test": test, "size": size, "antialias": antialias, "seed": seed}
+    given |= _most(most, kind.value, kind is not ObjectKind.rooms, "has one to three")
     make_object_set(folder, processes, kind=kind.value, **given)
     console.print(f"{folder}: ready")
+
+
+def _most(most: int | None, kind: str, counts: bool, instead: str) -> dict[str, int]:
+    """`--most` where it was given. Raises `ConfigError` for a kind that has as many objects as it has."""
+    if most is not None and not counts:
+        raise ConfigError(f"--most {most}: kind {kind} {instead} whatever is asked for; leave it away")
+    return {} if most is None else {"most": most}
 
 
 @app.command("movi-like")
@@ -112,7 +120,7 @@ def movi_like(
     test: Annotated[int, typer.Option(min=1, help="episodes that are scored")] = 200,
     frames: Annotated[int, typer.Option(min=1, help="of an episode, 12 a second")] = 24,
     size: Annotated[int, typer.Option(help="pixels per side")] = 64,
-    most: Annotated[int, typer.Option(min=1, help="solids of an episode (a, b and c)")] = 10,
+    most: Annotated[int | None, typer.Option(min=1, help="solids of an episode (a, b and c); default: 10")] = None,
     larger: Annotated[float, typer.Option(min=0.1, max=4, help="solids' sizes, times CLEVR's")] = 1.0,
     antialias: Annotated[int, typer.Option(min=1, help="rays per pixel along each side")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -122,8 +130,8 @@ def movi_like(
     from ..runs.making import make_video_set
 
     folder = folder or Path("data") / f"movi_{kind.value}"
-    given = {"train": train, "test": test, "frames": frames, "size": size, "most": most, "antialias": antialias}
-    given |= {"larger": larger}
+    given = {"train": train, "test": test, "frames": frames, "size": size, "antialias": antialias, "larger": larger}
+    given |= _most(most, kind.value, kind.value in "abc", "has a crowd")
     make_video_set(folder, processes, kind=kind.value, seed=seed, **given)
     console.print(f"{folder}: ready")
 

@@ -58,10 +58,10 @@ def _scored(
 
     # Twice the same would be one column with the other's name.
     for checkpoint in dict.fromkeys(checkpoints):
-        name = Path(checkpoint).name
+        name, results = Path(checkpoint).name, dict[str, Result]()
         try:
             with Encoding(checkpoint, ranks.rank > 0) as report:
-                results = evaluate_checkpoint(checkpoint, dict(known[checkpoint]), how, ranks, report, say)
+                evaluate_checkpoint(checkpoint, dict(known[checkpoint]), how, ranks, report, say, results)
         except (LostRankError, StoppedError):
             raise
         except SparoError as error:
@@ -72,7 +72,8 @@ def _scored(
             if failed is not None and not failed.repeated:
                 say(f"error: {failed}")  # the last one is told at the end
             failed = error
-            continue
+            if not results:
+                continue
         found[name if name not in found else checkpoint] = results
     return found, failed
 

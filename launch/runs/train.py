@@ -114,6 +114,7 @@ def _give_weights(objective: Objective, config: RunConfig, newest: Path | None) 
 
 def _opened(rundir: RunDir, config: RunConfig, pipeline: Pipeline) -> str:
     """Claim the run folder, unless its newest checkpoint is of other data; returns the claim's token."""
+    rundir.refuse_changes(config)  # first: another batch is another plan, which the data would be blamed for
     newest = CheckpointStore(rundir.checkpoints).latest()
     if newest is not None:
         with suppress(CheckpointError):  # a damaged one is the trainer's to tell, or to pass over

@@ -9,7 +9,6 @@ face in its rooms; ours has a head of four spheres, and a tree, an arch, a snowm
 from __future__ import annotations
 
 import colorsys
-import itertools
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -145,11 +144,13 @@ def _thrown(rng: np.random.Generator, solids: list[_Solid], room: int | None) ->
     done: list[Thrown] = []
     middle, reach, low = (np.zeros(2), 3.0, 0.0) if room is None else (_middle(room), HALF - 1.2, 1.6)
     for solid in solids:
-        for tries in itertools.count():
+        tries = 0
+        while True:
             at = rng.uniform(-reach, reach, 2)
             place = (middle[0] + at[0], middle[1] + at[1], solid.radius * 1.45 + rng.uniform(0, 0.5))
             if _apart(place, solid.radius, done, tries) and np.hypot(*at) > low:  # a room's middle is its statue's
                 break
+            tries += 1
         if room is None:
             speed = -at * rng.uniform(0.5, 1.2) + rng.uniform(-0.6, 0.6, 2)
         else:
@@ -171,11 +172,13 @@ def _apart(place: tuple[float, float, float], radius: float, others: list[Thrown
 
 def _observer(rng: np.random.Generator, room: int, others: list[Thrown]) -> Thrown:
     radius, _ = _EGO
-    for tries in itertools.count():
+    tries = 0
+    while True:
         at = rng.uniform(-HALF + 1.2, HALF - 1.2, 2)
         place = (float(_middle(room)[0] + at[0]), float(_middle(room)[1] + at[1]), radius + 0.01)
         if _apart(place, radius, others, tries) and np.hypot(*at) > 1.8:
             break
+        tries += 1
     turn, ahead = rng.uniform(0, 2 * np.pi, 2)
     velocity = (float(2 * np.cos(turn)), float(2 * np.sin(turn)), 0.0)
     rotation = (float(np.cos(ahead / 2)), 0.0, 0.0, float(np.sin(ahead / 2)))

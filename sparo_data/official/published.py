@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -74,7 +75,6 @@ def write_published(
     Raises:
         DataError: `out` holds something else already, or there is no scene.
     """
-    claim_empty(out, config)
     counts = {"all": 0, "empty": 0}
 
     def samples() -> Iterator[tuple[str, Fields]]:
@@ -86,12 +86,13 @@ def write_published(
             yield scene.key, fields_of(scene)
 
     stream, held = _told_apart(samples()), _Held()
-    if config.test:
-        write_wds_layout(out / "masks", held.first(stream, config.test))
-    tested = counts["all"] - len(held.rest)
-    write_shards(out / "train", chain(held.rest, stream), config.per_shard)
-    if not counts["all"]:
-        raise DataError(f"{', '.join(config.files)}: not one scene in it")
+    with claimed(out, config):
+        if config.test:
+            write_wds_layout(out / "masks", held.first(stream, config.test))
+        tested = counts["all"] - len(held.rest)
+        write_shards(out / "train", chain(held.rest, stream), config.per_shard)
+        if not counts["all"]:
+            raise DataError(f"{', '.join(config.files)}: not one scene in it")
     return Written(counts["all"] - tested, tested, counts["empty"])
 
 
@@ -109,15 +110,16 @@ def write_in_two(
         counts: `all` and `empty`, which the samples count as they are drawn.  what: one of them, in words.
 
     Raises:
-        DataError: there is no sample.
+        DataError: there is no sample, or `out` holds something else already.
     """
     samples = _told_apart(samples)
-    if config.test:
-        write_wds_layout(out / scored, islice(samples, config.test))
-    tested = counts["all"]
-    write_shards(out / "train", samples, config.per_shard)
-    if not counts["all"]:
-        raise DataError(f"{', '.join(config.files)}: not one {what} in it")
+    with claimed(out, config):
+        if config.test:
+            write_wds_layout(out / scored, islice(samples, config.test))
+        tested = counts["all"]
+        write_shards(out / "train", samples, config.per_shard)
+        if not counts["all"]:
+            raise DataError(f"{', '.join(config.files)}: not one {what} in it")
     return Written(counts["all"] - tested, tested, counts["empty"])
 
 
@@ -133,11 +135,31 @@ def _told_apart(samples: Iterator[tuple[str, Fields]]) -> Iterator[tuple[str, Fi
         yield name, fields
 
 
-def claim_empty(out: Path, config: PublishedConfig) -> None:
-    """Write down how the set is made. Raises `DataError` where `out` holds something else already, or shards."""
+@contextmanager
+def claimed(out: Path, config: PublishedConfig) -> Iterator[None]:
+    """Write down how the set is made. What was written is taken away where it ends with an error: half of a set would be scored as one.
+
+    Raises:
+        DataError: `out` holds something else already, or shards.
+    """
     if any(out.glob("*/*.tar")) or any(out.glob("*/*/*.tar")):
         raise DataError(f"{out}: holds shards already, which would mix with the new ones; name an empty folder")
+    (out / "converted.json").unlink(missing_ok=True)  # without shards: of a conversion that was killed
     claim(out, config, "converted.json")
+    try:
+        yield
+    except BaseException:
+        for path in [
+            out / "converted.json",
+            *out.glob("*/*.tar"),
+            *out.glob("*/*/*.tar"),
+            *out.glob("*/*/nshards.txt"),
+        ]:
+            path.unlink(missing_ok=True)
+        for folder in [*out.glob("*/*/"), *out.glob("*/"), out]:
+            with suppress(OSError):  # somebody's own files are in it
+                folder.rmdir()
+        raise
 
 
 class _Held:

@@ -15,7 +15,7 @@ from sparo_train.core.errors import DataError
 from ..episodes import Measured, Video, boxes_of, episode_fields
 from ..writer import Fields
 from .clips import movi_records, npy_arrays, plain
-from .published import PublishedConfig, Written, claim_empty, numbered, opened_image, write_in_two
+from .published import PublishedConfig, Written, numbered, opened_image, write_in_two
 from .tfrecord import Value
 
 # TFDS' names of MOVi-A to C's classes, in the order of their numbers; D to F say which asset an object is.
@@ -84,7 +84,6 @@ def write_videos(
     Raises:
         DataError: `out` holds something else already, or there is no video.
     """
-    claim_empty(out, config)
     counts = {"all": 0, "empty": 0}
 
     def samples() -> Iterator[tuple[str, Fields]]:

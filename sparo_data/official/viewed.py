@@ -19,7 +19,7 @@ from sparo_train.data.clips.cameras import checked_lens, checked_pose, looking
 from ..episodes import LONGEST, Measured, Video, measured, scene_fields
 from ..writer import Fields
 from .clips import plain
-from .published import PublishedConfig, Written, claim_empty, numbered, opened_image, write_in_two
+from .published import PublishedConfig, Written, numbered, opened_image, write_in_two
 from .videos import sized
 
 _NAMES = ("transforms.json", "transforms_train.json", "transforms_val.json", "transforms_test.json")
@@ -187,7 +187,6 @@ def write_viewed(
     Raises:
         DataError: `out` holds something else already, or there is no scene.
     """
-    claim_empty(out, config)
     counts = {"all": 0, "empty": 0}
 
     def samples() -> Iterator[tuple[str, Fields]]:

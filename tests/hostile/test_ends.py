@@ -275,3 +275,15 @@ def test_processes_that_make_data_end_with_the_one_that_started_them(tmp_path):
     started.kill()
     started.communicate(timeout=20)
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in makers), 20)
+
+
+def test_a_ctrl_c_at_a_terminal_is_heard_once(tmp_path):
+    """A terminal sends it to all processes of a command; those that were started for it say nothing of their own."""
+    words = [sys.executable, "-m", "launch.cli", "data", "movi-like", "set", "--size", "32", "--train", "400"]
+    process = subprocess.Popen(
+        words, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
+    )
+    until(lambda: len(children(process.pid)) >= 3)  # two that work, and one that keeps count of what they share
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in stderr, stderr[-2000:]

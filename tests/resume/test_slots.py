@@ -301,7 +301,8 @@ def video_recipe(tmp_path, kind):
         grouping |= {"init": "given", "qkv_width": 24}
         model |= {"predictor": {"mlp_width": 16}, "hint": {"hidden": 8}, "target": "flow_depth", "transformer": {}}
     objective = "slot_contrast" if kind == "slot_contrast" else "video_slots"
-    tree["objective"] = {"kind": objective, "frames": {"count": 3, "stride": [1, 2]}, "model": model}
+    stride = [1, 1] if savi else [1, 2]  # flow is of neighbouring frames
+    tree["objective"] = {"kind": objective, "frames": {"count": 3, "stride": stride}, "model": model}
     tree["data"] = {**tree["data"], "crop_scale": [0.5, 1.0], "hflip": 0.5}
     return tree, tasks
 
@@ -384,6 +385,12 @@ def test_videos_are_trained_on_resumed_and_scored(tmp_path, write_recipe):
     (tmp_path / "long.yaml").write_text(json.dumps({"tasks": {"l": {**tasks["c"], "frames": 7}}}))
     done = sparo("eval", str(folder), "--data", "long.yaml", "--features", "none", cwd=tmp_path)
     assert done.returncode == 2 and "has 6 frames, and 7 are scored; set frames: 6 or less" in done.stderr
+    # One task that cannot be scored is no reason to lose the others, or their table.
+    both = {"l": {**tasks["c"], "frames": 7}, "c": tasks["c"]}
+    (tmp_path / "both.yaml").write_text(json.dumps({"tasks": both}))
+    done = sparo("eval", str(folder), "--data", "both.yaml", "--json", "both.json", cwd=tmp_path)
+    assert done.returncode == 2 and "and 7 are scored" in done.stderr and "video_fg_ari" in done.stdout
+    assert [name.rpartition("/")[2] for name in json.loads((tmp_path / "both.json").read_text())["results"]] == ["c"]
     (tmp_path / "c.yaml").write_text(json.dumps({"tasks": {"c": tasks["c"]}}))
     done = sparo("eval", "pixels:8", "--data", "c.yaml", cwd=tmp_path)
     assert done.returncode == 2 and "takes images alone; train with objective.kind=video_slots" in done.stderr

@@ -130,6 +130,9 @@ def test_another_recipe_in_the_same_folder_is_refused(straight, shards, tmp_path
     tree = tiny_recipe(shards, tmp_path / "straight")
     with pytest.raises(ConfigError, match=r"optim\.lr: 0\.001 -> 0\.002"):
         train(run({**tree, "optim": {**tree["optim"], "lr": 2e-3}}))
+    batch = 2 * tree["batch_size"]  # another plan: the data are not to blame
+    with pytest.raises(ConfigError, match=rf"batch_size: {tree['batch_size']} -> {batch}"):
+        train(run({**tree, "batch_size": batch}))
 
 
 def test_a_changed_data_set_is_refused(shards, tmp_path):

@@ -17,7 +17,7 @@ from evals.encoders.encoder import Encoder, TextEncoder
 from evals.encoders.masked import MaskedEncoder, masked
 from evals.encoders.own import ClipEncoder, PixelEncoder
 from evals.encoders.pixels import Pixels
-from evals.sets.base import Limited
+from evals.sets.base import Limited, sha256
 from evals.sets.wds import SourceSet, WdsSet
 from evals.store.batch_sizes import BatchSize
 from evals.store.feature_table import View
@@ -99,6 +99,11 @@ def test_other_weights_transforms_precision_views_and_data_are_encoded_anew(sour
     other.precision = "bf16"
     assert encoded(other) == 600
     assert encoded(source=Limited(source, 100)) == 100
+    # A limit above the set's size is the set: not its first samples again and again, under the name of others.
+    beyond = Limited(source, 10_000)
+    assert len(beyond) == 600 and [beyond.read(i)[0] for i in (0, 1, 599)] == [source.read(i)[0] for i in (0, 1, 599)]
+    assert len({beyond.read(i)[0] for i in range(0, 600, 7)}) == 86
+    assert beyond.identity() != sha256(source.identity(), "limit 600")  # as older versions called the wrong ones
     moved = Counting()
     moved.mean = moved.mean + 0.1
     assert encoded(moved) == 600

@@ -284,4 +284,6 @@ def test_a_start_says_what_is_read_and_what_is_lost(tmp_path):
     lines = list(source_lines(sources, 160))
     assert lines[0].startswith(f"data a: {(40 + held) / (80 + held):.1%} of what is read; {40 + held} samples, ")
     assert lines[1] == f"data a: {cut}: truncated tar, about {20 - held} samples lost"
+    alone = open_source("a", ShardsConfig(shards=str(cut)))  # no whole one tells how many there were: as many again
+    assert [damage.lost for damage in alone.broken()] == [held]
     assert lines[2] == f"data b: {40 / (80 + held):.1%} of what is read; 20 samples, {320 / (80 + held):.2f} passes"

@@ -309,6 +309,15 @@ def test_a_key_with_a_dot_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_shard_without_a_sample_is_no_good_one(tmp_path):
+    write_shard(tmp_path / "empty.tar", [])
+    done = sparo("data", "check", str(tmp_path / "empty.tar"))
+    assert done.returncode == 1 and "no sample" in done.stdout
+    for words in (("objects", "rooms", str(tmp_path / "r")), ("movi-like", str(tmp_path / "m"), "--kind", "d")):
+        done = sparo("data", *words, "--most", "3")
+        assert done.returncode == 2 and "--most 3: kind" in done.stderr and not list(tmp_path.glob("[rm]"))
+
+
 def test_check_counts_duplicates_and_damage(tmp_path):
     good = [sample(i) for i in range(8)]
     write_shard(tmp_path / "a.tar", good)

@@ -281,6 +281,17 @@ def test_conversion_cuts_splits_and_counts(tmp_path):
         convert_published(
             [tmp_path / "e.tfrecords"], tmp_path / "e", PublishedConfig(source="tetrominoes", files=("e.tfrecords",))
         )
+    assert not (tmp_path / "e").exists()
+    # What breaks off leaves nothing that could be scored as a whole, and the folder to the next try; other files stay.
+    (tmp_path / "half/train").mkdir(parents=True)
+    (tmp_path / "half/train/mine.txt").write_text("mine")
+    whole = (tmp_path / "c.tfrecords").read_bytes()
+    (tmp_path / "c.tfrecords").write_bytes(whole[: len(whole) * 3 // 4])
+    line = (*line[:3], "half", *line[4:])
+    done = sparo(*line, cwd=tmp_path)
+    assert done.returncode == 2 and [p.name for p in (tmp_path / "half").rglob("*") if p.is_file()] == ["mine.txt"]
+    (tmp_path / "c.tfrecords").write_bytes(whole)
+    assert sparo(*line, cwd=tmp_path).returncode == 0 and (tmp_path / "half/masks/test/nshards.txt").exists()
 
 
 def test_scenes_of_few_objects_alone_are_taken(tmp_path):

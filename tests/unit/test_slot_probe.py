@@ -6,10 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from evals.sets.clip_set import ObjectClipSet
+from evals.sets.clip_set import ClipSet, ObjectClipSet
 from evals.tasks.slot_probe import ProbedClip, assigned, fitted, matched, score
 from object_centric.tasks.probe_task import SLOT_PROBE
 from sparo_data.drawn.video_sets import VideoSetConfig, render_videos
+from sparo_data.writer import write_wds_layout
 from sparo_train.core.errors import DataError
 
 COLORS = ("blue", "green", "red")
@@ -83,6 +84,9 @@ def test_facts_of_episodes_are_read_and_what_lacks_them_is_named(tmp_path):
     counts = {np.asarray(fact["position"]).shape, np.asarray(fact["numbers"]["velocity"]).shape}
     assert len(images) == fact["frames"] == 3 and counts == {(3, len(fact["words"]["shape"]), 3)}
     assert set(fact["words"]) == {"color", "shape", "material", "size"} and json.loads(json.dumps(fact)) == fact
+    write_wds_layout(tmp_path / "uneven", [(f"{n}", {f"{t:03d}.png": b"" for t in range(n)}) for n in (2, 3)])
+    with pytest.raises(DataError, match="has 3 frames, and the first sample 2; set frames: 2 or less"):
+        ClipSet(tmp_path / "uneven", None).read(1)
     few = SLOT_PROBE.config(root=str(tmp_path / "v/clips"))
     with pytest.raises(DataError, match=r"3 episode\(s\) are used, and probes need 4 at least"):
         SLOT_PROBE.check(few)

@@ -80,12 +80,11 @@ def _as_given(url: str, hit: str) -> str:
 
 def _nearest(url: str) -> str:
     folder = Path(url).parent
+    if below := sorted({str(tar.parent) for tar in Path(url).glob("*/*.tar")}):
+        return f"its shards are in {' and '.join(below[:4])}"
     if made := remedy(url):
         return made.removeprefix("; ")
     if Path(url).is_dir():
-        below = sorted({str(tar.parent) for tar in Path(url).glob("*/*.tar")})
-        if below:
-            return f"its shards are in {' and '.join(below[:4])}"
         return f"the folder has no .tar files; `sparo data convert {url} OUT` writes shards of its images"
     if "://" in url or not folder.is_dir():
         return f"{folder} is no folder" if "://" not in url else "check the address and your credentials"

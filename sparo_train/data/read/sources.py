@@ -108,12 +108,12 @@ class Source(NamedTuple):
         return sum(map(len, self.storages))
 
     def broken(self) -> list[Damage]:
-        """Storages that are not whole. What they lost is estimated from the median of those that are."""
+        """Storages that are not whole. What they lost is estimated from the median of those that are; where none is, as much as is left."""
         # The median: one shard that is short by design does not make the others look damaged.
         whole = sorted(len(storage) for storage in self.storages if storage.intact)
         usual = whole[len(whole) // 2] if whole else 0
         return [
-            Damage(s.url, "truncated tar" if len(s) else "unreadable tar", max(1, usual - len(s)))
+            Damage(s.url, "truncated tar" if len(s) else "unreadable tar", max(1, usual - len(s) if whole else len(s)))
             for s in self.storages
             if not s.intact
         ]
