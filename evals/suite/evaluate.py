@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,24 +160,9 @@ def evaluate_checkpoint(
         known = {name: task.model_copy(update={"limit": how.limit}) for name, task in known.items()}
     store = FeatureStore(how.features, how.storage, report, say)
     folder = how.results or (Path(checkpoint) / "evals" if is_run and how.latest else None)
-    suite, results, unfit = Suite(known, store), {} if into is None else into, []
-    failed: list[SparoError] = []
-    for name in known:
-        begin = time.monotonic()
-        try:
-            found = suite.run(encoder, [name], ranks, how.part)
-        except UnfitError as error:
-            unfit.append(error)
-            continue
-        except (LostRankError, StoppedError):
-            raise
-        except SparoError as error:
-            if (
-                ranks.size > 1 and not error.everywhere
-            ):  # the others are elsewhere, and could not follow to the next one
-                raise
-            failed.append(error)
-            continue
+    results: dict[str, Result] = {} if into is None else into
+
+    def keep(found: Mapping[str, Result], seconds: float) -> None:
         for task, scored_alone in found.items():
             results[task] = result = scored_alone._replace(note=odd[task])
             if odd[task]:
@@ -186,9 +171,11 @@ def evaluate_checkpoint(
                 say(f"{task}: {result.counts['images_without_caption']} image(s) without a caption are no queries")
             if folder is not None and ranks.rank == 0:
                 try:
-                    append(folder, scored, task, result, result_facts(encoder, how, time.monotonic() - begin))
+                    append(folder, scored, task, result, result_facts(encoder, how, seconds))
                 except OSError as error:  # checked before, where it was asked for; scores are not lost for it
                     say(f"{folder}: the results of {task} could not be kept ({error})")
+
+    unfit, failed = _each(Suite(known, store), encoder, how, ranks, keep)
     # Some tasks left out is an answer; all of them is a mistake.
     if unfit and len(unfit) == len(known):
         raise unfit[0]
@@ -210,6 +197,29 @@ def evaluate_checkpoint(
     if failed:
         raise failed[-1]
     return results
+
+
+def _each(
+    suite: Suite, encoder: Encoder, how: EvalOptions, ranks: Ranks, keep: Callable[[Mapping[str, Result], float], None]
+) -> tuple[list[UnfitError], list[SparoError]]:
+    """Score the tasks one by one; returns why some were left out, and what others failed with."""
+    unfit, failed = [], []
+    for name in suite.tasks:
+        begin = time.monotonic()
+        try:
+            found = suite.run(encoder, [name], ranks, how.part)
+        except UnfitError as error:
+            unfit.append(error)
+        except (LostRankError, StoppedError):
+            raise
+        except SparoError as error:
+            # Of one rank alone: the others are elsewhere, and could not follow to the next task.
+            if ranks.size > 1 and not error.everywhere:
+                raise
+            failed.append(error)
+        else:
+            keep(found, time.monotonic() - begin)
+    return unfit, failed
 
 
 def only_slots(encoder: Encoder, slots: Sequence[int] | Path) -> Encoder:
