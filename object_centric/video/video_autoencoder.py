@@ -38,10 +38,6 @@ class VideoAutoencoderConfig(Frozen):
     @model_validator(mode="after")
     def _range(self) -> Self:
         refuse_signed(self.signed, self.model)
-        if "flow" in self.model.target and self.frames.stride != (1, 1):
-            raise ValueError(
-                f"frames.stride={list(self.frames.stride)}: flow is told to the frame before in the episode; set it to [1, 1]"
-            )
         if self.model.likeness and self.frames.count < 2:
             raise ValueError(
                 f"frames.count={self.frames.count}: likeness is to the next frame's patches; give two or more"

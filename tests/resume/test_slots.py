@@ -301,8 +301,7 @@ def video_recipe(tmp_path, kind):
         grouping |= {"init": "given", "qkv_width": 24}
         model |= {"predictor": {"mlp_width": 16}, "hint": {"hidden": 8}, "target": "flow_depth", "transformer": {}}
     objective = "slot_contrast" if kind == "slot_contrast" else "video_slots"
-    stride = [1, 1] if savi else [1, 2]  # flow is of neighbouring frames
-    tree["objective"] = {"kind": objective, "frames": {"count": 3, "stride": stride}, "model": model}
+    tree["objective"] = {"kind": objective, "frames": {"count": 3, "stride": [1, 2]}, "model": model}
     tree["data"] = {**tree["data"], "crop_scale": [0.5, 1.0], "hflip": 0.5}
     return tree, tasks
 

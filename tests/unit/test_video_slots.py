@@ -202,8 +202,3 @@ def test_a_slot_that_leaves_its_object_counts_in_videos_and_not_in_images():
     empty = score([MaskedClip(np.zeros_like(true), true, errors), MaskedClip(true, true, errors * np.nan)])
     assert (empty.n, empty.counts) == (1, {"clips": 2, "empty": 1}) and empty.metrics["video_fg_ari"] == 1
     assert empty.predictions["psnr"].tolist()[0] == pytest.approx(20) and np.isnan(empty.predictions["psnr"][1])
-
-
-def test_flow_is_of_neighbouring_frames():
-    with pytest.raises(ConfigError, match=r"frames.stride=\[1, 2\]: flow is told to the frame before in the episode"):
-        objective("savi", frames={"count": 4, "stride": [1, 2]}, model={"image_size": 16, "target": "flow"})
