@@ -113,6 +113,8 @@ def check_shard(url: str, config: SourceConfig) -> ShardReport:
 
 def _needs_caption(fields: Mapping[str, bytes], config: SourceConfig) -> bool:
     """Whether samples like this one are there for their captions, or for labels, masks or objects."""
+    if not config.caption_key:
+        return False
     keys = [config.caption_key, *(config.captions or ())]
     labelled = {"cls", "mask.png"} & fields.keys() or is_scene(fields)
     return any(key.partition(":")[0] in fields for key in keys) or not labelled

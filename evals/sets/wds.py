@@ -49,7 +49,7 @@ class SourceSet(EvalSet):
         first = Path(place if isinstance(place, str) else place[0])
         as_folder = isinstance(place, str) and first.is_dir() and not any(first.glob("*.tar"))
         config = FolderConfig(folder=str(place)) if as_folder else ShardsConfig(shards=place, image_keys=IMAGE_KEYS)
-        self.source, self.kind, self.root = open_source(key, config, block="eval.tasks"), kind, first
+        self.source, self.kind, self.root = open_source(key, config, block=""), kind, first
         self._folder = as_folder
         self._ends = np.cumsum([len(storage) for storage in self.source.storages])
         broken = self.source.broken()
@@ -135,7 +135,9 @@ class WdsSet(SourceSet):
                 raise DataError(f"{path}: missing; {counter} names {number} shard(s)")
         declared = _declared(folder)
         super().__init__(
-            tuple(map(str, shards)), "labels" if kind == "label" and declared == "multilabel" else kind, split
+            tuple(map(str, shards)),
+            "labels" if kind == "label" and declared == "multilabel" else kind,
+            str(counter.parent),
         )
         self.root = folder
 

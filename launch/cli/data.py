@@ -209,7 +209,7 @@ def index(
     own = find_shards(tuple(shards))[number::of]
     if not own:
         return
-    source = open_source("shards", ShardsConfig(shards=tuple(own)), write_beside=True)
+    source = open_source(" ".join(shards), ShardsConfig(shards=tuple(own)), write_beside=True, block="")
     console.print(
         f"{len(source.storages)} shards, {source.samples} samples, {len(source.broken())} not whole",
     )
@@ -218,7 +218,7 @@ def index(
 @app.command()
 def check(
     shards: Annotated[list[str], typer.Argument(help="folders, globs, brace ranges, URLs")],
-    caption_key: str = "txt",
+    caption_key: Annotated[str, typer.Option(help="extension of captions; '': pictures alone are wanted")] = "txt",
     processes: Processes = 2,
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the report here")] = None,
     hash_: Annotated[

@@ -318,6 +318,18 @@ def test_a_shard_without_a_sample_is_no_good_one(tmp_path):
         assert done.returncode == 2 and "--most 3: kind" in done.stderr and not list(tmp_path.glob("[rm]"))
 
 
+def test_pictures_alone_are_checked_without_captions(tmp_path):
+    pictures = [(key, {"jpg": fields["jpg"]}) for key, fields in map(sample, range(3))]
+    write_shard(tmp_path / "a.tar", pictures)
+    done = sparo("data", "check", "a.tar", cwd=tmp_path)
+    assert done.returncode == 1 and "--caption-key ''" in done.stdout, done.stdout
+    done = sparo("data", "check", "a.tar", "--caption-key", "", cwd=tmp_path)
+    assert done.returncode == 0 and "nothing broken" in done.stdout, done.stdout
+    (tmp_path / "b.tar").write_bytes(b"no tar")
+    done = sparo("data", "index", "b.tar", cwd=tmp_path)
+    assert done.returncode == 2 and "data.sources" not in done.stderr and "b.tar" in done.stderr, done.stderr
+
+
 def test_check_counts_duplicates_and_damage(tmp_path):
     good = [sample(i) for i in range(8)]
     write_shard(tmp_path / "a.tar", good)

@@ -120,8 +120,9 @@ class Source(NamedTuple):
 
 
 def open_source(name: str, config: SourceConfig, write_beside: bool = False, block: str = "data.sources") -> Source:
-    """Find and index what a source holds; `block` is where the recipe names it. Raises `DataError` where there is no sample."""
-    key = f"{block}.{name}"
+    """Find and index what a source holds; `block` is where a recipe names it, empty where none does. Raises `DataError` where there is no
+    sample."""
+    key = f"{block}.{name}" if block else name
     source = Source(name, config, SOURCES.row(config.kind).open(config, key, write_beside))
     if not source.samples:
         first = source.storages[0].url if source.storages else config.kind
