@@ -204,13 +204,14 @@ class ViewsEncoder(ABC):
     origin and direction of every pixel's ray.
 
     `trained_frames`, `trained_views`: how long its training's clips were, and how many views were shown.
-    `tells_depth`: whether it says how far away things are.
+    `tells_depth`: whether it says how far away things are.  `ends`: the nearest and the farthest distance that it can say.
     """
 
     image_size: int
     trained_frames: int
     trained_views: int
     tells_depth: bool = False
+    ends: tuple[float, float] | None = None
 
     @abstractmethod
     def scenes(self, posed: Tensor, shown: int, window: int | None = None) -> Tensor:

@@ -169,6 +169,10 @@ def evaluate_checkpoint(
                 say(f"{task}: not the listed data: {odd[task]}")
             if result.counts.get("images_without_caption"):
                 say(f"{task}: {result.counts['images_without_caption']} image(s) without a caption are no queries")
+            if beyond := result.counts.get("scenes_beyond_rays"):
+                say(
+                    f"{task}: {beyond} of {result.n} scenes have something where this model looks at no ray (near, far)"
+                )
             if folder is not None and ranks.rank == 0:
                 try:
                     append(folder, scored, task, result, result_facts(encoder, how, seconds))

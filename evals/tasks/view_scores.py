@@ -64,9 +64,22 @@ def scene_scores(clip: ViewedClip, shown: int, far: float, background: int | Non
     }
 
 
-def score(clips: Iterable[ViewedClip], shown: int, far: float, background: int | None = 0) -> Result:
-    """Means over scenes of `scene_scores`; intervals resample scenes."""
-    found = [scene_scores(clip, shown, far, background) for clip in clips]
+def score(
+    clips: Iterable[ViewedClip],
+    shown: int,
+    far: float,
+    background: int | None = 0,
+    ends: tuple[float, float] | None = None,
+) -> Result:
+    """Means over scenes of `scene_scores`; intervals resample scenes.
+
+    Args:
+        ends: distances between which a model looks; `counts` says how many scenes have something nearer than them, or farther.
+    """
+    found, outside = [], 0
+    for clip in clips:
+        found.append(scene_scores(clip, shown, far, background))
+        outside += ends is not None and _reaches_beyond(clip.true_depth, ends, far)
     means = averaged(found)
     empty = int(np.isnan(means.columns["scene_fg_ari"]).sum()) if found else 0
     return Result(
@@ -82,9 +95,15 @@ def score(clips: Iterable[ViewedClip], shown: int, far: float, background: int |
             "interval": "bootstrap over scenes",
             "empty": "left out of ARIs",
         },
-        {"scenes": len(found), "empty": empty},
+        {"scenes": len(found), "empty": empty, **({} if ends is None else {"scenes_beyond_rays": outside})},
         {name: column.astype(np.float32) for name, column in means.columns.items()},
     )
+
+
+def _reaches_beyond(depth: np.ndarray, ends: tuple[float, float], far: float) -> bool:
+    """Whether something of a scene, the sky aside, lies where a model does not look; a thousandth is what files round away."""
+    known = depth[depth < far]
+    return bool(((known < ends[0] * 0.999) | (known > ends[1] * 1.001)).any())
 
 
 def _psnr(errors: np.ndarray) -> float:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from sparo_train.core.config import Frozen, setting
 
 from .drawn import DrawnRays, RayDecoder
-from .rays import Rays, embedded
+from .rays import Bounds, Rays, embedded
 
 _FIRST_DENSITY, _FIRST_SHADOW = -3.0, 3.0  # biases: a scene begins as thin mist without shadows
 
@@ -88,14 +88,7 @@ class Nerf(RayDecoder):
     def ends(self, rays: Rays) -> tuple[Tensor, Tensor]:
         """Between which distances (n, R) rays are looked at; both are one where a ray misses the box."""
         c = self.config
-        near, far = (torch.full_like(rays.origins[..., 0], bound) for bound in (c.near, c.far))
-        if c.box is None:
-            return near, far
-        safe = torch.where(rays.directions < 0, -1.0, 1.0) * rays.directions.abs().clamp(min=1e-9)
-        low, high = ((rays.origins.new_tensor(corner) - rays.origins) / safe for corner in c.box)
-        into, out = torch.minimum(low, high).amax(-1), torch.maximum(low, high).amin(-1)
-        near = torch.minimum(torch.maximum(near, into), far)
-        return near, torch.maximum(near, torch.minimum(far, out))
+        return Bounds(c.near, c.far, c.box).ends(rays.origins, rays.directions)
 
     def points(self, rays: Rays) -> Points:
         """Where rays are looked at: one point in each of B + 1 bins, of which the last only ends the one before it."""

@@ -24,6 +24,33 @@ class Rays(NamedTuple):
         return Rays(*(None if table is None else table[:, begin:end] for table in self))  # type: ignore[arg-type]
 
 
+class Bounds(NamedTuple):
+    """Between which distances rays are looked at, and in which box (its lower corner, its upper one), where there is one; world units."""
+
+    near: float
+    far: float
+    box: tuple[tuple[float, float, float], tuple[float, float, float]] | None = None
+
+    def ends(self, origins: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
+        """Where rays (…, 3) begin and end to be looked at, (…); both are one where a ray misses the box."""
+        near, far = (torch.full_like(origins[..., 0], bound) for bound in (self.near, self.far))
+        if self.box is None:
+            return near, far
+        # Along an axis a ray never leaves the box sideways: a slope of almost nothing says so without a division by it.
+        safe = torch.where(directions < 0, -1.0, 1.0) * directions.abs().clamp(min=1e-9)
+        low, high = ((origins.new_tensor(corner) - origins) / safe for corner in self.box)
+        into, out = torch.minimum(low, high).amax(-1), torch.maximum(low, high).amin(-1)
+        near = torch.minimum(torch.maximum(near, into), far)
+        return near, torch.maximum(near, torch.minimum(far, out))
+
+    def met(self, poses: Tensor, lens: Tensor, side: int) -> bool:
+        """Whether one ray at least of these views (…, 4, 4), (…, 4), whose pictures have `side` pixels, is looked at somewhere."""
+        # Sixteen by sixteen of a view: a box between all of them would teach nothing either.
+        origins, directions = pixel_rays(poses, lens * (16 / side), 16).split(3, -1)
+        near, far = self.ends(origins, directions)
+        return bool((far > near).any())
+
+
 def rays_at(poses: Tensor, lens: Tensor, columns: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Origins and unit directions (…, R, 3) of the rays through points (…, R) of pictures, in pixels from the upper left corner.
 

@@ -14,7 +14,7 @@ from sparo_train.core.plugins import Open
 from sparo_train.core.tables import RAY_DECODERS
 
 from .drawn import DrawnRays, RayDecoder
-from .rays import Rays, pixel_rays
+from .rays import Bounds, Rays, pixel_rays
 from .scene_tower import SceneTower, SceneTowerConfig
 from .slot_mixer import SlotMixerConfig
 
@@ -34,11 +34,11 @@ class SceneModelConfig(SceneTowerConfig):
         return self
 
     @property
-    def bounds(self) -> tuple[float, float] | None:
-        """Distances between which rays are looked at, of decoders that walk along them; where there is a sky, it is what lies beyond."""
+    def bounds(self) -> Bounds | None:
+        """Where rays are looked at, of decoders that walk along them; where there is a sky, it is what lies beyond."""
         near, far = getattr(self.decoder, "near", None), getattr(self.decoder, "far", None)
         far = math.inf if getattr(self.decoder, "sky", False) else far
-        return None if near is None or far is None else (near, far)
+        return None if near is None or far is None else Bounds(near, far, getattr(self.decoder, "box", None))
 
 
 class SceneModel(nn.Module):

@@ -21,6 +21,7 @@ from sparo_train.data.read.loader import Examples, OnStage, as_samples, ignore_s
 from sparo_train.data.read.sources import DataConfig, Source
 
 from ..video.cuts import Cut
+from .rays import Bounds
 
 
 class ViewsConfig(Frozen):
@@ -61,7 +62,7 @@ class ViewExamples(Examples):
     Poses and all else are fp32. Views are cut as evaluation cuts them; a random crop would have to be told to lenses, and nobody does that.
 
     Args:
-        bounds: near and far, between which rays are drawn; None: nothing has such ends.
+        bounds: where rays are looked at; None: everywhere.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class ViewExamples(Examples):
         noise: tuple[int, int],
         views: ViewsConfig,
         frames: FramesConfig,
-        bounds: tuple[float, float] | None,
+        bounds: Bounds | None,
     ):
         self.config, self.image_size, self.noise = config, image_size, noise
         self.views, self.frames, self.bounds = views, frames, bounds
@@ -97,6 +98,7 @@ class ViewExamples(Examples):
         poses = np.stack([[scene.pose(number, t) for number in chosen] for t in times]).astype(np.float32)
         lenses = np.broadcast_to(np.asarray(lens, np.float32), (len(times), v.count, 4))
         drawn = slice(v.count - v.drawn, v.count)
+        self._refuse_unmet(poses[:, drawn], lenses[:, drawn])
         shape, most = (len(times), v.drawn), size * size
         # As many of every view and time, none of them twice.
         at = np.stack([rng.choice(most, v.rays, replace=False, shuffle=False) for _ in range(shape[0] * shape[1])])
@@ -116,6 +118,17 @@ class ViewExamples(Examples):
         on_stage("augment")
         return {name: np.ascontiguousarray(table) for name, table in found.items()}
 
+    def _refuse_unmet(self, poses: np.ndarray, lenses: np.ndarray) -> None:
+        """Raise `BadSampleError` where views look past the box: of them a model would learn its sky, and nothing else."""
+        if self.bounds is None or self.bounds.box is None:
+            return
+        told, lens = (torch.from_numpy(np.ascontiguousarray(table)) for table in (poses, lenses))
+        if not self.bounds.met(told, lens, self.image_size):
+            raise BadSampleError(
+                f"no ray of its views meets the box that is looked at (decoder.box={self.bounds.box}, "
+                f"decoder.near={self.bounds.near:g}); it is in the units of the cameras' poses"
+            )
+
     def stack(self, examples: Sequence[Any]) -> dict[str, Tensor]:
         return {name: torch.from_numpy(np.stack([one[name] for one in examples])) for name in examples[0]}
 
@@ -124,15 +137,14 @@ class ViewExamples(Examples):
         return as_samples(batch["shown"][:count, 0, 0])
 
 
-def refuse_outside(facts: Mapping[str, Any], bounds: tuple[float, float] | None) -> None:
+def refuse_outside(facts: Mapping[str, Any], bounds: Bounds | None) -> None:
     """Raise `BadSampleError` where a scene says that it is seen between other distances than rays are drawn: they would miss it."""
     near, far = facts.get("near"), facts.get("far")
     if bounds is None or not isinstance(near, int | float) or not isinstance(far, int | float):
         return
-    if (
-        near < bounds[0] - 1e-6 or far > bounds[1] + 1e-6
-    ):  # without its own numbers: skipped samples are counted by reason
-        ends = f"decoder.near={bounds[0]:g}" + ("" if bounds[1] == math.inf else f", decoder.far={bounds[1]:g}")
+    if near < bounds.near - 1e-6 or far > bounds.far + 1e-6:
+        # Without its own numbers: skipped samples are counted by reason.
+        ends = f"decoder.near={bounds.near:g}" + ("" if bounds.far == math.inf else f", decoder.far={bounds.far:g}")
         raise BadSampleError(
             f"seen nearer or farther than its rays are looked at ({ends}); its json's near and far say where"
         )

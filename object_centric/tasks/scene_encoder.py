@@ -75,6 +75,11 @@ class SceneEncoder(Encoder, ViewsEncoder):
         return self.model.config.bounds is not None
 
     @property
+    def ends(self) -> tuple[float, float] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        bounds = self.model.config.bounds
+        return None if bounds is None else (bounds.near, bounds.far)
+
+    @property
     def width(self) -> int:
         return self.slots * self.model.config.grouping.width
 

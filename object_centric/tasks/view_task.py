@@ -88,7 +88,7 @@ def run_view_masks(scoring: Scoring, task: ViewMasksTaskConfig) -> Result:
     def score() -> Result:
         rows = (row.numpy() for block in found.blocks(16) for row in block)
         clips = (_clip(encoder, row, np.asarray(fact)) for row, fact in zip(rows, found.facts, strict=True))
-        result = view_scores.score(clips, shown, task.far, task.background)
+        result = view_scores.score(clips, shown, task.far, task.background, encoder.ends)
         if task.headline not in result.metrics:
             raise DataError(f"{source.root}: not one scene has {task.headline}; set headline to another score")
         return result._replace(headline=task.headline)

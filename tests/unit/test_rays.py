@@ -32,7 +32,7 @@ def test_rays_are_looked_at_inside_the_box_alone():
     sky = module.sky(module.points(rays).directions).sigmoid()
     # What a scene has beyond the far end is the sky's, so it is not refused for it.
     ends = [SceneModelConfig(decoder={"kind": "nerf", "sky": sky}).bounds for sky in (True, False)]  # type: ignore[arg-type]
-    assert ends == [(0.5, float("inf")), (0.5, 20.0)]
+    assert ends == [(0.5, float("inf"), None), (0.5, 20.0, None)]
     assert torch.allclose(drawn.colours[missed], sky[missed], atol=1e-6) and (drawn.shares[missed][:, :3] == 0).all()
 
 

@@ -388,6 +388,12 @@ def test_scores_tell_times_and_cameras_apart():
     assert np.isnan(scene_scores(off, 2, 0.5)["depth_error"])  # nothing is as near as that
     result = score([clip(), clip(true=np.zeros((2, 3, 8, 8), int))], 2, 50.0)
     assert result.n == 2 and result.counts == {"scenes": 2, "empty": 1} and result.metrics["scene_fg_ari"] == 1
+    deep = clip().true_depth
+    deep[0, 0, 0, 0] = 1000.0  # a sky's, that is not compared
+    low = clip().true_depth + 3
+    for ends, beyond in (((0.5, 9.5), 1), ((0.5, float("inf")), 0), ((4.5, 20.0), 2)):
+        told = score([clip(true_depth=deep), clip(true_depth=low)], 2, 50.0, ends=ends)
+        assert told.counts["scenes_beyond_rays"] == beyond, ends
 
 
 def test_ssim_is_its_formula_window_by_window():

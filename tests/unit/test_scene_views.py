@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from object_centric.scenes3d.rays import pixel_rays
+from object_centric.scenes3d.rays import Bounds, pixel_rays
 from object_centric.scenes3d.view_examples import ViewExamples, ViewsConfig
 from sparo_data.drawn.viewed_scenes import KINDS, viewed_episode
 from sparo_data.drawn.viewed_sets import ViewedSetConfig, _sample
@@ -266,5 +266,9 @@ def test_scenes_that_cannot_be_used_are_told_by_reason(scene):
     with pytest.raises(BadSampleError, match="fewer views than"):
         examples({"shown": 5, "held_out": 1}).prepare(scene, SOURCE, generator(0, "visit", 3))
     with pytest.raises(BadSampleError, match=r"decoder.near=1, decoder.far=9\); its json"):
-        examples(bounds=(1.0, 9.0)).prepare(scene, SOURCE, generator(0, "visit", 3))
-    examples(bounds=(1.0, 90.0)).prepare(scene, SOURCE, generator(0, "visit", 3))
+        examples(bounds=Bounds(1.0, 9.0)).prepare(scene, SOURCE, generator(0, "visit", 3))
+    for box in (None, ((-6.0, -6.0, 0.0), (6.0, 6.0, 2.0))):
+        examples(bounds=Bounds(1.0, 90.0, box)).prepare(scene, SOURCE, generator(0, "visit", 3))
+    for unmet in (((600.0, 600.0, 0.0), (601.0, 601.0, 2.0)), ((-6.0, -6.0, 50.0), (6.0, 6.0, 52.0))):
+        with pytest.raises(BadSampleError, match=r"no ray of its views meets the box"):
+            examples(bounds=Bounds(1.0, 90.0, unmet)).prepare(scene, SOURCE, generator(0, "visit", 3))
