@@ -165,14 +165,8 @@ def evaluate_checkpoint(
     def keep(found: Mapping[str, Result], seconds: float) -> None:
         for task, scored_alone in found.items():
             results[task] = result = scored_alone._replace(note=odd[task])
-            if odd[task]:
-                say(f"{task}: not the listed data: {odd[task]}")
-            if result.counts.get("images_without_caption"):
-                say(f"{task}: {result.counts['images_without_caption']} image(s) without a caption are no queries")
-            if beyond := result.counts.get("scenes_beyond_rays"):
-                say(
-                    f"{task}: {beyond} of {result.n} scenes have something where this model looks at no ray (near, far)"
-                )
+            for remark in result.remarks():
+                say(f"{task}: {remark}")
             if folder is not None and ranks.rank == 0:
                 try:
                     append(folder, scored, task, result, result_facts(encoder, how, seconds))

@@ -49,6 +49,18 @@ class Result(NamedTuple):
     def interval(self) -> tuple[float, float]:
         return self.intervals.get(self.headline) or wilson(self.value, self.n)
 
+    def remarks(self) -> list[str]:
+        """What has to be known beside the scores, in words."""
+        found = [f"not the listed data: {self.note}"] if self.note else []
+        if count := self.counts.get("images_without_caption"):
+            found.append(f"{count} image(s) without a caption are no queries")
+        if count := self.counts.get("scenes_beyond_rays"):
+            found.append(f"{count} of {self.n} scenes have something where this model looks at no ray (near, far)")
+        if self.n == 1 and self.intervals:
+            # Drawn again and again, one sample is itself: an interval of no width, which looks like certainty.
+            found.append("n is 1: how sure these scores are cannot be said, whatever their intervals are")
+        return found
+
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Result:
         """What `as_dict` gave; predictions and keys are not in it."""

@@ -178,6 +178,10 @@ def make_evaluate(
             except OSError as error:  # the scores are in metrics.jsonl and in the step's file
                 say(f"{rundir.path / 'evals/results.jsonl'}: could not be written ({error}); tables lack step {step}")
             pictures(encoder, step)
+        if step == total:  # once is enough
+            for name, result in results.items():
+                for remark in result.remarks():
+                    say(f"{name}: {remark}")
         say(
             f"step {step}: "
             + "  ".join(f"{name} {r.headline} {shown(r.headline, r.value, unit=True)}" for name, r in results.items())

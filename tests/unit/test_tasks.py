@@ -79,3 +79,13 @@ def test_wilson_is_the_textbooks():
     assert (low, high) == (pytest.approx(0.4038, abs=1e-4), pytest.approx(0.5962, abs=1e-4))
     assert wilson(0.0, 10)[0] == 0 and wilson(1.0, 10)[1] == pytest.approx(1) and wilson(0.3, 0) == (0.0, 1.0)
     assert Result("t", 100, "acc1", {"acc1": 0.5}, 0.1).as_dict()["interval"] == [low, high]
+
+
+def test_what_has_to_be_known_beside_scores_is_said():
+    plain = Result("t", 20, "acc1", {"acc1": 0.5}, 0.1, {"acc1": (0.4, 0.6)})
+    assert plain.remarks() == []
+    odd = plain._replace(n=1, note="other files", counts={"scenes_beyond_rays": 1, "images_without_caption": 2})
+    told = "\n".join(odd.remarks())
+    assert all(word in told for word in ("other files", "2 image(s)", "1 of 1 scenes", "n is 1"))
+    # Of one answer Wilson's interval is wide, and says it by itself.
+    assert plain._replace(n=1, intervals={}).remarks() == []
