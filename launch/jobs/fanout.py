@@ -68,6 +68,7 @@ class FanOut:
         if not self.part(number).exists():
             target = self.part(number)
             target.parent.mkdir(parents=True, exist_ok=True)
+            # Of this try alone: what a killed one left must not be taken for its result.
             temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
             arguments = [word.replace("{part}", str(temporary)) for word in self.elements[number]["arguments"]]
             call(arguments)
@@ -75,6 +76,7 @@ class FanOut:
                 temporary.write_text(json.dumps({"arguments": arguments}), encoding="utf-8")
             # A part exists when its element is done: a killed one is run again.
             temporary.replace(target)
+        # Two elements may both find themselves the last: they write the same file, whole.
         if self.kind == "eval" and not self.missing():
             self.merge()
 
@@ -85,6 +87,7 @@ class FanOut:
         }
         write_results(self.folder / "results.json", {}, results)
         for checkpoint, by_task in self.results().items():
+            # A checkpoint that is no run folder belongs to others; nothing is written into it.
             if (Path(checkpoint) / "config.yaml").is_file():
                 write_results(Path(checkpoint) / "evals" / "latest.json", {"checkpoint": checkpoint}, by_task)
 

@@ -54,6 +54,7 @@ class Job:
         if not debug:
             stop_until_training()
             mark("started")
+        # submitit starts elsewhere; relative paths of a recipe mean the folder of the launch.
         os.chdir(self.cwd)
         if self.visible == "all":
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
@@ -84,6 +85,7 @@ class Job:
         codes = []
         for element in self.elements:
             codes.append(_supervise([sys.executable, "-u", *self._words(element)], torchrun=False))
+            # What was stopped goes on after the restart, before elements behind it begin.
             if codes[-1] in (STOPPED, LOCAL_AGAIN):
                 return codes[-1]
         return max(codes)
@@ -96,6 +98,7 @@ class Job:
         failures, begun = Path(element.folder, "jobs/failures.jsonl"), time.time()
         code = _supervise([*command, *self._words(element)], torchrun=True)
         told = failures.exists() and failures.stat().st_mtime >= begun
+        # A failure that a rank told is the run's own; without one a node was lost, and the job is worth another start.
         return code if told or code in (0, STOPPED) else KILLED
 
     def _tell_local_ranks(self) -> None:

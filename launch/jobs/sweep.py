@@ -53,6 +53,7 @@ def expand(recipe: Path, overrides: Sequence[str], seeds: int | None = None) -> 
     for name, run in sweep.runs.items():
         if (own := run.recipe or sweep.recipe) is None:
             raise ConfigError(f"{recipe}: runs.{name}.recipe: is needed, for the file names no recipe of all")
+        # Words that come later win: the sweep's, the run's, then the command line's.
         words = [f"name={recipe.stem}-{name}", *sweep.overrides, *run.overrides, *overrides]
         found += _expanded(recipe.parent / own, words, seeds)[1]
     if len(found) > _MOST:
@@ -73,6 +74,7 @@ def _expanded(recipe: Path, overrides: Sequence[str], seeds: int | None) -> tupl
             axes[key.strip()] = parsed
         else:
             fixed.append(text)
+    # With the first value of each axis: a recipe need not resolve without one.
     base = load_run(recipe, [*fixed, *(_assign(key, values[0]) for key, values in axes.items())])
     if seeds is not None:
         if "seed" in axes or seeds < 1:
@@ -105,6 +107,7 @@ def _assign(key: str, value: Any) -> str:
 
 def _suffix(key: str, value: Any, axes: dict[str, list[Any]]) -> str:
     """`lr0.001`; the whole key where two end alike; only what a run's name may hold."""
+    # Two keys may both end in `lr`: names must say which.
     last = key.rpartition(".")[2]
     short = last if sum(k.rpartition(".")[2] == last for k in axes) == 1 else key
     text = value.get("kind", json.dumps(value)) if isinstance(value, dict) else value

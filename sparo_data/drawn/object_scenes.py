@@ -131,6 +131,7 @@ def texture(rng: np.random.Generator, scale: tuple[float, float] = (1.0, 3.0)) -
 
 def table_camera(rng: np.random.Generator) -> Camera:
     """CLEVR's place, about."""
+    # CLEVR's generator jitters its camera so, and a model cannot learn one view by heart.
     jitter = rng.uniform(-0.5, 0.5, 3)
     return Camera((6.2 + float(jitter[0]), -5.9 + float(jitter[1]), 7.0 + float(jitter[2])), (0.0, 0.0, 0.0), 46.0)
 
@@ -150,6 +151,7 @@ def _table(rng: np.random.Generator, kind: Kind, most: int) -> ObjectScene:
 def _placed(rng: np.random.Generator, solids: list[Solid], camera: Camera, reach: float = REACH) -> tuple[Solid, ...]:
     """Where each stands: apart from the others, and to the left or right, before or behind each by a margin."""
     right, _, forward = (axis[:2] / np.linalg.norm(axis[:2]) for axis in camera.axes())
+    # All anew where one finds no place, as CLEVR does: crowded scenes would else have a pattern.
     while True:
         done: list[Solid] = []
         for solid in solids:

@@ -82,11 +82,13 @@ def simulate(bodies: Sequence[Thrown], frames: int, resting: int = 0, fixed: Seq
         placed = [_placed(bullet, client, body) for body in bodies[:resting]]
         for _ in range(4 * FPS * _STEPS if resting else 0):
             bullet.stepSimulation(physicsClientId=client)
+        # What still trembles would push the crowd apart while the others fly.
         for number in placed:
             bullet.resetBaseVelocity(number, [0, 0, 0], [0, 0, 0], physicsClientId=client)
         placed += [_placed(bullet, client, body) for body in bodies[resting:]]
         rows: list[list[Any]] = []
         for frame in range(frames):
+            # The first frame is what was set out, before anything moved.
             for _ in range(_STEPS if frame else 0):
                 bullet.stepSimulation(physicsClientId=client)
             rows.append([_state(bullet, client, number) for number in placed])
@@ -101,6 +103,7 @@ def _placed(bullet: Any, client: int, body: Thrown) -> int:
     number = bullet.createMultiBody(
         body.mass,
         _collision(bullet, client, body.shape, body.radius),
+        # Bullet has w last.
         basePosition=body.position,
         baseOrientation=(x, y, z, w),
         physicsClientId=client,
@@ -158,6 +161,7 @@ def _corners(shape: Shape) -> np.ndarray:
     around = np.stack([np.cos(turn), np.sin(turn), np.zeros_like(turn)], axis=1)
     if shape == "cone":
         return np.concatenate([[[0, 0, 1.0]], around - [0, 0, 1]])
+    # A torus by its outermost circle and its two flat ones: their hull touches it everywhere but in the hole.
     wide, flat, up = around * (RING + TUBE), around * RING, np.array([0.0, 0.0, TUBE])
     return np.concatenate([wide, flat + up, flat - up])
 

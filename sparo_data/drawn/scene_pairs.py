@@ -30,6 +30,7 @@ def make_pair(kind: str, rng: np.random.Generator) -> Pair:
 def _two(rng: np.random.Generator) -> tuple[Scene, str] | None:
     """A scene of two objects in colours of their own, and the relation of the first to the second."""
     a, b = sample_thing(rng), sample_thing(rng)
+    # Of two things in one colour a caption by colours would be true of both.
     if a.color == b.color:
         return None
     scene = sample_scene(rng, 2, things=[a, b])
@@ -43,6 +44,7 @@ def _change(
     """Another value of one attribute, such that no object of the scene fits the new phrase and no held-out pair arises."""
     value = str(rng.choice([v for v in _VALUES[attribute] if v != getattr(thing, attribute)]))
     other = thing._replace(**{attribute: value})
+    # By what the caption says of them: a thing that differs in what is not said fits the phrase as well.
     phrases = {t.phrase(said) for t in scene.things}
     return None if other.held_out or other.phrase(said) in phrases else other
 
@@ -55,6 +57,7 @@ def _replace(attribute: str) -> Callable[[np.random.Generator], Pair | None]:
         scene, relation = found
         said = (*_SAY, attribute) if attribute in ("size", "material") else _SAY
         a, b = scene.things
+        # Either side as often: a model that reads the first object alone must not win.
         first = bool(rng.integers(2))
         wrong = _change(a if first else b, attribute, scene, rng, said)
         if wrong is None:
@@ -108,6 +111,7 @@ def _swap_attribute(rng: np.random.Generator) -> Pair | None:
 
 
 def _add_object(rng: np.random.Generator) -> Pair | None:
+    # Two in one colour and shape would make the caption say one of them twice.
     scene = sample_scene(rng, 2)
     a, b = (t.phrase(_SAY) for t in scene.things)
     absent = sample_thing(rng).phrase(_SAY)

@@ -84,6 +84,7 @@ def episode(
     resting = int(rng.integers(10, 21)) if traits.crowd else 0
     thrown = int(rng.integers(1, 4)) if traits.crowd else int(rng.integers(min(3, most), most + 1))
     solids = [_solid(rng, traits, larger) for _ in range(resting + thrown)]
+    # Drawn before the solids are placed: how long those take to find room changes nothing here.
     stage, path = _stage(rng, traits), _path(rng, traits, frames)
     # A frame before the first and one behind the last, for flows from the one and to the other.
     motion = simulate(_placed(rng, solids, resting), frames + 2, resting)
@@ -160,6 +161,7 @@ def _placed(rng: np.random.Generator, solids: list[_Solid], resting: int) -> lis
     done: list[Thrown] = []
     for number, solid in enumerate(solids):
         lies, tries, reach = number < resting, 0, 3.5
+        # A normal quaternion of length one is an even draw of all turns.
         rotation = rng.normal(size=4)
         rotation /= np.linalg.norm(rotation)
         while True:
@@ -200,6 +202,7 @@ def _told(solids: list[_Solid], motion: Motion, labels: np.ndarray, path: list[C
     for number, solid in enumerate(solids):
         words: dict[str, Any] = {"size": solid.size, "material": solid.material, "shape": solid.shape}
         words |= {"color": solid.color} if solid.color else {"color_rgb": solid.light}
+        # Six digits: a JSON of full doubles is twice as long, and no renderer tells them apart.
         tables = {name: table[:, number].round(6).tolist() for name, table in motion._asdict().items()}
         visible = (labels == number + 1).sum((1, 2)).tolist()
         objects.append({"id": number + 1, **words, **tables, "visibility": visible})

@@ -76,6 +76,7 @@ class _Solid(NamedTuple):
 
     @property
     def radius(self) -> float:
+        # The circle around its foot has this size, as CLEVR has it.
         return RADII[self.size] / (2**0.5 if self.shape == "cube" else 1)
 
 
@@ -95,6 +96,7 @@ def viewed_episode(
     Args:
         size: pixels per side.  frames: T; None: the kind's.  most: objects; None: the kind's.  cycles: what draws colours; None: our tracer.
     """
+    # Of what names the episode alone, so that shards may be made in any order and by any number of processes.
     rng, traits = generator(seed, f"scenes3d {kind} {split}", index), KINDS[kind]
     times, top = frames or traits.frames, most or traits.objects[1]
     solids = [_solid(rng, traits) for _ in range(int(rng.integers(min(traits.objects[0], top), top + 1)))]
@@ -113,12 +115,15 @@ def viewed_episode(
         ]
         for row in poses
     ]
+    # Colours alone: masks, depth and what is visible stay ours, exact to the pixel.
     if cycles is not None:
         colours = cycles.pictures(shots, poses, traits.fov, size, stage)
         pictures = [
             [f._replace(rgb=rgb) for f, rgb in zip(*rows, strict=True)] for rows in zip(pictures, colours, strict=True)
         ]
+    # Without the observer, which no camera sees and no object is.
     own = Motion(*(table[:, : len(solids)] for table in motion))
+    # The sky is infinitely far; a decoder has one of its own for it.
     depths = np.concatenate([f.depth[np.isfinite(f.depth)] for row in pictures for f in row])
     facts = {
         "dataset": f"scenes3d {kind}",
@@ -194,6 +199,7 @@ def _hemisphere(rng: np.random.Generator, count: int, times: int) -> np.ndarray:
     rows = []
     for _ in range(count):
         around = rng.uniform(0, 2 * np.pi)
+        # Evenly over the sphere's surface, and not over angles, which would crowd cameras at the top.
         above = np.arcsin(rng.uniform(np.sin(np.radians(35)), np.sin(np.radians(70))))
         eye = 10 * np.array([np.cos(around) * np.cos(above), np.sin(around) * np.cos(above), np.sin(above)])
         rows.append(np.broadcast_to(looking(eye, (0.0, 0.0, 0.3)), (times, 4, 4)))
@@ -203,6 +209,7 @@ def _hemisphere(rng: np.random.Generator, count: int, times: int) -> np.ndarray:
 def _mounted(motion: Motion, ego: Thrown) -> np.ndarray:
     """(V, T, 4, 4): cameras on the observer, which is the last body; it turns about z alone."""
     place, turn = motion.positions[:, -1], motion.quaternions[:, -1]
+    # It is upright: of its quaternion there are only the cosine and the sine of half the angle, w and z.
     ahead = 2 * np.arctan2(turn[:, 3], turn[:, 0])
     rows = []
     for degrees in _MOUNTED:
