@@ -35,13 +35,15 @@ def process_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
     """
     try:
         with ProcessPoolExecutor(processes, get_context("spawn"), end_with_parent) as pool:
-            with _unheard():
-                for _ in range(processes):  # each starts one
-                    pool.submit(int)
             try:
+                # A Ctrl-C that waited is heard as this ends: the processes are there by then.
+                with _unheard():
+                    for _ in range(processes):  # each starts one
+                        pool.submit(int)
                 yield pool
             except BaseException:
-                for process in list(getattr(pool, "_processes", None) or {}.values()):
+                # They would finish all that was submitted; after a lost one the pool has none left.
+                for process in list((getattr(pool, "_processes", None) or {}).values()):
                     process.kill()
                 raise
     except BrokenProcessPool:
