@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +31,16 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.getbasetemp() / "cache")
     yield
     os.environ.pop("XDG_CACHE_HOME") if before is None else os.environ.update(XDG_CACHE_HOME=before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _heard_interrupts() -> Iterator[None]:
+    """A shell without job control lets what it starts in the background ignore SIGINT, and its children inherit that."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)
