@@ -23,10 +23,12 @@ from common import interleave, parser, peak_growth, report, row, seconds
 from torch import Tensor
 from torch.nn import functional as F
 
-from object_centric.scenes3d.nerf import Blocks, Field, Nerf, NerfConfig, embedded
-from object_centric.scenes3d.rays import Rays, pixel_rays, ray_octaves, rays_at
+from object_centric.scenes3d.field import Blocks, Field
+from object_centric.scenes3d.nerf import Nerf, NerfConfig
+from object_centric.scenes3d.rays import Rays, embedded, pixel_rays, ray_octaves, rays_at
 from object_centric.scenes3d.slot_mixer import SlotMixer, SlotMixerConfig
 from object_centric.scenes3d.view_encoder import ViewEncoderConfig
+from sparo_train.engine.device import keep_freed_memory
 
 D, K = 192, 6
 Pair = tuple[Callable[[], Tensor], Callable[[], Tensor]]
@@ -98,10 +100,9 @@ def literal_mixer(module: SlotMixer, slots: Tensor, rays: Rays) -> Tensor:
     return module.colour(module.draw(mixes(torch.cat([mixed, query], -1))))
 
 
-def pair_of(which: str, count: int, device: str, turns: bool = True) -> Pair:
-    """Colours of `count` rays, ours and literally; the same function is called with gradients. Without turns, all rays are drawn at once."""
+def pair_of(which: str, count: int, device: str) -> Pair:
+    """Colours of `count` rays, ours and literally; the same function is called with gradients."""
     module: Any = nerf(device) if which == "nerf" else mixer(device)
-    module.most_numbers = module.most_numbers if turns else 1 << 40
     slots = torch.randn(1, K, D if which == "nerf" else 1536, device=device, requires_grad=True)
     rays, literal = rays_of(count, device), literal_nerf if which == "nerf" else literal_mixer
     return (lambda: module(slots, rays).colours), (lambda: literal(module, slots, rays))
@@ -185,6 +186,7 @@ def main() -> None:
     options = flags.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # of the processes that measure memory, which begin later
     rounds, device = 1 if options.quick else options.rounds, options.device
+    keep_freed_memory()  # as training does
     rows = []
     for which, name, count, bar in (
         ("nerf", "NeRF of six slots", 192, 2.0),
@@ -196,10 +198,6 @@ def main() -> None:
         both = interleave(step(ours, device), step(theirs, device), rounds)
         rates = [(count / a, count / b) for a, b in both]
         rows.append(row(f"{name} against literal", rates, bar, "rays/s", True))
-        if which == "nerf" and not options.quick:
-            whole, theirs = pair_of(which, count, device, turns=False)
-            both = interleave(step(whole, device), step(theirs, device), rounds)
-            rows.append(row("the same without turns", [(count / a, count / b) for a, b in both], None, "rays/s", True))
         if options.quick:  # four processes that start
             continue
         memory = interleave(peak(which, True, count, device), peak(which, False, count, device), min(rounds, 3))

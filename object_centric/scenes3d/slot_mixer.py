@@ -17,7 +17,7 @@ from sparo_train.core.config import setting
 from sparo_train.core.errors import did_you_mean
 
 from .drawn import DrawnRays, RayDecoder
-from .nerf import Blocks
+from .field import Blocks
 from .rays import Rays, RayToldConfig
 
 # osrt: stelzner/osrt, decoder.py.  psb: papers/parallel-spatiotemporal-binder, D.4.4 and Table 12.

@@ -7,7 +7,8 @@ from torch.nn import functional as F
 
 from evals.tasks.similarity import ssim
 from evals.tasks.view_scores import ViewedClip, scene_scores, score
-from object_centric.scenes3d.nerf import NerfConfig, Points
+from object_centric.scenes3d.field import Points
+from object_centric.scenes3d.nerf import NerfConfig
 from object_centric.scenes3d.novel_views import NovelViews, NovelViewsConfig
 from object_centric.scenes3d.ray_broadcast import RayBroadcastConfig
 from object_centric.scenes3d.rays import Rays, octaves
@@ -111,8 +112,10 @@ def literal(module, slots, rays):
     return total
 
 
+@pytest.mark.parametrize("rows", [50, 2048])  # tiles of three rays and of one scene and a half, or one
 @pytest.mark.parametrize("name", ["nerf", "nerf_all", "nerf_box"])
-def test_fields_add_up_as_the_loop_over_slots_does(name):
+def test_fields_add_up_as_the_loop_over_slots_does(name, rows, monkeypatch):
+    monkeypatch.setattr("object_centric.scenes3d.field_pass.CPU_ROWS", rows)
     module, (slots, rays) = decoder(name).double(), given(dtype=torch.float64)
     slots.requires_grad_()
     found, wanted = module(slots, rays).colours, literal(module, slots, rays)
@@ -121,6 +124,16 @@ def test_fields_add_up_as_the_loop_over_slots_does(name):
     ours, theirs = (torch.autograd.grad(t.square().sum(), parameters, allow_unused=True) for t in (found, wanted))
     for a, b in zip(ours, theirs, strict=True):
         assert (a is None) == (b is None) and (a is None or torch.allclose(a, b, atol=1e-4, rtol=1e-3))
+
+
+def test_fields_in_autocast_are_as_near_as_the_loop_is():
+    module, (slots, rays) = decoder("nerf_all"), given()
+    exact = literal(module, slots.requires_grad_(), rays)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, loop = module(slots, rays).colours, literal(module, slots, rays)
+    assert (found - exact).abs().max() < 2 * (loop - exact).abs().max() + 1e-3
+    ours, theirs = (torch.autograd.grad(t.float().square().sum(), slots)[0] for t in (found, exact))
+    assert F.cosine_similarity(ours.flatten(), theirs.flatten(), dim=0) > 0.999
 
 
 def test_points_are_one_in_each_bin_and_depth_is_where_the_wall_is():
