@@ -5,14 +5,17 @@ import torch
 import yaml
 
 from evals.encoders.own import ClipEncoder
+from sparo_data.drawn.viewed_sets import ViewedSetConfig, render_viewed
 from sparo_data.writer import write_shards
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import metrics
 from sparo_train.models.sparo import Sparo
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
-from tests.conftest import dino_recipe, sample, sparo, start_sparo, tiny_recipe
+from tests.conftest import dino_recipe, sample, slots_recipe, sparo, start_sparo, tiny_recipe
 from tests.resume.test_ranks import finish, free_port, losses
+from tests.resume.test_scenes3d import recipe_of
+from tests.resume.test_slots import video_recipe
 from tests.unit.test_engines import after_four_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
@@ -38,6 +41,29 @@ def test_it_trains_as_on_the_cpu(place, name):
     assert done.returncode == 0, done.stderr
     assert losses(place / name) == pytest.approx(losses(place / f"{name}-cpu"), rel=2e-3)
     assert metrics.read(place / name / "metrics.jsonl", "train")[-1]["memory"] > 0
+
+
+def object_centric(kind, root):
+    """A recipe of slots, on pictures, videos (rendered here) or posed scenes (rendered here)."""
+    if kind == "images":
+        write_shards(root / "shards", (sample(i) for i in range(96)), 24)
+        return slots_recipe(root / "shards", root)
+    if kind in ("psb", "savi"):
+        return {**video_recipe(root, kind)[0], "out": str(root), "eval": {"tasks": {}}}
+    render_viewed(root / "scenes", ViewedSetConfig(size=16, frames=4, train=24, test=6, per_shard=12), 2)
+    decoder = {"kind": kind} if kind == "slot_mixer" else {"kind": kind, "bins": 8, "near": 1.0, "far": 30.0}
+    return recipe_of(root / "scenes", root, decoder)
+
+
+@pytest.mark.parametrize("kind", ["images", "psb", "savi", "nerf", "slot_mixer"])
+def test_slots_are_trained_as_on_the_cpu(tmp_path, write_recipe, kind):
+    recipe = write_recipe(object_centric(kind, tmp_path))
+    for name, precision, device in (("there", "fp32", "cuda"), ("low", "bf16", "cuda"), ("here", "fp32", "cpu")):
+        done = sparo("train", str(recipe), f"name={name}", f"engine={{device: {device}, precision: {precision}}}")
+        assert done.returncode == 0, done.stderr
+    here = losses(tmp_path / "here")
+    assert losses(tmp_path / "there") == pytest.approx(here, rel=2e-3)
+    assert losses(tmp_path / "low") == pytest.approx(here, rel=3e-2)
 
 
 @pytest.mark.parametrize("name", ["clip", "dino"])
