@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,12 @@ def make_evaluate(
         results: dict[str, Result] = {}
         for number, name in enumerate(suite.tasks, 1):
             view.phase(f"evaluating {name} {number}/{len(suite.tasks)}")
-            results |= suite.run(encoder, [name], ranks)
+            try:
+                results |= suite.run(encoder, [name], ranks)
+            except SparoError:
+                if results:  # the run ends with what this task says; the others' scores were had
+                    say(_scores(step, results))
+                raise
         if ranks.rank == 0:
             rundir.claim.check()
             write_results(rundir.path / "evals" / f"step-{step:08d}.json", {"step": step}, results)
@@ -182,13 +187,16 @@ def make_evaluate(
             for name, result in results.items():
                 for remark in result.remarks():
                     say(f"{name}: {remark}")
-        say(
-            f"step {step}: "
-            + "  ".join(f"{name} {r.headline} {shown(r.headline, r.value, unit=True)}" for name, r in results.items())
-        )
+        say(_scores(step, results))
         return {name: r.metrics for name, r in results.items()}
 
     return evaluate
+
+
+def _scores(step: int, results: Mapping[str, Result]) -> str:
+    """A line of every task's own metric."""
+    told = (f"{name} {r.headline} {shown(r.headline, r.value, unit=True)}" for name, r in results.items())
+    return f"step {step}: " + "  ".join(told)
 
 
 def _pictures(config: RunConfig, rundir: RunDir, say: Callable[[str], None]) -> Callable[[Encoder, int], None]:

@@ -87,11 +87,10 @@ def test_a_training_whose_evaluation_fails_keeps_its_step_and_ends(many, shards,
     images = [jpeg(0)] * 300
     bad = [(f"{i:04d}", {"jpg": b"none" if i == 290 else data, "cls": b"0"}) for i, data in enumerate(images)]
     write_wds_layout(root, bad, classnames=["red"], templates=["a {c}"])
-    tree = tiny_recipe(
-        shards, tmp_path, steps=5, eval={"every_steps": 4, "tasks": {"zero": {"task": "zeroshot", "root": str(root)}}}
-    )
+    tasks = {name: {"task": "zeroshot", "root": str(at)} for name, at in (("fine", many / "zero"), ("zero", root))}
+    tree = tiny_recipe(shards, tmp_path, steps=5, eval={"every_steps": 4, "tasks": tasks})
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(tree))
-    assert_ends(["train", str(tmp_path / "r.yaml")], 2, ["sample 0290", "bad image"])
+    assert_ends(["train", str(tmp_path / "r.yaml")], 2, ["step 4: fine acc1", "sample 0290", "bad image"])
     assert saved_step(tmp_path / "tiny") == 4
 
 
