@@ -81,11 +81,11 @@ class SugarCrepeSet(FileSet):
             data = path.read_bytes()
             sums[split] = hashlib.sha256(data).hexdigest()[:16]
             for key, item in _object(data.decode("utf-8", "replace"), path).items():
-                try:
-                    pair = Pair(split, item["caption"], item["negative_caption"], key)
-                    by_image.setdefault(item["filename"], []).append(pair)
-                except (KeyError, TypeError):
-                    raise DataError(f"{path}: item {key} needs filename, caption and negative_caption") from None
+                names = ("filename", "caption", "negative_caption")
+                said: list[Any] = [item.get(name) for name in names] if isinstance(item, dict) else []
+                if not said or not all(isinstance(text, str) for text in said):
+                    raise DataError(f"{path}: item {key} needs filename, caption and negative_caption")
+                by_image.setdefault(said[0], []).append(Pair(split, said[1], said[2], key))
         self.version = _version(sums)
         names = sorted(by_image)
         super().__init__(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
 from PIL import Image
@@ -28,12 +29,18 @@ class FileSet(EvalSet):
         facts: of each.
         kind: what the facts are.
         extra: what else decides on the set's identity, e.g. an annotation file's content.
+
+    Raises:
+        DataError: no names, or one that is no file's below `root`.
     """
 
     def __init__(self, root: Path, names: Sequence[str], facts: Sequence[Fact], kind: FactKind, extra: bytes = b""):
         self.root, self.kind, self._names, self._facts, self._extra = root, kind, list(names), list(facts), extra
         if not self._names:
             raise DataError(f"{root}: an evaluation set without images")
+        for name in self._names:
+            if not is_below(name):
+                raise DataError(f"{root}: {name!r} is no image's name below this folder; the annotations are damaged")
 
     def __len__(self) -> int:
         return len(self._names)
@@ -149,6 +156,17 @@ class ObjectNetSet(FileSet):
         return imagenet_templates()
 
 
+def is_below(name: object) -> bool:
+    """Whether this can be a file below a folder: names come from files of others, which may say anything."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:  # half a character, as JSON can write one
+        return False
+    return not PurePath(name).is_absolute() and ".." not in PurePath(name).parts
+
+
 def imagenet_templates() -> list[str]:
     """OpenAI's 80, with `{c}`."""
     return [template("{c}") for template in OPENAI_IMAGENET_TEMPLATES]
@@ -171,7 +189,10 @@ def _mapping(folder: Path, name: str) -> Path:
 
 
 def _json(path: Path) -> Mapping[str, str]:
-    return read_json(path, dict, DataError)
+    found = read_json(path, dict, DataError)
+    if not all(isinstance(value, str) for value in found.values()):
+        raise DataError(f"{path}: must map names to names; fetch it again")
+    return found
 
 
 def _split_folder(config: SetTaskConfig, split: str) -> Path:

@@ -1,6 +1,7 @@
 """The published layouts of evaluation sets, written small: what is read, and what is said of what is wrong."""
 
 import io
+import itertools
 import json
 
 import numpy as np
@@ -11,6 +12,7 @@ from evals.sets import captions as caption_sets
 from evals.sets.base import Limited, Pair
 from evals.sets.captions import SPLITS, KarpathySet, SugarCrepeSet
 from evals.sets.image_files import ImageNetSet, ObjectNetSet, imagenet_templates, wordnet_ids
+from evals.sets.library import ClevrSet
 from evals.sets.names import published
 from evals.sets.opening import open_set
 from evals.sets.wds import WdsSet
@@ -171,6 +173,76 @@ def test_sugar_crepe_has_every_image_once_whatever_its_keys(tmp_path, monkeypatc
     (tmp_path / "add_obj.json").unlink()
     with pytest.raises(DataError, match=r"add_obj\.json: missing; SugarCrepe has seven"):
         SugarCrepeSet(tmp_path)
+
+
+def replaced(tree, path, value):
+    """A copy of nested dicts and lists with something else at one place."""
+    if not path:
+        return value
+    copy = dict(tree) if isinstance(tree, dict) else list(tree)
+    copy[path[0]] = replaced(tree[path[0]], path[1:], value)
+    return copy
+
+
+def places_in(tree, path=()):
+    yield path
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+        yield from places_in(value, (*path, key))
+
+
+def test_annotations_that_say_anything_else_are_refused_or_are_texts_of_files_below(tmp_path):
+    for folder in ("val2017", "images/val", "on/images/chair"):
+        (tmp_path / folder).mkdir(parents=True)
+        for name in ("a.jpg", "b.jpg"):
+            (tmp_path / folder / name).write_bytes(jpeg(0))
+    pair = {"filename": "a.jpg", "caption": "c", "negative_caption": "d"}
+    image = {"filename": "a.jpg", "split": "test", "sentences": [{"raw": "x"}]}
+    coco = {"images": [{"id": 1, "file_name": "a.jpg"}], "annotations": [{"image_id": 1, "caption": "x"}]}
+    scene = {"image_filename": "a.jpg", "objects": [{"pixel_coords": [1, 2, 9.0]}] * 3}
+    (tmp_path / "on/objectnet_to_imagenet_1k.json").write_text('{"Chair": "x"}')
+    karpathy = ("k.json", lambda: KarpathySet(tmp_path / "val2017", tmp_path / "k.json"))
+    openers = [
+        (
+            {"0": pair, "1": {**pair, "filename": "b.jpg"}},
+            "swap_obj.json",
+            lambda: SugarCrepeSet(tmp_path, ["swap_obj"]),
+        ),
+        (coco, *karpathy),
+        ({"images": [image]}, *karpathy),
+        ({"scenes": [scene]}, "scenes/CLEVR_val_scenes.json", lambda: ClevrSet(tmp_path, "distance", "test")),
+        ({"chair": "Chair"}, "on/folder_to_objectnet_label.json", lambda: ObjectNetSet(tmp_path / "on")),
+    ]
+    others = [
+        None,
+        5,
+        -1,
+        1.5,
+        "x",
+        "",
+        [],
+        {},
+        [1],
+        True,
+        float("nan"),
+        "../val2017/a.jpg",
+        "/a.jpg",
+        "a\0b",
+        "\ud800",
+    ]
+    (tmp_path / "scenes").mkdir()
+    for tree, name, opener in openers:
+        refused = 0
+        for path, other in itertools.product(places_in(tree), others):
+            (tmp_path / name).write_text(json.dumps(replaced(tree, path, other)))
+            try:
+                found = opener()
+                found.identity()
+                said = [row for _, _, fact in found for row in (fact if isinstance(fact, list) else [])]
+            except DataError as error:
+                refused += str(tmp_path) in str(error)
+            else:
+                assert all(isinstance(text, str) for row in said for text in ([row] if isinstance(row, str) else row))
+        assert refused > 20, name
 
 
 def test_several_labels_come_from_npy_members(tmp_path):
