@@ -18,7 +18,7 @@ from sparo_train.core.untrusted import read_text
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.models.vit import Vit
-from sparo_train.models.weight_files.describe import infer_config, read_config, read_export
+from sparo_train.models.weight_files.describe import Described, infer_config, read_config, read_export
 from sparo_train.models.weight_files.dino_files import DinoFile, is_dino, read_dino, vit_config
 from sparo_train.models.weight_files.weights import load_into, read_raw, read_weights, refuse_non_finite
 from sparo_train.models.weight_files.zero_folder import is_zero_folder, read_zero_folder
@@ -130,10 +130,10 @@ def _from_run(path: Path) -> Encoder:
 
 
 def _from_export(path: Path) -> Encoder:
-    config, mean, std = read_export(path / "open_clip_config.json")
-    model = Clip(config)
+    told = read_export(path / "open_clip_config.json")
+    model = Clip(told.config)
     load_into(model, read_weights(path / "open_clip_model.safetensors"), str(path))
-    return ClipEncoder(model, mean, std, str(path))
+    return ClipEncoder(model, told.mean, told.std, str(path))
 
 
 def _from_dino(file: DinoFile, name: str | None) -> Encoder:
@@ -147,20 +147,23 @@ def _from_dino(file: DinoFile, name: str | None) -> Encoder:
 
 def _from_file(path: Path, name: str | None) -> Encoder:
     weights, assumed = read_zero_folder(path) if path.is_dir() else read_weights(path), ""
-    config = _named(name) if name else None if path.is_dir() else read_config(path)
-    if config is None:
+    told = None if path.is_dir() else read_config(path)
+    if name:  # the model that is meant; pixels are the file's all the same
+        told = (told or Described(_named(name)))._replace(config=_named(name))
+    if told is None:
         try:
-            config = infer_config(weights)
+            told = Described(infer_config(weights))
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
+        config = told.config
         v, t = config.vision, config.text
         assumed = (
             f"{path}: told from the shapes: {config.readout.kind} read-out, ViT {v.width}x{v.layers} with patches of {v.patch_size} "
-            f"and {v.width // v.head_width} heads, text {t.width}x{t.layers} with {t.heads} heads, GELU; --model NAME says otherwise"
+            f"and {v.width // v.head_width} heads, text {t.width}x{t.layers} with {t.heads} heads, GELU, pixels normalised as OpenAI's; --model NAME says otherwise"
         )
-    model = Clip(config)
+    model = Clip(told.config)
     load_into(model, weights, str(path))
-    encoder = ClipEncoder(model, label=str(path))
+    encoder = ClipEncoder(model, told.mean, told.std, str(path))
     encoder.assumed = assumed
     return encoder
 

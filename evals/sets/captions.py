@@ -131,7 +131,7 @@ def _flickr(text: str, path: Path) -> dict[str, list[str]]:
 def _object(text: str, path: Path) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: no JSON ({error}); truncated? fetch it again") from None
     if not isinstance(found, dict):
         raise DataError(f"{path}: must hold a JSON object")

@@ -130,7 +130,7 @@ class ClevrSet(FileSet):
         try:
             scenes = json.loads(annotations.read_text(encoding="utf-8"))["scenes"]
             facts = {scene["image_filename"]: _clevr_label(task, scene["objects"]) for scene in scenes}
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise DataError(
                 f"{annotations}: not CLEVR's scenes ({type(error).__name__}: {error}); fetch it again"
             ) from None

@@ -181,9 +181,12 @@ def _captions(fields: dict[str, bytes], where: str) -> list[str]:
 def _pairs(fields: dict[str, bytes], where: str) -> list[Pair]:
     try:
         found = json.loads(fields["json"])
-        return [Pair(found["kind"], found["caption"], found["negative_caption"])]
-    except (KeyError, TypeError, ValueError) as error:
+        pair = Pair(found["kind"], found["caption"], found["negative_caption"])
+        if not all(isinstance(text, str) for text in pair):
+            raise TypeError("one of them is no text")
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{where}: .json needs kind, caption, negative_caption ({error})") from None
+    return [pair]
 
 
 def _mask(fields: dict[str, bytes], where: str) -> np.ndarray:

@@ -76,20 +76,57 @@ def coco(annotations: Path, images: Path | None = None) -> Iterator[PublishedSce
     try:
         for one in tree["annotations"]:
             of_image.setdefault(one["image_id"], []).append(one)
-        listed = [(row["id"], Path(row["file_name"]).name, row["height"], row["width"]) for row in tree["images"]]
+        listed = [  # a name alone: some have folders of their own before it
+            (Path(row["file_name"]).name, of_image.get(row["id"], []), row["height"], row["width"])
+            for row in tree["images"]
+        ]
     except (KeyError, TypeError) as error:
         raise DataError(f"{annotations}: is not COCO's instances ({error})") from None
-    for number, name, height, width in listed:
+    for name, found, height, width in listed:
         path = folder / name
         image = opened_image(read_bytes(path, DataError), path)
         if image.shape[:2] != (height, width):
             raise DataError(
                 f"{path}: has {image.shape[1]} x {image.shape[0]} pixels, and {annotations.name} says {width} x {height}"
             )
-        found = of_image.get(number, [])
-        label, semantic = _drawn(coder, found, (height, width), f"{annotations.name}: image {number}")
+        label, semantic = _drawn(coder, found, (height, width), f"{annotations.name}: {name}")
         boxes = [{"id": i + 1, "category": one["category_id"], "area": one.get("area")} for i, one in enumerate(found)]
         yield PublishedScene(path.stem, image, label, {"objects": boxes}, semantic)
+
+
+def _outline(coder: Any, shape: Any, side: tuple[int, int]) -> np.ndarray:
+    """Where an object is, (height, width) bool, of polygons or of runs. Raises `ValueError` or what a wrong kind meets."""
+    if isinstance(shape, list):
+        # Checked before: pycocotools' C code believes its numbers, and ends the process over those that are none or far away.
+        most = 2 * max(side)
+        for points in shape:
+            if len(points) < 6 or len(points) % 2:
+                raise ValueError("a polygon has three points or more, x and y of each")
+            if not all(isinstance(x, int | float) and -most <= x <= most for x in points):
+                raise ValueError("a polygon lies elsewhere, or nowhere")
+        return coder.decode(coder.merge(coder.frPyObjects(shape, *side))).astype(bool)
+    counts = shape["counts"] if isinstance(shape["counts"], list) else _run_lengths(shape["counts"])
+    if list(shape["size"]) != list(side) or min(counts) < 0 or sum(counts) != side[0] * side[1]:
+        raise ValueError("its runs are not those of its picture")
+    # By columns, and off first.
+    return np.repeat(np.arange(len(counts)) % 2 == 1, counts).reshape(side, order="F")
+
+
+def _run_lengths(code: str) -> list[int]:
+    """COCO's code of them: five bits a character, a sixth says that more follow; from the fourth on, what each is above the last but one."""
+    runs: list[int] = []
+    value = bits = 0
+    for character in code:
+        number = ord(character) - 48
+        value |= (number & 31) << bits
+        bits += 5
+        if number & 32:
+            continue
+        if number & 16:  # its sign
+            value -= 1 << bits
+        runs.append(value + (runs[-2] if len(runs) > 2 else 0))
+        value = bits = 0
+    return runs
 
 
 def _drawn(coder: Any, found: list[dict[str, Any]], side: tuple[int, int], where: str) -> tuple[np.ndarray, np.ndarray]:
@@ -99,17 +136,12 @@ def _drawn(coder: Any, found: list[dict[str, Any]], side: tuple[int, int], where
         raise DataError(f"{where}: {len(found)} objects; 254 can be written")
     for i, one in enumerate(found):
         try:
-            shape = one["segmentation"]
-            if isinstance(shape, list):
-                shape = coder.merge(coder.frPyObjects(shape, *side))
-            elif isinstance(shape["counts"], list):
-                shape = coder.frPyObjects(shape, *side)
-            there = coder.decode(shape).astype(bool)
+            there = _outline(coder, one["segmentation"], side)
             category = int(one["category_id"])
         except Exception as error:  # pycocotools raises whatever its C code meets
             raise DataError(f"{where}: object {i} has no outline ({str(error)[:200]})") from None
-        if there.shape != side or not 0 < category < IGNORE:
-            raise DataError(f"{where}: object {i} is of another size, or of category {category}")
+        if not 0 < category < IGNORE:
+            raise DataError(f"{where}: object {i} is of category {category}; 1 to 254 can be written")
         taken += there
         label[there], semantic[there] = i + 1, category
         if one.get("iscrowd"):

@@ -12,12 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+import yaml
 
 from evals.encoders.loading import load_encoder
 from evals.report.results_file import append
 from evals.tasks.result import Result
 from launch.runs.hub import upload
-from sparo_train.core.errors import ConfigError, SparoError
+from sparo_train.core.errors import CheckpointError, ConfigError, SparoError
 from tests.conftest import sparo
 
 
@@ -53,6 +54,42 @@ def test_one_file_has_its_own_card_and_sum(run, tmp_path):
     digest, name = (tmp_path / "x.pt.sha256").read_text().strip().split("  ")
     assert name == "x.pt" and hashlib.sha256((tmp_path / "x.pt").read_bytes()).hexdigest() == digest
     assert "load_encoder" in (tmp_path / "x.pt.md").read_text()
+
+
+def test_every_form_of_a_model_normalises_pixels_as_its_run_does(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    recipe = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    recipe["objective"] |= {"mean": [0.5, 0.4, 0.3], "std": [0.3, 0.25, 0.2]}
+    (tmp_path / "run/config.yaml").write_text(yaml.safe_dump(recipe))
+    for more in ((), ("--layout", "sparo-clip", "--to", str(tmp_path / "x.pt"))):
+        assert sparo("export", str(tmp_path / "run"), *more).returncode == 0
+    folder = tmp_path / "run/export"
+    pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    wanted = load_encoder(tmp_path / "run").encode(pixels)
+    for form in (folder, folder / "open_clip_model.safetensors", tmp_path / "x.pt"):
+        torch.testing.assert_close(load_encoder(form).encode(pixels), wanted)
+    assert not torch.allclose(load_encoder(run).encode(pixels), wanted, atol=1e-3)
+
+    raw = torch.load(tmp_path / "x.pt", weights_only=True)
+    torch.save({**raw, "sparo_config": raw["sparo_config"]["model"]}, tmp_path / "old.pt")  # as it once was written
+    torch.testing.assert_close(load_encoder(tmp_path / "old.pt").encode(pixels), load_encoder(run).encode(pixels))
+    for told, says in (({"std": [0.1, 0.2]}, "mean and std of three"), ({"mean": ["a"] * 3}, "mean and std of three")):
+        torch.save({**raw, "sparo_config": {**raw["sparo_config"], **told}}, tmp_path / "odd.pt")
+        with pytest.raises(CheckpointError, match=says):
+            load_encoder(tmp_path / "odd.pt")
+    config = json.loads((folder / "open_clip_config.json").read_text())
+    for change, says in (
+        ({"resize_mode": "squash"}, r"preprocess_cfg\.resize_mode='squash'.*open_clip:NAME@FILE"),
+        ({"interpolation": "bilinear"}, "preprocess_cfg.interpolation"),
+        ({"mean": [0.5]}, "not an open_clip config"),
+        ({"std": [0.5, 0.0, 0.5]}, "not an open_clip config"),
+        ({"std": [0.5, 0.5, float("nan")]}, "not an open_clip config"),
+    ):
+        odd = {**config, "preprocess_cfg": {**config["preprocess_cfg"], **change}}
+        (folder / "open_clip_config.json").write_text(json.dumps(odd))
+        for form in (folder, folder / "open_clip_model.safetensors"):
+            with pytest.raises(CheckpointError, match=says):
+                load_encoder(form)
 
 
 def test_a_readme_of_somebody_else_stays(run, tmp_path):

@@ -9,9 +9,13 @@ import tarfile
 import lmdb
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
 from PIL import Image
 from pycocotools import mask as coder
 
+from sparo_data.official.folders import _outline
 from sparo_data.official.formats import FORMATS, convert_published, sources_of
 from sparo_data.official.multi_object import SETS
 from sparo_data.official.published import PublishedConfig, PublishedScene, opened_image, write_published
@@ -129,11 +133,24 @@ def test_coco_leaves_out_what_two_objects_share_and_crowds(tmp_path):
     for change, told in (
         ({"segmentation": [[1.0]]}, "has no outline"),
         ({"segmentation": 3}, "has no outline"),
+        ({"segmentation": [[1.0, None, 6.0, 1.0, 6.0, 6.0]]}, "has no outline"),  # ends pycocotools with its process
+        ({"segmentation": [[1.0, 1e300, 6.0, 1.0, 6.0, 6.0]]}, "lies elsewhere"),  # takes it all memory
+        ({"segmentation": {"counts": [100, 21], "size": [10, 12]}}, "not those of its picture"),
+        ({"segmentation": {"counts": [130, -10], "size": [10, 12]}}, "not those of its picture"),
+        ({"segmentation": {"counts": "\u00ff0", "size": [10, 12]}}, "has no outline"),
         ({"category_id": 0}, "of category 0"),
     ):
         path.write_text(json.dumps({**tree, "annotations": [{**rows[0], **change}]}))
         with pytest.raises(DataError, match=told):
             read(path, "coco")
+
+
+@settings(max_examples=100, deadline=None)
+@given(arrays(np.uint8, array_shapes(min_dims=2, max_dims=2, max_side=40), elements=st.integers(0, 1)))
+def test_runs_are_read_as_pycocotools_writes_them(mask):
+    packed = coder.encode(np.asfortranarray(mask))
+    found = _outline(coder, {"size": packed["size"], "counts": packed["counts"].decode()}, mask.shape)
+    assert np.array_equal(found, mask)
 
 
 def test_clips_are_stills(tmp_path):

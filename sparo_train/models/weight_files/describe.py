@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,38 +19,80 @@ from .weights import read_raw
 # open_clip without our plug-in names the first key that it does not know, and nothing else: this one says what to do.
 IMPORT_FIRST = "import sparo_train.openclip first (it comes with sparo)"
 CONFIG_KEY = "sparo_config"  # in a `.pt` of ours: the model's description as plain values
+# How images are shown to every CLIP here; open_clip's words for it.
+_SHOWN = {"mode": "RGB", "interpolation": "bicubic", "resize_mode": "shortest"}
 _HEAD_WIDTH = {128: 32, 192: 32, 384: 64, 512: 64, 640: 64, 768: 64, 896: 64, 1024: 64}  # width -> head width
 
 
-def read_config(path: str | Path) -> ClipConfig | None:
-    """The model's description, where a file carries one: a `.pt` of ours, or a weight file beside its `open_clip_config.json`.
+class Described(NamedTuple):
+    """A model, and what pixels in 0..1 are normalised with before it."""
+
+    config: ClipConfig
+    mean: tuple[float, ...] = OPENAI_MEAN
+    std: tuple[float, ...] = OPENAI_STD
+
+
+def read_config(path: str | Path) -> Described | None:
+    """What a file says of its model, where it does: a `.pt` of ours, or a weight file beside its `open_clip_config.json`.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        CheckpointError: the file cannot be read, or is of a model that is shown images otherwise than ours are.
         ConfigError: its description is none of ours.
     """
     path = Path(path)
     if (beside := path.parent / "open_clip_config.json").is_file():
-        return read_export(beside)[0]
+        return read_export(beside)
     found = None if path.suffix == ".safetensors" else read_raw(path)
     if not isinstance(found, Mapping) or CONFIG_KEY not in found:
         return None
-    return resolve(ClipConfig, found[CONFIG_KEY], f"{path}: {CONFIG_KEY}")
+    told, origin = found[CONFIG_KEY], f"{path}: {CONFIG_KEY}"
+    if not isinstance(told, dict) or "model" not in told:  # as it was written before it had mean and std
+        return Described(resolve(ClipConfig, told, origin))
+    try:
+        pixels = _of_channels(told["mean"]), _of_channels(told["std"], above=0)
+    except (KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{origin}: says no mean and std of three colours ({error!r})") from None
+    return Described(resolve(ClipConfig, told["model"], origin), *pixels)
 
 
-def read_export(path: Path) -> tuple[ClipConfig, tuple[float, ...], tuple[float, ...]]:
-    """Model, mean and std of an `open_clip_config.json`.
+def description(config: Mapping[str, Any], mean: Sequence[float], std: Sequence[float]) -> dict[str, Any]:
+    """What a `.pt` of ours has under `CONFIG_KEY`: plain values, which `read_config` reads."""
+    return {"model": dict(config), "mean": list(mean), "std": list(std)}
+
+
+def read_export(path: Path) -> Described:
+    """What an `open_clip_config.json` says.
 
     Raises:
-        CheckpointError: not such a file.
+        CheckpointError: not such a file, or one of a model that is shown images otherwise than ours are.
         ConfigError: a model with keys that ours do not have.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         cfg, preprocess = content["model_cfg"], content.get("preprocess_cfg", {})
-        return from_model_cfg(cfg, str(path)), preprocess.get("mean", OPENAI_MEAN), preprocess.get("std", OPENAI_STD)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        # Weights would load and scores be plausible: nothing else says that images were squashed.
+        odd = {k: v for k, v in preprocess.items() if k in _SHOWN and v not in (None, _SHOWN[k])}
+        found = Described(
+            from_model_cfg(cfg, str(path)),
+            _of_channels(preprocess.get("mean") or OPENAI_MEAN),
+            _of_channels(preprocess.get("std") or OPENAI_STD, above=0),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not an open_clip config ({error!r})") from None
+    for key, value in odd.items():
+        raise CheckpointError(
+            f"{path}: preprocess_cfg.{key}={value!r}, and images are shown as {_SHOWN[key]!r} here; "
+            "give its weights to open_clip's own model: open_clip:NAME@FILE"
+        )
+    return found
+
+
+def _of_channels(given: Any, above: float = -math.inf) -> tuple[float, ...]:
+    """Three numbers; one alone is that of all, as open_clip has it. Raises `ValueError` or `TypeError`."""
+    numbers = tuple(map(float, given if isinstance(given, list | tuple) else [given] * 3))
+    if len(numbers) != 3 or not all(above < number < math.inf for number in numbers):
+        raise ValueError(f"{given!r} is no number of each colour")
+    return numbers
 
 
 def from_model_cfg(cfg: Mapping[str, Any], origin: str) -> ClipConfig:
