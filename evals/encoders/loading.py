@@ -159,7 +159,8 @@ def _from_file(path: Path, name: str | None) -> Encoder:
         v, t = config.vision, config.text
         assumed = (
             f"{path}: told from the shapes: {config.readout.kind} read-out, ViT {v.width}x{v.layers} with patches of {v.patch_size} "
-            f"and {v.width // v.head_width} heads, text {t.width}x{t.layers} with {t.heads} heads, GELU, pixels normalised as OpenAI's; --model NAME says otherwise"
+            f"and {v.width // v.head_width} heads, text {t.width}x{t.layers} with {t.heads} heads, GELU, "
+            "pixels normalised as OpenAI's; --model NAME says otherwise"
         )
     model = Clip(told.config)
     load_into(model, weights, str(path))

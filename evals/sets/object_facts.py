@@ -31,9 +31,9 @@ def told_objects(episode: Episode, frames: int, where: str) -> dict[str, Any]:
     if any(table is None for table in tables["positions"]):
         raise DataError(f"{where}: an object has no positions (a row of three numbers per frame)")
     numbers = {short: _by_time(tables[name]) for name, short in _NUMBERS.items() if None not in tables[name]}
-    sizes = [one.get("size") for one in objects]
-    if objects and all(isinstance(size, int | float) for size in sizes):  # MOVi's, of which drawn ones have words
-        numbers["size"] = [[[float(size)] for size in sizes if size is not None] for _ in range(frames)]
+    sizes = [_array(one.get("size"), ()) for one in objects]
+    if objects and None not in sizes:  # MOVi's, of which drawn ones have words
+        numbers["size"] = [[[size] for size in sizes] for _ in range(frames)]
     words = {
         name: [str(one[name]) for one in objects]
         for name in _WORDS
@@ -45,11 +45,19 @@ def told_objects(episode: Episode, frames: int, where: str) -> dict[str, Any]:
 
 def _table(one: dict[str, Any], name: str, length: int, frames: int) -> list[Any] | None:
     """A row of three finite numbers for each frame that is read; None where there is no such table."""
-    try:
-        table = np.asarray(one.get(name), np.float64)
-    except (TypeError, ValueError):
+    found = _array(one.get(name), (length, 3))
+    return None if found is None else found[:frames]
+
+
+def _array(told: Any, shape: tuple[int, ...]) -> Any:
+    """Finite numbers of this shape as plain data; None where it is anything else."""
+    if isinstance(told, str | bool) or told is None:  # numpy would make a number of them
         return None
-    return table[:frames].tolist() if table.shape == (length, 3) and np.isfinite(table).all() else None
+    try:
+        table = np.asarray(told, np.float64)
+    except (TypeError, ValueError, OverflowError):  # whole numbers of JSON have no end
+        return None
+    return table.tolist() if table.shape == shape and np.isfinite(table).all() else None
 
 
 def _by_time(tables: list[Any]) -> list[Any]:

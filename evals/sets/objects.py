@@ -20,6 +20,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "color": ("gray", "red", "blue", "green", "brown", "purple", "cyan", "yellow"),
 }
 REACH = 3.0  # positions lie in -REACH … REACH
+_FARTHEST = 1e6  # a coordinate that is farther is no place
 WIDTH = 3 + sum(map(len, ATTRIBUTES.values())) + 1
 
 
@@ -61,8 +62,8 @@ def _position(thing: dict[str, Any], number: int) -> np.ndarray:
     at = thing.get("position", thing.get("3d_coords"))
     try:
         found = np.array(at, dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = np.empty(0)
-    if found.shape != (3,) or not np.isfinite(found).all():
+    if found.shape != (3,) or not (np.abs(found) < _FARTHEST).all():  # NaN is not below it either
         raise BadSampleError(f".json: object {number}: position={at!r} is no x, y, z")
     return ((found + REACH) / (2 * REACH)).astype(np.float32)

@@ -26,6 +26,9 @@ SMALL = {
 }
 
 
+ODD_PLACES = ([1, 2], "abc", [1, 2, "x"], None, [1, 2, float("nan")], [1, 2, 1e300], [1, 2, 10**400])
+
+
 def thing(**changed):
     return {
         "size": "small",
@@ -53,7 +56,7 @@ BAD = {
     "is no mapping": [b'{"objects": [1]}'],
     "color='pink' is none of gray": [json.dumps({"objects": [thing(color="pink")]}).encode()],
     "shape=None is none of cube": [json.dumps({"objects": [thing(shape=None)]}).encode()],
-    "is no x, y, z": [json.dumps({"objects": [thing(**{"3d_coords": at})]}).encode() for at in ([1, 2], "abc", [1, 2, "x"], None, [1, 2, float("nan")])],
+    "is no x, y, z": [json.dumps({"objects": [thing(**{"3d_coords": at})]}).encode() for at in ODD_PLACES],
 }  # fmt: skip
 
 

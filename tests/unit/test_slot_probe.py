@@ -91,7 +91,11 @@ def test_facts_of_episodes_are_read_and_what_lacks_them_is_named(tmp_path):
     with pytest.raises(DataError, match=r"3 episode\(s\) are used, and probes need 4 at least"):
         SLOT_PROBE.check(few)
     assert ObjectClipSet(tmp_path / "v/clips", 3).identity() != ObjectClipSet(tmp_path / "v/clips", 2).identity()
-    for broken, told in (({"objects": [{"positions": [1]}]}, "has no positions"), ({}, "no list `objects`")):
+    for broken, told in (
+        ({"objects": [{"positions": [1]}]}, "has no positions"),
+        ({"objects": [{"positions": [[10**400, 0, 0]] * 4}]}, "has no positions"),
+        ({}, "no list `objects`"),
+    ):
         source = ObjectClipSet(tmp_path / "v/clips", 3)
         source._episode(0)
         key, where, episode = source._episode(0)

@@ -32,7 +32,7 @@ def checked_pose(table: Any, convention: Convention = "opengl") -> np.ndarray:
     """
     try:
         pose = np.asarray(table, np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise BadSampleError("a camera's pose is no table of numbers") from None
     if pose.shape == (3, 4):
         pose = np.concatenate([pose, [[0.0, 0.0, 0.0, 1.0]]])
