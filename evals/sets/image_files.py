@@ -76,6 +76,7 @@ class ImageNetSet(FileSet):
         names = [name for part in open_folder(folder, "root", mixed=False) for name in part.names()]
         present = sorted({name.partition("/")[0] for name in names})
         known = {str(i): i for i in range(1000)} if numbered else {wnid: i for i, wnid in enumerate(wordnet_ids())}
+        # Numbers without gaps: a set with 200 of the classes is scored over these 200.
         for name in present:
             if name not in known:
                 what = "a class number from 0 to 999" if numbered else "one of ImageNet's 1,000 WordNet ids"

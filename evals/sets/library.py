@@ -94,6 +94,7 @@ class TorchvisionSet(EvalSet):
 
     @cached_property
     def _files(self) -> list[Path]:
+        # Archives lie beside what they held, and are no part of what is read.
         found = (path for path in self.root.rglob("*") if path.suffix not in _ARCHIVES and path.is_file())
         return sorted(path for path in found if path.name not in OWN.values())
 
@@ -140,6 +141,7 @@ class ClevrSet(FileSet):
 
 def _clevr_label(task: str, objects: list[dict[str, Any]]) -> int:
     if task == "count":
+        # VTAB counts from three, CLEVR's fewest.
         return len(objects) - 3
     return int(np.searchsorted(_DISTANCES, min(thing["pixel_coords"][2] for thing in objects), side="left"))
 

@@ -42,6 +42,7 @@ def published(what: str, name: str) -> list[str] | None:
     if not path.is_file():
         return None
     table = json.loads(path.read_text(encoding="utf-8"))
+    # clip-benchmark itself drops the collection's name where it finds nothing under the whole.
     found = table.get(name) or table.get(name.rpartition("/")[2])
     if found is None and what == "templates":
         found = table.get("imagenet1k")  # what clip-benchmark uses where a set has no prompts of its own

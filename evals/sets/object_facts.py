@@ -34,6 +34,7 @@ def told_objects(episode: Episode, frames: int, where: str) -> dict[str, Any]:
     sizes = [_array(one.get("size"), ()) for one in objects]
     if objects and None not in sizes:  # MOVi's, of which drawn ones have words
         numbers["size"] = [[[size] for size in sizes] for _ in range(frames)]
+    # A word that some objects lack is no word that a probe could be fitted to.
     words = {
         name: [str(one[name]) for one in objects]
         for name in _WORDS

@@ -47,6 +47,7 @@ class SourceSet(EvalSet):
 
     def __init__(self, place: str | tuple[str, ...], kind: FactKind, key: str):
         first = Path(place if isinstance(place, str) else place[0])
+        # A folder with tars and class folders is shards: clip-benchmark's layout has both.
         as_folder = isinstance(place, str) and first.is_dir() and not any(first.glob("*.tar"))
         config = FolderConfig(folder=str(place)) if as_folder else ShardsConfig(shards=place, image_keys=IMAGE_KEYS)
         self.source, self.kind, self.root = open_source(key, config, block=""), kind, first
@@ -97,11 +98,13 @@ class SourceSet(EvalSet):
         if self._folder:
             return sha256("folder", *(self.classes or ()), *self._names(), self._stat[0])
         shards = cast(Sequence[Shard], self.source.storages)
+        # An index holds every sample's place and size: two sets of equal offsets have equal members.
         return sha256("shards", self.kind, *(p for s in shards for p in (Path(s.url).name, s.index.offsets.tobytes())))
 
     def stamp(self) -> str:
         if self._folder:
             return sha256(self._stat[1])
+        # A link may be another file tomorrow, so what the server says of it is asked again.
         infos = [filesystem.info(path) for filesystem, path in (filesystem_of(s.url) for s in self.source.storages)]
         return sha256(*(f"{i['size']} {i.get('mtime', i.get('ETag', ''))}" for i in infos))
 
@@ -127,6 +130,7 @@ class WdsSet(SourceSet):
             number = int(read_text(counter, DataError, 4096))
         except ValueError:
             raise DataError(f"{counter}: must hold the number of shards, nothing else") from None
+        # Before as many names are made.
         if not 0 < number <= 1_000_000:
             raise DataError(f"{counter}: {number} shards cannot be; it counts the .tar files beside it")
         shards = [folder / split / f"{i}.tar" for i in range(number)]
@@ -154,6 +158,11 @@ def _label(fields: dict[str, bytes], where: str) -> int:
     text = fields.get("cls", b"").strip()
     if not text.isdigit():
         raise DataError(f"{where} has no label ({_WITH_LABEL})")
+    # Probes make an output for every class up to the highest label: an id in its place would take all memory.
+    if len(text.lstrip(b"0")) > 6:
+        raise DataError(
+            f"{where} has label {text[:40].decode()}; labels number classes from 0, and are below 1,000,000"
+        )
     return int(text)
 
 

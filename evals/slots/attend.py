@@ -72,6 +72,7 @@ def attend(encoder: Encoder, images: Sequence[Image.Image], captions: Sequence[s
     for begin in range(0, len(images), _AT_ONCE):
         some = slice(begin, begin + _AT_ONCE)
         image = show([encoder.transform(one) for one in images[some]])
+        # On the CPU in fp32: maps of a whole set are kept, and pictures need no more.
         maps, on_class = _maps(image.attention.float().cpu(), getattr(encoder, "prefix_tokens", 1))
         if read is None or captions is None:
             nothing = torch.zeros(*maps.shape[:2])
@@ -95,6 +96,7 @@ def attend(encoder: Encoder, images: Sequence[Image.Image], captions: Sequence[s
 def _maps(attention: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
     """(n, L, N) with or without the `prefix` tokens (class token, registers) first, to (n, L, g, g) and (n, L)."""
     n = attention.shape[-1]
+    # A read-out may look at patches alone: a square number of all tokens says so.
     patches = attention[..., prefix:] if math.isqrt(n - prefix) ** 2 == n - prefix else attention
     side = math.isqrt(patches.shape[-1])
     return patches.unflatten(-1, (side, side)), 1 - patches.sum(-1)
@@ -131,6 +133,7 @@ class Gallery(NamedTuple):
 def gallery(alignment: Tensor, count: int, seed: int = 0) -> Gallery:
     """From a slot's alignment (n,) with each image."""
     order = alignment.argsort(descending=True, stable=True).tolist()
+    # The middle of the order, not of the scores: half of the images are above it.
     count = min(count, len(order))
     middle = max(0, (len(order) - count) // 2)
     drawn = torch.randperm(len(order), generator=torch.Generator().manual_seed(seed))[:count].tolist()

@@ -21,6 +21,7 @@ def accuracies(margins: Margins) -> Tensor:
 
 def _comparable(margins: Margins, right: Tensor) -> Tensor:
     """Accuracies, of which equal ones are equal to the last bit, whatever kinds they were summed over."""
+    # Sums of thirds in another order differ in the last bit, and would turn a tie into a choice.
     return margins.accuracy(right).round(decimals=12)
 
 
@@ -55,6 +56,7 @@ def backward(margins: Margins) -> list[int]:
     """Starting with all, the unit that is missed least is taken away, again and again; the one taken first is the last of the order."""
     values = margins.values.transpose(1, 2).contiguous()
     total, gone = values.sum(-1) + margins.fixed, list[int]()
+    # Among units that are gone already none may be chosen again.
     while len(gone) < margins.units:
         scores = _comparable(margins, margins.right(total[..., None] - values))
         scores[gone] = -1
@@ -74,6 +76,7 @@ def cover(margins: Margins) -> list[int]:
     open_ = weight.clone()
     while left:
         gains = (open_ @ answers[:, left]).round(decimals=12)
+        # Everything that can be answered is; without the second test a set of hopeless questions would go round for ever.
         if float(gains.max()) <= 0 and not torch.equal(open_, weight):
             open_ = weight.clone()
             continue

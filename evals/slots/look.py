@@ -56,6 +56,7 @@ def quality_of(
     assert features is not None
     rows = features.in_memory()
     slots = units.images(rows)
+    # Over all images: what repeats in a few need not repeat in the set.
     alike = similarity(slots)
     sharp = _image_sharpness(units.encoder, source, workers)
     meaning, base = None, None
@@ -82,6 +83,7 @@ def quality_of(
 def _mean_cosine(embeddings: Tensor) -> float:
     e = torch.nn.functional.normalize(embeddings.double(), dim=-1)
     n = len(e)
+    # Of all pairs without those of an image and itself, whose cosine is one.
     return float((e.sum(0).square().sum() - n) / (n * (n - 1)))
 
 

@@ -66,6 +66,7 @@ class Margins(NamedTuple):
     def accuracy(self, right: Tensor) -> Tensor:
         """(…) fp64 of (n, …) bool: the mean over kinds of the share that is right, as the tasks compute it."""
         of = torch.bincount(self.kinds)
+        # By a product, not a loop over kinds: (n, …) may be a curve of every order at once.
         member = torch.zeros(len(of), len(self.kinds), dtype=torch.float64)
         member[self.kinds, torch.arange(len(self.kinds))] = 1
         counts = torch.tensordot(member[of > 0], right.double(), dims=1)
@@ -113,6 +114,7 @@ def class_margins(
         label = labels[first : first + len(block)]
         first += len(block)
         logits = unit_logits(block, weights)  # (U, b, C)
+        # The right answer is no candidate for a wrong one.
         total = logits.sum(0).scatter(1, label[:, None], -torch.inf)
         wrong = ranked(total, min(keep, total.shape[1] - 1))
         of = torch.arange(len(block))[:, None]

@@ -62,9 +62,7 @@ class PairsTaskConfig(SetTaskConfig):
 def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
     """Accuracy over the set's class names with its templates, or mean average precision of a multilabel set."""
     source = open_set(task, "label")
-    names, templates = source.classnames(), source.templates()
-    if task.classes not in (None, len(names)):
-        raise DataError(f"{source.root}: has {len(names)} class names, {task.classes} expected")
+    names, templates = _prompted(source, task)
     source.label_below = len(names)
     (images,) = scoring.features([source], task.workers)
     labels = labels_of(images, source)
@@ -80,6 +78,14 @@ def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
     if task.layout == "objectnet":
         options["border_crop"] = task.border_crop
     return described(scoring.ranks.first(score), images, source, options)
+
+
+def _prompted(source: EvalSet, task: ZeroshotTaskConfig) -> tuple[list[str], list[str]]:
+    """Class names and templates. Raises `DataError` where there are none, or another number of classes than the task says."""
+    names, templates = source.classnames(), source.templates()
+    if task.classes not in (None, len(names)):
+        raise DataError(f"{source.root}: has {len(names)} class names, {task.classes} expected")
+    return names, templates
 
 
 def run_retrieval(scoring: Scoring, task: RetrievalTaskConfig) -> Result:
@@ -126,7 +132,7 @@ def run_pairs(scoring: Scoring, task: PairsTaskConfig) -> Result:
 def _check_zeroshot(task: ZeroshotTaskConfig) -> None:
     source = open_set(task, "label")
     source.check()
-    source.classnames()
+    _prompted(source, task)
 
 
 ZEROSHOT = Task(ZeroshotTaskConfig, run_zeroshot, _check_zeroshot, needs=("texts",))

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from sparo_train.core.config import between, setting
 from sparo_train.core.errors import ConfigError, DataError
 
+from ..sets.base import EvalSet
 from ..sets.opening import open_labelled, open_set
 from ..sets.task_config import LabelledTaskConfig, SetTaskConfig
 from ..store.feature_table import Features
@@ -56,14 +57,7 @@ class KnnTaskConfig(LabelledTaskConfig):
 
 def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
     """clip-benchmark's linear probe on the encodings."""
-    parts = {"train": open_set(task, "label", task.train_split), "test": open_set(task, "label")}
-    if task.val_split is not None:
-        parts["val"] = open_set(task, "label", task.val_split)
-    own = {name: source.own_classnames() for name, source in parts.items()}
-    if other := [name for name in own if own[name] != own["test"]]:
-        raise DataError(
-            f"{task.root}: {other[0]} and test have other class folders, whose numbers mean other classes; make them alike"
-        )
+    parts = _parts(task)
     features = dict(zip(parts, scoring.features(list(parts.values()), task.workers), strict=True))
     labels = {name: labels_of(features[name], source) for name, source in parts.items()}
     classes = 1 + max(int(found.max()) for found in labels.values())
@@ -81,6 +75,24 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
     )
     held = task.val_split or task.val_proportion
     return described(found, features["test"], parts["test"], {"normalize": task.normalize, "held_out": held})
+
+
+def _parts(task: ProbeTaskConfig) -> dict[str, EvalSet]:
+    """What is learned from, what is scored, and what decides on the weight decay. Raises `DataError` where classes differ."""
+    parts = {"train": open_set(task, "label", task.train_split), "test": open_set(task, "label")}
+    if task.val_split is not None:
+        parts["val"] = open_set(task, "label", task.val_split)
+    own = {name: source.own_classnames() for name, source in parts.items()}
+    if other := [name for name in own if own[name] != own["test"]]:
+        raise DataError(
+            f"{task.root}: {other[0]} and test have other class folders, whose numbers mean other classes; make them alike"
+        )
+    return parts
+
+
+def _check_probe(task: ProbeTaskConfig) -> None:
+    for source in _parts(task).values():  # the training split, too: it would be missed at the first evaluation
+        source.check()
 
 
 def _labelled(features: Features, labels: torch.Tensor, normalize: bool) -> probe.Labelled:
@@ -116,5 +128,5 @@ def check_labelled(task: LabelledTaskConfig) -> None:
     open_labelled(task)
 
 
-PROBE = Task(ProbeTaskConfig, run_probe, lambda task: open_set(task, "label").check())
+PROBE = Task(ProbeTaskConfig, run_probe, _check_probe)
 KNN = Task(KnnTaskConfig, run_knn, check_labelled)

@@ -19,6 +19,7 @@ from evals.sets.wds import WdsSet
 from evals.suite import catalogue
 from evals.suite.image_text_tasks import PairsTaskConfig, RetrievalTaskConfig, ZeroshotTaskConfig
 from evals.suite.labelled_tasks import ProbeTaskConfig
+from evals.suite.suite import Suite
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.errors import ConfigError, DataError
 from tests.conftest import jpeg
@@ -212,23 +213,8 @@ def test_annotations_that_say_anything_else_are_refused_or_are_texts_of_files_be
         ({"scenes": [scene]}, "scenes/CLEVR_val_scenes.json", lambda: ClevrSet(tmp_path, "distance", "test")),
         ({"chair": "Chair"}, "on/folder_to_objectnet_label.json", lambda: ObjectNetSet(tmp_path / "on")),
     ]
-    others = [
-        None,
-        5,
-        -1,
-        1.5,
-        "x",
-        "",
-        [],
-        {},
-        [1],
-        True,
-        float("nan"),
-        "../val2017/a.jpg",
-        "/a.jpg",
-        "a\0b",
-        "\ud800",
-    ]
+    numbers, names = (5, -1, 1.5, True, float("nan")), ("x", "", "../val2017/a.jpg", "/a.jpg", "a\0b", "\ud800")
+    others = [None, [], {}, [1], *numbers, *names]
     (tmp_path / "scenes").mkdir()
     for tree, name, opener in openers:
         refused = 0
@@ -275,6 +261,27 @@ def test_a_limit_meets_all_of_a_set_and_is_another_set(tmp_path):
     few = Limited(whole, 6)
     assert [label for _, _, label in few] == [0, 0, 1, 1, 2, 2]
     assert few.identity() != whole.identity() and len(Limited(whole, 99)) == 30
+
+
+def test_what_a_task_will_need_is_missed_at_the_start(tmp_path):
+    rows = [("0", {"jpg": jpeg(0), "cls": b"0"}), ("1", {"jpg": jpeg(1), "cls": b"1"})]
+    write_wds_layout(tmp_path, rows, classnames=["a", "b"])
+    probe = ProbeTaskConfig(root=str(tmp_path))
+    for task, told in (
+        (probe, "train/nshards.txt: missing"),
+        (probe.model_copy(update={"train_split": "test", "val_split": "val"}), "val/nshards.txt: missing"),
+        (ZeroshotTaskConfig(root=str(tmp_path), classes=3), "has 2 class names, 3 expected"),
+    ):
+        with pytest.raises(DataError, match=told):
+            Suite({"t": task}).check()
+    Suite({"t": probe.model_copy(update={"train_split": "test"}), "z": ZeroshotTaskConfig(root=str(tmp_path))}).check()
+    write_wds_layout(
+        tmp_path, [("0", {"jpg": jpeg(0), "cls": b"00000000999999"}), ("1", {"jpg": jpeg(0), "cls": b"1" * 5000})]
+    )
+    read = WdsSet(tmp_path, "label")
+    assert read.read(0)[2] == 999_999
+    with pytest.raises(DataError, match="labels number classes from 0"):
+        read.read(1)
 
 
 def test_a_layout_that_has_other_facts_is_refused(tmp_path):
