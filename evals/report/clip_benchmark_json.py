@@ -43,6 +43,7 @@ def _parts(record: Record) -> list[tuple[str, dict[str, float]]]:
     if result.task == "zeroshot":
         if "mean_average_precision" in result.metrics:
             return [(name, dict(result.metrics))]
+        # clip-benchmark writes acc5 always, and NaN where there are fewer classes; its table asks for the column.
         return [(name, {"acc5": float("nan"), **result.metrics})]
     if result.task == "retrieval":
         return [(name, _retrieval(result))]

@@ -13,7 +13,7 @@ from ..tasks.result import DRAWS, LOWER_IS_BETTER, bootstrap, percentiles
 from .results_file import Record, predictions_of
 
 # Options without which two numbers of one name are not of one kind.
-_SAME = ("drawn", "numbers", "mask_size", "resampling", "background", "ignore")
+_SAME = ("drawn", "numbers", "mask_size", "resampling", "background", "ignore", "first_frame", "shown", "far")
 
 
 class Comparison(NamedTuple):
@@ -67,13 +67,16 @@ def compare(first: Record, second: Record) -> Comparison:
     names = np.unique(strata)
     rng, draws = np.random.default_rng(0), []
     means = []
+    # Kind by kind, so that a resampled mean over kinds has every kind at its own size.
     for name in names:
         here = change[strata == name]
+        # Three outcomes are all that a pair can have: counts of a multinomial are what resampling n of them would give.
         shares = np.asarray([(here == v).mean() for v in (-1, 0, 1)])
         counts = rng.multinomial(len(here), shares / shares.sum(), DRAWS)
         draws.append((counts[:, 2] - counts[:, 0]) / len(here))
         means.append(here.mean())
     worse, better = int((change < 0).sum()), int((change > 0).sum())
+    # Samples that both have right, or both wrong, say nothing of which is better.
     p = binomtest(better, better + worse).pvalue if better + worse else 1.0
     interval = percentiles(np.mean(draws, axis=0))
     return Comparison(
@@ -92,6 +95,8 @@ def _measured(first: Record, second: Record, a: dict[str, np.ndarray], b: dict[s
             )
     x, y = (found[first.result.headline].astype(np.float64) for found in (a, b))
     there = ~(np.isnan(x) | np.isnan(y))
+    if not there.any():
+        raise DataError(f"{first.task}: no sample has {first.result.headline} on both sides; compare another headline")
     change = (y - x)[there]
     draws = bootstrap(change[:, None], np.ones((len(change), 1)))[:, 0]
     gain = -change if first.result.headline in LOWER_IS_BETTER else change
@@ -113,6 +118,7 @@ def _retrieval(first: Record, second: Record, a: dict[str, np.ndarray], b: dict[
     names = (
         [headline.replace("mean", kind) for kind in ("text", "image")] if headline.startswith("mean") else [headline]
     )
+    # Rows are images; a mean of both directions has to be drawn over the same ones.
     at = [a["columns"].tolist().index(name) for name in names]
     sums, counts = (np.concatenate([a[key][:, at], b[key][:, at]], axis=1) for key in ("sums", "counts"))
     draws = bootstrap(sums, counts)

@@ -37,6 +37,7 @@ def over_seeds(table: Grid) -> Grid:
     own = [row for row in table.rows if not row.paper]
     for row in own:
         recipe, seed = recipe_of(row.name)
+        # Twice the same seed would make a range narrower than seeds are.
         if any(recipe_of(other.name)[1] == seed for other in groups.get(recipe, [])):
             raise ConfigError(
                 f"--seeds: {row.name} is of seed {seed}, as another of its recipe is; leave one of them away"
@@ -98,5 +99,6 @@ def _name(names: Sequence[str]) -> str:
     """What the names begin with, and how many they are."""
     first = names[0]
     shared = next(i for i in range(len(first) + 1) if i == len(first) or any(n[i : i + 1] != first[i] for n in names))
+    # Names of seeds share what stands before the number: emoji-seed0 and emoji-seed1 are emoji.
     stem = first[:shared].rstrip("0123456789").removesuffix("seed").removesuffix("-s").rstrip("-_/. ")
     return f"{stem or first} ({len(names)} seeds)" if len(names) > 1 else first

@@ -191,6 +191,7 @@ def latex(table: Grid, transpose: bool = False) -> str:
         spans = " & ".join(f"\\multicolumn{{{n}}}{{c}}{{{_escaped(group)}}}" for group, n in groups)
         top = [f" & {spans}", " & ".join(["", *(_escaped(c.label) for c in table.columns)])]
     body = [" & ".join([name, *row]) for name, row in zip(names, cells, strict=True)]
+    # Printed rows stand below a line of their own, so that nobody takes them for measured ones.
     ruled = next((i for i, row in enumerate(table.rows) if row.paper and not transpose), len(body))
     lines = [*(f"{line} \\\\" for line in top), "\\midrule", *(f"{line} \\\\" for line in body[:ruled])]
     if ruled < len(body):
@@ -259,4 +260,4 @@ def _text(cell: Cell | None) -> str:
 def _escaped(text: str) -> str:
     for sign in "\\&%$#_{}":
         text = text.replace(sign, "\\textbackslash " if sign == "\\" else "\\" + sign)
-    return text.replace("~", "\\textasciitilde ")
+    return text.replace("~", "\\textasciitilde ").replace("^", "\\textasciicircum ")

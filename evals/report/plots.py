@@ -19,20 +19,23 @@ from .results_file import Record
 def relative_change(first: Mapping[str, Record], second: Mapping[str, Record], path: Path) -> dict[str, float]:
     """Draw (second - first) / first of every shared task's headline, the largest gain on top; returns the fractions.
 
-    Where less is better the sign is turned, so that a bar to the right is a gain. PSNR is left out: of a logarithm there is no share.
+    Where less is better the sign is turned, so that a bar to the right is a gain. PSNR is left out: of a logarithm there is no share. So
+    are tasks that the two show by other metrics.
 
     Raises:
         DataError: no shared task.
     """
+    headlines = {task: record.result.headline for task, record in first.items()}
     shared = [
         task
-        for task in first
-        if task in second and first[task].result.value > 0 and first[task].result.headline != "psnr"
+        for task, headline in headlines.items()
+        if task in second and second[task].result.headline == headline and not headline.startswith("psnr")
     ]
+    shared = [task for task in shared if first[task].result.value > 0]
     if not shared:
-        raise DataError("the two checkpoints share no task with a score above zero")
+        raise DataError("the two checkpoints share no task whose score is above zero and a share of something")
     change = {task: second[task].result.value / first[task].result.value - 1 for task in shared}
-    change = {t: -v if first[t].result.headline in LOWER_IS_BETTER else v for t, v in change.items()}
+    change = {t: -v if headlines[t] in LOWER_IS_BETTER else v for t, v in change.items()}
     order = sorted(shared, key=lambda task: change[task])
     names = [next(iter(side.values())).checkpoint for side in (first, second)]
     figure, axis = plt.subplots(figsize=(6.4, 0.9 + 0.3 * len(order)), layout="constrained")

@@ -175,6 +175,7 @@ def no_results(place: Path) -> str:
 def _keep(folder: Path, result: Result) -> str:
     if not result.predictions:
         return ""
+    # Named by content: a checkpoint that is scored again with the same answers writes no second file.
     digest = hashlib.sha256("\n".join(result.keys).encode())
     for name, array in sorted(result.predictions.items()):
         digest.update(f"{name} {array.dtype} {array.shape}\n".encode() + np.ascontiguousarray(array).tobytes())

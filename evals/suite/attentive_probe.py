@@ -76,6 +76,7 @@ def run_attentive(scoring: Scoring, task: AttentiveTaskConfig) -> Result:
     assert isinstance(encoder, TokensEncoder)  # what offers `tokens`
     train_set, test_set = open_labelled(task)
     size, prefix = encoder.image_size, encoder.prefix_tokens
+    # By a black image: how many tokens there are depends on registers and patches that only the model knows.
     length, dim = encoder.tokens(torch.zeros(1, 3, size, size, dtype=torch.uint8)).shape[1:]
     view = View("tokens", lambda pixels: encoder.tokens(pixels).flatten(1))
     train, test = scoring.features([train_set, test_set], task.workers, encoder.resized(task.resize), view)

@@ -118,6 +118,7 @@ def run_pairs(scoring: Scoring, task: PairsTaskConfig) -> Result:
     owner = torch.tensor([i for i, row in enumerate(images.facts) for _ in row])
 
     def score() -> Result:
+        # All at once: texts that occur on both sides, or with several images, are encoded once.
         both = scoring.texts([p.caption for p in found] + [p.negative_caption for p in found])
         true, false = both.split(len(found))
         texts = [(p.caption, p.negative_caption) for p in found]

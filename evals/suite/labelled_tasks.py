@@ -115,6 +115,7 @@ def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
         raise ConfigError(f"k={list(task.k)}: {task.train} has {len(bank)} images; name a k that is not above that")
     queries, k = test.in_memory().to(encoder.device), max(ks)
     found = knn.nearest(queries, share.blocks(), k, first)
+    # Every rank has searched its own share of the bank; the best of each are the best of all.
     found = knn.merge(ranks.gather(knn.Nearest(*(t.cpu() for t in found))), k)
     labels, bank_labels = labels_of(test, test_set), labels_of(bank, bank_set)
     classes = 1 + int(torch.cat([bank_labels, labels]).max())

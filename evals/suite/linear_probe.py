@@ -79,6 +79,7 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
             at = torch.tensor(mine, dtype=torch.int64)
             yield bank.rows(at).to(encoder.device), known[1][at].to(encoder.device), len(numbers)
 
+    # The official script scales by the batch in the same way, so published rates can be typed as they are.
     lr, seed = task.lr * task.batch_size / 256, torch_seed(task.seed, "probe")
     # not by the process group: in training the others wait
     alone = {"summed": sum_over_ranks} if ranks.size > 1 else {}
@@ -137,6 +138,7 @@ class _Crops(EvalSet):
     def read(self, number: int) -> tuple[str, Image.Image, Fact]:
         key, image, fact = self.whole.read(number)
         rng = generator(self.names[0], "probe-augment", self.names[1], number)
+        # Of the image's own number, not of the order in which workers come to it.
         box = random_resized_crop_box(image.size, (0.08, 1.0), rng)
         pixels = resized_crop(image, box, self.size, Image.Resampling.BILINEAR)
         return key, Image.fromarray(pixels[:, ::-1] if rng.random() < 0.5 else pixels), fact

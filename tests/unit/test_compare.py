@@ -96,6 +96,16 @@ def test_scores_of_other_kinds_are_not_paired_nor_ranked(tmp_path):
     first, second = two(tmp_path / "log", drawn([0.1, 0.1]), drawn([0.3, 0.3]))
     with pytest.raises(DataError, match="share no task"):
         relative_change({"d": first}, {"d": second}, tmp_path / "c.png")
+    for headline in ("psnr_held_out", "other"):  # of views, and of two metrics
+        odd = second._replace(result=second.result._replace(headline=headline, metrics={headline: 0.5}))
+        other = odd if headline == "psnr_held_out" else first
+        with pytest.raises(DataError, match="share no task"):
+            relative_change({"d": other}, {"d": odd}, tmp_path / "c.png")
+    nothing = one._replace(predictions={"psnr": np.full(2, np.nan)})
+    with pytest.raises(DataError, match="no sample has psnr on both sides"):
+        compare(*two(tmp_path / "none", one, nothing))
+    with pytest.raises(DataError, match="shown=2 and b with shown=3"):
+        compare(*two(tmp_path / "views", *(drawn([0.1, 0.2])._replace(options={"shown": n}) for n in (2, 3))))
 
 
 def test_what_is_no_share_is_shown_in_its_own_unit(tmp_path):
