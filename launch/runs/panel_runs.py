@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +74,10 @@ def draw_panels(checkpoint: str, on: str | None, images: list[Path], number: int
 class TrainingPictures:
     """Panels at every evaluation: RUN/pictures/step-….png, and a run of its own in tensorboard. A failure is said, and ends them."""
 
-    def __init__(self, config: LogConfig, tasks: Mapping[str, TaskConfig], folder: Path, say: Callable[[str], None]):
-        self.config, self.folder, self.say = config, folder, say
-        drawn = [task for task in tasks.values() if task.task in ("masks", "video_masks", "view_masks")]
-        self.task = drawn[0] if drawn and config.pictures else None
+    task: TaskConfig | None
+
+    def __init__(self, config: LogConfig, task: TaskConfig, folder: Path, say: Callable[[str], None]):
+        self.config, self.task, self.folder, self.say = config, task, folder, say
 
     def draw(self, encoder: Encoder, step: int) -> None:
         """Where the encoder draws its slots, and there is a set of masks to draw from."""

@@ -45,6 +45,8 @@ from ..jobs.side import submit_side
 from ..views.progress import ProgressView
 from ..views.source_lines import source_lines
 
+_DRAWN = ("masks", "video_masks", "view_masks")  # tasks of whose data pictures are drawn
+
 
 def train(config: RunConfig) -> Outcome:
     """Train a recipe into its run folder, from where it stands, together with the other ranks where there are any."""
@@ -200,9 +202,10 @@ def _scores(step: int, results: Mapping[str, Result]) -> str:
 
 
 def _pictures(config: RunConfig, rundir: RunDir, say: Callable[[str], None]) -> Callable[[Encoder, int], None]:
-    """What is drawn at an evaluation: nothing, where no task has masks."""
-    if not any(task.task in ("masks", "video_masks") for task in config.eval.tasks.values()):
+    """What is drawn at an evaluation: the first task with masks, where there is one."""
+    drawn = [task for task in config.eval.tasks.values() if task.task in _DRAWN]
+    if not drawn or not config.log.pictures:
         return lambda encoder, step: None
     from .panel_runs import TrainingPictures  # knows slot models: only where one is scored
 
-    return TrainingPictures(config.log, config.eval.tasks, rundir.path, say).draw
+    return TrainingPictures(config.log, drawn[0], rundir.path, say).draw

@@ -60,6 +60,9 @@ def test_scenes_are_trained_on_resumed_scored_and_probed(scenes, tmp_path, write
     kill_behind(start_sparo("train", str(recipe)), folder, 5)
     done = sparo("train", str(recipe))
     assert done.returncode == 0 and "views psnr_held_out" in done.stderr and " dB" in done.stderr, done.stderr
+    assert "cannot be drawn" not in done.stderr
+    with Image.open(max((folder / "pictures").iterdir())) as sheet:  # of the first scene, at every evaluation
+        assert sheet.width > 5 * 64
     assert_bit_equal(folder, straight.folder)
     done = sparo("eval", str(folder), "--features", str(tmp_path / "store"), "--json", "v.json", cwd=tmp_path)
     results = {r["task"]: r for r in json.loads((tmp_path / "v.json").read_text())["results"].values()}
