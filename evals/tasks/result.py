@@ -80,6 +80,12 @@ def is_share(metric: str) -> bool:
     return metric not in _SHOWN
 
 
+def axis_of(metric: str) -> tuple[float, str]:
+    """What a score is multiplied by on a plot's axis, and what the axis counts."""
+    times, _, name = _SHOWN.get(metric, (100, 0, "per cent"))
+    return times, name.strip()
+
+
 def shown(metric: str, value: float, sign: str = "", unit: bool = False, digits: int = 1) -> str:
     """A score for people: per cent, or what this metric is counted in.
 

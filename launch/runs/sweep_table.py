@@ -14,6 +14,7 @@ from evals.encoders.loading import read_recipe
 from evals.report.over_seeds import recipe_of
 from evals.report.paper_tables import Cell, Column, Grid, Row
 from evals.report.results_file import Record, read_records
+from evals.tasks.result import axis_of
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.recipe.layers import is_sweep, load_recipe
 from sparo_train.train.build import build_objective
@@ -126,10 +127,11 @@ def draw(rows: Sequence[SweepRow], task: str, path: Path) -> None:
             lines.setdefault(stem if number.isdecimal() else row.name, []).append(row)
     if not lines:
         raise ConfigError(f"--task {task}: no row has it")
+    times, unit = axis_of(next(cell.metric for row in rows if (cell := row.cell(task)) is not None))
     figure, axis = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
     for name, members in lines.items():
         members.sort(key=lambda row: row.parameters)
-        values = [[100 * record.result.value for record in row.results[task]] for row in members]
+        values = [[times * record.result.value for record in row.results[task]] for row in members]
         middle = [statistics.median(v) for v in values]
         spread = [[m - min(v), max(v) - m] for m, v in zip(middle, values, strict=True)]
         x = [row.parameters / 1e6 for row in members]
@@ -143,7 +145,7 @@ def draw(rows: Sequence[SweepRow], task: str, path: Path) -> None:
             axis.annotate(said, at, textcoords="offset points", xytext=(4, 3), fontsize=7)
     axis.margins(x=0.12)
     axis.set_xlabel("trained parameters, millions")
-    axis.set_ylabel(f"{task}, per cent: median and range over seeds")
+    axis.set_ylabel(f"{task}, {unit}: median and range over seeds")
     if axis.get_legend_handles_labels()[1]:
         axis.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -60,7 +60,7 @@ def _scored(config, value):
     append(config.folder / "evals", str(config.folder), "zero", result, {}, predictions=False)
 
 
-def test_rows_have_the_median_and_range_of_their_seeds(place):
+def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
     with pytest.raises(DataError, match="grid: none of its runs is here and scored"):
         sweep_grid("grid", sweep_rows(place / "grid.yaml"))
     _, runs = expand(place / "grid.yaml", [], 3)
@@ -81,6 +81,13 @@ def test_rows_have_the_median_and_range_of_their_seeds(place):
     assert "3" in grid.rows[0].name and grid.spans == "median, and range over seeds"
     draw(rows, "zero", place / "figures/zero.png")
     assert Image.open(place / "figures/zero.png").size[0] > 600
+    kept = []
+    monkeypatch.setattr("matplotlib.pyplot.close", kept.append)
+    decibels = Result("reconstruction", 9, "psnr", {"psnr": 21.5}, 0.0)
+    record = rows[0].results["zero"][0]._replace(task="drawn", result=decibels)
+    draw([rows[0]._replace(runs=1, results={"drawn": [record]})], "drawn", place / "figures/drawn.png")
+    (axis,) = kept.pop().axes
+    assert axis.get_ylabel().startswith("drawn, dB:") and axis.lines[0].get_ydata()[0] == 21.5
     with pytest.raises(ConfigError, match="--task other: no row has it"):
         draw(rows, "other", place / "x.png")
     with pytest.raises(ConfigError, match=r"recipe.yaml: names no runs; `sparo eval table RUNS --seeds`"):
