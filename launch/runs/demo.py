@@ -42,6 +42,7 @@ def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
     for name, config in configs.items():
         console.rule(f"training {name}")
         exit_if_stopped(train(config))
+    # What captions tell without an image: a model has to be above this.
     results: dict[str, dict[str, Result]] = {"text only": {"pairs": blind(data)}}
     encoders = {name: load_encoder(config.folder) for name, config in configs.items()}
     records = {name: {r.task: r for r in read_records([config.folder])} for name, config in configs.items()}

@@ -83,6 +83,7 @@ def examples() -> dict[Owned, str]:
     for shipped in shipped_recipes():
         tree = load_recipe(shipped.path)
         for key in keys_of(RunConfig, tree):
+            # A key that no recipe gives has its default for an example.
             value = _held(tree, key.dotted.split("."))
             if value is not None and not isinstance(value, Mapping):
                 found.setdefault((key.owner, key.name), f"{key.dotted}={value_text(value)}")

@@ -40,6 +40,7 @@ def table_five(
     rows: list[MaskRow] = []
     for per in ("unit", "number"):
         for checkpoint, label in zip(checkpoints, titles(checkpoints), strict=True):
+            # Both kinds of checkpoints stand in one table: where there are no slots, equal parts are in their place.
             either = replace(options, units=EITHER, parts=parts)
             rows.append(_mask(checkpoint, label, on, report_on, per, trainings, False, either)[0])
     rows = [_averaged(row) for row in rows]

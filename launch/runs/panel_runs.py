@@ -147,5 +147,6 @@ def _samples(task: TaskConfig, number: int) -> list[Panel]:
     source = open_images(task)
     count = min(number, len(source))
     rows = [source.read(i * len(source) // count) for i in range(count)]
+    # Of masks with classes the objects are the first plane.
     masks = [(fact if fact.ndim == 2 else fact[0]) if source.kind == "masks" else None for *_, fact in rows]
     return [Panel(image, mask) for (_, image, _), mask in zip(rows, masks, strict=True)]

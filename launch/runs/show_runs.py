@@ -54,6 +54,7 @@ def show_slots(checkpoint: str, wanted: Wanted, options: SlotOptions, folder: Pa
         raise ConfigError(
             "sparo slots show: name a task of the run (--on, as in --on retrieval), or images of your own (--image FILE --caption TEXT)"
         )
+    # Before the checkpoint is loaded: a file that is missing is told at once.
     own = [Shown(str(path), decoded(read_bytes(path, ConfigError), path), caption) for path, caption in _own(wanted)]
     bench = Bench(checkpoint, options)
     names: dict[int, str] = {}
@@ -70,6 +71,7 @@ def show_slots(checkpoint: str, wanted: Wanted, options: SlotOptions, folder: Pa
                 f"--slots {wrong[0]}: {bench.encoder.label} has {bench.encoder.slots} slots, numbered from 0"
             )
         chosen = list(wanted.slots)
+    # Before hundreds of images are looked at.
     refuse_unwritable(folder, "--out")
     found = own + (_of_task(bench, wanted) if wanted.on is not None else [])
     attended = _attended(bench, found)

@@ -53,6 +53,7 @@ def score_units(
         raise ConfigError(f"--sort {sort.removesuffix(' alone')}: is none of the tasks shown ({', '.join(found)})")
     numbers = list(range(bench.units.number))
     if sort is not None:
+        # Of equal scores the lower number first, as everywhere units are ordered.
         numbers.sort(key=lambda n: (-columns[sort][n], n))
     title = f"{checkpoint}: {bench.units.number} {bench.units.kind}, per cent"
     slot_tables.show(slot_tables.units_table(title, columns, numbers, {}))
@@ -113,6 +114,7 @@ def select_units(checkpoint: str, asked: Asked, how: How, options: SlotOptions) 
     if asked.slots is not None:
         chosen = _by_hand(bench, asked.slots, chosen, how)
     shown = list(tasks) if asked.report else list(found)
+    # What was asked for, or all that there is, the task of the choice among it.
     reports = [report(each, found[each], chosen, how) for each in shown]
     write_selection(asked.out, chosen)
     made = f"chosen on {chosen.made_on.task} (n = {chosen.made_on.n})" if chosen.made_on.data else "by hand"

@@ -135,6 +135,7 @@ def titles(labels: Iterable[str]) -> list[str]:
     """Names of checkpoints for the heads of columns: the folder's, where these differ."""
     whole = list(labels)
     short = [Path(label).name for label in whole]
+    # Two runs of one name in two folders need their folders to be told apart.
     return short if len(set(short)) == len(short) else whole
 
 

@@ -33,6 +33,7 @@ class SweepRow(NamedTuple):
 
     def cell(self, task: str) -> Cell | None:
         """Median and range over the runs; None where one of them has none."""
+        # A median over other seeds than the row's others have would be compared with them.
         found = [record.result for record in self.results.get(task, [])]
         if not found or len(found) < self.runs:
             return None
@@ -59,6 +60,7 @@ def sweep_rows(sweep: Path, out: Path | None = None) -> list[SweepRow]:
     for config in configs:
         place = out or Path(config.out)
         folders = [place / config.name, *sorted(place.glob(f"{config.name}-seed[0-9]*"))]
+        # Sizes alone: a grid has models of half a billion parameters.
         folders = [folder for folder in folders if (folder / "config.yaml").is_file()]
         with torch.device("meta"):
             parameters = sum(p.numel() for p in build_objective(config).parameters() if p.requires_grad)
