@@ -1,4 +1,5 @@
-"""Weights that are no numbers: whatever a model gives for evaluation shows them, or does not depend on them. Nothing is scored as if it were sound."""
+"""Weights that are no numbers: whatever a model gives for evaluation shows them, or does not depend on them. Nothing is scored as if it were sound;
+nor are weights of other forms or of pixels that nobody told."""
 
 import pytest
 import torch
@@ -12,7 +13,12 @@ from object_centric.tasks import scene_encoder, slot_encoder, video_encoder
 from object_centric.video.video_autoencoder import VideoAutoencoder, VideoAutoencoderConfig
 from object_centric.video.video_slate import VideoSlate, VideoSlateConfig
 from sparo_train.core.config import resolve
+from sparo_train.core.errors import CheckpointError
 from sparo_train.data.clips.cameras import looking
+from sparo_train.models.vit_config import VitConfig
+from sparo_train.models.weight_files.describe import CONFIG_KEY
+from sparo_train.models.weight_files.dino_files import read_dino
+from sparo_train.models.weight_files.weights import load_into
 
 SCORED = ("to_q", "to_k", "norm_slots", "norm_tokens")  # of which nothing but an attention's scores is made
 CONV = {"channels": [8, 8], "strides": [2, 1], "kernel": 3}
@@ -131,3 +137,19 @@ def refuse_silence(encoder, looked_at):
     # torch's fused attention on a CPU takes scores that are NaN for masked ones: such weights are refused when they are
     # loaded (tests/parity/test_averaging.py).
     assert all(any(part in name for part in SCORED) for name in silent), silent
+
+
+def test_a_matrix_of_the_other_way_round_is_not_taken_for_this_one():
+    model = torch.nn.Linear(3, 2)
+    load_into(model, {"weight": torch.zeros(1, 2, 3), "bias": torch.zeros(2, 1)}, "x.pt")  # a one more is nothing
+    with pytest.raises(CheckpointError, match=r"x.pt: .*weight: \(3, 2\) in the file, \(2, 3\) in the model"):
+        load_into(model, {"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}, "x.pt")
+
+
+@pytest.mark.parametrize("told", [{"mean": [0.5, 0.5]}, {"std": [0.1, 0.0, 0.1]}, {"mean": None}])
+def test_a_backbone_that_says_no_mean_and_std_is_refused(told):
+    raw = {"teacher": {"cls_token": torch.zeros(1, 1, 8)}}
+    described = {"model": VitConfig().model_dump(), "mean": [0.5] * 3, "std": [0.1] * 3}
+    assert read_dino({**raw, CONFIG_KEY: described}, "b.pth").normalisation == ((0.5,) * 3, (0.1,) * 3)
+    with pytest.raises(CheckpointError, match=r"b\.pth: sparo_config says no mean and std"):
+        read_dino({**raw, CONFIG_KEY: {**described, **told}}, "b.pth")

@@ -40,16 +40,15 @@ def read_config(path: str | Path) -> Described | None:
         ConfigError: its description is none of ours.
     """
     path = Path(path)
-    if (beside := path.parent / "open_clip_config.json").is_file():
-        return read_export(beside)
     found = None if path.suffix == ".safetensors" else read_raw(path)
     if not isinstance(found, Mapping) or CONFIG_KEY not in found:
-        return None
+        beside = path.parent / "open_clip_config.json"
+        return read_export(beside) if beside.is_file() else None
     told, origin = found[CONFIG_KEY], f"{path}: {CONFIG_KEY}"
     if not isinstance(told, dict) or "model" not in told:  # as it was written before it had mean and std
         return Described(resolve(ClipConfig, told, origin))
     try:
-        pixels = _of_channels(told["mean"]), _of_channels(told["std"], above=0)
+        pixels = of_channels(told["mean"]), of_channels(told["std"], above=0)
     except (KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"{origin}: says no mean and std of three colours ({error!r})") from None
     return Described(resolve(ClipConfig, told["model"], origin), *pixels)
@@ -74,8 +73,8 @@ def read_export(path: Path) -> Described:
         odd = {k: v for k, v in preprocess.items() if k in _SHOWN and v not in (None, _SHOWN[k])}
         found = Described(
             from_model_cfg(cfg, str(path)),
-            _of_channels(preprocess.get("mean") or OPENAI_MEAN),
-            _of_channels(preprocess.get("std") or OPENAI_STD, above=0),
+            of_channels(preprocess.get("mean") or OPENAI_MEAN),
+            of_channels(preprocess.get("std") or OPENAI_STD, above=0),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not an open_clip config ({error!r})") from None
@@ -87,7 +86,7 @@ def read_export(path: Path) -> Described:
     return found
 
 
-def _of_channels(given: Any, above: float = -math.inf) -> tuple[float, ...]:
+def of_channels(given: Any, above: float = -math.inf) -> tuple[float, ...]:
     """Three numbers; one alone is that of all, as open_clip has it. Raises `ValueError` or `TypeError`."""
     numbers = tuple(map(float, given if isinstance(given, list | tuple) else [given] * 3))
     if len(numbers) != 3 or not all(above < number < math.inf for number in numbers):

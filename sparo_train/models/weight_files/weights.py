@@ -109,7 +109,7 @@ def load_into(model: nn.Module, state: Mapping[str, Tensor], origin: str) -> Non
     problems += [
         f"{n}: {tuple(state[n].shape)} in the file, {tuple(own[n].shape)} in the model"
         for n in own
-        if n in state and state[n].numel() != own[n].numel()
+        if n in state and _sizes(state[n]) != _sizes(own[n])
     ]
     if problems:
         more = f" and {len(problems) - 6} more" if len(problems) > 6 else ""
@@ -137,6 +137,11 @@ def refuse_non_finite(weights: Mapping[str, Tensor], origin: str, error: type[Sp
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         raise error(f"{origin}: {lost[0]}{more}: numbers that are not finite; take a checkpoint from before")
+
+
+def _sizes(tensor: Tensor) -> list[int]:
+    """Without those of one: a scale is saved as a number or as a row of one, and a transposed matrix is another matrix."""
+    return [size for size in tensor.shape if size != 1]
 
 
 def _strip(name: str) -> str:
