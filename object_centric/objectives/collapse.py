@@ -44,6 +44,7 @@ def sharing(masks: Tensor) -> dict[str, Tensor]:
     """Shares of pixels (b, K, s, s), which sum to one over slots, to `slots_used`, `mask_sharpness` and `mask_fixity`."""
     shares = masks.detach().float()
     slots = shares.shape[1]
+    # Of equal shares the first slot draws: all-alike masks count as one slot, not as none.
     drawn = shares.argmax(1, keepdim=True) == torch.arange(slots, device=shares.device)[:, None, None]
     # A pixel that one slot has counts as sharp, whatever the number of slots.
     entropy = -(shares.clamp(min=1e-12).log() * shares).sum(1).mean() / math.log(max(slots, 2))
@@ -63,6 +64,7 @@ def fixity(labels: Tensor) -> Tensor:
     Objects are elsewhere in every image; a grid and Voronoi cells, which slots fall into when they go by position alone, are not.
     Zero of a single image.
     """
+    # Borders, not slots: which slot draws a place is another one in every image.
     right, down = labels[:, :, 1:] != labels[:, :, :-1], labels[:, 1:] != labels[:, :-1]
     borders = torch.cat([right.flatten(1), down.flatten(1)], dim=1).float()
     count, often = len(borders), borders.mean()

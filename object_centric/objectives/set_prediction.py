@@ -99,6 +99,7 @@ class SetPrediction(Objective):
         """Means over objects that are there: of the distance, and of whether all attributes are right."""
         there = true[..., -1] > 0.5
         count = there.sum().clamp(min=1)
+        # Positions are in 0..1 of twice the reach.
         far = (found[..., :3] - true[..., :3]).norm(dim=-1) * (2 * REACH)
         right = there.clone()
         for columns in attribute_columns().values():
@@ -106,6 +107,7 @@ class SetPrediction(Objective):
         return {"position_error": (far * there).sum() / count, "attributes_right": right.sum() / count}
 
     def shard_units(self) -> Sequence[nn.Module]:
+        # Units of their own where they are large; the perceptron is one with the root.
         return [self.model.tower.encoder, self.model.tower.grouping, self.model.head]
 
     def footprint(self, batch: int, world_batch: int) -> Footprint:
@@ -120,6 +122,7 @@ def cheapest_pairs(cost: Tensor) -> Tensor:
 
     Costs that are no numbers match somehow: the loss is none either, and the loop leaves such a step out.
     """
+    # Kuhn's algorithm does not end on NaN.
     held = np.nan_to_num(cost.float().cpu().numpy(), nan=1e9, posinf=1e9)
     return torch.from_numpy(np.stack([np.stack(linear_sum_assignment(one)) for one in held])).to(cost.device)
 
@@ -143,6 +146,7 @@ class SetExamples(Examples):
         rows = object_rows(fields["json"])
         if len(rows) > self.slots:
             raise BadSampleError(f"{len(rows)} objects, and objective.model.grouping.slots={self.slots}")
+        # What is not there is a row of zeros, which a slot has to predict, too.
         padded = np.zeros((self.slots, WIDTH), np.float32)
         padded[: len(rows)] = rows
         return *self.images.prepare(fields, source, rng, on_stage), padded

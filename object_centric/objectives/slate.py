@@ -57,6 +57,7 @@ class Slate(Objective):
 
     def temperature(self, progress: Progress) -> float:
         """Of this step's relaxed draws."""
+        # Kept for the alarm, which is asked at log steps, without a step of its own.
         self._done = progress.step / max(progress.total_steps, 1)
         d = self.config.model.dvae
         return cosine(d.tau_start, d.tau_end, progress.step, d.tau_steps)
@@ -78,6 +79,7 @@ class Slate(Objective):
 
     def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of a model of another method: a tower to go on with, whatever drew or said its slots."""
+        # Names are the same in all slot models; those that this one lacks are told by who loads.
         return {f"model.{name}": value for name, value in weights.items()}
 
     def alarm(self, facts: Mapping[str, float]) -> str | None:

@@ -116,6 +116,7 @@ class SlateModel(nn.Module):
         """Slots (b, K, D) to images (b, 3, S, S), the most probable token after the other; NaN where no token is."""
         side, unknown = math.isqrt(self.config.tokens), slots.new_zeros(len(slots), dtype=torch.bool)
         projected, past = self.project(slots), None
+        # One token at a time with the past's keys kept: what is said next depends on what was said.
         following, found = self.begin.expand(len(slots), 1, -1), []
         for place in range(self.config.tokens):
             said, past = self.decoder.following(following + self.places[place], projected, past)
@@ -130,6 +131,7 @@ class SlateModel(nn.Module):
     def _embedded(self, tokens: Tensor) -> Tensor:
         """Tokens (b, N) behind one that begins, with their places: (b, 1 + N, width)."""
         begin = self.begin.expand(len(tokens), 1, -1)
+        # Behind the places: a dropped place would be a token without one.
         placed = torch.cat([begin, self.embed(tokens)], dim=1) + self.places
         return F.dropout(placed, self.config.decoder.dropout, self.training)
 

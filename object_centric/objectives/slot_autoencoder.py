@@ -75,6 +75,7 @@ class SlotAutoencoder(Objective):
         m = self.config.model
         side, slots = m.encoder.side(m.image_size), m.grouping.slots
         drawn = m.decoder.side(m.drawn_side) ** 2
+        # A convolution's width times what upsampling multiplies its area by; a perceptron's widths are written once per pixel.
         wide = m.decoder.channels * 4 ** (m.decoder.ups + 1) if m.decoder.kind == "cnn" else sum(m.decoder.hidden)
         written = m.encoder.cost(m.image_size) + slots * drawn * wide
         return Footprint({"image": side**2}, [], m.grouping.slots * m.grouping.width, 0, written)

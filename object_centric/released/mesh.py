@@ -24,6 +24,7 @@ class MeshFile(Frozen):
 def from_mesh(text: str) -> SlotEncoder:
     """`mesh:FILE?slots=6&…`."""
     t, options, unsaid = opened("mesh", text, MeshFile)
+    # Saved by Lightning, and by some from a compiled model.
     t = Tensors(
         {name.removeprefix("net.").removeprefix("_orig_mod."): value for name, value in t.held.items()}, t.label
     )
@@ -31,6 +32,7 @@ def from_mesh(text: str) -> SlotEncoder:
     channels = [t[f"encoder.{i}.weight"].shape[0] for i in (0, 2, 4, 6)]
     features = t["encoder.13.weight"].shape[0]
     if not options.entropy_steps:
+        # SA-Sinkhorn has the scalar too, and never reads it.
         t.drop("slot_attention.lr")
     learned = "slot_attention.lr" in t
     if learned or not options.entropy_steps:
@@ -42,6 +44,7 @@ def from_mesh(text: str) -> SlotEncoder:
         "learn_rate": learned,
         "hidden": hidden,
     }
+    # A rate that is given for no step would be refused as meaning nothing.
     if not options.entropy_steps:
         transport = {"steps": options.sinkhorn_steps, "entropy_steps": 0, "hidden": hidden}
     last = t["decoder.8.weight"]

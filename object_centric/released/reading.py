@@ -64,6 +64,7 @@ def opened(scheme: str, text: str, options: type[Options]) -> tuple[Tensors, Opt
     given = {key: parse_yaml(value, f"{label}?{key}") for key, value in parse_qsl(query, keep_blank_values=True)}
     found = resolve(options, given, f"{label}?{query}")
     raw = read_raw(Path(file), plain_namespaces=True)
+    # Trainers put their state beside the model's: which key is theirs differs.
     for key in ("state_dict", "model"):
         if isinstance(raw, Mapping) and isinstance(raw.get(key), Mapping):
             raw = raw[key]
@@ -159,6 +160,7 @@ def vit(t: Tensors, prefix: str, heads: int | None, final_norm: bool, shrink: fl
     registers = t[f"{prefix}.reg_token"].shape[1] if f"{prefix}.reg_token" in t else 0
     width, _, patch, _ = t[f"{prefix}.patch_embed.proj.weight"].shape
     places = t[f"{prefix}.pos_embed"].shape[1]
+    # A table without the class token's place is itself a square.
     alone = math.isqrt(places) ** 2 == places
     block = {
         "kind": "vit",

@@ -58,6 +58,7 @@ def from_slate(text: str) -> SlateEncoder:
 
 
 def _renamed(t: Tensors, blocks: int) -> None:
+    # Numbers are places in their sequences; pixel shuffles, which hold nothing, are left out.
     for part, layers in (("encoder", range(7)), ("decoder", (0, 1, 2, 3, 4, 6, 7, 8, 9))):
         for number in layers:
             theirs = f"dvae.{part}.{number}"
@@ -65,6 +66,7 @@ def _renamed(t: Tensors, blocks: int) -> None:
             t.take(f"{theirs}.weight", f"{theirs}.norm.weight")
             t.take(f"{theirs}.bias", f"{theirs}.norm.bias")
     t.take("dvae", "dvae")
+    # Their dictionary has the beginning of a sequence as its first word.
     table = t["dictionary.dictionary.weight"]
     t.give("begin", table[0].clone())
     t.give("embed.weight", table[1:].clone(), "dictionary")

@@ -30,12 +30,14 @@ class SpotFile(Frozen):
 def from_spot(text: str) -> GroupingEncoder:
     """`spot:FILE?final_norm=true&…`. The decoder is left out: masks are slots' attention to patches (its `_slots` scores)."""
     t, options, unsaid = opened("spot", text, SpotFile)
+    # The second encoder taught the first, and the decoders draw features: neither makes masks here.
     t.drop("second_encoder", "input_proj", "bos_tokens", "slot_proj", "dec", "tf_dec", "mask_token", "pos_embed")
     patch = t["encoder.patch_embed.proj.weight"].shape[-1]
     if options.image_size % patch:
         raise ConfigError(
             f"{t.label}?image_size={options.image_size}: patches are {patch} pixels a side; give a multiple"
         )
+    # DINOv2's checkpoints have a mask token; DINO's and MAE's, as SPOT saves them, do not.
     if "encoder.mask_token" in t:
         as_timm_has_dinov2(t, "encoder", options.image_size // patch)
     encoder = vit(t, "encoder", options.heads, options.final_norm)

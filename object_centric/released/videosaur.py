@@ -65,6 +65,7 @@ def from_videosaur(text: str) -> GroupingEncoder | TimedGroupingEncoder:
         "preset": "videosaur",
         "slots": options.slots,
         "width": width,
+        # A later frame begins from a prediction, and takes fewer rounds than the first.
         "iterations": options.later if predictor else options.iterations,
         "mlp_width": mlp,
         "gru": "torch" if gated else "none",
@@ -84,6 +85,7 @@ def from_videosaur(text: str) -> GroupingEncoder | TimedGroupingEncoder:
     else:
         tree |= {"predictor": predictor, "first_turns": options.iterations}
         alone = TowerAlone(resolve(TimedTowerConfig, tree, t.label))
+        # In a model of videos one round over slots is a part of the step from frame to frame.
         moved = {name.replace("grouping.", "grouping.step.corrector."): value for name, value in t.ours.items()}
         t.ours = {name.replace("predictor.", "grouping.step.predictor."): value for name, value in moved.items()}
         t.into(alone.tower)

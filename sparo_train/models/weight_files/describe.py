@@ -134,6 +134,7 @@ def infer_config(state: Mapping[str, Tensor], image_size: int | None = None) -> 
         raise CheckpointError(
             f"weights: shapes do not tell the number of heads at widths {width} and {text_width}; name the model (--model)"
         )
+    # The class token has a place of its own before the square of patches.
     grid = round((len(position) - 1) ** 0.5)
     layers = {
         tower: 1 + max(int(n.split(".")[3]) for n in state if n.startswith(f"{tower}.transformer.resblocks."))

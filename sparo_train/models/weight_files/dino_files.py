@@ -50,6 +50,7 @@ def read_dino(raw: Mapping[str, Any], origin: str, key: str = "teacher") -> Dino
         CheckpointError: no backbone in it.
         ConfigError: its description of the model is none of ours.
     """
+    # The teacher is what DINO evaluates and releases.
     state = raw.get(key, raw)
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{origin}: {key!r} is no state dict")
@@ -139,6 +140,7 @@ def write_dino(
         CONFIG_KEY: dict(description),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed when it is whole: a kill leaves no half of a file under this name.
     partial = path.with_name(f".{path.name}.partial")
     torch.save(content, partial)
     partial.replace(path)

@@ -78,6 +78,7 @@ def _state_dict(found: Any, path: str | Path) -> Mapping[str, Tensor]:
 def to_ours(state: Mapping[str, Tensor]) -> Weights:
     """Rename any known layout to ours; unknown names stay, so that loading can report them."""
     out = {_strip(name): value for name, value in state.items()}
+    # sparo-clip's and OpenAI's text towers stand without a prefix beside `visual`.
     if not any(name.startswith("text.") for name in out):
         out = {_from_flat_text(name): value for name, value in out.items()}
     for tower in ("visual", "text"):
@@ -85,6 +86,7 @@ def to_ours(state: Mapping[str, Tensor]) -> Weights:
         if all(v in out and k in out and torch.equal(out[v], out[k]) for v, k in pairs):  # tied, and saved twice
             for v, _ in pairs:
                 del out[v]
+    # A buffer of old open_clip files that follows from the context length.
     for name in ("text.attn_mask", "attn_mask"):
         out.pop(name, None)
     return out
@@ -121,6 +123,7 @@ def weights_sha256(tensors: Mapping[str, Tensor], keep: Callable[[str], bool] = 
     """Hex SHA-256 over names, dtypes, shapes and values."""
     digest = hashlib.sha256()
     for name in filter(keep, sorted(tensors)):
+        # Bytes as they lie: 0.0 and -0.0 are two weights, and a hash of values would say one.
         t = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode())
         digest.update(t.reshape(-1).view(torch.uint8).numpy().data)

@@ -47,6 +47,7 @@ def read_zero_folder(path: Path) -> Weights:
         return ZeroStageEnum[name]
 
     known = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, (stage, "builtins.getattr")]
+    # A folder of one step was given, or the one that holds all steps and says which is the last.
     tagged = any(path.glob("*_optim_states.pt"))
     folder, tag = (path.parent, path.name) if tagged else (path, None)
     try:
@@ -69,6 +70,7 @@ def read_zero_folder(path: Path) -> Weights:
         raise CheckpointError(
             f"{path}: not a whole DeepSpeed checkpoint ({error}); every rank's files have to be there, whatever the number of ranks now"
         ) from None
+    # Views of the ranks' flat buffers otherwise, which would keep all of them alive.
     return to_ours({name: tensor.clone() for name, tensor in found.items()})
 
 
