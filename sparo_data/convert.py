@@ -133,9 +133,14 @@ def convert_csv(
             stream.seek(0)
             reader = csv.DictReader(stream, delimiter=delimiter)
             columns = _columns(table, reader.fieldnames or (), wanted)
-            for number, row in enumerate(reader):
-                if _within(number, per_shard, part):
-                    yield number, _in_row(table, reader.line_num, row, *columns)
+            try:
+                for number, row in enumerate(reader):
+                    if _within(number, per_shard, part):
+                        yield number, _in_row(table, reader.line_num, row, *columns)
+            except (
+                csv.Error
+            ) as error:  # most often a quote that is never closed, which takes all that follows for one caption
+                raise DataError(f"{table}, line {reader.line_num}: {error}; is a quote open before it?") from None
 
     facts: dict[str, object] = {"source": str(table), "columns": f"{image_column}, {caption_column}"}
     try:

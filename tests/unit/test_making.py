@@ -278,6 +278,7 @@ def test_tables_become_shards_whatever_separates_their_columns(tmp_path, separat
         (b"filepath,title\n,words\n", r"t\.csv, line 2: no image or no caption"),
         (b"filepath,title\na.jpg,   \n", r"t\.csv, line 2: no image or no caption"),
         (b"filepath,title\na.jpg,caf\xe9\n", r"t\.csv: not UTF-8 .*iconv"),
+        (b'filepath,title\na.jpg,"never closed\n' + b"b.jpg,words\n" * 20_000, r"t\.csv, line \d+: .*is a quote open"),
     ],
 )
 def test_what_is_wrong_with_a_table_is_said(tmp_path, content, message):
