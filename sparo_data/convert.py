@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from sparo_train.core.errors import BadSampleError, DataError, did_you_mean
+from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.files import write_whole
 from sparo_train.core.untrusted import read_json
 from sparo_train.data.examples.samples import decode_image
 from sparo_train.data.read.folder import IMAGE_SUFFIXES
 
+from .caption_tables import table_rows
 from .writer import Fields, write_shards, write_wds_layout
 
 Part = tuple[int, int]  # which, of how many
-IMAGE_COLUMNS = ("filepath", "image", "image_path", "img", "file_name", "filename", "file", "path")
-CAPTION_COLUMNS = ("title", "caption", "text", "txt", "sentence")
 
 
 class Captioned(NamedTuple):
@@ -111,8 +109,7 @@ def convert_csv(
     """A table with image paths (relative to it) and captions.
 
     Args:
-        image_column, caption_column: None: the first of `IMAGE_COLUMNS` and `CAPTION_COLUMNS` that the table has.
-        separator: between columns; None: the one of tab, comma, semicolon that makes the image column a column.
+        image_column, caption_column, separator: as of `table_rows`.
         part, test: as for `convert_folder`; the test set is one of retrieval, an image's captions together.
 
     Raises:
@@ -121,26 +118,11 @@ def convert_csv(
     """
     if not table.is_file():
         raise DataError(f"{table}: no such file")
-    wanted = (
-        (image_column,) if image_column else IMAGE_COLUMNS,
-        (caption_column,) if caption_column else CAPTION_COLUMNS,
-    )
 
     def samples() -> Iterator[tuple[int, Captioned]]:
-        with table.open(newline="", encoding="utf-8-sig") as stream:
-            # A comma within a caption must not decide what separates columns.
-            delimiter = separator or _separator(stream.readline(), wanted[0])
-            stream.seek(0)
-            reader = csv.DictReader(stream, delimiter=delimiter)
-            columns = _columns(table, reader.fieldnames or (), wanted)
-            try:
-                for number, row in enumerate(reader):
-                    if _within(number, per_shard, part):
-                        yield number, _in_row(table, reader.line_num, row, *columns)
-            except (
-                csv.Error
-            ) as error:  # most often a quote that is never closed, which takes all that follows for one caption
-                raise DataError(f"{table}, line {reader.line_num}: {error}; is a quote open before it?") from None
+        for number, (line, *row) in enumerate(table_rows(table, image_column, caption_column, separator)):
+            if _within(number, per_shard, part):
+                yield number, _in_row(table, line, *row)
 
     facts: dict[str, object] = {"source": str(table), "columns": f"{image_column}, {caption_column}"}
     try:
@@ -149,29 +131,14 @@ def convert_csv(
         raise DataError(f"{table}: not UTF-8 ({error}); convert it, e.g. with iconv -f latin1 -t utf-8") from None
 
 
-def _columns(table: Path, known: Iterable[str], wanted: tuple[tuple[str, ...], ...]) -> list[str]:
-    known, found = list(known), []
-    for option, names in zip(("--image-column", "--caption-column"), wanted, strict=True):
-        column = next((name for name in names if name in known), None)
-        if column is None:
-            raise DataError(f"{table}: no column {names[0]!r}; {did_you_mean(names[0], known)}; {option} names another")
-        found.append(column)
-    return found
-
-
-def _in_row(table: Path, line: int, row: dict[str, str], image_column: str, caption_column: str) -> Captioned:
-    if not (row[image_column] or "").strip() or not (row[caption_column] or "").strip():
+def _in_row(table: Path, line: int, image: str, caption: str) -> Captioned:
+    if not image.strip() or not caption.strip():
         raise DataError(f"{table}, line {line}: no image or no caption")
-    path = table.parent / row[image_column]
+    path = table.parent / image
     suffix = IMAGE_SUFFIXES.get(path.suffix.lower())
     if suffix is None or not path.is_file():
-        raise DataError(f"{table}, line {line}: {row[image_column]!r} is no image file here")
-    return Captioned(suffix, path.read_bytes(), row[caption_column])
-
-
-def _separator(header: str, columns: Iterable[str]) -> str:
-    names = {s: {name.strip('"') for name in header.rstrip("\r\n").split(s)} for s in ("\t", ",", ";")}
-    return next((s for s, found in names.items() if found & set(columns)), ",")
+        raise DataError(f"{table}, line {line}: {image!r} is no image file here")
+    return Captioned(suffix, path.read_bytes(), caption)
 
 
 def _written(

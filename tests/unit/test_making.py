@@ -278,7 +278,9 @@ def test_tables_become_shards_whatever_separates_their_columns(tmp_path, separat
         (b"filepath,title\n,words\n", r"t\.csv, line 2: no image or no caption"),
         (b"filepath,title\na.jpg,   \n", r"t\.csv, line 2: no image or no caption"),
         (b"filepath,title\na.jpg,caf\xe9\n", r"t\.csv: not UTF-8 .*iconv"),
-        (b'filepath,title\na.jpg,"never closed\n' + b"b.jpg,words\n" * 20_000, r"t\.csv, line \d+: .*is a quote open"),
+        (b'filepath,title\na.jpg,x\na.jpg,"open\nb.jpg,y\n', r"t\.csv, line 3: a quote is opened and never closed"),
+        (b'filepath,title\na.jpg,"open\n' + b"b.jpg,y\n" * 20_000, r"t\.csv, line 2: .*is a quote open\?"),
+        (b'"filepath,title\na.jpg,x\n', "no column 'filepath'"),
     ],
 )
 def test_what_is_wrong_with_a_table_is_said(tmp_path, content, message):
@@ -286,6 +288,10 @@ def test_what_is_wrong_with_a_table_is_said(tmp_path, content, message):
     (tmp_path / "t.csv").write_bytes(content)
     with pytest.raises(DataError, match=message):
         convert_csv(tmp_path / "t.csv", tmp_path / "out", "filepath", "title")
+    (tmp_path / "t.csv").write_bytes(b'filepath,title\na.jpg,"two\nlines"\na.jpg,the "other" one')  # no line end
+    convert_csv(tmp_path / "t.csv", tmp_path / "fine", "filepath", "title")
+    read = [ShardReader().read(str(tmp_path / "fine/00000.tar"), n)[1]["txt"] for n in range(2)]
+    assert read == [b"two\nlines", b'the "other" one']
     with pytest.raises(DataError, match=r"none\.csv: no such file"):
         convert_csv(tmp_path / "none.csv", tmp_path / "out", "filepath", "title")
 
