@@ -1,6 +1,6 @@
 """Other people's models as encoders: any open_clip model, timm backbones, vision backbones of Hugging Face.
 
-    open_clip:ViT-B-32@laion2b_e16.pt   open_clip:ViT-B-32@openai   timm:vit_small_patch16_224@weights.safetensors   hf:FOLDER
+    open_clip:ViT-B-32@laion2b_e16.pt   open_clip:ViT-B-32-quickgelu@openai   timm:vit_small_patch16_224@weights.safetensors   hf:FOLDER
 
 Files are read as they lie; a tag or a hub's name is downloaded by the library itself unless its cache has it.
 """
@@ -15,11 +15,12 @@ from typing import Any
 import open_clip
 import timm
 import torch
-from timm.data.config import resolve_model_data_config
+from timm.data.config import resolve_data_config
 from timm.data.transforms_factory import create_transform
 from torch import Tensor, nn
 
 from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
+from sparo_train.core.untrusted import read_json
 from sparo_train.models.weight_files.weights import load_into, read_raw
 
 from .encoder import Encoder, PatchesEncoder, TokensEncoder, TwoTowerEncoder
@@ -43,8 +44,11 @@ class OpenClipEncoder(TwoTowerEncoder):
         if not Path(weights).is_file() and weights not in open_clip.list_pretrained_tags_by_model(name):
             tags = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "none"
             raise CheckpointError(f"{label}: no such file, and no tag of {name} (known: {tags})")
+        self._refuse_other_gelu(name, weights, label)
         try:
-            built: Any = open_clip.create_model_and_transforms(name, pretrained=weights, force_custom_text=True)
+            built: Any = open_clip.create_model_and_transforms(
+                name, pretrained=weights, force_custom_text=True, **_shown_beside(Path(weights))
+            )
         except (OSError, RuntimeError, KeyError, AssertionError) as error:
             raise CheckpointError(f"{label}: open_clip cannot load it ({str(error)[:300]})") from None
         model, _, transform = built
@@ -58,6 +62,14 @@ class OpenClipEncoder(TwoTowerEncoder):
         reads_eot = getattr(text, "attn_mask", None) is not None and getattr(text, "pool_type", "") == "argmax"
         # Only what reads EOT under a causal mask may be cut behind it.
         self.causal = reads_eot and isinstance(tokenizer, open_clip.SimpleTokenizer)
+
+    def _refuse_other_gelu(self, name: str, weights: str, label: str) -> None:
+        """Raise `ConfigError` where a tag's weights were trained with the other GELU than this name builds: open_clip says so and goes on."""
+        told = {} if Path(weights).is_file() else open_clip.get_pretrained_cfg(name, weights)
+        if "quick_gelu" in told and bool(told["quick_gelu"]) != bool((self._config or {}).get("quick_gelu", False)):
+            other = name.removesuffix("-quickgelu") if name.endswith("-quickgelu") else f"{name}-quickgelu"
+            kind = "OpenAI's approximation of GELU" if told["quick_gelu"] else "GELU itself"
+            raise ConfigError(f"{label}: these weights were trained with {kind}; write open_clip:{other}@{weights}")
 
     @property
     def architecture(self) -> str:
@@ -128,6 +140,27 @@ class TimmVitEncoder(BackboneEncoder, PatchesEncoder, TokensEncoder):
         return self.model.forward_features(normalised)[:, self.model.num_prefix_tokens :]
 
 
+def _shown_beside(weights: Path) -> dict[str, Any]:
+    """How a file's model is shown images, in the words of open_clip's builder, where an `open_clip_config.json` beside it says that."""
+    told = weights.parent / "open_clip_config.json"
+    if not weights.is_file() or not told.is_file():
+        return {}
+    found = read_json(told, dict, CheckpointError).get("preprocess_cfg")
+    words = ("mean", "std", "interpolation", "resize_mode")
+    return {f"image_{key}": found[key] for key in words if found.get(key)} if isinstance(found, dict) else {}
+
+
+def _cfg_beside(weights: Path, label: str) -> dict[str, Any]:
+    """What timm's hub has beside a file in `config.json`, the transform among it; nothing where there is none."""
+    told = weights.parent / "config.json"
+    if not weights.is_file() or not told.is_file():
+        return {}
+    found = read_json(told, dict, CheckpointError).get("pretrained_cfg", {})
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{label}: {told}: pretrained_cfg is no mapping; fetch it again, or take it away")
+    return found
+
+
 def from_timm(name: str, weights: str) -> BackboneEncoder:
     """A timm backbone without its classifier, pooled as timm pools it, with timm's evaluation transform."""
     label = f"timm:{name}@{weights}" if weights else f"timm:{name}"
@@ -141,7 +174,8 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
         raise CheckpointError(f"{label}: timm cannot build it ({str(error)[:300]}); give {label}@FILE") from None
     if weights:
         load_into(model, _without_head(timm_state(weights, label), model), weights)
-    config = resolve_model_data_config(model)
+    own: Any = model.pretrained_cfg
+    config = resolve_data_config({}, {**own, **_cfg_beside(Path(weights), label)}, model)
     transform: Any = create_transform(**config, is_training=False)
     pixels = LibraryPixels(transform.transforms, label)
     size = config["input_size"][-1]
@@ -175,15 +209,22 @@ def from_huggingface(place: str) -> BackboneEncoder:
     try:
         config = AutoConfig.from_pretrained(place)
         processor = AutoImageProcessor.from_pretrained(place, backend="pil").to_dict()
-        model = AutoModel.from_pretrained(place, config=config, use_safetensors=True)
+        model, loaded = AutoModel.from_pretrained(place, config=config, use_safetensors=True, output_loading_info=True)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{label}: transformers cannot load it ({str(error)[:300]})") from None
+    # What a file lacks is drawn at random by transformers, a classifier's pooler first of all: that one is not used, others are missed.
+    lacking = sorted(name for name in loaded["missing_keys"] if not name.startswith("text_model."))
+    unpooled = bool(lacking) and all("pooler." in name for name in lacking)
+    if lacking and not unpooled:
+        raise CheckpointError(
+            f"{label}: its weights lack {', '.join(lacking[:4])}, which would be drawn at random; fetch it again"
+        )
     model = getattr(model, "vision_model", model)
 
     def forward(pixels: Tensor) -> Tensor:
         out = model(pixel_values=pixels)
         pooled = getattr(out, "pooler_output", None)
-        return out.last_hidden_state[:, 0] if pooled is None else pooled.flatten(1)
+        return out.last_hidden_state[:, 0] if pooled is None or unpooled else pooled.flatten(1)
 
     transform = _hf_pixels(processor, label)
     normalisation = (processor["image_mean"], processor["image_std"])
@@ -194,6 +235,12 @@ def from_huggingface(place: str) -> BackboneEncoder:
 
 def _hf_pixels(processor: dict[str, Any], label: str) -> Pixels:
     """The processor's resize and crop where ours does the same (bicubic, shortest side, centre), else an error."""
+    scale = processor.get("rescale_factor", 1 / 255)
+    if not processor.get("do_rescale", True) or abs(255 * scale - 1) > 1e-3 or processor.get("rescale_offset"):
+        raise ConfigError(
+            f"{label}: its image processor has do_rescale={processor.get('do_rescale')}, rescale_factor={scale}, rescale_offset="
+            f"{processor.get('rescale_offset')}; pixels in 0..1 are normalised here, so it cannot be scored as it was trained"
+        )
     size, crop = processor.get("size") or {}, processor.get("crop_size") or {}
     cropped = bool(processor.get("do_center_crop")) and crop.get("height") == crop.get("width")
     bicubic = processor.get("resample") == 3

@@ -66,10 +66,16 @@ def load_encoder(
         ) from error
 
 
+_DESCRIBED = ("config.yaml", "meta.json", "open_clip_config.json")  # what a run's, a step's and an exported folder has
+
+
 def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
     refuse_absent(checkpoint)
     path, (scheme, colon, rest) = Path(checkpoint), str(checkpoint).partition(":")
-    if colon and scheme in CHECKPOINTS.names():
+    named = colon and scheme in CHECKPOINTS.names()
+    if model is not None and (named or any((path / name).is_file() for name in _DESCRIBED)):
+        raise ConfigError(f"--model {model}: is of weight files, and {checkpoint} says what it is of; leave it away")
+    if named:
         return CHECKPOINTS.row(scheme)(rest)
     if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
         encoder = _from_run(path)
@@ -187,7 +193,7 @@ def from_open_clip(text: str) -> Encoder:
     name, at, weights = text.partition("@")
     if not at:
         raise ConfigError(
-            f"open_clip:{text}: write open_clip:NAME@FILE or open_clip:NAME@TAG, as in open_clip:ViT-B-32@openai"
+            f"open_clip:{text}: write open_clip:NAME@FILE or open_clip:NAME@TAG, as in open_clip:ViT-B-32-quickgelu@openai"
         )
     return OpenClipEncoder(name, weights)
 

@@ -14,10 +14,14 @@ from ..sets.base import Fact
 
 
 class View(NamedTuple):
-    """Which function of an encoder is stored: (n, 3, S, S) uint8 to (n, D); `name` says it all, its options included."""
+    """Which function of an encoder is stored: (n, 3, S, S) uint8 to (n, D); `name` says it all, its options included.
+
+    measured: what is stored are labels, errors or distances, which are kept in fp32 whatever encodings are.
+    """
 
     name: str
     encode: Callable[[Tensor], Tensor]
+    measured: bool = False
 
 
 class Features:

@@ -34,7 +34,7 @@ from .feature_table import Features, View
 from .parts import Part, bounds_of, known_texts, open_part, write_part, write_texts
 
 Storage = Literal["fp32", "fp16"]
-_TYPES = {"fp32": np.float32, "fp16": np.float16}
+_TYPES = {"fp32": torch.float32, "fp16": torch.float16}
 _FORMAT = 3  # parts with XXH3 checksums
 _ALONE = Ranks(World(), "gloo", 0.0)
 
@@ -57,7 +57,8 @@ class FeatureStore:
         say: Callable[[str], None] = lambda text: None,
     ):
         self.say, self._unwritable = say, False
-        self.root, self.storage, self.report = Path(root) if root else None, storage, report
+        self.root, self.report = Path(root) if root else None, report
+        self.storage: Storage = storage
         self.batch = BatchSize(self.root / "batch_sizes.json" if self.root else None)
 
     def images(
@@ -142,9 +143,12 @@ class FeatureStore:
             "precision": encoder.precision,
             "view": job.view.name,
             "data": {"sha256": source.identity(), "stamp": source.stamp(), "n": len(source), "root": str(source.root)},
-            "storage": self.storage,
+            "storage": self._storage(job.view),
             "slots": encoder.slots,
         }
+
+    def _storage(self, view: View) -> Storage:
+        return "fp32" if view.measured else self.storage
 
     def _fill(
         self, folder: Path, job: _Job, spans: list[tuple[int, int]], own: int, of: int, held: dict[int, Part]
@@ -181,8 +185,10 @@ class FeatureStore:
                 encoded, keys, facts = [], [], []
                 for batch in islice(batches, len(cut)):
                     found = self.batch.run(job.encoder, job.view.name, job.view.encode, batch.pixels)
-                    _refuse_non_finite(found, batch.keys, str(job.source.root))
-                    encoded.append(found.numpy().astype(_TYPES[self.storage], copy=False))
+                    # As they are stored: 16 bits overflow where what was encoded was sound.
+                    kept = found.to(_TYPES[self._storage(job.view)])
+                    _refuse_non_finite(kept, batch.keys, str(job.source.root))
+                    encoded.append(kept.numpy())
                     keys += batch.keys
                     facts += batch.facts
                     done += len(batch.keys)
@@ -215,5 +221,5 @@ def _refuse_non_finite(found: Tensor, keys: Sequence[str], where: str) -> None:
         bad = int((~good).nonzero()[0])
         raise DataError(
             f"{where}: the encoding of {keys[bad]!r} is not finite ({int((~good).sum())} of {len(keys)} in its batch); "
-            "is the checkpoint whole? fp16 overflows where bf16 and fp32 do not"
+            "is the checkpoint whole? fp16 (--precision, --storage) overflows where bf16 and fp32 do not"
         )

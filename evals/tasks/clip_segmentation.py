@@ -21,12 +21,15 @@ class MaskedClip(NamedTuple):
     errors: np.ndarray
 
 
-def clip_scores(clip: MaskedClip, background: int | None = 0, ignore: int | None = None) -> dict[str, float]:
+def clip_scores(
+    clip: MaskedClip, background: int | None = 0, ignore: int | None = None, pixels: bool = True
+) -> dict[str, float]:
     """One clip's scores; NaN where it has no object.
 
     `video_fg_ari`, `video_mbo`, `video_miou`, `ari`: of all T * H * W pixels together, an object one label, so that a slot which goes over
     to another object counts as wrong.  `video_fg_ari_savi`: the same as `video_fg_ari`, with 1 where there is no foreground.
-    `image_fg_ari`, `image_mbo`: of each frame on its own, then the mean of those with an object.  `mse`, `psnr`: mean over frames.
+    `image_fg_ari`, `image_mbo`: of each frame on its own, then the mean of those with an object.  `mse`, `psnr`: mean over frames;
+    of errors that are not of `pixels` there is no `psnr`.
     """
     # A clip as one picture of T frames: an object that changes slots loses.
     whole = image_scores(clip.true, clip.predicted, background, ignore)
@@ -43,23 +46,28 @@ def clip_scores(clip: MaskedClip, background: int | None = 0, ignore: int | None
         "video_miou": whole["miou"],
         "mse": _mean(clip.errors),
         # Of each frame, then the mean: the PSNR of a mean is another number.
-        "psnr": _mean(-10 * np.log10(np.maximum(clip.errors, 1e-10))),
+        "psnr": _mean(-10 * np.log10(np.maximum(clip.errors, 1e-10))) if pixels else float("nan"),
         "slots_used": whole["slots_used"],
     }
 
 
 def score(
-    clips: Iterable[MaskedClip], background: int | None = 0, ignore: int | None = None, first_frame: bool = True
+    clips: Iterable[MaskedClip],
+    background: int | None = 0,
+    ignore: int | None = None,
+    first_frame: bool = True,
+    pixels: bool = True,
 ) -> Result:
     """Means over clips of `clip_scores`; intervals resample clips.
 
     Args:
+        pixels: whether errors are of pixels in 0..1.
         first_frame: count it; SAVi's code does where slots were told its boxes, its paper says it does not.
     """
     found = []
     for clip in clips:
         counted_in = slice(None) if first_frame else slice(1, None)
-        found.append(clip_scores(MaskedClip(*(table[counted_in] for table in clip)), background, ignore))
+        found.append(clip_scores(MaskedClip(*(table[counted_in] for table in clip)), background, ignore, pixels))
     means = averaged(found, without=("slots_used",))
     empty = int(np.isnan(means.columns[HEADLINE]).sum()) if found else 0
     return Result(

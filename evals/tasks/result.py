@@ -49,6 +49,11 @@ class Result(NamedTuple):
     def interval(self) -> tuple[float, float]:
         return self.intervals.get(self.headline) or wilson(self.value, self.n)
 
+    def headed(self, headline: str) -> Result:
+        """By another of its metrics, with the number of samples that have one where each has its own."""
+        column = self.predictions.get(headline)
+        return self._replace(headline=headline, n=self.n if column is None else int((~np.isnan(column)).sum()))
+
     def remarks(self) -> list[str]:
         """What has to be known beside the scores, in words."""
         found = [f"not the listed data: {self.note}"] if self.note else []

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .result import Result, wilson
+from .result import DRAWS, Result, percentiles, wilson
 
 
 def prompts(classnames: Sequence[str], templates: Sequence[str]) -> list[str]:
@@ -63,7 +64,11 @@ def of_ranked(found: Tensor, labels: Tensor, classes: int, task: str) -> Result:
     support = torch.bincount(labels, minlength=classes)
     hits = torch.bincount(labels, weights=first.double(), minlength=classes)
     # Over classes that occur; the others have no recall.
-    metrics["mean_per_class_recall"] = (hits[support > 0] / support[support > 0]).mean().item()
+    recall, of = (hits[support > 0] / support[support > 0]).numpy(), support[support > 0].numpy()
+    metrics["mean_per_class_recall"] = float(recall.mean())
+    # Resampled within classes: ten images of a rare one weigh as much as a thousand of another.
+    drawn = np.random.default_rng(0).binomial(of, np.clip(recall, 0, 1), (DRAWS, len(of))) / of
+    intervals["mean_per_class_recall"] = percentiles(drawn.mean(1))
     predictions = {"predicted": found.numpy(), "right": first.numpy(), "label": labels.numpy()}
     return Result(task, len(labels), "acc1", metrics, 1 / classes, intervals, predictions=predictions)
 

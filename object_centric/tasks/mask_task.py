@@ -37,7 +37,7 @@ def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
     source = open_set(task, "masks")
     encoder = scoring.encoder
     assert isinstance(encoder, MasksEncoder)  # what offers `masks`
-    (found,) = scoring.features([source], task.workers, view=View(f"masks: {encoder.masks_are}", encoder.masks))
+    (found,) = scoring.features([source], task.workers, view=View(f"masks: {encoder.masks_are}", encoder.masks, True))
     size = encoder.image_size
 
     def score() -> Result:
@@ -50,15 +50,16 @@ def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
         )
         # An encoder of somebody else's may have masks and no slots.
         result = segmentation.score(pairs, task.background, task.ignore, encoder.slots if encoder.slots > 1 else None)
-        if task.headline not in result.metrics:
-            if task.headline == "mbo_c" and "mbo_i" in result.metrics:
+        # fg_ari_savi of a set without objects is 1.
+        if task.headline not in result.metrics or not result.n:
+            if task.headline == "mbo_c" and result.n:
                 raise DataError(
                     f"{source.root}: no image has a .semantic.png, which mbo_c goes by; set headline: mbo_i"
                 )
             raise DataError(
                 f"{source.root}: not one image has an object; background={task.background} is the label that is none"
             )
-        return result._replace(headline=task.headline)
+        return result.headed(task.headline)
 
     options = {
         "mask_size": size,

@@ -78,7 +78,9 @@ def _of_clips(encoder: Any, task: SlotProbeTaskConfig) -> Probed:
     told = encoder.slots if encoder.conditional else 0
     source = ObjectClipSet(task.root, task.frames, task.split, told)
     transform = EveryFrame(encoder.transform, encoder.conditional)
-    return Probed(source, transform, "clips", lambda video: encoder.clip_slots(video, task.window), {})
+    # Slots that were told where objects are say so: their positions are no finding.
+    options = {"trained_frames": encoder.trained_frames, "conditional": encoder.conditional}
+    return Probed(source, transform, "clips", lambda video: encoder.clip_slots(video, task.window), options)
 
 
 def _of_scenes(encoder: Any, task: SceneProbeTaskConfig) -> Probed:
@@ -90,7 +92,7 @@ def _of_scenes(encoder: Any, task: SceneProbeTaskConfig) -> Probed:
         EveryView(encoder.transform),
         told,
         lambda posed: encoder.scene_slots(posed, task.window),
-        {"shown": shown},
+        {"shown": shown, "trained_shown": encoder.trained_views, "trained_frames": encoder.trained_frames},
     )
 
 
@@ -119,7 +121,9 @@ def _scored(scoring: Scoring, encoder: Encoder, task: ObjectProbeConfig, probed:
     def encode(taken: Tensor) -> Tensor:
         return probed.slots(taken).float().flatten(1).cpu()
 
-    view = View(f"slots of {probed.name}, window {task.window}", encode)
+    # As it comes out: a binder that is not told sees as many times as in training, which its weights do not say.
+    window = task.window or probed.options["trained_frames"]
+    view = View(f"slots of {probed.name}, window {window}", encode)
     (found,) = scoring.features([source], task.workers, probed.transform, view)
 
     def score() -> Result:

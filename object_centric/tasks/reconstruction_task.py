@@ -28,7 +28,7 @@ def run_reconstruction(scoring: Scoring, task: ReconstructionTaskConfig) -> Resu
     source = open_set(task, "masks")
     encoder = scoring.encoder
     assert isinstance(encoder, DrawingEncoder)  # what offers `drawing`
-    view = View(f"squared error of what is drawn: {encoder.draws}", encoder.squared_error)
+    view = View(f"squared error of what is drawn: {encoder.draws}", encoder.squared_error, measured=True)
     (found,) = scoring.features([source], task.workers, view=view)
 
     def score() -> Result:

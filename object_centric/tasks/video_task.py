@@ -46,7 +46,15 @@ class VideoMasksTaskConfig(TaskConfig):
     background: int | None = setting(0, "the label that is no object; null: all of them are")
     ignore: int | None = setting(None, "the label of pixels that no score counts; null: there are none", examples=[255])
     headline: Literal[
-        "video_fg_ari", "video_fg_ari_savi", "image_fg_ari", "ari", "video_mbo", "image_mbo", "video_miou", "psnr"
+        "video_fg_ari",
+        "video_fg_ari_savi",
+        "image_fg_ari",
+        "ari",
+        "video_mbo",
+        "image_mbo",
+        "video_miou",
+        "psnr",
+        "mse",
     ] = setting("video_fg_ari", "the score that tables show")
     limit: int | None = setting(None, "so many episodes, evenly spaced", gt=0, examples=[100])
     workers: int = setting(2, "processes that decode frames", ge=0, le=256)
@@ -84,7 +92,9 @@ def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
     def encode(video: Tensor) -> Tensor:
         return encoder.clips(video, window)
 
-    view = View(f"clips: {encoder.masks_are}, window {window}", encode)
+    # As it comes out: a binder that is not told sees as many times as in training, which its weights do not say.
+    seen = window or encoder.trained_frames
+    view = View(f"clips: {encoder.masks_are}, window {seen}", encode, measured=True)
     (found,) = scoring.features([source], task.workers, EveryFrame(encoder.transform, encoder.conditional), view)
 
     def score() -> Result:
@@ -96,12 +106,18 @@ def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
             return clip_segmentation.MaskedClip(np.stack([seen_by(encoder, plane) for plane in true]), masks, errors)
 
         clips = (clip(row, np.asarray(fact)) for row, fact in zip(rows, found.facts, strict=True))
-        result = clip_segmentation.score(clips, task.background, task.ignore, task.first_frame)
-        if task.headline not in result.metrics:
+        pixels = getattr(encoder, "draws", "pixels") == "pixels"
+        result = clip_segmentation.score(clips, task.background, task.ignore, task.first_frame, pixels)
+        if task.headline in ("psnr", "mse") and task.headline not in result.metrics:
+            drawn = [name for name in ("mse",) if name in result.metrics]
+            raise DataError(
+                f"headline={task.headline}: {encoder.label} draws no pixels to compare with frames; set {' or '.join([*drawn, 'video_fg_ari'])}"
+            )
+        if task.headline not in result.metrics or not (result.n or task.headline in ("psnr", "mse")):
             raise DataError(
                 f"{source.root}: not one episode has {task.headline}; background={task.background} is the label that is no object"
             )
-        return result._replace(headline=task.headline)
+        return result.headed(task.headline)
 
     frames = len(found.facts[0])
     options = {

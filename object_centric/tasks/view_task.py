@@ -81,9 +81,9 @@ def run_view_masks(scoring: Scoring, task: ViewMasksTaskConfig) -> Result:
     def encode(posed: Tensor) -> Tensor:
         return encoder.scenes(posed, shown, window).cpu()
 
-    (found,) = scoring.features(
-        [source], task.workers, EveryView(encoder.transform), View(f"scenes, {shown} shown, window {window}", encode)
-    )
+    # As it comes out: a binder that is not told sees as many times as in training, which its weights do not say.
+    view = View(f"scenes, {shown} shown, window {window or encoder.trained_frames}", encode, measured=True)
+    (found,) = scoring.features([source], task.workers, EveryView(encoder.transform), view)
 
     def score() -> Result:
         rows = (row.numpy() for block in found.blocks(16) for row in block)
@@ -91,7 +91,7 @@ def run_view_masks(scoring: Scoring, task: ViewMasksTaskConfig) -> Result:
         result = view_scores.score(clips, shown, task.far, task.background, encoder.ends)
         if task.headline not in result.metrics:
             raise DataError(f"{source.root}: not one scene has {task.headline}; set headline to another score")
-        return result._replace(headline=task.headline)
+        return result.headed(task.headline)
 
     shape = np.asarray(found.facts[0]).shape
     options = {

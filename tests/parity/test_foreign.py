@@ -1,6 +1,7 @@
 """Models of other libraries give as encoders what they give by themselves."""
 
 import io
+import json
 
 import numpy as np
 import open_clip
@@ -8,7 +9,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from evals.encoders.encoder import TextEncoder
@@ -50,6 +51,67 @@ def test_open_clip(tmp_path):
     ):
         with pytest.raises(kind, match=message):
             load_encoder(name)
+
+
+def test_a_file_is_shown_images_as_what_lies_beside_it_says(tmp_path):
+    import sparo_train.openclip  # noqa: F401  our small names
+
+    torch.manual_seed(0)
+    shown = {"mean": [0.5] * 3, "std": [0.25] * 3, "interpolation": "bilinear", "resize_mode": "squash"}
+    beside = {f"image_{key}": value for key, value in shown.items()}
+    model, _, transform = open_clip.create_model_and_transforms("ViT-Tiny-16", **beside)
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": {}, "preprocess_cfg": shown}))
+    with torch.inference_mode():
+        expected = model.eval().encode_image(torch.stack([transform(image) for image in images()]), normalize=True)
+    assert torch.allclose(encoded(load_encoder(f"open_clip:ViT-Tiny-16@{tmp_path / 'w.pt'}")), expected, atol=1e-6)
+    with pytest.raises(ConfigError, match="write open_clip:ViT-B-32-quickgelu@openai"):
+        load_encoder("open_clip:ViT-B-32@openai")
+    with pytest.raises(ConfigError, match="--model ViT-B-32: is of weight files, and open_clip:ViT-Tiny-16@"):
+        load_encoder(f"open_clip:ViT-Tiny-16@{tmp_path / 'w.pt'}", "ViT-B-32")
+
+    told = {"mean": [0.1] * 3, "std": [0.2] * 3, "crop_pct": 1.0, "interpolation": "bilinear"}
+    vit = timm.create_model("test_vit").eval()
+    save_file(vit.state_dict(), tmp_path / "w.safetensors")
+    plain = load_encoder(f"timm:test_vit@{tmp_path / 'w.safetensors'}")
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": "test_vit", "pretrained_cfg": told}))
+    encoder = load_encoder(f"timm:test_vit@{tmp_path / 'w.safetensors'}")
+    transform = timm.data.create_transform(
+        **timm.data.resolve_data_config({}, {**vit.pretrained_cfg, **told}, vit), is_training=False
+    )
+    with torch.inference_mode():
+        features = vit.forward_features(torch.stack([transform(image) for image in images()]))
+        expected = vit.forward_head(features, pre_logits=True)
+    assert torch.allclose(encoded(encoder), expected, atol=1e-5) and not torch.allclose(encoded(plain), expected)
+    (tmp_path / "config.json").write_text('{"pretrained_cfg": 3}')
+    with pytest.raises(CheckpointError, match="pretrained_cfg is no mapping"):
+        load_encoder(f"timm:test_vit@{tmp_path / 'w.safetensors'}")
+
+
+def test_what_a_hugging_face_folder_lacks_is_not_drawn_at_random(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.ViTConfig(**sizes, image_size=32, patch_size=8)
+    model = transformers.ViTForImageClassification(config).eval()  # which has no pooler
+    model.save_pretrained(tmp_path / "m")
+    square = {"size": {"height": 32, "width": 32}, "do_center_crop": False, "resample": 2}
+    transformers.CLIPImageProcessor(**square).save_pretrained(tmp_path / "m")
+    encoder = load_encoder(f"hf:{tmp_path / 'm'}")
+    pixels = torch.stack([torch.from_numpy(np.array(encoder.transform(i))).permute(2, 0, 1) for i in images()])
+    with torch.inference_mode():
+        expected = model.vit(pixel_values=encoder.normalised(pixels)).last_hidden_state[:, 0]
+    assert torch.allclose(encoder.encode(pixels), expected, atol=1e-6)
+    held = load_file(tmp_path / "m/model.safetensors")
+    lost = next(name for name in held if name.endswith("query.weight"))
+    save_file({n: t for n, t in held.items() if n != lost}, tmp_path / "m/model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"its weights lack .*which would be drawn at random"):
+        load_encoder(f"hf:{tmp_path / 'm'}")
+    for odd in ({"do_rescale": False}, {"rescale_factor": 1 / 127.5}):
+        transformers.CLIPImageProcessor(**square, **odd).save_pretrained(tmp_path / "m")
+        save_file(held, tmp_path / "m/model.safetensors", {"format": "pt"})
+        with pytest.raises(ConfigError, match=f"{next(iter(odd))}="):
+            load_encoder(f"hf:{tmp_path / 'm'}")
 
 
 def test_timm(tmp_path):

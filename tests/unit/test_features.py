@@ -214,6 +214,11 @@ def test_encodings_that_are_not_finite_name_their_image(source, tmp_path):
     with pytest.raises(DataError, match=r"the encoding of '0000' is not finite \(256 of 256"):
         FeatureStore(tmp_path).images(encoder, source)
     assert not list(tmp_path.glob("images/*/part-*"))
+    large = View("large", lambda pixels: pixels.float().mean((2, 3)) * 1e4)  # sound, and not in 16 bits
+    with pytest.raises(DataError, match=r"is not finite .*--storage"):
+        FeatureStore(tmp_path, "fp16").images(Counting(), source, view=large)
+    measured = FeatureStore(tmp_path, "fp16").images(Counting(), source, view=large._replace(measured=True))
+    assert torch.equal(measured.in_memory(), FeatureStore(tmp_path).images(Counting(), source, view=large).in_memory())
 
 
 def test_texts_are_encoded_once_per_tower(tmp_path):

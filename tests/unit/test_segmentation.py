@@ -4,12 +4,16 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import adjusted_rand_score
 
+from evals.tasks.clip_segmentation import MaskedClip
+from evals.tasks.clip_segmentation import score as clip_score
 from evals.tasks.segmentation import Masked, adjusted_rand, counted, image_scores, score
+from evals.tasks.zeroshot import of_ranked
 
 labels = st.integers(1, 60).flatmap(
     lambda n: st.tuples(*[st.lists(st.integers(0, 5), min_size=n, max_size=n) for _ in range(2)])
@@ -138,3 +142,23 @@ def test_it_is_told_how_much_each_slot_holds():
     found = score([Masked(true, np.array([[0, 0], [2, 2]])), Masked(true, np.array([[0, 1], [0, 0]]))], slots=4)
     assert found.predictions["coverage"].tolist() == [[0.5, 0, 0.5, 0], [0.75, 0.25, 0, 0]]
     assert [found.counts[f"images_of_slot_{k}"] for k in range(4)] == [2, 1, 1, 0]
+
+
+def test_n_is_of_the_headline_and_errors_of_features_have_no_psnr():
+    there, none = np.array([[1, 0]]), np.zeros((1, 2), int)
+    masks = [Masked(there, there)] + [Masked(none, none)] * 5
+    found = score(masks)
+    assert (found.n, found.headed("fg_ari").n, found.headed("fg_ari_savi").n) == (1, 1, 6)
+    clip = MaskedClip(there[None], there[None], np.array([0.01]))
+    assert clip_score([clip]).metrics["psnr"] == pytest.approx(20, abs=1e-4)
+    of_features = clip_score([clip], pixels=False)
+    assert "psnr" not in of_features.metrics and of_features.metrics["mse"] == pytest.approx(0.01)
+
+
+def test_a_mean_over_classes_has_an_interval_of_its_own():
+    labels = torch.tensor([0] * 990 + [1] * 10)
+    found = torch.zeros(1000, 1, dtype=torch.long)
+    found[-5:] = 1  # five of ten of the rare class are right
+    result = of_ranked(found, labels, 2, "zeroshot")._replace(headline="mean_per_class_recall")
+    low, high = result.interval
+    assert result.value == 0.75 and low < 0.62 and high > 0.88  # half of the class's own, 0.2 to 0.8
