@@ -7,11 +7,11 @@ import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from sparo_train.core.errors import DataError, did_you_mean
+from sparo_train.core.errors import ConfigError, DataError, did_you_mean
 
 IMAGE_COLUMNS = ("filepath", "image", "image_path", "img", "file_name", "filename", "file", "path")
 CAPTION_COLUMNS = ("title", "caption", "text", "txt", "sentence")
-_END = "\x1eend-of-table\x1e"  # a line behind the last one, of no separator and no quote
+_END = "\x1e\x1d\x1e"  # a line behind the last one, which no table has
 
 
 def table_rows(
@@ -24,8 +24,11 @@ def table_rows(
         separator: between columns; None: the one of tab, comma, semicolon that makes the image column a column.
 
     Raises:
-        DataError: a missing column, or a quote that is never closed.
+        ConfigError: a separator of several characters.
+        DataError: an empty table, a missing column, or a quote that is never closed.
     """
+    if separator is not None and len(separator) != 1:
+        raise ConfigError(f"--separator {separator}: is one character, as in --separator ';'")
     wanted = (
         (image_column,) if image_column else IMAGE_COLUMNS,
         (caption_column,) if caption_column else CAPTION_COLUMNS,
@@ -36,6 +39,8 @@ def table_rows(
         stream.seek(0)
         # A quote that is never closed takes all that follows for one caption, this last line of ours as well.
         reader = csv.DictReader(itertools.chain(stream, [_END]), delimiter=delimiter)
+        if (reader.fieldnames or [_END])[0] == _END:
+            raise DataError(f"{table}: is empty; its first line names the columns")
         image, caption = _columns(table, reader.fieldnames or (), wanted)
         begin = 2
         try:

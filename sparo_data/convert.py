@@ -151,6 +151,8 @@ def _written(
     template: str | None = None,
 ) -> Converted:
     _refuse_used(out, {**facts, "per_shard": per_shard, "part": part})
+    place = out / "train" if test else out
+    before = set(place.glob("*.tar"))
     kept, broken = _kept(samples, test) if test else (set[bytes](), 0)
     held: dict[bytes, list[Captioned]] = {}
     labels: set[str | None] = set()
@@ -167,7 +169,15 @@ def _written(
             count += 1
             yield f"{number:09d}", found.fields
 
-    write_shards(out / "train" if test else out, to_train(), per_shard, part or (0, 1))
+    try:
+        write_shards(place, to_train(), per_shard, part or (0, 1))
+    except BaseException:
+        # A half of a set would be trained on, and be in the way of the next try.
+        for path in set(place.glob("*.tar")) - before:
+            path.unlink(missing_ok=True)
+        raise
+    if not (count or held or part):
+        raise DataError(f"{facts['source']}: has no row with an image and its caption")
     if not held:
         return Converted(count)
     copies = sum(map(len, held.values())) - len(held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -32,19 +33,17 @@ def make_fashion_mnist(root: Path, raw: Path = FASHION_FOLDER) -> dict[str, int]
     """Fashion-MNIST (Debian: `apt-get install dataset-fashion-mnist`) as captioned shards and a zero-shot test.
 
     Raises:
-        DataError: the files are not there.
+        DataError: files that are not there, damaged, or that do not fit each other.
     """
-    images, labels = (
-        read_idx(raw / "train-images-idx3-ubyte.gz"),
-        read_idx(raw / "train-labels-idx1-ubyte.gz"),
-    )
+    # All of them before the first is written.
+    images, labels = _read_pair(raw, "train")
+    tests, answers = _read_pair(raw, "t10k")
     write_shards(
         root / "train",
         ((f"{i:05d}", {"png": encoded(x), "txt": FASHION_TEMPLATES[i % 2].replace("{c}", FASHION[y]).encode(), "cls": str(y).encode()})
          for i, (x, y) in enumerate(zip(images, labels, strict=True))),
         5000,
     )  # fmt: skip
-    tests, answers = read_idx(raw / "t10k-images-idx3-ubyte.gz"), read_idx(raw / "t10k-labels-idx1-ubyte.gz")
     samples = [
         (f"{i:05d}", {"png": encoded(x), "cls": str(y).encode()})
         for i, (x, y) in enumerate(zip(tests, answers, strict=True))
@@ -57,9 +56,21 @@ def read_idx(path: Path) -> np.ndarray:
     """An array in Yann LeCun's idx format, gzipped (unsigned bytes)."""
     if not path.is_file():
         raise DataError(f"{path}: missing; Debian: apt-get install dataset-fashion-mnist, or give --raw FOLDER")
-    with gzip.open(path) as stream:
-        data = stream.read()
-    if data[:3] != b"\0\0\x08":
-        raise DataError(f"{path}: not an idx file of unsigned bytes")
-    shape = struct.unpack(f">{data[3]}I", data[4 : 4 + 4 * data[3]])
-    return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape)
+    try:
+        with gzip.open(path) as stream:
+            data = stream.read()
+        if data[:3] != b"\0\0\x08":
+            raise DataError(f"{path}: not an idx file of unsigned bytes")
+        shape = struct.unpack(f">{data[3]}I", data[4 : 4 + 4 * data[3]])
+        return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape)
+    except (OSError, EOFError, zlib.error, struct.error, ValueError) as error:
+        raise DataError(f"{path}: is damaged ({error}); fetch it again") from None
+
+
+def _read_pair(raw: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
+    images, labels = read_idx(raw / f"{part}-images-idx3-ubyte.gz"), read_idx(raw / f"{part}-labels-idx1-ubyte.gz")
+    if images.ndim != 3 or labels.shape != images.shape[:1] or (labels >= len(FASHION)).any():
+        raise DataError(
+            f"{raw}/{part}-*: images {images.shape} and labels {labels.shape} below {len(FASHION)} are no Fashion-MNIST; fetch them again"
+        )
+    return images, labels

@@ -73,9 +73,10 @@ def write_shard(path: Path, samples: Iterable[tuple[str, Fields]]) -> int:
         # No times and no names of ours: equal samples are equal bytes.
         with TarWriter(str(temporary), encoder=False, mtime=0, user="sparo", group="sparo") as tar:
             for key, fields in samples:
-                if "." in key.rpartition("/")[2] or not key:
+                name = key.rpartition("/")[2]
+                if "." in name or not name or not key.isprintable():  # a NUL would end the name in the tar
                     raise DataError(
-                        f"{path}: key {key!r} holds a dot or is empty; a dot ends the key in webdataset's layout"
+                        f"{path}: key {key!r} holds a dot or what cannot be printed, or is empty; a dot ends the key in webdataset's layout"
                     )
                 tar.write({"__key__": key, **fields})
                 count += 1
@@ -115,7 +116,7 @@ def write_wds_layout(
     write_shard(root / split / "0.tar", samples)
     for name, lines in (("classnames.txt", classnames), ("zeroshot_classification_templates.txt", templates)):
         if lines is not None:
-            (root / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+            (root / name).write_text("\n".join(" ".join(line.split()) for line in lines) + "\n", encoding="utf-8")
     if dataset_type is not None:
         (root / "dataset_type.txt").write_text(dataset_type + "\n", encoding="utf-8")
     (root / split / "nshards.txt").write_text("1\n", encoding="utf-8")  # the mark of a complete set

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gzip
 import io
+import math
 import tarfile
-import zlib
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,9 @@ from sparo_train.core.errors import DataError
 
 from .published import PublishedScene, numbered, opened_image
 from .tfrecord import example, records
+
+_MOST_BYTES = 4 << 30  # of an array: a minute of video of 1,024 pixels
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 def movi(path: Path) -> Iterator[PublishedScene]:
@@ -71,13 +74,16 @@ def npy_arrays(path: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]
         with tarfile.open(path, "r:") as tar:
             held: dict[str, Any] = {}
             for member in tar:
-                key, _, field = Path(member.name).name.partition(".")
+                at, (stem, _, field) = PurePosixPath(member.name), PurePosixPath(member.name).name.partition(".")
+                key = str(at.parent / stem)  # a folder is a part of a name: train/0 and val/0 are two
                 if held.get("key") != key:
                     yield from _checked(held, path)
                     held = {"key": key}
                 if member.isfile() and field.removesuffix(".gz") in ("video.npy", "segmentations.npy"):
                     stream = tar.extractfile(member)
                     assert stream is not None  # a file
+                    if field.split(".")[0] in held:
+                        raise DataError(f"{path}: {member.name}: a second array of this name; which one is meant?")
                     held[field.split(".")[0]] = _array(stream.read(), field, f"{path}: {member.name}")
             yield from _checked(held, path)
     except (tarfile.TarError, EOFError, OSError) as error:
@@ -86,13 +92,33 @@ def npy_arrays(path: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]
 
 def _array(data: bytes, field: str, where: str) -> np.ndarray:
     try:
-        return np.load(io.BytesIO(gzip.decompress(data) if field.endswith(".gz") else data), allow_pickle=False)
-    except (ValueError, OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{where}: is no array of numbers ({error})") from None
+        raw = io.BytesIO(data)
+        with gzip.GzipFile(fileobj=raw) if field.endswith(".gz") else raw as stream:
+            shape, order, dtype = _HEADERS[np.lib.format.read_magic(stream)](stream)
+            # Before anything of that size is asked for: a few bytes can promise terabytes, and be packed of gigabytes.
+            size = math.prod(shape) * dtype.itemsize
+            if dtype.kind not in "biu" or size > _MOST_BYTES:
+                raise DataError(
+                    f"{where}: is of {dtype} {shape}; whole numbers of {_MOST_BYTES >> 30} GB at most are read"
+                )
+            content = stream.read(size + 1)
+            if len(content) != size or not size:
+                raise DataError(
+                    f"{where}: has {len(content)} bytes where {dtype} {shape} are {size}; fetch the file again"
+                )
+            return np.frombuffer(content, dtype).reshape(shape, order="F" if order else "C")
+    except DataError:
+        raise
+    except Exception as error:  # a header is read as Python's own words, and raises whatever these may be
+        raise DataError(f"{where}: is no array of numbers ({type(error).__name__}: {str(error)[:200]})") from None
 
 
 def _checked(held: dict[str, Any], path: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
     if "video" not in held:
+        if "segmentations" in held:
+            raise DataError(
+                f"{path}: {held['key']}: segmentations without their video beside them; a key's members follow each other"
+            )
         return
     video, masks, name = held["video"], held.get("segmentations"), held["key"]
     if masks is not None and masks.ndim == 4 and masks.shape[-1] == 1:

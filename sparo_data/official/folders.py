@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -74,16 +75,25 @@ def coco(annotations: Path, images: Path | None = None) -> Iterator[PublishedSce
     folder = images or annotations.parent.parent / annotations.stem.removeprefix("instances_")
     of_image: dict[Any, list[dict[str, Any]]] = {}
     try:
+        if not isinstance(tree["annotations"], list):
+            raise TypeError("annotations are no list")
         for one in tree["annotations"]:
-            of_image.setdefault(one["image_id"], []).append(one)
-        listed = [  # a name alone: some have folders of their own before it
-            (Path(row["file_name"]).name, of_image.get(row["id"], []), row["height"], row["width"])
+            of_image.setdefault(_number(one["image_id"]), []).append(one)
+        listed = [
+            (PurePosixPath(row["file_name"]), of_image.get(_number(row["id"]), []), row["height"], row["width"])
             for row in tree["images"]
         ]
     except (KeyError, TypeError) as error:
         raise DataError(f"{annotations}: is not COCO's instances ({error})") from None
-    for name, found, height, width in listed:
-        path = folder / name
+    names = Counter(place.name for place, *_ in listed)
+    for place, found, height, width in listed:
+        # Some have folders of their own before the name; one picture must not stand for two of one name.
+        inside = not place.is_absolute() and ".." not in place.parts and (folder / place).is_file()
+        if not inside and names[place.name] > 1:
+            raise DataError(
+                f"{folder / place}: no such picture, and {names[place.name]} of them are called {place.name}"
+            )
+        path, name = folder / (place if inside else place.name), place.name
         image = opened_image(read_bytes(path, DataError), path)
         if image.shape[:2] != (height, width):
             raise DataError(
@@ -92,6 +102,13 @@ def coco(annotations: Path, images: Path | None = None) -> Iterator[PublishedSce
         label, semantic = _drawn(coder, found, (height, width), f"{annotations.name}: {name}")
         boxes = [{"id": i + 1, "category": one["category_id"], "area": one.get("area")} for i, one in enumerate(found)]
         yield PublishedScene(path.stem, image, label, {"objects": boxes}, semantic)
+
+
+def _number(told: Any) -> int:
+    """An id. Raises `TypeError` for others, which would find no annotation of theirs."""
+    if not isinstance(told, int):
+        raise TypeError(f"{told!r} is no number of an image")
+    return told
 
 
 def _outline(coder: Any, shape: Any, side: tuple[int, int]) -> np.ndarray:
@@ -117,6 +134,8 @@ def _run_lengths(code: str) -> list[int]:
     runs: list[int] = []
     value = bits = 0
     for character in code:
+        if bits > 30:
+            raise ValueError("a run is longer than any picture")
         number = ord(character) - 48
         value |= (number & 31) << bits
         bits += 5

@@ -13,6 +13,7 @@ import numpy as np
 
 from sparo_train.core.errors import ConfigError, DataError
 
+from .clips import plain
 from .published import PublishedScene, numbered, opened_image
 
 _MODULES = ("numpy", "numpy.core.multiarray", "numpy._core.multiarray", "numpy.core.numeric", "numpy._core.numeric")
@@ -22,7 +23,7 @@ class _Dtype:
     """A type of numbers, as a pickle names it; nothing of numpy's is called with what a file says."""
 
     def __init__(self, kind: str, *_: Any):
-        if not re.fullmatch("[biuf][1248]", str(kind)):
+        if not isinstance(kind, str) or not re.fullmatch("[biuf][1248]", kind):
             raise DataError(f"holds an array of {kind!r}, and numbers are read")
         self.kind, self.order = kind, "<"
 
@@ -83,9 +84,23 @@ def lmdb_scenes(path: Path) -> Iterator[PublishedScene]:
         env = lmdb.open(str(path), subdir=path.is_dir(), readonly=True, readahead=False, lock=False)
     except lmdb.Error as error:
         raise DataError(f"{path}: is no LMDB file ({error})") from None
+    # It is mapped into memory: a page that is not there ends the process, without a word.
+    file, promised = path / "data.mdb" if path.is_dir() else path, (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    if file.stat().st_size < promised:
+        env.close()
+        raise DataError(
+            f"{file}: has {file.stat().st_size} bytes of {promised}; the download broke off: fetch it again"
+        )
+    try:
+        yield from _scenes(env, path)
+    except lmdb.Error as error:
+        raise DataError(f"{path}: is damaged ({error}); fetch it again") from None
+
+
+def _scenes(env: Any, path: Path) -> Iterator[PublishedScene]:
     with env, env.begin() as txn:
         keys = _unpickled(txn.get(b"__keys__"), f"{path}: __keys__")
-        if not isinstance(keys, list) or not all(isinstance(key, bytes) for key in keys):
+        if not isinstance(keys, list) or not all(isinstance(key, bytes) and key for key in keys):
             raise DataError(f"{path}: __keys__ is no list of keys")
         for key in keys:
             name = key.decode(errors="replace")
@@ -100,7 +115,7 @@ def lmdb_scenes(path: Path) -> Iterator[PublishedScene]:
                 label = numbered(
                     segment[..., 0] if segment.ndim == 3 else segment, where
                 )  # .webp has three equal channels
-            yield PublishedScene(name.replace(".", "_"), image, label, {})
+            yield PublishedScene(plain(name), image, label, {})
 
 
 def _unpickled(data: bytes | None, where: str) -> Any:

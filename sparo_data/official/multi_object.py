@@ -13,7 +13,7 @@ import numpy as np
 
 from sparo_train.core.errors import DataError
 
-from .published import PublishedScene
+from .published import PublishedScene, numbered
 from .tfrecord import Value, example, records
 
 
@@ -58,14 +58,14 @@ def _scene(found: dict[str, Value], s: MultiObjectSet, key: str, where: str) -> 
         else masks.reshape(count, height, width)
     )
     # Masks are smooth at edges and overlap there: a pixel is of whom it is most.
-    label = np.maximum(shares.argmax(0).astype(np.int64) - s.background + 1, 0).astype(np.uint8)
+    label = numbered(np.maximum(shares.argmax(0).astype(np.int64) - s.background + 1, 0), where)
     return PublishedScene(key, image.reshape(height, width, 3), label, {"objects": _objects(found, s, count)})
 
 
 def _objects(found: dict[str, Value], s: MultiObjectSet, count: int) -> list[dict[str, Any]]:
     listed = []
     factors = {name: np.asarray(value).reshape(count, -1) for name, value in found.items()
-               if name not in ("image", "mask") and isinstance(value, np.ndarray) and value.size % count == 0}  # fmt: skip
+               if name not in ("image", "mask") and isinstance(value, np.ndarray) and value.size and value.size % count == 0}  # fmt: skip
     there = factors.get("visibility")
     for k in range(s.background, count):
         if there is None or there[k, 0] > 0:

@@ -15,6 +15,7 @@ from PIL import Image
 
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.errors import DataError
+from sparo_train.core.untrusted import read_json
 from sparo_train.data.examples.samples import FORMATS
 
 from ..writer import Fields, claim, encoded, write_shards, write_wds_layout
@@ -144,7 +145,13 @@ def claimed(out: Path, config: PublishedConfig) -> Iterator[None]:
     """
     if any(out.glob("*/*.tar")) or any(out.glob("*/*/*.tar")):
         raise DataError(f"{out}: holds shards already, which would mix with the new ones; name an empty folder")
-    (out / "converted.json").unlink(missing_ok=True)  # without shards: of a conversion that was killed
+    mark = out / "converted.json"
+    if mark.is_file():  # without shards: of a conversion that was killed, or somebody's own
+        try:
+            PublishedConfig.model_validate(read_json(mark, dict, DataError))
+        except ValueError:
+            raise DataError(f"{mark}: is none of ours, and would be written over; name an empty folder") from None
+        mark.unlink()
     claim(out, config, "converted.json")
     try:
         yield
@@ -190,6 +197,8 @@ def objects_in(scene: PublishedScene) -> int:
 def cut(scene: PublishedScene, config: PublishedConfig) -> PublishedScene:
     """Crop and size of image and labels, these by their nearest pixel. Raises `DataError` where the crop is of other images."""
     planes = [scene.image, scene.label, scene.semantic]
+    if odd := [p.shape for p in planes[1:] if p is not None and p.shape != scene.image.shape[:2]]:
+        raise DataError(f"{scene.key}: masks of {odd[0]} on an image of {scene.image.shape[:2]}; which pixel is whose?")
     if config.crop != "none":
         (height, width), (top, bottom, left, right) = _BOXES[config.crop]
         if scene.image.shape[:2] != (height, width):

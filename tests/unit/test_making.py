@@ -32,7 +32,7 @@ from sparo_data.emoji import (
 from sparo_data.emoji_sets import make_emoji
 from sparo_data.fashion_mnist import FASHION, make_fashion_mnist
 from sparo_data.writer import write_shard, write_wds_layout
-from sparo_train.core.errors import DataError
+from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.data.read.shards import ShardReader, ShardsConfig
 from sparo_train.train.run import load_run
 from tests.conftest import jpeg, sample, sparo
@@ -178,6 +178,18 @@ def test_fashion_mnist_becomes_captioned_shards(tmp_path):
         DataError, match=r"train-images-idx3-ubyte\.gz: missing; Debian: apt-get install dataset-fashion-mnist"
     ):
         make_fashion_mnist(tmp_path / "none", tmp_path / "nothing")
+    names = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz", "t10k-labels-idx1-ubyte.gz"
+    for name, change in zip(
+        names,
+        (lambda d: d[:-9], lambda d: b"no gzip", lambda d: gzip.compress(b"\0\0\x08\x01" + b"\0\0\0\x0aM" * 9)),
+        strict=True,
+    ):
+        held = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(change(held))
+        with pytest.raises(DataError, match=r"fetch (it|them) again"):
+            make_fashion_mnist(tmp_path / "none", tmp_path)
+        (tmp_path / name).write_bytes(held)
+    assert not (tmp_path / "none").exists()
 
 
 def test_image_folders_and_tables_become_shards(tmp_path):
@@ -281,6 +293,8 @@ def test_tables_become_shards_whatever_separates_their_columns(tmp_path, separat
         (b'filepath,title\na.jpg,x\na.jpg,"open\nb.jpg,y\n', r"t\.csv, line 3: a quote is opened and never closed"),
         (b'filepath,title\na.jpg,"open\n' + b"b.jpg,y\n" * 20_000, r"t\.csv, line 2: .*is a quote open\?"),
         (b'"filepath,title\na.jpg,x\n', "no column 'filepath'"),
+        (b"", "is empty; its first line names the columns"),
+        (b"filepath,title\n", "has no row with an image and its caption"),
     ],
 )
 def test_what_is_wrong_with_a_table_is_said(tmp_path, content, message):
@@ -290,6 +304,12 @@ def test_what_is_wrong_with_a_table_is_said(tmp_path, content, message):
         convert_csv(tmp_path / "t.csv", tmp_path / "out", "filepath", "title")
     (tmp_path / "t.csv").write_bytes(b'filepath,title\na.jpg,"two\nlines"\na.jpg,the "other" one')  # no line end
     convert_csv(tmp_path / "t.csv", tmp_path / "fine", "filepath", "title")
+    (tmp_path / "late.csv").write_bytes(b"filepath,title\n" + b"a.jpg,x\n" * 3 + b"none.jpg,y\n")
+    with pytest.raises(DataError, match=r"late\.csv, line 5"):
+        convert_csv(tmp_path / "late.csv", tmp_path / "late", per_shard=2)
+    assert not list((tmp_path / "late").glob("*.tar"))  # nothing is in the way of the next try
+    with pytest.raises(ConfigError, match="--separator ab: is one character"):
+        convert_csv(tmp_path / "t.csv", tmp_path / "late", separator="ab")
     read = [ShardReader().read(str(tmp_path / "fine/00000.tar"), n)[1]["txt"] for n in range(2)]
     assert read == [b"two\nlines", b'the "other" one']
     with pytest.raises(DataError, match=r"none\.csv: no such file"):

@@ -130,7 +130,21 @@ def test_coco_leaves_out_what_two_objects_share_and_crowds(tmp_path):
     expected[:, 10:] = 255
     assert np.array_equal(found.label, expected)
     assert set(np.unique(found.semantic)) == {0, 3, 5, 255} and (found.semantic[found.label == 2] == 5).all()
+    image = {"id": 7, "file_name": "a.jpg", "height": 10, "width": 12}
+    for changed, told in (
+        ({"images": [{**image, "id": "7"}]}, "is no number of an image"),
+        ({"annotations": {}}, "annotations are no list"),
+        ({"images": [{**image, "file_name": f"{n}/a.jpg"} for n in "xy"]}, "2 of them are called a.jpg"),
+    ):
+        path.write_text(json.dumps({**tree, **changed}))
+        with pytest.raises(DataError, match=told):
+            read(path, "coco")
+    (tmp_path / "val2017/x").mkdir()
+    (tmp_path / "val2017/x/a.jpg").write_bytes(encoded(np.full((10, 12, 3), 200, np.uint8), "JPEG"))
+    path.write_text(json.dumps({**tree, "images": [{**image, "file_name": "x/a.jpg"}]}))
+    assert read(path, "coco")[0].image.mean() == 200
     for change, told in (
+        ({"segmentation": {"counts": "o" * 99, "size": [10, 12]}}, "longer than any picture"),
         ({"segmentation": [[1.0]]}, "has no outline"),
         ({"segmentation": 3}, "has no outline"),
         ({"segmentation": [[1.0, None, 6.0, 1.0, 6.0, 6.0]]}, "has no outline"),  # ends pycocotools with its process
@@ -189,6 +203,60 @@ def test_clips_are_stills(tmp_path):
         read(tmp_path, "npy")
 
 
+def tar_of(path, members):
+    with tarfile.open(path, "w") as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+def saved(array):
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+def test_arrays_that_are_lost_or_promise_too_much_are_told(tmp_path):
+    video, masks = saved(np.zeros((2, 4, 4, 3), np.uint8)), saved(np.zeros((2, 4, 4), np.uint8))
+    pair = [("{}/0.video.npy", video), ("{}/0.segmentations.npy", masks)]
+    path = tmp_path / "v.tar"
+    tar_of(path, [(name.format(place), data) for place in ("train", "val") for name, data in pair])
+    assert [s.key for s in read(path, "npy")] == ["train_0_000", "train_0_001", "val_0_000", "val_0_001"]
+    huge = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        huge, {"descr": "|u1", "fortran_order": False, "shape": (1_000_000, 1000, 1000, 3)}
+    )
+    for members, told in (
+        (
+            [("0.video.npy", video), ("1.video.npy", video), ("0.segmentations.npy", masks)],
+            "segmentations without their video",
+        ),
+        ([("0.video.npy", video), ("0.video.npy.gz", gzip.compress(video))], "a second array of this name"),
+        ([("0.video.npy", huge.getvalue())], "4 GB at most are read"),
+        ([("0.video.npy", video[:-5])], "fetch the file again"),
+        ([("0.video.npy.gz", gzip.compress(video + b"0" * 99))], "bytes where uint8"),
+        ([("0.video.npy", b"PK" + video)], "is no array of numbers"),
+        ([("0.video.npy", saved(np.zeros((2, 4, 4, 3))))], "whole numbers"),
+        ([("0.video.npy", saved(np.zeros((0, 4, 4, 3), np.uint8)))], "fetch the file again"),
+    ):
+        tar_of(path, members)
+        with pytest.raises(DataError, match=told):
+            read(path, "npy")
+
+
+def test_a_set_is_not_written_over_what_is_there_nor_with_masks_of_other_sizes(tmp_path):
+    image, config = np.zeros((4, 4, 3), np.uint8), PublishedConfig(source="lmdb")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/converted.json").write_text('{"mine": 1}')
+    with pytest.raises(DataError, match=r"converted\.json: is none of ours"):
+        write_published(tmp_path / "own", [PublishedScene("a", image, None, {})], config)
+    assert (tmp_path / "own/converted.json").read_text() == '{"mine": 1}'
+    with pytest.raises(DataError, match=r"a: masks of \(3, 4\)"):
+        write_published(tmp_path / "odd", [PublishedScene("a", image, image[:3, :, 0], {})], config)
+    assert not (tmp_path / "odd").exists()
+
+
 def test_pictures_are_pictures_and_start_no_program():
     for data in (
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
@@ -230,6 +298,16 @@ def test_lmdb_files_are_unpickled_as_numbers_alone(tmp_path, capsys):
             txn.put(b"000001", data)
         with pytest.raises(DataError, match=r"a\.lmdb: 000001: "):
             read(tmp_path / "a.lmdb", "lmdb")
+    with lmdb.open(str(tmp_path / "c.lmdb"), subdir=False, map_size=1 << 24) as env, env.begin(write=True) as txn:
+        for key in (b"a\0A", b"a\0B"):
+            txn.put(key, pickle.dumps({"image": encoded(RNG.integers(0, 256, (64, 64, 3)).astype(np.uint8))}))
+        txn.put(b"__keys__", pickle.dumps([b"a\0A", b"a\0B"]))
+    assert [found.key for found in read(tmp_path / "c.lmdb", "lmdb")] == ["a_A", "a_B"]
+    whole = (tmp_path / "c.lmdb").read_bytes()
+    for share in (0.9, 0.5):  # a download that broke off: its pages would end the process
+        (tmp_path / "c.lmdb").write_bytes(whole[: int(len(whole) * share)])
+        with pytest.raises(DataError, match="the download broke off"):
+            read(tmp_path / "c.lmdb", "lmdb")
     (tmp_path / "b.lmdb").write_bytes(b"x" * 9999)
     with pytest.raises(DataError, match="is no LMDB file"):
         read(tmp_path / "b.lmdb", "lmdb")
