@@ -116,7 +116,7 @@ def _needs_caption(fields: Mapping[str, bytes], config: SourceConfig) -> bool:
     if not config.caption_key:
         return False
     keys = [config.caption_key, *(config.captions or ())]
-    labelled = {"cls", "mask.png"} & fields.keys() or is_scene(fields)
+    labelled = {"cls", "mask.png"} & fields.keys() or is_scene(fields) or b'"objects"' in fields.get("json", b"")
     return any(key.partition(":")[0] in fields for key in keys) or not labelled
 
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ..encoders.transformer import TransformerConfig
 from .slot_attention import Grouped
@@ -19,6 +20,7 @@ class PooledTransformer(nn.Module):
     """Features (b, T, N, in_width) to slots (b, T, K, D): N a square number, whose side the side of K divides.
 
     `attention` (b, T, K, N): which slot a token's place belongs to, the same for all frames.
+    `checkpointed`: what the Transformer writes is made again in backward.
     """
 
     checkpointed = False
@@ -46,7 +48,9 @@ class PooledTransformer(nn.Module):
         angles = number * math.pi / 2.0 ** torch.arange(_OCTAVES, device=features.device)
         # A frame's number, not its place in the batch: clips of any length are told the same.
         when = self.time(torch.cat([angles.sin(), angles.cos()], -1).to(self.time.weight.dtype))
-        x = self.blocks((self.project(features) + when[:, None]).flatten(1, 2))
+        x = (self.project(features) + when[:, None]).flatten(1, 2)
+        again = self.checkpointed and torch.is_grad_enabled()
+        x = checkpoint(self.blocks, x, use_reentrant=False) if again else self.blocks(x)
         planes = x.view(b * times, side, side, -1).permute(0, 3, 1, 2)
         pooled = F.avg_pool2d(planes, side // squares).flatten(2).transpose(1, 2)
         place = torch.arange(side, device=x.device) // (side // squares)

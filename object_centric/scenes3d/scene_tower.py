@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+import torch
 from pydantic import model_validator
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sparo_train.core.config import Frozen, setting
 
@@ -82,7 +84,10 @@ class SceneTower(nn.Module):
 
 
 class EachTime(nn.Module):
-    """Tokens (b, T, N, F) to slots (b, T, K, D), each time's on their own, all from one beginning."""
+    """Tokens (b, T, N, F) to slots (b, T, K, D), each time's on their own, all from one beginning.
+
+    `checkpointed`: what their rounds write is made again in backward.
+    """
 
     checkpointed = False
 
@@ -97,5 +102,6 @@ class EachTime(nn.Module):
     def forward(self, tokens: Tensor, noise: Tensor | None = None) -> Grouped:
         # The same draw for all times: what differs is what is seen.
         drawn = None if noise is None else noise.repeat_interleave(tokens.shape[1], 0)
-        found = self.attention(tokens.flatten(0, 1), drawn)
+        given, again = (tokens.flatten(0, 1), drawn), self.checkpointed and torch.is_grad_enabled()
+        found = checkpoint(self.attention, *given, use_reentrant=False) if again else self.attention(*given)
         return Grouped(*(table.unflatten(0, tokens.shape[:2]) for table in found))

@@ -7,7 +7,9 @@ import torch
 from evals.tasks.clip_segmentation import MaskedClip, clip_scores, score
 from evals.tasks.segmentation import image_scores
 from object_centric.encoders.transformer import TransformerConfig
+from object_centric.grouping.pooled import PooledTransformer
 from object_centric.grouping.slot_config import SlotAttentionConfig
+from object_centric.scenes3d.scene_tower import EachTime
 from object_centric.tasks.video_encoder import VideoEncoder
 from object_centric.video.clip_examples import ClipExamples
 from object_centric.video.recurrent import RecurrentSlots
@@ -202,3 +204,29 @@ def test_a_slot_that_leaves_its_object_counts_in_videos_and_not_in_images():
     empty = score([MaskedClip(np.zeros_like(true), true, errors), MaskedClip(true, true, errors * np.nan)])
     assert (empty.n, empty.counts) == (1, {"clips": 2, "empty": 1}) and empty.metrics["video_fg_ari"] == 1
     assert empty.predictions["psnr"].tolist()[0] == pytest.approx(20) and np.isnan(empty.predictions["psnr"][1])
+
+
+def held_for_backward(module, *given):
+    """Bytes that a forward keeps, and gradients."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+        found = module(*given).slots
+    module.zero_grad()
+    found.square().sum().backward()
+    return sum(kept), {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ["pooled", "each"])
+def test_what_says_that_it_gives_memory_back_does(kind):
+    torch.manual_seed(0)
+    if kind == "pooled":
+        preset = {"preset": "pooled", "slots": 4, "width": 16}
+        module, given = PooledTransformer(SlotAttentionConfig.model_validate(preset), 8), (torch.randn(2, 3, 16, 8),)
+    else:
+        preset = {"preset": "sa", "slots": 3, "width": 16}
+        module = EachTime(SlotAttentionConfig.model_validate(preset), 8)
+        given = torch.randn(2, 3, 16, 8), torch.randn(2, 3, 16)
+    whole, plain = held_for_backward(module, *given)
+    module.checkpointed = True
+    less, again = held_for_backward(module, *given)
+    assert less < whole / 2 and all(torch.equal(plain[name], again[name]) for name in plain)
