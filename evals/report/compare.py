@@ -12,8 +12,9 @@ from sparo_train.core.errors import DataError
 from ..tasks.result import DRAWS, LOWER_IS_BETTER, bootstrap, percentiles
 from .results_file import Record, predictions_of
 
-# Options without which two numbers of one name are not of one kind.
+# Options without which two numbers of one name are not of one kind; the second row is newer than some results.
 _SAME = ("drawn", "numbers", "mask_size", "resampling", "background", "ignore", "first_frame", "shown", "far")
+_TOLD = ("templates", "temperature", "normalize", "trained_on", "resize", "average", "head", "fewshot_k")
 
 
 class Comparison(NamedTuple):
@@ -42,11 +43,16 @@ def compare(first: Record, second: Record) -> Comparison:
     Raises:
         DataError: other data, other options, or predictions that were not kept.
     """
+    if first.result.task != second.result.task:
+        raise DataError(
+            f"{first.task}: {first.checkpoint} was scored by {first.result.task} and {second.checkpoint} by {second.result.task}"
+        )
     if first.dataset != second.dataset or first.result.headline != second.result.headline:
         raise DataError(
             f"{first.task}: {first.checkpoint} and {second.checkpoint} were scored on other data or by other headlines "
             f"({first.dataset[:12]} {first.result.headline}, {second.dataset[:12]} {second.result.headline})"
         )
+    _refuse_other_kind(first, second)
     a, b = predictions_of(first), predictions_of(second)
     # Paired statistics of samples that are not pairs would still be numbers.
     if not np.array_equal(a["keys"], b["keys"]):
@@ -84,15 +90,20 @@ def compare(first: Record, second: Record) -> Comparison:
     )
 
 
-def _measured(first: Record, second: Record, a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> Comparison:
-    """A number per sample, under the same resampled samples; those that have none on either side are left out."""
-    for key in _SAME:
-        one, other = (record.result.options.get(key) for record in (first, second))
+def _refuse_other_kind(first: Record, second: Record) -> None:
+    """Raise `DataError` where two numbers of one name were made in two ways."""
+    mine, theirs = first.result.options, second.result.options
+    for key in (*_SAME, *(key for key in _TOLD if key in mine and key in theirs)):
+        one, other = mine.get(key), theirs.get(key)
         if one != other:
             raise DataError(
                 f"{first.task}: {first.checkpoint} was scored with {key}={one} and {second.checkpoint} with {key}={other}; "
                 f"such {first.result.headline} cannot be paired"
             )
+
+
+def _measured(first: Record, second: Record, a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> Comparison:
+    """A number per sample, under the same resampled samples; those that have none on either side are left out."""
     x, y = (found[first.result.headline].astype(np.float64) for found in (a, b))
     there = ~(np.isnan(x) | np.isnan(y))
     if not there.any():

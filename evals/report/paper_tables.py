@@ -151,7 +151,20 @@ def grid(records: Sequence[Record], layout: str | None, paper: Sequence[str] = (
     tasks = {column.task for column in columns}
     odd = [(name, t, record.result.note) for name, found in table.items() for t, record in found.items() if t in tasks]
     notes = [f"{MARK} {name}: {task} is not the listed data: {note}" for name, task, note in odd if note]
+    notes += [f"{name}: {said}" for name, found in table.items() if (said := _mixed(list(found.values())))]
     return Grid(_TITLES.get(layout or "", "Results"), columns, rows, notes)
+
+
+def _mixed(records: Sequence[Record]) -> str:
+    """What records of one name do not have in common, in words: a file that was written anew, another precision."""
+    held = [r.facts for r in records if r.facts.get("checkpoint")]
+    facts = {
+        "weights": {f["checkpoint"].get("sha256") for f in held},
+        "precision": {f.get("precision") for f in held},
+        "storage": {f.get("storage") for f in held},
+    }
+    odd = [name for name, values in facts.items() if len(values) > 1]
+    return f"its scores are of several kinds of {' and '.join(odd)}; score it again on all of them" if odd else ""
 
 
 def _cell(result: Result, metric: str | None) -> Cell | None:

@@ -22,7 +22,7 @@ from ..tasks import attentive
 from ..tasks.probe import Labelled
 from ..tasks.result import Result
 from .labelled_tasks import check_labelled
-from .scoring import Scoring, described, labels_of
+from .scoring import Scoring, described, labels_of, learned_on
 from .task import Task
 
 
@@ -100,7 +100,7 @@ def run_attentive(scoring: Scoring, task: AttentiveTaskConfig) -> Result:
                      "epochs": task.epochs, "batch_size": task.batch_size, "seed": task.seed}
         )  # fmt: skip
 
-    return described(scoring.ranks.first(trained), test, test_set, {})
+    return described(scoring.ranks.first(trained), test, test_set, learned_on(train_set, task.resize))
 
 
 def _tokens(features: Features, labels: Tensor, length: int, dim: int) -> Labelled:

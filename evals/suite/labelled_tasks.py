@@ -16,7 +16,7 @@ from ..sets.task_config import LabelledTaskConfig, SetTaskConfig
 from ..store.feature_table import Features
 from ..tasks import knn, probe
 from ..tasks.result import Result
-from .scoring import Scoring, described, labels_of
+from .scoring import Scoring, described, labels_of, learned_on
 from .task import Task
 
 
@@ -74,7 +74,8 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
         lambda: probe.score(train, known["test"], classes, how, held_out, task.fewshot_k, task.weight_decay)
     )
     held = task.val_split or task.val_proportion
-    return described(found, features["test"], parts["test"], {"normalize": task.normalize, "held_out": held})
+    options = {"normalize": task.normalize, "held_out": held, **learned_on(parts["train"])}
+    return described(found, features["test"], parts["test"], options)
 
 
 def _parts(task: ProbeTaskConfig) -> dict[str, EvalSet]:
@@ -121,7 +122,7 @@ def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
     classes = 1 + int(torch.cat([bank_labels, labels]).max())
     headline = 20 if 20 in ks else ks[0]
     result = knn.score(found, bank_labels, labels, classes, ks, task.temperature, headline)
-    return described(result, test, test_set, {})
+    return described(result, test, test_set, learned_on(bank_set, task.resize))
 
 
 def check_labelled(task: LabelledTaskConfig) -> None:

@@ -28,7 +28,7 @@ from ..store.feature_table import Features, View
 from ..tasks import linear
 from ..tasks.result import Result
 from .labelled_tasks import check_labelled
-from .scoring import Scoring, labels_of
+from .scoring import Scoring, labels_of, learned_on
 from .task import Task
 
 _BATCH = 256
@@ -84,7 +84,8 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
     # not by the process group: in training the others wait
     alone = {"summed": sum_over_ranks} if ranks.size > 1 else {}
     linear.train_probe(batches, held.width, classes, task.epochs, lr, seed, encoder.device, report, **alone)
-    return linear.result(right, len(test), classes)._replace(data=test.identity())
+    found = linear.result(right, len(test), classes)
+    return found._replace(data=test.identity(), options={**found.options, **learned_on(train, task.resize)})
 
 
 def _like(features: Features, labels: Tensor) -> list[Tensor]:

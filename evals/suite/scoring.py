@@ -60,6 +60,11 @@ def labels_of(features: Features, source: EvalSet) -> Tensor:
     return torch.tensor(features.facts, dtype=torch.int64)
 
 
+def learned_on(source: EvalSet, resize: int | None = None) -> dict[str, Any]:
+    """What a score depends on beside what is scored, where something is learned first: of what, and how large images were made."""
+    return {"trained_on": source.identity()[:16], "resize": resize}
+
+
 def described(
     result: Result, images: Features, source: EvalSet, options: dict[str, Any], keys: list[str] | None = None
 ) -> Result:

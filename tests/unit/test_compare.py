@@ -131,10 +131,28 @@ def test_other_data_labels_and_headlines_are_not_compared(tmp_path):
     other = one._replace(predictions={**one.predictions, "label": np.zeros(3, np.int64)})
     with pytest.raises(DataError, match="labels of a and b differ"):
         compare(*two(tmp_path / "3", one, other))
+    with pytest.raises(DataError, match=r"was scored by .* and b by probe"):
+        compare(*two(tmp_path / "5", one, one._replace(task="probe")))
+    for key, values in (("templates", (1, 80)), ("trained_on", ("a", "b")), ("resize", (None, 40))):
+        with pytest.raises(DataError, match=f"scored with {key}="):
+            compare(*two(tmp_path / key, *(one._replace(options={key: value}) for value in values)))
+    assert (
+        compare(*two(tmp_path / "6", one, one._replace(options={"trained_on": "a"}))).n == 3
+    )  # older results do not say
     records = two(tmp_path / "4", one, one)
     next((tmp_path / "4/b/predictions").iterdir()).unlink()
     with pytest.raises(DataError, match="predictions of b on t are not there; score it again"):
         compare(*records)
+
+
+def test_a_row_of_several_weights_says_so(tmp_path):
+    one = scored([1, 0, 1])
+    for task, sha, precision in (("x", "1", "fp32"), ("y", "2", "bf16")):
+        facts = {"checkpoint": {"sha256": sha}, "precision": precision, "storage": "fp32"}
+        append(tmp_path / "mix", "w.pt", task, one, facts)
+        append(tmp_path / "same", "v.pt", task, one, {**facts, "checkpoint": {"sha256": "1"}, "precision": "fp32"})
+    text = layouts.markdown(layouts.grid(read_records([tmp_path / "mix", tmp_path / "same"]), None))
+    assert "w.pt: its scores are of several kinds of weights and precision" in text and "v.pt: its" not in text
 
 
 def test_the_bootstrap_covers_what_it_should():

@@ -352,6 +352,9 @@ def test_pictures_alone_are_checked_without_captions(tmp_path):
     assert done.returncode == 1 and "--caption-key ''" in done.stdout, done.stdout
     done = sparo("data", "check", "a.tar", "--caption-key", "", cwd=tmp_path)
     assert done.returncode == 0 and "nothing broken" in done.stdout, done.stdout
+    listed = [(key, {**fields, "json": b'{"objects": []}'}) for key, fields in pictures]  # for set prediction
+    write_shard(tmp_path / "c.tar", listed)
+    assert sparo("data", "check", "c.tar", cwd=tmp_path).returncode == 0
     (tmp_path / "b.tar").write_bytes(b"no tar")
     done = sparo("data", "index", "b.tar", cwd=tmp_path)
     assert done.returncode == 2 and "data.sources" not in done.stderr and "b.tar" in done.stderr, done.stderr

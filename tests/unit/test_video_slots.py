@@ -4,18 +4,23 @@ import numpy as np
 import pytest
 import torch
 
+from evals.store.features import FeatureStore
+from evals.suite.suite import Suite
 from evals.tasks.clip_segmentation import MaskedClip, clip_scores, score
 from evals.tasks.segmentation import image_scores
 from object_centric.encoders.transformer import TransformerConfig
 from object_centric.grouping.pooled import PooledTransformer
 from object_centric.grouping.slot_config import SlotAttentionConfig
 from object_centric.scenes3d.scene_tower import EachTime
+from object_centric.tasks.probe_task import SlotProbeTaskConfig
 from object_centric.tasks.video_encoder import VideoEncoder
+from object_centric.tasks.video_task import VideoMasksTaskConfig
 from object_centric.video.clip_examples import ClipExamples
 from object_centric.video.recurrent import RecurrentSlots
 from object_centric.video.video_autoencoder import VideoAutoencoder, VideoAutoencoderConfig
 from object_centric.video.video_model import VideoModelConfig
 from sparo_data.drawn.video_scenes import episode
+from sparo_data.drawn.video_sets import VideoSetConfig, render_videos
 from sparo_data.episodes import episode_fields
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
@@ -230,3 +235,21 @@ def test_what_says_that_it_gives_memory_back_does(kind):
     module.checkpointed = True
     less, again = held_for_backward(module, *given)
     assert less < whole / 2 and all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+def test_features_of_another_training_length_are_not_read_again(tmp_path):
+    """A binder that is not told a window sees as many frames as in training, which its weights do not say."""
+    render_videos(tmp_path / "v", VideoSetConfig(train=1, test=4, frames=5, size=16, per_shard=12, most=2), 1)
+    model = objective("psb").model
+    masks, probe = (
+        VideoMasksTaskConfig(root=str(tmp_path / "v/clips")),
+        SlotProbeTaskConfig(root=str(tmp_path / "v/clips")),
+    )
+
+    def scored(frames, store):
+        encoder = VideoEncoder(model, False, frames)
+        suite = Suite({"m": masks.model_copy(update={"headline": "psnr"}), "p": probe}, FeatureStore(store))
+        return {name: found.metrics for name, found in suite.run(encoder).items()}
+
+    own, shared = [scored(frames, None) for frames in (2, 4)], [scored(f, tmp_path / "store") for f in (2, 4)]
+    assert own[0] != own[1] and shared == own
