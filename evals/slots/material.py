@@ -15,7 +15,7 @@ from torch import Tensor
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.tables import TASKS
 
-from ..sets.base import EvalSet, Pair, Transform
+from ..sets.base import EvalSet, Limited, Pair, Transform
 from ..sets.opening import open_labelled, open_set
 from ..sets.task_config import LabelledTaskConfig, SetTaskConfig, TaskConfig
 from ..store.feature_table import Features
@@ -123,6 +123,11 @@ def open_images(task: TaskConfig) -> EvalSet:
     raise ConfigError(f"task {task.task}: has no images to look at; {needs}")
 
 
+def identities(source: EvalSet) -> str:
+    """A set's identity, and that of the whole set where this is a part of it: words by which data is known to share images."""
+    return f"{source.identity()} {source.whole.identity()}" if isinstance(source, Limited) else source.identity()
+
+
 def encoded(source: EvalSet, units: Units, store: FeatureStore, workers: int) -> Features:
     """A set's encodings, stored or made now."""
     found = store.images(units.encoder, source, workers=workers)
@@ -141,7 +146,7 @@ def _classes(task: ZeroshotTaskConfig, units: Units, store: FeatureStore, classi
     weights = units.texts(vectors)
     if classifier_slots == "renorm":
         weights = renormed(weights)
-    return Classes(units, features, weights, labels_of(features, source), source.identity())
+    return Classes(units, features, weights, labels_of(features, source), identities(source))
 
 
 def _pairs(task: PairsTaskConfig, units: Units, store: FeatureStore) -> Pairs:
@@ -153,7 +158,7 @@ def _pairs(task: PairsTaskConfig, units: Units, store: FeatureStore) -> Pairs:
     owner = torch.tensor([i for i, row in enumerate(features.facts) for _ in row])
     both = store.texts(tower, [p.caption for p in found] + [p.negative_caption for p in found])
     true, false = both.split(len(found))
-    return Pairs(units, features, true, false, owner, found, task.average, source.identity())
+    return Pairs(units, features, true, false, owner, found, task.average, identities(source))
 
 
 def _taught(
@@ -169,7 +174,7 @@ def _taught(
     bank, test = (store.images(units.encoder, s, transform, workers=workers) for s in (bank_set, test_set))
     assert bank is not None and test is not None
     labels = labels_of(bank, bank_set), labels_of(test, test_set)
-    return units, bank, labels[0], test, labels[1], f"{bank_set.identity()} {test_set.identity()}"
+    return units, bank, labels[0], test, labels[1], f"{identities(bank_set)} {identities(test_set)}"
 
 
 def groups_of(material: Material) -> list[str]:

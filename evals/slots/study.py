@@ -163,12 +163,13 @@ def report(name: str, material: Material, selection: Selection, how: How) -> Cho
     """What a selection does to a task; on the data that it was made on, to the half that it did not see where there is one."""
     order, k, rows = list(selection.order), len(selection.chosen), None
     share: Share = "other data" if selection.made_on.data else "by hand"
-    if material.data in selection.looked_at:
+    # Of several sets, and of a part and its whole: images that one word stands for were seen.
+    seen = {word for told in (selection.made_on.data, *selection.looked_at) for word in told.split()}
+    if seen & set(material.data.split()):
         share = "same data"
-    elif selection.made_on.data == material.data:
-        share = "same data"
-        if selection.made_on.share == "half":
-            share, rows = "held out", ~halves(name, material, selection.made_on.seed)
+    looked = any(word in told.split() for told in selection.looked_at for word in material.data.split())
+    if selection.made_on.data == material.data and selection.made_on.share == "half" and not looked:
+        share, rows = "held out", ~halves(name, material, selection.made_on.seed)
     worst = choosing.best_first(
         material.alone().double().mean(0) if isinstance(material, Taught) else _alone(material, None)
     )[::-1]

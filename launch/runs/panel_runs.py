@@ -92,7 +92,7 @@ class TrainingPictures:
                     return
                 source, shown = open_views(self.task), self.task.shown or encoder.trained_views
                 _, posed, true = sample_of(encoder, source, 0)
-                sheet = scene_sheet(encoder, posed, true, shown)
+                sheet = scene_sheet(encoder, posed, true, shown, window=self.task.window)
             elif isinstance(self.task, VideoMasksTaskConfig):
                 if not isinstance(encoder, TimedEncoder):
                     return
@@ -130,7 +130,7 @@ def clips_of(task: VideoMasksTaskConfig, number: int) -> list[ClipPanel]:
     source = open_clips(task)
     count = min(number, len(source))
     rows: list[Any] = [source.read(i * len(source) // count) for i in range(count)]
-    return [ClipPanel(images, true) for _, images, true in rows]
+    return [ClipPanel(images, true, task.window) for _, images, true in rows]
 
 
 def one_task(checkpoint: str, on: str) -> TaskConfig:

@@ -45,8 +45,8 @@ def draw_scenes(checkpoint: str, on: str, scenes: int, tile: int, out: Path) -> 
     for number in range(count):
         key, posed, true = sample_of(encoder, source, number * len(source) // count)
         sheet, moving = out / f"scene-{number}.png", out / f"turntable-{number}.webp"
-        scene_sheet(encoder, posed, true, shown, tile).save(sheet)
-        save_animation(turntable(encoder, posed, shown, tile=tile), moving, fps=8)
+        scene_sheet(encoder, posed, true, shown, tile, task.window).save(sheet)
+        save_animation(turntable(encoder, posed, shown, tile=tile, window=task.window), moving, fps=8)
         rows.append({"key": harmless(key), "sheet": sheet.name, "turntable": moving.name})
         paths += [sheet, moving]
     template = (Path(views.__file__).parent / "scenes.html.jinja").read_text(encoding="utf-8")

@@ -37,10 +37,11 @@ class Panel(NamedTuple):
 
 
 class ClipPanel(NamedTuple):
-    """A video's frames, and its true masks (T, H, W) where they are known."""
+    """A video's frames, its true masks (T, H, W) where they are known, and the window of the task that it is of."""
 
     images: Sequence[Image.Image]
     true: np.ndarray | None
+    window: int | None = None
 
 
 def panels(encoder: MaskingEncoder, samples: Sequence[Panel], tile: int = 96) -> Image.Image:
@@ -85,7 +86,7 @@ def _tiles_of_clips(
         if encoder.conditional and clip.true is not None:
             plane = torch.from_numpy(seen_by(encoder, clip.true[0]).astype(np.uint8)).to(pixels.device)
             told = torch.cat([pixels, plane.expand(len(pixels), 1, -1, -1)], 1)
-        (found,) = encoder.clip_parts(told[None])
+        (found,) = encoder.clip_parts(told[None], clip.window)
         true = [None] * len(pixels) if clip.true is None else list(clip.true)
         yield tiles_of(encoder, pixels, true, found, known)
 

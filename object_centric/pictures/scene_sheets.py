@@ -19,13 +19,16 @@ from ..tasks.scene_encoder import EveryView, SceneEncoder
 from .panels import coloured, sheet_of
 
 
-def scene_sheet(encoder: SceneEncoder, posed: Tensor, true: np.ndarray, shown: int, tile: int = 64) -> Image.Image:
+def scene_sheet(
+    encoder: SceneEncoder, posed: Tensor, true: np.ndarray, shown: int, tile: int = 64, window: int | None = None
+) -> Image.Image:
     """A row for each view of the first and of the last time: it, its true masks, the model's, what it draws, depth, every slot alone.
 
     Args:
         posed: (T, V, 9, S, S).  true: (T, V, H, W) numbers of objects.  shown: so many of the views, the first, are what slots are made of.
+        window: as of the task that is drawn.
     """
-    slots = encoder.slots_of(posed[:, :shown])
+    slots = encoder.slots_of(posed[:, :shown], window)
     times = sorted({0, len(posed) - 1})
     heads = ["view", "true", "masks", "drawn", *(["depth"] if encoder.tells_depth else [])]
     heads += [f"slot {k}" for k in range(encoder.slots)]
@@ -46,10 +49,12 @@ def scene_sheet(encoder: SceneEncoder, posed: Tensor, true: np.ndarray, shown: i
     return sheet_of(rows, heads, tile, names)
 
 
-def turntable(encoder: SceneEncoder, posed: Tensor, shown: int, turns: int = 24, tile: int = 64) -> list[Image.Image]:
+def turntable(
+    encoder: SceneEncoder, posed: Tensor, shown: int, turns: int = 24, tile: int = 64, window: int | None = None
+) -> list[Image.Image]:
     """Pictures on a circle: the whole, depth, and every slot alone, of the slots of the last time; around what the shown cameras look at, or
     where they look away from each other, around themselves."""
-    slots = encoder.slots_of(posed[:, :shown])[-1:]
+    slots = encoder.slots_of(posed[:, :shown], window)[-1:]
     poses = circle(posed[-1, :shown], turns)
     side = posed.shape[-1]
     lens = lens_of(posed[-1, 0])

@@ -100,7 +100,7 @@ class _Pass(torch.autograd.Function):
         d_given, d = Given(*map(torch.empty_like, given)), Layers(*map(torch.zeros_like, m))
         for number, (begin, end) in enumerate(_tiles(given)):
             *own, tint = kept[5 * number : 5 * number + 5]
-            seen = Seen(*own)
+            seen = FieldActivations(*own)
             rows = len(seen.result)
             looked, shades = d_looked[begin:end].reshape(rows, -1), d_colours[begin:end].reshape(rows, 3)
             g = _tinted_back(shades, tint, seen.result, given, m, d, low, begin, end)
@@ -111,7 +111,7 @@ class _Pass(torch.autograd.Function):
         return None, None, *d_given, *d
 
 
-class Seen(NamedTuple):
+class FieldActivations(NamedTuple):
     """Of a tile's rows, what backward needs of the first two blocks: what each has within it and gives."""
 
     first: Tensor
@@ -120,7 +120,7 @@ class Seen(NamedTuple):
     result: Tensor
 
 
-def _seen(given: Given, m: Layers, low: torch.dtype | None, begin: int, end: int) -> Seen:
+def _seen(given: Given, m: Layers, low: torch.dtype | None, begin: int, end: int) -> FieldActivations:
     """A norm, and two residual blocks: LayerNorm, linear, ReLU, linear."""
     x, through = given.rows(begin, end)
     x, _, rstd = _normed(x, m.norm, m.norm_bias)
@@ -130,12 +130,12 @@ def _seen(given: Given, m: Layers, low: torch.dtype | None, begin: int, end: int
     middle = x.add_(m.first_back_bias).add_(_times(first, m.first_back.T, low))
     second = _relu(_times(_normed(middle)[0], m.second.T, low).add_(m.second_bias), low)
     result = _times(second, m.second_back.T, low).add_(m.second_back_bias).add_(middle)
-    return Seen(first, middle, second, result)
+    return FieldActivations(first, middle, second, result)
 
 
 def _seen_back(
     g: Tensor,
-    seen: Seen,
+    seen: FieldActivations,
     given: Given,
     d_given: Given,
     m: Layers,

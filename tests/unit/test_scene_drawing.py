@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from evals.tasks.similarity import ssim
 from evals.tasks.view_scores import ViewedClip, scene_scores, score
+from object_centric.pictures.scene_sheets import scene_sheet, turntable
 from object_centric.scenes3d.field import Points
 from object_centric.scenes3d.nerf import NerfConfig
 from object_centric.scenes3d.novel_views import NovelViews, NovelViewsConfig
@@ -355,6 +356,11 @@ def test_longer_episodes_are_seen_through_windows_and_stills_are_refused():
     encoder, posed = SceneEncoder(made.model, 2, 2, "run"), torch.rand(4, 2, 9, 16, 16)
     last_two = encoder.slots_of(posed[2:])
     assert torch.allclose(encoder.slots_of(posed)[3], last_two[1], atol=1e-6)
+    seen = []
+    encoder.slots_of = lambda views, window=None: seen.append(window) or type(encoder).slots_of(encoder, views, window)
+    scene_sheet(encoder, posed, np.zeros((4, 2, 16, 16), np.uint8), 1, window=1)
+    turntable(encoder, posed, 2, turns=1, window=1)
+    assert seen == [1, 1]  # what is drawn is what a task with this window scores
     with pytest.raises(ConfigError, match="takes views with their cameras"):
         encoder.encode(torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
     recurrent = SceneEncoder(objective("psb", **GROUPINGS["savi"]).model, 2, 2, "run")

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from evals.store.features import FeatureStore
 from evals.suite.suite import Suite
@@ -11,6 +12,7 @@ from evals.tasks.segmentation import image_scores
 from object_centric.encoders.transformer import TransformerConfig
 from object_centric.grouping.pooled import PooledTransformer
 from object_centric.grouping.slot_config import SlotAttentionConfig
+from object_centric.pictures.panels import ClipPanel, clip_sheet
 from object_centric.scenes3d.scene_tower import EachTime
 from object_centric.tasks.probe_task import SlotProbeTaskConfig
 from object_centric.tasks.video_encoder import VideoEncoder
@@ -253,3 +255,13 @@ def test_features_of_another_training_length_are_not_read_again(tmp_path):
 
     own, shared = [scored(frames, None) for frames in (2, 4)], [scored(f, tmp_path / "store") for f in (2, 4)]
     assert own[0] != own[1] and shared == own
+
+
+def test_pictures_of_clips_see_as_many_frames_as_the_task_that_they_are_of(monkeypatch):
+    encoder, seen, real = VideoEncoder(objective("psb").model, False, 4), [], VideoEncoder.clip_parts
+    monkeypatch.setattr(
+        VideoEncoder, "clip_parts", lambda self, v, window=None: seen.append(window) or real(self, v, window)
+    )
+    images = [Image.fromarray(np.zeros((16, 16, 3), np.uint8))] * 5
+    clip_sheet(encoder, [ClipPanel(images, None, 2), ClipPanel(images, None)])
+    assert seen == [2, None]
