@@ -151,8 +151,6 @@ def _written(
     template: str | None = None,
 ) -> Converted:
     _refuse_used(out, {**facts, "per_shard": per_shard, "part": part})
-    place = out / "train" if test else out
-    before = set(place.glob("*.tar"))
     kept, broken = _kept(samples, test) if test else (set[bytes](), 0)
     held: dict[bytes, list[Captioned]] = {}
     labels: set[str | None] = set()
@@ -169,24 +167,25 @@ def _written(
             count += 1
             yield f"{number:09d}", found.fields
 
-    try:
-        write_shards(place, to_train(), per_shard, part or (0, 1))
-    except BaseException:
-        # A half of a set would be trained on, and be in the way of the next try.
-        for path in set(place.glob("*.tar")) - before:
-            path.unlink(missing_ok=True)
-        raise
+    shards = write_shards(out / "train" if test else out, to_train(), per_shard, part or (0, 1))
     if not (count or held or part):
         raise DataError(f"{facts['source']}: has no row with an image and its caption")
     if not held:
         return Converted(count)
     copies = sum(map(len, held.values())) - len(held)
     classes = sorted(label for label in labels if label is not None)
-    if template is not None and len(classes) == len(labels):
-        _write_classes(out / "zeroshot", list(held.values()), classes, template)
-        return Converted(count, len(held), "zeroshot", copies, broken)
-    _write_captions(out / "retrieval", list(held.values()))
-    return Converted(count, len(held), "retrieval", copies, broken)
+    task = "zeroshot" if template is not None and len(classes) == len(labels) else "retrieval"
+    try:
+        if task == "zeroshot":
+            _write_classes(out / task, list(held.values()), classes, template or "")
+        else:
+            _write_captions(out / task, list(held.values()))
+    except BaseException:
+        # Without its test the set would be in the way of the next try.
+        for path in shards:
+            path.unlink(missing_ok=True)
+        raise
+    return Converted(count, len(held), task, copies, broken)
 
 
 def _kept(samples: Callable[[], Iterator[tuple[int, Captioned]]], test: int) -> tuple[set[bytes], int]:

@@ -92,15 +92,22 @@ def write_shard(path: Path, samples: Iterable[tuple[str, Fields]]) -> int:
 def write_shards(
     folder: Path, samples: Iterable[tuple[str, Fields]], per_shard: int = 1000, part: tuple[int, int] = (0, 1)
 ) -> list[Path]:
-    """Write samples into `folder/00000.tar`, `00001.tar`, …; as `part` (i, n): into every n-th of them, from the i-th."""
+    """Write samples into `folder/00000.tar`, `00001.tar`, …; as `part` (i, n): into every n-th of them, from the i-th.
+
+    Where samples or the disk end with an error the shards written here are taken away: half of a set would be taken for it.
+    """
     iterator = iter(samples)
     paths: list[Path] = []
-    while True:
-        chunk = [s for _, s in zip(range(per_shard), iterator, strict=False)]
-        if not chunk:
-            return paths
-        paths.append(folder / f"{part[0] + part[1] * len(paths):05d}.tar")
-        write_shard(paths[-1], chunk)
+    try:
+        while chunk := [s for _, s in zip(range(per_shard), iterator, strict=False)]:
+            paths.append(folder / f"{part[0] + part[1] * len(paths):05d}.tar")
+            write_shard(paths[-1], chunk)
+    except BaseException:
+        # By name: other parts write into the same folder.
+        for path in paths:
+            path.unlink(missing_ok=True)
+        raise
+    return paths
 
 
 def write_wds_layout(
@@ -116,7 +123,7 @@ def write_wds_layout(
     write_shard(root / split / "0.tar", samples)
     for name, lines in (("classnames.txt", classnames), ("zeroshot_classification_templates.txt", templates)):
         if lines is not None:
-            (root / name).write_text("\n".join(" ".join(line.split()) for line in lines) + "\n", encoding="utf-8")
+            (root / name).write_text("\n".join(" ".join(line.splitlines()) for line in lines) + "\n", encoding="utf-8")
     if dataset_type is not None:
         (root / "dataset_type.txt").write_text(dataset_type + "\n", encoding="utf-8")
     (root / split / "nshards.txt").write_text("1\n", encoding="utf-8")  # the mark of a complete set

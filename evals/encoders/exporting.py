@@ -15,7 +15,7 @@ from sparo_train.core.errors import ConfigError
 from sparo_train.core.tables import EXPORTS, METHODS
 from sparo_train.data.read.plan import per_epoch
 from sparo_train.models.vit_config import ARCHS, VitConfig
-from sparo_train.models.weight_files.describe import CONFIG_KEY, description
+from sparo_train.models.weight_files.describe import CONFIG_KEY
 from sparo_train.models.weight_files.dino_files import write_dino
 from sparo_train.models.weight_files.weights import refuse_non_finite, to_sparo_clip
 from sparo_train.objectives.clip import scored_weights
@@ -25,6 +25,7 @@ from sparo_train.train.run import RunConfig
 from .loading import read_run, run_weights
 from .packing import card_facts, pack
 
+_TOLD = {"model", "mean", "std"}  # of a method's block, beside weights in files of one
 _LOAD = """from evals.encoders.loading import load_encoder
 
 encoder = load_encoder("PLACE")"""
@@ -166,16 +167,16 @@ def _sparo_clip(config: RunConfig, weights: Mapping[str, Tensor], path: Path, ep
             f"--layout sparo-clip: has no place for the read-out {readout.kind!r}; use --layout open_clip"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    own, state = config.objective, to_sparo_clip(scored_weights(weights))
-    told = description(own.model.model_dump(mode="json"), own.mean, own.std)  # what shapes do not tell
-    # sparo-clip's loader ignores it.
+    # What shapes do not tell; sparo-clip's loader ignores it.
+    told = config.objective.model_dump(mode="json", include=_TOLD)
+    state = to_sparo_clip(scored_weights(weights))
     torch.save({"epoch": epochs, "name": config.name, "state_dict": state, CONFIG_KEY: told}, path)
     return path
 
 
 def _dino(config: RunConfig, weights: Mapping[str, Tensor], path: Path, epochs: int) -> Path:
     objective = config.objective
-    description = objective.model_dump(mode="json", include={"model", "mean", "std"})
+    description = objective.model_dump(mode="json", include=_TOLD)
     args = {
         "arch": _arch(objective.model),
         "patch_size": objective.model.patch_size,

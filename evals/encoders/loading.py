@@ -155,7 +155,8 @@ def _from_file(path: Path, name: str | None) -> Encoder:
     weights, assumed = read_zero_folder(path) if path.is_dir() else read_weights(path), ""
     told = None if path.is_dir() else read_config(path)
     if name:  # the model that is meant; pixels are the file's all the same
-        told = (told or Described(_named(name)))._replace(config=_named(name))
+        named = _named(name)
+        told = Described(named) if told is None else told._replace(config=named)
     if told is None:
         try:
             told = Described(infer_config(weights))

@@ -14,23 +14,10 @@ import yaml
 from sparo_train.core.errors import ConfigError, did_you_mean
 
 from ..tasks.result import LOWER_IS_BETTER, Result, is_share, shown
+from .paper_layouts import LAYOUTS, TITLES, Column
 from .results_file import Record, by_checkpoint
 
 MARK = "†"
-
-
-class Column(NamedTuple):
-    """`group`: the heading above the label.  metric: None is the task's headline."""
-
-    group: str
-    label: str
-    task: str
-    metric: str | None
-
-    @property
-    def heading(self) -> str:
-        """Group and label on one line."""
-        return f"{self.group} {self.label}".strip()
 
 
 class Cell(NamedTuple):
@@ -79,49 +66,6 @@ class Grid(NamedTuple):
         return "per cent" if all(map(is_share, metrics)) else "per cent where no unit stands"
 
 
-def _imagenets() -> list[Column]:
-    names = {"V1": "imagenet1k", "V2": "imagenetv2", "Sketch": "imagenet_sketch", "A": "imagenet-a", "R": "imagenet-r"}
-    return [Column("ImageNet-", label, task, "acc1") for label, task in names.items()]
-
-
-def _retrievals() -> list[Column]:
-    sets = {"COCO": "mscoco_captions", "F8k": "flickr8k", "F30k": "flickr30k"}
-    kinds = {"Image R@5": "image_R@5", "Text R@5": "text_R@5"}
-    return [Column(group, label, task, metric) for group, metric in kinds.items() for label, task in sets.items()]
-
-
-def _sugar_crepe() -> list[Column]:
-    splits = {
-        "Replace": {"Object": "replace_obj", "Attribute": "replace_att", "Relation": "replace_rel"},
-        "Swap": {"Object": "swap_obj", "Attribute": "swap_att"},
-        "Add": {"Object": "add_obj", "Attribute": "add_att"},
-        "": {"Avg": "macro"},
-    }
-    return [Column(g, label, "sugar_crepe", metric) for g, found in splits.items() for label, metric in found.items()]
-
-
-LAYOUTS = {
-    "1": [
-        *_imagenets(),
-        Column("", "ObjectNet", "objectnet", "acc1"),
-        Column("", "SugarCrepe", "sugar_crepe", "macro"),
-    ],
-    "2": _retrievals(),
-    "3": [
-        Column("ImageNet", "CLIP probe", "imagenet1k:probe", "acc1"),
-        Column("ImageNet", "20-NN", "knn", "acc1_k20"),
-        Column("ImageNet", "DINO linear", "linear", "acc1"),
-    ],
-    "B.1": _sugar_crepe(),
-}
-_TITLES = {
-    "1": "Zero-shot recognition, robustness, compositionality (layout of Table 1)",
-    "2": "Zero-shot retrieval, hit rate at 5 (layout of Table 2)",
-    "3": "ImageNet linear probes and nearest neighbours (layout of Table 3)",
-    "B.1": "SugarCrepe (layout of Table B.1)",
-}
-
-
 def grid(records: Sequence[Record], layout: str | None, paper: Sequence[str] = ()) -> Grid:
     """Checkpoints as rows.
 
@@ -152,7 +96,7 @@ def grid(records: Sequence[Record], layout: str | None, paper: Sequence[str] = (
     odd = [(name, t, record.result.note) for name, found in table.items() for t, record in found.items() if t in tasks]
     notes = [f"{MARK} {name}: {task} is not the listed data: {note}" for name, task, note in odd if note]
     notes += [f"{name}: {said}" for name, found in table.items() if (said := _mixed(list(found.values())))]
-    return Grid(_TITLES.get(layout or "", "Results"), columns, rows, notes)
+    return Grid(TITLES.get(layout or "", "Results"), columns, rows, notes)
 
 
 def _mixed(records: Sequence[Record]) -> str:

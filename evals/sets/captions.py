@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparo_train.core.errors import ConfigError, DataError
-from sparo_train.core.untrusted import read_text
+from sparo_train.core.untrusted import parse_json, read_text
 
 from .base import Layout, Pair, sha256
 from .image_files import FileSet
@@ -80,7 +80,7 @@ class SugarCrepeSet(FileSet):
                 )
             data = path.read_bytes()
             sums[split] = hashlib.sha256(data).hexdigest()[:16]
-            for key, item in _object(data.decode("utf-8", "replace"), path).items():
+            for key, item in parse_json(data.decode("utf-8", "replace"), str(path), dict, DataError).items():
                 names = ("filename", "caption", "negative_caption")
                 said: list[Any] = [item.get(name) for name in names] if isinstance(item, dict) else []
                 if not said or not all(isinstance(text, str) for text in said):
@@ -100,7 +100,7 @@ def _version(sums: dict[str, str]) -> str:
 
 
 def _coco(text: str, path: Path, split: str) -> dict[str, list[str]]:
-    found = _object(text, path)
+    found = parse_json(text, str(path), dict, DataError)
     rows: dict[str, list[str]] = {}
     try:
         if "annotations" in found:
@@ -126,16 +126,6 @@ def _flickr(text: str, path: Path) -> dict[str, list[str]]:
         if found:
             rows.setdefault(f"{name}.jpg", []).append(caption)
     return rows
-
-
-def _object(text: str, path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: no JSON ({error}); truncated? fetch it again") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path}: must hold a JSON object")
-    return found
 
 
 def _karpathy(config: SetTaskConfig, split: str) -> KarpathySet:

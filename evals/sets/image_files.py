@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
 from PIL import Image
 
 from sparo_train.core.errors import DataError
-from sparo_train.core.untrusted import read_json
+from sparo_train.core.untrusted import is_below, read_json
 from sparo_train.data.read.folder import open_folder
 
 from .base import EvalSet, Fact, FactKind, Layout, opened, sha256, sizes_of
@@ -155,17 +154,6 @@ class ObjectNetSet(FileSet):
 
     def templates(self) -> list[str]:
         return imagenet_templates()
-
-
-def is_below(name: object) -> bool:
-    """Whether this can be a file below a folder: names come from files of others, which may say anything."""
-    if not isinstance(name, str) or not name or "\0" in name:
-        return False
-    try:
-        os.fsencode(name)
-    except UnicodeEncodeError:  # half a character, as JSON can write one
-        return False
-    return not PurePath(name).is_absolute() and ".." not in PurePath(name).parts
 
 
 def imagenet_templates() -> list[str]:

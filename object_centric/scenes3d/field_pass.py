@@ -7,6 +7,7 @@ layer is done once per point and once per slot; the last layer and the colour's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,10 +74,18 @@ def field_at(given: Given, layers: Layers) -> tuple[Tensor, Tensor]:
         return _Pass.apply(low, learns, *tables)  # type: ignore[misc]
 
 
+_TABLES = len(Given._fields) + len(Layers._fields)
+
+
+def _named(tables: Sequence[Tensor]) -> tuple[Given, Layers]:
+    """Autograd hands on a row of tensors."""
+    return Given(*tables[: len(Given._fields)]), Layers(*tables[len(Given._fields) : _TABLES])
+
+
 class _Pass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, low: torch.dtype | None, learns: bool, *tables: Tensor) -> tuple[Tensor, Tensor]:
-        given, m = Given(*tables[:5]), Layers(*tables[5:])
+        given, m = _named(tables)
         (count, bins, _), fields = given.points.shape, given.slots.shape[1]
         looked = m.look.new_empty(count, bins, fields, len(m.look))
         colours = m.look.new_empty(count, bins, fields, 3)
@@ -96,7 +105,7 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_looked: Tensor, d_colours: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         saved, low = ctx.saved_tensors, ctx.low  # once: a checkpoint makes them again for who asks
-        given, m, kept = Given(*saved[:5]), Layers(*saved[5:22]), saved[22:]
+        (given, m), kept = _named(saved), saved[_TABLES:]
         d_given, d = Given(*map(torch.empty_like, given)), Layers(*map(torch.zeros_like, m))
         for number, (begin, end) in enumerate(_tiles(given)):
             *own, tint = kept[5 * number : 5 * number + 5]

@@ -37,7 +37,9 @@ def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
     source = open_set(task, "masks")
     encoder = scoring.encoder
     assert isinstance(encoder, MasksEncoder)  # what offers `masks`
-    (found,) = scoring.features([source], task.workers, view=View(f"masks: {encoder.masks_are}", encoder.masks, True))
+    (found,) = scoring.features(
+        [source], task.workers, view=View(f"masks: {encoder.masks_are}", encoder.masks, measured=True)
+    )
     size = encoder.image_size
 
     def score() -> Result:

@@ -33,7 +33,7 @@ def run_objects(scoring: Scoring, task: ObjectsTaskConfig) -> Result:
     source = open_set(task, "objects")
     encoder = scoring.encoder
     assert isinstance(encoder, ObjectsEncoder)  # what offers `objects`
-    (found,) = scoring.features([source], task.workers, view=View("objects listed", encoder.objects))
+    (found,) = scoring.features([source], task.workers, view=View("objects listed", encoder.objects, measured=True))
 
     def score() -> Result:
         predicted = [row.view(-1, WIDTH).numpy() for block in found.blocks(256) for row in block]

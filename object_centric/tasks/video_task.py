@@ -109,10 +109,8 @@ def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
         pixels = getattr(encoder, "draws", "pixels") == "pixels"
         result = clip_segmentation.score(clips, task.background, task.ignore, task.first_frame, pixels)
         if task.headline in ("psnr", "mse") and task.headline not in result.metrics:
-            drawn = [name for name in ("mse",) if name in result.metrics]
-            raise DataError(
-                f"headline={task.headline}: {encoder.label} draws no pixels to compare with frames; set {' or '.join([*drawn, 'video_fg_ari'])}"
-            )
+            other = "mse" if "mse" in result.metrics else "video_fg_ari"
+            raise DataError(f"headline={task.headline}: {encoder.label} draws no frames to compare with; set {other}")
         if task.headline not in result.metrics or not (result.n or task.headline in ("psnr", "mse")):
             raise DataError(
                 f"{source.root}: not one episode has {task.headline}; background={task.background} is the label that is no object"

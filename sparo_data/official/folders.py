@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sparo_train.core.errors import ConfigError, DataError
-from sparo_train.core.untrusted import read_bytes, read_json
+from sparo_train.core.untrusted import is_below, read_bytes, read_json
 
 from .published import IGNORE, PublishedScene, numbered, opened_image
 
@@ -88,7 +88,7 @@ def coco(annotations: Path, images: Path | None = None) -> Iterator[PublishedSce
     names = Counter(place.name for place, *_ in listed)
     for place, found, height, width in listed:
         # Some have folders of their own before the name; one picture must not stand for two of one name.
-        inside = not place.is_absolute() and ".." not in place.parts and (folder / place).is_file()
+        inside = is_below(str(place)) and (folder / place).is_file()
         if not inside and names[place.name] > 1:
             raise DataError(
                 f"{folder / place}: no such picture, and {names[place.name]} of them are called {place.name}"

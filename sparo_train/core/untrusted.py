@@ -6,7 +6,7 @@ import json
 import os
 import re
 import stat
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from .errors import ConfigError, SparoError
@@ -61,6 +61,18 @@ def read_text(path: str | Path, error: type[SparoError] = ConfigError, most: int
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
+def is_below(name: object) -> bool:
+    """Whether this can be a file below a folder: names come from files of others, which may say anything."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:  # half a character, as JSON can write one
+        return False
+    place = PurePath(name)
+    return not place.is_absolute() and ".." not in place.parts
+
+
 def read_json(path: str | Path, kind: type[T], error: type[SparoError] = ConfigError, most: int = MOST_TEXT) -> T:
     """The JSON in a file, whose top level is a `kind` (dict or list). Raises `error` naming the file."""
     return parse_json(read_text(path, error, most), str(path), kind, error)
@@ -71,7 +83,7 @@ def parse_json(text: str, where: str, kind: type[T], error: type[SparoError] = C
     try:
         found: Any = json.loads(text)
     except (ValueError, RecursionError) as failed:  # nesting without end is no ValueError
-        raise error(f"{where}: not valid JSON ({failed})") from None
+        raise error(f"{where}: not valid JSON ({failed}); is it truncated?") from None
     if not isinstance(found, kind):
         raise error(f"{where}: holds a JSON {type(found).__name__}, and a {kind.__name__} was expected")
     return found

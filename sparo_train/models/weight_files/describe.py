@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from ...core.config import resolve
 from ...core.errors import CheckpointError
 from ...core.tables import READOUTS
+from ...core.untrusted import read_json
 from ..clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
 from .weights import read_raw
 
@@ -47,16 +47,15 @@ def read_config(path: str | Path) -> Described | None:
     told, origin = found[CONFIG_KEY], f"{path}: {CONFIG_KEY}"
     if not isinstance(told, dict) or "model" not in told:  # as it was written before it had mean and std
         return Described(resolve(ClipConfig, told, origin))
+    return Described(resolve(ClipConfig, told["model"], origin), *told_pixels(told, origin))
+
+
+def told_pixels(told: Any, origin: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and std of a description of ours. Raises `CheckpointError` where it says none of three colours."""
     try:
-        pixels = of_channels(told["mean"]), of_channels(told["std"], above=0)
+        return _of_channels(told["mean"]), _of_channels(told["std"], above=0)
     except (KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"{origin}: says no mean and std of three colours ({error!r})") from None
-    return Described(resolve(ClipConfig, told["model"], origin), *pixels)
-
-
-def description(config: Mapping[str, Any], mean: Sequence[float], std: Sequence[float]) -> dict[str, Any]:
-    """What a `.pt` of ours has under `CONFIG_KEY`: plain values, which `read_config` reads."""
-    return {"model": dict(config), "mean": list(mean), "std": list(std)}
 
 
 def read_export(path: Path) -> Described:
@@ -67,16 +66,16 @@ def read_export(path: Path) -> Described:
         ConfigError: a model with keys that ours do not have.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, dict, CheckpointError)
         cfg, preprocess = content["model_cfg"], content.get("preprocess_cfg", {})
         # Weights would load and scores be plausible: nothing else says that images were squashed.
         odd = {k: v for k, v in preprocess.items() if k in _SHOWN and v not in (None, _SHOWN[k])}
         found = Described(
             from_model_cfg(cfg, str(path)),
-            of_channels(preprocess.get("mean") or OPENAI_MEAN),
-            of_channels(preprocess.get("std") or OPENAI_STD, above=0),
+            _of_channels(preprocess.get("mean") or OPENAI_MEAN),
+            _of_channels(preprocess.get("std") or OPENAI_STD, above=0),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not an open_clip config ({error!r})") from None
     for key, value in odd.items():
         raise CheckpointError(
@@ -86,7 +85,7 @@ def read_export(path: Path) -> Described:
     return found
 
 
-def of_channels(given: Any, above: float = -math.inf) -> tuple[float, ...]:
+def _of_channels(given: Any, above: float = -math.inf) -> tuple[float, ...]:
     """Three numbers; one alone is that of all, as open_clip has it. Raises `ValueError` or `TypeError`."""
     numbers = tuple(map(float, given if isinstance(given, list | tuple) else [given] * 3))
     if len(numbers) != 3 or not all(above < number < math.inf for number in numbers):

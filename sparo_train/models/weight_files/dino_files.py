@@ -18,7 +18,7 @@ from ...core.config import resolve
 from ...core.errors import CheckpointError, ConfigError, did_you_mean
 from ...core.tables import READOUTS
 from ..vit_config import ARCHS, IMAGENET_MEAN, IMAGENET_STD, VitConfig
-from .describe import CONFIG_KEY, infer_readout, of_channels
+from .describe import CONFIG_KEY, infer_readout, told_pixels
 
 _PREFIXES = ("module.", "backbone.")
 _HEADS = {arch["width"]: arch["heads"] for arch in ARCHS.values()}
@@ -62,12 +62,7 @@ def read_dino(raw: Mapping[str, Any], origin: str, key: str = "teacher") -> Dino
         )
     described = raw.get(CONFIG_KEY)
     config = None if described is None else resolve(VitConfig, described["model"], f"{origin}: {CONFIG_KEY}")
-    if described is None:
-        return DinoFile(backbone, config, (IMAGENET_MEAN, IMAGENET_STD), origin)
-    try:
-        pixels = of_channels(described["mean"]), of_channels(described["std"], above=0)
-    except (KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{origin}: {CONFIG_KEY} says no mean and std of three colours ({error!r})") from None
+    pixels = (IMAGENET_MEAN, IMAGENET_STD) if described is None else told_pixels(described, f"{origin}: {CONFIG_KEY}")
     return DinoFile(backbone, config, pixels, origin)
 
 

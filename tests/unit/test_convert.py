@@ -1,0 +1,161 @@
+"""One's own folders and tables to shards and a test set; and what is wrong with them, said."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from evals.sets.wds import WdsSet
+from launch.runs.recipes import find_recipe
+from sparo_data.convert import convert_csv, convert_folder
+from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.data.read.shards import ShardReader
+from sparo_train.train.run import load_run
+from tests.conftest import jpeg, sparo
+
+
+def test_image_folders_and_tables_become_shards(tmp_path):
+    source = tmp_path / "images"
+    (source / "red_cube").mkdir(parents=True)
+    (source / "red_cube" / "a.b.JPG").write_bytes(jpeg(0))
+    (source / "x.png").write_bytes(jpeg(1))
+    (source / "x.txt").write_text("its own words")
+    assert convert_folder(source, tmp_path / "out").train == 2
+    reader = ShardReader()
+    path = str(tmp_path / "out/00000.tar")
+    assert [reader.read(path, i)[1]["txt"] for i in range(2)] == [b"a photo of a red cube", b"its own words"]
+    with pytest.raises(DataError, match=r"out: holds 1 shard\(s\) already"):
+        convert_folder(source, tmp_path / "out")
+    (source / "y.png").write_bytes(jpeg(2))
+    with pytest.raises(DataError, match=r"y\.png: no class folder and no y\.txt"):
+        convert_folder(source, tmp_path / "again")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"no \.jpg, \.png or \.webp image"):
+        convert_folder(tmp_path / "empty", tmp_path / "again")
+
+
+def test_a_test_set_shares_no_image_with_training(tmp_path):
+    """Copies of an image go to one side together, with all of their captions, one per line."""
+    lines = [f"{i}.jpg,words {i}" for i in range(20)] + [f"{i}.jpg,others {i}" for i in range(20)] + ["twin.jpg,twin"]
+    for i in range(20):
+        (tmp_path / f"{i}.jpg").write_bytes(jpeg(i))
+    (tmp_path / "twin.jpg").write_bytes(jpeg(3))
+    (tmp_path / "t.csv").write_text("\n".join(["image,caption", *lines]))
+    made = convert_csv(tmp_path / "t.csv", tmp_path / "out", test=8)
+    test = list(WdsSet(tmp_path / "out/retrieval", "captions"))
+    assert made[:3] == (made.train, 8, "retrieval") and len(test) == 8 and made.train + 8 + made.copies == 41
+    reader, path = ShardReader(), str(tmp_path / "out/train/00000.tar")
+    trained = [reader.read(path, i)[1] for i in range(made.train)]
+    captions = {text for _, _, texts in test for text in texts}
+    assert len(captions) + made.train == 41 and not captions & {fields["txt"].decode() for fields in trained}
+    numbers = {text.split()[1] for text in captions if text != "twin"}
+    assert ("twin" in captions) == ("3" in numbers) and {f"words {n}" for n in numbers} <= captions
+    with pytest.raises(DataError, match="--test 11: there are 20 different images; keep half of them or fewer"):
+        convert_csv(tmp_path / "t.csv", tmp_path / "more", test=11)
+    assert not (tmp_path / "more").exists()
+
+
+def test_the_lines_that_convert_prints_are_what_one_types(tmp_path):
+    """With whatever the folder is called; a set of its own is a run of its own."""
+    (tmp_path / "in/c").mkdir(parents=True)
+    for i in range(8):
+        (tmp_path / "in/c" / f"{i}.jpg").write_bytes(jpeg(i))
+    done = sparo("data", "convert", "in", "my data: #1", "--test", "4", cwd=tmp_path)
+    check, train = (shlex.split(line) for line in done.stdout.splitlines())
+    assert sparo(*check[1:], cwd=tmp_path).returncode == 0
+    config = load_run(find_recipe(Path(train[2])), train[3:])
+    assert config.name == "my_data_1" and config.data.sources["mine"].shards == "my data: #1/train"
+    assert config.eval.tasks["zeroshot"].root == "my data: #1/zeroshot" and list(config.data.sources) == ["mine"]
+
+
+def test_images_that_cannot_be_decoded_are_never_scored(tmp_path):
+    """They would end a training at its last step; those that are trained on are counted and skipped there."""
+    for i in range(10):
+        (tmp_path / "in/c").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in/c" / f"{i}.jpg").write_bytes(jpeg(i) if i % 2 else jpeg(i)[:200] + bytes([i]))
+    (tmp_path / "in/.cache").mkdir()
+    (tmp_path / "in/.cache/x.jpg").write_bytes(jpeg(11))  # what others keep beside it is no class
+    made = convert_folder(tmp_path / "in", tmp_path / "out", test=2)
+    assert (made.train, made.test, made.broken) == (8, 2, 5) and len(
+        list(WdsSet(tmp_path / "out/zeroshot", "label"))
+    ) == 2
+    (tmp_path / "in/c/1.txt").write_text("  \n")
+    with pytest.raises(DataError, match=r"1\.txt: is empty, so 1\.jpg has no caption"):
+        convert_folder(tmp_path / "in", tmp_path / "again")
+
+
+def test_class_folders_are_scored_by_their_classes(tmp_path):
+    for i in range(12):
+        (tmp_path / "in" / f"class_{i % 2}").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / f"class_{i % 2}" / f"{i}.jpg").write_bytes(jpeg(i))
+    made = convert_folder(tmp_path / "in", tmp_path / "out", test=6)
+    whole = WdsSet(tmp_path / "out/zeroshot", "label")
+    assert made[:3] == (6, 6, "zeroshot") and len(whole) == 6
+    assert (whole.templates(), set(whole.classnames())) == (["a photo of a {c}"], {"class 0", "class 1"})
+
+
+@pytest.mark.parametrize("separator", ["\t", ",", ";"])
+def test_tables_become_shards_whatever_separates_their_columns(tmp_path, separator):
+    (tmp_path / "a.jpg").write_bytes(jpeg(0))
+    (tmp_path / "t.csv").write_text(f"title{separator}file\na red one{separator}a.jpg\n")
+    assert convert_csv(tmp_path / "t.csv", tmp_path / "out", "file", "title").train == 1
+    assert ShardReader().read(str(tmp_path / "out/00000.tar"), 0)[1]["txt"] == b"a red one"
+    assert convert_csv(tmp_path / "t.csv", tmp_path / "given", "file", "title", separator).train == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"flie,title\n", "no column 'filepath'; known: flie, title; --image-column names another"),
+        (b"filepath,title\nnone.jpg,words\n", r"t\.csv, line 2: 'none\.jpg' is no image file"),
+        (b"filepath,title\na.jpg\n", r"t\.csv, line 2: no image or no caption"),
+        (b"filepath,title\n,words\n", r"t\.csv, line 2: no image or no caption"),
+        (b"filepath,title\na.jpg,   \n", r"t\.csv, line 2: no image or no caption"),
+        (b"filepath,title\na.jpg,caf\xe9\n", r"t\.csv: not UTF-8 .*iconv"),
+        (b'filepath,title\na.jpg,x\na.jpg,"open\nb.jpg,y\n', r"t\.csv, line 3: a quote is opened and never closed"),
+        (b'filepath,title\na.jpg,"open\n' + b"b.jpg,y\n" * 20_000, r"t\.csv, line 2: .*is a quote open\?"),
+        (b'"filepath,title\na.jpg,x\n', "no column 'filepath'"),
+        (b"", "is empty; its first line names the columns"),
+        (b"filepath,title\n", "has no row with an image and its caption"),
+    ],
+)
+def test_what_is_wrong_with_a_table_is_said(tmp_path, content, message):
+    (tmp_path / "a.jpg").write_bytes(jpeg(0))
+    (tmp_path / "t.csv").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        convert_csv(tmp_path / "t.csv", tmp_path / "out", "filepath", "title")
+    (tmp_path / "t.csv").write_bytes(b'filepath,title\na.jpg,"two\nlines"\na.jpg,the "other" one')  # no line end
+    convert_csv(tmp_path / "t.csv", tmp_path / "fine", "filepath", "title")
+    (tmp_path / "late.csv").write_bytes(b"filepath,title\n" + b"a.jpg,x\n" * 3 + b"none.jpg,y\n")
+    with pytest.raises(DataError, match=r"late\.csv, line 5"):
+        convert_csv(tmp_path / "late.csv", tmp_path / "late", per_shard=2)
+    assert not list((tmp_path / "late").glob("*.tar"))  # nothing is in the way of the next try
+    with pytest.raises(ConfigError, match="--separator ab: is one character"):
+        convert_csv(tmp_path / "t.csv", tmp_path / "late", separator="ab")
+    read = [ShardReader().read(str(tmp_path / "fine/00000.tar"), n)[1]["txt"] for n in range(2)]
+    assert read == [b"two\nlines", b'the "other" one']
+    with pytest.raises(DataError, match=r"none\.csv: no such file"):
+        convert_csv(tmp_path / "none.csv", tmp_path / "out", "filepath", "title")
+
+
+def test_a_part_that_fails_takes_its_own_shards_away_and_no_other_parts(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(jpeg(0))
+    (tmp_path / "t.csv").write_bytes(b"filepath,title\n" + b"a.jpg,x\n" * 6 + b"none.jpg,y\n")
+    convert_csv(tmp_path / "t.csv", tmp_path / "out", per_shard=2, part=(0, 2))  # rows 0, 1, 4 and 5
+    with pytest.raises(DataError, match=r"t\.csv, line 8"):
+        convert_csv(tmp_path / "t.csv", tmp_path / "out", per_shard=2, part=(1, 2))  # rows 2, 3 and 6
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.tar")) == ["00000.tar", "00002.tar"]
+
+
+def test_a_test_set_that_cannot_be_written_leaves_no_training_set_alone(tmp_path, monkeypatch):
+    for n in range(6):
+        (tmp_path / f"{n}.jpg").write_bytes(jpeg(n))
+    (tmp_path / "t.csv").write_bytes(b"filepath,title\n" + b"".join(b"%d.jpg,x\n" % n for n in range(6)))
+
+    def full(*_arguments, **_options):
+        raise DataError("no space left")
+
+    with monkeypatch.context() as patch, pytest.raises(DataError, match="no space left"):
+        patch.setattr("sparo_data.convert.write_wds_layout", full)
+        convert_csv(tmp_path / "t.csv", tmp_path / "out", test=2)
+    assert convert_csv(tmp_path / "t.csv", tmp_path / "out", test=2).test == 2  # the same line goes on
