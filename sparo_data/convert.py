@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.files import write_whole
-from sparo_train.core.untrusted import read_json
+from sparo_train.core.untrusted import read_json, shown
 from sparo_train.data.examples.samples import decode_image
 from sparo_train.data.read.folder import IMAGE_SUFFIXES
 
@@ -92,6 +92,10 @@ def _in_folder(path: Path, source: Path, template: str) -> Captioned:
         return Captioned(suffix, path.read_bytes(), beside.read_bytes())
     if path.parent != source:
         label = path.parent.name.replace("_", " ")
+        if label.encode(errors="replace").decode() != label:  # bytes of a name that are no UTF-8
+            raise DataError(
+                f"{shown(str(path.parent))}: its name is no UTF-8 and would be the caption; rename the folder"
+            )
         return Captioned(suffix, path.read_bytes(), template.replace("{c}", label), label)
     raise DataError(f"{path}: no class folder and no {beside.name} beside it, so it has no caption")
 

@@ -37,7 +37,10 @@ def clevr(root: Path) -> Iterator[PublishedScene]:
             raise DataError(f"{root}: scene {number} names no image_filename and split")
         path = root.parent.parent / "images" / str(split) / str(name)
         image = opened_image(read_bytes(path, DataError), path)
-        yield PublishedScene(Path(str(name)).stem, image, None, {"objects": scene.get("objects", [])})
+        objects = scene.get("objects", [])  # the test split has none
+        if not isinstance(objects, list) or not all(isinstance(one, dict) for one in objects):
+            raise DataError(f"{root}: scene {number}: its objects are no list of descriptions")
+        yield PublishedScene(Path(str(name)).stem, image, None, {"objects": objects})
 
 
 def clevrtex(root: Path) -> Iterator[PublishedScene]:

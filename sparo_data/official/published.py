@@ -187,9 +187,14 @@ class _Held:
 
 
 def objects_in(scene: PublishedScene) -> int:
-    """How many objects a scene has: those that its masks show, or those listed where there are none."""
+    """How many objects a scene has: those that its masks show, or those listed where there are none. Raises `DataError` for neither."""
     if scene.label is None:
-        return len(scene.facts.get("objects", ()))
+        listed = scene.facts.get("objects")
+        if not isinstance(listed, list):
+            raise DataError(
+                f"{scene.key}: has neither masks nor a list of objects, so nobody knows how many; leave --most away"
+            )
+        return len(listed)
     numbers = np.unique(scene.label)
     return int(((numbers > 0) & (numbers < IGNORE)).sum())
 

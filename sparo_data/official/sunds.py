@@ -46,11 +46,11 @@ def sunds_scenes(path: Path) -> Iterator[PublishedViews]:
         yield PublishedViews(plain(name), views, {"dataset": path.name.partition("-")[0], "scene": scene})
 
 
-def _in_order(name: str) -> tuple[str, int]:
-    """camera_10 stands behind camera_9."""
-    digits = re.search(r"\d*$", name)
-    assert digits is not None
-    return name[: digits.start()], int(digits[0] or 0)
+def _in_order(name: str) -> tuple[str, int, str]:
+    """camera_10 stands behind camera_9. By length first: Python makes no numbers of thousands of digits."""
+    found = re.search(r"0*(\d*)$", name)
+    assert found is not None
+    return name[: found.start()], len(found[1]), found[1]
 
 
 def _view(found: dict[str, Value], camera: str, where: str) -> PublishedView:

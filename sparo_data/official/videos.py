@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -12,7 +13,7 @@ from PIL import Image
 
 from sparo_train.core.errors import DataError
 
-from ..episodes import Measured, Video, boxes_of, episode_fields
+from ..episodes import FAR, Measured, Video, boxes_of, episode_fields
 from ..writer import Fields
 from .clips import movi_records, npy_arrays, plain
 from .published import PublishedConfig, Written, numbered, opened_image, write_in_two
@@ -56,7 +57,7 @@ def movi_videos(path: Path) -> Iterator[Video]:
                 "dataset": path.name.partition("-")[0],
                 "video": name,
                 "objects": _objects(found, times, where),
-                "camera": _camera(found, times),
+                "camera": _camera(found, times, where),
             },
             _depth(found, shape, where),
             _flow(found, "backward_flow", shape, where),
@@ -131,39 +132,55 @@ def _stacked(planes: list[np.ndarray], where: str) -> np.ndarray:
     return np.stack(planes)
 
 
-def _range(found: dict[str, Value], name: str) -> tuple[float, float] | None:
-    bounds = found.get(f"metadata/{name}_range")
-    return (float(bounds[0]), float(bounds[1])) if isinstance(bounds, np.ndarray) and len(bounds) == 2 else None
+def _numbers(found: dict[str, Value], name: str, where: str, whole: bool = False) -> np.ndarray | None:
+    """A feature of numbers, None where a copy lacks it. Raises `DataError` where they are not finite, or (`whole`) not whole."""
+    table = found.get(name)
+    if not isinstance(table, np.ndarray):
+        return None
+    if not np.isfinite(table).all() or (whole and table.dtype.kind not in "iu"):
+        raise DataError(f"{where}: {name} has what is no {'whole ' if whole else ''}number; fetch the file again")
+    return table
+
+
+def _range(found: dict[str, Value], name: str, where: str) -> tuple[float, float] | None:
+    bounds = _numbers(found, f"metadata/{name}_range", where)
+    if bounds is None or len(bounds) != 2:
+        return None
+    if bounds[0] > bounds[1]:
+        raise DataError(f"{where}: metadata/{name}_range goes from {bounds[0]} down to {bounds[1]}")
+    return float(bounds[0]), float(bounds[1])
 
 
 def _flow(found: dict[str, Value], name: str, shape: tuple[int, int, int], where: str) -> Measured | None:
-    levels, bounds = found.get(name), _range(found, name)
-    if not isinstance(levels, np.ndarray) or bounds is None:
+    levels, bounds = _numbers(found, name, where, whole=True), _range(found, name, where)
+    if levels is None or bounds is None:
         return None
-    if levels.size != 2 * int(np.prod(shape)) or levels.min(initial=0) < 0 or levels.max(initial=0) > 65535:
+    # Beyond 16 bits numpy would begin again at 0.
+    if levels.size != 2 * int(np.prod(shape)) or levels.min(initial=0) < 0 or levels.max(initial=0) > FAR:
         raise DataError(f"{where}: {name} is not two 16-bit numbers for each pixel")
     return Measured(levels.reshape(*shape, 2).astype(np.uint16), *bounds)
 
 
 def _depth(found: dict[str, Value], shape: tuple[int, int, int], where: str) -> Measured | None:
-    planes, bounds = found.get("depth"), _range(found, "depth")
+    planes, bounds = found.get("depth"), _range(found, "depth", where)
     if not isinstance(planes, list) or bounds is None:
         return None
     levels = _stacked([opened_image(data, where, labels=True) for data in planes], where)
     if levels.shape != shape:
         raise DataError(f"{where}: depth of {levels.shape}, and the video has {shape}")
-    return Measured(levels.astype(np.uint16), *bounds)
+    return Measured(levels.astype(np.uint16), *bounds)  # pictures that are read have no more bits
 
 
 def _boxes(found: dict[str, Value], times: int, where: str) -> np.ndarray | None:
     """(T, K, 4); TFDS lists an object's boxes of the frames in which it is seen."""
-    flat, of = found.get("instances/bboxes/ragged_flat_values"), found.get("instances/bboxes/ragged_row_lengths_0")
-    frames = found.get("instances/bbox_frames/ragged_flat_values")
-    if not all(isinstance(table, np.ndarray) for table in (flat, of, frames)):
+    flat = _numbers(found, "instances/bboxes/ragged_flat_values", where)
+    of = _numbers(found, "instances/bboxes/ragged_row_lengths_0", where, whole=True)
+    frames = _numbers(found, "instances/bbox_frames/ragged_flat_values", where, whole=True)
+    if flat is None or of is None or frames is None:
         return None
-    assert isinstance(flat, np.ndarray) and isinstance(of, np.ndarray) and isinstance(frames, np.ndarray)
     if (
         len(flat) != 4 * len(frames)
+        or of.min(initial=0) < 0
         or of.sum() != len(frames)
         or (len(frames) and not 0 <= frames.min() <= frames.max() < times)
     ):
@@ -175,41 +192,38 @@ def _boxes(found: dict[str, Value], times: int, where: str) -> np.ndarray | None
 
 def _objects(found: dict[str, Value], times: int, where: str) -> list[dict[str, Any]]:
     """The instances as plain data; what a copy lacks is left out."""
-    held = {
-        name.removeprefix("instances/"): v
-        for name, v in found.items()
-        if name.startswith("instances/") and isinstance(v, np.ndarray)
-    }
-    positions = held.get("positions", np.zeros(0))
-    count = len(positions) // (3 * times)
+    positions = _numbers(found, "instances/positions", where)
+    count = 0 if positions is None else len(positions) // (3 * times)
     objects: list[dict[str, Any]] = [{"id": number + 1} for number in range(count)]
-    for name, words in _WORDS.items():
-        for one, value in zip(objects, held.get(f"{name}_label", ()), strict=False):
-            one[name] = words[value] if 0 <= value < len(words) else int(value)
-    for name in _NUMBERS:
-        for one, value in zip(objects, held.get(name, ()), strict=False):
-            one[name] = float(value)
-    for name, wide in _TABLES.items():
-        table = held.get(name)
-        if table is None:
-            continue
-        if table.size != count * times * wide:
+
+    def rows_of(name: str, shape: tuple[int, ...], whole: bool = False) -> list[Any]:
+        table = _numbers(found, f"instances/{name}", where, whole)
+        if table is not None and table.size != math.prod(shape):
             raise DataError(
                 f"{where}: instances/{name} has {table.size} numbers for {count} objects and {times} frames"
             )
-        for one, rows in zip(objects, table.reshape((count, times, wide) if wide > 1 else (count, times)), strict=True):
-            one[name] = rows.tolist()
+        return [] if table is None else table.reshape(shape).tolist()
+
+    for name, words in _WORDS.items():
+        for one, value in zip(objects, rows_of(f"{name}_label", (count,), whole=True), strict=False):
+            one[name] = words[value] if 0 <= value < len(words) else value
+    for name in _NUMBERS:
+        for one, value in zip(objects, rows_of(name, (count,)), strict=False):
+            one[name] = float(value)
+    for name, wide in _TABLES.items():
+        for one, rows in zip(objects, rows_of(name, (count, times, wide)[: 2 + (wide > 1)]), strict=False):
+            one[name] = rows
     return objects
 
 
-def _camera(found: dict[str, Value], times: int) -> dict[str, Any]:
+def _camera(found: dict[str, Value], times: int, where: str) -> dict[str, Any]:
     """`fov` in degrees, and where the camera is in every frame: OpenGL's and Blender's, looking along -z."""
     camera: dict[str, Any] = {}
-    fov = found.get("camera/field_of_view")
-    if isinstance(fov, np.ndarray) and len(fov) == 1:
+    fov = _numbers(found, "camera/field_of_view", where)
+    if fov is not None and len(fov) == 1:
         camera["fov"] = float(np.degrees(fov[0]))
     for name, wide in (("positions", 3), ("quaternions", 4)):
-        table = found.get(f"camera/{name}")
-        if isinstance(table, np.ndarray) and table.size == times * wide:
+        table = _numbers(found, f"camera/{name}", where)
+        if table is not None and table.size == times * wide:
             camera[name] = table.reshape(times, wide).tolist()
     return camera

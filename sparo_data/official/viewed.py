@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import zipfile
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -33,6 +32,7 @@ _PINHOLES = (
 _LENS = ("fl_x", "fl_y", "cx", "cy", "w", "h", "camera_angle_x", "camera_angle_y", "fov")
 _CLEVR_LENS = 2 * np.arctan(16 / 35)  # Blender's camera of 35 mm before a sensor of 32
 _CLEVR_VIEWS = 3
+_FARTHEST = 1e6  # from the origin; CLEVR's cameras stand about 11 away
 
 
 class PublishedView(NamedTuple):
@@ -75,10 +75,9 @@ def nerf_scenes(place: Path) -> Iterator[PublishedViews]:
         if not isinstance(frames, list) or not frames:
             raise DataError(f"{path}: has no frames")
         part = path.stem.removeprefix("transforms").lstrip("_")
+        name = path.parent.resolve().name  # `.` has no name of its own
         views = [_frame(path, number, told, frame) for number, frame in enumerate(frames)]
-        yield PublishedViews(
-            plain(path.parent.name + (f"_{part}" if part else "")), views, {"dataset": path.parent.name}
-        )
+        yield PublishedViews(plain(name + (f"_{part}" if part else "")) or "scene", views, {"dataset": name})
 
 
 def _frame(path: Path, number: int, told: dict[str, Any], frame: Any) -> PublishedView:
@@ -110,16 +109,19 @@ def _refuse_bent(where: str, told: dict[str, Any]) -> None:
 
 def _picture(path: Path, where: str, name: str) -> bytes:
     picture = path.parent / name
+    ending = "" if picture.suffix else "; without an ending .png is meant"
     try:
+        # Its ending before its place is looked at: `.` and `..` would become names beside the folder by it.
+        picture = picture.with_name(f"{picture.name}.png") if ending else picture
         inside = picture.resolve().is_relative_to(path.parent.resolve())
     except (OSError, ValueError) as error:  # a NUL, a loop of links
         raise DataError(f"{where}: file_path {name!r} is no path ({error})") from None
     if not inside:
         raise DataError(f"{where}: file_path {name!r} leaves its folder")
     try:
-        return read_bytes(picture if picture.suffix else picture.with_suffix(".png"), DataError)
+        return read_bytes(picture, DataError)
     except DataError as error:
-        raise DataError(f"{where}: {error}" + ("" if picture.suffix else "; without an ending .png is meant")) from None
+        raise DataError(f"{where}: {error}{ending}") from None
 
 
 def _on_white(data: bytes, where: str) -> np.ndarray:
@@ -145,15 +147,7 @@ def clevr3d_scenes(place: Path) -> Iterator[PublishedViews]:
     Raises:
         DataError: no such table, or a picture of it is damaged.
     """
-    table = place / "metadata.npz"
-    try:
-        with np.load(io.BytesIO(read_bytes(table, DataError)), allow_pickle=False) as held:
-            places = np.asarray(held["camera_pos"], np.float64)
-            shapes = np.asarray(held["shape"]) if "shape" in held.files else None
-    except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{table}: has no camera_pos that can be read ({error})") from None
-    if places.ndim != 3 or places.shape[2] != 3 or places.shape[1] < _CLEVR_VIEWS or not np.isfinite(places).all():
-        raise DataError(f"{table}: camera_pos of {places.shape} is not (N, {_CLEVR_VIEWS} or more, 3) finite numbers")
+    places, counts = _clevr3d_tables(place / "metadata.npz")
     for scene in range(len(places)):
         if not (place / f"images/img_{scene}_0.png").is_file():
             continue
@@ -172,8 +166,30 @@ def clevr3d_scenes(place: Path) -> Iterator[PublishedViews]:
             if np.hypot(*eye[:2]) < 1e-6:
                 raise DataError(f"{where}: its camera looks straight down, and which way is up nobody says")
             views.append(PublishedView(image, label, looking(eye, (0, 0, 0)), lens))
-        count = {} if shapes is None else {"object_count": int((shapes[scene] > 0).sum())}
+        count = {} if counts is None else {"object_count": int(counts[scene])}
         yield PublishedViews(f"{scene:06d}", views, {"dataset": "clevr3d", **count})
+
+
+def _clevr3d_tables(table: Path) -> tuple[np.ndarray, np.ndarray | None]:
+    """Where the cameras are, (N, V, 3) fp64, and how many objects each scene has, (N,), where it says so. Raises `DataError`."""
+    try:
+        with np.load(io.BytesIO(read_bytes(table, DataError)), allow_pickle=False) as held:
+            places = np.asarray(held["camera_pos"], np.float64)
+            shapes = np.asarray(held["shape"]) if "shape" in held.files else None
+    except DataError:
+        raise
+    except Exception as error:  # zip, zlib and numpy's headers raise anything
+        raise DataError(f"{table}: has no camera_pos that can be read ({str(error)[:200]})") from None
+    near = bool((np.abs(places) < _FARTHEST).all())  # a NaN is not below it
+    if places.ndim != 3 or places.shape[2] != 3 or places.shape[1] < _CLEVR_VIEWS or not near:
+        raise DataError(
+            f"{table}: camera_pos of {places.shape} is not (N, {_CLEVR_VIEWS} or more, 3) numbers below {_FARTHEST:g}"
+        )
+    if shapes is not None and (shapes.ndim != 2 or len(shapes) != len(places) or shapes.dtype.kind not in "iuf"):
+        raise DataError(
+            f"{table}: shape of {shapes.dtype} {shapes.shape} is no number for each object of {len(places)} scenes"
+        )
+    return places, None if shapes is None else (shapes > 0).sum(1)
 
 
 def write_viewed(
@@ -190,7 +206,7 @@ def write_viewed(
     counts = {"all": 0, "empty": 0}
 
     def samples() -> Iterator[tuple[str, Fields]]:
-        kept = (s for s in scenes if config.most is None or s.facts.get("object_count", 0) <= config.most)
+        kept = (s for s in scenes if config.most is None or _objects_in(s) <= config.most)
         for scene in islice(kept, config.limit):
             counts["all"] += 1
             labels = [view.label for view in scene.views if view.label is not None]
@@ -199,6 +215,12 @@ def write_viewed(
             done(counts["all"])
 
     return write_in_two(out, "scenes", samples(), config, counts, "scene")
+
+
+def _objects_in(scene: PublishedViews) -> int:
+    if "object_count" not in scene.facts:
+        raise DataError(f"{scene.key}: nobody says how many objects it has; leave --most away")
+    return scene.facts["object_count"]
 
 
 def viewed_fields(scene: PublishedViews, size: int | None) -> dict[str, bytes]:

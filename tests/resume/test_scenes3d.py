@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -216,6 +217,14 @@ def test_folders_of_transforms_become_scenes(tmp_path):
     assert np.allclose(scene.pose(2, 0), looking((4 * np.cos(2), 4 * np.sin(2), 2.0), (0, 0, 0)), atol=1e-6)
 
 
+def test_the_folder_that_one_stands_in_has_its_name(tmp_path, monkeypatch):
+    nerf_folder(tmp_path / "lego")
+    monkeypatch.chdir(tmp_path / "lego")
+    convert_published([Path()], tmp_path / "out", PublishedConfig(source="nerf", files=(".",)))
+    key, fields = open_source("x", ShardsConfig(shards=(str(tmp_path / "out/train"),))).storages[0].read(0)
+    assert key == "lego" and ViewedScene(fields).facts["dataset"] == "lego"
+
+
 def test_pictures_of_sixteen_bits_and_transparent_palettes_are_seen_as_they_are(tmp_path):
     nerf_folder(tmp_path / "in")
     Image.fromarray(np.full((20, 24), 40_000, np.uint16)).save(tmp_path / "in/r_0.png")
@@ -242,6 +251,9 @@ def test_folders_that_are_none_are_told_by_file(tmp_path):
         "fish": {"is_fisheye": True},
         "nul": {"frames": [{"file_path": "r_0\0", "transform_matrix": np.eye(4).tolist()}]},
         "nameless": {"frames": [{"file_path": "", "transform_matrix": np.eye(4).tolist()}]},
+        "beside": {"frames": [{"file_path": ".", "transform_matrix": np.eye(4).tolist()}]},
+        "long": {"fl_x": 10**401},
+        "wide": {"fl_x": 1e308, "w": 1},
     }
     told = {
         "empty": "no frames",
@@ -255,6 +267,9 @@ def test_folders_that_are_none_are_told_by_file(tmp_path):
         "fish": "is_fisheye is no pinhole",
         "nul": "is no path",
         "nameless": "has no file_path",
+        "beside": "leaves its folder",
+        "long": "fl_x is no finite number",
+        "wide": "frame 0: a camera's lens is not below 1e.15 pixels",
         "singular": "singular",
         "poseless": "4 x 4",
     }
@@ -292,6 +307,22 @@ def test_obsurfs_folders_become_scenes(tmp_path):
         -pose[:3, 2] * np.linalg.norm(places[0, 1]), -places[0, 1]
     )
     assert scene.lens(0, 32, 24)[0] == pytest.approx(35) and scene.views[2].labels(0).max() == 2
-    np.savez(root / "metadata.npz", shape=np.ones((3, 3)))
-    with pytest.raises(DataError, match="camera_pos"):
-        convert_published([root], tmp_path / "o2", PublishedConfig(source="clevr3d", files=("clevr3d",)))
+    table = root / "metadata.npz"
+    for number, (tables, told) in enumerate(
+        (
+            ({"shape": np.ones((3, 3))}, "camera_pos"),
+            ({"camera_pos": np.full((3, 4, 3), 1e200)}, "camera_pos of .* numbers below"),
+            ({"camera_pos": np.full((3, 4, 3), np.nan)}, "camera_pos of .* numbers below"),
+            ({"camera_pos": places, "shape": np.ones((2, 3))}, "no number for each object of 3 scenes"),
+            ({"camera_pos": places, "shape": np.full((3, 3), "cube")}, "no number for each object of 3 scenes"),
+            ({"camera_pos": places}, "how many objects it has; leave --most away"),
+        )
+    ):
+        np.savez(table, **tables)
+        with pytest.raises(DataError, match=told):
+            convert_published([root], tmp_path / f"bad{number}", PublishedConfig(source="clevr3d", most=2))
+    whole = table.read_bytes()
+    for cut in (10, len(whole) // 2, len(whole) - 30):
+        table.write_bytes(whole[:cut])
+        with pytest.raises(DataError, match=r"metadata\.npz"):
+            convert_published([root], tmp_path / f"cut{cut}", PublishedConfig(source="clevr3d"))

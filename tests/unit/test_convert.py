@@ -1,5 +1,6 @@
 """One's own folders and tables to shards and a test set; and what is wrong with them, said."""
 
+import os
 import shlex
 from pathlib import Path
 
@@ -82,6 +83,19 @@ def test_images_that_cannot_be_decoded_are_never_scored(tmp_path):
     (tmp_path / "in/c/1.txt").write_text("  \n")
     with pytest.raises(DataError, match=r"1\.txt: is empty, so 1\.jpg has no caption"):
         convert_folder(tmp_path / "in", tmp_path / "again")
+
+
+def test_folders_whose_names_are_no_text_are_told_as_captions_and_read_as_paths(tmp_path):
+    odd = tmp_path / os.fsdecode(b"caf\xe9")
+    odd.mkdir()
+    (odd / "a.jpg").write_bytes(jpeg(1))
+    with pytest.raises(DataError, match=r"caf\\xe9: its name is no UTF-8"):
+        convert_folder(tmp_path, tmp_path / "out")
+    (odd / "a.txt").write_text("a cup")
+    convert_folder(tmp_path, odd / "out")
+    assert ShardReader().index(str(odd / "out/00000.tar")).offsets[0] == 0
+    done = sparo("data", "check", str(odd / "out"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_class_folders_are_scored_by_their_classes(tmp_path):

@@ -76,7 +76,13 @@ def test_clevr_and_its_objects(tmp_path):
         and found[0].label is None
         and found[1].image.shape == (4, 6, 3)
     )
-    for bad in ({"scenes": [{"image_filename": "../x.png", "split": "val"}]}, {"scenes": [3]}, {}):
+    nobody_says = {**rows[0], "objects": None}
+    for bad in (
+        {"scenes": [{"image_filename": "../x.png", "split": "val"}]},
+        {"scenes": [3]},
+        {},
+        {"scenes": [nobody_says]},
+    ):
         path.write_text(json.dumps(bad))
         with pytest.raises(DataError, match="scenes"):
             read(path, "clevr")

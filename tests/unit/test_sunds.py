@@ -89,6 +89,11 @@ def test_a_bad_record_is_told_by_its_file_number_and_camera(monkeypatch, name, v
         list(sunds_scenes(FILE))
 
 
+def test_cameras_are_in_the_order_of_their_numbers_however_long_these_are():
+    names = ["camera_10", "camera_9", "camera_010", "camera_" + "7" * 5000, "left", "camera_"]
+    assert sorted(names, key=sunds._in_order) == ["camera_", "camera_9", "camera_10", "camera_010", names[3], "left"]
+
+
 def test_a_folder_of_records_and_a_file_that_breaks_off(tmp_path):
     data = FILE.read_bytes()
     (tmp_path / FILE.name).write_bytes(data)

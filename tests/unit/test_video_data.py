@@ -16,8 +16,10 @@ from sparo_data.drawn.physics import Thrown, simulate
 from sparo_data.drawn.video_scenes import KINDS, episode
 from sparo_data.drawn.video_sets import VideoSetConfig, render_videos
 from sparo_data.episodes import Measured, Video, boxes_of, episode_fields, measured
+from sparo_data.official import clips
 from sparo_data.official.formats import convert_published, sources_of
 from sparo_data.official.published import PublishedConfig
+from sparo_data.official.tfrecord import example, records
 from sparo_data.official.videos import movi_videos, sized
 from sparo_data.writer import write_shard
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
@@ -200,6 +202,32 @@ def test_movi_as_tfds_writes_it(tmp_path):
         )
     with pytest.raises(DataError, match="12 x 8 pixels have flows, which squeezing would bend"):
         sized(full, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("instances/shape_label", np.zeros(2, np.float32), "shape_label has what is no whole number"),
+        ("instances/color_label", np.zeros(5, np.int64), "color_label has 5 numbers for 2 objects"),
+        ("instances/mass", np.full(2, np.nan, np.float32), "mass has what is no number"),
+        ("instances/velocities", np.full(24, np.inf, np.float32), "velocities has what is no number"),
+        ("instances/bboxes/ragged_row_lengths_0", np.array([7, -1]), "do not go together"),
+        ("instances/bboxes/ragged_row_lengths_0", np.array([4.0, 2.0], np.float32), "row_lengths_0 has what is no whole"),
+        ("instances/bbox_frames/ragged_flat_values", np.full(6, 0.5, np.float32), "bbox_frames.* no whole number"),
+        ("instances/bboxes/ragged_flat_values", np.full(24, np.nan, np.float32), "bboxes.* no number"),
+        ("backward_flow", np.full(768, np.nan, np.float32), "backward_flow has what is no whole number"),
+        ("backward_flow", np.full(768, 70_000), "backward_flow is not two 16-bit numbers"),
+        ("metadata/backward_flow_range", np.array([np.nan, 1], np.float32), "backward_flow_range has what is no number"),
+        ("metadata/depth_range", np.array([3, 1], np.float32), "depth_range goes from 3.0 down to 1.0"),
+        ("camera/positions", np.full(12, np.nan, np.float32), "camera/positions has what is no number"),
+    ],
+)  # fmt: skip
+def test_numbers_of_movi_that_are_none_are_told_by_their_names(monkeypatch, name, value, told):
+    found = example(next(iter(records(MOVI))), "it")
+    assert name in found
+    monkeypatch.setattr(clips, "example", lambda data, where: {**found, name: value})
+    with pytest.raises(DataError, match=f"record 0.*{told}"):
+        list(movi_videos(MOVI))
 
 
 def test_smaller_videos_keep_what_their_numbers_mean():

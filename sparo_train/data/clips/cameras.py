@@ -58,7 +58,7 @@ def checked_lens(told: Mapping[str, Any], width: int, height: int) -> np.ndarray
     degrees), or `camera_angle_x`, `camera_angle_y` (Blender's, in radians).
 
     Raises:
-        BadSampleError: none of them, or no positive finite numbers.
+        BadSampleError: none of them, no positive finite numbers, or a lens that no fp32 ray could be made of.
     """
     wide, tall = _number(told, "w", width), _number(told, "h", height)
     # Lenses are told for the picture as it was taken; this one may be smaller.
@@ -74,7 +74,10 @@ def checked_lens(told: Mapping[str, Any], width: int, height: int) -> np.ndarray
         raise BadSampleError("a camera without fov, fl_x or camera_angle_x")
     cx = _number(told, "cx", wide / 2) * width / wide
     cy = _number(told, "cy", tall / 2) * height / tall
-    return np.array([fx, fy, cx, cy])
+    lens = np.array([fx, fy, cx, cy])
+    if not (np.abs(lens) < _FARTHEST).all():  # of finite numbers, too: 1e308 in pixels of a smaller picture
+        raise BadSampleError(f"a camera's lens is not below {_FARTHEST:g} pixels")
+    return lens
 
 
 def cut_lens(lens: np.ndarray, width: int, height: int, size: int) -> np.ndarray:
@@ -102,11 +105,15 @@ def looking(eye: Any, target: Any, up: Any = (0.0, 0.0, 1.0)) -> np.ndarray:
 
 def _number(told: Mapping[str, Any], name: str, default: float | None = None) -> float:
     value = told.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
-        raise BadSampleError(f"a camera's {name} is no number")
-    if value <= 0 and name not in ("cx", "cy"):
+    try:
+        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else np.nan
+    except OverflowError:  # a whole number of more digits than a float has
+        number = np.inf
+    if not np.isfinite(number):
+        raise BadSampleError(f"a camera's {name} is no finite number")
+    if number <= 0 and name not in ("cx", "cy"):
         raise BadSampleError(f"a camera's {name} is not above 0")
-    return float(value)
+    return number
 
 
 def _angle(told: Mapping[str, Any], name: str, most: float) -> float:

@@ -156,7 +156,9 @@ class ShardReader:
 def _cache_file(url: str, size: int, stamp: str) -> Path:
     absolute = url if "://" in url else str(Path(url).resolve())
     return (
-        cache_folder() / "index" / (hashlib.sha256(f"{absolute}\n{size}\n{stamp}".encode()).hexdigest()[:32] + ".npy")
+        cache_folder()
+        / "index"
+        / (hashlib.sha256(os.fsencode(f"{absolute}\n{size}\n{stamp}")).hexdigest()[:32] + ".npy")
     )
 
 
