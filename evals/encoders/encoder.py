@@ -175,11 +175,14 @@ class ClipsEncoder(ABC):
 
     `masks_are`: whose they are, in words that stand beside a score.  `trained_frames`: how long its training's clips were.
     `conditional`: it is told the first frame's objects, by a fourth plane of clips: their numbers, below `slots`.
+    `windowed`: whether a frame's slots can be made of its last frames alone.  `frame_scores`: what its frames' errors are told as.
     """
 
     masks_are = "the encoder's own"
     trained_frames: int
     conditional: bool = False
+    windowed: bool = True
+    frame_scores: tuple[str, ...] = ("mse", "psnr")
 
     @abstractmethod
     def clips(self, video: Tensor, window: int | None = None) -> Tensor:
@@ -205,11 +208,13 @@ class ViewsEncoder(ABC):
 
     `trained_frames`, `trained_views`: how long its training's clips were, and how many views were shown.
     `tells_depth`: whether it says how far away things are.  `ends`: the nearest and the farthest distance that it can say.
+    `windowed`: whether a time's slots can be made of its last times alone.
     """
 
     image_size: int
     trained_frames: int
     trained_views: int
+    windowed: bool = True
     tells_depth: bool = False
     ends: tuple[float, float] | None = None
 

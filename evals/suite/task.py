@@ -25,7 +25,7 @@ class Need(NamedTuple):
 
 
 NEEDS = {
-    "images": Need("images encoded", "takes views with their cameras", "use view_masks or scene_probe"),
+    "images": Need("images or clips encoded", "takes views with their cameras", "use view_masks or scene_probe"),
     "texts": Need("texts encoded", "encodes images alone", "use knn, linear or probe"),
     "conditioned": Need(
         "patches that texts pool", "has none", "use retrieval, or train with objective.model.readout.kind=flair"
@@ -51,6 +51,7 @@ class Task:
         check: raises `DataError` now where the config's data is not there, or not what the task takes.
         needs: of `NEEDS`, or words of one's own that an encoder's `offers` may have.
         facts: what its set says of every image, where it has one set (evals/sets/base.py: FactKind).
+        unfit: why this config cannot be scored with an encoder that offers all of `needs`, and what to do; None: it can.
     """
 
     config: type[TaskConfig]
@@ -58,6 +59,7 @@ class Task:
     check: Callable[[Any], None]
     needs: tuple[str, ...] = ()
     facts: str = "label"
+    unfit: Callable[[Any, Any], str | None] = lambda task, encoder: None
 
 
 class UnfitError(ConfigError):
@@ -65,16 +67,19 @@ class UnfitError(ConfigError):
 
 
 def refuse_unfit(name: str, task: TaskConfig, encoder: Encoder) -> None:
-    """Raise `UnfitError` where `encoder` does not offer what the task needs; `name`: what the task is called."""
-    needs = TASKS.row(task.task).needs
+    """Raise `UnfitError` where `encoder` does not offer what the task needs, or not as it is set; `name`: what the task is called."""
+    row: Task = TASKS.row(task.task)
+    needs = row.needs
     # What is made of clips or of views asks for no image on its own.
     for word in needs if {"clips", "views"} & set(needs) else ("images", *needs):
         if word not in encoder.offers:
-            need = NEEDS.get(
-                word,
-                Need(word, "does not offer that", f"it offers {', '.join(sorted(encoder.offers)) or 'nothing more'}"),
-            )
+            # Who takes posed views takes neither images nor clips, and is told of its own tasks.
+            lacked = "images" if word == "clips" and "views" in encoder.offers else word
+            offered = ", ".join(sorted(encoder.offers)) or "nothing more"
+            need = NEEDS.get(lacked, Need(lacked, "does not offer that", f"it offers {offered}"))
             raise UnfitError(f"{name}: needs {need.what}, and {encoder.label} {need.instead}; {need.remedy}")
+    if reason := row.unfit(task, encoder):
+        raise UnfitError(f"{name}.{reason}")
 
 
 def encoder_of(objective: Objective, method: str) -> Encoder:

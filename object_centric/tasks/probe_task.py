@@ -24,7 +24,7 @@ from sparo_train.core.config import setting
 from sparo_train.core.errors import DataError
 
 from .scene_encoder import EveryView
-from .video_task import EveryFrame
+from .video_task import EveryFrame, unwindowed
 
 _FEWEST = 4  # episodes: two to fit probes on, two to score them
 
@@ -176,6 +176,7 @@ SLOT_PROBE = Task(
     lambda task: _check(ObjectClipSet(task.root, task.frames, task.split), task),
     needs=("clips",),
     facts="objects of clips",
+    unfit=lambda task, encoder: unwindowed(task.window, encoder),
 )
 
 SCENE_PROBE = Task(
@@ -184,4 +185,5 @@ SCENE_PROBE = Task(
     lambda task: _check(ObjectViewSet(task.root, task.frames, task.shown, task.split), task),
     needs=("views",),
     facts="objects of scenes",
+    unfit=lambda task, encoder: unwindowed(task.window, encoder),
 )

@@ -71,6 +71,10 @@ class SceneEncoder(Encoder, ViewsEncoder):
         self.seed = seed
 
     @property
+    def windowed(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.model.config.grouping.binder is not None
+
+    @property
     def tells_depth(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.model.config.bounds is not None
 
@@ -103,14 +107,13 @@ class SceneEncoder(Encoder, ViewsEncoder):
     @torch.inference_mode()
     def slots_of(self, posed: Tensor, window: int | None = None) -> Tensor:
         """Shown views (T, V, 9, S, S) of one scene to slots (T, K, D); of a binder each time's from its last `window` times."""
-        at_once = self.model.config.grouping.binder is not None
-        if window is not None and not at_once:
+        if window is not None and not self.windowed:
             raise ConfigError(f"window={window}: is of a binder; other slots have seen what came before, or nothing")
         noise = self.noise.to(self.device)[None]
         with self.autocast():
             # Time by time: what fits into memory must not depend on how long an episode is.
             tokens = torch.cat([self.model.tower.tokens(row[None, None]) for row in posed.to(self.device)], 1)
-            grouping, last = self.model.tower.grouping, (window or self.trained_frames) if at_once else None
+            grouping, last = self.model.tower.grouping, (window or self.trained_frames) if self.windowed else None
             if last is None or tokens.shape[1] <= last:
                 return grouping(tokens, noise).slots[0].float()
             found = [grouping(tokens[:, :last], noise)]

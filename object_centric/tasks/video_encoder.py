@@ -37,9 +37,16 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
         super().__init__(model, signed, label)
         self.trained_frames = trained_frames
 
+    frame_scores = ()
+
     @property
     def conditional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.model.config.hint is not None
+
+    @property
+    def windowed(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        grouping = self.model.config.grouping
+        return grouping.binder is not None or grouping.pooled is not None
 
     @abstractmethod
     def shares_of(self, found: Grouped) -> tuple[Tensor, Decoded | None]:
@@ -61,9 +68,7 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
         Raises:
             ConfigError: a window for slots that go from frame to frame; or slots that are told, and nothing is.
         """
-        grouping = self.model.config.grouping
-        at_once = grouping.binder is not None or grouping.pooled is not None
-        if not at_once and window is not None:
+        if not self.windowed and window is not None:
             raise ConfigError(
                 f"window={window}: is of a binder; slots that go from frame to frame have seen all of the earlier ones"
             )
@@ -76,7 +81,7 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
             # By frames, not by clips: what is drawn at once has a bound whatever T is.
             tokens = torch.cat([self._tokens(part) for part in clip[:, :3].split(_FRAMES)])
             hint = clip[None, 0, 3].to(self.device) if self.conditional else None
-            found.append(self._grouped(tokens[None], hint, (window or self.trained_frames) if at_once else None))
+            found.append(self._grouped(tokens[None], hint, (window or self.trained_frames) if self.windowed else None))
         return found
 
     def clip_slots(self, video: Tensor, window: int | None = None) -> Tensor:
@@ -158,9 +163,9 @@ class VideoEncoder(TimedEncoder, DrawingEncoder):
         return f"features of {self.model.tower.encoder.identity}" if target == "features" else target
 
     @property
-    def compared(self) -> bool:
-        """Whether what is drawn of a frame is the frame, or its features."""
-        return self.model.config.target in ("pixels", "features")
+    def frame_scores(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        # Decibels are of pixels in 0..1; of flow there is no error, as frames do not hold it.
+        return {"pixels": ("mse", "psnr"), "features": ("mse",)}.get(self.model.config.target, ())
 
     @property
     def numbers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -183,7 +188,7 @@ class VideoEncoder(TimedEncoder, DrawingEncoder):
         return Parts(self.brought(shares), None, None)
 
     def errors_of(self, decoded: Decoded | None, frames: Tensor) -> Tensor:
-        if decoded is None or not self.compared:
+        if decoded is None or not self.frame_scores:
             return super().errors_of(decoded, frames)
         pixels = self.normalised(frames)
         if self.draws != "pixels":
@@ -195,7 +200,7 @@ class VideoEncoder(TimedEncoder, DrawingEncoder):
 
     @torch.inference_mode()
     def squared_error(self, pixels: Tensor) -> Tensor:
-        if not self.compared:
+        if not self.frame_scores:
             raise ConfigError(
                 f"model.target={self.draws}: a still has none to compare with; score clips (task: video_masks)"
             )

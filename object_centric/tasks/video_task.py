@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from evals.encoders.encoder import ClipsEncoder, Encoder
+from evals.encoders.encoder import ClipsEncoder, Encoder, ViewsEncoder
 from evals.encoders.pixels import Pixels
 from evals.sets.base import EvalSet, Limited
 from evals.sets.clip_set import ClipSet
@@ -22,6 +22,8 @@ from sparo_train.core.config import setting
 from sparo_train.core.errors import DataError
 
 from .mask_task import labels_cut, seen_by
+
+_OF_FRAMES = ("psnr", "mse")  # they need no object
 
 
 class VideoMasksTaskConfig(TaskConfig):
@@ -75,6 +77,13 @@ class EveryFrame:
         return np.concatenate([frames, plane[..., None]], axis=-1)
 
 
+def unwindowed(window: int | None, encoder: ClipsEncoder | ViewsEncoder) -> str | None:
+    """Why a task's window is none for this encoder; None: it can have one, or the task has none."""
+    if window is None or encoder.windowed:
+        return None
+    return f"window={window}: is of slots that see a clip at once; these have seen all that came before, or one frame alone; set null"
+
+
 def open_clips(task: VideoMasksTaskConfig, told: int = 0) -> EvalSet:
     """The episodes of a task; `told`: see `ClipSet`. Raises `DataError` where they are not there."""
     found = ClipSet(task.root, task.frames, task.split, told)
@@ -106,12 +115,9 @@ def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
             return clip_segmentation.MaskedClip(np.stack([seen_by(encoder, plane) for plane in true]), masks, errors)
 
         clips = (clip(row, np.asarray(fact)) for row, fact in zip(rows, found.facts, strict=True))
-        pixels = getattr(encoder, "draws", "pixels") == "pixels"
+        pixels = "psnr" in encoder.frame_scores
         result = clip_segmentation.score(clips, task.background, task.ignore, task.first_frame, pixels)
-        if task.headline in ("psnr", "mse") and task.headline not in result.metrics:
-            other = "mse" if "mse" in result.metrics else "video_fg_ari"
-            raise DataError(f"headline={task.headline}: {encoder.label} draws no frames to compare with; set {other}")
-        if task.headline not in result.metrics or not (result.n or task.headline in ("psnr", "mse")):
+        if task.headline not in result.metrics or not (result.n or task.headline in _OF_FRAMES):
             raise DataError(
                 f"{source.root}: not one episode has {task.headline}; background={task.background} is the label that is no object"
             )
@@ -131,6 +137,18 @@ def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
     return described(scoring.ranks.first(score), found, source, options)
 
 
+def _unfit(task: VideoMasksTaskConfig, encoder: ClipsEncoder) -> str | None:
+    if task.headline in _OF_FRAMES and task.headline not in encoder.frame_scores:
+        other = encoder.frame_scores[0] if encoder.frame_scores else "video_fg_ari"
+        return f"headline={task.headline}: this model draws no {'frames' if other != 'mse' else 'pixels'} to compare with; set {other}"
+    return unwindowed(task.window, encoder)
+
+
 VIDEO_MASKS = Task(
-    VideoMasksTaskConfig, run_video_masks, lambda task: open_clips(task).check(), needs=("clips",), facts="clips"
+    VideoMasksTaskConfig,
+    run_video_masks,
+    lambda task: open_clips(task).check(),
+    needs=("clips",),
+    facts="clips",
+    unfit=_unfit,
 )

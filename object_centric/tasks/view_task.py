@@ -22,6 +22,7 @@ from sparo_train.core.errors import DataError
 
 from .mask_task import seen_by
 from .scene_encoder import EveryView, row_parts
+from .video_task import unwindowed
 
 
 class ViewMasksTaskConfig(TaskConfig):
@@ -125,6 +126,20 @@ def _depth_seen_by(encoder: Encoder, plane: np.ndarray) -> np.ndarray:
     return plane.reshape(-1)[seen_by(encoder, numbers)]
 
 
+def _unfit(task: ViewMasksTaskConfig, encoder: ViewsEncoder) -> str | None:
+    if task.headline == "depth_error" and not encoder.tells_depth:
+        return "headline=depth_error: this model's decoder says no depth (nerf does); set psnr_held_out"
+    shown = task.shown or encoder.trained_views
+    if task.views is not None and shown >= task.views:
+        return f"views={task.views}: {shown} of them are shown, which leaves none to hold out; set shown to less"
+    return unwindowed(task.window, encoder)
+
+
 VIEW_MASKS = Task(
-    ViewMasksTaskConfig, run_view_masks, lambda task: open_views(task).check(), needs=("views",), facts="views"
+    ViewMasksTaskConfig,
+    run_view_masks,
+    lambda task: open_views(task).check(),
+    needs=("views",),
+    facts="views",
+    unfit=_unfit,
 )

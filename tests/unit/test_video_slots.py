@@ -1,5 +1,7 @@
 """Slots through time: frame by frame as by hand, all times at once, cut and continued, and what scores say of them."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from PIL import Image
 
 from evals.store.features import FeatureStore
 from evals.suite.suite import Suite
+from evals.suite.task import UnfitError, refuse_unfit
 from evals.tasks.clip_segmentation import MaskedClip, clip_scores, score
 from evals.tasks.segmentation import image_scores
 from object_centric.encoders.transformer import TransformerConfig
@@ -15,12 +18,13 @@ from object_centric.grouping.slot_config import SlotAttentionConfig
 from object_centric.pictures.panels import ClipPanel, clip_sheet
 from object_centric.scenes3d.scene_tower import EachTime
 from object_centric.tasks.probe_task import SlotProbeTaskConfig
-from object_centric.tasks.video_encoder import VideoEncoder
+from object_centric.tasks.video_encoder import VideoEncoder, VideoSlateEncoder
 from object_centric.tasks.video_task import VideoMasksTaskConfig
 from object_centric.video.clip_examples import ClipExamples
 from object_centric.video.recurrent import RecurrentSlots
 from object_centric.video.video_autoencoder import VideoAutoencoder, VideoAutoencoderConfig
 from object_centric.video.video_model import VideoModelConfig
+from object_centric.video.video_slate import VideoSlate, VideoSlateConfig
 from sparo_data.drawn.video_scenes import episode
 from sparo_data.drawn.video_sets import VideoSetConfig, render_videos
 from sparo_data.episodes import episode_fields
@@ -31,6 +35,7 @@ from sparo_train.core.rng import generator
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import DataConfig, Source
 
+SMALL = {"image_size": 16, "encoder": {"channels": [8, 8], "strides": [2, 1], "kernel": 3}, "features": 16}
 SAVI = {"preset": "savi", "slots": 3, "width": 16, "init": "learned"}
 PSB = {"preset": "psb", "slots": 3, "width": 16, "iterations": 2}
 ROWS = {
@@ -49,15 +54,8 @@ ROWS = {
 def objective(row, **more):
     torch.manual_seed(0)
     tree = {
-        "model": {
-            "image_size": 16,
-            "encoder": {"channels": [8, 8], "strides": [2, 1], "kernel": 3},
-            "features": 16,
-            "decoder": {"kind": "mlp", "hidden": [16]},
-            **ROWS[row],
-        },
+        "model": {**SMALL, "decoder": {"kind": "mlp", "hidden": [16]}, **ROWS[row], **more},
         "frames": {"count": 4},
-        **more,
     }
     return VideoAutoencoder(resolve(VideoAutoencoderConfig, tree, "here"))
 
@@ -255,6 +253,26 @@ def test_features_of_another_training_length_are_not_read_again(tmp_path):
 
     own, shared = [scored(frames, None) for frames in (2, 4)], [scored(f, tmp_path / "store") for f in (2, 4)]
     assert own[0] != own[1] and shared == own
+
+
+def test_what_a_model_cannot_be_asked_for_is_refused_before_anything_is_encoded():
+    recurrent, binder = (VideoEncoder(objective(row).model, False, 4, row) for row in ("savi", "psb"))
+    flows = VideoEncoder(objective("savi", target="flow").model, False, 4, "flows")
+    model = {**SMALL, "dvae": {"vocab": 12, "channels": 8}, "decoder": {"width": 16, "blocks": 1, "heads": 2}}
+    steve = resolve(VideoSlateConfig, {"model": {**model, "grouping": {**SAVI, "preset": "steve"}}}, "here")
+    said = VideoSlateEncoder(VideoSlate(steve).model, False, 3, "steve")
+    masks, probe = VideoMasksTaskConfig(root="x"), SlotProbeTaskConfig(root="x")
+    for task, encoder, told in (
+        (masks.model_copy(update={"window": 3}), recurrent, "t.window=3: is of slots that see a clip at once"),
+        (masks.model_copy(update={"window": 3}), binder, None),
+        (probe.model_copy(update={"window": 3}), recurrent, "t.window=3"),
+        (masks.model_copy(update={"headline": "psnr"}), recurrent, None),
+        (masks.model_copy(update={"headline": "psnr"}), said, "t.headline=psnr: .* draws no frames.* set video_fg_ari"),
+        (masks.model_copy(update={"headline": "mse"}), flows, "t.headline=mse: .* set video_fg_ari"),
+        (masks, said, None),
+    ):
+        with pytest.raises(UnfitError, match=told) if told else nullcontext():
+            refuse_unfit("t", task, encoder)
 
 
 def test_pictures_of_clips_see_as_many_frames_as_the_task_that_they_are_of(monkeypatch):

@@ -1,0 +1,121 @@
+"""What is scored of scenes: windows, copies as floors, times and cameras told apart, and what a model cannot be asked for."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+
+from evals.suite.task import UnfitError, refuse_unfit
+from evals.tasks.similarity import ssim
+from evals.tasks.view_scores import ViewedClip, scene_scores, score
+from object_centric.pictures.scene_sheets import scene_sheet, turntable
+from object_centric.tasks.probe_task import SlotProbeTaskConfig
+from object_centric.tasks.scene_encoder import SceneEncoder, copied
+from object_centric.tasks.view_task import ViewMasksTaskConfig
+from sparo_train.core.errors import ConfigError
+from tests.unit.test_scene_drawing import GROUPINGS, objective
+
+
+def test_longer_episodes_are_seen_through_windows_and_stills_are_refused():
+    made = objective("psb")
+    encoder, posed = SceneEncoder(made.model, 2, 2, "run"), torch.rand(4, 2, 9, 16, 16)
+    last_two = encoder.slots_of(posed[2:])
+    assert torch.allclose(encoder.slots_of(posed)[3], last_two[1], atol=1e-6)
+    seen = []
+    encoder.slots_of = lambda views, window=None: seen.append(window) or type(encoder).slots_of(encoder, views, window)
+    scene_sheet(encoder, posed, np.zeros((4, 2, 16, 16), np.uint8), 1, window=1)
+    turntable(encoder, posed, 2, turns=1, window=1)
+    assert seen == [1, 1]  # what is drawn is what a task with this window scores
+    with pytest.raises(ConfigError, match="takes views with their cameras"):
+        encoder.encode(torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
+    recurrent = SceneEncoder(objective("psb", **GROUPINGS["savi"]).model, 2, 2, "run")
+    with pytest.raises(ConfigError, match="is of a binder"):
+        recurrent.slots_of(posed, 2)
+    views = torch.rand(3, 9, 16, 16)
+    views[:, 3:6] = torch.tensor([[0.0, 0, 0], [5, 0, 0], [4, 0, 0]])[:, :, None, None]
+    views[:, 6:] = 0.0
+    nearest, mean = copied(views, 2)
+    assert torch.allclose(nearest[2], (views[1, :3] - views[2, :3]).square().mean())
+    assert torch.allclose(nearest[0], (views[1, :3] - views[0, :3]).square().mean())  # not its own copy
+    assert torch.allclose(mean[2], (views[:2, :3].mean((0, 2, 3))[:, None, None] - views[2, :3]).square().mean())
+
+
+def test_what_a_model_cannot_be_asked_for_is_refused_before_anything_is_encoded():
+    encoder = SceneEncoder(objective("psb").model, 2, 2, "run")
+    recurrent = SceneEncoder(objective("psb", **GROUPINGS["savi"]).model, 2, 2, "run")
+    fields = SceneEncoder(objective("nerf").model, 2, 2, "run")
+    task = ViewMasksTaskConfig(root="x")
+    for change, which, told in (
+        ({"window": 2}, recurrent, "t.window=2: is of slots that see a clip at once"),
+        ({"window": 2}, encoder, None),
+        ({"headline": "depth_error"}, encoder, "t.headline=depth_error: .* says no depth"),
+        ({"headline": "depth_error"}, fields, None),
+        ({"views": 2}, encoder, "t.views=2: 2 of them are shown"),
+        ({"views": 3}, encoder, None),
+    ):
+        with pytest.raises(UnfitError, match=told) if told else nullcontext():
+            refuse_unfit("t", task.model_copy(update=change), which)
+    with pytest.raises(
+        UnfitError, match=r"needs images or clips encoded, and run takes views.*use view_masks or scene_probe"
+    ):
+        refuse_unfit("t", SlotProbeTaskConfig(root="x"), encoder)
+
+
+def clip(**changes):
+    rng = np.random.default_rng(0)
+    true = np.zeros((2, 3, 8, 8), int)
+    true[:, :, 1:4, 1:4], true[:, :, 5:7, 2:7] = 1, 2
+    errors, depth = rng.uniform(0.01, 0.1, (2, 3)), rng.uniform(1, 9, (2, 3, 8, 8))
+    return ViewedClip(true, true.copy(), errors, errors, errors, errors, depth, depth.copy())._replace(**changes)
+
+
+def test_scores_tell_times_and_cameras_apart():
+    perfect = scene_scores(clip(), 2, 50.0)
+    aris = ("image_fg_ari", "video_fg_ari", "camera_fg_ari", "scene_fg_ari", "ari")
+    assert all(perfect[name] == 1 for name in aris) and perfect["depth_error"] == 0
+    swapped = clip().predicted
+    swapped[1] = np.choose(swapped[1], [0, 2, 1])  # slots change places at the second time
+    found = scene_scores(clip(predicted=swapped), 2, 50.0)
+    assert (
+        found["image_fg_ari"] == found["camera_fg_ari"] == 1 and max(found["video_fg_ari"], found["scene_fg_ari"]) < 0.5
+    )
+    swapped = clip().predicted
+    swapped[:, 2] = np.choose(swapped[:, 2], [0, 2, 1])  # or from one camera to another
+    found = scene_scores(clip(predicted=swapped), 2, 50.0)
+    assert (
+        found["image_fg_ari"] == found["video_fg_ari"] == 1 and max(found["camera_fg_ari"], found["scene_fg_ari"]) < 0.6
+    )
+    errors = clip().errors
+    assert perfect["psnr_held_out"] == pytest.approx(np.mean(-10 * np.log10(errors[:, 2])))
+    assert perfect["psnr_shown"] == pytest.approx(np.mean(-10 * np.log10(errors[:, :2])))
+    off = clip(depth=clip().depth * 1.5)
+    assert scene_scores(off, 2, 50.0)["depth_error"] == pytest.approx(0.5)
+    assert np.isnan(scene_scores(off, 2, 0.5)["depth_error"])  # nothing is as near as that
+    result = score([clip(), clip(true=np.zeros((2, 3, 8, 8), int))], 2, 50.0)
+    assert result.n == 2 and result.counts == {"scenes": 2, "empty": 1} and result.metrics["scene_fg_ari"] == 1
+    deep = clip().true_depth
+    deep[0, 0, 0, 0] = 1000.0  # a sky's, that is not compared
+    low = clip().true_depth + 3
+    for ends, beyond in (((0.5, 9.5), 1), ((0.5, float("inf")), 0), ((4.5, 20.0), 2)):
+        told = score([clip(true_depth=deep), clip(true_depth=low)], 2, 50.0, ends=ends)
+        assert told.counts["scenes_beyond_rays"] == beyond, ends
+
+
+def test_ssim_is_its_formula_window_by_window():
+    rng = np.random.default_rng(0)
+    first = rng.uniform(size=(1, 2, 13, 14))
+    second = np.clip(first + 0.2 * rng.normal(size=first.shape), 0, 1)
+    line = np.exp(-((np.arange(11) - 5.0) ** 2) / 4.5)
+    w = np.outer(line, line) / line.sum() ** 2
+    values = []
+    for c in range(2):
+        for i in range(3):
+            for j in range(4):
+                x, y = (t[0, c, i : i + 11, j : j + 11] for t in (first, second))
+                mx, my = (w * x).sum(), (w * y).sum()
+                vx, vy, both = (w * (x - mx) ** 2).sum(), (w * (y - my) ** 2).sum(), (w * (x - mx) * (y - my)).sum()
+                values.append((2 * mx * my + 1e-4) * (2 * both + 9e-4) / ((mx**2 + my**2 + 1e-4) * (vx + vy + 9e-4)))
+    pair = (torch.from_numpy(first), torch.from_numpy(second))
+    assert ssim(*pair).item() == pytest.approx(np.mean(values), abs=1e-9)
+    assert ssim(pair[0], pair[0]).item() == pytest.approx(1) and ssim(*(t[..., :9] for t in pair)).isnan().all()
