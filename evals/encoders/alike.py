@@ -33,6 +33,7 @@ def refuse_other_pixels(origin: str, theirs: Normalisation | None, own: Normalis
         return
     pairs = zip(theirs.mean + theirs.std, own.mean + own.std, strict=True)
     if max(abs(one - other) for one, other in pairs) > _ROUNDED:
+        # As they are typed in a recipe: fp32's tail would look like another number.
         mean, std = ([round(v, 6) for v in values] for values in theirs)
         raise CheckpointError(
             f"{origin}: its pixels are normalised otherwise than the run's; set objective.mean={mean} and objective.std={std}"

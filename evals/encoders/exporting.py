@@ -67,6 +67,7 @@ def export_run(run: Path, to: Path | None, layout: str | None, average: str | No
     if layout is not None and layout not in EXPORTS.names():
         EXPORTS.row(layout, "--layout")
     config, step = read_run(run)
+    # Of a single step the export lies with its run, too, where people look for it.
     folder = run.parent.parent if (run / "meta.json").is_file() else run
     steps = [step] if average is None else _newest(folder, step, average)
     meta, weights = read_meta(step), mean_weights(steps)
@@ -89,6 +90,7 @@ def _newest(folder: Path, step: Path, average: str) -> list[Path]:
     if word != "last" or not count.isdecimal() or not int(count):
         raise ConfigError(f"--average {average}: write last:N, as in last:5")
     held = [path for _, path in sorted(CheckpointStore(folder / "checkpoints").steps().items())]
+    # Up to the step that was named: a mean must not have seen what came later.
     held = held[: 1 + next((i for i, path in enumerate(held) if path.name == step.name), len(held))]
     if len(held) < int(count):
         raise ConfigError(
@@ -102,7 +104,9 @@ def mean_weights(steps: Sequence[Path]) -> dict[str, Tensor]:
     newest = run_weights(steps[-1])
     if len(steps) == 1:
         return newest
+    # One NaN in one of them would be the mean's.
     refuse_non_finite(newest, str(steps[-1]))
+    # fp64: added in bf16, the fifth checkpoint would be rounded away.
     total = {name: t.double() for name, t in newest.items() if t.is_floating_point()}
     for step in steps[:-1]:
         weights = run_weights(step)

@@ -41,6 +41,7 @@ class OpenClipEncoder(TwoTowerEncoder):
         self._config = open_clip.get_model_config(name)
         if self._config is None:
             raise ConfigError(f"{label}: {did_you_mean(name, open_clip.list_models())}")
+        # Asked before it is built: open_clip would take a wrong tag for a download and say something about networks.
         if not Path(weights).is_file() and weights not in open_clip.list_pretrained_tags_by_model(name):
             tags = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "none"
             raise CheckpointError(f"{label}: no such file, and no tag of {name} (known: {tags})")
@@ -169,11 +170,13 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
     if weights and not Path(weights).is_file():
         raise CheckpointError(f"{label}: {weights} is no file")
     try:
+        # Without a classifier: what is scored is what it would have read.
         model = timm.create_model(name, pretrained=not weights, num_classes=0)
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{label}: timm cannot build it ({str(error)[:300]}); give {label}@FILE") from None
     if weights:
         load_into(model, _without_head(timm_state(weights, label), model), weights)
+    # What lies beside the file is of these weights, and goes before what the name alone stands for.
     own: Any = model.pretrained_cfg
     config = resolve_data_config({}, {**own, **_cfg_beside(Path(weights), label)}, model)
     transform: Any = create_transform(**config, is_training=False)
@@ -219,11 +222,13 @@ def from_huggingface(place: str) -> BackboneEncoder:
         raise CheckpointError(
             f"{label}: its weights lack {', '.join(lacking[:4])}, which would be drawn at random; fetch it again"
         )
+    # Of a model with two towers the image's alone: its pooled output is before the projection.
     model = getattr(model, "vision_model", model)
 
     def forward(pixels: Tensor) -> Tensor:
         out = model(pixel_values=pixels)
         pooled = getattr(out, "pooler_output", None)
+        # What no file has is not asked: the first token is what such models were trained by.
         return out.last_hidden_state[:, 0] if pooled is None or unpooled else pooled.flatten(1)
 
     transform = _hf_pixels(processor, label)

@@ -72,6 +72,7 @@ class HeadsEncoder(TwoTowerEncoder):
         """What each head wrote into the class token (n, U, width), and the class token itself (n, width)."""
         visual, shares = self._visual, []
         blocks = _blocks(visual)
+        # By the tower's own steps, so that every share is of the very numbers that it computes.
         x = visual._embeds(x)
         for number, block in enumerate(blocks):
             if number >= len(blocks) - self._layers:
@@ -106,6 +107,7 @@ def heads_of(encoder: Encoder, layers: int) -> HeadsEncoder:
             f"--units heads: {encoder.label} is no CLIP whose ViT is pooled by its class token (open_clip's ordinary one)"
         )
     blocks = _blocks(visual)
+    # The shares are read out of the attention's own matrices: fused or separate ones are others.
     ordinary = all(isinstance(b.attn, nn.MultiheadAttention) and b.attn.in_proj_weight is not None for b in blocks)
     ordinary = ordinary and getattr(visual.transformer, "batch_first", True)
     if not ordinary or not 0 < layers <= len(blocks):
@@ -125,6 +127,7 @@ class SomeHeads(TwoTowerEncoder):
 
     @property
     def architecture(self) -> str:
+        # Hashed, as hundreds of heads would make a name that no file system takes.
         chosen = hashlib.sha256(repr(self.chosen).encode()).hexdigest()
         return f"{self.heads.architecture} chosen {chosen}"
 

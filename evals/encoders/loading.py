@@ -51,6 +51,7 @@ def load_encoder(
         CheckpointError: nothing there that we can read, or something that is not what its name or form says.
     """
     try:
+        # Whole before it is believed: a file that ends in the middle of a matrix may have loaded up to there.
         encoder = _loaded(checkpoint, model).to(device)
         refuse_non_finite(encoder.model.state_dict(), str(checkpoint))
         if encoder.assumed:
@@ -66,12 +67,19 @@ def load_encoder(
         ) from error
 
 
+_UNTOLD = {  # what weights of the same shapes may also be, and a score would not look wrong
+    "token": " (a mean over patches, gap, has the same shapes)",
+    "sparo": " (class token attended and slots unweighted, which shapes do not tell)",
+    "ep": " (class token not attended, which shapes do not tell)",
+    "map": " (class token attended, which shapes do not tell)",
+}
 _DESCRIBED = ("config.yaml", "meta.json", "open_clip_config.json")  # what a run's, a step's and an exported folder has
 
 
 def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
     refuse_absent(checkpoint)
     path, (scheme, colon, rest) = Path(checkpoint), str(checkpoint).partition(":")
+    # Of names that are known: a folder may have a colon in its own.
     named = colon and scheme in CHECKPOINTS.names()
     if model is not None and (named or any((path / name).is_file() for name in _DESCRIBED)):
         raise ConfigError(f"--model {model}: is of weight files, and {checkpoint} says what it is of; leave it away")
@@ -81,6 +89,7 @@ def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
         encoder = _from_run(path)
     elif (path / "open_clip_config.json").is_file():
         encoder = _from_export(path)
+    # Read once: by what is in it a file is told, not by what it is called.
     elif path.is_file() and is_dino(raw := read_raw(path, plain_namespaces=True)):
         encoder = _from_dino(read_dino(raw, str(path)), model)
     elif path.is_file() or is_zero_folder(path):
@@ -114,6 +123,7 @@ def read_recipe(path: Path) -> RunConfig:
 def read_run(path: Path) -> tuple[RunConfig, Path]:
     """The recipe of a run folder (or of one of its checkpoint folders) and the newest complete checkpoint."""
     config = read_recipe(path)
+    # The newest of a run, as `sparo train` would go on from.
     step = path if (path / "meta.json").is_file() else store.CheckpointStore(path / "checkpoints").latest()
     if step is None:
         raise CheckpointError(f"{path}: no complete checkpoint yet")
@@ -152,6 +162,7 @@ def _from_dino(file: DinoFile, name: str | None) -> Encoder:
 
 
 def _from_file(path: Path, name: str | None) -> Encoder:
+    # ZeRO's pieces are put together first; from there on it is a file like any other.
     weights, assumed = read_zero_folder(path) if path.is_dir() else read_weights(path), ""
     told = None if path.is_dir() else read_config(path)
     if name:  # the model that is meant; pixels are the file's all the same
@@ -164,8 +175,9 @@ def _from_file(path: Path, name: str | None) -> Encoder:
             raise CheckpointError(f"{path}: {error}") from None
         config = told.config
         v, t = config.vision, config.text
+        untold = _UNTOLD.get(config.readout.kind, "")
         assumed = (
-            f"{path}: told from the shapes: {config.readout.kind} read-out, ViT {v.width}x{v.layers} with patches of {v.patch_size} "
+            f"{path}: told from the shapes: {config.readout.kind} read-out{untold}, ViT {v.width}x{v.layers} with patches of {v.patch_size} "
             f"and {v.width // v.head_width} heads, text {t.width}x{t.layers} with {t.heads} heads, GELU, "
             "pixels normalised as OpenAI's; --model NAME says otherwise"
         )

@@ -44,6 +44,7 @@ class ClipEncoder(TwoTowerEncoder, TokensEncoder, ConditionedEncoder):
         self.tokenizer = ClipTokenizer(model.config.text.context_length)
         self.tokenize = self.tokenizer.batch
         self.image_size, self._width = model.config.vision.image_size, model.config.width
+        # As open_clip's evaluation transform: the shortest side is the image's size, and nothing is cut off a square.
         self.transform = Pixels(self.image_size, self.image_size)
         self.slots = model.config.slots
 
@@ -81,6 +82,7 @@ class ClipEncoder(TwoTowerEncoder, TokensEncoder, ConditionedEncoder):
 
     @torch.inference_mode()
     def conditioned(self, patches: Tensor, texts: Tensor) -> Tensor:
+        # Weights of the pooling itself: texts are the queries, so an image has one encoding for each of them.
         own, heads = self.model.pool_parameters(), self.model.config.readout.heads
         local = patches.to(self.device).float().unflatten(1, (-1, self.model.config.embed_dim))
         return conditioned_scores(local, texts.to(self.device), own, heads).cpu()
@@ -136,6 +138,7 @@ class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
         return self.model.slots(self.normalised(self.stacked(pixels)), need_attention=True)
 
     def patch_tokens(self, normalised: Tensor) -> Tensor:
+        # Behind the class token, which is no place in the image.
         return self.model.intermediate(normalised, 1)[0][:, 1:]
 
     @torch.inference_mode()
@@ -153,6 +156,7 @@ class PixelEncoder(Encoder):
     """No model: an image's pixels at `size`, as a baseline."""
 
     def __init__(self, size: int = 28):
+        # A layer that nothing reads: every encoder has a model, whose device says where pixels go.
         super().__init__(nn.Linear(1, 1), (0.0,) * 3, (1.0,) * 3, f"pixels:{size}")
         self.image_size, self.transform = size, Pixels(size, size)
 

@@ -29,6 +29,7 @@ def card_facts(config: RunConfig, meta: Mapping[str, Any], run: Path, parameters
         use: Python that loads the export.
     """
     sources = {name: facts for name, facts in meta["fingerprint"].items() if name != "plan"}
+    # As the run read them, not as they lie there now: shards may be gone.
     held = [facts["samples"] for facts in sources.values()]
     read = reading(held, [facts["weight"] for facts in sources.values()], meta["samples"])
     data = [DataFacts(name, n, passes) for name, n, (_, passes) in zip(sources, held, read, strict=True)]
@@ -50,6 +51,7 @@ def _scores(run: Path) -> list[CardScore]:
         records = read_records([run])
     except DataError:
         return []
+    # Scores of half of the slots, or of some of the images, are not the model's.
     own = [record for record in records if " (slots " not in record.checkpoint and not record.facts.get("limit")]
     return [CardScore(record.task, record.result, _step(record.facts)) for record in own]
 

@@ -30,6 +30,7 @@ class FlooredPixels(Pixels):
 
     def __call__(self, image: Image.Image) -> np.ndarray:
         image = shortest_side(image, self.resize)
+        # torchvision rounds half to even here, and half a pixel is another picture.
         left, top = (image.width - self.size) // 2, (image.height - self.size) // 2
         return np.asarray(image.crop((left, top, left + self.size, top + self.size)))
 
@@ -68,6 +69,7 @@ class LibraryPixels:
         return tuple(float(v) for v in self._normalize.std)
 
     def __call__(self, image: Image.Image) -> np.ndarray:
+        # The library's own steps, one by one: what is scored has seen what its authors' code shows.
         for step in self._steps:
             image = step(image)
         return np.asarray(image)

@@ -66,6 +66,7 @@ def _start(start: StartConfig, method: str, objective: Objective, say: Callable[
     unused = _unless([name for name in weights if name not in own], start.allow_unused)
     problems = [f"has no {_few(missing)} (start_from.allow_missing lets patterns of them be)"] if missing else []
     problems += [f"has {_few(unused)}, which the run has not (start_from.allow_unused)"] if unused else []
+    # Shapes are told with the names: who mends one finds the other in the same line.
     shared = {name: value for name, value in weights.items() if name in own}
     problems += _misshapen(shared, own)
     if problems:
@@ -82,6 +83,7 @@ def _weights(checkpoint: str, method: str, objective: Objective) -> Mapping[str,
         # By this method's own names: what is no encoder's (heads, temperatures) begins there as well.
         if config.objective.kind == method:  # all of it: a teacher, a head, a temperature
             refuse_other_pixels(origin, Normalisation.of(config.objective), Normalisation.of(objective))
+            # Of the other run only its kinds of parts are asked, which need no memory.
             with torch.device("meta"):
                 refuse_unlike(origin, build_objective(config), objective)
             return objective.resized(run_weights(step))
@@ -139,6 +141,7 @@ def _of_encoder(
     except CheckpointError as error:
         hint = "; of a model of timm's write timm:NAME@FILE" if isinstance(tower, TimmTower) else ""
         raise CheckpointError(f"{origin}: {error}{hint}") from None
+    # Texts have no pixels.
     if part == "visual":
         refuse_other_pixels(origin, Normalisation.of(encoder), pixels)
     state = encoder.model.state_dict()

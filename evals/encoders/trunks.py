@@ -46,6 +46,7 @@ def timm_file(source: str) -> tuple[dict[str, Tensor], Normalisation] | None:
         return None
     if not timm.is_model(name):
         raise CheckpointError(f"{source}: {did_you_mean(name.split('.')[0], timm.list_models())}")
+    # Only its data's description is wanted, which weights of its own would take a download for.
     with torch.device("meta"):
         pixels = resolve_model_data_config(timm.create_model(name))
     return timm_state(file, source), Normalisation(pixels["mean"], pixels["std"])

@@ -28,6 +28,7 @@ def write(records: Sequence[Record], folder: Path) -> list[Path]:
     for record in records:
         for dataset, metrics in _parts(record):
             task = _TASKS[record.result.task]
+            # A path has slashes, and a file's name has none.
             pretrained = re.sub(r"[^\w.-]+", "_", record.checkpoint).strip("_")
             content: dict[str, Any] = {
                 "dataset": dataset, "model": "sparo", "pretrained": record.checkpoint, "task": task,
@@ -51,6 +52,7 @@ def _parts(record: Record) -> list[tuple[str, dict[str, float]]]:
         metrics = {f"lp_{k}": v for k, v in {"acc5": float("nan"), **result.metrics}.items()}
         return [(name, {**metrics, **{k: result.options[k] for k in ("weight_decay", "epochs", "seed", "fewshot_k")}})]
     if result.task == "pairs":
+        # One file for each split, as clip-benchmark scores SugarCrepe's as sets of their own.
         kinds = [k for k in result.metrics if k not in ("macro", "micro", "order_only")]
         return [
             (f"{name}/{k}", {"image_acc": 1.0, "text_acc": result.metrics[k], "acc": result.metrics[k]}) for k in kinds

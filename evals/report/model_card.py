@@ -62,6 +62,7 @@ def _scores(facts: CardFacts) -> list[str]:
     for score in facts.scores:
         r = score.result
         low, high = (shown(r.headline, end) for end in r.interval)
+        # Decibels and errors have no chance level.
         chance = shown(r.headline, r.chance) if is_share(r.headline) else ""
         value = shown(r.headline, r.value, unit=True)
         step = "" if score.step is None else f"{score.step:,}"

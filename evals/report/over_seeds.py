@@ -68,6 +68,7 @@ def recipe_of(name: str) -> tuple[str, Any]:
     """What a row was trained with and how it was scored, less its seed; and that seed. A checkpoint below its run's folder is the run's."""
     path, bracket, how = name.partition(" (")  # what of it was scored: slots, a limit
     place = Path(path)
+    # RUN, RUN/checkpoints/step-…: all are of one run.
     for folder in (place, *place.parents[:2]):
         if (folder / "config.yaml").is_file():
             tree = parse_yaml(read_text(folder / "config.yaml"), str(folder / "config.yaml"))
@@ -85,6 +86,7 @@ def _computed(tree: Tree, origin: str) -> Tree:
         config = resolve(RunConfig, tree, origin)
     except ConfigError:  # of keys that are gone, or of a plug-in that is not here
         return {key: value for key, value in tree.items() if key not in _FREE}
+    # Written out whole: a default that is typed and one that is not are the same recipe.
     kept = config.model_dump(mode="json")
     for key in ("seed", *free_keys(config)):
         block: Any = kept

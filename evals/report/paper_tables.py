@@ -81,6 +81,7 @@ def grid(records: Sequence[Record], layout: str | None, paper: Sequence[str] = (
         raise ConfigError(f"--paper {','.join(paper)}: the paper's rows need a --layout: {', '.join(LAYOUTS)}")
     if layout is None:
         tasks = dict.fromkeys(record.task for record in records)
+        # In the order in which they were scored, as the recipe has them.
         columns = [Column("", task, task, None) for task in tasks]
     elif layout in LAYOUTS:
         columns = LAYOUTS[layout]
@@ -96,6 +97,7 @@ def grid(records: Sequence[Record], layout: str | None, paper: Sequence[str] = (
     odd = [(name, t, record.result.note) for name, found in table.items() for t, record in found.items() if t in tasks]
     notes = [f"{MARK} {name}: {task} is not the listed data: {note}" for name, task, note in odd if note]
     notes += [f"{name}: {said}" for name, found in table.items() if (said := _mixed(list(found.values())))]
+    notes = [" ".join(note.split()) for note in notes]  # a name with a line feed would end a comment of LaTeX's
     return Grid(TITLES.get(layout or "", "Results"), columns, rows, notes)
 
 
@@ -115,6 +117,7 @@ def _cell(result: Result, metric: str | None) -> Cell | None:
     name = metric or result.headline
     if name not in result.metrics:
         return None
+    # The headline always has an interval; of another metric only what its task computed.
     low, high = result.interval if name == result.headline else result.intervals.get(name, (None, None))
     return Cell(result.metrics[name], low, high, bool(result.note), name)
 
@@ -164,6 +167,7 @@ def latex(table: Grid, transpose: bool = False) -> str:
 
 def as_csv(table: Grid, transpose: bool = False) -> str:
     """Fractions in full precision, each with its interval's ends in columns (or rows) of their own."""
+    # By task, not by heading: a program reads this one, and two columns may be labelled alike.
     names = [f"{c.task} {c.metric or 'headline'}" for c in table.columns]
     ends = ["", " low", " high", *([" odd"] if table.notes else [])]
     lines = [["checkpoint", *(f"{name}{end}" for name in names for end in ends)]]
@@ -180,7 +184,7 @@ def _drawn(
     transpose: bool,
     text: Callable[[Cell | None], str],
     bold: tuple[str, str],
-    escape: Callable[[str], str] = lambda name: name.replace("|", "\\|"),
+    escape: Callable[[str], str] = lambda name: " ".join(name.split()).replace("|", "\\|"),
 ) -> tuple[list[str], list[str], list[list[str]]]:
     """Heads of the columns, names of the rows, and the cells between them."""
     best, cells = _best(table), []
@@ -215,6 +219,7 @@ def _text(cell: Cell | None) -> str:
 
 
 def _escaped(text: str) -> str:
+    text = " ".join(text.split())
     for sign in "\\&%$#_{}":
         text = text.replace(sign, "\\textbackslash " if sign == "\\" else "\\" + sign)
     return text.replace("~", "\\textasciitilde ").replace("^", "\\textasciicircum ")

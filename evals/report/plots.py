@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import matplotlib
@@ -16,6 +17,14 @@ from ..tasks.result import LOWER_IS_BETTER
 from .results_file import Record
 
 
+@contextmanager
+def literal() -> Iterator[None]:
+    """Names are of others: what stands between two dollars in one is no formula."""
+    with plt.rc_context({"text.parse_math": False}):
+        yield
+
+
+@literal()
 def relative_change(first: Mapping[str, Record], second: Mapping[str, Record], path: Path) -> dict[str, float]:
     """Draw (second - first) / first of every shared task's headline, the largest gain on top; returns the fractions.
 

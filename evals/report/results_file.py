@@ -10,7 +10,6 @@ import json
 import os
 import tempfile
 import uuid
-import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,6 +97,7 @@ def read_records(places: Iterable[str | Path]) -> list[Record]:
                 )
             record = _of_place(_record(content, path, number), Path(place))
             before = found.get((record.checkpoint, record.task))
+            # A whole set is not replaced by a part of it that was scored later.
             if before is None or before.facts.get("limit") or not record.facts.get("limit"):
                 found[record.checkpoint, record.task] = record
     return list(found.values())
@@ -148,13 +148,14 @@ def predictions_of(record: Record) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # zip, zlib and numpy's headers raise anything
         raise DataError(
             f"{path}: damaged ({error}); remove it and score {record.checkpoint} on {record.task} again"
         ) from None
 
 
 def _file_of(place: Path) -> Path:
+    # A file, a results folder, a run folder: whichever is at hand.
     candidates = [place, place / "results.jsonl", place / "evals" / "results.jsonl"]
     for path in candidates:
         if path.is_file():
@@ -196,6 +197,7 @@ def by_checkpoint(records: Sequence[Record]) -> dict[str, dict[str, Record]]:
     """Checkpoint, then task; what was scored with a `--limit` says so in the checkpoint's name."""
     out: dict[str, dict[str, Record]] = {}
     for record in records:
+        # Under a name of its own: a tenth of a set beside whole ones would be ranked with them.
         limit = record.facts.get("limit")
         name = record.checkpoint if not limit else f"{record.checkpoint} (limit {limit})"
         out.setdefault(name, {})[record.task] = record

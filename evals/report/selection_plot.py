@@ -11,7 +11,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from .plots import literal
 
+
+@literal()
 def draw_curves(reports: Mapping[str, Mapping[str, Any]], k: int, title: str, path: Path) -> None:
     """A panel per task: the order's curve, the middle 95 % of random orders, all units as a line, and the choice as a point."""
     columns = min(3, len(reports))

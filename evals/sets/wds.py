@@ -171,7 +171,7 @@ def _labels(fields: dict[str, bytes], where: str) -> list[int]:
         raise DataError(f"{where} has no .npy member, which holds the labels of a multilabel set")
     try:
         table = np.load(io.BytesIO(fields["npy"]), allow_pickle=False)
-    except ValueError:
+    except Exception:  # a damaged header raises anything
         raise DataError(f"{where}: .npy cannot be read as an array of numbers") from None
     if table.ndim != 1 or not np.isin(table, (0, 1)).all():
         raise DataError(f"{where}: .npy must hold one row of zeros and ones, one per class")

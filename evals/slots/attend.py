@@ -79,6 +79,7 @@ def attend(encoder: Encoder, images: Sequence[Image.Image], captions: Sequence[s
             for m, c, n, a in zip(maps, on_class, nothing, image.attention.float().cpu(), strict=True):
                 found.append(Attended(m, c, [], n[:, None], n, sharpness(a[None])[0]))
             continue
+        # With their images: a slot's vector of an image is compared with that of its own caption.
         texts = list(captions[some])
         text = read(texts)
         cosine = F.cosine_similarity(image.values.float().cpu(), text.values.float().cpu(), dim=-1)
@@ -113,6 +114,7 @@ def worth_showing(one: Attended, cosine: float = 0.75, share: float = 0.5) -> li
     for slot in one.cosine.argsort(descending=True, stable=True).tolist():
         if float(one.cosine[slot]) <= cosine or not one.words:
             break
+        # The start and the end are where a slot rests that found nothing to say.
         word = int(one.weights[slot].argmax())
         if word in taken or word in (0, len(one.words) - 1) or float(one.weights[slot, word]) <= share:
             continue

@@ -19,10 +19,10 @@ def accuracies(margins: Margins) -> Tensor:
     return margins.accuracy(_alone(margins))
 
 
-def _comparable(margins: Margins, right: Tensor) -> Tensor:
+def comparable(scores: Tensor) -> Tensor:
     """Accuracies, of which equal ones are equal to the last bit, whatever kinds they were summed over."""
     # Sums of thirds in another order differ in the last bit, and would turn a tie into a choice.
-    return margins.accuracy(right).round(decimals=12)
+    return scores.round(decimals=12)
 
 
 def _alone(margins: Margins) -> Tensor:
@@ -32,12 +32,12 @@ def _alone(margins: Margins) -> Tensor:
 
 def best_first(scores: Tensor) -> list[int]:
     """Highest first; of equal ones the lower number."""
-    return scores.argsort(descending=True, stable=True).tolist()
+    return comparable(scores).argsort(descending=True, stable=True).tolist()
 
 
 def top(margins: Margins) -> list[int]:
     """By the accuracy of each unit alone."""
-    return best_first(_comparable(margins, _alone(margins)))
+    return best_first(accuracies(margins))
 
 
 def forward(margins: Margins) -> list[int]:
@@ -45,7 +45,7 @@ def forward(margins: Margins) -> list[int]:
     values, total = margins.values.transpose(1, 2).contiguous(), margins.fixed
     order: list[int] = []
     while len(order) < margins.units:
-        scores = _comparable(margins, margins.right(total[..., None] + values))
+        scores = comparable(margins.accuracy(margins.right(total[..., None] + values)))
         scores[order] = -1  # there already
         order.append(int(scores.argmax()))
         total = total + values[..., order[-1]]
@@ -58,7 +58,7 @@ def backward(margins: Margins) -> list[int]:
     total, gone = values.sum(-1) + margins.fixed, list[int]()
     # Among units that are gone already none may be chosen again.
     while len(gone) < margins.units:
-        scores = _comparable(margins, margins.right(total[..., None] - values))
+        scores = comparable(margins.accuracy(margins.right(total[..., None] - values)))
         scores[gone] = -1
         # Of equal ones the higher number goes, so that the lower one stays.
         gone.append(margins.units - 1 - int(scores.flip(0).argmax()))

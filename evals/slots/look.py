@@ -64,6 +64,7 @@ def quality_of(
         seen = store.images(by, source, workers=workers)
         assert seen is not None
         embeddings = seen.in_memory()
+        # Number by number, as the score is of neurons; a unit's is the mean of its own.
         meaning = monosemanticity(slots.flatten(1), embeddings).view(units.number, -1)
         base = _mean_cosine(embeddings)
     return Quality(
@@ -106,6 +107,7 @@ def _images(encoder: Encoder, source: EvalSet, workers: int) -> Iterator[list[np
 
 def refuse_same(encoder: Encoder, by: Encoder) -> None:
     """Raise `ConfigError` where a checkpoint would judge itself."""
+    # What two images have in common would be what the slots say of them. Pixels have no weights to compare.
     if encoder.weights == by.weights and by.weights != "none":
         raise ConfigError(
             f"--by {by.label}: is the checkpoint that is looked at; name one of another kind, or pixels:32"

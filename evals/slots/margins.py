@@ -54,6 +54,7 @@ class Margins(NamedTuple):
     def weight(self) -> Tensor:
         """(n,) fp64 that sum to one: equal over kinds, and within a kind over its questions."""
         of = torch.bincount(self.kinds)
+        # A half may have none of a kind; those that it has share alike.
         return 1.0 / ((of > 0).sum() * of)[self.kinds].double()
 
     def right(self, total: Tensor) -> Tensor:
@@ -164,6 +165,7 @@ def each_unit(images: Iterable[Tensor], weights: Tensor, labels: Tensor, rest: i
         total, own = logits.sum(0), logits[: len(logits) - rest]
         whole.append(_first_best(total) == truth)
         alone.append((_first_best(own) == truth).T)
+        # In place: `own` is written over by the next images anyway.
         without.append((_first_best(torch.sub(total, own, out=own)) == truth).T)
     return EachUnit(torch.cat(alone), torch.cat(without), torch.cat(whole))
 
@@ -176,6 +178,7 @@ def class_curves(
     for logits, truth in _logits(images, weights, labels):
         table, answer = logits.numpy(), truth.numpy()
         right = np.empty((len(orders), len(answer), table.shape[0] - rest), bool)
+        # What no unit can change is there before the first of them.
         fixed = table[table.shape[0] - rest :].sum(0)
         for o, order in enumerate(orders):
             total = fixed.copy()
@@ -216,5 +219,6 @@ def interval(right: Tensor, kinds: Tensor) -> tuple[float, float]:
     draws = []
     for kind, count in enumerate(of.tolist()):
         if count:
+            # Within its kind: a mean over kinds weighs small ones as large ones, and is as unsure as they are.
             draws.append(rng.binomial(count, float(right[kinds == kind].double().mean()), DRAWS) / count)
     return percentiles(np.mean(draws, axis=0))

@@ -94,6 +94,7 @@ def mask_selection(
     """A mask as a file that `--slots` takes; `chosen` are the units that it lets through by more than half on average."""
     units = pairs.units
     by_unit = trained.mask.view(units.number, -1).mean(1)
+    # A file must choose something; where all are half closed it is the most open one.
     chosen = (by_unit > 0.5).nonzero().flatten().tolist() or [int(by_unit.argmax())]
     order = by_unit.argsort(descending=True, stable=True).tolist()
     share = "half" if held_out else "all"

@@ -83,6 +83,7 @@ def train_mask(known: Factors, how: MaskTraining = MaskTraining()) -> TrainedMas
         losses.append(total / n)
         mask = mask_of(theta, alpha, how.clamp).detach()
         curve.append(accuracy(known, mask))
+        # The first of equal epochs: later ones only drift.
         if not how.best or curve[-1] > max(curve[:-1]):
             best = (mask, epoch)
     return TrainedMask(*best, curve, losses, n)

@@ -142,6 +142,7 @@ def _classes(task: ZeroshotTaskConfig, units: Units, store: FeatureStore, classi
     features = encoded(source, units, store, task.workers)
     if source.kind == "labels":
         raise ConfigError(f"{source.root}: has several labels per image, whose average precision is no sum over units")
+    # As `sparo eval` makes them, and cut only then: units are shares of that very score.
     vectors = zeroshot.classifier(store.texts(tower, zeroshot.prompts(names, templates)), len(names))
     weights = units.texts(vectors)
     if classifier_slots == "renorm":
@@ -156,6 +157,7 @@ def _pairs(task: PairsTaskConfig, units: Units, store: FeatureStore) -> Pairs:
     if not found:
         raise DataError(f"{source.root}: not one image has a pair of captions")
     owner = torch.tensor([i for i, row in enumerate(features.facts) for _ in row])
+    # Together: a caption that is true of one image and false of another is encoded once.
     both = store.texts(tower, [p.caption for p in found] + [p.negative_caption for p in found])
     true, false = both.split(len(found))
     return Pairs(units, features, true, false, owner, found, task.average, identities(source))

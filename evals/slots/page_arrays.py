@@ -75,6 +75,7 @@ def arrays_of(
     sources = open_labelled(task) if isinstance(task, LabelledTaskConfig) else (open_images(task),)
     seen = _seen(sources)
     if isinstance(found, Pairs):
+        # Margins, not encodings: a pair's two captions are one number per unit, and a page stays small.
         margins = found.margins()
         kinds = list(dict.fromkeys(pair.kind for pair in found.found))
         numbers = np.array([kinds.index(pair.kind) for pair in found.found], np.int32)
@@ -120,12 +121,14 @@ def _retrieval(task: RetrievalTaskConfig, units: Units, store: FeatureStore) -> 
     k = 5 if 5 in both else max(both)
     left, right = units.images(features.in_memory()), units.texts(store.texts(tower, lines))
     arrays = {"left": _by_unit(left), "right": _by_unit(right), "owner": _int32(owner)}
+    # Images without a caption are in the way of others' texts, and ask for none themselves.
     asked = len(owner.unique())
     return Arrays("retrieval", f"mean_R@{k}", asked, arrays=arrays, facts={"k": k}, **_seen((source,)))
 
 
 def _seen(sources: Sequence[EvalSet]) -> dict[str, Any]:
     """Of the sets behind a task, the last of which is scored: how much of it, and what it is called as it is and whole."""
+    # By both names, so that a choice made on a part is known again on the whole.
     whole = [source.whole if isinstance(source, Limited) else source for source in sources]
     names = (" ".join(source.identity() for source in some) for some in (sources, whole))
     return {"images": len(sources[-1]), "of": len(whole[-1]), "data": tuple(dict.fromkeys(names))}

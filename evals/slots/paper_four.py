@@ -34,6 +34,7 @@ def four_column(label: str, name: str, chosen_on: Classes, pairs: Pairs, how: Ho
     margins, k = pairs.margins(), len(selection.chosen)
     names = list(dict.fromkeys(pair.kind for pair in pairs.found))
     kinds = torch.tensor([names.index(pair.kind) for pair in pairs.found])
+    # Kinds as the table's rows have them, whatever average the task itself is set to.
     margins = margins._replace(kinds=kinds)
 
     def first(order: list[int], count: int) -> Tensor:

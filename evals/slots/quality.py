@@ -20,6 +20,7 @@ def similarity(slots: Tensor) -> Tensor:
     else:
         grams = torch.matmul(x, x.transpose(1, 2)).flatten(1)
         cross = grams @ grams.T
+    # A slot that is the same for all images is like none, not like all.
     own = cross.diagonal().clamp(min=1e-300).sqrt()
     return cross / own[:, None] / own
 
@@ -32,6 +33,7 @@ def redundancy(alike: Tensor) -> float:
 
 def effective_number(alike: Tensor) -> float:
     """exp of the entropy of the eigenvalues of `alike`/L: L where no slot repeats another, 1 where all are one (Roy & Vetterli 2007)."""
+    # Rounding leaves eigenvalues of -1e-17, which have no logarithm.
     values = torch.linalg.eigvalsh(alike / len(alike)).clamp(min=0)
     share = values / values.sum()
     return float(torch.exp(torch.special.entr(share).sum()))
@@ -51,6 +53,7 @@ def monosemanticity(activations: Tensor, embeddings: Tensor) -> Tensor:
     e = F.normalize(embeddings.double(), dim=-1)
     # Over pairs of different images, without the n x n table: |sum a e|^2 holds each pair twice, and each image with itself.
     own = a.square().sum(0)
+    # A neuron that fires for one image alone has no pairs, and scores 0.
     together = (a.T @ e).square().sum(-1) - own
     return together / (a.sum(0).square() - own).clamp(min=1e-12)
 

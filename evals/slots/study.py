@@ -81,6 +81,7 @@ def choose(name: str, material: Material, how: How, classifier_slots: Any = "sli
     units = material.units
     if how.k is not None and not 0 <= how.k <= units.number:
         raise ConfigError(f"--k {how.k}: there are {units.number} {units.kind}")
+    # By names and seed, not by rows: a report finds the other half again from the file alone.
     half = halves(name, material, how.seed) if how.held_out else None
     if isinstance(material, Taught):
         order, scores = _by_learning(material, how, half)
@@ -91,7 +92,8 @@ def choose(name: str, material: Material, how: How, classifier_slots: Any = "sli
     if how.k == 0:
         kinds, (right,) = _right(material, [order])
         kinds, right = (kinds, right) if half is None else (kinds[half], right[half])
-        best = int(_accuracies(kinds)(right).argmax()) + 1
+        # Of numbers of units that score alike the smallest: argmax takes the first.
+        best = int(choosing.comparable(_accuracies(kinds)(right)).argmax()) + 1
     k = units.number // 2 if how.k is None else how.k or best
     share = "half" if how.held_out else "all"
     return Selection(
@@ -102,6 +104,7 @@ def choose(name: str, material: Material, how: How, classifier_slots: Any = "sli
         head_layers=head_layers,
         method=how.method,
         classifier_slots=classifier_slots,
+        # One at least: half of a single unit would be an empty choice.
         chosen=tuple(order[: max(k, 1)]),
         order=tuple(order),
         scores=tuple(scores.tolist()),
@@ -167,15 +170,19 @@ def report(name: str, material: Material, selection: Selection, how: How) -> Cho
     seen = {word for told in (selection.made_on.data, *selection.looked_at) for word in told.split()}
     if seen & set(material.data.split()):
         share = "same data"
+    # Who chose with scores in sight has seen the whole of it, whatever half the file names.
     looked = any(word in told.split() for told in selection.looked_at for word in material.data.split())
     if selection.made_on.data == material.data and selection.made_on.share == "half" and not looked:
         share, rows = "held out", ~halves(name, material, selection.made_on.seed)
+    # The worst on this very task: the control is to be as bad as it gets.
     worst = choosing.best_first(
         material.alone().double().mean(0) if isinstance(material, Taught) else _alone(material, None)
     )[::-1]
     draws = min(how.draws, _LEARNT) if isinstance(material, Taught) else how.draws
     kinds, found = _right(
-        material, [order, worst, *(choosing.random_order(len(order), 1000 + i) for i in range(draws))]
+        # Far from the seeds of `--method random`, which would be its own control.
+        material,
+        [order, worst, *(choosing.random_order(len(order), 1000 + i) for i in range(draws))],
     )
     kinds, (ours, bottom, *drawn) = (kinds, found) if rows is None else (kinds[rows], [right[rows] for right in found])
     accuracy = _accuracies(kinds)
@@ -212,6 +219,7 @@ def gain(first: Tensor, second: Tensor, kinds: Tensor) -> Score:
     for kind in kinds.unique().tolist():
         here = kinds == kind
         a, b = first[here], second[here]
+        # Three outcomes are all that a pair has; a multinomial of them is what resampling pairs would give.
         counts = np.array([int((a & ~b).sum()), int((b & ~a).sum()), int((a == b).sum())])
         values.append((counts[0] - counts[1]) / counts.sum())
         drawn = rng.multinomial(counts.sum(), counts / counts.sum(), DRAWS)

@@ -71,6 +71,7 @@ class Neighbours(Taught):
 
     def _right(self, units: Sequence[int]) -> Tensor:
         test, bank = (rows[:, units].flatten(1) for rows in self._rows)
+        # A bank of fewer images has no twentieth neighbour.
         k = min(_K, len(self.bank))
         near = knn.nearest(test, bank, k)
         found = knn.score(near, self.bank_labels, self.labels, self.classes, (k,), self.config.temperature, k)
@@ -97,6 +98,7 @@ class Linear(Taught):
         )
         total, first = torch.zeros(width, dtype=torch.float64), 0
         for block in self.bank.blocks():
+            # fp64: a covariance of unit vectors loses half of its digits as a difference of two means.
             rows = F.normalize(block.flatten(1), dim=-1).double()
             truth = F.one_hot(self.bank_labels[first : first + len(rows)], self.classes).double()
             first += len(rows)
@@ -114,6 +116,7 @@ class Linear(Taught):
         gram, cross, mean, share = self._fitted
         size = self.bank.width // self.units.number
         at = (torch.tensor(list(units))[:, None] * size + torch.arange(size)).flatten()
+        # Of the whole encoding's scale, so that small sets of units are not penalised more than large ones.
         ridge = _RIDGE * gram.diagonal().mean().clamp(min=1e-12) * torch.eye(len(at), dtype=torch.float64)
         weight = torch.cholesky_solve(cross[at], torch.linalg.cholesky(gram[at][:, at] + ridge))
         logits = (self._test[:, at] - mean[at]) @ weight + share

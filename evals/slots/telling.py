@@ -48,6 +48,7 @@ def word_profiles(attended: Sequence[Attended]) -> WordProfiles:
         here: dict[str, Tensor] = {}
         for place, word in enumerate(one.words):
             if word.lower() not in FUNCTION_WORDS:
+                # A caption's two places of one word are one word to a reader.
                 here[word] = here.get(word, torch.zeros(len(one.weights))) + one.weights[:, place]
         for word, share in here.items():
             totals[word] = totals.get(word, torch.zeros(len(share))) + share
@@ -69,6 +70,7 @@ def telling_slots(attended: Sequence[Attended], profiles: WordProfiles, count: i
     chosen: list[int] = []
     for _ in range(min(count, len(worth))):
         known = alike[:, chosen].amax(1) if chosen else torch.zeros(len(worth))
+        # By what is new: the tenth slot that looks at "red" tells nobody anything.
         left = worth * (1 - known)
         left[chosen] = -1
         chosen.append(int(left.argmax()))

@@ -89,6 +89,7 @@ def run_attentive(scoring: Scoring, task: AttentiveTaskConfig) -> Result:
 
     def trained() -> Result:
         probe = attentive.train_attentive(
+            # Made inside, behind the seed: first weights depend on it.
             lambda: attentive.AttentiveProbe(*build_head(task.head, dim, prefix, encoder.has_class_token), classes),
             sets[0],
             how,

@@ -112,6 +112,7 @@ def tasks(name: str, root: Path) -> dict[str, TaskConfig]:
 
 def task_of(listed: Listed, root: Path, task: str) -> TaskConfig:
     """The config of a set's task, in the layout that is there."""
+    # The Hub's copies are called wds_…, and are as good under that name.
     places = [root / listed.name, root / f"wds_{listed.name.replace('/', '-')}"]
     as_wds = next((p for p in places if (p / "test" / "nshards.txt").is_file()), None)
     options: dict[str, Any] = {"task": task, "root": str(as_wds or places[0]), "known_as": listed.name}
@@ -123,6 +124,7 @@ def task_of(listed: Listed, root: Path, task: str) -> TaskConfig:
         options["classes"] = listed.classes
     if task == "probe":
         options.pop("classes", None)
+    # Its authors call the scored part val; the copies in shards call it test.
     if listed.name == "imagenet1k" and as_wds is None:
         options["split"] = "val"
     return TASKS.row(task).config.model_validate(options)
@@ -130,6 +132,7 @@ def task_of(listed: Listed, root: Path, task: str) -> TaskConfig:
 
 def _karpathy(place: Path, name: str) -> dict[str, str]:
     short = {"mscoco_captions": "coco"}.get(name, name)
+    # clip-benchmark's own files first: they are what its published numbers were made of.
     candidates = [f"{short}_test_karpathy.json", f"{short}_test_karpathy.txt", f"dataset_{short}.json"]
     found = next((place / c for c in candidates if (place / c).is_file()), place / candidates[0])
     images = next((place / f for f in ("val2014", "images", "Images") if (place / f).is_dir()), place)
@@ -164,6 +167,7 @@ def oddity(name: str, task: TaskConfig) -> str:
     listed = _BY_NAME.get(task.known_as or name.partition(":")[0])
     if listed is None or task.task not in (listed.task, "probe"):
         return ""
+    # Of the whole set: `limit` is said with the score already, and is no other data.
     found = _judged(listed, open_set(task.model_copy(update={"limit": None}), _KINDS[listed.task]))
     return found.note if found.state == "odd" else ""
 
@@ -172,6 +176,7 @@ def _judged(listed: Listed, source: EvalSet) -> Presence:
     notes = []
     if isinstance(source, SugarCrepeSet):
         notes.append(source.version)
+        # The data that the paper was scored on, before its authors took one pair back (commit 546eb51).
         if source.version == "7,512 pairs" and len(source) == 1561:
             return Presence("intact", notes[0])
         if source.version == "not published data":

@@ -37,6 +37,7 @@ def run_conditioned(scoring: Scoring, task: ConditionedRetrievalTaskConfig) -> R
 
     def scored() -> Result:
         known = scoring.texts(texts)
+        # Some images at a time: (images, texts, patches) at once would not fit.
         rows = [encoder.conditioned(images.rows(some), known) for some in torch.arange(len(images)).split(_IMAGES)]
         return retrieval.score_table(torch.cat(rows), owner, task.k)
 

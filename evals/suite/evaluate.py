@@ -98,9 +98,11 @@ def tasks_for(
         return known
     found: dict[str, TaskConfig] = {}
     for name in only:
+        # One name of a folder stands for all that `sparo data` made into it.
         grouped = {n: t for n, t in known.items() if isinstance(t, SetTaskConfig) and Path(t.root).parent.name == name}
         listed = catalogue.tasks(name, root or Path("data"))
         chosen = {name: known[name]} if name in known else grouped or listed
+        # A likely slip, whose near miss among task names would lead astray.
         if not chosen and Path(name).suffix in (".yaml", ".yml"):
             raise ConfigError(f"{option} {name}: names tasks; a file that says them goes behind --data")
         if not chosen:
@@ -117,11 +119,13 @@ def tasks_for(
 def _known(checkpoint: str, data: Path | None) -> dict[str, TaskConfig]:
     if data is not None:
         tree = load_recipe(data)
+        # A recipe will do: what it is scored on in training is what one asks for here.
         if "tasks" not in tree and isinstance(tree.get("eval"), dict):
             tree = {"tasks": tree["eval"].get("tasks", {})}
         return dict(resolve(_Tasks, tree, str(data)).tasks)
     try:
         return dict(read_recipe(Path(checkpoint)).eval.tasks)
+    # A weight file has no run; that is no error before somebody asks for its tasks.
     except CheckpointError:
         return {}
 
@@ -159,6 +163,7 @@ def evaluate_checkpoint(
     if how.limit is not None:
         known = {name: task.model_copy(update={"limit": how.limit}) for name, task in known.items()}
     store = FeatureStore(how.features, how.storage, report, say)
+    # Other checkpoints have no place of their own that we may write into.
     folder = how.results or (Path(checkpoint) / "evals" if is_run and how.latest else None)
     results: dict[str, Result] = {} if into is None else into
 

@@ -63,6 +63,7 @@ def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
     """Accuracy over the set's class names with its templates, or mean average precision of a multilabel set."""
     source = open_set(task, "label")
     names, templates = _prompted(source, task)
+    # A label without a name would be scored against whatever class comes last.
     source.label_below = len(names)
     (images,) = scoring.features([source], task.workers)
     labels = labels_of(images, source)

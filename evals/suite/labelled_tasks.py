@@ -60,10 +60,12 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
     parts = _parts(task)
     features = dict(zip(parts, scoring.features(list(parts.values()), task.workers), strict=True))
     labels = {name: labels_of(features[name], source) for name, source in parts.items()}
+    # Of all parts: a class that only the test has must not be beyond the layer's rows.
     classes = 1 + max(int(found.max()) for found in labels.values())
     known = {name: _labelled(features[name], labels[name], task.normalize) for name in parts}
     train, held_out = known["train"], known.get("val")
     if held_out is None and task.val_proportion > 0:
+        # By the task's seed: the same share is held out whatever is scored.
         order = torch.randperm(len(train.labels), generator=torch.Generator().manual_seed(task.seed))
         cut = round(task.val_proportion * len(order))
         if not 0 < cut < len(order):
@@ -115,10 +117,12 @@ def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
     if not ks:
         raise ConfigError(f"k={list(task.k)}: {task.train} has {len(bank)} images; name a k that is not above that")
     queries, k = test.in_memory().to(encoder.device), max(ks)
+    # The queries stay, the bank streams past: it may not fit, and they have to.
     found = knn.nearest(queries, share.blocks(), k, first)
     # Every rank has searched its own share of the bank; the best of each are the best of all.
     found = knn.merge(ranks.gather(knn.Nearest(*(t.cpu() for t in found))), k)
     labels, bank_labels = labels_of(test, test_set), labels_of(bank, bank_set)
+    # A test class without training images is missed, and not an index beyond the votes.
     classes = 1 + int(torch.cat([bank_labels, labels]).max())
     headline = 20 if 20 in ks else ks[0]
     result = knn.score(found, bank_labels, labels, classes, ks, task.temperature, headline)

@@ -44,7 +44,12 @@ class LinearTaskConfig(LabelledTaskConfig):
     lr: float = setting(0.001, "per 256 images of a batch: the rate is lr * batch_size / 256", gt=0)
     batch_size: int = setting(1024, "images per step, of all ranks together", gt=0)
     augment: bool = setting(True, "random crops and mirroring; false: features computed once, another protocol")
-    classes: int | None = setting(None, "how many there are; null: those of the training images", gt=1, examples=[1000])
+    classes: int | None = setting(
+        None,
+        "how many there are; null: as many as labels name, with augment those of the test images",
+        gt=1,
+        examples=[1000],
+    )
     seed: int = setting(0, "of what is drawn: the order, the crops, the first weights")
 
 
@@ -53,6 +58,7 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
     encoder, ranks = scoring.encoder, scoring.ranks
     assert isinstance(encoder, BlocksEncoder)  # what offers `blocks`
     train, test = open_labelled(task)
+    # Told to the readers: a label beyond them is found where it is read, with its file's name.
     train.label_below = test.label_below = task.classes
     probe = partial(encoder.probe, n=task.n_last_blocks, avgpool=task.avgpool)
     view = View(f"probe n={task.n_last_blocks} avgpool={task.avgpool}", probe)
@@ -61,6 +67,7 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
     bank, answers = (rest[0] if rest else None), labels_of(held, test)
     known = [answers] if bank is None else [answers, labels_of(bank, train)]
     classes = task.classes or 1 + max(torch.cat(known).tolist())
+    # Every rank scores its own share of the test after each epoch; counts are summed.
     own, first = held.share(ranks.rank, ranks.size)
     own_answers = answers[first : first + len(own)]
     right: list[tuple[int, int]] = []
@@ -71,6 +78,7 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
         right.append((best, five))
 
     def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+        # Of the epoch alone, so any number of ranks deals out the same batches.
         order = generator(task.seed, "probe", epoch).permutation(len(train)).tolist()
         if bank is None:
             yield from _augmented(scoring, task, train, epoch, order, probe, classes, held.width)

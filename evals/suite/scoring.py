@@ -35,6 +35,7 @@ class Scoring(NamedTuple):
         Raises:
             PartsMissingError: other processes have not encoded theirs.
         """
+        # All of them before the first that is missing: a share that stops early would leave others waiting for it.
         tried = [self.store.images(self.encoder, s, transform, view, workers, self.ranks, self.part) for s in sources]
         found = [features for features in tried if features is not None]
         if len(found) < len(tried):

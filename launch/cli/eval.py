@@ -15,7 +15,7 @@ from sparo_train.core.errors import ConfigError, did_you_mean
 from sparo_train.core.untrusted import shown
 
 from ..views.terminal import console, out
-from .given import part_given, slots_given
+from .given import part_given, picture_given, slots_given
 
 if TYPE_CHECKING:
     from evals.report.paper_tables import Grid
@@ -165,6 +165,9 @@ def sweep(
     """The rows of a sweep file: parameters, and each task's median and range over the seeds that were trained."""
     from ..runs.sweep_table import draw, sweep_grid, sweep_rows
 
+    if task is not None and figure is None:
+        raise ConfigError(f"--task {task}: is of --figure, which draws it; leave it away, or name a file")
+    picture_given(figure, "--figure")
     rows = sweep_rows(file, folder)
     found = sweep_grid(file.stem, rows)
     _print(found, False, format)
@@ -205,8 +208,7 @@ def compare(
     from evals.tasks.result import shown
     from sparo_train.core.errors import DataError
 
-    if plot is not None and plot.suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise ConfigError(f"--plot {plot}: name a .png, .pdf or .svg file")
+    picture_given(plot, "--plot")
     sides: list[dict[str, Record]] = []
     for place in (first, second):
         records = read_records([place])

@@ -9,10 +9,23 @@ import typer
 
 from sparo_train.core.errors import ConfigError
 
-from .slot_words import Checkpoint, Classifier, Data, Kind, Limit, Model, Parts, Root, Store, options_given
+from .slot_words import (
+    Checkpoint,
+    Classifier,
+    Data,
+    Kind,
+    Limit,
+    Model,
+    Parts,
+    Root,
+    Store,
+    options_given,
+    refuse_other_units,
+)
 
 
 def explore(
+    context: typer.Context,
     checkpoint: Checkpoint,
     tasks: Annotated[
         str | None,
@@ -47,7 +60,9 @@ def explore(
     from ..explorer.serve import explore as serve
     from ..runs.slot_work import words
 
+    # Before anything is encoded: what cannot be read again is no place for a choice.
     if out.suffix != ".json":
         raise ConfigError(f"--out {out}: name a .json file, by which --slots knows it")
+    refuse_other_units(context, units)
     options = options_given(model, data, root, features, limit, units, parts, 4, classifier_slots)
     serve(checkpoint, Page(words(tasks), on, images, compare, out, host, port, token), options)

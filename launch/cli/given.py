@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from sparo_train.core.errors import ConfigError, did_you_mean
+
+
+def refuse_typed(context: typer.Context, names: Iterable[str], why: str) -> None:
+    """Raise `ConfigError` for an option that was typed where it does nothing, also with its own default."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"--{name.replace('_', '-')}: {why}; leave it away")
 
 
 def part_of(text: str | None, others: str = "") -> tuple[int, int] | None:
@@ -29,6 +40,7 @@ def part_given(text: str | None, features: Path | None) -> tuple[int, int] | Non
         )
     if text == "slurm":
         values = [os.environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("ID", "MIN", "COUNT")]
+        # SLURM numbers an array as it was asked to, not from 0: the least one is the first part.
         if not all(v.isdigit() for v in values):
             raise ConfigError("--part slurm: SLURM_ARRAY_TASK_ID, _MIN and _COUNT are not set; this is no SLURM array")
         return int(values[0]) - int(values[1]), int(values[2])
@@ -62,6 +74,13 @@ def json_given(path: Path | None) -> Path | None:
         if path.is_dir():
             raise ConfigError(f"--json {path}: is a folder; name a file")
         refuse_unwritable(path.parent, f"--json {path}")
+    return path
+
+
+def picture_given(path: Path | None, option: str) -> Path | None:
+    """A picture's file of a kind that is drawn; said before anything is scored."""
+    if path is not None and path.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise ConfigError(f"{option} {path}: name a .png, .pdf or .svg file")
     return path
 
 

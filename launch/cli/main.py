@@ -103,6 +103,7 @@ def export(
     """Write a run's newest weights for open_clip, the sparo-clip repository, or the official DINO code, with a model card."""
     from evals.encoders.exporting import export_run
 
+    # Before the export: half an hour of writing should not end with a word about an option.
     if private and hub is None:
         raise ConfigError("--private: is of --hub OWNER/NAME; leave it away")
     path = export_run(run, to, layout, average)
@@ -135,6 +136,7 @@ def version() -> None:
 def main() -> None:
     """Entry point of the `sparo` command."""
     code, error = call(app, sys.argv[1:])
+    # Alone: of several ranks each has printed its own already, and Python would print it again.
     if error is not None and not isinstance(error, SparoError) and not started():
         raise error
     leave(code)

@@ -25,6 +25,7 @@ def perform(arguments: Sequence[str], folder: str, idle_restarts: int) -> int:
     """`sparo ARGUMENTS` on this rank, with records of its start and end; returns the exit code."""
     records, place, rank, begun = Records(Path(folder)), here(), find_world().rank, time.time()
     sys.argv = ["sparo", *arguments]
+    # Before anything is loaded: what fails at its start fails there every time, and a queue would go on for ever.
     stuck = _stuck(records, place, idle_restarts) if arguments[0] == "train" else None  # others have no checkpoints
     if stuck:
         if rank == 0:
@@ -51,6 +52,7 @@ def _note_end(records: Records, place: dict[str, Any], rank: int, code: int, err
         reason = f"{kind}: {str(error)[:1000]}"
         if not getattr(error, "repeated", False):
             records.add("failures", {**place, "rank": rank, "code": code, "kind": kind, "message": str(error)[:2000]})
+    # A mark for whoever starts the job again: the others were well, and go on without a word.
     if isinstance(error, LostRankError):
         mark("lost")
     if rank == 0:
@@ -61,6 +63,7 @@ def _stuck(records: Records, place: dict[str, Any], idle_restarts: int) -> str |
     """Why this start is one too many; the same on every rank, because this start's own record does not count."""
     starts = records.starts(place["job"])
     step, idle = records.step(), 0
+    # From the newest back, to the last one that came further than the one before it.
     for start in reversed([s for s in starts if "end" not in s and s["restart"] < place["restart"]]):
         if start["step"] < step:
             break
@@ -81,6 +84,7 @@ def _stuck(records: Records, place: dict[str, Any], idle_restarts: int) -> str |
 def _may_write(folder: Path, begun: float) -> bool:
     """False where the folder was claimed by a later start: this process is the remains of a lost one."""
     owner, start = Claim(folder, "").owner(), Start.here()
+    # Within a job restarts are numbered; between jobs only their times tell which was later.
     if owner.get("job") == start.job:
         return owner.get("restart", 0) <= start.restart
     return owner.get("time", 0.0) < begun

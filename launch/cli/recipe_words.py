@@ -19,7 +19,10 @@ def _complete(incomplete: str) -> list[str]:
 
     names = [own.name for own in shipped_recipes()]
     stems = [
-        stem for name in names if [n.rpartition("/")[2] for n in names].count(stem := name.rpartition("/")[2]) == 1
+        # A short name only where it is one recipe's.
+        stem
+        for name in names
+        if [n.rpartition("/")[2] for n in names].count(stem := name.rpartition("/")[2]) == 1
     ]
     return [word for word in [*names, *stems] if word.startswith(incomplete)]
 

@@ -47,6 +47,9 @@ def panels(
     out: Annotated[Path, typer.Option("--out", help="the PNG; of videos also .webp or .gif, which move")] = Path(
         "panels.png"
     ),
+    model: Model = None,
+    data: Data = None,
+    root: Root = Path("data"),
 ) -> None:
     """A picture of a slot model: per image, or frame, the true masks, its own, what it draws, and every slot alone."""
     from ..runs.panel_runs import draw_panels
@@ -54,7 +57,8 @@ def panels(
 
     if out.suffix.lower() not in (".png", ".webp", ".gif"):
         raise ConfigError(f"--out {out}: name a .png file; of videos also .webp or .gif")
-    draw_panels(checkpoint, on, image or [], images, tile, out)
+    options = options_given(model, data, root, "none", None, "slots", None, 4, "slice")
+    draw_panels(checkpoint, on, image or [], images, tile, out, options)
     printed.print(str(out), soft_wrap=True)
 
 
@@ -64,10 +68,13 @@ def views(
     scenes: Annotated[int, typer.Option(min=1, max=64, help="scenes of the task, evenly spaced")] = 3,
     tile: Annotated[int, typer.Option(min=16, max=512, help="pixels per side of each picture")] = 64,
     out: Annotated[Path, typer.Option("--out", help="folder for report.html and its pictures")] = Path("scenes"),
+    data: Data = None,
+    root: Root = Path("data"),
 ) -> None:
     """A page of posed scenes: every view as it is drawn, held out or shown, depth, every slot alone, and a turn around each scene."""
     from ..runs.view_runs import draw_scenes
     from ..views.terminal import out as printed
 
-    for path in draw_scenes(checkpoint, on, scenes, tile, out):
+    options = options_given(None, data, root, "none", None, "slots", None, 4, "slice")
+    for path in draw_scenes(checkpoint, on, scenes, tile, out, options):
         printed.print(str(path), soft_wrap=True)

@@ -9,7 +9,7 @@ import typer
 
 from sparo_train.core.errors import ConfigError, did_you_mean
 
-from .given import count_given, json_given, per_given, slots_given
+from .given import count_given, json_given, per_given, picture_given, refuse_typed, slots_given
 from .slot_words import (
     Checkpoint,
     Checkpoints,
@@ -27,6 +27,7 @@ from .slot_words import (
     Seed,
     Store,
     options_given,
+    refuse_other_units,
 )
 
 app = typer.Typer(
@@ -38,6 +39,7 @@ app = typer.Typer(
 
 @app.command()
 def score(
+    context: typer.Context,
     checkpoint: Checkpoint,
     on: Annotated[
         str | None, typer.Option(help="tasks, as `sparo eval --tasks` takes them (default: all that fit)")
@@ -58,12 +60,14 @@ def score(
     from ..runs.slot_runs import score_units
     from ..runs.slot_work import words
 
+    refuse_other_units(context, units)
     options = options_given(model, data, root, features, limit, units, parts, head_layers, classifier_slots)
     score_units(checkpoint, words(on), sort, options, json_given(json_file))
 
 
 @app.command()
 def select(
+    context: typer.Context,
     checkpoint: Checkpoint,
     on: Annotated[str, typer.Option(help="the task that units are chosen on")],
     report: Annotated[
@@ -103,10 +107,12 @@ def select(
     methods = ("top", "forward", "backward", "cover", "bottom", "random")
     if method not in methods:
         raise ConfigError(f"--method {method}: {did_you_mean(method, methods)}")
-    if plot is not None and plot.suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise ConfigError(f"--plot {plot}: name a .png, .pdf or .svg file")
+    picture_given(plot, "--plot")
     if out.suffix != ".json":
         raise ConfigError(f"--out {out}: name a .json file, by which --slots knows it")
+    refuse_other_units(context, units)
+    if slots is not None:
+        refuse_typed(context, ("method", "k"), "is of a choice that is made, and --slots is one that was")
     options = options_given(model, data, root, features, limit, units, parts, head_layers, classifier_slots)
     asked = Asked(on, words(report), slots_given(slots), out, plot, json_given(json_file))
     select_units(checkpoint, asked, How(method, count_given(k), held_out, seed, draws), options)
@@ -114,6 +120,7 @@ def select(
 
 @app.command()
 def mask(
+    context: typer.Context,
     checkpoint: Checkpoint,
     on: Annotated[str, typer.Option(help="the task of kind pairs that the mask is trained on")] = "sugar_crepe",
     report: Annotated[
@@ -147,6 +154,7 @@ def mask(
 
     if out.suffix != ".json":
         raise ConfigError(f"--out {out}: name a .json file, by which --slots knows it")
+    refuse_other_units(context, units)
     options = options_given(model, data, root, features, limit, units, parts, 4, "slice")
     trainings = _trainings(clamp, epochs, last, seeds)
     train_masks(checkpoint, on, words(report), per_given(per), trainings, held_out, options, out, json_given(json_file))
@@ -154,6 +162,7 @@ def mask(
 
 @app.command()
 def table(
+    context: typer.Context,
     layout: Annotated[str, typer.Argument(help="4 or 5, as in the SPARO paper")],
     checkpoints: Checkpoints,
     on: Annotated[
@@ -184,6 +193,9 @@ def table(
     from ..runs.slot_work import words
 
     options = options_given(model, data, root, features, limit, "slots", None, 4, classifier_slots)
+    # What one table reads the other ignores: a seed that was typed would seem to count.
+    others = {"4": ("seeds", "clamp", "parts"), "5": ("k", "draws", "seed")}
+    refuse_typed(context, others.get(layout, ()), f"does nothing in Table {layout}")
     if layout == "4":
         how = How("top", count_given(k), False, seed, draws)
         table_four(checkpoints, on or "imagenet1k", report or "sugar_crepe", how, options, json_given(json_file))

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from .given import refuse_typed
+
 Checkpoint = Annotated[str, typer.Argument(help="anything that `sparo eval` takes")]
 Checkpoints = Annotated[list[str], typer.Argument(help="anything that `sparo eval` takes")]
 Model = Annotated[str | None, typer.Option(help="for weight files: a model name")]
@@ -30,6 +32,13 @@ Json = Annotated[Path | None, typer.Option("--json", help="also write all number
 K = Annotated[
     str, typer.Option("--k", help="how many units; half, or best: as many as score best where they are chosen")
 ]
+
+
+def refuse_other_units(context: typer.Context, units: str) -> None:
+    """Raise `ConfigError` for what is typed of units that are not asked for."""
+    for name, kind in (("parts", "parts"), ("head_layers", "heads")):
+        if units != kind:
+            refuse_typed(context, (name,), f"is of --units {kind}")
 
 
 def options_given(

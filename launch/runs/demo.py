@@ -67,6 +67,7 @@ def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
 def blind(data: Path) -> Result:
     """How far text alone gets on the caption pairs; `macro` is the best blind guesser, beside the models' accuracy."""
     facts: list[Pair] = [pair for _, _, row in WdsSet(data / "pairs", "pairs") for pair in row]
+    # Captions of the training set's own seed: a guesser may know what a model could have read.
     corpus = [training_scene(0, index)[1] for index in range(_CORPUS)]
     found = textonly.score([f.caption for f in facts], [f.negative_caption for f in facts], corpus)
     return Result("pairs", found.n, "macro", {"macro": found.value}, found.chance)

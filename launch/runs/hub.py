@@ -45,6 +45,7 @@ def _contents(export: Path, repo: str) -> dict[str, Path | bytes]:
     """What goes where; the card loads the model from where it will lie."""
     if export.is_dir():
         card = card_of(export).read_text(encoding="utf-8")
+        # What the sums name, and no more: a run's folder may hold other things by now.
         listed = [line.split("  ", 1)[1] for line in (export / SUMS).read_text(encoding="utf-8").splitlines()]
         files: dict[str, Path | bytes] = {name: export / name for name in [*listed, SUMS]}
         return {**files, "README.md": card.replace(f"local-dir:{export.as_posix()}", f"hf-hub:{repo}").encode()}

@@ -43,6 +43,7 @@ def found_keys(word: str) -> list[Key]:
     Raises:
         ConfigError: there is none; with near misses.
     """
+    # Rows of a table share blocks: each key once.
     keys = list(dict.fromkeys(keys_of(RunConfig)))
     if not word:
         return [key for key in keys if "." not in key.dotted]
@@ -132,6 +133,7 @@ def _plain(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
             continue
         shape = key.shape.of if isinstance(key.shape, Entries) else key.shape
         if isinstance(shape, Rows):
+            # Their rows have chapters of their own.
             tables.append(key.dotted)
         yield key
 

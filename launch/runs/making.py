@@ -61,6 +61,7 @@ def make_viewed_set(folder: Path, processes: int, blender: str | None, **given: 
 
 def convert_published_set(source: Path, folder: Path, kind: str, **given: Any) -> Written:
     """A published set, as its authors store it, to shards in `folder`."""
+    # Before the progress bar: a wrong name is told without one.
     places = sources_of(source, kind)
     config = resolve(PublishedConfig, {"source": kind, "files": [p.name for p in places], **given}, str(folder))
     with Bar() as bar:

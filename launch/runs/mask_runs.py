@@ -51,6 +51,7 @@ def table_five(
 def _averaged(row: MaskRow) -> MaskRow:
     """VTAB's tasks as their average, as the paper has it; other tasks as they are."""
     vtab = {n: s for n, s in row.tasks.items() if n.startswith("vtab/")}
+    # A single set is no average of VTAB.
     if len(vtab) < 2:
         return row
     rest = {n: s for n, s in row.tasks.items() if n not in vtab}

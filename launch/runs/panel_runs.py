@@ -29,12 +29,14 @@ from sparo_train.core.errors import ConfigError
 from sparo_train.core.untrusted import read_bytes
 from sparo_train.train.run import LogConfig
 
-from .slot_work import told
+from .slot_work import SlotOptions, told
 
 _CLIPS = 3  # of a training's picture; each has several rows
 
 
-def draw_panels(checkpoint: str, on: str | None, images: list[Path], number: int, tile: int, out: Path) -> None:
+def draw_panels(
+    checkpoint: str, on: str | None, images: list[Path], number: int, tile: int, out: Path, options: SlotOptions
+) -> None:
     """Write the picture.
 
     Raises:
@@ -44,8 +46,7 @@ def draw_panels(checkpoint: str, on: str | None, images: list[Path], number: int
         raise ConfigError(
             "sparo slots panels: name a task of the run (--on, as in --on masks), or images of your own (--image FILE)"
         )
-    refuse_unwritable(out.parent, "--out")
-    encoder = load_encoder(checkpoint, None, "cuda" if torch.cuda.is_available() else "cpu", told)
+    encoder = load_encoder(checkpoint, options.model, "cuda" if torch.cuda.is_available() else "cpu", told)
     if not isinstance(encoder, MaskingEncoder):
         instead = (
             "`sparo slots views` draws views of scenes"
@@ -54,7 +55,8 @@ def draw_panels(checkpoint: str, on: str | None, images: list[Path], number: int
         )
         raise ConfigError(f"{checkpoint}: does not draw its slots of images; {instead}")
     found = [Panel(decoded(read_bytes(path, ConfigError), path), None) for path in images]
-    task = None if on is None else one_task(checkpoint, on)
+    task = None if on is None else one_task(checkpoint, on, options)
+    refuse_unwritable(out.parent, "--out")
     if isinstance(task, VideoMasksTaskConfig):
         if images or not isinstance(encoder, TimedEncoder):
             raise ConfigError(f"--on {on}: is of videos; draw them alone (without --image), of a model of videos")
@@ -133,9 +135,9 @@ def clips_of(task: VideoMasksTaskConfig, number: int) -> list[ClipPanel]:
     return [ClipPanel(images, true, task.window) for _, images, true in rows]
 
 
-def one_task(checkpoint: str, on: str) -> TaskConfig:
-    """The task of a run that `--on` names. Raises `ConfigError` where it stands for several."""
-    tasks = tasks_for(checkpoint, None, [on], Path("data"), "--on")
+def one_task(checkpoint: str, on: str, options: SlotOptions) -> TaskConfig:
+    """The task of a run, or of `--data`, that `--on` names. Raises `ConfigError` where it stands for several."""
+    tasks = tasks_for(checkpoint, options.data, [on], options.root, "--on")
     if len(tasks) != 1:
         raise ConfigError(f"--on {on}: stands for {len(tasks)} tasks; name one: {', '.join(tasks)}")
     (task,) = tasks.values()

@@ -53,6 +53,7 @@ def find_recipe(word: Path) -> Path:
     Raises:
         ConfigError: neither, or a name that two recipes have; with near misses and with what to write.
     """
+    # A file of one's own goes before ours of the same name.
     if word.exists():
         return word
     text = word.as_posix()
@@ -65,6 +66,7 @@ def find_recipe(word: Path) -> Path:
         written = " or ".join(fitting)
         missing = f"{text}: no such file" if word.suffix else f"{text}: {len(fitting)} recipes are called so"
         raise ConfigError(f"{missing}; write {written} for the one that comes with sparo")
+    # A long path is one that was mistyped, and near misses of names would not help.
     if not word.suffix and len(word.parts) < 4:
         raise ConfigError(f"{text}: no recipe; {did_you_mean(text, _names(shipped))} `sparo recipes` lists them")
     return word  # whoever reads it says what is wrong with it

@@ -35,6 +35,7 @@ def score_checkpoints(checkpoints: Sequence[str], known: Known, how: EvalOptions
         refuse_unwritable(json_file.parent, f"--json {json_file}")
     if how.results is not None:
         refuse_unwritable(how.results, "--results")
+    # An hour: a rank may wait for another's encoding of a whole set.
     ranks = Ranks(find_world(), "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", 3600.0)
     try:
         found, failed = _scored(checkpoints, known, how, ranks)
@@ -74,6 +75,7 @@ def _scored(
             failed = error
             if not results:
                 continue
+        # Two checkpoints of one name are told apart by the whole of what was typed.
         found[name if name not in found else checkpoint] = results
     return found, failed
 

@@ -46,6 +46,7 @@ class Wanted(NamedTuple):
 
 def show_slots(checkpoint: str, wanted: Wanted, options: SlotOptions, folder: Path) -> None:
     """Write FOLDER/report.html and its pictures."""
+    # None at all is an answer: slots of images are shown without texts, too.
     if len(wanted.images) != len(wanted.captions) and wanted.captions:
         raise ConfigError(
             f"--caption: {len(wanted.captions)} captions for {len(wanted.images)} images; give one behind each --image"
@@ -108,6 +109,7 @@ def _of_task(bench: Bench, wanted: Wanted) -> list[Shown]:
 
 def _attended(bench: Bench, found: list[Shown]) -> list[Attended]:
     captions = [shown.caption for shown in found]
+    # All or none: the text's attention of half of the images would be read as that of all.
     known = None if any(caption is None for caption in captions) else [str(caption) for caption in captions]
     done: list[Attended] = []
     with Bar() as bar, torch.inference_mode():

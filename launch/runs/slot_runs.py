@@ -48,6 +48,7 @@ def score_units(
     columns: dict[str, list[float]] = {}
     for name, each in found.items():
         columns |= _columns(name, each)
+    # A task's name stands for its units alone, which is what one sorts by.
     sort = sort if sort is None or sort in columns else f"{sort} alone"
     if sort is not None and sort not in columns:
         raise ConfigError(f"--sort {sort.removesuffix(' alone')}: is none of the tasks shown ({', '.join(found)})")

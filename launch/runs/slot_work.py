@@ -69,6 +69,7 @@ class Bench:
         self.encoder: Encoder = load_encoder(checkpoint, options.model, device, told)
         kind: Any = options.units
         if kind == EITHER:
+            # Table 5 sets models without slots beside those with them, cut into as many parts.
             kind = "slots" if self.encoder.slots > 1 else "parts"
         self.units: Units = units_of(self.encoder, kind, options.parts, options.head_layers)
 
@@ -123,6 +124,7 @@ class Bench:
 def fitting(tasks: dict[str, TaskConfig], encoder: Encoder) -> dict[str, TaskConfig]:
     """Those of many tasks that can be looked at unit by unit, and that the encoder can do."""
     able = {name: task for name, task in tasks.items() if set(TASKS.row(task.task).needs) <= encoder.offers}
+    # Not probes: each unit would be a layer to fit, which one asks for by name.
     return {name: task for name, task in able.items() if task.task in ("zeroshot", "pairs", "knn")}
 
 

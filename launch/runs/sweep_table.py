@@ -60,10 +60,11 @@ def sweep_rows(sweep: Path, out: Path | None = None) -> list[SweepRow]:
     for config in configs:
         place = out or Path(config.out)
         folders = [place / config.name, *sorted(place.glob(f"{config.name}-seed[0-9]*"))]
-        # Sizes alone: a grid has models of half a billion parameters.
         folders = [folder for folder in folders if (folder / "config.yaml").is_file()]
+        # Sizes alone: a grid has models of half a billion parameters.
         with torch.device("meta"):
             parameters = sum(p.numel() for p in build_objective(config).parameters() if p.requires_grad)
+        # Runs that were not scored are not counted: n is of numbers, not of folders.
         found_in = {folder: records for folder in folders if (records := _records(folder))}
         _refuse_others(config, list(found_in))
         results: dict[str, list[Record]] = {}
@@ -122,6 +123,7 @@ def draw(rows: Sequence[SweepRow], task: str, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    matplotlib.rcParams["text.parse_math"] = False  # names of rows are no formulas
     lines: dict[str, list[SweepRow]] = {}
     for row in rows:
         if row.cell(task) is not None:

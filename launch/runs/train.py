@@ -67,10 +67,12 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
         with ProgressView(config.name, rundir.path / "log.txt", silent=ranks.rank > 0) as view:
             # What refuses a start comes before the folder is written to: it may hold a run that goes on being read.
             evaluate = make_evaluate(config, objective, rundir, total, view)
+            # By one rank: two that list a folder of a network disk may see two different newest ones.
             newest = ranks.first(lambda: CheckpointStore(rundir.checkpoints).latest())
             if newest is None:
                 begin(config, objective, view.say)
             if pipeline.examples.reads_model:
+                # Examples that look at the model need the weights that it goes on with, before the trainer reads them.
                 _give_weights(objective, config, newest)
                 pipeline.examples.ready(objective, pipeline.sources, engine.side, ranks, view.say)
             rundir.join(ranks.first(lambda: _opened(rundir, config, pipeline)))
@@ -86,6 +88,7 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
                         f"data.sources.{source.name}.captions: {key} is in none of 64 samples; the others take its share"
                     )
             try:
+                # A second objective on the meta device: counting must not touch the one that is trained.
                 flops = FlopCounter(lambda: build_objective(config)) if config.log.flops else None
                 trainer = Trainer(
                     config, rundir, ranks, engine, objective, pipeline, total, steps_per_epoch, view, evaluate, flops
@@ -96,6 +99,7 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
             except SparoError as error:
                 view.note(f"error: {error}")
                 raise
+            # At the end as well as on the way: the sum is what a reader of the log looks for.
             if unusable := trainer.bad.by_reason():
                 told = ", ".join(f"{reason} {count:,}" for reason, count in unusable.items())
                 view.say(f"samples that could not be used: {told}")
@@ -151,6 +155,7 @@ def make_evaluate(
             raise ConfigError(
                 f"eval.side: objective.kind={method} names no layout to export to, which a job of its own would read"
             )
+        # What a job of its own would miss in hours is missed now.
         Suite(side.tasks).check()
         load_cluster(side.on, side.options)
     suite = Suite(config.eval.tasks)
@@ -163,7 +168,9 @@ def make_evaluate(
             submit_side(config, side, objective.state_dict(), rundir.path, step, say)
         if not config.eval.tasks:
             return {}
+        # Anew each time: an encoder holds what is derived from weights, its hash first of all.
         encoder, begin = encoder_of(objective, method), time.monotonic()
+        # NaN weights still rank something; the score would look like a bad one.
         refuse_non_finite(encoder.model.state_dict(), f"step {step}", TrainingError)
         results: dict[str, Result] = {}
         for number, name in enumerate(suite.tasks, 1):
@@ -175,8 +182,10 @@ def make_evaluate(
                     say(_scores(step, results))
                 raise
         if ranks.rank == 0:
+            # A run that was taken over writes nothing more into the other's folder.
             rundir.claim.check()
             write_results(rundir.path / "evals" / f"step-{step:08d}.json", {"step": step}, results)
+            # As the step will be called on disk: cards and tables find the weights by it.
             encoder.label = str(rundir.checkpoints / f"step-{step:08d}")
             facts = {"step": step, **result_facts(encoder, EvalOptions(), time.monotonic() - begin)}
             try:

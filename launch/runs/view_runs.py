@@ -20,26 +20,25 @@ from sparo_train.core.untrusted import shown as harmless
 
 from .. import views
 from .panel_runs import one_task
-from .slot_work import told
+from .slot_work import SlotOptions, told
 
 
-def draw_scenes(checkpoint: str, on: str, scenes: int, tile: int, out: Path) -> list[Path]:
+def draw_scenes(checkpoint: str, on: str, scenes: int, tile: int, out: Path, options: SlotOptions) -> list[Path]:
     """Write report.html and its pictures; returns their paths.
 
     Raises:
         ConfigError: a checkpoint or a task that is not of posed scenes.
     """
-    refuse_unwritable(out, "--out")
     encoder = load_encoder(checkpoint, None, "cuda" if torch.cuda.is_available() else "cpu", told)
     if not isinstance(encoder, SceneEncoder):
         raise ConfigError(
             f"{checkpoint}: draws no views; train with objective.kind=novel_views, or use `sparo slots panels`"
         )
-    task = one_task(checkpoint, on)
+    task = one_task(checkpoint, on, options)
     if not isinstance(task, ViewMasksTaskConfig):
         raise ConfigError(f"--on {on}: is not of posed views; name a task of kind view_masks")
     source, shown = open_views(task), task.shown or encoder.trained_views
-    out.mkdir(parents=True, exist_ok=True)
+    refuse_unwritable(out, "--out")
     paths, rows = [out / "report.html"], []
     count = min(scenes, len(source))
     for number in range(count):

@@ -59,6 +59,7 @@ def _totals(report: Report) -> list[str]:
         example = found.examples[0] if found.examples else []
         such_as = ", e.g. " + " = ".join(f"{url}:{key}" for url, key in example[:2]) if example else ""
         lines.append(f"duplicate {name}: {found.copies}{such_as}")
+    # The commonest of all mistakes, with what mends it.
     if report.samples and report.reasons().get("missing caption") == report.samples:
         lines.append("no sample has a caption; where pictures alone are wanted: --caption-key ''")
     return lines

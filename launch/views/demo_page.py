@@ -80,6 +80,7 @@ def six_rows(results: Mapping[str, Mapping[str, Result]]) -> list[ScoreRow]:
     found = []
     for label, task, part in _ROWS:
         known = [by_task.get(task) for by_task in results.values()]
+        # Text alone has some of the metrics; n and chance are those of whoever has most.
         first = max((r for r in known if r is not None), key=lambda r: len(r.metrics))
         found.append(
             ScoreRow(

@@ -67,6 +67,7 @@ def demo_slots(encoder: ClipEncoder, images: Sequence[Image.Image], captions: Se
 
 
 def _two_words(one: Attended, slot: int) -> str:
+    # What a slot gives to the start or to "a" says nothing of the picture.
     naming = [i for i, word in enumerate(one.words) if word.lower() not in FUNCTION_WORDS]
     top = sorted(sorted(naming, key=lambda i: -float(one.weights[slot, i]))[:2])
     return "  ".join(f"{one.words[i]} {float(one.weights[slot, i]):.0%}" for i in top)

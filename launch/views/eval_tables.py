@@ -33,6 +33,7 @@ class Encoding:
     def _report(self, place: str, done: int, total: int) -> None:
         if self.silent:
             return
+        # A bar when the first images are done: what is stored already needs none.
         if place not in self._tasks:
             self._tasks[place] = self._bar.start_task_named(f"{Path(self.checkpoint).name}: {place}", total)
         self._bar.show(self._tasks[place], done, total)
@@ -57,6 +58,7 @@ def grid_table(found: Grid, transpose: bool) -> Table:
     """A grid for the terminal, intervals below the values, the paper's own numbers dimmed."""
     table = Table(title=f"{found.title}, {found.unit}, {found.spans}", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("")
+    # Printed numbers are set apart: nobody should take them for measured ones.
     styles = ["dim" if row.paper else None for row in found.rows]
     rows = [[_cell_text(cell) for cell in row.cells] for row in found.rows]
     if transpose:

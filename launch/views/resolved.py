@@ -37,6 +37,7 @@ def _block(
 
 
 def _origin(model: Any, key: str, value: Any, origins: Mapping[tuple[str, ...], str], place: tuple[str, ...]) -> str:
+    # A block that was given whole gave its keys, too: the nearest above counts.
     said = next((origins[place[:n]] for n in range(len(place), 0, -1) if place[:n] in origins), None)
     if said is not None:
         return said

@@ -54,6 +54,7 @@ def _table(results: Mapping[str, Mapping[str, Result]]) -> Table:
         table.add_column(heading(name), justify="right", overflow="fold")
     tasks = dict.fromkeys(task for by_task in results.values() for task in by_task)
     for task in tasks:
+        # The one with most metrics names the rows; others have a dash where they have none.
         first = max((r[task] for r in results.values() if task in r), key=lambda r: len(r.metrics))
         found = [by_task.get(task) for by_task in results.values()]
         head = [shown(r.headline, r.value, unit=True) + (MARK if r.note else "") if r else "-" for r in found]

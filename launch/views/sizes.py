@@ -32,6 +32,7 @@ def show_dry(config: RunConfig) -> None:
     for column in ("source", "shards", "samples", "weight", "share of an epoch", "passes over it"):
         sources.add_column(column, justify="left" if column == "source" else "right")
     for f in dry.sources:
+        # A source that is not there yet has no size, and a dry run is there to be told so.
         share = "-" if f.share is None else f"{f.share:.1%}"
         passes = "-" if f.passes is None else f"{f.passes:.2f}"
         sources.add_row(f.name, _number(f.shards), _number(f.samples), f"{f.weight:g}", share, passes)

@@ -17,6 +17,7 @@ from jinja2 import Environment
 from PIL import Image
 
 from evals.encoders.encoder import Encoder
+from evals.report.plots import literal
 from evals.slots.attend import Attended, gallery, worth_showing
 from evals.slots.overlay import jpeg, overlay, seen, thumbnail
 from sparo_train.core.files import write_whole
@@ -75,6 +76,7 @@ def write_report(
     # The user's own first, then those with most to show.
     order = [*range(own), *sorted(range(own, len(found)), key=lambda i: -len(passing[i]))][:whole]
     slots = list(chosen) if chosen is not None else _best(attended)
+    # Of one image there is no most and no least.
     if len(found) < 2:
         slots = []
     galleries = {slot: _gallery(attended, slot, wanted.tiles) for slot in slots}
@@ -105,6 +107,7 @@ class _Drawn:
     def __init__(self, encoder: Encoder, found: Sequence[Shown], attended: Sequence[Attended]):
         self.found, self.attended = found, attended
         self._seen = [seen(encoder, one.image) for one in found]
+        # One scale per slot over all images, so that a glance tells where it looks hardest.
         self._brightest = torch.stack([one.maps.flatten(1).amax(1) for one in attended]).amax(0)
 
     def plain(self, number: int) -> Image.Image:
@@ -118,6 +121,7 @@ class _Drawn:
         one = self.attended[number]
         if not one.words:
             return ""
+        # In the caption's order, which reads as the caption does.
         top = one.weights[slot].topk(min(2, len(one.words))).indices.sort().values.tolist()
         seen = "  ".join(f"{one.words[i]} {float(one.weights[slot, i]):.0%}" for i in top)
         return harmless(f": {seen}; cosine {float(one.cosine[slot]):.2f}")
@@ -190,6 +194,7 @@ def _uri(image: Image.Image) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(jpeg(image)).decode()
 
 
+@literal()
 def _grid(path: Path, rows: Sequence[Sequence[_Tile]], names: Sequence[str] = ()) -> Path:
     """Rows of tiles as one PNG."""
     columns = max(map(len, rows))
@@ -201,14 +206,9 @@ def _grid(path: Path, rows: Sequence[Sequence[_Tile]], names: Sequence[str] = ()
     for line, tiles in zip(axes, rows, strict=True):
         for axis, tile in zip(line, tiles, strict=False):
             axis.imshow(tile.image)
-            axis.set_title(_literal(tile.title), fontsize=6, wrap=True)
+            axis.set_title(textwrap.fill(tile.title, 34), fontsize=6, wrap=True)
     for line, name in zip(axes, names, strict=False):
         line[0].text(-0.05, 0.5, name, transform=line[0].transAxes, rotation=90, ha="right", va="center", fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
-
-
-def _literal(text: str) -> str:
-    """A caption is no formula: matplotlib reads what stands between dollars as one."""
-    return textwrap.fill(text, 34).replace("$", r"\$")

@@ -16,6 +16,7 @@ def source_lines(sources: Sequence[Source], samples: int) -> Iterator[str]:
     Args:
         samples: how many the whole run reads.
     """
+    # By the plan's own arithmetic: what is told is what will be read.
     read = reading([source.samples for source in sources], [source.config.weight for source in sources], samples)
     for source, (share, passes) in zip(sources, read, strict=True):
         yield f"data {source.name}: {share:.1%} of what is read; {source.samples:,} samples, {passes:.2f} passes"

@@ -29,6 +29,7 @@ class _Steady:
             return self._stream.write(text)
         except UnicodeEncodeError:
             encoding = getattr(self._stream, "encoding", None) or "ascii"
+            # A terminal of another time shows a question mark; it does not end a run.
             return self._stream.write(text.encode(encoding, "replace").decode(encoding))
         except BrokenPipeError:
             if not self._quiet:
@@ -61,6 +62,7 @@ class Terminal(Console):
 
     @property
     def file(self) -> IO[str]:
+        # Asked anew each time: tests and notebooks put another stream in its place.
         stream = self._file or (sys.stderr if self.stderr else sys.stdout)
         if stream is None:  # the process was started without
             stream = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115

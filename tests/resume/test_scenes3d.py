@@ -146,6 +146,8 @@ def pictures_are_drawn(folder, cwd):
     with Image.open(cwd / "page/scene-0.png") as sheet, Image.open(cwd / "page/turntable-0.webp") as moving:
         assert sheet.width > 5 * 64 and moving.n_frames >= 12
     assert page.count("<img") == 4 and "scene-1.png" in page
+    done = sparo("slots", "views", "nothere", "--data", "gone.yaml", "--out", "none", cwd=cwd)
+    assert done.returncode == 2 and "nothere" in done.stderr and not (cwd / "none").exists()
 
 
 @pytest.mark.parametrize("kind", ["mixer", "broadcast"])

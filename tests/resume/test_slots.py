@@ -77,9 +77,11 @@ def pictures_are_drawn(run_folder, tasks, tmp_path):
         colours = {tuple(c) for c in np.asarray(sheet)[18:50, 40:72].reshape(-1, 3).tolist()}
         assert len(colours) == 4 and (0, 0, 0) in colours  # three pieces on black
     (tmp_path / "own.jpg").write_bytes(jpeg(1))
-    done = sparo("slots", "panels", run_folder, "--image", "own.jpg", "--out", "own.png", "--tile", "32", cwd=tmp_path)
+    (tmp_path / "other.yaml").write_text(json.dumps({"tasks": {"elsewhere": tasks["masks"]}}))
+    others = ("--image", "own.jpg", "--data", "other.yaml", "--on", "elsewhere", "--images", "1")
+    done = sparo("slots", "panels", run_folder, *others, "--out", "own.png", "--tile", "32", cwd=tmp_path)
     with Image.open(tmp_path / "own.png") as sheet:
-        assert done.returncode == 0 and sheet.size == (6 * 36 + 4, 36 + 18)
+        assert done.returncode == 0 and sheet.size == (7 * 36 + 4, 2 * 36 + 18)
     for line, told in (
         ([], "name a task"),
         (["--on", "nosuch"], "nosuch"),

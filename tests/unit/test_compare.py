@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from scipy.stats import binom
 
 from evals.report import paper_tables as layouts
@@ -10,8 +12,10 @@ from evals.report.compare import compare
 from evals.report.over_seeds import over_seeds
 from evals.report.plots import relative_change
 from evals.report.results_file import append, read_records
+from evals.report.selection_plot import draw_curves
 from evals.tasks import pairs, reconstruction, retrieval, zeroshot
 from evals.tasks.result import Result, bootstrap, percentiles, shown
+from launch.runs.sweep_table import SweepRow, draw
 from sparo_train.core.errors import ConfigError, DataError
 
 
@@ -79,6 +83,37 @@ def test_scores_that_images_have_of_their_own_are_compared_image_by_image(tmp_pa
     assert found.interval[0] < expected < found.interval[1]
     found = compare(*two(tmp_path / "features", drawn(errors, False), drawn(better, False)))
     assert found.difference < 0 and (found.only_first, found.only_second) == (10, 40)  # less error is better
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 7)), min_size=1, max_size=3))
+def test_predictions_that_are_damaged_are_told_by_file_whatever_is_damaged(tmp_path, flips):
+    folder = tmp_path / str(len(list(tmp_path.iterdir())))
+    first, second = two(folder, scored([1, 0] * 30), scored([1, 1, 0] * 20))
+    path = folder / "a/predictions" / first.predictions
+    data = bytearray(path.read_bytes())
+    for at, bit in flips:
+        data[at % len(data)] ^= 1 << bit
+    path.write_bytes(data)
+    try:
+        assert compare(first, second).n == 60
+    except DataError as error:
+        assert str(path) in str(error) or "other keys" in str(error) or "labels of" in str(error)
+
+
+def test_names_are_no_formulas_in_plots(tmp_path):
+    name = r"runs/$x^{ a$ \frac"
+    sides = []
+    for checkpoint, right in (("a", [1, 0]), ("b", [1, 1])):
+        append(tmp_path / checkpoint, name + checkpoint, name, scored(right), {})
+        sides.append({name: read_records([tmp_path / checkpoint])[0]})
+    assert relative_change(*sides, tmp_path / "c.png")[name] == pytest.approx(1)
+    curve = {key: [0.1, 0.2] for key in ("curve", "random_mean", "random_low", "random_high")}
+    report = {**curve, "whole": [0.3], "chosen": [0.2, 0.1, 0.3], "draws": 2, "share": "held out", "n": 9}
+    draw_curves({name: report}, 1, name, tmp_path / "d.png")
+    row = SweepRow(name, 10, 2, {name: [sides[0][name], sides[1][name]]})
+    draw([row], name, tmp_path / "e.png")
+    assert all((tmp_path / f"{letter}.png").stat().st_size > 5000 for letter in "cde")
 
 
 def test_scores_of_other_kinds_are_not_paired_nor_ranked(tmp_path):

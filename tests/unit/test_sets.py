@@ -245,6 +245,11 @@ def test_several_labels_come_from_npy_members(tmp_path):
     found = WdsSet(tmp_path, "label")
     assert found.kind == "labels" and [fact for _, _, fact in found] == rows
     bad = tmp_path / "bad"
+    damaged = member([0, 1]).replace(b"'descr'", b"'descr")  # a header that is no Python any more
+    write_wds_layout(tmp_path / "torn", [("0", {"jpg": jpeg(0), "npy": damaged})], classnames=["a"])
+    (tmp_path / "torn/dataset_type.txt").write_text("multilabel")
+    with pytest.raises(DataError, match="npy cannot be read as an array"):
+        WdsSet(tmp_path / "torn", "label").read(0)
     write_wds_layout(bad, [("0", {"jpg": jpeg(0), "npy": member([0.5, 1])})], classnames=["a"])
     (bad / "dataset_type.txt").write_text("multilabel")
     with pytest.raises(DataError, match="one row of zeros and ones"):

@@ -133,6 +133,8 @@ def test_every_method_orders_every_unit_once(seed):
     values = torch.randint(-2, 3, (20, units, wrong)).float()
     tie = torch.rand(20, wrong) < 0.5
     margins = Margins(values, torch.zeros(20, wrong), tie, torch.randint(0, 2, (20,)), [""] * 20)
+    # Means over kinds that are equal but for the order in which they were summed: the lower number comes first.
+    assert choosing.best_first(torch.tensor([(0.3 + 0.2) + 0.1, (0.1 + 0.2) + 0.3, 0.7]).double()) == [2, 0, 1]
     for method in choosing.METHODS.values():
         assert sorted(method(margins)) == list(range(units))
 

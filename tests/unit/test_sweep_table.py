@@ -11,7 +11,7 @@ from launch.runs.sweep_table import draw, sweep_grid, sweep_rows
 from sparo_train.core.config import dump
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.train.run import load_run
-from tests.conftest import tiny_recipe
+from tests.conftest import sparo, tiny_recipe
 
 SWEEP = """
 recipe: recipe.yaml
@@ -93,6 +93,12 @@ def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
     with pytest.raises(ConfigError, match=r"recipe.yaml: names no runs; `sparo eval table RUNS --seeds`"):
         sweep_rows(place / "recipe.yaml")
     assert sweep_rows(place / "grid.yaml", place / "elsewhere")[0].runs == 0
+    for words, told in (
+        (["--figure", "a.xyz"], "--figure a.xyz: name a .png, .pdf or .svg file"),
+        (["--task", "zero"], "--task zero: is of --figure"),
+    ):
+        done = sparo("eval", "sweep", "grid.yaml", *words, cwd=place)
+        assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
     _scored(runs[0].model_copy(update={"name": "grid-clip"}), 0.4)
     with pytest.raises(ConfigError, match=r"grid-clip and .*grid-clip-seed0 have one seed; move one of them"):
         sweep_rows(place / "grid.yaml")
