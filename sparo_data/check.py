@@ -74,7 +74,7 @@ def check(
 ) -> Report:
     """Read, decode and hash every sample of the given shards; `report` is called with the number of shards done."""
     shards = []
-    with process_pool(processes) as pool:
+    with process_pool(processes, len(urls)) as pool:
         for shard in pool.map(check_shard, urls, [config] * len(urls)):
             shards.append(shard)
             if report:

@@ -127,7 +127,7 @@ def _rasterise_all(
     chunks = [list(drawings[i : i + 200]) for i in range(0, len(drawings), 200)]
     if report:
         report(0, len(drawings))
-    with process_pool(processes) as pool:
+    with process_pool(processes, len(chunks)) as pool:
         for part in pool.map(_png_chunk, chunks, [size] * len(chunks)):
             out += part
             if report:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -24,15 +24,39 @@ def _unheard() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class _Here(Executor):
+    """This process itself, which does what was submitted when its result is asked for."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return _Later(fn, args, kwargs)
+
+
+class _Later(Future[Any]):
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+        super().__init__()
+        self._work = (fn, args, kwargs)
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not self.done():
+            fn, args, kwargs = self._work
+            self.set_result(fn(*args, **kwargs))
+        return super().result(timeout)
+
+
 @contextmanager
-def process_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
-    """So many processes, started afresh: a fork would take torch's threads along, and leave them behind.
+def process_pool(processes: int, jobs: int) -> Iterator[Executor]:
+    """So many processes, no more than there are jobs, started afresh: a fork would take torch's threads along, and leave them behind.
+    For one alone this process does the work: another would need seconds to start.
 
     A Ctrl-C is this process's to hear; they are ended with what it interrupts.
 
     Raises:
         WorkerLostError: one of them was killed.
     """
+    processes = min(processes, jobs)
+    if processes < 2:
+        yield _Here()
+        return
     try:
         with ProcessPoolExecutor(processes, get_context("spawn"), end_with_parent) as pool:
             try:
@@ -63,7 +87,7 @@ def in_pool(
     done = 0
     if report:
         report(done, total)
-    with process_pool(processes) as pool:
+    with process_pool(processes, len(jobs)) as pool:
         for future in [pool.submit(job, *arguments) for job, arguments in jobs]:
             done += future.result()
             if report:

@@ -23,6 +23,7 @@ from evals.slots.overlay import jpeg, overlay, seen, thumbnail
 from sparo_train.core.files import write_whole
 from sparo_train.core.untrusted import shown as harmless
 
+_TALL = 1.25  # of a tile with its title, where its picture is 1 at most
 _SHOWN = 16  # slots with a gallery where nobody says which
 _HTML = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
@@ -197,18 +198,21 @@ def _uri(image: Image.Image) -> str:
 @literal()
 def _grid(path: Path, rows: Sequence[Sequence[_Tile]], names: Sequence[str] = ()) -> Path:
     """Rows of tiles as one PNG."""
-    columns = max(map(len, rows))
-    figure, axes = plt.subplots(
-        len(rows), columns, figsize=(1.9 * columns, 2.1 * len(rows)), layout="constrained", squeeze=False
-    )
-    for axis in axes.flat:
-        axis.set_axis_off()
-    for line, tiles in zip(axes, rows, strict=True):
-        for axis, tile in zip(line, tiles, strict=False):
-            axis.imshow(tile.image)
-            axis.set_title(textwrap.fill(tile.title, 34), fontsize=6, wrap=True)
-    for line, name in zip(axes, names, strict=False):
-        line[0].text(-0.05, 0.5, name, transform=line[0].transAxes, rotation=90, ha="right", va="center", fontsize=8)
+    # All on one axis: an axis for each of two dozen tiles, laid out by constraints, takes a second for every picture.
+    width, height, left = max(map(len, rows)), len(rows) * _TALL, 0.15 if names else 0.0
+    figure = plt.figure(figsize=(1.9 * (width + left), 1.9 * height))
+    axis = figure.add_axes((0, 0, 1, 1))
+    for number, tiles in enumerate(rows):
+        top = number * _TALL + _TALL - 1
+        for place, tile in enumerate(tiles):
+            across, down = (n / max(tile.image.size) * 0.94 / 2 for n in tile.image.size)
+            x, y = place + 0.5, top + 0.5
+            axis.imshow(tile.image, extent=(x - across, x + across, y + down, y - down))
+            axis.text(x, y - down - 0.02, textwrap.fill(tile.title, 34), fontsize=6, ha="center", va="bottom")
+    for number, name in enumerate(names):
+        axis.text(-left / 2, (number + 0.5) * _TALL, name, rotation=90, fontsize=8, ha="center", va="center")
+    axis.set(xlim=(-left, width), ylim=(height, 0))
+    axis.set_axis_off()
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
