@@ -45,6 +45,7 @@ def table_rows(
         begin = 2
         try:
             for row in reader:
+                # A list is what a row has beyond the header's columns.
                 cells = [cell or "" for cell in row.values() if not isinstance(cell, list)]
                 if cells[0] == _END:
                     return
@@ -68,4 +69,5 @@ def _columns(table: Path, known: Iterable[str], wanted: tuple[tuple[str, ...], .
 
 def _separator(header: str, columns: Iterable[str]) -> str:
     names = {s: {name.strip('"') for name in header.rstrip("\r\n").split(s)} for s in ("\t", ",", ";")}
+    # By the header's own names: a title may hold any of the three signs.
     return next((s for s, found in names.items() if found & set(columns)), ",")

@@ -155,6 +155,7 @@ def read_drawings(modules: Path, vendor: str, emoji: Sequence[Emoji]) -> list[Dr
                 by_short.setdefault(normalize(name), by_code[code])
     chosen: dict[str, Drawing] = {}
     for slug, icon in icons["icons"].items():
+        # The label first: code points of old sets mean what they meant then.
         match = by_label.get(normalize(slug)) or by_code.get(codes.get(slug, "")) or by_short.get(normalize(slug))
         if match is not None and match.hexcode not in chosen:
             chosen[match.hexcode] = Drawing(vendor, match, _svg(icon, icons))
@@ -169,6 +170,7 @@ def rasterise(svg: str, size: int) -> Image.Image:
     drawn = Image.open(io.BytesIO(bytes(png))).convert("RGBA")
     drawn.thumbnail((size, size), Image.Resampling.BICUBIC)
     square = Image.new("RGBA", (size, size), "white")
+    # On white and in the middle: vendors leave margins of their own.
     square.alpha_composite(drawn, ((size - drawn.width) // 2, (size - drawn.height) // 2))
     return square.convert("RGB")
 

@@ -58,6 +58,7 @@ def make_emoji(
     pixels = _rasterise_all(drawings, size, processes, report)
     png = {(d.vendor, d.emoji.hexcode): data for d, data in zip(drawings, pixels, strict=True)}
     train = [d for d in drawings if d.vendor != TEST_VENDOR and not is_held_out(d.emoji)]
+    # Shuffled once: a shard of one vendor's drawings would be a batch of one style.
     order = generator(seed, "emoji", "order").permutation(len(train))
     write_shards(root / "train", (_training(train[i], png, seed) for i in order), 1000)
     counts = {"train": len(train)}
@@ -72,6 +73,7 @@ def make_emoji(
 def _write_zeroshot(
     root: Path, drawings: Sequence[Drawing], known: Sequence[Emoji], png: dict[tuple[str, str], bytes]
 ) -> dict[str, int]:
+    # Without skin tones: their labels differ in a word that many models cannot know.
     seen = [e for e in known if e.is_base]
     new = [d for d in drawings if is_held_out(d.emoji) and d.emoji.is_base]
     for name, pairs in (

@@ -205,11 +205,13 @@ def _collated(rows: list[Any]) -> ImageBatch | DataError:
     for row in rows:
         if isinstance(row, DataError):
             return row
+    # Before torch says it: its words would name neither file nor sample.
     sizes = {row[0].shape for row in rows}
     if len(sizes) > 1:
         return DataError(
             f"{rows[0][1]} … {rows[-1][1]}: samples of unequal size ({', '.join(map(str, sorted(sizes)))})"
         )
+    # Colours first, whatever stands before them: images are (b, 3, S, S), clips (b, T, 3, S, S).
     pixels = torch.from_numpy(np.stack([row[0] for row in rows])).movedim(-1, -3)
     return ImageBatch(pixels, [row[1] for row in rows], [row[2] for row in rows])
 
@@ -240,6 +242,7 @@ def sha256(*parts: str | bytes) -> str:
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
+        # With its length: "ab", "c" and "a", "bc" are two things.
         digest.update(f"{len(data)}\n".encode() + data)
     return digest.hexdigest()
 

@@ -73,6 +73,7 @@ class SugarCrepeSet(FileSet):
         by_image: dict[str, list[Pair]] = {}
         sums = {}
         for split in splits:
+            # Beside the images, or as the repository has them.
             path = next((p for p in (folder / f"{split}.json", folder / "data" / f"{split}.json") if p.is_file()), None)
             if path is None:
                 raise DataError(
@@ -87,6 +88,7 @@ class SugarCrepeSet(FileSet):
                     raise DataError(f"{path}: item {key} needs filename, caption and negative_caption")
                 by_image.setdefault(said[0], []).append(Pair(split, said[1], said[2], key))
         self.version = _version(sums)
+        # Each image once: encoding it for each of its pairs would take five times as long.
         names = sorted(by_image)
         super().__init__(
             folder / "val2017", names, [by_image[name] for name in names], "pairs", json.dumps(sums).encode()
@@ -105,6 +107,7 @@ def _coco(text: str, path: Path, split: str) -> dict[str, list[str]]:
     try:
         if "annotations" in found:
             names = {image["id"]: image["file_name"] for image in found["images"]}
+            # In the order of numbers, as clip-benchmark's reader has it: R@k of ties depends on it.
             rows = {names[number]: [] for number in sorted(names)}
             for note in found["annotations"]:
                 rows[names[note["image_id"]]].append(note["caption"].strip())
@@ -119,6 +122,7 @@ def _coco(text: str, path: Path, split: str) -> dict[str, list[str]]:
 
 def _flickr(text: str, path: Path) -> dict[str, list[str]]:
     rows: dict[str, list[str]] = {}
+    # The first line is a header.
     for number, line in enumerate(text.splitlines()[1:], 2):
         name, found, caption = line.strip().partition(".jpg,")
         if line.strip() and not found:

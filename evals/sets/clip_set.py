@@ -60,6 +60,7 @@ class ClipSet(WdsSet):
                     f"{where}: its first frame has object {most}, and the model has {self.told} slots for the ground and what is told; "
                     "score a model with more of them, or take it out"
                 )
+            # As one more image, so that it is cut and scaled by the same steps.
             images.append(Image.fromarray(labels[0].astype(np.uint8)))
         return key, images, np.stack(labels)
 

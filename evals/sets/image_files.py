@@ -128,6 +128,7 @@ class ObjectNetSet(FileSet):
     def __init__(self, root: str | Path, border_crop: bool = True):
         folder = Path(root)
         top = folder / "objectnet-1.0" if (folder / "objectnet-1.0").is_dir() else folder
+        # Its own names of classes: ImageNet's of the same classes are other words.
         names_of = _json(_mapping(folder, "folder_to_objectnet_label.json"))
         shared = set(_json(_mapping(folder, "objectnet_to_imagenet_1k.json")))
         folders = sorted(name for name, label in names_of.items() if label in shared)

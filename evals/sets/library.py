@@ -131,11 +131,11 @@ class ClevrSet(FileSet):
         try:
             scenes = json.loads(annotations.read_text(encoding="utf-8"))["scenes"]
             facts = {scene["image_filename"]: _clevr_label(task, scene["objects"]) for scene in scenes}
+            names = sorted(facts)  # of names alone: numbers among them cannot be sorted, and are no files
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise DataError(
                 f"{annotations}: not CLEVR's scenes ({type(error).__name__}: {error}); fetch it again"
             ) from None
-        names = sorted(facts)
         super().__init__(top / "images" / part, names, [facts[n] for n in names], "label")
 
 
@@ -143,6 +143,7 @@ def _clevr_label(task: str, objects: list[dict[str, Any]]) -> int:
     if task == "count":
         # VTAB counts from three, CLEVR's fewest.
         return len(objects) - 3
+    # From the left: a distance that is a border belongs to the class below, as in VTAB's own code.
     return int(np.searchsorted(_DISTANCES, min(thing["pixel_coords"][2] for thing in objects), side="left"))
 
 

@@ -38,6 +38,7 @@ class ViewSet(WdsSet):
 
     def __init__(self, root: str | Path, frames: int | None, views: int | None, split: str = "test"):
         super().__init__(root, "views", split)
+        # Only where something is not told: reading a scene to count its views takes a moment on a slow disk.
         first = self._scene(0)[2] if frames is None or views is None else None
         self._alike = frames is None
         self.frames = frames if frames is not None else first.frames  # type: ignore[union-attr]

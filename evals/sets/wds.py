@@ -52,6 +52,7 @@ class SourceSet(EvalSet):
         config = FolderConfig(folder=str(place)) if as_folder else ShardsConfig(shards=place, image_keys=IMAGE_KEYS)
         self.source, self.kind, self.root = open_source(key, config, block=""), kind, first
         self._folder = as_folder
+        # By searching in this a sample is found without a list of millions.
         self._ends = np.cumsum([len(storage) for storage in self.source.storages])
         broken = self.source.broken()
         if broken:
@@ -156,6 +157,7 @@ def _declared(root: Path) -> str:
 
 def _label(fields: dict[str, bytes], where: str) -> int:
     text = fields.get("cls", b"").strip()
+    # Of bytes: ASCII's digits alone.
     if not text.isdigit():
         raise DataError(f"{where} has no label ({_WITH_LABEL})")
     # Probes make an output for every class up to the highest label: an id in its place would take all memory.

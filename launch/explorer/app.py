@@ -101,6 +101,7 @@ class Explorer:
             file = SelectionFile(side, self._out.with_name(f"{self._out.stem}_{weights[:8]}.json"))
             number = secrets.randbelow(2**31)
             self.sides[number], self.files[number] = side, file
+            # Never the first: what it was started for stays.
             for old in list(self.sides)[1:-_SECOND]:
                 del self.sides[old], self.files[old]
             self.looked = {key: value for key, value in self.looked.items() if key[0] in self.sides}
@@ -250,6 +251,7 @@ async def _with_body(request: Request, most: int, work: Callable[[bytes], Any]) 
     try:
         async for chunk in request.stream():
             data += chunk
+            # While it comes: a body of gigabytes must not be kept before it is refused.
             if len(data) > most:
                 return JSONResponse({"error": f"more than {most >> 20} MB; give something smaller"}, 413)
     except ClientDisconnect:
@@ -260,6 +262,7 @@ async def _with_body(request: Request, most: int, work: Callable[[bytes], Any]) 
 async def _told(work: Callable[[], Any]) -> Response:
     """What came of it; what a person can solve in words, with 409 where a file was changed meanwhile."""
     try:
+        # On a thread: a model that computes must not keep the page from being served.
         found = await run_in_threadpool(work)
     except ChangedError as error:
         return JSONResponse({"error": shown(str(error)), "changed": True}, 409)

@@ -48,6 +48,7 @@ class Side:
                 f"{bench.checkpoint}: none of the tasks fits it ({', '.join(tasks)}); name others with --tasks"
             )
         self.arrays: dict[str, Arrays] = bench.arrays(able)
+        # From the store: the page shows hundreds of images and encodes none of them twice.
         features = bench.images(pictures.source)
         self.pictures = pictures
         self._keys, self._facts = features.keys, features.facts
@@ -121,8 +122,10 @@ class Side:
             raise ConfigError("an empty text: type what to look for")
         read = self.units.texts(self._texts([text]))[0]
         shares = torch.einsum("nud,ud->nu", self._vectors, read)
+        # Of few images half at most, or the best would be compared with themselves.
         best = min(_BEST, max(1, len(shares) // 2))
         top = shares.sum(1).argsort(descending=True, stable=True)[:best]
+        # Less what all images have: a slot that agrees with everything finds nothing.
         part = shares[top].mean(0) - shares.mean(0)
         part = part / part.sum().clamp(min=1e-12)
         images = shares.argsort(dim=0, descending=True, stable=True)[:6].T.tolist()

@@ -69,12 +69,14 @@ class Pictures:
 
     def add(self, data: bytes, name: str, caption: str) -> int:
         """One of a person's own; returns its number. Raises `DataError` where it is no image."""
+        # Decoded before it is kept: what is no picture is refused at once, not when it is looked at.
         image = decoded(data, name)
         if max(image.size) > _LINE * min(image.size):
             raise ConfigError(f"{name}: {image.width} x {image.height} pixels are a line, no picture; cut it first")
         with self._adding:
             if len(self._own) >= MOST_OWN:
                 raise ConfigError(f"{name}: {MOST_OWN} images were added already; start again for others")
+            # Under the lock: two that come together must not both be the last that fits.
             if sum(map(len, self._own)) + len(data) > _MOST_BYTES:
                 raise ConfigError(
                     f"{name}: the images added take more than {_MOST_BYTES >> 20} MB; start again for others"

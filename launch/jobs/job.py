@@ -106,6 +106,7 @@ class Job:
         size = int(os.environ.get("SUBMITIT_LOCAL_NTASKS", "1"))
         if size > 1:
             rank = os.environ["SUBMITIT_LOCAL_LOCALID"]
+            # As torchrun names them, which is all that training looks at.
             os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(size))
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port))
 

@@ -82,6 +82,7 @@ def hand_over(
         "cwd": str(Path.cwd()),
         "logs": str((home / "jobs").resolve()),
         "name": name,
+        # With what ran: a folder is found again in a year, and the checkout has moved on.
         "code": str(code.path),
         "commit": code.commit,
         "changed": code.changed,
@@ -104,6 +105,7 @@ def for_ranks(run: RunConfig, cluster: ClusterConfig, say: Say) -> RunConfig:
             f"world_size={run.world_size}: {cluster.nodes} node(s) of {cluster.ranks_per_node} rank(s) are {ranks}; "
             "change --nodes, --tasks-per-node or --gpus-per-node, or the key"
         )
+    # What cannot be dealt out over these ranks is refused here, not by a job that waited for a day.
     shared_streams(run.data, run.batch_size, ranks)
     # Written into the recipe, so that ranks that do not find each other end at once instead of training alone.
     changes = [f"world_size={ranks}"]
@@ -119,6 +121,7 @@ def refuse_busy(folder: Path) -> None:
     last = Records(folder).last()
     if last is None:
         return
+    # Two jobs of one folder would take turns in taking it from each other.
     busy = {job: "RUNNING" for job in last["jobs"] if last["cluster"]["kind"] == "local" and local_alive(job)}
     if last["cluster"]["kind"] == "slurm":
         busy = {job: state.state for job, state in states(last["jobs"]).items() if state.active}
@@ -150,6 +153,7 @@ def after_jobs(folders: Sequence[Path]) -> str | None:
             )
         if any(state.active for state in found):
             waiting += last["jobs"]
+        # SLURM would let a job wait for ever for one that never ends well.
         elif any(state.state not in ("COMPLETED", "UNKNOWN") for state in found):
             bad = next(s.state for s in found if s.state != "COMPLETED")
             raise ConfigError(

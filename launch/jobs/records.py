@@ -52,6 +52,7 @@ class Records:
         """Append one line; a short line is appended whole, whoever else appends."""
         self.jobs.mkdir(parents=True, exist_ok=True)
         line = json.dumps({"time": time.time(), **facts}) + "\n"
+        # Opened for each line: a folder that was moved away is not written to under its old handle.
         handle = os.open(self.jobs / f"{kind}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             # In one write: ranks on several machines append to the same file.
@@ -76,6 +77,7 @@ def _is_of(job: str, asked: str) -> bool:
 def here() -> dict[str, Any]:
     """Which job, which start of it, and where this process runs."""
     env = os.environ
+    # submitit's own numbers first: a job inside a job of SLURM is not that one.
     named = [env[name] for name in ("SUBMITIT_DEBUG_JOB_ID", "SUBMITIT_LOCAL_JOB_ID") if name in env]
     if "SLURM_ARRAY_JOB_ID" in env:
         named.append(f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}")

@@ -39,6 +39,7 @@ def resubmit(folder: Path, options: Sequence[str], say: Callable[[str], None]) -
         fan = FanOut(folder)
         arguments = [fan.arguments(number, last["folder"]) for number in fan.missing()]
     here = Path.cwd()
+    # Relative paths of the recipe meant that folder.
     os.chdir(last["cwd"])
     try:
         elements = [Element(words, last["folder"]) for words in arguments]

@@ -34,6 +34,7 @@ def submit_side(
     """
     folder = run / "evals" / f"side-{step:08d}"
     exported = export_weights(config, weights, folder / "export")
+    # Written out: the recipe may be another by the time that the job runs.
     tasks = {name: task.model_dump(mode="json") for name, task in side.tasks.items()}
     data = write_whole(folder / "tasks.yaml", yaml.safe_dump({"tasks": tasks}))
     try:

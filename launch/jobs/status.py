@@ -119,6 +119,7 @@ def _of_jobs(record: dict[str, Any], known: dict[str, JobState], records: Record
         elif kind == "local" and local_alive(job):
             found[job] = JobState("RUNNING", nodes="here")
         else:
+            # Without a word of its end it was killed.
             ends = [s["end"] for s in records.starts(job) if "end" in s] or [1]
             found[job] = JobState("COMPLETED" if ends[-1] == 0 else "FAILED", nodes="here")
     return found
@@ -145,10 +146,12 @@ def _progress(folder: Path) -> dict[str, Any]:
         pass
     records = read(folder / "metrics.jsonl", "train")
     newest = records[-1] if records else {}
+    # From what is on disk: a status must not wait for a node that may hang.
     rate, samples = newest.get("samples_per_second"), newest.get("samples")
     if newest.get("step") and isinstance(rate, int | float) and isinstance(samples, int | float):
         found["step"], found["rate"] = max(newest["step"], found.get("step", 0)), rate
         if isinstance(found.get("total"), int) and rate > 0:
+            # By samples, as the batch may grow on the way.
             found["eta"] = (found["total"] - found["step"]) * (samples / newest["step"]) / rate
     return found | {"checkpoint": Records(folder).step() or None}
 
@@ -182,11 +185,13 @@ def failing_rank(folder: Path) -> int:
     ends = [s for job in record["jobs"] for s in records.starts(job) if "end" in s]
     if not failed or (ends and ends[-1]["end"] == 0):
         return 0
+    # Of the last start alone: an earlier one's failure was lived through.
     failed = [f for f in failed if (f["job"], f["restart"]) == (failed[-1]["job"], failed[-1]["restart"])]
     own = [f for f in failed if f["kind"] != "LostRankError"]
     if own:
         return own[0]["rank"]
     cluster = record["cluster"]
+    # All that spoke lost a rank; who said nothing is the one that was lost.
     silent = set(range(cluster["nodes"] * _ranks_per_node(cluster))) - {f["rank"] for f in failed}
     return min(silent, default=failed[0]["rank"])
 

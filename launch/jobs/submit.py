@@ -143,6 +143,7 @@ def _submit_here(
         )
     for number, lane in enumerate(lanes):
         job = replace(_job(cluster, tuple(lane)), port=port + number)
+        # The snapshot goes first: the checkout may change while the job waits for its lane.
         path = f"{code}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
         with _environment({**cluster.environment, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}):
             submitted: Any = executor.submit(job)
@@ -178,6 +179,7 @@ def end_local(job: str, patience: float = 60.0) -> None:
         while local_alive(job) and time.monotonic() < end:
             time.sleep(0.1)
         if local_alive(job):
+            # Read before it is killed: afterwards they are nobody's children.
             ranks = Path(f"/proc/{job}/task/{job}/children").read_text().split()
             # The ranks outlive their controller, and hold the folder's lock.
             for pid in (job, *ranks):

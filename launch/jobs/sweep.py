@@ -87,6 +87,7 @@ def _expanded(recipe: Path, overrides: Sequence[str], seeds: int | None) -> tupl
     for values in itertools.product(*axes.values()):
         own = [_assign(key, value) for key, value in zip(axes, values, strict=True)]
         name = "-".join([base.name, *(_suffix(key, value, axes) for key, value in zip(axes, values, strict=True))])
+        # The name last, which goes before one that the words give: two runs of a sweep never share a folder.
         found.append(load_run(recipe, [*fixed, *own, f"name={json.dumps(name)}"]) if own else base)
     _refuse_doubles(found)
     return base.name, found
@@ -96,6 +97,7 @@ def _takes_list(recipe: Path, overrides: Sequence[str], text: str) -> bool:
     """Whether the recipe's key itself holds a list: then it is a value, and no sweep."""
     others = [o for o in overrides if o != text and not isinstance(parse_yaml(o.partition("=")[2], o), list)]
     tree = override(load_recipe(recipe), [*others, text], RunConfig)
+    # A recipe without a name is wrong in that, and not in the key that is asked about.
     tree.setdefault("name", "x")
     at = text.removeprefix("+").partition("=")[0].strip().split(".")
     return not any(at == list(map(str, where))[: len(at)] for where in wrong_keys(RunConfig, tree))

@@ -51,6 +51,7 @@ def render_scenes(
     claim(root, config, "scenes.json")
     shards = -(-config.train // config.per_shard)
     jobs: list[tuple[Callable[..., int], tuple[Any, ...]]] = [(_train_shard, (root, config, i)) for i in range(shards)]
+    # Jobs of one size or so, each a file: what is killed has lost one of them at most.
     jobs += [(job, (root, config, i)) for job, i in ((_zeroshot, 0), (_zeroshot, 1), (_retrieval, 0), (_pairs, 0))]
     total = (
         config.train
@@ -113,7 +114,9 @@ def _retrieval(root: Path, config: ScenesConfig, _: int) -> int:
             rng = generator(config.seed, "scenes", "retrieval", index)
             index += 1
             scene = sample_scene(rng, int(rng.integers(2, 5)))
+            # Half of them without relations, as the training's captions are.
             text = join([t.phrase() for t in scene.things]) if rng.random() < 0.5 else caption(scene, rng)
+            # Two scenes of one caption could not be told apart by it.
             if text not in seen:
                 seen.add(text)
                 yield f"{len(seen):06d}", _fields(scene, config, text)

@@ -48,6 +48,7 @@ def render_videos(
     claim(root, config, "videos.json")
     shards = -(-config.train // config.per_shard)
     jobs: list[tuple[Callable[..., int], tuple[Any, ...]]] = [(_shard, (root, config, i)) for i in range(shards)]
+    # What is scored first: a set that was stopped on its way can be looked at.
     in_pool([(_scored, (root, config)), *jobs], processes, config.train + config.test, report)
 
 

@@ -63,6 +63,7 @@ def render_viewed(
                 f"samples={config.samples}: Cycles draws by an interpreter that has bpy; give --blender PYTHON"
             )
         cycles = Cycles(blender, config.samples)
+        # Before the folder is claimed: an interpreter without bpy leaves nothing behind.
         cycles.check()
     claim(root, config, "scenes3d.json")
     shards = -(-config.train // config.per_shard)

@@ -66,6 +66,7 @@ class Cycles(NamedTuple):
             }
             path = Path(place) / "job.json"
             path.write_text(json.dumps(job), encoding="utf-8")
+            # Isolated: this project's paths would give it our numpy in place of its own.
             ran = subprocess.run([self.python, "-I", str(_JOB), str(path)], capture_output=True, text=True, check=False)
             found = np.zeros((*poses.shape[:2], size, size, 3), np.uint8)
             for camera, time in np.ndindex(*poses.shape[:2]):

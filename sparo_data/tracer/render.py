@@ -104,6 +104,7 @@ def render(bodies: list[Body], camera: Camera, size: int, antialias: int = 2, st
     owner = np.full(count, -1, dtype=np.int16)
     normals = np.zeros((count, 3), dtype=np.float32)
     silhouettes = np.zeros((len(bodies), count), dtype=bool)
+    # A ray that is level meets the ground where no float reaches.
     down = directions[:, 2] < -1e-6
     nearest[down] = -eye[2] / directions[down, 2]
     normals[down, 2] = 1
@@ -117,6 +118,7 @@ def render(bodies: list[Body], camera: Camera, size: int, antialias: int = 2, st
         chosen = near[closer]
         nearest[chosen], owner[chosen], normals[chosen] = distance[closer], i, normal[closer]
     color = _shade(bodies, stage, eye, directions, nearest, owner, normals)
+    # In linear light, before the gamma: a mean of gammas is too dark at edges.
     rgb = color.reshape(size, antialias, size, antialias, 3).mean(axis=(1, 3))
     first = (slice(None, None, antialias), slice(None, None, antialias))
     depth = np.where(nearest < _FAR, nearest, np.inf).astype(np.float32).reshape(fine, fine)[first]
@@ -149,6 +151,7 @@ def rays(camera: Camera, size: int) -> F32:
 
 def _candidates(origins: F32, directions: F32, body: Body) -> NDArray[np.intp]:
     """Indices of rays that pass through the body's bounding sphere."""
+    # Rays are lines here, in both directions: what lies behind is told by its distance.
     offset = body.centre - origins
     along = (offset * directions).sum(axis=1)
     return np.flatnonzero((offset**2).sum(axis=1) - along**2 < body.bound**2)
@@ -226,6 +229,7 @@ def _lit(bodies: list[Body], points: F32) -> F32:
     toward = np.broadcast_to(_KEY, points.shape)
     for body in bodies:
         near = _candidates(points, toward, body)
+        # One light, far away: its rays are parallel, and whatever they meet is between.
         distance, _ = _hit(points[near], toward[near], body)
         lit[near[distance < _FAR]] = 0
     return lit

@@ -54,6 +54,7 @@ class Key(NamedTuple):
 
 def shape_of(annotation: Any, metadata: Sequence[Any] = ()) -> Shape:
     """What stands below a key of this annotation; None: a plain value."""
+    # The mark first: to Python a block of an open table is just Any.
     for mark in metadata:
         if isinstance(mark, Open):
             return Rows(mark)
@@ -99,6 +100,7 @@ def keys_of(shape: Shape, block: Any = None, prefix: str = "", row: str = "") ->
         for name, field in shape.model_fields.items():
             inner = shape_of(field.annotation, field.metadata)
             yield Key(f"{prefix}{name}", shape, name, inner, row)
+            # A block that is not given is empty, and its keys have their defaults.
             held = None if block is None else block.get(name, {}) if isinstance(block, Mapping) else {}
             if inner is not None and (block is None or isinstance(held, Mapping)):
                 yield from keys_of(inner, held, f"{prefix}{name}.", row)
@@ -107,6 +109,7 @@ def keys_of(shape: Shape, block: Any = None, prefix: str = "", row: str = "") ->
 def _models_of(opened: Open, block: Any, row: str) -> Iterator[tuple[type[BaseModel] | None, str]]:
     """The model of the block's own row, or of every row of ours, and what to call it."""
     if block is not None:
+        # Of a recipe its own row alone; of all recipes our rows, as a stranger's are not here to be listed.
         yield (opened.model_of(block) if isinstance(block, Mapping) else None), row
         return
     for name in opened.table.own:
@@ -170,6 +173,7 @@ def default_text(key: Key) -> str:
 
 def value_text(value: Any) -> str:
     """A value as YAML on one line."""
+    # YAML has no tuples, and writes a Python tag for one.
     plain = list(value) if isinstance(value, tuple) else value
     text = yaml.safe_dump(plain, default_flow_style=True, width=1 << 20, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")

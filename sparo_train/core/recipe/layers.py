@@ -28,6 +28,7 @@ def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
     for key, value in over.items():
         old = out.get(key)
         if isinstance(old, dict) and isinstance(value, Mapping):
+            # Keys of an AdamW would be errors of a Muon: another row begins anew.
             switched = any(k in value and k in old and value[k] != old[k] for k in _ROW_KEYS)
             out[key] = dict(value) if switched or not value else merge(old, value)
         else:
@@ -49,6 +50,7 @@ def recipe_layers(path: str | Path, _seen: tuple[Path, ...] = ()) -> list[tuple[
         )
         raise ConfigError(f"{path}: no such recipe; {near}")
     resolved = path.resolve()
+    # By where it really lies: two names of one file are a circle, too.
     if resolved in _seen:
         raise ConfigError(f"{path}: `extends:` goes in a circle: {' -> '.join(str(p) for p in (*_seen, resolved))}")
     tree = parse_yaml(read_text(path), str(path))
@@ -120,6 +122,7 @@ def override(tree: Tree, assignments: Sequence[str], model: type[BaseModel] | No
     """
     for text in assignments:
         given = assignment(text, model)
+        # Before anything is put: `optim.lr.x=1` would make a block of a number.
         for depth in range(1, len(given.keys)):
             at = _held(tree, given.keys[:depth])
             if not isinstance(at, dict) and at is not None:
@@ -131,6 +134,7 @@ def override(tree: Tree, assignments: Sequence[str], model: type[BaseModel] | No
 def _applied(tree: Tree, given: Assignment, places: Sequence[int]) -> Tree:
     for place in places:
         held = _held(tree, given.keys[:place])
+        # What a parent's null took away is not there to be named.
         held = {name: entry for name, entry in held.items() if entry is not None} if isinstance(held, Mapping) else {}
         if held and given.keys[place] not in held and not given.adds:
             raise ConfigError(_no_entry(given, place, held))
@@ -138,6 +142,7 @@ def _applied(tree: Tree, given: Assignment, places: Sequence[int]) -> Tree:
         return merge(tree, given.patch)
     *above, last = given.keys
     block = _held(tree, above)
+    # A new kind alone: what the old one had below it is none of its keys.
     if isinstance(block, Mapping) and last in _ROW_KEYS and block.get(last) not in (None, given.value):
         return _put(tree, above, {last: given.value})
     if given.value is None and len(above) in places and isinstance(block, Mapping):
@@ -173,6 +178,7 @@ def origins(path: str | Path, assignments: Sequence[str], model: type[BaseModel]
     steps: list[tuple[str, Tree]] = recipe_layers(path)
     for name, own in [*steps, *((text, assignment(text, model).patch) for text in assignments)]:
         tree = override(tree, [name], model) if name in assignments else merge(tree, own)
+        # What a later layer replaced is no origin of anything any more.
         held = set(_leaves(tree))
         found = {place: origin for place, origin in found.items() if place in held}
         said = f"command line: {name}" if name in assignments else name

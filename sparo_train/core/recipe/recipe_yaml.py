@@ -21,6 +21,7 @@ class _Loader(yaml.SafeLoader):
         seen: dict[tuple[str, Any], yaml.Node] = {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":merge"):
+                # By what is written: PyYAML itself would take the last and say nothing.
                 first = seen.setdefault((key.tag, key.value), key)
                 if first is not key:
                     raise yaml.constructor.ConstructorError(
