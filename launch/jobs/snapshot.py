@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import Distribution
@@ -42,29 +43,41 @@ def take_snapshot(into: Path) -> Snapshot:
     commit, diff = _git(root)
     target = into / _hash(sources, [d.read_text("entry_points.txt") or "" for d in infos.values()])
     try:
+        into.mkdir(parents=True, exist_ok=True)
         # By content: a hundred launches of one checkout share a copy.
         if not target.exists():
-            temporary = into / f".{target.name}.tmp"
-            shutil.rmtree(temporary, ignore_errors=True)
-            for name, source in sources.items():
-                if source.is_dir():
-                    shutil.copytree(source, temporary / name, ignore=_LEFT_OUT)
-                else:
-                    shutil.copy2(source, temporary / source.name)
-            for name, dist in infos.items():
-                (temporary / name).mkdir()
-                for part in ("METADATA", "entry_points.txt"):
-                    (temporary / name / part).write_text(dist.read_text(part) or "", encoding="utf-8")
-            if (root / "configs").is_dir():
-                shutil.copytree(root / "configs", temporary / "configs", ignore=_LEFT_OUT)
-            # Renamed when whole: another launch may be looking for it at this moment.
-            temporary.rename(target)
+            # In a folder of its own name: two launches at one moment would write into each other's.
+            temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=into))
+            try:
+                _copied(temporary, sources, infos, root / "configs")
+                temporary.chmod(into.stat().st_mode)  # mkdtemp's is for its owner alone
+                # Renamed when whole: another launch may be looking for it at this moment.
+                temporary.rename(target)
+            except OSError:
+                if not target.exists():  # the other one was first, and its copy is the same
+                    raise
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
         if commit:
             (into / f"{target.name}.commit").write_text(commit + "\n", encoding="utf-8")
             (into / f"{target.name}.diff").write_bytes(diff)
     except OSError as error:
         raise ConfigError(f"{target}: the code cannot be copied there ({error})") from None
     return Snapshot(target.resolve(), commit, bool(diff))
+
+
+def _copied(into: Path, sources: dict[str, Path], infos: dict[str, Distribution], configs: Path) -> None:
+    for name, source in sources.items():
+        if source.is_dir():
+            shutil.copytree(source, into / name, ignore=_LEFT_OUT)
+        else:
+            shutil.copy2(source, into / source.name)
+    for name, dist in infos.items():
+        (into / name).mkdir()
+        for part in ("METADATA", "entry_points.txt"):
+            (into / name / part).write_text(dist.read_text(part) or "", encoding="utf-8")
+    if configs.is_dir():
+        shutil.copytree(configs, into / "configs", ignore=_LEFT_OUT)
 
 
 def _package(name: str) -> Path:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,14 @@ def test_a_snapshot_is_the_running_code_and_runs_alone(tmp_path):
     env = {**os.environ, **dict(line.replace("${PYTHONPATH:+:$PYTHONPATH}", "").split("=", 1) for line in path)}
     subprocess.run([sys.executable, "-m", "launch.jobs.batch"], env=env, cwd=tmp_path, check=True)
     assert (tmp_path / f"code/{first.path.name}.commit").read_text().strip() == first.commit
+
+
+def test_snapshots_that_are_taken_at_one_moment_are_one(tmp_path):
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(take_snapshot, [tmp_path / "code"] * 4))
+    assert len(set(found)) == 1 and (found[0].path / "launch/jobs/job.py").is_file()
+    assert not [path for path in (tmp_path / "code").iterdir() if path.name.startswith(".")]
+    assert found[0].path.stat().st_mode == (tmp_path / "code").stat().st_mode
 
 
 def test_without_submitit_it_says_how_to_get_it(recipe, tmp_path, monkeypatch):
