@@ -17,6 +17,16 @@ from sparo_train.core.errors import ConfigError
 from sparo_train.models.weight_files.weights import weights_sha256
 
 from ..sets.base import Transform
+from .abilities import (
+    BlocksEncoder,
+    ClipsEncoder,
+    ConditionedEncoder,
+    DrawingEncoder,
+    MasksEncoder,
+    ObjectsEncoder,
+    TokensEncoder,
+    ViewsEncoder,
+)
 from .pixels import Pixels
 from .texts import TEXTS, encode_texts, text_identity
 
@@ -147,153 +157,6 @@ class TextEncoder(ABC):
     @abstractmethod
     def text(self, captions: Sequence[str]) -> Tensor:
         """Unit-norm fp32 encodings (n, D) on the CPU, in the space of the images."""
-
-
-class BlocksEncoder(ABC):
-    """What an `Encoder` whose last blocks can be read also is."""
-
-    @abstractmethod
-    def probe(self, pixels: Tensor, n: int = 4, avgpool: bool = False) -> Tensor:
-        """What DINO's linear probe reads of the last `n` blocks: (n, 3, S, S) uint8 -> fp32 (n, width)."""
-
-
-class MasksEncoder(ABC):
-    """What an `Encoder` that cuts images into objects also is; its `transform` is a `Pixels`.
-
-    `masks_are`: whose they are, in words that stand beside a score.
-    """
-
-    masks_are = "the encoder's own"
-
-    @abstractmethod
-    def masks(self, pixels: Tensor) -> Tensor:
-        """(n, 3, S, S) uint8 -> fp32 (n, S * S), row by row: which slot a pixel is of, a whole number; NaN where nobody can say."""
-
-
-class ClipsEncoder(ABC):
-    """What an `Encoder` that cuts videos into objects also is; its `transform` is a `Pixels`, of every frame.
-
-    `masks_are`: whose they are, in words that stand beside a score.  `trained_frames`: how long its training's clips were.
-    `conditional`: it is told the first frame's objects, by a fourth plane of clips: their numbers, below `slots`.
-    `windowed`: whether a frame's slots can be made of its last frames alone.  `frame_scores`: what its frames' errors are told as.
-    """
-
-    masks_are = "the encoder's own"
-    trained_frames: int
-    conditional: bool = False
-    windowed: bool = True
-    frame_scores: tuple[str, ...] = ("mse", "psnr")
-
-    @abstractmethod
-    def clips(self, video: Tensor, window: int | None = None) -> Tensor:
-        """(n, T, 3 or 4, S, S) uint8 -> fp32 (n, T * S * S + T): frame by frame which slot a pixel is of, a whole number, or NaN; then
-        the mean squared error of every frame as it is drawn, in 0..1, or -1 where its pixels are not.
-
-        Args:
-            window: slots of a frame see so many of the last ones; None: the encoder's own way.
-        """
-
-    @abstractmethod
-    def clip_slots(self, video: Tensor, window: int | None = None) -> Tensor:
-        """Slots of every frame, (n, T, K, D)."""
-
-    @abstractmethod
-    def untrained(self) -> Encoder:
-        """The same with weights that were never trained: what scores are to be compared with."""
-
-
-class ViewsEncoder(ABC):
-    """What an `Encoder` of scenes that several posed cameras see also is; posed views are (…, 9, S, S) fp32: colours in 0..1, and the
-    origin and direction of every pixel's ray.
-
-    `trained_frames`, `trained_views`: how long its training's clips were, and how many views were shown.
-    `tells_depth`: whether it says how far away things are.  `ends`: the nearest and the farthest distance that it can say.
-    `windowed`: whether a time's slots can be made of its last times alone.
-    """
-
-    image_size: int
-    trained_frames: int
-    trained_views: int
-    windowed: bool = True
-    tells_depth: bool = False
-    ends: tuple[float, float] | None = None
-
-    @abstractmethod
-    def scenes(self, posed: Tensor, shown: int, window: int | None = None) -> Tensor:
-        """(n, T, V, 9, S, S), of whose views the first `shown` are seen, to fp32 rows of T * V * (4 + S * S), or 4 + 2 * S * S where it
-        `tells_depth`: of every view mean squared error, SSIM, and the mean squared errors of the nearest shown view and of the shown views'
-        mean colour in its place; then which slot a pixel is of (K and on: of none); then depth.
-
-        Args:
-            window: slots of a time see so many of the last ones; None: the encoder's own way.
-        """
-
-    @abstractmethod
-    def scene_slots(self, posed: Tensor, window: int | None = None) -> Tensor:
-        """Slots of every time, (n, T, K, D), of views (n, T, V, 9, S, S) that are all shown."""
-
-    @abstractmethod
-    def untrained(self) -> Encoder:
-        """The same with weights that were never trained."""
-
-
-class DrawingEncoder(ABC):
-    """What an `Encoder` that draws images again also is.
-
-    `draws`: "pixels", or which network's features, so that errors in different ones are told apart.  `numbers`: of an image's.
-    """
-
-    draws: str
-    numbers: int
-
-    @abstractmethod
-    def squared_error(self, pixels: Tensor) -> Tensor:
-        """(n, 3, S, S) uint8 -> fp32 (n, 1), mean over what is drawn of an image; pixels count in 0..1, whatever it was trained on."""
-
-
-class TokensEncoder(ABC):
-    """What an `Encoder` whose last tokens can be read also is.
-
-    `prefix_tokens`: how many stand before the patches, the first of them the class token where it `has_class_token`.
-    """
-
-    image_size: int
-    prefix_tokens: int = 1
-    has_class_token: bool = True
-
-    @abstractmethod
-    def tokens(self, pixels: Tensor) -> Tensor:
-        """All tokens behind the last block and its norm: (n, 3, S, S) uint8 -> fp32 (n, N, d)."""
-
-
-class ConditionedEncoder(ABC):
-    """What an `Encoder` whose images can be pooled by texts may also be; `pools_by_text`: whether this one is."""
-
-    pools_by_text: bool = False
-
-    @abstractmethod
-    def patches(self, pixels: Tensor) -> Tensor:
-        """Projected patches: (n, 3, S, S) uint8 -> fp32 (n, N, D)."""
-
-    @abstractmethod
-    def conditioned(self, patches: Tensor, texts: Tensor) -> Tensor:
-        """Cosines (n, T), fp32 on the CPU, of texts (T, D) with images (n, N * D of `patches`) as they pool them."""
-
-
-class PatchesEncoder(ABC):
-    """What an `Encoder` whose patches can be read also is."""
-
-    @abstractmethod
-    def patch_tokens(self, normalised: Tensor) -> Tensor:
-        """Normalised pixels (n, 3, H, W) to the tokens of patches behind the last block and its norm, (n, N, D), row by row."""
-
-
-class ObjectsEncoder(ABC):
-    """What an `Encoder` that lists the objects of images also is."""
-
-    @abstractmethod
-    def objects(self, pixels: Tensor) -> Tensor:
-        """(n, 3, S, S) uint8 -> fp32 (n, K * WIDTH), rows of evals/sets/objects.py, the last entry how sure it is of an object."""
 
 
 class TwoTowerEncoder(Encoder, TextEncoder):

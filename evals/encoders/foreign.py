@@ -23,7 +23,8 @@ from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
 from sparo_train.core.untrusted import read_json
 from sparo_train.models.weight_files.weights import load_into, read_raw
 
-from .encoder import Encoder, PatchesEncoder, TokensEncoder, TwoTowerEncoder
+from .abilities import PatchesEncoder, TokensEncoder
+from .encoder import Encoder, TwoTowerEncoder
 from .pixels import FlooredPixels, LibraryPixels, Pixels, SquarePixels
 
 

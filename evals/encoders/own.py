@@ -20,7 +20,8 @@ from sparo_train.objectives.clip import ClipObjective
 from sparo_train.objectives.conditioned import conditioned_scores
 from sparo_train.objectives.dino import DinoObjective
 
-from .encoder import BlocksEncoder, ConditionedEncoder, Encoder, PatchesEncoder, TokensEncoder, TwoTowerEncoder
+from .abilities import BlocksEncoder, ConditionedEncoder, PatchesEncoder, TokensEncoder
+from .encoder import Encoder, TwoTowerEncoder
 from .pixels import Pixels
 
 _NOT_ENCODING: Any = {  # names, what training alone reads, and a width that the weights' shapes tell where it is used

@@ -14,7 +14,7 @@ from sparo_train.core.plugins import Open
 from sparo_train.core.tables import READOUTS
 from sparo_train.models.slots import ReadOut
 
-from ..encoders.encoder import TokensEncoder
+from ..encoders.abilities import TokensEncoder
 from ..sets.opening import open_labelled
 from ..sets.task_config import LabelledTaskConfig
 from ..store.feature_table import Features, View

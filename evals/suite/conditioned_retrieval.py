@@ -8,7 +8,7 @@ import torch
 
 from sparo_train.core.config import setting
 
-from ..encoders.encoder import ConditionedEncoder
+from ..encoders.abilities import ConditionedEncoder
 from ..sets.opening import open_set
 from ..store.feature_table import View
 from ..tasks import retrieval

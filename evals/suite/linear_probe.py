@@ -20,7 +20,7 @@ from sparo_train.core.rng import generator, torch_seed
 from sparo_train.core.signals import stop_here
 from sparo_train.data.examples.transforms import random_resized_crop_box, resized_crop
 
-from ..encoders.encoder import BlocksEncoder
+from ..encoders.abilities import BlocksEncoder
 from ..sets.base import EvalSet, Fact, batched, read_batches
 from ..sets.opening import open_labelled
 from ..sets.task_config import LabelledTaskConfig

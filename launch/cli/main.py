@@ -101,7 +101,7 @@ def export(
     private: Annotated[bool, typer.Option("--private", help="--hub: a repository that is made is private")] = False,
 ) -> None:
     """Write a run's newest weights for open_clip, the sparo-clip repository, or the official DINO code, with a model card."""
-    from evals.encoders.exporting import export_run
+    from evals.interop.exporting import export_run
 
     # Before the export: half an hour of writing should not end with a word about an option.
     if private and hub is None:

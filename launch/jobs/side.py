@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 from torch import Tensor
 
-from evals.encoders.exporting import export_weights
+from evals.interop.exporting import export_weights
 from sparo_train.core.errors import SparoError
 from sparo_train.core.files import write_whole
 from sparo_train.train.run import RunConfig, SideEvalConfig

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from evals.encoders.encoder import Encoder, ViewsEncoder
+from evals.encoders.abilities import ViewsEncoder
+from evals.encoders.encoder import Encoder
 from evals.encoders.loading import load_encoder
 from evals.report.results_file import refuse_unwritable
 from evals.sets.base import decoded

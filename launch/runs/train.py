@@ -10,7 +10,7 @@ from typing import Any
 
 from evals.encoders.encoder import Encoder
 from evals.encoders.loading import read_run, run_weights
-from evals.encoders.starting import begin
+from evals.interop.starting import begin
 from evals.report.results_file import append, write_results
 from evals.suite.evaluate import EvalOptions, result_facts
 from evals.suite.suite import Suite

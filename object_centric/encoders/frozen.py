@@ -58,7 +58,8 @@ class FrozenPatches(nn.Module):
 
     def __init__(self, config: FrozenConfig):
         super().__init__()
-        from evals.encoders.encoder import Encoder, PatchesEncoder  # a config is made without them
+        from evals.encoders.abilities import PatchesEncoder  # a config is made without them
+        from evals.encoders.encoder import Encoder
         from evals.encoders.loading import load_encoder
 
         self.config = config

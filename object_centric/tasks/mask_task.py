@@ -7,7 +7,8 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
-from evals.encoders.encoder import Encoder, MasksEncoder
+from evals.encoders.abilities import MasksEncoder
+from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import Pixels
 from evals.sets.opening import open_set
 from evals.sets.task_config import SetTaskConfig

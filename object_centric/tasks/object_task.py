@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from evals.encoders.encoder import ObjectsEncoder
+from evals.encoders.abilities import ObjectsEncoder
 from evals.sets.objects import REACH, WIDTH, attribute_columns
 from evals.sets.opening import open_set
 from evals.sets.task_config import SetTaskConfig

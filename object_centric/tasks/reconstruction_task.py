@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from evals.encoders.encoder import DrawingEncoder
+from evals.encoders.abilities import DrawingEncoder
 from evals.sets.opening import open_set
 from evals.sets.task_config import SetTaskConfig
 from evals.store.feature_table import View

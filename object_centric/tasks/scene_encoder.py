@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evals.encoders.encoder import Encoder, ViewsEncoder
+from evals.encoders.abilities import ViewsEncoder
+from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import Pixels
 from evals.sets.view_set import Views
 from evals.tasks.similarity import ssim

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from evals.encoders.encoder import DrawingEncoder, Encoder, MasksEncoder, ObjectsEncoder
+from evals.encoders.abilities import DrawingEncoder, MasksEncoder, ObjectsEncoder
+from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import Pixels
 from sparo_train.models.slots import Slots
 

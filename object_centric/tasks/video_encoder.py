@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from evals.encoders.encoder import ClipsEncoder, DrawingEncoder
+from evals.encoders.abilities import ClipsEncoder, DrawingEncoder
 from sparo_train.core.errors import ConfigError
 from sparo_train.models.slots import Slots
 

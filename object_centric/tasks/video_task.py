@@ -8,7 +8,8 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from evals.encoders.encoder import ClipsEncoder, Encoder, ViewsEncoder
+from evals.encoders.abilities import ClipsEncoder, ViewsEncoder
+from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import Pixels
 from evals.sets.base import EvalSet, Limited
 from evals.sets.clip_set import ClipSet

@@ -7,7 +7,8 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from evals.encoders.encoder import Encoder, ViewsEncoder
+from evals.encoders.abilities import ViewsEncoder
+from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import Pixels
 from evals.sets.base import EvalSet, Limited
 from evals.sets.task_config import TaskConfig

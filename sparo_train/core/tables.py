@@ -157,13 +157,13 @@ LAYOUTS = Table(
     ("kinds", "open"),
 )
 
-# Other programs' files: which methods a layout fits, and what writes it (evals/encoders/exporting.py).
+# Other programs' files: which methods a layout fits, and what writes it (evals/interop/exporting.py).
 EXPORTS = Table(
     "sparo.exports",
     {
-        "open_clip": "evals.encoders.exporting:OPEN_CLIP",
-        "sparo-clip": "evals.encoders.exporting:SPARO_CLIP",
-        "dino": "evals.encoders.exporting:DINO",
+        "open_clip": "evals.interop.exporting:OPEN_CLIP",
+        "sparo-clip": "evals.interop.exporting:SPARO_CLIP",
+        "dino": "evals.interop.exporting:DINO",
     },
     ("methods", "write"),
 )

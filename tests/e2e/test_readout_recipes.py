@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import sparo_train.openclip  # noqa: F401
-from evals.encoders.exporting import export_run
 from evals.encoders.loading import load_encoder
+from evals.interop.exporting import export_run
 from launch.runs.train import train
 from sparo_train.core.disk import metrics
 from sparo_train.core.tables import READOUTS

@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import sparo_train.openclip  # noqa: F401  our read-outs in open_clip
-from evals.encoders.exporting import export_run
 from evals.encoders.loading import load_encoder
+from evals.interop.exporting import export_run
 from launch.runs.train import train
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import store

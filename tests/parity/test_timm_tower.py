@@ -9,7 +9,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 
 import sparo_train.openclip
 from evals.encoders.loading import load_encoder
-from evals.encoders.starting import begin
+from evals.interop.starting import begin
 from launch.runs.train import train
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import CheckpointError, ConfigError

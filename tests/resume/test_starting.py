@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import CLIPConfig, CLIPModel
 
-from evals.encoders.starting import tower_weights
+from evals.interop.starting import tower_weights
 from launch.runs.train import train
 from sparo_train import openclip
 from sparo_train.core.config import resolve

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from evals.encoders.encoder import Encoder
-from evals.encoders.exporting import Export
 from evals.encoders.pixels import Pixels
+from evals.interop.exporting import Export
 from evals.sets.opening import open_set
 from evals.sets.task_config import SetTaskConfig
 from evals.suite.scoring import Scoring, described, labels_of

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sparo_train.core.errors import CheckpointError, did_you_mean
 
+from ..encoders.foreign import timm_state
 from .alike import Normalisation
-from .foreign import timm_state
 
 _PREFIXES = ("visual.trunk.", "trunk.", "")
 

@@ -19,8 +19,8 @@ from sparo_train.models.weight_files.weights import refuse_non_finite
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig, StartConfig
 
+from ..encoders.loading import load_encoder, read_run, run_weights
 from .alike import Normalisation, refuse_other_pixels, refuse_unlike
-from .loading import load_encoder, read_run, run_weights
 from .trunks import timm_file, trunk_weights
 
 _TIMM_BLOCK = {

@@ -22,7 +22,7 @@ from sparo_train.objectives.clip import scored_weights
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
 
-from .loading import read_run, run_weights
+from ..encoders.loading import read_run, run_weights
 from .packing import card_facts, pack
 
 _TOLD = {"model", "mean", "std"}  # of a method's block, beside weights in files of one
