@@ -142,6 +142,7 @@ def _in_row(table: Path, line: int, image: str, caption: str) -> Captioned:
     suffix = IMAGE_SUFFIXES.get(path.suffix.lower())
     if suffix is None or not path.is_file():
         raise DataError(f"{table}, line {line}: {image!r} is no image file here")
+    # The file's own bytes: decoded and written again, a JPEG would lose a little.
     return Captioned(suffix, path.read_bytes(), caption)
 
 

@@ -84,6 +84,7 @@ def scene_fields(views: Sequence[Video], facts: dict[str, Any]) -> dict[str, byt
     told: dict[str, Any] = {}
     for number, view in enumerate(views):
         own = episode_fields(view)
+        # Each view's says the same of times and ranges; one is kept.
         told = json.loads(own.pop("json"))
         fields |= {view_member(number, name): data for name, data in own.items()}
     return {**fields, "json": json.dumps({**facts, "frames": told["frames"], "ranges": told["ranges"]}).encode()}

@@ -66,6 +66,7 @@ def write_shard(path: Path, samples: Iterable[tuple[str, Fields]]) -> int:
     Raises:
         DataError: a key that webdataset could not split again, or a disk that cannot be written.
     """
+    # Hidden until it is whole: a shard that a glob finds can be read.
     temporary = path.with_name(f".{path.name}.tmp")
     count = 0
     try:

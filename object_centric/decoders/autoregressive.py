@@ -84,9 +84,11 @@ class DecoderBlock(nn.Module):
         normed = self.norm_tokens(x)
         k, v = self.to_tokens.keys(normed)
         if past is not None and past.tokens is not None:
+            # What was said before is not looked at anew: a token costs one row of attention.
             k, v = torch.cat([past.tokens[0], k], dim=2), torch.cat([past.tokens[1], v], dim=2)
         said = self.to_tokens(normed, k, v, causal=past is None)
         x = (normed if self.on_stream else x) + said
+        # Slots do not change while an image is said.
         seen = past.slots if past is not None else self.to_slots.keys(slots)
         x = x + self.to_slots(self.norm_slots(x), *seen)
         return x + self.mlp(self.norm_mlp(x)), Past((k, v), seen)

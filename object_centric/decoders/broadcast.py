@@ -126,6 +126,7 @@ class Broadcast(nn.Module):
         # Shares are compared over slots at every pixel: in 16 bits a tie is not rare.
         own, logits = found[:, :, :-1], found[:, :, -1]
         masks = F.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=1)
+        # The mean by shares, before any clamp: what is scored is what was trained.
         return Decoded((own * masks[:, :, None]).sum(1), own, masks)
 
 

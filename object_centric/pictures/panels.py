@@ -59,6 +59,7 @@ def clip_sheet(encoder: TimedEncoder, clips: Sequence[ClipPanel], tile: int = 64
     rows: list[list[Tensor]] = []
     heads: list[str] = []
     for tiles, heads in _tiles_of_clips(encoder, clips):  # noqa: B007  the heads are those of all
+        # The first and the last are among them: where a slot began and where it ended.
         times = [round(i * (len(tiles) - 1) / max(frames - 1, 1)) for i in range(min(frames, len(tiles)))]
         rows += [tiles[t] for t in times]
     return sheet_of(rows, heads, tile)
@@ -84,6 +85,7 @@ def _tiles_of_clips(
         pixels = encoder.stacked([encoder.transform(image) for image in clip.images])
         told = pixels
         if encoder.conditional and clip.true is not None:
+            # Brought to the model's size as its score's are: what is told must lie where it is seen.
             plane = torch.from_numpy(seen_by(encoder, clip.true[0]).astype(np.uint8)).to(pixels.device)
             told = torch.cat([pixels, plane.expand(len(pixels), 1, -1, -1)], 1)
         (found,) = encoder.clip_parts(told[None], clip.window)
@@ -107,8 +109,10 @@ def tiles_of(
     rows = []
     for i, labels in enumerate(truths):
         image = pixels[i].float() / 255
+        # Rows of one sheet have the same columns, whatever one of them lacks.
         true = blank if labels is None else coloured(seen_by(encoder, labels))
         own = [image] * len(shares[i]) if own_of is None else own_of[i]
+        # On white: black is a colour that slots do draw.
         parts = [share * picture + (1 - share) for share, picture in zip(shares[i], own, strict=True)]
         tiles = [
             image,
@@ -147,6 +151,7 @@ def sheet_of(
     for line, row in enumerate(rows):
         for column, one in enumerate(row):
             array = (one.cpu().permute(1, 2, 0).numpy() * 255 + 0.5).astype(np.uint8)
+            # Pixels as they are: smoothed, a mask would seem finer than it is.
             picture = Image.fromarray(array).resize((tile, tile), Image.Resampling.NEAREST)
             sheet.paste(picture, (_GAP + column * (tile + _GAP), _HEAD + _GAP + line * (tile + _GAP)))
     return sheet

@@ -29,6 +29,7 @@ def scene_sheet(
         window: as of the task that is drawn.
     """
     slots = encoder.slots_of(posed[:, :shown], window)
+    # Of a still scene these are one.
     times = sorted({0, len(posed) - 1})
     heads = ["view", "true", "masks", "drawn", *(["depth"] if encoder.tells_depth else [])]
     heads += [f"slot {k}" for k in range(encoder.slots)]
@@ -54,6 +55,7 @@ def turntable(
 ) -> list[Image.Image]:
     """Pictures on a circle: the whole, depth, and every slot alone, of the slots of the last time; around what the shown cameras look at, or
     where they look away from each other, around themselves."""
+    # Of the last time, which has seen all that came before.
     slots = encoder.slots_of(posed[:, :shown], window)[-1:]
     poses = circle(posed[-1, :shown], turns)
     side = posed.shape[-1]
@@ -110,6 +112,7 @@ def lens_of(view: Tensor) -> Tensor:
     right = rays[:, side // 2, -1] - rays[:, side // 2, 0]
     ahead = (rays[:, 0, 0] + rays[:, -1, -1] + rays[:, 0, -1] + rays[:, -1, 0]) / 4
     ahead, right = ahead / ahead.norm(), right / right.norm()
+    # From the outermost ray, which is told best: a neighbour's angle would be a difference of two near numbers.
     edge = rays[:, side // 2, -1]
     focal = (side / 2 - 0.5) / ((edge @ right) / (edge @ ahead))
     return torch.tensor([focal, focal, side / 2, side / 2], dtype=torch.float32)

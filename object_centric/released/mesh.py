@@ -29,6 +29,7 @@ def from_mesh(text: str) -> SlotEncoder:
         {name.removeprefix("net.").removeprefix("_orig_mod."): value for name, value in t.held.items()}, t.label
     )
     slot, hidden = t["slot_attention.mlp.0.weight"].shape[1], t["slot_attention.mlp.0.weight"].shape[0]
+    # Sizes are the file's own: only what no shape tells is an option.
     channels = [t[f"encoder.{i}.weight"].shape[0] for i in (0, 2, 4, 6)]
     features = t["encoder.13.weight"].shape[0]
     if not options.entropy_steps:
@@ -72,6 +73,7 @@ def from_mesh(text: str) -> SlotEncoder:
         },
         t.label,
     )
+    # Before the model is made nothing is taken: what is left at the end is what nobody here knows.
     _renamed(t, learned)
     model = SlotModel(config)
     t.into(model)
@@ -113,5 +115,6 @@ def _renamed(t: Tensors, learned: bool) -> None:
 
 def on_signed_grid(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """A layer of (y, x, 1 - y, 1 - x) in 0..1, (D, 4), to the same of (y, x) in -1..1, (D, 2)."""
+    # 1 - y is told by y: a layer of four that are two is a layer of two, and a bias.
     half = (weight[:, :2] - weight[:, 2:]) / 2
     return half.contiguous(), bias + half.sum(1) + weight[:, 2:].sum(1)

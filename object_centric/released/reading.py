@@ -27,6 +27,7 @@ class Unsaid:
 
     def told(self, name: str, value: object) -> None:
         """The file says this one. Raises `ConfigError` where another was asked for."""
+        # A wrong option would be ignored, and the user believe in it.
         if name in self.given and self.given[name] != value:
             raise ConfigError(f"{self.label}?{name}={self.given[name]}: the file says {value}; leave it away")
         self.left.pop(name, None)
@@ -48,6 +49,7 @@ class Unsaid:
             return ""
         known = {name: str(value).lower() if isinstance(value, bool) else value for name, value in self.left.items()}
         assumed = ", ".join(f"{name}={value}" for name, value in known.items())
+        # As it is typed again: with what was given, and the first that was not.
         again = f"{self.label}?{self.query}{'&' if self.query else ''}{next(iter(known))}=…"
         return f"{self.label}: does not say {assumed}; {again} says otherwise"
 
@@ -111,6 +113,7 @@ class Tensors:
 
     def count(self, prefix: str) -> int:
         """Modules `prefix.0`, `prefix.1`, …"""
+        # By what is there, not by the largest number: sequences have layers without weights.
         numbers = {n.removeprefix(f"{prefix}.").partition(".")[0] for n in self.held if n.startswith(f"{prefix}.")}
         return sum(number.isdigit() for number in numbers)
 
@@ -145,6 +148,7 @@ def first_slots(t: Tensors, unsaid: Unsaid, mean: str, deviation: str, learned: 
         unsaid.told("slots", len(value))
         t.give("grouping.learned", value.clone(), learned)
         return {"init": "learned", "slots": len(value)}
+    # A mean per slot is another way to begin, and would be read as one for all.
     if t[mean].numel() > t[mean].shape[-1]:
         raise CheckpointError(f"{t.label}: {mean} is of another kind than this reader knows")
     for name, ours in ((mean, "mu"), (deviation, "log_sigma")):

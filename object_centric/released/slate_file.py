@@ -28,6 +28,7 @@ def from_slate(text: str) -> SlateEncoder:
     """`slate:FILE?slots=11&…`."""
     t, options, unsaid = opened("slate", text, SlateFile)
     vocab, wide = t["out.weight"].shape
+    # One place more than there are patches: the sequence has a beginning.
     side = t.square(t["positional_encoder.pe"].shape[1] - 1, "positional_encoder.pe")
     slot = t["slot_proj.weight"].shape[1]
     config = resolve(

@@ -44,6 +44,7 @@ def from_spot(text: str) -> GroupingEncoder:
     unsaid.came_out("heads", encoder["heads"])
     for theirs, ours in (("layer_norm", "norm"), ("mlp.0", "project.0"), ("mlp.2", "project.2")):
         t.take(f"slot_attn.{theirs}", ours)
+    # Learned queries, or a draw from one Gaussian: by which of them the file has.
     begin = first_slots(t, unsaid, "slot_attn.slot_mu", "slot_attn.slot_log_sigma", "slot_attn.slots_init.weight")
     width = t["slot_attn.slot_attention.project_q.weight"].shape[0]
     mlp = t["slot_attn.slot_attention.mlp.0.weight"].shape[0]

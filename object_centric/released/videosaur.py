@@ -34,6 +34,7 @@ def from_videosaur(text: str) -> GroupingEncoder | TimedGroupingEncoder:
     """`videosaur:FILE?slots=11&…`. Decoders and target encoders are left out: masks are slots' attention to patches. A file with a predictor
     is of videos."""
     t, options, unsaid = opened("videosaur", text, VideosaurFile)
+    # Lightning wraps what it trained once more.
     t = Tensors({name.replace(".module.", ".", 1): value for name, value in t.held.items()}, t.label)
     t.drop("decoder", "target_encoder", "loss_fns")
     whole = "encoder.backbone.model.norm.weight" in t  # torchvision's extractor leaves away what features do not pass
@@ -105,6 +106,7 @@ def _predictor(t: Tensors, width: int) -> dict[str, Any] | None:
         block, ours = f"{theirs}.{number}", f"predictor.{number}"
         for kind in ("weight", "bias"):
             name = f"{block}.self_attn.qkv.{kind}"
+            # One matrix of queries, keys and values, in this order.
             parts = t[name].chunk(3)
             for part, letter in zip(parts, "qkv", strict=True):
                 t.give(f"{ours}.to_{letter}.{kind}", part.clone(), name)

@@ -31,6 +31,7 @@ def from_vqvfm(text: str) -> GroupingEncoder:
     t, options, unsaid = opened("vqvfm", text, VqvfmFile)
     t = Tensors({name.removeprefix("m."): value for name, value in t.held.items()}, t.label)
     t.drop("decode", "decode_", "mediat")
+    # Its place differs between the family's models; a ViT is told by its patches.
     backbone = next((n.partition(".patch_embed.")[0] for n in t.held if ".patch_embed." in n), "encode_backbone.1")
     encoder = vit(t, backbone, options.heads, options.final_norm, options.shrink)
     unsaid.came_out("heads", encoder["heads"])
@@ -42,6 +43,7 @@ def from_vqvfm(text: str) -> GroupingEncoder:
         t.drop("initializ.logstd")
     begin = {"slots": options.slots, **first_slots(t, unsaid, "initializ.mean", "initializ.logstd", "initializ.own")}
     width, mlp = t["aggregat.proj_q.weight"].shape[0], t["aggregat.ffn.0.weight"].shape[0]
+    # Dropout stands between in some of them, and shifts the numbers.
     last = _last(t, "aggregat.ffn")
     grouping(t, "aggregat", {**_NAMES, "ffn.0": "rounds.0.mlp.0", f"ffn.{last}": "rounds.0.mlp.2"})
     knobs = {"preset": "vqvfm", "width": width, "iterations": options.iterations, "mlp_width": mlp}

@@ -46,6 +46,7 @@ def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
     def score() -> Result:
         predicted = (row.long().view(size, size).numpy() for block in found.blocks(256) for row in block)
         facts = (np.asarray(fact) for fact in found.facts)
+        # One by one: label maps of a whole set would not fit beside its features.
         planes = ([seen_by(encoder, plane) for plane in fact.reshape(-1, *fact.shape[-2:])] for fact in facts)
         pairs = (
             segmentation.Masked(true[0], own, true[1] if len(true) > 1 else None)

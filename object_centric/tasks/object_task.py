@@ -37,6 +37,7 @@ def run_objects(scoring: Scoring, task: ObjectsTaskConfig) -> Result:
 
     def score() -> Result:
         predicted = [row.view(-1, WIDTH).numpy() for block in found.blocks(256) for row in block]
+        # An empty list is an image without objects, which has a place in the count all the same.
         true = [np.asarray(fact).reshape(-1, WIDTH) for fact in found.facts]
         if not sum(map(len, true)):
             raise DataError(f"{source.root}: not one image has an object; average precision needs some")

@@ -40,6 +40,7 @@ class EveryView:
         colours = (
             np.stack([np.stack([self.of(image) for image in row]) for row in views.images]).astype(np.float32) / 255
         )
+        # Lenses are cut as the pictures are, or rays would pass beside what they see.
         lenses = np.stack([cut_lens(lens, width, height, size) for lens in views.lenses])
         shape = views.poses.shape[:2]
         poses, lens = torch.from_numpy(views.poses), torch.from_numpy(np.broadcast_to(lenses, (*shape, 4)).copy())
@@ -157,6 +158,7 @@ class SceneEncoder(Encoder, ViewsEncoder):
             slots = self.slots_of(scene[:, :shown], window)
             facts, labels, depths = [], [], []
             for own, views in zip(slots, scene.to(self.device), strict=True):
+                # A time's slots draw all of its views, those that made them and those that did not.
                 found = self.drawn(own.expand(len(views), -1, -1), views[:, 3:])
                 wanted = views[:, :3]
                 # Of pictures that no window fits into there is no SSIM; NaN for any other reason stays, and is refused.
@@ -182,6 +184,7 @@ def copied(views: Tensor, shown: int) -> tuple[Tensor, Tensor]:
     side = views.shape[-1]
     eyes, ahead = views[:, 3:6, 0, 0], views[:, 6:, side // 2, side // 2]
     scale = torch.cdist(eyes, eyes).max().clamp(min=1e-6)
+    # Place and direction weigh alike: two cameras at one place may see different walls.
     apart = torch.cdist(eyes, eyes) / scale + torch.cdist(ahead, ahead)
     apart[torch.arange(shown), torch.arange(shown)] = torch.inf  # a shown view is not its own copy
     nearest = apart[:, :shown].argmin(1)

@@ -74,6 +74,7 @@ def npy_arrays(path: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]
         with tarfile.open(path, "r:") as tar:
             held: dict[str, Any] = {}
             for member in tar:
+                # A key ends at the first dot of its name, as in webdataset's layout.
                 at, (stem, _, field) = PurePosixPath(member.name), PurePosixPath(member.name).name.partition(".")
                 key = str(at.parent / stem)  # a folder is a part of a name: train/0 and val/0 are two
                 if held.get("key") != key:

@@ -165,6 +165,7 @@ def _drawn(coder: Any, found: list[dict[str, Any]], side: tuple[int, int], where
         if not 0 < category < IGNORE:
             raise DataError(f"{where}: object {i} is of category {category}; 1 to 254 can be written")
         taken += there
+        # Later ones lie on top, until what two of them share is taken out below.
         label[there], semantic[there] = i + 1, category
         if one.get("iscrowd"):
             taken[there] = 2

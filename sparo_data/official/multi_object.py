@@ -64,6 +64,7 @@ def _scene(found: dict[str, Value], s: MultiObjectSet, key: str, where: str) -> 
 
 def _objects(found: dict[str, Value], s: MultiObjectSet, count: int) -> list[dict[str, Any]]:
     listed = []
+    # Whatever has a number for every entity is a fact of it, under the file's own name.
     factors = {name: np.asarray(value).reshape(count, -1) for name, value in found.items()
                if name not in ("image", "mask") and isinstance(value, np.ndarray) and value.size and value.size % count == 0}  # fmt: skip
     there = factors.get("visibility")

@@ -86,6 +86,7 @@ def write_published(
             done(counts["all"])
             yield scene.key, fields_of(scene)
 
+    # One stream for both parts: what is scored is its beginning, and nothing is read twice.
     stream, held = _told_apart(samples()), _Held()
     with claimed(out, config):
         if config.test:
@@ -212,6 +213,7 @@ def cut(scene: PublishedScene, config: PublishedConfig) -> PublishedScene:
             )
         planes = [None if p is None else p[top:bottom, left:right] for p in planes]
     if config.size is not None:
+        # Numbers of objects have no mean.
         filters = (Image.Resampling.BICUBIC, Image.Resampling.NEAREST, Image.Resampling.NEAREST)
         side = (config.size, config.size)
         planes = [

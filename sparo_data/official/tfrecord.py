@@ -43,6 +43,7 @@ def records(path: Path) -> Iterator[bytes]:
         plain = not head or (len(head) == 12 and whole(head[:8], head[8:]))
         stream = _Plain(file) if plain else _Inflated(file, path)
         number = 0
+        # Eight bytes of length, four of their checksum; behind the content four of its own.
         while first := stream.take(12):
             where = f"{path}: record {number}"
             if len(first) < 12 or not whole(first[:8], first[8:]):

@@ -70,6 +70,7 @@ def npy_videos(path: Path) -> Iterator[Video]:
     for name, video, masks in npy_arrays(path):
         where = f"{path}: {name}"
         labels = None if masks is None else np.stack([numbered(m.astype(np.int64), where) for m in masks])
+        # npy shards have none: they follow from the masks.
         boxes = None if labels is None else boxes_of(labels, int(labels.max(initial=0)))
         yield Video(plain(name), video, labels, boxes, {"video": name})
 
@@ -107,6 +108,7 @@ def sized(video: Video, side: int | None) -> Video:
         return video
     rows, columns = ((np.arange(side) + 0.5) * n / side for n in (height, width))
     near = np.ix_(rows.astype(int), columns.astype(int))
+    # Colours smoothly, all else by the nearest pixel: a mean of two depths is a place where nothing is.
     small = np.stack([np.asarray(Image.fromarray(f).resize((side, side), Image.Resampling.BICUBIC)) for f in frames])
 
     def taken(plane: Measured | None, scale: float = 1.0) -> Measured | None:
@@ -185,6 +187,7 @@ def _boxes(found: dict[str, Value], times: int, where: str) -> np.ndarray | None
         or (len(frames) and not 0 <= frames.min() <= frames.max() < times)
     ):
         raise DataError(f"{where}: instances/bboxes and bbox_frames do not go together")
+    # Zeros where an object is not seen, as the episodes' format has it.
     table = np.zeros((times, len(of), 4), np.float32)
     table[frames, np.repeat(np.arange(len(of)), of)] = flat.reshape(-1, 4)
     return table

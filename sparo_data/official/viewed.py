@@ -66,6 +66,7 @@ def nerf_scenes(place: Path) -> Iterator[PublishedViews]:
         if any((place / name).is_file() for name in _NAMES)
         else sorted(p for p in place.iterdir() if p.is_dir())
     )
+    # Train, val and test of one scene are scenes of their own: their cameras were not meant to be mixed.
     files = [folder / name for folder in folders for name in _NAMES if (folder / name).is_file()]
     if not files:
         raise DataError(f"{place}: no transforms.json in it, nor in its folders")
@@ -134,6 +135,7 @@ def _on_white(data: bytes, where: str) -> np.ndarray:
                 )
             if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
                 return np.asarray(image.convert("RGB"))
+            # On white: that is what published numbers of such scenes were measured on.
             whole = image.convert("RGBA")
             return np.asarray(Image.alpha_composite(Image.new("RGBA", whole.size, (255,) * 4), whole).convert("RGB"))
     except Exception as error:  # decoders of broken files raise anything
