@@ -37,6 +37,7 @@ def flow(
         own = owner.reshape(-1) == number + 1
         # Turned back into the body's own axes, and out of those that it will have.
         moved[own] = (points[own] - now.centre) @ now.axes.astype(float) @ then.axes.astype(float).T + then.centre
+    # By one projection of both: what rounds it rounds both alike.
     apart = _pixels(there[1], moved, side) - _pixels(here[1], points, side)
     return apart.reshape(side, side, 2).astype(np.float32)
 

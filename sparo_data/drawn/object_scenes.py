@@ -157,6 +157,7 @@ def _placed(rng: np.random.Generator, solids: list[Solid], camera: Camera, reach
         for solid in solids:
             for _ in range(50):
                 at = rng.uniform(-reach, reach, 2)
+                # By CLEVR's radii, not by ours: a cube of it is as wide as the sphere around its foot.
                 apart = [(at - (o.x, o.y), RADII[o.size] + RADII[solid.size]) for o in done]
                 if all(
                     np.hypot(*d) > both + _APART and min(abs(d @ right), abs(d @ forward)) > _MARGIN
@@ -178,6 +179,7 @@ def _room(rng: np.random.Generator, test: str) -> ObjectScene:
     angle = float(rng.uniform(0, 2 * np.pi))
     eye = (5.4 * float(np.cos(angle)), 5.4 * float(np.sin(angle)), float(rng.uniform(2.6, 3.4)))
     camera = Camera(eye, (0.0, 0.0, 0.3), 52.0)
+    # Floor, wall and sky of any colour: an object is told from them by its shape, too.
     hues = rng.uniform(0.05, 0.8, (3, 3))
     floor, wall, sky = (tuple(float(c) for c in row) for row in hues)
     far, top = _WALL + 6.0, 2.2 - 2 * _WALL  # four walls of height 2.2; what looks stands inside them

@@ -108,6 +108,7 @@ def _placed(bullet: Any, client: int, body: Thrown) -> int:
         baseOrientation=(x, y, z, w),
         physicsClientId=client,
     )
+    # By material, as MOVi has it: metal slides, rubber sticks and bounces.
     _, friction, restitution = _MATERIALS[body.material]
     bullet.changeDynamics(number, -1, lateralFriction=friction, restitution=restitution, physicsClientId=client)
     if body.upright:  # an inertia of 0 is one without end
@@ -187,6 +188,7 @@ def _bullet() -> Any:
 def _silent() -> Iterator[None]:
     """pybullet's library tells its build time as it is loaded, past Python's streams."""
     sys.stdout.flush()
+    # The descriptors themselves: a C library knows nothing of `sys.stdout`.
     kept = os.dup(1), os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:

@@ -44,6 +44,7 @@ def _walls() -> list[Body]:
     for at in (-step, step):
         outer = [(at, -side, "x"), (at, side, "x"), (-side, at, "y"), (side, at, "y")]
         walls += [_wall(x, y, along, _BRICK, bricks) for x, y, along in outer]
+        # Within, two walls of their own colours: an observer that turns knows where it is.
         walls += [_wall(at, 0.0, "x", (0.55, 0.5, 0.4), None), _wall(0.0, at, "y", (0.35, 0.45, 0.5), None)]
     return walls
 

@@ -114,6 +114,7 @@ def _add_object(rng: np.random.Generator) -> Pair | None:
     # Two in one colour and shape would make the caption say one of them twice.
     scene = sample_scene(rng, 2)
     a, b = (t.phrase(_SAY) for t in scene.things)
+    # Drawn as those that are there: what is added is no rarer a word.
     absent = sample_thing(rng).phrase(_SAY)
     return None if a == b or absent in (a, b) else (scene, f"{a} and {b}", f"{a} and {absent}")
 

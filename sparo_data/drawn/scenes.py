@@ -139,11 +139,13 @@ def sample_scene(
 
 def caption(scene: Scene, rng: np.random.Generator) -> str:
     """A true caption: one object, two in a relation, or a list; attributes are named at random, colour nearly always."""
+    # Once for all objects of a caption: attributes that come and go would tell which was named first.
     words = tuple(w for w, p in (("size", 0.4), ("color", 0.95), ("material", 0.4)) if rng.random() < p)
     order = [int(i) for i in rng.permutation(len(scene.things))]
     if len(order) == 1:
         phrase = scene.things[0].phrase(words)
         return f"a picture of {phrase}" if rng.random() < 0.2 else phrase
+    # Of a pair at random: captions are not to say the nearest or the largest first.
     relations = scene.relation(order[0], order[1])
     if relations and rng.random() < 0.6:
         relation = relations[int(rng.integers(len(relations)))]

@@ -92,6 +92,7 @@ def episode(
     pictures = [render(*shots[t + 1], size, antialias, stage) for t in range(frames)]
     flows = np.zeros((2, frames, size, size, 2), np.float32)
     for t, picture in enumerate(pictures):
+        # From depth, and not from neighbours: a flow is where the point itself was.
         points = seen_points(path[t + 1], picture.depth, antialias)
         for towards, other in enumerate((t, t + 2)):
             flows[towards, t] = flow(points, picture.mask, shots[t + 1], shots[other], antialias)
@@ -204,6 +205,7 @@ def _told(solids: list[_Solid], motion: Motion, labels: np.ndarray, path: list[C
         words |= {"color": solid.color} if solid.color else {"color_rgb": solid.light}
         # Six digits: a JSON of full doubles is twice as long, and no renderer tells them apart.
         tables = {name: table[:, number].round(6).tolist() for name, table in motion._asdict().items()}
+        # Of the rendered masks: what is hidden has none, wherever it is.
         visible = (labels == number + 1).sum((1, 2)).tolist()
         objects.append({"id": number + 1, **words, **tables, "visibility": visible})
     return objects

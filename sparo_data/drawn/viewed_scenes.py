@@ -104,6 +104,7 @@ def viewed_episode(
     fixed = [] if room is None else fixed_bodies()
     thrown = _thrown(rng, solids, room)
     ego = [] if room is None else [_observer(rng, room, thrown)]
+    # With the observer, who pushes and is pushed.
     motion = simulate([*thrown, *ego], times, fixed=fixed)
     poses = _hemisphere(rng, traits.cameras, times) if room is None else _mounted(motion, ego[0])
     stage = Stage(fades=False) if room is None else STAGE
@@ -217,6 +218,7 @@ def _mounted(motion: Motion, ego: Thrown) -> np.ndarray:
         eyes = place + np.stack(
             [ego.radius * np.cos(to), ego.radius * np.sin(to), np.full_like(to, _EGO[1] - ego.radius)], 1
         )
+        # A little downwards: a level camera would see the wall's top and no floor.
         down = np.stack([np.cos(to), np.sin(to), np.full_like(to, -0.15)], 1)
         rows.append(np.stack([looking(eye, eye + step) for eye, step in zip(eyes, down, strict=True)]))
     return np.stack(rows)
