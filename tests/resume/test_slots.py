@@ -1,6 +1,5 @@
 """Slot models killed and continued to the bit, and on two ranks; then scored by their masks."""
 
-import io
 import json
 
 import numpy as np
@@ -9,12 +8,11 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing import event_accumulator
 
-from evals.encoders.loading import load_encoder, run_weights
+from evals.encoders.loading import run_weights
 from launch.runs.train import train
 from sparo_data.drawn.object_sets import ObjectSetConfig, render_objects
 from sparo_data.drawn.tetrominoes import TetrominoesConfig, make_tetrominoes
-from sparo_data.drawn.video_sets import VideoSetConfig, render_videos
-from sparo_data.writer import write_wds_layout
+from sparo_data.writer import encoded, write_wds_layout
 from sparo_train.core.disk import metrics, store
 from sparo_train.train.build import build_objective
 from tests.conftest import dino_recipe, jpeg, slots_recipe, sparo, start_sparo
@@ -106,18 +104,18 @@ def pictures_are_drawn(run_folder, tasks, tmp_path):
 
 
 def bad_masks_are_refused_and_classes_scored(run_folder, tmp_path):
-    blank = png(np.zeros((36, 40), np.uint8))
+    blank = encoded(np.zeros((36, 40), np.uint8))
     sets = {
         "blank": ({"mask.png": blank}, "not one image has an object"),
         "torn": ({"mask.png": blank[:40]}, ".mask.png cannot be read"),
         "none": ({}, "has no .mask.png member"),
         "other": (
-            {"mask.png": png(np.zeros((16, 16), np.uint8))},
+            {"mask.png": encoded(np.zeros((16, 16), np.uint8))},
             ".mask.png has 16 x 16 pixels and its image 40 x 36",
         ),
     }
     sets["class"] = (
-        {"mask.png": png(np.zeros((36, 40), np.uint8)), "semantic.png": png(np.zeros((16, 16), np.uint8))},
+        {"mask.png": encoded(np.zeros((36, 40), np.uint8)), "semantic.png": encoded(np.zeros((16, 16), np.uint8))},
         ".semantic.png has (16, 16) pixels",
     )
     for name, (fields, told) in sets.items():
@@ -129,7 +127,10 @@ def bad_masks_are_refused_and_classes_scored(run_folder, tmp_path):
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, (name, done.stderr)
     two = np.zeros((36, 40), np.uint8)
     two[:10], two[10:20, :20], two[30:] = 1, 2, 255
-    semantic = {"mask.png": png(two), "semantic.png": png(np.where((two > 0) & (two < 255), 7, two).astype(np.uint8))}
+    semantic = {
+        "mask.png": encoded(two),
+        "semantic.png": encoded(np.where((two > 0) & (two < 255), 7, two).astype(np.uint8)),
+    }
     write_wds_layout(tmp_path / "classes", [("0", {"jpg": jpeg(0), **semantic})])
     tree = {"tasks": {"c": {"task": "masks", "root": str(tmp_path / "classes"), "headline": "mbo_c"}}}
     (tmp_path / "classes.yaml").write_text(json.dumps(tree))
@@ -280,123 +281,3 @@ def test_sets_of_objects_are_learned_resumed_and_scored(tmp_path, write_recipe):
         assert done.returncode == 2 and told in done.stderr, done.stderr
     done = sparo("train", str(recipe), "objective.model.grouping.slots=2", "name=crowded", "data.max_bad_share_after=8")
     assert done.returncode == 2 and "3 objects, and objective.model.grouping.slots=2" in done.stderr, done.stderr
-
-
-def png(array):
-    buffer = io.BytesIO()
-    Image.fromarray(array).save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
-def video_recipe(tmp_path, kind):
-    """A recipe of videos that are rendered here, and its two tasks."""
-    render_videos(tmp_path / "v", VideoSetConfig(train=24, test=5, frames=6, size=16, per_shard=12, most=2), 1)
-    tasks = {
-        name: {"task": "video_masks", "root": str(tmp_path / "v/clips"), **more}
-        for name, more in (("c", {}), ("f", {"frames": 3, "first_frame": False, "headline": "psnr"}))
-    }
-    tree = slots_recipe(tmp_path / "v/train", tmp_path / "runs")
-    savi = kind == "savi"
-    grouping: dict = {"preset": "savi" if savi else "psb", "slots": 3, "width": 16, "iterations": 2}
-    model = {k: v for k, v in tree["objective"]["model"].items() if k != "frame"} | {"grouping": grouping}
-    if savi:  # as SAVi++ has it: told the first frame's boxes, drawing flow and depth
-        grouping |= {"init": "given", "qkv_width": 24}
-        model |= {"predictor": {"mlp_width": 16}, "hint": {"hidden": 8}, "target": "flow_depth", "transformer": {}}
-    objective = "slot_contrast" if kind == "slot_contrast" else "video_slots"
-    tree["objective"] = {"kind": objective, "frames": {"count": 3, "stride": [1, 2]}, "model": model}
-    tree["data"] = {**tree["data"], "crop_scale": [0.5, 1.0], "hflip": 0.5}
-    return tree, tasks
-
-
-@pytest.mark.parametrize("kind", ["savi", "slot_contrast"])
-def test_two_ranks_train_on_videos_as_one_process_does(tmp_path, write_recipe, kind):
-    tree, _ = video_recipe(tmp_path, kind)
-    straight = run({**tree, "out": str(tmp_path / "straight")})
-    assert train(straight).reason == "finished"
-    recipe = write_recipe({**tree, "out": str(tmp_path / "two"), "micro_batch_size": 2})
-    assert goes_on_across_engines(recipe, tmp_path / "two/slots") == pytest.approx(losses_of(straight.folder), rel=1e-4)
-
-
-def test_tokens_of_videos_are_said_again_and_probed(tmp_path, write_recipe):
-    tree, tasks = video_recipe(tmp_path, "psb")
-    small = {"dvae": {"vocab": 16, "channels": 8}, "decoder": {"width": 16, "blocks": 1, "heads": 2}}
-    kept = {k: v for k, v in tree["objective"]["model"].items() if k not in ("decoder", "target")}
-    tree["objective"] = {"kind": "video_slate", "frames": {"count": 2}, "model": {**kept, **small}}
-    probe = {"task": "slot_probe", "root": str(tmp_path / "v/clips"), "frames": 3, "restarts": 2}
-    tree |= {"steps": 4, "eval": {"tasks": {"clips": {**tasks["c"], "frames": 3}, "probe": probe}}}
-    done = sparo("train", str(write_recipe(tree)))
-    assert done.returncode == 0 and "probe position_r2" in done.stderr, done.stderr
-    folder = tmp_path / "runs/slots"
-    (line,) = [x for x in (folder / "metrics.jsonl").read_text().splitlines() if '"eval"' in x]
-    found = json.loads(line)
-    assert {"position_r2", "floor_position_r2", "velocity_r2", "color_accuracy", "floor_shape_accuracy"} <= set(
-        found["probe"]
-    )
-    assert "video_fg_ari" in found["clips"] and "psnr" not in found["clips"]
-    assert (folder / "pictures/step-00000004.webp").exists()
-    # A decoder of pixels for slots that stay as they are: masks of a model that has none of its own.
-    start = {"checkpoint": str(folder), "allow_missing": ["model.decoder.*"]}
-    start["allow_unused"] = [
-        f"model.{n}*" for n in ("dvae.", "decoder.", "embed.", "head.", "project.", "begin", "places")
-    ]
-    model = {**kept, "decoder": {"kind": "mlp", "hidden": [16]}}
-    drawn = {"kind": "video_slots", "frames": {"count": 2}, "model": model}
-    again = {**tree, "name": "drawn", "start_from": start, "freeze": ["model.tower.*"], "objective": drawn}
-    again["eval"] = {"tasks": {"clips": {**tasks["c"], "frames": 3}}}
-    done = sparo("train", str(write_recipe(again)))
-    assert done.returncode == 0 and "clips video_fg_ari" in done.stderr, done.stderr
-    before, after = (load_encoder(str(tmp_path / "runs" / n)).model.tower.state_dict() for n in ("slots", "drawn"))
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_videos_are_trained_on_resumed_and_scored(tmp_path, write_recipe):
-    tree, tasks = video_recipe(tmp_path, "psb")
-    tree["eval"] = {"tasks": tasks}
-    straight = run({**tree, "out": str(tmp_path / "straight")})
-    assert train(straight).reason == "finished"
-    recipe, folder = write_recipe(tree), tmp_path / "runs/slots"
-    kill_behind(start_sparo("train", str(recipe)), folder, 5)
-    done = sparo("train", str(recipe))
-    assert done.returncode == 0 and "c video_fg_ari" in done.stderr and " dB" in done.stderr, done.stderr
-    assert_bit_equal(folder, straight.folder)
-    done = sparo("eval", str(folder), "--features", str(tmp_path / "store"), "--json", "v.json", cwd=tmp_path)
-    results = json.loads((tmp_path / "v.json").read_text())["results"]
-    whole, first = sorted(results.values(), key=lambda r: -r["options"]["frames"])
-    assert done.returncode == 0 and (whole["options"]["frames"], first["options"]["frames"]) == (6, 3), done.stderr
-    assert whole["counts"]["clips"] == 5 and whole["options"]["trained_frames"] == 3 and first["headline"] == "psnr"
-    assert {"video_fg_ari", "image_fg_ari", "ari", "video_mbo", "video_miou", "psnr"} <= whole["metrics"].keys()
-    with (
-        Image.open(folder / "pictures/step-00000012.png") as sheet,
-        Image.open(folder / "pictures/step-00000012.webp") as moving,
-    ):
-        assert (
-            sheet.size == (7 * 68 + 4, 3 * 6 * 68 + 18)
-            and moving.n_frames == 6
-            and moving.size == (7 * 68 + 4, 3 * 68 + 18)
-        )
-    for line, size, frames in (
-        (["clips.png"], (7 * 36 + 4, 12 * 36 + 18), 1),
-        (["clips.gif"], (7 * 36 + 4, 2 * 36 + 18), 6),
-    ):
-        done = sparo(
-            "slots", "panels", str(folder), "--on", "c", "--images", "2", "--tile", "32", "--out", *line, cwd=tmp_path
-        )
-        with Image.open(tmp_path / line[0]) as sheet:
-            assert done.returncode == 0 and sheet.size == size and getattr(sheet, "n_frames", 1) == frames, done.stderr
-    (tmp_path / "long.yaml").write_text(json.dumps({"tasks": {"l": {**tasks["c"], "frames": 7}}}))
-    done = sparo("eval", str(folder), "--data", "long.yaml", "--features", "none", cwd=tmp_path)
-    assert done.returncode == 2 and "has 6 frames, and 7 are scored; set frames: 6 or less" in done.stderr
-    # One task that cannot be scored is no reason to lose the others, or their table.
-    both = {"l": {**tasks["c"], "frames": 7}, "c": tasks["c"]}
-    (tmp_path / "both.yaml").write_text(json.dumps({"tasks": both}))
-    done = sparo("eval", str(folder), "--data", "both.yaml", "--json", "both.json", cwd=tmp_path)
-    assert done.returncode == 2 and "and 7 are scored" in done.stderr and "video_fg_ari" in done.stdout
-    assert [name.rpartition("/")[2] for name in json.loads((tmp_path / "both.json").read_text())["results"]] == ["c"]
-    (tmp_path / "c.yaml").write_text(json.dumps({"tasks": {"c": tasks["c"]}}))
-    done = sparo("eval", "pixels:8", "--data", "c.yaml", cwd=tmp_path)
-    assert done.returncode == 2 and "takes images alone; train with objective.kind=video_slots" in done.stderr
-    short = write_recipe(
-        {**tree, "name": "short", "objective": {**tree["objective"], "frames": {"count": 7}}, "eval": {}}
-    )
-    done = sparo("train", str(short))
-    assert done.returncode != 0 and "no usable sample" in done.stderr and "shorter than frames.count=7" in done.stderr
