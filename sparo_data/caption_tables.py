@@ -51,6 +51,10 @@ def table_rows(
                     return
                 if any(_END in cell for cell in cells):
                     raise csv.Error("a quote is opened and never closed")
+                if None in row:  # DictReader's key for what lies beyond the header: the rest of a caption, most likely
+                    raise DataError(
+                        f"{table}, line {reader.line_num}: has more columns than the header; quote captions that hold {delimiter!r}"
+                    )
                 yield reader.line_num, row[image] or "", row[caption] or ""
                 begin = reader.line_num + 1
         except csv.Error as error:
@@ -61,6 +65,10 @@ def _columns(table: Path, known: Iterable[str], wanted: tuple[tuple[str, ...], .
     known, found = list(known), []
     for option, names in zip(("--image-column", "--caption-column"), wanted, strict=True):
         column = next((name for name in names if name in known), None)
+        if column is not None and known.count(column) > 1:
+            raise DataError(
+                f"{table}: has {known.count(column)} columns {column!r}; {option} cannot tell which is meant"
+            )
         if column is None:
             raise DataError(f"{table}: no column {names[0]!r}; {did_you_mean(names[0], known)}; {option} names another")
         found.append(column)

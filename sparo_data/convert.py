@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from sparo_train.core.errors import BadSampleError, DataError
+from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.files import write_whole
 from sparo_train.core.untrusted import read_json, shown
 from sparo_train.data.examples.samples import decode_image
@@ -66,6 +66,8 @@ def convert_folder(
         DataError: no images, an image without class folder and caption file (it is named), fewer images than the test wants, or
             shards in `out` already.
     """
+    if "{c}" not in template:
+        raise ConfigError(f"--template {template!r}: has no {{c}}, which stands for the class")
     # In the order of names, so that parts made on several machines fit together.
     images = sorted(p for p in source.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and not _hidden(p, source))
     if not images:

@@ -90,6 +90,9 @@ def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
     elif (path / "open_clip_config.json").is_file():
         encoder = _from_export(path)
     # Read once: by what is in it a file is told, not by what it is called.
+    elif path.is_file() and (path.parent / "meta.json").is_file() and path.name.startswith("model"):
+        # Weights of a step say nothing of pixels and activations; the run that it is of does.
+        raise CheckpointError(f"{path}: is a part of a checkpoint, which its folder says all of; give {path.parent}")
     elif path.is_file() and is_dino(raw := read_raw(path, plain_namespaces=True)):
         encoder = _from_dino(read_dino(raw, str(path)), model)
     elif path.is_file() or is_zero_folder(path):

@@ -72,7 +72,9 @@ def export_run(run: Path, to: Path | None, layout: str | None, average: str | No
     steps = [step] if average is None else _newest(folder, step, average)
     meta, weights = read_meta(step), mean_weights(steps)
     # A folder of its own: other weights in the place of those that were exported would be taken for them.
-    home = folder / ("export" if average is None else f"export-{average.replace(':', '-')}")
+    newest = CheckpointStore(folder / "checkpoints").latest()
+    older = f"-{step.name}" if newest is not None and step.name != newest.name else ""
+    home = folder / (f"export{older}" if average is None else f"export-{average.replace(':', '-')}{older}")
     path = export_weights(config, weights, home, to, layout, _epochs_done(config, meta))
     name = layout or METHODS.row(config.objective.kind).exports[0]
     parameters = _parameters(config)

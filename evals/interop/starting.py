@@ -48,7 +48,9 @@ def begin(config: RunConfig, objective: Objective, say: Callable[[str], None]) -
     Raises:
         CheckpointError: a checkpoint that cannot be read, or does not fit.
     """
-    if config.start_from is not None and not config.start_from.optimizer:  # those are read with the moments
+    if config.start_from is not None and config.start_from.optimizer:  # weights are read with the moments, later
+        _refuse_other_branch(config, objective)
+    elif config.start_from is not None:
         _start(config.start_from, config.objective.kind, objective, say)
     model = getattr(objective, "model", None)
     if isinstance(model, Clip):
@@ -58,8 +60,36 @@ def begin(config: RunConfig, objective: Objective, say: Callable[[str], None]) -
     objective.begun()
 
 
+def _refuse_other_branch(config: RunConfig, objective: Objective) -> None:
+    """Raise `CheckpointError` for what no shape tells: weights and moments are loaded whole, and into whatever they fit."""
+    start = config.start_from
+    assert start is not None
+    origin = f"start_from.checkpoint={start.checkpoint}"
+    try:
+        theirs, _ = read_run(Path(start.checkpoint))
+    except CheckpointError:  # what is no run is told where it is read
+        return
+    if theirs.objective.kind != config.objective.kind:
+        raise CheckpointError(
+            f"{origin}: is a run of objective {theirs.objective.kind}; start_from.optimizer takes its own kind"
+        )
+    refuse_other_pixels(origin, Normalisation.of(theirs.objective), Normalisation.of(objective))
+    with torch.device("meta"):
+        refuse_unlike(origin, build_objective(theirs), objective)
+    if start.allow_missing or start.allow_unused:
+        raise CheckpointError(
+            f"{origin}: with optimizer=true a run is taken whole; leave allow_missing and allow_unused away"
+        )
+    model = getattr(objective, "model", None)
+    for key in ("vision", "text") if isinstance(model, Clip) else ():
+        if getattr(model.config, key).init is not None:  # pyright: ignore[reportOptionalMemberAccess]
+            raise CheckpointError(
+                f"objective.model.{key}.init: start_from.optimizer would write over it; leave one of them away"
+            )
+
+
 def _start(start: StartConfig, method: str, objective: Objective, say: Callable[[str], None]) -> None:
-    weights = _weights(start.checkpoint, method, objective)
+    weights = _weights(start.checkpoint, method, objective, say)
     refuse_non_finite(weights, f"start_from.checkpoint={start.checkpoint}")
     own = objective.state_dict()
     missing = _unless([name for name in own if name not in weights], start.allow_missing)
@@ -76,7 +106,7 @@ def _start(start: StartConfig, method: str, objective: Objective, say: Callable[
     say(f"start_from: {len(shared)} tensors of {start.checkpoint}" + (f"; new are {_few(fresh)}" if fresh else ""))
 
 
-def _weights(checkpoint: str, method: str, objective: Objective) -> Mapping[str, Tensor]:
+def _weights(checkpoint: str, method: str, objective: Objective, say: Callable[[str], None]) -> Mapping[str, Tensor]:
     path, origin = Path(checkpoint), f"start_from.checkpoint={checkpoint}"
     if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
         config, step = read_run(path)
@@ -90,7 +120,7 @@ def _weights(checkpoint: str, method: str, objective: Objective) -> Mapping[str,
     with torch.random.fork_rng(
         devices=[]
     ):  # what builds the other model draws from the stream that this one goes on with
-        encoder = load_encoder(checkpoint)
+        encoder = load_encoder(checkpoint, say=say)
     refuse_unlike(origin, encoder.model, objective)
     refuse_other_pixels(origin, Normalisation.of(encoder), Normalisation.of(objective))
     return objective.adopted(encoder.model.state_dict())
@@ -110,7 +140,7 @@ def _init(
         refuse_other_pixels(origin, theirs, pixels)
         found = trunk_weights(state, origin)
     else:
-        found = _of_encoder(origin, source, part, tower, pixels)
+        found = _of_encoder(origin, source, part, tower, pixels, say)
     # Before positions are fitted: interpolation would spread one NaN over all of them.
     refuse_non_finite(found, origin)
     whole = model.fitted({f"{part}.{name}": value for name, value in found.items()})
@@ -132,12 +162,17 @@ def _init(
 
 
 def _of_encoder(
-    origin: str, source: str, part: str, tower: VisionTower | TimmTower | TextTower, pixels: Normalisation | None
+    origin: str,
+    source: str,
+    part: str,
+    tower: VisionTower | TimmTower | TextTower,
+    pixels: Normalisation | None,
+    say: Callable[[str], None],
 ) -> dict[str, Tensor]:
     """One tower's weights of whatever `sparo eval` loads."""
     try:
         with torch.random.fork_rng(devices=[]):  # as above
-            encoder = load_encoder(source)
+            encoder = load_encoder(source, say=say)
     except CheckpointError as error:
         hint = "; of a model of timm's write timm:NAME@FILE" if isinstance(tower, TimmTower) else ""
         raise CheckpointError(f"{origin}: {error}{hint}") from None

@@ -14,7 +14,18 @@ from .results_file import Record, predictions_of
 
 # Options without which two numbers of one name are not of one kind; the second row is newer than some results.
 _SAME = ("drawn", "numbers", "mask_size", "resampling", "background", "ignore", "first_frame", "shown", "far")
-_TOLD = ("templates", "temperature", "normalize", "trained_on", "resize", "average", "head", "fewshot_k")
+_TOLD = (
+    "facts",
+    "templates",
+    "prompts",
+    "temperature",
+    "normalize",
+    "trained_on",
+    "resize",
+    "average",
+    "head",
+    "fewshot_k",
+)
 
 
 class Comparison(NamedTuple):

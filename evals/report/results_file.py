@@ -143,6 +143,10 @@ def refuse_unwritable(folder: Path, key: str) -> None:
 def predictions_of(record: Record) -> dict[str, np.ndarray]:
     """Keys and arrays of a record. Raises `DataError` where they were not kept."""
     path = record.folder / "predictions" / record.predictions
+    if not record.predictions and not record.result.keys and not record.result.predictions:
+        raise DataError(
+            f"{record.task}: {record.checkpoint} was scored by {record.result.task} without predictions that could be paired"
+        )
     if not record.predictions or Path(record.predictions).name != record.predictions or not path.is_file():
         raise DataError(f"{path}: predictions of {record.checkpoint} on {record.task} are not there; score it again")
     try:

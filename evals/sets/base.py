@@ -100,7 +100,10 @@ class EvalSet(ABC):
             raise DataError(
                 f"{home / OWN['templates']}: missing; install clip-benchmark, whose prompts for {self.known_as} are used, or write them there"
             )
-        return found or ["a photo of a {c}."]
+        found = found or ["a photo of a {c}."]
+        if bad := [template for template in found if "{c}" not in template]:
+            raise DataError(f"{home / OWN['templates']}: {bad[0]!r} has no {{c}}, which stands for the class name")
+        return found
 
     def check(self) -> None:
         """Raise `DataError` now where a file that will be needed is missing."""

@@ -36,6 +36,11 @@ def open_set(config: SetTaskConfig, kind: str, split: str | None = None) -> Eval
 def _number_alike(train: SourceSet, test: SourceSet, where: str) -> None:
     """A folder's own rank among its siblings is a label of its own: with another class missing it would mean another class."""
     known, asked = train.classes, test.classes
+    if (known is None) != (asked is None):
+        folders, numbers = ("train", "test") if asked is None else ("test", "train")
+        raise DataError(
+            f"{folders}: has class folders, and {numbers} numbers its labels; nobody says which number is which folder; make both alike"
+        )
     if known is None or asked is None or known == asked:
         return
     unknown = sorted(set(asked) - set(known))

@@ -40,7 +40,7 @@ class ViewSet(WdsSet):
         super().__init__(root, "views", split)
         # Only where something is not told: reading a scene to count its views takes a moment on a slow disk.
         first = self._scene(0)[2] if frames is None or views is None else None
-        self._alike = frames is None
+        self._alike, self._views_alike = frames is None, views is None
         self.frames = frames if frames is not None else first.frames  # type: ignore[union-attr]
         self.views = views if views is not None else len(first.views)  # type: ignore[union-attr]
 
@@ -52,13 +52,14 @@ class ViewSet(WdsSet):
             pictures = [[scene.views[v].image(t) for t, v in row] for row in every]
             # A scene without masks has no objects to score.
             blank: np.ndarray = np.zeros(pictures[0][0].shape[:2], np.uint8)
-            masked = scene.views[0].has("mask")
+            # Of any of them: then a missing one is damage, and not a set without masks.
+            masked = any(view.has("mask") for view in scene.views)
             labels = [[scene.views[v].labels(t) if masked else blank for t, v in row] for row in every]
             sizes = {(p.shape[1], p.shape[0]) for row in (*pictures, *labels) for p in row}
             if len(sizes) > 1:
                 raise BadSampleError(f"views of unequal size ({', '.join(f'{w} x {h}' for w, h in sorted(sizes))})")
             height, width = pictures[0][0].shape[:2]
-            told = scene.views[0].has("depth")
+            told = any(view.has("depth") for view in scene.views)
             depth = [
                 [scene.views[v].depth(t) if told else np.full((height, width), np.nan) for t, v in row] for row in every
             ]
@@ -78,6 +79,10 @@ class ViewSet(WdsSet):
         if self._alike and scene.frames > self.frames:
             raise DataError(
                 f"{where}: has {scene.frames} frames, and the first sample {self.frames}; set frames: {self.frames} or less"
+            )
+        if self._views_alike and len(scene.views) > self.views:
+            raise DataError(
+                f"{where}: has {len(scene.views)} views, and the first sample {self.views}; set views: {self.views} or less"
             )
         if scene.frames < self.frames or len(scene.views) < self.views:
             raise DataError(

@@ -30,6 +30,7 @@ from sparo_train.data.read.storage import Storage
 from .base import IMAGE_KEYS, EvalSet, Fact, FactKind, Layout, Pair, decoded, sha256, sizes_of
 from .objects import object_rows
 
+_LOOKED_AT = ("masks", "objects", "clips", "views")
 _WITH_LABEL = "a .cls member, or a class folder"
 
 
@@ -145,6 +146,12 @@ class WdsSet(SourceSet):
             str(counter.parent),
         )
         self.root = folder
+
+    def check(self) -> None:
+        super().check()
+        # A set of another kind, or without what is scored, is told by its first sample: not behind an hour of training.
+        if self.kind in _LOOKED_AT:
+            self.read(0)
 
     def identity(self) -> str:
         return sha256("wds", super().identity())

@@ -118,8 +118,8 @@ def open_images(task: TaskConfig) -> EvalSet:
         return open_labelled(task)[1]
     if isinstance(task, SetTaskConfig):
         return open_set(task, TASKS.row(task.task).facts)
-    instead = {"views": "`sparo slots views` draws them", "clips": "`sparo slots panels` draws them"}
-    needs = next((instead[need] for need in TASKS.row(task.task).needs if need in instead), "name a task of images")
+    instead = {"view_masks": "`sparo slots views` draws them", "video_masks": "`sparo slots panels` draws them"}
+    needs = instead.get(task.task, "name a task of images, or video_masks or view_masks of videos and scenes")
     raise ConfigError(f"task {task.task}: has no images to look at; {needs}")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparo_train.core.config import between, setting
 from sparo_train.core.errors import ConfigError, DataError
 
-from ..sets.base import EvalSet, Limited, Pair
+from ..sets.base import EvalSet, Limited, Pair, sha256
 from ..sets.captions import SugarCrepeSet
 from ..sets.opening import open_set
 from ..sets.task_config import SetTaskConfig
@@ -75,7 +75,13 @@ def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
         found = zeroshot.score(images.blocks(), weights, labels)
         return found._replace(headline=task.headline)
 
-    options = {"templates": len(templates), "template_mean": "slots not normalised again", "ties": "lower class"}
+    told = sha256(*names, *templates)[:16]  # two lists of as many prompts are not the same prompts
+    options = {
+        "templates": len(templates),
+        "prompts": told,
+        "template_mean": "slots not normalised again",
+        "ties": "lower class",
+    }
     if task.layout == "objectnet":
         options["border_crop"] = task.border_crop
     return described(scoring.ranks.first(score), images, source, options)

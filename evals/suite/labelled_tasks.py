@@ -85,6 +85,10 @@ def _parts(task: ProbeTaskConfig) -> dict[str, EvalSet]:
     parts = {"train": open_set(task, "label", task.train_split), "test": open_set(task, "label")}
     if task.val_split is not None:
         parts["val"] = open_set(task, "label", task.val_split)
+    if several := [name for name, source in parts.items() if source.kind != "label"]:
+        raise DataError(
+            f"{task.root}: {several[0]} has several labels per image, and a probe is of one; use zeroshot, whose score is mean average precision"
+        )
     own = {name: source.own_classnames() for name, source in parts.items()}
     if other := [name for name in own if own[name] != own["test"]]:
         raise DataError(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from sparo_train.core.distributed import Ranks
@@ -70,6 +73,14 @@ def described(
     result: Result, images: Features, source: EvalSet, options: dict[str, Any], keys: list[str] | None = None
 ) -> Result:
     """A result with what only the caller knows: options, the data's identity, and the keys of its predictions."""
-    return result._replace(
-        options={**options, **result.options}, data=source.identity(), keys=tuple(keys or images.keys)
-    )
+    options = {**options, **result.options, "facts": facts_digest(images.keys, images.facts)}
+    return result._replace(options=options, data=source.identity(), keys=tuple(keys or images.keys))
+
+
+def facts_digest(keys: Sequence[str], facts: Sequence[Any]) -> str:
+    """Of what a score goes by: the identity of shards is where samples lie in them, which other captions or masks of one length share."""
+    digest = xxhash.xxh3_128()
+    for key, fact in zip(keys, facts, strict=True):
+        told = fact.tobytes() if isinstance(fact, np.ndarray) else json.dumps(fact, default=str).encode()
+        digest.update(f"{key} {len(told)}\n".encode() + told)
+    return digest.hexdigest()

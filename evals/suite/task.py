@@ -11,6 +11,8 @@ from sparo_train.core.errors import ConfigError, did_you_mean
 from sparo_train.core.tables import ENCODERS, TASKS
 
 from ..encoders.encoder import Encoder
+from ..encoders.heads import SomeHeads
+from ..encoders.masked import MaskedEncoder
 from ..sets.task_config import TaskConfig
 from ..tasks.result import Result
 from .scoring import Scoring
@@ -77,6 +79,10 @@ def refuse_unfit(name: str, task: TaskConfig, encoder: Encoder) -> None:
             lacked = "images" if word == "clips" and "views" in encoder.offers else word
             offered = ", ".join(sorted(encoder.offers)) or "nothing more"
             need = NEEDS.get(lacked, Need(lacked, "does not offer that", f"it offers {offered}"))
+            if isinstance(encoder, MaskedEncoder | SomeHeads):
+                need = need._replace(
+                    instead="is encodings alone, as some of them were chosen", remedy="leave --slots away for it"
+                )
             raise UnfitError(f"{name}: needs {need.what}, and {encoder.label} {need.instead}; {need.remedy}")
     if reason := row.unfit(task, encoder):
         raise UnfitError(f"{name}.{reason}")

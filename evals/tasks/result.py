@@ -107,7 +107,8 @@ def wilson(p: float, n: int, z: float = 1.959964) -> tuple[float, float]:
         return 0.0, 1.0
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # Never beyond the share itself, by a rounding: at 0 of n the lower end came out above it.
+    return max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half))
 
 
 def bootstrap(sums: np.ndarray, counts: np.ndarray, draws: int = DRAWS, seed: int = 0) -> np.ndarray:

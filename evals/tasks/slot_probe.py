@@ -111,7 +111,10 @@ def score(
             said = clip.slots[:, own] @ weights[:-1] + weights[-1]
             rest.append(((said - t) ** 2).sum())
             whole.append(((t - level) ** 2).sum())
-        if name != "position" and not np.any(whole):  # what never changes has no R2, and no score is NaN
+        # What never changes, or not where it is fitted, has no R2: by its own size, as a mean of equal numbers is off by a rounding.
+        size = 1e-9 * max(float(np.abs(ours).max(initial=0)), 1e-12)
+        spread = float(np.sqrt(np.sum(whole) / max(1, sum(t.size for t in true[len(fit) :]))))
+        if name != "position" and min(spread, float(np.ptp(ours, axis=0).max(initial=0))) <= size:
             continue
         scale = max(float(np.mean(whole)), 1e-12)
         sums[f"{name}_r2"], counts[f"{name}_r2"] = (

@@ -123,7 +123,8 @@ def _tell(folder: Path, made: Converted, whole: bool) -> None:
     out.print(f"sparo data check {shlex.quote(str(shards))}", soft_wrap=True)
     words = ["sparo", "train", "own_pairs"]
     if folder != _OWN:  # a run folder of its own: another data set is another run
-        words.append(f"name={re.sub('[^A-Za-z0-9._-]+', '_', folder.name).lstrip('._-') or 'mine'}")
+        name = re.sub("[^A-Za-z0-9._-]+", "_", folder.name).lstrip("._-") or "mine"
+        words.append(f"name={value_text(name)}")  # as YAML: 2024 would be a number
     if shards != _OWN / "train":
         words.append(f"data.sources={value_text({'mine': {'shards': str(shards)}})}")
     if made.task != "retrieval" or folder != _OWN:

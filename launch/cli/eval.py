@@ -225,12 +225,14 @@ def compare(
         raise ConfigError(
             f"no task in common: {first} has {', '.join(sides[0])}, {second} has {', '.join(sides[1])}; score both on the same (--data)"
         )
+    compared = []
     for task in common:
         try:
             c = paired(sides[0][task], sides[1][task])
         except DataError as error:
             console.print(str(error), soft_wrap=True)
             continue
+        compared.append(task)
         ends = "–".join(shown(c.headline, v, "+") for v in c.interval)
         drawn.add_row(
             task,
@@ -242,9 +244,12 @@ def compare(
             str(c.only_second),
             "-" if c.p is None else f"{c.p:.2g}",
         )
+    if not compared:
+        raise ConfigError(f"{first} and {second}: no task can be compared; the lines above say why")
     out.print(drawn)
-    if plot:
-        relative_change(sides[0], sides[1], plot)
+    if plot:  # of what was compared: others are scores of other things
+        before, behind = ({task: side[task] for task in compared} for side in sides)
+        relative_change(before, behind, plot)
         out.print(str(plot), soft_wrap=True)
 
 

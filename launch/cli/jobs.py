@@ -192,7 +192,10 @@ def _launch(fan: FanOut, order: LaunchOptions) -> None:
     if results and not fan.missing():
         if not (fan.folder / "results.json").exists():
             fan.merge()
-        out.print(results_table({Path(c).name: r for c, r in results.items()}, "per cent, 95 % intervals"))
+        short = [Path(checkpoint).name for checkpoint in results]
+        # Two checkpoints of one name by the whole of what was typed, or one would stand in the other's place.
+        named = dict(zip(short if len(set(short)) == len(short) else results, results.values(), strict=True))
+        out.print(results_table(named, "per cent, 95 % intervals"))
     elif not jobs:
         out.print(f"{fan.folder}: all {len(fan.elements)} elements are done", soft_wrap=True)
 

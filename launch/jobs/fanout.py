@@ -96,8 +96,12 @@ class FanOut:
         found: dict[str, dict[str, Result]] = {}
         for number, element in enumerate(self.elements):
             if self.kind == "eval" and self.part(number).exists():
-                for name, facts in json.loads(self.part(number).read_text(encoding="utf-8"))["results"].items():
-                    found.setdefault(element["checkpoint"], {})[name.rpartition("/")[2]] = Result.from_dict(facts)
+                held = json.loads(self.part(number).read_text(encoding="utf-8"))["results"]
+                before = (
+                    f"{Path(element['checkpoint']).name}/"  # what stands before a task's name, which may hold slashes
+                )
+                for name, facts in held.items():
+                    found.setdefault(element["checkpoint"], {})[name.removeprefix(before)] = Result.from_dict(facts)
         return found
 
 

@@ -121,7 +121,9 @@ def _of_jobs(record: dict[str, Any], known: dict[str, JobState], records: Record
         else:
             # Without a word of its end it was killed.
             ends = [s["end"] for s in records.starts(job) if "end" in s] or [1]
-            found[job] = JobState("COMPLETED" if ends[-1] == 0 else "FAILED", nodes="here")
+            # Of a fan-out a lane has many elements, of which the last may be well and another not.
+            lacking = (records.folder / "plan.json").exists() and FanOut(records.folder).missing()
+            found[job] = JobState("FAILED" if ends[-1] != 0 or lacking else "COMPLETED", nodes="here")
     return found
 
 

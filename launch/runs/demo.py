@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
     out.print(
         f"page: {page}   picture: {page.with_name('demo.png')}   {time.monotonic() - begin:.0f} s", soft_wrap=True
     )
-    out.print(f"next: sparo eval {configs['CLIP+SPARO'].folder}   own data: docs/recipes.md", soft_wrap=True)
+    run = shlex.quote(str(configs["CLIP+SPARO"].folder))
+    out.print(f"next: sparo eval {run}   own data: docs/recipes.md", soft_wrap=True)
     return results
 
 

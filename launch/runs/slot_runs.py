@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -161,7 +162,7 @@ def _say_next(checkpoint: str, path: Path, reports: Sequence[ChoiceReport], reno
         console.print(
             "same data: the choice was made on it, so its gain is too good; --held-out and other tasks are fair"
         )
-    console.print(f"next: sparo eval {checkpoint} --slots {path}", soft_wrap=True)
+    console.print(f"next: {shlex.join(['sparo', 'eval', checkpoint, '--slots', str(path)])}", soft_wrap=True)
 
 
 def table_four(

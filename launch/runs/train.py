@@ -71,6 +71,8 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
             newest = ranks.first(lambda: CheckpointStore(rundir.checkpoints).latest())
             if newest is None:
                 begin(config, objective, view.say)
+            # Before tokens of a whole data set are computed for a run that is then refused; it writes nothing.
+            ranks.together(lambda: rundir.refuse_changes(config))
             if pipeline.examples.reads_model:
                 # Examples that look at the model need the weights that it goes on with, before the trainer reads them.
                 _give_weights(objective, config, newest)

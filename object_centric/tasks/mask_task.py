@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
@@ -85,4 +85,18 @@ def labels_cut(transform: Pixels, labels: Image.Image) -> np.ndarray:
     return eval_pixels(labels, transform.size, transform.resize, Image.Resampling.NEAREST)
 
 
-MASKS = Task(MasksTaskConfig, run_masks, lambda task: open_set(task, "masks").check(), needs=("masks",), facts="masks")
+def untold(encoder: Any) -> str | None:
+    """Why stills cannot be asked of an encoder: its slots begin from what a clip's first frame is told to have. None: they can."""
+    if not getattr(encoder, "conditional", False):
+        return None
+    return "root: these slots begin from the first frame's objects (hint), which stills do not tell; score clips (task: video_masks)"
+
+
+MASKS = Task(
+    MasksTaskConfig,
+    run_masks,
+    lambda task: open_set(task, "masks").check(),
+    needs=("masks",),
+    facts="masks",
+    unfit=lambda task, encoder: untold(encoder),
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from evals.suite.task import Task
 from evals.tasks import reconstruction
 from evals.tasks.result import Result
 from sparo_train.core.config import setting
+
+from .mask_task import untold
 
 
 class ReconstructionTaskConfig(SetTaskConfig):
@@ -38,10 +40,17 @@ def run_reconstruction(scoring: Scoring, task: ReconstructionTaskConfig) -> Resu
     return described(scoring.ranks.first(score), found, source, {"drawn": encoder.draws})
 
 
+def _unfit(task: ReconstructionTaskConfig, encoder: Any) -> str | None:
+    if not getattr(encoder, "frame_scores", ("mse",)):
+        return f"root: this model draws {encoder.draws}, and a still has none to compare with; score clips (task: video_masks)"
+    return untold(encoder)
+
+
 RECONSTRUCTION = Task(
     ReconstructionTaskConfig,
     run_reconstruction,
     lambda task: open_set(task, "masks").check(),
     needs=("drawing",),
     facts="masks",
+    unfit=_unfit,
 )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
+from pydantic import model_validator
 from torch import Tensor
 
 from evals.encoders.abilities import ClipsEncoder, ViewsEncoder
@@ -61,6 +62,12 @@ class VideoMasksTaskConfig(TaskConfig):
     ] = setting("video_fg_ari", "the score that tables show")
     limit: int | None = setting(None, "so many episodes, evenly spaced", gt=0, examples=[100])
     workers: int = setting(2, "processes that decode frames", ge=0, le=256)
+
+    @model_validator(mode="after")
+    def _some_frames(self) -> Self:
+        if self.frames == 1 and not self.first_frame:
+            raise ValueError("first_frame=false: frames=1 leaves none to count; set frames to 2 or more")
+        return self
 
 
 @dataclass(frozen=True)

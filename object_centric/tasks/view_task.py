@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Literal
 
 import numpy as np
@@ -130,9 +131,11 @@ def _depth_seen_by(encoder: Encoder, plane: np.ndarray) -> np.ndarray:
 def _unfit(task: ViewMasksTaskConfig, encoder: ViewsEncoder) -> str | None:
     if task.headline == "depth_error" and not encoder.tells_depth:
         return "headline=depth_error: this model's decoder says no depth (nerf does); set psnr_held_out"
-    shown = task.shown or encoder.trained_views
-    if task.views is not None and shown >= task.views:
-        return f"views={task.views}: {shown} of them are shown, which leaves none to hold out; set shown to less"
+    shown, views = task.shown or encoder.trained_views, task.views
+    with suppress(DataError):  # what is not there is the check's to tell
+        views = views or ViewSet(task.root, task.frames, None, task.split).views
+    if views is not None and shown >= views:
+        return f"views={views}: {shown} of them are shown, which leaves none to hold out; set shown to less"
     return unwindowed(task.window, encoder)
 
 

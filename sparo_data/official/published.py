@@ -244,9 +244,21 @@ def opened_image(data: bytes, where: object, labels: bool = False) -> np.ndarray
         raise DataError(f"{where}: is no picture ({error})") from None
 
 
-def numbered(plane: np.ndarray, where: object) -> np.ndarray:
-    """Label maps of any coding to (H, W) uint8: colours are numbered, black is none. Raises `DataError` for more than 254."""
+def numbered(plane: np.ndarray, where: object, of_several: bool = False) -> np.ndarray:
+    """Label maps of any coding to (H, W) uint8: colours are numbered, black is none.
+
+    Args:
+        of_several: of pictures in which the same objects are seen.
+
+    Raises:
+        DataError: more than 254 objects, or colours of several pictures.
+    """
     if plane.ndim == 3:
+        # Numbered picture by picture: a colour that one of several does not show would make an object another one in it.
+        if of_several:
+            raise DataError(
+                f"{where}: masks of colours, whose numbers would differ between pictures of one scene; write them as numbers"
+            )
         flat = plane[..., :3].astype(np.int64) @ np.array([1 << 16, 1 << 8, 1])
         values, plane = np.unique(flat, return_inverse=True)
         plane = plane.reshape(flat.shape) + (0 if values[0] == 0 else 1)

@@ -43,7 +43,7 @@ def movi_videos(path: Path) -> Iterator[Video]:
         masks = found["segmentations"]
         assert isinstance(frames, list) and isinstance(masks, list)
         pictures = _stacked([opened_image(data, f"{where}, frame {t}") for t, data in enumerate(frames)], where)
-        labels = _stacked([numbered(opened_image(m, where, labels=True), where) for m in masks], where)
+        labels = _stacked([numbered(opened_image(m, where, labels=True), where, True) for m in masks], where)
         times, height, width = labels.shape
         if pictures.shape[:3] != labels.shape:
             raise DataError(f"{where}: frames of {pictures.shape[1:3]} and segmentations of {labels.shape[1:]} pixels")

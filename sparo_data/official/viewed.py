@@ -159,7 +159,7 @@ def clevr3d_scenes(place: Path) -> Iterator[PublishedViews]:
             image = _on_white(read_bytes(place / f"images/img_{scene}_{view}.png", DataError), where)
             mask = place / f"masks/masks_{scene}_{view}.png"
             label = (
-                numbered(opened_image(read_bytes(mask, DataError), mask, labels=True), where)
+                numbered(opened_image(read_bytes(mask, DataError), mask, labels=True), where, True)
                 if mask.is_file()
                 else None
             )

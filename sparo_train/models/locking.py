@@ -20,7 +20,9 @@ def freeze(tower: nn.Module, blocks: int, how: Freeze) -> None:
         # "blocks" stands for all of them, so that recipes need not count.
         count = blocks if how == "blocks" else int(how)
         for name, p in tower.named_parameters():
-            p.requires_grad_(layer_of(name, blocks) > count)
+            # Only ever taken out: what both towers share may be frozen by the other one.
+            if layer_of(name, blocks) <= count:
+                p.requires_grad_(False)
 
 
 def layer_of(name: str, blocks: int) -> int:

@@ -22,10 +22,18 @@ class EmaConfig(Frozen):
         return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
 
 
+def _pairs(average: nn.Module, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """What follows, and what it follows: of the trained parameters alone. A frozen one is the same in both, and would drift by rounding."""
+    pairs = [(a.data, p.data) for a, p in zip(average.parameters(), model.parameters(), strict=True) if p.requires_grad]
+    return [a for a, _ in pairs], [p for _, p in pairs]
+
+
 @torch.no_grad()
 def follow(average: nn.Module, model: nn.Module, keep: float) -> None:
     """average = keep * average + (1 - keep) * model, parameter by parameter."""
-    averages, trained = ([p.data for p in net.parameters()] for net in (average, model))
+    averages, trained = _pairs(average, model)
+    if not averages:
+        return
     # Lists of tensors in one call: a model has hundreds, and each would be a kernel of its own.
     torch._foreach_mul_(averages, keep)  # pyright: ignore[reportPrivateImportUsage]
     torch._foreach_add_(averages, trained, alpha=1 - keep)  # pyright: ignore[reportPrivateImportUsage]
@@ -34,7 +42,9 @@ def follow(average: nn.Module, model: nn.Module, keep: float) -> None:
 @torch.no_grad()
 def follow_if(applied: Tensor, average: nn.Module, model: nn.Module, keep: float) -> None:
     """The same where only the device knows (0-d bool) whether the step was applied: where it was not, nothing moves."""
-    averages, trained = ([p.data for p in net.parameters()] for net in (average, model))
+    averages, trained = _pairs(average, model)
+    if not averages:
+        return
     gain = torch.where(applied, 1 - keep, 0.0)
     # The difference first: where nothing was applied it is multiplied with zero, and the average keeps its bits.
     apart = torch._foreach_sub(trained, averages)  # pyright: ignore[reportPrivateImportUsage]

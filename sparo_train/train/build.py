@@ -25,7 +25,8 @@ def build_objective(config: RunConfig) -> Objective:
     objective = METHODS.row(config.objective.kind).objective(config.objective)
     # Patterns, not prefixes: what is frozen is often one kind of parameter in every block.
     for pattern in config.freeze:
-        fits = [p for name, p in objective.named_parameters() if fnmatchcase(name, pattern)]
+        # By all of its names: what two towers share has one in each.
+        fits = [p for name, p in objective.named_parameters(remove_duplicate=False) if fnmatchcase(name, pattern)]
         if not fits:
             names = [name for name, _ in objective.named_parameters()]
             raise ConfigError(f"freeze: {pattern} fits no parameter; names are as {names[0]}, {names[-1]}")

@@ -117,6 +117,16 @@ def test_averages_are_alike_on_every_engine_and_bit_equal_after_a_restart(shards
             assert all(torch.equal(found[name], resumed[name]) for name in found), engine
 
 
+def test_what_is_frozen_stays_what_it_was():
+    average, model = torch.nn.Linear(5, 4), torch.nn.Linear(5, 4)
+    average.load_state_dict(model.state_dict())
+    model.weight.requires_grad_(False)
+    for step in range(300):
+        follow(average, model, 0.9999)
+        follow_if(torch.tensor(True), average, model, 0.9999)
+        assert torch.equal(average.weight, model.weight), step
+
+
 @pytest.mark.parametrize("applied", [True, False])
 def test_what_the_device_decides_is_what_the_host_does(applied):
     torch.manual_seed(0)

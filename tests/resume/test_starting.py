@@ -54,9 +54,40 @@ def test_a_branch_that_cools_down_ends_as_the_run_that_did(shards, tmp_path):
     for change in ("optim.muon={}", "objective.ema={decay: 0.9}", "freeze=[model.visual.*]"):
         with pytest.raises(CheckpointError, match=r"start_from.checkpoint=\S+steady: .*start_from.optimizer=false"):
             train(_run(tree, "name=other", *words, change, from_steady))
+    # And what no shape tells, which weights alone are asked as well.
+    for change, told in (
+        ("objective.mean=[0.5, 0.5, 0.5]", "its pixels are normalised otherwise"),
+        ("objective.model.quick_gelu=true", "OpenAI's approximation of GELU"),
+        (f"objective.model.vision.init={tmp_path}/steady", "start_from.optimizer would write over it"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            train(_run(tree, "name=unmade", *words, change, from_steady))
+    with pytest.raises(CheckpointError, match="with optimizer=true a run is taken whole"):
+        train(_run(tree, "name=unmade", *words, from_steady[:-1] + ", allow_unused: ['x*']}"))
+    part = f"{tmp_path}/steady/checkpoints/step-00000008/model.safetensors"
+    with pytest.raises(
+        CheckpointError, match=r"is a part of a checkpoint, which its folder says all of; give .*step-00000008"
+    ):
+        train(_run(tree, "name=unmade", f"start_from={part}"))
+    assert not (tmp_path / "unmade").exists()
     train(_run(tree, "name=other", *words, "steps=1", from_steady))
     with pytest.raises(CheckpointError, match="no run with a complete checkpoint"):
         train(_run(tree, "name=nowhere", *words, f"start_from={{checkpoint: {shards}, optimizer: true}}"))
+
+
+@pytest.mark.parametrize(("vision", "text"), [("true", "blocks"), ("blocks", "true"), ("true", "false")])
+def test_what_two_towers_share_is_frozen_by_either(shards, tmp_path, vision, text):
+    tree = tiny_recipe(shards, tmp_path)
+    words = [
+        "objective.model.readout={kind: fdt, codes: 8, width: 8}",
+        f"objective.model.vision.freeze={vision}",
+        f"objective.model.text.freeze={text}",
+    ]
+    frozen = build_objective(_run(tree, *words))
+    shared = [p for n, p in frozen.named_parameters(remove_duplicate=False) if n.endswith("space_dict")]
+    assert len(shared) == 2 and not any(p.requires_grad for p in shared)
+    by_name = build_objective(_run(tree, words[0], "freeze=[model.text.*space_dict]"))
+    assert not any(p.requires_grad for n, p in by_name.named_parameters() if n.endswith("space_dict"))
 
 
 def test_a_run_begins_with_weights_and_goes_on_without_them(shards, tmp_path, capsys):

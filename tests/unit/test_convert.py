@@ -98,6 +98,21 @@ def test_folders_whose_names_are_no_text_are_told_as_captions_and_read_as_paths(
     assert done.returncode == 0, done.stderr
 
 
+def test_the_next_lines_of_odd_folders_are_typed_as_they_are_printed(tmp_path):
+    lines = ["filepath,title", *(f"{i}.jpg,words {i}" for i in range(6))]
+    for i in range(6):
+        (tmp_path / f"{i}.jpg").write_bytes(jpeg(i))
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    for folder in ("2024", "set [1]", "s{1,2}"):
+        done = sparo("data", "convert", "t.csv", folder, "--test", "2", cwd=tmp_path)
+        check, train = done.stdout.splitlines()
+        found = sparo(*shlex.split(check)[1:], cwd=tmp_path)
+        assert found.returncode == 0 and "nothing broken" in found.stdout, found.stderr
+        assert load_run(find_recipe(Path("own_pairs")), shlex.split(train)[3:]).name in ("2024", "set_1_", "s_1_2_")
+    with pytest.raises(ConfigError, match=r"--template 'a photo': has no {c}"):
+        convert_folder(tmp_path, tmp_path / "out", "a photo")
+
+
 def test_class_folders_are_scored_by_their_classes(tmp_path):
     for i in range(12):
         (tmp_path / "in" / f"class_{i % 2}").mkdir(parents=True, exist_ok=True)
@@ -131,6 +146,11 @@ def test_tables_become_shards_whatever_separates_their_columns(tmp_path, separat
         (b'"filepath,title\na.jpg,x\n', "no column 'filepath'"),
         (b"", "is empty; its first line names the columns"),
         (b"filepath,title\n", "has no row with an image and its caption"),
+        (
+            b"filepath,title\na.jpg,a dog, with hat\n",
+            r"t\.csv, line 2: has more columns than the header; quote captions that hold ','",
+        ),
+        (b"filepath,title,title\na.jpg,one,two\n", "has 2 columns 'title'; --caption-column cannot tell"),
     ],
 )
 def test_what_is_wrong_with_a_table_is_said(tmp_path, content, message):

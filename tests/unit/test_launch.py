@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from evals.tasks.result import Result
 from launch.jobs import batch
 from launch.jobs.clusters import ClusterConfig, load_cluster
 from launch.jobs.fanout import FanOut
@@ -119,6 +120,24 @@ def test_local_evaluations_fan_out_and_merge(shards, tmp_path):
         FanOut.make(tmp_path / "runs/evals/e", "eval", [])
     done = sparo("launch", "eval", "runs", "--on", "debug", cwd=tmp_path)
     assert done.returncode == 2 and "give a YAML with `tasks:`" in done.stderr
+
+
+def test_tasks_with_slashes_and_checkpoints_of_one_name_have_results_of_their_own(tmp_path):
+    elements = [
+        {"checkpoint": f"{run}/export", "task": task, "arguments": []} for run in "ab" for task in ("x/t", "y/t")
+    ]
+    fan = FanOut.make(tmp_path / "fan", "eval", elements)
+    (tmp_path / "fan/parts").mkdir()
+    for number, element in enumerate(elements):
+        result = Result("knn", 9, "acc1", {"acc1": number / 10}, 0.1).as_dict()
+        fan.part(number).write_text(json.dumps({"results": {f"export/{element['task']}": result}}))
+    found = {(run, task): r.value for run, by_task in fan.results().items() for task, r in by_task.items()}
+    assert found == {
+        ("a/export", "x/t"): 0.0,
+        ("a/export", "y/t"): 0.1,
+        ("b/export", "x/t"): 0.2,
+        ("b/export", "y/t"): 0.3,
+    }
 
 
 def test_parts_of_a_conversion_are_the_whole(tmp_path):

@@ -15,7 +15,7 @@ from PIL import Image
 from pycocotools import mask as coder
 
 from sparo_data.official.folders import _outline
-from sparo_data.official.published import PublishedConfig, PublishedScene, opened_image, write_published
+from sparo_data.official.published import PublishedConfig, PublishedScene, numbered, opened_image, write_published
 from sparo_data.writer import encoded
 from sparo_train.core.errors import DataError
 from tests.unit.test_published_sets import read
@@ -83,6 +83,14 @@ def test_a_set_is_not_written_over_what_is_there_nor_with_masks_of_other_sizes(t
     with pytest.raises(DataError, match=r"a: masks of \(3, 4\)"):
         write_published(tmp_path / "odd", [PublishedScene("a", image, image[:3, :, 0], {})], config)
     assert not (tmp_path / "odd").exists()
+
+
+def test_masks_of_colours_are_numbered_in_stills_alone():
+    red = np.zeros((2, 2, 3), np.uint8)
+    red[0, 0] = (255, 0, 0)
+    assert numbered(red, "a").tolist() == [[1, 0], [0, 0]]
+    with pytest.raises(DataError, match="a: masks of colours, whose numbers would differ between pictures"):
+        numbered(red, "a", of_several=True)
 
 
 def test_pictures_are_pictures_and_start_no_program():

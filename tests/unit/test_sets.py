@@ -18,7 +18,8 @@ from evals.sets.opening import open_set
 from evals.sets.wds import WdsSet
 from evals.suite import catalogue
 from evals.suite.image_text_tasks import PairsTaskConfig, RetrievalTaskConfig, ZeroshotTaskConfig
-from evals.suite.labelled_tasks import ProbeTaskConfig
+from evals.suite.labelled_tasks import KnnTaskConfig, ProbeTaskConfig
+from evals.suite.scoring import facts_digest
 from evals.suite.suite import Suite
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.errors import ConfigError, DataError
@@ -254,6 +255,29 @@ def test_several_labels_come_from_npy_members(tmp_path):
     (bad / "dataset_type.txt").write_text("multilabel")
     with pytest.raises(DataError, match="one row of zeros and ones"):
         WdsSet(bad, "label").read(0)
+
+
+def test_sets_that_would_score_as_something_else_are_refused_at_the_start(tmp_path):
+    rows = [(f"{i}", {"jpg": jpeg(i), "cls": str(i % 2).encode()}) for i in range(4)]
+    write_wds_layout(tmp_path / "braces", rows, classnames=["a", "b"], templates=["a photo of a {}."])
+    with pytest.raises(DataError, match=r"'a photo of a {}\.' has no {c}"):
+        Suite({"z": ZeroshotTaskConfig(root=str(tmp_path / "braces"))}).check()
+    row = io.BytesIO()
+    np.save(row, np.array([0, 1]))
+    for split in ("train", "test"):
+        write_wds_layout(
+            tmp_path / "several", [("0", {"jpg": jpeg(0), "npy": row.getvalue()})], classnames=["a", "b"], split=split
+        )
+    (tmp_path / "several/dataset_type.txt").write_text("multilabel")
+    with pytest.raises(DataError, match="train has several labels per image"):
+        Suite({"p": ProbeTaskConfig(root=str(tmp_path / "several"))}).check()
+    (tmp_path / "folders/cat").mkdir(parents=True)
+    (tmp_path / "folders/cat/a.jpg").write_bytes(jpeg(0))
+    knn = KnnTaskConfig(train=str(tmp_path / "folders"), test=str(tmp_path / "braces/test"))
+    with pytest.raises(DataError, match="train: has class folders, and test numbers its labels"):
+        Suite({"k": knn}).check()
+    assert facts_digest(["a"], ["one"]) != facts_digest(["a"], ["two"]) != facts_digest(["b"], ["two"])
+    assert facts_digest(["a"], [np.zeros((2, 2), int)]) != facts_digest(["a"], [np.eye(2, dtype=int)])
 
 
 def test_a_limit_meets_all_of_a_set_and_is_another_set(tmp_path):

@@ -60,6 +60,17 @@ def test_what_never_changes_has_no_score():
     assert "velocity_r2" not in found.metrics and all(np.isfinite(value) for value in found.metrics.values())
 
 
+@pytest.mark.parametrize("level", [0.0, 0.1, 1e6 / 3])
+def test_a_number_that_is_the_same_everywhere_has_no_score(level):
+    rng = np.random.default_rng(0)
+
+    def clips():
+        same = {"w": np.full((4, 2, 3), level)}
+        return [ProbedClip(rng.normal(size=(4, 5, 8)), rng.normal(size=(4, 2, 3)), same, {}) for _ in range(4)]
+
+    assert "w_r2" not in score(clips(), clips(), 2).metrics
+
+
 def test_what_slots_say_is_found_and_what_they_do_not_say_is_not():
     every = clips(80)
     found = score(every[:40], every[40:], restarts=6)

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from evals.tasks import pairs, retrieval, textonly, zeroshot
@@ -79,6 +81,13 @@ def test_wilson_is_the_textbooks():
     assert (low, high) == (pytest.approx(0.4038, abs=1e-4), pytest.approx(0.5962, abs=1e-4))
     assert wilson(0.0, 10)[0] == 0 and wilson(1.0, 10)[1] == pytest.approx(1) and wilson(0.3, 0) == (0.0, 1.0)
     assert Result("t", 100, "acc1", {"acc1": 0.5}, 0.1).as_dict()["interval"] == [low, high]
+
+
+@given(st.integers(1, 500), st.floats(0, 1))
+def test_an_interval_holds_its_share(n, share):
+    right = round(share * n) / n
+    low, high = wilson(right, n)
+    assert 0 <= low <= right <= high <= 1
 
 
 def test_what_has_to_be_known_beside_scores_is_said():

@@ -292,6 +292,24 @@ def test_checks_decode_every_plane_and_ask_no_captions_of_what_has_masks(tmp_pat
     }
 
 
+def test_planes_that_some_frames_lack_and_labels_that_wrap_around_are_told():
+    fields = dict(episode_fields(episode("a", 0, "train", 0, 3, 16, 3)))
+    for plane, told in (("mask.png", "missing mask of a frame"), ("depth.png", "missing depth of a frame")):
+        lacking = Episode({name: data for name, data in fields.items() if name != f"001.{plane}"})
+        lacking.check(0)
+        with pytest.raises(BadSampleError, match=told):
+            lacking.check(1)
+        first = Episode({name: data for name, data in fields.items() if name != f"000.{plane}"})
+        assert first.has(plane.partition(".")[0])
+    for number in (-1, 1 << 33):
+        masks = np.zeros((2, 4, 4), np.int64)
+        masks[0, 0] = number
+        held = Episode({"video.npy": npy(np.zeros((2, 4, 4, 3), np.uint8)), "segmentations.npy": npy(masks)})
+        with pytest.raises(BadSampleError, match=r"labels below 0 or of 2\^31 and more"):
+            held.labels(0)
+        assert not held.labels(1).any()
+
+
 def npy(table):
     stream = io.BytesIO()
     np.save(stream, table)

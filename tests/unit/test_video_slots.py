@@ -17,9 +17,12 @@ from object_centric.grouping.pooled import PooledTransformer
 from object_centric.grouping.slot_config import SlotAttentionConfig
 from object_centric.pictures.panels import ClipPanel, clip_sheet
 from object_centric.scenes3d.scene_tower import EachTime
+from object_centric.tasks.mask_task import MasksTaskConfig
 from object_centric.tasks.probe_task import SlotProbeTaskConfig
+from object_centric.tasks.reconstruction_task import ReconstructionTaskConfig
 from object_centric.tasks.video_encoder import VideoEncoder, VideoSlateEncoder
 from object_centric.tasks.video_task import VideoMasksTaskConfig
+from object_centric.tasks.view_task import ViewMasksTaskConfig
 from object_centric.video.clip_examples import ClipExamples
 from object_centric.video.recurrent import RecurrentSlots
 from object_centric.video.video_autoencoder import VideoAutoencoder, VideoAutoencoderConfig
@@ -30,7 +33,7 @@ from sparo_data.drawn.video_sets import VideoSetConfig, render_videos
 from sparo_data.episodes import episode_fields
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
-from sparo_train.core.errors import BadSampleError, ConfigError
+from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.rng import generator
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import DataConfig, Source
@@ -262,7 +265,13 @@ def test_what_a_model_cannot_be_asked_for_is_refused_before_anything_is_encoded(
     steve = resolve(VideoSlateConfig, {"model": {**model, "grouping": {**SAVI, "preset": "steve"}}}, "here")
     said = VideoSlateEncoder(VideoSlate(steve).model, False, 3, "steve")
     masks, probe = VideoMasksTaskConfig(root="x"), SlotProbeTaskConfig(root="x")
+    hinted = VideoEncoder(
+        objective("savi", grouping={**SAVI, "init": "given"}, hint={"hidden": 8}).model, False, 4, "hinted"
+    )
     for task, encoder, told in (
+        (MasksTaskConfig(root="x"), hinted, "t.root: these slots begin from the first frame's objects"),
+        (MasksTaskConfig(root="x"), recurrent, None),
+        (ReconstructionTaskConfig(root="x"), flows, "t.root: this model draws flow"),
         (masks.model_copy(update={"window": 3}), recurrent, "t.window=3: is of slots that see a clip at once"),
         (masks.model_copy(update={"window": 3}), binder, None),
         (probe.model_copy(update={"window": 3}), recurrent, "t.window=3"),
@@ -273,6 +282,20 @@ def test_what_a_model_cannot_be_asked_for_is_refused_before_anything_is_encoded(
     ):
         with pytest.raises(UnfitError, match=told) if told else nullcontext():
             refuse_unfit("t", task, encoder)
+
+
+def test_a_set_of_another_kind_is_missed_at_the_start(tmp_path):
+    render_videos(tmp_path / "v", VideoSetConfig(train=1, test=2, frames=3, size=16, most=2), 1)
+    root = str(tmp_path / "v/clips")
+    for task, told in (
+        (VideoMasksTaskConfig(root=root, frames=9), "has 3 frames, and 9 are scored"),
+        (MasksTaskConfig(root=root), "missing image"),
+        (ViewMasksTaskConfig(root=root, frames=2, views=3), "sample 00000000"),
+    ):
+        with pytest.raises(DataError, match=told):
+            Suite({"t": task}).check()
+    with pytest.raises(ValueError, match="first_frame=false: frames=1 leaves none to count"):
+        VideoMasksTaskConfig(root=root, frames=1, first_frame=False)
 
 
 def test_pictures_of_clips_see_as_many_frames_as_the_task_that_they_are_of(monkeypatch):

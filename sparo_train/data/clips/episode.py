@@ -84,8 +84,9 @@ class Episode:
         return np.asarray(decode_image(self.fields[f"{t:03d}.{self._key}"]))
 
     def has(self, plane: str) -> bool:
-        """Whether its first frame has a plane of `PLANES`."""
-        return member(0, plane) in self.fields or (plane == "mask" and self._array("segmentations") is not None)
+        """Whether one of its frames has a plane of `PLANES`: then all have to."""
+        there = any(member(t, plane) in self.fields for t in range(self._length))
+        return there or (plane == "mask" and self._array("segmentations") is not None)
 
     def check(self, t: int) -> None:
         """Decode all that there is of a frame. Raises `BadSampleError` where a plane is damaged, or of another size than the picture."""
@@ -97,6 +98,14 @@ class Episode:
             "forward": lambda t: self.flow(t, forward=True),
             "mask": self.labels,
         }
+        # Flows may lack at an end, where there is no frame to come from or to go to.
+        for name in ("mask", "depth"):
+            if (
+                self.has(name)
+                and not planes[name]
+                and not (name == "mask" and self._array("segmentations") is not None)
+            ):
+                raise BadSampleError(f"missing {name} of a frame")
         for name, read in found.items():
             if (planes[name] or (name == "mask" and self._array("segmentations") is not None)) and read(t).shape[
                 :2
@@ -109,8 +118,13 @@ class Episode:
             table = table[..., 0] if table.ndim == 4 else table
             if len(table) != self._length or table.ndim != 3 or table.dtype.kind not in "iub":
                 raise BadSampleError("segmentations.npy is not (T, H, W) of numbers")
-            return table[t]
-        return self._plane(t, "mask")
+            plane = table[t]
+        else:
+            plane = self._plane(t, "mask")
+        # Beyond them they would wrap around to other objects, or to the ground.
+        if plane.size and not (int(plane.min()) >= 0 and int(plane.max()) < 1 << 31):
+            raise BadSampleError("labels below 0 or of 2^31 and more; number objects from 1")
+        return plane
 
     def depth(self, t: int) -> np.ndarray:
         """(H, W) fp32, world units."""

@@ -29,7 +29,8 @@ def find_shards(pattern: str | tuple[str, ...], key: str = "shards") -> list[str
         if _count(part) > _MOST:
             raise ConfigError(f"{key}: {part!r} means over {_MOST} shards; is a brace range too long?")
         try:
-            urls = expand_urls(part)
+            # A folder that is there is meant itself, whatever braces its name has.
+            urls = [part] if "://" not in part and Path(part).exists() else expand_urls(part)
         except ValueError:  # braceexpand's
             raise ConfigError(f"{key}: {part!r} has a brace without its partner; write {{00000..00331}}") from None
         for url in urls:
@@ -55,10 +56,11 @@ def _count(pattern: str) -> int:
 def _expand(url: str, key: str) -> list[str]:
     filesystem, path = filesystem_of(url)
     protocol = url.split("://", 1)[0] + "://" if "://" in url else ""
-    if any(c in path for c in "*?["):
+    if any(c in path for c in "*?[") and not filesystem.exists(path):
         hits = sorted(filesystem.glob(path))
     elif filesystem.isdir(path):
-        hits = sorted(filesystem.glob(path.rstrip("/") + "/*.tar"))
+        # Listed, not globbed: the folder's own name may hold what patterns are made of.
+        hits = sorted(hit for hit in filesystem.ls(path, detail=False) if str(hit).endswith(".tar"))
     elif filesystem.exists(path):
         return [url]
     else:
