@@ -15,7 +15,7 @@ from sparo_train.train.run import RunConfig
 from tests.conftest import dino_recipe, sample, slots_recipe, sparo, start_sparo, tiny_recipe
 from tests.resume.test_ranks import finish, free_port, losses
 from tests.resume.test_scenes3d import recipe_of
-from tests.resume.test_slots import video_recipe
+from tests.resume.test_videos import video_recipe
 from tests.unit.test_engines import after_four_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
