@@ -9,6 +9,9 @@ from PIL import Image
 from evals.encoders.loading import load_encoder
 from launch.runs.train import train
 from sparo_data.drawn.video_sets import VideoSetConfig, render_videos
+from sparo_data.writer import write_wds_layout
+from sparo_train.data.read.shards import ShardsConfig
+from sparo_train.data.read.sources import open_source
 from tests.conftest import slots_recipe, sparo, start_sparo
 from tests.resume.test_ranks import goes_on_across_engines, losses_of
 from tests.resume.test_training import assert_bit_equal, kill_behind, run
@@ -113,10 +116,14 @@ def test_videos_are_trained_on_resumed_and_scored(tmp_path, write_recipe):
     done = sparo("eval", str(folder), "--data", "long.yaml", "--features", "none", cwd=tmp_path)
     assert done.returncode == 2 and "has 6 frames, and 7 are scored; set frames: 6 or less" in done.stderr
     # One task that cannot be scored is no reason to lose the others, or their table.
-    both = {"l": {**tasks["c"], "frames": 7}, "c": tasks["c"]}
+    (storage,) = open_source("v", ShardsConfig(shards=str(tmp_path / "v/clips/test"))).storages
+    (first, whole), (second, fields) = (storage.read(number) for number in range(2))
+    cut = {name: data for name, data in fields.items() if not name.startswith("005.")}
+    write_wds_layout(tmp_path / "cut", [(first, whole), (second, cut)])
+    both = {"l": {**tasks["c"], "root": str(tmp_path / "cut")}, "c": tasks["c"]}
     (tmp_path / "both.yaml").write_text(json.dumps({"tasks": both}))
     done = sparo("eval", str(folder), "--data", "both.yaml", "--json", "both.json", cwd=tmp_path)
-    assert done.returncode == 2 and "and 7 are scored" in done.stderr and "video_fg_ari" in done.stdout
+    assert done.returncode == 2 and "has 5 frames, and 6 are scored" in done.stderr and "video_fg_ari" in done.stdout
     assert [name.rpartition("/")[2] for name in json.loads((tmp_path / "both.json").read_text())["results"]] == ["c"]
     (tmp_path / "c.yaml").write_text(json.dumps({"tasks": {"c": tasks["c"]}}))
     done = sparo("eval", "pixels:8", "--data", "c.yaml", cwd=tmp_path)
