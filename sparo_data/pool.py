@@ -19,19 +19,15 @@ from sparo_train.core.signals import end_with_parent
 def _unheard() -> Iterator[None]:
     """What is started meanwhile does not hear SIGINT, from its first import on; this process hears it behind that."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which is inherited
-    if threading.current_thread() is not threading.main_thread():
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return
-    # A progress bar's thread may take it all the same, and Python would raise here, in the middle of telling a process its work.
     heard: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, _frame: heard.append(number))
+    # A progress bar's thread may take it all the same, and Python would raise here, in the middle of telling a process its work.
+    main = threading.current_thread() is threading.main_thread()  # which alone may set handlers
+    handler = signal.signal(signal.SIGINT, lambda number, _frame: heard.append(number)) if main else None
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        if main:
+            signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if heard:
             signal.raise_signal(signal.SIGINT)

@@ -66,7 +66,9 @@ def _view(found: dict[str, Value], camera: str, where: str) -> PublishedView:
             raise DataError(f"{where}: its lens is distorted ({part} {bent.tolist()}); undistort its pictures first")
     label = None
     if f"{own}/instance_image" in found:
-        instances = numbered(opened_image(_file(found, f"{own}/instance_image", where), where, labels=True), where)
+        # A scene's cameras see the same objects.
+        plane = opened_image(_file(found, f"{own}/instance_image", where), where, labels=True)
+        instances = numbered(plane, where, True)
         label = np.where(instances > 0, instances - 1, 0).astype(np.uint8)
     depth = _depth(found, own, where) if f"{own}/depth_image" in found else None
     for plane in (label, depth):

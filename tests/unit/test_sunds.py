@@ -69,6 +69,7 @@ def test_pictures_masks_and_depth_are_what_was_written(tmp_path):
         ("cameras/camera_1/depth_image", [b"no"], "depth_image is no picture"),
         ("cameras/camera_1/depth_image", "color", "four bytes of a pixel"),
         ("cameras/camera_1/instance_image", "wide", "a plane of .* and a picture of"),
+        ("cameras/camera_1/instance_image", "color", "masks of colours"),
         ("cameras", None, "has no cameras"),
     ],
 )

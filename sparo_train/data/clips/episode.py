@@ -17,7 +17,7 @@ import io
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -83,33 +83,29 @@ class Episode:
             return self._arrays["video"][t]
         return np.asarray(decode_image(self.fields[f"{t:03d}.{self._key}"]))
 
+    @cached_property
+    def _planes(self) -> frozenset[str]:
+        found = {name for name in PLANES if any(member(t, name) in self.fields for t in range(self._length))}
+        return frozenset(found | ({"mask"} if self._array("segmentations") is not None else set()))
+
     def has(self, plane: str) -> bool:
         """Whether one of its frames has a plane of `PLANES`: then all have to."""
-        there = any(member(t, plane) in self.fields for t in range(self._length))
-        return there or (plane == "mask" and self._array("segmentations") is not None)
+        return plane in self._planes
 
     def check(self, t: int) -> None:
         """Decode all that there is of a frame. Raises `BadSampleError` where a plane is damaged, or of another size than the picture."""
         size = self.image(t).shape[:2]
-        planes = {name: member(t, name) in self.fields for name in PLANES}
-        found = {
+        planes = {
             "depth": self.depth,
             "flow": self.flow,
-            "forward": lambda t: self.flow(t, forward=True),
+            "forward": partial(self.flow, forward=True),
             "mask": self.labels,
         }
-        # Flows may lack at an end, where there is no frame to come from or to go to.
-        for name in ("mask", "depth"):
-            if (
-                self.has(name)
-                and not planes[name]
-                and not (name == "mask" and self._array("segmentations") is not None)
-            ):
-                raise BadSampleError(f"missing {name} of a frame")
-        for name, read in found.items():
-            if (planes[name] or (name == "mask" and self._array("segmentations") is not None)) and read(t).shape[
-                :2
-            ] != size:
+        for name, read in planes.items():
+            # Flows may lack at an end, where there is no frame to come from or to go to.
+            if name in ("flow", "forward") and member(t, name) not in self.fields:
+                continue
+            if self.has(name) and read(t).shape[:2] != size:
                 raise BadSampleError(f"{name} of another size than its frame")
 
     def labels(self, t: int) -> np.ndarray:
