@@ -62,6 +62,7 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
     epoch = pipeline.plan.epoch_size
     total, steps_per_epoch = config.total_steps(epoch), config.steps_per_epoch(epoch)
     engine, objective = build_engine(config, ranks), build_objective(config)
+    objective.refuse_length(total)
     rundir = RunDir(config.folder)
     try:
         with ProgressView(config.name, rundir.path / "log.txt", silent=ranks.rank > 0) as view:
@@ -83,6 +84,8 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
                 among = f" on {ranks.size} ranks" if ranks.size > 1 else ""
                 view.say(f"{total} steps of {config.batch_size} samples{among} -> {rundir.path}")
             for line in source_lines(pipeline.sources, total * config.batch_size):
+                view.say(line)
+            for line in config.optim.unread():
                 view.say(line)
             for source in pipeline.sources if ranks.rank == 0 else ():
                 for key in unseen_captions(source):

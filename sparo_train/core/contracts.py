@@ -20,12 +20,15 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training stands. `step` counts optimizer steps already taken."""
+    """Where training stands. `step` counts optimizer steps already taken; `steps_before`, those of the runs that this one is a branch of,
+    which no schedule of its own sees.
+    """
 
     step: int
     total_steps: int
     samples: int
     steps_per_epoch: int = 1
+    steps_before: int = 0
 
     @property
     def epoch(self) -> int:
@@ -92,6 +95,9 @@ class Objective(nn.Module, ABC):
         """The weights of a run of this method for this one's image size; default: as they are."""
         return weights
 
+    def refuse_length(self, total_steps: int) -> None:
+        """Raise `ConfigError` where a schedule of this method's has a part that no step of the run reaches."""
+
     def begun(self) -> None:
         """Called once weights from elsewhere were given, before training."""
 
@@ -114,6 +120,10 @@ class Objective(nn.Module, ABC):
     def loss_parameters(self) -> Sequence[nn.Parameter]:
         """Parameters used outside of `embed`, by the loss itself (temperature, bias)."""
         return []
+
+    def unsharded(self) -> Sequence[nn.Parameter]:
+        """Parameters that every rank keeps whole, scalars aside: the loss's own, and what follows them."""
+        return self.loss_parameters()
 
     def unclipped(self) -> Iterable[str]:
         """Names of parameters that clipping by tensor leaves alone."""

@@ -65,7 +65,7 @@ class Fsdp2Engine(RankedEngine):
         shard = config.shard_size or size
         if size % shard:
             raise ConfigError(f"engine.shard_size={shard}: does not divide {size} ranks")
-        kept = {p for p in objective.parameters() if p.ndim == 0} | set(objective.loss_parameters())
+        kept = {p for p in objective.parameters() if p.ndim == 0} | set(objective.unsharded())
         # A set has no order of its own, and ranks that reduce in different orders wait for each other.
         self._kept = [p for p in objective.parameters() if p in kept]  # in the same order on every rank
         shape, names = ((size,), ("shard",)) if shard == size else ((size // shard, shard), ("replicate", "shard"))

@@ -96,6 +96,23 @@ class OptimConfig(Frozen):
             raise ValueError("optim.schedule=cooldown begins at optim.lr; set optim.warmup_steps=0")
         return self
 
+    def unread(self) -> list[str]:
+        """Keys that are set and that nothing reads beside the others, a line for each.
+
+        They are told, not refused: a recipe that takes another schedule than the one it extends would have to unset each.
+        """
+        of = {
+            "half_life": ("schedule=half_life", self.schedule == "half_life"),
+            "half_life_from": ("schedule=half_life", self.schedule == "half_life"),
+            "cooldown_shape": ("schedule=wsd or cooldown", self.schedule in ("wsd", "cooldown")),
+            "min_lr": ("a schedule that falls", self.schedule != "constant"),
+            "warmup_from_zero": ("optim.warmup_steps", self.warmup_steps > 0),
+            "clip_per": ("optim.clip_grad_norm", self.clip_grad_norm is not None),
+        }
+        # By value, not by what was given: a run's own record gives every key.
+        given = {k: getattr(self, k) for k in of if getattr(self, k) != type(self).model_fields[k].default}
+        return [f"optim.{k}={v}: is not read; it belongs to {of[k][0]}" for k, v in given.items() if not of[k][1]]
+
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int, warmup: bool = True) -> float:
     """Learning rate of 0-based `step`: linear warm-up, then cosine to `min_lr`, constant, halved every `half_life` steps down to it, or cooled

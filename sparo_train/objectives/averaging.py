@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..core.config import Frozen, setting
+from ..core.contracts import Progress
 
 
 class EmaConfig(Frozen):
@@ -16,16 +18,25 @@ class EmaConfig(Frozen):
         True, "a smaller share at first, (1 + step) / (10 + step), so that random weights are forgotten"
     )
 
-    def at(self, step: int) -> float:
-        """The share that is kept at 0-based `step`."""
+    def at(self, progress: Progress) -> float:
+        """The share that is kept at this step."""
+        # A branch brings an average that has long forgotten its random weights: it is not warmed up again.
+        step = progress.steps_before + progress.step
         # Copies of random weights are forgotten in tens of steps, not in 1 / (1 - decay).
         return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
 
 
 def _pairs(average: nn.Module, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """What follows, and what it follows: of the trained parameters alone. A frozen one is the same in both, and would drift by rounding."""
-    pairs = [(a.data, p.data) for a, p in zip(average.parameters(), model.parameters(), strict=True) if p.requires_grad]
+    pairs = [
+        (_here(a), _here(p)) for a, p in zip(average.parameters(), model.parameters(), strict=True) if p.requires_grad
+    ]
     return [a for a, _ in pairs], [p for _, p in pairs]
+
+
+def _here(p: nn.Parameter) -> Tensor:
+    """A parameter, or this rank's rows of one: both sides are cut alike, and one call cannot take whole ones beside cut ones."""
+    return p.data.to_local() if isinstance(p.data, DTensor) else p.data
 
 
 @torch.no_grad()

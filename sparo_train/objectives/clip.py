@@ -113,13 +113,25 @@ class ClipObjective(CoupledObjective):
         return Loss(total, metrics if bias is None else {**metrics, "logit_bias": bias.detach()})
 
     def loss_parameters(self) -> Sequence[nn.Parameter]:
-        own = [p for p in (self.model.logit_scale, self.model.logit_bias) if p is not None]
-        return [*own, *self.model.pool_parameters()]
+        return _of_loss(self.model)
+
+    def unsharded(self) -> Sequence[nn.Parameter]:
+        # A whole parameter cannot be averaged into the shards of its copy.
+        return [p for m in (self.model, self.average) if m is not None for p in _of_loss(m)]
 
     @property
     def scored(self) -> Clip:
         """What is evaluated and exported: the average where there is one."""
         return self.model if self.average is None else self.average
+
+    def refuse_length(self, total_steps: int) -> None:
+        # What is scored has the model's size, which must not be one that it never saw.
+        last = (total_steps - 1) / total_steps
+        if unseen := [share for share, _ in self.config.image_sizes if share > last]:
+            raise ConfigError(
+                f"objective.image_sizes: no step of {total_steps} begins at a share of {unseen[0]:g} of the run or later (the last "
+                f"at {last:g}), so that size would never be trained; begin it earlier"
+            )
 
     def begun(self) -> None:
         if self.average is not None:
@@ -181,13 +193,18 @@ class ClipObjective(CoupledObjective):
         # Also where it was loaded too large: the clamp is after the step, as in CLIP's paper.
         self.model.logit_scale.clamp_(0, self.config.max_logit_scale)
         if self.average is not None and self.config.ema is not None:
-            follow(self.average, self.model, self.config.ema.at(progress.step))
+            follow(self.average, self.model, self.config.ema.at(progress))
 
     @torch.no_grad()
     def after_step_if(self, applied: Tensor, progress: Progress) -> None:
         self.model.logit_scale.clamp_(0, self.config.max_logit_scale)  # what was not stepped is clamped already
         if self.average is not None and self.config.ema is not None:
-            follow_if(applied, self.average, self.model, self.config.ema.at(progress.step))
+            follow_if(applied, self.average, self.model, self.config.ema.at(progress))
+
+
+def _of_loss(model: Clip) -> list[nn.Parameter]:
+    own = [p for p in (model.logit_scale, model.logit_bias) if p is not None]
+    return [*own, *model.pool_parameters()]
 
 
 def scored_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..core.contracts import Cursor, DataPipeline, Engine
+from ..core.contracts import DataPipeline, Engine
 from ..core.disk import store
 from ..core.errors import CheckpointError, DataError
 from ..data.read.sources import refuse_changed
 from .state import Display, State
 
 
-def branch(path: Path, engine: Engine, pipeline: DataPipeline, display: Display) -> Cursor | None:
-    """Load a run, or one of its steps, into an engine; returns where its data stands, None where this run's are others.
+def branch(path: Path, engine: Engine, pipeline: DataPipeline, display: Display) -> State:
+    """Load a run, or one of its steps, into an engine; returns a first step that knows how many lie behind it, and where its data stands,
+    which is nowhere if this run's are others.
 
     Raises:
         CheckpointError: no checkpoint of a run of ours, or of another model.
@@ -31,11 +32,14 @@ def branch(path: Path, engine: Engine, pipeline: DataPipeline, display: Display)
             f"start_from.checkpoint={path}: {error}; a branch has the model, what is frozen, objective.ema and optim.muon of the run "
             "that it leaves; start_from.optimizer=false takes its weights alone"
         ) from None
+    theirs = State.of(meta)
+    own = State(steps_before=theirs.steps_before + theirs.step)
     said = f"start_from: weights and moments of {step} (its step {meta['step']})"
     try:
         refuse_changed(meta["fingerprint"], pipeline.fingerprint, str(step))
     except DataError:
         display.say(f"{said}; its data are others, and these are read from their beginning")
-        return None
+        return own
     display.say(said)
-    return State.of(meta).cursor
+    own.cursor = theirs.cursor
+    return own

@@ -45,6 +45,7 @@ class DryRun(NamedTuple):
     steps: int | None
     samples: int | None
     memory: dict[str, int]
+    unread: list[str]
 
 
 def dry_run(config: RunConfig) -> DryRun:
@@ -67,6 +68,8 @@ def dry_run(config: RunConfig) -> DryRun:
         if all(f.samples is not None for f in facts):
             raise
         steps = None
+    if steps is not None:
+        objective.refuse_length(steps)
     samples = steps * config.batch_size if steps else None
     facts = [_shared(f, epoch, samples) for f in facts]
     return DryRun(
@@ -79,6 +82,7 @@ def dry_run(config: RunConfig) -> DryRun:
         steps,
         samples,
         memory_estimate(config, objective, footprint),
+        config.optim.unread(),
     )
 
 

@@ -30,16 +30,24 @@ class State:
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     cursor: Cursor | None = None
+    steps_before: int = 0  # of the runs that this one is a branch of
 
     def counts(self) -> dict[str, int]:
         """What a checkpoint's meta holds of it, beside the step and the cursor of all ranks."""
-        return {"samples": self.samples, "skipped_steps": self.skipped_steps, "skipped_in_a_row": self.skipped_in_a_row}
+        return {
+            "samples": self.samples,
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "steps_before": self.steps_before,
+        }
 
     @staticmethod
     def of(meta: Mapping[str, Any]) -> State:
         """As it was when a checkpoint was written."""
         cursor = Cursor(tuple(meta["cursor"]))
-        return State(meta["step"], meta["samples"], meta["skipped_steps"], meta["skipped_in_a_row"], cursor)
+        # Older versions wrote no steps_before, and their branches went on as if there were none.
+        before = meta.get("steps_before", 0)
+        return State(meta["step"], meta["samples"], meta["skipped_steps"], meta["skipped_in_a_row"], cursor, before)
 
 
 @dataclass(frozen=True)

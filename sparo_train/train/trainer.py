@@ -144,9 +144,10 @@ class Trainer:
         state, log = self.state, self.config.log
         if state.step == 0:
             self.report.first_batch(self.pipeline, delivery.batch)
-        # Named, not carried on: what a step draws depends on neither the past nor the number of ranks before.
-        torch.manual_seed(torch_seed(self.config.seed, "step", state.step, self.ranks.rank))
-        progress = Progress(state.step, self.total_steps, state.samples, self.steps_per_epoch)
+        # Named, not carried on: what a step draws depends on neither the past nor the number of ranks before. A branch goes on counting,
+        # or it would draw what the run that it left drew at its first steps.
+        torch.manual_seed(torch_seed(self.config.seed, "step", state.steps_before + state.step, self.ranks.rank))
+        progress = Progress(state.step, self.total_steps, state.samples, self.steps_per_epoch, state.steps_before)
         micro = self.config.micro_batch(self.ranks.size)
         # The method may change what it sees with progress (growing images); the data plan knows nothing of it.
         batch = self.objective.seen(delivery.batch, progress)
@@ -243,7 +244,7 @@ class Trainer:
             if self.config.start_from is not None and self.config.start_from.optimizer:
                 path = Path(self.config.start_from.checkpoint)
                 with self.ranks.on_all():
-                    self.state.cursor = branch(path, self.engine, self.pipeline, self.display)
+                    self.state = branch(path, self.engine, self.pipeline, self.display)
             return
         path, meta, source = newest
         with self.ranks.on_all():

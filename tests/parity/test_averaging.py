@@ -10,6 +10,7 @@ from evals.encoders.loading import load_encoder
 from evals.interop.exporting import export_run
 from launch.runs.train import train
 from sparo_train.core.config import resolve
+from sparo_train.core.contracts import Progress
 from sparo_train.core.disk import store
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
@@ -137,4 +138,6 @@ def test_what_the_device_decides_is_what_the_host_does(applied):
         follow(twin, model, 0.7)
     for name, value in average.state_dict().items():
         torch.testing.assert_close(value, twin.state_dict()[name])
-    assert EmaConfig(decay=0.5, warmup=False).at(0) == 0.5 and EmaConfig().at(0) == 0.1
+    began, branched = Progress(0, 10, 0), Progress(0, 10, 0, steps_before=30)
+    assert EmaConfig(decay=0.5, warmup=False).at(began) == 0.5 and EmaConfig().at(began) == 0.1
+    assert EmaConfig().at(branched) == 31 / 40

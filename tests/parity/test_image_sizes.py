@@ -13,6 +13,7 @@ from sparo_train.core.recipe.layers import override
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.train.build import build_objective
+from sparo_train.train.dry import dry_run
 from sparo_train.train.flops import FlopCounter
 from sparo_train.train.run import RunConfig
 from tests.conftest import tiny_recipe
@@ -97,3 +98,11 @@ def test_ranks_and_micro_batches_see_the_same(shards, tmp_path, engine):
 def test_sizes_that_cannot_be_are_refused(shards, tmp_path, words, message):
     with pytest.raises(ConfigError, match=message):
         _run(_tree(shards, tmp_path), *words)
+
+
+def test_a_size_that_no_step_reaches_is_refused(shards, tmp_path):
+    late = _run(_tree(shards, tmp_path, steps=6), "objective.image_sizes=[[0, 32], [0.9, 64]]")
+    for begin in (train, dry_run):
+        with pytest.raises(ConfigError, match="no step of 6 begins at a share"):
+            begin(late)
+    assert not late.folder.exists() and dry_run(late.model_copy(update={"steps": 10})).steps == 10

@@ -79,6 +79,23 @@ def test_a_codebook_of_both_towers_goes_through_all_engines(shards, tmp_path):
     assert torch.equal(changing["model.visual.fdt.space_dict"], changing["model.text.fdt.space_dict"])
 
 
+def _averaged(ranks, trees, engines, out):
+    for (_, name), tree in trees.items():
+        for kind, engine in engines.items():
+            trained(ranks, override(tree, ["objective.ema={decay: 0.9}"]), engine, 4, out / kind / name)
+
+
+def test_an_average_follows_what_is_sharded_and_what_is_not(shards, tmp_path):
+    trees = _trees(shards, tmp_path)
+    trees = {k: trees[k] for k in trees if k in (("clip", "flair"), ("clip", "fdt"))}
+    run_ranks(2, _averaged, trees, {"ddp": DDP, "fsdp2": FSDP2, "zero": ZERO_2}, tmp_path)
+    for _, name in trees:
+        one, *others = (model_after(tmp_path / engine / name) for engine in ("ddp", "fsdp2", "zero"))
+        assert any(n.startswith("average.") and not torch.equal(t, one["model" + n[7:]]) for n, t in one.items()), name
+        for n, t in one.items():
+            assert all(torch.allclose(t, other[n], rtol=1e-4, atol=2e-5) for other in others), (name, n)
+
+
 def _with_a_spare(ranks, tree):
     config = resolve(RunConfig, {**tree, "engine": DDP}, "x")
     objective, running = build_objective(config), build_engine(config, ranks)
