@@ -51,13 +51,16 @@ class Row(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A table before it is drawn.  notes: what the marked cells stand for, a line each.  spans: what stands in brackets."""
+    """A table before it is drawn.  notes: what the marked cells stand for, a line each.  spans: what stands in brackets.
+    unranked: tasks of whose scores none is the best, since they are not of the same samples.
+    """
 
     title: str
     columns: list[Column]
     rows: list[Row]
     notes: list[str]
     spans: str = "95 % intervals"
+    unranked: frozenset[str] = frozenset()
 
     @property
     def unit(self) -> str:
@@ -97,8 +100,20 @@ def grid(records: Sequence[Record], layout: str | None, paper: Sequence[str] = (
     odd = [(name, t, record.result.note) for name, found in table.items() for t, record in found.items() if t in tasks]
     notes = [f"{MARK} {name}: {task} is not the listed data: {note}" for name, task, note in odd if note]
     notes += [f"{name}: {said}" for name, found in table.items() if (said := _mixed(list(found.values())))]
+    of_several = {t: said for t in tasks if (said := several_data([f[t] for f in table.values() if t in f]))}
+    notes += of_several.values()
     notes = [" ".join(note.split()) for note in notes]  # a name with a line feed would end a comment of LaTeX's
-    return Grid(TITLES.get(layout or "", "Results"), columns, rows, notes)
+    return Grid(TITLES.get(layout or "", "Results"), columns, rows, notes, unranked=frozenset(of_several))
+
+
+def several_data(records: Sequence[Record]) -> str:
+    """That results of one task are not of the same samples, in words; empty where they are."""
+    # What a plug-in scored may have no identity: then at least its size has to be the same.
+    if len({record.dataset or record.result.n for record in records}) < 2:
+        return ""
+    sizes = sorted({record.result.n for record in records})
+    told = f"n {', '.join(map(str, sizes))}" if len(sizes) > 1 else f"n {sizes[0]} each"
+    return f"{records[0].task}: not of the same samples in all rows ({told}): another set, or a part of it; no best is marked"
 
 
 def _mixed(records: Sequence[Record]) -> str:
@@ -208,7 +223,9 @@ def _best(table: Grid) -> list[float | None]:
         cells = [c for c in column if c is not None]
         metrics = {c.metric for c in cells}
         choose = min if metrics <= LOWER_IS_BETTER else max
-        best.append(choose(c.value for c in cells) if len(metrics) == 1 else None)  # of two metrics none is the better
+        # Of two metrics, or of two sets, none is the better.
+        ranked = len(metrics) == 1 and table.columns[len(best)].task not in table.unranked
+        best.append(choose(c.value for c in cells) if ranked else None)
     return best
 
 

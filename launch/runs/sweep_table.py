@@ -12,7 +12,7 @@ import torch
 
 from evals.encoders.loading import read_recipe
 from evals.report.over_seeds import recipe_of
-from evals.report.paper_tables import Cell, Column, Grid, Row
+from evals.report.paper_tables import Cell, Column, Grid, Row, several_data
 from evals.report.results_file import Record, read_records
 from evals.tasks.result import axis_of
 from sparo_train.core.errors import ConfigError, DataError
@@ -109,7 +109,9 @@ def sweep_grid(title: str, rows: Sequence[SweepRow]) -> Grid:
         Row(f"{row.name} ({row.parameters / 1e6:.2f} M, n {row.runs})", [row.cell(t) for t in tasks]) for row in rows
     ]
     note = "M: trained parameters; n: runs that were scored, which differ in their seed"
-    return Grid(title, columns, drawn, [note], "median, and range over seeds")
+    of_several = {t: said for t in tasks if (said := several_data([r for row in rows for r in row.results.get(t, [])]))}
+    notes = [note, *of_several.values()]
+    return Grid(title, columns, drawn, notes, "median, and range over seeds", frozenset(of_several))
 
 
 def draw(rows: Sequence[SweepRow], task: str, path: Path) -> None:

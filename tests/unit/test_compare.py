@@ -190,6 +190,24 @@ def test_a_row_of_several_weights_says_so(tmp_path):
     assert "w.pt: its scores are of several kinds of weights and precision" in text and "v.pt: its" not in text
 
 
+def test_a_column_of_several_sets_says_so_and_has_no_best(tmp_path):
+    whole, part = scored([1, 0, 1]), scored([1, 1])._replace(data="e" * 64)
+    for name, of_t in (("a", whole), ("b", part)):
+        append(tmp_path / name, name, "t", of_t, {})
+        append(tmp_path / name, name, "u", whole, {})
+    found = layouts.grid(read_records([tmp_path / "a", tmp_path / "b"]), None)
+    assert found.notes == [
+        "t: not of the same samples in all rows (n 2, 3): another set, or a part of it; no best is marked"
+    ]
+    for text in (layouts.markdown(found), layouts.latex(found)):
+        (line,) = [line for line in text.splitlines() if "100.0" in line]
+        assert line.count("**") + line.count("textbf") in (1, 2)  # u's alone
+    other = scored([1, 0, 0])._replace(data="f" * 64)
+    append(tmp_path / "c", "c", "u", other, {})
+    (note,) = layouts.grid(read_records([tmp_path / "a", tmp_path / "c"]), None).notes
+    assert note.startswith("u: not of the same samples in all rows (n 3 each)")
+
+
 def test_the_bootstrap_covers_what_it_should():
     """Clusters of two equal answers: the interval is that of 200 clusters, not of 400 samples."""
     rng = np.random.default_rng(0)

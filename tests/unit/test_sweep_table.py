@@ -78,6 +78,11 @@ def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
     assert [cell and (cell.value, cell.low, cell.high) for cell in cells] == [
         (0.2, 0.1, 0.3), (0.6, 0.5, 0.7), (0.9, None, None), None
     ]  # fmt: skip
+    assert len(grid.notes) == 1 and not grid.unranked
+    mixed = rows[0].results["zero"][0]
+    mixed = mixed._replace(result=mixed.result._replace(data="e" * 64))
+    (_, note) = sweep_grid("grid", [rows[0]._replace(results={"zero": [mixed, *rows[0].results["zero"][1:]]})]).notes
+    assert note.startswith("zero: not of the same samples")
     assert "3" in grid.rows[0].name and grid.spans == "median, and range over seeds"
     draw(rows, "zero", place / "figures/zero.png")
     assert Image.open(place / "figures/zero.png").size[0] > 600
