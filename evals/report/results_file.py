@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparo_train.core.disk.rundir import environment
-from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.core.errors import ConfigError, DataError, SparoError
 from sparo_train.core.files import nearest, write_whole
-from sparo_train.core.untrusted import read_bytes
+from sparo_train.core.recipe.recipe_yaml import parse_yaml
+from sparo_train.core.untrusted import read_bytes, read_text
 
 from ..tasks.result import Result
 
@@ -83,7 +84,7 @@ def read_records(places: Iterable[str | Path]) -> list[Record]:
     """
     found: dict[tuple[str, str], Record] = {}
     for place in places:
-        path = _file_of(Path(place))
+        path, names = _file_of(Path(place)), _names(Path(place))
         for number, line in enumerate(read_bytes(path, DataError).decode("utf-8", "replace").split("\n"), 1):
             try:
                 content = json.loads(line)
@@ -95,7 +96,7 @@ def read_records(places: Iterable[str | Path]) -> list[Record]:
                 raise DataError(
                     f"{path}: line {number} is no result of this version (schema {SCHEMA}); remove it, or score again"
                 )
-            record = _of_place(_record(content, path, number), Path(place))
+            record = _of_place(_record(content, path, number), Path(place), names)
             before = found.get((record.checkpoint, record.task))
             # A whole set is not replaced by a part of it that was scored later.
             if before is None or before.facts.get("limit") or not record.facts.get("limit"):
@@ -121,13 +122,45 @@ def _record(content: dict[str, Any], path: Path, number: int) -> Record:
     return Record(checkpoint, task, result, facts, predictions, path.parent)
 
 
-def _of_place(record: Record, place: Path) -> Record:
+def records_of(place: str) -> list[Record]:
+    """The results of one checkpoint: a run's own, all of a folder that has no other's, or those of a name that a table prints,
+    `RUN (slots 0,1)`.
+
+    Raises:
+        ConfigError: results of several checkpoints, none of which the place names.
+        DataError: as `read_records`.
+    """
+    path, within, _ = place.partition(" (")
+    records = read_records([path if within and not Path(place).exists() else place])
+    names = list(dict.fromkeys(record.checkpoint for record in records))
+    if len(names) == 1 and not within:
+        return records
+    # A run that was also scored with some of its slots is still that run.
+    own = [record for record in records if record.checkpoint == (place if within else str(Path(place)))]
+    if not own:
+        raise ConfigError(
+            f"{place}: holds results of {', '.join(names)}; give one of these runs, or a folder with the results of one"
+        )
+    return own
+
+
+def _names(place: Path) -> frozenset[str]:
+    """What a run in this folder is called, or was before its folder was renamed; nothing where it is no run."""
+    config = place / "config.yaml"
+    if not config.is_file():
+        return frozenset()
+    try:
+        tree = parse_yaml(read_text(config), str(config))
+    except SparoError:  # its name is its folder's, then
+        tree = None
+    return frozenset([place.resolve().name, *([str(tree.get("name"))] if isinstance(tree, dict) else [])])
+
+
+def _of_place(record: Record, place: Path, names: frozenset[str]) -> Record:
     """A run's own results under the run's place as it is typed now: two runs of one name in two folders are two, and a run that
     was scored by its whole path and by a part of it is one."""
     scored, slots, rest = record.checkpoint.partition(" (slots ")
-    if (place / "config.yaml").is_file() and Path(scored).name == place.resolve().name:
-        return record._replace(checkpoint=f"{place}{slots}{rest}")
-    return record
+    return record._replace(checkpoint=f"{place}{slots}{rest}") if Path(scored).name in names else record
 
 
 def refuse_unwritable(folder: Path, key: str) -> None:

@@ -204,19 +204,14 @@ def compare(
     one alone has right (1st, 2nd), and McNemar's exact p."""
     from evals.report.compare import compare as paired
     from evals.report.plots import relative_change
-    from evals.report.results_file import Record, read_records
+    from evals.report.results_file import Record, records_of
     from evals.tasks.result import shown
     from sparo_train.core.errors import DataError
 
     picture_given(plot, "--plot")
     sides: list[dict[str, Record]] = []
     for place in (first, second):
-        records = read_records([place])
-        if len({record.checkpoint for record in records}) != 1:
-            raise ConfigError(
-                f"{place}: holds results of {len({r.checkpoint for r in records})} checkpoints; give a folder with one"
-            )
-        sides.append({record.task: record for record in records})
+        sides.append({record.task: record for record in records_of(place)})
     drawn = Table(title=f"{second} against {first}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("task", "headline", "n", "difference", "95 %", "only 1st", "only 2nd", "p"):
         drawn.add_column(name, justify="left" if name in ("task", "headline") else "right", no_wrap=True)

@@ -96,7 +96,7 @@ def test_two_checkpoints_are_compared_sample_by_sample(scored):
         assert word in done.stdout
     assert (root / "change.png").stat().st_size > 5000 and not done.stderr
     done = sparo("eval", "compare", "own0", "results", cwd=root)
-    assert done.returncode == 2 and "holds results of 2 checkpoints" in done.stderr
+    assert done.returncode == 2 and "results: holds results of runs/s0, runs/s1; give one" in done.stderr
 
 
 def test_shares_of_an_array_score_once_all_are_there(scored):

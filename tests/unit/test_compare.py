@@ -11,7 +11,7 @@ from evals.report import paper_tables as layouts
 from evals.report.compare import compare
 from evals.report.over_seeds import over_seeds
 from evals.report.plots import relative_change
-from evals.report.results_file import append, read_records
+from evals.report.results_file import append, read_records, records_of
 from evals.report.selection_plot import draw_curves
 from evals.tasks import pairs, reconstruction, retrieval, zeroshot
 from evals.tasks.result import Result, bootstrap, percentiles, shown
@@ -188,6 +188,24 @@ def test_a_row_of_several_weights_says_so(tmp_path):
         append(tmp_path / "same", "v.pt", task, one, {**facts, "checkpoint": {"sha256": "1"}, "precision": "fp32"})
     text = layouts.markdown(layouts.grid(read_records([tmp_path / "mix", tmp_path / "same"]), None))
     assert "w.pt: its scores are of several kinds of weights and precision" in text and "v.pt: its" not in text
+
+
+def test_a_run_is_compared_under_its_name_of_today(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs/old"
+    (run / "evals").mkdir(parents=True)
+    (run / "config.yaml").write_text("name: old\nsteps: 3\n")
+    for name, right in (("runs/old", [1, 0]), ("runs/old (slots 0,1)", [1, 1]), ("else", [0, 0])):
+        append(run / "evals", name, "t", scored(right), {})
+    run.rename(tmp_path / "runs/new")
+    assert {r.checkpoint for r in read_records(["runs/new"])} == {"runs/new", "runs/new (slots 0,1)", "else"}
+    for name, value in (("runs/new", 0.5), ("runs/new/", 0.5), ("runs/new (slots 0,1)", 1.0)):
+        (record,) = records_of(name)
+        assert record.result.value == value
+    with pytest.raises(ConfigError, match=r"holds results of runs/new, runs/new \(slots 0,1\), else; give one"):
+        records_of("runs/new (slots 7)")
+    with pytest.raises(ConfigError, match="evals: holds results of runs/old, "):
+        records_of("runs/new/evals")
 
 
 def test_a_column_of_several_sets_says_so_and_has_no_best(tmp_path):
