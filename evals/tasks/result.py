@@ -64,6 +64,12 @@ class Result(NamedTuple):
         if self.n == 1 and self.intervals:
             # Drawn again and again, one sample is itself: an interval of no width, which looks like certainty.
             found.append("n is 1: how sure these scores are cannot be said, whatever their intervals are")
+        elif flat := [name for name, (low, high) in self.intervals.items() if low == high]:
+            # One sample of a class, drawn from that class again and again, is itself.
+            found.append(
+                f"{', '.join(flat)}: an interval of no width, since all draws are alike (one sample per class, or all samples equal); "
+                "how sure it is cannot be said"
+            )
         return found
 
     @classmethod

@@ -196,7 +196,9 @@ def _print(found: Grid, transpose: bool, format: str) -> None:
 
 @app.command()
 def compare(
-    first: Annotated[str, typer.Argument(help="a run folder, or a folder with results.jsonl of one checkpoint")],
+    first: Annotated[
+        str, typer.Argument(help="a run folder, a folder with results.jsonl of one checkpoint, or 'RUN (slots 0,1)'")
+    ],
     second: Annotated[str, typer.Argument(help="another")],
     plot: Annotated[Path | None, typer.Option(help="also draw the relative changes here (PNG, PDF or SVG)")] = None,
 ) -> None:
