@@ -196,6 +196,8 @@ def _launch(fan: FanOut, order: LaunchOptions) -> None:
         # Two checkpoints of one name by the whole of what was typed, or one would stand in the other's place.
         named = dict(zip(short if len(set(short)) == len(short) else results, results.values(), strict=True))
         out.print(results_table(named, "per cent, 95 % intervals"))
+        for line in fan.outdated():
+            out.print(line, soft_wrap=True)
     elif not jobs:
         out.print(f"{fan.folder}: all {len(fan.elements)} elements are done", soft_wrap=True)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from evals.report.results_file import write_results
 from evals.tasks.result import Result
+from sparo_train.core.disk.store import CheckpointStore
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.files import write_whole
 from sparo_train.core.untrusted import read_json
@@ -103,6 +104,18 @@ class FanOut:
                 for name, facts in held.items():
                     found.setdefault(element["checkpoint"], {})[name.removeprefix(before)] = Result.from_dict(facts)
         return found
+
+    def outdated(self) -> list[str]:
+        """Runs that went on after they were scored, in words: a plan is done once, whatever its words stand for later."""
+        found = {}
+        for number, element in enumerate(self.elements):
+            part, run = self.part(number), Path(element.get("checkpoint", ""))
+            if self.kind != "eval" or not part.exists() or not (run / "config.yaml").is_file():
+                continue
+            newest = CheckpointStore(run / "checkpoints").latest()
+            if newest is not None and newest.stat().st_mtime > part.stat().st_mtime:
+                found[run] = f"{run}: was scored before {newest.name} was written; another --name scores that"
+        return list(found.values())
 
 
 def plan_name(elements: Sequence[dict[str, Any]]) -> str:

@@ -116,6 +116,12 @@ def test_local_evaluations_fan_out_and_merge(shards, tmp_path):
     assert not FanOut(tmp_path / "runs/evals/e").missing()
     results = json.loads((tmp_path / "runs/evals/e/results.json").read_text())["results"]
     assert list(results) == ["runs/tiny/zero"]
+    assert "was scored before" not in done.stdout and not FanOut(tmp_path / "runs/evals/e").outdated()
+    later = time.time() + 60
+    os.utime(tmp_path / "runs/tiny/checkpoints/step-00000003", (later, later))
+    done = sparo(*words, cwd=tmp_path)
+    assert done.returncode == 0 and "acc1" in done.stdout
+    assert "runs/tiny: was scored before step-00000003 was written; another --name scores that" in done.stdout
     with pytest.raises(ConfigError, match="holds another plan; give another --name"):
         FanOut.make(tmp_path / "runs/evals/e", "eval", [])
     done = sparo("launch", "eval", "runs", "--on", "debug", cwd=tmp_path)
