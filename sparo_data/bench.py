@@ -33,12 +33,15 @@ class Timing(NamedTuple):
 def bench(pipeline: Pipeline, samples: int = 512) -> Timing:
     """Time the stages in this process on one thread, then the pipeline with its workers, each over `samples` in plan order."""
     threads = torch.get_num_threads()
+    # As a loader's worker runs: several threads would tell of a speed that no worker has.
     torch.set_num_threads(1)
     seconds: dict[str, float] = {}
     used = sum(_one(pipeline, number, seconds) for number in range(samples))
+    # The workers that follow open their own; a reader that is kept would be forked with its place in a file.
     close_reader()
     torch.set_num_threads(threads)
     with closing(pipeline.start()) as batches:
+        # Not timed: until the first batch workers start and fill what is read ahead.
         next(batches)
         begin, count = time.perf_counter(), 0
         while count < samples:
@@ -48,6 +51,7 @@ def bench(pipeline: Pipeline, samples: int = 512) -> Timing:
 
 
 def _one(pipeline: Pipeline, number: int, seconds: dict[str, float]) -> bool:
+    # Through the streams in turn, as batches are, so that shards are opened as often.
     plan, before = pipeline.plan, time.perf_counter()
     spent: dict[str, float] = {}
 

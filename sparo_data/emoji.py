@@ -99,6 +99,7 @@ def install(folder: Path) -> Path:
     """
     wanted = [f"@iconify-json/{name}@{version}" for name, version in VENDORS.items()] + ["@".join(TEXTS)]
     modules = folder / "node_modules"
+    # Asked of the files: npm would ask its registry, and there may be no network the second time.
     if all((modules / name.rpartition("@")[0] / "package.json").is_file() for name in wanted):
         return modules
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,9 +133,11 @@ def read_emoji(modules: Path) -> list[Emoji]:
     """All emoji with their texts, skin tones included; flags and bare components left out."""
     found = []
     for base in _json(modules / "emojibase-data/en/data.json"):
+        # Bare components (a skin's colour, a hair's) are no pictures of anything.
         if base.get("group") in (None, FLAGS, COMPONENTS):
             continue
         tags, concept = tuple(base.get("tags", ())), normalize(base["label"])
+        # A skin's tags are its base's: emojibase gives it none.
         for entry in (base, *base.get("skins", ())):
             found.append(Emoji(entry["hexcode"], entry["label"], concept, tags, base["subgroup"]))
     return found
@@ -152,11 +155,13 @@ def read_drawings(modules: Path, vendor: str, emoji: Sequence[Emoji]) -> list[Dr
     for code, names in _json(modules / "emojibase-data/en/shortcodes/emojibase.json").items():
         for name in [names] if isinstance(names, str) else names:
             if code in by_code:
+                # The first: later emoji took short codes that were in use.
                 by_short.setdefault(normalize(name), by_code[code])
     chosen: dict[str, Drawing] = {}
     for slug, icon in icons["icons"].items():
         # The label first: code points of old sets mean what they meant then.
         match = by_label.get(normalize(slug)) or by_code.get(codes.get(slug, "")) or by_short.get(normalize(slug))
+        # Sets name one drawing several times; a concept counts once per vendor.
         if match is not None and match.hexcode not in chosen:
             chosen[match.hexcode] = Drawing(vendor, match, _svg(icon, icons))
     return [chosen[code] for code in sorted(chosen)]
@@ -168,6 +173,7 @@ def rasterise(svg: str, size: int) -> Image.Image:
 
     png = resvg_py.svg_to_bytes(svg_string=svg, width=size, dpi=90, skip_system_fonts=True)
     drawn = Image.open(io.BytesIO(bytes(png))).convert("RGBA")
+    # Down alone, in shape: a wide drawing fills the width and not the square.
     drawn.thumbnail((size, size), Image.Resampling.BICUBIC)
     square = Image.new("RGBA", (size, size), "white")
     # On white and in the middle: vendors leave margins of their own.

@@ -56,6 +56,7 @@ def make_emoji(
     if not drawings:
         raise DataError(f"{modules}: no drawing could be matched to a text")
     pixels = _rasterise_all(drawings, size, processes, report)
+    # By vendor as well: one code point has a drawing of each.
     png = {(d.vendor, d.emoji.hexcode): data for d, data in zip(drawings, pixels, strict=True)}
     train = [d for d in drawings if d.vendor != TEST_VENDOR and not is_held_out(d.emoji)]
     # Shuffled once: a shard of one vendor's drawings would be a batch of one style.
@@ -80,6 +81,7 @@ def _write_zeroshot(
         ("zeroshot_vendor", [(TEST_VENDOR, e) for e in seen]),
         ("zeroshot_concepts", [(d.vendor, d.emoji) for d in new]),
     ):
+        # Sorted: a class's number must not depend on the order of drawings.
         labels = sorted({e.label for _, e in pairs})
         where = {label: i for i, label in enumerate(labels)}
         samples = [
@@ -97,6 +99,7 @@ def _write_captioned(
         return png[TEST_VENDOR, e.hexcode]
 
     base = [e for e in known if e.is_base]
+    # Drawn, not the first: labels lie in the order of Unicode's groups, faces first.
     picked = [base[i] for i in generator(seed, "emoji", "retrieval").permutation(len(base))[:_RETRIEVAL]]
     samples = [(e.hexcode, {"png": image(e), "txt": e.caption(e.tags[:3]).encode()}) for e in picked]
     write_wds_layout(root / "retrieval", samples, dataset_type="retrieval")
@@ -126,6 +129,7 @@ def _rasterise_all(
     drawings: Sequence[Drawing], size: int, processes: int, report: Callable[[int, int], None] | None
 ) -> list[bytes]:
     out: list[bytes] = []
+    # Of two hundred, since a start of a process costs as much as some dozen drawings.
     chunks = [list(drawings[i : i + 200]) for i in range(0, len(drawings), 200)]
     if report:
         report(0, len(drawings))

@@ -69,6 +69,7 @@ class Selection(Frozen):
             wrong = [number for number in getattr(self, key) if not 0 <= number < self.count]
             if wrong:
                 raise ValueError(f"{key}: {wrong[0]} is no unit; there are {self.count}, numbered from 0")
+        # A part of an order would make `the best half` a half of something else.
         if self.order and len(self.order) != self.count:
             raise ValueError(f"order: has {len(self.order)} of {self.count} units")
         if self.scores and len(self.scores) != self.count:
@@ -79,6 +80,7 @@ class Selection(Frozen):
 def read_selection(path: Path) -> Selection:
     """A file that `write_selection` or the explorer wrote. Raises `ConfigError` naming it and what is wrong in it."""
     try:
+        # Selections are passed on between people: a file of any size is not read for its first line.
         text = read_text(path, DataError, _MAX_BYTES)
         found = parse_json(text, str(path), dict, DataError)
     except DataError as error:
@@ -114,6 +116,7 @@ def selected(encoder: Encoder, selection: Selection, where: str = "--slots") -> 
         heads = heads_of(encoder, selection.head_layers)
         if heads.slots - 1 != selection.count:
             raise ConfigError(f"{where}: has {selection.count} heads, and {encoder.label} {heads.slots - 1}")
+        # In the order of numbers: an encoding's parts stay where they are in the whole one.
         return SomeHeads(heads, sorted(selection.chosen))
     whole = selection.units == "slots" and encoder.slots != selection.count
     # Units have to share an encoding evenly, or numbers would belong to two of them.
@@ -133,6 +136,7 @@ def mask_of(selection: Selection, width: int) -> torch.Tensor:
     else:
         mask = torch.zeros(selection.count)
         mask[list(selection.chosen)] = 1
+    # One number per unit is one for each of the unit's numbers.
     return mask.repeat_interleave(width // len(mask))
 
 

@@ -38,6 +38,7 @@ class FileSet(EvalSet):
         if not self._names:
             raise DataError(f"{root}: an evaluation set without images")
         for name in self._names:
+            # Names come from annotations of others: one with .. would read any file.
             if not is_below(name):
                 raise DataError(f"{root}: {name!r} is no image's name below this folder; the annotations are damaged")
 
@@ -48,6 +49,7 @@ class FileSet(EvalSet):
         return self._names[number], opened(self.root / self._names[number]), self._facts[number]
 
     def identity(self) -> str:
+        # Facts are in it: the same files with corrected labels are another set.
         return sha256(json.dumps([self._names, self._facts]), self._stat[0], self._extra)
 
     def stamp(self) -> str:
@@ -73,6 +75,7 @@ class ImageNetSet(FileSet):
     def __init__(self, root: str | Path, expected: int | None = None, numbered: bool = False):
         folder = Path(root)
         names = [name for part in open_folder(folder, "root", mixed=False) for name in part.names()]
+        # Of images, not of folders: an empty class folder is no class that can be scored.
         present = sorted({name.partition("/")[0] for name in names})
         known = {str(i): i for i in range(1000)} if numbered else {wnid: i for i, wnid in enumerate(wordnet_ids())}
         # Numbers without gaps: a set with 200 of the classes is scored over these 200.
@@ -83,6 +86,7 @@ class ImageNetSet(FileSet):
         if expected is not None and len(present) != expected:
             raise DataError(f"{folder}: has {len(present)} class folders, {expected} expected; fetch it again")
         classes = sorted(known[name] for name in present)
+        # Renumbered: scores count classes that are there, and models' columns follow.
         place = {imagenet: i for i, imagenet in enumerate(classes)}
         super().__init__(folder, names, [place[known[name.partition("/")[0]]] for name in names], "label")
         self._classes = classes
@@ -135,6 +139,7 @@ class ObjectNetSet(FileSet):
         missing = shared - set(names_of.values())
         if missing:
             raise DataError(f"{folder}: folder_to_objectnet_label.json lacks {sorted(missing)[0]!r}")
+        # By ObjectNet's folders: one of its classes may be several of ImageNet's.
         place = {name: i for i, name in enumerate(folders)}
         names = [n for part in open_folder(top / "images", "root", mixed=False) for n in part.names()]
         names = [name for name in names if name.partition("/")[0] in place]
@@ -172,6 +177,7 @@ def wordnet_ids() -> list[str]:
 
 
 def _mapping(folder: Path, name: str) -> Path:
+    # As the archive unpacks, or moved to the top.
     for place in (folder, folder / "mappings", folder / "objectnet-1.0" / "mappings"):
         if (place / name).is_file():
             return place / name

@@ -32,6 +32,7 @@ class MaskRow(NamedTuple):
 
 def relative_change(pairs: tuple[float, float], task: tuple[float, float]) -> float:
     """A task's relative change over that of the pairs, as Table 5 has it; NaN where the mask changed nothing there."""
+    # Over nothing gained it would be any number: the paper's table has no such row, ours says so.
     gained = (pairs[1] - pairs[0]) / pairs[0] if pairs[0] else 0.0
     return float("nan") if gained == 0 or task[0] == 0 else (task[1] - task[0]) / task[0] / gained
 
@@ -47,6 +48,7 @@ def mask_row(
     """Train a mask per element of `how`, and score each on tasks, whose classifiers it is folded into."""
     known = judged = mask_factors(pairs, per)
     if held_out:
+        # One half for all seeds of the training, whose spread is then of the training alone.
         half = halves(label, pairs, how[0].seed)
         known, judged = known.only(half), known.only(~half)
     found = [train_mask(known, one) for one in how]
@@ -71,6 +73,7 @@ def mask_factors(pairs: Pairs, per: Per) -> Factors:
     u = pairs.units
     image = u.images(pairs.features.rows(pairs.owner))
     names = list(dict.fromkeys(pair.kind for pair in pairs.found))
+    # Micro: one kind, whose mean is the mean over pairs.
     kinds = torch.tensor([names.index(pair.kind) if pairs.average == "macro" else 0 for pair in pairs.found])
     return factors(image, u.texts(pairs.true), u.texts(pairs.false), kinds, per)
 

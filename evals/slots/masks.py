@@ -30,6 +30,7 @@ class Factors(NamedTuple):
 def factors(image: Tensor, true: Tensor, false: Tensor, kinds: Tensor, per: Literal["unit", "number"]) -> Factors:
     """From encodings (n, U, V) of images and captions; a part is a unit, or every single number."""
     d, q = image * (true - false), image.square()
+    # Summed before training: a mask of units needs no number of theirs apart.
     if per == "unit":
         return Factors(d.sum(-1), q.sum(-1), kinds)
     return Factors(d.flatten(1), q.flatten(1), kinds)
@@ -92,6 +93,7 @@ def train_mask(known: Factors, how: MaskTraining = MaskTraining()) -> TrainedMas
 def loss(d: Tensor, q: Tensor, theta: Tensor, alpha: Tensor, clamp: str) -> Tensor:
     """Mean cross-entropy of pairs, in the factored form."""
     m = mask_of(theta, alpha, clamp)
+    # A mask that closes everything has no direction; without the floor its gradient would be NaN.
     cosine = (d @ m) / (q @ m.square()).clamp(min=1e-24).sqrt()
     return F.softplus(-_scale(alpha, clamp) * cosine).mean()
 

@@ -138,6 +138,7 @@ def encoded(source: EvalSet, units: Units, store: FeatureStore, workers: int) ->
 def _classes(task: ZeroshotTaskConfig, units: Units, store: FeatureStore, classifier_slots: str) -> Classes:
     source, tower = open_set(task, "label"), texts_of(units)
     names, templates = source.classnames(), source.templates()
+    # Labels are looked at while they are encoded: an index beyond the classes has no class vector.
     source.label_below = len(names)
     features = encoded(source, units, store, task.workers)
     if source.kind == "labels":
@@ -191,6 +192,7 @@ def groups_of(material: Material) -> list[str]:
     captions = [pair.caption for pair in material.found]
     place = {caption: i for i, caption in enumerate(sorted(set(captions)))}
     images = material.owner.numpy()
+    # Captions and images are the two sides of one graph; a part of it is what must stay together.
     nodes = len(place) + len(material.features)
     ends = np.array([place[caption] for caption in captions]), len(place) + images
     links = coo_array((np.ones(len(images), np.int8), ends), shape=(nodes, nodes))
@@ -211,6 +213,7 @@ def halves(name: str, material: Material, seed: int) -> Tensor:
         DataError: so few images that one half would be empty.
     """
     keys = groups_of(material)
+    # By name: a question stays in its half whatever else the set holds.
     drawn = torch.tensor([hashlib.sha256(f"{seed} {key}".encode()).digest()[0] < 128 for key in keys], dtype=torch.bool)
     if not bool(drawn.any()) or bool(drawn.all()):
         raise DataError(

@@ -86,12 +86,14 @@ def best_of(table: Tensor, k: int, first: int) -> Nearest:
     """The k largest of every row (m, n), ties to the lower column; columns are counted from `first`."""
     k = min(k, table.shape[1])
     value, row = _largest(table, min(k + 1, table.shape[1]))
+    # One more than is wanted was taken: whether the last one ties is seen by the next.
     if value.shape[1] > k:
         tied = (value[:, k - 1] == value[:, k]).nonzero().flatten()  # topk may keep any of them
         value, row = value[:, :k].clone(), row[:, :k].clone()
         if len(tied):
             ordered = table[tied].sort(dim=1, descending=True, stable=True)
             value[tied], row[tied] = ordered.values[:, :k], ordered.indices[:, :k]
+    # By row first, then stably by value: of equal values the lower row is first.
     row, by_row = row.sort(dim=1)
     value, order = value.gather(1, by_row).sort(dim=1, descending=True, stable=True)
     return Nearest(value, row.gather(1, order) + first)
@@ -103,6 +105,7 @@ def _largest(table: Tensor, k: int) -> tuple[Tensor, Tensor]:
     wanted = math.isqrt(n // max(1, k)) // 2
     if wanted < 4:
         return table.topk(k, dim=1)
+    # Groups of one size where some number divides: what is left over is looked at one by one.
     size = next((s for s in range(wanted, 2 * wanted) if n % s == 0), wanted)
     groups = n // size
     chosen = _maxima(table[:, : size * groups], size, groups).topk(k, dim=1, sorted=False).indices
@@ -125,6 +128,7 @@ def predictions(found: Nearest, labels: Tensor, classes: int, k: int, temperatur
     """Classes by the summed weights exp(similarity / T) of the k nearest, best first: (m, top); ties go to the lower class."""
     k = min(k, found.row.shape[1])
     weights = (found.similarity[:, :k] / temperature).exp()
+    # Summed on the labels' places: a table of one-hot labels would be classes times larger.
     votes = weights.new_zeros(len(weights), classes).scatter_add_(1, labels[found.row[:, :k]], weights)
     return votes.sort(dim=1, descending=True, stable=True).indices[:, : min(top, classes)]
 
@@ -150,6 +154,7 @@ def score(
         if classes > 5:
             metrics[f"acc5_k{k}"] = right[:, : min(5, k)].any(dim=1).double().mean().item()
     intervals = {name: wilson(value, len(labels)) for name, value in metrics.items()}
+    # Of the headline's k alone: compare pairs one number per sample.
     right = torch.from_numpy(predicted[f"predicted_k{headline}"][:, 0]) == labels
     predicted["right"] = right.numpy()
     options = {"temperature": temperature, "normalised": "the encoding as a whole"}

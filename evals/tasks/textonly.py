@@ -22,9 +22,11 @@ def score(true: Sequence[str], false: Sequence[str], corpus: Sequence[str], fold
     margins = [bigrams(t) - bigrams(f) for t, f in zip(true, false, strict=True)]
     metrics = {"likelihood": _wins(margins)}
     shorter = _wins([len(f.split()) - len(t.split()) for t, f in zip(true, false, strict=True)])
+    # Whoever guesses by length may choose which: the better of both is what pairs give away.
     metrics["length"] = max(shorter, 1 - shorter)
     learned: list[float] = []
     for fold in range(folds):
+        # Judged on pairs that it was not taught, or every pair would tell its own answer.
         train = [i for i in range(len(true)) if i % folds != fold]
         learned += _naive_bayes(true, false, train, range(fold, len(true), folds))
     metrics["learned"] = _wins(learned)
@@ -45,6 +47,7 @@ class _Bigrams:
 
     def __call__(self, text: str) -> float:
         words = _words(text)
+        # Per word: of two captions the shorter would always be the likelier.
         steps = [math.log((self.pairs[a, b] + 1) / (self.firsts[a] + self.size)) for a, b in pairwise(words)]
         return sum(steps) / len(steps)
 
@@ -63,6 +66,7 @@ def _naive_bayes(true: Sequence[str], false: Sequence[str], train: Sequence[int]
 
 
 def _wins(margins: Sequence[float]) -> float:
+    # Ties count half: a guesser that says nothing is at chance, not below it.
     return sum(1.0 if m > 1e-12 else 0.5 if m > -1e-12 else 0.0 for m in margins) / len(margins)
 
 

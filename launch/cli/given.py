@@ -15,6 +15,7 @@ from sparo_train.core.errors import ConfigError, did_you_mean
 def refuse_typed(context: typer.Context, names: Iterable[str], why: str) -> None:
     """Raise `ConfigError` for an option that was typed where it does nothing, also with its own default."""
     for name in names:
+        # By where it came from: an option that is typed with its default is meant, too.
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise ConfigError(f"--{name.replace('_', '-')}: {why}; leave it away")
@@ -25,6 +26,7 @@ def part_of(text: str | None, others: str = "") -> tuple[int, int] | None:
     if text is None:
         return None
     number, slash, of = text.partition("/")
+    # isdecimal, not isdigit: of ² int() would raise.
     if not (slash and number.isdecimal() and of.isdecimal() and int(number) < int(of)):
         raise ConfigError(f"--part {text}: write I/N with I from 0 to N-1, as in 0/4{others}")
     return int(number), int(of)
@@ -51,6 +53,7 @@ def slots_given(text: str | None) -> tuple[int, ...] | Path | None:
     """`0,3,8-15` to numbers, each once, in order; the name of a file to its path."""
     if text is None:
         return None
+    # A file that is not there yet is named by its ending, so that what is missing is the file.
     if text.endswith(".json") or Path(text).is_file():
         return Path(text)
     found: set[int] = set()
@@ -63,6 +66,7 @@ def slots_given(text: str | None) -> tuple[int, ...] | Path | None:
                 f"--slots {text}: {word!r} is no slot; write numbers from 0 and ranges, as in 0,3,8-15, or name a selection.json"
             )
         found.update(range(int(first), int(last or first) + 1))
+    # Sorted: slots keep their order in an encoding, whatever the order of words.
     return tuple(sorted(found))
 
 

@@ -148,13 +148,13 @@ def logs(
     for path in files:
         empty = "" if path.stat().st_size else " (empty)"
         console.print(f"rank {chosen}: {path}{empty}", soft_wrap=True)
-        text = path.read_text(encoding="utf-8", errors="replace")
-        print(shown("\n".join(text.splitlines()[-lines:])), flush=True)
-    with files[-1].open(encoding="utf-8", errors="replace") as stream:
-        stream.seek(0, 2)
-        while follow:
-            print(shown(stream.read()), end="", flush=True)
-            time.sleep(0.5)
+        with path.open(encoding="utf-8", errors="replace") as stream:
+            text = stream.read()
+            print(shown("\n".join(text.splitlines()[-lines:])), flush=True)
+            # Of the file that was read: what was written since then is the next thing to be shown.
+            while follow and path == files[-1]:
+                print(shown(stream.read()), end="", flush=True)
+                time.sleep(0.5)
 
 
 @app.command()
@@ -192,6 +192,7 @@ def _launch(fan: FanOut, order: LaunchOptions) -> None:
     if results and not fan.missing():
         if not (fan.folder / "results.json").exists():
             fan.merge()
+        # Short, as columns are narrow.
         short = [Path(checkpoint).name for checkpoint in results]
         # Two checkpoints of one name by the whole of what was typed, or one would stand in the other's place.
         named = dict(zip(short if len(set(short)) == len(short) else results, results.values(), strict=True))

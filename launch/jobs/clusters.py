@@ -18,6 +18,7 @@ from sparo_train.core.recipe.recipe_yaml import parse_yaml
 
 from ..shipped import configs
 
+# The parts have no names in the text: which of them are hours follows from how many there are.
 _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
 
 
@@ -79,10 +80,12 @@ class ClusterConfig(Frozen):
     def _one_machine(self) -> ClusterConfig:
         if self.kind != "slurm" and self.nodes > 1:
             raise ValueError(f"nodes={self.nodes}: {self.kind} is one machine; use a SLURM cluster")
+        # Silently left out, a missing `module load` would be looked for in the job.
         if self.kind != "slurm" and self.setup:
             raise ValueError(f"setup: {self.kind} runs in the environment of the shell that launches; set that up")
         if self.kind == "debug" and self.ranks > 1:
             raise ValueError("debug runs one rank in this process; use local for several")
+        # A signal at the very start would save nothing, again and again.
         if self.kind == "slurm" and 60 * minutes(self.time) <= self.signal_seconds:
             raise ValueError(f"signal_seconds={self.signal_seconds}: not below the time limit {self.time}")
         return self
@@ -100,6 +103,7 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
+        # Keys as well: a name of sbatch's argument is a line of the script, too.
         for pair in value.items():
             yield from _texts(list(pair))
     elif isinstance(value, list | tuple):
@@ -116,6 +120,7 @@ def minutes(time: str | int) -> int:
     found = _TIME.fullmatch(str(time))
     if not found or (isinstance(time, int) and time <= 0):
         raise ValueError(f"{time!r} is no time limit; write minutes, HH:MM:SS or D-HH:MM:SS")
+    # SLURM reads one number as minutes, two as minutes and seconds, three as hours; behind days they begin with hours.
     days, a, b, c = (int(found[name] or 0) for name in "dabc")
     if found["d"] is not None:
         seconds = 60 * (60 * (24 * days + a) + b) + c
@@ -125,11 +130,13 @@ def minutes(time: str | int) -> int:
         seconds = 60 * a + b
     if not seconds:
         raise ValueError(f"{time!r}: a limit of nothing")
+    # Up: a limit that is rounded down kills a job that was promised the rest.
     return -(-seconds // 60)
 
 
 def cluster_folders() -> list[Path]:
     """Where clusters are described: ./configs/clusters, the user's own, and those that come with sparo."""
+    # The project's own clusters come first, so that a checkout decides for all who use it.
     own = Path(os.environ.get("XDG_CONFIG_HOME", Path.home() / ".config")) / "sparo/clusters"
     return [Path("configs/clusters"), own, *(folder / "clusters" for folder in configs())]
 
@@ -162,6 +169,7 @@ def with_options(base: Tree, words: Sequence[str]) -> Tree:
         word = rest.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         key, dot, inner = name.replace("-", "_").partition(".")
+        # From the name as it was typed: a variable's has underscores and dashes of its own.
         inner = name.partition(".")[2]
         if not word.startswith("--") or key not in ClusterConfig.model_fields:
             known = ", ".join("--" + name.replace("_", "-") for name in ClusterConfig.model_fields)
@@ -172,6 +180,7 @@ def with_options(base: Tree, words: Sequence[str]) -> Tree:
             raise ConfigError(f"{word}: no option of a cluster; {near} The options are {known}".replace("  ", " "))
         kinds = _kinds(key)
         if not equals:
+            # A flag takes a word behind it only where that is one: what follows may be the next option.
             if bool in kinds and (not rest or rest[0] not in ("true", "false")):
                 value = "true"
             elif rest:
@@ -179,8 +188,10 @@ def with_options(base: Tree, words: Sequence[str]) -> Tree:
             else:
                 raise ConfigError(f"{word}: a value is required")
         parsed: Any = parse_yaml(value, word)
+        # `--account 0123` is text: YAML would make a number of it.
         if str in kinds and not isinstance(parsed, str) and not (int in kinds and isinstance(parsed, int)):
             parsed = value
+        # Added to, not replaced: a cluster's own `module load` is needed whatever a user adds.
         if tuple in kinds:
             parsed = [*tree.get(key, []), value]
         if dict in kinds:

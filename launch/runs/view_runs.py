@@ -38,6 +38,7 @@ def draw_scenes(checkpoint: str, on: str, scenes: int, tile: int, out: Path, opt
     if not isinstance(task, ViewMasksTaskConfig):
         raise ConfigError(f"--on {on}: is not of posed views; name a task of kind view_masks")
     source, shown = open_views(task), task.shown or encoder.trained_views
+    # Before minutes of drawing, not behind them.
     refuse_unwritable(out, "--out")
     paths, rows = [out / "report.html"], []
     count = min(scenes, len(source))
@@ -50,6 +51,7 @@ def draw_scenes(checkpoint: str, on: str, scenes: int, tile: int, out: Path, opt
         paths += [sheet, moving]
     template = (Path(views.__file__).parent / "scenes.html.jinja").read_text(encoding="utf-8")
     facts = {"checkpoint": harmless(checkpoint), "task": on, "count": count, "shown": shown, "scenes": rows}
+    # Keys and names are others' texts, and the page is opened in a browser.
     page = Environment(autoescape=True).from_string(template)
     write_whole(paths[0], page.render(**facts, scores=_scores(Path(checkpoint), on)))
     return paths

@@ -70,6 +70,8 @@ class SlotModel(nn.Module):
         slots, attention, frames, features = self.tower(images, noise)
         onto = grid(self.decoder.side, images.device)
         if frames is not None:
+            # What is drawn moves with a slot's frame, as what it read did: else frames would only help to see.
             onto = self.tower.grouping.relative(onto, *frames)
+        # In fp32: errors of features are compared with pixels' and with other precisions'.
         target = images if self.config.target == "pixels" else features.permute(0, 3, 1, 2).float()
         return Slotted(slots, attention, self.decoder(slots, onto), target)

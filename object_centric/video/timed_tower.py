@@ -47,6 +47,7 @@ class TimedTowerConfig(SlotTowerConfig):
             raise ValueError("frame: positions and scales of slots are of still images; leave it away")
         if self.grouping.transport is not None:
             raise ValueError("grouping.transport: is of still images; leave it away")
+        # What sees all times at once has no first frame to begin with, and none that follows.
         at_once = self.grouping.binder is not None or self.grouping.pooled is not None
         if at_once and (self.predictor is not None or self.first_turns is not None):
             raise ValueError(
@@ -54,6 +55,7 @@ class TimedTowerConfig(SlotTowerConfig):
             )
         if self.grouping.pooled is not None:
             side, squares = self.encoder.side(self.image_size), math.isqrt(self.grouping.slots)
+            # Every slot pools a square of features of its own; squares of two sizes would be slots of two kinds.
             if side % squares:
                 raise ValueError(
                     f"grouping.slots={self.grouping.slots}: {squares} squares a side do not divide {side} features a side"

@@ -39,6 +39,7 @@ def orientations() -> list[np.ndarray]:
         cells = np.array([[letter == "#" for letter in line] for line in shape.split("/")])
         for turn in range(4):
             turned = np.rot90(cells, turn)
+            # With the shape: the bar lying and standing are the same cells in a row.
             found.setdefault(bytes(turned.shape) + turned.tobytes(), turned)
     return list(found.values())
 
@@ -52,6 +53,7 @@ def draw(rng: np.random.Generator, left_half: bool = False) -> Drawn:
         tries += 1
         if tries > 200:  # what stands there leaves no room: begin again
             image[:], mask[:], number, tries = 0, 0, 1, 0
+        # Drawn anew at every try: keeping a piece until it fits would favour small ones where there is little room.
         cells = np.kron(orientations()[rng.integers(len(orientations()))], np.ones((CELL, CELL), bool))
         height, width = cells.shape
         right = (SIDE + 1) // 2 if left_half else SIDE
@@ -91,6 +93,7 @@ def make_tetrominoes(
         if not path.exists():
             write_shard(path, _samples("train", range(first, last), config))
         done(last, config.train)
+    # Written last, so where it is the whole set is.
     if not (root / "masks/test/nshards.txt").exists():
         write_wds_layout(root / "masks", _samples("test", range(config.test), config))
 

@@ -83,6 +83,7 @@ def resolve(model: type[C], tree: Tree, origin: str) -> C:
     """
     tree = without_null_entries(model, tree)
     try:
+        # As JSON: pydantic's strict mode then takes a list for a tuple, and still no number for a text.
         return model.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         lines = [_explained(*problem, model, tree) for problem in _flat(model, error.errors(), ())]
@@ -129,6 +130,7 @@ def _flat(model: Any, problems: Sequence[Any], above: tuple[Any, ...]) -> Iterat
 def _explained(model: Any, where: tuple[Any, ...], problem: Any, top: type[BaseModel], tree: Tree) -> str:
     dotted = ".".join(map(str, where)) or "(top level)"
     if problem["type"] == "extra_forbidden":
+        # Near misses are of the block that was meant, not of the whole recipe.
         known = _fields_at(model, tuple(problem["loc"])[:-1])
         elsewhere = keys_named(top, tree, str(where[-1]))
         if elsewhere:
@@ -160,6 +162,7 @@ def _fields_at(annotation: Any, loc: Sequence[Any]) -> list[str]:
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
+    # Unions and containers are looked through: a block may stand in either.
     origin = typing.get_origin(annotation)
     if origin is None and not isinstance(annotation, types.UnionType):
         return []

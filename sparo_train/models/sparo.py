@@ -59,6 +59,7 @@ class SparoReadOut(TwinReadOut):
     def _groups(self) -> SparoReadOut:
         if self.slots % self.grp_size:
             raise ValueError(f"readout.grp_size={self.grp_size} does not divide readout.slots={self.slots}")
+        # A softmax over a slot has no norm left that could weigh it.
         if self.weighting == "norm" and self.representation == "sem":
             raise ValueError("readout.representation=sem has no weighting=norm; use sqrtsem, or another weighting")
         if self.normalize is not None:
@@ -87,6 +88,7 @@ class SparoReadOut(TwinReadOut):
         if self.normalize is not None:
             return self
         self._check_norm(normalize)
+        # Asked of the method once: a config that was written out has an answer of its own.
         return self.model_copy(update={"normalize": normalize})
 
     def shape(self, embed_dim: int) -> tuple[int, int]:
@@ -158,6 +160,7 @@ class Sparo(SeparateHeads):
         Returns:
             Slots with `values` (B, L, V), not normalised, and `attention` (B, L, N) in fp32 or None.
         """
+        # The projection is handed in: behind the pool it is a product of slots, before it one of all tokens.
         values, attention = self.attend(tokens, keep, self.proj)
         return Slots(values, shown(attention, need_attention))
 

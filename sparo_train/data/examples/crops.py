@@ -78,6 +78,7 @@ def multi_crop(
     """Global views (2, 3, size, size) and local ones (n, 3, local_size, local_size), uint8."""
     found = []
     for first, count, side in ((0, 2, size), (2, config.local_number, config.local_size)):
+        # One block for a kind of view: workers hand over two arrays per image, not ten.
         out = np.empty((count, 3, side, side), dtype=np.uint8)
         for number in range(count):
             out[number] = crop(image, side, first + number, config, rng).transpose(2, 0, 1)
@@ -109,6 +110,7 @@ class CropExamples(Examples):
         self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
     ) -> Any:
         data = image_bytes(fields, source.config.image_keys)
+        # JPEG's own halving stops at twice the crop: a global crop of 40 % of the area still has its pixels.
         image = decode_image(data, 2 * self.image_size if self.config.scaled_decoding else None)
         on_stage("decode")
         large, small = multi_crop(image, self.image_size, self.crops, rng)

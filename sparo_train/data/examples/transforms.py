@@ -26,6 +26,7 @@ def random_resized_crop_box(
 ) -> Crop:
     """The box of torchvision's RandomResizedCrop for an image of `size` (width, height): ten tries, then the middle."""
     width, height = size
+    # torchvision's order of draws and its rounding; only the generator is the sample's own.
     area = width * height
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(10):
@@ -34,6 +35,7 @@ def random_resized_crop_box(
         w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
         if 0 < w <= width and 0 < h <= height:
             return Crop(int(rng.integers(0, width - w + 1)), int(rng.integers(0, height - h + 1)), w, h)
+    # Ten tries failed only for long images: the middle, as near to a square as the ratio allows.
     aspect = width / height
     w = round(height * ratio[1]) if aspect > ratio[1] else width
     h = round(width / ratio[0]) if aspect < ratio[0] else height
@@ -45,8 +47,10 @@ def train_pixels(
 ) -> np.ndarray:
     """RandomResizedCrop (bicubic, antialiased) and a flip with probability `hflip`; returns (size, size, 3) uint8."""
     box = random_resized_crop_box(image.size, scale, rng)
+    # Not drawn where nothing flips: what follows would depend on a switch that does nothing.
     flip = hflip > 0 and rng.random() < hflip
     pixels = resized_crop(image, box, size)
+    # A view with a negative stride is what torch cannot take.
     return np.ascontiguousarray(pixels[:, ::-1]) if flip else pixels
 
 
@@ -66,6 +70,7 @@ def shortest_side(image: Image.Image, to: int, filter: Image.Resampling = Image.
     short, long = min(width, height), max(width, height)
     if short == to:
         return image
+    # Down, not to the nearest: torchvision's, and one pixel moves the middle of the crop.
     other = int(to * long / short)
     return image.resize((to, other) if width <= height else (other, to), filter)
 
@@ -75,6 +80,7 @@ def resized_crop(
 ) -> np.ndarray:
     """Crop, then resize to (size, size) with one of PIL's antialiased filters; (size, size, 3) uint8."""
     cropped = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
+    # What has the size is taken as it is: resizing would be a copy.
     if cropped.size != (size, size):
         cropped = cropped.resize((size, size), filter)
     return np.asarray(cropped)
