@@ -3,12 +3,15 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from launch.jobs.records import Records
+from launch.jobs.status import log_files
 from tests.conftest import eval_sets, sparo, tiny_recipe
 from tests.resume.test_training import assert_bit_equal
 from tests.unit.test_launch import state_of, wait_for
@@ -47,6 +50,15 @@ def test_local_jobs_train_as_the_same_line_here_does(recipe, tmp_path):
     done = sparo("launch", "cancel", str(folders[0]), cwd=tmp_path)
     assert done.returncode == 0 and "nothing to cancel, its job has ended" in done.stdout
     assert "finished at step 12" in sparo("launch", "logs", str(folders[1]), cwd=tmp_path).stdout
+    seen, newest = tmp_path / "seen.txt", log_files(folders[1], 0)[-1]
+    command = [sys.executable, "-m", "launch.cli", "launch", "logs", str(folders[1]), "--follow"]
+    with seen.open("w") as stream, subprocess.Popen(command, stdout=stream, cwd=tmp_path) as following:
+        wait_for(lambda: "finished at step 12" in seen.read_text())
+        with newest.open("a") as log:
+            log.write("and on\n")
+        wait_for(lambda: "and on" in seen.read_text())
+        following.terminate()
+    assert seen.read_text().count("and on") == 1
 
 
 def test_two_local_ranks_stop_for_a_cancel_and_go_on(recipe, tmp_path):
