@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from sparo_train.core.config import Frozen, between, setting
 
+from ..encoders.exact import exactly
+
 
 class BroadcastConfig(Frozen):
     """mlp: a perceptron per pixel (Biza et al. 2023, Table 8).  cnn: transposed convolutions of stride 2, then convolutions (Table 7).
@@ -114,8 +116,8 @@ class Broadcast(nn.Module):
         norms: Any = self.norms if self.config.kind == "cnn" else None
         slots = slots if norms is None else norms[0](slots)
         # Added after the projection: a grid in 16 bits would give neighbours one place.
-        with torch.autocast(grid.device.type, enabled=False):  # bf16 tells places apart by 1/256 alone
-            placed = self.places if self.config.kind == "patch" else self.position(waves(grid, self.config.waves))
+        # bf16 tells places apart by 1/256 alone.
+        placed = self.places if self.config.kind == "patch" else exactly(self.position, waves(grid, self.config.waves))
         x = slots[:, :, None] + placed  # (b, K, N, D)
         if self.config.kind != "cnn":
             found = self.layers(x).unflatten(2, (self.side, self.side)).permute(0, 1, 4, 2, 3)

@@ -125,6 +125,8 @@ class FramedSlotAttention(nn.Module):
 
     def _frames(self, weights: Tensor, grid: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         f: Any = self.frame
+        # Places are in fp32 at least; shares are in 16 bits where an engine holds first slots so.
+        weights = weights.to(torch.promote_types(weights.dtype, grid.dtype))
         positions = weights @ grid
         if not f.scales:
             return positions, scales

@@ -67,6 +67,8 @@ class SetModel(nn.Module):
 class SetPrediction(Objective):
     """Batches hold `image` (B, 3, S, S) uint8, `noise` (B, *config.model.noise) fp32, `objects` (B, K, WIDTH) fp32, padded with zeros."""
 
+    exact_inputs = True
+
     def __init__(self, config: SetPredictionConfig):
         super().__init__()
         self.config = config

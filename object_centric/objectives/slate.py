@@ -33,6 +33,8 @@ class Slate(Objective):
     gradient to the VAE, so its parameters learn from the first alone.
     """
 
+    exact_inputs = True
+
     def __init__(self, config: Any):
         super().__init__()
         self.config = config

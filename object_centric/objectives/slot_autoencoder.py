@@ -39,6 +39,8 @@ class SlotAutoencoderConfig(Frozen):
 class SlotAutoencoder(Objective):
     """Batches hold `image` (B, 3, S, S) uint8 and `noise` (B, K, D) fp32, what slots begin from."""
 
+    exact_inputs = True
+
     def __init__(self, config: SlotAutoencoderConfig):
         super().__init__()
         self.config = config

@@ -42,6 +42,8 @@ class NovelViewsConfig(Frozen):
 class NovelViews(Objective):
     """Batches hold what `ViewExamples` makes."""
 
+    exact_inputs = True
+
     def __init__(self, config: NovelViewsConfig):
         super().__init__()
         self.config = config

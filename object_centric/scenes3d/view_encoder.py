@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.errors import did_you_mean
 
+from ..encoders.exact import exactly
 from ..encoders.transformer import TransformerConfig
 from .rays import RayPointsConfig, ray_octaves
 
@@ -144,7 +145,8 @@ class ViewEncoder(nn.Module):
                 origins, directions = x[:, 3:].movedim(1, -1).split(3, -1)
                 told = ray_octaves(origins, directions, c.octaves, c.start_octave)
                 x = torch.cat([x[:, :3], told.movedim(-1, 1)], dim=1)
-            x = self.stem(x)
+            # Behind the first layer in the type of weights: a GroupNorm of 16-bit ones takes nothing wider.
+            x = exactly(self.stem, x).to(self.stem.weight.dtype)
         x = self.blocks(x)
         found = self.project(x.flatten(2).transpose(1, 2))
         if self.places is not None:

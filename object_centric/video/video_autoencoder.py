@@ -49,6 +49,8 @@ class VideoAutoencoder(Objective):
     """Batches hold what `ClipExamples` makes: `video` (B, T, 3, S, S) uint8, `noise` (B, K, D) fp32, and `flow`, `depth`, `hint` as
     far as the model draws or is told them."""
 
+    exact_inputs = True
+
     def __init__(self, config: VideoAutoencoderConfig):
         super().__init__()
         self.config = config

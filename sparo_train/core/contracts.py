@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,9 @@ class Footprint(NamedTuple):
 
 class Objective(nn.Module, ABC):
     """Owns its modules, its loss, and what follows a step; knows neither rank nor engine. Only `forward` has to be written."""
+
+    # Whether modules are given what 16 bits would blur (places, poses): an engine of 16-bit weights then hands inputs on as they are.
+    exact_inputs: ClassVar[bool] = False
 
     @abstractmethod
     def forward(self, batch: Batch, progress: Progress) -> Loss:

@@ -75,7 +75,7 @@ class Fsdp2Engine(RankedEngine):
         with self.ranks.named("sharding the model"):
             common: dict[str, Any] = {
                 "mesh": init_device_mesh(self.device.type, shape, mesh_dim_names=names),
-                "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced),
+                "mp_policy": MixedPrecisionPolicy(low, reduced, cast_forward_inputs=not objective.exact_inputs),
                 "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
                 if config.cpu_offload
                 else OffloadPolicy(),

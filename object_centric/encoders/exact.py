@@ -1,0 +1,17 @@
+"""Layers of what 16 bits would blur: places, rays, poses."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+
+def exactly(layer: nn.Module, x: Tensor) -> Tensor:
+    """`layer(x)` in fp32 at least, whatever autocast says, and whatever an engine holds its weights in."""
+    with torch.autocast(x.device.type, enabled=False):
+        exact = torch.promote_types(x.dtype, torch.float32)
+        own = dict(layer.named_parameters())
+        if all(p.dtype.itemsize >= 4 for p in own.values()):
+            return layer(x.to(exact))
+        return functional_call(layer, {name: p.to(exact) for name, p in own.items()}, x.to(exact))

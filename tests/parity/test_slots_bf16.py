@@ -1,0 +1,77 @@
+"""Every slot method in bf16 on two ranks: what FSDP2 computes from 16-bit weights is as near to fp32 as what autocast computes is."""
+
+import torch
+from torch.nn import functional as F
+
+from sparo_data.drawn.viewed_sets import ViewedSetConfig, render_viewed
+from sparo_train.core.config import resolve
+from sparo_train.core.contracts import Progress
+from sparo_train.train.accumulate import gradients
+from sparo_train.train.build import build_engine, build_objective, build_pipeline
+from sparo_train.train.run import RunConfig
+from tests.conftest import slots_recipe
+from tests.parity.test_accumulate import DDP, FSDP2, engine_block
+from tests.ranks import run_ranks
+from tests.resume.test_scenes3d import recipe_of
+from tests.resume.test_videos import video_recipe
+
+TOKENS = {"dvae": {"vocab": 16, "channels": 8}, "decoder": {"width": 16, "blocks": 1, "heads": 2}}
+SCENES = {
+    "nerf": {"decoder": {"kind": "nerf", "bins": 4, "near": 1.0, "far": 30.0, "static": True, "sky": True}},
+    "cut": {"decoder": {"kind": "nerf", "bins": 4, "near": 1.0, "far": 30.0, "density": "relu"}},
+    "mixer": {"decoder": {"kind": "slot_mixer", "octaves": 4, "blocks": 1, "heads": 2}},
+    "pointed": {
+        "decoder": {"kind": "broadcast", "octaves": 4, "hidden": [16]},
+        "encoder": {"channels": 8, "width": 16, "points": {"near": 1.0, "far": 9.0, "count": 2}},
+    },
+}
+
+
+def trees(shards, root):
+    """A small recipe of each method."""
+    found = {"slots": slots_recipe(shards, root)}
+    found["slots_cnn"] = slots_recipe(shards, root)
+    model = found["slots_cnn"]["objective"]["model"]
+    found["slots_cnn"]["objective"]["model"] = {
+        **{k: v for k, v in model.items() if k != "frame"},
+        "decoder": {"kind": "cnn", "channels": 8},
+    }
+    kept = {k: v for k, v in model.items() if k not in ("decoder", "frame")}
+    found["slate"] = slots_recipe(shards, root)
+    said = {**kept, **TOKENS, "encoder": {"kind": "tokens", "width": 16}}
+    found["slate"]["objective"] = {"kind": "slate", "model": said}
+    for kind in ("savi", "psb", "slot_contrast"):
+        found[kind] = video_recipe(root / kind, kind)[0]
+    kept = {k: v for k, v in found["psb"]["objective"]["model"].items() if k not in ("decoder", "target")}
+    steve = {"kind": "video_slate", "frames": {"count": 2}, "model": {**kept, **TOKENS}}
+    found["steve"] = {**found["psb"], "objective": steve}
+    render_viewed(root / "scenes", ViewedSetConfig(size=16, frames=4, train=24, test=6, per_shard=12), 1)
+    found |= {kind: recipe_of(root / "scenes", root, **parts) for kind, parts in SCENES.items()}
+    for tree in found.values():
+        tree["data"] = {**tree["data"], "workers": 0}
+    return found
+
+
+def computed(ranks, tree, engine):
+    """Loss and gradients, in one row, of the first batch."""
+    config = resolve(RunConfig, {**tree, "engine": engine}, "x")
+    batch = next(build_pipeline(config, ranks.world).start()).batch
+    objective, running = build_objective(config), build_engine(config, ranks)
+    running.prepare(objective)
+    loss = gradients(running, objective, batch, Progress(0, 10, 0), 4)
+    grads = [p.grad for p in objective.parameters() if p.grad is not None]
+    whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+    return float(loss.total), torch.cat([g.detach().float().flatten() for g in whole])
+
+
+def each(ranks, trees):
+    low = {"precision": "bf16"}
+    engines = (FSDP2, {**engine_block("fsdp2"), **low}, {**DDP, **low})
+    return {name: [computed(ranks, tree, engine) for engine in engines] for name, tree in trees.items()}
+
+
+def test_16_bit_weights_are_as_near_to_fp32_as_autocast_is(shards, tmp_path):
+    for name, ((loss, exact), (low, held), (other, cast)) in run_ranks(2, each, trees(shards, tmp_path))[0].items():
+        assert abs(low - loss) < 3 * abs(other - loss) + 0.01 * abs(loss), name
+        near, beside = (1 - F.cosine_similarity(g, exact, dim=0) for g in (held, cast))
+        assert near < 3 * beside + 2e-3, (name, float(near), float(beside))
