@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .field_pass import Given, Layers, field_at
+from .field_layers import Given, Layers
+from .field_pass import field_at
 
-_FIRST_DENSITY, _FIRST_SHADOW = -3.0, 3.0  # biases: a scene begins as thin mist without shadows
+Density = Literal["softplus", "relu"]
+# Biases: a scene begins as thin mist without shadows, as thin by either density.
+_FIRST_DENSITY, _FIRST_SHADOW = {"softplus": -3.0, "relu": -0.5}, 3.0
 
 
 class Points(NamedTuple):
@@ -38,13 +41,14 @@ def joined(first: Own, second: Own) -> Own:
 class Field(nn.Module):
     """Embedded points, and slots (n, F, D) or None for one field without, to what is there."""
 
-    def __init__(self, wide: int, told: int, shadows: bool):
+    def __init__(self, wide: int, told: int, shadows: bool, bounds: Density = "softplus"):
         super().__init__()
+        self.bounds: Density = bounds
         self.place, self.direction = nn.Linear(told, wide), nn.Linear(told, wide)
         self.seen, self.tinted = Blocks(wide, 2), Blocks(wide, 1)
         self.density, self.colour = nn.Linear(wide, 1), nn.Linear(wide, 3)
         self.shadow = nn.Linear(wide, 1) if shadows else None
-        nn.init.constant_(self.density.bias, _FIRST_DENSITY)
+        nn.init.constant_(self.density.bias, _FIRST_DENSITY[bounds])
         if self.shadow is not None:
             nn.init.constant_(self.shadow.bias, _FIRST_SHADOW)
 
@@ -55,9 +59,11 @@ class Field(nn.Module):
         told = at.new_zeros(n, 1, at.shape[-1]) if slots is None else slots
         first, layers = self.folded()
         of_slots, of_slots_first = (t[:, None].expand(-1, count, -1, -1).flatten(0, 1) for t in (told, told @ first.T))
-        found = field_at(Given(at, at @ first.T, of_slots, of_slots_first, turned), layers)
+        # A shadow falls from where there is nothing, too.
+        cut = self.density.bias if self.bounds == "relu" and self.shadow is None else None
+        found = field_at(Given(at, at @ first.T, of_slots, of_slots_first, turned), layers, cut)
         looked, colours = (table.unflatten(0, (n, count)) for table in found)
-        density = F.softplus(looked[..., 0] + self.density.bias)
+        density = (F.relu if self.bounds == "relu" else F.softplus)(looked[..., 0] + self.density.bias)
         shadow = None if self.shadow is None else (looked[..., 1] + self.shadow.bias).sigmoid()
         return Own(density, (colours + self.colour_bias()).sigmoid(), shadow)
 

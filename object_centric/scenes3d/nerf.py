@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from sparo_train.core.config import Frozen, setting
 
+from ..encoders.exact import exactly
 from .drawn import DrawnRays, RayDecoder
-from .field import Blocks, Field, Points, joined
+from .field import Blocks, Density, Field, Points, joined
 from .rays import Bounds, Rays, embedded
 
 
@@ -34,6 +35,10 @@ class NerfConfig(Frozen):
     reach: float = setting(10.0, "the largest coordinate: half the period of the slowest sine of a point", gt=0)
     octaves: int = setting(8, "sines and cosines of each coordinate, each of half the last one's period", gt=0, le=30)
     width: int | None = setting(None, "of the perceptrons; default: the slots'", gt=0, examples=[192])
+    density: Density = setting(
+        "softplus",
+        "what keeps densities from falling below zero; relu (uORF): where there is nothing, nothing is computed",
+    )
     static: bool = setting(False, "a field of its own for what is the same in all scenes, told by no slot")
     sky: bool = setting(False, "a colour by direction alone, behind everything")
     shadows: bool = setting(False, "fields darken each other's colours where they throw shadows")
@@ -61,9 +66,9 @@ class Nerf(RayDecoder):
         wide, told = c.width or width, 6 * c.octaves
         self.most_numbers = c.most_numbers
         self.take = nn.Identity() if wide == width else nn.Linear(width, wide)
-        self.objects = Field(wide, told, c.shadows)
-        self.ground = Field(wide, told, c.shadows) if c.background else None
-        self.static = Field(wide, told, c.shadows) if c.static else None
+        self.objects = Field(wide, told, c.shadows, c.density)
+        self.ground = Field(wide, told, c.shadows, c.density) if c.background else None
+        self.static = Field(wide, told, c.shadows, c.density) if c.static else None
         self.sky = nn.Sequential(nn.Linear(told, wide), Blocks(wide, 2), nn.Linear(wide, 3)) if c.sky else None
         self.others = (*(("static",) if c.static else ()), *(("sky",) if c.sky else ()))
 
@@ -131,7 +136,7 @@ class Nerf(RayDecoder):
         shares = (of[..., None] * density).sum(-2)
         left = torch.exp(-depths.sum(-1))
         if self.sky is not None:
-            colours = colours + left[..., None] * self.sky(points.directions).sigmoid()
+            colours = colours + left[..., None] * exactly(self.sky, points.directions).sigmoid()
             shares = torch.cat([shares, left[..., None]], -1)
         # Rays that meet nothing end at the far end.
         depth = (weight * places[..., :-1]).sum(-1) + left * places[..., -1]
@@ -152,4 +157,4 @@ class Nerf(RayDecoder):
 
     def _without_sky(self, lone: DrawnRays, points: Points) -> Tensor:
         assert self.sky is not None
-        return lone.colours - lone.shares[..., -1:] * self.sky(points.directions).sigmoid()
+        return lone.colours - lone.shares[..., -1:] * exactly(self.sky, points.directions).sigmoid()

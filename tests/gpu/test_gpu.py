@@ -51,11 +51,12 @@ def object_centric(kind, root):
     if kind in ("psb", "savi"):
         return {**video_recipe(root, kind)[0], "out": str(root), "eval": {"tasks": {}}}
     render_viewed(root / "scenes", ViewedSetConfig(size=16, frames=4, train=24, test=6, per_shard=12), 2)
-    decoder = {"kind": kind} if kind == "slot_mixer" else {"kind": kind, "bins": 8, "near": 1.0, "far": 30.0}
-    return recipe_of(root / "scenes", root, decoder)
+    field = {"kind": "nerf", "bins": 8, "near": 1.0, "far": 30.0}
+    decoders = {"nerf": field, "nerf_relu": {**field, "density": "relu"}, "slot_mixer": {"kind": "slot_mixer"}}
+    return recipe_of(root / "scenes", root, decoders[kind])
 
 
-@pytest.mark.parametrize("kind", ["images", "psb", "savi", "nerf", "slot_mixer"])
+@pytest.mark.parametrize("kind", ["images", "psb", "savi", "nerf", "nerf_relu", "slot_mixer"])
 def test_slots_are_trained_as_on_the_cpu(tmp_path, write_recipe, kind):
     recipe = write_recipe(object_centric(kind, tmp_path))
     for name, precision, device in (("there", "fp32", "cuda"), ("low", "bf16", "cuda"), ("here", "fp32", "cpu")):

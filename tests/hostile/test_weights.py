@@ -92,6 +92,7 @@ CLIPS = {
 }  # fmt: skip
 VIEWS = {
     "nerf": {"kind": "nerf", "bins": 4, "static": True, "sky": True, "shadows": True, "background": True},
+    "nerf_relu": {"kind": "nerf", "bins": 4, "sky": True, "density": "relu"},
     "slot_mixer": {"kind": "slot_mixer", "octaves": 3},
 }
 

@@ -53,7 +53,7 @@ def test_scenes_are_trained_on_resumed_scored_and_probed(scenes, tmp_path, write
         "views": {"task": "view_masks", "root": str(scenes / "scenes"), "frames": 3},
         "probe": {"task": "scene_probe", "root": str(scenes / "scenes"), "frames": 2, "restarts": 2},
     }
-    decoder = {"kind": "nerf", "bins": 4, "near": 1.0, "far": 30.0, "static": True}
+    decoder = {"kind": "nerf", "bins": 4, "near": 1.0, "far": 30.0, "static": True, "density": "relu"}
     tree = recipe_of(scenes, tmp_path / "runs", decoder) | {"eval": {"tasks": tasks}}
     straight = run({**tree, "out": str(tmp_path / "straight")})
     assert train(straight).reason == "finished"

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from object_centric.scenes3d.field import Points
+from object_centric.scenes3d.field_layers import TileRows
 from object_centric.scenes3d.nerf import NerfConfig
 from object_centric.scenes3d.novel_views import NovelViews, NovelViewsConfig
 from object_centric.scenes3d.ray_broadcast import RayBroadcastConfig
@@ -19,6 +20,8 @@ DECODERS = {
     "nerf": {"kind": "nerf", "bins": 5, "near": 1.0, "far": 9.0},
     "nerf_all": {"kind": "nerf", "bins": 5, "static": True, "sky": True, "shadows": True, "background": True},
     "nerf_box": {"kind": "nerf", "bins": 5, "sky": True, "box": [[-2, -3, 0], [2, 3, 1]]},
+    "nerf_cut": {"kind": "nerf", "bins": 5, "static": True, "background": True, "density": "relu"},
+    "nerf_cut_shadows": {"kind": "nerf", "bins": 5, "sky": True, "shadows": True, "density": "relu"},
     "psb": {"kind": "slot_mixer", "octaves": 4},
     "osrt": {"kind": "slot_mixer", "preset": "osrt", "octaves": 4},
     "broadcast": {"kind": "broadcast", "octaves": 4, "hidden": [16, 16]},
@@ -65,7 +68,9 @@ def test_turns_change_nothing_and_shares_sum_to_one(name):
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(gradients, others, strict=True))
     assert whole.shares.shape == (2, 17, 3 + len(module.others))
     total = whole.shares.sum(-1)
-    assert (total < 1 + 1e-5).all() and (name == "nerf" or torch.allclose(total, torch.ones(2, 17), atol=1e-5))
+    assert (total < 1 + 1e-5).all() and (
+        name in ("nerf", "nerf_cut") or torch.allclose(total, torch.ones(2, 17), atol=1e-5)
+    )
     alone = module.alone(slots, rays)
     assert alone.shape == (2, 17, 3, 3) and alone.isfinite().all()
 
@@ -87,7 +92,7 @@ def literal(module, slots, rays):
         turned = m.direction(near_far.directions)[:, :, None].expand(-1, -1, c.bins, -1)
         colour = torch.sigmoid(m.colour(blocks(m.tinted, h + turned)))
         shade = torch.sigmoid(m.shadow(h))[..., 0] if m.shadow is not None else None
-        return F.softplus(m.density(h))[..., 0], colour, shade
+        return {"relu": F.relu, "softplus": F.softplus}[c.density](m.density(h))[..., 0], colour, shade
 
     fields = [
         field(module.ground if module.ground is not None and k == 0 else module.objects, slots[:, k])
@@ -95,7 +100,7 @@ def literal(module, slots, rays):
     ]
     fields += [] if module.static is None else [field(module.static, None)]
     sigma = sum(f[0] for f in fields)
-    colour = sum(f[0][..., None] * f[1] for f in fields) / sigma[..., None]
+    colour = sum(f[0][..., None] * f[1] for f in fields) / sigma.clamp(min=1e-30)[..., None]  # nothing has no colour
     if c.shadows:
         colour = torch.stack([f[2] for f in fields]).prod(0)[..., None] * colour
     through, total = torch.ones_like(sigma[..., 0]), torch.zeros(*sigma.shape[:2], 3, dtype=sigma.dtype)
@@ -109,7 +114,7 @@ def literal(module, slots, rays):
 
 
 @pytest.mark.parametrize("rows", [50, 2048])  # tiles of three rays and of one scene and a half, or one
-@pytest.mark.parametrize("name", ["nerf", "nerf_all", "nerf_box"])
+@pytest.mark.parametrize("name", ["nerf", "nerf_all", "nerf_box", "nerf_cut", "nerf_cut_shadows"])
 def test_fields_add_up_as_the_loop_over_slots_does(name, rows, monkeypatch):
     monkeypatch.setattr("object_centric.scenes3d.field_pass.CPU_ROWS", rows)
     module, (slots, rays) = decoder(name).double(), given(dtype=torch.float64)
@@ -120,6 +125,26 @@ def test_fields_add_up_as_the_loop_over_slots_does(name, rows, monkeypatch):
     ours, theirs = (torch.autograd.grad(t.square().sum(), parameters, allow_unused=True) for t in (found, wanted))
     for a, b in zip(ours, theirs, strict=True):
         assert (a is None) == (b is None) and (a is None or torch.allclose(a, b, atol=1e-4, rtol=1e-3))
+
+
+def test_where_nothing_is_nothing_is_computed_but_no_nan_is_lost():
+    module, (slots, rays) = decoder("nerf_cut"), given()
+    seen, old = [], TileRows.turned
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TileRows, "turned", lambda rows, x, g: (seen.append(len(x)), old(rows, x, g))[1])
+        density = module.fields(module.prepared(slots), module.points(rays))[0]
+        lit, computed = (density > 0).sum(), sum(seen)
+        assert lit <= computed < 0.7 * density.numel()
+        with torch.no_grad():
+            module.objects.density.bias.fill_(-100.0)
+            module.ground.density.bias.fill_(-100.0)
+            module.static.density.bias.fill_(-100.0)
+        drawn = module(slots.requires_grad_(), rays)
+        assert (drawn.colours == 0).all()
+        drawn.colours.sum().backward()
+        assert (slots.grad == 0).all()
+    module.objects.density.bias.data.fill_(float("nan"))
+    assert module(slots, rays).colours.isnan().all()
 
 
 def test_fields_in_autocast_are_as_near_as_the_loop_is():
