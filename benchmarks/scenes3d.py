@@ -32,7 +32,7 @@ from object_centric.scenes3d.view_encoder import ViewEncoderConfig
 from sparo_train.engine.device import keep_freed_memory
 
 D, K = 192, 6
-Pair = tuple[Callable[[], Tensor], Callable[[], Tensor]]
+Calls = tuple[Callable[[], Tensor], Callable[[], Tensor]]
 
 
 def rays_of(count: int, device: str) -> Rays:
@@ -101,7 +101,7 @@ def literal_mixer(module: SlotMixer, slots: Tensor, rays: Rays) -> Tensor:
     return module.colour(module.draw(mixes(torch.cat([mixed, query], -1))))
 
 
-def pair_of(which: str, count: int, device: str) -> Pair:
+def pair_of(which: str, count: int, device: str) -> Calls:
     """Colours of `count` rays, ours and literally; the same function is called with gradients."""
     module: Any = mixer(device) if which == "mixer" else nerf(device, density="relu" if which == "relu" else "softplus")
     slots = torch.randn(1, K, 1536 if which == "mixer" else D, device=device, requires_grad=True)

@@ -17,7 +17,7 @@ from sparo_train.data.read.folder import IMAGE_SUFFIXES
 from .caption_tables import table_rows
 from .writer import Fields, write_shards, write_wds_layout
 
-Part = tuple[int, int]  # which, of how many
+Share = tuple[int, int]  # which, of how many
 
 
 class Captioned(NamedTuple):
@@ -52,7 +52,7 @@ def convert_folder(
     out: Path,
     template: str = "a photo of a {c}",
     per_shard: int = 1000,
-    part: Part | None = None,
+    part: Share | None = None,
     test: int = 0,
 ) -> Converted:
     """An image folder: `CLASS/name.jpg` captioned by `template`, or `name.jpg` beside `name.txt`.
@@ -109,7 +109,7 @@ def convert_csv(
     caption_column: str | None = None,
     separator: str | None = None,
     per_shard: int = 1000,
-    part: Part | None = None,
+    part: Share | None = None,
     test: int = 0,
 ) -> Converted:
     """A table with image paths (relative to it) and captions.
@@ -152,7 +152,7 @@ def _written(
     samples: Callable[[], Iterator[tuple[int, Captioned]]],
     out: Path,
     per_shard: int,
-    part: Part | None,
+    part: Share | None,
     test: int,
     facts: dict[str, object],
     template: str | None = None,
@@ -247,7 +247,7 @@ def _write_captions(out: Path, images: list[list[Captioned]]) -> None:
     write_wds_layout(out, samples(), dataset_type="retrieval")
 
 
-def _within(number: int, per_shard: int, part: Part | None) -> bool:
+def _within(number: int, per_shard: int, part: Share | None) -> bool:
     """Whether a sample is in a shard of this part."""
     return part is None or number // per_shard % part[1] == part[0]
 

@@ -20,7 +20,7 @@ from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig, StartConfig
 
 from ..encoders.loading import load_encoder, read_run, run_weights
-from .alike import Normalisation, refuse_other_pixels, refuse_unlike
+from .compatible import Normalisation, refuse_other_pixels, refuse_unlike
 from .trunks import timm_file, trunk_weights
 
 _TIMM_BLOCK = {

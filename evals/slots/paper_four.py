@@ -11,7 +11,7 @@ from ..tasks.result import wilson
 from . import choosing
 from .margins import Margins, interval
 from .material import Classes, Pairs
-from .study import How, Score, choose
+from .study import ChoiceOptions, Score, choose
 
 
 class FourColumn(NamedTuple):
@@ -28,7 +28,7 @@ class FourColumn(NamedTuple):
     bottom: list[Score]
 
 
-def four_column(label: str, name: str, chosen_on: Classes, pairs: Pairs, how: How) -> FourColumn:
+def four_column(label: str, name: str, chosen_on: Classes, pairs: Pairs, how: ChoiceOptions) -> FourColumn:
     """Choose on `chosen_on` (all of it: the pairs are other data) and score on `pairs`."""
     selection = choose(name, chosen_on, how._replace(held_out=False))
     margins, k = pairs.margins(), len(selection.chosen)

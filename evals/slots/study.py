@@ -58,7 +58,7 @@ class ChoiceReport(NamedTuple):
         return {k: list(v) if isinstance(v, tuple) else v for k, v in self._asdict().items()}
 
 
-class How(NamedTuple):
+class ChoiceOptions(NamedTuple):
     """method: a key of `choosing.METHODS`, or `random`.  k: how many; None: half of them; 0: as many as score best where they are chosen.
 
     held_out: choose on one half of the images and report on the other.  draws: random orders of the controls.
@@ -71,7 +71,9 @@ class How(NamedTuple):
     draws: int = 50
 
 
-def choose(name: str, material: Material, how: How, classifier_slots: Any = "slice", head_layers: int = 4) -> Selection:
+def choose(
+    name: str, material: Material, how: ChoiceOptions, classifier_slots: Any = "slice", head_layers: int = 4
+) -> Selection:
     """An order of units and the first k of it.
 
     Raises:
@@ -125,7 +127,7 @@ def _alone(material: Classes | Pairs, half: Tensor | None) -> Tensor:
     return (alone if half is None else alone[half]).mean(0)
 
 
-def _order(material: Classes | Pairs, how: How, scores: Tensor, half: Tensor | None) -> list[int]:
+def _order(material: Classes | Pairs, how: ChoiceOptions, scores: Tensor, half: Tensor | None) -> list[int]:
     if how.method == "random":
         return choosing.random_order(len(scores), how.seed)
     if how.method in (
@@ -138,7 +140,7 @@ def _order(material: Classes | Pairs, how: How, scores: Tensor, half: Tensor | N
     return choosing.METHODS[how.method](margins if half is None else margins.only(half))
 
 
-def _by_learning(material: Taught, how: How, half: Tensor | None) -> tuple[list[int], Tensor]:
+def _by_learning(material: Taught, how: ChoiceOptions, half: Tensor | None) -> tuple[list[int], Tensor]:
     if how.method not in ("top", "bottom", "random"):
         raise ConfigError(
             f"--method {how.method}: on such a task units are chosen by top, bottom or random; {material.why}"
@@ -162,7 +164,7 @@ def _right(material: Material, orders: Sequence[Sequence[int]]) -> tuple[Tensor,
     return margins.kinds, [choosing.curve(margins, order) for order in orders]
 
 
-def report(name: str, material: Material, selection: Selection, how: How) -> ChoiceReport:
+def report(name: str, material: Material, selection: Selection, how: ChoiceOptions) -> ChoiceReport:
     """What a selection does to a task; on the data that it was made on, to the half that it did not see where there is one."""
     order, k, rows = list(selection.order), len(selection.chosen), None
     share: Share = "other data" if selection.made_on.data else "by hand"

@@ -17,7 +17,7 @@ from .given import part_of
 if TYPE_CHECKING:  # `sparo --help` needs none of it
     from sparo_data.convert import Converted
 
-Part = Annotated[str | None, typer.Option(help="I/N: only the I-th of N parts, from 0 (sparo launch data)")]
+ShareOption = Annotated[str | None, typer.Option(help="I/N: only the I-th of N parts, from 0 (sparo launch data)")]
 _TEMPLATE = "a photo of a {c}"
 _OWN = Path("data/mine")  # where configs/clip/own_pairs.yaml looks
 
@@ -39,7 +39,7 @@ def convert(
     separator: Annotated[str | None, typer.Option(help="between columns; default: told by the header")] = None,
     template: Annotated[str, typer.Option(help="caption for CLASS/ folders; {c} is the class")] = _TEMPLATE,
     per_shard: Annotated[int | None, typer.Option(min=1, help="default: 1000, and 100 with --videos")] = None,
-    part: Part = None,
+    part: ShareOption = None,
     kind: Annotated[
         str | None,
         typer.Option(

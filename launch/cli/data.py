@@ -13,7 +13,7 @@ from sparo_train.core.errors import ConfigError
 
 from ..views.terminal import console, out
 from . import convert_verb
-from .convert_verb import Part
+from .convert_verb import ShareOption
 from .given import part_of
 from .recipe_words import OPEN, Overrides, Recipe, run_given
 
@@ -203,7 +203,7 @@ app.command()(convert_verb.convert)
 
 @app.command()
 def index(
-    shards: Annotated[list[str], typer.Argument(help="folders, globs, brace ranges, URLs")], part: Part = None
+    shards: Annotated[list[str], typer.Argument(help="folders, globs, brace ranges, URLs")], part: ShareOption = None
 ) -> None:
     """Scan shards once and keep the index beside them (NAME.tar.idx.npy); training starts at once afterwards."""
     from sparo_train.data.read.shard_lists import find_shards

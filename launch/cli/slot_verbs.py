@@ -99,7 +99,7 @@ def select(
     json_file: Json = None,
 ) -> None:
     """Choose units on one task, write selection.json, and report what the choice does, beside random and worst ones."""
-    from evals.slots.study import How
+    from evals.slots.study import ChoiceOptions
 
     from ..runs.slot_runs import Asked, select_units
     from ..runs.slot_work import words
@@ -115,7 +115,7 @@ def select(
         refuse_typed(context, ("method", "k"), "is of a choice that is made, and --slots is one that was")
     options = options_given(model, data, root, features, limit, units, parts, head_layers, classifier_slots)
     asked = Asked(on, words(report), slots_given(slots), out, plot, json_given(json_file))
-    select_units(checkpoint, asked, How(method, count_given(k), held_out, seed, draws), options)
+    select_units(checkpoint, asked, ChoiceOptions(method, count_given(k), held_out, seed, draws), options)
 
 
 @app.command()
@@ -186,7 +186,7 @@ def table(
     json_file: Json = None,
 ) -> None:
     """The SPARO paper's Table 4 (selection) or 5 (masks), for any checkpoints."""
-    from evals.slots.study import How
+    from evals.slots.study import ChoiceOptions
 
     from ..runs.mask_runs import table_five
     from ..runs.slot_runs import table_four
@@ -197,7 +197,7 @@ def table(
     others = {"4": ("seeds", "clamp", "parts"), "5": ("k", "draws", "seed")}
     refuse_typed(context, others.get(layout, ()), f"does nothing in Table {layout}")
     if layout == "4":
-        how = How("top", count_given(k), False, seed, draws)
+        how = ChoiceOptions("top", count_given(k), False, seed, draws)
         table_four(checkpoints, on or "imagenet1k", report or "sugar_crepe", how, options, json_given(json_file))
     elif layout == "5":
         trainings = _trainings(clamp, 100, False, seeds)

@@ -154,21 +154,21 @@ def routes(explorer: Explorer) -> Starlette:
         return FileResponse(PAGE / "index.html")
 
     async def facts(_: Request) -> Response:
-        return await _told(explorer.facts)
+        return await _answered(explorer.facts)
 
     async def task(request: Request) -> Response:
         path = request.path_params
-        return await _told(
+        return await _answered(
             lambda: Response(explorer.task(path["side"], path["number"]), media_type="application/octet-stream")
         )
 
     async def image(request: Request) -> Response:
         number = request.path_params["number"]
-        return await _told(lambda: Response(explorer.pictures.jpeg(number), media_type="image/jpeg"))
+        return await _answered(lambda: Response(explorer.pictures.jpeg(number), media_type="image/jpeg"))
 
     async def attention(request: Request) -> Response:
         path = request.path_params
-        return await _told(lambda: explorer.attention(path["side"], path["number"]))
+        return await _answered(lambda: explorer.attention(path["side"], path["number"]))
 
     async def own(request: Request) -> Response:
         name, caption = (str(request.query_params.get(key, ""))[:1000] for key in ("name", "caption"))
@@ -256,10 +256,10 @@ async def _with_body(request: Request, most: int, work: Callable[[bytes], Any]) 
                 return JSONResponse({"error": f"more than {most >> 20} MB; give something smaller"}, 413)
     except ClientDisconnect:
         return Response(status_code=400)
-    return await _told(lambda: work(bytes(data)))
+    return await _answered(lambda: work(bytes(data)))
 
 
-async def _told(work: Callable[[], Any]) -> Response:
+async def _answered(work: Callable[[], Any]) -> Response:
     """What came of it; what a person can solve in words, with 409 where a file was changed meanwhile."""
     try:
         # On a thread: a model that computes must not keep the page from being served.

@@ -16,7 +16,7 @@ from evals.slots import choosing
 from evals.slots.look import refuse_same
 from evals.slots.material import Classes, Material, Pairs
 from evals.slots.paper_four import four_column
-from evals.slots.study import ChoiceReport, How, by_hand, choose, report
+from evals.slots.study import ChoiceOptions, ChoiceReport, by_hand, choose, report
 from evals.slots.taught import Taught
 from sparo_train.core.errors import ConfigError
 
@@ -99,7 +99,7 @@ def _some(tasks: dict[str, Any], checkpoint: str) -> dict[str, Any]:
     return tasks
 
 
-def select_units(checkpoint: str, asked: Asked, how: How, options: SlotOptions) -> None:
+def select_units(checkpoint: str, asked: Asked, how: ChoiceOptions, options: SlotOptions) -> None:
     """Choose, write the file, report."""
     refuse_unwritable(asked.out.parent, f"--out {asked.out}")
     if asked.plot is not None:
@@ -139,7 +139,7 @@ def _has_tasks(bench: Bench) -> bool:
         return False
 
 
-def _by_hand(bench: Bench, slots: tuple[int, ...] | Path, ranked: Selection, how: How) -> Selection:
+def _by_hand(bench: Bench, slots: tuple[int, ...] | Path, ranked: Selection, how: ChoiceOptions) -> Selection:
     """Somebody's own choice; nobody knows what it was made on, so nothing of it counts as held out."""
     if isinstance(slots, Path):
         given = read_selection(slots)
@@ -166,7 +166,12 @@ def _say_next(checkpoint: str, path: Path, reports: Sequence[ChoiceReport], reno
 
 
 def table_four(
-    checkpoints: Sequence[str], on: str, pairs_name: str, how: How, options: SlotOptions, json_file: Path | None
+    checkpoints: Sequence[str],
+    on: str,
+    pairs_name: str,
+    how: ChoiceOptions,
+    options: SlotOptions,
+    json_file: Path | None,
 ) -> None:
     """Table 4 for any checkpoints with slots."""
     columns = []

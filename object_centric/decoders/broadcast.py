@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparo_train.core.config import Frozen, between, setting
-
-from ..encoders.exact import exactly
+from sparo_train.models.exact import exactly
 
 
 class BroadcastConfig(Frozen):

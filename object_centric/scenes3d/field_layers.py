@@ -72,7 +72,7 @@ class TileRows(NamedTuple):
         # All of a ray's points and slots have one direction.
         return (result.view(len(directions), -1, result.shape[1]) + directions[:, None]).flatten(0, 1)
 
-    def whole(self, g: Tensor, given: Given) -> Tensor:
+    def scattered(self, g: Tensor, given: Given) -> Tensor:
         """A gradient of rows as one of all points in slots (rays, B, F, D), of which those that do not count have none."""
         shape = (self.end - self.begin, given.points.shape[1], given.slots.shape[1], g.shape[1])
         if self.at is None:
@@ -129,14 +129,14 @@ def seen_back(
     d.through.add_(inner.sum(0))
     d_rstd = (inner * through).sum(-1, keepdim=True)
     d_x_rstd = (d_rstd * rstd + (inner @ m.through)[:, None]) / x_rstd
-    _split(rows.whole(inner.mul_(rstd), given), d_given.points_first, d_given.slots_first, rows)
+    _split(rows.scattered(inner.mul_(rstd), given), d_given.points_first, d_given.slots_first, rows)
     # Of rstd the derivative is its cube over minus the number of its terms, times what is centred.
     g.addcmul_(x.sub_(x_mean), d_x_rstd * x_rstd**3, value=-1 / x.shape[1])
     g, d_norm, d_bias = _normed_back(g, u, mean, rstd, m.norm, m.norm_bias)
     d.norm.add_(d_norm)
     d.norm_bias.add_(d_bias)
     g.addcmul_(u.sub_(mean), d_rstd * rstd**3, value=-1 / x.shape[1])
-    _split(rows.whole(g, given), d_given.points, d_given.slots, rows)
+    _split(rows.scattered(g, given), d_given.points, d_given.slots, rows)
 
 
 Normed = tuple[Tensor, Tensor, Tensor]  # of a LayerNorm: what it gives, and the rows' means and reciprocal deviations
@@ -170,7 +170,7 @@ def tinted_back(
     g, d_norm, d_bias = _normed_back(g, turned, mean, rstd, m.tint_norm, m.tint_norm_bias)
     d.tint_norm.add_(d_norm)
     d.tint_norm_bias.add_(d_bias)
-    d_given.directions[rows.begin : rows.end] = rows.whole(g, given).sum((1, 2))
+    d_given.directions[rows.begin : rows.end] = rows.scattered(g, given).sum((1, 2))
     return g
 
 

@@ -73,7 +73,7 @@ class _Pass(torch.autograd.Function):
             y, z = tinted(own.result, rows, given, m)[1:3]
             tint = relu(times(z[0], m.tint.T, low).add_(m.tint_bias), low)
             shades = times(y[0], m.colour.T, low) + times(tint, m.colour_tint.T, low)
-            colours[begin:end] = rows.whole(shades, given)
+            colours[begin:end] = rows.scattered(shades, given)
             if learns:
                 kept += [*own, tint] if rows.at is None else [*own, tint, rows.at]
         ctx.low, ctx.cut = low, cut is not None

@@ -13,8 +13,8 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from sparo_train.core.config import Frozen, setting
+from sparo_train.models.exact import exactly
 
-from ..encoders.exact import exactly
 from .drawn import DrawnRays, RayDecoder
 from .field import Blocks, Density, Field, Points, joined
 from .rays import Bounds, Rays, embedded

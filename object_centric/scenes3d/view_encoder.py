@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.errors import did_you_mean
+from sparo_train.models.exact import exactly
 
-from ..encoders.exact import exactly
 from ..encoders.transformer import TransformerConfig
 from .rays import RayPointsConfig, ray_octaves
 

@@ -16,10 +16,10 @@ from .scenes import COLORS, HELD_OUT, MATERIALS, OPPOSITE, SHAPES, SIZES, Scene,
 _VALUES = {"size": list(SIZES), "color": list(COLORS), "material": list(MATERIALS), "shape": list(SHAPES)}
 _SAY = ("color",)
 
-Pair = tuple[Scene, str, str]  # scene, true caption, false caption
+ScenePair = tuple[Scene, str, str]  # scene, true caption, false caption
 
 
-def make_pair(kind: str, rng: np.random.Generator) -> Pair:
+def make_pair(kind: str, rng: np.random.Generator) -> ScenePair:
     """A pair of the given kind (a key of `KINDS`); draws until the false caption is false of the whole scene."""
     while True:
         pair = KINDS[kind](rng)
@@ -49,8 +49,8 @@ def _change(
     return None if other.held_out or other.phrase(said) in phrases else other
 
 
-def _replace(attribute: str) -> Callable[[np.random.Generator], Pair | None]:
-    def make(rng: np.random.Generator) -> Pair | None:
+def _replace(attribute: str) -> Callable[[np.random.Generator], ScenePair | None]:
+    def make(rng: np.random.Generator) -> ScenePair | None:
         found = _two(rng)
         if found is None:
             return None
@@ -72,11 +72,11 @@ def _replace(attribute: str) -> Callable[[np.random.Generator], Pair | None]:
     return make
 
 
-def _replace_attribute(rng: np.random.Generator) -> Pair | None:
+def _replace_attribute(rng: np.random.Generator) -> ScenePair | None:
     return _replace(str(rng.choice(["color", "size", "material"])))(rng)
 
 
-def _replace_relation(rng: np.random.Generator) -> Pair | None:
+def _replace_relation(rng: np.random.Generator) -> ScenePair | None:
     found = _two(rng)
     if found is None:
         return None
@@ -85,7 +85,7 @@ def _replace_relation(rng: np.random.Generator) -> Pair | None:
     return scene, f"{a} {relation} {b}", f"{a} {OPPOSITE[relation]} {b}"
 
 
-def _swap_object(rng: np.random.Generator) -> Pair | None:
+def _swap_object(rng: np.random.Generator) -> ScenePair | None:
     found = _two(rng)
     if found is None:
         return None
@@ -94,7 +94,7 @@ def _swap_object(rng: np.random.Generator) -> Pair | None:
     return scene, f"{a} {relation} {b}", f"{b} {relation} {a}"
 
 
-def _swap_attribute(rng: np.random.Generator) -> Pair | None:
+def _swap_attribute(rng: np.random.Generator) -> ScenePair | None:
     found = _two(rng)
     if found is None:
         return None
@@ -110,7 +110,7 @@ def _swap_attribute(rng: np.random.Generator) -> Pair | None:
     )
 
 
-def _add_object(rng: np.random.Generator) -> Pair | None:
+def _add_object(rng: np.random.Generator) -> ScenePair | None:
     # Two in one colour and shape would make the caption say one of them twice.
     scene = sample_scene(rng, 2)
     a, b = (t.phrase(_SAY) for t in scene.things)
@@ -119,7 +119,7 @@ def _add_object(rng: np.random.Generator) -> Pair | None:
     return None if a == b or absent in (a, b) else (scene, f"{a} and {b}", f"{a} and {absent}")
 
 
-def _add_attribute(rng: np.random.Generator) -> Pair | None:
+def _add_attribute(rng: np.random.Generator) -> ScenePair | None:
     scene = sample_scene(rng, 1)
     attribute = str(rng.choice(["size", "material"]))
     said = (*_SAY, attribute)
@@ -127,7 +127,7 @@ def _add_attribute(rng: np.random.Generator) -> Pair | None:
     return None if wrong is None else (scene, scene.things[0].phrase(said), wrong.phrase(said))
 
 
-KINDS: dict[str, Callable[[np.random.Generator], Pair | None]] = {
+KINDS: dict[str, Callable[[np.random.Generator], ScenePair | None]] = {
     "replace_obj": _replace("shape"),
     "replace_att": _replace_attribute,
     "replace_rel": _replace_relation,

@@ -105,7 +105,7 @@ def episode(
         boxes_of(labels, len(solids)),
         {
             "dataset": f"movi-like {kind}",
-            "objects": _told(solids, inner, labels, path[1:-1]),
+            "objects": _object_facts(solids, inner, labels, path[1:-1]),
             "camera": _seen_from(path[1:-1]),
         },
         measured(np.stack([np.minimum(picture.depth, LONGEST) for picture in pictures])),
@@ -197,7 +197,7 @@ def _bodies(solids: list[_Solid], motion: Motion, t: int) -> list[Body]:
     return found
 
 
-def _told(solids: list[_Solid], motion: Motion, labels: np.ndarray, path: list[Camera]) -> list[dict[str, Any]]:
+def _object_facts(solids: list[_Solid], motion: Motion, labels: np.ndarray, path: list[Camera]) -> list[dict[str, Any]]:
     """The solids as plain data: words, and tables with a row per frame."""
     objects = []
     for number, solid in enumerate(solids):

@@ -132,7 +132,7 @@ def viewed_episode(
         "near": round(float(depths.min()), 4),
         "far": round(float(depths.max()), 4),
         "cameras": [{"fov": traits.fov, "poses": row.round(6).tolist()} for row in poses],
-        "objects": _told(solids, own, pictures),
+        "objects": _object_facts(solids, own, pictures),
         **({} if room is None else {"room": ROOMS[room]}),
     }
     return ViewedEpisode(f"{index:08d}", pictures, poses, facts)
@@ -248,7 +248,7 @@ def _seen(frame: Frame, count: int) -> Frame:
     )
 
 
-def _told(solids: list[_Solid], motion: Motion, pictures: list[list[Frame]]) -> list[dict[str, Any]]:
+def _object_facts(solids: list[_Solid], motion: Motion, pictures: list[list[Frame]]) -> list[dict[str, Any]]:
     """The solids as plain data: words, tables with a row per time, and pixels by camera and time."""
     objects = []
     for number, solid in enumerate(solids):

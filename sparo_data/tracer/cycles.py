@@ -55,7 +55,7 @@ class Cycles(NamedTuple):
         """
         with tempfile.TemporaryDirectory(prefix="sparo-cycles-") as place:
             job = {
-                "bodies": [[_told(body) for body in bodies] for bodies in shots],
+                "bodies": [[_body_facts(body) for body in bodies] for bodies in shots],
                 "cameras": poses.tolist(),
                 "fov": fov,
                 "size": size,
@@ -81,7 +81,7 @@ class Cycles(NamedTuple):
             return found
 
 
-def _told(body: Body) -> dict[str, Any]:
+def _body_facts(body: Body) -> dict[str, Any]:
     more: dict[str, Any] = {}
     if body.shape == "torus":
         more = {"ring": RING, "tube": TUBE}

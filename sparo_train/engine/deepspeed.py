@@ -195,7 +195,7 @@ class DeepSpeedEngine:
         own = self.objective.loss_parameters()
         kept = [p.data for p in own]
         for p in own:
-            p.data = p.detach().clone() if p.numel() else self._zero.whole(p, tuple(p.ds_shape))  # type: ignore[attr-defined]
+            p.data = p.detach().clone() if p.numel() else self._zero.gathered(p, tuple(p.ds_shape))  # type: ignore[attr-defined]
         self.objective.after_step(progress)
         for p, data in zip(own, kept, strict=True):
             value, p.data = p.data, data
@@ -220,7 +220,7 @@ class DeepSpeedEngine:
         parameters = dict(self.objective.named_parameters(remove_duplicate=False))
         for name, shape in self._shapes.items():
             p = parameters.get(name)
-            yield name, self.objective.get_buffer(name) if p is None else self._zero.whole(p, shape)
+            yield name, self.objective.get_buffer(name) if p is None else self._zero.gathered(p, shape)
 
     def pieces(self) -> Pieces:
         """As the other engines': fp32 master weights and the optimizer's moments, each rank what it holds of them."""

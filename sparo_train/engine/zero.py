@@ -110,7 +110,7 @@ class Zero:
         return (p.new_empty(0), 0) if spot is None else (spot.of(spot.flat), spot.begin)
 
     @torch.no_grad()
-    def whole(self, p: nn.Parameter, shape: tuple[int, ...]) -> Tensor:
+    def gathered(self, p: nn.Parameter, shape: tuple[int, ...]) -> Tensor:
         """A parameter's value, a new tensor; all ranks together.
 
         Not by DeepSpeed's GatheredParameters, which in stage 3 leaves its record of the order of modules at odds with itself.

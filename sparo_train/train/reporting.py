@@ -90,7 +90,10 @@ class Reporter:
 
     def _watch(self, objective: Objective, step: int, facts: dict[str, float]) -> None:
         """Say what the objective finds alarming, once until it is over; `alarm` in the metrics is 1 as long as it lasts."""
-        found = objective.alarm(facts)
+        try:
+            found = objective.alarm(facts)
+        except Exception as error:  # a stranger's objective: what only reports ends no run
+            found = f"its alarm failed ({type(error).__name__}: {error})"
         if found is not None and not self._alarmed:
             self.display.say(f"step {step}: {found}")
         self._alarmed = found is not None

@@ -72,6 +72,14 @@ class Saver:
             self.wait()
         self._waited += time.monotonic() - begin
 
+    def last_good(self) -> str:
+        """The newest checkpoint from before a run diverged, in words."""
+        self.wait()
+        sound = self.store.last_sound()
+        if sound is None:
+            return "no checkpoint is from before that"
+        return f"the last good checkpoint is {sound}; remove those behind it to go back there"
+
     def wait(self) -> Path | None:
         """Until the checkpoint under way is complete; raises on every rank what it failed with on any."""
         if self._under_way is None:

@@ -66,7 +66,7 @@ class Trainer:
             rundir.checkpoints, every.keep_last, every.keep_every, claim.check, f"{claim.token}-"
         )
         self.saver = Saver(self.store, ranks, every.background)
-        self.skips = SkippedSteps(config.optim.max_skipped, display.say, self._last_good)
+        self.skips = SkippedSteps(config.optim.max_skipped, display.say, self.saver.last_good)
         self.report = Reporter(config.log, rundir, ranks, engine, display, flops)
         self.evaluation = Evaluation(evaluate, config.eval.every_steps, engine, ranks, self.report)
         self._profile = (config.log.profile if ranks.rank == 0 else None, rundir.path / "profile", display.say)
@@ -144,8 +144,7 @@ class Trainer:
         state, log = self.state, self.config.log
         if state.step == 0:
             self.report.first_batch(self.pipeline, delivery.batch)
-        # Named, not carried on: what a step draws depends on neither the past nor the number of ranks before. A branch goes on counting,
-        # or it would draw what the run that it left drew at its first steps.
+        # Named, not carried on: neither the past nor the number of ranks before counts; a branch goes on where the run was that it left.
         torch.manual_seed(torch_seed(self.config.seed, "step", state.steps_before + state.step, self.ranks.rank))
         progress = Progress(state.step, self.total_steps, state.samples, self.steps_per_epoch, state.steps_before)
         micro = self.config.micro_batch(self.ranks.size)
@@ -195,13 +194,6 @@ class Trainer:
         self._beat(reason)
         return Outcome(reason, step, path)
 
-    def _last_good(self) -> str:
-        self.saver.wait()
-        sound = self.store.last_sound()
-        if sound is None:
-            return "no checkpoint is from before that"
-        return f"the last good checkpoint is {sound}; remove those behind it to go back there"
-
     def _keep(self) -> Path | None:
         """The checkpoint of this very step, complete, written now if need be; None before the first."""
         if not self.state.step:
@@ -241,10 +233,9 @@ class Trainer:
             self.display.say,
         )
         if newest is None:
-            if self.config.start_from is not None and self.config.start_from.optimizer:
-                path = Path(self.config.start_from.checkpoint)
+            if (start := self.config.start_from) is not None and start.optimizer:
                 with self.ranks.on_all():
-                    self.state = branch(path, self.engine, self.pipeline, self.display)
+                    self.state = branch(Path(start.checkpoint), self.engine, self.pipeline, self.display)
             return
         path, meta, source = newest
         with self.ranks.on_all():
@@ -255,4 +246,4 @@ class Trainer:
         self.bad.load(meta["bad_samples"])
         self.display.say(f"continuing from {path} (step {self.state.step} of {self.total_steps})")
         if meta.get("suspect"):
-            self.display.say(f"its weights are from a run that had diverged; {self._last_good()}")
+            self.display.say(f"its weights are from a run that had diverged; {self.saver.last_good()}")

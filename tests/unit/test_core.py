@@ -61,7 +61,7 @@ class Recipe(Frozen):
 def save(keeper, step, state, meta):
     """As one rank saves."""
     return Saver(keeper, Ranks(World(), "gloo", 0.0), background=False).save(
-        step, {part: {n: Piece.whole(t) for n, t in tensors.items()} for part, tensors in state.items()}, meta
+        step, {part: {n: Piece.unsharded(t) for n, t in tensors.items()} for part, tensors in state.items()}, meta
     ) or keeper.folder(step)
 
 

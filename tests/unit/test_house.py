@@ -87,6 +87,11 @@ def test_no_two_modules_and_no_two_classes_share_a_name():
     assert not {name: found for name, found in {**modules, **classes}.items() if len(found) > 1}
 
 
+def test_the_step_stays_on_one_page():
+    lines = (ROOT / "sparo_train/train/trainer.py").read_text(encoding="utf-8").splitlines()
+    assert len(lines) < 250, "a part of the loop has grown out of it; give it a file of its own"
+
+
 def test_every_key_of_a_recipe_and_a_cluster_says_what_it_means():
     for file in FILES:
         if "(Frozen)" in file.read_text(encoding="utf-8") or "setting(" in file.read_text(encoding="utf-8"):

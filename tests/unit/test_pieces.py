@@ -93,7 +93,7 @@ _DTYPES = (
 def test_a_written_file_has_the_bytes_that_safetensors_writes(tmp_path_factory, what):
     folder = tmp_path_factory.mktemp("pieces")
     tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (dtype, shape) in what.items()}
-    size, digest = write_pieces(folder / "ours", {name: Piece.whole(t) for name, t in tensors.items()})
+    size, digest = write_pieces(folder / "ours", {name: Piece.unsharded(t) for name, t in tensors.items()})
     save_file(tensors, folder / "theirs")
     content = (folder / "ours").read_bytes()
     assert content == (folder / "theirs").read_bytes()
@@ -105,7 +105,7 @@ def test_a_file_of_many_chunks_is_whole_on_any_disk(tmp_path, place):
     data = {"x": torch.randn(5_000_001), "y": torch.arange(9)}
     path = (tmp_path if place == "disk" else Path(place)) / f"sparo-{os.getpid()}.safetensors"
     try:
-        write_pieces(path, {name: Piece.whole(t) for name, t in data.items()})
+        write_pieces(path, {name: Piece.unsharded(t) for name, t in data.items()})
         assert all(torch.equal(t, data[name]) for name, t in load_file(path).items())
     finally:
         path.unlink()

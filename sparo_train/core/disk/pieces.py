@@ -30,7 +30,7 @@ class Piece(NamedTuple):
     begin: int = 0
 
     @staticmethod
-    def whole(tensor: Tensor) -> Piece:
+    def unsharded(tensor: Tensor) -> Piece:
         return Piece(tensor.detach(), tuple(tensor.shape))
 
     @property
