@@ -95,6 +95,7 @@ class BackboneEncoder(Encoder):
     Args:
         forward: normalised pixels (n, 3, S, S) to encodings (n, D).
         architecture: see `Encoder`.
+        source: all that the checkpoint holds, of which `model` may be a part: what a training may begin with.
     """
 
     def __init__(
@@ -106,8 +107,10 @@ class BackboneEncoder(Encoder):
         size: int,
         architecture: str,
         label: str,
+        source: nn.Module | None = None,
     ):
         super().__init__(model, *normalisation, label)
+        self.source = model if source is None else source
         self._forward, self.transform, self.image_size, self._architecture = forward, transform, size, architecture
 
     @property
@@ -223,7 +226,8 @@ def from_huggingface(place: str) -> BackboneEncoder:
         raise CheckpointError(
             f"{label}: its weights lack {', '.join(lacking[:4])}, which would be drawn at random; fetch it again"
         )
-    # Of a model with two towers the image's alone: its pooled output is before the projection.
+    # Of a model with two towers the image's alone is scored: its pooled output is before the projection. Texts that the file lacks are random.
+    source = None if any(name.startswith("text_model.") for name in loaded["missing_keys"]) else model
     model = getattr(model, "vision_model", model)
 
     def forward(pixels: Tensor) -> Tensor:
@@ -235,7 +239,7 @@ def from_huggingface(place: str) -> BackboneEncoder:
     transform = _hf_pixels(processor, label)
     normalisation = (processor["image_mean"], processor["image_std"])
     return BackboneEncoder(
-        model, forward, transform, normalisation, transform.size, f"hf {config.to_json_string()}", label
+        model, forward, transform, normalisation, transform.size, f"hf {config.to_json_string()}", label, source
     )
 
 

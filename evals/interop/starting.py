@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,27 +18,12 @@ from sparo_train.models.weight_files.weights import refuse_non_finite
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig, StartConfig
 
+from ..encoders.encoder import Encoder
+from ..encoders.foreign import BackboneEncoder
 from ..encoders.loading import load_encoder, read_run, run_weights
 from .compatible import Normalisation, refuse_other_pixels, refuse_unlike
+from .tower_names import named_as_ours, tower_weights
 from .trunks import timm_file, trunk_weights
-
-_TIMM_BLOCK = {
-    "norm1": "ln_1", "norm2": "ln_2", "attn.qkv.": "attn.in_proj_", "attn.proj": "attn.out_proj", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj",
-}  # fmt: skip
-_TIMM = {"norm_pre": "ln_pre", "norm": "ln_post", "patch_embed.proj": "conv1"}
-_HF_BLOCK = {
-    "layer_norm1": "ln_1",
-    "layer_norm2": "ln_2",
-    "self_attn.out_proj": "attn.out_proj",
-    "mlp.fc1": "mlp.c_fc",
-    "mlp.fc2": "mlp.c_proj",
-}
-_HF = {
-    "embeddings.class_embedding": "class_embedding", "embeddings.patch_embedding.weight": "conv1.weight",
-    "embeddings.position_embedding.weight": "positional_embedding", "embeddings.token_embedding.weight": "token_embedding.weight",
-    "pre_layrnorm.weight": "ln_pre.weight", "pre_layrnorm.bias": "ln_pre.bias", "post_layernorm.weight": "ln_post.weight",
-    "post_layernorm.bias": "ln_post.bias", "final_layer_norm.weight": "ln_final.weight", "final_layer_norm.bias": "ln_final.bias",
-}  # fmt: skip
 
 
 def begin(config: RunConfig, objective: Objective, say: Callable[[str], None]) -> None:
@@ -121,9 +105,15 @@ def _weights(checkpoint: str, method: str, objective: Objective, say: Callable[[
         devices=[]
     ):  # what builds the other model draws from the stream that this one goes on with
         encoder = load_encoder(checkpoint, say=say)
-    refuse_unlike(origin, encoder.model, objective)
+    held = _source_of(encoder)
+    refuse_unlike(origin, held, objective)
     refuse_other_pixels(origin, Normalisation.of(encoder), Normalisation.of(objective))
-    return objective.adopted(encoder.model.state_dict())
+    return objective.adopted(named_as_ours(held.state_dict(), origin))
+
+
+def _source_of(encoder: Encoder) -> nn.Module:
+    """All that a checkpoint holds: what is scored of another library's may be one of two towers."""
+    return encoder.source if isinstance(encoder, BackboneEncoder) else encoder.model
 
 
 def _init(
@@ -157,6 +147,12 @@ def _init(
         )
     tower.load_state_dict(shared, strict=False)
     fresh, left = ([n for n in a if n not in shared] for a in (own, found))
+    still = [name for name, p in tower.named_parameters() if name in fresh and not p.requires_grad]
+    if still:
+        raise CheckpointError(
+            f"{origin}: has no {_few(still)} that fits, which `freeze` beside it would leave as it was drawn; "
+            "freeze=blocks trains what is behind the blocks"
+        )
     said = f"{key}: {len(shared)} tensors of {source}"
     say(said + (f"; new are {_few(fresh)}" if fresh else "") + (f"; not used are {_few(left)}" if left else ""))
 
@@ -179,9 +175,10 @@ def _of_encoder(
     # Texts have no pixels.
     if part == "visual":
         refuse_other_pixels(origin, Normalisation.of(encoder), pixels)
-    state = encoder.model.state_dict()
+    held = _source_of(encoder)
+    state = held.state_dict()
     found = trunk_weights(state, origin) if isinstance(tower, TimmTower) else tower_weights(state, part, origin)
-    refuse_unlike(origin, _tower_of(encoder.model, part), tower)
+    refuse_unlike(origin, _tower_of(held, part), tower)
     return found
 
 
@@ -189,72 +186,6 @@ def _tower_of(model: nn.Module, part: str) -> nn.Module:
     """Where a tower is: of ours and open_clip's, of transformers', or the model itself."""
     names = (part, "vision_model" if part == "visual" else "text_model")
     return next((getattr(model, name) for name in names if isinstance(getattr(model, name, None), nn.Module)), model)
-
-
-def tower_weights(state: Mapping[str, Tensor], part: str, origin: str) -> dict[str, Tensor]:
-    """One tower of a CLIP under our names, from the state dict of ours, of open_clip's, or of timm's or transformers' CLIP.
-
-    Args:
-        part: `visual` or `text`.
-
-    Raises:
-        CheckpointError: the model has no such tower, or a ViT that is none of CLIP's (biased patches, no norm before the blocks).
-    """
-    named = {name.removeprefix(f"{part}."): value for name, value in state.items() if name.startswith(f"{part}.")}
-    if any(name.startswith("transformer.resblocks.") for name in named):
-        return {name: value for name, value in named.items() if name != "attn_mask"}
-    if part == "visual" and "blocks.0.attn.qkv.weight" in state:
-        if "norm_pre.weight" not in state or "patch_embed.proj.bias" in state:
-            raise CheckpointError(
-                f"{origin}: this ViT's patches have a bias, or no norm is before its blocks, unlike a CLIP's; vision.timm_model_name takes it as it is"
-            )
-        return _renamed(state, r"blocks\.(\d+)\.(.+)", _TIMM_BLOCK, lambda name: _swapped(name, _TIMM))
-    whole = "vision_model." if part == "visual" else "text_model."
-    bare = {
-        name.removeprefix(whole): value
-        for name, value in state.items()
-        if name.startswith((whole, "encoder.layers.", *_HF))
-    }
-    if any(name.startswith("encoder.layers.0.self_attn.q_proj") for name in bare):
-        projection = state.get("visual_projection.weight" if part == "visual" else "text_projection.weight")
-        return _from_transformers(bare) | (
-            {} if projection is None else {"proj" if part == "visual" else "text_projection": projection.T}
-        )
-    more = "; for one of timm's set vision.timm_model_name" if part == "visual" else ""
-    raise CheckpointError(f"{origin}: has no {'image' if part == 'visual' else 'text'} tower of a CLIP{more}")
-
-
-def _from_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Queries, keys and values are one matrix in ours."""
-    joined: dict[str, Tensor] = {}
-    for name in state:
-        if found := re.fullmatch(r"(encoder\.layers\.\d+\.self_attn\.)q_proj\.(weight|bias)", name):
-            # transformers keeps three matrices, open_clip one of three times the rows.
-            parts = [state[f"{found[1]}{which}_proj.{found[2]}"] for which in "qkv"]
-            joined[f"{found[1].replace('self_attn.', 'attn.')}in_proj_{found[2]}"] = torch.cat(parts)
-    rest = {n: t for n, t in state.items() if not re.search(r"self_attn\.[qkv]_proj|position_ids", n)}
-    return _renamed(rest | joined, r"encoder\.layers\.(\d+)\.(.+)", _HF_BLOCK, lambda name: _HF.get(name, name))
-
-
-def _renamed(
-    state: Mapping[str, Tensor], block: str, inside: Mapping[str, str], outside: Callable[[str], str]
-) -> dict[str, Tensor]:
-    out = {}
-    for name, value in state.items():
-        if found := re.fullmatch(block, name):
-            out[f"transformer.resblocks.{found[1]}.{_swapped(found[2], inside)}"] = value
-        elif name == "cls_token":
-            out["class_embedding"] = value.flatten()
-        elif name == "pos_embed":
-            out["positional_embedding"] = value[0]
-        else:
-            new = outside(name)
-            out[new] = value.flatten() if new == "class_embedding" else value
-    return out
-
-
-def _swapped(name: str, words: Mapping[str, str]) -> str:
-    return next((new + name.removeprefix(old) for old, new in words.items() if name.startswith(old)), name)
 
 
 def _unless(names: Sequence[str], patterns: Sequence[str]) -> list[str]:

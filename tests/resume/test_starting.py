@@ -6,9 +6,10 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from transformers import CLIPConfig, CLIPModel
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
-from evals.interop.starting import tower_weights
+from evals.interop.starting import begin
+from evals.interop.tower_names import tower_weights
 from launch.runs.train import train
 from sparo_train import openclip
 from sparo_train.core.config import resolve
@@ -176,6 +177,57 @@ def test_towers_of_other_libraries_give_their_own_encodings(tmp_path, shards):
         tower_weights(timm.create_model("vit_tiny_patch16_224").state_dict(), "visual", "x")
     with pytest.raises(CheckpointError, match="x: has no text tower of a CLIP"):
         tower_weights(theirs.state_dict(), "text", "x")
+
+
+def test_a_transformers_clip_is_what_a_run_begins_with(tmp_path):
+    """Its folder, by name, as one types it: either tower with its projection, or both with the temperature."""
+    folder = tmp_path / "hf"
+    sizes = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2}
+    text = {"max_position_embeddings": 16, "vocab_size": 49408, "eos_token_id": 49407, "bos_token_id": 49406}
+    config = CLIPConfig(
+        text_config={**sizes, **text, "hidden_act": "gelu"},
+        vision_config={**sizes, "image_size": 32, "patch_size": 16, "hidden_act": "gelu"},
+        projection_dim=24,
+        logit_scale_init_value=3.25,
+    )
+    hf = CLIPModel(config).eval()
+    hf.save_pretrained(folder)
+    CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}).save_pretrained(folder)
+    tree = tiny_recipe(tmp_path / "shards", tmp_path)
+    tree["objective"] = {"model": _small().config.model_dump(mode="json", exclude_defaults=True)}
+
+    def begun(*words):
+        config, said = _run(tree, *words), []
+        objective = build_objective(config)
+        begin(config, objective, said.append)
+        return objective.model.eval(), " ".join(said)
+
+    image, tokens = torch.randn(2, 3, 32, 32), torch.zeros(2, 16, dtype=torch.int64)
+    tokens[:, :4] = torch.tensor([49406, 320, 1125, 49407])
+    wanted = (
+        hf.visual_projection(hf.vision_model(image).pooler_output),
+        hf.text_projection(hf.text_model(tokens).pooler_output),
+    )
+    inits = [f"objective.model.{part}.init=hf:{folder}" for part in ("vision", "text")]
+    for words in (inits, [f"start_from=hf:{folder}"]):
+        ours, said = begun(*words)
+        for mine, theirs in zip((ours.visual(image), ours.text(tokens)), wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        assert "new are" not in said
+    assert ours.logit_scale.item() == 3.25
+    wider = ["objective.model.embed_dim=20", inits[0]]
+    assert "new are proj" in begun(*wider)[1]
+    with pytest.raises(
+        CheckpointError, match=r"has no proj that fits, which `freeze` beside it would leave as it was drawn"
+    ):
+        begun(*wider, "objective.model.vision.freeze=true")
+    assert "new are" not in begun(inits[0], "objective.model.vision.freeze=true")[1]
+    # A folder that lost its texts is still an image tower, and no text tower.
+    hf.vision_model.save_pretrained(tmp_path / "seen")
+    shutil.copy(folder / "preprocessor_config.json", tmp_path / "seen")
+    assert "new are proj" in begun(f"objective.model.vision.init=hf:{tmp_path}/seen")[1]
+    with pytest.raises(CheckpointError, match="has no text tower of a CLIP"):
+        begun(f"objective.model.text.init=hf:{tmp_path}/seen")
 
 
 def test_a_tower_from_elsewhere_is_locked_while_the_other_learns(tmp_path, shards, capsys):

@@ -1,0 +1,109 @@
+"""A CLIP's towers under our names, from the state dicts of open_clip, timm and transformers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from sparo_train.core.errors import CheckpointError
+
+_TIMM_BLOCK = {
+    "norm1": "ln_1", "norm2": "ln_2", "attn.qkv.": "attn.in_proj_", "attn.proj": "attn.out_proj", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj",
+}  # fmt: skip
+_TIMM = {"norm_pre": "ln_pre", "norm": "ln_post", "patch_embed.proj": "conv1"}
+_HF_BLOCK = {
+    "layer_norm1": "ln_1",
+    "layer_norm2": "ln_2",
+    "self_attn.out_proj": "attn.out_proj",
+    "mlp.fc1": "mlp.c_fc",
+    "mlp.fc2": "mlp.c_proj",
+}
+_HF = {
+    "embeddings.class_embedding": "class_embedding", "embeddings.patch_embedding.weight": "conv1.weight",
+    "embeddings.position_embedding.weight": "positional_embedding", "embeddings.token_embedding.weight": "token_embedding.weight",
+    "pre_layrnorm.weight": "ln_pre.weight", "pre_layrnorm.bias": "ln_pre.bias", "post_layernorm.weight": "ln_post.weight",
+    "post_layernorm.bias": "ln_post.bias", "final_layer_norm.weight": "ln_final.weight", "final_layer_norm.bias": "ln_final.bias",
+}  # fmt: skip
+
+
+def named_as_ours(state: Mapping[str, Tensor], origin: str) -> Mapping[str, Tensor]:
+    """transformers' CLIP under our names; others' state as it is."""
+    if not {"visual_projection.weight", "text_projection.weight", "logit_scale"} <= set(state):
+        return state
+    towers = {
+        f"{part}.{name}": value
+        for part in ("visual", "text")
+        for name, value in tower_weights(state, part, origin).items()
+    }
+    return {**towers, "logit_scale": state["logit_scale"]}
+
+
+def tower_weights(state: Mapping[str, Tensor], part: str, origin: str) -> dict[str, Tensor]:
+    """One tower of a CLIP under our names, from the state dict of ours, of open_clip's, or of timm's or transformers' CLIP.
+
+    Args:
+        part: `visual` or `text`.
+
+    Raises:
+        CheckpointError: the model has no such tower, or a ViT that is none of CLIP's (biased patches, no norm before the blocks).
+    """
+    named = {name.removeprefix(f"{part}."): value for name, value in state.items() if name.startswith(f"{part}.")}
+    if any(name.startswith("transformer.resblocks.") for name in named):
+        return {name: value for name, value in named.items() if name != "attn_mask"}
+    if part == "visual" and "blocks.0.attn.qkv.weight" in state:
+        if "norm_pre.weight" not in state or "patch_embed.proj.bias" in state:
+            raise CheckpointError(
+                f"{origin}: this ViT's patches have a bias, or no norm is before its blocks, unlike a CLIP's; vision.timm_model_name takes it as it is"
+            )
+        return _renamed(state, r"blocks\.(\d+)\.(.+)", _TIMM_BLOCK, lambda name: _swapped(name, _TIMM))
+    whole = "vision_model." if part == "visual" else "text_model."
+    bare = {
+        name.removeprefix(whole): value
+        for name, value in state.items()
+        if name.startswith((whole, "encoder.layers.", *_HF))
+    }
+    # A model of one tower names it nowhere; patches are what tells an image's.
+    own_kind = ("embeddings.patch_embedding.weight" in bare) == (part == "visual")
+    if own_kind and any(name.startswith("encoder.layers.0.self_attn.q_proj") for name in bare):
+        projection = state.get("visual_projection.weight" if part == "visual" else "text_projection.weight")
+        return _from_transformers(bare) | (
+            {} if projection is None else {"proj" if part == "visual" else "text_projection": projection.T}
+        )
+    more = "; for one of timm's set vision.timm_model_name" if part == "visual" else ""
+    raise CheckpointError(f"{origin}: has no {'image' if part == 'visual' else 'text'} tower of a CLIP{more}")
+
+
+def _from_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Queries, keys and values are one matrix in ours."""
+    joined: dict[str, Tensor] = {}
+    for name in state:
+        if found := re.fullmatch(r"(encoder\.layers\.\d+\.self_attn\.)q_proj\.(weight|bias)", name):
+            # transformers keeps three matrices, open_clip one of three times the rows.
+            parts = [state[f"{found[1]}{which}_proj.{found[2]}"] for which in "qkv"]
+            joined[f"{found[1].replace('self_attn.', 'attn.')}in_proj_{found[2]}"] = torch.cat(parts)
+    rest = {n: t for n, t in state.items() if not re.search(r"self_attn\.[qkv]_proj|position_ids", n)}
+    return _renamed(rest | joined, r"encoder\.layers\.(\d+)\.(.+)", _HF_BLOCK, lambda name: _HF.get(name, name))
+
+
+def _renamed(
+    state: Mapping[str, Tensor], block: str, inside: Mapping[str, str], outside: Callable[[str], str]
+) -> dict[str, Tensor]:
+    out = {}
+    for name, value in state.items():
+        if found := re.fullmatch(block, name):
+            out[f"transformer.resblocks.{found[1]}.{_swapped(found[2], inside)}"] = value
+        elif name == "cls_token":
+            out["class_embedding"] = value.flatten()
+        elif name == "pos_embed":
+            out["positional_embedding"] = value[0]
+        else:
+            new = outside(name)
+            out[new] = value.flatten() if new == "class_embedding" else value
+    return out
+
+
+def _swapped(name: str, words: Mapping[str, str]) -> str:
+    return next((new + name.removeprefix(old) for old, new in words.items() if name.startswith(old)), name)
