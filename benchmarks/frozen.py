@@ -37,13 +37,14 @@ class Case(NamedTuple):
     tower: dict[str, Any]
     objective: dict[str, Any]
     optim: dict[str, Any]
-    bar: float
+    bar: float | None
     times: int = 1
 
 
 CASES = [
     Case("blocks frozen", {"freeze": "blocks"}, {}, {}, 2.0),
     Case("objective.ema", {}, {"ema": EmaConfig()}, {}, 0.9),
+    Case("optim.muon", {}, {}, {"muon": {}}, None),
     Case("optim.muon", {}, {}, {"muon": {}}, 0.9, times=4),
 ]
 

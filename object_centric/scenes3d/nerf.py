@@ -1,6 +1,6 @@
 """A radiance field per slot, drawn along rays (Singh et al. 2024, Section 3.2 and D.4.3, after Mildenhall et al. 2020).
 
-The paper leaves open: densities are softplus, colours and shadows sigmoids; points are one in each of equal bins between `near` and
+The paper leaves open: densities are softplus or ReLU, colours and shadows sigmoids; points are one in each of equal bins between `near` and
 `far`; embeddings of a point go through a linear layer to the width of slots.
 """
 
