@@ -153,7 +153,8 @@ def _names(place: Path) -> frozenset[str]:
         tree = parse_yaml(read_text(config), str(config))
     except SparoError:  # its name is its folder's, then
         tree = None
-    return frozenset([place.resolve().name, *([str(tree.get("name"))] if isinstance(tree, dict) else [])])
+    named = tree.get("name") if isinstance(tree, dict) else None
+    return frozenset([place.resolve().name, *([named] if isinstance(named, str) else [])])
 
 
 def _of_place(record: Record, place: Path, names: frozenset[str]) -> Record:

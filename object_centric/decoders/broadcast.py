@@ -114,8 +114,7 @@ class Broadcast(nn.Module):
         b, k = slots.shape[:2]
         norms: Any = self.norms if self.config.kind == "cnn" else None
         slots = slots if norms is None else norms[0](slots)
-        # Added after the projection: a grid in 16 bits would give neighbours one place.
-        # bf16 tells places apart by 1/256 alone.
+        # Added after the projection, in fp32: bf16 tells places apart by 1/256 alone, and neighbours would have one.
         placed = self.places if self.config.kind == "patch" else exactly(self.position, waves(grid, self.config.waves))
         x = slots[:, :, None] + placed  # (b, K, N, D)
         if self.config.kind != "cnn":

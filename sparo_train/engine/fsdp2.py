@@ -70,6 +70,11 @@ class Fsdp2Engine(RankedEngine):
         self._kept = [p for p in objective.parameters() if p in kept]  # in the same order on every rank
         shape, names = ((size,), ("shard",)) if shard == size else ((size // shard, shard), ("replicate", "shard"))
         low = torch.bfloat16 if (config.param_dtype or config.precision) == "bf16" else None  # None: as parameters are
+        if low is not None and config.precision != "bf16" and objective.exact_inputs:
+            raise ConfigError(
+                f"engine.param_dtype=bf16: {type(objective).__name__} is given places that 16 bits would blur, and without autocast "
+                "its layers take nothing wider than their weights; set engine.precision=bf16, or param_dtype=fp32"
+            )
         # Sums of 16-bit gradients lose the small ones: fp32 unless asked otherwise.
         reduced = torch.bfloat16 if config.reduce_dtype == "bf16" else low and torch.float32
         with self.ranks.named("sharding the model"):

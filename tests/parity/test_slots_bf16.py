@@ -1,11 +1,13 @@
 """Every slot method in bf16 on two ranks: what FSDP2 computes from 16-bit weights is as near to fp32 as what autocast computes is."""
 
+import pytest
 import torch
 from torch.nn import functional as F
 
 from sparo_data.drawn.viewed_sets import ViewedSetConfig, render_viewed
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
+from sparo_train.core.errors import ConfigError
 from sparo_train.train.accumulate import gradients
 from sparo_train.train.build import build_engine, build_objective, build_pipeline
 from sparo_train.train.run import RunConfig
@@ -68,6 +70,16 @@ def each(ranks, trees):
     low = {"precision": "bf16"}
     engines = (FSDP2, {**engine_block("fsdp2"), **low}, {**DDP, **low})
     return {name: [computed(ranks, tree, engine) for engine in engines] for name, tree in trees.items()}
+
+
+def refused(ranks, tree):
+    config = resolve(RunConfig, {**tree, "engine": {**FSDP2, "param_dtype": "bf16"}}, "x")
+    with pytest.raises(ConfigError, match=r"engine\.param_dtype=bf16: SlotAutoencoder is given places that 16 bits"):
+        build_engine(config, ranks).prepare(build_objective(config))
+
+
+def test_16_bit_weights_without_autocast_are_refused_where_places_would_be_blurred(shards, tmp_path):
+    run_ranks(2, refused, slots_recipe(shards, tmp_path))
 
 
 def test_16_bit_weights_are_as_near_to_fp32_as_autocast_is(shards, tmp_path):
