@@ -36,6 +36,12 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return out
 
 
+def device_flag(flags: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """`--device`, of benchmarks whose figures differ on a GPU."""
+    flags.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    return flags
+
+
 def interleave(ours: Callable[[], float], theirs: Callable[[], float], rounds: int) -> list[tuple[float, float]]:
     """(ours, theirs) per round, taken in turn after one unmeasured call of each; machines drift, neighbours in time less."""
     ours(), theirs()
@@ -54,9 +60,12 @@ def training_step(engine: LocalEngine, data: dict[str, torch.Tensor], progress: 
     return run
 
 
-def seconds(call: Callable[[], Any]) -> float:
+def seconds(call: Callable[[], Any], device: str = "cpu") -> float:
+    """Of a call, until the device is done."""
     begin = time.perf_counter()
     call()
+    if device == "cuda":
+        torch.cuda.synchronize()
     return time.perf_counter() - begin
 
 
@@ -67,8 +76,15 @@ def silent() -> Iterator[None]:
         yield
 
 
-def peak_growth(call: Callable[[], Any]) -> float:
-    """Bytes by which the resident set's peak grows over a call (Linux)."""
+def peak_growth(call: Callable[[], Any], device: str = "cpu") -> float:
+    """Bytes by which the peak grows over a call: of the resident set (Linux), or of the GPU's allocator."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - held
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
     before = _peak_resident()
     call()

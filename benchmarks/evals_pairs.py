@@ -25,7 +25,7 @@ from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 
 
-def sugar_crepe_rows(quick: bool) -> list[dict[str, Any]]:
+def sugar_crepe_rows(quick: bool, device: str) -> list[dict[str, Any]]:
     """The published numbers of images and pairs; captions as COCO has them, five of an image, and each with a change of its own."""
     from clip_benchmark.datasets.builder import image_captions_collate_fn
     from clip_benchmark.datasets.sugar_crepe import SugarCrepe
@@ -34,7 +34,7 @@ def sugar_crepe_rows(quick: bool) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     sizes = {"vision": {"image_size": 64}, "text": {"context_length": 77, "width": 128, "heads": 4, "layers": 4}}
     encoder = ClipEncoder(
-        Clip(ClipConfig.model_validate({"backbone": "ViT-Tiny-16", "readout": {"kind": "token"}, **sizes}))
+        Clip(ClipConfig.model_validate({"backbone": "ViT-Tiny-16", "readout": {"kind": "token"}, **sizes})).to(device)
     )
     found: dict[str, dict[str, float]] = {}
     counts: dict[str, dict[str, int]] = {}
@@ -49,7 +49,7 @@ def sugar_crepe_rows(quick: bool) -> list[dict[str, Any]]:
             counts["ours"] = dict(counted)
 
         def prepared(image: Image.Image) -> Tensor:
-            return encoder.normalised(encoder.stacked([np.asarray(encoder.transform(image.convert("RGB")))]))[0]
+            return encoder.normalised(encoder.stacked([np.asarray(encoder.transform(image.convert("RGB")))])).cpu()[0]
 
         def theirs() -> None:
             counted.clear()
@@ -59,12 +59,12 @@ def sugar_crepe_rows(quick: bool) -> list[dict[str, Any]]:
                 loader = DataLoader(source, 64, collate_fn=image_captions_collate_fn)
                 with silent():
                     scores = image_caption_selection.evaluate(
-                        encoder.model, loader, encoder.tokenizer.batch, "cpu", amp=False
+                        encoder.model, loader, encoder.tokenizer.batch, device, amp=False
                     )
                 found["theirs"][split] = scores["text_acc"]
             counts["theirs"] = dict(counted)
 
-        timed = interleave(lambda: seconds(ours), lambda: seconds(theirs), 1 if quick else 3)
+        timed = interleave(lambda: seconds(ours, device), lambda: seconds(theirs, device), 1 if quick else 3)
     for split in SPLITS:
         assert abs(found["ours"][split] - found["theirs"][split]) < 0.01, split  # ties: none; rounding of near ones
     distinct, pairs = distinct_of_sugar_crepe(20 if quick else 1)

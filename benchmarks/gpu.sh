@@ -2,7 +2,7 @@
 # Every figure that needs a GPU, in pieces of under nine minutes: [OUT=folder] bash benchmarks/gpu.sh [PIECE …]
 #
 # Each piece writes OUT/PIECE.txt (its tables, with the machine's name) and OUT/PIECE*.json; one that fails does not stop the rest.
-# Pieces: tests step readout frozen video scenes3d dino loss engines evals knn mfu. Without a name: all of them, one after another.
+# Pieces: tests step readout frozen video scenes3d dino loss engines engines_bf16 engines_compiled evals knn mfu. Without a name: all of them, one after another.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-gpu_figures}
@@ -11,6 +11,14 @@ python=${PYTHON:-python3}
 limit=${LIMIT:-530}
 
 gpus() { $python -c 'import torch; print(torch.cuda.device_count())'; }
+
+engines() { # of two ranks, each with a GPU of its own
+  if [ "$(gpus)" -ge 2 ]; then
+    $python benchmarks/engines.py --device cuda --batch 128 "$@" --json "$out/$name.json"
+  else
+    echo "engines: two GPUs are needed, $(gpus) seen"
+  fi
+}
 
 piece() {
   case $1 in
@@ -21,27 +29,24 @@ piece() {
     video) $python benchmarks/video.py --device cuda --json "$out/video.json" ;;
     scenes3d) $python benchmarks/scenes3d.py --device cuda --json "$out/scenes3d.json" ;;
     dino) $python benchmarks/dino_step.py --json "$out/dino.json" ;;
-    loss) $python benchmarks/loss_memory.py --json "$out/loss.json" ;;
-    engines)
-      if [ "$(gpus)" -ge 2 ]; then
-        $python benchmarks/engines.py --device cuda --batch 128 --json "$out/engines.json"
-      else
-        echo "engines: two GPUs are needed, $(gpus) seen"
-      fi ;;
-    evals) $python benchmarks/evals.py --quick --json "$out/evals.json" ;;
-    knn) $python benchmarks/knn.py --quick --json "$out/knn.json" ;;
+    loss) $python benchmarks/loss_memory.py --device cuda --json "$out/loss.json" ;;
+    engines) engines ;;
+    engines_bf16) engines --precision bf16 ;;
+    engines_compiled) engines --precision bf16 --compile ;;
+    evals) $python benchmarks/evals.py --device cuda --json "$out/evals.json" ;;
+    knn) $python benchmarks/knn.py --device cuda --json "$out/knn.json" ;;
     mfu) $python benchmarks/mfu.py --json "$out/mfu.json" ;;
     *) echo "no such piece: $1"; return 2 ;;
   esac
 }
 
 [ "$(gpus)" -ge 1 ] || { echo "no GPU: torch sees none"; exit 2; }
-[ $# -gt 0 ] || set -- tests step readout frozen video scenes3d dino loss engines evals knn mfu
+[ $# -gt 0 ] || set -- tests step readout frozen video scenes3d dino loss engines engines_bf16 engines_compiled evals knn mfu
 failed=0
 for name in "$@"; do
   echo "== $name"
-  export -f piece gpus
-  export out python
+  export -f piece gpus engines
+  export out python name
   timeout "$limit" bash -c "piece $name" 2>&1 | tee "$out/$name.txt" || { echo "$name: failed or over $limit s"; failed=1; }
 done
 exit $failed

@@ -1,11 +1,12 @@
 """k-NN at ImageNet's size in bounded memory: 50,000 queries against a bank of 1,281,167 rows in a memory map.
 
-    python benchmarks/knn.py [--queries N] [--quick] [--json FILE]
+    python benchmarks/knn.py [--queries N] [--quick] [--device cuda] [--json FILE]
 
 The bank is fp16 noise on disk, k = 200; peak memory is what the search adds, pages of the map included. Theirs is the
 official evaluation's way: all similarities of a hundredth of the queries against the whole bank at once, a top-k and a
 one-hot vote for each of the four k; on a part of both, since it needs the bank in memory. Of 2,000 queries against 200,000
-rows that both have in memory, normalised, the memory that each adds is measured in a process of its own.
+rows that both have in memory, normalised, the memory that each adds is measured in a process of its own. On a GPU queries lie
+there, the bank's pieces are moved to it, and its allocator's peak is what is measured.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import interleave, parser, peak_growth, report, row, seconds
+from common import device_flag, interleave, parser, peak_growth, report, row, seconds
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -37,11 +38,18 @@ def memory_map(folder: str, rows: int, width: int) -> Tensor:
 
 
 def ours(bank: Tensor, labels: Tensor, queries: Tensor, answers: Tensor) -> None:
-    knn.score(knn.nearest(queries, bank, max(KS)), labels, answers, CLASSES, KS, TEMPERATURE, 20)
+    near = knn.Nearest(*(t.cpu() for t in knn.nearest(queries, bank, max(KS))))
+    knn.score(near, labels.cpu(), answers.cpu(), CLASSES, KS, TEMPERATURE, 20)
 
 
 def theirs(bank: Tensor, labels: Tensor, queries: Tensor, answers: Tensor) -> None:
-    voted(F.normalize(bank.float(), dim=1).T.contiguous(), labels, F.normalize(queries, dim=1), answers, 500)
+    voted(
+        F.normalize(bank.to(queries.device).float(), dim=1).T.contiguous(),
+        labels,
+        F.normalize(queries, dim=1),
+        answers,
+        500,
+    )
 
 
 def voted(bank: Tensor, labels: Tensor, queries: Tensor, answers: Tensor, chunk: int = 20) -> None:
@@ -50,48 +58,50 @@ def voted(bank: Tensor, labels: Tensor, queries: Tensor, answers: Tensor, chunk:
         for begin in range(0, len(queries), chunk):
             part = queries[begin : begin + chunk]
             similarity, row_ = torch.mm(part, bank).topk(k, largest=True, sorted=True)
-            one_hot = torch.zeros(len(part) * k, CLASSES).scatter_(1, labels[row_].view(-1, 1), 1)
+            one_hot = torch.zeros(len(part) * k, CLASSES, device=part.device).scatter_(1, labels[row_].view(-1, 1), 1)
             weights = similarity.div(TEMPERATURE).exp()
             votes = (one_hot.view(len(part), -1, CLASSES) * weights.view(len(part), -1, 1)).sum(1)
             votes.sort(1, True).indices.eq(answers[begin : begin + chunk].view(-1, 1))
 
 
-def _added(mine: bool) -> float:
+def _added(mine: bool, device: str) -> float:
     """In a process of its own: MiB that 2,000 queries against 200,000 rows of 384 numbers take beside both."""
     g = torch.Generator().manual_seed(0)
-    queries, bank = (F.normalize(torch.randn(n, 384, generator=g), dim=1) for n in (2000, 200000))
-    answers, labels = (torch.randint(0, CLASSES, (n,), generator=g) for n in (2000, 200000))
+    queries, bank = (F.normalize(torch.randn(n, 384, generator=g), dim=1).to(device) for n in (2000, 200000))
+    answers, labels = (torch.randint(0, CLASSES, (n,), generator=g).to(device) for n in (2000, 200000))
     # Theirs takes them as they are, so no copy is made that its evaluation would not make.
     search = ours if mine else voted
-    return peak_growth(lambda: search(bank if mine else bank.T, labels, queries, answers)) / 2**20
+    return peak_growth(lambda: search(bank if mine else bank.T, labels, queries, answers), device) / 2**20
 
 
-def added(mine: bool) -> float:
+def added(mine: bool, device: str) -> float:
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(_added, mine).result()
+        return pool.submit(_added, mine, device).result()
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = device_flag(parser(__doc__))
     arguments.add_argument("--queries", type=int, default=50000, help="of the large search")
     options = arguments.parse_args()
+    device = options.device
     bank_rows, width, count = (20000, 64, 400) if options.quick else (1281167, 384, options.queries)
     g = torch.Generator().manual_seed(0)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         bank = memory_map(folder, bank_rows, width)
-        labels = torch.randint(0, CLASSES, (bank_rows,), generator=g)
-        queries, answers = torch.randn(count, width, generator=g), torch.randint(0, CLASSES, (count,), generator=g)
+        labels = torch.randint(0, CLASSES, (bank_rows,), generator=g).to(device)
+        queries = torch.randn(count, width, generator=g).to(device)
+        answers = torch.randint(0, CLASSES, (count,), generator=g).to(device)
         spent: list[float] = []
-        grown = peak_growth(lambda: spent.append(seconds(lambda: ours(bank, labels, queries, answers))))
+        grown = peak_growth(lambda: spent.append(seconds(lambda: ours(bank, labels, queries, answers), device)), device)
         few, small = min(500, count), bank[: min(200000, bank_rows)]
         pairs = [
-            tuple(seconds(lambda f=f: f(small, labels, queries[:few], answers[:few])) for f in (ours, theirs))
+            tuple(seconds(lambda f=f: f(small, labels, queries[:few], answers[:few]), device) for f in (ours, theirs))
             for _ in range(3)
         ]
         rows.append(row(f"{few} x {len(small):,}, {width} wide, four k", pairs, None, "s", False))
     if not options.quick:
-        pairs = interleave(lambda: added(True), lambda: added(False), 5)
+        pairs = interleave(lambda: added(True, device), lambda: added(False, device), 5)
         rows.append(row("memory, 2,000 x 200,000, four k", pairs, 1.0, "MiB", False))
     matrix = 4 * count * bank_rows / 2**30
     name = f"memory, {count:,} x {bank_rows:,} ({spent[0]:.0f} s) / the similarities whole"

@@ -47,7 +47,7 @@ def over_seeds(table: Grid) -> Grid:
         raise ConfigError(
             "--seeds: no two of these runs are of one recipe; `sparo launch train RECIPE --seeds 3` makes some"
         )
-    rows = [Row(_name([r.name for r in rows]), _cells(rows)) for rows in groups.values()]
+    rows = [Row(_name([r.name for r in rows]), _cells(rows), told=rows[0].told) for rows in groups.values()]
     rows += [row for row in table.rows if row.paper]
     return table._replace(rows=rows, spans="median, and range over seeds")
 

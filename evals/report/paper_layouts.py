@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sparo_train.train.run import RunConfig
+
 
 class Column(NamedTuple):
     """`group`: the heading above the label.  metric: None is the task's headline."""
@@ -40,23 +42,50 @@ def _sugar_crepe() -> list[Column]:
     return [Column(g, label, "sugar_crepe", metric) for g, found in splits.items() for label, metric in found.items()]
 
 
+_RECOGNITION = [
+    *_imagenets(),
+    Column("", "ObjectNet", "objectnet", "acc1"),
+    Column("", "SugarCrepe", "sugar_crepe", "macro"),
+]
 LAYOUTS = {
-    "1": [
-        *_imagenets(),
-        Column("", "ObjectNet", "objectnet", "acc1"),
-        Column("", "SugarCrepe", "sugar_crepe", "macro"),
-    ],
+    "1": _RECOGNITION,
     "2": _retrievals(),
     "3": [
         Column("ImageNet", "CLIP probe", "imagenet1k:probe", "acc1"),
         Column("ImageNet", "20-NN", "knn", "acc1_k20"),
         Column("ImageNet", "DINO linear", "linear", "acc1"),
     ],
+    "6": [Column("ImageNet", "zero-shot", "imagenet1k", "acc1")],
     "B.1": _sugar_crepe(),
+    "B.2": _RECOGNITION,
 }
 TITLES = {
     "1": "Zero-shot recognition, robustness, compositionality (layout of Table 1)",
     "2": "Zero-shot retrieval, hit rate at 5 (layout of Table 2)",
     "3": "ImageNet linear probes and nearest neighbours (layout of Table 3)",
+    "6": "Bottleneck and alignment of heads (layout of Table 6)",
     "B.1": "SugarCrepe (layout of Table B.1)",
+    "B.2": "Other bottlenecks (layout of Table B.2)",
 }
+# Table 6's columns of words, before the score.
+HEADS = ("Replace last block", "Cross-attention", "Slot-wise LayerNorm", "Slot-wise projection", "Params")
+UNTOLD = ("–",) * len(HEADS)  # of a checkpoint whose recipe is not at hand
+_NONE = "N/A"
+
+
+def said_of(config: RunConfig, parameters: int) -> tuple[str, ...]:
+    """What stands below `HEADS` for a recipe that trains so many parameters; N/A where it has no read-out, or one without such a key."""
+    # Any method may stand in a table, also one whose model has no read-out.
+    readout = getattr(getattr(config.objective, "model", None), "readout", None)
+    placement = getattr(readout, "placement", None)
+    attention = getattr(readout, "cross_attention", None)
+    return (
+        _NONE if placement is None or attention is None else _answer(placement.replaced > 0),
+        _NONE if attention is None else attention.replace("_", "-").capitalize(),
+        *(_answer(getattr(readout, key, None)) for key in ("slot_layer_norm", "slot_projection")),
+        f"{parameters / 1e6:.1f}M",
+    )
+
+
+def _answer(value: bool | None) -> str:
+    return _NONE if value is None else "Yes" if value else "No"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from PIL import Image
 
 from sparo_train.core.contracts import Objective
 from sparo_train.core.errors import ConfigError, did_you_mean
@@ -43,6 +45,13 @@ NEEDS = {
 }
 
 
+class TaskPictures(NamedTuple):
+    """What is drawn at an evaluation while a run trains: a sheet, and the frames of a moving one, where there is something that moves."""
+
+    sheet: Image.Image
+    frames: Sequence[Image.Image] = ()
+
+
 @dataclass(frozen=True)
 class Task:
     """A row of `sparo.tasks`.
@@ -54,6 +63,8 @@ class Task:
         needs: of `NEEDS`, or words of one's own that an encoder's `offers` may have.
         facts: what its set says of every image, where it has one set (evals/sets/base.py: FactKind).
         unfit: why this config cannot be scored with an encoder that offers all of `needs`, and what to do; None: it can.
+        pictures: `module:attribute` of `(encoder, config, how many) -> TaskPictures | None`, which draws at evaluations of a run; imported
+            when something is drawn. Empty: of this task nothing is.
     """
 
     config: type[TaskConfig]
@@ -62,6 +73,7 @@ class Task:
     needs: tuple[str, ...] = ()
     facts: str = "label"
     unfit: Callable[[Any, Any], str | None] = lambda task, encoder: None
+    pictures: str = ""
 
 
 class UnfitError(ConfigError):

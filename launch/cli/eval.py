@@ -124,7 +124,7 @@ def score(
 def table(
     results: Results,
     layout: Annotated[
-        str | None, typer.Option(help="1, 2, 3 or B.1: columns as in the SPARO paper (default: every headline)")
+        str | None, typer.Option(help="1, 2, 3, 6, B.1 or B.2: columns as in the SPARO paper (default: every headline)")
     ] = None,
     paper: Annotated[
         str,
@@ -144,7 +144,12 @@ def table(
     from evals.report import paper_tables as layouts
     from evals.report.results_file import read_records
 
-    found = layouts.grid(read_records(results), layout, [word for word in paper.split(",") if word])
+    told = {}
+    if layout == "6":
+        from ..runs.sweep_table import said_of_checkpoint  # builds models, if only on paper
+
+        told = {"told": said_of_checkpoint}
+    found = layouts.grid(read_records(results), layout, [word for word in paper.split(",") if word], **told)
     if seeds:
         from evals.report.over_seeds import over_seeds
 
@@ -160,6 +165,10 @@ def sweep(
     ] = None,
     figure: Annotated[Path | None, typer.Option(help="also draw a task over parameters into this picture")] = None,
     task: Annotated[str | None, typer.Option(help="of --figure (default: the first)")] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="6 or B.2 (or another of `sparo eval table`): columns as in the SPARO paper")
+    ] = None,
+    paper: Annotated[str, typer.Option(help="with a layout: training sets whose printed rows are added, or all")] = "",
     format: Annotated[str, typer.Option(help="terminal, markdown, csv or latex")] = "terminal",
 ) -> None:
     """The rows of a sweep file: parameters, and each task's median and range over the seeds that were trained."""
@@ -169,7 +178,7 @@ def sweep(
         raise ConfigError(f"--task {task}: is of --figure, which draws it; leave it away, or name a file")
     picture_given(figure, "--figure")
     rows = sweep_rows(file, folder)
-    found = sweep_grid(file.stem, rows)
+    found = sweep_grid(file.stem, rows, layout, [word for word in paper.split(",") if word])
     _print(found, False, format)
     if figure is not None:
         draw(rows, task or found.columns[0].task, figure)
@@ -177,12 +186,12 @@ def sweep(
 
 
 def _print(found: Grid, transpose: bool, format: str) -> None:
-    from evals.report import paper_tables as layouts
+    from evals.report import grid_text
 
     from ..views.eval_tables import grid_table
 
     writers: Mapping[str, Callable[[Grid, bool], str]] = {
-        "markdown": layouts.markdown, "csv": layouts.as_csv, "latex": layouts.latex,
+        "markdown": grid_text.markdown, "csv": grid_text.as_csv, "latex": grid_text.latex,
     }  # fmt: skip
     if format == "terminal":
         out.print(grid_table(found, transpose))

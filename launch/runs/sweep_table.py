@@ -12,38 +12,41 @@ import torch
 
 from evals.encoders.loading import read_recipe
 from evals.report.over_seeds import recipe_of
-from evals.report.paper_tables import Cell, Column, Grid, Row, several_data
+from evals.report.paper_layouts import HEADS, LAYOUTS, TITLES, UNTOLD, said_of
+from evals.report.paper_tables import Cell, Column, Grid, Row, columns_of, printed, several_data
 from evals.report.results_file import Record, read_records
 from evals.tasks.result import axis_of
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.recipe.layers import is_sweep, load_recipe
 from sparo_train.train.build import build_objective
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run import RunConfig, load_run
 
 from ..jobs.sweep import expand
 
 
 class SweepRow(NamedTuple):
-    """A row of a sweep: its name in the file, its parameters, and the results of its runs by task."""
+    """A row of a sweep: its name in the file, its parameters, the results of its runs by task, and what Table 6 says of its read-out."""
 
     name: str
     parameters: int
     runs: int
     results: dict[str, list[Record]]
+    told: tuple[str, ...] = ()
 
-    def cell(self, task: str) -> Cell | None:
-        """Median and range over the runs; None where one of them has none."""
+    def cell(self, task: str, metric: str | None = None) -> Cell | None:
+        """Median and range over the runs of a metric (default: the headline); None where one of them has none."""
         # A median over other seeds than the row's others have would be compared with them.
         found = [record.result for record in self.results.get(task, [])]
-        if not found or len(found) < self.runs:
+        name = metric or (found[0].headline if found else "")
+        values = [result.metrics[name] for result in found if name in result.metrics]
+        if not values or len(values) < self.runs:
             return None
-        values = [result.value for result in found]
         several = len(values) > 1
         return Cell(
             statistics.median(values),
             min(values) if several else None,
             max(values) if several else None,
-            metric=found[0].headline,
+            metric=name,
         )
 
 
@@ -61,17 +64,38 @@ def sweep_rows(sweep: Path, out: Path | None = None) -> list[SweepRow]:
         place = out or Path(config.out)
         folders = [place / config.name, *sorted(place.glob(f"{config.name}-seed[0-9]*"))]
         folders = [folder for folder in folders if (folder / "config.yaml").is_file()]
-        # Sizes alone: a grid has models of half a billion parameters.
-        with torch.device("meta"):
-            parameters = sum(p.numel() for p in build_objective(config).parameters() if p.requires_grad)
+        parameters = trained_parameters(config)
         # Runs that were not scored are not counted: n is of numbers, not of folders.
         found_in = {folder: records for folder in folders if (records := _records(folder))}
         _refuse_others(config, list(found_in))
         results: dict[str, list[Record]] = {}
         for record in itertools.chain(*found_in.values()):
             results.setdefault(record.task, []).append(record)
-        found.append(SweepRow(config.name.removeprefix(f"{stem}-"), parameters, len(found_in), results))
+        name, told = config.name.removeprefix(f"{stem}-"), said_of(config, parameters)
+        found.append(SweepRow(name, parameters, len(found_in), results, told))
     return found
+
+
+def said_of_checkpoint(name: str) -> tuple[str, ...]:
+    """The same by the name under which a checkpoint was scored; dashes where no run's recipe lies there."""
+    place = Path(name.partition(" (")[0])
+    # RUN, RUN/checkpoints/step-…: all are of one run.
+    for folder in (place, *place.parents[:2]):
+        if (folder / "config.yaml").is_file():
+            try:
+                config = load_run(folder / "config.yaml")
+                return said_of(config, trained_parameters(config))
+            except (
+                ConfigError
+            ):  # of a version whose keys are gone, or of a plug-in that is not here: its score stands all the same
+                break
+    return UNTOLD
+
+
+def trained_parameters(config: RunConfig) -> int:
+    """How many a recipe trains, counted without their memory: a grid has models of half a billion."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in build_objective(config).parameters() if p.requires_grad)
 
 
 def _refuse_others(config: RunConfig, folders: Sequence[Path]) -> None:
@@ -97,21 +121,41 @@ def _records(folder: Path) -> list[Record]:
         return []  # under way, or not scored
 
 
-def sweep_grid(title: str, rows: Sequence[SweepRow]) -> Grid:
-    """As a table of every task's headline. Raises `DataError` where nothing was scored."""
+def sweep_grid(title: str, rows: Sequence[SweepRow], layout: str | None = None, paper: Sequence[str] = ()) -> Grid:
+    """As a table of every task's headline, or in a layout of the paper, whose printed rows of training sets (`paper`) follow.
+
+    Raises:
+        DataError: nothing was scored.
+        ConfigError: no such layout, or printed rows without one.
+    """
+    if layout is None and paper:
+        raise ConfigError(f"--paper {','.join(paper)}: the paper's rows need a --layout: {', '.join(LAYOUTS)}")
+    columns = columns_of(layout) if layout is not None else []
     tasks = list(dict.fromkeys(task for row in rows for task in row.results))
     if not tasks:
         raise DataError(
             f"{title}: none of its runs is here and scored; `sparo launch train` trains them, --out says where they are"
         )
-    columns = [Column("", task, task, None) for task in tasks]
+    if layout is not None and not {column.task for column in columns} & set(tasks):
+        raise DataError(
+            f"--layout {layout}: is of {', '.join(dict.fromkeys(c.task for c in columns))}, and scored was {', '.join(tasks)}"
+        )
+    columns = columns or [Column("", task, task, None) for task in tasks]
+    heads = HEADS if layout == "6" else ()
     drawn = [
-        Row(f"{row.name} ({row.parameters / 1e6:.2f} M, n {row.runs})", [row.cell(t) for t in tasks]) for row in rows
+        Row(
+            f"{row.name} ({row.parameters / 1e6:.2f} M, n {row.runs})",
+            [row.cell(c.task, c.metric) for c in columns],
+            told=row.told if heads else (),
+        )
+        for row in rows
     ]
+    drawn += printed(layout, paper) if layout is not None else []
     note = "M: trained parameters; n: runs that were scored, which differ in their seed"
     of_several = {t: said for t in tasks if (said := several_data([r for row in rows for r in row.results.get(t, [])]))}
     notes = [note, *of_several.values()]
-    return Grid(title, columns, drawn, notes, "median, and range over seeds", frozenset(of_several))
+    title = TITLES.get(layout or "", title)
+    return Grid(title, columns, drawn, notes, "median, and range over seeds", frozenset(of_several), heads)
 
 
 def draw(rows: Sequence[SweepRow], task: str, path: Path) -> None:

@@ -28,7 +28,7 @@ from sparo_train.core.errors import (
     SupersededError,
     TrainingError,
 )
-from sparo_train.core.tables import METHODS
+from sparo_train.core.tables import METHODS, TASKS
 from sparo_train.core.world import find_world, started
 from sparo_train.data.examples.samples import unseen_captions
 from sparo_train.data.read.loader import Pipeline
@@ -44,8 +44,6 @@ from ..jobs.clusters import load_cluster
 from ..jobs.side import submit_side
 from ..views.progress import ProgressView
 from ..views.source_lines import source_lines
-
-_DRAWN = ("masks", "video_masks", "view_masks")  # tasks of whose data pictures are drawn
 
 
 def train(config: RunConfig) -> Outcome:
@@ -216,10 +214,10 @@ def _scores(step: int, results: Mapping[str, Result]) -> str:
 
 
 def _pictures(config: RunConfig, rundir: RunDir, say: Callable[[str], None]) -> Callable[[Encoder, int], None]:
-    """What is drawn at an evaluation: the first task with masks, where there is one."""
-    drawn = [task for task in config.eval.tasks.values() if task.task in _DRAWN]
+    """What is drawn at an evaluation: the first task that can be, where there is one."""
+    drawn = [task for task in config.eval.tasks.values() if TASKS.row(task.task).pictures]
     if not drawn or not config.log.pictures:
         return lambda encoder, step: None
-    from .panel_runs import TrainingPictures  # knows slot models: only where one is scored
+    from .training_pictures import TrainingPictures
 
     return TrainingPictures(config.log, drawn[0], rundir.path, say).draw

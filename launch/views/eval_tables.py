@@ -60,13 +60,16 @@ def grid_table(found: Grid, transpose: bool) -> Table:
     table.add_column("")
     # Printed numbers are set apart: nobody should take them for measured ones.
     styles = ["dim" if row.paper else None for row in found.rows]
-    rows = [[_cell_text(cell) for cell in row.cells] for row in found.rows]
+    rows = [[*row.told, *(_cell_text(cell) for cell in row.cells)] for row in found.rows]
+    heads = [*found.heads, *(column.heading for column in found.columns)]
     if transpose:
         for row, style in zip(found.rows, styles, strict=True):
             table.add_column(row.name, justify="right", style=style, overflow="fold")
-        for column, cells in zip(found.columns, zip(*rows, strict=True), strict=True):
-            table.add_row(column.heading, *cells)
+        for head, cells in zip(heads, zip(*rows, strict=True), strict=True):
+            table.add_row(head, *cells)
         return table
+    for head in found.heads:
+        table.add_column(head)
     for column in found.columns:
         table.add_column(f"{column.group}\n{column.label}".strip(), justify="right", overflow="fold")
     for row, cells, style in zip(found.rows, rows, styles, strict=True):

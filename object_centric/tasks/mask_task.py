@@ -99,4 +99,5 @@ MASKS = Task(
     needs=("masks",),
     facts="masks",
     unfit=lambda task, encoder: untold(encoder),
+    pictures="object_centric.pictures.evaluated:of_images",
 )

@@ -159,4 +159,5 @@ VIDEO_MASKS = Task(
     needs=("clips",),
     facts="clips",
     unfit=_unfit,
+    pictures="object_centric.pictures.evaluated:of_clips",
 )

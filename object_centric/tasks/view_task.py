@@ -146,4 +146,5 @@ VIEW_MASKS = Task(
     needs=("views",),
     facts="views",
     unfit=_unfit,
+    pictures="object_centric.pictures.evaluated:of_views",
 )

@@ -116,6 +116,13 @@ class Objective(nn.Module, ABC):
         """Names of parameters that weight decay leaves alone."""
         return [name for name, p in self.named_parameters() if p.ndim < 2]
 
+    def stays_with_adamw(self) -> Iterable[str]:
+        """Names of matrices that `optim.muon` leaves alone: what modules list under this name (queries, tables, many matrices in one)."""
+        for place, module in self.named_modules():
+            listed = getattr(module, "stays_with_adamw", ())
+            if module is not self and isinstance(listed, tuple):
+                yield from (f"{place}.{name}" for name in listed)
+
     def set_grad_checkpointing(self, enable: bool) -> None:
         """Recompute activations in backward, where the objective's modules support it."""
         raise ValueError(f"engine.grad_checkpointing: {type(self).__name__} has nothing to checkpoint; set it to false")

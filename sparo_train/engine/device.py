@@ -26,7 +26,8 @@ class DeviceConfig(Frozen):
     precision: Literal["fp32", "bf16"] = setting("bf16", "bf16: autocast; weights and optimizer stay fp32")
     attention: Literal["auto", "plain", "fused"] = free(
         "auto",
-        "how attention is computed; auto: torch's choice on a GPU, and on a CPU what a short measurement finds faster",
+        "how attention is computed; auto: torch's choice on a GPU, and on a CPU what a short measurement finds faster (local, ddp; "
+        "fused with fsdp2 and deepspeed, whose parameters are in pieces before there is a batch to measure with)",
     )
     # Loader workers that need a core each want one left free: threads that wait for a core spin (DINO on Fashion-MNIST, two
     # cores, one worker: 6.7 steps/s with one thread, 4.2 with two).

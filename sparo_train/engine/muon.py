@@ -6,7 +6,7 @@ of what a matrix moved (ddp), or to fifteen (fsdp2, which adds up over shards). 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch import nn
 
 from ..core.config import Frozen, setting
 
-# Tables that are looked up, queries, and SPARO's K_l and V_l, which are many small matrices in one.
+# What is a table or a query by the names that it has everywhere. Read-outs list their own (`stays_with_adamw`); those that stand here stay,
+# because a run's record of its recipe has them.
 _ADAMW = (
     "*embedding*", "*pos_embed", "*cls_token", "*q_emb", "*.query", "*.latent", "*.space_dict", "*sparo.k.*", "*sparo.v.*", "*attpool.k.*",
     "*attpool.v.*", "*last_layer*",
@@ -29,14 +30,17 @@ class MuonConfig(Frozen):
     ns_steps: int = setting(5, "Newton-Schulz iterations that make an update orthogonal", ge=1, lt=100)
     adamw: tuple[str, ...] = setting(
         _ADAMW,
-        "patterns of matrices that stay with AdamW, beside all that is no matrix (biases, norms, logit_scale, patch convolutions)",
+        "patterns of matrices that stay with AdamW, beside those that a model lists itself and all that is no matrix (biases, norms, "
+        "logit_scale, patch convolutions)",
     )
 
 
-def is_muons(config: MuonConfig | None, name: str, p: nn.Parameter) -> bool:
-    """Whether Muon steps a parameter of this name."""
+def is_muons(config: MuonConfig | None, name: str, p: nn.Parameter, listed: Collection[str]) -> bool:
+    """Whether Muon steps a parameter of this name; `listed`: those that the model leaves to AdamW."""
+    if config is None or name in listed:
+        return False
     # A convolution's kernel is no matrix to Muon: its rows are no inputs.
-    return config is not None and p.ndim == 2 and not any(fnmatchcase(name, pattern) for pattern in config.adamw)
+    return p.ndim == 2 and not any(fnmatchcase(name, pattern) for pattern in config.adamw)
 
 
 def muon(config: MuonConfig, groups: Sequence[Mapping[str, Any]], lr: float) -> torch.optim.Muon:

@@ -149,7 +149,7 @@ def build_optimizer(config: OptimConfig, objective: Objective) -> torch.optim.Ad
     Raises:
         ConfigError: nothing is trainable, or a pattern of `optim.groups` fits no parameter.
     """
-    undecayed = set(objective.no_decay())
+    undecayed, listed = set(objective.no_decay()), frozenset(objective.stays_with_adamw())
     named = {name: p for name, p in objective.named_parameters() if p.requires_grad}
     if not named:
         raise ConfigError("objective: no parameter is trainable")
@@ -160,7 +160,8 @@ def build_optimizer(config: OptimConfig, objective: Objective) -> torch.optim.Ad
     for name, number in group_numbers(config.groups, list(named)).items():
         p = named[name]
         # The fused kernel does not take shards and whole tensors in one group.
-        key = is_muons(config.muon, name, p), number, depths.get(name, 0), name not in undecayed, isinstance(p, DTensor)
+        muons = is_muons(config.muon, name, p, listed)
+        key = muons, number, depths.get(name, 0), name not in undecayed, isinstance(p, DTensor)
         # Decay, factors and kernels are an optimizer group's; whatever shares all of them shares a group.
         grouped.setdefault(key, []).append(p)
     rows = [OptimGroupConfig(match=("*",)), *config.groups]
@@ -180,7 +181,7 @@ def build_optimizer(config: OptimConfig, objective: Objective) -> torch.optim.Ad
         )
     if config.muon is not None and not by_muon[True]:
         raise ConfigError(
-            "optim.muon: every trained parameter is no matrix, or one of optim.muon.adamw; remove the block"
+            "optim.muon: every trained parameter is no matrix, or stays with AdamW (optim.muon.adamw, and what the model lists); remove the block"
         )
     # One kernel for all parameters, and the only one with a switch that needs no host.
     adamw = torch.optim.AdamW(by_muon[False], lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

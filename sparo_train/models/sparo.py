@@ -19,7 +19,7 @@ of benchmarks/readout.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ class SparoReadOut(TwinReadOut):
     """
 
     kind: Literal["sparo"] = "sparo"
+    cross_attention: ClassVar[str] = "separate_head"  # what Table 6 calls it
     slots: int = setting(64, "L, concepts attended separately", gt=0)
     slot_width: int = setting(64, "V, numbers of a slot", gt=0)
     head_width: int = setting(64, "D, width of keys and queries", gt=0)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from PIL import Image
 from safetensors.torch import load_file
 
 from sparo_data.writer import write_shards
@@ -124,6 +125,8 @@ def test_two_ranks_in_pieces_train_as_one_process(place):
 def test_it_is_counted_scored_and_exported(place):
     code, out = run(place, "train", "recipe.yaml", "--dry")
     assert code == 0 and "the objective has no footprint" in out and "backbone" in out, out
+    with Image.open(place / "whole/pictures/step-00000012.png") as drawn:  # by the task's own function
+        assert drawn.size == (32 * 6, 32)
     stored = json.loads((place / "whole/evals/step-00000012.json").read_text())["results"]["near"]
     code, out = run(place, "eval", "whole", "--features", str(place / "features"), "--json", str(place / "near.json"))
     again = json.loads((place / "near.json").read_text())["results"]["whole/near"]

@@ -1,13 +1,16 @@
-"""Images that grow while a run goes on: the size is the step's, positions are open_clip's, and everything else is as without."""
+"""Images that grow while a run goes on, and captions that visits draw: what a step sees is its own, through stops and on every engine."""
+
+import json
 
 import pytest
 import torch
 from open_clip.model import resize_pos_embed
 
 from launch.runs.train import _train, train
+from sparo_data.writer import write_shards
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
-from sparo_train.core.disk import store
+from sparo_train.core.disk import metrics, store
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.models.clip_config import ClipConfig
@@ -16,15 +19,27 @@ from sparo_train.train.build import build_objective
 from sparo_train.train.dry import dry_run
 from sparo_train.train.flops import FlopCounter
 from sparo_train.train.run import RunConfig
-from tests.conftest import tiny_recipe
-from tests.parity.test_accumulate import DDP, FSDP2
+from tests.conftest import sample, tiny_recipe
+from tests.parity.test_accumulate import DDP, FSDP2, ZERO_2
 from tests.ranks import run_ranks
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """96 samples of three captions each: a text, and a list of two in its JSON."""
+    rows = (
+        (key, {**row, "json": json.dumps({"tags": [f"tag {key}", f"word {key}"]}).encode()})
+        for key, row in map(sample, range(96))
+    )
+    write_shards(tmp_path / "shards", rows, 24)
+    return tmp_path / "shards"
 
 
 def _tree(shards, folder, **changes):
     tree = tiny_recipe(shards, folder, **changes)
     tree["objective"]["model"]["vision"] |= {"image_size": 64, "patch_dropout": 0.0}
     tree["objective"]["image_sizes"] = [[0, 32], [0.5, 48], [0.75, 64]]
+    tree["data"]["sources"]["a"]["captions"] = {"txt": 0.5, "json:tags": 0.5}
     return tree
 
 
@@ -62,6 +77,11 @@ def test_sizes_follow_the_steps_through_a_stop(shards, tmp_path):
     train(_run(tree, "name=whole"))
     train(_run(tree, "name=broken", "stop_after_steps=7"))
     train(_run(tree, "name=broken"))
+    losses = [[r["loss"] for r in metrics.read(tmp_path / f"{n}/metrics.jsonl", "train")] for n in ("whole", "broken")]
+    assert losses[0] == losses[1] and len(losses[0]) == 12
+    # Other draws are another run: what is compared above is not one caption at every visit.
+    train(_run(tree, "name=one_caption", "data.sources.a.captions=null"))
+    assert metrics.read(tmp_path / "one_caption/metrics.jsonl", "train")[0]["loss"] != losses[0][0]
     whole, broken = (store.read_part(tmp_path / f"{n}/checkpoints/step-00000012", "model") for n in ("whole", "broken"))
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
     flops = FlopCounter(lambda: build_objective(_run(tree)))
@@ -73,7 +93,7 @@ def _on_ranks(ranks, config):
     _train(config, ranks)
 
 
-@pytest.mark.parametrize("engine", [DDP, FSDP2])
+@pytest.mark.parametrize("engine", [DDP, FSDP2, ZERO_2])
 def test_ranks_and_micro_batches_see_the_same(shards, tmp_path, engine):
     tree = _tree(shards, tmp_path, batch_size=12, steps=6)
     tree["data"] |= {"workers": 0, "streams": 12}

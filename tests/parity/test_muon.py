@@ -59,6 +59,18 @@ def test_matrices_are_muons_and_the_rest_stays_with_adamw():
         assert float((moved - expected).norm()) < 0.03 * float(expected.norm()), name
 
 
+@pytest.mark.parametrize("kind", ["ep", "fdt", "attpool"])
+def test_what_a_read_out_lists_itself_stays_with_adamw_whatever_its_name(kind):
+    objective = ClipObjective(ClipObjectiveConfig(model=tiny(kind).config))
+    listed = {name for name in objective.stays_with_adamw() if name in dict(objective.named_parameters())}
+    assert listed
+    # not by the patterns: they stand in records of runs, and another package's read-out has none there
+    optimizer = build_optimizer(OptimConfig(muon={"adamw": ()}), objective)
+    names = {id(p): name for name, p in objective.named_parameters()}
+    muon = {names[id(p)] for group in optimizer.inner[1].param_groups for p in group["params"]}
+    assert muon and not muon & listed
+
+
 @pytest.mark.parametrize(("engine", "apart"), [(DDP, 0.06), (FSDP2, 0.15)], ids=["ddp", "fsdp2"])
 def test_ranks_end_near_one_process_and_bit_equal_after_a_restart(shards, tmp_path, engine, apart):
     """torch computes an update in 16 bits, and over shards its sums are rounded once more: engines agree to a part of a step."""

@@ -298,6 +298,8 @@ def test_frozen_parts_stay_on_every_engine(shards, tmp_path):
     for number, engine in enumerate((DDP, FSDP2, ZERO_2, ZERO_3)):
         run_ranks(2, trained, tree, engine, 3, tmp_path / str(number))
         found = model_after(tmp_path / str(number))
+        held = store.read_part(store.CheckpointStore(tmp_path / str(number)).latest(), "optimizer")
+        assert held and not {name.rpartition("/")[0] for name in held} & set(frozen), engine
         assert all(torch.equal(found[n], begun[n]) for n in frozen), engine
         for name, value in alone.items():
             assert torch.allclose(value, found[name], rtol=1e-4, atol=2e-5), (engine, name)

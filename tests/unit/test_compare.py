@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
 
+from evals.report import grid_text
 from evals.report import paper_tables as layouts
 from evals.report.compare import compare
 from evals.report.over_seeds import over_seeds
@@ -124,7 +125,7 @@ def test_scores_of_other_kinds_are_not_paired_nor_ranked(tmp_path):
     ):
         compare(*two(tmp_path, one, other))
     first, second = two(tmp_path / "mixed", drawn([0.1, 0.2]), drawn([0.2, 0.3], False))
-    text = layouts.markdown(layouts.grid([first, second], None))
+    text = grid_text.markdown(layouts.grid([first, second], None))
     assert "**" not in text and "per cent where no unit stands" in text
     first, second = two(tmp_path / "less", drawn([0.1, 0.1], False), drawn([0.3, 0.3], False))
     assert relative_change({"d": first}, {"d": second}, tmp_path / "c.png")["d"] == pytest.approx(-2)
@@ -153,7 +154,7 @@ def test_what_is_no_share_is_shown_in_its_own_unit(tmp_path):
         for task, pixels in (("drawn", True), ("features", False)):
             append(tmp_path / name, name, task, drawn(errors, pixels), {})
     found = layouts.grid(read_records([tmp_path / "a", tmp_path / "b"]), None)
-    text = layouts.markdown(found)
+    text = grid_text.markdown(found)
     assert "20.00 dB" in text and "**30.00 dB (30.00–30.00)**" in text and "**0.00100 mse (0.00100–0.00100)**" in text
 
 
@@ -186,7 +187,7 @@ def test_a_row_of_several_weights_says_so(tmp_path):
         facts = {"checkpoint": {"sha256": sha}, "precision": precision, "storage": "fp32"}
         append(tmp_path / "mix", "w.pt", task, one, facts)
         append(tmp_path / "same", "v.pt", task, one, {**facts, "checkpoint": {"sha256": "1"}, "precision": "fp32"})
-    text = layouts.markdown(layouts.grid(read_records([tmp_path / "mix", tmp_path / "same"]), None))
+    text = grid_text.markdown(layouts.grid(read_records([tmp_path / "mix", tmp_path / "same"]), None))
     assert "w.pt: its scores are of several kinds of weights and precision" in text and "v.pt: its" not in text
 
 
@@ -217,7 +218,7 @@ def test_a_column_of_several_sets_says_so_and_has_no_best(tmp_path):
     assert found.notes == [
         "t: not of the same samples in all rows (n 2, 3): another set, or a part of it; no best is marked"
     ]
-    for text in (layouts.markdown(found), layouts.latex(found)):
+    for text in (grid_text.markdown(found), grid_text.latex(found)):
         (line,) = [line for line in text.splitlines() if "100.0" in line]
         assert line.count("**") + line.count("textbf") in (1, 2)  # u's alone
     other = scored([1, 0, 0])._replace(data="f" * 64)
@@ -255,7 +256,15 @@ def test_every_printed_row_has_its_columns(tmp_path):
     append(tmp_path, "runs/a_b", "imagenet1k", scored([1, 0, 1]), {})
     for name, columns in layouts.LAYOUTS.items():
         found = layouts.grid(read_records([tmp_path]), name, ["all"])
-        assert all(len(row.cells) == len(columns) for row in found.rows) and len(found.rows) in (13, 15)
+        assert all(len(row.cells) == len(columns) for row in found.rows) and len(found.rows) in (13, 15, 37)
+        assert all(len(row.told) == len(found.heads) for row in found.rows) and bool(found.heads) == (name == "6")
+    six = layouts.grid(read_records([tmp_path]), "6", ["all"])
+    assert "| runs/a_b | – | – | – | – | – | 66.7 (" in grid_text.markdown(six)  # no run lies there
+    assert "| paper: CC15M C+AttPool | No | Multi-head | No | No | 440M | 31.2 |" in grid_text.markdown(six)
+    assert "& \\multicolumn{5}{c}{} & \\multicolumn{1}{c}{ImageNet}" in grid_text.latex(six)
+    assert (
+        grid_text.as_csv(six).splitlines()[-1].startswith("paper: CC15M C+SPARO,Yes,Separate-head,N/A,N/A,151M,0.37,")
+    )
     one = layouts.grid(read_records([tmp_path]), "1", ["CC15M"])
     assert [row.name for row in one.rows] == [
         "runs/a_b",
@@ -263,13 +272,13 @@ def test_every_printed_row_has_its_columns(tmp_path):
         "paper: CC15M C+GAP",
         "paper: CC15M C+SPARO",
     ]
-    assert "runs/a\\_b & 66.7 & -- " in layouts.latex(one) and "| paper: CC15M C+SPARO | 43.7 |" in layouts.markdown(
+    assert "runs/a\\_b & 66.7 & -- " in grid_text.latex(
         one
-    )
-    turned = layouts.markdown(one, transpose=True)
+    ) and "| paper: CC15M C+SPARO | 43.7 |" in grid_text.markdown(one)
+    turned = grid_text.markdown(one, transpose=True)
     assert "|  | runs/a_b | paper: CC15M CLIP16 |" in turned and "| ImageNet- V1 | 66.7 (" in turned
-    assert "ImageNet- V2 & -- & 33.7 & " in layouts.latex(one, transpose=True)
-    first, value, low = layouts.as_csv(one, transpose=True).splitlines()[:3]
+    assert "ImageNet- V2 & -- & 33.7 & " in grid_text.latex(one, transpose=True)
+    first, value, low = grid_text.as_csv(one, transpose=True).splitlines()[:3]
     assert first.startswith("checkpoint,runs/a_b,paper: CC15M CLIP16") and low.startswith("imagenet1k acc1 low,0.")
     assert value.split(",") == ["imagenet1k acc1", str(2 / 3), "0.384", "0.399", "0.437"]
     macro = [cell.value for row in layouts.grid([], "B.1", ["all"]).rows for cell in row.cells[:7]]
@@ -287,7 +296,7 @@ def test_a_limited_result_never_stands_for_the_whole(tmp_path):
     append(tmp_path, "a", "t", scored([1, 0, 1]), {"limit": None})
     append(tmp_path, "a", "t", scored([1]), {"limit": 1})
     assert rows() == [("a", 2 / 3)]
-    with pytest.raises(ConfigError, match=r"--paper CC15M: the paper's rows need a --layout: 1, 2, 3, B\.1"):
+    with pytest.raises(ConfigError, match=r"--paper CC15M: the paper's rows need a --layout: 1, 2, 3, 6, B\.1, B\.2"):
         layouts.grid(read_records([tmp_path]), None, ["CC15M"])
 
 
@@ -315,7 +324,9 @@ def test_seeds_of_one_recipe_are_one_row(tmp_path):
     (cell,), (alone,) = (row.cells for row in found.rows)
     assert cell == layouts.Cell(0.5, 0.25, 1.0, metric="acc1")
     assert alone == layouts.Cell(0.25, 0.25, 0.25, metric="acc1")
-    assert "median, and range over seeds" in layouts.markdown(found) and "50.0 (25.0–100.0)" in layouts.markdown(found)
+    assert "median, and range over seeds" in grid_text.markdown(found) and "50.0 (25.0–100.0)" in grid_text.markdown(
+        found
+    )
     with_paper = layouts.Grid(
         "", found.columns, [*layouts.grid(read_records(places), None).rows, layouts.Row("paper", [None], True)], []
     )

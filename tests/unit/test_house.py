@@ -51,6 +51,10 @@ def test_public_names_are_there_and_load_nothing_before_they_are_used():
     for name in sparo_train.__all__:
         found = getattr(sparo_train, name)
         assert found is not None and not isinstance(found, ModuleType), name
+    page = (ROOT / "docs/python.md").read_text(encoding="utf-8").partition("## All public names")[2]
+    assert set(re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in page.splitlines() if "|" in line))) == set(
+        sparo_train.__all__
+    )
     with pytest.raises(AttributeError, match="no attribute 'Sparro'"):
         _ = sparo_train.Sparro
 

@@ -84,6 +84,17 @@ def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
     (_, note) = sweep_grid("grid", [rows[0]._replace(results={"zero": [mixed, *rows[0].results["zero"][1:]]})]).notes
     assert note.startswith("zero: not of the same samples")
     assert "3" in grid.rows[0].name and grid.spans == "median, and range over seeds"
+    with pytest.raises(DataError, match="--layout 6: is of imagenet1k, and scored was zero"):
+        sweep_grid("grid", rows, "6")
+    with pytest.raises(ConfigError, match="--layout 7"):
+        sweep_grid("grid", rows, "7")
+    with pytest.raises(ConfigError, match="--paper all: the paper's rows need a --layout"):
+        sweep_grid("grid", rows, None, ["all"])
+    named = [row._replace(results={"imagenet1k": row.results.get("zero", [])}) for row in rows]
+    six = sweep_grid("grid", named, "6", ["CC15M"])
+    assert [row.told[:4] for row in six.rows[:2]] == [("N/A",) * 4, ("Yes", "Separate-head", "N/A", "N/A")]
+    assert six.rows[1].told[4] == f"{rows[1].parameters / 1e6:.1f}M" and six.rows[1].cells[0] == grid.rows[1].cells[0]
+    assert six.rows[-1].paper and six.rows[-1].told == ("Yes", "Separate-head", "N/A", "N/A", "151M")
     draw(rows, "zero", place / "figures/zero.png")
     assert Image.open(place / "figures/zero.png").size[0] > 600
     kept = []

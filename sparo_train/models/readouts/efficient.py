@@ -46,6 +46,8 @@ class EfficientReadOut(TwinReadOut):
 class EfficientPool(ReadOut):
     """L slots of V numbers: `query` (1, L, d), `v.weight` (L*V, d)."""
 
+    stays_with_adamw = ("v.weight",)
+
     def __init__(self, dim: int, slots: int, width: int):
         super().__init__()
         self.slots, self.width = slots, width

@@ -51,6 +51,8 @@ class FdtReadOut(TwinReadOut):
 class Fdt(ReadOut):
     """One slot: a convex combination of codes. `space_dict` (codes, width); `q_map` from tokens to queries."""
 
+    stays_with_adamw = ("space_dict",)
+
     def __init__(self, dim: int, codes: int, width: int, temperature: float):
         super().__init__()
         self.slots, self.width, self.temperature = 1, width, temperature

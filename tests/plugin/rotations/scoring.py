@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,7 +18,7 @@ from evals.interop.exporting import Export
 from evals.sets.opening import open_set
 from evals.sets.task_config import SetTaskConfig
 from evals.suite.scoring import Scoring, described, labels_of
-from evals.suite.task import Task
+from evals.suite.task import Task, TaskPictures
 from evals.tasks.result import Result
 from sparo_train.train.run import RunConfig
 
@@ -67,5 +68,21 @@ def _write(config: RunConfig, weights: Mapping[str, Tensor], path: Path, _epochs
     return path
 
 
-TASK = Task(NeighbourConfig, neighbour, lambda task: open_set(task, "label").check(), needs=("slots",))
+def drawn(encoder: Encoder, task: NeighbourConfig, count: int) -> TaskPictures:
+    """The set's first images beside each other."""
+    source = open_set(task, "label")
+    images = [source.read(i)[1].resize((32, 32)) for i in range(min(count, len(source)))]
+    sheet = Image.new("RGB", (32 * len(images), 32))
+    for number, image in enumerate(images):
+        sheet.paste(image, (32 * number, 0))
+    return TaskPictures(sheet)
+
+
+TASK = Task(
+    NeighbourConfig,
+    neighbour,
+    lambda task: open_set(task, "label").check(),
+    needs=("slots",),
+    pictures="rotations.scoring:drawn",
+)
 EXPORT = Export(("rotations",), _write, "rotations.safetensors")

@@ -1,0 +1,110 @@
+"""A table of results as text: Markdown, CSV, LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+from collections.abc import Callable
+
+from ..tasks.result import LOWER_IS_BETTER
+from .paper_tables import MARK, Cell, Grid
+
+
+def markdown(table: Grid, transpose: bool = False) -> str:
+    """Per cent with intervals; the best of our rows in bold."""
+    heads, names, cells = _drawn(table, transpose, _text, ("**", "**"))
+    lines = ["| " + " | ".join(["", *heads]) + " |", "|---" + "|---:" * len(heads) + "|"]
+    lines += ["| " + " | ".join([name, *row]) + " |" for name, row in zip(names, cells, strict=True)]
+    lines += [f"\n{note}" for note in table.notes]
+    return f"{table.title}, {table.unit}, {table.spans}\n\n" + "\n".join(lines) + "\n"
+
+
+def latex(table: Grid, transpose: bool = False) -> str:
+    """A booktabs tabular without intervals; the best of our rows in bold."""
+    number = lambda cell: "--" if cell is None else cell.number.replace(MARK, "$^\\dagger$")  # noqa: E731
+    heads, names, cells = _drawn(table, transpose, number, ("\\textbf{", "}"), _escaped)
+    top = [" & ".join(["", *heads])]
+    if not transpose:
+        groups = [(group, len(list(found))) for group, found in itertools.groupby(c.group for c in table.columns)]
+        groups = [*((("", len(table.heads)),) if table.heads else ()), *groups]
+        spans = " & ".join(f"\\multicolumn{{{n}}}{{c}}{{{_escaped(group)}}}" for group, n in groups)
+        labels = [*table.heads, *(c.label for c in table.columns)]
+        top = [f" & {spans}", " & ".join(["", *map(_escaped, labels)])]
+    body = [" & ".join([name, *row]) for name, row in zip(names, cells, strict=True)]
+    # Printed rows stand below a line of their own, so that nobody takes them for measured ones.
+    ruled = next((i for i, row in enumerate(table.rows) if row.paper and not transpose), len(body))
+    lines = [*(f"{line} \\\\" for line in top), "\\midrule", *(f"{line} \\\\" for line in body[:ruled])]
+    if ruled < len(body):
+        lines += ["\\midrule", *(f"{line} \\\\" for line in body[ruled:])]
+    begin = [
+        f"% {table.title}, {table.unit}",
+        *(f"% {note}" for note in table.notes),
+        f"\\begin{{tabular}}{{l{'r' * len(heads)}}}",
+        "\\toprule",
+    ]
+    return "\n".join([*begin, *lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
+
+
+def as_csv(table: Grid, transpose: bool = False) -> str:
+    """Fractions in full precision, each with its interval's ends in columns (or rows) of their own."""
+    # By task, not by heading: a program reads this one, and two columns may be labelled alike.
+    names = [f"{c.task} {c.metric or 'headline'}" for c in table.columns]
+    ends = ["", " low", " high", *([" odd"] if table.notes else [])]
+    lines = [["checkpoint", *table.heads, *(f"{name}{end}" for name in names for end in ends)]]
+    for row in table.rows:
+        cells = [(cell or (None,) * 4)[: len(ends)] for cell in row.cells]
+        lines.append([row.name, *row.told, *("" if v is None else str(v) for cell in cells for v in cell)])
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(zip(*lines, strict=True) if transpose else lines)
+    return out.getvalue()
+
+
+def _drawn(
+    table: Grid,
+    transpose: bool,
+    text: Callable[[Cell | None], str],
+    bold: tuple[str, str],
+    escape: Callable[[str], str] = lambda name: " ".join(name.split()).replace("|", "\\|"),
+) -> tuple[list[str], list[str], list[list[str]]]:
+    """Heads of the columns, names of the rows, and the cells between them."""
+    best, cells = _best(table), []
+    for row in table.rows:
+        marked = [
+            not row.paper and cell is not None and cell.value == b for cell, b in zip(row.cells, best, strict=True)
+        ]
+        numbers = [bold[0] + text(c) + bold[1] if m else text(c) for c, m in zip(row.cells, marked, strict=True)]
+        cells.append([*map(escape, row.told), *numbers])
+    heads = [escape(head) for head in (*table.heads, *(c.heading for c in table.columns))]
+    names = [escape(row.name) for row in table.rows]
+    return (names, heads, [list(row) for row in zip(*cells, strict=True)]) if transpose else (heads, names, cells)
+
+
+def _best(table: Grid) -> list[float | None]:
+    """Of each column, among our own rows where there are several."""
+    own = [row for row in table.rows if not row.paper]
+    if len(own) < 2:
+        return [None] * len(table.columns)
+    columns = [[row.cells[i] for row in own] for i in range(len(table.columns))]
+    best: list[float | None] = []
+    for column in columns:
+        cells = [c for c in column if c is not None]
+        metrics = {c.metric for c in cells}
+        choose = min if metrics <= LOWER_IS_BETTER else max
+        # Of two metrics, or of two sets, none is the better.
+        ranked = len(metrics) == 1 and table.columns[len(best)].task not in table.unranked
+        best.append(choose(c.value for c in cells) if ranked else None)
+    return best
+
+
+def _text(cell: Cell | None) -> str:
+    if cell is None:
+        return "–"
+    return cell.number + (f" ({cell.span})" if cell.span else "")
+
+
+def _escaped(text: str) -> str:
+    text = " ".join(text.split())
+    for sign in "\\&%$#_{}":
+        text = text.replace(sign, "\\textbackslash " if sign == "\\" else "\\" + sign)
+    return text.replace("~", "\\textasciitilde ").replace("^", "\\textasciicircum ")

@@ -1,0 +1,65 @@
+"""What is drawn of a task's data at the evaluations of a run: masks of images, of clips, of posed views. None where the encoder draws none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from evals.encoders.encoder import Encoder
+from evals.sets.base import EvalSet
+from evals.slots.material import open_images
+from evals.suite.task import TaskPictures
+
+from ..tasks.mask_task import MasksTaskConfig
+from ..tasks.scene_encoder import SceneEncoder
+from ..tasks.slot_encoder import MaskingEncoder
+from ..tasks.video_encoder import TimedEncoder
+from ..tasks.video_task import VideoMasksTaskConfig, open_clips
+from ..tasks.view_task import ViewMasksTaskConfig, open_views
+from .panels import ClipPanel, Panel, clip_animation, clip_sheet, panels
+from .scene_sheets import sample_of, scene_sheet
+
+_CLIPS = 3  # each has several rows
+
+
+def of_images(encoder: Encoder, task: MasksTaskConfig, count: int) -> TaskPictures | None:
+    """Panels of `count` images."""
+    if not isinstance(encoder, MaskingEncoder):
+        return None
+    return TaskPictures(panels(encoder, image_panels(open_images(task), count)))
+
+
+def of_clips(encoder: Encoder, task: VideoMasksTaskConfig, count: int) -> TaskPictures | None:
+    """Frames of at most three clips, and the clips as they move."""
+    if not isinstance(encoder, TimedEncoder):
+        return None
+    clips = clip_panels(task, min(count, _CLIPS))
+    return TaskPictures(clip_sheet(encoder, clips), clip_animation(encoder, clips))
+
+
+def of_views(encoder: Encoder, task: ViewMasksTaskConfig, count: int) -> TaskPictures | None:
+    """Every view of the first scene: a sheet of one is as large as one of several images."""
+    if not isinstance(encoder, SceneEncoder):
+        return None
+    source, shown = open_views(task), task.shown or encoder.trained_views
+    _, posed, true = sample_of(encoder, source, 0)
+    return TaskPictures(scene_sheet(encoder, posed, true, shown, window=task.window))
+
+
+def image_panels(source: EvalSet, number: int) -> list[Panel]:
+    """Images with their true masks, evenly over a set."""
+    # Of masks with classes the objects are the first plane.
+    masks = source.kind == "masks"
+    return [
+        Panel(image, (fact if fact.ndim == 2 else fact[0]) if masks else None)
+        for _, image, fact in _spread(source, number)
+    ]
+
+
+def clip_panels(task: VideoMasksTaskConfig, number: int) -> list[ClipPanel]:
+    """Videos of a task, evenly over its set."""
+    return [ClipPanel(images, true, task.window) for _, images, true in _spread(open_clips(task), number)]
+
+
+def _spread(source: EvalSet, number: int) -> list[Any]:
+    count = min(number, len(source))
+    return [source.read(i * len(source) // count) for i in range(count)]
