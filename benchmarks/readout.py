@@ -1,6 +1,9 @@
 """SPARO's exact fast form against the paper's Appendix A: forward + backward time and peak memory.
 
-python benchmarks/readout.py [--quick] [--json FILE]
+    python benchmarks/readout.py [--quick] [--compile] [--json FILE]
+
+With `--compile` two rows more of each size: the form compiled by torch against the form as it is, and the compiled form against its
+matrix products alone, which no kernel can do without. A kernel of our own would be worth writing where the second is below 1/1.5.
 """
 
 from __future__ import annotations
@@ -28,11 +31,28 @@ def step(form: str, case: tuple[int, int, int], device: str) -> Any:
     torch.manual_seed(0)
     module = Sparo(dim, slots, 64, 64).to(device)
     x = torch.randn(32, tokens, dim, device=device, requires_grad=True)
-    call = module.plain if form == "plain" else module
+    call = {"plain": module.plain, "fast": module, "compiled": torch.compile(module, dynamic=False)}[form]
 
     def run() -> None:
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             call(x).values.float().square().sum().backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return run
+
+
+def products(case: tuple[int, int, int], device: str) -> Any:
+    """A closure that runs the products of one forward and backward: each of a forward's, and two of its size in backward."""
+    dim, tokens, slots = case
+    made = {"device": device, "dtype": torch.bfloat16 if device == "cuda" else torch.float32}
+    x, directions = torch.randn(32, tokens, dim, **made), torch.randn(dim, slots, **made)
+    shares, pooled = torch.randn(32, slots, tokens, **made), torch.randn(slots, 32, dim, **made)
+    keys, values, last = (torch.randn(*shape, **made) for shape in ((slots, dim, 64), (32 * slots, 64), (64, 64)))
+
+    def run() -> None:
+        for _ in range(3):
+            x @ directions, shares @ x, pooled @ keys, values @ last
         if device == "cuda":
             torch.cuda.synchronize()
 
@@ -59,8 +79,21 @@ def measure_here(form: str, case: tuple[int, int, int]) -> float:
     return peak_growth(run)
 
 
+def compiled_rows(case: tuple[int, int, int], device: str, rounds: int) -> list[dict[str, Any]]:
+    label = f"d={case[0]} N={case[1]} L={case[2]}"
+    compiled, fast, bare = step("compiled", case, device), step("fast", case, device), products(case, device)
+    found = []
+    for name, other, bar in (("compiled / not", fast, None), ("compiled / its products alone", bare, 1 / 1.5)):
+        pairs = interleave(lambda: 1e3 * seconds(compiled), lambda f=other: 1e3 * seconds(f), rounds)
+        found.append(row(f"time {label}: {name}", pairs, bar if device == "cuda" else None, "ms", False))
+    return found
+
+
 def main() -> None:
     arguments = parser(__doc__)
+    arguments.add_argument(
+        "--compile", action="store_true", help="also what torch.compile makes of it, and what it leaves"
+    )
     arguments.add_argument("--measure", nargs=4, help="internal: form d N L")
     options = arguments.parse_args()
     if options.measure:
@@ -76,6 +109,8 @@ def main() -> None:
         label = f"d={case[0]} N={case[1]} L={case[2]}"
         pairs = [(1e3 * a, 1e3 * b) for a, b in pairs]
         rows.append(row(f"time {label}", pairs, bar if device == "cpu" else None, "ms", False))
+        if options.compile:
+            rows += compiled_rows(case, device, rounds)
         if memory_bar:
             both = [
                 (peak_bytes("fast", case, device) / 2**20, peak_bytes("plain", case, device) / 2**20)

@@ -57,7 +57,7 @@ def show_catalogue(root: Path) -> None:
 def grid_table(found: Grid, transpose: bool) -> Table:
     """A grid for the terminal, intervals below the values, the paper's own numbers dimmed."""
     table = Table(title=f"{found.title}, {found.unit}, {found.spans}", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("")
+    table.add_column("", overflow="fold")
     # Printed numbers are set apart: nobody should take them for measured ones.
     styles = ["dim" if row.paper else None for row in found.rows]
     rows = [[*row.told, *(_cell_text(cell) for cell in row.cells)] for row in found.rows]
@@ -69,7 +69,7 @@ def grid_table(found: Grid, transpose: bool) -> Table:
             table.add_row(head, *cells)
         return table
     for head in found.heads:
-        table.add_column(head)
+        table.add_column(head, overflow="fold")
     for column in found.columns:
         table.add_column(f"{column.group}\n{column.label}".strip(), justify="right", overflow="fold")
     for row, cells, style in zip(found.rows, rows, styles, strict=True):
