@@ -54,6 +54,10 @@ def convert(
         str, typer.Option(help="--as, of 240 x 320 pixels: none, clevr (rows 29:221) or center192")
     ] = "none",
     size: Annotated[int | None, typer.Option(help="--as: pixels per side")] = None,
+    near: Annotated[
+        float | None, typer.Option(help="--as nerf, clevr3d: how near cameras see something, world units")
+    ] = None,
+    far: Annotated[float | None, typer.Option(help="--as nerf, clevr3d: and how far")] = None,
     videos: Annotated[
         bool, typer.Option("--videos", help="--as movi or npy: a sample per video; else one per frame")
     ] = False,
@@ -65,6 +69,8 @@ def convert(
         "--most": most is not None,
         "--crop": crop != "none",
         "--size": size,
+        "--near": near is not None,
+        "--far": far is not None,
         "--videos": videos,
     }
     ours = {"--image-column": image_column, "--caption-column": caption_column, "--separator": separator,
@@ -85,6 +91,8 @@ def convert(
             "most": most,
             "crop": crop,
             "size": size,
+            "near": near,
+            "far": far,
             "per_shard": per_shard,
             "videos": videos,
         }

@@ -12,14 +12,16 @@ from sparo_train.core.config import Frozen, setting
 from sparo_train.core.errors import did_you_mean
 
 # Sources: slot-attention-video (savi, savi++: modules/attention.py), singhgautam/steve (transformer.py), martius-lab/videosaur,
-# stelzner/osrt (srt: layers.py), papers/parallel-spatiotemporal-binder, Table 8 (slsr).
+# stelzner/osrt and stelzner/srt (layers.py; attention to first features alone and post-norm, which the SRT paper has, are in neither),
+# papers/parallel-spatiotemporal-binder, Table 8 (slsr).
 # mlp_times: hidden units of the perceptron as a multiple of the width.
 BLOCKS: dict[str, dict[str, Any]] = {
     "savi": {},
     "savi++": {"norm": "pre", "blocks": 4, "qkv_width": 64, "mlp_width": 1024},
     "steve": {"norm": "pre", "biases": False, "first_norm": "stream", "last_norm": True, "mlp_times": 4, "ln_eps": 1e-5, "dropout": 0.1},
     "videosaur": {"norm": "pre", "mlp_times": 4, "ln_eps": 1e-5, "sharp": True},
-    "srt": {"norm": "pre", "blocks": 5, "heads": 12, "mlp_width": 1536, "activation": "gelu", "biases": "out", "ln_eps": 1e-5},
+    "osrt": {"norm": "pre", "blocks": 5, "heads": 12, "mlp_width": 1536, "activation": "gelu", "biases": "out", "ln_eps": 1e-5},
+    "srt": {"norm": "pre", "blocks": 10, "heads": 12, "mlp_width": 1536, "activation": "gelu", "biases": "out", "ln_eps": 1e-5},
     "slsr": {"norm": "pre", "blocks": 3, "mlp_times": 4, "activation": "gelu", "ln_eps": 1e-5},
 }  # fmt: skip
 

@@ -112,6 +112,11 @@ class Round(nn.Module):
         self.to_q = nn.Linear(c.width, c.qkv, bias=False)
         self.to_k, self.to_v = (nn.Linear(in_width, c.qkv, bias=False) for _ in range(2))
         self.out = nn.Linear(c.qkv, c.width, bias=False) if c.out_proj else nn.Identity()
+        wide = c.qkv // c.heads
+        self.norm_q, self.norm_k = (
+            nn.LayerNorm(wide, c.ln_eps, bias=False) if c.qk_norm else nn.Identity() for _ in "qk"
+        )
+        self.norm_taken = nn.LayerNorm(c.qkv, eps=c.ln_eps) if c.renorm == "layer" else nn.Identity()
         self.gru = Gru(c.width, c.gru, c.width if c.out_proj else c.qkv) if c.gru != "none" else None
         if c.mlp_width:
             self.norm_mlp = nn.LayerNorm(c.width, eps=c.ln_eps)
@@ -128,15 +133,15 @@ class Round(nn.Module):
             return self.transport.goods(self.to_k(x), x, ties, self.config.slots), x
         if self.config.folded:
             return x, x
-        return tuple(
-            layer(x).unflatten(-1, (self.config.heads, -1)).transpose(1, 2) for layer in (self.to_k, self.to_v)
-        )  # type: ignore[return-value]
+        k, v = (layer(x).unflatten(-1, (self.config.heads, -1)).transpose(1, 2) for layer in (self.to_k, self.to_v))
+        return self.norm_k(k), v
 
     def forward(self, keyed: tuple[Any, Tensor], slots: Tensor, with_mlp: bool) -> tuple[Tensor, Tensor]:
         """Slots (b, K, D) to the next ones, and attention (b, K, N)."""
         c = self.config
         normed = self.norm_slots(slots)
-        q = self.to_q(normed) * (1 if self.transport else (c.qkv // c.heads) ** -0.5)
+        scale = 1 if self.transport else (c.qkv // c.heads) ** -0.5
+        q = self.norm_q(self.to_q(normed).unflatten(-1, (c.heads, -1))).flatten(-2) * scale
         if self.transport is not None:
             plan = self.transport(q, normed, keyed[0])
             update = self.to_v(plan.to(keyed[1].dtype) @ keyed[1])
@@ -148,7 +153,7 @@ class Round(nn.Module):
         else:
             update, attention = weighted(c, q.unflatten(-1, (c.heads, -1)).transpose(1, 2), *keyed)
             update = update.transpose(1, 2).flatten(2)
-        update = self.out(update)
+        update = self.out(self.norm_taken(update))
         # videosaur feeds the normalised slot; the difference is a function, not a rounding.
         state = normed if c.gru_on_normed else slots
         slots = (
@@ -166,7 +171,7 @@ def weighted(c: SlotAttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
     a = competed(c, q @ k.transpose(-1, -2))
     # Over heads the shares of a token sum to one where heads compete, so they are added, not averaged.
     attention = a.mean(1) if c.softmax_over != "slots_heads" else a.sum(1)
-    if c.renorm == "none":
+    if c.renorm in ("none", "layer"):
         return a.to(v.dtype) @ v, attention
     # Normed behind the product, on (K, d) in place of (K, N); no copy of A + eps.
     total, taken = a.sum(-1, keepdim=True), a.to(v.dtype) @ v

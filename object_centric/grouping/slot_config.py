@@ -18,7 +18,8 @@ from .binder_config import BinderConfig, PooledConfig
 from .transport_config import TransportConfig
 
 # Sources: google-research/slot_attention (sa2020), slot-attention-video (savi), singhgautam/slate, steve; OCLF; martius-lab/videosaur;
-# invariant_slot_attention (isa); Genera1Z/VQ-VFM-OCL (vqvfm). tf, tf_inv, tf_inv_gru, sa_nogru: papers/inverted-attention-transformers.txt.
+# invariant_slot_attention (isa); Genera1Z/VQ-VFM-OCL (vqvfm). tf, tf_inv, tf_inv_gru, sa_nogru: papers/inverted-attention-transformers.txt;
+# tf_inv_osrt: its B.1, with the norms of Tsai et al. 2020 and Dehghani et al. 2023, which it has on OSRT alone.
 # sa_sinkhorn, sa_emd, sa_me: papers/slot-attention-optimal-transport.txt; mesh: its later code, davzha/MESH.
 # psb: papers/parallel-spatiotemporal-binder.txt, NVlabs/PSB.
 # mlp_times: hidden units of the MLP as a multiple of width.
@@ -37,6 +38,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sa_id": {"gradient": "last", "mlp_width": 128},
     "tf": {"softmax_over": "keys", "renorm": "none", "gru": "none", "layers": "own", "mlp_width": 128},
     "tf_inv": {"gru": "none", "layers": "own", "mlp_width": 128},
+    "tf_inv_osrt": {"gru": "none", "layers": "own", "mlp_width": 128, "renorm": "layer", "qk_norm": True},
     "tf_inv_gru": {"layers": "own", "mlp_width": 128},
     "sa_sinkhorn": {"transport": {}, "renorm": "none", "mlp_width": 128},
     "sa_emd": {"transport": {"exact": "sum"}, "renorm": "none", "mlp_width": 128},
@@ -65,10 +67,12 @@ class SlotAttentionConfig(Frozen):
     softmax_over: Literal["slots", "slots_heads", "keys"] = setting(
         "slots", "who competes for a token; keys: nobody does, a slot chooses among tokens (a Transformer's attention)"
     )
-    renorm: Literal["entry", "sum", "none"] = setting(
-        "entry", "weights over tokens: (A + eps) / sum(A + eps), A / (sum(A) + eps), or A as it is"
+    renorm: Literal["entry", "sum", "layer", "none"] = setting(
+        "entry",
+        "weights over tokens: (A + eps) / sum(A + eps), A / (sum(A) + eps), or A as it is; layer: as it is, and a LayerNorm on what is taken",
     )
-    renorm_eps: float = setting(1e-8, "the eps in it", ge=0)
+    renorm_eps: float = setting(1e-8, "the eps of entry and sum", ge=0)
+    qk_norm: bool = setting(False, "LayerNorms without biases on queries and keys (Dehghani et al. 2023)")
     gru: Literal["torch", "flax", "keras", "none"] = setting(
         "torch", "what updates a slot, by whose biases and initial weights; none: it is added"
     )
@@ -90,7 +94,7 @@ class SlotAttentionConfig(Frozen):
     )
     kv: Literal["auto", "plain", "folded"] = setting(
         "auto",
-        "folded: keys' and values' weights are applied to slots, not to tokens; the same function; auto: where heads=1",
+        "folded: keys' and values' weights are applied to slots, not to tokens; the same function; auto: where heads=1 and not qk_norm",
     )
 
     transport: TransportConfig | None = setting(
@@ -129,6 +133,8 @@ class SlotAttentionConfig(Frozen):
             raise ValueError(f"heads={self.heads} does not divide qkv_width={self.qkv}")
         if self.kv == "folded" and self.heads > 1:
             raise ValueError(f"kv=folded: with heads={self.heads} it costs more than it saves; leave kv away")
+        if self.qk_norm and (self.kv == "folded" or self.transport is not None):
+            raise ValueError("qk_norm: is of keys, which kv=folded and transport do not make; leave one of them away")
         if self.softmax_over == "keys" and self.renorm != "none":
             raise ValueError(f"renorm={self.renorm}: weights that sum to one over tokens need none; set renorm to none")
         if self.qkv != self.width and not self.out_proj and self.gru == "none":
@@ -165,7 +171,7 @@ class SlotAttentionConfig(Frozen):
         # A binder is a function of its own; a knob that it would not read must not look as if it did.
         held = {
             "softmax_over": "slots_heads", "renorm": "sum", "gru": "none", "layers": "own", "mlp_last": True, "out_proj": True,
-            "gradient": "all", "kv": "auto", "gru_on_normed": False, "transport": None, "qkv_width": None,
+            "gradient": "all", "kv": "auto", "gru_on_normed": False, "transport": None, "qkv_width": None, "qk_norm": False,
         }  # fmt: skip
         for knob, value in held.items():
             if getattr(self, knob) != value:
@@ -200,7 +206,8 @@ class SlotAttentionConfig(Frozen):
     @property
     def folded(self) -> bool:
         """Whether tokens are left without projections."""
-        return self.kv == "folded" or (self.kv == "auto" and self.heads == 1 and self.transport is None)
+        plain = self.heads > 1 or self.transport is not None or self.qk_norm
+        return self.kv == "folded" or (self.kv == "auto" and not plain)
 
     def drawn(self, tokens: int) -> int:
         """Standard normal numbers that an image draws for each slot: its first state, and where transport breaks ties, one per token."""

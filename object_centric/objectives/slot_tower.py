@@ -20,7 +20,8 @@ from ..grouping.slot_attention import ACTIVATIONS, SlotAttention
 from ..grouping.slot_config import SlotAttentionConfig
 
 _NOT_FRAMED = (
-    "heads", "softmax_over", "renorm", "gradient", "layers", "gru_on_normed", "out_proj", "mlp_last", "kv", "transport", "activation", "binder"
+    "heads", "softmax_over", "renorm", "gradient", "layers", "gru_on_normed", "out_proj", "mlp_last", "kv", "transport", "activation", "binder",
+    "qk_norm"
 )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ class SceneTowerConfig(Frozen):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         g = self.grouping
+        self.encoder.refuse_side(self.image_size)
         if g.transport is not None or g.pooled is not None or g.init == "given":
             raise ValueError(
                 "grouping: transport, pooled and init=given are of images and videos; use another preset or init"

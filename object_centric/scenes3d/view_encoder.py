@@ -1,6 +1,7 @@
 """From posed views of one time to a set of features: convolutions per view, then a Transformer over all of them (Sajjadi et al. 2022).
 
-slsr: PSB's sizes (Singh et al. 2024, Tables 6 to 8). srt: OSRT's (its Appendix A.4, and stelzner/osrt).
+slsr: PSB's sizes (Singh et al. 2024, Tables 6 to 8). osrt: OSRT's (its Appendix A.4, and stelzner/osrt). srt: stelzner/srt, with a learned
+embedding of every place of a view, and one of the first view and of the others.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ from .rays import RayPointsConfig, ray_octaves
 
 PRESETS: dict[str, dict[str, Any]] = {
     "slsr": {"layers": "residual", "channels": 192, "width": 192, "halvings": 1, "transformer": {"preset": "slsr"}},
+    "osrt": {
+        "layers": "plain", "channels": 96, "width": 768, "halvings": 3, "octaves": 15, "start_octave": -5, "transformer": {"preset": "osrt"}
+    },
     "srt": {
-        "layers": "plain", "channels": 96, "width": 768, "halvings": 3, "octaves": 15, "start_octave": -5, "transformer": {"preset": "srt"}
+        "layers": "plain", "channels": 96, "width": 768, "halvings": 4, "octaves": 15, "start_octave": -5, "embedded": 16,
+        "transformer": {"preset": "srt"}
     },
 }  # fmt: skip
 
@@ -30,7 +35,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 class ViewEncoderConfig(Frozen):
     """Rows of knobs that published models of scenes have."""
 
-    preset: str = setting("slsr", "a row of knobs; those named beside it go first", examples=["srt"])
+    preset: str = setting("slsr", "a row of knobs; those named beside it go first", examples=["osrt"])
     layers: Literal["residual", "plain"] = setting(
         "residual",
         "of a halving. residual: two blocks with norms, then a convolution of stride 2 (PSB); plain: two convolutions of 3 pixels (SRT)",
@@ -42,6 +47,13 @@ class ViewEncoderConfig(Frozen):
         0, "sines of rays' origins and directions in place of them as they are; 0: none", ge=0, le=30
     )
     start_octave: int = setting(0, "of origins, whose range is the scene's", ge=-20, le=20)
+    embedded: int | None = setting(
+        None,
+        "features a side of the largest view: each place has a learned embedding, the first view another, and so have the others (SRT); null: none",
+        gt=0,
+        le=4096,
+        examples=[16],
+    )
     points: RayPointsConfig | None = setting(
         None,
         "places along the ray through a feature's middle, told to it by a perceptron; convolutions see colours alone (PETR); null: none",
@@ -56,6 +68,12 @@ class ViewEncoderConfig(Frozen):
     def _row(cls, given: Any) -> Any:
         if not isinstance(given, dict) or not isinstance(given.get("preset", "slsr"), str):
             return given
+        if given.get("preset") == "srt" and "layers" in given and "embedded" not in given:
+            # A run's record of when OSRT's sizes were called so.
+            inner = given.get("transformer")
+            given = {**given, "preset": "osrt"}
+            if isinstance(inner, dict) and inner.get("preset") == "srt":
+                given["transformer"] = {**inner, "preset": "osrt"}
         name = given.get("preset", "slsr")
         if name not in PRESETS:
             raise ValueError(f"preset={name}: {did_you_mean(name, PRESETS)}")
@@ -75,6 +93,13 @@ class ViewEncoderConfig(Frozen):
         if self.transformer is not None:
             self.transformer.refuse_width(self.width, "transformer")
         return self
+
+    def refuse_side(self, image_size: int) -> None:
+        """Raise `ValueError` where a view has more features a side than have an embedding."""
+        if self.embedded is not None and self.side(image_size) > self.embedded:
+            raise ValueError(
+                f"encoder.embedded={self.embedded}: image_size={image_size} has {self.side(image_size)} features a side; set it to that or more"
+            )
 
     def side(self, image_size: int) -> int:
         """Features per side of a view."""
@@ -103,6 +128,8 @@ class ViewEncoderConfig(Frozen):
 class ViewEncoder(nn.Module):
     """Posed views (n, V, 9, S, S), colours in 0..1, origin and direction of every pixel's ray, to features (n, V * s * s, width)."""
 
+    stays_with_adamw = ("views",)
+
     def __init__(self, config: ViewEncoderConfig):
         super().__init__()
         self.config, c = config, config
@@ -126,6 +153,10 @@ class ViewEncoder(nn.Module):
             blocks.insert(0, nn.ReLU())
         self.blocks = nn.Sequential(*blocks)
         self.project = nn.Identity() if c.layers == "residual" and wide == c.width else nn.Linear(wide, c.width)
+        if c.embedded is not None:
+            # As SRT begins them; std 1, as stelzner/srt does by default, would drown what is seen.
+            self.cells = nn.Parameter(torch.randn(c.embedded, c.embedded, c.width) * c.width**-0.5)
+            self.views = nn.Parameter(torch.randn(2, c.width) * c.width**-0.5)
         self.places = None
         if c.points is not None:
             hidden = nn.Linear(c.points.width, 2 * c.width)
@@ -151,9 +182,17 @@ class ViewEncoder(nn.Module):
         found = self.project(x.flatten(2).transpose(1, 2))
         if self.places is not None:
             found = found + self.placed(rays, x.shape[-1])
+        if c.embedded is not None:
+            found = (found.unflatten(0, (-1, views)) + self.embedding(x.shape[-1], views)).flatten(0, 1)
         # Views of a time beside each other: cameras have no order for what reads them.
         tokens = found.unflatten(0, (-1, views)).flatten(1, 2)
         return tokens if self.transformer is None else self.transformer(tokens)
+
+    def embedding(self, side: int, views: int) -> Tensor:
+        """(V, side * side, width): of the place, and of being the first view or another."""
+        cells = self.cells[:side, :side].flatten(0, 1)
+        which = self.views[[0, *[1] * (views - 1)]]
+        return cells + which[:, None]
 
     def placed(self, rays: Tensor, side: int) -> Tensor:
         """Rays (n, 6, S, S) to what is told of each feature's place (n, side * side, width)."""

@@ -82,6 +82,17 @@ def sources_of(place: Path, name: str) -> list[Path]:
     return found
 
 
+def _refuse_bounds(config: PublishedConfig) -> None:
+    """Raise `ConfigError` for a near and a far that are not two, not in order, or told of scenes that say their own or have no cameras."""
+    near, far = config.near, config.far
+    if near is None and far is None:
+        return
+    if config.source not in ("nerf", "clevr3d"):
+        raise ConfigError(f"--near, --far: are of --as nerf and clevr3d, not of {config.source}; leave them away")
+    if near is None or far is None or not near < far:
+        raise ConfigError(f"--near {near} --far {far}: give both, the smaller one first")
+
+
 def convert_published(
     places: Sequence[Path], out: Path, config: PublishedConfig, done: Callable[[int], None] = lambda count: None
 ) -> Written:
@@ -90,6 +101,7 @@ def convert_published(
     Raises:
         ConfigError: videos of a format that has none, or what is of stills.
     """
+    _refuse_bounds(config)
     if config.videos:
         if config.source not in VIDEOS:
             raise ConfigError(

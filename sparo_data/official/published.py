@@ -56,6 +56,12 @@ class PublishedConfig(Frozen):
     crop: Crop = setting("none", "clevr: rows 29:221, columns 64:256; center192: rows 24:216; both of 240 x 320 pixels")
     size: int | None = setting(None, "pixels per side; what is not square is squeezed", ge=8, le=4096)
     per_shard: int = setting(1000, "scenes in a shard", gt=0)
+    near: float | None = setting(
+        None,
+        "nearest and farthest of what cameras see, world units; of nerf and clevr3d, which mostly do not say",
+        ge=0,
+    )
+    far: float | None = setting(None, "see near", gt=0)
     videos: bool = setting(False, "a sample per video, with all of its planes; false: one per frame")
 
 

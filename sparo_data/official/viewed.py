@@ -78,7 +78,15 @@ def nerf_scenes(place: Path) -> Iterator[PublishedViews]:
         part = path.stem.removeprefix("transforms").lstrip("_")
         name = path.parent.resolve().name  # `.` has no name of its own
         views = [_frame(path, number, told, frame) for number, frame in enumerate(frames)]
-        yield PublishedViews(plain(name + (f"_{part}" if part else "")) or "scene", views, {"dataset": name})
+        facts = {"dataset": name, **_said_bounds(told)}
+        yield PublishedViews(plain(name + (f"_{part}" if part else "")) or "scene", views, facts)
+
+
+def _said_bounds(told: dict[str, Any]) -> dict[str, float]:
+    """`near` and `far` of a transforms.json, which some exporters write, where they are two distances."""
+    near, far = told.get("near"), told.get("far")
+    good = isinstance(near, int | float) and isinstance(far, int | float) and 0 <= near < far < _FARTHEST
+    return {"near": float(near), "far": float(far)} if good else {}
 
 
 def _frame(path: Path, number: int, told: dict[str, Any], frame: Any) -> PublishedView:
@@ -213,10 +221,17 @@ def write_viewed(
             counts["all"] += 1
             labels = [view.label for view in scene.views if view.label is not None]
             counts["empty"] += bool(labels) and not any(label.any() for label in labels)
-            yield scene.key, viewed_fields(scene, config.size)
+            yield scene.key, viewed_fields(_bounded(scene, config), config.size)
             done(counts["all"])
 
     return write_in_two(out, "scenes", samples(), config, counts, "scene")
+
+
+def _bounded(scene: PublishedViews, config: PublishedConfig) -> PublishedViews:
+    """With the distances that the command gives; they go before those of the scene's own file."""
+    if config.near is None or config.far is None:
+        return scene
+    return scene._replace(facts={**scene.facts, "near": config.near, "far": config.far})
 
 
 def _objects_in(scene: PublishedViews) -> int:

@@ -9,10 +9,12 @@ import pytest
 from PIL import Image
 
 from launch.runs.train import train
+from object_centric.scenes3d.rays import Bounds
+from object_centric.scenes3d.view_examples import refuse_outside
 from sparo_data.drawn.viewed_sets import ViewedSetConfig, render_viewed
 from sparo_data.official.formats import convert_published
 from sparo_data.official.published import PublishedConfig
-from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.data.clips.cameras import looking
 from sparo_train.data.clips.views import ViewedScene
 from sparo_train.data.read.shards import ShardsConfig
@@ -150,10 +152,14 @@ def pictures_are_drawn(folder, cwd):
     assert done.returncode == 2 and "nothere" in done.stderr and not (cwd / "none").exists()
 
 
-@pytest.mark.parametrize("kind", ["mixer", "broadcast"])
+@pytest.mark.parametrize("kind", ["mixer", "broadcast", "fields", "cut_fields"])
 def test_two_ranks_train_on_scenes_as_one_process_does(scenes, tmp_path, write_recipe, kind):
     if kind == "mixer":
         tree = recipe_of(scenes, tmp_path / "runs", {"kind": "slot_mixer", "octaves": 4, "blocks": 1, "heads": 2})
+    elif kind.endswith("fields"):
+        density = {"density": "relu"} if kind == "cut_fields" else {"sky": True, "shadows": True}
+        decoder = {"kind": "nerf", "bins": 4, "near": 1.0, "far": 30.0, "static": True, **density}
+        tree = recipe_of(scenes, tmp_path / "runs", decoder)
     else:
         grouping = {"preset": "savi", "slots": 3, "width": 16, "init": "learned"}
         decoder = {"kind": "broadcast", "octaves": 4, "hidden": [16], "most_numbers": 400}
@@ -199,7 +205,7 @@ def read_back(folder):
 def test_folders_of_transforms_become_scenes(tmp_path):
     for name in ("lego", "ship 1", "ship_1", "ship.1"):  # of which three are one key
         nerf_folder(tmp_path / "in" / name)
-    config = PublishedConfig(source="nerf", files=("in",), size=10, test=1)
+    config = PublishedConfig(source="nerf", files=("in",), size=10, test=1, near=2.0, far=7.5)
     written = convert_published([tmp_path / "in"], tmp_path / "out", config)
     assert (written.train, written.test) == (3, 1)
     keys = [
@@ -207,7 +213,16 @@ def test_folders_of_transforms_become_scenes(tmp_path):
     ]
     assert keys == ["ship_1", "ship_1-2", "ship_1-3"]
     scene, *_ = read_back(tmp_path / "out/train")
-    assert len(scene.views) == 3 and scene.frames == 1
+    assert len(scene.views) == 3 and scene.frames == 1 and (scene.facts["near"], scene.facts["far"]) == (2.0, 7.5)
+    # So a model whose rays end before it says so, and does not learn from what it cannot see.
+    with pytest.raises(BadSampleError, match=r"decoder.near=1, decoder.far=5"):
+        refuse_outside(scene.facts, Bounds(1.0, 5.0))
+    refuse_outside(scene.facts, Bounds(1.0, 9.0))
+    for words in ({"near": 2.0}, {"near": 3.0, "far": 2.0}):
+        with pytest.raises(ConfigError, match="give both, the smaller one first"):
+            convert_published([tmp_path / "in"], tmp_path / "no", PublishedConfig(source="nerf", **words))
+    with pytest.raises(ConfigError, match="are of --as nerf and clevr3d, not of sunds"):
+        convert_published([], tmp_path / "no", PublishedConfig(source="sunds", near=1.0, far=2.0))
     picture = scene.views[1].image(0)
     assert (
         picture.shape == (10, 10, 3) and picture[0, 0, 0] in range(35, 46) and picture[9, 9].min() > 250

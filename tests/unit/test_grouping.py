@@ -28,7 +28,8 @@ def built(seed=0, **knobs):
 def norm(x, layer):
     """LayerNorm, written out."""
     apart = x - x.mean(-1, keepdim=True)
-    return apart / (apart.square().mean(-1, keepdim=True) + layer.eps).sqrt() * layer.weight + layer.bias
+    bias = 0 if layer.bias is None else layer.bias
+    return apart / (apart.square().mean(-1, keepdim=True) + layer.eps).sqrt() * layer.weight + bias
 
 
 def gated(x, h, gru):
@@ -57,6 +58,10 @@ def plain(module, features, noise):
             normed, d = norm(s, r.norm_slots), c.qkv // c.heads
             q, k, v = normed @ r.to_q.weight.T, x @ r.to_k.weight.T, x @ r.to_v.weight.T
             heads = [slice(h * d, (h + 1) * d) for h in range(c.heads)]
+            if c.qk_norm:
+                q, k = (
+                    torch.cat([norm(y[:, h], layer) for h in heads], 1) for y, layer in ((q, r.norm_q), (k, r.norm_k))
+                )
             logits = torch.stack([q[:, h] @ k[:, h].T / d**0.5 for h in heads])  # (H, K, N)
             if c.softmax_over == "slots":
                 a = logits.exp() / logits.exp().sum(1, keepdim=True)
@@ -70,6 +75,8 @@ def plain(module, features, noise):
             elif c.renorm == "sum":
                 a = a / (a.sum(-1, keepdim=True) + c.renorm_eps)
             u = torch.cat([a[i] @ v[:, h] for i, h in enumerate(heads)], dim=-1)
+            if c.renorm == "layer":
+                u = norm(u, r.norm_taken)
             if c.out_proj:
                 u = u @ r.out.weight.T
             state = normed if c.gru_on_normed else s
@@ -110,9 +117,9 @@ def test_every_preset_is_its_formula(preset):
 @settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(
-        sorted(name for name, row in PRESETS.items() if not {"transport", "binder", "pooled"} & row.keys())
+        sorted(name for name, row in PRESETS.items() if not {"transport", "binder", "pooled", "qk_norm"} & row.keys())
     ),
-    st.sampled_from(["entry", "sum", "none"]),
+    st.sampled_from(["entry", "sum", "layer", "none"]),
     st.sampled_from([0.0, 1e-8, 0.3]),
     st.integers(1, 3),
 )
@@ -189,6 +196,7 @@ BAD = {
     "kv=folded": {"heads": 2, "kv": "folded"},
     "renorm=entry: weights that sum to one": {"preset": "tf", "renorm": "entry"},
     "set out_proj, or a gru": {"preset": "tf_inv", "qkv_width": 4},
+    "qk_norm: is of keys": {"preset": "tf_inv_osrt", "kv": "folded"},
     "straight_through: is of gradient=last": {"straight_through": True},
     "would learn nothing": {"preset": "tf_inv", "gradient": "last"},
 }
