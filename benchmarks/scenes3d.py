@@ -19,6 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
+import numpy as np
 import torch
 from common import interleave, parser, peak_growth, report, row, seconds
 from torch import Tensor
@@ -162,22 +163,27 @@ def rendered(bins: int, device: str) -> float:
 
 
 def rays_in_a_step(device: str) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Making the rays of five views and of 64 pixels of each, and what encodes and draws them."""
+    """Choosing 64 pixels of each of five views, making the rays of these and of whole views, and points on them; and what encodes and
+    draws them, these included."""
     poses, lens = torch.eye(4, device=device).expand(1, 5, 4, 4), torch.full((1, 5, 4), 32.0, device=device)
     at = torch.rand(1, 5, 64, device=device) * 64
+    rng, fields, rays = np.random.default_rng(0), nerf(device), rays_of(320, device)
     encoder = ViewEncoderConfig(preset="slsr").build().to(device)
     call = pair_of("nerf", 320, device)[0]
     views = torch.rand(1, 5, 9, 64, 64, device=device)
 
     def made() -> None:
+        for _ in range(5):
+            rng.choice(64 * 64, 64, replace=False, shuffle=False)
         pixel_rays(poses, lens, 64)
         rays_at(poses, lens, at, at)
+        fields.points(rays)
 
     def whole() -> None:
         made()
         (encoder(views).mean() + call().mean()).backward()
 
-    return (lambda: seconds(made)), (lambda: seconds(whole))
+    return (lambda: seconds(made, device)), (lambda: seconds(whole, device))
 
 
 def main() -> None:
@@ -207,7 +213,13 @@ def main() -> None:
     if not options.quick:
         made, whole = rays_in_a_step(device)
         rows.append(
-            row("rays against the step that draws them", interleave(made, whole, min(rounds, 2)), 33.0, "s", False)
+            row(
+                "rays, pixels and points against the step that draws them",
+                interleave(made, whole, min(rounds, 2)),
+                33.0,
+                "s",
+                False,
+            )
         )
     for bins in (64,) if options.quick else (64, 256):
         rows.append(

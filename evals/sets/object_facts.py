@@ -10,7 +10,11 @@ from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.clips.episode import Episode
 
 _NUMBERS = {"positions": "position", "velocities": "velocity", "angular_velocities": "angular_velocity"}
-_WORDS = ("color", "shape", "material", "size")
+_CONSTANT = {
+    "size": ("scale", ()),
+    "color": ("rgb", (3,)),
+}  # numbers that an object has once: MOVi-C to F's, MOVi-A's and B's
+_WORDS = ("color", "shape", "material", "size", "category")
 
 
 def told_objects(episode: Episode, frames: int, where: str) -> dict[str, Any]:
@@ -31,9 +35,10 @@ def told_objects(episode: Episode, frames: int, where: str) -> dict[str, Any]:
     if any(table is None for table in tables["positions"]):
         raise DataError(f"{where}: an object has no positions (a row of three numbers per frame)")
     numbers = {short: _by_time(tables[name]) for name, short in _NUMBERS.items() if None not in tables[name]}
-    sizes = [_array(one.get("size"), ()) for one in objects]
-    if objects and None not in sizes:  # MOVi's, of which drawn ones have words
-        numbers["size"] = [[[size] for size in sizes] for _ in range(frames)]
+    for short, (name, shape) in _CONSTANT.items():
+        found = [_array(one.get(name), shape) for one in objects]
+        if objects and None not in found:
+            numbers[short] = [[row if shape else [row] for row in found] for _ in range(frames)]
     # A word that some objects lack is no word that a probe could be fitted to.
     words = {
         name: [str(one[name]) for one in objects]

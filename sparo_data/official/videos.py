@@ -19,13 +19,18 @@ from .clips import movi_records, npy_arrays, plain
 from .published import PublishedConfig, Written, numbered, opened_image, write_in_two
 from .tfrecord import Value
 
-# TFDS' names of MOVi-A to C's classes, in the order of their numbers; D to F say which asset an object is.
+# Features of an object that are numbers of classes, and TFDS' names of these in their order (kubric, challenges/movi/movi_a.py to f).
+# MOVi-A has the first three shapes, sizes and colours; B all shapes and a hue; C to F a category, and which asset it is.
 _WORDS = {
-    "shape": ("cube", "cylinder", "sphere"),
-    "size": ("small", "large"),
-    "color": ("blue", "brown", "cyan", "gray", "green", "purple", "red", "yellow"),
-    "material": ("metal", "rubber"),
-}
+    "shape_label": ("cube", "cylinder", "sphere", "cone", "torus", "gear", "torus_knot", "sponge", "spot", "teapot", "suzanne"),
+    "size_label": ("small", "large"),
+    "color_label": ("blue", "brown", "cyan", "gray", "green", "purple", "red", "yellow"),
+    "material_label": ("metal", "rubber"),
+    "category": (
+        "Action Figures", "Bag", "Board Games", "Bottles and Cans and Cups", "Camera", "Car Seat", "Consumer Goods", "Hat", "Headphones",
+        "Keyboard", "Legos", "Media Cases", "Mouse", "None", "Shoe", "Stuffed Toys", "Toys",
+    ),
+}  # fmt: skip
 _TABLES = {  # of an object: numbers of each frame
     "positions": 3, "quaternions": 4, "velocities": 3, "angular_velocities": 3, "image_positions": 2, "visibility": 1,
 }  # fmt: skip
@@ -208,8 +213,14 @@ def _objects(found: dict[str, Value], times: int, where: str) -> list[dict[str, 
         return [] if table is None else table.reshape(shape).tolist()
 
     for name, words in _WORDS.items():
-        for one, value in zip(objects, rows_of(f"{name}_label", (count,), whole=True), strict=False):
-            one[name] = words[value] if 0 <= value < len(words) else value
+        for one, value in zip(objects, rows_of(name, (count,), whole=True), strict=False):
+            # A number beyond them is a class of another set's, whose name nobody told.
+            one[name.removesuffix("_label")] = words[value] if 0 <= value < len(words) else str(value)
+    for one, rgb in zip(objects, rows_of("color", (count, 3)), strict=False):
+        one["rgb"] = rgb
+    assets = found.get("instances/asset_id")
+    for one, asset in zip(objects, assets if isinstance(assets, list) else (), strict=False):
+        one["asset_id"] = asset.decode(errors="replace")
     for name in _NUMBERS:
         for one, value in zip(objects, rows_of(name, (count,)), strict=False):
             one[name] = float(value)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evals.sets.object_facts import told_objects
 from sparo_data.check import check_shard
 from sparo_data.drawn.physics import Thrown, simulate
 from sparo_data.drawn.video_scenes import KINDS, episode
@@ -202,6 +203,32 @@ def test_movi_as_tfds_writes_it(tmp_path):
         )
     with pytest.raises(DataError, match="12 x 8 pixels have flows, which squeezing would bend"):
         sized(full, 4)
+
+
+def test_movi_b_tells_hues_and_eleven_shapes_and_c_assets():
+    b, c = (video.facts["objects"] for video in movi_videos(MOVI.with_name(MOVI.name.replace("tiny", "tiny_bc"))))
+    assert [(one["shape"], one["material"], one["rgb"]) for one in b] == [
+        ("sponge", "rubber", [0.0, 0.03125, 0.0625]),
+        ("suzanne", "metal", [0.0, 0.03125, 0.0625]),
+    ]
+    assert not {"size", "color", "scale"} & b[0].keys()
+    assert [(one["category"], one["asset_id"], one["scale"]) for one in c] == [
+        ("Shoe", "Shoe_of_Someone", 1.5),
+        ("Toys", "Caf\u00e9_Mug", 0.75),
+    ]
+    told = []
+    for video in movi_videos(MOVI.with_name(MOVI.name.replace("tiny", "tiny_bc"))):
+        told.append(told_objects(Episode(episode_fields(video)), 2, "it"))
+    assert told[0]["words"].keys() == {"shape", "material"} and np.shape(told[0]["numbers"]["color"]) == (2, 2, 3)
+    assert told[1]["words"] == {"category": ["Shoe", "Toys"]} and told[1]["numbers"]["size"] == [[[1.5], [0.75]]] * 2
+
+
+def test_a_class_that_nobody_named_is_its_number(monkeypatch):
+    found = example(next(iter(records(MOVI))), "it")
+    monkeypatch.setattr(
+        clips, "example", lambda data, where: {**found, "instances/shape_label": np.array([2, 11], np.int64)}
+    )
+    assert [one["shape"] for one in next(movi_videos(MOVI)).facts["objects"]] == ["sphere", "11"]
 
 
 @pytest.mark.parametrize(
