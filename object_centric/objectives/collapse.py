@@ -41,13 +41,16 @@ class SlotCollapseConfig(Frozen):
 
 
 def sharing(masks: Tensor) -> dict[str, Tensor]:
-    """Shares of pixels (b, K, s, s), which sum to one over slots, to `slots_used`, `mask_sharpness` and `mask_fixity`."""
+    """Shares of pixels (b, K, s, s), which sum to one over slots, to `slots_used`, `mask_sharpness` and `mask_fixity`. Pixels that nobody has
+    (fields that are cut off at zero have such) count in the last alone."""
     shares = masks.detach().float()
-    slots = shares.shape[1]
+    slots, had = shares.shape[1], (shares.sum(1) > 0).float()
     # Of equal shares the first slot draws: all-alike masks count as one slot, not as none.
     drawn = shares.argmax(1, keepdim=True) == torch.arange(slots, device=shares.device)[:, None, None]
+    drawn = drawn & (had[:, None] > 0)
     # A pixel that one slot has counts as sharp, whatever the number of slots.
-    entropy = -(shares.clamp(min=1e-12).log() * shares).sum(1).mean() / math.log(max(slots, 2))
+    apart = -(shares.clamp(min=1e-12).log() * shares).sum(1) * had
+    entropy = apart.sum() / had.sum().clamp(min=1) / math.log(max(slots, 2))
     return {
         "slots_used": (drawn.float().mean((2, 3)) > _UNUSED).float().sum(1).mean(),
         "mask_sharpness": 1 - entropy,

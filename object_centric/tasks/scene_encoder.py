@@ -134,7 +134,10 @@ class SceneEncoder(Encoder, ViewsEncoder):
             found: DrawnRays = self.model.decoder(slots, flat_rays(rays.to(self.device)))
         side = rays.shape[-1]
         shares = found.shares.float().transpose(1, 2).unflatten(-1, (side, side))
-        labels = shares.argmax(1).float().masked_fill(~shares.isfinite().all(1), torch.nan)
+        # What no field has anything of (densities cut off at zero, no sky) is no slot's: a number of its own behind them.
+        nobody = shares.amax(1) <= 0
+        labels = shares.argmax(1).masked_fill(nobody, shares.shape[1]).float()
+        labels = labels.masked_fill(~shares.isfinite().all(1), torch.nan)
         # Infinity would be cut to white, which can be scored.
         colours = found.colours.float().masked_fill(~found.colours.isfinite(), torch.nan)
         colours = colours.clamp(0, 1).transpose(1, 2).unflatten(-1, (side, side))

@@ -5,16 +5,18 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from evals.suite.task import UnfitError, refuse_unfit
 from evals.tasks.similarity import ssim
 from evals.tasks.view_scores import ViewedClip, scene_scores, score
+from object_centric.objectives.collapse import sharing
 from object_centric.pictures.scene_sheets import scene_sheet, turntable
 from object_centric.tasks.probe_task import SlotProbeTaskConfig
 from object_centric.tasks.scene_encoder import SceneEncoder, copied
 from object_centric.tasks.view_task import ViewMasksTaskConfig
 from sparo_train.core.errors import ConfigError
-from tests.unit.test_scene_drawing import GROUPINGS, objective
+from tests.unit.test_scene_drawing import DECODERS, GROUPINGS, objective
 
 
 def test_longer_episodes_are_seen_through_windows_and_stills_are_refused():
@@ -60,6 +62,25 @@ def test_what_a_model_cannot_be_asked_for_is_refused_before_anything_is_encoded(
         UnfitError, match=r"needs images or clips encoded, and run takes views.*use view_masks or scene_probe"
     ):
         refuse_unfit("t", SlotProbeTaskConfig(root="x"), encoder)
+
+
+def test_what_no_field_has_anything_of_is_no_slots():
+    made = objective("nerf", decoder={**DECODERS["nerf"], "density": "relu"})
+    encoder = SceneEncoder(made.model, 2, 2, "run")
+    slots, rays = torch.randn(2, 3, 24), torch.zeros(2, 6, 16, 16)
+    rays[:, 5] = -1.0
+    something = encoder.drawn(slots, rays)
+    for name, parameter in made.model.decoder.named_parameters():
+        if "density" in name:
+            parameter.data.zero_()
+            parameter.data.fill_(-1.0) if name.endswith("bias") else None
+    nothing = encoder.drawn(slots, rays)
+    assert nothing.shares.abs().max() == 0 and (nothing.labels == nothing.shares.shape[1]).all()
+    assert (something.labels < nothing.shares.shape[1]).any()
+    facts = sharing(nothing.shares)
+    assert facts["slots_used"] == 0
+    half = torch.cat([nothing.shares, F.one_hot(torch.zeros(2, 16, 16).long(), 3).movedim(-1, 1)], 3)
+    assert sharing(half)["slots_used"] == 1 and sharing(half)["mask_sharpness"] == 1
 
 
 def clip(**changes):
