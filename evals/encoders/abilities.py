@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from sparo_train.core.contracts import Objective
+
+
+class Trained(NamedTuple):
+    """What an encoder was made of, where it is a run's: the whole objective, and the run's recipe (a `RunConfig`)."""
+
+    objective: Objective
+    config: Any
 
 
 class BlocksEncoder(ABC):

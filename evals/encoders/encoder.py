@@ -25,6 +25,7 @@ from .abilities import (
     MasksEncoder,
     ObjectsEncoder,
     TokensEncoder,
+    Trained,
     ViewsEncoder,
 )
 from .pixels import Pixels
@@ -51,6 +52,7 @@ class Encoder(ABC):
     slots = 1
     takes_images = True  # False: it wants more of a sample than a picture, and `encode` raises
     precision: Precision = "fp32"
+    trained: Trained | None = None  # of a run, while its objective is at hand
 
     def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float], label: str = ""):
         self.model, self.label = model.eval(), label
@@ -82,6 +84,7 @@ class Encoder(ABC):
             "clips": isinstance(self, ClipsEncoder),
             "views": isinstance(self, ViewsEncoder),
             "drawing": isinstance(self, DrawingEncoder),
+            "loss": self.trained is not None,
         }
         return frozenset(word for word, here in found.items() if here)
 

@@ -25,6 +25,7 @@ from sparo_train.models.weight_files.zero_folder import is_zero_folder, read_zer
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
 
+from .abilities import Trained
 from .encoder import Encoder
 from .own import ClipEncoder, DinoEncoder, PixelEncoder
 
@@ -144,7 +145,7 @@ def _from_run(path: Path) -> Encoder:
     objective = build_objective(config)
     load_into(objective, run_weights(step), str(step))
     encoder = ENCODERS.row(config.objective.kind, "objective.kind")(objective)
-    encoder.label = str(step)
+    encoder.label, encoder.trained = str(step), Trained(objective, config)
     return encoder
 
 

@@ -12,6 +12,7 @@ from sparo_train.core.contracts import Objective
 from sparo_train.core.errors import ConfigError, did_you_mean
 from sparo_train.core.tables import ENCODERS, TASKS
 
+from ..encoders.abilities import Trained
 from ..encoders.encoder import Encoder
 from ..encoders.heads import SomeHeads
 from ..encoders.masked import MaskedEncoder
@@ -41,6 +42,7 @@ NEEDS = {
     "drawing": Need("images drawn again", "draws none", "use a slot model that has a decoder"),
     "clips": Need("a mask per slot of every frame", "takes images alone", "train with objective.kind=video_slots"),
     "views": Need("posed views drawn", "takes images without cameras", "train with objective.kind=novel_views"),
+    "loss": Need("what it was trained with", "is weights alone", "name a run folder of `sparo train`"),
     "objects": Need("objects listed", "lists none", "train with objective.kind=set_prediction"),
 }
 
@@ -85,7 +87,7 @@ def refuse_unfit(name: str, task: TaskConfig, encoder: Encoder) -> None:
     row: Task = TASKS.row(task.task)
     needs = row.needs
     # What is made of clips or of views asks for no image on its own.
-    for word in needs if {"clips", "views"} & set(needs) else ("images", *needs):
+    for word in needs if {"clips", "views", "loss"} & set(needs) else ("images", *needs):
         if word not in encoder.offers:
             # Who takes posed views takes neither images nor clips, and is told of its own tasks.
             lacked = "images" if word == "clips" and "views" in encoder.offers else word
@@ -100,20 +102,22 @@ def refuse_unfit(name: str, task: TaskConfig, encoder: Encoder) -> None:
         raise UnfitError(f"{name}.{reason}")
 
 
-def encoder_of(objective: Objective, method: str) -> Encoder:
-    """What encodes inside a training objective, on its device, in evaluation mode; `method`: its `kind`."""
-    return ENCODERS.row(method)(objective)
+def encoder_of(objective: Objective, config: Any) -> Encoder:
+    """What encodes inside a training objective, on its device, in evaluation mode; `config`: the run's recipe."""
+    encoder: Encoder = ENCODERS.row(config.objective.kind)(objective)
+    encoder.trained = Trained(objective, config)
+    return encoder
 
 
 def refuse_unfit_to(
-    objective: Objective, method: str, tasks: Mapping[str, TaskConfig], block: str = "eval.tasks"
+    objective: Objective, config: Any, tasks: Mapping[str, TaskConfig], block: str = "eval.tasks"
 ) -> None:
-    """Raise `UnfitError` where one of a recipe's tasks cannot be done with what the recipe trains."""
+    """Raise `UnfitError` where one of a recipe's (`config`) tasks cannot be done with what it trains."""
     if not tasks:
         return
     try:
-        encoder = encoder_of(objective, method)
-        encoder.label = encoder.label or f"objective.kind={method}"
+        encoder = encoder_of(objective, config)
+        encoder.label = encoder.label or f"objective.kind={config.objective.kind}"
         for name, task in tasks.items():
             refuse_unfit(f"{block}.{name}", task, encoder)
     finally:

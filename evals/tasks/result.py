@@ -13,8 +13,9 @@ _SHOWN = {
     **{f"psnr{which}": (1, 2, " dB") for which in ("", "_held_out", "_shown", "_nearest", "_mean")},
     "mse": (1, 5, " mse"),
     "mse_sum": (1, 2, " mse_sum"),
+    "loss": (1, 5, " loss"),
 }
-LOWER_IS_BETTER = frozenset({"mse", "mse_sum", "depth_error"})
+LOWER_IS_BETTER = frozenset({"loss", "mse", "mse_sum", "depth_error"})
 _AT_ONCE = 2**24  # numbers of a bootstrap that are held at once
 
 

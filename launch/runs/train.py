@@ -151,9 +151,9 @@ def make_evaluate(
     side, method = config.eval.side, config.objective.kind
     if not config.eval.tasks and side is None:
         return None
-    refuse_unfit_to(trained, method, config.eval.tasks)  # all of it now, rather than in the middle of training
+    refuse_unfit_to(trained, config, config.eval.tasks)  # all of it now, rather than in the middle of training
     if side is not None:
-        refuse_unfit_to(trained, method, side.tasks, "eval.side.tasks")
+        refuse_unfit_to(trained, config, side.tasks, "eval.side.tasks")
         if not METHODS.row(method).exports:
             raise ConfigError(
                 f"eval.side: objective.kind={method} names no layout to export to, which a job of its own would read"
@@ -172,7 +172,7 @@ def make_evaluate(
         if not config.eval.tasks:
             return {}
         # Anew each time: an encoder holds what is derived from weights, its hash first of all.
-        encoder, begin = encoder_of(objective, method), time.monotonic()
+        encoder, begin = encoder_of(objective, config), time.monotonic()
         # NaN weights still rank something; the score would look like a bad one.
         refuse_non_finite(encoder.model.state_dict(), f"step {step}", TrainingError)
         results: dict[str, Result] = {}

@@ -85,8 +85,9 @@ def nerf_scenes(place: Path) -> Iterator[PublishedViews]:
 def _said_bounds(told: dict[str, Any]) -> dict[str, float]:
     """`near` and `far` of a transforms.json, which some exporters write, where they are two distances."""
     near, far = told.get("near"), told.get("far")
-    good = isinstance(near, int | float) and isinstance(far, int | float) and 0 <= near < far < _FARTHEST
-    return {"near": float(near), "far": float(far)} if good else {}
+    if not isinstance(near, int | float) or not isinstance(far, int | float) or not 0 <= near < far < _FARTHEST:
+        return {}
+    return {"near": float(near), "far": float(far)}
 
 
 def _frame(path: Path, number: int, told: dict[str, Any], frame: Any) -> PublishedView:

@@ -130,6 +130,7 @@ TASKS = Table(
         "knn": "evals.suite.labelled_tasks:KNN",
         "linear": "evals.suite.linear_probe:LINEAR",
         "attentive_probe": "evals.suite.attentive_probe:ATTENTIVE",
+        "validation_loss": "evals.suite.loss_task:VALIDATION_LOSS",
         "masks": "object_centric.tasks.mask_task:MASKS",
         "objects": "object_centric.tasks.object_task:OBJECTS",
         "reconstruction": "object_centric.tasks.reconstruction_task:RECONSTRUCTION",

@@ -1,0 +1,149 @@
+"""`task: validation_loss`: what a run is trained to make small, on samples that it was not trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from hashlib import sha256
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from sparo_train.core.config import setting
+from sparo_train.core.contracts import CoupledObjective, Progress
+from sparo_train.core.errors import BadSampleError, DataError
+from sparo_train.core.rng import generator
+from sparo_train.core.tables import METHODS
+from sparo_train.data.read.loader import Examples
+from sparo_train.data.read.shards import ShardsConfig
+from sparo_train.data.read.sources import Source, fingerprint, open_source
+
+from ..encoders.abilities import Trained
+from ..encoders.encoder import Encoder
+from ..sets.task_config import TaskConfig
+from ..tasks import losses
+from ..tasks.result import Result
+from .scoring import Scoring
+from .task import Task
+
+
+class LossTaskConfig(TaskConfig):
+    """Shards as those of training; images are cut in the middle and never mirrored, all else is drawn as in training, by `seed`."""
+
+    task: Literal["validation_loss"] = setting("validation_loss", "a row of sparo.tasks")
+    shards: str | tuple[str, ...] = setting(
+        ..., "samples that are held out, as data.sources.NAME.shards", examples=["data/movi_small/clips/test"]
+    )
+    frames: int | None = setting(
+        None, "of clips: so many frames in place of objective.frames.count", gt=0, le=100_000, examples=[12]
+    )
+    seed: int = setting(0, "of what a sample draws: its first frame, its slots' beginning", ge=0)
+    limit: int | None = setting(None, "so many samples, evenly spaced", gt=0, examples=[100])
+
+
+def open_held_out(task: LossTaskConfig) -> Source:
+    """Its shards. Raises `DataError` or `ConfigError` where they are not there."""
+    return open_source("validation_loss", ShardsConfig(shards=task.shards), block="")
+
+
+def _check(task: LossTaskConfig) -> None:
+    open_held_out(task)
+
+
+def run_validation_loss(scoring: Scoring, task: LossTaskConfig) -> Result:
+    """The mean of `Loss.total` over samples, each a batch of its own, at the end of the run's schedules.
+
+    Raises:
+        DataError: not one sample can be used, or a loss is not finite.
+    """
+    encoder, source = scoring.encoder, open_held_out(task)
+    assert encoder.trained is not None  # what offers `loss`
+    trained = encoder.trained
+    skipped: dict[str, int] = {}
+
+    def score() -> Result:
+        kept = dict(_losses(encoder, trained, source, task, skipped))
+        if not kept:
+            raise DataError(f"{task.shards}: not one sample can be used: {', '.join(skipped)}")
+        found = np.array(list(kept.values()))
+        if not np.isfinite(found).all():
+            key = list(kept)[int(np.flatnonzero(~np.isfinite(found))[0])]
+            raise DataError(
+                f"{task.shards}: the loss of sample {key} is not finite; its weights or its data are damaged"
+            )
+        return losses.score(found)._replace(keys=tuple(kept))
+
+    result = scoring.ranks.first(score)
+    data = sha256(json.dumps(fingerprint([source]), sort_keys=True, default=str).encode()).hexdigest()
+    options = {"frames": task.frames or _frames(trained), "seed": task.seed, **result.options}
+    return result._replace(data=data, options=options, counts={"skipped": sum(skipped.values())})
+
+
+def _losses(
+    encoder: Encoder, trained: Trained, source: Source, task: LossTaskConfig, skipped: dict[str, int]
+) -> Iterator[tuple[str, float]]:
+    objective, examples = trained.objective, _examples(trained, task)
+    own = trained.config.data.sources.values()
+    # Which member is the image is the recipe's to say.
+    told = source._replace(config=source.config.model_copy(update={"image_keys": next(iter(own)).image_keys}))
+    total, count = source.samples, min(task.limit or source.samples, source.samples)
+    end = trained.config.steps or 1
+    training = objective.training
+    # Its other parts may have been left behind where only the encoder moved.
+    objective.to(encoder.device).eval()
+    try:
+        for number in (i * total // count for i in range(count)):
+            key, fields = _sample(source, number)
+            try:
+                example = examples.prepare(fields, told, generator(task.seed, "validation", number))
+            except BadSampleError as bad:
+                skipped[str(bad)] = skipped.get(str(bad), 0) + 1
+                continue
+            batch = examples.finish(examples.stack([example]))
+            batch = {name: table.to(encoder.device) for name, table in batch.items()}
+            with torch.inference_mode(), torch.random.fork_rng(), encoder.autocast():
+                torch.manual_seed(task.seed)  # what a forward draws is the sample's own, too
+                loss = objective(batch, Progress(max(end - 1, 0), end, 0))
+            yield f"{number:08d}-{key}", float(loss.total)
+    finally:
+        objective.train(training)
+
+
+def _sample(source: Source, number: int) -> tuple[str, dict[str, bytes]]:
+    for storage in source.storages:
+        if number < len(storage):
+            return storage.read(number)
+        number -= len(storage)
+    raise IndexError(number)
+
+
+def _examples(trained: Trained, task: LossTaskConfig) -> Examples:
+    config, data = trained.config.objective, trained.config.data
+    if task.frames is not None:
+        config = config.model_copy(update={"frames": config.frames.model_copy(update={"count": task.frames})})
+    data = data.model_copy(update={"crop_scale": (1.0, 1.0), "hflip": 0.0})
+    return METHODS.row(config.kind).examples(config, data)
+
+
+def _frames(trained: Trained) -> int | None:
+    frames = getattr(trained.config.objective, "frames", None)
+    return None if frames is None else frames.count
+
+
+def _unfit(task: LossTaskConfig, encoder: Any) -> str | None:
+    trained: Trained = encoder.trained
+    kind = trained.config.objective.kind
+    if isinstance(trained.objective, CoupledObjective) or next(iter(trained.objective.averaged()), None) is not None:
+        return (
+            f"task=validation_loss: what objective.kind={kind} makes small is of whole batches, or of a teacher that moves, and no "
+            "sample has a loss of its own; score what it is for"
+        )
+    if task.frames is not None and _frames(trained) is None:
+        return f"frames={task.frames}: is of clips, and objective.kind={kind} has none; leave it away"
+    if _examples(trained, task.model_copy(update={"frames": None})).reads_model:
+        return "task=validation_loss: objective.cache trains on kept tokens, which held-out samples have none of"
+    return None
+
+
+VALIDATION_LOSS = Task(LossTaskConfig, run_validation_loss, _check, needs=("loss",), unfit=_unfit)

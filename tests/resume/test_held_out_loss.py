@@ -1,0 +1,102 @@
+"""`task: validation_loss`: a run's own loss on held-out samples, while it trains and afterwards, by length of clips."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from evals.encoders.loading import load_encoder
+from evals.suite.loss_task import LossTaskConfig
+from evals.suite.suite import Suite
+from evals.suite.task import UnfitError, refuse_unfit, refuse_unfit_to
+from launch.runs.train import train
+from sparo_data.writer import write_shards
+from sparo_train.core.contracts import Progress
+from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.core.rng import generator
+from sparo_train.core.tables import METHODS
+from sparo_train.data.read.sources import open_source
+from sparo_train.train.build import build_objective
+from tests.conftest import dino_recipe, tiny_recipe
+from tests.resume.test_training import run
+from tests.resume.test_videos import video_recipe
+
+
+def test_models_that_draw_no_frames_have_one_too_at_any_length(tmp_path):
+    tree, _ = video_recipe(tmp_path, "savi")  # flow and depth are drawn, and crops and mirrors drawn in training
+    tasks = {
+        name: {"task": "validation_loss", "shards": str(tmp_path / "v/clips/test"), **more}
+        for name, more in (("held", {}), ("longer", {"frames": 5}), ("few", {"limit": 2}))
+    }
+    config = run({**tree, "steps": 4, "eval": {"tasks": tasks}})
+    assert train(config).reason == "finished"
+    lines = [json.loads(x) for x in (config.folder / "metrics.jsonl").read_text().splitlines() if '"eval"' in x]
+    found = lines[-1]
+    encoder = load_encoder(str(config.folder))
+    results = Suite({n: LossTaskConfig(**t) for n, t in tasks.items()}).run(encoder)
+    assert {n: r.metrics for n, r in results.items()} == {n: found[n] for n in tasks}  # afterwards as while it trained
+    held = results["held"]
+    assert (held.n, results["few"].n, held.headline) == (5, 2, "loss") and held.interval[
+        0
+    ] < held.value < held.interval[1]
+    assert results["longer"].options["frames"] == 5 and held.options["frames"] == 3
+    # By hand: the objective on each sample alone, without crops and mirrors.
+    objective = encoder.trained.objective.eval()
+    data = config.data.model_copy(update={"crop_scale": (1.0, 1.0), "hflip": 0.0})
+    examples = METHODS.row("video_slots").examples(config.objective, data)
+    source = open_source(
+        "x", next(iter(config.data.sources.values())).model_copy(update={"shards": tasks["held"]["shards"]})
+    )
+    by_hand = []
+    for number in range(5):
+        example = examples.prepare(source.storages[0].read(number)[1], source, generator(0, "validation", number))
+        with torch.no_grad():
+            by_hand.append(float(objective(examples.stack([example]), Progress(3, 4, 0)).total))
+    assert np.allclose(held.predictions["loss"], by_hand, rtol=1e-5)
+    # What a forward counts or draws is not the run's: training goes on as without an evaluation.
+    again = run({**tree, "steps": 4, "name": "without"})
+    train(again)
+    weights = [load_encoder(str(c.folder)).model.state_dict() for c in (config, again)]
+    assert all(torch.equal(weights[0][n], weights[1][n]) for n in weights[0])
+
+
+def test_samples_that_cannot_be_used_are_counted_and_bad_numbers_refused(tmp_path):
+    tree, _ = video_recipe(tmp_path, "psb")
+    config = run({**tree, "steps": 1, "optim": {"lr": 1e-4}})
+    train(config)
+    encoder = load_encoder(str(config.folder))
+    source = open_source("x", next(iter(config.data.sources.values())))
+    rows = [source.storages[0].read(i) for i in range(3)]
+    rows[1] = ("torn", {k: v for k, v in rows[1][1].items() if ".png" not in k and not k.endswith("png")})
+    write_shards(tmp_path / "mixed", iter(rows), 3)
+    task = LossTaskConfig(shards=str(tmp_path / "mixed"))
+    (result,) = Suite({"t": task}).run(encoder).values()
+    assert result.n == 2 and result.counts == {"skipped": 1}
+    write_shards(tmp_path / "torn", iter([rows[1]]), 1)
+    with pytest.raises(DataError, match="not one sample can be used"):
+        Suite({"t": LossTaskConfig(shards=str(tmp_path / "torn"))}).run(encoder)
+    with pytest.raises(ConfigError, match=r"validation_loss\.shards: .*nowhere' matches no shard"):
+        Suite({"t": LossTaskConfig(shards=str(tmp_path / "nowhere"))}).check()
+    encoder.trained.objective.model.decoder.layers[0].weight.data.fill_(torch.nan)
+    with pytest.raises(DataError, match=r"the loss of sample 00000000-.* is not finite"):
+        Suite({"t": task}).run(encoder)
+
+
+def test_losses_of_whole_batches_and_of_teachers_are_refused_before_the_first_step(shards, tmp_path):
+    task = {"task": "validation_loss", "shards": str(shards)}
+    for recipe in (tiny_recipe, dino_recipe):
+        config = run(recipe(shards, tmp_path / "runs", eval={"tasks": {"held": task}}))
+        with pytest.raises(
+            UnfitError, match=r"eval\.tasks\.held\.task=validation_loss: what objective\.kind=.*score what it is"
+        ):
+            refuse_unfit_to(build_objective(config), config, config.eval.tasks)
+    tree, _ = video_recipe(tmp_path, "psb")
+    encoder = load_encoder("pixels:16")
+    with pytest.raises(UnfitError, match=r"needs what it was trained with, .* is weights alone; name a run folder"):
+        refuse_unfit("t", LossTaskConfig(shards="x"), encoder)
+    stills = {**tree, "objective": {"kind": "slots", "model": tree["objective"]["model"]}}
+    config = run({**stills, "name": "stills"})
+    encoder.trained = type("T", (), {"objective": build_objective(config), "config": config})
+    with pytest.raises(UnfitError, match=r"t\.frames=6: is of clips, and objective\.kind=slots has none"):
+        refuse_unfit("t", LossTaskConfig(shards="x", frames=6), encoder)
