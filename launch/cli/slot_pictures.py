@@ -44,9 +44,12 @@ def panels(
     image: Annotated[list[Path] | None, typer.Option(help="an image of your own; may be given several times")] = None,
     images: Annotated[int, typer.Option(min=1, max=64, help="images of the task, evenly spaced")] = 6,
     tile: Annotated[int, typer.Option(min=16, max=512, help="pixels per side of each picture")] = 96,
-    out: Annotated[Path, typer.Option("--out", help="the PNG; of videos also .webp or .gif, which move")] = Path(
-        "panels.png"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", help="the PNG; of videos also .webp or .gif, which move; a folder: a page with a picture of each"
+        ),
+    ] = Path("panels.png"),
     model: Model = None,
     data: Data = None,
     root: Root = Path("data"),
@@ -55,11 +58,11 @@ def panels(
     from ..runs.panel_runs import draw_panels
     from ..views.terminal import out as printed
 
-    if out.suffix.lower() not in (".png", ".webp", ".gif"):
-        raise ConfigError(f"--out {out}: name a .png file; of videos also .webp or .gif")
+    if out.suffix.lower() not in ("", ".png", ".webp", ".gif"):
+        raise ConfigError(f"--out {out}: name a .png file, of videos also .webp or .gif, or a folder for a page")
     options = options_given(model, data, root, "none", None, "slots", None, 4, "slice")
-    draw_panels(checkpoint, on, image or [], images, tile, out, options)
-    printed.print(str(out), soft_wrap=True)
+    for path in draw_panels(checkpoint, on, image or [], images, tile, out, options):
+        printed.print(str(path), soft_wrap=True)
 
 
 def views(

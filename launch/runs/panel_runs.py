@@ -21,13 +21,14 @@ from object_centric.tasks.video_task import VideoMasksTaskConfig
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.untrusted import read_bytes
 
+from .picture_page import PageRow, write_page
 from .slot_work import SlotOptions, told
 
 
 def draw_panels(
     checkpoint: str, on: str | None, images: list[Path], number: int, tile: int, out: Path, options: SlotOptions
-) -> None:
-    """Write the picture.
+) -> list[Path]:
+    """Write the picture, or into a folder (`out` without an ending) a page with one of each sample; returns the paths.
 
     Raises:
         ConfigError: a checkpoint that does not draw its slots, several tasks, or nothing to draw.
@@ -46,21 +47,54 @@ def draw_panels(
         raise ConfigError(f"{checkpoint}: does not draw its slots of images; {instead}")
     found = [Panel(decoded(read_bytes(path, ConfigError), path), None) for path in images]
     task = None if on is None else one_task(checkpoint, on, options)
-    refuse_unwritable(out.parent, "--out")
+    refuse_unwritable(out if not out.suffix else out.parent, "--out")
+    if not out.suffix:
+        if task is None or on is None or images:
+            raise ConfigError(
+                f"--out {out}: a page is of a task's samples (--on); for images of your own name a .png file"
+            )
+        return _page(encoder, checkpoint, on, task, number, tile, out)
     if isinstance(task, VideoMasksTaskConfig):
         if images or not isinstance(encoder, TimedEncoder):
             raise ConfigError(f"--on {on}: is of videos; draw them alone (without --image), of a model of videos")
-        clips = clip_panels(task, number)
+        clips = [clip for _, clip in clip_panels(task, number)]
         if out.suffix.lower() == ".png":
             clip_sheet(encoder, clips, tile).save(out)
         else:
             save_animation(clip_animation(encoder, clips, tile), out)
-        return
+        return [out]
     if out.suffix.lower() != ".png":
         raise ConfigError(f"--out {out}: pictures that move are of videos; name a .png file")
     if task is not None:
-        found += image_panels(open_images(task), number)
+        found += [panel for _, panel in image_panels(open_images(task), number)]
     panels(encoder, found, tile).save(out)
+    return [out]
+
+
+def _page(
+    encoder: MaskingEncoder, checkpoint: str, on: str, task: TaskConfig, number: int, tile: int, out: Path
+) -> list[Path]:
+    """OUT/report.html, and of every clip a sheet and what moves; of images a sheet each."""
+    paths, rows = list[Path](), list[PageRow]()
+    if isinstance(task, VideoMasksTaskConfig):
+        if not isinstance(encoder, TimedEncoder):
+            raise ConfigError(f"--on {on}: is of videos; draw them of a model of videos")
+        for at, (key, clip) in enumerate(clip_panels(task, number)):
+            sheet, moving = out / f"clip-{at}.png", out / f"clip-{at}.webp"
+            clip_sheet(encoder, [clip], tile).save(sheet)
+            save_animation(clip_animation(encoder, [clip], tile), moving)
+            told = f"clip {key}: it, its true masks, the model's, what it draws, every slot alone"
+            rows.append(PageRow(key, [(moving.name, f"Moving: {told}"), (sheet.name, f"Frames of {told}")]))
+            paths += [moving, sheet]
+    else:
+        for at, (key, panel) in enumerate(image_panels(open_images(task), number)):
+            sheet = out / f"image-{at}.png"
+            panels(encoder, [panel], tile).save(sheet)
+            rows.append(PageRow(key, [(sheet.name, f"Image {key}: its masks, what is drawn, every slot alone")]))
+            paths.append(sheet)
+    said = f"{len(rows)} of the task {on}, evenly over its set."
+    note = "From the left: the sample, its true masks where there are some, the model's, what it draws, and every slot's part on white."
+    return [write_page(out, checkpoint, on, f"Slots of {checkpoint}", said, note, rows), *paths]
 
 
 def one_task(checkpoint: str, on: str, options: SlotOptions) -> TaskConfig:

@@ -5,21 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from jinja2 import Environment
 
 from evals.encoders.loading import load_encoder
-from evals.report.results_file import read_records, refuse_unwritable
-from evals.tasks.result import shown as in_words
+from evals.report.results_file import refuse_unwritable
 from object_centric.pictures.panels import save_animation
 from object_centric.pictures.scene_sheets import sample_of, scene_sheet, turntable
 from object_centric.tasks.scene_encoder import SceneEncoder
 from object_centric.tasks.view_task import ViewMasksTaskConfig, open_views
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.files import write_whole
-from sparo_train.core.untrusted import shown as harmless
 
-from .. import views
 from .panel_runs import one_task
+from .picture_page import PageRow, write_page
 from .slot_work import SlotOptions, told
 
 
@@ -47,21 +43,19 @@ def draw_scenes(checkpoint: str, on: str, scenes: int, tile: int, out: Path, opt
         sheet, moving = out / f"scene-{number}.png", out / f"turntable-{number}.webp"
         scene_sheet(encoder, posed, true, shown, tile, task.window).save(sheet)
         save_animation(turntable(encoder, posed, shown, tile=tile, window=task.window), moving, fps=8)
-        rows.append({"key": harmless(key), "sheet": sheet.name, "turntable": moving.name})
+        alts = (
+            f"A turn around scene {key}: all slots, then each alone",
+            f"Views of scene {key}: true, masks, drawn, and every slot alone",
+        )
+        rows.append(PageRow(key, list(zip((moving.name, sheet.name), alts, strict=True))))
         paths += [sheet, moving]
-    template = (Path(views.__file__).parent / "scenes.html.jinja").read_text(encoding="utf-8")
-    facts = {"checkpoint": harmless(checkpoint), "task": on, "count": count, "shown": shown, "scenes": rows}
-    # Keys and names are others' texts, and the page is opened in a browser.
-    page = Environment(autoescape=True).from_string(template)
-    write_whole(paths[0], page.render(**facts, scores=_scores(Path(checkpoint), on)))
-    return paths
-
-
-def _scores(run: Path, task: str) -> list[tuple[str, str]]:
-    """What the run was last scored with on this task; empty where it was not."""
-    if not (run / "evals/results.jsonl").is_file():
-        return []
-    found = [record for record in read_records([run]) if record.task == task]
-    return (
-        [(name, in_words(name, value, unit=True)) for name, value in found[-1].result.metrics.items()] if found else []
+    write_page(
+        out,
+        checkpoint,
+        on,
+        f"Scenes of {checkpoint}",
+        f"Scenes of {on}: {count}. Slots are made of the first {shown} views of each time; the others are held out.",
+        "A slot alone is drawn on white: of radiance fields as if there were no other, else by its share of each ray.",
+        rows,
     )
+    return paths

@@ -25,14 +25,14 @@ def of_images(encoder: Encoder, task: MasksTaskConfig, count: int) -> TaskPictur
     """Panels of `count` images."""
     if not isinstance(encoder, MaskingEncoder):
         return None
-    return TaskPictures(panels(encoder, image_panels(open_images(task), count)))
+    return TaskPictures(panels(encoder, [panel for _, panel in image_panels(open_images(task), count)]))
 
 
 def of_clips(encoder: Encoder, task: VideoMasksTaskConfig, count: int) -> TaskPictures | None:
     """Frames of at most three clips, and the clips as they move."""
     if not isinstance(encoder, TimedEncoder):
         return None
-    clips = clip_panels(task, min(count, _CLIPS))
+    clips = [clip for _, clip in clip_panels(task, min(count, _CLIPS))]
     return TaskPictures(clip_sheet(encoder, clips), clip_animation(encoder, clips))
 
 
@@ -45,19 +45,19 @@ def of_views(encoder: Encoder, task: ViewMasksTaskConfig, count: int) -> TaskPic
     return TaskPictures(scene_sheet(encoder, posed, true, shown, window=task.window))
 
 
-def image_panels(source: EvalSet, number: int) -> list[Panel]:
-    """Images with their true masks, evenly over a set."""
+def image_panels(source: EvalSet, number: int) -> list[tuple[str, Panel]]:
+    """Keys, and images with their true masks, evenly over a set."""
     # Of masks with classes the objects are the first plane.
     masks = source.kind == "masks"
     return [
-        Panel(image, (fact if fact.ndim == 2 else fact[0]) if masks else None)
-        for _, image, fact in _spread(source, number)
+        (key, Panel(image, (fact if fact.ndim == 2 else fact[0]) if masks else None))
+        for key, image, fact in _spread(source, number)
     ]
 
 
-def clip_panels(task: VideoMasksTaskConfig, number: int) -> list[ClipPanel]:
-    """Videos of a task, evenly over its set."""
-    return [ClipPanel(images, true, task.window) for _, images, true in _spread(open_clips(task), number)]
+def clip_panels(task: VideoMasksTaskConfig, number: int) -> list[tuple[str, ClipPanel]]:
+    """Keys and videos of a task, evenly over its set."""
+    return [(key, ClipPanel(images, true, task.window)) for key, images, true in _spread(open_clips(task), number)]
 
 
 def _spread(source: EvalSet, number: int) -> list[Any]:

@@ -86,6 +86,7 @@ def pictures_are_drawn(run_folder, tasks, tmp_path):
         (["--image", "no.jpg"], "no.jpg"),
         (["--out", "a.bmp"], "a .png file"),
         (["--on", "masks", "--out", "a.gif"], "pictures that move are of videos"),
+        (["--image", "own.jpg", "--out", "page"], "a page is of a task's samples"),
     ):
         done = sparo("slots", "panels", run_folder, *line, cwd=tmp_path)
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
@@ -229,9 +230,12 @@ def test_tokens_are_said_again_resumed_and_scored(tmp_path, write_recipe):
     by_headline = {r["headline"]: r for r in results.values()}
     assert by_headline["fg_ari"]["n"] == 6 and "attention" in by_headline["fg_ari"]["options"]["masks"]
     assert by_headline["psnr"]["options"]["drawn"] == "pixels" and 0 < by_headline["psnr"]["metrics"]["mse"] < 1
-    done = sparo("slots", "panels", str(folder), "--on", "m", "--images", "2", "--tile", "32", cwd=tmp_path)
-    with Image.open(tmp_path / "panels.png") as sheet:  # image, true, masks, drawn, three slots
-        assert done.returncode == 0 and sheet.size == (7 * 36 + 4, 2 * 36 + 18)
+    line = ["slots", "panels", str(folder), "--on", "m", "--images", "2", "--tile", "32", "--out", "page"]
+    done = sparo(*line, cwd=tmp_path)
+    with Image.open(tmp_path / "page/image-1.png") as sheet:  # image, true, masks, drawn, three slots
+        assert done.returncode == 0 and sheet.size == (7 * 36 + 4, 36 + 18), done.stderr
+    page = (tmp_path / "page/report.html").read_text()
+    assert page.count("<img") == 2 and "fg_ari" in page
 
 
 def test_sets_of_objects_are_learned_resumed_and_scored(tmp_path, write_recipe):

@@ -112,6 +112,12 @@ def test_videos_are_trained_on_resumed_and_scored(tmp_path, write_recipe):
         )
         with Image.open(tmp_path / line[0]) as sheet:
             assert done.returncode == 0 and sheet.size == size and getattr(sheet, "n_frames", 1) == frames, done.stderr
+    done = sparo("slots", "panels", str(folder), "--on", "c", "--images", "2", "--out", "page", cwd=tmp_path)
+    page = (tmp_path / "page/report.html").read_text()
+    assert done.returncode == 0 and done.stdout.split()[0] == "page/report.html" and page.count("<img") == 4, done.stderr
+    assert "video_fg_ari" in page and 'src="clip-1.webp"' in page
+    with Image.open(tmp_path / "page/clip-0.webp") as moving:
+        assert moving.n_frames == 6
     (tmp_path / "long.yaml").write_text(json.dumps({"tasks": {"l": {**tasks["c"], "frames": 7}}}))
     done = sparo("eval", str(folder), "--data", "long.yaml", "--features", "none", cwd=tmp_path)
     assert done.returncode == 2 and "has 6 frames, and 7 are scored; set frames: 6 or less" in done.stderr
