@@ -152,14 +152,10 @@ def pictures_are_drawn(folder, cwd):
     assert done.returncode == 2 and "nothere" in done.stderr and not (cwd / "none").exists()
 
 
-@pytest.mark.parametrize("kind", ["mixer", "broadcast", "fields", "cut_fields"])
+@pytest.mark.parametrize("kind", ["mixer", "broadcast"])
 def test_two_ranks_train_on_scenes_as_one_process_does(scenes, tmp_path, write_recipe, kind):
     if kind == "mixer":
         tree = recipe_of(scenes, tmp_path / "runs", {"kind": "slot_mixer", "octaves": 4, "blocks": 1, "heads": 2})
-    elif kind.endswith("fields"):
-        density = {"density": "relu"} if kind == "cut_fields" else {"sky": True, "shadows": True}
-        decoder = {"kind": "nerf", "bins": 4, "near": 1.0, "far": 30.0, "static": True, **density}
-        tree = recipe_of(scenes, tmp_path / "runs", decoder)
     else:
         grouping = {"preset": "savi", "slots": 3, "width": 16, "init": "learned"}
         decoder = {"kind": "broadcast", "octaves": 4, "hidden": [16], "most_numbers": 400}

@@ -114,7 +114,9 @@ def test_videos_are_trained_on_resumed_and_scored(tmp_path, write_recipe):
             assert done.returncode == 0 and sheet.size == size and getattr(sheet, "n_frames", 1) == frames, done.stderr
     done = sparo("slots", "panels", str(folder), "--on", "c", "--images", "2", "--out", "page", cwd=tmp_path)
     page = (tmp_path / "page/report.html").read_text()
-    assert done.returncode == 0 and done.stdout.split()[0] == "page/report.html" and page.count("<img") == 4, done.stderr
+    assert done.returncode == 0 and done.stdout.split()[0] == "page/report.html" and page.count("<img") == 4, (
+        done.stderr
+    )
     assert "video_fg_ari" in page and 'src="clip-1.webp"' in page
     with Image.open(tmp_path / "page/clip-0.webp") as moving:
         assert moving.n_frames == 6
