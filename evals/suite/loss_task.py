@@ -89,9 +89,11 @@ def _losses(
     told = source._replace(config=source.config.model_copy(update={"image_keys": next(iter(own)).image_keys}))
     total, count = source.samples, min(task.limit or source.samples, source.samples)
     end = trained.config.steps or 1
-    training = objective.training
-    # Its other parts may have been left behind where only the encoder moved.
+    # Its other parts may have been left behind where only the encoder moved. It stays in evaluation mode, as encoders are: whoever trains
+    # it puts it back.
     objective.to(encoder.device).eval()
+    # Forwards may count in buffers, and these are the run's.
+    held = [(b, b.clone()) for b in objective.buffers()]
     try:
         for number in (i * total // count for i in range(count)):
             key, fields = _sample(source, number)
@@ -102,12 +104,13 @@ def _losses(
                 continue
             batch = examples.finish(examples.stack([example]))
             batch = {name: table.to(encoder.device) for name, table in batch.items()}
-            with torch.inference_mode(), torch.random.fork_rng(), encoder.autocast():
+            with torch.no_grad(), torch.random.fork_rng(), encoder.autocast():
                 torch.manual_seed(task.seed)  # what a forward draws is the sample's own, too
                 loss = objective(batch, Progress(max(end - 1, 0), end, 0))
             yield f"{number:08d}-{key}", float(loss.total)
     finally:
-        objective.train(training)
+        for buffer, value in held:
+            buffer.copy_(value)
 
 
 def _sample(source: Source, number: int) -> tuple[str, dict[str, bytes]]:

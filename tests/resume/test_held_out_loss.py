@@ -41,6 +41,8 @@ def test_models_that_draw_no_frames_have_one_too_at_any_length(tmp_path):
         0
     ] < held.value < held.interval[1]
     assert results["longer"].options["frames"] == 5 and held.options["frames"] == 3
+    # Other tasks behind it score what they scored before: nothing is left in training mode, with its dropout.
+    assert not any(module.training for module in encoder.model.modules())
     # By hand: the objective on each sample alone, without crops and mirrors.
     objective = encoder.trained.objective.eval()
     data = config.data.model_copy(update={"crop_scale": (1.0, 1.0), "hflip": 0.0})
