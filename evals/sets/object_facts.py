@@ -10,10 +10,8 @@ from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.clips.episode import Episode
 
 _NUMBERS = {"positions": "position", "velocities": "velocity", "angular_velocities": "angular_velocity"}
-_CONSTANT = {
-    "size": ("scale", ()),
-    "color": ("rgb", (3,)),
-}  # numbers that an object has once: MOVi-C to F's, MOVi-A's and B's
+# Numbers that an object has once, by the first of these names that all have: MOVi-C to F's, MOVi-A's and B's.
+_CONSTANT = {"size": (("scale", "size"), ()), "color": (("rgb",), (3,))}
 _WORDS = ("color", "shape", "material", "size", "category")
 
 
@@ -35,9 +33,10 @@ def told_objects(episode: Episode, frames: int, where: str) -> dict[str, Any]:
     if any(table is None for table in tables["positions"]):
         raise DataError(f"{where}: an object has no positions (a row of three numbers per frame)")
     numbers = {short: _by_time(tables[name]) for name, short in _NUMBERS.items() if None not in tables[name]}
-    for short, (name, shape) in _CONSTANT.items():
-        found = [_array(one.get(name), shape) for one in objects]
-        if objects and None not in found:
+    for short, (names, shape) in _CONSTANT.items():
+        told = ([_array(one.get(name), shape) for one in objects] for name in names)
+        found = next((rows for rows in told if rows and None not in rows), None)
+        if found is not None:
             numbers[short] = [[row if shape else [row] for row in found] for _ in range(frames)]
     # A word that some objects lack is no word that a probe could be fitted to.
     words = {

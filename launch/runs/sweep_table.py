@@ -16,7 +16,7 @@ from evals.report.paper_layouts import HEADS, LAYOUTS, TITLES, UNTOLD, said_of
 from evals.report.paper_tables import Cell, Column, Grid, Row, columns_of, printed, several_data
 from evals.report.results_file import Record, read_records
 from evals.tasks.result import axis_of
-from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.core.errors import ConfigError, DataError, SparoError
 from sparo_train.core.recipe.layers import is_sweep, load_recipe
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig, load_run
@@ -85,9 +85,8 @@ def said_of_checkpoint(name: str) -> tuple[str, ...]:
             try:
                 config = load_run(folder / "config.yaml")
                 return said_of(config, trained_parameters(config))
-            except (
-                ConfigError
-            ):  # of a version whose keys are gone, or of a plug-in that is not here: its score stands all the same
+            # Of a version whose keys are gone, or a plug-in or a tower's file that is not here: its score stands all the same.
+            except SparoError:
                 break
     return UNTOLD
 
