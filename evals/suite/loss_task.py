@@ -88,7 +88,8 @@ def _losses(
     # Which member is the image is the recipe's to say.
     told = source._replace(config=source.config.model_copy(update={"image_keys": next(iter(own)).image_keys}))
     total, count = source.samples, min(task.limit or source.samples, source.samples)
-    end = trained.config.steps or 1
+    # Of a run that counts epochs or samples its plan alone knows the steps; behind this many every schedule has ended, too.
+    end = trained.config.steps or 10**9
     # Its other parts may have been left behind where only the encoder moved. It stays in evaluation mode, as encoders are: whoever trains
     # it puts it back.
     objective.to(encoder.device).eval()
