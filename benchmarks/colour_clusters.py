@@ -12,7 +12,7 @@ import numpy as np
 from scipy.cluster.vq import kmeans2
 
 from evals.sets.clip_set import ClipSet
-from evals.tasks.clip_segmentation import MaskedClip, score
+from evals.tasks.objects.clip_segmentation import MaskedClip, score
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from tfrecord.reader import tfrecord_loader
 from tfrecord.writer import TFRecordWriter
 
 from evals.sets.objects import WIDTH
-from evals.tasks.segmentation import image_scores
+from evals.tasks.objects.segmentation import image_scores
 from object_centric.grouping.slot_attention import SlotAttention
 from object_centric.grouping.slot_config import SlotAttentionConfig
 from object_centric.grouping.transport import less_entropy, log_marginal, sinkhorn, sinkhorn_unrolled

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from evals.tasks.slot_probe import ProbedClip, assigned, score
+from evals.tasks.objects.slot_probe import ProbedClip, assigned, score
 from object_centric.encoders.transformer import TransformerConfig
 from object_centric.grouping.binder import BinderBlock, ParallelBinder
 from object_centric.grouping.binder_stream import BinderStream

@@ -106,7 +106,7 @@ def grid(
         rows += printed(layout, paper)
     tasks = {column.task for column in columns}
     odd = [(name, t, record.result.note) for name, found in table.items() for t, record in found.items() if t in tasks]
-    notes = [f"{MARK} {name}: {task} is not the listed data: {note}" for name, task, note in odd if note]
+    notes = odd_notes(odd)
     notes += [f"{name}: {said}" for name, found in table.items() if (said := _mixed(list(found.values())))]
     of_several = {t: said for t in tasks if (said := several_data([f[t] for f in table.values() if t in f]))}
     notes += of_several.values()
@@ -121,6 +121,11 @@ def columns_of(layout: str) -> list[Column]:
     return LAYOUTS[layout]
 
 
+def odd_notes(odd: Sequence[tuple[str, str, str]]) -> list[str]:
+    """What marked cells stand for: of (a checkpoint, a task, what is odd about its data) those where something is."""
+    return [f"{MARK} {name}: {task} is not the listed data: {note}" for name, task, note in odd if note]
+
+
 def several_data(records: Sequence[Record]) -> str:
     """That results of one task are not of the same samples, in words; empty where they are."""
     # What a plug-in scored may have no identity: then at least its size has to be the same.
@@ -128,7 +133,8 @@ def several_data(records: Sequence[Record]) -> str:
         return ""
     sizes = sorted({record.result.n for record in records})
     told = f"n {', '.join(map(str, sizes))}" if len(sizes) > 1 else f"n {sizes[0]} each"
-    return f"{records[0].task}: not of the same samples in all rows ({told}): another set, or a part of it; no best is marked"
+    what = "another loss, or other clips of it" if records[0].result.task == "validation_loss" else "a part of it"
+    return f"{records[0].task}: not of the same samples in all rows ({told}): another set, or {what}; no best is marked"
 
 
 def _mixed(records: Sequence[Record]) -> str:
@@ -153,9 +159,13 @@ def _cell(result: Result, metric: str | None) -> Cell | None:
 
 
 def printed(layout: str, wanted: Sequence[str]) -> list[Row]:
-    """The paper's own rows of these training sets (or `all`)."""
+    """The paper's own rows of these training sets (or `all`). Raises `ConfigError` for one that the table does not have."""
     text = (resources.files("evals.report") / "paper.yaml").read_text(encoding="utf-8")
     rows = yaml.safe_load(text)[layout]
+    known = [*dict.fromkeys(data for data, *_ in rows), "all"]
+    for word in wanted:
+        if word not in known:
+            raise ConfigError(f"--paper {word}: of layout {layout}; {did_you_mean(word, known)}")
     return [
         Row(
             f"paper: {data} {model}",

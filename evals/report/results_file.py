@@ -144,6 +144,12 @@ def records_of(place: str) -> list[Record]:
     return own
 
 
+def whole_records(run: Path) -> list[Record]:
+    """What a run itself was scored with on whole sets: some of its slots, or an earlier step, are other models. Raises `DataError` as
+    `read_records`."""
+    return [r for r in read_records([run]) if r.checkpoint == str(run) and not r.facts.get("limit")]
+
+
 def _names(place: Path) -> frozenset[str]:
     """What a run in this folder is called, or was before its folder was renamed; nothing where it is no run."""
     config = place / "config.yaml"

@@ -24,7 +24,7 @@ from ..encoders.encoder import Encoder
 from ..sets.task_config import TaskConfig
 from ..tasks import losses
 from ..tasks.result import Result
-from .scoring import Scoring
+from .scoring import PartsMissingError, Scoring
 from .task import Task
 
 
@@ -57,6 +57,8 @@ def run_validation_loss(scoring: Scoring, task: LossTaskConfig) -> Result:
     Raises:
         DataError: not one sample can be used, or a loss is not finite.
     """
+    if scoring.part is not None and scoring.part[0]:
+        raise PartsMissingError(f"{scoring.name}: nothing is encoded that could be shared; the first share scores it")
     encoder, source = scoring.encoder, open_held_out(task)
     assert encoder.trained is not None  # what offers `loss`
     trained = encoder.trained
@@ -75,9 +77,12 @@ def run_validation_loss(scoring: Scoring, task: LossTaskConfig) -> Result:
         return losses.score(found)._replace(keys=tuple(kept))
 
     result = scoring.ranks.first(score)
-    data = sha256(json.dumps(fingerprint([source]), sort_keys=True, default=str).encode()).hexdigest()
-    options = {"frames": task.frames or _frames(trained), "seed": task.seed, **result.options}
-    return result._replace(data=data, options=options, counts={"skipped": sum(skipped.values())})
+    loss = {"loss": _told(trained), "frames": task.frames or _frames(trained), "seed": task.seed}
+    # What is made small is part of what a score is of: of two losses, or lengths, none is the better.
+    held = {"samples": fingerprint([source]), **loss}
+    data = sha256(json.dumps(held, sort_keys=True, default=str).encode()).hexdigest()
+    counts = {"skipped": sum(skipped.values())}
+    return result._replace(data=data, options={**loss, "skipped": skipped, **result.options}, counts=counts)
 
 
 def _losses(
@@ -105,7 +110,8 @@ def _losses(
                 continue
             batch = examples.finish(examples.stack([example]))
             batch = {name: table.to(encoder.device) for name, table in batch.items()}
-            with torch.no_grad(), torch.random.fork_rng(), encoder.autocast():
+            gpus = [encoder.device] if encoder.device.type == "cuda" else []
+            with torch.no_grad(), torch.random.fork_rng(devices=gpus), encoder.autocast():
                 torch.manual_seed(task.seed)  # what a forward draws is the sample's own, too
                 loss = objective(batch, Progress(max(end - 1, 0), end, 0))
             yield f"{number:08d}-{key}", float(loss.total)
@@ -128,6 +134,14 @@ def _examples(trained: Trained, task: LossTaskConfig) -> Examples:
         config = config.model_copy(update={"frames": config.frames.model_copy(update={"count": task.frames})})
     data = data.model_copy(update={"crop_scale": (1.0, 1.0), "hflip": 0.0})
     return METHODS.row(config.kind).examples(config, data)
+
+
+def _told(trained: Trained) -> dict[str, Any]:
+    """What tells a recipe's loss from another's: what is drawn or said, and how errors are counted."""
+    found = trained.config.objective.model_dump(mode="json")
+    kept = {key: found[key] for key in ("kind", "loss", "signed", "similarity", "views") if key in found}
+    model = found.get("model", {})
+    return kept | {key: model[key] for key in ("target", "dvae") if key in model}
 
 
 def _frames(trained: Trained) -> int | None:

@@ -110,13 +110,19 @@ def encoder_of(objective: Objective, config: Any) -> Encoder:
 
 
 def refuse_unfit_to(
-    objective: Objective, config: Any, tasks: Mapping[str, TaskConfig], block: str = "eval.tasks"
+    objective: Objective,
+    config: Any,
+    tasks: Mapping[str, TaskConfig],
+    block: str = "eval.tasks",
+    exported: bool = False,
 ) -> None:
-    """Raise `UnfitError` where one of a recipe's (`config`) tasks cannot be done with what it trains."""
+    """Raise `UnfitError` where one of a recipe's (`config`) tasks cannot be done with what it trains, or (`exported`) with an export of it."""
     if not tasks:
         return
     try:
         encoder = encoder_of(objective, config)
+        if exported:
+            encoder.trained = None
         encoder.label = encoder.label or f"objective.kind={config.objective.kind}"
         for name, task in tasks.items():
             refuse_unfit(f"{block}.{name}", task, encoder)

@@ -62,6 +62,12 @@ class Result(NamedTuple):
             found.append(f"{count} image(s) without a caption are no queries")
         if count := self.counts.get("scenes_beyond_rays"):
             found.append(f"{count} of {self.n} scenes have something where this model looks at no ray (near, far)")
+        if count := self.counts.get("skipped"):
+            reasons = self.options.get("skipped")
+            first = (
+                max(reasons, key=lambda name: reasons[name]) if isinstance(reasons, dict) and reasons else "unusable"
+            )
+            found.append(f"{count} of {self.n + count} samples could not be used ({first}); the score is of the others")
         if self.n == 1 and self.intervals:
             # Drawn again and again, one sample is itself: an interval of no width, which looks like certainty.
             found.append("n is 1: how sure these scores are cannot be said, whatever their intervals are")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -83,24 +83,8 @@ def convert(
         what = "a published set is" if kind is not None else "with --test the set is"
         raise ConfigError(f"--part: {what} converted whole")
     if kind is not None:
-        from ..runs.making import convert_published_set
-
-        given = {
-            "test": test,
-            "limit": limit,
-            "most": most,
-            "crop": crop,
-            "size": size,
-            "near": near,
-            "far": far,
-            "per_shard": per_shard,
-            "videos": videos,
-        }
-        written = convert_published_set(source, folder, kind, **given)
-        what = "videos" if videos else "scenes"
-        console.print(
-            f"{folder}: {written.train} {what} to train on, {written.test} to score, {written.without_objects} without an object"
-        )
+        given = {"test": test, "limit": limit, "most": most, "crop": crop, "size": size, "near": near, "far": far}
+        _publish(source, folder, kind, given | {"per_shard": per_shard, "videos": videos})
         return
     from sparo_data.convert import convert_csv, convert_folder
 
@@ -111,6 +95,17 @@ def convert(
     else:
         raise ConfigError(f"{source}: give an image folder, a .csv or .tsv file, or --as NAME for a published set")
     _tell(folder, made, own is None)
+
+
+def _publish(source: Path, folder: Path, kind: str, given: dict[str, Any]) -> None:
+    """Convert a published set and say what was written."""
+    from ..runs.making import convert_published_set
+
+    written = convert_published_set(source, folder, kind, **given)
+    what = "videos" if given["videos"] else "scenes"
+    console.print(
+        f"{folder}: {written.train} {what} to train on, {written.test} to score, {written.without_objects} without an object"
+    )
 
 
 def _tell(folder: Path, made: Converted, whole: bool) -> None:

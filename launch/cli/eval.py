@@ -168,7 +168,9 @@ def sweep(
     layout: Annotated[
         str | None, typer.Option(help="6 or B.2 (or another of `sparo eval table`): columns as in the SPARO paper")
     ] = None,
-    paper: Annotated[str, typer.Option(help="with a layout: training sets whose printed rows are added, or all")] = "",
+    paper: Annotated[
+        str, typer.Option(help="with a layout: training sets whose printed rows are added (CC15M, …), or all")
+    ] = "",
     format: Annotated[str, typer.Option(help="terminal, markdown, csv or latex")] = "terminal",
 ) -> None:
     """The rows of a sweep file: parameters, and each task's median and range over the seeds that were trained."""
@@ -181,7 +183,8 @@ def sweep(
     found = sweep_grid(file.stem, rows, layout, [word for word in paper.split(",") if word])
     _print(found, False, format)
     if figure is not None:
-        draw(rows, task or found.columns[0].task, figure)
+        scored = (c.task for c in found.columns if any(row.cell(c.task) is not None for row in rows))
+        draw(rows, task or next(scored, found.columns[0].task), figure)
         out.print(str(figure), soft_wrap=True)
 
 

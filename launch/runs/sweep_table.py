@@ -13,13 +13,13 @@ import torch
 from evals.encoders.loading import read_recipe
 from evals.report.over_seeds import recipe_of
 from evals.report.paper_layouts import HEADS, LAYOUTS, TITLES, UNTOLD, said_of
-from evals.report.paper_tables import Cell, Column, Grid, Row, columns_of, printed, several_data
-from evals.report.results_file import Record, read_records
+from evals.report.paper_tables import Cell, Column, Grid, Row, columns_of, odd_notes, printed, several_data
+from evals.report.results_file import Record, whole_records
 from evals.tasks.result import axis_of
 from sparo_train.core.errors import ConfigError, DataError, SparoError
 from sparo_train.core.recipe.layers import is_sweep, load_recipe
 from sparo_train.train.build import build_objective
-from sparo_train.train.run import RunConfig, load_run
+from sparo_train.train.run import RunConfig
 
 from ..jobs.sweep import expand
 
@@ -38,6 +38,7 @@ class SweepRow(NamedTuple):
         # A median over other seeds than the row's others have would be compared with them.
         found = [record.result for record in self.results.get(task, [])]
         name = metric or (found[0].headline if found else "")
+        odd = any(result.note for result in found)
         values = [result.metrics[name] for result in found if name in result.metrics]
         if not values or len(values) < self.runs:
             return None
@@ -46,7 +47,8 @@ class SweepRow(NamedTuple):
             statistics.median(values),
             min(values) if several else None,
             max(values) if several else None,
-            metric=name,
+            odd,
+            name,
         )
 
 
@@ -78,17 +80,12 @@ def sweep_rows(sweep: Path, out: Path | None = None) -> list[SweepRow]:
 
 def said_of_checkpoint(name: str) -> tuple[str, ...]:
     """The same by the name under which a checkpoint was scored; dashes where no run's recipe lies there."""
-    place = Path(name.partition(" (")[0])
-    # RUN, RUN/checkpoints/step-…: all are of one run.
-    for folder in (place, *place.parents[:2]):
-        if (folder / "config.yaml").is_file():
-            try:
-                config = load_run(folder / "config.yaml")
-                return said_of(config, trained_parameters(config))
-            # Of a version whose keys are gone, or a plug-in or a tower's file that is not here: its score stands all the same.
-            except SparoError:
-                break
-    return UNTOLD
+    try:
+        config = read_recipe(Path(name.partition(" (")[0]))
+        return said_of(config, trained_parameters(config))
+    # No run; or of a version whose keys are gone, a plug-in or a tower's file that is not here: its score stands all the same.
+    except SparoError:
+        return UNTOLD
 
 
 def trained_parameters(config: RunConfig) -> int:
@@ -115,7 +112,7 @@ def _refuse_others(config: RunConfig, folders: Sequence[Path]) -> None:
 
 def _records(folder: Path) -> list[Record]:
     try:
-        return read_records([folder])
+        return whole_records(folder)  # what else there is of it is no other seed
     except DataError:
         return []  # under way, or not scored
 
@@ -152,7 +149,9 @@ def sweep_grid(title: str, rows: Sequence[SweepRow], layout: str | None = None, 
     drawn += printed(layout, paper) if layout is not None else []
     note = "M: trained parameters; n: runs that were scored, which differ in their seed"
     of_several = {t: said for t in tasks if (said := several_data([r for row in rows for r in row.results.get(t, [])]))}
-    notes = [note, *of_several.values()]
+    shown_tasks = {column.task for column in columns}
+    odd = [(r.checkpoint, t, r.result.note) for row in rows for t in shown_tasks for r in row.results.get(t, [])]
+    notes = [note, *odd_notes(odd), *of_several.values()]
     title = TITLES.get(layout or "", title)
     return Grid(title, columns, drawn, notes, "median, and range over seeds", frozenset(of_several), heads)
 

@@ -153,7 +153,7 @@ def make_evaluate(
         return None
     refuse_unfit_to(trained, config, config.eval.tasks)  # all of it now, rather than in the middle of training
     if side is not None:
-        refuse_unfit_to(trained, config, side.tasks, "eval.side.tasks")
+        refuse_unfit_to(trained, config, side.tasks, "eval.side.tasks", exported=True)
         if not METHODS.row(method).exports:
             raise ConfigError(
                 f"eval.side: objective.kind={method} names no layout to export to, which a job of its own would read"
@@ -218,6 +218,6 @@ def _pictures(config: RunConfig, rundir: RunDir, say: Callable[[str], None]) -> 
     drawn = [task for task in config.eval.tasks.values() if TASKS.row(task.task).pictures]
     if not drawn or not config.log.pictures:
         return lambda encoder, step: None
-    from .training_pictures import TrainingPictures
+    from .pages.training_pictures import TrainingPictures
 
     return TrainingPictures(config.log, drawn[0], rundir.path, say).draw

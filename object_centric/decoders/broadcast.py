@@ -80,6 +80,8 @@ class Broadcast(nn.Module):
         out: colours, or features, of a pixel or patch.
     """
 
+    stays_with_adamw = ("places",)
+
     def __init__(self, config: BroadcastConfig, width: int, image_size: int, out: int = 3):
         super().__init__()
         self.config, self.side, self.image_size = config, config.side(image_size), image_size

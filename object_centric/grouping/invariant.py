@@ -48,6 +48,8 @@ class FramedSlotAttention(nn.Module):
     There is a round more than `iterations`: it brings positions and scales up to date and leaves slots alone.
     """
 
+    stays_with_adamw = ("learned",)
+
     def __init__(self, config: SlotAttentionConfig, frame: FrameConfig, in_width: int):
         super().__init__()
         self.config, self.frame, c = config, frame, config

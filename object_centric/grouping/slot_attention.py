@@ -31,6 +31,8 @@ class SlotAttention(nn.Module):
     Where slots begin at random, `noise` (…, K, D) of a standard normal comes with the call: what a model draws is part of the batch.
     """
 
+    stays_with_adamw = ("learned",)  # queries
+
     def __init__(self, config: SlotAttentionConfig, in_width: int):
         super().__init__()
         self.config, c = config, config

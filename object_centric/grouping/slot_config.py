@@ -136,7 +136,9 @@ class SlotAttentionConfig(Frozen):
         if self.qk_norm and (self.kv == "folded" or self.transport is not None):
             raise ValueError("qk_norm: is of keys, which kv=folded and transport do not make; leave one of them away")
         if self.softmax_over == "keys" and self.renorm != "none":
-            raise ValueError(f"renorm={self.renorm}: weights that sum to one over tokens need none; set renorm to none")
+            raise ValueError(
+                f"renorm={self.renorm}: is of shares that slots compete for; softmax_over=keys has weights of sum one: set renorm to none"
+            )
         if self.qkv != self.width and not self.out_proj and self.gru == "none":
             raise ValueError(
                 f"qkv_width={self.qkv} is not width={self.width}, to which values are added; set out_proj, or a gru"
@@ -197,6 +199,8 @@ class SlotAttentionConfig(Frozen):
             raise ValueError(f"pooled.heads={pooled.heads}: does not divide width={self.width}")
         if self.binder is not None or self.transport is not None or self.gru != "none" or self.init != "learned":
             raise ValueError("pooled: nothing is attended to or drawn; leave binder, transport, gru and init away")
+        if self.qk_norm or self.renorm != "entry":
+            raise ValueError("pooled: has no queries and no shares; leave qk_norm and renorm away")
 
     @property
     def qkv(self) -> int:

@@ -68,8 +68,8 @@ class ViewEncoderConfig(Frozen):
     def _row(cls, given: Any) -> Any:
         if not isinstance(given, dict) or not isinstance(given.get("preset", "slsr"), str):
             return given
-        if given.get("preset") == "srt" and "layers" in given and "embedded" not in given:
-            # A run's record of when OSRT's sizes were called so.
+        if given.get("preset") == "srt" and cls.model_fields.keys() - given.keys() == {"embedded"}:
+            # A run's record, which has every key of its time: OSRT's sizes were called so then.
             inner = given.get("transformer")
             given = {**given, "preset": "osrt"}
             if isinstance(inner, dict) and inner.get("preset") == "srt":

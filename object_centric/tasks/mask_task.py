@@ -15,7 +15,7 @@ from evals.sets.task_config import SetTaskConfig
 from evals.store.feature_table import View
 from evals.suite.scoring import Scoring, described
 from evals.suite.task import Task
-from evals.tasks import segmentation
+from evals.tasks.objects import segmentation
 from evals.tasks.result import Result
 from sparo_train.core.config import setting
 from sparo_train.core.errors import DataError

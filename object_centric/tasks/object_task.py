@@ -13,7 +13,7 @@ from evals.sets.task_config import SetTaskConfig
 from evals.store.feature_table import View
 from evals.suite.scoring import Scoring, described
 from evals.suite.task import Task
-from evals.tasks import average_precision
+from evals.tasks.objects import average_precision
 from evals.tasks.result import Result
 from sparo_train.core.config import setting
 from sparo_train.core.errors import DataError

@@ -18,7 +18,7 @@ from evals.sets.view_set import ObjectViewSet
 from evals.store.feature_table import View
 from evals.suite.scoring import Scoring, described
 from evals.suite.task import Task
-from evals.tasks import slot_probe
+from evals.tasks.objects import slot_probe
 from evals.tasks.result import Result
 from sparo_train.core.config import setting
 from sparo_train.core.errors import DataError
@@ -97,7 +97,7 @@ def _of_scenes(encoder: Any, task: SceneProbeTaskConfig) -> Probed:
 
 
 def run_probe(scoring: Scoring, task: Any, probed: Callable[[Any, Any], Probed]) -> Result:
-    """Scores of `evals/tasks/slot_probe.py`, and of an untrained model of the same kind. Episodes with more objects than slots are counted
+    """Scores of `evals/tasks/objects/slot_probe.py`, and of an untrained model of the same kind. Episodes with more objects than slots are counted
     and left out."""
     encoder: Any = scoring.encoder
     encoders = {"": encoder, **({"floor_": encoder.untrained()} if task.floor else {})}

@@ -14,7 +14,7 @@ from evals.encoders.abilities import ViewsEncoder
 from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import Pixels
 from evals.sets.view_set import Views
-from evals.tasks.similarity import ssim
+from evals.tasks.objects.similarity import ssim
 from sparo_train.core.errors import ConfigError
 from sparo_train.data.clips.cameras import cut_lens
 

@@ -18,7 +18,7 @@ from evals.sets.task_config import TaskConfig
 from evals.store.feature_table import View
 from evals.suite.scoring import Scoring, described
 from evals.suite.task import Task
-from evals.tasks import clip_segmentation
+from evals.tasks.objects import clip_segmentation
 from evals.tasks.result import Result
 from sparo_train.core.config import setting
 from sparo_train.core.errors import DataError
@@ -99,7 +99,7 @@ def open_clips(task: VideoMasksTaskConfig, told: int = 0) -> EvalSet:
 
 
 def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
-    """Scores of `evals/tasks/clip_segmentation.py`, at the model's size; true masks are brought to it by their nearest pixel."""
+    """Scores of `evals/tasks/objects/clip_segmentation.py`, at the model's size; true masks are brought to it by their nearest pixel."""
     encoder = scoring.encoder
     assert isinstance(encoder, Encoder) and isinstance(encoder, ClipsEncoder)  # what offers `clips`
     assert isinstance(encoder.transform, Pixels)  # what a ClipsEncoder has

@@ -17,7 +17,7 @@ from evals.sets.view_set import ViewSet
 from evals.store.feature_table import View
 from evals.suite.scoring import Scoring, described
 from evals.suite.task import Task
-from evals.tasks import view_scores
+from evals.tasks.objects import view_scores
 from evals.tasks.result import Result
 from sparo_train.core.config import setting
 from sparo_train.core.errors import DataError
@@ -65,7 +65,7 @@ def open_views(task: ViewMasksTaskConfig) -> EvalSet:
 
 
 def run_view_masks(scoring: Scoring, task: ViewMasksTaskConfig) -> Result:
-    """Scores of `evals/tasks/view_scores.py`, at the model's size; true masks and depth are brought to it by their nearest pixel.
+    """Scores of `evals/tasks/objects/view_scores.py`, at the model's size; true masks and depth are brought to it by their nearest pixel.
 
     Raises:
         DataError: as many views are shown as there are, or no scene has the headline.

@@ -186,11 +186,19 @@ class LocalEngine:
         for key in source.names("optimizer"):
             name, _, entry = key.rpartition("/")
             told.setdefault(name, set()).add(entry)
+        listed = set(self.objective.stays_with_adamw())
         for name, entries in told.items():
             if name in held and entries != kept[id(held[name])]:
+                # No key brings it back: the model itself says so, and an older version's did not.
+                gone = name in listed and "momentum_buffer" in entries
+                remedy = (
+                    "the model leaves it to AdamW now, so this run cannot go on; begin another with start_from"
+                    if gone
+                    else "set optim.muon as it was"
+                )
                 raise CheckpointError(
                     f"checkpoint: of {name!r} it has {', '.join(sorted(entries))}, and this optimizer keeps "
-                    f"{', '.join(sorted(kept[id(held[name])]))}; set optim.muon as it was"
+                    f"{', '.join(sorted(kept[id(held[name])]))}; {remedy}"
                 )
 
 

@@ -48,7 +48,7 @@ class LogConfig(Frozen):
     )
     pictures: int = setting(
         6,
-        "images, or at most 3 videos, of a masks task that every evaluation draws to RUN/pictures and tensorboard; 0: none",
+        "samples (at most 3 videos) of the first task that can be drawn, which every evaluation draws to RUN/pictures and tensorboard; 0: none",
         ge=0,
         le=256,
     )

@@ -16,6 +16,7 @@ from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
 from tests.parity.test_accumulate import DDP, FSDP2, ZERO_2, model_after, trained, two_tree
 from tests.parity.test_clip import tiny
+from tests.parity.test_slots_bf16 import trees
 from tests.ranks import run_ranks
 
 
@@ -69,6 +70,18 @@ def test_what_a_read_out_lists_itself_stays_with_adamw_whatever_its_name(kind):
     names = {id(p): name for name, p in objective.named_parameters()}
     muon = {names[id(p)] for group in optimizer.inner[1].param_groups for p in group["params"]}
     assert muon and not muon & listed
+
+
+def test_of_slot_models_muon_steps_maps_alone(shards, tmp_path):
+    for name, tree in trees(shards, tmp_path).items():
+        objective = build_objective(resolve(RunConfig, tree, name))
+        names = {id(p): n for n, p in objective.named_parameters()}
+        optimizer = build_optimizer(OptimConfig(muon={}), objective)
+        maps = {f"{n}.weight" for n, m in objective.named_modules() if isinstance(m, torch.nn.Linear)}
+        muon = {names[id(p)] for group in optimizer.inner[1].param_groups for p in group["params"]}
+        # Gates of a GRU are three maps in one, as attention's in_proj_weight is: what torch's Muon is given everywhere.
+        assert not [n for n in muon - maps if not n.endswith(("weight_ih", "weight_hh"))], name
+        assert any("learned" in n for n in names.values() if n not in muon) or "learned" not in str(tree), name
 
 
 @pytest.mark.parametrize(("engine", "apart"), [(DDP, 0.06), (FSDP2, 0.15)], ids=["ddp", "fsdp2"])

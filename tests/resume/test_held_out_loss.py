@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from evals.encoders.loading import load_encoder
+from evals.report.paper_tables import several_data
+from evals.report.results_file import Record
 from evals.suite.loss_task import LossTaskConfig
 from evals.suite.suite import Suite
 from evals.suite.task import UnfitError, refuse_unfit, refuse_unfit_to
@@ -19,7 +21,7 @@ from sparo_train.core.tables import METHODS
 from sparo_train.data.read.sources import open_source
 from sparo_train.train.build import build_objective
 from tests.conftest import dino_recipe, tiny_recipe
-from tests.resume.test_training import run
+from tests.resume.test_training import assert_bit_equal, run
 from tests.resume.test_videos import video_recipe
 
 
@@ -56,11 +58,14 @@ def test_models_that_draw_no_frames_have_one_too_at_any_length(tmp_path):
         with torch.no_grad():
             by_hand.append(float(objective(examples.stack([example]), Progress(3, 4, 0)).total))
     assert np.allclose(held.predictions["loss"], by_hand, rtol=1e-5)
-    # What a forward counts or draws is not the run's: training goes on as without an evaluation.
-    again = run({**tree, "steps": 4, "name": "without"})
-    train(again)
-    weights = [load_encoder(str(c.folder)).model.state_dict() for c in (config, again)]
-    assert all(torch.equal(weights[0][n], weights[1][n]) for n in weights[0])
+    # What a forward counts or draws is not the run's: training goes on behind an evaluation as without one.
+    between = run({**tree, "steps": 4, "name": "between", "eval": {"every_steps": 2, "tasks": tasks}})
+    without = run({**tree, "steps": 4, "name": "without"})
+    assert train(between).reason == train(without).reason == "finished"
+    assert_bit_equal(between.folder, without.folder, 4)
+    # Of other lengths no best is marked.
+    records = [Record(n, "held", r, {}, "", tmp_path) for n, r in results.items() if n != "few"]
+    assert "another loss, or other clips" in several_data(records)
 
 
 def test_samples_that_cannot_be_used_are_counted_and_bad_numbers_refused(tmp_path):
@@ -75,6 +80,8 @@ def test_samples_that_cannot_be_used_are_counted_and_bad_numbers_refused(tmp_pat
     task = LossTaskConfig(shards=str(tmp_path / "mixed"))
     (result,) = Suite({"t": task}).run(encoder).values()
     assert result.n == 2 and result.counts == {"skipped": 1}
+    assert any("1 of 3 samples could not be used" in said for said in result.remarks())
+    assert not Suite({"t": task}).run(encoder, part=(1, 2)) and Suite({"t": task}).run(encoder, part=(0, 2))
     write_shards(tmp_path / "torn", iter([rows[1]]), 1)
     with pytest.raises(DataError, match="not one sample can be used"):
         Suite({"t": LossTaskConfig(shards=str(tmp_path / "torn"))}).run(encoder)
@@ -94,6 +101,10 @@ def test_losses_of_whole_batches_and_of_teachers_are_refused_before_the_first_st
         ):
             refuse_unfit_to(build_objective(config), config, config.eval.tasks)
     tree, _ = video_recipe(tmp_path, "psb")
+    config = run({**tree, "eval": {"tasks": {"held": task}}})
+    refuse_unfit_to(build_objective(config), config, config.eval.tasks)
+    with pytest.raises(UnfitError, match="is weights alone"):  # as a job of its own would load it
+        refuse_unfit_to(build_objective(config), config, config.eval.tasks, exported=True)
     encoder = load_encoder("pixels:16")
     with pytest.raises(UnfitError, match=r"needs what it was trained with, .* is weights alone; name a run folder"):
         refuse_unfit("t", LossTaskConfig(shards="x"), encoder)

@@ -14,9 +14,10 @@ from evals.report.over_seeds import over_seeds
 from evals.report.plots import relative_change
 from evals.report.results_file import append, read_records, records_of
 from evals.report.selection_plot import draw_curves
-from evals.tasks import pairs, reconstruction, retrieval, zeroshot
+from evals.tasks import pairs, retrieval, zeroshot
+from evals.tasks.objects import reconstruction
 from evals.tasks.result import Result, bootstrap, percentiles, shown
-from launch.runs.sweep_table import SweepRow, draw
+from launch.runs.sweep_table import SweepRow, draw, said_of_checkpoint
 from sparo_train.core.errors import ConfigError, DataError
 
 
@@ -258,6 +259,10 @@ def test_every_printed_row_has_its_columns(tmp_path):
         found = layouts.grid(read_records([tmp_path]), name, ["all"])
         assert all(len(row.cells) == len(columns) for row in found.rows) and len(found.rows) in (13, 15, 37)
         assert all(len(row.told) == len(found.heads) for row in found.rows) and bool(found.heads) == (name == "6")
+    (tmp_path / "config.yaml").write_text("a stranger's, beside which files of weights lie")
+    assert said_of_checkpoint("open_clip:ViT-B-32@openai") == said_of_checkpoint(str(tmp_path / "x.pt")) == ("–",) * 5
+    with pytest.raises(ConfigError, match="--paper CC12M: of layout 6"):
+        layouts.grid(read_records([tmp_path]), "6", ["CC12M"])
     six = layouts.grid(read_records([tmp_path]), "6", ["all"])
     assert "| runs/a_b | – | – | – | – | – | 66.7 (" in grid_text.markdown(six)  # no run lies there
     assert "| paper: CC15M C+AttPool | No | Multi-head | No | No | 440M | 31.2 |" in grid_text.markdown(six)

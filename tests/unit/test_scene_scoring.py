@@ -8,15 +8,16 @@ import torch
 from torch.nn import functional as F
 
 from evals.suite.task import UnfitError, refuse_unfit
-from evals.tasks.similarity import ssim
-from evals.tasks.view_scores import ViewedClip, scene_scores, score
+from evals.tasks.objects.similarity import ssim
+from evals.tasks.objects.view_scores import ViewedClip, scene_scores, score
 from object_centric.objectives.collapse import sharing
 from object_centric.pictures.scene_sheets import scene_sheet, turntable
 from object_centric.tasks.probe_task import SlotProbeTaskConfig
 from object_centric.tasks.scene_encoder import SceneEncoder, copied
 from object_centric.tasks.view_task import ViewMasksTaskConfig
 from sparo_train.core.errors import ConfigError
-from tests.unit.test_scene_drawing import DECODERS, GROUPINGS, objective
+from tests.unit.test_novel_views import GROUPINGS, objective
+from tests.unit.test_scene_drawing import DECODERS
 
 
 def test_longer_episodes_are_seen_through_windows_and_stills_are_refused():

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import adjusted_rand_score
 
-from evals.tasks.clip_segmentation import MaskedClip
-from evals.tasks.clip_segmentation import score as clip_score
-from evals.tasks.segmentation import Masked, adjusted_rand, counted, image_scores, score
+from evals.tasks.objects.clip_segmentation import MaskedClip
+from evals.tasks.objects.clip_segmentation import score as clip_score
+from evals.tasks.objects.segmentation import Masked, adjusted_rand, counted, image_scores, score
 from evals.tasks.zeroshot import of_ranked
 
 labels = st.integers(1, 60).flatmap(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from evals.sets.objects import ATTRIBUTES, WIDTH, attribute_columns, object_rows
-from evals.tasks import average_precision as ap
+from evals.tasks.objects import average_precision as ap
 from object_centric.objectives.set_prediction import SetPrediction, SetPredictionConfig, cheapest_pairs
 from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import BadSampleError

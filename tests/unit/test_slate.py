@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from evals.tasks import reconstruction
+from evals.tasks.objects import reconstruction
 from object_centric.decoders.autoregressive import AutoregressiveConfig, AutoregressiveDecoder
 from object_centric.decoders.dvae import Dvae, DvaeConfig, gumbel, relaxed
 from object_centric.objectives.slate import Slate, SlateConfig

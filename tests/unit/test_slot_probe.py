@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from evals.sets.clip_set import ClipSet, ObjectClipSet
-from evals.tasks.slot_probe import ProbedClip, assigned, fitted, matched, score
+from evals.tasks.objects.slot_probe import ProbedClip, assigned, fitted, matched, score
 from object_centric.tasks.probe_task import SLOT_PROBE
 from sparo_data.drawn.video_sets import VideoSetConfig, render_videos
 from sparo_data.writer import write_wds_layout

@@ -4,6 +4,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from evals.report import grid_text
 from evals.report.results_file import append
 from evals.tasks.result import Result
 from launch.jobs.sweep import expand
@@ -53,11 +54,34 @@ def test_every_run_has_its_words_and_those_of_all(place):
             expand(place / "wrong.yaml", [])
 
 
-def _scored(config, value):
-    config.folder.mkdir(parents=True)
+def _scored(config, value, what="", note="", task="zero", **facts):
+    config.folder.mkdir(parents=True, exist_ok=True)
     (config.folder / "config.yaml").write_text(dump(config))
-    result = Result("zeroshot", 40, "acc1", {"acc1": value}, 0.25, intervals={"acc1": (value - 0.1, value + 0.1)})
-    append(config.folder / "evals", str(config.folder), "zero", result, {}, predictions=False)
+    intervals = {"acc1": (value - 0.1, value + 0.1)}
+    result = Result("zeroshot", 40, "acc1", {"acc1": value}, 0.25, intervals=intervals, note=note)
+    append(config.folder / "evals", f"{config.folder}{what}", task, result, facts, predictions=False)
+
+
+def test_parts_of_a_run_and_of_a_set_are_no_seeds(place):
+    _, runs = expand(place / "grid.yaml", [], 1)
+    _scored(runs[0], 0.1, note="other pictures in place of the listed ones")
+    _scored(runs[1], 0.8)
+    _scored(runs[1], 0.2, " (slots 0)")
+    _scored(runs[1], 0.3, "/checkpoints/step-00000001")
+    _scored(runs[2], 0.9, limit=10)
+    rows = sweep_rows(place / "grid.yaml")
+    assert [(row.runs, row.cell("zero") and row.cell("zero").value) for row in rows[:3]] == [
+        (1, 0.1),
+        (1, 0.8),
+        (0, None),
+    ]
+    text = grid_text.markdown(sweep_grid("grid", rows))
+    assert "10.0†" in text and "is not the listed data: other pictures" in text and "90.0" not in text
+    _scored(runs[3], 0.4, task="imagenetv2")
+    done = sparo("eval", "sweep", "grid.yaml", "--layout", "B.2", "--figure", "f.png", cwd=place)
+    assert done.returncode == 0 and (place / "f.png").is_file(), done.stderr
+    done = sparo("eval", "sweep", "grid.yaml", "--layout", "B.2", "--paper", "CC15m", cwd=place)
+    assert done.returncode == 2 and "--paper CC15m: of layout B.2; did you mean 'CC15M'" in done.stderr
 
 
 def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):

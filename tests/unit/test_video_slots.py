@@ -10,8 +10,8 @@ from PIL import Image
 from evals.store.features import FeatureStore
 from evals.suite.suite import Suite
 from evals.suite.task import UnfitError, refuse_unfit
-from evals.tasks.clip_segmentation import MaskedClip, clip_scores, score
-from evals.tasks.segmentation import image_scores
+from evals.tasks.objects.clip_segmentation import MaskedClip, clip_scores, score
+from evals.tasks.objects.segmentation import image_scores
 from object_centric.encoders.transformer import TransformerConfig
 from object_centric.grouping.pooled import PooledTransformer
 from object_centric.grouping.slot_config import SlotAttentionConfig

@@ -54,16 +54,16 @@ class TrainingPictures:
             moving = stream.getvalue()
         found.sheet.save(place)
         if self.config.tensorboard:
-            _to_tensorboard(self.folder, found.sheet, moving, step)
+            _to_tensorboard(self.folder, self.task.task if self.task else "", found.sheet, moving, step)
 
 
-def _to_tensorboard(folder: Path, sheet: Image.Image, moving: bytes, step: int) -> None:
+def _to_tensorboard(folder: Path, task: str, sheet: Image.Image, moving: bytes, step: int) -> None:
     from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
     from torch.utils.tensorboard.writer import SummaryWriter  # a second to import: only where it is used
 
     # Beside the scalars' folder of events: of two files in one, tensorboard follows the newer alone.
     with SummaryWriter(str(folder / "tensorboard" / "pictures")) as writer:
-        writer.add_image("slots", np.asarray(sheet), step, dataformats="HWC")
+        writer.add_image(task, np.asarray(sheet), step, dataformats="HWC")
         if moving and writer.file_writer is not None:
             image = Summary.Image(encoded_image_string=moving, colorspace=3)
-            writer.file_writer.add_summary(Summary(value=[Summary.Value(tag="clips", image=image)]), step)
+            writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=f"{task}, moving", image=image)]), step)

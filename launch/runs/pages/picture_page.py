@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from jinja2 import Environment
 
-from evals.report.results_file import read_records
+from evals.report.results_file import whole_records
 from evals.tasks.result import shown
 from sparo_train.core.files import write_whole
 from sparo_train.core.untrusted import shown as harmless
 
-from .. import views
+from ... import views
 
 
 class PageRow(NamedTuple):
@@ -40,8 +40,9 @@ def write_page(
 
 
 def _scores(run: Path, task: str) -> list[tuple[str, str]]:
-    """What the run was last scored with on this task; empty where it was not."""
+    """What the run itself was last scored with on this task, the whole of it; empty where it was not."""
     if not (run / "evals/results.jsonl").is_file():
         return []
-    found = [record for record in read_records([run]) if record.task == task]
-    return [(name, shown(name, value, unit=True)) for name, value in found[-1].result.metrics.items()] if found else []
+    found = [record.result for record in whole_records(run) if record.task == task]
+    rows = [(name, shown(name, value, unit=True)) for result in found[-1:] for name, value in result.metrics.items()]
+    return [*rows, *(("n", str(result.n)) for result in found[-1:])]

@@ -14,9 +14,9 @@ from object_centric.tasks.scene_encoder import SceneEncoder
 from object_centric.tasks.view_task import ViewMasksTaskConfig, open_views
 from sparo_train.core.errors import ConfigError
 
+from ..slot_work import SlotOptions, told
 from .panel_runs import one_task
 from .picture_page import PageRow, write_page
-from .slot_work import SlotOptions, told
 
 
 def draw_scenes(checkpoint: str, on: str, scenes: int, tile: int, out: Path, options: SlotOptions) -> list[Path]:

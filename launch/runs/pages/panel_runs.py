@@ -21,8 +21,8 @@ from object_centric.tasks.video_task import VideoMasksTaskConfig
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.untrusted import read_bytes
 
+from ..slot_work import SlotOptions, told
 from .picture_page import PageRow, write_page
-from .slot_work import SlotOptions, told
 
 
 def draw_panels(

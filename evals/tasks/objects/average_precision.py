@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from .result import Result, percentiles
+from ..result import Result, percentiles
 
 THRESHOLDS = (float("inf"), 1.0, 0.5, 0.25, 0.125, 0.0625)
 HEADLINE = "ap_0.5"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from .result import Result, bootstrap, percentiles
+from ..result import Result, bootstrap, percentiles
 
 HEADLINE = "fg_ari"
 _SMALL = 512  # labels that are counted without a sort

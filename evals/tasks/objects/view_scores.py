@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .result import Result
+from ..result import Result
 from .segmentation import adjusted_rand, averaged, counted
 
 HEADLINE = "psnr_held_out"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .result import Result, bootstrap, percentiles
+from ..result import Result, bootstrap, percentiles
 
 
 def score(errors: np.ndarray, numbers: int, pixels: bool) -> Result:

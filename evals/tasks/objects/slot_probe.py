@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from .result import Result, bootstrap, percentiles
+from ..result import Result, bootstrap, percentiles
 
 HEADLINE = "position_r2"
 _MOST_TURNS = 100  # of E and M; each lowers the error, so it ends long before

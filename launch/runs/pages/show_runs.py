@@ -17,10 +17,10 @@ from evals.slots.material import open_images
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.untrusted import read_bytes
 
-from ..views.progress import Bar
-from ..views.slot_report import Shown, write_report
-from ..views.terminal import out
-from .slot_work import Bench, SlotOptions
+from ...views.progress import Bar
+from ...views.slot_report import Shown, write_report
+from ...views.terminal import out
+from ..slot_work import Bench, SlotOptions
 
 _AT_ONCE = 32
 

@@ -1,0 +1,1 @@
+"""What commands and trainings draw: panels, pages, galleries of slots, turns around scenes."""
