@@ -104,7 +104,7 @@ def grid(
     ]
     if layout is not None:
         rows += printed(layout, paper)
-    tasks = {column.task for column in columns}
+    tasks = dict.fromkeys(column.task for column in columns)
     odd = [(name, t, record.result.note) for name, found in table.items() for t, record in found.items() if t in tasks]
     notes = odd_notes(odd)
     notes += [f"{name}: {said}" for name, found in table.items() if (said := _mixed(list(found.values())))]

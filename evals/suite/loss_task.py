@@ -62,9 +62,13 @@ def run_validation_loss(scoring: Scoring, task: LossTaskConfig) -> Result:
     encoder, source = scoring.encoder, open_held_out(task)
     assert encoder.trained is not None  # what offers `loss`
     trained = encoder.trained
-    skipped: dict[str, int] = {}
+    loss = {"loss": _told(trained), "frames": task.frames or _frames(trained), "seed": task.seed}
+    # What is made small is part of what a score is of: of two losses, or lengths, none is the better.
+    held = {"samples": fingerprint([source]), **loss}
+    data = sha256(json.dumps(held, sort_keys=True, default=str).encode()).hexdigest()
 
     def score() -> Result:
+        skipped: dict[str, int] = {}
         kept = dict(_losses(encoder, trained, source, task, skipped))
         if not kept:
             raise DataError(f"{task.shards}: not one sample can be used: {', '.join(skipped)}")
@@ -74,15 +78,11 @@ def run_validation_loss(scoring: Scoring, task: LossTaskConfig) -> Result:
             raise DataError(
                 f"{task.shards}: the loss of sample {key} is not finite; its weights or its data are damaged"
             )
-        return losses.score(found)._replace(keys=tuple(kept))
+        result = losses.score(found)
+        options, counts = {**loss, "skipped": skipped, **result.options}, {"skipped": sum(skipped.values())}
+        return result._replace(keys=tuple(kept), data=data, options=options, counts=counts)
 
-    result = scoring.ranks.first(score)
-    loss = {"loss": _told(trained), "frames": task.frames or _frames(trained), "seed": task.seed}
-    # What is made small is part of what a score is of: of two losses, or lengths, none is the better.
-    held = {"samples": fingerprint([source]), **loss}
-    data = sha256(json.dumps(held, sort_keys=True, default=str).encode()).hexdigest()
-    counts = {"skipped": sum(skipped.values())}
-    return result._replace(data=data, options={**loss, "skipped": skipped, **result.options}, counts=counts)
+    return scoring.ranks.first(score)
 
 
 def _losses(

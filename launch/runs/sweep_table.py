@@ -149,7 +149,7 @@ def sweep_grid(title: str, rows: Sequence[SweepRow], layout: str | None = None, 
     drawn += printed(layout, paper) if layout is not None else []
     note = "M: trained parameters; n: runs that were scored, which differ in their seed"
     of_several = {t: said for t in tasks if (said := several_data([r for row in rows for r in row.results.get(t, [])]))}
-    shown_tasks = {column.task for column in columns}
+    shown_tasks = dict.fromkeys(column.task for column in columns)  # in one order, at every start
     odd = [(r.checkpoint, t, r.result.note) for row in rows for t in shown_tasks for r in row.results.get(t, [])]
     notes = [note, *odd_notes(odd), *of_several.values()]
     title = TITLES.get(layout or "", title)

@@ -46,7 +46,7 @@ def test_masks_are_scored_while_training_and_afterwards(tmp_path, write_recipe):
     with Image.open(tmp_path / "runs/slots/pictures/step-00000004.png") as sheet:
         assert sheet.size == (7 * 100 + 4, 6 * 100 + 18)
     (events,) = (tmp_path / "runs/slots/tensorboard/pictures").iterdir()
-    found = event_accumulator.EventAccumulator(str(events)).Reload().Images("slots")
+    found = event_accumulator.EventAccumulator(str(events)).Reload().Images("masks")
     assert [image.step for image in found] == [4] and (found[0].width, found[0].height) == sheet.size
     done = sparo("eval", run_folder, "--features", str(tmp_path / "store"), "--json", "m.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -90,6 +90,7 @@ def pictures_are_drawn(run_folder, tasks, tmp_path):
     ):
         done = sparo("slots", "panels", run_folder, *line, cwd=tmp_path)
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not (tmp_path / "page").exists()  # what is refused leaves nothing
     done = sparo("slots", "panels", "pixels:8", "--image", "own.jpg", cwd=tmp_path)
     assert done.returncode == 2 and "does not draw its slots" in done.stderr
     (tmp_path / "clip.yaml").write_text(json.dumps({"tasks": tasks}))

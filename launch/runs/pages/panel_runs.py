@@ -47,16 +47,17 @@ def draw_panels(
         raise ConfigError(f"{checkpoint}: does not draw its slots of images; {instead}")
     found = [Panel(decoded(read_bytes(path, ConfigError), path), None) for path in images]
     task = None if on is None else one_task(checkpoint, on, options)
-    refuse_unwritable(out if not out.suffix else out.parent, "--out")
+    if isinstance(task, VideoMasksTaskConfig) and (images or not isinstance(encoder, TimedEncoder)):
+        raise ConfigError(f"--on {on}: is of videos; draw them alone (without --image), of a model of videos")
     if not out.suffix:
         if task is None or on is None or images:
             raise ConfigError(
                 f"--out {out}: a page is of a task's samples (--on); for images of your own name a .png file"
             )
+        refuse_unwritable(out, "--out")
         return _page(encoder, checkpoint, on, task, number, tile, out)
-    if isinstance(task, VideoMasksTaskConfig):
-        if images or not isinstance(encoder, TimedEncoder):
-            raise ConfigError(f"--on {on}: is of videos; draw them alone (without --image), of a model of videos")
+    refuse_unwritable(out.parent, "--out")
+    if isinstance(task, VideoMasksTaskConfig) and isinstance(encoder, TimedEncoder):
         clips = [clip for _, clip in clip_panels(task, number)]
         if out.suffix.lower() == ".png":
             clip_sheet(encoder, clips, tile).save(out)
@@ -76,9 +77,7 @@ def _page(
 ) -> list[Path]:
     """OUT/report.html, and of every clip a sheet and what moves; of images a sheet each."""
     paths, rows = list[Path](), list[PageRow]()
-    if isinstance(task, VideoMasksTaskConfig):
-        if not isinstance(encoder, TimedEncoder):
-            raise ConfigError(f"--on {on}: is of videos; draw them of a model of videos")
+    if isinstance(task, VideoMasksTaskConfig) and isinstance(encoder, TimedEncoder):
         for at, (key, clip) in enumerate(clip_panels(task, number)):
             sheet, moving = out / f"clip-{at}.png", out / f"clip-{at}.webp"
             clip_sheet(encoder, [clip], tile).save(sheet)
