@@ -151,8 +151,11 @@ class Objective(nn.Module, ABC):
         """Of a sample, in a rank's batch of `batch` out of `world_batch`, for estimates; None: it is not known."""
         return None
 
-    def averaged(self) -> Iterable[nn.Parameter]:
-        """Parameters that `after_step` writes to, beside `loss_parameters` (a teacher's)."""
+    def averaged(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
+        """What `after_step` writes to beside `loss_parameters` (a teacher's), each with what it follows, element by element.
+
+        An engine may show `after_step` both as the same piece of each, without their shapes.
+        """
         return []
 
     def after_step(self, progress: Progress) -> None:

@@ -60,7 +60,7 @@ class DeepSpeedEngine:
     holds them, which it cannot do with 0-d ones. Checkpoints are ours, of fp32 master weights, for any engine and world size.
 
     Raises:
-        ConfigError: DeepSpeed is not installed; one rank; an objective that writes to parameters (stage 3), or holds some back.
+        ConfigError: DeepSpeed is not installed; one rank; Muon; an objective that holds parameters back.
     """
 
     replicated = False
@@ -81,11 +81,6 @@ class DeepSpeedEngine:
         if self.optim_config.muon is not None:
             raise ConfigError(
                 "optim.muon: DeepSpeed keeps parameters as vectors, of which no update can be made orthogonal; use engine.kind=fsdp2 or ddp"
-            )
-        if self.config.stage == 3 and list(objective.averaged()):
-            raise ConfigError(
-                f"engine.stage=3: {type(objective).__name__} keeps a moving average, which cannot follow parameters in "
-                "pieces of DeepSpeed's; use engine.stage=2, or engine.kind=fsdp2"
             )
         # Its flat optimizer steps a whole group: what is held back would move by its moments alone.
         self._refuse_held_back(objective, Progress(0, 1, 0))
@@ -191,15 +186,24 @@ class DeepSpeedEngine:
         return StepReport(lr, norm if applied else torch.full_like(norm, math.inf), applied, norms)
 
     def _follow(self, progress: Progress) -> None:
-        """The objective's `after_step`, on whole parameters of the loss, and what it made of them."""
+        """The objective's `after_step`, on whole parameters of the loss, and what it made of them; averages of others by pieces."""
         own = self.objective.loss_parameters()
-        kept = [p.data for p in own]
-        for p in own:
+        pairs = list(self.objective.averaged()) if self.config.stage == 3 else []
+        # Shown whole: what the loss owns with what follows it, and small parameters, which are whole on every rank anyhow.
+        whole = [*own, *(a for a, p in pairs if any(p is o for o in own) or self._zero.whole(p))]
+        ids = {id(p) for p in whole}
+        cut = [p for a, p in pairs if id(a) not in ids and p.requires_grad for p in (a, p)]
+        kept = [(p, p.data) for p in (*whole, *cut)]
+        for p in whole:
             p.data = p.detach().clone() if p.numel() else self._zero.gathered(p, tuple(p.ds_shape))  # type: ignore[attr-defined]
+        for p in cut:
+            # Views: an average that is moved has moved.
+            p.data = self._zero.held(p)[0]
         self.objective.after_step(progress)
-        for p, data in zip(own, kept, strict=True):
+        for p, data in kept:
             value, p.data = p.data, data
-            self._zero.write(p, value)
+            if id(p) in ids:
+                self._zero.write(p, value)
 
     @property
     def _clips_tensors(self) -> bool:

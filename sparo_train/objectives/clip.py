@@ -137,8 +137,8 @@ class ClipObjective(CoupledObjective):
         if self.average is not None:
             self.average.load_state_dict(self.model.state_dict())
 
-    def averaged(self) -> Iterable[nn.Parameter]:
-        return [] if self.average is None else self.average.parameters()
+    def averaged(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
+        return [] if self.average is None else zip(self.average.parameters(), self.model.parameters(), strict=True)
 
     def shard_units(self) -> Sequence[nn.Module]:
         towers = [tower for m in (self.model, self.average) if m is not None for tower in (m.visual, m.text)]

@@ -144,8 +144,8 @@ class DinoObjective(Objective):
         self._seen[:-1] += targets.sum(0, dtype=self._seen.dtype)
         self._seen[-1] += len(targets)
 
-    def averaged(self) -> Iterable[nn.Parameter]:
-        return self.teacher.parameters()
+    def averaged(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
+        return zip(self.teacher.parameters(), self.student.parameters(), strict=True)
 
     @torch.no_grad()
     def after_step(self, progress: Progress) -> None:

@@ -19,7 +19,7 @@ from sparo_train.objectives.averaging import EmaConfig, follow, follow_if
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
 from tests.conftest import tiny_recipe
-from tests.parity.test_accumulate import DDP, FSDP2, ZERO_2, model_after, trained, two_tree
+from tests.parity.test_accumulate import DDP, FSDP2, ZERO_2, ZERO_3, model_after, trained, two_tree
 from tests.ranks import run_ranks
 
 
@@ -106,7 +106,8 @@ def test_averages_are_alike_on_every_engine_and_bit_equal_after_a_restart(shards
     run_ranks(1, trained, tree, {"kind": "local", "device": "cpu", "precision": "fp32"}, 12, tmp_path / "alone")
     alone = model_after(tmp_path / "alone")
     assert any(name.startswith("average.") for name in alone)
-    for number, engine in enumerate((DDP, FSDP2, ZERO_2)):
+    small = {**ZERO_3, "whole_below": 0}
+    for number, engine in enumerate((DDP, FSDP2, ZERO_2, ZERO_3, small)):
         straight, again = tmp_path / f"straight{number}", tmp_path / f"again{number}"
         run_ranks(2, trained, tree, engine, 3, straight)
         found = model_after(straight)

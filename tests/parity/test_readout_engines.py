@@ -88,12 +88,15 @@ def _averaged(ranks, trees, engines, out):
 def test_an_average_follows_what_is_sharded_and_what_is_not(shards, tmp_path):
     trees = _trees(shards, tmp_path)
     trees = {k: trees[k] for k in trees if k in (("clip", "flair"), ("clip", "fdt"))}
-    run_ranks(2, _averaged, trees, {"ddp": DDP, "fsdp2": FSDP2, "zero": ZERO_2}, tmp_path)
+    engines = {"ddp": DDP, "fsdp2": FSDP2, "zero": ZERO_2, "zero3": ZERO_3, "cut": {**ZERO_3, "whole_below": 0}}
+    run_ranks(2, _averaged, trees, engines, tmp_path)
     for _, name in trees:
-        one, *others = (model_after(tmp_path / engine / name) for engine in ("ddp", "fsdp2", "zero"))
+        one, *others = (model_after(tmp_path / engine / name) for engine in engines)
         assert any(n.startswith("average.") and not torch.equal(t, one["model" + n[7:]]) for n, t in one.items()), name
         for n, t in one.items():
-            assert all(torch.allclose(t, other[n], rtol=1e-4, atol=2e-5) for other in others), (name, n)
+            # The gradient of a key's bias is rounding alone, which Adam takes for a direction.
+            near = 2e-3 if n.endswith("in_proj_bias") else 2e-5
+            assert all(torch.allclose(t, other[n], rtol=1e-4, atol=near) for other in others), (name, n)
 
 
 def _with_a_spare(ranks, tree):
