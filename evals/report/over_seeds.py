@@ -1,13 +1,14 @@
-"""Runs that differ in their seed alone, as one row: the median, and the range."""
+"""Runs that differ in their seed alone, as one row: the median and the range, or the mean and its interval."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
+from scipy import stats
 
 from sparo_train.core.config import free_keys, resolve
 from sparo_train.core.errors import ConfigError
@@ -27,8 +28,32 @@ _FREE = (
 )  # of a recipe that this version cannot read: what two seeds may differ in
 
 
-def over_seeds(table: Grid) -> Grid:
-    """The table with a row per recipe.
+class Spread(NamedTuple):
+    """What several seeds' numbers say of one quantity."""
+
+    value: float
+    low: float | None  # None of one seed
+    high: float | None
+
+
+def spread(values: Sequence[float], mean: bool = False) -> Spread:
+    """The median and the range of seeds, or their mean and its 95 % interval (Student's t: two seeds make a wide one)."""
+    if len(values) == 1:
+        return Spread(values[0], None, None)
+    if not mean:
+        return Spread(statistics.median(values), min(values), max(values))
+    middle = statistics.fmean(values)
+    reach = float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
+    return Spread(middle, middle - reach, middle + reach)
+
+
+def said_of_spread(mean: bool) -> str:
+    """What stands in a table of `spread`."""
+    return "mean, and its 95 % interval over seeds (Student's t)" if mean else "median, and range over seeds"
+
+
+def over_seeds(table: Grid, mean: bool = False) -> Grid:
+    """The table with a row per recipe; of `mean`, see `spread`.
 
     Raises:
         ConfigError: a row that is no run, whose recipe nobody knows; or no two rows of one recipe.
@@ -47,12 +72,12 @@ def over_seeds(table: Grid) -> Grid:
         raise ConfigError(
             "--seeds: no two of these runs are of one recipe; `sparo launch train RECIPE --seeds 3` makes some"
         )
-    rows = [Row(_name([r.name for r in rows]), _cells(rows), told=rows[0].told) for rows in groups.values()]
+    rows = [Row(_name([r.name for r in rows]), _cells(rows, mean), told=rows[0].told) for rows in groups.values()]
     rows += [row for row in table.rows if row.paper]
-    return table._replace(rows=rows, spans="median, and range over seeds")
+    return table._replace(rows=rows, spans=said_of_spread(mean))
 
 
-def _cells(rows: Sequence[Row]) -> list[Cell | None]:
+def _cells(rows: Sequence[Row], mean: bool) -> list[Cell | None]:
     found: list[Cell | None] = []
     for column in zip(*(row.cells for row in rows), strict=True):
         cells = [cell for cell in column if cell is not None]
@@ -60,7 +85,7 @@ def _cells(rows: Sequence[Row]) -> list[Cell | None]:
         whole = len(values) == len(rows)  # of some seeds alone it would be another number of seeds than the row says
         odd = any(cell.odd for cell in cells)
         metric = cells[0].metric if cells else ""
-        found.append(Cell(statistics.median(values), min(values), max(values), odd, metric) if whole else None)
+        found.append(Cell(*spread(values, mean), odd, metric) if whole else None)
     return found
 
 

@@ -120,6 +120,11 @@ def score(
     score_checkpoints(checkpoints, known, how, json_file)
 
 
+Mean = Annotated[
+    bool, typer.Option("--mean", help="over seeds: the mean and its 95 % interval (Student's t), not median and range")
+]
+
+
 @app.command()
 def table(
     results: Results,
@@ -138,12 +143,15 @@ def table(
     seeds: Annotated[
         bool, typer.Option("--seeds", help="one row for runs that differ in their seed alone: median and range")
     ] = False,
+    mean: Mean = False,
     format: Annotated[str, typer.Option(help="terminal, markdown, csv or latex")] = "terminal",
 ) -> None:
     """One table of results: checkpoints x tasks, or a table of the paper."""
     from evals.report import paper_tables as layouts
     from evals.report.results_file import read_records
 
+    if mean and not seeds:
+        raise ConfigError("--mean: is over seeds; add --seeds")
     told = {}
     if layout == "6":
         from ..runs.sweep_table import said_of_checkpoint  # builds models, if only on paper
@@ -153,7 +161,7 @@ def table(
     if seeds:
         from evals.report.over_seeds import over_seeds
 
-        found = over_seeds(found)
+        found = over_seeds(found, mean)
     _print(found, transpose, format)
 
 
@@ -171,6 +179,7 @@ def sweep(
     paper: Annotated[
         str, typer.Option(help="with a layout: training sets whose printed rows are added (CC15M, …), or all")
     ] = "",
+    mean: Mean = False,
     format: Annotated[str, typer.Option(help="terminal, markdown, csv or latex")] = "terminal",
 ) -> None:
     """The rows of a sweep file: parameters, and each task's median and range over the seeds that were trained."""
@@ -180,11 +189,11 @@ def sweep(
         raise ConfigError(f"--task {task}: is of --figure, which draws it; leave it away, or name a file")
     picture_given(figure, "--figure")
     rows = sweep_rows(file, folder)
-    found = sweep_grid(file.stem, rows, layout, [word for word in paper.split(",") if word])
+    found = sweep_grid(file.stem, rows, layout, [word for word in paper.split(",") if word], mean)
     _print(found, False, format)
     if figure is not None:
         scored = (c.task for c in found.columns if any(row.cell(c.task) is not None for row in rows))
-        draw(rows, task or next(scored, found.columns[0].task), figure)
+        draw(rows, task or next(scored, found.columns[0].task), figure, mean)
         out.print(str(figure), soft_wrap=True)
 
 

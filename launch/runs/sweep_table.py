@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from evals.encoders.loading import read_recipe
-from evals.report.over_seeds import recipe_of
+from evals.report.over_seeds import recipe_of, said_of_spread, spread
 from evals.report.paper_layouts import HEADS, LAYOUTS, TITLES, UNTOLD, said_of
 from evals.report.paper_tables import Cell, Column, Grid, Row, columns_of, odd_notes, printed, several_data
 from evals.report.results_file import Record, whole_records
@@ -33,8 +32,8 @@ class SweepRow(NamedTuple):
     results: dict[str, list[Record]]
     told: tuple[str, ...] = ()
 
-    def cell(self, task: str, metric: str | None = None) -> Cell | None:
-        """Median and range over the runs of a metric (default: the headline); None where one of them has none."""
+    def cell(self, task: str, metric: str | None = None, mean: bool = False) -> Cell | None:
+        """`spread` over the runs of a metric (default: the headline); None where one of them has none."""
         # A median over other seeds than the row's others have would be compared with them.
         found = [record.result for record in self.results.get(task, [])]
         name = metric or (found[0].headline if found else "")
@@ -42,14 +41,7 @@ class SweepRow(NamedTuple):
         values = [result.metrics[name] for result in found if name in result.metrics]
         if not values or len(values) < self.runs:
             return None
-        several = len(values) > 1
-        return Cell(
-            statistics.median(values),
-            min(values) if several else None,
-            max(values) if several else None,
-            odd,
-            name,
-        )
+        return Cell(*spread(values, mean), odd, name)
 
 
 def sweep_rows(sweep: Path, out: Path | None = None) -> list[SweepRow]:
@@ -117,8 +109,12 @@ def _records(folder: Path) -> list[Record]:
         return []  # under way, or not scored
 
 
-def sweep_grid(title: str, rows: Sequence[SweepRow], layout: str | None = None, paper: Sequence[str] = ()) -> Grid:
+def sweep_grid(
+    title: str, rows: Sequence[SweepRow], layout: str | None = None, paper: Sequence[str] = (), mean: bool = False
+) -> Grid:
     """As a table of every task's headline, or in a layout of the paper, whose printed rows of training sets (`paper`) follow.
+
+    Cells are medians and ranges over seeds, or means and their intervals (`mean`).
 
     Raises:
         DataError: nothing was scored.
@@ -141,7 +137,7 @@ def sweep_grid(title: str, rows: Sequence[SweepRow], layout: str | None = None, 
     drawn = [
         Row(
             f"{row.name} ({row.parameters / 1e6:.2f} M, n {row.runs})",
-            [row.cell(c.task, c.metric) for c in columns],
+            [row.cell(c.task, c.metric, mean) for c in columns],
             told=row.told if heads else (),
         )
         for row in rows
@@ -153,10 +149,10 @@ def sweep_grid(title: str, rows: Sequence[SweepRow], layout: str | None = None, 
     odd = [(r.checkpoint, t, r.result.note) for row in rows for t in shown_tasks for r in row.results.get(t, [])]
     notes = [note, *odd_notes(odd), *of_several.values()]
     title = TITLES.get(layout or "", title)
-    return Grid(title, columns, drawn, notes, "median, and range over seeds", frozenset(of_several), heads)
+    return Grid(title, columns, drawn, notes, said_of_spread(mean), frozenset(of_several), heads)
 
 
-def draw(rows: Sequence[SweepRow], task: str, path: Path) -> None:
+def draw(rows: Sequence[SweepRow], task: str, path: Path, mean: bool = False) -> None:
     """A task over parameters as Fig. 3 of the SPARO paper has it: rows that are named by a number (L_64, L_128) are points of one line.
 
     Raises:
@@ -179,21 +175,26 @@ def draw(rows: Sequence[SweepRow], task: str, path: Path) -> None:
     figure, axis = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
     for name, members in lines.items():
         members.sort(key=lambda row: row.parameters)
-        values = [[times * record.result.value for record in row.results[task]] for row in members]
-        middle = [statistics.median(v) for v in values]
-        spread = [[m - min(v), max(v) - m] for m, v in zip(middle, values, strict=True)]
+        cells = [cell for row in members if (cell := row.cell(task, mean=mean)) is not None]
+        middle = [times * cell.value for cell in cells]
+        # Of one seed there is nothing to either side.
+        ends = [
+            (cell.value if cell.low is None else cell.low, cell.value if cell.high is None else cell.high)
+            for cell in cells
+        ]
+        arms = [[m - times * low, times * high - m] for m, (low, high) in zip(middle, ends, strict=True)]
         x = [row.parameters / 1e6 for row in members]
         line = members[0].name != name
         label = name if line else "_nolegend_"
         axis.errorbar(
-            x, middle, list(zip(*spread, strict=True)), marker="o", markersize=4, capsize=2, linewidth=1, label=label
+            x, middle, list(zip(*arms, strict=True)), marker="o", markersize=4, capsize=2, linewidth=1, label=label
         )
         for row, at in zip(members, zip(x, middle, strict=True), strict=True):
             said = row.name.rpartition("_")[2] if line else row.name
             axis.annotate(said, at, textcoords="offset points", xytext=(4, 3), fontsize=7)
     axis.margins(x=0.12)
     axis.set_xlabel("trained parameters, millions")
-    axis.set_ylabel(f"{task}, {unit}: median and range over seeds")
+    axis.set_ylabel(f"{task}, {unit}: {said_of_spread(mean)}")
     if axis.get_legend_handles_labels()[1]:
         axis.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -103,6 +103,11 @@ def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
         (0.2, 0.1, 0.3), (0.6, 0.5, 0.7), (0.9, None, None), None
     ]  # fmt: skip
     assert len(grid.notes) == 1 and not grid.unranked
+    means = sweep_grid("grid", rows, mean=True)
+    reach = 4.302653 * 0.1 / 3**0.5  # Student's t of two degrees of freedom
+    first, single = means.rows[0].cells[0], means.rows[2].cells[0]
+    assert (first.value, first.low, first.high) == pytest.approx((0.2, 0.2 - reach, 0.2 + reach))
+    assert (single.value, single.low) == (0.9, None) and means.spans.startswith("mean, and its 95 % interval")
     mixed = rows[0].results["zero"][0]
     mixed = mixed._replace(result=mixed.result._replace(data="e" * 64))
     (_, note) = sweep_grid("grid", [rows[0]._replace(results={"zero": [mixed, *rows[0].results["zero"][1:]]})]).notes
@@ -127,6 +132,8 @@ def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
     record = rows[0].results["zero"][0]._replace(task="drawn", result=decibels)
     draw([rows[0]._replace(runs=1, results={"drawn": [record]})], "drawn", place / "figures/drawn.png")
     (axis,) = kept.pop().axes
+    draw(rows, "zero", place / "figures/mean.png", mean=True)
+    assert "Student" in kept.pop().axes[0].get_ylabel()
     assert axis.get_ylabel().startswith("drawn, dB:") and axis.lines[0].get_ydata()[0] == 21.5
     with pytest.raises(ConfigError, match="--task other: no row has it"):
         draw(rows, "other", place / "x.png")
