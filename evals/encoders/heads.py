@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from open_clip.transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -101,6 +100,8 @@ def heads_of(encoder: Encoder, layers: int) -> HeadsEncoder:
     """The heads of an encoder. Raises `ConfigError` where its image tower is no ordinary ViT, or has fewer blocks."""
     visual: Any = getattr(encoder.model, "visual", None)
     pooled = getattr(visual, "pool_type", "") == "tok" and getattr(visual, "attn_pool", None) is None
+    from open_clip.transformer import VisionTransformer  # here: every task asks this module what a choice of heads is
+
     plain = isinstance(visual, VisionTransformer) and getattr(visual, "read_by", None) is None and pooled
     if not isinstance(encoder, TwoTowerEncoder) or not plain:
         raise ConfigError(

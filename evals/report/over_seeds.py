@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from scipy import stats
 
 from sparo_train.core.config import free_keys, resolve
 from sparo_train.core.errors import ConfigError
@@ -42,6 +41,8 @@ def spread(values: Sequence[float], mean: bool = False) -> Spread:
         return Spread(values[0], None, None)
     if not mean:
         return Spread(statistics.median(values), min(values), max(values))
+    from scipy import stats  # seconds that a median needs none of
+
     middle = statistics.fmean(values)
     reach = float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
     return Spread(middle, middle - reach, middle + reach)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 
-from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
 from PIL import Image
 
 from sparo_train.core.errors import DataError
@@ -95,6 +94,8 @@ class ImageNetSet(FileSet):
         return self.own_classnames()
 
     def own_classnames(self) -> list[str]:
+        from open_clip import IMAGENET_CLASSNAMES  # seconds, which a list of sets need not wait for
+
         return [IMAGENET_CLASSNAMES[i] for i in self._classes]
 
     def templates(self) -> list[str]:
@@ -164,6 +165,8 @@ class ObjectNetSet(FileSet):
 
 def imagenet_templates() -> list[str]:
     """OpenAI's 80, with `{c}`."""
+    from open_clip import OPENAI_IMAGENET_TEMPLATES
+
     return [template("{c}") for template in OPENAI_IMAGENET_TEMPLATES]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 
 from sparo_train.core.distributed import Ranks
+from sparo_train.core.errors import SparoError
 from sparo_train.core.tables import TASKS
 from sparo_train.core.world import World
 
@@ -52,7 +54,31 @@ class Suite:
             refuse_unfit(name, task, encoder)
         for name, task in tasks.items():
             try:
-                out[name] = TASKS.row(task.task).run(Scoring(name, encoder, self.store, ranks, part), task)
+                out[name] = _scored(Scoring(name, encoder, self.store, ranks, part), task)
             except PartsMissingError:
                 continue
         return out
+
+
+class TaskError(SparoError):
+    """A task broke off, or gave what is no score: its own mistake, which ends neither other tasks' scores nor a training unsaved."""
+
+
+def _scored(scoring: Scoring, task: TaskConfig) -> Result:
+    """A task's result with plain numbers, as files and tables take them."""
+    try:
+        found: Result = TASKS.row(task.task).run(scoring, task)
+        metrics = {name: float(value) for name, value in found.metrics.items()}
+        intervals = {name: (float(low), float(high)) for name, (low, high) in found.intervals.items()}
+        result = found._replace(metrics=metrics, intervals=intervals, chance=float(found.chance), n=int(found.n))
+        if result.headline not in metrics:
+            raise KeyError(f"headline {result.headline!r} is none of its metrics: {', '.join(metrics) or 'none'}")
+    except SparoError:
+        raise
+    except Exception as error:  # a stranger's task may fail in any way
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        # The place in words: other ranks are sent the error without its traceback.
+        raise TaskError(
+            f"{scoring.name}: task={task.task} failed ({type(error).__name__}: {error}; {place.filename}:{place.lineno})"
+        ) from error
+    return result

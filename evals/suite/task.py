@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from PIL import Image
 
 from sparo_train.core.contracts import Objective
 from sparo_train.core.errors import ConfigError, did_you_mean
-from sparo_train.core.tables import ENCODERS, TASKS
+from sparo_train.core.tables import ENCODERS, METHODS, TASKS
+from sparo_train.train.build import build_objective
+from sparo_train.train.run import RunConfig
 
 from ..encoders.abilities import Trained
 from ..encoders.encoder import Encoder
@@ -128,6 +131,27 @@ def refuse_unfit_to(
             refuse_unfit(f"{block}.{name}", task, encoder)
     finally:
         objective.train()  # an encoder puts its model into evaluation mode
+
+
+def refuse_unfit_run(config: RunConfig, objective: Objective | None = None) -> None:
+    """Raise `ConfigError` where `eval.tasks` or `eval.side` of a recipe cannot be done with what it trains.
+
+    Args:
+        objective: what is trained; default: made of the recipe on the meta device, which takes no memory.
+    """
+    side = config.eval.side
+    if not config.eval.tasks and side is None:
+        return
+    if objective is None:
+        with torch.device("meta"):
+            objective = build_objective(config)
+    refuse_unfit_to(objective, config, config.eval.tasks)
+    if side is not None:
+        refuse_unfit_to(objective, config, side.tasks, "eval.side.tasks", exported=True)
+        if not METHODS.row(config.objective.kind).exports:
+            raise ConfigError(
+                f"eval.side: objective.kind={config.objective.kind} names no layout to export to, which a job of its own would read"
+            )
 
 
 def chosen(tasks: Mapping[str, Any], only: Iterable[str] | None) -> dict[str, Any]:

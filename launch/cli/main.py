@@ -68,8 +68,11 @@ def train(
             out.print(line, soft_wrap=True)
         return
     if dry:
+        from evals.suite.task import refuse_unfit_run
+
         from ..views.sizes import show_dry
 
+        refuse_unfit_run(config)  # training would refuse the same
         show_dry(config)
         return
     from ..runs.train import exit_if_stopped

@@ -6,13 +6,15 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evals.suite.task import refuse_unfit_run
 from sparo_train.core.config import dump, resolve
 from sparo_train.core.disk.rundir import RunDir
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.core.tables import ENGINES
@@ -107,6 +109,9 @@ def for_ranks(run: RunConfig, cluster: ClusterConfig, say: Say) -> RunConfig:
         )
     # What cannot be dealt out over these ranks is refused here, not by a job that waited for a day.
     shared_streams(run.data, run.batch_size, ranks)
+    # Weights that lie on the cluster alone are looked at there.
+    with suppress(CheckpointError):
+        refuse_unfit_run(run)
     # Written into the recipe, so that ranks that do not find each other end at once instead of training alone.
     changes = [f"world_size={ranks}"]
     if ranks > 1 and ENGINES.row(run.engine.kind).one_process:

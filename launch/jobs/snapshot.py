@@ -89,16 +89,11 @@ def _package(name: str) -> Path:
 def _modules_of(plugins: Sequence[Distribution]) -> dict[str, Path]:
     """The top-level packages and modules behind the rows of plug-ins, found without importing them; broken ones are left out."""
     found: dict[str, Path] = {}
-    for name in sorted(
-        {
-            entry.module.partition(".")[0]
-            for dist in plugins
-            for entry in dist.entry_points
-            if entry.group.startswith(GROUPS)
-        }
-    ):
+    rows = [entry for dist in plugins for entry in dist.entry_points if entry.group.startswith(GROUPS)]
+    # Of the words alone: what is no `module:attribute` is told to who names it.
+    for name in sorted({entry.value.partition(":")[0].partition(".")[0].strip() for entry in rows}):
         # Found, not imported: a broken plug-in must not keep others from launching.
-        spec = importlib.util.find_spec(name) if name not in PACKAGES else None
+        spec = importlib.util.find_spec(name) if name.isidentifier() and name not in PACKAGES else None
         if spec is not None and spec.origin is not None and Path(spec.origin).suffix == ".py":
             path = Path(spec.origin)
             found[name] = path.parent if path.name == "__init__.py" else path

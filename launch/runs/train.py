@@ -14,7 +14,7 @@ from evals.interop.starting import begin
 from evals.report.results_file import append, write_results
 from evals.suite.evaluate import EvalOptions, result_facts
 from evals.suite.suite import Suite
-from evals.suite.task import encoder_of, refuse_unfit_to
+from evals.suite.task import encoder_of, refuse_unfit_run
 from evals.tasks.result import Result, shown
 from sparo_train.core.contracts import Objective
 from sparo_train.core.disk.rundir import RunDir
@@ -22,13 +22,12 @@ from sparo_train.core.disk.store import CheckpointStore, read_meta
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import (
     CheckpointError,
-    ConfigError,
     SparoError,
     StoppedError,
     SupersededError,
     TrainingError,
 )
-from sparo_train.core.tables import METHODS, TASKS
+from sparo_train.core.tables import TASKS
 from sparo_train.core.world import find_world, started
 from sparo_train.data.examples.samples import unseen_captions
 from sparo_train.data.read.loader import Pipeline
@@ -148,16 +147,11 @@ def make_evaluate(
     Args:
         total: the run's steps; of its last evaluation the predictions are kept, too, as `sparo eval compare` needs them.
     """
-    side, method = config.eval.side, config.objective.kind
+    side = config.eval.side
     if not config.eval.tasks and side is None:
         return None
-    refuse_unfit_to(trained, config, config.eval.tasks)  # all of it now, rather than in the middle of training
+    refuse_unfit_run(config, trained)  # all of it now, rather than in the middle of training
     if side is not None:
-        refuse_unfit_to(trained, config, side.tasks, "eval.side.tasks", exported=True)
-        if not METHODS.row(method).exports:
-            raise ConfigError(
-                f"eval.side: objective.kind={method} names no layout to export to, which a job of its own would read"
-            )
         # What a job of its own would miss in hours is missed now.
         Suite(side.tasks).check()
         load_cluster(side.on, side.options)

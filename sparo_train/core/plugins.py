@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
 from typing import Any
 
@@ -32,14 +32,18 @@ class Table:
         group: of the entry points, `sparo.…`.
         own: `name -> module:attribute`.
         attributes: what a row must have; empty: it is called.
+        reserved: names that no row of a package may have, as they mean something else where rows stand.
     """
 
-    def __init__(self, group: str, own: Mapping[str, str], attributes: Sequence[str] = ()):
-        self.group, self.own, self.attributes = group, dict(own), tuple(attributes)
+    def __init__(
+        self, group: str, own: Mapping[str, str], attributes: Sequence[str] = (), reserved: Collection[str] = ()
+    ):
+        self.group, self.own, self.attributes, self.reserved = group, dict(own), tuple(attributes), frozenset(reserved)
 
     def names(self) -> list[str]:
         """Own rows, then those of installed packages; nothing is imported."""
-        return list(dict.fromkeys([*self.own, *(entry.name for entry in entry_points(group=self.group))]))
+        added = (entry.name for entry in entry_points(group=self.group) if entry.name not in self.reserved)
+        return list(dict.fromkeys([*self.own, *added]))
 
     def row(self, name: str, key: str = "") -> Any:
         """The row of a name, imported now.
@@ -58,6 +62,10 @@ class Table:
         found = list({e.value: e for e in entry_points(group=self.group) if e.name == name}.values())
         if not found:
             raise ConfigError(f"{told}{name!r}; {did_you_mean(str(name), self.names())}")
+        if name in self.reserved:
+            raise ConfigError(
+                f"{told}{name!r} of package {_package(found[0])} is a name that {self.group} keeps; its package has to call it otherwise"
+            )
         if len(found) > 1:
             packages = " and ".join(sorted(_package(e) for e in found))
             raise ConfigError(f"{told}{name!r} is added by {packages}; uninstall all but one")
@@ -67,7 +75,8 @@ class Table:
         whose = f"{told}{entry.name!r} of package {_package(entry)}"
         try:
             row = entry.load()
-        except Exception as error:  # somebody else's module may fail in any way while it is imported
+        # Somebody else's module may fail in any way while it is imported, or end the program.
+        except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"{whose} ({entry.value}) cannot be imported ({type(error).__name__}: {error}); repair or uninstall it"
             ) from error
@@ -136,7 +145,9 @@ class Open:
             row = self.table.row(name)
         except ConfigError as error:
             raise self._wrong(str(error).removeprefix(f"{self.table.group}: "), None) from error
-        model: type[BaseModel] = row if isinstance(row, type) else row.config
+        model: Any = row if isinstance(row, type) and issubclass(row, BaseModel) else getattr(row, "config", None)
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            raise self._wrong(f"{name!r}: its row of {self.table.group} has no pydantic model as its config", None)
         if self.key not in model.model_fields or model.model_fields[self.key].get_default() != name:
             raise self._wrong(
                 f"{name!r}: {model.__name__} of {self.table.group} has no field {self.key}: Literal[{name!r}] = {name!r}",

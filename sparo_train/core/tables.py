@@ -21,6 +21,12 @@ METHODS = Table(
     ("config", "objective", "examples", "rules", "exports"),
 )
 
+# A read-out is a module of its tower, under its own name: what towers have beside it, here and in timm.
+_TOWER_PARTS = (
+    "transformer trunk conv1 patch_embed patch_dropout pos_drop patch_drop norm_pre ln_pre ln_post ln_final norm fc_norm head head_drop "
+    "blocks class_embedding cls_token reg_token positional_embedding pos_embed token_embedding attn_mask attn_pool proj text_projection"
+)
+
 # How tokens become slots: a config, which builds the read-outs of both towers (models/slots.py).
 READOUTS = Table(
     "sparo.readouts",
@@ -38,6 +44,7 @@ READOUTS = Table(
         "flair": "sparo_train.models.readouts.flair:FlairReadOut",
     },
     ("placement", "shape", "build", "infer"),
+    _TOWER_PARTS.split(),
 )
 
 # What slot models see images with: a config that builds it (object_centric/encoders/).

@@ -149,9 +149,8 @@ def normalize_slots(slots: Slots, weighting: Weighting = "const", representation
 
     Returns:
         values (B, L, V) in fp32 (float64 stays float64).
-    # In fp32 at least: a norm over sixty numbers of sixteen bits is off in the third digit.
     """
-    # fp64 stays: the oracles of the tests run in it.
+    # In fp32 at least: a norm over sixty numbers of sixteen bits is off in the third digit. The oracles of the tests run in fp64.
     values = slots.values if slots.values.dtype.itemsize >= 4 else slots.values.float()
     weights = None
     if weighting in LEARNED:

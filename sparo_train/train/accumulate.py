@@ -42,6 +42,7 @@ def _weighed(engine: Engine, parts: list[dict[str, Tensor]], progress: Progress)
     sizes = [len(next(iter(part.values()))) for part in parts]
     total: Tensor | None = None
     metrics: dict[str, Tensor] = {}
+    shares: dict[str, float] = {}
     for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
         # By size, not by number: the last micro-batch may be smaller.
         weight = size / sum(sizes)
@@ -52,8 +53,11 @@ def _weighed(engine: Engine, parts: list[dict[str, Tensor]], progress: Progress)
         # Weighed like the loss: what is logged does not depend on how the batch was cut.
         for name, value in loss.metrics.items():
             metrics[name] = value * weight + metrics.get(name, 0)
+            shares[name] = weight + shares.get(name, 0.0)
     assert total is not None
-    return Loss(total, metrics)
+    # Of those that have it: a part without a metric is no zero. Shares of all parts are one but for rounding.
+    whole = {name: value if shares[name] > 1 - 1e-9 else value / shares[name] for name, value in metrics.items()}
+    return Loss(total, whole)
 
 
 def _cached(engine: Engine, objective: CoupledObjective, parts: list[dict[str, Tensor]], progress: Progress) -> Loss:

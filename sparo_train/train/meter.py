@@ -54,7 +54,9 @@ def over_ranks(facts: Sequence[dict[str, float]]) -> dict[str, float]:
 
     Forwards are compared because nothing in them waits for other ranks; whole steps take equally long on all of them.
     """
-    out = {name: sum(f[name] for f in facts) / len(facts) for name in facts[0]}
+    # A metric that a rank's batch has nothing of is the mean of those that have it.
+    found = {name: [f[name] for f in facts if name in f] for name in dict.fromkeys(name for f in facts for name in f)}
+    out = {name: sum(values) / len(values) for name, values in found.items()}
     # Not whole steps: whoever is faster waits in the exchange, and all would look alike.
     own = [f["forward_seconds"] for f in facts]
     if len(facts) > 1:

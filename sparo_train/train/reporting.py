@@ -41,6 +41,7 @@ class Reporter:
         self.flops, self.meter = flops, Meter()
         self._log: MetricsLog | None = None
         self._alarmed = self._said_kernel = False
+        self._odd: set[str] = set()  # metrics that are no numbers, which was said
 
     def open(self, after_step: int) -> set[int]:
         """On rank 0: continue metrics.jsonl behind this step; returns the steps that are evaluated already."""
@@ -54,7 +55,7 @@ class Reporter:
         self, step: int, total_steps: int, loss: Loss, report: StepReport, batch: Batch, objective: Objective
     ) -> dict[str, Any]:
         """The facts of a log step, the same on every rank, shown; this is where the host waits for the device."""
-        own = {"loss": float(loss.total), **{name: float(value) for name, value in loss.metrics.items()}}
+        own = self._numbers(loss.metrics) | {"loss": float(loss.total)}
         # Behind the float() above: only now is the device done with what is timed.
         own |= self.meter.take()
         own |= {"memory": memory(self.engine.device), "forward_seconds": self.engine.side.clock.take()}
@@ -68,6 +69,18 @@ class Reporter:
             self.display.say(f"engine.attention: {kernel}")
         self.display.update(step, total_steps, facts)
         return facts
+
+    def _numbers(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Metrics as numbers; one that is none (a vector) is said once and left out: what only reports ends no run."""
+        found: dict[str, float] = {}
+        for name, value in metrics.items():
+            try:
+                found[name] = float(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                if name not in self._odd:
+                    self._odd.add(name)
+                    self.display.say(f"metric {name!r} is no single number and is left out ({error})")
+        return found
 
     def first_batch(self, pipeline: DataPipeline, batch: Batch) -> None:
         """Show what the model is given first."""

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from PIL import Image
 from safetensors.torch import load_file
@@ -15,6 +16,7 @@ from sparo_train.core.config import resolve
 from sparo_train.core.disk import metrics
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.plugins import Table
+from sparo_train.models.weight_files.describe import infer_readout
 from sparo_train.train.run import RunConfig
 from tests.conftest import eval_sets, sample, start_sparo, tiny_recipe
 from tests.resume.test_ranks import finish, free_port, losses, wait_for_step
@@ -23,8 +25,13 @@ ROWS = """
 [sparo.methods]
 rotations = rotations:METHOD
 clip = rotations:METHOD
+hyphen = my-pkg:METHOD
+empty =
+leaving = leaving:METHOD
+unsaid = leaving_not:UNSAID
 [sparo.readouts]
 queries = rotations:QueriesReadOut
+transformer = nowhere_at_all:ReadOut
 [sparo.encoders]
 rotations = rotations.scoring:RotationsEncoder
 [sparo.tasks]
@@ -40,6 +47,10 @@ PROGRAM = "import sys; sys.path.insert(0, {site!r}); from launch.cli.main import
 
 def install(folder, rows=ROWS, name="sparo-rotations"):
     shutil.copytree(Path(__file__).parents[1] / "plugin/rotations", folder / "rotations", dirs_exist_ok=True)
+    (folder / "leaving.py").write_text("import sys; sys.exit(3)\n")
+    (folder / "leaving_not.py").write_text(
+        "class UNSAID:\n    config = objective = examples = rules = None\n    exports = ()\n"
+    )
     info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -197,11 +208,26 @@ def test_what_is_wrong_with_a_row_is_told_to_who_names_it(place, monkeypatch, tm
             r"engine\.kind: 'broken' of package sparo-rotations 1\.0 .*ModuleNotFoundError.*repair or uninstall",
         ),
         ({"engine": {"kind": "half"}}, r"engine\.kind: 'half' of package .* has no config, build, costs, one_process"),
+        ({"objective": {"kind": "hyphen"}}, r"objective\.kind: 'hyphen' of package .*cannot be imported"),
+        ({"objective": {"kind": "leaving"}}, r"'leaving' of package .*cannot be imported \(SystemExit: 3\)"),
+        (
+            {"objective": {"kind": "unsaid"}},
+            r"objective\.kind: 'unsaid': its row of sparo\.methods has no pydantic model",
+        ),
+        (
+            {"objective": {"kind": "clip", "model": {"readout": {"kind": "transformer"}}}},
+            r"readout\.kind: 'transformer' of package .* is a name that sparo\.readouts keeps",
+        ),
         ({"objective": []}, r"objective: a block with keys is expected"),
         ({"eval": {"tasks": {"a": {"root": "x"}}}}, r"eval\.tasks\.a\.task: a value is required"),
     ):
         with pytest.raises(ConfigError, match=message):
             resolve(RunConfig, {**tree, **change}, "r")
+    # A part of every tower is no read-out, whatever a package calls its own.
+    assert (
+        infer_readout({"visual.transformer.x": torch.zeros(1), "visual.conv1.weight": torch.zeros(1)}, "visual.", 0)
+        is None
+    )
     (tmp_path / "other").mkdir()
     install(tmp_path / "other", "[sparo.methods]\nrotations = rotations.scoring:TASK\n", "another")
     monkeypatch.syspath_prepend(str(tmp_path / "other"))
@@ -212,6 +238,11 @@ def test_what_is_wrong_with_a_row_is_told_to_who_names_it(place, monkeypatch, tm
 def test_tasks_that_do_not_fit_are_refused_before_step_1(place):
     text = {"task": "zeroshot", "root": str(place / "sets/zero")}
     code, out = run(place, "train", "recipe.yaml", "name=unfit", f"eval.tasks={{zero: {json.dumps(text)}}}")
+    dry = run(place, "train", "recipe.yaml", "--dry", f"eval.tasks={{zero: {json.dumps(text)}}}")
+    far = ["launch", "train", "recipe.yaml", "name=far", "--on", "local", f"eval.tasks={{zero: {json.dumps(text)}}}"]
+    for said in (dry, run(place, *far)):
+        assert said[0] == 2 and "eval.tasks.zero: needs texts encoded" in said[1]
+    assert not (place / "far").exists()
     assert (
         code == 2 and "eval.tasks.zero: needs texts encoded, and objective.kind=rotations encodes images alone" in out
     )

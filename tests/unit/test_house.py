@@ -5,6 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
@@ -112,6 +113,21 @@ def test_every_key_of_a_recipe_and_a_cluster_says_what_it_means():
         if key != "kind"
     }
     assert len(fields) > 200 and [key for key, description in fields.items() if not description] == []
+
+
+def test_the_loop_may_read_of_data_the_budget_and_the_fingerprint_alone():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    (loop,) = [c for c in contracts if c["name"].startswith("the loop knows")]
+    read = {
+        f"sparo_train.data.read.{p.stem}" for p in (ROOT / "sparo_train/data/read").glob("*.py") if p.stem != "__init__"
+    }
+    rooms = {
+        f"sparo_train.data.{p.name}" for p in (ROOT / "sparo_train/data").iterdir() if (p / "__init__.py").is_file()
+    }
+    allowed = {"sparo_train.data.read", "sparo_train.data.read.budget", "sparo_train.data.read.sources"}
+    assert (read | rooms) - set(loop["forbidden_modules"]) == allowed
 
 
 def test_nobody_asks_which_method_it_is():

@@ -4,21 +4,82 @@ import gzip
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from evals.suite.suite import Suite
+from evals.suite.suite import Suite, TaskError
+from evals.tasks.result import Result
 from launch.runs.train import train
 from sparo_train.core.config import resolve
+from sparo_train.core.contracts import Loss, Objective
 from sparo_train.core.disk import metrics
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import DataError, LostRankError
 from sparo_train.core.world import World
 from sparo_train.models.readouts.pooling import MeanPool
+from sparo_train.train.accumulate import _weighed
+from sparo_train.train.meter import over_ranks
 from sparo_train.train.reporting import Reporter
 from sparo_train.train.run import LogConfig, RunConfig
 from tests.conftest import eval_sets, tiny_recipe
+
+
+def _rows(run):
+    row = SimpleNamespace(run=run, check=lambda task: None, needs=(), unfit=lambda task, encoder: None)
+    return SimpleNamespace(row=lambda name: row)
+
+
+def test_a_tasks_numbers_are_plain_and_what_is_none_is_told(monkeypatch):
+    encoder = SimpleNamespace(offers={"images"}, label="x")
+    found = Result("odd", np.int64(3), "acc1", {"acc1": np.float32(0.5)}, 0.1, {"acc1": (np.float32(0.25), 1)})
+    for result, wrong in (
+        (found, None),
+        (found._replace(headline="acc5"), "acc5"),
+        (found._replace(metrics={"acc1": "a"}), "'a'"),
+    ):
+        monkeypatch.setattr("evals.suite.suite.TASKS", _rows(lambda scoring, task, result=result: result))
+        monkeypatch.setattr("evals.suite.task.TASKS", _rows(None))
+        suite = Suite({"t": SimpleNamespace(task="odd")})
+        if wrong:
+            with pytest.raises(TaskError, match=f"t: task=odd failed .*{wrong}"):
+                suite.run(encoder)
+        else:
+            plain = suite.run(encoder)["t"]
+            assert json.dumps([plain.metrics, plain.intervals, plain.n]) == '[{"acc1": 0.5}, {"acc1": [0.25, 1.0]}, 3]'
+
+
+def test_metrics_that_are_no_numbers_or_of_some_ranks_alone_end_no_run():
+    said = []
+    reporter = Reporter(LogConfig(), None, Ranks(World(), "gloo", 0.0), None, SimpleNamespace(say=said.append), None)
+    for _ in range(2):
+        assert reporter._numbers({"a": torch.tensor(2.0), "b": torch.zeros(4), "c": "x"}) == {"a": 2.0}
+    assert len(said) == 2 and "metric 'b' is no single number and is left out" in said[0]
+    facts = [{"forward_seconds": 1.0, "loss": 1.0, "rare": 5.0}, {"forward_seconds": 1.0, "loss": 3.0}]
+    assert over_ranks(facts) == {"forward_seconds": 1.0, "loss": 2.0, "rare": 5.0, "step_spread": 0.0}
+    sizes = iter((Loss(torch.tensor(1.0), {"rare": torch.tensor(4.0)}), Loss(torch.tensor(2.0), {})))
+    engine = SimpleNamespace(forward=lambda *_, **__: next(sizes), backward=lambda *_, **__: None)
+    whole = _weighed(engine, [{"x": torch.zeros(3)}, {"x": torch.zeros(1)}], None)
+    assert float(whole.total) == 1.25 and float(whole.metrics["rare"]) == 4.0
+
+
+def test_nothing_that_follows_no_step_waits_for_the_device():
+    class Waited:
+        def __bool__(self):
+            raise AssertionError("the host waited")
+
+    class Plain(Objective):
+        def forward(self, batch, progress):
+            raise NotImplementedError
+
+    class Following(Plain):
+        def after_step(self, progress):
+            pass
+
+    Plain().after_step_if(Waited(), None)
+    with pytest.raises(AssertionError, match="waited"):
+        Following().after_step_if(Waited(), None)
 
 
 def test_a_writer_that_fails_is_said_once_and_the_numbers_stay(tmp_path, monkeypatch):
@@ -91,13 +152,22 @@ def test_an_error_in_an_evaluation_keeps_the_step_and_the_run_goes_on(shards, tm
     def fail(self, *_, **__):
         raise DataError("the set is gone")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Suite, "run", fail)
-        with pytest.raises(DataError, match="the set is gone"):
-            train(resolve(RunConfig, tree, "x"))
-    folder = tmp_path / "runs/tiny"
-    assert [p.name for p in (folder / "checkpoints").glob("step-*")] == ["step-00000004"]
-    assert "error: the set is gone" in (folder / "log.txt").read_text()
+    def broken(scoring, task):
+        return {}["label"]
+
+    for name, target, value, error in (
+        ("broken", "evals.suite.suite.TASKS", _rows(broken), TaskError),
+        ("tiny", "evals.suite.suite.Suite.run", fail, DataError),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, value)
+            with pytest.raises(
+                error, match=r"the set is gone|failed .KeyError: 'label'; .*test_reporting.py:"
+            ) as found:
+                train(resolve(RunConfig, {**tree, "name": name}, "x"))
+        folder = tmp_path / "runs" / name
+        assert [p.name for p in (folder / "checkpoints").glob("step-*")] == ["step-00000004"]
+        assert f"error: {found.value}" in (folder / "log.txt").read_text()
     assert train(resolve(RunConfig, tree, "x")).reason == "finished"
     assert [r["step"] for r in metrics.read(folder / "metrics.jsonl", "eval")] == [4, 8, 12]
     straight = tmp_path / "runs/straight"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
-from open_clip.tokenizer import SimpleTokenizer
 from torch import Tensor
 
 from ...core.errors import BadSampleError, DataError
 from .samples import MOST_CHARACTERS, MOST_LETTERS
+
+if TYPE_CHECKING:
+    from open_clip.tokenizer import SimpleTokenizer
 
 SOT, EOT = 49406, 49407
 VOCABULARY = EOT + 1
@@ -18,6 +21,8 @@ VOCABULARY = EOT + 1
 
 @lru_cache(maxsize=1)
 def _bpe() -> SimpleTokenizer:
+    from open_clip.tokenizer import SimpleTokenizer  # with it comes all of open_clip, seconds before a recipe is shown
+
     return SimpleTokenizer()
 
 
