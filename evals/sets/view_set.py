@@ -63,6 +63,8 @@ class ViewSet(WdsSet):
             depth = [
                 [scene.views[v].depth(t) if told else np.full((height, width), np.nan) for t, v in row] for row in every
             ]
+            if odd := {d.shape for row in depth for d in row if d.shape != (height, width)}:
+                raise BadSampleError(f"a plane of depth {odd.pop()} beside pictures of {(height, width)} pixels")
             poses = np.stack([[scene.pose(v, t) for t, v in row] for row in every])
             lenses = np.stack([scene.lens(v, width, height) for v in range(self.views)])
         except BadSampleError as bad:

@@ -104,8 +104,11 @@ def _publish(source: Path, folder: Path, kind: str, given: dict[str, Any]) -> No
     written = convert_published_set(source, folder, kind, **given)
     what = "videos" if given["videos"] else "scenes"
     console.print(
-        f"{folder}: {written.train} {what} to train on, {written.test} to score, {written.without_objects} without an object"
+        f"{folder}: {written.train} {what} to train on, {written.test} to score, {written.without_objects} without an object",
+        soft_wrap=True,
     )
+    if written.train:
+        out.print(f"sparo data check {shlex.quote(str(folder / 'train'))}", soft_wrap=True)
 
 
 def _tell(folder: Path, made: Converted, whole: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -68,6 +69,12 @@ def scenes(
     console.print(f"{folder}: ready")
 
 
+def _ready(folder: Path) -> None:
+    """Say so, and the line that looks at every sample."""
+    console.print(f"{folder}: ready")
+    out.print(f"sparo data check {shlex.quote(str(folder / 'train'))}", soft_wrap=True)
+
+
 @app.command()
 def tetrominoes(
     folder: Annotated[Path, typer.Argument()] = Path("data/tetrominoes"),
@@ -82,7 +89,7 @@ def tetrominoes(
     from ..runs.making import make_tetromino_set
 
     make_tetromino_set(folder, train=train, test=test, seed=seed, left_half=left_half)
-    console.print(f"{folder}: ready")
+    _ready(folder)
 
 
 @app.command()
@@ -104,7 +111,7 @@ def objects(
     given = {"train": train, "test": test, "size": size, "antialias": antialias, "seed": seed}
     given |= _most(most, kind.value, kind is not ObjectKind.rooms, "has one to three")
     make_object_set(folder, processes, kind=kind.value, **given)
-    console.print(f"{folder}: ready")
+    _ready(folder)
 
 
 def _most(most: int | None, kind: str, counts: bool, instead: str) -> dict[str, int]:
@@ -138,7 +145,7 @@ def movi_like(
     given = {"train": train, "test": test, "frames": frames, "size": size, "antialias": antialias, "larger": larger}
     given |= _most(most, kind.value, kind.value in "abc", "has a crowd")
     make_video_set(folder, processes, kind=kind.value, seed=seed, **given)
-    console.print(f"{folder}: ready")
+    _ready(folder)
 
 
 @app.command()
@@ -169,7 +176,7 @@ def scenes3d(
     given = {"train": train, "test": test, "frames": frames, "size": size, "most": most, "antialias": antialias}
     given |= {"samples": samples or (32 if blender else 0)}
     make_viewed_set(folder, processes, blender, kind=kind.value, seed=seed, **given)
-    console.print(f"{folder}: ready")
+    _ready(folder)
 
 
 @app.command()

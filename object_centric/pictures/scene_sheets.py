@@ -13,7 +13,7 @@ from evals.encoders.pixels import Pixels
 from evals.sets.base import EvalSet
 from sparo_train.data.clips.cameras import looking
 
-from ..scenes3d.rays import pixel_rays
+from ..scenes3d.rays import common_point, pixel_rays
 from ..tasks.mask_task import seen_by
 from ..tasks.scene_encoder import EveryView, SceneEncoder
 from .panels import coloured, sheet_of
@@ -92,14 +92,12 @@ def circle(views: Tensor, turns: int) -> list[np.ndarray]:
     side = views.shape[-1]
     eyes = views[:, 3:6, 0, 0].double().cpu().numpy()
     ahead = views[:, 6:, side // 2, side // 2].double().cpu().numpy()
-    off = np.eye(3) - ahead[:, :, None] * ahead[:, None]
-    # Least squares: axes of real cameras do not meet in a point.
-    middle = np.linalg.lstsq(off.sum(0), (off @ eyes[..., None]).sum(0)[:, 0], rcond=None)[0]
+    middle = common_point(eyes, ahead)
     angles = 2 * np.pi * np.arange(turns) / turns
     around = np.stack([np.cos(angles), np.sin(angles), np.zeros(turns)], 1)
     spread = np.linalg.norm(eyes - eyes.mean(0), axis=1).mean()
-    # Cameras that look away from each other have what they see around them.
-    if len(eyes) == 1 or ((middle - eyes) * ahead).sum(1).mean() < spread:
+    # Cameras that look away from each other have what they see around them; one alone may look past the origin.
+    if ((middle - eyes) * ahead).sum(1).mean() <= max(spread, 1e-3):
         return [looking(eyes.mean(0), eyes.mean(0) + step + [0, 0, ahead[:, 2].mean()]) for step in around]
     reach, high = np.hypot(*(eyes - middle)[:, :2].T).mean(), eyes[:, 2].mean()
     return [looking([*(middle[:2] + reach * step[:2]), high], middle) for step in around]

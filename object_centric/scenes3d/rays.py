@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, Self
 
+import numpy as np
 import torch
 from pydantic import model_validator
 from torch import Tensor
@@ -49,6 +50,16 @@ class Bounds(NamedTuple):
         origins, directions = pixel_rays(poses, lens * (16 / side), 16).split(3, -1)
         near, far = self.ends(origins, directions)
         return bool((far > near).any())
+
+
+def common_point(eyes: np.ndarray, ahead: np.ndarray) -> np.ndarray:
+    """(3,): the point that the axes of cameras at (V, 3), which look along unit (V, 3), come nearest to; of one camera the point of its axis
+    that is nearest to the origin."""
+    if len(eyes) == 1:
+        return eyes[0] - (eyes[0] @ ahead[0]) * ahead[0]
+    off = np.eye(3) - ahead[:, :, None] * ahead[:, None]
+    # Least squares: axes of real cameras do not meet in a point.
+    return np.linalg.lstsq(off.sum(0), (off @ eyes[..., None]).sum(0)[:, 0], rcond=None)[0]
 
 
 def rays_at(poses: Tensor, lens: Tensor, columns: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from sparo_train.data.read.loader import Examples, OnStage, as_samples, ignore_s
 from sparo_train.data.read.sources import DataConfig, Source
 
 from ..video.cuts import Cut
-from .rays import Bounds
+from .rays import Bounds, common_point
 
 
 class ViewsConfig(Frozen):
@@ -84,7 +84,7 @@ class ViewExamples(Examples):
         scene = ViewedScene(fields, source.config.image_keys)
         if len(scene.views) < v.count:
             raise BadSampleError(f"fewer views than objective.views takes ({v.shown} shown, {v.held_out} held out)")
-        refuse_outside(scene.facts, self.bounds)
+        refuse_outside(scene.bounds, self.bounds)
         times = self.frames.window(scene.frames, rng)
         chosen = rng.permutation(len(scene.views))[: v.count]  # the first of them are shown
         pictures = [[scene.views[number].image(t) for number in chosen] for t in times]
@@ -98,6 +98,8 @@ class ViewExamples(Examples):
         poses = np.stack([[scene.pose(number, t) for number in chosen] for t in times]).astype(np.float32)
         lenses = np.broadcast_to(np.asarray(lens, np.float32), (len(times), v.count, 4))
         drawn = slice(v.count - v.drawn, v.count)
+        if scene.bounds is None:
+            self._refuse_unseen(poses[0].astype(np.float64))
         self._refuse_unmet(poses[:, drawn], lenses[:, drawn])
         shape, most = (len(times), v.drawn), size * size
         # As many of every view and time, none of them twice.
@@ -118,11 +120,28 @@ class ViewExamples(Examples):
         on_stage("augment")
         return {name: np.ascontiguousarray(table) for name, table in found.items()}
 
+    def _refuse_unseen(self, poses: np.ndarray) -> None:
+        """Raise `BadSampleError` where cameras (V, 4, 4) look at one point, and all of them nearer or farther than rays are looked at."""
+        if self.bounds is None:
+            return
+        eyes, ahead = poses[:, :3, 3], -poses[:, :3, 2]
+        apart = common_point(eyes, ahead) - eyes
+        along = (apart * ahead).sum(1)
+        off = np.linalg.norm(apart - along[:, None] * ahead, axis=1)
+        # Axes that do not meet before the cameras say nothing of where things are.
+        if len(eyes) < 2 or np.ptp(eyes, axis=0).max() < 1e-6 or (along <= 0).any() or off.max() > 0.1 * along.min():
+            return
+        if along.max() < self.bounds.near or along.min() > self.bounds.far:
+            raise BadSampleError(
+                f"its cameras look at a point nearer or farther than its rays are looked at ({_ends(self.bounds)}); "
+                "those are in the units of the cameras' poses"
+            )
+
     def _refuse_unmet(self, poses: np.ndarray, lenses: np.ndarray) -> None:
         """Raise `BadSampleError` where views look past the box: of them a model would learn its sky, and nothing else."""
         if self.bounds is None or self.bounds.box is None:
             return
-        told, lens = (torch.from_numpy(np.ascontiguousarray(table)) for table in (poses, lenses))
+        told, lens = (torch.from_numpy(table.copy()) for table in (poses, lenses))
         if not self.bounds.met(told, lens, self.image_size):
             raise BadSampleError(
                 f"no ray of its views meets the box that is looked at (decoder.box={self.bounds.box}, "
@@ -137,14 +156,16 @@ class ViewExamples(Examples):
         return as_samples(batch["shown"][:count, 0, 0])
 
 
-def refuse_outside(facts: Mapping[str, Any], bounds: Bounds | None) -> None:
+def refuse_outside(seen: tuple[float, float] | None, bounds: Bounds | None) -> None:
     """Raise `BadSampleError` where a scene says that it is seen between other distances than rays are drawn: they would miss it."""
-    near, far = facts.get("near"), facts.get("far")
-    if bounds is None or not isinstance(near, int | float) or not isinstance(far, int | float):
+    if bounds is None or seen is None:
         return
-    if near < bounds.near - 1e-6 or far > bounds.far + 1e-6:
-        # Without its own numbers: skipped samples are counted by reason.
-        ends = f"decoder.near={bounds.near:g}" + ("" if bounds.far == math.inf else f", decoder.far={bounds.far:g}")
+    if seen[0] < bounds.near - 1e-6 or seen[1] > bounds.far + 1e-6:
         raise BadSampleError(
-            f"seen nearer or farther than its rays are looked at ({ends}); its json's near and far say where"
+            f"seen nearer or farther than its rays are looked at ({_ends(bounds)}); its json's near and far say where"
         )
+
+
+def _ends(bounds: Bounds) -> str:
+    """In the recipe's words, without a scene's own numbers: skipped samples are counted by reason."""
+    return f"decoder.near={bounds.near:g}" + ("" if bounds.far == math.inf else f", decoder.far={bounds.far:g}")

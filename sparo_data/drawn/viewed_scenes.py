@@ -254,5 +254,7 @@ def _object_facts(solids: list[_Solid], motion: Motion, pictures: list[list[Fram
     for number, solid in enumerate(solids):
         tables = {name: table[:, number].round(6).tolist() for name, table in motion._asdict().items()}
         visible = [[int((f.mask == number + 1).sum()) for f in row] for row in pictures]
-        objects.append({"id": number + 1, **solid._asdict(), **tables, "visibility": visible})
+        # As words, and as the numbers behind them, which a probe can regress.
+        told = {"scale": RADII[solid.size], "rgb": list(COLORS[solid.color])}
+        objects.append({"id": number + 1, **solid._asdict(), **told, **tables, "visibility": visible})
     return objects

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -63,6 +64,9 @@ def sources_of(place: Path, name: str) -> list[Path]:
     if name not in FORMATS:
         raise ConfigError(f"--as {name}: {did_you_mean(name, FORMATS)}")
     kind = FORMATS[name]
+    split = sorted(place.parent.glob(f"{glob.escape(place.name)}.tfrecord*")) if kind.suffix == "tfrecord" else []
+    if split and not place.exists():
+        return split
     if not place.exists():
         raise DataError(f"{place}: no such file or folder; --as {name} reads {kind.what}")
     if place.is_file() and name in VIEWED and not kind.suffix:
@@ -77,7 +81,7 @@ def sources_of(place: Path, name: str) -> list[Path]:
     parts = sorted({p.name.partition(kind.suffix)[0].rstrip(".") for p in found}) if kind.suffix == "tfrecord" else []
     if len(parts) > 1:
         raise DataError(
-            f"{place}: holds several splits ({', '.join(parts)}), which would mix; give a folder of one, or one file"
+            f"{place}: holds several splits ({', '.join(parts)}), which would mix; give {place / parts[0]} for one of them"
         )
     return found
 

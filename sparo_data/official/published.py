@@ -46,7 +46,11 @@ class PublishedConfig(Frozen):
 
     source: str = setting(..., "the format")
     files: tuple[str, ...] = setting((), "what was read, by name")
-    test: int = setting(0, "the first so many scenes (to the end of a video) are scored, and no training data", ge=0)
+    test: int = setting(
+        0,
+        "the first so many scenes (to the end of a video, or of all parts of a scene) are scored, and no training data",
+        ge=0,
+    )
     limit: int | None = setting(None, "scenes to take, all of the sources together", gt=0)
     most: int | None = setting(
         None,
@@ -120,12 +124,12 @@ def write_in_two(
     Raises:
         DataError: there is no sample, or `out` holds something else already.
     """
-    samples = _told_apart(samples)
+    stream, held = _told_apart(samples), _Held()
     with claimed(out, config):
         if config.test:
-            write_wds_layout(out / scored, islice(samples, config.test))
-        tested = counts["all"]
-        write_shards(out / "train", samples, config.per_shard)
+            write_wds_layout(out / scored, held.first(stream, config.test))
+        tested = counts["all"] - len(held.rest)
+        write_shards(out / "train", chain(held.rest, stream), config.per_shard)
         if not counts["all"]:
             raise DataError(f"{', '.join(config.files)}: not one {what} in it")
     return Written(counts["all"] - tested, tested, counts["empty"])
@@ -177,7 +181,7 @@ def claimed(out: Path, config: PublishedConfig) -> Iterator[None]:
 
 
 class _Held:
-    """What is scored ends between two videos: no frame of one that is scored is trained on."""
+    """What is scored ends between two videos or scenes: nothing of one that is scored is trained on."""
 
     def __init__(self) -> None:
         self.rest: list[tuple[str, Fields]] = []
@@ -185,11 +189,12 @@ class _Held:
     def first(self, stream: Iterator[tuple[str, Fields]], count: int) -> Iterator[tuple[str, Fields]]:
         last = None
         for number, (key, fields) in enumerate(stream):
-            video = json.loads(fields["json"]).get("video")
-            if number >= count and (video is None or video != last):
+            facts = json.loads(fields["json"])
+            whole = facts.get("video", facts.get("scene"))
+            if number >= count and (whole is None or whole != last):
                 self.rest.append((key, fields))
                 return
-            last = video
+            last = whole
             yield key, fields
 
 

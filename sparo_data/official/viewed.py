@@ -22,7 +22,7 @@ from .published import PublishedConfig, Written, numbered, opened_image, write_i
 from .videos import sized
 
 _NAMES = ("transforms.json", "transforms_train.json", "transforms_val.json", "transforms_test.json")
-_BENT = ("k1", "k2", "k3", "k4", "k5", "k6", "p1", "p2")
+_BENT = ("k1", "k2", "k3", "k4", "k5", "k6", "p1", "p2", "distortion_params")
 _PINHOLES = (
     "OPENCV",
     "PINHOLE",
@@ -66,7 +66,7 @@ def nerf_scenes(place: Path) -> Iterator[PublishedViews]:
         if any((place / name).is_file() for name in _NAMES)
         else sorted(p for p in place.iterdir() if p.is_dir())
     )
-    # Train, val and test of one scene are scenes of their own: their cameras were not meant to be mixed.
+    # Train, val and test of one scene are samples of their own: their cameras were not meant to be mixed. All are scored, or none.
     files = [folder / name for folder in folders for name in _NAMES if (folder / name).is_file()]
     if not files:
         raise DataError(f"{place}: no transforms.json in it, nor in its folders")
@@ -78,15 +78,17 @@ def nerf_scenes(place: Path) -> Iterator[PublishedViews]:
         part = path.stem.removeprefix("transforms").lstrip("_")
         name = path.parent.resolve().name  # `.` has no name of its own
         views = [_frame(path, number, told, frame) for number, frame in enumerate(frames)]
-        facts = {"dataset": name, **_said_bounds(told)}
+        facts = {"dataset": name, "scene": name, **_said_bounds(path, told)}
         yield PublishedViews(plain(name + (f"_{part}" if part else "")) or "scene", views, facts)
 
 
-def _said_bounds(told: dict[str, Any]) -> dict[str, float]:
-    """`near` and `far` of a transforms.json, which some exporters write, where they are two distances."""
+def _said_bounds(path: Path, told: dict[str, Any]) -> dict[str, float]:
+    """`near` and `far` of a transforms.json, which some exporters write. Raises `DataError` where they are no two distances."""
     near, far = told.get("near"), told.get("far")
-    if not isinstance(near, int | float) or not isinstance(far, int | float) or not 0 <= near < far < _FARTHEST:
+    if near is None and far is None:
         return {}
+    if not isinstance(near, int | float) or not isinstance(far, int | float) or not 0 <= near < far < _FARTHEST:
+        raise DataError(f"{path}: near={near!r} and far={far!r} are no two distances, the nearer one first; mend them")
     return {"near": float(near), "far": float(far)}
 
 
@@ -107,8 +109,9 @@ def _frame(path: Path, number: int, told: dict[str, Any], frame: Any) -> Publish
 def _refuse_bent(where: str, told: dict[str, Any]) -> None:
     """Raise `DataError` for a lens that is no pinhole, told of all frames or of this one."""
     for name in _BENT:
-        if told.get(name):
-            raise DataError(f"{where}: its lens is distorted ({name}={told[name]}); undistort the pictures first")
+        bent = told.get(name)
+        if any(bent) if isinstance(bent, list) else bent:
+            raise DataError(f"{where}: its lens is distorted ({name}={bent}); undistort the pictures first")
     model = told.get("camera_model", "PINHOLE")
     if model not in _PINHOLES or told.get("is_fisheye"):
         what = f"camera_model={model}" if model not in _PINHOLES else "is_fisheye"

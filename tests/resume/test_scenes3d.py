@@ -1,5 +1,6 @@
 """Posed scenes made, checked, trained on, killed and continued to the bit, on two ranks, scored and probed; and published ones read."""
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -8,12 +9,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from evals.sets.view_set import ViewSet
 from launch.runs.train import train
 from object_centric.scenes3d.rays import Bounds
 from object_centric.scenes3d.view_examples import refuse_outside
 from sparo_data.drawn.viewed_sets import ViewedSetConfig, render_viewed
 from sparo_data.official.formats import convert_published
 from sparo_data.official.published import PublishedConfig
+from sparo_data.writer import write_wds_layout
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.data.clips.cameras import looking
 from sparo_train.data.clips.views import ViewedScene
@@ -212,8 +215,8 @@ def test_folders_of_transforms_become_scenes(tmp_path):
     assert len(scene.views) == 3 and scene.frames == 1 and (scene.facts["near"], scene.facts["far"]) == (2.0, 7.5)
     # So a model whose rays end before it says so, and does not learn from what it cannot see.
     with pytest.raises(BadSampleError, match=r"decoder.near=1, decoder.far=5"):
-        refuse_outside(scene.facts, Bounds(1.0, 5.0))
-    refuse_outside(scene.facts, Bounds(1.0, 9.0))
+        refuse_outside(scene.bounds, Bounds(1.0, 5.0))
+    refuse_outside(scene.bounds, Bounds(1.0, 9.0))
     for words in ({"near": 2.0}, {"near": 3.0, "far": 2.0}):
         with pytest.raises(ConfigError, match="give both, the smaller one first"):
             convert_published([tmp_path / "in"], tmp_path / "no", PublishedConfig(source="nerf", **words))
@@ -228,6 +231,29 @@ def test_folders_of_transforms_become_scenes(tmp_path):
     focal = 24 / 2 / np.tan(0.35)
     assert np.allclose([fx, fy, cx, cy], [focal * 10 / 24, focal * 10 / 20, 5, 5])
     assert np.allclose(scene.pose(2, 0), looking((4 * np.cos(2), 4 * np.sin(2), 2.0), (0, 0, 0)), atol=1e-6)
+
+
+def test_parts_of_one_scene_are_all_scored_or_none(tmp_path):
+    for name in ("chair", "lego"):
+        nerf_folder(tmp_path / "in" / name)
+        whole = tmp_path / "in" / name / "transforms.json"
+        for part in ("train", "val"):
+            whole.with_name(f"transforms_{part}.json").write_text(whole.read_text())
+        whole.unlink()
+    config = PublishedConfig(source="nerf", files=("in",), test=1)
+    written = convert_published([tmp_path / "in"], tmp_path / "out", config)
+    assert (written.train, written.test) == (2, 2)
+    assert {scene.facts["scene"] for scene in read_back(tmp_path / "out/train")} == {"lego"}
+
+
+def test_a_plane_of_another_size_is_told_by_sample(scenes, tmp_path):
+    shard = next(scenes.rglob("scenes/test/*.tar"))
+    (key, fields), *_ = [storage.read(0) for storage in open_source("x", ShardsConfig(shards=(str(shard),))).storages]
+    small = Image.fromarray(np.zeros((5, 7), np.uint16))
+    small.save(buffer := io.BytesIO(), "PNG")
+    write_wds_layout(tmp_path / "odd", [(key, {**fields, "c1.000.depth.png": buffer.getvalue()})])
+    with pytest.raises(DataError, match=r"plane of depth \(5, 7\) beside pictures of"):
+        ViewSet(str(tmp_path / "odd"), None, None).read(0)
 
 
 def test_the_folder_that_one_stands_in_has_its_name(tmp_path, monkeypatch):
@@ -253,6 +279,9 @@ def test_folders_that_are_none_are_told_by_file(tmp_path):
     bad = {
         "empty": {"frames": []},
         "bent": {"k1": 0.1},
+        "bent at once": {"camera_model": "OPENCV", "distortion_params": [0.3, 0, 0, 0]},
+        "turned": {"near": 5.0, "far": 2.0},
+        "half": {"near": 5.0},
         "flat": {"camera_angle_x": 0.0},
         "leaves": {"frames": [{"file_path": "../../etc/passwd", "transform_matrix": np.eye(4).tolist()}]},
         "gone": {"frames": [{"file_path": "no", "transform_matrix": np.eye(4).tolist()}]},
@@ -271,6 +300,9 @@ def test_folders_that_are_none_are_told_by_file(tmp_path):
     told = {
         "empty": "no frames",
         "bent": "distorted",
+        "bent at once": r"distorted \(distortion_params=\[0.3",
+        "turned": "near=5.0 and far=2.0 are no two distances",
+        "half": "near=5.0 and far=None are no two distances",
         "flat": "camera_angle_x",
         "leaves": "leaves its folder",
         "gone": "frame 0: .*no.png.*without an ending .png is meant",

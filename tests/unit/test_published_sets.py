@@ -174,6 +174,9 @@ def test_clips_are_stills(tmp_path):
     tfrecords(tmp_path / "movi_a-test.tfrecord-00000-of-00001", [stored])
     with pytest.raises(DataError, match="holds several splits"):
         sources_of(tmp_path, "movi")
+    assert sources_of(tmp_path / "movi_a-train", "movi") == [
+        path
+    ]  # a split by its name, as TFDS writes several into a folder
     path.unlink()
     with tarfile.open(tmp_path / "v.tar", "w") as tar:
         for name, array, pack in (

@@ -11,11 +11,13 @@ from evals.suite.task import UnfitError, refuse_unfit
 from evals.tasks.objects.similarity import ssim
 from evals.tasks.objects.view_scores import ViewedClip, scene_scores, score
 from object_centric.objectives.collapse import sharing
-from object_centric.pictures.scene_sheets import scene_sheet, turntable
+from object_centric.pictures.scene_sheets import circle, scene_sheet, turntable
+from object_centric.scenes3d.rays import pixel_rays
 from object_centric.tasks.probe_task import SlotProbeTaskConfig
 from object_centric.tasks.scene_encoder import SceneEncoder, copied
 from object_centric.tasks.view_task import ViewMasksTaskConfig
 from sparo_train.core.errors import ConfigError
+from sparo_train.data.clips.cameras import looking
 from tests.unit.test_novel_views import GROUPINGS, objective
 from tests.unit.test_scene_drawing import DECODERS
 
@@ -35,6 +37,13 @@ def test_longer_episodes_are_seen_through_windows_and_stills_are_refused():
     recurrent = SceneEncoder(objective("psb", **GROUPINGS["savi"]).model, 2, 2, "run")
     with pytest.raises(ConfigError, match="is of a binder"):
         recurrent.slots_of(posed, 2)
+    # One camera alone is gone round what stands before it, not turned on the spot.
+    one = pixel_rays(
+        torch.from_numpy(looking((4.0, 0.0, 2.0), (0.0, 0.0, 0.5)))[None].float(), torch.tensor([[20.0, 20, 8, 8]]), 16
+    )
+    poses = circle(torch.cat([torch.zeros(1, 3, 16, 16), one.movedim(-1, 1)], 1), 4)
+    assert all((-pose[:3, 2] @ (np.array([0, 0, pose[2, 3] - 2]) - pose[:3, 3])) > 2 for pose in poses)
+    assert np.ptp(np.stack(poses)[:, 0, 3]) > 6
     views = torch.rand(3, 9, 16, 16)
     views[:, 3:6] = torch.tensor([[0.0, 0, 0], [5, 0, 0], [4, 0, 0]])[:, :, None, None]
     views[:, 6:] = 0.0

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from object_centric.scenes3d.rays import Bounds, pixel_rays
+from object_centric.scenes3d.rays import Bounds, common_point, pixel_rays
 from object_centric.scenes3d.view_examples import ViewExamples, ViewsConfig
 from sparo_data.drawn.viewed_scenes import KINDS, viewed_episode
 from sparo_data.drawn.viewed_sets import ViewedSetConfig, _sample
@@ -263,6 +263,27 @@ def test_scenes_that_cannot_be_used_are_told_by_reason(scene):
     ):
         with pytest.raises(BadSampleError, match=reason):
             examples().prepare(fields, SOURCE, generator(0, "visit", 3))
+    for wrong in (
+        {"near": 9.0, "far": 1.0},
+        {"near": 1.0, "far": None},
+        {"near": float("nan"), "far": 2.0},
+        {"far": "x"},
+    ):
+        with pytest.raises(BadSampleError, match="near and far are no two distances"):
+            examples().prepare(told(scene, **wrong), SOURCE, generator(0, "visit", 3))
+        with pytest.raises(BadSampleError, match="near and far are no two distances"):
+            ViewedScene(told(scene, **wrong)).check()
+    # What says no distances is told by where its cameras look, if at one point.
+    unsaid = told(scene, near=None, far=None)
+    for ends in (Bounds(0.1, 1.5), Bounds(60.0, 90.0)):
+        with pytest.raises(BadSampleError, match=r"its cameras look at a point nearer or farther than .*decoder.near="):
+            examples(bounds=ends).prepare(unsaid, SOURCE, generator(0, "visit", 3))
+    examples(bounds=Bounds(1.0, 40.0)).prepare(unsaid, SOURCE, generator(0, "visit", 3))
+    outwards = viewed_episode("nature_ego", 0, "train", 0, 8, 1)
+    eyes, ahead = outwards.poses[:, 0, :3, 3], -outwards.poses[:, 0, :3, 2]
+    assert not (
+        (common_point(eyes, ahead) - eyes) * ahead > 1
+    ).all()  # cameras that look away from each other say nothing
     with pytest.raises(BadSampleError, match="fewer views than"):
         examples({"shown": 5, "held_out": 1}).prepare(scene, SOURCE, generator(0, "visit", 3))
     with pytest.raises(BadSampleError, match=r"decoder.near=1, decoder.far=9\); its json"):

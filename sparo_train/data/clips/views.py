@@ -10,6 +10,7 @@ A still scene has one frame.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
@@ -69,6 +70,21 @@ class ViewedScene:
         """The scene's json."""
         return self.views[0].facts
 
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """Nearest and farthest of what cameras see, world units; None where the json says neither.
+
+        Raises:
+            BadSampleError: it says one alone, or what are no two distances in this order.
+        """
+        near, far = self.facts.get("near"), self.facts.get("far")
+        if near is None and far is None:
+            return None
+        numbers = [isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n) for n in (near, far)]
+        if not all(numbers) or not 0 <= near <= far:
+            raise BadSampleError("json's near and far are no two distances, the nearer one first")
+        return float(near), float(far)
+
     def pose(self, view: int, t: int) -> np.ndarray:
         """(4, 4) fp64, camera to world, OpenGL's."""
         poses = self._camera(view).get("poses")
@@ -90,6 +106,7 @@ class ViewedScene:
         if len(sizes) > 1:
             raise BadSampleError("views of unequal size")
         height, width = self.views[0].image(0).shape[:2]
+        _ = self.bounds
         for view in range(len(self.views)):
             self.lens(view, width, height)
             for t in range(self.frames):
