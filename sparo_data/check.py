@@ -134,6 +134,7 @@ def _looked_at(fields: Mapping[str, bytes], config: SourceConfig, captioned: boo
         else:
             episodes = [Episode(fields, config.image_keys)]
         for episode in episodes:
+            episode.check_whole()
             for t in range(len(episode)):
                 episode.check(t)
         return None, b"".join(data for name, data in fields.items() if name != "json")

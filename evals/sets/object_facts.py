@@ -11,7 +11,7 @@ from sparo_train.data.clips.episode import Episode
 
 _NUMBERS = {"positions": "position", "velocities": "velocity", "angular_velocities": "angular_velocity"}
 # Numbers that an object has once, by the first of these names that all have: MOVi-C to F's, MOVi-A's and B's.
-_CONSTANT = {"size": (("scale", "size"), ()), "color": (("rgb",), (3,))}
+_CONSTANT = {"size": (("scale", "size"), ()), "color": (("rgb", "color_rgb"), (3,))}
 _WORDS = ("color", "shape", "material", "size", "category")
 
 

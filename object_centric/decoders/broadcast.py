@@ -31,6 +31,9 @@ class BroadcastConfig(Frozen):
     ups: int = setting(2, "of cnn: transposed convolutions, each twice the side of what it gets", ge=0, le=8)
     convs: int = setting(2, "of cnn: convolutions behind them", ge=0, le=64)
     kernel: int = setting(5, "of cnn: pixels of a kernel's side", gt=0, le=64)
+    last_up: bool = setting(
+        False, "of cnn without convs: the last transposed convolution gives colours and share itself (PSB's Table 5)"
+    )
     align: Literal["same", "torch"] = setting(
         "same",
         "of cnn: how ups lie: as flax and Keras have them, or a pixel further, as torch's usual idiom (PSB, OCLF)",
@@ -54,6 +57,8 @@ class BroadcastConfig(Frozen):
             )
         if self.norm and self.kind != "cnn":
             raise ValueError(f"norm: is of kind=cnn, not of {self.kind}; leave it away")
+        if self.last_up and (self.kind != "cnn" or self.convs or not self.ups):
+            raise ValueError("last_up: is of kind=cnn with ups and with convs=0; leave it away")
         return self
 
     def side(self, image_size: int) -> int:
@@ -99,7 +104,7 @@ class Broadcast(nn.Module):
             return
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.GroupNorm(1, width)]) if c.norm else None
         convs: list[nn.Module] = []
-        for number in range(c.ups + c.convs):
+        for number in range(c.ups + c.convs - c.last_up):
             wide = width if number == 0 else c.channels
             convs += [
                 _Up(wide, c.channels, c.kernel, c.align)
@@ -107,9 +112,13 @@ class Broadcast(nn.Module):
                 else nn.Conv2d(wide, c.channels, c.kernel, padding="same"),
                 nn.ReLU(),
             ]
-        self.layers = nn.Sequential(
-            *convs, nn.Conv2d(c.channels if convs else width, out + 1, c.out_kernel, padding="same")
+        wide = c.channels if convs else width
+        last = (
+            _Up(wide, out + 1, c.kernel, c.align)
+            if c.last_up
+            else nn.Conv2d(wide, out + 1, c.out_kernel, padding="same")
         )
+        self.layers = nn.Sequential(*convs, last)
         begin(self.layers, c.start)
 
     def forward(self, slots: Tensor, grid: Tensor) -> Decoded:

@@ -79,6 +79,14 @@ class FrozenPatches(nn.Module):
         self.register_buffer("mean", encoder.mean.clone(), persistent=False)
         self.register_buffer("std", encoder.std.clone(), persistent=False)
 
+    def fit_to(self, image_size: int) -> None:
+        """Take images of this size: positions of one of timm's ViTs are interpolated once, as timm does it."""
+        held = getattr(getattr(self.model, "patch_embed", None), "img_size", None)
+        if held is not None and tuple(held) != (image_size, image_size) and hasattr(self.model, "set_input_size"):
+            with torch.device("cpu"), torch.no_grad():
+                self.model.set_input_size(img_size=(image_size, image_size))
+            self.model.requires_grad_(False)  # they are parameters anew
+
     def train(self, mode: bool = True) -> Self:
         """It stays in evaluation mode."""
         # Whoever calls `.train()` on the model that holds it means the rest.

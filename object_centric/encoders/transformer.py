@@ -18,7 +18,7 @@ from sparo_train.core.errors import did_you_mean
 BLOCKS: dict[str, dict[str, Any]] = {
     "savi": {},
     "savi++": {"norm": "pre", "blocks": 4, "qkv_width": 64, "mlp_width": 1024},
-    "steve": {"norm": "pre", "biases": False, "first_norm": "stream", "last_norm": True, "mlp_times": 4, "ln_eps": 1e-5, "dropout": 0.1},
+    "steve": {"norm": "pre", "biases": False, "first_norm": "stream", "last_norm": True, "mlp_times": 4, "ln_eps": 1e-5},
     "videosaur": {"norm": "pre", "mlp_times": 4, "ln_eps": 1e-5, "sharp": True},
     "osrt": {"norm": "pre", "blocks": 5, "heads": 12, "mlp_width": 1536, "activation": "gelu", "biases": "out", "ln_eps": 1e-5},
     "srt": {"norm": "pre", "blocks": 10, "heads": 12, "mlp_width": 1536, "activation": "gelu", "biases": "out", "ln_eps": 1e-5},

@@ -21,7 +21,9 @@ class BinderConfig(Frozen):
         examples=[6],
     )
     competes: Literal["time", "clip"] = setting(
-        "time", "who shares a token: slots of each time among them (the code), or of all times (as D.1.2 can be read)"
+        "time",
+        "who shares a token: slots of each time among them (the code), or of all times (as D.1.2 can be read); "
+        "then a later time takes from an earlier one's share, causal or not",
     )
     inverted: bool = setting(
         True, "slots compete for tokens; false: each chooses among all tokens that it sees, an ablation of the paper"

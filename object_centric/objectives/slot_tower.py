@@ -114,6 +114,9 @@ class SlotTower(nn.Module):
         self.config, c = config, config
         wide = c.encoder.width
         self.encoder = c.encoder.build()
+        # One that has positions of another size (frozen.py).
+        if (fit_to := getattr(self.encoder, "fit_to", None)) is not None:
+            fit_to(c.image_size)
         # x, y and what is left of them to the other edge (Locatello et al. 2020); frames bring positions of their own.
         self.position = nn.Linear(4, wide) if c.frame is None and c.encoder.kind not in _PLACED else None
         self.norm = nn.LayerNorm(wide, eps=c.grouping.ln_eps)

@@ -54,12 +54,14 @@ def slot_contrast(slots: Tensor, config: ContrastConfig, ring: Ring | None = Non
 
 
 def patch_likeness(features: Tensor, config: SimilarityConfig) -> Tensor:
-    """Features (b, T, N, C) of patches to what each is like among those of the next frame, (b, T - 1, N, N), every row of sum one; a row
-    without likeness is zeros."""
+    """Features (b, T, N, C) of patches to what each is like among those of the next frame, (b, T - 1, N, N), every row of sum one; of a row
+    where all are below `threshold` nobody is told apart (videosaur's code, too)."""
     near = F.normalize(features.float(), dim=-1)
     cosines = near[:, :-1] @ near[:, 1:].transpose(-1, -2)
-    shares = torch.softmax(cosines.masked_fill(cosines < config.threshold, -torch.inf) / config.temperature, -1)
-    return shares.nan_to_num(0.0)
+    below = cosines < config.threshold
+    below &= ~below.all(-1, keepdim=True)
+    cosines = cosines.where(~(cosines < config.threshold).all(-1, keepdim=True), 0.0)
+    return torch.softmax(cosines.masked_fill(below, -torch.inf) / config.temperature, -1)
 
 
 def likeness_missed(said: Tensor, features: Tensor, config: SimilarityConfig) -> Tensor:

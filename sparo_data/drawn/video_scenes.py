@@ -18,7 +18,7 @@ from ..episodes import LONGEST, Video, boxes_of, measured
 from ..tracer.render import Body, Camera, Stage, render
 from ..tracer.textures import Texture
 from .motion import flow, seen_points
-from .object_scenes import radius_of, table_camera, texture
+from .object_scenes import RADII, radius_of, table_camera, texture
 from .physics import Motion, Thrown, simulate
 from .scenes import COLORS
 
@@ -202,7 +202,9 @@ def _object_facts(solids: list[_Solid], motion: Motion, labels: np.ndarray, path
     objects = []
     for number, solid in enumerate(solids):
         words: dict[str, Any] = {"size": solid.size, "material": solid.material, "shape": solid.shape}
+        # The numbers behind the words, as MOVi-C to F's objects have them: a probe can regress them.
         words |= {"color": solid.color} if solid.color else {"color_rgb": solid.light}
+        words |= {"rgb": list(solid.light), "scale": solid.larger * RADII[solid.size]}
         # Six digits: a JSON of full doubles is twice as long, and no renderer tells them apart.
         tables = {name: table[:, number].round(6).tolist() for name, table in motion._asdict().items()}
         # Of the rendered masks: what is hidden has none, wherever it is.

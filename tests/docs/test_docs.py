@@ -217,6 +217,33 @@ def test_recipes_resolve_count_and_state_what_they_are(path, tmp_path, monkeypat
         assert float(said[1]) == pytest.approx(sum(dry.parameters.values()) / 1e6, abs=0.06)
 
 
+def test_published_rows_are_what_their_papers_say():
+    """Of keys that an inherited block, or a default, once changed without a word."""
+    said = {
+        "video/slotcontrast_movi_c": (
+            "frames.count=4",
+            "grouping.slots=11",
+            "grouping.width=128",
+            "first_turns=3",
+            "decoder.kind=patch",
+        ),
+        "video/psb_sbd": ("encoder.last_relu=False", "decoder.last_up=True", "decoder.ups=4"),
+        "video/psb_ar": ("encoder.last_relu=False",),
+        "video/steve_movi": ("predictor.dropout=0.0", "decoder.dropout=0.1"),
+        "scenes3d/savi_3d": ("grouping.iterations=3",),
+        "scenes3d/uorf_like": ("decoder.static=True", "decoder.background=False"),
+        "scenes3d/inv_osrt_clevr3d": ("views.targets=all", "views.rays=2731"),
+    }
+    for name, words in said.items():
+        config = load_run(ROOT / "configs" / f"{name}.yaml").objective
+        for word in words:
+            key, _, value = word.partition("=")
+            found = config if key.split(".")[0] in type(config).model_fields else config.model
+            for part in key.split("."):
+                found = getattr(found, part)
+            assert str(found) == value, (name, word)
+
+
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda p: p.stem)
 def test_every_sweep_is_of_recipes_that_are_there(path):
     name, runs = expand(path, [], 3)

@@ -73,7 +73,12 @@ def test_torchs_idiom_is_the_same_filter_a_pixel_further():
 
 
 @pytest.mark.parametrize(
-    "kind", [{"kind": "mlp", "hidden": (8, 8)}, {"kind": "cnn", "channels": 8, "ups": 2, "convs": 1}]
+    "kind",
+    [
+        {"kind": "mlp", "hidden": (8, 8)},
+        {"kind": "cnn", "channels": 8, "ups": 2, "convs": 1},
+        {"kind": "cnn", "channels": 8, "ups": 2, "convs": 0, "last_up": True},
+    ],
 )
 def test_a_picture_is_the_sum_of_its_slots_parts(kind):
     config = BroadcastConfig(**kind)
@@ -275,11 +280,15 @@ def test_frozen_features_are_timms_and_are_not_trained(tmp_path):
         wrong = SlotAutoencoderConfig.model_validate({"model": {**model, "encoder": {**encoder, **change}}})
         with pytest.raises(ConfigError, match=told):
             SlotAutoencoder(wrong)({"image": images, "noise": noise}, Progress(0, 10, 0))
-    small = SlotAutoencoderConfig.model_validate({"model": {**model, "image_size": 128}})
-    with pytest.raises(ConfigError, match=r"set objective\.model\.image_size to it"):
-        SlotAutoencoder(small)(
-            {"image": images[..., :128, :128], "noise": torch.randn(2, *small.model.noise)}, Progress(0, 1, 0)
-        )
+    # Of another size positions are interpolated once, as timm's own models of any size do at every step.
+    small = SlotAutoencoder(SlotAutoencoderConfig.model_validate({"model": {**model, "image_size": 128}}))
+    dynamic = timm.create_model("vit_tiny_patch16_224", num_classes=5, dynamic_img_size=True).eval()
+    dynamic.load_state_dict(torch.load(tmp_path / "vit.pth"))
+    with torch.no_grad():
+        expected = dynamic.forward_features((images[..., :128, :128] / 255 - 0.5) / 0.5)[:, 1:]  # type: ignore[operator]
+    found = small.model(images[..., :128, :128] / 255, torch.randn(2, *small.config.model.noise))
+    assert torch.allclose(found.target.flatten(2).transpose(1, 2), expected, atol=1e-5)
+    assert not any(p.requires_grad for n, p in small.named_parameters() if "tower.encoder" in n)
     tower = {k: v for k, v in model.items() if k not in ("decoder", "target")}
     with pytest.raises(ValueError, match="set signed: false"):
         SetPredictionConfig.model_validate({"model": tower})
@@ -366,6 +375,8 @@ def test_a_vit_is_trained_with_the_slots():
         SlotModelConfig(**{**SMALL, "encoder": encoder, "image_size": 18})
     with pytest.raises(ValueError, match="waves=8: are of places by coordinates"):
         BroadcastConfig(kind="patch", waves=8)
+    with pytest.raises(ValueError, match="last_up: is of kind=cnn with ups and with convs=0"):
+        BroadcastConfig(kind="cnn", last_up=True)
     with pytest.raises(ValueError, match="and scales them as it was trained"):
         SlotAutoencoderConfig(signed=True, model=SlotModelConfig(**{**SMALL, "encoder": encoder}))
 

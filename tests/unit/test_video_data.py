@@ -212,6 +212,9 @@ def test_checks_decode_every_plane_and_ask_no_captions_of_what_has_masks(tmp_pat
         ("0", good),
         ("1", {**good, "001.depth.png": b"no"}),
         ("2", {**good, "001.flow.png": other["001.flow.png"]}),
+        ("3", {name: data for name, data in good.items() if not name.startswith("001.")}),
+        ("4", {**good, "boxes.npy": b"junk"}),
+        ("5", {name: data for name, data in good.items() if name != "001.flow.png"}),
     ]
     still = {"png": good["000.png"], "mask.png": good["000.mask.png"], "json": b"{}"}
     write_shard(tmp_path / "v/0.tar", rows)
@@ -219,7 +222,13 @@ def test_checks_decode_every_plane_and_ask_no_captions_of_what_has_masks(tmp_pat
     write_shard(tmp_path / "c/0.tar", [("0", {**still, "txt": b"a cube"}), ("1", still)])
     found = {name: check_shard(str(tmp_path / name / "0.tar"), ShardsConfig(shards="x")).bad for name in "vmc"}
     assert found == {
-        "v": [("1", "bad depth"), ("2", "flow of another size than its frame")],
+        "v": [
+            ("1", "bad depth"),
+            ("2", "flow of another size than its frame"),
+            ("3", "json tells of another number of frames"),
+            ("4", "bad boxes.npy"),
+            ("5", "missing flow of a frame"),
+        ],
         "m": [("1", "bad image")],
         "c": [("1", "missing caption")],
     }

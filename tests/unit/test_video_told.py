@@ -82,7 +82,9 @@ def test_steves_first_block_norms_the_stream_and_its_last_norm_is_there():
     z = z + second.mlp(second.norm_mlp(z))
     assert torch.allclose(made(x), norm(z), atol=1e-6) and first.mlp[0].out_features == 32 and first.to_q.bias is None
     made.train()
-    assert not torch.equal(made(x), made(x))  # dropout
+    assert torch.equal(made(x), made(x))  # its code's default is no dropout
+    dropped = TransformerConfig(preset="steve", dropout=0.1).build(8)
+    assert not torch.equal(dropped(x), dropped(x))
 
 
 def test_a_corrector_may_attend_wider_than_its_slots():

@@ -92,6 +92,14 @@ class Episode:
         """Whether one of its frames has a plane of `PLANES`: then all have to."""
         return plane in self._planes
 
+    def check_whole(self) -> None:
+        """Raise `BadSampleError` where the json tells of more frames than there are, or boxes are none."""
+        said = self.facts.get("frames", self._length)
+        if said != self._length:
+            raise BadSampleError("json tells of another number of frames")
+        if self._array("boxes") is not None:
+            _ = self.boxes
+
     def check(self, t: int) -> None:
         """Decode all that there is of a frame. Raises `BadSampleError` where a plane is damaged, or of another size than the picture."""
         size = self.image(t).shape[:2]
@@ -102,8 +110,9 @@ class Episode:
             "mask": self.labels,
         }
         for name, read in planes.items():
-            # Flows may lack at an end, where there is no frame to come from or to go to.
-            if name in ("flow", "forward") and member(t, name) not in self.fields:
+            # Flows may lack at their end, where there is no frame to come from or to go to.
+            end = {"flow": 0, "forward": self._length - 1}.get(name)
+            if t == end and member(t, name) not in self.fields:
                 continue
             if self.has(name) and read(t).shape[:2] != size:
                 raise BadSampleError(f"{name} of another size than its frame")
