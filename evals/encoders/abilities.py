@@ -122,12 +122,13 @@ class DrawingEncoder(ABC):
 class TokensEncoder(ABC):
     """What an `Encoder` whose last tokens can be read also is.
 
-    `prefix_tokens`: how many stand before the patches, the first of them the class token where it `has_class_token`.
+    `prefix_tokens`: how many stand before the patches, the first of them the class token where it `has_class_token`; `token_width`: d.
     """
 
     image_size: int
     prefix_tokens: int = 1
     has_class_token: bool = True
+    token_width: int
 
     @abstractmethod
     def tokens(self, pixels: Tensor) -> Tensor:

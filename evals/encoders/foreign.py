@@ -133,6 +133,10 @@ class TimmVitEncoder(BackboneEncoder, PatchesEncoder, TokensEncoder):
         return self.model.num_prefix_tokens
 
     @property
+    def token_width(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.model.num_features
+
+    @property
     def has_class_token(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return getattr(self.model, "cls_token", None) is not None
 

@@ -64,6 +64,10 @@ class ClipEncoder(TwoTowerEncoder, TokensEncoder, ConditionedEncoder):
         return self.model.visual.prefix
 
     @property
+    def token_width(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.model.config.vision.width
+
+    @property
     def has_class_token(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.model.visual.has_cls
 
@@ -109,7 +113,7 @@ class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
         self, model: Vit, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD, label: str = ""
     ):
         super().__init__(model, mean, std, label)
-        self.image_size = model.config.image_size
+        self.image_size, self.token_width = model.config.image_size, model.embed_dim
         # As eval_knn.py and eval_linear.py cut it.
         self.transform = Pixels(self.image_size, round(self.image_size * 256 / 224))
         self.slots = model.config.slots

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparo_train.core.disk.store import CheckpointStore, read_meta
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.tables import EXPORTS, METHODS
 from sparo_train.data.read.plan import per_epoch
 from sparo_train.models.vit_config import ARCHS, VitConfig
@@ -113,6 +113,8 @@ def mean_weights(steps: Sequence[Path]) -> dict[str, Tensor]:
     for step in steps[:-1]:
         weights = run_weights(step)
         refuse_non_finite(weights, str(step))
+        if {name: t.shape for name, t in weights.items()} != {name: t.shape for name, t in newest.items()}:
+            raise CheckpointError(f"{step} and {steps[-1]} have tensors of other names or shapes, and no mean")
         for name, t in weights.items():
             if name in total:
                 total[name] += t

@@ -83,6 +83,15 @@ def _start(start: StartConfig, method: str, objective: Objective, say: Callable[
     # Shapes are told with the names: who mends one finds the other in the same line.
     shared = {name: value for name, value in weights.items() if name in own}
     problems += _misshapen(shared, own)
+    # A typing error would let nothing be, and look as if it did.
+    idle = [pattern for pattern in start.allow_missing if _unless(own, [pattern]) == list(own)]
+    problems += [f"start_from.allow_missing: {', '.join(idle)} fits none of the run's tensors"] if idle else []
+    problems += [] if shared else ["has nothing that the run has, which would begin at random"]
+    followers = {id(average) for average, _ in objective.averaged()}
+    still = [
+        n for n, p in objective.named_parameters() if n not in shared and not p.requires_grad and id(p) not in followers
+    ]
+    problems += [f"has no {_few(still)}, which is frozen here and would stay as it was drawn"] if still else []
     if problems:
         raise CheckpointError(f"start_from.checkpoint={start.checkpoint}: {'; '.join(problems)}")
     objective.load_state_dict(shared, strict=False)

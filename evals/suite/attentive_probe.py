@@ -12,7 +12,7 @@ from sparo_train.core.config import setting
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.plugins import Open
 from sparo_train.core.tables import READOUTS
-from sparo_train.models.slots import ReadOut
+from sparo_train.models.slots import Placement, ReadOut, normalize_slots
 
 from ..encoders.abilities import TokensEncoder
 from ..sets.opening import open_labelled
@@ -42,32 +42,39 @@ class AttentiveTaskConfig(LabelledTaskConfig):
 
 
 class Head(nn.Module):
-    """What a probe's `head` makes of tokens (B, N, d): encodings (B, width).
+    """What a probe's `head` makes of tokens (B, N, d), which the tower's last norm has seen: encodings (B, width).
 
     Args:
         readout: None: the first token as it is.
         prefix: tokens before the patches, the class token the first of them.
     """
 
-    def __init__(self, readout: ReadOut | None, attend_cls: bool, prefix: int):
+    def __init__(self, readout: ReadOut | None, place: Placement, prefix: int):
         super().__init__()
-        self.readout, self.skip = readout, 0 if attend_cls else prefix
+        self.readout, self.place, self.skip = readout, place, 0 if place.attend_cls else prefix
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.readout is None:
             return tokens[:, 0]
-        return self.readout(tokens[:, self.skip :]).values.flatten(1)
+        slots = self.readout(tokens[:, self.skip :])
+        if self.place.normalize:
+            slots = normalize_slots(slots, self.place.weighting, self.place.representation)
+        return slots.values.flatten(1)
 
 
 def build_head(config: Any, dim: int, prefix: int, has_cls: bool = True) -> tuple[Head, int]:
     """The head of a block, and its width. Raises `ConfigError` for one that needs a class token where there is none, or texts."""
     if config.conditioned:
         raise ConfigError(f"head.kind={config.kind}: is pooled by texts, and a probe has none; use map or ep")
+    # A probe standardises what it is given: slots are taken as they are, unless the block says otherwise.
+    config = config.resolved(normalize=False)
     place, readout = config.placement, config.build(dim, None, dim).image
     if config.reads_cls and not has_cls:
         raise ConfigError(f"head.kind={config.kind}: reads the class token, and this encoder has none; use gap")
-    width = dim if readout is None else readout.slots * readout.width
-    return Head(readout, place.attend_cls, prefix), width
+    slots, width = (1, dim) if readout is None else (readout.slots, readout.width)
+    if readout is not None and place.normalize:  # a learned weight is no number of the encoding
+        slots, width = config.shape(dim)
+    return Head(readout, place, prefix), slots * width
 
 
 def run_attentive(scoring: Scoring, task: AttentiveTaskConfig) -> Result:
@@ -108,4 +115,15 @@ def _tokens(features: Features, labels: Tensor, length: int, dim: int) -> Labell
     return Labelled(lambda numbers: features.rows(numbers).view(-1, length, dim), labels)
 
 
-ATTENTIVE = Task(AttentiveTaskConfig, run_attentive, check_labelled, needs=("tokens",))
+def _unfit(task: AttentiveTaskConfig, encoder: Any) -> str | None:
+    """Why the head cannot read this encoder's tokens: told before they are encoded, of a training before its first step."""
+    try:
+        with torch.device("meta"):
+            build_head(task.head, encoder.token_width, encoder.prefix_tokens, encoder.has_class_token)
+    except (ConfigError, ValueError, AssertionError, RuntimeError) as error:
+        told = str(error).replace("readout.", "head.") or f"does not fit tokens of width {encoder.token_width}"
+        return told if told.startswith("head") else f"head={task.head.kind}: {told}"
+    return None
+
+
+ATTENTIVE = Task(AttentiveTaskConfig, run_attentive, check_labelled, needs=("tokens",), unfit=_unfit)

@@ -67,8 +67,9 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
             evaluate = make_evaluate(config, objective, rundir, total, view)
             # By one rank: two that list a folder of a network disk may see two different newest ones.
             newest = ranks.first(lambda: CheckpointStore(rundir.checkpoints).latest())
+            begun: list[str] = []
             if newest is None:
-                begin(config, objective, view.say)
+                begin(config, objective, lambda line: (view.say(line), begun.append(line))[0])
             # Before tokens of a whole data set are computed for a run that is then refused; it writes nothing.
             ranks.together(lambda: rundir.refuse_changes(config))
             if pipeline.examples.reads_model:
@@ -76,6 +77,8 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
                 _give_weights(objective, config, newest)
                 pipeline.examples.ready(objective, pipeline.sources, engine.side, ranks, view.say)
             rundir.join(ranks.first(lambda: _opened(rundir, config, pipeline)))
+            for line in begun:  # its log is the folder's, which was not open when they were shown
+                view.note(line)
             # A resumed run says where it goes on instead.
             if not any(rundir.checkpoints.glob("step-*")):
                 among = f" on {ranks.size} ranks" if ranks.size > 1 else ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import timm
 import torch
@@ -134,6 +134,13 @@ class TimmTower(nn.Module):
         self.proj = nn.Parameter(width**-0.5 * torch.randn(width, embed_dim)) if place.projected else None
         slots, slot_width = readout.shape(embed_dim)
         self.output_dim = slots * slot_width
+
+    def train(self, mode: bool = True) -> Self:
+        """What is frozen up to its norm stays in evaluation mode: dropped paths would change what nobody learns, and kept tokens have none."""
+        super().train(mode)
+        if not any(p.requires_grad for p in self.trunk.blocks.parameters()):
+            self.trunk.eval()
+        return self
 
     @property
     def resblocks(self) -> nn.ModuleList:

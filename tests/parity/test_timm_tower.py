@@ -113,6 +113,16 @@ def test_a_run_is_scored_exported_and_loaded_by_open_clip(shards, tmp_path, read
     assert encoder.tokens(image).shape == (2, 9, 32)
 
 
+def test_frozen_blocks_drop_no_paths_while_they_train():
+    for freeze in ("blocks", False):
+        config = _config(
+            "vit_small_patch16_224", 32, SPARO, freeze=freeze, timm_model_kwargs={**SMALL, "drop_path_rate": 0.9}
+        )
+        tower, image = Clip(config).train().visual, torch.randn(8, 3, 32, 32)
+        assert torch.equal(tower.hidden(image), tower.hidden(image)) == bool(freeze)
+        assert tower.sparo.training
+
+
 def test_it_begins_with_a_timm_file_whose_positions_fit_the_image(shards, tmp_path):
     torch.manual_seed(0)
     name = "vit_tiny_patch16_224"

@@ -107,12 +107,29 @@ def test_a_run_begins_with_weights_and_goes_on_without_them(shards, tmp_path, ca
         train(_run(tree, "name=second", keep, f"start_from={tmp_path}/gone"))
     assert not (tmp_path / "second/config.yaml").exists()
     start = f"start_from={{checkpoint: {tmp_path}/gone, allow_missing: [model.*.sparo.*], allow_unused: [model.visual.proj, '*.text_projection']}}"
+    # What would train from random weights, or keep them, is told: a new part that is frozen, nothing taken, a typing error.
+    nothing = "start_from={checkpoint: pixels:32, allow_missing: ['*'], allow_unused: ['*']}"
+    typing = start.replace("model.*.sparo.*", "'model.*.sparo.*', model.typo.*")
+    for words, told in (
+        (
+            [start, "objective.model.vision.freeze=true"],
+            r"has no model.visual.sparo.*which is frozen here and would stay as it was",
+        ),
+        (
+            [nothing, "objective.mean=[0, 0, 0]", "objective.std=[1, 1, 1]"],
+            "has nothing that the run has, which would begin at random",
+        ),
+        ([typing], r"start_from.allow_missing: model.typo.\* fits none of the run's tensors"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            train(_run(tree, "name=second", keep, *words))
     slow = ["optim.lr=1e-30", "optim.weight_decay=0", "name=second", keep]
     train(_run(tree, *slow, start, "stop_after_steps=1"))
     second = _model(tmp_path / "second", 1)
     shared = [name for name in second if name in first]
     assert len(shared) > 40 and all(torch.allclose(first[n], second[n], rtol=0, atol=1e-20) for n in shared)
     assert "start_from: " in capsys.readouterr().err
+    assert "start_from: " in (tmp_path / "second/log.txt").read_text()
     shutil.rmtree(tmp_path / "gone")  # a run that has a checkpoint of its own does not look for it
     train(_run(tree, *slow, start))
     other = ["objective.model.readout={kind: token}", "objective.model.text.heads=4", f"start_from={tmp_path}/first"]

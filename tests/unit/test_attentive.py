@@ -66,6 +66,22 @@ def test_every_read_out_is_a_head(name):
     assert 0 <= result.value <= 1 and result.metrics.keys() == {"acc1", "mean_per_class_recall"}
 
 
+def test_a_head_does_with_slots_what_its_block_says():
+    block, tokens = {"kind": "sparo", "slots": 3, "slot_width": 4}, torch.randn(2, 5, 24)
+
+    def made(**keys):
+        torch.manual_seed(0)
+        head, width = build_head(_config({**block, **keys}), 24, 1)
+        found = head(tokens)
+        assert found.shape == (2, width)
+        return found
+
+    plain, normal = made(), made(normalize=True)
+    assert torch.allclose(normal, torch.nn.functional.normalize(plain.view(2, 3, 4), dim=-1).flatten(1) / 3**0.5)
+    learned = made(normalize=True, weighting="softmax", representation="sqrtsem")
+    assert learned.shape == (2, 12) and torch.allclose(learned.norm(dim=1), torch.ones(2), atol=1e-5)
+
+
 def _timm():
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=0, class_token=False, global_pool="avg")
     return TimmVitEncoder(model, model, Pixels(32, 32), ((0.5,) * 3, (0.5,) * 3), 32, "timm x", "timm:x")
@@ -80,6 +96,17 @@ def test_tokens_of_every_vision_transformer_are_read_once_and_probed(tmp_path):
     for encoder, shape in ((ClipEncoder(tiny("sparo")), (5, 32)), (dino, (17, 32)), (_timm(), (4, 192))):
         pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
         assert encoder.tokens(pixels).shape == (2, *shape) and "tokens" in encoder.offers
+        assert encoder.token_width == shape[1]
+        for head, told in (
+            ({"kind": "flair"}, "x.head.kind=flair: is pooled by texts"),
+            ({"kind": "coca", "heads": 7}, "x.head.*heads=7 does not divide"),
+            (
+                {"kind": "sparo", "slots": 2, "slot_width": 4, "representation": "sem"},
+                r"x.head.weighting and head.representation are of norm",
+            ),
+        ):
+            with pytest.raises(UnfitError, match=told):  # before anything is encoded
+                refuse_unfit("x", AttentiveTaskConfig(head=head, **sets), encoder)
         task = AttentiveTaskConfig(head={"kind": "ep", "slots": 4, "slot_width": 4}, epochs=2, batch_size=8, **sets)
         scoring = Scoring("x", encoder, FeatureStore(tmp_path / "store"), Ranks(World(), "gloo", 0.0))
         result = run_attentive(scoring, task)
@@ -92,6 +119,10 @@ def test_tokens_of_every_vision_transformer_are_read_once_and_probed(tmp_path):
         ConfigError, match=r"head.kind=token: reads the class token, and this encoder has none; use gap"
     ):
         build_head(_config({"kind": "token"}), 192, 0, False)
+    with pytest.raises(
+        UnfitError, match=r"x.head.kind=token: reads the class token, and this encoder has none; use gap"
+    ):
+        refuse_unfit("x", AttentiveTaskConfig(head={"kind": "token"}, **sets), _timm())
     with pytest.raises(UnfitError, match="a vision transformer's tokens, and pixels:28 gives none; use probe or knn"):
         refuse_unfit("x", AttentiveTaskConfig(train="a", test="b"), PixelEncoder(28))
 
