@@ -116,6 +116,8 @@ def row(
     costs = [(1 / a, 1 / b) if more_is_better else (a, b) for a, b in pairs]
     ratios = sorted(b / a for a, b in costs)
     ratio = statistics.median(ratios)
+    # As it is measured: a piece that is cut short leaves what it had.
+    print(f"{name}: {ratio:.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}), n {len(pairs)}", file=sys.stderr, flush=True)
     return {
         "name": name,
         "ours": statistics.median(a for a, _ in pairs),

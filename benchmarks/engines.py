@@ -1,9 +1,10 @@
 """Every engine on two ranks, the same recipe and the same batches: steps per second, memory per rank, and the losses.
 
     python benchmarks/engines.py [--quick] [--json FILE] [--model ViT-B-32] [--batch 8] [--device cpu]
-                                 [--precision fp32] [--compile]
+                                 [--precision fp32] [--compile] [--ranks 2]
 
-Whole runs of `sparo train` in two processes, engines in turn, against ddp on the same machine. Memory: on a CPU the peak
+Whole runs of `sparo train` in two processes, engines in turn, against ddp on the same machine. `--ranks 1`, of a machine with one GPU,
+leaves out engines that need several. Memory: on a CPU the peak
 of a rank's resident set above that of a run of two steps of the smallest model (Python, torch and the engine's libraries), on a
 GPU the peak of its allocator. Losses of every step are compared with ddp's; in bf16 without a bar, as sums are rounded.
 """
@@ -33,7 +34,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "deepspeed, stage: 2": {"kind": "deepspeed", "stage": 2},
     "deepspeed, stage: 3": {"kind": "deepspeed", "stage": 3},
 }
-RANKS, WARM = 2, 4
+WARM = 4
 
 
 def recipe(place: Path, name: str, options: Any, engine: dict[str, Any], model: str, steps: int) -> Path:
@@ -41,7 +42,7 @@ def recipe(place: Path, name: str, options: Any, engine: dict[str, Any], model: 
     tree = {
         "name": name,
         "out": str(place),
-        "batch_size": options.batch * RANKS,
+        "batch_size": options.batch * options.ranks,
         "steps": steps,
         "objective": {"kind": "clip", "model": {"backbone": model, "readout": readout}},
         "data": {"sources": {"a": {"shards": str(place / "shards")}}, "workers": 1, "streams": 4},
@@ -56,21 +57,21 @@ def recipe(place: Path, name: str, options: Any, engine: dict[str, Any], model: 
 
 
 def run(place: Path, name: str, options: Any, engine: dict[str, Any], model: str, steps: int) -> list[dict[str, Any]]:
-    """The records of a run on two ranks."""
+    """The records of a run on `options.ranks` ranks."""
     path = recipe(place, name, options, engine, model, steps)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    threads = str(max(1, (os.cpu_count() or 2) // RANKS))
+    threads = str(max(1, (os.cpu_count() or 2) // options.ranks))
     env = {
         **os.environ,
         "OMP_NUM_THREADS": threads,
-        "WORLD_SIZE": str(RANKS),
+        "WORLD_SIZE": str(options.ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
     command = [sys.executable, "-m", "launch.cli", "train", str(path)]
-    logs = [place / f"{name}-{r}.err" for r in range(RANKS)]
+    logs = [place / f"{name}-{r}.err" for r in range(options.ranks)]
     ranks = [
         subprocess.Popen(
             command,
@@ -93,11 +94,13 @@ def main() -> None:
     device_flag(flags)
     flags.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     flags.add_argument("--compile", action="store_true", help="engine.compile=true in all of them")
+    flags.add_argument("--ranks", type=int, default=2, choices=(1, 2))
     options = flags.parse_args()
     rounds, steps = (1, 8) if options.quick else (2, 20)
     model = "ViT-Tiny-16" if options.quick else options.model
     names = ["ddp", "fsdp2", "deepspeed, stage: 2"] if options.quick else list(ENGINES)
-    engines = {name: ENGINES[name] for name in names}
+    several = {name for name, keys in ENGINES.items() if keys["kind"] == "deepspeed" or keys.get("cpu_offload")}
+    engines = {name: ENGINES[name] for name in names if options.ranks > 1 or name not in several}
     speed: dict[str, list[float]] = {name: [] for name in engines}
     memory: dict[str, list[float]] = {name: [] for name in engines}
     losses: dict[str, list[float]] = {}
@@ -141,7 +144,7 @@ def main() -> None:
             }
         )
     report(
-        f"engines on {RANKS} ranks, {model}, {options.batch} pairs a rank, {options.precision}"
+        f"engines on {options.ranks} rank(s), {model}, {options.batch} pairs a rank, {options.precision}"
         f"{', compiled' if options.compile else ''}: engine (ours) / ddp",
         rows,
         options.json,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every figure that needs a GPU, in pieces of under nine minutes: [OUT=folder] bash benchmarks/gpu.sh [PIECE …]
 #
-# Each piece writes OUT/PIECE.txt (its tables, with the machine's name) and OUT/PIECE*.json; one that fails does not stop the rest.
+# Each piece writes OUT/PIECE.txt (the machine's name, every row as it is measured, and its tables) and OUT/PIECE*.json; one that fails does not stop the rest.
 # Pieces: tests step readout frozen video scenes3d dino loss engines engines_bf16 engines_compiled evals knn mfu. Without a name: all of them, one after another.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -13,11 +13,9 @@ limit=${LIMIT:-530}
 gpus() { $python -c 'import torch; print(torch.cuda.device_count())'; }
 
 engines() { # of two ranks, each with a GPU of its own
-  if [ "$(gpus)" -ge 2 ]; then
-    $python benchmarks/engines.py --device cuda --batch 128 "$@" --json "$out/$name.json"
-  else
-    echo "engines: two GPUs are needed, $(gpus) seen"
-  fi
+  local ranks=2
+  [ "$(gpus)" -ge 2 ] || { ranks=1; echo "engines: one GPU seen; two ranks, ZeRO and offload need two"; }
+  $python benchmarks/engines.py --device cuda --batch 128 --ranks $ranks "$@" --json "$out/$name.json"
 }
 
 piece() {
@@ -47,6 +45,6 @@ for name in "$@"; do
   echo "== $name"
   export -f piece gpus engines
   export out python name
-  timeout "$limit" bash -c "piece $name" 2>&1 | tee "$out/$name.txt" || { echo "$name: failed or over $limit s"; failed=1; }
+  timeout "$limit" bash -c "$python -c 'from sparo_train.core.disk.rundir import machine_name; print(machine_name())'; piece $name" 2>&1 | tee "$out/$name.txt" || { echo "$name: failed or over $limit s"; failed=1; }
 done
 exit $failed

@@ -10,6 +10,7 @@ from typing import Any
 from sparo_train import __version__
 from sparo_train.core.errors import DataError
 from sparo_train.core.files import give_usual_mode, write_whole
+from sparo_train.core.tables import METHODS
 from sparo_train.data.read.plan import reading
 from sparo_train.train.run import RunConfig
 
@@ -43,7 +44,9 @@ def card_facts(config: RunConfig, meta: Mapping[str, Any], run: Path, parameters
 
 def _tags(kind: str, readout: Any) -> list[str]:
     found = ["sparo", kind, *([] if readout is None else [f"readout-{readout.kind}"])]
-    return list(dict.fromkeys([*found, *(["zero-shot-image-classification"] if kind == "clip" else [])]))
+    # What open_clip loads has texts, too.
+    more = ["zero-shot-image-classification"] if "open_clip" in METHODS.row(kind).exports else []
+    return list(dict.fromkeys([*found, *more]))
 
 
 def _scores(run: Path) -> list[CardScore]:

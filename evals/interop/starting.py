@@ -84,7 +84,7 @@ def _start(start: StartConfig, method: str, objective: Objective, say: Callable[
     shared = {name: value for name, value in weights.items() if name in own}
     problems += _misshapen(shared, own)
     # A typing error would let nothing be, and look as if it did.
-    idle = [pattern for pattern in start.allow_missing if _unless(own, [pattern]) == list(own)]
+    idle = [pattern for pattern in start.allow_missing if not any(fnmatchcase(name, pattern) for name in own)]
     problems += [f"start_from.allow_missing: {', '.join(idle)} fits none of the run's tensors"] if idle else []
     problems += [] if shared else ["has nothing that the run has, which would begin at random"]
     followers = {id(average) for average, _ in objective.averaged()}

@@ -45,7 +45,7 @@ def model_card(facts: CardFacts) -> str:
     """Markdown with the front matter that the Hugging Face hub reads."""
     lines = [*CARD_BEGINS.split("\n"), *(f"- {tag}" for tag in facts.tags if tag != "sparo")]
     # By this the hub offers the line that loads it; DINO's weights are not open_clip's.
-    lines += ["library_name: open_clip"] if "clip" in facts.tags else []
+    lines += ["library_name: open_clip"] if "zero-shot-image-classification" in facts.tags else []
     lines += ["---", "", f"# {facts.name}", "", f"{facts.what}, {facts.parameters:,} trained parameters.", ""]
     lines += ["## Use", "", "```python", facts.use, "```", "", "## Training", ""]
     lines += [f"{facts.step:,} steps, {facts.samples:,} samples, with sparo {facts.version}.", ""]

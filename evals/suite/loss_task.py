@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import reduce
 from hashlib import sha256
 from typing import Any, Literal
 
@@ -139,9 +140,14 @@ def _examples(trained: Trained, task: LossTaskConfig) -> Examples:
 def _told(trained: Trained) -> dict[str, Any]:
     """What tells a recipe's loss from another's: what is drawn or said, and how errors are counted."""
     found = trained.config.objective.model_dump(mode="json")
-    kept = {key: found[key] for key in ("kind", "loss", "signed", "similarity", "views") if key in found}
-    model = found.get("model", {})
-    return kept | {key: model[key] for key in ("target", "dvae") if key in model}
+    keys = METHODS.row(found["kind"]).loss_keys
+    if keys is None:
+        return {key: value for key, value in found.items() if key != "model"}
+    told = {"kind": found["kind"]}
+    for key in keys:
+        *above, last = key.split(".")
+        told[last] = reduce(lambda block, part: block[part], above, found)[last]
+    return told
 
 
 def _frames(trained: Trained) -> int | None:

@@ -116,7 +116,10 @@ def for_ranks(run: RunConfig, cluster: ClusterConfig, say: Say) -> RunConfig:
     changes = [f"world_size={ranks}"]
     if ranks > 1 and ENGINES.row(run.engine.kind).one_process:
         say(f"{run.name}: engine.kind={run.engine.kind} -> ddp, for {ranks} ranks")
-        changes.append("engine=" + json.dumps({**run.engine.model_dump(mode="json"), "kind": "ddp"}))
+        # What ddp has no key for was of the one process alone.
+        known = ENGINES.row("ddp").config.model_fields
+        told = {key: value for key, value in run.engine.model_dump(mode="json").items() if key in known}
+        changes.append("engine=" + json.dumps({**told, "kind": "ddp"}))
     tree: dict[str, Any] = parse_yaml(dump(run), run.name)
     return resolve(RunConfig, override(tree, changes), run.name)
 

@@ -97,6 +97,8 @@ def _modules_of(plugins: Sequence[Distribution]) -> dict[str, Path]:
         if spec is not None and spec.origin is not None and Path(spec.origin).suffix == ".py":
             path = Path(spec.origin)
             found[name] = path.parent if path.name == "__init__.py" else path
+        elif spec is not None and spec.submodule_search_locations:  # a package without __init__.py
+            found[name] = Path(next(iter(spec.submodule_search_locations)))
     return found
 
 

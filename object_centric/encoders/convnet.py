@@ -15,7 +15,7 @@ from sparo_train.core.config import Frozen, between, setting
 class ConvNetConfig(Frozen):
     """Layers of one kernel size."""
 
-    kind: Literal["conv"] = "conv"
+    kind: Literal["conv"] = setting("conv", "a row of sparo.slot_encoders")
     channels: Annotated[tuple[int, ...], between(1, 1 << 16)] = setting((64, 64, 64, 64), "of each layer", min_length=1)
     strides: Annotated[tuple[int, ...], between(1, 64)] = setting((1, 1, 1, 1), "of each layer", min_length=1)
     kernel: int = setting(5, "pixels of a kernel's side", gt=0, le=64)

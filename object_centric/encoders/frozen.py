@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from .kept import KeptFeatures
 class FrozenConfig(Frozen):
     """Patch tokens behind the last block and its norm, without CLS. Images come in 0..1."""
 
-    kind: Literal["frozen"] = "frozen"
+    kind: Literal["frozen"] = setting("frozen", "a row of sparo.slot_encoders")
     checkpoint: str = setting(
         ...,
         "a run of this project's DINO, an official DINO file, timm:NAME@FILE: what `sparo eval` takes and has patches",
@@ -81,10 +81,11 @@ class FrozenPatches(nn.Module):
 
     def fit_to(self, image_size: int) -> None:
         """Take images of this size: positions of one of timm's ViTs are interpolated once, as timm does it."""
-        held = getattr(getattr(self.model, "patch_embed", None), "img_size", None)
-        if held is not None and tuple(held) != (image_size, image_size) and hasattr(self.model, "set_input_size"):
+        model: Any = self.model
+        held = getattr(getattr(model, "patch_embed", None), "img_size", None)
+        if held is not None and tuple(held) != (image_size, image_size) and hasattr(model, "set_input_size"):
             with torch.device("cpu"), torch.no_grad():
-                self.model.set_input_size(img_size=(image_size, image_size))
+                model.set_input_size(img_size=(image_size, image_size))
             self.model.requires_grad_(False)  # they are parameters anew
 
     def train(self, mode: bool = True) -> Self:

@@ -18,7 +18,7 @@ _BLOCKS = (3, 4, 6, 3)
 class ResNet34Config(Frozen):
     """An eighth of the image's side, 512 wide."""
 
-    kind: Literal["resnet34"] = "resnet34"
+    kind: Literal["resnet34"] = setting("resnet34", "a row of sparo.slot_encoders")
     root_width: int = setting(64, "channels of the root and the first stage; each stage has twice the last one's", gt=0)
     groups: int = setting(32, "of every GroupNorm", gt=0)
 

@@ -12,7 +12,7 @@ from ..decoders.dvae import PATCH
 
 
 class TokensConfig(Frozen):
-    kind: Literal["tokens"] = "tokens"
+    kind: Literal["tokens"] = setting("tokens", "a row of sparo.slot_encoders")
     width: int = setting(192, "of embedded tokens; as wide as the decoder", gt=0)
 
     def side(self, image_size: int) -> int:

@@ -16,7 +16,7 @@ _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, which 
 class VitFeaturesConfig(Frozen):
     """timm's VisionTransformer with a class token, biases and LayerNorms of eps 1e-6. Images come in 0..1."""
 
-    kind: Literal["vit"] = "vit"
+    kind: Literal["vit"] = setting("vit", "a row of sparo.slot_encoders")
     width: int = setting(384, "of its tokens", gt=0)
     blocks: int = setting(12, "of the Transformer", gt=0, le=256)
     heads: int = setting(6, "of its attentions", gt=0)

@@ -31,7 +31,7 @@ class SetModelConfig(SlotTowerConfig):
 
 
 class SetPredictionConfig(Frozen):
-    kind: Literal["set_prediction"] = "set_prediction"
+    kind: Literal["set_prediction"] = setting("set_prediction", "a row of sparo.methods")
     model: SetModelConfig = setting(SetModelConfig(), "encoder, grouping and head")
     huber: float = setting(1.0, "difference up to which the loss is its square", gt=0)
     signed: bool = setting(True, "pixels in -1..1 (Locatello et al. 2020); false: in 0..1")
@@ -165,4 +165,10 @@ def _rules(run: Any) -> None:
         )
 
 
-METHOD = Method(SetPredictionConfig, SetPrediction, lambda config, data: SetExamples(data, config.model), _rules)
+METHOD = Method(
+    SetPredictionConfig,
+    SetPrediction,
+    lambda config, data: SetExamples(data, config.model),
+    _rules,
+    loss_keys=("huber", "signed"),
+)

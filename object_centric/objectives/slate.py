@@ -21,7 +21,7 @@ from .slot_examples import SlotExamples
 
 
 class SlateConfig(Frozen):
-    kind: Literal["slate"] = "slate"
+    kind: Literal["slate"] = setting("slate", "a row of sparo.methods")
     model: SlateModelConfig = setting(SlateModelConfig(), "dVAE, tower and decoder")
     collapse: SlotCollapseConfig = setting(SlotCollapseConfig(), "when a collapse is warned of")
 
@@ -111,4 +111,4 @@ def _examples(config: Any, data: Any) -> SlotExamples:
     return SlotExamples(data, config.model)
 
 
-METHOD = Method(SlateConfig, Slate, _examples, no_cache_of_changed_pictures)
+METHOD = Method(SlateConfig, Slate, _examples, no_cache_of_changed_pictures, loss_keys=("model.dvae",))

@@ -21,7 +21,7 @@ from .slot_tower import refuse_signed
 
 
 class SlotAutoencoderConfig(Frozen):
-    kind: Literal["slots"] = "slots"
+    kind: Literal["slots"] = setting("slots", "a row of sparo.methods")
     model: SlotModelConfig = setting(SlotModelConfig(), "encoder, grouping and decoder")
     loss: Literal["mean", "sum"] = setting(
         "mean",
@@ -98,4 +98,5 @@ METHOD = Method(
     SlotAutoencoder,
     lambda config, data: SlotExamples(data, config.model),
     no_cache_of_changed_pictures,
+    loss_keys=("loss", "signed", "model.target"),
 )

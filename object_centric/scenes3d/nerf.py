@@ -23,7 +23,7 @@ from .rays import Bounds, Rays, embedded
 class NerfConfig(Frozen):
     """Fields of slots, of what is fixed, and of the sky, added up along a ray."""
 
-    kind: Literal["nerf"] = "nerf"
+    kind: Literal["nerf"] = setting("nerf", "a row of sparo.ray_decoders")
     bins: int = setting(64, "points of a ray", gt=0, le=4096)
     near: float = setting(0.5, "where rays begin to be looked at, world units", ge=0)
     far: float = setting(20.0, "where they end", gt=0)

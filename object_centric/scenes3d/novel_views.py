@@ -24,7 +24,7 @@ _TAKEN = ("shown", "shown_poses", "shown_lenses", "colours", "poses", "lenses", 
 
 
 class NovelViewsConfig(Frozen):
-    kind: Literal["novel_views"] = "novel_views"
+    kind: Literal["novel_views"] = setting("novel_views", "a row of sparo.methods")
     model: SceneModelConfig = setting(SceneModelConfig(), "encoder of views, slots and decoder of rays")
     views: ViewsConfig = setting(ViewsConfig(), "which cameras are shown, and which rays are drawn")
     frames: FramesConfig = setting(FramesConfig(), "which times of an episode a sample is; count: 1 of still scenes")
@@ -118,4 +118,4 @@ def _whole_views(run: Any) -> None:
         )
 
 
-METHOD = Method(NovelViewsConfig, NovelViews, _examples, _whole_views)
+METHOD = Method(NovelViewsConfig, NovelViews, _examples, _whole_views, loss_keys=("views",))

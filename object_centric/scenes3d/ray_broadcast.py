@@ -17,7 +17,7 @@ from .rays import Rays, RayToldConfig
 class RayBroadcastConfig(RayToldConfig):
     """A perceptron of a ray and a slot."""
 
-    kind: Literal["broadcast"] = "broadcast"
+    kind: Literal["broadcast"] = setting("broadcast", "a row of sparo.ray_decoders")
     hidden: Annotated[tuple[int, ...], between(1, 1 << 16)] = setting(
         (1536, 1536, 1536), "hidden units of each layer (OSRT's)", min_length=1
     )

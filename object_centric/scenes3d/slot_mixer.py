@@ -30,7 +30,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 class SlotMixerConfig(RayToldConfig):
     """An allocation Transformer from rays to slots, a softmax over slots, and a perceptron that draws their mean."""
 
-    kind: Literal["slot_mixer"] = "slot_mixer"
+    kind: Literal["slot_mixer"] = setting("slot_mixer", "a row of sparo.ray_decoders")
     preset: str = setting("psb", "a row of knobs; those named beside it go first", examples=["osrt"])
     query: Literal["linear", "octaves"] = setting(
         "linear", "a ray's state: its sines through a linear layer to the slots' width, or as they are (OSRT)"

@@ -15,11 +15,11 @@ from sparo_train.objectives.method import Method
 from ..objectives.collapse import sharing
 from ..objectives.slot_autoencoder import no_cache_of_changed_pictures
 from .contrast import ContrastConfig, slot_contrast
-from .video_autoencoder import VideoAutoencoder, VideoAutoencoderConfig, clip_examples
+from .video_autoencoder import LOSS_KEYS, VideoAutoencoder, VideoAutoencoderConfig, clip_examples
 
 
 class SlotContrastConfig(VideoAutoencoderConfig):
-    kind: Literal["slot_contrast"] = "slot_contrast"  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
+    kind: Literal["slot_contrast"] = setting("slot_contrast", "a row of sparo.methods")  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
     contrast: ContrastConfig = setting(ContrastConfig(), "what keeps slots with their objects")
 
     @model_validator(mode="after")
@@ -54,4 +54,6 @@ class SlotContrast(CoupledObjective, VideoAutoencoder):
         return CoupledObjective.forward(self, batch, progress)
 
 
-METHOD = Method(SlotContrastConfig, SlotContrast, clip_examples, no_cache_of_changed_pictures)
+METHOD = Method(
+    SlotContrastConfig, SlotContrast, clip_examples, no_cache_of_changed_pictures, loss_keys=(*LOSS_KEYS, "contrast")
+)

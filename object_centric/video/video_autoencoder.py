@@ -24,7 +24,7 @@ from .video_model import VideoDrawn, VideoModel, VideoModelConfig
 
 
 class VideoAutoencoderConfig(Frozen):
-    kind: Literal["video_slots"] = "video_slots"
+    kind: Literal["video_slots"] = setting("video_slots", "a row of sparo.methods")
     model: VideoModelConfig = setting(VideoModelConfig(), "encoder, slots through time and decoder")
     frames: FramesConfig = setting(FramesConfig(), "which frames of an episode a sample is")
     loss: Literal["mean", "sum"] = setting(
@@ -139,4 +139,7 @@ def clip_examples(config: Any, data: Any) -> ClipExamples:
     return ClipExamples(data, config.model, config.frames, planes_of(config.model))
 
 
-METHOD = Method(VideoAutoencoderConfig, VideoAutoencoder, clip_examples, no_cache_of_changed_pictures)
+LOSS_KEYS = ("loss", "signed", "similarity", "model.target")
+METHOD = Method(
+    VideoAutoencoderConfig, VideoAutoencoder, clip_examples, no_cache_of_changed_pictures, loss_keys=LOSS_KEYS
+)

@@ -32,7 +32,7 @@ class VideoSlateModelConfig(SlateModelConfig, TimedTowerConfig):
 
 
 class VideoSlateConfig(Frozen):
-    kind: Literal["video_slate"] = "video_slate"
+    kind: Literal["video_slate"] = setting("video_slate", "a row of sparo.methods")
     model: VideoSlateModelConfig = setting(VideoSlateModelConfig(), "dVAE, tower and decoder")
     frames: FramesConfig = setting(FramesConfig(count=3), "which frames of an episode a sample is")
     collapse: SlotCollapseConfig = setting(SlotCollapseConfig(), "when a collapse is warned of")
@@ -93,4 +93,4 @@ def _examples(config: Any, data: Any) -> ClipExamples:
     return ClipExamples(data, config.model, config.frames)
 
 
-METHOD = Method(VideoSlateConfig, VideoSlate, _examples, no_cache_of_changed_pictures)
+METHOD = Method(VideoSlateConfig, VideoSlate, _examples, no_cache_of_changed_pictures, loss_keys=("model.dvae",))

@@ -35,7 +35,7 @@ class SparoReadOut(TwinReadOut):
     What the paper leaves open for DINO is a key, and CLIP+SPARO's own choice the default.
     """
 
-    kind: Literal["sparo"] = "sparo"
+    kind: Literal["sparo"] = setting("sparo", "a row of sparo.readouts")
     cross_attention: ClassVar[str] = "separate_head"  # what Table 6 calls it
     slots: int = setting(64, "L, concepts attended separately", gt=0)
     slot_width: int = setting(64, "V, numbers of a slot", gt=0)

@@ -31,7 +31,7 @@ def _as_block(value: Any) -> Any:
 
 
 class ClipObjectiveConfig(Frozen):
-    kind: Literal["clip"] = "clip"
+    kind: Literal["clip"] = setting("clip", "a row of sparo.methods")
     loss: ContrastiveConfig = setting(ContrastiveConfig(), "how pairs are told apart")
     model: ClipConfig = setting(ClipConfig(), "the two towers and their read-out")
     mean: Annotated[tuple[float, float, float], between(-10, 10)] = setting(

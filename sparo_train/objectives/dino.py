@@ -37,7 +37,7 @@ class CollapseConfig(Frozen):
 class DinoObjectiveConfig(Frozen):
     """`main_dino.py`'s options by their names; epochs are `samples_per_epoch` (or the data) over the batch, rounded down."""
 
-    kind: Literal["dino"] = "dino"
+    kind: Literal["dino"] = setting("dino", "a row of sparo.methods")
     model: VitConfig = setting(VitConfig(), "the backbone, of student and teacher alike")
     head: DinoHeadConfig = setting(DinoHeadConfig(), "what the loss is computed on")
     crops: CropsConfig = setting(CropsConfig(), "the views of an image")

@@ -26,6 +26,7 @@ class Method:
         examples: (config, the recipe's `data` block) to what batches are made of.
         rules: told the whole recipe; raises `ValueError`, beginning with the dotted key, where blocks do not go together.
         exports: rows of `sparo.exports` that write its runs, the default first.
+        loss_keys: of its block, dotted: what makes two runs' losses other numbers than each other's; None: all but `model`.
 
     What encodes with a trained objective is the row of the same name in `sparo.encoders`.
     """
@@ -35,3 +36,4 @@ class Method:
     examples: Callable[[Any, DataConfig], Examples]
     rules: Callable[[Any], None] = no_rules
     exports: tuple[str, ...] = ()
+    loss_keys: tuple[str, ...] | None = None

@@ -110,7 +110,6 @@ def test_every_key_of_a_recipe_and_a_cluster_says_what_it_means():
         for model in models
         if model.__module__.split(".")[0] in ("sparo_train", "sparo_data", "object_centric", "evals", "launch")
         for key, field in model.model_fields.items()
-        if key != "kind"
     }
     assert len(fields) > 200 and [key for key, description in fields.items() if not description] == []
 

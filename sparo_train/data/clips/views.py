@@ -77,13 +77,13 @@ class ViewedScene:
         Raises:
             BadSampleError: it says one alone, or what are no two distances in this order.
         """
-        near, far = self.facts.get("near"), self.facts.get("far")
-        if near is None and far is None:
+        told = [self.facts.get("near"), self.facts.get("far")]
+        if told == [None, None]:
             return None
-        numbers = [isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n) for n in (near, far)]
-        if not all(numbers) or not 0 <= near <= far:
+        found = [float(n) for n in told if isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n)]
+        if len(found) < 2 or not 0 <= found[0] <= found[1]:
             raise BadSampleError("json's near and far are no two distances, the nearer one first")
-        return float(near), float(far)
+        return found[0], found[1]
 
     def pose(self, view: int, t: int) -> np.ndarray:
         """(4, 4) fp64, camera to world, OpenGL's."""

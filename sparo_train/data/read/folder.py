@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ...core.config import free
+from ...core.config import free, setting
 from ...core.errors import BadSampleError, DataError
 from ...core.untrusted import read_bytes
 from .made_by import remedy
@@ -32,7 +32,7 @@ _PART = 1000
 class FolderConfig(SourceConfig):
     """Images in class folders or not, for objectives that read no captions."""
 
-    kind: Literal["folder"] = "folder"
+    kind: Literal["folder"] = setting("folder", "a row of sparo.sources")
     folder: str = free(..., "images, or folders of them, one per class: imagenet/train")
     has_captions: ClassVar[bool] = False
 

@@ -19,7 +19,7 @@ from .storage import Storage
 class SourceConfig(Frozen):
     """What the block of every source has, whatever it is stored in (`sparo.sources`)."""
 
-    kind: Any  # a Literal of one name, in each of them
+    kind: Any = setting(..., "a row of sparo.sources")  # a Literal of one name, in each of them
     weight: float = setting(1.0, "passes over it per epoch", ge=0, le=1e6)
     image_keys: tuple[str, ...] = setting(
         ("jpg", "jpeg", "png", "webp"), "extensions of images; a sample's first counts"

@@ -25,7 +25,7 @@ from .separate_heads import SeparateHeads, shown
 class AttPoolReadOut(TwinReadOut):
     """AttPool of the paper's Table 6, and its rows up to SPARO, on both towers."""
 
-    kind: Literal["attpool"] = "attpool"
+    kind: Literal["attpool"] = setting("attpool", "a row of sparo.readouts")
     slots: int = setting(64, "L, queries, each with a head of its own", gt=0)
     slot_width: int = setting(64, "V, numbers of a slot and of a head", gt=0)
     cross_attention: Literal["multi_head", "separate_head"] = setting(

@@ -21,7 +21,7 @@ from ..slots import Placement, ReadOut, ReadOutPair, Slots, TwinReadOut
 class FdtReadOut(TwinReadOut):
     """FDT on both towers with one codebook."""
 
-    kind: Literal["fdt"] = "fdt"
+    kind: Literal["fdt"] = setting("fdt", "a row of sparo.readouts")
     codes: int = setting(16384, "codes of the codebook", gt=0)
     width: int = setting(512, "numbers of a code and of an encoding", gt=0)
     temperature: float = setting(1000.0, "that scores are divided by before sparsemax", gt=0)

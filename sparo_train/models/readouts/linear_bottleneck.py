@@ -15,7 +15,7 @@ from ..slots import Placement, ReadOut, Slots, TwinReadOut
 class LinearBottleneckReadOut(TwinReadOut):
     """m -> M on both towers; the paper has 64 -> 512 and 512 -> 4096."""
 
-    kind: Literal["linear_bottleneck"] = "linear_bottleneck"
+    kind: Literal["linear_bottleneck"] = setting("linear_bottleneck", "a row of sparo.readouts")
     reads_cls: ClassVar[bool] = True
     bottleneck_dim: int = setting(64, "m, numbers that CLS and EOS are projected to", gt=0)
     width: int = setting(512, "M, numbers of an encoding", gt=0)

@@ -13,19 +13,19 @@ from ..slots import NoReadOut, Placement, ReadOut, Slots, TwinReadOut
 class TokenReadOut(NoReadOut):
     """CLIP as published: the image's CLS token and the text's EOS token, each through a linear projection."""
 
-    kind: Literal["token"] = "token"
+    kind: Literal["token"] = setting("token", "a row of sparo.readouts")
 
 
 class ClsReadOut(NoReadOut):
     """DINO as published: the CLS token behind the last block and `norm`."""
 
-    kind: Literal["cls"] = "cls"
+    kind: Literal["cls"] = setting("cls", "a row of sparo.readouts")
 
 
 class GapReadOut(TwinReadOut):
     """CLIP+GAP of the paper: mean over all image tokens, CLS included, then the norm and the projection. Text keeps EOS."""
 
-    kind: Literal["gap"] = "gap"
+    kind: Literal["gap"] = setting("gap", "a row of sparo.readouts")
     patches_only: bool = setting(False, "leave the class token out of the mean (the paper's code does not)")
 
     @property

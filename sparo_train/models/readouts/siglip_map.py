@@ -20,7 +20,7 @@ class MapReadOut(TwinReadOut):
     SigLIP's image tower has no class token and no projection behind the head; ours has both, so that any two towers go together.
     """
 
-    kind: Literal["map"] = "map"
+    kind: Literal["map"] = setting("map", "a row of sparo.readouts")
     head_width: int = setting(64, "numbers of an attention head; divides a tower's width", gt=0)
     mlp_ratio: float = setting(4.0, "width of the MLP over the tower's", gt=0)
     attend_cls: bool = setting(True, "the image's class token is one of the positions that are attended to")
