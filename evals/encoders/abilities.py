@@ -44,6 +44,7 @@ class ClipsEncoder(ABC):
     `masks_are`: whose they are, in words that stand beside a score.  `trained_frames`: how long its training's clips were.
     `conditional`: it is told the first frame's objects, by a fourth plane of clips: their numbers, below `slots`.
     `windowed`: whether a frame's slots can be made of its last frames alone.  `frame_scores`: what its frames' errors are told as.
+    `generates`: its frames are said token by token, which takes long, so that `clips` draws them where it is asked to.
     """
 
     masks_are = "the encoder's own"
@@ -51,14 +52,16 @@ class ClipsEncoder(ABC):
     conditional: bool = False
     windowed: bool = True
     frame_scores: tuple[str, ...] = ("mse", "psnr")
+    generates: bool = False
 
     @abstractmethod
-    def clips(self, video: Tensor, window: int | None = None) -> Tensor:
+    def clips(self, video: Tensor, window: int | None = None, generated: bool = False) -> Tensor:
         """(n, T, 3 or 4, S, S) uint8 -> fp32 (n, T * S * S + T): frame by frame which slot a pixel is of, a whole number, or NaN; then
         the mean squared error of every frame as it is drawn, in 0..1, or -1 where its pixels are not.
 
         Args:
             window: slots of a frame see so many of the last ones; None: the encoder's own way.
+            generated: errors are those of frames that are said token by token, of an encoder that `generates`.
         """
 
     @abstractmethod

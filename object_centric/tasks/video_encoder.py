@@ -60,6 +60,10 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
         """(n,): mean squared error of every frame as it is drawn, in 0..1; -1 where its pixels are not."""
         return torch.full((len(frames),), -1.0, device=self.device)
 
+    def said_errors(self, found: Grouped, frames: Tensor) -> Tensor:
+        """(n,): the same of frames that are said token by token."""
+        raise ConfigError(f"{self.label}: draws its frames at once; leave drawn away")
+
     @torch.inference_mode()
     def clip_groups(self, video: Tensor, window: int | None = None) -> list[Grouped]:
         """Slots (T, K, D) and attention (T, K, N) of each of (n, T, 3, S, S) uint8, or of four planes. `window`: see `clips`; a binder has
@@ -102,15 +106,16 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
         return [self.parts_of(found) for found in self.clip_groups(video, window)]
 
     @torch.inference_mode()
-    def clips(self, video: Tensor, window: int | None = None) -> Tensor:
+    def clips(self, video: Tensor, window: int | None = None, generated: bool = False) -> Tensor:
         rows = []
         for clip, whole in zip(video, self.clip_groups(video, window), strict=True):
             labels, errors = [], []
             for frames, *own in zip(*(table.split(_FRAMES) for table in (clip[:, :3], *whole)), strict=True):
-                shares, decoded = self.shares_of(Grouped(*own))
+                group = Grouped(*own)
+                shares, decoded = self.shares_of(group)
                 shares = self.brought(shares)
                 labels.append(shares.argmax(1).float().masked_fill(~shares.isfinite().all(1), torch.nan))
-                errors.append(self.errors_of(decoded, frames))
+                errors.append(self.said_errors(group, frames) if generated else self.errors_of(decoded, frames))
             rows.append(torch.cat([torch.cat(labels).flatten(), torch.cat(errors)]))
         return torch.stack(rows)
 
@@ -235,11 +240,21 @@ class TowerAlone(nn.Module):
 class VideoSlateEncoder(TimedGroupingEncoder):
     """A model that says its tokens: pictures are what is generated from slots."""
 
+    generates = True
+
     @torch.inference_mode()
     def parts_of(self, found: Grouped) -> Parts:
+        return Parts(self.brought(self.shares_of(found)[0]), self._said(found), None)
+
+    @torch.inference_mode()
+    def said_errors(self, found: Grouped, frames: Tensor) -> Tensor:
+        return (self._said(found) - frames.to(self.device) / 255).square().flatten(1).mean(1)
+
+    def _said(self, found: Grouped) -> Tensor:
+        """Frames (n, 3, S, S) in 0..1; NaN where no token is."""
         with self.autocast():
             drawn = torch.cat([self.model.generate(some) for some in found.slots.split(_FRAMES)])
-        return Parts(self.brought(self.shares_of(found)[0]), drawn.float().clamp(0, 1), None)
+        return drawn.float().clamp(0, 1)
 
 
 def video_encoder(objective: VideoAutoencoder) -> VideoEncoder:

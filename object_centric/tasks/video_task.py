@@ -47,6 +47,9 @@ class VideoMasksTaskConfig(TaskConfig):
         examples=[6],
     )
     first_frame: bool = setting(True, "count the first frame, too")
+    drawn: bool = setting(
+        False, "of models that say tokens (STEVE): frames are generated from slots, for mse and psnr; it takes long"
+    )
     background: int | None = setting(0, "the label that is no object; null: all of them are")
     ignore: int | None = setting(None, "the label of pixels that no score counts; null: there are none", examples=[255])
     headline: Literal[
@@ -107,11 +110,12 @@ def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
     size, window = encoder.image_size, task.window
 
     def encode(video: Tensor) -> Tensor:
-        return encoder.clips(video, window)
+        return encoder.clips(video, window, generated=task.drawn)
 
     # As it comes out: a binder that is not told sees as many times as in training, which its weights do not say.
     seen = window or encoder.trained_frames
-    view = View(f"clips: {encoder.masks_are}, window {seen}", encode, measured=True)
+    how = f"clips: {encoder.masks_are}, window {seen}" + (", drawn" if task.drawn else "")
+    view = View(how, encode, measured=True)
     (found,) = scoring.features([source], task.workers, EveryFrame(encoder.transform, encoder.conditional), view)
 
     def score() -> Result:
@@ -123,7 +127,7 @@ def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
             return clip_segmentation.MaskedClip(np.stack([seen_by(encoder, plane) for plane in true]), masks, errors)
 
         clips = (clip(row, np.asarray(fact)) for row, fact in zip(rows, found.facts, strict=True))
-        pixels = "psnr" in encoder.frame_scores
+        pixels = task.drawn or "psnr" in encoder.frame_scores
         result = clip_segmentation.score(clips, task.background, task.ignore, task.first_frame, pixels)
         if task.headline not in result.metrics or not (result.n or task.headline in _OF_FRAMES):
             raise DataError(
@@ -146,7 +150,11 @@ def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
 
 
 def _unfit(task: VideoMasksTaskConfig, encoder: ClipsEncoder) -> str | None:
-    if task.headline in _OF_FRAMES and task.headline not in encoder.frame_scores:
+    if task.drawn and not encoder.generates:
+        return "drawn=true: is of models that say their frames token by token; leave it away"
+    if task.headline in _OF_FRAMES and encoder.generates and not task.drawn:
+        return f"headline={task.headline}: this model draws no frames unless it is asked to; set drawn: true, or video_fg_ari"
+    if task.headline in _OF_FRAMES and task.headline not in encoder.frame_scores and not task.drawn:
         other = encoder.frame_scores[0] if encoder.frame_scores else "video_fg_ari"
         return f"headline={task.headline}: this model draws no {'frames' if other != 'mse' else 'pixels'} to compare with; set {other}"
     return unwindowed(task.window, encoder)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from evals.sets.clip_set import ClipSet
 from evals.store.features import FeatureStore
 from evals.suite.suite import Suite
 from evals.suite.task import UnfitError, refuse_unfit
@@ -21,7 +22,7 @@ from object_centric.tasks.mask_task import MasksTaskConfig
 from object_centric.tasks.probe_task import SlotProbeTaskConfig
 from object_centric.tasks.reconstruction_task import ReconstructionTaskConfig
 from object_centric.tasks.video_encoder import VideoEncoder, VideoSlateEncoder
-from object_centric.tasks.video_task import VideoMasksTaskConfig
+from object_centric.tasks.video_task import EveryFrame, VideoMasksTaskConfig
 from object_centric.tasks.view_task import ViewMasksTaskConfig
 from object_centric.video.clip_examples import ClipExamples
 from object_centric.video.recurrent import RecurrentSlots
@@ -276,12 +277,34 @@ def test_what_a_model_cannot_be_asked_for_is_refused_before_anything_is_encoded(
         (masks.model_copy(update={"window": 3}), binder, None),
         (probe.model_copy(update={"window": 3}), recurrent, "t.window=3"),
         (masks.model_copy(update={"headline": "psnr"}), recurrent, None),
-        (masks.model_copy(update={"headline": "psnr"}), said, "t.headline=psnr: .* draws no frames.* set video_fg_ari"),
+        (masks.model_copy(update={"headline": "psnr"}), said, "t.headline=psnr: .* draws no frames .* set drawn: true"),
+        (masks.model_copy(update={"headline": "psnr", "drawn": True}), said, None),
+        (masks.model_copy(update={"drawn": True}), recurrent, "t.drawn=true: is of models that say their frames"),
         (masks.model_copy(update={"headline": "mse"}), flows, "t.headline=mse: .* set video_fg_ari"),
         (masks, said, None),
     ):
         with pytest.raises(UnfitError, match=told) if told else nullcontext():
             refuse_unfit("t", task, encoder)
+
+
+def test_frames_that_are_said_token_by_token_are_scored_where_it_is_asked(tmp_path):
+    render_videos(tmp_path / "v", VideoSetConfig(train=1, test=2, frames=3, size=16, most=2), 1)
+    model = {**SMALL, "dvae": {"vocab": 12, "channels": 8}, "decoder": {"width": 16, "blocks": 1, "heads": 2}}
+    steve = resolve(VideoSlateConfig, {"model": {**model, "grouping": {**SAVI, "preset": "steve"}}}, "here")
+    said = VideoSlateEncoder(VideoSlate(steve).model, False, 3, "steve")
+    task = VideoMasksTaskConfig(root=str(tmp_path / "v/clips"))
+    suite = Suite({"plain": task, "drawn": task.model_copy(update={"drawn": True})}, FeatureStore(tmp_path / "store"))
+    found = suite.run(said)
+    assert "psnr" not in found["plain"].metrics and found["plain"].metrics.items() <= found["drawn"].metrics.items()
+    frames = torch.stack(
+        [
+            torch.from_numpy(EveryFrame(said.transform)(ClipSet(task.root, None).read(i)[1])).movedim(-1, 1)
+            for i in range(2)
+        ]
+    )
+    drawn = [part.drawn for part in said.clip_parts(frames)]
+    errors = torch.stack([(d - f / 255).square().flatten(1).mean(1) for d, f in zip(drawn, frames, strict=True)])
+    assert found["drawn"].metrics["mse"] == pytest.approx(float(errors.mean()), rel=1e-5)
 
 
 def test_a_set_of_another_kind_is_missed_at_the_start(tmp_path):
