@@ -66,15 +66,17 @@ class ParallelBinder(nn.Module):
         for number, block in enumerate(self.blocks):
             given = slots, seen, number == 0, number == len(self.blocks) - 1
             if self.checkpointed and torch.is_grad_enabled():
-                slots, attention = checkpoint(block, *given, use_reentrant=False)  # type: ignore[misc]
+                slots, attention, x = checkpoint(block, *given, use_reentrant=False)  # type: ignore[misc]
             else:
-                slots, attention = block(*given)
+                slots, attention, x = block(*given)
+            seen = seen._replace(x=x)
         # A still image is a clip of one time: one code path, so one set of tests.
         return Grouped(slots[:, 0], attention[:, 0]) if alone else Grouped(slots, attention)
 
 
 class BinderBlock(nn.Module):
-    """Slots (b, T, K, D) and standardised tokens (b, T, N, in_width) to the next slots, and attention (b, T, K, N). All branches are pre-norm."""
+    """Slots (b, T, K, D) and standardised tokens (b, T, N, in_width) to the next slots, attention (b, T, K, N), and the tokens for the
+    next block. All branches are pre-norm."""
 
     def __init__(self, c: SlotAttentionConfig, in_width: int):
         super().__init__()
@@ -109,7 +111,7 @@ class BinderBlock(nn.Module):
 
     def forward(
         self, slots: Tensor, tokens: Tokens, alike: bool = False, with_attention: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """
         Args:
             alike: slots are the same at all times.  with_attention: give it, too; None otherwise.
@@ -125,7 +127,7 @@ class BinderBlock(nn.Module):
         )
         # Minus infinity, of which every row keeps at least its own time: no softmax of nothing.
         among = among.masked_fill(~seen, -math.inf)
-        update, attention = self._bound(self.norm_slots(slots), tokens, bias, fading, alike, with_attention)
+        update, attention, x = self._bound(self.norm_slots(slots), tokens, bias, fading, alike, with_attention)
         slots = slots + update
         if self.binder.interaction == "joint":
             k = slots.shape[2]
@@ -133,7 +135,7 @@ class BinderBlock(nn.Module):
             slots = slots + self.across_time(self.norm_time(slots).flatten(1, 2), among).view(slots.shape)
         else:
             slots = slots + self.across_time(self.norm_time(slots).transpose(1, 2), among).transpose(1, 2)
-        return self.rest(slots), attention
+        return self.rest(slots), attention, x
 
     def rest(self, slots: Tensor) -> Tensor:
         """What happens among the slots of a time."""
@@ -143,7 +145,7 @@ class BinderBlock(nn.Module):
 
     def _bound(
         self, slots: Tensor, tokens: Tokens, bias: Tensor, fading: Tensor, alike: bool, with_attention: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Attention of normed slots to tokens of all times that they see."""
         c, binder = self.config, self.binder
         queries, offset = self.queries(slots)
@@ -154,11 +156,11 @@ class BinderBlock(nn.Module):
         sees: Sees = "earlier" if binder.causal else "all"
         if not binder.inverted:
             found = chosen(queries, tokens.x, c.ln_eps, added, sees, binder.window, with_attention)
-            return self.values(found.taken, found.total), self._of_all_heads(found.own)
+            return self.values(found.taken, found.total), self._of_all_heads(found.own), found.x
         if alike and added is None:
             # Equal queries take the same of a frame at all times: each frame once, and sums over the times that see it.
             alone = Tokens(*(table.flatten(0, 1)[:, None] for table in tokens))
-            taken, total, own = bound(
+            taken, total, own, x = bound(
                 queries.flatten(0, 1)[:, None],
                 offset.flatten(0, 1)[:, None],
                 alone,
@@ -169,11 +171,12 @@ class BinderBlock(nn.Module):
             shape = tokens.mean.shape[:2]
             taken, total = (self._summed(table.view(*shape, *table.shape[2:]), weight) for table in (taken, total))
             own = None if own is None else own.view(*shape, *own.shape[2:])
+            x = x.view_as(tokens.x)
         else:
-            taken, total, own = bound(
+            taken, total, own, x = bound(
                 queries, offset, tokens, added, sees, binder.competes, binder.window, with_attention, weight
             )
-        return self.values(taken, total), self._of_all_heads(own)
+        return self.values(taken, total), self._of_all_heads(own), x
 
     def _of_all_heads(self, own: Tensor | None) -> Tensor | None:
         return None if own is None else own.unflatten(2, (self.config.heads, -1)).sum(2)

@@ -66,7 +66,7 @@ class BinderStream:
         queries, offset = block.queries(block.norm_slots(slots))
         if alike and not aged:
             # The first block asks the same of every frame, whose answers are kept.
-            taken, total, _ = bound(queries, offset, _alone(fresh), None, "all")
+            taken, total, *_ = bound(queries, offset, _alone(fresh), None, "all")
             if past is not None:
                 taken, total = (
                     self._last(torch.cat(pair, 1), 1) for pair in ((past.taken, taken), (past.total, total))

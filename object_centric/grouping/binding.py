@@ -35,11 +35,13 @@ class Tokens(NamedTuple):
 
 class Bound(NamedTuple):
     """taken (b, T, R, W): sums of standardised tokens by shares.  total (b, T, R): sums of shares.  own (b, T, R, N): shares of a time's
-    own tokens, without a gradient; None where they were not asked for."""
+    own tokens, without a gradient; None where they were not asked for.  x: the tokens, for who attends to them next: gradients of all
+    who do so in turn are added up in one table."""
 
     taken: Tensor
     total: Tensor
     own: Tensor | None
+    x: Tensor
 
 
 def bound(
@@ -70,11 +72,12 @@ def bound(
         if low is not None:
             queries, x = queries.to(low), x.to(low)
         how = sees, competes, window, with_own
-        taken, total, own = _Streamed.apply(
+        taken, total, own, following = _Streamed.apply(
             queries, offset.to(tokens.mean.dtype), x, tokens.mean, tokens.rstd, bias, weight, how
         )  # type: ignore[misc]
         taken = taken - taken.mean(-1, keepdim=True)
-    return Bound(taken, total, own if with_own else None)
+    # In 16 bits each gradient is rounded once, and they are added in the tokens' own type.
+    return Bound(taken, total, own if with_own else None, following if low is None else tokens.x)
 
 
 def chosen(
@@ -110,7 +113,7 @@ def chosen(
             with torch.no_grad():
                 own = torch.softmax(queries @ z.transpose(-1, -2), -1)
                 own = own / own.sum(2, keepdim=True).clamp(min=1e-12)
-    return Bound(torch.stack(taken, 1), z.new_ones(queries.shape[:3]), own)
+    return Bound(torch.stack(taken, 1), z.new_ones(queries.shape[:3]), own, x)
 
 
 class _Streamed(torch.autograd.Function):
@@ -148,15 +151,23 @@ class _Streamed(torch.autograd.Function):
         ctx.save_for_backward(queries, offset, x, mean, rstd, bias, weight)
         ctx.how = sees, competes, window
         ctx.mark_non_differentiable(own)
-        return taken, total, own
+        ctx.set_materialize_grads(False)  # nobody may go on with x, and zeros of its size are what is spared
+        return taken, total, own, x
 
     @staticmethod
-    def backward(ctx: Any, d_taken: Tensor, d_total: Tensor, _own: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, d_taken: Tensor | None, d_total: Tensor | None, _own: Tensor | None, d_next: Tensor | None
+    ) -> Any:
         queries, offset, x, mean, rstd, bias, weight = ctx.saved_tensors
         sees, competes, window = ctx.how
         b, times, rows, wide = queries.shape
+        if d_taken is None:
+            d_taken = torch.zeros_like(queries, dtype=offset.dtype)
+        if d_total is None:
+            d_total = torch.zeros_like(offset)
         d_queries, d_offset = torch.zeros_like(d_taken), torch.zeros_like(offset)
-        d_x = torch.empty_like(x)  # returned as it is: what is a view of something cannot be added to in place
+        # The table of who went on with x is nobody else's: written to in place, all blocks need one and not three.
+        d_x = torch.zeros_like(x) if d_next is None else d_next
         d_bias, d_weight = (None if table is None else torch.zeros_like(table) for table in (bias, weight))
         ones = x.new_ones(b, 1, wide)
         for s in range(times):
@@ -187,7 +198,7 @@ class _Streamed(torch.autograd.Function):
             weights = torch.cat([both.flatten(1, 3).to(x.dtype), rest], 1)
             # The first half of the rows is what queries get; the second, and `rest`, are for x alone.
             d_queries[:, there] += (weights[:, : raw.shape[1] * rows] @ x[:, s]).view(b, -1, rows, wide)
-            torch.bmm(weights.transpose(1, 2), asked, out=d_x[:, s])
+            torch.baddbmm(d_x[:, s], weights.transpose(1, 2), asked, out=d_x[:, s])
             d_x[:, s].addcmul_(x[:, s], slope[..., None].to(x.dtype))
         return d_queries.to(queries.dtype), d_offset, d_x, None, None, d_bias, d_weight, None
 
