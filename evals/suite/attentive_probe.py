@@ -117,11 +117,14 @@ def _tokens(features: Features, labels: Tensor, length: int, dim: int) -> Labell
 
 def _unfit(task: AttentiveTaskConfig, encoder: Any) -> str | None:
     """Why the head cannot read this encoder's tokens: told before they are encoded, of a training before its first step."""
+    width = getattr(encoder, "token_width", None)
+    if width is None:  # a stranger's encoder may not say: then the first image does
+        return None
     try:
         with torch.device("meta"):
-            build_head(task.head, encoder.token_width, encoder.prefix_tokens, encoder.has_class_token)
+            build_head(task.head, width, encoder.prefix_tokens, encoder.has_class_token)
     except (ConfigError, ValueError, AssertionError, RuntimeError) as error:
-        told = str(error).replace("readout.", "head.") or f"does not fit tokens of width {encoder.token_width}"
+        told = str(error).replace("readout.", "head.") or f"does not fit tokens of width {width}"
         return told if told.startswith("head") else f"head={task.head.kind}: {told}"
     return None
 

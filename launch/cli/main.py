@@ -68,11 +68,15 @@ def train(
             out.print(line, soft_wrap=True)
         return
     if dry:
+        from evals.encoders.loading import refuse_absent
         from evals.suite.task import refuse_unfit_run
 
         from ..views.sizes import show_dry
 
-        refuse_unfit_run(config)  # training would refuse the same
+        # Training would refuse the same.
+        refuse_unfit_run(config)
+        if config.start_from is not None:
+            refuse_absent(config.start_from.checkpoint)
         show_dry(config)
         return
     from ..runs.train import exit_if_stopped

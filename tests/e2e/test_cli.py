@@ -152,6 +152,8 @@ def test_dry_run_counts_without_training(trained, tmp_path):
     assert "visual.sparo" in done.stdout and "matches no shard" in done.stdout and not list(tmp_path.iterdir())
     done = sparo("train", str(trained / "recipe.yaml"), "--dry")
     assert "12 steps x 8 = 96 samples" in done.stdout and "100.0%" in done.stdout
+    done = sparo("train", str(trained / "recipe.yaml"), "--dry", "start_from=nowhere")
+    assert done.returncode == 2 and "nowhere: no such file or folder" in done.stderr
 
 
 def test_data_verbs(trained):
