@@ -171,14 +171,14 @@ def read_batches(
     """
     # Starting processes takes longer than reading so few.
     few = sum(map(len, numbers)) < _FEW
-    with closing(in_workers(_Told(source, transform), 0 if few else workers, _collated, numbers)) as batches:
+    with closing(in_workers(_Samples(source, transform), 0 if few else workers, _collated, numbers)) as batches:
         for batch in batches:
             if stoppable:
                 stop_here()  # a signal must not wait for a whole set
             yield batch
 
 
-class _Told(Dataset[Any]):
+class _Samples(Dataset[Any]):
     """Samples whose errors are delivered, not raised: torch would bury the message in a worker's traceback."""
 
     def __init__(self, source: EvalSet, transform: Transform):

@@ -33,7 +33,7 @@ def open_set(config: SetTaskConfig, kind: str, split: str | None = None) -> Eval
     return found if config.limit is None else Limited(found, config.limit)
 
 
-def _number_alike(train: SourceSet, test: SourceSet, where: str) -> None:
+def _share_label_numbers(train: SourceSet, test: SourceSet, where: str) -> None:
     """A folder's own rank among its siblings is a label of its own: with another class missing it would mean another class."""
     known, asked = train.classes, test.classes
     if (known is None) != (asked is None):
@@ -58,5 +58,5 @@ def open_labelled(config: LabelledTaskConfig) -> tuple[EvalSet, EvalSet]:
         DataError: nothing there, or a test class that training does not have.
     """
     train, test = (SourceSet(getattr(config, key), "label", key) for key in ("train", "test"))
-    _number_alike(train, test, config.test)
+    _share_label_numbers(train, test, config.test)
     return (train, test) if config.limit is None else (Limited(train, config.limit), Limited(test, config.limit))

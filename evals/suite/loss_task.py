@@ -63,7 +63,7 @@ def run_validation_loss(scoring: Scoring, task: LossTaskConfig) -> Result:
     encoder, source = scoring.encoder, open_held_out(task)
     assert encoder.trained is not None  # what offers `loss`
     trained = encoder.trained
-    loss = {"loss": _told(trained), "frames": task.frames or _frames(trained), "seed": task.seed}
+    loss = {"loss": _loss_options(trained), "frames": task.frames or _frames(trained), "seed": task.seed}
     # What is made small is part of what a score is of: of two losses, or lengths, none is the better.
     held = {"samples": fingerprint([source]), **loss}
     data = sha256(json.dumps(held, sort_keys=True, default=str).encode()).hexdigest()
@@ -137,7 +137,7 @@ def _examples(trained: Trained, task: LossTaskConfig) -> Examples:
     return METHODS.row(config.kind).examples(config, data)
 
 
-def _told(trained: Trained) -> dict[str, Any]:
+def _loss_options(trained: Trained) -> dict[str, Any]:
     """What tells a recipe's loss from another's: what is drawn or said, and how errors are counted."""
     found = trained.config.objective.model_dump(mode="json")
     keys = METHODS.row(found["kind"]).loss_keys

@@ -34,7 +34,7 @@ def config(
     markdown: Annotated[bool, typer.Option("--markdown", help="docs/config.md: every key there is")] = False,
 ) -> None:
     """Say what a recipe's keys mean: type, default, meaning, example."""
-    from ..runs.key_tables import example, examples, found_keys, page, told
+    from ..runs.key_tables import described, example, examples, found_keys, page
 
     if markdown:
         out.file.write(page())
@@ -46,11 +46,11 @@ def config(
         table.add_column("key", overflow="fold")
         table.add_column("meaning")
         for one in found:
-            table.add_row(f"{one.dotted}" + (f"  [{one.row}]" if one.row else ""), told(one))
+            table.add_row(f"{one.dotted}" + (f"  [{one.row}]" if one.row else ""), described(one))
         out.print(table)
         return
     one = found[0]
     out.print(f"{one.dotted}" + (f"  [{one.row}]" if one.row else ""))
-    out.print(f"  {told(one)}")
+    out.print(f"  {described(one)}")
     if written := example(one, known):
         out.print(f"  example: {written}", soft_wrap=True)

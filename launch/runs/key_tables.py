@@ -30,7 +30,7 @@ _TABLES: tuple[tuple[Table, str, str], ...] = (
 )
 
 
-def told(key: Key) -> str:
+def described(key: Key) -> str:
     """Type, default and meaning on one line."""
     kind, default = type_text(key.field.annotation, key.field.metadata), default_text(key)
     facts = f"{kind}; {default if default == 'required' else f'default {default}'}" if default else kind

@@ -22,7 +22,7 @@ from sparo_train.core.errors import ConfigError
 
 from ..views import slot_tables
 from ..views.terminal import console, out
-from .slot_work import EITHER, Bench, SlotOptions, fitting, titles, told, write_facts
+from .slot_work import EITHER, Bench, SlotOptions, fitting, say_assumed, titles, write_facts
 
 
 class Asked(NamedTuple):
@@ -194,7 +194,7 @@ def show_quality(
     checkpoints: Sequence[str], on: str, by: str | None, options: SlotOptions, json_file: Path | None
 ) -> None:
     """A row per checkpoint: what its slots (or equal parts of its encodings) are like on a task's images."""
-    judge = load_encoder(by, say=told) if by is not None else None
+    judge = load_encoder(by, say=say_assumed) if by is not None else None
     rows = []
     for checkpoint, label in zip(checkpoints, titles(checkpoints), strict=True):
         bench = Bench(checkpoint, replace(options, units=EITHER))

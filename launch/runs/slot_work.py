@@ -49,7 +49,7 @@ class SlotOptions:
     classifier_slots: str = "slice"
 
 
-def told(assumed: str) -> None:
+def say_assumed(assumed: str) -> None:
     """What a file does not say, and was taken for granted, on stderr."""
     console.print(assumed, soft_wrap=True, markup=False, highlight=False)
 
@@ -66,7 +66,7 @@ class Bench:
                 raise ConfigError(f"--{key} {value}: {did_you_mean(value, among)}")
         self.checkpoint, self.options = checkpoint, options
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.encoder: Encoder = load_encoder(checkpoint, options.model, device, told)
+        self.encoder: Encoder = load_encoder(checkpoint, options.model, device, say_assumed)
         kind: Any = options.units
         if kind == EITHER:
             # Table 5 sets models without slots beside those with them, cut into as many parts.

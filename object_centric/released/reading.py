@@ -25,7 +25,7 @@ class Unsaid:
     def __init__(self, label: str, query: str, given: Mapping[str, Any], found: Frozen):
         self.label, self.query, self.given, self.left = label, query, dict(given), found.model_dump(exclude=set(given))
 
-    def told(self, name: str, value: object) -> None:
+    def found(self, name: str, value: object) -> None:
         """The file says this one. Raises `ConfigError` where another was asked for."""
         # A wrong option would be ignored, and the user believe in it.
         if name in self.given and self.given[name] != value:
@@ -145,7 +145,7 @@ def first_slots(t: Tensors, unsaid: Unsaid, mean: str, deviation: str, learned: 
     """What slots begin from, shared or their own; the knob `init`, and `slots` where the file says how many."""
     if learned in t:
         value = t[learned].reshape(-1, t[learned].shape[-1])
-        unsaid.told("slots", len(value))
+        unsaid.found("slots", len(value))
         t.give("grouping.learned", value.clone(), learned)
         return {"init": "learned", "slots": len(value)}
     # A mean per slot is another way to begin, and would be read as one for all.

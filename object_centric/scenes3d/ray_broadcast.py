@@ -36,7 +36,7 @@ class RayBroadcast(RayDecoder):
         self.config, c = config, config
         self.most_numbers = c.most_numbers
         # The first layer of both, in two: rays' part is made once for all slots, slots' part once for all rays.
-        self.of_ray, self.of_slot = nn.Linear(c.told_width, c.hidden[0]), nn.Linear(width, c.hidden[0], bias=False)
+        self.of_ray, self.of_slot = nn.Linear(c.embed_width, c.hidden[0]), nn.Linear(width, c.hidden[0], bias=False)
         layers = [m for a, b in zip(c.hidden, c.hidden[1:], strict=False) for m in (nn.Linear(a, b), nn.ReLU())]
         self.layers = nn.Sequential(nn.ReLU(), *layers, nn.Linear(c.hidden[-1], 4))
 
@@ -49,7 +49,7 @@ class RayBroadcast(RayDecoder):
     def own(self, rays: Rays, told: Tensor) -> tuple[Tensor, Tensor]:
         """Colours (n, R, K, 3) and shares (n, R, K) of slots."""
         c = self.config
-        found = self.layers(self.of_ray(c.told(rays))[:, :, None] + told[:, None])
+        found = self.layers(self.of_ray(c.embed(rays))[:, :, None] + told[:, None])
         # In fp32 at least before the softmax: slots that nearly tie share a ray by rounding.
         found = found.to(torch.promote_types(found.dtype, torch.float32))
         colours = found[..., 1:]

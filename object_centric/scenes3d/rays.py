@@ -137,7 +137,7 @@ class RayPointsConfig(Frozen):
     def width(self) -> int:
         return self.count * (3 if self.by == "distance" else 2) * (1 + 2 * self.octaves)
 
-    def told(self, origins: Tensor, directions: Tensor) -> Tensor:
+    def embed(self, origins: Tensor, directions: Tensor) -> Tensor:
         """Rays (…, 3) to what is told of them, (…, width)."""
         places = torch.linspace(self.near, self.far, self.count, device=origins.device, dtype=origins.dtype)
         if self.by == "height":
@@ -161,12 +161,12 @@ class RayToldConfig(Frozen):
     )
 
     @property
-    def told_width(self) -> int:
+    def embed_width(self) -> int:
         return 12 * self.octaves if self.points is None else self.points.width
 
-    def told(self, rays: Rays) -> Tensor:
-        """(n, R, told_width)."""
+    def embed(self, rays: Rays) -> Tensor:
+        """(n, R, embed_width)."""
         with torch.autocast(rays.origins.device.type, enabled=False):
             if self.points is not None:
-                return self.points.told(rays.origins, rays.directions)
+                return self.points.embed(rays.origins, rays.directions)
             return ray_octaves(rays.origins, rays.directions, self.octaves, self.start_octave)

@@ -85,7 +85,7 @@ class SlotMixer(RayDecoder):
         self.config, c = config, config
         if width % c.heads:
             raise ValueError(f"decoder.heads={c.heads}: does not divide the slots' width {width}")
-        self.most_numbers, told = c.most_numbers, c.told_width
+        self.most_numbers, told = c.most_numbers, c.embed_width
         own = told if c.query == "octaves" else width
         self.state = nn.Identity() if c.query == "octaves" else nn.Linear(told, own)
         self.query = (
@@ -119,7 +119,7 @@ class SlotMixer(RayDecoder):
     def asked(self, rays: Rays, told: Shared) -> tuple[Tensor, Tensor]:
         """Rays' states before slots are asked, and each slot's share of a ray (n, R, K)."""
         c = self.config
-        query = self.query(self.state(c.told(rays)))
+        query = self.query(self.state(c.embed(rays)))
         x = query
         for block, keys, values in zip(self.blocks, told.keys, told.values, strict=True):
             x = block(x, keys, values)

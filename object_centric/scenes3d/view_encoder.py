@@ -199,7 +199,7 @@ class ViewEncoder(nn.Module):
         assert self.places is not None and self.config.points is not None
         with torch.autocast(rays.device.type, enabled=False):
             origins, directions = F.adaptive_avg_pool2d(rays, side).flatten(2).transpose(1, 2).split(3, -1)
-            told = self.config.points.told(origins, F.normalize(directions, dim=-1))
+            told = self.config.points.embed(origins, F.normalize(directions, dim=-1))
         return self.places(told)
 
 

@@ -31,7 +31,7 @@ def records(path: Path) -> Iterator[bytes]:
             f"{path}: checksums need google-crc32c; pip install -e '.[convert]' in sparo's checkout"
         ) from None
 
-    def whole(data: bytes, told: bytes) -> bool:
+    def intact(data: bytes, told: bytes) -> bool:
         crc = google_crc32c.value(data)
         return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == struct.unpack("<I", told)[0]
 
@@ -40,13 +40,13 @@ def records(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         head = file.read(12)
         file.seek(0)
-        plain = not head or (len(head) == 12 and whole(head[:8], head[8:]))
+        plain = not head or (len(head) == 12 and intact(head[:8], head[8:]))
         stream = _Plain(file) if plain else _Inflated(file, path)
         number = 0
         # Eight bytes of length, four of their checksum; behind the content four of its own.
         while first := stream.take(12):
             where = f"{path}: record {number}"
-            if len(first) < 12 or not whole(first[:8], first[8:]):
+            if len(first) < 12 or not intact(first[:8], first[8:]):
                 raise DataError(
                     f"{where}: {'breaks off' if len(first) < 12 else 'is no TFRecord'}; fetch the file again"
                 )
@@ -54,7 +54,7 @@ def records(path: Path) -> Iterator[bytes]:
             body = stream.take(length + 4) if length < _LONGEST else b""
             if len(body) < length + 4:
                 raise DataError(f"{where}: breaks off after {len(body)} of {length + 4} bytes; fetch the file again")
-            if not whole(body[:-4], body[-4:]):
+            if not intact(body[:-4], body[-4:]):
                 raise DataError(f"{where}: is damaged, its checksum differs; fetch the file again")
             yield body[:-4]
             number += 1

@@ -190,7 +190,7 @@ class DeepSpeedEngine:
         own = self.objective.loss_parameters()
         pairs = list(self.objective.averaged()) if self.config.stage == 3 else []
         # Shown whole: what the loss owns with what follows it, and small parameters, which are whole on every rank anyhow.
-        whole = [*own, *(a for a, p in pairs if any(p is o for o in own) or self._zero.whole(p))]
+        whole = [*own, *(a for a, p in pairs if any(p is o for o in own) or self._zero.persistent(p))]
         ids = {id(p) for p in whole}
         cut = [p for a, p in pairs if id(a) not in ids and p.requires_grad for p in (a, p)]
         kept = [(p, p.data) for p in (*whole, *cut)]

@@ -102,7 +102,7 @@ class Zero:
         if len(o.persistent_parameters):
             o.persistent_parameters[0].all_gather(o.persistent_parameters)
 
-    def whole(self, p: nn.Parameter) -> bool:
+    def persistent(self, p: nn.Parameter) -> bool:
         """Whether every rank has all of a parameter, always: in stage 3 the small ones."""
         # Not by its number of elements: a large one may still lie here as it was before the step.
         return self.stage < 3 or bool(getattr(p, "ds_persist", False))

@@ -183,7 +183,7 @@ def test_what_goes_by_other_numbers_is_told_as_it_came_out():
         "spot:f?slots=5&image_size=… says otherwise"
     )
     for name in ("image_size", "iterations", "heads", "final_norm"):
-        unsaid.told(name, 1)
+        unsaid.found(name, 1)
     assert str(unsaid) == ""
 
 

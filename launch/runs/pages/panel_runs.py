@@ -21,7 +21,7 @@ from object_centric.tasks.video_task import VideoMasksTaskConfig
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.untrusted import read_bytes
 
-from ..slot_work import SlotOptions, told
+from ..slot_work import SlotOptions, say_assumed
 from .picture_page import PageRow, write_page
 
 
@@ -37,7 +37,7 @@ def draw_panels(
         raise ConfigError(
             "sparo slots panels: name a task of the run (--on, as in --on masks), or images of your own (--image FILE)"
         )
-    encoder = load_encoder(checkpoint, options.model, "cuda" if torch.cuda.is_available() else "cpu", told)
+    encoder = load_encoder(checkpoint, options.model, "cuda" if torch.cuda.is_available() else "cpu", say_assumed)
     if not isinstance(encoder, MaskingEncoder):
         instead = (
             "`sparo slots views` draws views of scenes"
