@@ -32,6 +32,7 @@ from sparo_train.core.world import find_world, started
 from sparo_train.data.examples.samples import unseen_captions
 from sparo_train.data.read.loader import Pipeline
 from sparo_train.data.read.sources import refuse_changed
+from sparo_train.engine.optim import group_numbers
 from sparo_train.models.weight_files.weights import load_into, refuse_non_finite
 from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks
 from sparo_train.train.flops import FlopCounter
@@ -60,6 +61,8 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
     total, steps_per_epoch = config.total_steps(epoch), config.steps_per_epoch(epoch)
     engine, objective = build_engine(config, ranks), build_objective(config)
     objective.refuse_length(total)
+    # The optimizer would refuse the same, behind a folder that was made for nothing.
+    group_numbers(config.optim.groups, [name for name, p in objective.named_parameters() if p.requires_grad])
     rundir = RunDir(config.folder)
     try:
         with ProgressView(config.name, rundir.path / "log.txt", silent=ranks.rank > 0) as view:

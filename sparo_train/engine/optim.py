@@ -204,9 +204,8 @@ def group_numbers(groups: Sequence[OptimGroupConfig], names: Sequence[str]) -> d
         for pattern in group.match:
             fits = [name for name in names if fnmatchcase(name, pattern)]
             if not fits:
-                raise ConfigError(
-                    f"optim.groups.{number - 1}.match={pattern}: fits no parameter that is trained; names are as {names[0]}, {names[-1]}"
-                )
+                near = f"; names are as {names[0]}, {names[-1]}" if names else ", as none is"
+                raise ConfigError(f"optim.groups.{number - 1}.match={pattern}: fits no parameter that is trained{near}")
             found |= dict.fromkeys(fits, number)
     for number, group in enumerate(groups, start=1):
         if number not in found.values():

@@ -123,6 +123,9 @@ def test_a_run_begins_with_weights_and_goes_on_without_them(shards, tmp_path, ca
     ):
         with pytest.raises(CheckpointError, match=told):
             train(_run(tree, "name=second", keep, *words))
+    with pytest.raises(ConfigError, match="fits no parameter that is trained"):
+        train(_run(tree, "name=idle", "optim.groups=[{match: [nothing.*], lr_factor: 2}]"))
+    assert not (tmp_path / "idle").exists()
     slow = ["optim.lr=1e-30", "optim.weight_decay=0", "name=second", keep]
     train(_run(tree, *slow, start, "stop_after_steps=1"))
     second = _model(tmp_path / "second", 1)
