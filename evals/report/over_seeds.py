@@ -16,7 +16,6 @@ from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.core.untrusted import read_text
 from sparo_train.train.run import RunConfig
 
-from ..tasks.result import axis_of
 from .paper_tables import Cell, Grid, Row
 
 _FREE = (
@@ -36,12 +35,9 @@ class Spread(NamedTuple):
     high: float | None
 
 
-def spread(values: Sequence[float], mean: bool = False, share: bool = False) -> Spread:
-    """The median and the range of seeds, or their mean and its 95 % interval (Student's t: two seeds make a wide one).
-
-    Args:
-        share: they lie in 0..1, and an interval is cut there.
-    """
+def spread(values: Sequence[float], mean: bool = False) -> Spread:
+    """The median and the range of seeds, or their mean and its 95 % interval (Student's t, not cut where a score ends: of two seeds it may
+    reach far beyond, and says with it that two are too few)."""
     if len(values) == 1:
         return Spread(values[0], None, None)
     if not mean:
@@ -50,13 +46,7 @@ def spread(values: Sequence[float], mean: bool = False, share: bool = False) -> 
 
     middle = statistics.fmean(values)
     reach = float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
-    low, high = middle - reach, middle + reach
-    return Spread(middle, max(low, 0.0), min(high, 1.0)) if share else Spread(middle, low, high)
-
-
-def is_share(metric: str, values: Sequence[float]) -> bool:
-    """Whether a metric is a share of samples; an R2 or an adjusted index may be below zero."""
-    return axis_of(metric)[0] == 100 and min(values) >= 0 and not metric.endswith(("_r2", "ari"))
+    return Spread(middle, middle - reach, middle + reach)
 
 
 def said_of_spread(mean: bool) -> str:
@@ -97,7 +87,7 @@ def _cells(rows: Sequence[Row], mean: bool) -> list[Cell | None]:
         whole = len(values) == len(rows)  # of some seeds alone it would be another number of seeds than the row says
         odd = any(cell.odd for cell in cells)
         metric = cells[0].metric if cells else ""
-        found.append(Cell(*spread(values, mean, is_share(metric, values)), odd, metric) if whole else None)
+        found.append(Cell(*spread(values, mean), odd, metric) if whole else None)
     return found
 
 

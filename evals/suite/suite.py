@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import traceback
+import json
 from collections.abc import Mapping, Sequence
 
 from sparo_train.core.distributed import Ranks
-from sparo_train.core.errors import SparoError
+from sparo_train.core.errors import BrokenError, SparoError
 from sparo_train.core.tables import TASKS
 from sparo_train.core.world import World
 
@@ -70,15 +70,19 @@ def _scored(scoring: Scoring, task: TaskConfig) -> Result:
         found: Result = TASKS.row(task.task).run(scoring, task)
         metrics = {name: float(value) for name, value in found.metrics.items()}
         intervals = {name: (float(low), float(high)) for name, (low, high) in found.intervals.items()}
-        result = found._replace(metrics=metrics, intervals=intervals, chance=float(found.chance), n=int(found.n))
+        counts = {name: int(value) for name, value in found.counts.items()}
+        result = found._replace(
+            metrics=metrics, intervals=intervals, counts=counts, chance=float(found.chance), n=int(found.n)
+        )
+        json.dumps(result.options)  # what no file takes is told here, with the task's name
         if result.headline not in metrics:
             raise KeyError(f"headline {result.headline!r} is none of its metrics: {', '.join(metrics) or 'none'}")
+    except BrokenError as error:  # of rank 0, which all of them have
+        failed = TaskError(f"{scoring.name}: task={task.task} failed ({error})")
+        failed.everywhere, failed.repeated = error.everywhere, error.repeated
+        raise failed from error
     except SparoError:
         raise
     except Exception as error:  # a stranger's task may fail in any way
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        # The place in words: other ranks are sent the error without its traceback.
-        raise TaskError(
-            f"{scoring.name}: task={task.task} failed ({type(error).__name__}: {error}; {place.filename}:{place.lineno})"
-        ) from error
+        raise TaskError(f"{scoring.name}: task={task.task} failed ({BrokenError.of(error)})") from error
     return result

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from evals.encoders.loading import read_recipe
-from evals.report.over_seeds import is_share, recipe_of, said_of_spread, spread
+from evals.report.over_seeds import recipe_of, said_of_spread, spread
 from evals.report.paper_layouts import HEADS, LAYOUTS, TITLES, UNTOLD, said_of
 from evals.report.paper_tables import Cell, Column, Grid, Row, columns_of, odd_notes, printed, several_data
 from evals.report.results_file import Record, whole_records
@@ -41,7 +41,7 @@ class SweepRow(NamedTuple):
         values = [result.metrics[name] for result in found if name in result.metrics]
         if not values or len(values) < self.runs:
             return None
-        return Cell(*spread(values, mean, is_share(name, values)), odd, name)
+        return Cell(*spread(values, mean), odd, name)
 
 
 def sweep_rows(sweep: Path, out: Path | None = None) -> list[SweepRow]:

@@ -72,7 +72,9 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
             newest = ranks.first(lambda: CheckpointStore(rundir.checkpoints).latest())
             begun: list[str] = []
             if newest is None:
-                begin(config, objective, lambda line: (view.say(line), begun.append(line))[0])
+                begin(config, objective, begun.append)
+            for line in begun:
+                view.say(line)
             # Before tokens of a whole data set are computed for a run that is then refused; it writes nothing.
             ranks.together(lambda: rundir.refuse_changes(config))
             if pipeline.examples.reads_model:

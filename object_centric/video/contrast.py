@@ -59,9 +59,9 @@ def patch_likeness(features: Tensor, config: SimilarityConfig) -> Tensor:
     near = F.normalize(features.float(), dim=-1)
     cosines = near[:, :-1] @ near[:, 1:].transpose(-1, -2)
     below = cosines < config.threshold
-    below &= ~below.all(-1, keepdim=True)
-    cosines = cosines.where(~(cosines < config.threshold).all(-1, keepdim=True), 0.0)
-    return torch.softmax(cosines.masked_fill(below, -torch.inf) / config.temperature, -1)
+    nobody = below.all(-1, keepdim=True)
+    logits = cosines.masked_fill(below & ~nobody, -torch.inf).masked_fill(nobody, 0.0)
+    return torch.softmax(logits / config.temperature, -1)
 
 
 def likeness_missed(said: Tensor, features: Tensor, config: SimilarityConfig) -> Tensor:

@@ -163,7 +163,7 @@ class Objective(nn.Module, ABC):
 
     def after_step_if(self, applied: Tensor, progress: Progress) -> None:
         """The same where only the device knows (0-d bool) whether the step was applied. Overridden, nothing has to be waited for."""
-        # Reading `applied` waits for the device, which nothing that does nothing is worth.
+        # Reading `applied` waits for the device: not where nothing follows.
         if type(self).after_step is not Objective.after_step and bool(applied):
             self.after_step(progress)
 

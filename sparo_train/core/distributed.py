@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .errors import ConfigError, LostRankError, SparoError
+from .errors import BrokenError, ConfigError, LostRankError, SparoError
 from .world import World, note_start
 
 T = TypeVar("T")
@@ -125,6 +125,9 @@ class Ranks:
                 box[0] = call()
             except SparoError as error:
                 box[1] = error
+            except Exception as error:  # or the others wait here until this process is gone, and nobody saves
+                box[1] = BrokenError.of(error)
+                box[1].__cause__ = error
         with self.named("waiting for rank 0", ours=True):
             # In the patient group: what rank 0 does here may take hours.
             dist.broadcast_object_list(box, src=0, group=self._patient)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable
 
 
@@ -12,6 +13,15 @@ class SparoError(Exception):
     exit_code = 2
     repeated = False  # another rank prints it
     everywhere = False  # every rank has it, so all of them can still act together
+
+
+class BrokenError(SparoError):
+    """Something broke off in a way that nobody foresaw: its kind, its words and its place, which is all that other ranks can be sent."""
+
+    @classmethod
+    def of(cls, error: Exception) -> BrokenError:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return cls(f"{type(error).__name__}: {error}; {place.filename}:{place.lineno}")
 
 
 class ConfigError(SparoError):

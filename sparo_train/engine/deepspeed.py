@@ -192,7 +192,8 @@ class DeepSpeedEngine:
         # Shown whole: what the loss owns with what follows it, and small parameters, which are whole on every rank anyhow.
         whole = [*own, *(a for a, p in pairs if any(p is o for o in own) or self._zero.persistent(p))]
         ids = {id(p) for p in whole}
-        cut = [p for a, p in pairs if id(a) not in ids and p.requires_grad for p in (a, p)]
+        # What is frozen does not move its average either.
+        cut = [each for a, p in pairs if id(a) not in ids and p.requires_grad for each in (a, p)]
         kept = [(p, p.data) for p in (*whole, *cut)]
         for p in whole:
             p.data = p.detach().clone() if p.numel() else self._zero.gathered(p, tuple(p.ds_shape))  # type: ignore[attr-defined]

@@ -38,6 +38,7 @@ rotations = rotations.scoring:RotationsEncoder
 neighbour = rotations.scoring:TASK
 [sparo.exports]
 rotations-backbone = rotations.scoring:EXPORT
+bare = bare.part:EXPORT
 [sparo.engines]
 broken = nowhere_at_all:ENGINE
 half = rotations:RotationsConfig
@@ -47,6 +48,8 @@ PROGRAM = "import sys; sys.path.insert(0, {site!r}); from launch.cli.main import
 
 def install(folder, rows=ROWS, name="sparo-rotations"):
     shutil.copytree(Path(__file__).parents[1] / "plugin/rotations", folder / "rotations", dirs_exist_ok=True)
+    (folder / "bare").mkdir(exist_ok=True)
+    (folder / "bare/part.py").write_text("EXPORT = None\n")
     (folder / "leaving.py").write_text("import sys; sys.exit(3)\n")
     (folder / "leaving_not.py").write_text(
         "class UNSAID:\n    config = objective = examples = rules = None\n    exports = ()\n"
@@ -185,6 +188,7 @@ def test_a_job_takes_it_along(place):
         time.sleep(0.3)
     assert losses(place / "job") == losses(place / "whole")
     (snapshot,) = [p for p in (place / "job/code").iterdir() if p.is_dir()]
+    assert (snapshot / "bare/part.py").is_file()  # a package without __init__.py
     assert (snapshot / "rotations/scoring.py").is_file() and list(snapshot.glob("sparo_rotations-1.0.dist-info"))
 
 

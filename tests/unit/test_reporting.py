@@ -24,6 +24,7 @@ from sparo_train.train.meter import over_ranks
 from sparo_train.train.reporting import Reporter
 from sparo_train.train.run import LogConfig, RunConfig
 from tests.conftest import eval_sets, tiny_recipe
+from tests.ranks import run_ranks
 
 
 def _rows(run):
@@ -34,10 +35,12 @@ def _rows(run):
 def test_a_tasks_numbers_are_plain_and_what_is_none_is_told(monkeypatch):
     encoder = SimpleNamespace(offers={"images"}, label="x")
     found = Result("odd", np.int64(3), "acc1", {"acc1": np.float32(0.5)}, 0.1, {"acc1": (np.float32(0.25), 1)})
+    found = found._replace(counts={"skipped": np.int64(2)})
     for result, wrong in (
         (found, None),
         (found._replace(headline="acc5"), "acc5"),
         (found._replace(metrics={"acc1": "a"}), "'a'"),
+        (found._replace(options={"by": object()}), "not JSON serializable"),
     ):
         monkeypatch.setattr("evals.suite.suite.TASKS", _rows(lambda scoring, task, result=result: result))
         monkeypatch.setattr("evals.suite.task.TASKS", _rows(None))
@@ -48,6 +51,25 @@ def test_a_tasks_numbers_are_plain_and_what_is_none_is_told(monkeypatch):
         else:
             plain = suite.run(encoder)["t"]
             assert json.dumps([plain.metrics, plain.intervals, plain.n]) == '[{"acc1": 0.5}, {"acc1": [0.25, 1.0]}, 3]'
+            assert json.dumps(plain.counts) == '{"skipped": 2}'
+
+
+def _broken_on_rank_0(ranks):
+    row = _rows(lambda scoring, task: scoring.ranks.first(lambda: {}["label"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("evals.suite.suite.TASKS", row)
+        patch.setattr("evals.suite.task.TASKS", row)
+        try:
+            Suite({"t": SimpleNamespace(task="odd")}).run(SimpleNamespace(offers={"images"}, label="x"), ranks=ranks)
+        except TaskError as error:
+            return str(error), error.everywhere, error.repeated
+
+
+def test_what_breaks_off_on_rank_0_is_told_to_all_ranks():
+    found = run_ranks(2, _broken_on_rank_0)
+    for rank, (said, everywhere, repeated) in enumerate(found):
+        assert "t: task=odd failed (KeyError: 'label'; " in said and "test_reporting.py:" in said
+        assert everywhere and repeated == (rank > 0)  # so that they save the step together
 
 
 def test_metrics_that_are_no_numbers_or_of_some_ranks_alone_end_no_run():
@@ -71,7 +93,7 @@ def test_nothing_that_follows_no_step_waits_for_the_device():
 
     class Plain(Objective):
         def forward(self, batch, progress):
-            raise NotImplementedError
+            return Loss(torch.zeros(()), {})
 
     class Following(Plain):
         def after_step(self, progress):
