@@ -68,12 +68,6 @@ def load_encoder(
         ) from error
 
 
-_UNTOLD = {  # what weights of the same shapes may also be, and a score would not look wrong
-    "token": " (a mean over patches, gap, has the same shapes)",
-    "sparo": " (class token attended and slots unweighted, which shapes do not tell)",
-    "ep": " (class token not attended, which shapes do not tell)",
-    "map": " (class token attended, which shapes do not tell)",
-}
 _DESCRIBED = ("config.yaml", "meta.json", "open_clip_config.json")  # what a run's, a step's and an exported folder has
 
 
@@ -108,8 +102,11 @@ def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
 
 
 def refuse_absent(checkpoint: str | Path) -> None:
-    """Raise `CheckpointError` where a checkpoint is meant as a path, and nothing is there."""
-    path, (scheme, colon, _) = Path(checkpoint), str(checkpoint).partition(":")
+    """Raise `CheckpointError` where a checkpoint is meant as a path, or as timm:NAME@FILE or hf:FOLDER, and nothing is there."""
+    path, (scheme, colon, rest) = Path(checkpoint), str(checkpoint).partition(":")
+    file = {"timm": rest.partition("@")[2], "hf": rest}.get(scheme) if colon else None
+    if file and not path.exists():
+        refuse_absent(file)
     if not path.exists() and not (colon and scheme.isidentifier()):
         raise CheckpointError(f"{path}: no such file or folder; {nearest(path)}")
 
@@ -179,7 +176,7 @@ def _from_file(path: Path, name: str | None) -> Encoder:
             raise CheckpointError(f"{path}: {error}") from None
         config = told.config
         v, t = config.vision, config.text
-        untold = _UNTOLD.get(config.readout.kind, "")
+        untold = f" ({config.readout.untold})" if config.readout.untold else ""
         assumed = (
             f"{path}: told from the shapes: {config.readout.kind} read-out{untold}, ViT {v.width}x{v.layers} with patches of {v.patch_size} "
             f"and {v.width // v.head_width} heads, text {t.width}x{t.layers} with {t.heads} heads, GELU, "

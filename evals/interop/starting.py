@@ -20,10 +20,26 @@ from sparo_train.train.run import RunConfig, StartConfig
 
 from ..encoders.encoder import Encoder
 from ..encoders.foreign import BackboneEncoder
-from ..encoders.loading import load_encoder, read_run, run_weights
+from ..encoders.loading import load_encoder, read_run, refuse_absent, run_weights
 from .compatible import Normalisation, refuse_other_pixels, refuse_unlike
 from .tower_names import named_as_ours, tower_weights
 from .trunks import timm_file, trunk_weights
+
+
+def refuse_absent_starts(config: RunConfig) -> None:
+    """Raise `CheckpointError` where a file or folder that a recipe begins with is not there, by its key."""
+    model = getattr(config.objective, "model", None)
+    named = {
+        f"objective.model.{key}.init": getattr(getattr(model, key, None), "init", None) for key in ("vision", "text")
+    }
+    if config.start_from is not None:
+        named["start_from.checkpoint"] = config.start_from.checkpoint
+    for key, place in named.items():
+        if place is not None:
+            try:
+                refuse_absent(place)
+            except CheckpointError as error:
+                raise CheckpointError(f"{key}={place}: {error}") from None
 
 
 def begin(config: RunConfig, objective: Objective, say: Callable[[str], None]) -> None:

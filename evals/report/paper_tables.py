@@ -36,7 +36,9 @@ class Cell(NamedTuple):
         """The interval; empty where there is none."""
         if self.low is None or self.high is None:
             return ""
-        return f"{shown(self.metric, self.low)}–{shown(self.metric, self.high)}"
+        # A dash between would be read as another minus.
+        between = " to " if self.low < 0 else "–"
+        return f"{shown(self.metric, self.low)}{between}{shown(self.metric, self.high)}"
 
 
 class Row(NamedTuple):

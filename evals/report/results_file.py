@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -191,7 +191,11 @@ def predictions_of(record: Record) -> dict[str, np.ndarray]:
         raise DataError(f"{path}: predictions of {record.checkpoint} on {record.task} are not there; score it again")
     try:
         with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+            found = {name: file[name] for name in file.files}
+        # A zip's own sums are of its members, not of their names: without one of them another number would be compared.
+        if _digest(found["keys"].tolist(), {k: array for k, array in found.items() if k != "keys"}) != path.stem:
+            raise ValueError("its content is not what its name says")
+        return found
     except Exception as error:  # zip, zlib and numpy's headers raise anything
         raise DataError(
             f"{path}: damaged ({error}); remove it and score {record.checkpoint} on {record.task} again"
@@ -221,10 +225,7 @@ def _keep(folder: Path, result: Result) -> str:
     if not result.predictions:
         return ""
     # Named by content: a checkpoint that is scored again with the same answers writes no second file.
-    digest = hashlib.sha256("\n".join(result.keys).encode())
-    for name, array in sorted(result.predictions.items()):
-        digest.update(f"{name} {array.dtype} {array.shape}\n".encode() + np.ascontiguousarray(array).tobytes())
-    name = f"{digest.hexdigest()[:24]}.npz"
+    name = f"{_digest(result.keys, result.predictions)}.npz"
     if not (folder / name).is_file():
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f".{name}.{uuid.uuid4().hex[:8]}.tmp.npz"
@@ -235,6 +236,13 @@ def _keep(folder: Path, result: Result) -> str:
         finally:
             temporary.unlink(missing_ok=True)
     return name
+
+
+def _digest(keys: Sequence[str], arrays: Mapping[str, np.ndarray]) -> str:
+    digest = hashlib.sha256("\n".join(keys).encode())
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}\n".encode() + np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()[:24]
 
 
 def by_checkpoint(records: Sequence[Record]) -> dict[str, dict[str, Record]]:

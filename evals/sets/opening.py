@@ -9,7 +9,7 @@ from sparo_train.core.tables import LAYOUTS
 
 from .base import EvalSet, Limited
 from .task_config import LabelledTaskConfig, SetTaskConfig
-from .wds import SourceSet
+from .wds import ClassFolders, open_images
 
 
 def open_set(config: SetTaskConfig, kind: str, split: str | None = None) -> EvalSet:
@@ -33,30 +33,46 @@ def open_set(config: SetTaskConfig, kind: str, split: str | None = None) -> Eval
     return found if config.limit is None else Limited(found, config.limit)
 
 
-def _share_label_numbers(train: SourceSet, test: SourceSet, where: str) -> None:
+def _share_label_numbers(train: EvalSet, test: EvalSet, where: str) -> None:
     """A folder's own rank among its siblings is a label of its own: with another class missing it would mean another class."""
-    known, asked = train.classes, test.classes
-    if (known is None) != (asked is None):
-        folders, numbers = ("train", "test") if asked is None else ("test", "train")
+    if isinstance(train, ClassFolders) != isinstance(test, ClassFolders):
+        folders, numbers = ("train", "test") if isinstance(train, ClassFolders) else ("test", "train")
         raise DataError(
             f"{folders}: has class folders, and {numbers} numbers its labels; nobody says which number is which folder; make both alike"
         )
-    if known is None or asked is None or known == asked:
+    if not isinstance(train, ClassFolders) or not isinstance(test, ClassFolders) or train.classes == test.classes:
         return
-    unknown = sorted(set(asked) - set(known))
+    unknown = sorted(set(test.classes) - set(train.classes))
     if unknown:
         raise DataError(
             f"test: {where} has the class {unknown[0]!r} ({len(unknown)} such), which train has not; make both alike"
         )
-    test.number_by(known)
+    test.number_by(train.classes)
+
+
+def _of_layout(config: LabelledTaskConfig, split: str) -> EvalSet:
+    """The images of one side, as the set `split` of the task's layout."""
+    place = getattr(config, split)
+    found = open_set(SetTaskConfig(task=config.task, root=place, layout=str(config.layout), split=split), "label")
+    if found.kind != "label":
+        raise DataError(f"{split}: {place} has several labels per image, and task {config.task} is of one")
+    return found
 
 
 def open_labelled(config: LabelledTaskConfig) -> tuple[EvalSet, EvalSet]:
     """The training and the test images, each with its label: of class folders the number of its name among the training's.
 
     Raises:
-        DataError: nothing there, or a test class that training does not have.
+        DataError: nothing there, or classes of the one that are not the other's.
+        ConfigError: a layout whose images have no labels.
     """
-    train, test = (SourceSet(getattr(config, key), "label", key) for key in ("train", "test"))
-    _share_label_numbers(train, test, config.test)
+    if config.layout is None:
+        train, test = (open_images(getattr(config, key), "label", key) for key in ("train", "test"))
+        _share_label_numbers(train, test, config.test)
+    else:
+        train, test = (_of_layout(config, split) for split in ("train", "test"))
+        if train.own_classnames() != test.own_classnames():
+            raise DataError(
+                f"test: {config.test} has other classes than train, so that numbers mean others; make both alike"
+            )
     return (train, test) if config.limit is None else (Limited(train, config.limit), Limited(test, config.limit))

@@ -17,8 +17,8 @@ class TaskConfig(Frozen):
     task: Any = setting(..., "a row of sparo.tasks")  # a Literal of one name, in each of them
 
 
-def _known(layout: str) -> str:
-    if layout not in LAYOUTS.names():
+def _known(layout: str | None) -> str | None:
+    if layout is not None and layout not in LAYOUTS.names():
         raise ValueError(did_you_mean(layout, LAYOUTS.names()))
     return layout
 
@@ -43,10 +43,15 @@ class SetTaskConfig(TaskConfig):
 
 
 class LabelledTaskConfig(TaskConfig):
-    """Labelled images: shards with `.cls` members (a folder, a glob, a URL) or a folder of class folders."""
+    """Labelled images: shards with `.cls` members (a folder, a glob, a URL) or a folder of class folders; or sets of a `layout`."""
 
     train: str = setting(..., "images that labels are learnt from", examples=["data/fashion_mnist/train"])
     test: str = setting(..., "images that are scored", examples=["data/fashion_mnist/test"])
+    layout: Annotated[str | None, AfterValidator(_known)] = setting(
+        None,
+        "how both are stored: a row of sparo.layouts, whose splits train and test are read; null: shards or class folders",
+        examples=["wds"],
+    )
     resize: int | None = setting(
         None, "shortest side before the middle is cut out; null: the encoder's own", gt=0, examples=[256]
     )

@@ -24,7 +24,7 @@ from sparo_train.data.read.folder import FolderConfig, FolderPart
 from sparo_train.data.read.made_by import remedy
 from sparo_train.data.read.remote import filesystem_of
 from sparo_train.data.read.shards import Shard, ShardsConfig
-from sparo_train.data.read.sources import open_source
+from sparo_train.data.read.sources import SourceConfig, open_source
 from sparo_train.data.read.storage import Storage
 
 from .base import IMAGE_KEYS, EvalSet, Fact, FactKind, Layout, Pair, decoded, sha256, sizes_of
@@ -35,24 +35,14 @@ _WITH_LABEL = "a .cls member, or a class folder"
 
 
 class SourceSet(EvalSet):
-    """Images in shards or in class folders.
-
-    Args:
-        place: a folder of shards, a glob, a brace range, a URL; or a folder of class folders with images.
-        kind: what the facts are.
-        key: what to call it in errors.
+    """Samples of what training can read, too.
 
     Raises:
         DataError: nothing there, or a truncated shard.
     """
 
-    def __init__(self, place: str | tuple[str, ...], kind: FactKind, key: str):
-        first = Path(place if isinstance(place, str) else place[0])
-        # A folder with tars and class folders is shards: clip-benchmark's layout has both.
-        as_folder = isinstance(place, str) and first.is_dir() and not any(first.glob("*.tar"))
-        config = FolderConfig(folder=str(place)) if as_folder else ShardsConfig(shards=place, image_keys=IMAGE_KEYS)
-        self.source, self.kind, self.root = open_source(key, config, block=""), kind, first
-        self._folder = as_folder
+    def __init__(self, config: SourceConfig, kind: FactKind, key: str, root: Path):
+        self.source, self.kind, self.root = open_source(key, config, block=""), kind, root
         # By searching in this a sample is found without a list of millions.
         self._ends = np.cumsum([len(storage) for storage in self.source.storages])
         broken = self.source.broken()
@@ -60,16 +50,6 @@ class SourceSet(EvalSet):
             raise DataError(
                 f"{broken[0].url}: {broken[0].reason}; scores over part of a data set mean nothing, fetch it again"
             )
-
-    @property
-    def classes(self) -> list[str] | None:
-        """Of class folders their names, by number; None of shards, whose labels are numbers."""
-        return cast(FolderPart, self.source.storages[0]).classes if self._folder else None
-
-    def number_by(self, classes: Sequence[str]) -> None:
-        """Take the numbers of another set's class folders."""
-        for part in cast(Sequence[FolderPart], self.source.storages):
-            part.number_by(classes)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -96,29 +76,64 @@ class SourceSet(EvalSet):
             )
         return key, image, fact
 
+
+class ShardSet(SourceSet):
+    """Images in shards: a folder of them, a glob, a brace range, a URL, or their paths. Raises as above."""
+
+    def __init__(self, shards: str | tuple[str, ...], kind: FactKind, key: str):
+        first = Path(shards if isinstance(shards, str) else shards[0])
+        super().__init__(ShardsConfig(shards=shards, image_keys=IMAGE_KEYS), kind, key, first)
+
     def identity(self) -> str:
-        if self._folder:
-            return sha256("folder", *(self.classes or ()), *self._names(), self._stat[0])
         shards = cast(Sequence[Shard], self.source.storages)
         # An index holds every sample's place and size: two sets of equal offsets have equal members.
         return sha256("shards", self.kind, *(p for s in shards for p in (Path(s.url).name, s.index.offsets.tobytes())))
 
     def stamp(self) -> str:
-        if self._folder:
-            return sha256(self._stat[1])
         # A link may be another file tomorrow, so what the server says of it is asked again.
         infos = [filesystem.info(path) for filesystem, path in (filesystem_of(s.url) for s in self.source.storages)]
         return sha256(*(f"{i['size']} {i.get('mtime', i.get('ETag', ''))}" for i in infos))
 
+
+class ClassFolders(SourceSet):
+    """Images in class folders, whose rank is the label. Raises as above."""
+
+    def __init__(self, folder: str, kind: FactKind, key: str):
+        super().__init__(FolderConfig(folder=folder), kind, key, Path(folder))
+        self._parts = cast(Sequence[FolderPart], self.source.storages)
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of the class folders, by number."""
+        return self._parts[0].classes
+
+    def number_by(self, classes: Sequence[str]) -> None:
+        """Take the numbers of another set's class folders."""
+        for part in self._parts:
+            part.number_by(classes)
+
+    def identity(self) -> str:
+        return sha256("folder", *self.classes, *self._names(), self._stat[0])
+
+    def stamp(self) -> str:
+        return sha256(self._stat[1])
+
     def _names(self) -> list[str]:
-        return [name for part in cast(Sequence[FolderPart], self.source.storages) for name in part.names()]
+        return [name for part in self._parts for name in part.names()]
 
     @cached_property
     def _stat(self) -> tuple[bytes, bytes]:
         return sizes_of([self.root / name for name in self._names()])
 
 
-class WdsSet(SourceSet):
+def open_images(place: str, kind: FactKind, key: str) -> ShardSet | ClassFolders:
+    """What lies there: a folder without a tar is one of class folders (clip-benchmark's layout has both); `key` is what errors call it."""
+    folder = Path(place)
+    as_folder = folder.is_dir() and not any(folder.glob("*.tar"))
+    return ClassFolders(place, kind, key) if as_folder else ShardSet(place, kind, key)
+
+
+class WdsSet(ShardSet):
     """A folder in the layout above. Raises `DataError` where files are missing, which it names."""
 
     def __init__(self, root: str | Path, kind: FactKind, split: str = "test"):

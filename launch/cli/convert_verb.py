@@ -49,6 +49,9 @@ def convert(
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="--as: so many scenes")] = None,
+    scenes: Annotated[
+        str | None, typer.Option(metavar="A:B", help="--as clevr3d: scenes A to B-1 (ObSuRF trains on 0:70000)")
+    ] = None,
     most: Annotated[int | None, typer.Option(min=0, help="--as: scenes of so many objects at most (CLEVR6: 6)")] = None,
     crop: Annotated[
         str, typer.Option(help="--as, of 240 x 320 pixels: none, clevr (rows 29:221) or center192")
@@ -66,6 +69,7 @@ def convert(
     own, per_shard = part_of(part), per_shard or (100 if videos else 1000)
     theirs = {
         "--limit": limit,
+        "--scenes": scenes,
         "--most": most is not None,
         "--crop": crop != "none",
         "--size": size,
@@ -84,7 +88,8 @@ def convert(
         raise ConfigError(f"--part: {what} converted whole")
     if kind is not None:
         given = {"test": test, "limit": limit, "most": most, "crop": crop, "size": size, "near": near, "far": far}
-        _publish(source, folder, kind, given | {"per_shard": per_shard, "videos": videos})
+        given |= {"scenes": _numbers(scenes), "per_shard": per_shard, "videos": videos}
+        _publish(source, folder, kind, given)
         return
     from sparo_data.convert import convert_csv, convert_folder
 
@@ -95,6 +100,16 @@ def convert(
     else:
         raise ConfigError(f"{source}: give an image folder, a .csv or .tsv file, or --as NAME for a published set")
     _tell(folder, made, own is None)
+
+
+def _numbers(scenes: str | None) -> tuple[int, int] | None:
+    """A and B of A:B. Raises `ConfigError`."""
+    if scenes is None:
+        return None
+    first, _, last = scenes.partition(":")
+    if not (first.isdecimal() and last.isdecimal()):
+        raise ConfigError(f"--scenes {scenes}: write A:B, as in 0:70000; B is the first that is left out")
+    return int(first), int(last)
 
 
 def _publish(source: Path, folder: Path, kind: str, given: dict[str, Any]) -> None:

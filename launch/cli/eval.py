@@ -180,6 +180,10 @@ def sweep(
         str, typer.Option(help="with a layout: training sets whose printed rows are added (CC15M, …), or all")
     ] = "",
     mean: Mean = False,
+    against: Annotated[
+        str | None,
+        typer.Option(help="a row: the others' differences to it, with 95 % intervals over seeds (Welch's t)"),
+    ] = None,
     format: Annotated[str, typer.Option(help="terminal, markdown, csv or latex")] = "terminal",
 ) -> None:
     """The rows of a sweep file: parameters, and each task's median and range over the seeds that were trained."""
@@ -189,7 +193,7 @@ def sweep(
         raise ConfigError(f"--task {task}: is of --figure, which draws it; leave it away, or name a file")
     picture_given(figure, "--figure")
     rows = sweep_rows(file, folder)
-    found = sweep_grid(file.stem, rows, layout, [word for word in paper.split(",") if word], mean)
+    found = sweep_grid(file.stem, rows, layout, [word for word in paper.split(",") if word], mean, against)
     _print(found, False, format)
     if figure is not None:
         scored = (c.task for c in found.columns if any(row.cell(c.task) is not None for row in rows))

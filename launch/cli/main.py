@@ -68,15 +68,14 @@ def train(
             out.print(line, soft_wrap=True)
         return
     if dry:
-        from evals.encoders.loading import refuse_absent
+        from evals.interop.starting import refuse_absent_starts
         from evals.suite.task import refuse_unfit_run
 
         from ..views.sizes import show_dry
 
         # Training would refuse the same.
         refuse_unfit_run(config)
-        if config.start_from is not None:
-            refuse_absent(config.start_from.checkpoint)
+        refuse_absent_starts(config)
         show_dry(config)
         return
     from ..runs.train import exit_if_stopped

@@ -19,6 +19,7 @@ from sparo_train.core.recipe.layers import override
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.core.tables import ENGINES
 from sparo_train.data.read.loader import shared_streams
+from sparo_train.train.dry import described
 from sparo_train.train.run import RunConfig
 
 from .clusters import ClusterConfig
@@ -111,7 +112,7 @@ def for_ranks(run: RunConfig, cluster: ClusterConfig, say: Say) -> RunConfig:
     shared_streams(run.data, run.batch_size, ranks)
     # Weights that lie on the cluster alone are looked at there.
     with suppress(CheckpointError):
-        refuse_unfit_run(run)
+        refuse_unfit_run(run, described(run))
     # Written into the recipe, so that ranks that do not find each other end at once instead of training alone.
     changes = [f"world_size={ranks}"]
     if ranks > 1 and ENGINES.row(run.engine.kind).one_process:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from evals.encoders.loading import read_recipe
-from evals.report.over_seeds import recipe_of, said_of_spread, spread
+from evals.report.over_seeds import difference, recipe_of, said_of_spread, spread
 from evals.report.paper_layouts import HEADS, LAYOUTS, TITLES, UNTOLD, said_of
 from evals.report.paper_tables import Cell, Column, Grid, Row, columns_of, odd_notes, printed, several_data
 from evals.report.results_file import Record, whole_records
 from evals.tasks.result import axis_of
-from sparo_train.core.errors import ConfigError, DataError, SparoError
+from sparo_train.core.errors import ConfigError, DataError, SparoError, did_you_mean
 from sparo_train.core.recipe.layers import is_sweep, load_recipe
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
@@ -32,16 +32,24 @@ class SweepRow(NamedTuple):
     results: dict[str, list[Record]]
     told: tuple[str, ...] = ()
 
-    def cell(self, task: str, metric: str | None = None, mean: bool = False) -> Cell | None:
-        """`spread` over the runs of a metric (default: the headline); None where one of them has none."""
+    def values(self, task: str, metric: str | None = None) -> tuple[str, list[float]]:
+        """A metric (default: the headline) and what its runs have of it; nothing where one of them has none."""
         # A median over other seeds than the row's others have would be compared with them.
         found = [record.result for record in self.results.get(task, [])]
         name = metric or (found[0].headline if found else "")
-        odd = any(result.note for result in found)
         values = [result.metrics[name] for result in found if name in result.metrics]
-        if not values or len(values) < self.runs:
+        return name, [] if len(values) < self.runs else values
+
+    def cell(
+        self, task: str, metric: str | None = None, mean: bool = False, against: SweepRow | None = None
+    ) -> Cell | None:
+        """`spread` over the runs, or the `difference` to another row's; None where there is none."""
+        name, values = self.values(task, metric)
+        other, others = against.values(task, name) if against is not None else (name, values)
+        if not values or not others or other != name:
             return None
-        return Cell(*spread(values, mean), odd, name)
+        odd = any(record.result.note for record in self.results.get(task, []))
+        return Cell(*(spread(values, mean) if against is None else difference(values, others)), odd, name)
 
 
 def sweep_rows(sweep: Path, out: Path | None = None) -> list[SweepRow]:
@@ -110,16 +118,26 @@ def _records(folder: Path) -> list[Record]:
 
 
 def sweep_grid(
-    title: str, rows: Sequence[SweepRow], layout: str | None = None, paper: Sequence[str] = (), mean: bool = False
+    title: str,
+    rows: Sequence[SweepRow],
+    layout: str | None = None,
+    paper: Sequence[str] = (),
+    mean: bool = False,
+    against: str | None = None,
 ) -> Grid:
     """As a table of every task's headline, or in a layout of the paper, whose printed rows of training sets (`paper`) follow.
 
-    Cells are medians and ranges over seeds, or means and their intervals (`mean`).
+    Cells are medians and ranges over seeds, or means and their intervals (`mean`), or differences to the row `against`.
 
     Raises:
         DataError: nothing was scored.
-        ConfigError: no such layout, or printed rows without one.
+        ConfigError: no such layout or row, or printed rows without a layout or beside differences.
     """
+    if against is not None and paper:
+        raise ConfigError(f"--against {against}: printed rows have no seeds to differ in; leave --paper away")
+    if against is not None and against not in (names := [row.name for row in rows]):
+        raise ConfigError(f"--against {against}: {did_you_mean(against, names)}")
+    other = next((row for row in rows if row.name == against), None)
     if layout is None and paper:
         raise ConfigError(f"--paper {','.join(paper)}: the paper's rows need a --layout: {', '.join(LAYOUTS)}")
     columns = columns_of(layout) if layout is not None else []
@@ -138,10 +156,11 @@ def sweep_grid(
     drawn = [
         Row(
             f"{row.name} ({row.parameters / 1e6:.2f} M, n {row.runs})",
-            [row.cell(c.task, c.metric, mean) for c in columns],
+            [row.cell(c.task, c.metric, mean, other) for c in columns],
             told=row.told if heads else (),
         )
         for row in rows
+        if row is not other
     ]
     drawn += printed(layout, paper) if layout is not None else []
     note = "M: trained parameters; n: runs that were scored, which differ in their seed"
@@ -150,7 +169,7 @@ def sweep_grid(
     odd = [(r.checkpoint, t, r.result.note) for row in rows for t in shown_tasks for r in row.results.get(t, [])]
     notes = [note, *odd_notes(odd), *of_several.values()]
     title = TITLES.get(layout or "", title)
-    return Grid(title, columns, drawn, notes, said_of_spread(mean), frozenset(of_several), heads)
+    return Grid(title, columns, drawn, notes, said_of_spread(mean, against or ""), frozenset(of_several), heads)
 
 
 def draw(rows: Sequence[SweepRow], task: str, path: Path, mean: bool = False) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from sparo_train.core.errors import ConfigError, DataError, did_you_mean
 
+from .clevr3d import clevr3d_scenes
 from .clips import movi, npy_shards
 from .folders import clevr, clevrtex, coco
 from .lmdb_file import lmdb_scenes
@@ -17,7 +18,7 @@ from .multi_object import SETS, multi_object
 from .published import PublishedConfig, PublishedScene, Written, write_published
 from .sunds import sunds_scenes
 from .videos import VIDEOS, write_videos
-from .viewed import PublishedViews, clevr3d_scenes, nerf_scenes, write_viewed
+from .viewed import PublishedViews, nerf_scenes, write_viewed
 
 VIEWED: dict[str, Callable[[Path], Iterator[PublishedViews]]] = {
     "nerf": nerf_scenes, "clevr3d": clevr3d_scenes, "sunds": sunds_scenes
@@ -106,6 +107,13 @@ def convert_published(
         ConfigError: videos of a format that has none, or what is of stills.
     """
     _refuse_bounds(config)
+    if config.scenes is not None and (config.source != "clevr3d" or config.scenes[0] >= config.scenes[1]):
+        why = (
+            "is of --as clevr3d"
+            if config.source != "clevr3d"
+            else "write A:B, as in 0:70000; B is the first that is left out"
+        )
+        raise ConfigError(f"--scenes {config.scenes[0]}:{config.scenes[1]}: {why}")
     if config.videos:
         if config.source not in VIDEOS:
             raise ConfigError(
@@ -123,7 +131,10 @@ def convert_published(
             raise ConfigError(
                 f"--most: scenes of --as {config.source} do not say how many objects they have; leave it away"
             )
-        return write_viewed(out, (scene for place in places for scene in VIEWED[config.source](place)), config, done)
+        read_viewed = VIEWED[config.source]
+        if config.scenes is not None:
+            read_viewed = partial(clevr3d_scenes, scenes=range(*config.scenes))
+        return write_viewed(out, (scene for place in places for scene in read_viewed(place)), config, done)
     read = FORMATS[config.source].read
     assert read is not None  # all others have one
     return write_published(out, (scene for place in places for scene in read(place)), config, done)

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from PIL import Image
+from pydantic import NonNegativeInt
 
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.errors import DataError
@@ -52,6 +53,9 @@ class PublishedConfig(Frozen):
         ge=0,
     )
     limit: int | None = setting(None, "scenes to take, all of the sources together", gt=0)
+    scenes: tuple[NonNegativeInt, NonNegativeInt] | None = setting(
+        None, "of clevr3d: the first number that is taken, and the first behind it that is not"
+    )
     most: int | None = setting(
         None,
         "scenes of so many objects at most, as CLEVR6 has; counted by their masks, or as listed where there are none",

@@ -1,4 +1,4 @@
-"""Published scenes of several posed cameras: folders in Blender's and NeRF's convention, and CLEVR3D with ObSuRF's other set."""
+"""Published scenes of several posed cameras: what they are, how they are written, and folders in Blender's and NeRF's convention."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from PIL import Image
 
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.untrusted import read_bytes, read_json
-from sparo_train.data.clips.cameras import checked_lens, checked_pose, looking
+from sparo_train.data.clips.cameras import checked_lens, checked_pose
 
 from ..episodes import LONGEST, Measured, Video, measured, scene_fields
 from ..writer import Fields
 from .clips import plain
-from .published import PublishedConfig, Written, numbered, opened_image, write_in_two
+from .published import PublishedConfig, Written, write_in_two
 from .videos import sized
 
 _NAMES = ("transforms.json", "transforms_train.json", "transforms_val.json", "transforms_test.json")
@@ -30,9 +30,7 @@ _PINHOLES = (
     "PERSPECTIVE",
 )  # what nerfstudio and COLMAP call cameras that are, or may be, pinholes
 _LENS = ("fl_x", "fl_y", "cx", "cy", "w", "h", "camera_angle_x", "camera_angle_y", "fov")
-_CLEVR_LENS = 2 * np.arctan(16 / 35)  # Blender's camera of 35 mm before a sensor of 32
-_CLEVR_VIEWS = 3
-_FARTHEST = 1e6  # from the origin; CLEVR's cameras stand about 11 away
+FARTHEST = 1e6  # from the origin, of cameras
 
 
 class PublishedView(NamedTuple):
@@ -87,7 +85,7 @@ def _said_bounds(path: Path, told: dict[str, Any]) -> dict[str, float]:
     near, far = told.get("near"), told.get("far")
     if near is None and far is None:
         return {}
-    if not isinstance(near, int | float) or not isinstance(far, int | float) or not 0 <= near < far < _FARTHEST:
+    if not isinstance(near, int | float) or not isinstance(far, int | float) or not 0 <= near < far < FARTHEST:
         raise DataError(f"{path}: near={near!r} and far={far!r} are no two distances, the nearer one first; mend them")
     return {"near": float(near), "far": float(far)}
 
@@ -97,7 +95,7 @@ def _frame(path: Path, number: int, told: dict[str, Any], frame: Any) -> Publish
     if not isinstance(frame, dict) or not isinstance(frame.get("file_path"), str) or not frame["file_path"]:
         raise DataError(f"{where}: has no file_path")
     _refuse_bent(where, {**told, **frame})
-    image = _on_white(_picture(path, where, frame["file_path"]), where)
+    image = on_white(_picture(path, where, frame["file_path"]), where)
     lens = {name: frame.get(name, told.get(name)) for name in _LENS if name in frame or name in told}
     try:
         pose = checked_pose(frame.get("transform_matrix"))
@@ -137,7 +135,7 @@ def _picture(path: Path, where: str, name: str) -> bytes:
         raise DataError(f"{where}: {error}{ending}") from None
 
 
-def _on_white(data: bytes, where: str) -> np.ndarray:
+def on_white(data: bytes, where: str) -> np.ndarray:
     """(H, W, 3) uint8."""
     try:
         with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:
@@ -152,58 +150,6 @@ def _on_white(data: bytes, where: str) -> np.ndarray:
             return np.asarray(Image.alpha_composite(Image.new("RGBA", whole.size, (255,) * 4), whole).convert("RGB"))
     except Exception as error:  # decoders of broken files raise anything
         raise DataError(f"{where}: is no picture ({error})") from None
-
-
-def clevr3d_scenes(place: Path) -> Iterator[PublishedViews]:
-    """ObSuRF's folders: metadata.npz with `camera_pos` (N, V, 3), images/img_SCENE_VIEW.png and masks/masks_SCENE_VIEW.png; cameras look at
-    the origin with CLEVR's lens. Scenes without pictures are left out, so a part of the set can be read.
-
-    Raises:
-        DataError: no such table, or a picture of it is damaged.
-    """
-    places, counts = _clevr3d_tables(place / "metadata.npz")
-    for scene in range(len(places)):
-        if not (place / f"images/img_{scene}_0.png").is_file():
-            continue
-        views = []
-        for view in range(_CLEVR_VIEWS):
-            where = f"{place}: scene {scene}, view {view}"
-            image = _on_white(read_bytes(place / f"images/img_{scene}_{view}.png", DataError), where)
-            mask = place / f"masks/masks_{scene}_{view}.png"
-            label = (
-                numbered(opened_image(read_bytes(mask, DataError), mask, labels=True), where, True)
-                if mask.is_file()
-                else None
-            )
-            lens = checked_lens({"camera_angle_x": float(_CLEVR_LENS)}, image.shape[1], image.shape[0])
-            eye = places[scene, view]
-            if np.hypot(*eye[:2]) < 1e-6:
-                raise DataError(f"{where}: its camera looks straight down, and which way is up nobody says")
-            views.append(PublishedView(image, label, looking(eye, (0, 0, 0)), lens))
-        count = {} if counts is None else {"object_count": int(counts[scene])}
-        yield PublishedViews(f"{scene:06d}", views, {"dataset": "clevr3d", **count})
-
-
-def _clevr3d_tables(table: Path) -> tuple[np.ndarray, np.ndarray | None]:
-    """Where the cameras are, (N, V, 3) fp64, and how many objects each scene has, (N,), where it says so. Raises `DataError`."""
-    try:
-        with np.load(io.BytesIO(read_bytes(table, DataError)), allow_pickle=False) as held:
-            places = np.asarray(held["camera_pos"], np.float64)
-            shapes = np.asarray(held["shape"]) if "shape" in held.files else None
-    except DataError:
-        raise
-    except Exception as error:  # zip, zlib and numpy's headers raise anything
-        raise DataError(f"{table}: has no camera_pos that can be read ({str(error)[:200]})") from None
-    near = bool((np.abs(places) < _FARTHEST).all())  # a NaN is not below it
-    if places.ndim != 3 or places.shape[2] != 3 or places.shape[1] < _CLEVR_VIEWS or not near:
-        raise DataError(
-            f"{table}: camera_pos of {places.shape} is not (N, {_CLEVR_VIEWS} or more, 3) numbers below {_FARTHEST:g}"
-        )
-    if shapes is not None and (shapes.ndim != 2 or len(shapes) != len(places) or shapes.dtype.kind not in "iuf"):
-        raise DataError(
-            f"{table}: shape of {shapes.dtype} {shapes.shape} is no number for each object of {len(places)} scenes"
-        )
-    return places, None if shapes is None else (shapes > 0).sum(1)
 
 
 def write_viewed(
@@ -257,7 +203,8 @@ def viewed_fields(scene: PublishedViews, size: int | None) -> dict[str, bytes]:
         fx, fy, cx, cy = view.lens.tolist()
         told = {"w": width, "h": height, "fl_x": fx, "fl_y": fy, "cx": cx, "cy": cy}
         cameras.append({**told, "poses": [view.pose.tolist()]})
-    return scene_fields(videos, {**scene.facts, **bounds, "convention": "opengl", "cameras": cameras})
+    # What the scene or the command says goes before what its depth tells.
+    return scene_fields(videos, {**bounds, **scene.facts, "convention": "opengl", "cameras": cameras})
 
 
 def _depths(scene: PublishedViews) -> tuple[list[Measured | None], dict[str, float]]:

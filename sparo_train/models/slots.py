@@ -80,6 +80,7 @@ class ReadOutConfig(Frozen, ABC):
     kind: Any = setting(..., "a row of sparo.readouts")  # a Literal of one name, in each of them
     reads_cls: ClassVar[bool] = False  # an image's class token alone: there has to be one
     conditioned: ClassVar[bool] = False  # texts pool its image tokens, by a loss of CLIP's own
+    untold: ClassVar[str] = ""  # what weights of the same shapes may also be, and a score would not look wrong
 
     @property
     def placement(self) -> Placement:

@@ -36,6 +36,7 @@ class SparoReadOut(TwinReadOut):
     """
 
     kind: Literal["sparo"] = setting("sparo", "a row of sparo.readouts")
+    untold: ClassVar[str] = "class token attended and slots unweighted, which shapes do not tell"
     cross_attention: ClassVar[str] = "separate_head"  # what Table 6 calls it
     slots: int = setting(64, "L, concepts attended separately", gt=0)
     slot_width: int = setting(64, "V, numbers of a slot", gt=0)

@@ -13,7 +13,7 @@ from ..data.read.loader import shared_streams
 from ..data.read.plan import per_epoch
 from ..data.read.sources import open_source
 from ..engine.kinds import Sizes
-from ..engine.optim import group_numbers
+from ..engine.optim import build_optimizer
 from .build import build_objective
 from .run import RunConfig
 
@@ -48,12 +48,21 @@ class DryRun(NamedTuple):
     unread: list[str]
 
 
-def dry_run(config: RunConfig) -> DryRun:
-    """Resolve everything that can be known before the first step."""
-    # A model of any size is counted without its memory.
+def described(config: RunConfig) -> Objective:
+    """A recipe's objective on the meta device, where a model of any size takes no memory.
+
+    Raises:
+        ConfigError: nothing of it would be trained, or a group of parameters fits none.
+    """
     with torch.device("meta"):
         objective = build_objective(config)
-    group_numbers(config.optim.groups, [name for name, p in objective.named_parameters() if p.requires_grad])
+        build_optimizer(config.optim, objective)
+    return objective
+
+
+def dry_run(config: RunConfig) -> DryRun:
+    """Resolve everything that can be known before the first step."""
+    objective = described(config)
     footprint = objective.footprint(config.batch_size // (config.world_size or 1), config.batch_size)
     shared_streams(config.data, config.batch_size, config.world_size or 1)  # training would refuse the same
     facts = [_source(name, config) for name in config.data.sources]

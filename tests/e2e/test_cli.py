@@ -12,6 +12,8 @@ from evals.sets.wds import FACTS, WdsSet
 from evals.store.features import FeatureStore
 from evals.suite.image_text_tasks import ZeroshotTaskConfig
 from evals.suite.suite import Suite
+from launch.cli.main import app
+from launch.cli.process import call
 from launch.runs.train import train
 from sparo_data.writer import write_shards
 from sparo_train.core.config import resolve
@@ -153,7 +155,21 @@ def test_dry_run_counts_without_training(trained, tmp_path):
     done = sparo("train", str(trained / "recipe.yaml"), "--dry")
     assert "12 steps x 8 = 96 samples" in done.stdout and "100.0%" in done.stdout
     done = sparo("train", str(trained / "recipe.yaml"), "--dry", "start_from=nowhere")
-    assert done.returncode == 2 and "nowhere: no such file or folder" in done.stderr
+    assert done.returncode == 2 and "start_from.checkpoint=nowhere: nowhere: no such file or folder" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("objective.model.vision.init=nowhere", "objective.model.vision.init=nowhere: nowhere: no such file"),
+        ("objective.model.text.init=hf:nowhere", "objective.model.text.init=hf:nowhere: nowhere: no such file"),
+        ("freeze=[model.visual.*,model.text.*]", "nothing is trained but model.logit_scale; freeze less"),
+        ("optim.groups=[{match: [model.visuall.*]}]", "optim.groups.0.match=model.visuall.*: fits no parameter"),
+    ],
+)
+def test_what_training_would_refuse_a_dry_run_does(trained, word, message):
+    code, error = call(app, ["train", str(trained / "recipe.yaml"), "--dry", word])
+    assert code == 2 and message in str(error)
 
 
 def test_data_verbs(trained):

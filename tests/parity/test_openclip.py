@@ -11,9 +11,10 @@ from PIL import Image
 
 import sparo_train.openclip as plugin
 from sparo_train.core.errors import CheckpointError, ConfigError, SparoError
+from sparo_train.core.tables import READOUTS as TABLE
 from sparo_train.models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
 from sparo_train.models.clip_model import Clip
-from sparo_train.models.weight_files.describe import infer_config
+from sparo_train.models.weight_files.describe import infer_config, infer_readout
 from sparo_train.models.weight_files.weights import load_into, read_weights, to_ours, to_sparo_clip
 
 from .test_clip import READOUTS, TINY, tiny, tokens
@@ -97,6 +98,23 @@ def test_architecture_is_read_off_the_weights(readout):
         model = Clip(ClipConfig.model_validate({"backbone": "ViT-B-32", "readout": READOUTS[readout]}))
         again = Clip(infer_config(model.state_dict()))
     assert {n: t.shape for n, t in again.state_dict().items()} == {n: t.shape for n, t in model.state_dict().items()}
+
+
+def test_what_shapes_of_a_readout_do_not_tell_is_said():
+    """A key that `infer` does not give has its default, and a file that was trained with another scores plausibly."""
+    silent = []
+    for kind in TABLE.names():
+        row = TABLE.row(kind)
+        # `text` is told by the text tower; of gap and cls there are no weights.
+        guessed = set(row.model_fields) - {"kind", "text"} - _inferred(kind)
+        silent += [kind] if guessed and not row.untold and kind not in ("gap", "cls") else []
+    assert silent == []
+
+
+def _inferred(kind):
+    with torch.device("meta"):
+        model = Clip(ClipConfig.model_validate({"backbone": "ViT-B-32", "readout": {"kind": kind}}))
+        return set(infer_readout(model.state_dict(), "visual.", 0) or {}) if kind != "cls" else set()
 
 
 def test_heads_that_shapes_do_not_tell_are_known_for_our_models_and_asked_for_otherwise():

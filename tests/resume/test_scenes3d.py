@@ -331,6 +331,47 @@ def test_folders_that_are_none_are_told_by_file(tmp_path):
         convert_published([tmp_path / "none"], tmp_path / "none_out", PublishedConfig(source="nerf", files=("none",)))
 
 
+def _obsurfs_depth(root, tmp_path, places):
+    """A plane at the origin, seen by cameras that look at it: along rays in one set, along the axis in the other."""
+    (root / "depths").mkdir()
+    x, y = np.meshgrid((np.arange(32) + 0.5 - 16) / 35, (np.arange(24) + 0.5 - 12) / 35)
+    longer = np.sqrt(1 + x**2 + y**2)
+    for planar in (False, True):
+        extra = {"shape_file": np.array(["a"] * 3)} if planar else {}
+        np.savez(root / "metadata.npz", camera_pos=places, **extra)
+        for scene in (0, 1):
+            for view in range(3):
+                far = np.linalg.norm(places[scene, view]) * (1 if planar else longer)
+                levels = np.broadcast_to(far / 40 * 65536, (24, 32)).round().astype(np.uint16).copy()
+                levels[0, 0] = 65535  # that far, or farther
+                Image.fromarray(levels).save(root / f"depths/depths_{scene}_{view}.png")
+        config = PublishedConfig(source="clevr3d", scenes=(1, 3), size=None)
+        written = convert_published([root], tmp_path / f"deep{planar}", config)
+        assert (written.train, written.test) == (1, 0)
+        (scene,) = read_back(tmp_path / f"deep{planar}/train")
+        found, true = scene.views[1].depth(0), np.linalg.norm(places[1, 1]) * longer
+        assert np.allclose(found[1:], true[1:], atol=3e-3) and found[0, 0] > 90
+        # What is endless is the sky, and no part of what is seen.
+        assert scene.bounds[0] == pytest.approx(np.linalg.norm(places[1, :3], axis=1).min(), rel=3e-3)
+        assert scene.bounds[1] < 20
+        told = config.model_copy(update={"near": 1.0, "far": 30.0})
+        convert_published([root], tmp_path / f"told{planar}", told)
+        assert read_back(tmp_path / f"told{planar}/train")[0].bounds == (1.0, 30.0)
+    for levels, told in (
+        (np.zeros((24, 32), np.uint16), "numbers from 0 to 0"),
+        (np.ones((24, 32), np.uint8), "not one number of 16 bits"),
+        (np.ones((8, 8), np.uint16), "for each pixel of"),
+    ):
+        Image.fromarray(levels).save(root / "depths/depths_1_2.png")
+        with pytest.raises(DataError, match=rf"depths_1_2\.png: .*{told}"):
+            convert_published([root], tmp_path / "bad_depth", config)
+    for scenes, told in (((2, 2), "2:2: write A:B"), ((0, 9), "has 3 scenes, and number 8")):
+        with pytest.raises((ConfigError, DataError), match=told):
+            convert_published([root], tmp_path / "bad_scenes", config.model_copy(update={"scenes": scenes}))
+    with pytest.raises(ConfigError, match="--scenes 0:3: is of --as clevr3d"):
+        convert_published([root], tmp_path / "bad_scenes", PublishedConfig(source="nerf", scenes=(0, 3)))
+
+
 def test_obsurfs_folders_become_scenes(tmp_path):
     rng = np.random.default_rng(0)
     root = tmp_path / "clevr3d"
@@ -352,6 +393,7 @@ def test_obsurfs_folders_become_scenes(tmp_path):
         -pose[:3, 2] * np.linalg.norm(places[0, 1]), -places[0, 1]
     )
     assert scene.lens(0, 32, 24)[0] == pytest.approx(35) and scene.views[2].labels(0).max() == 2
+    _obsurfs_depth(root, tmp_path, places)
     table = root / "metadata.npz"
     for number, (tables, told) in enumerate(
         (

@@ -18,7 +18,7 @@ from evals.encoders.masked import MaskedEncoder, masked
 from evals.encoders.own import ClipEncoder, PixelEncoder
 from evals.encoders.pixels import Pixels
 from evals.sets.base import Limited, sha256
-from evals.sets.wds import SourceSet, WdsSet
+from evals.sets.wds import WdsSet, open_images
 from evals.store.batch_sizes import BatchSize
 from evals.store.feature_table import View
 from evals.store.features import FeatureStore
@@ -61,7 +61,7 @@ def source(tmp_path_factory):
     """600 images: three parts."""
     root = tmp_path_factory.mktemp("set")
     write_shards(root, ((f"{i:04d}", {"jpg": jpeg(i % 40), "cls": str(i % 5).encode()}) for i in range(600)), 100)
-    return SourceSet(str(root), "label", "test")
+    return open_images(str(root), "label", "test")
 
 
 def test_the_second_reading_encodes_nothing_and_finds_the_same(source, tmp_path):
@@ -136,7 +136,7 @@ class _Killed(Counting):
 
 
 def _killed(root, place):
-    FeatureStore(root).images(_Killed(), SourceSet(place, "label", "test"))
+    FeatureStore(root).images(_Killed(), open_images(place, "label", "test"))
 
 
 def test_a_kill_in_the_middle_loses_one_part_at_most(source, tmp_path):

@@ -5,7 +5,7 @@ import pytest
 
 from evals.sets import base
 from evals.sets.base import batched, read_batches
-from evals.sets.wds import SourceSet
+from evals.sets.wds import open_images
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.data.examples.crops import CropExamples, CropsConfig
@@ -80,7 +80,7 @@ def test_labelled_images_come_in_a_fixed_order_and_say_what_is_wrong(folder, tmp
     def small(image):
         return np.asarray(image.resize((8, 8)))
 
-    images = SourceSet(str(folder), "label", "train")
+    images = open_images(str(folder), "label", "train")
     assert len(images) == 24 and sorted(label for _, _, label in images) == [0] * 12 + [1] * 12
     keys = [key for key, _, _ in images]
     batches = list(read_batches(images, small, batched(range(24), 7), workers=1))
@@ -89,9 +89,9 @@ def test_labelled_images_come_in_a_fixed_order_and_say_what_is_wrong(folder, tmp
     (tmp_path / "flat").mkdir()
     (tmp_path / "flat/a.png").write_bytes(jpeg(0))
     with pytest.raises(DataError, match="has no label"):
-        SourceSet(str(tmp_path / "flat"), "label", "train").read(0)
+        open_images(str(tmp_path / "flat"), "label", "train").read(0)
     next(folder.glob("class1/*/*")).write_bytes(b"no image")
-    broken = SourceSet(str(folder), "label", "train")
+    broken = open_images(str(folder), "label", "train")
     with pytest.raises(DataError, match="bad image"):
         list(broken)
     monkeypatch.setattr(base, "_FEW", 0)

@@ -1,17 +1,19 @@
 """k-NN and the linear probe against plain restatements of the official ones, in any blocks and on any ranks."""
 
 import itertools
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import nn
 from torch.nn import functional as F
 
 from evals.encoders.own import DinoEncoder
-from evals.sets.wds import SourceSet
+from evals.sets.wds import open_images
 from evals.store.features import FeatureStore
 from evals.suite.labelled_tasks import KnnTaskConfig, run_knn
 from evals.suite.linear_probe import LinearTaskConfig, run_linear
@@ -19,7 +21,7 @@ from evals.suite.scoring import Scoring
 from evals.tasks import knn, linear
 from sparo_data.writer import write_shards
 from sparo_train.core.distributed import Ranks
-from sparo_train.core.errors import DataError
+from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.world import World
 from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import VitConfig
@@ -156,6 +158,30 @@ def test_ranks_score_as_one_and_see_every_image_once(sets, tmp_path):
                 assert result.metrics == pytest.approx(alone.metrics, abs=1e-12), task
 
 
+def test_sets_of_a_layout_score_as_their_shards_do(sets, tmp_path):
+    """Whatever a row of `sparo.layouts` opens: here clip-benchmark's, of one folder and of two."""
+    root = tmp_path / "set"
+    for split, place in sets.items():
+        shutil.copytree(place, root / split)
+        tars = sorted((root / split).glob("*.tar"))
+        for number, tar in enumerate(tars):
+            tar.rename(root / split / f"{number}.tar")
+        (root / split / "nshards.txt").write_text(str(len(tars)))
+    places = {"train": str(root), "test": str(root), "layout": "wds"}
+    assert knn_on(ALONE, places).metrics == knn_on(ALONE, sets).metrics
+    with pytest.raises(ConfigError, match=r"layout=sugar_crepe: has pairs, and task knn needs label"):
+        knn_on(ALONE, {**places, "layout": "sugar_crepe"})
+    with pytest.raises(ValidationError, match=r"did you mean|wds"):
+        knn_on(ALONE, {**places, "layout": "wsd"})
+    for split, names in (("train", "ab"), ("test", "ac")):
+        for name in names:
+            (tmp_path / split / name).mkdir(parents=True)
+            (tmp_path / split / name / "0.jpg").write_bytes(jpeg(0))
+    folders = {split: str(tmp_path / split) for split in sets}
+    with pytest.raises(DataError, match=r"test: .*other classes than train"):
+        knn_on(ALONE, {**folders, "layout": "folder"})
+
+
 def test_the_probe_is_trained_as_officially(sets):
     """Three epochs of SGD with momentum on the features of the last four blocks, against a loop that spells it out."""
     e, task = (
@@ -167,7 +193,7 @@ def test_the_probe_is_trained_as_officially(sets):
 
     data = {}
     for key, place in sets.items():
-        rows = list(SourceSet(place, "label", key))
+        rows = list(open_images(place, "label", key))
         pixels = e.stacked([e.transform(image) for _, image, _ in rows])
         data[key] = e.probe(pixels, 4), torch.tensor([label for _, _, label in rows])
     features, labels = data["train"]

@@ -168,6 +168,8 @@ def test_what_a_recipe_cannot_share_is_refused_before_anything_is_submitted(reci
     assert done.returncode == 2 and "3 ranks cannot share them evenly" in done.stderr
     done = sparo("launch", "train", str(recipe), "name=x", "world_size=4", "--on", "local", cwd=tmp_path)
     assert done.returncode == 2 and "1 node(s) of 1 rank(s) are 1" in done.stderr
+    done = sparo("launch", "train", str(recipe), "name=x", "freeze=['model.*']", "--on", "local", cwd=tmp_path)
+    assert done.returncode == 2 and "objective: no parameter is trainable" in done.stderr
     assert not (tmp_path / "runs/x").exists()
     assert ClusterConfig().ranks == 1
 

@@ -13,7 +13,7 @@ leave no room for one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor, nn
 
@@ -26,6 +26,7 @@ class AttPoolReadOut(TwinReadOut):
     """AttPool of the paper's Table 6, and its rows up to SPARO, on both towers."""
 
     kind: Literal["attpool"] = setting("attpool", "a row of sparo.readouts")
+    untold: ClassVar[str] = "norms as without readout.normalize, which shapes do not tell"
     slots: int = setting(64, "L, queries, each with a head of its own", gt=0)
     slot_width: int = setting(64, "V, numbers of a slot and of a head", gt=0)
     cross_attention: Literal["multi_head", "separate_head"] = setting(

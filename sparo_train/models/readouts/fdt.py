@@ -9,7 +9,7 @@ is what makes its encoding the same in every batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ class FdtReadOut(TwinReadOut):
     """FDT on both towers with one codebook."""
 
     kind: Literal["fdt"] = setting("fdt", "a row of sparo.readouts")
+    untold: ClassVar[str] = "scores over a temperature of 1000, which shapes do not tell"
     codes: int = setting(16384, "codes of the codebook", gt=0)
     width: int = setting(512, "numbers of a code and of an encoding", gt=0)
     temperature: float = setting(1000.0, "that scores are divided by before sparsemax", gt=0)

@@ -21,6 +21,7 @@ class FlairReadOut(ReadOutConfig):
     """The image's class token, whose patches a text can pool; texts keep EOS. CLIP with loss.kind=sigmoid alone. `embed_dim` is a multiple of `heads`."""
 
     kind: Literal["flair"] = setting("flair", "a row of sparo.readouts")
+    untold: ClassVar[str] = "8 attention heads, which shapes do not tell"
     reads_cls: ClassVar[bool] = True
     conditioned: ClassVar[bool] = True
     heads: int = setting(8, "attention heads; divides embed_dim", gt=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ class TokenReadOut(NoReadOut):
     """CLIP as published: the image's CLS token and the text's EOS token, each through a linear projection."""
 
     kind: Literal["token"] = setting("token", "a row of sparo.readouts")
+    untold: ClassVar[str] = "a mean over patches, gap, has the same shapes"
 
 
 class ClsReadOut(NoReadOut):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from timm.layers.attention_pool import AttentionPoolLatent
@@ -21,6 +22,7 @@ class MapReadOut(TwinReadOut):
     """
 
     kind: Literal["map"] = setting("map", "a row of sparo.readouts")
+    untold: ClassVar[str] = "class token attended and heads of 64 numbers, which shapes do not tell"
     head_width: int = setting(64, "numbers of an attention head; divides a tower's width", gt=0)
     mlp_ratio: float = setting(4.0, "width of the MLP over the tower's", gt=0)
     attend_cls: bool = setting(True, "the image's class token is one of the positions that are attended to")
@@ -37,6 +39,11 @@ class MapReadOut(TwinReadOut):
         if dim % self.head_width:
             raise ConfigError(f"readout.head_width={self.head_width} does not divide a tower's width of {dim}")
         return MapHead(dim, dim // self.head_width, self.mlp_ratio)
+
+    @classmethod
+    def infer(cls, weights: Mapping[str, Tensor], replaced: int) -> dict[str, Any]:
+        hidden, width = weights["attn_pool.mlp.fc1.weight"].shape
+        return {"mlp_ratio": hidden / width}
 
 
 class MapHead(ReadOut):
