@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
@@ -22,6 +23,12 @@ from tests.processes import Started
 # Of every process that computes; two at once with two threads each would wait for each other on two cores.
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 WORDS = ["red", "blue", "green", "dark", "bright", "square", "circle", "plain"]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: trainings collect garbage often, and need not look through it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,5 +1,6 @@
 """What the process that tests fork from has imported: all that a command could import, which would be paid for in each of hundreds."""
 
+import gc
 import importlib
 import pkgutil
 from contextlib import suppress
@@ -22,3 +23,6 @@ for _name in ("sparo_train", "sparo_data", "evals", "object_centric", "launch"):
         if not _module.name.endswith("__main__"):
             with suppress(ImportError):  # of an extra that is not here
                 importlib.import_module(_module.name)
+# Every collection of a forked process would look through all of it, and copy its pages: half a second each time.
+gc.collect()
+gc.freeze()

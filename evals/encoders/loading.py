@@ -102,11 +102,8 @@ def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
 
 
 def refuse_absent(checkpoint: str | Path) -> None:
-    """Raise `CheckpointError` where a checkpoint is meant as a path, or as timm:NAME@FILE or hf:FOLDER, and nothing is there."""
-    path, (scheme, colon, rest) = Path(checkpoint), str(checkpoint).partition(":")
-    file = {"timm": rest.partition("@")[2], "hf": rest}.get(scheme) if colon else None
-    if file and not path.exists():
-        refuse_absent(file)
+    """Raise `CheckpointError` where a checkpoint is meant as a path, and nothing is there."""
+    path, (scheme, colon, _) = Path(checkpoint), str(checkpoint).partition(":")
     if not path.exists() and not (colon and scheme.isidentifier()):
         raise CheckpointError(f"{path}: no such file or folder; {nearest(path)}")
 

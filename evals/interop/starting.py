@@ -38,6 +38,10 @@ def refuse_absent_starts(config: RunConfig) -> None:
         if place is not None:
             try:
                 refuse_absent(place)
+                scheme, _, rest = place.partition(":")
+                # Of others' weights what is a file: names of the hub are not asked for.
+                if file := {"timm": rest.partition("@")[2], "hf": rest}.get(scheme):
+                    refuse_absent(file)
             except CheckpointError as error:
                 raise CheckpointError(f"{key}={place}: {error}") from None
 

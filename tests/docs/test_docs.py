@@ -128,7 +128,12 @@ def sandbox(tmp_path, modules, monkeypatch):  # noqa: F811
     (tools / "npm").write_text(
         f'#!/bin/sh\nwhile [ "$1" != --prefix ]; do shift; done\nmkdir -p "$2" && cp -r {modules} "$2/"\n'
     )
-    (tools / "torchrun").write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    # What torchrun starts, `python -u -m launch.cli …`, is forked as well.
+    (tools / "python-forked").write_text(
+        '#!/bin/sh\n[ "$1 $2 $3" = "-u -m launch.cli" ] && shift 3 && exec sparo "$@"\n'
+    )
+    run = f'PYTHON_EXEC={tools}/python-forked exec {sys.executable} -m torch.distributed.run "$@"'
+    (tools / "torchrun").write_text(f"#!/bin/sh\n{run}\n")
     for tool in tools.iterdir():
         tool.chmod(0o755)
     for package in modules.glob("@iconify-json/*"):
