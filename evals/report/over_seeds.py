@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from sparo_train.core.config import free_keys, resolve
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import ConfigError, did_you_mean
 from sparo_train.core.recipe.layers import Tree
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.core.untrusted import read_text
@@ -71,11 +71,11 @@ def said_of_spread(mean: bool, against: str = "") -> str:
     return "mean, and its 95 % interval over seeds (Student's t)" if mean else "median, and range over seeds"
 
 
-def over_seeds(table: Grid, mean: bool = False) -> Grid:
-    """The table with a row per recipe; of `mean`, see `spread`.
+def over_seeds(table: Grid, mean: bool = False, against: str | None = None) -> Grid:
+    """The table with a row per recipe; of `mean`, see `spread`; or with every row's `difference` to one of these, by its name.
 
     Raises:
-        ConfigError: a row that is no run, whose recipe nobody knows; or no two rows of one recipe.
+        ConfigError: a row that is no run, whose recipe nobody knows; no two rows of one recipe; no row `against`.
     """
     groups: dict[str, list[Row]] = {}
     own = [row for row in table.rows if not row.paper]
@@ -91,20 +91,34 @@ def over_seeds(table: Grid, mean: bool = False) -> Grid:
         raise ConfigError(
             "--seeds: no two of these runs are of one recipe; `sparo launch train RECIPE --seeds 3` makes some"
         )
-    rows = [Row(_name([r.name for r in rows]), _cells(rows, mean), told=rows[0].told) for rows in groups.values()]
-    rows += [row for row in table.rows if row.paper]
-    return table._replace(rows=rows, spans=said_of_spread(mean))
+    named = [(_name([row.name for row in rows]), rows) for rows in groups.values()]
+    printed = [row for row in table.rows if row.paper]
+    if against is None:
+        drawn = [Row(name, _cells(rows, mean), told=rows[0].told) for name, rows in named]
+        return table._replace(rows=drawn + printed, spans=said_of_spread(mean))
+    if printed:
+        raise ConfigError(f"--against {against}: printed rows have no seeds to differ in; leave --paper away")
+    stems = {name.removesuffix(f" ({len(rows)} seeds)"): rows for name, rows in named}
+    if against not in stems:
+        raise ConfigError(f"--against {against}: {did_you_mean(against, stems)}")
+    others = stems[against]
+    drawn = [Row(name, _cells(rows, mean, others), told=rows[0].told) for name, rows in named if rows is not others]
+    return table._replace(rows=drawn, spans=said_of_spread(mean, against))
 
 
-def _cells(rows: Sequence[Row], mean: bool) -> list[Cell | None]:
+def _cells(rows: Sequence[Row], mean: bool, others: Sequence[Row] | None = None) -> list[Cell | None]:
+    """A cell for every column: `spread`, or where there are `others` the `difference` to them."""
     found: list[Cell | None] = []
-    for column in zip(*(row.cells for row in rows), strict=True):
-        cells = [cell for cell in column if cell is not None]
-        values = [cell.value for cell in cells]
-        whole = len(values) == len(rows)  # of some seeds alone it would be another number of seeds than the row says
-        odd = any(cell.odd for cell in cells)
-        metric = cells[0].metric if cells else ""
-        found.append(Cell(*spread(values, mean), odd, metric) if whole else None)
+    for number, column in enumerate(zip(*(row.cells for row in rows), strict=True)):
+        beside = [row.cells[number] for row in others or rows]
+        values, apart = ([cell.value for cell in side if cell is not None] for side in (column, beside))
+        metrics = {cell.metric for cell in (*column, *beside) if cell is not None}
+        # Of some seeds alone it would be another number of seeds than the row says.
+        if len(values) < len(rows) or len(apart) < len(beside) or len(metrics) > 1:
+            found.append(None)
+            continue
+        odd = any(cell is not None and cell.odd for cell in (*column, *beside))
+        found.append(Cell(*(spread(values, mean) if others is None else difference(values, apart)), odd, *metrics))
     return found
 
 
