@@ -21,8 +21,6 @@ Results = Annotated[list[str], typer.Argument(help="run folders, folders with re
 Mean = Annotated[
     bool, typer.Option("--mean", help="over seeds: the mean and its 95 % interval (Student's t), not median and range")
 ]
-
-
 Against = Annotated[
     str | None,
     typer.Option(help="over seeds: the differences to this row, with 95 % intervals (Welch's t)"),
@@ -54,6 +52,7 @@ def table(
     from evals.report import paper_tables as layouts
     from evals.report.results_file import read_records
 
+    _refuse_both(mean, against)
     if (mean or against is not None) and not seeds:
         raise ConfigError(f"{'--mean' if mean else f'--against {against}'}: is over seeds; add --seeds")
     told = {}
@@ -91,6 +90,7 @@ def sweep(
 
     if task is not None and figure is None:
         raise ConfigError(f"--task {task}: is of --figure, which draws it; leave it away, or name a file")
+    _refuse_both(mean, against)
     picture_given(figure, "--figure")
     rows = sweep_rows(file, folder)
     found = sweep_grid(file.stem, rows, layout, [word for word in paper.split(",") if word], mean, against)
@@ -99,6 +99,11 @@ def sweep(
         scored = (c.task for c in found.columns if any(row.cell(c.task) is not None for row in rows))
         draw(rows, task or next(scored, found.columns[0].task), figure, mean)
         out.print(str(figure), soft_wrap=True)
+
+
+def _refuse_both(mean: bool, against: str | None) -> None:
+    if mean and against is not None:
+        raise ConfigError(f"--mean, --against {against}: differences are of means; leave --mean away")
 
 
 def _print(found: Grid, transpose: bool, format: str) -> None:

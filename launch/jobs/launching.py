@@ -14,7 +14,7 @@ from typing import Any
 from evals.suite.task import refuse_unfit_run
 from sparo_train.core.config import dump, resolve
 from sparo_train.core.disk.rundir import RunDir
-from sparo_train.core.errors import CheckpointError, ConfigError
+from sparo_train.core.errors import CheckpointError, ConfigError, SparoError
 from sparo_train.core.recipe.layers import override
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.core.tables import ENGINES
@@ -110,9 +110,7 @@ def for_ranks(run: RunConfig, cluster: ClusterConfig, say: Say) -> RunConfig:
         )
     # What cannot be dealt out over these ranks is refused here, not by a job that waited for a day.
     shared_streams(run.data, run.batch_size, ranks)
-    # Weights that lie on the cluster alone are looked at there.
-    with suppress(CheckpointError):
-        refuse_unfit_run(run, described(run))
+    _refuse_untrainable(run)
     # Written into the recipe, so that ranks that do not find each other end at once instead of training alone.
     changes = [f"world_size={ranks}"]
     if ranks > 1 and ENGINES.row(run.engine.kind).one_process:
@@ -123,6 +121,22 @@ def for_ranks(run: RunConfig, cluster: ClusterConfig, say: Say) -> RunConfig:
         changes.append("engine=" + json.dumps({**told, "kind": "ddp"}))
     tree: dict[str, Any] = parse_yaml(dump(run), run.name)
     return resolve(RunConfig, override(tree, changes), run.name)
+
+
+def _refuse_untrainable(run: RunConfig) -> None:
+    """Raise `ConfigError` for what every job of this recipe would end with: nothing to train, or tasks that do not fit."""
+    try:
+        objective = described(run)
+    except CheckpointError:  # weights that lie on the cluster alone are looked at there
+        return
+    except SparoError:
+        raise
+    except (
+        Exception
+    ):  # a stranger's model need not be one that can be made without memory; the job says what is wrong with it
+        return
+    with suppress(CheckpointError):
+        refuse_unfit_run(run, objective)
 
 
 def refuse_busy(folder: Path) -> None:

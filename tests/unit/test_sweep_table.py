@@ -84,6 +84,8 @@ def test_parts_of_a_run_and_of_a_set_are_no_seeds(place):
     assert done.returncode == 0 and (place / "f.png").is_file(), done.stderr
     done = sparo("eval", "sweep", "grid.yaml", "--against", "clip", "--format", "markdown", cwd=place)
     assert done.returncode == 0 and "differences of means to clip" in done.stdout, done.stderr
+    done = sparo("eval", "sweep", "grid.yaml", "--against", "clip", "--mean", cwd=place)
+    assert done.returncode == 2 and "differences are of means; leave --mean away" in done.stderr
     done = sparo("eval", "sweep", "grid.yaml", "--layout", "B.2", "--paper", "CC15m", cwd=place)
     assert done.returncode == 2 and "--paper CC15m: of layout B.2; did you mean 'CC15M'" in done.stderr
 
