@@ -17,7 +17,7 @@ GruKind = Literal["torch", "flax", "keras"]
 
 
 class Gru(nn.Module):
-    """(n, W) input and (n, D) state to the next state.
+    """(…, W) input and (…, D) state to the next state.
 
     Gates stand in torch's order: r, z, n. `weight_ih` (3 D, W), `weight_hh` (3 D, D), `bias_ih` (3 D,); `bias_hh` (3 D,), of flax (D,):
     that of n.
@@ -52,6 +52,8 @@ class Gru(nn.Module):
                 nn.init.orthogonal_(gate)
 
     def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        lead = h.shape
+        x, h = x.reshape(-1, x.shape[-1]), h.reshape(-1, h.shape[-1])  # one product, whatever is in front
         # flax has a bias of the candidate's state alone; in torch's layout the other two are zeros.
         bias = self.bias_hh if self.kind != "flax" else F.pad(self.bias_hh, (2 * self.width, 0))
         # The products in the dtype of autocast, the gates in fp32: a slot is a sum over many rounds.
@@ -60,7 +62,7 @@ class Gru(nn.Module):
         hr, hz, hn = of_h.to(h.dtype).chunk(3, dim=-1)
         z = torch.sigmoid(xz + hz)
         n = torch.tanh(xn + torch.sigmoid(xr + hr) * hn)
-        return torch.lerp(n, h, z)
+        return torch.lerp(n, h, z).view(lead)
 
 
 def lecun_normal_(weight: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,8 @@ class SlotAttention(nn.Module):
         if c.init == "gaussian":
             # Keras' glorot_uniform on (1, 1, D) counts D and 1; torch's own of that shape would count others.
             limit = (6 / (1 + c.width)) ** 0.5
-            self.mu, self.log_sigma = (nn.Parameter(torch.empty(c.width).uniform_(-limit, limit)) for _ in range(2))
+            shape = (2, c.width) if c.ground else (c.width,)  # the ground's, and all others'
+            self.mu, self.log_sigma = (nn.Parameter(torch.empty(shape).uniform_(-limit, limit)) for _ in range(2))
         elif c.init != "given":
             self.learned = nn.Parameter(torch.randn(1 if c.init == "same" else c.slots, c.width))
 
@@ -54,7 +56,10 @@ class SlotAttention(nn.Module):
             return self.learned.expand(*shape, c.slots, c.width)
         if noise is None:
             raise ValueError(f"slots begin at random: give noise (…, {c.slots}, {c.width})")
-        return self.mu + self.log_sigma.exp() * noise[..., : c.width]
+        mu, log_sigma = self.mu, self.log_sigma
+        if c.ground:
+            mu, log_sigma = (t[[0] + [1] * (c.slots - 1)] for t in (mu, log_sigma))
+        return mu + log_sigma.exp() * noise[..., : c.width]
 
     def forward(
         self, features: Tensor, noise: Tensor | None = None, first: Tensor | None = None, turns: int | None = None
@@ -104,14 +109,27 @@ class SlotAttention(nn.Module):
         return slots, attention
 
 
+class Apart(nn.Module):
+    """Two of a module: one for the first slot, and one for all others. Tables (b, K, ·) to one of them."""
+
+    def __init__(self, make: Callable[[], nn.Module]):
+        super().__init__()
+        self.ground, self.others = make(), make()
+
+    def forward(self, *tables: Tensor) -> Tensor:
+        parts = ((self.ground, slice(None, 1)), (self.others, slice(1, None)))
+        return torch.cat([module(*(t[:, slots] for t in tables)) for module, slots in parts], dim=1)
+
+
 class Round(nn.Module):
-    """One turn: queries, competition, weighted mean, update."""
+    """One turn: queries, competition, weighted mean, update. With a ground, what is done to a slot alone is its own; keys and values are shared."""
 
     def __init__(self, c: SlotAttentionConfig, in_width: int):
         super().__init__()
         self.config = c
-        self.norm_slots = nn.LayerNorm(c.width, eps=c.ln_eps)
-        self.to_q = nn.Linear(c.width, c.qkv, bias=False)
+        of_slots: Callable[[Callable[[], nn.Module]], nn.Module] = Apart if c.ground else lambda make: make()
+        self.norm_slots = of_slots(lambda: nn.LayerNorm(c.width, eps=c.ln_eps))
+        self.to_q = of_slots(lambda: nn.Linear(c.width, c.qkv, bias=False))
         self.to_k, self.to_v = (nn.Linear(in_width, c.qkv, bias=False) for _ in range(2))
         self.out = nn.Linear(c.qkv, c.width, bias=False) if c.out_proj else nn.Identity()
         wide = c.qkv // c.heads
@@ -119,15 +137,18 @@ class Round(nn.Module):
             nn.LayerNorm(wide, c.ln_eps, bias=False) if c.qk_norm else nn.Identity() for _ in "qk"
         )
         self.norm_taken = nn.LayerNorm(c.qkv, eps=c.ln_eps) if c.renorm == "layer" else nn.Identity()
-        self.gru = Gru(c.width, c.gru, c.width if c.out_proj else c.qkv) if c.gru != "none" else None
+        kind, taken = c.gru, c.width if c.out_proj else c.qkv
+        self.gru = None if kind == "none" else of_slots(lambda: Gru(c.width, kind, taken))
         if c.mlp_width:
-            self.norm_mlp = nn.LayerNorm(c.width, eps=c.ln_eps)
-            self.mlp = nn.Sequential(
-                nn.Linear(c.width, c.mlp_width), ACTIVATIONS[c.activation](), nn.Linear(c.mlp_width, c.width)
+            self.norm_mlp = of_slots(lambda: nn.LayerNorm(c.width, eps=c.ln_eps))
+            self.mlp = of_slots(
+                lambda: nn.Sequential(
+                    nn.Linear(c.width, c.mlp_width), ACTIVATIONS[c.activation](), nn.Linear(c.mlp_width, c.width)
+                )
             )
         self.transport = Transport(c.transport, in_width, c.width) if c.transport else None
-        for layer in (self.to_q, self.to_k, self.to_v):
-            nn.init.xavier_uniform_(layer.weight)
+        for weight in (*self.to_q.parameters(), self.to_k.weight, self.to_v.weight):
+            nn.init.xavier_uniform_(weight)
 
     def keyed(self, x: Tensor, ties: Tensor) -> tuple[Any, Tensor]:
         """Tokens (b, N, in) to keys and values (b, H, N, d), once for all rounds; folded, to themselves."""
@@ -158,11 +179,7 @@ class Round(nn.Module):
         update = self.out(self.norm_taken(update))
         # videosaur feeds the normalised slot; the difference is a function, not a rounding.
         state = normed if c.gru_on_normed else slots
-        slots = (
-            state + update
-            if self.gru is None
-            else self.gru(update.flatten(0, 1), state.flatten(0, 1)).view(slots.shape)
-        )
+        slots = state + update if self.gru is None else self.gru(update, state)
         if c.mlp_width and with_mlp:
             slots = slots + self.mlp(self.norm_mlp(slots))
         return slots, attention

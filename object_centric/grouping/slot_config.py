@@ -86,6 +86,10 @@ class SlotAttentionConfig(Frozen):
         "gaussian",
         "first slots: drawn from one learned Gaussian, learned one by one, one that is learned for all; given: by a hint of a video's first frame",
     )
+    ground: bool = setting(
+        False,
+        "the first slot is the ground's: it begins, asks and is updated with weights of its own (uORF, Yu et al. 2021)",
+    )
     gradient: Literal["all", "last"] = setting(
         "all", "through all iterations, or the last alone (implicit differentiation, Chang et al. 2022)"
     )
@@ -143,6 +147,11 @@ class SlotAttentionConfig(Frozen):
             raise ValueError(
                 f"qkv_width={self.qkv} is not width={self.width}, to which values are added; set out_proj, or a gru"
             )
+        if self.ground and (self.slots < 2 or self.pooled is not None or self.init in ("same", "given")):
+            raise ValueError(
+                f"ground: has one slot beside others, and begins as it is learned (slots={self.slots}, init={self.init}); "
+                "take two or more, init gaussian or learned, and not preset pooled"
+            )
         if self.straight_through and self.gradient == "all":
             raise ValueError("straight_through: is of gradient=last")
         if self.init == "same" and not (self.transport and self.transport.entropy_steps and self.transport.noise):
@@ -173,7 +182,7 @@ class SlotAttentionConfig(Frozen):
         # A binder is a function of its own; a knob that it would not read must not look as if it did.
         held = {
             "softmax_over": "slots_heads", "renorm": "sum", "gru": "none", "layers": "own", "mlp_last": True, "out_proj": True,
-            "gradient": "all", "kv": "auto", "gru_on_normed": False, "transport": None, "qkv_width": None, "qk_norm": False,
+            "gradient": "all", "kv": "auto", "ground": False, "gru_on_normed": False, "transport": None, "qkv_width": None, "qk_norm": False,
         }  # fmt: skip
         for knob, value in held.items():
             if getattr(self, knob) != value:

@@ -21,7 +21,7 @@ from ..grouping.slot_config import SlotAttentionConfig
 
 _NOT_FRAMED = (
     "heads", "softmax_over", "renorm", "gradient", "layers", "gru_on_normed", "out_proj", "mlp_last", "kv", "transport", "activation", "binder",
-    "qk_norm"
+    "qk_norm", "ground"
 )  # fmt: skip
 
 

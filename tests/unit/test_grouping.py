@@ -134,6 +134,35 @@ def test_folded_is_plain(preset, renorm, eps, iterations):
         assert torch.allclose(a, b, atol=1e-9)
 
 
+@pytest.mark.parametrize("kv", ["folded", "plain"])
+def test_a_ground_is_uorfs(kv):
+    """Yu et al. 2021, Algorithm 1: the first slot has a Gaussian, queries, a gate and a perceptron of its own, and competes with the others."""
+    module, features, _ = built(slots=4, ground=True, kv=kv, mlp_width=24, iterations=3)
+    r, noise = module.rounds[0], torch.randn(B, 4, D, dtype=torch.float64)
+    x = norm(features, module.norm_input)
+    keys, values = x @ r.to_k.weight.T, x @ r.to_v.weight.T
+    slots = [module.mu[min(i, 1)] + module.log_sigma[min(i, 1)].exp() * noise[:, i] for i in range(4)]
+    for _ in range(3):
+        own = [("ground" if i == 0 else "others", slot) for i, slot in enumerate(slots)]
+        asked = [norm(s, getattr(r.norm_slots, n)) @ getattr(r.to_q, n).weight.T for n, s in own]
+        logits = torch.stack([torch.einsum("bd,bnd->bn", q, keys) * D**-0.5 for q in asked], 1)
+        shares = logits.softmax(1) + 1e-8
+        taken = (shares / shares.sum(-1, keepdim=True)) @ values
+        slots = [gated(taken[:, i], s, getattr(r.gru, n)) for i, (n, s) in enumerate(own)]
+        slots = [s + getattr(r.mlp, n)(norm(s, getattr(r.norm_mlp, n))) for (n, _), s in zip(own, slots, strict=True)]
+    found = module(features, noise)
+    torch.testing.assert_close(found.slots, torch.stack(slots, 1), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found.attention, shares - 1e-8, rtol=1e-6, atol=1e-6)
+    # All but keys and values is there twice, and the others' order means nothing, the ground's does.
+    plain_one, *_ = built(slots=4, kv=kv, mlp_width=24)
+    shared = sum(p.numel() for p in (r.to_k.weight, r.to_v.weight, *module.norm_input.parameters()))
+    count = [sum(p.numel() for p in m.parameters()) for m in (module, plain_one)]
+    assert count[0] - shared == 2 * (count[1] - shared)
+    order = [0, 3, 1, 2]
+    torch.testing.assert_close(module(features, noise[:, order]).slots, found.slots[:, order])
+    assert not torch.allclose(module(features, noise[:, [1, 0, 2, 3]]).slots, found.slots[:, [1, 0, 2, 3]], atol=1e-2)
+
+
 def test_leading_dimensions_are_kept_and_slots_come_in_any_order():
     module, features, noise = built()
     whole = module(features, noise)
@@ -199,6 +228,8 @@ BAD = {
     "set out_proj, or a gru": {"preset": "tf_inv", "qkv_width": 4},
     "qk_norm: is of keys": {"preset": "tf_inv_osrt", "kv": "folded"},
     "straight_through: is of gradient=last": {"straight_through": True},
+    "ground: has one slot beside others": {"ground": True, "slots": 1},
+    "ground=True: a binder has False alone": {"preset": "psb", "ground": True},
     "would learn nothing": {"preset": "tf_inv", "gradient": "last"},
 }
 
