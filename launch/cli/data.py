@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -13,12 +12,11 @@ import typer
 from sparo_train.core.errors import ConfigError
 
 from ..views.terminal import console, out
-from . import convert_verb
+from . import convert_verb, drawn_verbs
 from .convert_verb import ShareOption
+from .drawn_verbs import Processes, most_given, ready
 from .given import part_of
 from .recipe_words import OPEN, Overrides, Recipe, run_given
-
-Processes = Annotated[int, typer.Option(min=1)]
 
 
 class ObjectKind(StrEnum):  # sparo_data/drawn/object_scenes.py's, which is not imported before it is needed
@@ -27,23 +25,6 @@ class ObjectKind(StrEnum):  # sparo_data/drawn/object_scenes.py's, which is not 
     clevr = "clevr"
     clevrtex = "clevrtex"
     rooms = "rooms"
-
-
-class SceneKind(StrEnum):  # sparo_data/drawn/viewed_scenes.py's
-    """What several cameras see."""
-
-    simple = "simple"
-    nature_ego = "nature_ego"
-
-
-class VideoKind(StrEnum):  # sparo_data/drawn/video_scenes.py's
-    """What videos are of, after MOVi-A to E."""
-
-    a = "a"
-    b = "b"
-    c = "c"
-    d = "d"
-    e = "e"
 
 
 app = typer.Typer(no_args_is_help=True, help="Make, convert, check, index and benchmark shards.")
@@ -69,12 +50,6 @@ def scenes(
     console.print(f"{folder}: ready")
 
 
-def _ready(folder: Path) -> None:
-    """Say so, and the line that looks at every sample."""
-    console.print(f"{folder}: ready")
-    out.print(f"sparo data check {shlex.quote(str(folder / 'train'))}", soft_wrap=True)
-
-
 @app.command()
 def tetrominoes(
     folder: Annotated[Path, typer.Argument()] = Path("data/tetrominoes"),
@@ -89,7 +64,7 @@ def tetrominoes(
     from ..runs.making import make_tetromino_set
 
     make_tetromino_set(folder, train=train, test=test, seed=seed, left_half=left_half)
-    _ready(folder)
+    ready(folder)
 
 
 @app.command()
@@ -109,74 +84,13 @@ def objects(
 
     folder = folder or Path("data") / kind.value
     given = {"train": train, "test": test, "size": size, "antialias": antialias, "seed": seed}
-    given |= _most(most, kind.value, kind is not ObjectKind.rooms, "has one to three")
+    given |= most_given(most, kind.value, kind is not ObjectKind.rooms, "has one to three")
     make_object_set(folder, processes, kind=kind.value, **given)
-    _ready(folder)
+    ready(folder)
 
 
-def _most(most: int | None, kind: str, counts: bool, instead: str) -> dict[str, int]:
-    """`--most` where it was given. Raises `ConfigError` for a kind that has as many objects as it has."""
-    if most is not None and not counts:
-        raise ConfigError(f"--most {most}: kind {kind} {instead} whatever is asked for; leave it away")
-    return {} if most is None else {"most": most}
-
-
-@app.command("movi-like")
-def movi_like(
-    folder: Annotated[Path | None, typer.Argument(help="default: data/movi_KIND")] = None,
-    kind: Annotated[
-        VideoKind,
-        typer.Option(help="a: CLEVR's solids; b: any colour; c: patterns; d: a crowd; e: and a moving camera"),
-    ] = VideoKind.a,
-    train: Annotated[int, typer.Option(min=1, help="training episodes")] = 2000,
-    test: Annotated[int, typer.Option(min=1, help="episodes that are scored")] = 200,
-    frames: Annotated[int, typer.Option(min=1, help="of an episode, 12 a second")] = 24,
-    size: Annotated[int, typer.Option(help="pixels per side")] = 64,
-    most: Annotated[int | None, typer.Option(min=1, help="solids of an episode (a, b and c); default: 10")] = None,
-    larger: Annotated[float, typer.Option(min=0.1, max=4, help="solids' sizes, times CLEVR's")] = 1.0,
-    antialias: Annotated[int, typer.Option(min=1, help="rays per pixel along each side")] = 1,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    processes: Processes = 2,
-) -> None:
-    """Render videos of solids that fall, slide and collide, with masks, flows, depth, boxes and attributes."""
-    from ..runs.making import make_video_set
-
-    folder = folder or Path("data") / f"movi_{kind.value}"
-    given = {"train": train, "test": test, "frames": frames, "size": size, "antialias": antialias, "larger": larger}
-    given |= _most(most, kind.value, kind.value in "abc", "has a crowd")
-    make_video_set(folder, processes, kind=kind.value, seed=seed, **given)
-    _ready(folder)
-
-
-@app.command()
-def scenes3d(
-    folder: Annotated[Path | None, typer.Argument(help="default: data/scenes3d_KIND")] = None,
-    kind: Annotated[
-        SceneKind,
-        typer.Option(help="simple: solids on a plain, five cameras; nature_ego: rooms, six cameras that move"),
-    ] = SceneKind.simple,
-    train: Annotated[int, typer.Option(min=1, help="training episodes")] = 1800,
-    test: Annotated[int, typer.Option(min=1, help="episodes that are scored")] = 200,
-    frames: Annotated[int | None, typer.Option(min=1, help="of an episode, 12 a second; default: 32, or 24")] = None,
-    size: Annotated[int, typer.Option(help="pixels per side")] = 64,
-    most: Annotated[int | None, typer.Option(min=1, help="objects of an episode; default: 4, or 5")] = None,
-    antialias: Annotated[int, typer.Option(min=1, help="rays per pixel along each side")] = 1,
-    blender: Annotated[
-        str | None,
-        typer.Option(help="a Python that has bpy: Blender's Cycles draws colours, masks and depth stay our tracer's"),
-    ] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="--blender: paths per pixel; default: 32")] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    processes: Processes = 2,
-) -> None:
-    """Render moving scenes as several posed cameras see them, with masks, depth and attributes."""
-    from ..runs.making import make_viewed_set
-
-    folder = folder or Path("data") / f"scenes3d_{kind.value}"
-    given = {"train": train, "test": test, "frames": frames, "size": size, "most": most, "antialias": antialias}
-    given |= {"samples": samples or (32 if blender else 0)}
-    make_viewed_set(folder, processes, blender, kind=kind.value, seed=seed, **given)
-    _ready(folder)
+app.command("movi-like")(drawn_verbs.movi_like)
+app.command()(drawn_verbs.scenes3d)
 
 
 @app.command()

@@ -17,6 +17,9 @@ from ..pool import in_pool
 from ..writer import claim, write_shard, write_wds_layout
 from .video_scenes import Kind, episode
 
+# What configs/video/*_tiny.yaml train on in minutes: a's, few, large and smooth.
+SMALL: dict[str, Any] = {"kind": "a", "size": 32, "most": 3, "larger": 2.0, "antialias": 2, "train": 1600}
+
 
 class VideoSetConfig(Frozen):
     """How much to render. Equal configs give equal bytes, with one version of pybullet."""

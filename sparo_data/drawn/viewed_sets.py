@@ -21,6 +21,9 @@ from ..tracer.cycles import Cycles
 from ..writer import claim, write_shard, write_wds_layout
 from .viewed_scenes import Kind, viewed_episode
 
+# What configs/scenes3d/*_tiny.yaml train on in minutes.
+SMALL: dict[str, Any] = {"kind": "simple", "size": 32, "frames": 12, "antialias": 2, "train": 600, "test": 100}
+
 
 class ViewedSetConfig(Frozen):
     """How much to render. Equal configs give equal bytes, with one version of pybullet."""

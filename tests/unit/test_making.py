@@ -12,6 +12,8 @@ import pytest
 
 from evals.sets.names import lines
 from evals.sets.wds import WdsSet
+from launch.cli.main import app
+from launch.cli.process import call
 from launch.views.check_report import check_lines
 from launch.views.terminal import Terminal
 from sparo_data import emoji as emoji_module
@@ -215,6 +217,25 @@ def test_a_shard_without_a_sample_is_no_good_one(tmp_path):
     for words in (("objects", "rooms", str(tmp_path / "r")), ("movi-like", str(tmp_path / "m"), "--kind", "d")):
         done = sparo("data", *words, "--most", "3")
         assert done.returncode == 2 and "--most 3: kind" in done.stderr and not list(tmp_path.glob("[rm]"))
+
+
+@pytest.mark.parametrize(
+    ("verb", "name", "told"),
+    [
+        ("movi-like", "movi", ["--kind", "a", "--size", "32", "--most", "3", "--larger", "2", "--antialias", "2"]),
+        ("scenes3d", "scenes3d", ["--kind", "simple", "--size", "32", "--antialias", "2"]),
+    ],
+)
+def test_moving_sets_without_a_kind_are_those_of_the_small_recipes(tmp_path, monkeypatch, verb, name, told):
+    monkeypatch.chdir(tmp_path)
+    few = ["--train", "2", "--test", "1", "--frames", "2", "--processes", "1"]
+    for words in ([], ["told", *told]):
+        assert call(app, ["data", verb, *words, *few]) == (0, None)
+    made, expected = (
+        {path.name: path.read_bytes() for path in (tmp_path / place).glob("*.tar")}
+        for place in (f"data/{name}_small/train", "told/train")
+    )
+    assert made and made == expected
 
 
 def test_pictures_alone_are_checked_without_captions(tmp_path):

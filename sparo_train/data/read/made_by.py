@@ -13,9 +13,9 @@ _COMMANDS = {
     "clevr": "sparo data objects clevr",
     "clevrtex": "sparo data objects clevrtex",
     "rooms": "sparo data objects rooms",
-    "movi_small": "sparo data movi-like data/movi_small --size 32 --most 3 --larger 2 --antialias 2 --train 1600",
+    "movi_small": "sparo data movi-like",
     **{f"movi_{kind}": f"sparo data movi-like --kind {kind}" for kind in "abcde"},
-    "scenes3d_small": "sparo data scenes3d data/scenes3d_small --size 32 --frames 12 --antialias 2 --train 600 --test 100",
+    "scenes3d_small": "sparo data scenes3d",
     **{f"scenes3d_{kind}": f"sparo data scenes3d --kind {kind}" for kind in ("simple", "nature_ego")},
     "mine": "sparo data convert IMAGES data/mine --test 200",
 }
