@@ -19,7 +19,7 @@ from sparo_train.core.recipe.layers import override
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.core.tables import ENGINES
 from sparo_train.data.read.loader import shared_streams
-from sparo_train.train.dry import described
+from sparo_train.train.dry import meta_objective
 from sparo_train.train.run import RunConfig
 
 from .clusters import ClusterConfig
@@ -126,7 +126,7 @@ def for_ranks(run: RunConfig, cluster: ClusterConfig, say: Say) -> RunConfig:
 def _refuse_untrainable(run: RunConfig) -> None:
     """Raise `ConfigError` for what every job of this recipe would end with: nothing to train, or tasks that do not fit."""
     try:
-        objective = described(run)
+        objective = meta_objective(run)
     except CheckpointError:  # weights that lie on the cluster alone are looked at there
         return
     except SparoError:

@@ -48,7 +48,7 @@ class DryRun(NamedTuple):
     unread: list[str]
 
 
-def described(config: RunConfig) -> Objective:
+def meta_objective(config: RunConfig) -> Objective:
     """A recipe's objective on the meta device, where a model of any size takes no memory.
 
     Raises:
@@ -62,7 +62,7 @@ def described(config: RunConfig) -> Objective:
 
 def dry_run(config: RunConfig) -> DryRun:
     """Resolve everything that can be known before the first step."""
-    objective = described(config)
+    objective = meta_objective(config)
     footprint = objective.footprint(config.batch_size // (config.world_size or 1), config.batch_size)
     shared_streams(config.data, config.batch_size, config.world_size or 1)  # training would refuse the same
     facts = [_source(name, config) for name in config.data.sources]
