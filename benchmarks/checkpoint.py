@@ -62,7 +62,8 @@ def main() -> None:
     flags.add_argument("--rounds", type=int, help="default: 1 with --quick, 6 without")
     options = flags.parse_args()
     rounds = options.rounds or (1 if options.quick else 6)
-    options.steps = 40 if options.quick else options.steps
+    if options.quick:
+        options.steps, options.batch = 40, min(options.batch, 32)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)

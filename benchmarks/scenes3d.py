@@ -200,6 +200,8 @@ def main() -> None:
         ("nerf", "NeRF of six slots, density: softplus", 192, None),
         ("mixer", "SlotMixer (OSRT's)", 2304, 1.2),
     ):
+        if options.quick and bar is None:
+            continue
         ours, theirs = pair_of(which, count, device)
         with torch.no_grad():
             assert torch.allclose(ours(), theirs(), atol=1e-5)
@@ -221,7 +223,7 @@ def main() -> None:
                 False,
             )
         )
-    for bins in (64,) if options.quick else (64, 256):
+    for bins in (32,) if options.quick else (64, 256):  # the bound is for any number of them
         rows.append(
             row(f"a view of 128 x 128 by {bins} points a ray", [(rendered(bins, device), 1500.0)], 1.0, "MB", False)
         )

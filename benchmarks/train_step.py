@@ -124,7 +124,7 @@ class Side:
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--rounds", type=int, help="default: 4 with --quick, 15 without")
+    flags.add_argument("--rounds", type=int, help="default: 3 with --quick, 15 without")
     options = flags.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     batch = 256 if device == "cuda" else 16
@@ -132,7 +132,7 @@ def main() -> None:
     rows = []
     for bf16, cut, bar in cases:
         ours, theirs = Side(our_step, batch, bf16, cut), Side(their_step, batch, bf16, cut, device)
-        rounds = options.rounds or (4 if options.quick else 15)
+        rounds = options.rounds or (3 if options.quick else 15)
         pairs = interleave(ours.rate, theirs.rate, rounds)
         ours.end(), theirs.end()
         label = f"{'bf16' if bf16 else 'fp32'}, batch {batch}{', captions cut' if cut else ''}"
