@@ -6,7 +6,6 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,17 +125,13 @@ def for_ranks(run: RunConfig, cluster: ClusterConfig, say: Say) -> RunConfig:
 def _refuse_untrainable(run: RunConfig) -> None:
     """Raise `ConfigError` for what every job of this recipe would end with: nothing to train, or tasks that do not fit."""
     try:
-        objective = meta_objective(run)
-    except CheckpointError:  # weights that lie on the cluster alone are looked at there
-        return
+        refuse_unfit_run(run, meta_objective(run))
+    except CheckpointError:
+        pass  # weights that lie on the cluster alone are looked at there
     except SparoError:
         raise
-    except (
-        Exception
-    ):  # a stranger's model need not be one that can be made without memory; the job says what is wrong with it
-        return
-    with suppress(CheckpointError):
-        refuse_unfit_run(run, objective)
+    except Exception:
+        pass  # a stranger's model may need memory to be made; what else is wrong with it, the job says
 
 
 def refuse_busy(folder: Path) -> None:

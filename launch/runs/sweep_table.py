@@ -48,7 +48,7 @@ class SweepRow(NamedTuple):
         other, others = against.values(task, name) if against is not None else (name, values)
         if not values or not others or other != name:
             return None
-        odd = any(record.result.note for record in self.results.get(task, []))
+        odd = any(record.result.note for row in (self, against or self) for record in row.results.get(task, []))
         return Cell(*(spread(values, mean) if against is None else difference(values, others)), odd, name)
 
 

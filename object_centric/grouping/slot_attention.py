@@ -58,7 +58,7 @@ class SlotAttention(nn.Module):
             raise ValueError(f"slots begin at random: give noise (…, {c.slots}, {c.width})")
         mu, log_sigma = self.mu, self.log_sigma
         if c.ground:
-            mu, log_sigma = (t[[0] + [1] * (c.slots - 1)] for t in (mu, log_sigma))
+            mu, log_sigma = (torch.cat([t[:1], t[1:].expand(c.slots - 1, -1)]) for t in (mu, log_sigma))
         return mu + log_sigma.exp() * noise[..., : c.width]
 
     def forward(

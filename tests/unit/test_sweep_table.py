@@ -90,6 +90,34 @@ def test_parts_of_a_run_and_of_a_set_are_no_seeds(place):
     assert done.returncode == 2 and "--paper CC15m: of layout B.2; did you mean 'CC15M'" in done.stderr
 
 
+def test_differences_of_rows_have_intervals_over_seeds(place):
+    _, runs = expand(place / "grid.yaml", [], 3)
+    for run, value in zip(runs[:7], (0.1, 0.3, 0.2, 0.5, 0.6, 0.7, 0.9), strict=True):
+        _scored(run, value)
+    rows = sweep_rows(place / "grid.yaml")
+    apart = sweep_grid("grid", rows, against="clip")
+    reach = 2.776445 * (2 * 0.1**2 / 3) ** 0.5  # of four: both rows have the same spread
+    ahead, alone, never = (row.cells[0] for row in apart.rows)
+    assert (ahead.value, ahead.low, ahead.high) == pytest.approx((0.4, 0.4 - reach, 0.4 + reach))
+    assert (alone.value, alone.low) == (pytest.approx(0.7), None) and never is None
+    assert apart.spans.startswith("differences of means to clip") and "clip" not in [row.name for row in apart.rows]
+    theirs = ttest_ind([0.1, 0.5, 0.2, 0.7], [0.6, 0.9, 0.7], equal_var=False).confidence_interval(0.95)
+    assert difference([0.1, 0.5, 0.2, 0.7], [0.6, 0.9, 0.7])[1:] == pytest.approx((theirs.low, theirs.high))
+    assert difference([0.5] * 3, [0.4, 0.4])[1:] == (None, None)
+    behind = sweep_grid("grid", rows, against="L_2").rows[0].cells[0]
+    assert behind.span == "-62.7 to -17.3"
+    for words, message in (
+        ({"against": "clop"}, "--against clop: .*'clip'"),
+        ({"against": "clip", "paper": ["all"]}, "leave --paper"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            sweep_grid("grid", rows, None, **words)
+    record = rows[0].results["zero"][0]
+    noted = record._replace(result=record.result._replace(note="other pictures"))
+    marked = rows[0]._replace(results={"zero": [noted, *rows[0].results["zero"][1:]]})
+    assert rows[1].cell("zero", against=marked).odd and not rows[1].cell("zero", against=rows[0]).odd
+
+
 def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
     with pytest.raises(DataError, match="grid: none of its runs is here and scored"):
         sweep_grid("grid", sweep_rows(place / "grid.yaml"))
@@ -114,23 +142,6 @@ def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
     first, single = means.rows[0].cells[0], means.rows[2].cells[0]
     assert (first.value, first.low, first.high) == pytest.approx((0.2, 0.2 - reach, 0.2 + reach))
     assert (single.value, single.low) == (0.9, None) and means.spans.startswith("mean, and its 95 % interval")
-    apart = sweep_grid("grid", rows, against="clip")
-    reach = 2.776445 * (2 * 0.1**2 / 3) ** 0.5  # of four: both rows have the same spread
-    ahead, alone, never = (row.cells[0] for row in apart.rows)
-    assert (ahead.value, ahead.low, ahead.high) == pytest.approx((0.4, 0.4 - reach, 0.4 + reach))
-    assert (alone.value, alone.low) == (pytest.approx(0.7), None) and never is None
-    assert apart.spans.startswith("differences of means to clip") and "clip" not in [row.name for row in apart.rows]
-    theirs = ttest_ind([0.1, 0.5, 0.2, 0.7], [0.6, 0.9, 0.7], equal_var=False).confidence_interval(0.95)
-    assert difference([0.1, 0.5, 0.2, 0.7], [0.6, 0.9, 0.7])[1:] == pytest.approx((theirs.low, theirs.high))
-    assert difference([0.5] * 3, [0.4, 0.4])[1:] == (None, None)
-    behind = sweep_grid("grid", rows, against="L_2").rows[0].cells[0]
-    assert behind.span == "-62.7 to -17.3"
-    for words, message in (
-        ({"against": "clop"}, "--against clop: .*'clip'"),
-        ({"against": "clip", "paper": ["all"]}, "leave --paper"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            sweep_grid("grid", rows, None, **words)
     mixed = rows[0].results["zero"][0]
     mixed = mixed._replace(result=mixed.result._replace(data="e" * 64))
     (_, note) = sweep_grid("grid", [rows[0]._replace(results={"zero": [mixed, *rows[0].results["zero"][1:]]})]).notes
