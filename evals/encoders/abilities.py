@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -148,8 +149,12 @@ class ConditionedEncoder(ABC):
         """Projected patches: (n, 3, S, S) uint8 -> fp32 (n, N, D)."""
 
     @abstractmethod
-    def conditioned(self, patches: Tensor, texts: Tensor) -> Tensor:
-        """Cosines (n, T), fp32 on the CPU, of texts (T, D) with images (n, N * D of `patches`) as they pool them."""
+    def queries(self, captions: Sequence[str]) -> Tensor:
+        """Return the projected text embeddings before normalization, fp32 (n, D) on the CPU."""
+
+    @abstractmethod
+    def conditioned(self, patches: Tensor, queries: Tensor) -> Tensor:
+        """Return the cosines (n, T), fp32 on the CPU, of texts (T, D of `queries`) with images (n, N * D of `patches`) as they pool them."""
 
 
 class PatchesEncoder(ABC):

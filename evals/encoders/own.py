@@ -23,6 +23,7 @@ from sparo_train.objectives.dino import DinoObjective
 from .abilities import BlocksEncoder, ConditionedEncoder, PatchesEncoder, TokensEncoder
 from .encoder import Encoder, TwoTowerEncoder
 from .pixels import Pixels
+from .texts import TEXTS, encode_texts
 
 _NOT_ENCODING: Any = {  # names, what training alone reads, and a width that the weights' shapes tell where it is used
     "backbone": True,
@@ -86,11 +87,19 @@ class ClipEncoder(TwoTowerEncoder, TokensEncoder, ConditionedEncoder):
             return self.model.encode_local(self.normalised(pixels))[1].float()
 
     @torch.inference_mode()
-    def conditioned(self, patches: Tensor, texts: Tensor) -> Tensor:
-        # Weights of the pooling itself: texts are the queries, so an image has one encoding for each of them.
-        own, heads = self.model.pool_parameters(), self.model.config.readout.heads
+    def queries(self, captions: Sequence[str]) -> Tensor:
+        def encode(tokens: Tensor) -> Tensor:
+            with self.autocast():
+                return self.model.encode_text(tokens.to(self.device))
+
+        return encode_texts(captions, self.tokenize, encode, TEXTS[self.device.type], normalize=False)
+
+    @torch.inference_mode()
+    def conditioned(self, patches: Tensor, queries: Tensor) -> Tensor:
+        # The parameters of the pooling module: an image has one encoding for each text.
+        pool, heads = self.model.pool_parameters(), self.model.config.readout.heads
         local = patches.to(self.device).float().unflatten(1, (-1, self.model.config.embed_dim))
-        return conditioned_scores(local, texts.to(self.device), own, heads).cpu()
+        return conditioned_scores(local, queries.to(self.device), pool, heads).cpu()
 
     @torch.inference_mode()
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:

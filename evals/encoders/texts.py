@@ -21,8 +21,9 @@ def encode_texts(
     encode: Callable[[Tensor], Tensor],
     batch: int,
     cut: bool = True,
+    normalize: bool = True,
 ) -> Tensor:
-    """Unit-norm fp32 encodings (n, D) on the CPU, each distinct caption encoded once, the batches sorted by length.
+    """Return fp32 encodings (n, D) on the CPU, unit-norm by default; each distinct caption is encoded once, in batches sorted by length.
 
     Args:
         tokenize: texts to ids (n, N) whose largest id is EOT.
@@ -42,7 +43,8 @@ def encode_texts(
     for rows in order.split(batch):
         stop_here()  # 80 prompts for each of 1,000 classes take minutes
         length = int(lengths[rows].max()) if cut else tokens.shape[1]
-        parts.append(F.normalize(encode(tokens[rows, :length]).float(), dim=-1).cpu())
+        encoded = encode(tokens[rows, :length]).float()
+        parts.append((F.normalize(encoded, dim=-1) if normalize else encoded).cpu())
     found = torch.cat(parts)
     # Back to the order of `distinct`: batches went by length.
     place = torch.empty_like(order)

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from sparo_train.core.config import setting
+from sparo_train.core.errors import DataError
 
 from ..encoders.abilities import ConditionedEncoder
 from ..sets.opening import open_set
@@ -36,9 +37,11 @@ def run_conditioned(scoring: Scoring, task: ConditionedRetrievalTaskConfig) -> R
     texts, owner = captions_of(images, task.k, source)
 
     def scored() -> Result:
-        known = scoring.texts(texts)
+        queries = encoder.queries(texts)
+        if not queries.isfinite().all():
+            raise DataError(f"{encoder.label}: some text embeddings are not finite; the checkpoint cannot be scored")
         # Some images at a time: (images, texts, patches) at once would not fit.
-        rows = [encoder.conditioned(images.rows(some), known) for some in torch.arange(len(images)).split(_IMAGES)]
+        rows = [encoder.conditioned(images.rows(some), queries) for some in torch.arange(len(images)).split(_IMAGES)]
         return retrieval.score_table(torch.cat(rows), owner, task.k)
 
     return described(scoring.ranks.first(scored), images, source, {"image": "as the text pools it"})

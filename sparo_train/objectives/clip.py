@@ -33,10 +33,10 @@ class Embeddings(NamedTuple):
 
 
 class LocalEmbeddings(NamedTuple):
-    """The same, and the projected patches (B, N, width) that texts pool."""
+    """Unit-norm images (B, width), texts (B, width) before normalization, and the projected patches (B, N, width) that texts pool."""
 
     image: Tensor
-    text: Tensor
+    query: Tensor
     local: Tensor
 
 
@@ -84,32 +84,31 @@ class ClipObjective(CoupledObjective):
         pixels = None if "image" in kept else self.pixels(batch["image"])
         if self.config.model.readout.conditioned:
             image, local = self.model.encode_local(pixels, batch.get("patches"), kept.get("image"))
-            return LocalEmbeddings(image, self.model.encode_text(batch["text"], True, kept.get("text")), local)
+            return LocalEmbeddings(image, self.model.encode_text(batch["text"], False, kept.get("text")), local)
         return Embeddings(
             self.model.encode_image(pixels, True, batch.get("patches"), kept.get("image")),
             self.model.encode_text(batch["text"], True, kept.get("text")),
         )
 
     def loss(self, embeddings: tuple[Tensor, ...], own: Sequence[Tensor], progress: Progress) -> Loss:
-        """The loss of these pairs within the global batch; metrics: accuracy (image to text), logit_scale, logit_bias.
+        """Return the loss of these pairs within the global batch; metrics: accuracy (image to text), logit_scale, logit_bias.
 
-        Where texts pool the images' patches, it is the sum of the loss of the encodings and of `conditioned_sigmoid`, whose mean is
-        `conditioned_loss` among the metrics.
+        With a conditioned readout, the loss is the mean of the loss of the encodings and `conditioned_sigmoid` (FLAIR), which
+        is also the metric `conditioned_loss`.
         """
         loss, biased = self.config.loss, self.model.logit_bias is not None
         bias, pool = own[1] if biased else None, own[1 + biased :]
-        image, text, *local = embeddings
-        # Logits in fp32: their range is a hundred, and what counts are differences in the third digit.
-        with torch.autocast(image.device.type, enabled=False):
+        # Logits in fp32: their range is a hundred, and differences in the third digit matter.
+        with torch.autocast(embeddings[0].device.type, enabled=False):
+            image, text, *local = (x.float() if x.itemsize < 4 else x for x in embeddings)
+            query, text = text, F.normalize(text, dim=-1) if local else text
             scale = own[0].exp()
             total, correct = contrastive(image, text, scale, bias, loss.kind, loss.exchange)
             metrics = {"accuracy": correct.float().mean(), "logit_scale": scale.detach()}
             if local and bias is not None:
                 heads = self.config.model.readout.heads
-                seen = conditioned_sigmoid(
-                    local[0].float() if local[0].itemsize < 4 else local[0], text, pool, heads, scale, bias
-                )
-                total, metrics["conditioned_loss"] = total + seen, seen.detach()
+                conditioned = conditioned_sigmoid(local[0], query, pool, heads, scale, bias)
+                total, metrics["conditioned_loss"] = (total + conditioned) / 2, conditioned.detach()
         return Loss(total, metrics if bias is None else {**metrics, "logit_bias": bias.detach()})
 
     def loss_parameters(self) -> Sequence[nn.Parameter]:

@@ -1,9 +1,10 @@
-"""FLAIR's loss (Xiao et al., CVPR 2025): every text of the global batch pools every image, and a sigmoid tells its own image apart.
+"""FLAIR's loss (Xiao et al., CVPR 2025): every text of the global batch pools the patches of every image, scored by a sigmoid loss.
 
-    -1/B sum_ij log sigmoid(t_ij (scale * <v_ij, y_j> + bias)),  v_ij the image i as seen by text j, of norm one; t_ij as in SigLIP
+    -1/B sum_ij log sigmoid(t_ij (scale * <v_ij, y_j / |y_j|> + bias)),  v_ij: image i pooled by text j, unit norm; t_ij as in SigLIP
 
-A rank has its own images and all texts, so that its share of the loss is exact; texts are taken in tiles whose pooling is computed
-again in backward.
+The query y_j is the projected text embedding before normalization, as in the official model: the LayerNorm of queries has an epsilon,
+so a unit-norm text would give another query. Each rank holds its own images and gathers all texts, so its share of the loss is exact.
+Texts are processed in tiles, whose pooling is recomputed in backward.
 """
 
 from __future__ import annotations
@@ -18,43 +19,50 @@ from torch.utils.checkpoint import checkpoint
 from ..core.ring import Ring
 from ..models.readouts.flair import pooled_by_text
 
-_HELD = 1 << 26  # numbers of pooled images that a tile holds
+_TILE_ELEMENTS = 1 << 26  # elements of pooled images in one tile of texts
 
 
-def conditioned_scores(patches: Tensor, texts: Tensor, own: Sequence[Tensor], heads: int) -> Tensor:
-    """Cosines of texts (T, D) of unit norm with images (B, N, D of projected patches) as they pool them, (B, T)."""
-    size = max(1, _HELD // (len(patches) * patches.shape[-1]))
+def conditioned_scores(patches: Tensor, queries: Tensor, pool: Sequence[Tensor], heads: int) -> Tensor:
+    """Return the cosine of every text with every image as pooled by that text, (B, T).
 
-    # Everything it reads is an argument: what is captured would be kept by every checkpoint.
-    def tile(some: Tensor, patches: Tensor, *own: Tensor) -> Tensor:
-        seen = F.normalize(pooled_by_text(own, heads, patches, some), dim=-1)
-        return torch.einsum("btd,td->bt", seen, some)
+    Args:
+        patches: (B, N, D), projected patches of the images.
+        queries: (T, D), projected text embeddings before normalization.
+        pool: the values of the pooling module's parameters, in order.
+    """
+    tile_size = max(1, _TILE_ELEMENTS // (len(patches) * patches.shape[-1]))
 
-    if len(texts) <= size:
-        return tile(texts, patches, *own)
-    parts = [checkpoint(tile, some, patches, *own, use_reentrant=False) for some in texts.split(size)]
-    return torch.cat([part for part in parts if isinstance(part, Tensor)], dim=1)
+    # All inputs are arguments: every checkpoint would keep a captured tensor alive.
+    def score_tile(queries: Tensor, patches: Tensor, *pool: Tensor) -> Tensor:
+        pooled = F.normalize(pooled_by_text(pool, heads, patches, queries), dim=-1)
+        return torch.einsum("btd,td->bt", pooled, F.normalize(queries, dim=-1))
+
+    if len(queries) <= tile_size:
+        return score_tile(queries, patches, *pool)
+    tiles = [checkpoint(score_tile, tile, patches, *pool, use_reentrant=False) for tile in queries.split(tile_size)]
+    return torch.cat([tile for tile in tiles if isinstance(tile, Tensor)], dim=1)
 
 
 def conditioned_sigmoid(
     patches: Tensor,
-    text: Tensor,
-    own: Sequence[Tensor],
+    queries: Tensor,
+    pool: Sequence[Tensor],
     heads: int,
     scale: Tensor,
     bias: Tensor,
     ring: Ring | None = None,
 ) -> Tensor:
-    """This rank's share of the loss times the number of ranks.
+    """Return this rank's share of the loss, times the number of ranks.
 
     Args:
-        patches: (b, N, D) of this rank's images, projected.  text: (b, D) of unit norm.
-        own: values of the pool's parameters.
+        patches: (b, N, D), projected patches of this rank's images.
+        queries: (b, D), this rank's projected text embeddings before normalization.
+        pool: the values of the pooling module's parameters, in order.
     """
     ring = ring or Ring()
-    logits = scale * conditioned_scores(patches, ring.gather(text), own, heads) + bias
-    at = torch.arange(len(text), device=text.device)
+    logits = scale * conditioned_scores(patches, ring.gather(queries), pool, heads) + bias
+    index = torch.arange(len(queries), device=queries.device)
     sign = torch.full_like(logits, -1.0)
-    # This rank's pairs lie behind those of the ranks before it.
-    sign[at, at + ring.rank * len(text)] = 1.0
-    return -F.logsigmoid(sign * logits).sum() / len(text)
+    # The columns of this rank's texts follow those of the ranks before it.
+    sign[index, index + ring.rank * len(queries)] = 1.0
+    return -F.logsigmoid(sign * logits).sum() / len(queries)

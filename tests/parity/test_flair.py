@@ -55,22 +55,25 @@ def test_the_loss_is_the_formula_and_tiles_change_nothing(shards, tmp_path, monk
     objective = build_objective(resolve(RunConfig, _tree(shards, tmp_path), "x")).double()
     batch = {"image": torch.randint(0, 255, (3, 3, 32, 32), dtype=torch.uint8), "text": tokens(3, 5, 7)}
     objective.pixels = lambda image: image.double().div(255).sub(objective.mean).div(objective.std)
-    image, text, local = objective.embed(batch)
+    image, query, local = objective.embed(batch)
+    text = F.normalize(query, dim=-1)
+    # The official model queries with texts before normalization, and takes the mean of its two losses.
+    assert (query.norm(dim=-1) - 1).abs().min() > 0.01
     found = objective(batch, Progress(0, 1, 0))
     scale, bias = objective.model.logit_scale.exp(), objective.model.logit_bias
-    seen = F.normalize(objective.model.visual.flair.conditioned(local, text), dim=-1)
+    seen = F.normalize(objective.model.visual.flair.conditioned(local, query), dim=-1)
     total = torch.zeros((), dtype=torch.float64)
     for i in range(3):
         for j in range(3):
             sign = 1 if i == j else -1
             total -= F.logsigmoid(sign * (scale * image[i] @ text[j] + bias)) / 3
             total -= F.logsigmoid(sign * (scale * seen[i, j] @ text[j] + bias)) / 3
-    torch.testing.assert_close(found.total, total)
-    assert 0 < float(found.metrics["conditioned_loss"]) < float(found.total)
+    torch.testing.assert_close(found.total, total / 2, rtol=1e-6, atol=1e-6)
+    assert 0 < found.metrics["conditioned_loss"].item() < 2 * found.total.item()
     found.total.backward()
     whole = {n: p.grad.clone() for n, p in objective.named_parameters()}
     assert all(g.abs().sum() > 0 for n, g in whole.items() if "flair" in n and "ln_k.bias" not in n)
-    monkeypatch.setattr(conditioned, "_HELD", 1)
+    monkeypatch.setattr(conditioned, "_TILE_ELEMENTS", 1)
     objective.zero_grad()
     objective(batch, Progress(0, 1, 0)).total.backward()
     for name, p in objective.named_parameters():
@@ -103,11 +106,12 @@ def test_a_run_is_scored_both_ways(shards, tmp_path):
     assert scores["seen"]["counts"] == scores["plain"]["counts"]
     assert scores["seen"]["metrics"].keys() == scores["plain"]["metrics"].keys()
     encoder = load_encoder(tmp_path / "tiny")
-    image, texts = torch.randint(0, 255, (3, 3, 32, 32), dtype=torch.uint8), encoder.text(["a cat", "two dogs"])
-    patches = encoder.patches(image)
-    by_hand = encoder.model.visual.flair.conditioned(patches.clone(), texts)
-    expected = torch.einsum("btd,td->bt", F.normalize(by_hand, dim=-1), texts)
-    torch.testing.assert_close(encoder.conditioned(patches.flatten(1), texts).clone(), expected.detach())
+    image, captions = torch.randint(0, 255, (3, 3, 32, 32), dtype=torch.uint8), ["a cat", "two dogs"]
+    patches, queries = encoder.patches(image), encoder.queries(captions)
+    torch.testing.assert_close(F.normalize(queries, dim=-1).clone(), encoder.text(captions).clone())
+    by_hand = encoder.model.visual.flair.conditioned(patches.clone(), queries.clone())
+    expected = torch.einsum("btd,td->bt", F.normalize(by_hand, dim=-1), encoder.text(captions).clone())
+    torch.testing.assert_close(encoder.conditioned(patches.flatten(1), queries).clone(), expected.detach())
     other = tiny_recipe(shards, tmp_path, name="sparo")
     other["eval"] = tree["eval"]
     with pytest.raises(UnfitError, match=r"needs patches that texts pool.*use retrieval"):

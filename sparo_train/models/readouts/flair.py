@@ -54,7 +54,7 @@ class FlairPool(ReadOut):
         return Slots(tokens[:, :1], attention if need_attention else None)
 
     def conditioned(self, patches: Tensor, texts: Tensor) -> Tensor:
-        """Projected patches (B, N, D) and texts (T, D) to every image as seen by every text, (B, T, D), not of unit norm."""
+        """Pool projected patches (B, N, D) by projected texts (T, D), both before normalization, into (B, T, D)."""
         return pooled_by_text(list(self.parameters()), self.heads, patches, texts)
 
 
