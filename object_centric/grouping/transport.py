@@ -1,7 +1,7 @@
-"""Transport of tokens to slots by Sinkhorn's algorithm, with its gradient in closed form; plans of less entropy; exact plans.
+"""Optimal transport of tokens to slots by Sinkhorn's algorithm with a closed-form gradient; low-entropy (MESH) and exact plans.
 
-Costs are (b, K, N), slots by tokens. Tokens give `a` (b, N) and slots take `b` (b, K), both of one sum. All in log space. What is
-kept for the gradient is the costs and K + N numbers per step, where autograd keeps two maps (K, N) per step.
+Costs are (b, K, N), slots by tokens. The marginals `a` (b, N) of tokens and `b` (b, K) of slots have equal sums. All computation is
+in log space. For the gradient, the costs and K + N numbers per step are kept, where autograd keeps two (K, N) maps per step.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ _TINY = 1e-20  # MESH's clamp: below it a share has no entropy
 
 
 class TransportPlan(NamedTuple):
-    """moved: (b, K, N), its sums over tokens are `b` exactly, those over slots `a` nearly.  v: (b, K, 1), to start again from."""
+    """moved: (b, K, N); sums over tokens equal `b` exactly, sums over slots equal `a` approximately.  v: (b, K, 1), a warm start."""
 
     moved: Tensor
     v: Tensor
 
 
 def sinkhorn(cost: Tensor, log_a: Tensor, log_b: Tensor, steps: int, v: Tensor | None = None) -> TransportPlan:
-    """`steps` times tokens, then slots (Cuturi 2013), of exp(-cost); as many steps backwards for the gradient of `moved`."""
-    start = torch.zeros_like(log_b)[..., None] if v is None else v.detach()
-    moved, last = _Sinkhorn.apply(cost, log_a[:, None], log_b[..., None], start, steps)  # type: ignore[misc]
-    return TransportPlan(moved, last)
+    """Run `steps` Sinkhorn iterations, tokens then slots (Cuturi 2013), on exp(-cost); gradients reach all inputs, `v` included."""
+    v = torch.zeros_like(log_b)[..., None] if v is None else v
+    return TransportPlan(*_Sinkhorn.apply(cost, log_a[:, None], log_b[..., None], v, steps))  # type: ignore[misc]
 
 
 def sinkhorn_unrolled(cost: Tensor, log_a: Tensor, log_b: Tensor, steps: int, v: Tensor | None = None) -> TransportPlan:
@@ -56,21 +55,39 @@ def _walk(cost: Tensor, a: Tensor, b: Tensor, v: Tensor, steps: int) -> _Track:
     return track
 
 
-def _back(cost: Tensor, a: Tensor, b: Tensor, track: _Track, outer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """From d/d(log moved) to the gradients of cost, log a and log b: every half step is a softmax that is built again."""
-    of_cost, of_a, of_b = outer.clone(), torch.zeros_like(a), torch.zeros_like(b)
-    of_u, of_v = outer.sum(1, keepdim=True), outer.sum(2, keepdim=True)
+class _Gradients(NamedTuple):
+    """Gradients of cost (b, K, N), log_a (b, 1, N), log_b (b, K, 1) and the initial v (b, K, 1)."""
+
+    cost: Tensor
+    log_a: Tensor
+    log_b: Tensor
+    v: Tensor
+
+
+def _backward(
+    cost: Tensor, a: Tensor, b: Tensor, track: _Track, grad_log_plan: Tensor, grad_v: Tensor | None = None
+) -> _Gradients:
+    """Backpropagate from log(plan) and the final v through all half steps; each half step is a softmax, recomputed here.
+
+    Args:
+        grad_log_plan: (b, K, N), or zeros of a shape that broadcasts to it.
+        grad_v: gradient of the final `v`, beyond its part in the plan.
+    """
+    grad_cost = grad_log_plan.expand_as(cost).clone()
+    grad_a, grad_b = torch.zeros_like(a), torch.zeros_like(b)
+    grad_u, grad_last = grad_cost.sum(1, keepdim=True), grad_cost.sum(2, keepdim=True)
+    grad_v = grad_last if grad_v is None else grad_last + grad_v
     for u, before, after in zip(reversed(track.u), reversed(track.v[:-1]), reversed(track.v[1:]), strict=True):
-        of_b += of_v
-        taken = (u + (after - b) - cost).exp_().mul_(of_v)
-        of_cost -= taken
-        # Through slots' half step, then through tokens', in the opposite order of the walk.
-        of_u = of_u - taken.sum(1, keepdim=True)
-        of_a += of_u
-        given = (before + (u - a) - cost).exp_().mul_(of_u)
-        of_cost -= given
-        of_v, of_u = -given.sum(2, keepdim=True), torch.zeros_like(of_u)
-    return of_cost.neg_(), of_a, of_b
+        grad_b += grad_v
+        taken = (u + (after - b) - cost).exp_().mul_(grad_v)
+        grad_cost -= taken
+        # Reverse order of the forward pass: the slots' half step first, then the tokens'.
+        grad_u = grad_u - taken.sum(1, keepdim=True)
+        grad_a += grad_u
+        given = (before + (u - a) - cost).exp_().mul_(grad_u)
+        grad_cost -= given
+        grad_v, grad_u = -given.sum(2, keepdim=True), torch.zeros_like(grad_u)
+    return _Gradients(grad_cost.neg_(), grad_a, grad_b, grad_v)
 
 
 class _Sinkhorn(torch.autograd.Function):
@@ -79,8 +96,7 @@ class _Sinkhorn(torch.autograd.Function):
         track = _walk(cost, a, b, v, steps)
         ctx.steps = steps
         ctx.save_for_backward(cost, a, b, *track.u, *track.v)
-        last = track.v[-1].clone()  # what is saved may not be an output, too
-        ctx.mark_non_differentiable(last)
+        last = track.v[-1].clone()  # a saved tensor cannot also be an output
         return (track.u[-1] + last - cost).exp(), last
 
     @staticmethod
@@ -88,7 +104,28 @@ class _Sinkhorn(torch.autograd.Function):
         cost, a, b, *rest = ctx.saved_tensors
         track = _Track(rest[: ctx.steps], rest[ctx.steps :])
         moved = (track.u[-1] + track.v[-1] - cost).exp_()
-        return *_back(cost, a, b, track, outer[0] * moved), None, None
+        return *_backward(cost, a, b, track, outer[0] * moved, outer[1]), None
+
+
+class _EntropySlope(torch.autograd.Function):
+    """Direction of steepest entropy, a constant, and the warm start `v` of the next Sinkhorn run, which carries a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, cost: Tensor, a: Tensor, b: Tensor, v: Tensor, steps: int, similar: Similar | None
+    ) -> tuple[Tensor, Tensor]:
+        track = _walk(cost, a, b, v, steps)
+        slope = _slope(cost, a, b, track, similar)
+        ctx.steps = steps
+        ctx.save_for_backward(cost, a, b, *track.u, *track.v)
+        ctx.mark_non_differentiable(slope)
+        return slope, track.v[-1].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        cost, a, b, *rest = ctx.saved_tensors
+        track = _Track(rest[: ctx.steps], rest[ctx.steps :])
+        return *_backward(cost, a, b, track, cost.new_zeros(()), outer[1]), None, None
 
 
 class Similar(NamedTuple):
@@ -109,24 +146,24 @@ def less_entropy(
     similar: Similar | None = None,
     unrolled: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Costs whose plan has less entropy: `rounds` steps of length `rate` down its gradient (Zhang et al. 2022, Eq. 9-11).
+    """Lower the entropy of the plan by `rounds` normalized gradient steps of length `rate` on the costs (Zhang et al. 2022, Eq. 9-11).
 
     Args:
         cost: (b, K, N), with noise that breaks ties.  similar: the regulariser.
-        unrolled: the steps carry a gradient themselves, as the paper's text has it; else they are constants, as in its code.
+        unrolled: differentiate through the steps, as in the paper's text; otherwise they are constants, as in davzha/MESH.
 
     Returns:
-        costs (b, K, N), and `v` to start the last plan from.
+        Costs (b, K, N), and the warm start `v` of the final Sinkhorn run. As in davzha/MESH, `v` keeps its graph through all rounds.
     """
-    v = None
+    a, b = log_a[:, None], log_b[..., None]
+    v: Tensor | None = None
     for _ in range(rounds):
         if unrolled and cost.requires_grad and torch.is_grad_enabled():
             found, v = sinkhorn_unrolled(cost, log_a, log_b, steps, v)
             (slope,) = torch.autograd.grad(_height(found, similar), cost, create_graph=True)
         else:
-            with torch.no_grad():
-                slope, v = _slope(cost, log_a, log_b, steps, v, similar)
-        # Of a length that does not depend on how flat entropy is: the rate is one for all images.
+            slope, v = _EntropySlope.apply(cost, a, b, torch.zeros_like(b) if v is None else v, steps, similar)  # type: ignore[misc]
+        # Normalized per image, so one rate fits all images however flat their entropy is.
         length = slope.square().sum((1, 2), keepdim=True).sqrt().clamp(min=1e-12)
         cost = cost - rate * slope / length
     return cost, v
@@ -141,11 +178,7 @@ def _height(moved: Tensor, similar: Similar | None) -> Tensor:
     return height
 
 
-def _slope(
-    cost: Tensor, log_a: Tensor, log_b: Tensor, steps: int, v: Tensor | None, similar: Similar | None
-) -> tuple[Tensor, Tensor]:
-    a, b = log_a[:, None], log_b[..., None]
-    track = _walk(cost, a, b, torch.zeros_like(b) if v is None else v, steps)
+def _slope(cost: Tensor, a: Tensor, b: Tensor, track: _Track, similar: Similar | None) -> Tensor:
     log_moved = track.u[-1] + track.v[-1] - cost
     moved = log_moved.exp()
     inside = (moved >= _TINY) & (moved <= 1)
@@ -153,7 +186,7 @@ def _slope(
     if similar is not None:
         apart = similar.slots.transpose(1, 2) @ moved - similar.first
         outer = outer + 2 * similar.weight * (similar.slots @ apart) * moved
-    return _back(cost, a, b, track, outer)[0], track.v[-1]
+    return _backward(cost, a, b, track, outer).cost
 
 
 @torch.library.custom_op("sparo::exact_plan", mutates_args=())

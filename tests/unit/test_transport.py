@@ -38,14 +38,37 @@ def test_many_steps_are_pots_plan():
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 7), st.integers(1, 6), st.integers(0, 99), st.booleans())
 def test_its_gradient_is_autograds(b, k, n, steps, seed, warm):
     inputs = problem(b, k, n, seed)
-    v = torch.randn(b, k, 1, dtype=torch.float64) if warm else None
-    weight = torch.randn(b, k, n, dtype=torch.float64)
+    v = torch.randn(b, k, 1, dtype=torch.float64, requires_grad=True) if warm else None
+    weight, weight_v = torch.randn(b, k, n, dtype=torch.float64), torch.randn(b, k, 1, dtype=torch.float64)
     ours, theirs = (of(*inputs, steps, v) for of in (sinkhorn, sinkhorn_unrolled))
     assert torch.allclose(ours.moved, theirs.moved, atol=1e-12) and torch.allclose(ours.v, theirs.v, atol=1e-12)
-    for mine, his in zip(
-        *(torch.autograd.grad((plan.moved * weight).sum(), inputs) for plan in (ours, theirs)), strict=True
-    ):
+    inputs += [v] if warm else []
+    scalars = ((plan.moved * weight).sum() + (plan.v * weight_v).sum() for plan in (ours, theirs))
+    for mine, his in zip(*(torch.autograd.grad(scalar, inputs) for scalar in scalars), strict=True):
         assert torch.allclose(mine, his, atol=1e-10)
+
+
+@pytest.mark.parametrize("learn_rate", [False, True])
+def test_the_warm_start_keeps_its_graph_as_in_mesh(learn_rate):
+    inputs = problem(k=6, n=30)
+    rate = torch.tensor(8.0, dtype=torch.float64, requires_grad=learn_rate)
+    weight = torch.randn(B, 6, 30, dtype=torch.float64)
+
+    def mesh(cost, log_a, log_b):
+        v = None
+        for _ in range(4):
+            plan, v = sinkhorn_unrolled(cost, log_a, log_b, 5, v)
+            entropy = torch.special.entr(plan.clamp(1e-20, 1)).mean((1, 2)).sum()
+            (slope,) = torch.autograd.grad(entropy, cost, retain_graph=True)
+            cost = cost - rate * nn.functional.normalize(slope.flatten(1), dim=1).view_as(slope)
+        return sinkhorn_unrolled(cost, log_a, log_b, 5, v).moved
+
+    cost, v = less_entropy(*inputs, 5, 4, rate)
+    leaves = [*inputs, rate] if learn_rate else inputs
+    plans = (sinkhorn(cost, *inputs[1:], 5, v).moved, mesh(*inputs))
+    torch.testing.assert_close(*plans, rtol=1e-9, atol=1e-12)
+    for mine, his in zip(*(torch.autograd.grad((p * weight).sum(), leaves) for p in plans), strict=True):
+        torch.testing.assert_close(mine, his, rtol=1e-6, atol=1e-9)
 
 
 @settings(max_examples=20, deadline=None)
@@ -125,11 +148,11 @@ def plain(module, features, noise):
         if t.entropy_steps:
             cost = cost + t.noise * noise[..., D:]
         for _ in range(t.entropy_steps):
-            leaf = cost.detach().requires_grad_()
-            found, start = sinkhorn_unrolled(leaf, log_a.detach(), log_b.detach(), t.steps, start)
+            # As in davzha/MESH: the step is a constant, the warm start keeps its graph.
+            found, start = sinkhorn_unrolled(cost, log_a, log_b, t.steps, start)
             held = found.clamp(1e-20, 1)
-            (slope,) = torch.autograd.grad(-(held * held.log()).mean((1, 2)).sum(), leaf)
-            cost, start = cost - t.entropy_rate * slope / slope.flatten(1).norm(dim=1)[:, None, None], start.detach()
+            (slope,) = torch.autograd.grad(-(held * held.log()).mean((1, 2)).sum(), cost, retain_graph=True)
+            cost = cost - t.entropy_rate * slope / slope.flatten(1).norm(dim=1)[:, None, None]
         moved = sinkhorn_unrolled(cost, log_a, log_b, t.steps, start).moved
         if t.exact != "none":
             best = exact_plan(cost.detach(), log_a.detach(), log_b.detach())
