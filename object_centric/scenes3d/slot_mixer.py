@@ -22,8 +22,8 @@ from .rays import Rays, RayToldConfig
 
 # osrt: stelzner/osrt, decoder.py.  psb: papers/parallel-spatiotemporal-binder, D.4.4 and Table 12.
 PRESETS: dict[str, dict[str, Any]] = {
-    "psb": {"query": "linear", "query_hidden": None, "blocks": 3, "heads": 4, "mlp_times": 4, "layers": "residual", "depth": 4, "bounded": True},
-    "osrt": {"query": "octaves", "query_hidden": 360, "blocks": 2, "heads": 12, "mlp_times": 2, "layers": "plain", "depth": 4, "bounded": False},
+    "psb": {"query": "linear", "query_hidden": None, "blocks": 3, "heads": 4, "mlp_times": 4, "layers": "residual", "depth": 4},
+    "osrt": {"query": "octaves", "query_hidden": 360, "blocks": 2, "heads": 12, "mlp_times": 2, "layers": "plain", "depth": 4, "activation": "leaky_relu"},
 }  # fmt: skip
 
 
@@ -42,10 +42,13 @@ class SlotMixerConfig(RayToldConfig):
     heads: int = setting(4, "of its attention", gt=0)
     mlp_times: int = setting(4, "hidden units of its perceptrons, times the slots' width", gt=0)
     layers: Literal["residual", "plain"] = setting(
-        "residual", "what draws: residual blocks with norms, or layers with ReLUs"
+        "residual", "rendering MLP: residual blocks with norms, or plain linear layers"
+    )
+    activation: Literal["relu", "leaky_relu"] = setting(
+        "relu", "activation of plain layers (stelzner/osrt: leaky_relu)"
     )
     depth: int = setting(4, "blocks, or layers before the last", gt=0, le=100)
-    bounded: bool = setting(True, "colours go through a sigmoid")
+    bounded: bool = setting(True, "apply a sigmoid to colours")
     most_numbers: int = setting(
         1 << 27, "floats that rays drawn at once may write; more are drawn in turns, so memory has a bound", gt=0
     )
@@ -58,12 +61,19 @@ class SlotMixerConfig(RayToldConfig):
         name = given.get("preset", "psb")
         if name not in PRESETS:
             raise ValueError(f"preset={name}: {did_you_mean(name, PRESETS)}")
+        if cls.model_fields.keys() - given.keys() == {"activation"}:
+            # A resolved recipe written before this key existed: its plain layers had ReLUs.
+            given = {**given, "activation": "relu"}
         return {**PRESETS[name], **given}
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.layers == "residual" and self.query == "octaves":
             raise ValueError("layers=residual: adds a ray's state to slots, which have one width; set query: linear")
+        if self.layers == "residual" and self.activation != "relu":
+            raise ValueError(
+                f"activation={self.activation}: applies to layers=plain only. Remove it, or set layers: plain."
+            )
         return self
 
     def build(self, width: int) -> RayDecoder:
@@ -101,8 +111,9 @@ class SlotMixer(RayDecoder):
             self.first = nn.Linear(width + own, width)
         else:
             self.first = nn.Linear(width + own, width)
-            between = [m for _ in range(c.depth - 1) for m in (nn.Linear(width, width), nn.ReLU())]
-            self.draw, self.colour = nn.Sequential(nn.ReLU(), *between), nn.Linear(width, 3)
+            act = nn.LeakyReLU if c.activation == "leaky_relu" else nn.ReLU
+            between = [m for _ in range(c.depth - 1) for m in (nn.Linear(width, width), act())]
+            self.draw, self.colour = nn.Sequential(act(), *between), nn.Linear(width, 3)
 
     def numbers(self, slots: int) -> int:
         c, width = self.config, self.to_k.in_features

@@ -197,8 +197,19 @@ def osrt(weights, slots, origins, directions, heads):
     share = (scores * slots.shape[-1] ** -0.5).softmax(2)
     drawn = torch.cat([(share[..., None] * slots[:, None]).sum(2), query], -1)
     for number in (0, 2, 4, 6):
-        drawn = F.relu(linear(f"render_mlp.{number}", drawn))
-    return linear("render_mlp.8", drawn), share
+        drawn = F.leaky_relu(linear(f"render_mlp.{number}", drawn))
+    return linear("render_mlp.8", drawn).sigmoid(), share
+
+
+def test_slot_mixer_records_from_before_activation_keep_their_relus():
+    record = SlotMixerConfig(preset="osrt").model_dump(mode="json")
+    assert record["activation"] == "leaky_relu" and record["bounded"]
+    del record["activation"]
+    record["bounded"] = False
+    older = SlotMixerConfig.model_validate(record)
+    assert older.activation == "relu" and not older.bounded
+    with pytest.raises(ValueError, match="applies to layers=plain only"):
+        SlotMixerConfig(preset="psb", activation="leaky_relu")
 
 
 def test_slot_mixer_is_osrts_with_its_weights():
