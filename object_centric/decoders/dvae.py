@@ -27,6 +27,10 @@ class DvaeConfig(Frozen):
         "other",
         "tokens that the decoder is to say: a draw of their own (SLATE's and STEVE's code), or those that the image was drawn from (their papers)",
     )
+    norm: Literal["group", "none"] = setting(
+        "group",
+        "norm of hidden layers: GroupNorm with one group (SLATE's code), or none, with biases instead (STEVE's code)",
+    )
     hard: bool = setting(False, "the image is drawn from one token per patch, with the relaxed draw's gradient")
 
     @model_validator(mode="after")
@@ -44,14 +48,18 @@ class Dvae(nn.Module):
 
     def __init__(self, config: DvaeConfig):
         super().__init__()
-        wide, vocab = config.channels, config.vocab
+        wide, vocab, norm = config.channels, config.vocab, config.norm == "group"
         self.config = config
         to_logits = nn.Conv2d(wide, vocab, 1)
         self.encoder = nn.Sequential(
-            _Block(3, wide, PATCH, PATCH), *(_Block(wide, wide, 1) for _ in range(_HIDDEN_LAYERS)), to_logits
+            _Block(norm, 3, wide, PATCH, PATCH),
+            *(_Block(norm, wide, wide, 1) for _ in range(_HIDDEN_LAYERS)),
+            to_logits,
         )
         to_pixels = nn.Conv2d(wide, 3, 1)
-        self.decoder = nn.Sequential(_Block(vocab, wide, 1), *_doubled(wide), *_doubled(wide), to_pixels)
+        self.decoder = nn.Sequential(
+            _Block(norm, vocab, wide, 1), *_upsample(norm, wide), *_upsample(norm, wide), to_pixels
+        )
         for last in (to_logits, to_pixels):
             nn.init.xavier_uniform_(last.weight)
             nn.init.zeros_(last.bias)  # type: ignore[arg-type]
@@ -89,24 +97,26 @@ def relaxed(logits: Tensor, drew: Tensor, tau: float, hard: bool) -> Tensor:
 
 
 class _Block(nn.Module):
-    """A convolution, a GroupNorm of one group, a ReLU."""
+    """Convolution, GroupNorm with one group or none, ReLU; the convolution has a bias only without a norm."""
 
-    def __init__(self, width: int, out: int, kernel: int, stride: int = 1):
+    def __init__(self, norm: bool, width: int, out: int, kernel: int, stride: int = 1):
         super().__init__()
-        self.conv = nn.Conv2d(width, out, kernel, stride, padding=0 if stride > 1 else kernel // 2, bias=False)
+        self.conv = nn.Conv2d(width, out, kernel, stride, padding=0 if stride > 1 else kernel // 2, bias=not norm)
         nn.init.kaiming_uniform_(self.conv.weight, nonlinearity="relu")
-        self.norm = nn.GroupNorm(1, out)
+        if self.conv.bias is not None:
+            nn.init.zeros_(self.conv.bias)
+        self.norm = nn.GroupNorm(1, out) if norm else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.norm(self.conv(x)))
 
 
-def _doubled(wide: int) -> list[nn.Module]:
-    """Layers from (b, wide, s, s) to (b, wide, 2s, 2s)."""
+def _upsample(norm: bool, wide: int) -> list[nn.Module]:
+    """Return layers from (b, wide, s, s) to (b, wide, 2s, 2s)."""
     return [
-        _Block(wide, wide, 3),
-        _Block(wide, wide, 1),
-        _Block(wide, wide, 1),
-        _Block(wide, 4 * wide, 1),
+        _Block(norm, wide, wide, 3),
+        _Block(norm, wide, wide, 1),
+        _Block(norm, wide, wide, 1),
+        _Block(norm, wide, 4 * wide, 1),
         nn.PixelShuffle(2),
     ]

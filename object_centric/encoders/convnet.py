@@ -1,4 +1,4 @@
-"""The plain convolutional encoders of the slot papers, with flax's and Keras' SAME padding."""
+"""Plain convolutional encoders of the slot papers, with the padding of flax and Keras (SAME) or of PyTorch code (symmetric)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ class ConvNetConfig(Frozen):
     strides: Annotated[tuple[int, ...], between(1, 64)] = setting((1, 1, 1, 1), "of each layer", min_length=1)
     kernel: int = setting(5, "pixels of a kernel's side", gt=0, le=64)
     last_relu: bool = setting(True, "the last layer has a ReLU, too")
+    padding: Literal["same", "symmetric"] = setting(
+        "same",
+        "same: as flax and Keras pad, the odd pixel at the right and below; symmetric: kernel // 2 on every side, as STEVE's code pads",
+    )
 
     @model_validator(mode="after")
     def _as_many(self) -> Self:
@@ -27,6 +31,8 @@ class ConvNetConfig(Frozen):
             raise ValueError(
                 f"strides={list(self.strides)}: name one per layer, as channels={list(self.channels)} does"
             )
+        if self.padding == "symmetric" and self.kernel % 2 == 0:
+            raise ValueError(f"padding=symmetric: requires an odd kernel, got kernel={self.kernel}. Use padding: same.")
         return self
 
     @property
@@ -66,11 +72,15 @@ class ConvNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
-            x = layer(same_padded(x, self.config.kernel, layer.stride[0]))  # type: ignore[union-attr, index, operator]
+            x = layer(self._padded(x, layer.stride[0]))  # type: ignore[union-attr, index, operator]
             if number + 1 < len(self.layers) or self.config.last_relu:
                 x = F.relu(x)
         # Channels last: slots read rows of features.
         return x.permute(0, 2, 3, 1)
+
+    def _padded(self, x: Tensor, stride: int) -> Tensor:
+        kernel = self.config.kernel
+        return F.pad(x, [kernel // 2] * 4) if self.config.padding == "symmetric" else same_padded(x, kernel, stride)
 
 
 def same_padded(x: Tensor, kernel: int, stride: int) -> Tensor:
@@ -83,8 +93,9 @@ def same_padded(x: Tensor, kernel: int, stride: int) -> Tensor:
     return F.pad(x, pads)
 
 
-def grid(side: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(side * side, 2) positions y, x in [-1, 1], row by row, the first and the last on the edge."""
+def grid(side: int, like: Tensor | None = None) -> Tensor:
+    """Return (side * side, 2) positions y, x in [-1, 1], row by row, on the device of `like` and in its precision, fp32 at least."""
+    dtype = torch.float32 if like is None else torch.promote_types(like.dtype, torch.float32)
     # First and last on the edge, as the papers' code; pixel centres would be half a pixel inside.
-    line = torch.linspace(-1, 1, side, device=device, dtype=dtype)
+    line = torch.linspace(-1, 1, side, device=None if like is None else like.device, dtype=dtype)
     return torch.stack(torch.meshgrid(line, line, indexing="ij"), dim=-1).flatten(0, 1)

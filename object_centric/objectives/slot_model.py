@@ -68,7 +68,7 @@ class SlotModel(nn.Module):
 
     def forward(self, images: Tensor, noise: Tensor) -> Slotted:
         slots, attention, frames, features = self.tower(images, noise)
-        onto = grid(self.decoder.side, images.device)
+        onto = grid(self.decoder.side, images)
         if frames is not None:
             # What is drawn moves with a slot's frame, as what it read did: else frames would only help to see.
             onto = self.tower.grouping.relative(onto, *frames)

@@ -140,7 +140,7 @@ class SlotTower(nn.Module):
         features = self.encoder(images)
         side, placed = features.shape[1], features
         if self.position is not None:
-            near = (grid(side, images.device).flip(-1) + 1) / 2
+            near = (grid(side, features).flip(-1) + 1) / 2
             placed = features + self.position(torch.cat([near, 1 - near], dim=-1)).unflatten(0, (side, side))
         tokens = self.project(self.norm(placed.flatten(1, 2)))
         return tokens if self.transformer is None else self.transformer(tokens), features
@@ -151,6 +151,6 @@ class SlotTower(nn.Module):
         if self.config.frame is None:
             slots, attention = self.grouping(tokens, noise)
         else:
-            slots, positions, scales, attention = self.grouping(tokens, grid(side, images.device), noise)
+            slots, positions, scales, attention = self.grouping(tokens, grid(side, tokens), noise)
             frames = positions, scales
         return Towered(slots, attention.unflatten(-1, (side, side)), frames, features)

@@ -180,7 +180,7 @@ class VideoEncoder(TimedEncoder, DrawingEncoder):
     def shares_of(self, found: Grouped) -> tuple[Tensor, Decoded | None]:
         decoder = self.model.decoder
         with self.autocast():
-            decoded = decoder(found.slots, grid(decoder.side, self.device))
+            decoded = decoder(found.slots, grid(decoder.side, found.slots))
         return decoded.masks, decoded
 
     def parts_of(self, found: Grouped) -> Parts:

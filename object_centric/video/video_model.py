@@ -80,7 +80,7 @@ class VideoModel(nn.Module):
 
     def forward(self, images: Tensor, noise: Tensor, hint: Tensor | None = None) -> VideoDrawn:
         slots, attention, features = self.tower(images, noise, hint)
-        decoded = self.decoder(slots.flatten(0, 1), grid(self.decoder.side, images.device))
+        decoded = self.decoder(slots.flatten(0, 1), grid(self.decoder.side, slots))
         return VideoDrawn(slots, attention, decoded, features.permute(0, 3, 1, 2))
 
     def frame_tokens(self, frames: Tensor) -> Tensor:

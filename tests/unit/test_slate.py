@@ -109,6 +109,30 @@ def test_tokens_are_drawn_as_gumbels_trick_has_it():
     assert leaf.grad is not None and leaf.grad.abs().max() > 0
 
 
+def test_a_dvae_without_norms_is_steves():
+    dvae = Dvae(DvaeConfig(vocab=20, channels=8, norm="none"))
+    weights = dict(dvae.named_parameters())
+    for name, value in weights.items():
+        assert name.endswith(("conv.weight", "conv.bias")) or ".7." in name or ".11." in name
+        value.data += 0.1 * torch.randn_like(value)
+    x = images = torch.rand(2, 3, 16, 24)
+    for layer in range(7):
+        x = F.relu(
+            F.conv2d(x, *(weights[f"encoder.{layer}.conv.{n}"] for n in ("weight", "bias")), 4 if layer == 0 else 1)
+        )
+    logits = F.conv2d(x, weights["encoder.7.weight"], weights["encoder.7.bias"]).log_softmax(1)
+    torch.testing.assert_close(dvae.logits(images), logits)
+    x = shares = logits.softmax(1)
+    for layer in range(11):
+        if layer in (5, 10):
+            x = F.pixel_shuffle(x, 2)
+            continue
+        kernel = weights[f"decoder.{layer}.conv.weight"]
+        x = F.relu(F.conv2d(x, kernel, weights[f"decoder.{layer}.conv.bias"], padding=kernel.shape[-1] // 2))
+    expected = F.conv2d(x, weights["decoder.11.weight"], weights["decoder.11.bias"])
+    torch.testing.assert_close(dvae.drawn(shares), expected)
+
+
 def test_a_dvae_has_a_token_per_four_pixels():
     dvae = Dvae(DvaeConfig(vocab=20, channels=8))
     logits = dvae.logits(torch.rand(2, 3, 16, 24))

@@ -101,6 +101,19 @@ def test_a_picture_is_the_sum_of_its_slots_parts(kind):
     assert torch.equal(decoder(slots, same).image, decoder(slots, same.expand(2, 3, -1, -1)).image)
 
 
+@pytest.mark.parametrize("size", [63, 64, 128])
+def test_symmetric_padding_is_torchs_own_as_in_steve(size):
+    config = ConvNetConfig(channels=[4, 6], strides=[2, 1], last_relu=False, padding="symmetric")
+    module, images = config.build().double(), torch.randn(2, 3, size, size, dtype=torch.float64)
+    first, second = module.layers
+    x = F.relu(F.conv2d(images, first.weight, first.bias, 2, 2))
+    x = F.conv2d(x, second.weight, second.bias, 1, 2)
+    torch.testing.assert_close(module(images), x.permute(0, 2, 3, 1))
+    assert x.shape[-1] == config.side(size)
+    with pytest.raises(ValueError, match=r"requires an odd kernel, got kernel=4\. Use padding: same\."):
+        ConvNetConfig(kernel=4, padding="symmetric")
+
+
 def test_the_grid_goes_by_rows_from_edge_to_edge():
     places = grid(3)
     assert places[0].tolist() == [-1, -1] and places[1].tolist() == [-1, 0] and places[-1].tolist() == [1, 1]
@@ -133,6 +146,18 @@ def test_models_of_every_kind_learn(frame):
         set(mean.metrics) == {"mse", "slots_used", "mask_sharpness", "mask_fixity"}
         and not mean.metrics["mse"].requires_grad
     )
+
+
+@pytest.mark.parametrize("frame", [None, {"scales": True}])
+@pytest.mark.parametrize("decoder", [SMALL["decoder"], {"kind": "cnn", "channels": 4}])
+def test_slot_models_run_in_fp64_and_agree_with_fp32(frame, decoder):
+    torch.manual_seed(0)
+    config = SlotModelConfig.model_validate({**SMALL, "frame": frame, "decoder": decoder})
+    model, images, noise = SlotModel(config), torch.rand(2, 3, 16, 16), torch.randn(2, *config.noise)
+    single = model(images, noise)
+    double = model.double()(images.double(), noise.double())
+    assert double.slots.dtype == torch.float64
+    torch.testing.assert_close(double.slots.float(), single.slots, rtol=1e-3, atol=1e-4)
 
 
 def test_an_encoder_says_of_an_image_what_it_says_of_it_alone():
