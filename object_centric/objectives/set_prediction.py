@@ -84,12 +84,13 @@ class SetPrediction(Objective):
             if key not in batch:
                 raise DataError(f"objective set_prediction: the batch has no {key!r} (it has {', '.join(batch)})")
         found = self.model(self.pixels(batch["image"]), batch["noise"]).objects
-        # Every slot against every object: what is matched is the loss itself.
+        # Every slot against every object; the matching minimizes the loss itself. The mean over an object's numbers is that of
+        # `tf.keras.losses.huber` in google-research/slot_attention, so published losses and clipping values carry over.
         apart = F.huber_loss(
             *torch.broadcast_tensors(found[:, :, None], batch["objects"][:, None]),
             reduction="none",
             delta=self.config.huber,
-        ).sum(-1)
+        ).mean(-1)
         # Matched without a gradient: which pairs are cheapest is a choice, not a slope.
         rows, columns = cheapest_pairs(apart.detach()).unbind(1)
         at = torch.arange(len(found), device=found.device)[:, None]

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from .errors import ConfigError, did_you_mean
 from .plugins import NESTED
@@ -24,6 +24,26 @@ class Frozen(BaseModel):
     """Base of every configuration model: immutable, no unknown keys, no silent conversions, no infinite numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _lists_as_tuples(cls, value: Any, info: ValidationInfo) -> Any:
+        """Accept lists for tuples from Python callers too; strict mode accepts them from JSON only."""
+        if isinstance(value, list) and _has_tuple(cls.model_fields[str(info.field_name)].annotation):
+            return _tuples(value)
+        return value
+
+
+def _has_tuple(annotation: Any) -> bool:
+    return typing.get_origin(annotation) is tuple or any(map(_has_tuple, typing.get_args(annotation)))
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _lists(value: Any) -> Any:
+    return list(map(_lists, value)) if isinstance(value, tuple) else value
 
 
 C = TypeVar("C", bound=Frozen)
@@ -143,7 +163,7 @@ def _explained(model: Any, where: tuple[Any, ...], problem: Any, top: type[BaseM
     if problem["type"] in ("dict_type", "model_type", "model_attributes_type"):
         return f"{dotted}: a block with keys is expected, {{}} for an empty one (got {problem.get('input')!r})"
     got = problem.get("input")
-    shown = "" if got is None or isinstance(got, dict) else f" (got {got!r})"
+    shown = "" if got is None or isinstance(got, dict) else f" (got {_lists(got)!r})"
     return f"{dotted}: {problem['msg'].removeprefix('Value error, ')}{shown}"
 
 

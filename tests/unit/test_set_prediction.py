@@ -20,7 +20,7 @@ from sparo_train.core.errors import BadSampleError
 COLUMNS = attribute_columns()
 SMALL = {
     "image_size": 16,
-    "encoder": {"channels": (8, 8), "strides": (2, 2)},
+    "encoder": {"channels": [8, 8], "strides": [2, 2]},
     "features": 8,
     "grouping": {"preset": "sa_me", "slots": 3, "width": 8},
 }
@@ -84,7 +84,8 @@ def test_any_json_is_rows_or_a_bad_sample(tree):
 def plain(predicted, true, columns, threshold, dspn=False):
     """Average precision as `average_precision_clevr` of the authors' code goes through it, object by object."""
     listed = [(row, image) for image, rows in enumerate(predicted) for row in rows]
-    listed.sort(key=lambda pair: -pair[0][-1])  # stable
+    # np.argsort(confidence)[::-1] in the authors' code: equal confidences are visited in reverse order.
+    listed = [listed[i] for i in np.argsort([row[-1] for row, _ in listed], kind="stable")[::-1]]
     taken, hits = set(), []
     for row, image in listed:
         best, at = 1e9, None
@@ -131,6 +132,17 @@ def test_average_precision_is_the_published_one(images, slots, seed, threshold, 
     )
 
 
+def test_equal_confidences_are_visited_in_reverse_order_as_in_the_reference():
+    true = np.zeros((1, WIDTH), np.float32)
+    true[:, 3] = true[:, 5] = true[:, 7] = true[:, 10] = 1
+    right, wrong = np.repeat(true, 1, 0), np.repeat(true, 1, 0)
+    wrong[0, 3:5] = 0, 1
+    right[0, -1] = wrong[0, -1] = 0.5
+    predicted = np.concatenate([right, wrong])
+    assert ap.score([predicted], [true], COLUMNS, 6.0).metrics["ap_inf"] == pytest.approx(0.5)
+    assert ap.score([predicted[::-1]], [true], COLUMNS, 6.0).metrics["ap_inf"] == 1
+
+
 def test_one_object_is_found_once_and_the_sure_ones_count_first():
     true = np.zeros((2, WIDTH), np.float32)
     true[:, 3] = true[:, 5] = true[:, 7] = true[:, 10] = 1
@@ -161,7 +173,7 @@ def test_the_loss_is_that_of_the_cheapest_of_all_matchings():
     found = objective.model(objective.pixels(images), noise).objects
     cheapest = [
         min(
-            sum(F.huber_loss(rows[i], true[j], reduction="sum", delta=0.3) for i, j in enumerate(order))
+            sum(F.huber_loss(rows[i], true[j], reduction="mean", delta=0.3) for i, j in enumerate(order))
             for order in itertools.permutations(range(3))
         )
         for rows, true in zip(found, objects, strict=True)

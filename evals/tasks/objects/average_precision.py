@@ -28,7 +28,7 @@ class Pooled(NamedTuple):
 def pooled(
     predicted: Sequence[np.ndarray], true: Sequence[np.ndarray], attributes: Mapping[str, slice], unit: float
 ) -> Pooled:
-    """Rank predictions by their last column (of one confidence: in the order of images and slots).
+    """Rank predictions by their last column; equal confidences rank in reverse order of images and slots, as in the reference.
 
     Args:
         predicted: per image (P, W): position (3), attributes, confidence.  true: per image (n, W), objects that are there.
@@ -45,8 +45,7 @@ def pooled(
         distance.append(away)
         confidence.append(found[:, -1].astype(np.float64))
         before += len(objects)
-    # Stable: of equally sure predictions the order of images and slots decides, on every machine.
-    order = np.argsort(-np.concatenate(confidence), kind="stable")
+    order = _ranking(np.concatenate(confidence))
     images, targets, distances = (np.concatenate(part)[order] for part in (image, target, distance))
     return Pooled(images, targets, distances, before)
 
@@ -84,14 +83,23 @@ def hits_dspn(
     for found, objects in zip(predicted, true, strict=True):
         far = _apart(found, objects, attributes, unit)
         hit = np.zeros(len(found), bool)
-        for row in np.argsort(-found[:, -1].astype(np.float64), kind="stable"):
+        for row in _ranking(found[:, -1].astype(np.float64)):
             if len(objects) and far[row].min() < threshold:
                 hit[row] = True
                 # Taken by its column: nobody else can find it again.
                 far[:, far[row].argmin()] = np.inf
         flags.append(hit)
         confidence.append(found[:, -1].astype(np.float64))
-    return np.concatenate(flags)[np.argsort(-np.concatenate(confidence), kind="stable")]
+    return np.concatenate(flags)[_ranking(np.concatenate(confidence))]
+
+
+def _ranking(confidence: np.ndarray) -> np.ndarray:
+    """Return indices from the most to the least confident prediction.
+
+    google-research/slot_attention reverses an ascending sort, so equal confidences are visited last to first. The sort is stable
+    here, so that the order is the same on every machine.
+    """
+    return np.argsort(confidence, kind="stable")[::-1]
 
 
 def area(hit: np.ndarray, total: float, weights: np.ndarray | None = None) -> float:
