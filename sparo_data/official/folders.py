@@ -49,7 +49,8 @@ def clevrtex(root: Path) -> Iterator[PublishedScene]:
     Raises:
         DataError: none there, or a picture without its mask.
     """
-    paths = sorted(p for p in root.rglob("*.json"))
+    # By name, not by folder: folders are numbered without zero padding, names are padded.
+    paths = sorted(root.rglob("*.json"), key=lambda path: (path.stem, path))
     if not paths:
         raise DataError(f"{root}: no CLEVRTEX_*.json below this folder")
     for path in paths:

@@ -1,5 +1,6 @@
 """Every command printed in a document is run; every recipe resolves; every link leads somewhere."""
 
+import fnmatch
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from launch.jobs.sweep import expand
 from launch.runs.recipes import recipe
 from object_centric.encoders.frozen import FrozenConfig
 from sparo_train.core.errors import CheckpointError, ConfigError
+from sparo_train.data.read.made_by import remedy
 from sparo_train.train.dry import dry_run
 from sparo_train.train.run import load_run
 from tests.conftest import THREADS, start_sparo
@@ -223,8 +225,14 @@ def test_recipes_resolve_count_and_state_what_they_are(path, tmp_path, monkeypat
 
 
 def test_published_rows_are_what_their_papers_say():
-    """Of keys that an inherited block, or a default, once changed without a word."""
+    """Check keys that an inherited block or a default once changed silently, and values that only the paper's text decides."""
     said = {
+        "slots/isa_tetrominoes": ("optim.warmup_steps=10000", "frame.scales=False"),
+        "slots/isa_clevr": ("decoder.start=lecun",),
+        "slots/sa_me_set_prediction": ("epochs=100.0",),
+        "slots/inv_clevr": ("objective.loss=sum",),
+        "video/inv_savi": ("objective.frames.starts=tiles", "objective.frames.stride=(1, 1)"),
+        "video/videosaur_movi_c": ("optim.half_life=97500", "objective.frames.starts=tiles"),
         "video/slotcontrast_movi_c": (
             "frames.count=4",
             "grouping.slots=11",
@@ -232,21 +240,73 @@ def test_published_rows_are_what_their_papers_say():
             "first_turns=3",
             "decoder.kind=patch",
         ),
-        "video/psb_sbd": ("encoder.last_relu=False", "decoder.last_up=True", "decoder.ups=4"),
+        "video/psb_sbd": (
+            "encoder.last_relu=False",
+            "decoder.last_up=True",
+            "decoder.ups=4",
+            "objective.frames.starts=tiles",
+        ),
         "video/psb_ar": ("encoder.last_relu=False",),
-        "video/steve_movi": ("predictor.dropout=0.0", "decoder.dropout=0.1"),
+        "video/steve_movi": (
+            "predictor.dropout=0.0",
+            "decoder.dropout=0.1",
+            "encoder.padding=symmetric",
+            "dvae.norm=none",
+            "objective.frames.starts=tiles",
+        ),
+        "video/steve_tiny": ("encoder.padding=symmetric", "dvae.norm=none"),
         "scenes3d/savi_3d": ("grouping.iterations=3",),
         "scenes3d/uorf_like": ("decoder.static=True", "decoder.background=False"),
+        "scenes3d/inv_osrt": ("decoder.activation=leaky_relu", "decoder.bounded=True"),
         "scenes3d/inv_osrt_clevr3d": ("views.targets=all", "views.rays=2731"),
     }
     for name, words in said.items():
-        config = load_run(ROOT / "configs" / f"{name}.yaml").objective
+        run = load_run(ROOT / "configs" / f"{name}.yaml")
         for word in words:
             key, _, value = word.partition("=")
-            found = config if key.split(".")[0] in type(config).model_fields else config.model
+            places = (run, run.objective, run.objective.model)
+            found = next(place for place in places if key.split(".")[0] in type(place).model_fields)
             for part in key.split("."):
                 found = getattr(found, part)
             assert str(found) == value, (name, word)
+
+
+def test_the_projection_of_slates_slots_trains_at_the_encoders_rate():
+    groups = load_run(ROOT / "configs/slots/inv_transformer_decoder.yaml").optim.groups
+    assert not any(fnmatch.fnmatch("model.project.weight", pattern) for group in groups for pattern in group.match)
+
+
+def places_of(tree):
+    """Return every path that a resolved recipe reads: of its sources and its evaluation tasks."""
+    blocks = [*tree["data"]["sources"].values(), *tree["eval"]["tasks"].values()]
+    return [b[k] for b in blocks for k in ("shards", "folder", "root", "train", "test") if isinstance(b.get(k), str)]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_a_hint_names_what_makes_the_recipes_own_data(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    hints = {hint for place in places_of(load_run(path).model_dump(mode="json")) if (hint := remedy(place))}
+    for hint in hints:
+        command = re.escape(hint.split("`")[1])
+        assert any(re.search(rf"{command}(?= |$)", line) for line in lines), (path.stem, hint)
+
+
+@pytest.mark.parametrize(
+    "place", ["/mnt/data/emoji/train", "s3://b/data/clevr/train", "/home/me/data/mine/train", "data", ""]
+)
+def test_a_place_that_no_command_fills_has_no_hint(place):
+    assert remedy(place) == ""
+
+
+def test_no_two_commands_of_recipes_fill_one_folder():
+    filled = {}
+    for path in RECIPES:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            for command in re.findall(r"sparo data [a-z0-9-]+ [^&(`]*", line) if line.startswith("#") else []:
+                if folder := re.search(r" (data/\S+)", command):
+                    filled.setdefault(folder[1], set()).add(" ".join(command.split()))
+    assert {folder: commands for folder, commands in filled.items() if len(commands) > 1} == {}
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda p: p.stem)
