@@ -46,6 +46,10 @@ class SlotAttention(nn.Module):
             self.mu, self.log_sigma = (nn.Parameter(torch.empty(shape).uniform_(-limit, limit)) for _ in range(2))
         elif c.init != "given":
             self.learned = nn.Parameter(torch.randn(1 if c.init == "same" else c.slots, c.width))
+        if c.gradient == "last" and not c.straight_through and c.init != "given":
+            # No gradient reaches the initial slots. Frozen, they are counted as such, and DDP does not wait for their gradients.
+            for parameter in (self.mu, self.log_sigma) if c.init == "gaussian" else (self.learned,):
+                parameter.requires_grad_(False)
 
     def first(self, shape: torch.Size, noise: Tensor | None) -> Tensor:
         """(…, K, D): what the slots begin as. Raises `ValueError` where they are drawn and no noise was given, or are given and were not."""

@@ -91,10 +91,13 @@ class SlotAttentionConfig(Frozen):
         "the first slot is the ground's: it begins, asks and is updated with weights of its own (uORF, Yu et al. 2021)",
     )
     gradient: Literal["all", "last"] = setting(
-        "all", "through all iterations, or the last alone (implicit differentiation, Chang et al. 2022)"
+        "all",
+        "iterations that the gradient passes through: all, or the last one (implicit differentiation, Chang et al. 2022), "
+        "which leaves initial slots frozen unless straight_through is set",
     )
     straight_through: bool = setting(
-        False, "of gradient=last: first slots get the last iteration's gradient as if they had gone into it (BO-QSA)"
+        False,
+        "with gradient=last: pass the last iteration's gradient on to the initial slots, so that they train (BO-QSA)",
     )
     kv: Literal["auto", "plain", "folded"] = setting(
         "auto",

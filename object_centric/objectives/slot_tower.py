@@ -15,6 +15,7 @@ from sparo_train.core.tables import SLOT_ENCODERS
 from ..encoders.convnet import ConvNetConfig, grid
 from ..encoders.transformer import TransformerConfig
 from ..grouping.binder import ParallelBinder
+from ..grouping.gru import lecun_normal_
 from ..grouping.invariant import FrameConfig, FramedSlotAttention
 from ..grouping.slot_attention import ACTIVATIONS, SlotAttention
 from ..grouping.slot_config import SlotAttentionConfig
@@ -43,6 +44,10 @@ class SlotTowerConfig(Frozen):
         None, "hidden units of that perceptron; default: the encoder's width", gt=0, examples=[64]
     )
     activation: Literal["relu", "gelu"] = setting("relu", "in that perceptron")
+    position_init: Literal["torch", "lecun", "glorot"] = setting(
+        "torch",
+        "initial weights of the projection of positions: lecun for two signed coordinates (SAVi, ISA), glorot with zero biases (SA-2020, STEVE), or PyTorch's",
+    )
     transformer: TransformerConfig | None = setting(
         None, "over an image's features behind that perceptron (SAVi++); null: none", examples=[{"preset": "savi++"}]
     )
@@ -67,6 +72,10 @@ class SlotTowerConfig(Frozen):
             )
         if self.grouping.pooled is not None and not self.tells_first:
             raise ValueError("grouping.preset=pooled: is of videos (objective.kind=video_slots)")
+        if self.position_init != "torch" and (self.frame is not None or self.encoder.kind in _PLACED):
+            raise ValueError(
+                f"position_init={self.position_init}: this tower projects no positions; frames and ViTs have their own. Remove it."
+            )
         if self.frame is None:
             return self
         g, plain = self.grouping, SlotAttentionConfig(renorm="sum")
@@ -96,6 +105,22 @@ def refuse_signed(signed: bool, model: SlotTowerConfig) -> None:
         )
 
 
+@torch.no_grad()
+def _init_position(layer: nn.Linear, scheme: str) -> None:
+    """Initialize the projection of (x, y, 1 - x, 1 - y).
+
+    SAVi and ISA project (x, y) in [-1, 1] with flax's lecun_normal: opposite weights on the four coordinates are that function.
+    """
+    if scheme == "lecun":
+        signed = layer.weight.new_empty(len(layer.weight), 2)
+        lecun_normal_(signed)
+        layer.weight.copy_(torch.cat([signed, -signed], dim=1))
+    elif scheme == "glorot":
+        nn.init.xavier_uniform_(layer.weight)
+    if scheme != "torch":
+        nn.init.zeros_(layer.bias)
+
+
 class Towered(NamedTuple):
     """slots (b, K, D); attention (b, K, s, s); frames: positions and scales (b, K, 2) of slots that have some.
     features: (b, s, s, C), as the encoder gave them."""
@@ -119,6 +144,8 @@ class SlotTower(nn.Module):
             fit_to(c.image_size)
         # x, y and what is left of them to the other edge (Locatello et al. 2020); frames bring positions of their own.
         self.position = nn.Linear(4, wide) if c.frame is None and c.encoder.kind not in _PLACED else None
+        if self.position is not None:
+            _init_position(self.position, c.position_init)
         self.norm = nn.LayerNorm(wide, eps=c.grouping.ln_eps)
         hidden = c.hidden or wide
         self.project = nn.Sequential(

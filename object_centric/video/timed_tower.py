@@ -47,6 +47,12 @@ class TimedTowerConfig(SlotTowerConfig):
             raise ValueError("frame: positions and scales of slots are of still images; leave it away")
         if self.grouping.transport is not None:
             raise ValueError("grouping.transport: is of still images; leave it away")
+        if (self.predictor is not None or self.hint is not None) and (
+            self.grouping.gradient == "last" and not self.grouping.straight_through
+        ):
+            raise ValueError(
+                "grouping.gradient=last: no gradient would reach predictor and hint. Set grouping.straight_through=true."
+            )
         # What sees all times at once has no first frame to begin with, and none that follows.
         at_once = self.grouping.binder is not None or self.grouping.pooled is not None
         if at_once and (self.predictor is not None or self.first_turns is not None):

@@ -49,12 +49,14 @@ class StepReport:
 
     `applied`: false where a non-finite gradient made the engine skip it; a 0-d bool tensor where the host did not wait to know.
     `grad_norm`, `norms`: the gradient's norm, and within each of the objective's parts: 0-d tensors on the device.
+    `without_gradient`: names of trainable parameters that this step had no gradient for; filled in a process's first step only.
     """
 
     lr: float
     grad_norm: Tensor
     applied: bool | Tensor
     norms: dict[str, Tensor]
+    without_gradient: tuple[str, ...] = ()
 
 
 class Footprint(NamedTuple):

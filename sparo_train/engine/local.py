@@ -58,6 +58,7 @@ class LocalEngine:
         self.optimizer = build_optimizer(self.optim_config, objective)
         # After wrapping: engines of several ranks wrap around the module, not inside it.
         self._names = {id(p): name for name, p in objective.named_parameters()}
+        self._stepped = False
 
     def wrap(self, objective: Objective) -> None:
         """What an engine of several ranks puts around the objective, after compile and before the optimizer."""
@@ -88,6 +89,7 @@ class LocalEngine:
         """
         # First: the norm below tells nobody whether the step counts, but its rate has to be in the record either way.
         lr = set_rates(self.optimizer, self.optim_config, progress)
+        without = self._without_gradient()
         for p in self.objective.held_back(progress):
             # Not zero: AdamW would still move it by its moments and decay it.
             p.grad = None
@@ -109,7 +111,15 @@ class LocalEngine:
             self.objective.after_step_if(applied, progress)
         # To None, not to zero: a parameter that the next step does not reach is then left alone.
         self.optimizer.zero_grad(set_to_none=True)
-        return StepReport(lr, norm, applied, norms)
+        return StepReport(lr, norm, applied, norms, without)
+
+    def _without_gradient(self) -> tuple[str, ...]:
+        """Return the trainable parameters that have no gradient, once per process."""
+        if self._stepped:
+            return ()
+        self._stepped = True
+        held = (p for group in self.optimizer.param_groups for p in group["params"])
+        return tuple(self._names[id(p)] for p in held if p.requires_grad and p.grad is None)
 
     def _clip(self, each: Mapping[int, Tensor], norm: Tensor) -> None:
         """Scale gradients whose norm is above `clip_grad_norm`: all together, or each by its own."""

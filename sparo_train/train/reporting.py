@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,14 @@ class Reporter:
         """Show what the model is given first."""
         if self._log is not None and self.config.samples:
             self._log.samples(lambda: pipeline.shown(batch, self.config.samples))
+
+    def without_gradient(self, names: Sequence[str]) -> None:
+        """Name trainable parameters that the loss does not reach: they keep their initial values."""
+        if names and self.ranks.rank == 0:
+            listed = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+            self.display.say(
+                f"no gradient reaches {len(names)} trainable parameter(s), which keep their values: {listed}"
+            )
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """A record of metrics.jsonl, on rank 0."""

@@ -153,6 +153,7 @@ class Trainer:
         with self.ranks.named(f"step {state.step + 1}"):
             loss = gradients(self.engine, self.objective, batch, progress, micro)
             report = self.engine.step(progress)
+        self.report.without_gradient(report.without_gradient)
         # Counted before anything can fail that looks at it: what is saved then is this step, with its cursor.
         state.step, state.samples = state.step + 1, state.samples + self.config.batch_size
         state.cursor = delivery.cursor

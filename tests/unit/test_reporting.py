@@ -13,11 +13,13 @@ from evals.suite.suite import Suite, TaskError
 from evals.tasks.result import Result
 from launch.runs.train import train
 from sparo_train.core.config import resolve
-from sparo_train.core.contracts import Loss, Objective
+from sparo_train.core.contracts import Loss, Objective, Progress
 from sparo_train.core.disk import metrics
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import DataError, LostRankError
 from sparo_train.core.world import World
+from sparo_train.engine.local import LocalEngine, LocalEngineConfig
+from sparo_train.engine.optim import OptimConfig
 from sparo_train.models.readouts.pooling import MeanPool
 from sparo_train.train.accumulate import _weighed
 from sparo_train.train.meter import over_ranks
@@ -84,6 +86,30 @@ def test_metrics_that_are_no_numbers_or_of_some_ranks_alone_end_no_run():
     engine = SimpleNamespace(forward=lambda *_, **__: next(sizes), backward=lambda *_, **__: None)
     whole = _weighed(engine, [{"x": torch.zeros(3)}, {"x": torch.zeros(1)}], None)
     assert float(whole.total) == 1.25 and float(whole.metrics["rare"]) == 4.0
+
+
+def test_parameters_that_no_gradient_reaches_are_named_once():
+    class Half(Objective):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+
+        def forward(self, batch, progress):
+            return Loss((self.used * batch["x"]).sum(), {})
+
+    engine = LocalEngine(LocalEngineConfig(device="cpu", precision="fp32"), OptimConfig(warmup_steps=0))
+    engine.prepare(objective := Half())
+    reports = []
+    for step in range(2):
+        progress = Progress(step, 2, 0)
+        engine.backward(engine.forward({"x": torch.ones(2)}, progress, last=True).total, last=True)
+        reports.append(engine.step(progress).without_gradient)
+    assert reports == [("unused",), ()] and torch.equal(objective.unused, torch.ones(2))
+    said = []
+    reporter = Reporter(LogConfig(), None, Ranks(World(), "gloo", 0.0), None, SimpleNamespace(say=said.append), None)
+    for names in reports:
+        reporter.without_gradient(names)
+    assert said == ["no gradient reaches 1 trainable parameter(s), which keep their values: unused"]
 
 
 def test_nothing_that_follows_no_step_waits_for_the_device():

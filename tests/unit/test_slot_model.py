@@ -16,6 +16,7 @@ from object_centric.objectives.collapse import SlotCollapseConfig, fixity
 from object_centric.objectives.set_prediction import SetPredictionConfig
 from object_centric.objectives.slot_autoencoder import SlotAutoencoder, SlotAutoencoderConfig
 from object_centric.objectives.slot_model import SlotModel, SlotModelConfig
+from object_centric.objectives.slot_tower import SlotTower, SlotTowerConfig
 from object_centric.tasks.mask_task import seen_by
 from object_centric.tasks.slot_encoder import slot_encoder
 from sparo_data.drawn.tetrominoes import SIDE, TetrominoesConfig, draw, make_tetrominoes, orientations
@@ -158,6 +159,29 @@ def test_slot_models_run_in_fp64_and_agree_with_fp32(frame, decoder):
     double = model.double()(images.double(), noise.double())
     assert double.slots.dtype == torch.float64
     torch.testing.assert_close(double.slots.float(), single.slots, rtol=1e-3, atol=1e-4)
+
+
+def test_positions_begin_as_their_library_has_them():
+    def position(scheme):
+        torch.manual_seed(0)
+        config = {"encoder": {"channels": [512], "strides": [1]}, "position_init": scheme}
+        layer = SlotTower(SlotTowerConfig.model_validate(config)).position
+        return layer.weight, layer.bias
+
+    weight, bias = position("lecun")  # of two signed coordinates: standard deviation sqrt(1 / 2)
+    assert torch.equal(weight[:, :2], -weight[:, 2:]) and not bias.any()
+    assert weight[:, :2].std().item() == pytest.approx(0.5**0.5, rel=0.06)
+    weight, bias = position("glorot")
+    assert weight.abs().max() <= (6 / (4 + 512)) ** 0.5 and not bias.any()
+    assert position("torch")[1].any()
+
+
+def test_sa_id_freezes_what_its_gradient_does_not_reach():
+    config = SlotAutoencoderConfig.model_validate(
+        {"model": {**SMALL, "grouping": {"preset": "sa_id", "slots": 3, "width": 12}}}
+    )
+    frozen = {name for name, p in SlotAutoencoder(config).named_parameters() if not p.requires_grad}
+    assert {name.rpartition(".")[2] for name in frozen} == {"mu", "log_sigma"}
 
 
 def test_an_encoder_says_of_an_image_what_it_says_of_it_alone():
