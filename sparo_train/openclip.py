@@ -32,7 +32,9 @@ from .models.clip_model import build_text, build_vision
 from .models.clip_towers import TextTower, VisionTower
 from .models.slots import NoReadOut
 from .models.weight_files.describe import IMPORT_FIRST, from_model_cfg
-from .models.weight_files.weights import to_ours
+from .models.weight_files.raw import bare, read_raw, state_of
+from .models.weight_files.torchscript import archive_root
+from .models.weight_files.weights import OPENAI_MARKS, to_ours
 
 _VISION_KEYS = (
     "image_size", "patch_size", "width", "layers", "head_width", "mlp_ratio", "patch_dropout", "timm_model_name", "timm_model_kwargs",
@@ -115,6 +117,7 @@ def register() -> None:
         (open_clip.model, "_build_vision_tower", _wrap_vision),
         (open_clip.model, "_build_text_tower", _wrap_text),
         (open_clip.factory, "convert_state_dict", _wrap_convert),
+        (open_clip.factory, "load_state_dict", _wrap_load),
     ):
         if not callable(getattr(module, name, None)):
             _moved(f"{module.__name__}.{name} is gone")
@@ -159,12 +162,25 @@ def _wrap_text(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 
 def _wrap_convert(original: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
     def convert(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        ours = any(isinstance(m, VisionTower) for m in model.modules())
-        if ours or any(name.startswith("model.visual.") for name in state_dict):
+        state_dict = {bare(name): value for name, value in state_dict.items()}
+        if any(isinstance(m, VisionTower) for m in model.modules()):
             state_dict = to_ours(state_dict)
         return original(model, state_dict)
 
     return convert
+
+
+def _wrap_load(original: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+    def load(checkpoint_path: Any, device: Any = "cpu", weights_only: bool = True) -> dict[str, Tensor]:
+        # open_clip strips `module.` and looks for `state_dict` only, and would have to run TorchScript archives.
+        path = Path(checkpoint_path)
+        if not path.is_file() or not weights_only:
+            return original(checkpoint_path, device, weights_only)
+        dropped = OPENAI_MARKS if archive_root(path) is not None else ()
+        state = state_of(read_raw(path), path)
+        return {name: value.to(device) for name, value in state.items() if name not in dropped}
+
+    return load
 
 
 def _config(
@@ -208,8 +224,9 @@ def _self_test() -> None:
         _moved("CustomTextCLIP no longer looks its tower builders up in open_clip.model")
     if any(abs(float(f.detach().norm()) - 1) > 1e-5 or f.shape != (1, 8) for f in features):
         _moved("encodings are not the towers' own")
-    if not getattr(open_clip.factory.load_checkpoint.__globals__["convert_state_dict"], "_sparo", False):
-        _moved("load_checkpoint no longer uses open_clip.factory.convert_state_dict")
+    for name in ("convert_state_dict", "load_state_dict"):
+        if not getattr(open_clip.factory.load_checkpoint.__globals__[name], "_sparo", False):
+            _moved(f"load_checkpoint no longer uses open_clip.factory.{name}")
 
 
 def _moved(what: str) -> NoReturn:

@@ -21,7 +21,10 @@ from torch import Tensor, nn
 
 from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
 from sparo_train.core.untrusted import read_json
-from sparo_train.models.weight_files.weights import load_into, read_raw
+from sparo_train.models.weight_files.dino_files import backbone_of, dinov2_as_timm
+from sparo_train.models.weight_files.raw import read_raw, split_state, state_of
+from sparo_train.models.weight_files.torchscript import archive_root
+from sparo_train.models.weight_files.weights import load_into
 
 from .abilities import PatchesEncoder, TokensEncoder
 from .encoder import Encoder, TwoTowerEncoder
@@ -66,8 +69,11 @@ class OpenClipEncoder(TwoTowerEncoder):
         self.causal = reads_eot and isinstance(tokenizer, open_clip.SimpleTokenizer)
 
     def _refuse_other_gelu(self, name: str, weights: str, label: str) -> None:
-        """Raise `ConfigError` where a tag's weights were trained with the other GELU than this name builds: open_clip says so and goes on."""
-        told = {} if Path(weights).is_file() else open_clip.get_pretrained_cfg(name, weights)
+        """Raise `ConfigError` if weights were trained with another GELU than this name builds; open_clip only warns, and for tags only."""
+        if Path(weights).is_file():
+            told = {"quick_gelu": True} if archive_root(Path(weights)) is not None else {}  # OpenAI's archives
+        else:
+            told = open_clip.get_pretrained_cfg(name, weights)
         if "quick_gelu" in told and bool(told["quick_gelu"]) != bool((self._config or {}).get("quick_gelu", False)):
             other = name.removesuffix("-quickgelu") if name.endswith("-quickgelu") else f"{name}-quickgelu"
             kind = "OpenAI's approximation of GELU" if told["quick_gelu"] else "GELU itself"
@@ -175,7 +181,7 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
     label = f"timm:{name}@{weights}" if weights else f"timm:{name}"
     if not timm.is_model(name):
         raise ConfigError(f"{label}: {did_you_mean(name.split('.')[0], timm.list_models())}")
-    if weights and not Path(weights).is_file():
+    if weights and not Path(split_state(weights)[0]).is_file():
         raise CheckpointError(f"{label}: {weights} is no file")
     try:
         # Without a classifier: what is scored is what it would have read.
@@ -186,7 +192,7 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
         load_into(model, _without_head(timm_state(weights, label), model), weights)
     # What lies beside the file is of these weights, and goes before what the name alone stands for.
     own: Any = model.pretrained_cfg
-    config = resolve_data_config({}, {**own, **_cfg_beside(Path(weights), label)}, model)
+    config = resolve_data_config({}, {**own, **_cfg_beside(Path(split_state(weights)[0]), label)}, model)
     transform: Any = create_transform(**config, is_training=False)
     pixels = LibraryPixels(transform.transforms, label)
     size = config["input_size"][-1]
@@ -195,18 +201,20 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
     return kind(model, model, pixels, (pixels.mean, pixels.std), size, f"timm {name}", label)
 
 
-def timm_state(file: str, label: str) -> dict[str, Tensor]:
-    """The state dict in a timm file, or in one of timm's own training. Raises `CheckpointError` where it holds none."""
-    raw = read_raw(file, plain_namespaces=True)
-    found = raw.get("state_dict", raw.get("model", raw)) if isinstance(raw, dict) else None
-    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
-        raise CheckpointError(f"{label}: holds no state dict of tensors")
-    return {str(name).removeprefix("module."): t for name, t in found.items()}
+def timm_state(place: str, label: str) -> dict[str, Tensor]:
+    """Return the state dict in a timm, DINO or DINOv2 file (`FILE` or `FILE?state=KEY`) under timm's names. Raises `CheckpointError`."""
+    file, key = split_state(place)
+    raw = read_raw(file)
+    key = "teacher" if key is None and isinstance(raw, dict) and "teacher" in raw else key
+    return dinov2_as_timm(backbone_of(state_of(raw, label, key)))
 
 
 def _without_head(found: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Without a classifier that `model` does not have."""
-    own, heads = model.state_dict(), ("head.", "fc.", "classifier.", "head_dist.", "last_linear.")
+    own, heads = (
+        model.state_dict(),
+        ("head.", "fc.", "classifier.", "head_dist.", "last_linear.", "dino_head.", "ibot_head."),
+    )
     return {name: t for name, t in found.items() if name in own or not name.startswith(heads)}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -14,13 +14,21 @@ from sparo_train.core.errors import CheckpointError, ConfigError, SparoError
 from sparo_train.core.files import nearest
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.core.tables import CHECKPOINTS, ENCODERS
-from sparo_train.core.untrusted import read_text
+from sparo_train.core.untrusted import read_json, read_text
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.models.vit import Vit
-from sparo_train.models.weight_files.describe import Described, infer_config, read_config, read_export
+from sparo_train.models.weight_files.describe import (
+    Described,
+    from_model_cfg,
+    infer_config,
+    read_config,
+    read_export,
+    with_readout_of,
+)
 from sparo_train.models.weight_files.dino_files import DinoFile, is_dino, read_dino, vit_config
-from sparo_train.models.weight_files.weights import load_into, read_raw, read_weights, refuse_non_finite
+from sparo_train.models.weight_files.raw import read_raw, split_state
+from sparo_train.models.weight_files.weights import Weights, clip_weights, load_into, read_weights, refuse_non_finite
 from sparo_train.models.weight_files.zero_folder import is_zero_folder, read_zero_folder
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
@@ -73,7 +81,8 @@ _DESCRIBED = ("config.yaml", "meta.json", "open_clip_config.json")  # what a run
 
 def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
     refuse_absent(checkpoint)
-    path, (scheme, colon, rest) = Path(checkpoint), str(checkpoint).partition(":")
+    file, key = split_state(str(checkpoint))
+    path, (scheme, colon, rest) = Path(file), str(checkpoint).partition(":")
     # Of names that are known: a folder may have a colon in its own.
     named = colon and scheme in CHECKPOINTS.names()
     if model is not None and (named or any((path / name).is_file() for name in _DESCRIBED)):
@@ -88,10 +97,16 @@ def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
     elif path.is_file() and (path.parent / "meta.json").is_file() and path.name.startswith("model"):
         # Weights of a step say nothing of pixels and activations; the run that it is of does.
         raise CheckpointError(f"{path}: is a part of a checkpoint, which its folder says all of; give {path.parent}")
-    elif path.is_file() and is_dino(raw := read_raw(path, plain_namespaces=True)):
-        encoder = _from_dino(read_dino(raw, str(path)), model)
-    elif path.is_file() or is_zero_folder(path):
-        encoder = _from_file(path, model)
+    elif path.is_file():
+        raw = read_raw(path)
+        if is_dino(raw):
+            encoder = _from_dino(read_dino(raw, str(checkpoint), key), model)
+        else:
+            described = read_config(raw, path)
+            openai = isinstance(raw, Mapping) and "input_resolution" in raw
+            encoder = _from_weights(clip_weights(raw, checkpoint, key), str(checkpoint), described, model, openai)
+    elif is_zero_folder(path):
+        encoder = _from_weights(read_zero_folder(path), str(path), None, model)
     else:
         if colon and scheme.isidentifier() and not path.exists():
             CHECKPOINTS.row(scheme, "checkpoint")  # says which there are
@@ -103,7 +118,7 @@ def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
 
 def refuse_absent(checkpoint: str | Path) -> None:
     """Raise `CheckpointError` where a checkpoint is meant as a path, and nothing is there."""
-    path, (scheme, colon, _) = Path(checkpoint), str(checkpoint).partition(":")
+    path, (scheme, colon, _) = Path(split_state(str(checkpoint))[0]), str(checkpoint).partition(":")
     if not path.exists() and not (colon and scheme.isidentifier()):
         raise CheckpointError(f"{path}: no such file or folder; {nearest(path)}")
 
@@ -159,29 +174,38 @@ def _from_dino(file: DinoFile, name: str | None) -> Encoder:
     return encoder
 
 
-def _from_file(path: Path, name: str | None) -> Encoder:
-    # ZeRO's pieces are put together first; from there on it is a file like any other.
-    weights, assumed = read_zero_folder(path) if path.is_dir() else read_weights(path), ""
-    told = None if path.is_dir() else read_config(path)
+def _from_weights(
+    weights: Weights, label: str, described: Described | None, name: str | None, quick_gelu: bool = False
+) -> Encoder:
+    """Build the CLIP that weights in our layout belong to: as described, as named by `--model`, or as their shapes tell.
+
+    quick_gelu: whether the file is OpenAI's, whose activations no shape tells.
+    """
+    assumed = ""
     if name:  # the model that is meant; pixels are the file's all the same
-        named = _named(name)
-        told = Described(named) if told is None else told._replace(config=named)
-    if told is None:
+        config = with_readout_of(_named(name), weights)
+        if quick_gelu and not config.quick_gelu:
+            raise ConfigError(
+                f"--model {name}: {label} is OpenAI's file, trained with QuickGELU, got a model with GELU. Remove --model, or name a model with QuickGELU, as in ViT-B-32-quickgelu."
+            )
+        described = Described(config) if described is None else described._replace(config=config)
+    if described is None:
         try:
-            told = Described(infer_config(weights))
+            described = Described(infer_config(weights, quick_gelu=quick_gelu))
         except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
-        config = told.config
+            raise CheckpointError(f"{label}: {error}") from None
+        config = described.config
         v, t = config.vision, config.text
         untold = f" ({config.readout.untold})" if config.readout.untold else ""
+        gelu = "OpenAI's QuickGELU" if quick_gelu else "GELU"
         assumed = (
-            f"{path}: told from the shapes: {config.readout.kind} read-out{untold}, ViT {v.width}x{v.layers} with patches of {v.patch_size} "
-            f"and {v.width // v.head_width} heads, text {t.width}x{t.layers} with {t.heads} heads, GELU, "
-            "pixels normalised as OpenAI's; --model NAME says otherwise"
+            f"{label}: inferred from shapes: {config.readout.kind} readout{untold}, ViT {v.width}x{v.layers} with patches of {v.patch_size} "
+            f"and {v.width // v.head_width} heads, text {t.width}x{t.layers} with {t.heads} heads, {gelu}, "
+            "OpenAI's pixel normalization. --model NAME overrides this."
         )
-    model = Clip(told.config)
-    load_into(model, weights, str(path))
-    encoder = ClipEncoder(model, told.mean, told.std, str(path))
+    model = Clip(described.config)
+    load_into(model, weights, label)
+    encoder = ClipEncoder(model, described.mean, described.std, label)
     encoder.assumed = assumed
     return encoder
 
@@ -189,6 +213,14 @@ def _from_file(path: Path, name: str | None) -> Encoder:
 def _named(name: str) -> ClipConfig:
     from sparo_train import openclip  # wraps open_clip's builders: only where a name is asked for
 
+    if name.endswith(".json"):
+        cfg = read_json(Path(name), dict, CheckpointError)
+        cfg = cfg.get("model_cfg", cfg)
+        if not isinstance(cfg, dict) or not {"embed_dim", "vision_cfg", "text_cfg"} <= cfg.keys():
+            raise ConfigError(
+                f"--model {name}: is no open_clip config, got no embed_dim, vision_cfg and text_cfg. Give open_clip's JSON of the model."
+            )
+        return from_model_cfg(cfg, f"--model {name}")
     return openclip.config_of(name)
 
 

@@ -14,6 +14,7 @@ from sparo_train.core.errors import CheckpointError
 from sparo_train.models.clip_model import Clip
 from sparo_train.models.clip_towers import TextTower, VisionTower
 from sparo_train.models.timm_tower import TimmTower
+from sparo_train.models.weight_files.raw import split_state
 from sparo_train.models.weight_files.weights import refuse_non_finite
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig, StartConfig
@@ -40,7 +41,7 @@ def refuse_absent_starts(config: RunConfig) -> None:
                 refuse_absent(place)
                 scheme, _, rest = place.partition(":")
                 # Of others' weights what is a file: names of the hub are not asked for.
-                if file := {"timm": rest.partition("@")[2], "hf": rest}.get(scheme):
+                if file := {"timm": split_state(rest.partition("@")[2])[0], "hf": rest}.get(scheme):
                     refuse_absent(file)
             except CheckpointError as error:
                 raise CheckpointError(f"{key}={place}: {error}") from None

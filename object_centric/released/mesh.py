@@ -24,10 +24,8 @@ class MeshFile(Frozen):
 def from_mesh(text: str) -> SlotEncoder:
     """`mesh:FILE?slots=6&…`."""
     t, options, unsaid = opened("mesh", text, MeshFile)
-    # Saved by Lightning, and by some from a compiled model.
-    t = Tensors(
-        {name.removeprefix("net.").removeprefix("_orig_mod."): value for name, value in t.held.items()}, t.label
-    )
+    # Lightning saves the model below `net`.
+    t = Tensors({name.removeprefix("net."): value for name, value in t.held.items()}, t.label)
     slot, hidden = t["slot_attention.mlp.0.weight"].shape[1], t["slot_attention.mlp.0.weight"].shape[0]
     # Sizes are the file's own: only what no shape tells is an option.
     channels = [t[f"encoder.{i}.weight"].shape[0] for i in (0, 2, 4, 6)]

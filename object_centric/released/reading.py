@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from sparo_train.core.config import Frozen, resolve
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
-from sparo_train.models.weight_files.weights import load_into, read_raw
+from sparo_train.models.weight_files.raw import read_raw, state_of
+from sparo_train.models.weight_files.weights import load_into
 
 Options = TypeVar("Options", bound=Frozen)
 
@@ -64,16 +65,11 @@ def opened(scheme: str, text: str, options: type[Options]) -> tuple[Tensors, Opt
     file, _, query = text.partition("?")
     label = f"{scheme}:{file}"
     given = {key: parse_yaml(value, f"{label}?{key}") for key, value in parse_qsl(query, keep_blank_values=True)}
+    state = given.pop("state", None)
     found = resolve(options, given, f"{label}?{query}")
-    raw = read_raw(Path(file), plain_namespaces=True)
-    # Trainers put their state beside the model's: which key is theirs differs.
-    for key in ("state_dict", "model"):
-        if isinstance(raw, Mapping) and isinstance(raw.get(key), Mapping):
-            raw = raw[key]
-    if not isinstance(raw, Mapping) or not raw or not all(isinstance(v, Tensor) for v in raw.values()):
-        raise CheckpointError(f"{file}: holds no state dict of tensors")
+    weights = state_of(read_raw(Path(file)), file, None if state is None else str(state))
     return (
-        Tensors({str(name).removeprefix("module."): value for name, value in raw.items()}, label),
+        Tensors(weights, label),
         found,
         Unsaid(label, query, given, found),
     )

@@ -41,6 +41,12 @@ class SparoReadOut(TwinReadOut):
     slots: int = setting(64, "L, concepts attended separately", gt=0)
     slot_width: int = setting(64, "V, numbers of a slot", gt=0)
     head_width: int = setting(64, "D, width of keys and queries", gt=0)
+    text_head_width: int | None = setting(
+        None,
+        "D of the text tower, where it differs (files of sparo-clip: its width over its heads); null: head_width",
+        gt=0,
+        examples=[64],
+    )
     grp_size: int = setting(1, "slots that share one key projection (Appendix A); divides slots", gt=0)
     share_kv: bool = setting(True, "keys are the values too, as in the paper")
     replace_last_block: bool = setting(True, "takes the place of the last transformer block, as in the paper")
@@ -64,6 +70,10 @@ class SparoReadOut(TwinReadOut):
         # A softmax over a slot has no norm left that could weigh it.
         if self.weighting == "norm" and self.representation == "sem":
             raise ValueError("readout.representation=sem has no weighting=norm; use sqrtsem, or another weighting")
+        if self.share_queries and self.text_head_width not in (None, self.head_width):
+            raise ValueError(
+                f"readout.share_queries: both towers need one head width, got {self.head_width} and {self.text_head_width}. Remove text_head_width."
+            )
         if self.normalize is not None:
             self._check_norm(self.normalize)
         return self
@@ -98,7 +108,11 @@ class SparoReadOut(TwinReadOut):
 
     def build(self, image_dim: int | None, text_dim: int | None, embed_dim: int) -> ReadOutPair:
         """Two modules without anything in common (the paper's towers share none), but for `share_queries`."""
-        pair = super().build(image_dim, text_dim, embed_dim)
+        image, text = (
+            None if dim is None else self.model_copy(update={"head_width": head_width}).module(dim, embed_dim)
+            for dim, head_width in ((image_dim, self.head_width), (text_dim, self.text_head_width or self.head_width))
+        )
+        pair = ReadOutPair(image, text)
         if self.share_queries and isinstance(pair.image, Sparo) and isinstance(pair.text, Sparo):
             # One tensor under two names: its gradient comes from both towers.
             pair.text.q_emb = pair.image.q_emb

@@ -52,9 +52,15 @@ def test_an_official_file_with_its_namespace_gives_the_teacher(tmp_path):
     path = official_file(tmp_path / "checkpoint.pth", backbone)
     with pytest.raises(Exception, match="Namespace"):
         torch.load(path)
-    encoder = load_encoder(path)
+    encoder = load_encoder(path, "vit_tiny")
     x = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     assert torch.allclose(encoder.encode(x), backbone(encoder.normalised(x)), atol=1e-6)
+    student = load_encoder(f"{path}?state=student", "vit_tiny")
+    assert torch.equal(student.model.norm.weight, encoder.model.norm.weight + 1)
+    with pytest.raises(
+        CheckpointError, match=r"no state dict of that name, got state=techer\. The file holds: student, teacher"
+    ):
+        load_encoder(f"{path}?state=techer", "vit_tiny")
     assert "ViT 192x2 with patches of 8 and 3 heads" in encoder.assumed
 
 
@@ -72,19 +78,22 @@ def test_nothing_but_the_namespace_is_let_through(tmp_path):
 def test_a_backbone_alone_loads_by_path(tmp_path, readout):
     backbone = vit(readout=readout, depth=3)
     torch.save(backbone.state_dict(), tmp_path / "dino_vit.pth")
-    encoder = load_encoder(tmp_path / "dino_vit.pth")
+    with pytest.raises(CheckpointError, match=r"number of heads, got width 192 with \d blocks\. Name the model"):
+        load_encoder(tmp_path / "dino_vit.pth")
+    encoder = load_encoder(tmp_path / "dino_vit.pth", "vit_tiny")
     x = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     assert torch.equal(encoder.encode(x), backbone(encoder.normalised(x)))
     if readout["kind"] == "sparo":
         assert "SPARO" in encoder.assumed and encoder.width == 15
-    plain = load_encoder(tmp_path / "dino_vit.pth", "vit_tiny")
-    assert torch.equal(plain.encode(x), encoder.encode(x))
+    wrapped = {f"_orig_mod.module.backbone._fsdp_wrapped_module.{n}": t for n, t in backbone.state_dict().items()}
+    torch.save({"model": wrapped}, tmp_path / "wrapped.pth")
+    assert torch.equal(load_encoder(tmp_path / "wrapped.pth", "vit_tiny").encode(x), encoder.encode(x))
 
 
 def test_what_shapes_do_not_tell_is_asked_for_and_missing_weights_are_named(tmp_path):
     odd = vit(width=48, heads=4)
     torch.save(odd.state_dict(), tmp_path / "odd.pth")
-    with pytest.raises(CheckpointError, match="number of heads at width 48"):
+    with pytest.raises(CheckpointError, match="number of heads, got width 48"):
         load_encoder(tmp_path / "odd.pth")
     with pytest.raises(ConfigError, match="vit_small"):
         load_encoder(tmp_path / "odd.pth", "vit_smal")
@@ -92,7 +101,7 @@ def test_what_shapes_do_not_tell_is_asked_for_and_missing_weights_are_named(tmp_
     del state["norm.weight"]
     torch.save(state, tmp_path / "less.pth")
     with pytest.raises(CheckpointError, match=r"missing norm\.weight"):
-        load_encoder(tmp_path / "less.pth")
+        load_encoder(tmp_path / "less.pth", "vit_tiny")
 
 
 def test_an_export_loads_officially_and_here_and_scores_alike(shards, tmp_path):
@@ -130,7 +139,7 @@ def test_eval_scores_runs_exports_official_files_and_pixels(shards, tmp_path):
     config = run(dino_recipe(shards, tmp_path / "runs", steps=3, eval={"tasks": tasks}))
     train(config)
     assert sparo("export", str(config.folder)).returncode == 0
-    torch.save(vit().state_dict(), tmp_path / "vit.pth")
+    torch.save(vit(depth=12).state_dict(), tmp_path / "vit.pth")
     (tmp_path / "tasks.yaml").write_text(yaml.safe_dump({"tasks": tasks}))
     names = [str(config.folder), str(config.folder / "export/dino.pth"), str(tmp_path / "vit.pth")]
     done = sparo("eval", *names, "--data", str(tmp_path / "tasks.yaml"), cwd=tmp_path)

@@ -122,10 +122,11 @@ def test_heads_that_shapes_do_not_tell_are_known_for_our_models_and_asked_for_ot
         tiny = Clip(ClipConfig.model_validate({"backbone": "ViT-Tiny-16", "readout": READOUTS["sparo"]}))
         assert infer_config(tiny.state_dict()).vision.head_width == tiny.config.vision.head_width == 32
         assert infer_config(tiny.state_dict()).text.heads == tiny.config.text.heads == 4
-        odd = Clip(plugin.config_of("ViT-H-14"))
-    with pytest.raises(
-        CheckpointError, match="do not tell the number of heads at widths 1280 and 1024; name the model"
-    ):
+        huge = Clip(plugin.config_of("ViT-H-14"))
+        assert infer_config(huge.state_dict()).vision.head_width == 80  # as no other published width has
+        # Of a published width, but not of a published depth: its heads may be any.
+        odd = Clip(ClipConfig.model_validate({"vision": {"layers": 3, "head_width": 32}, "text": {"layers": 3}}))
+    with pytest.raises(CheckpointError, match="number of heads, got widths 768 and 512 with 3 and 3 blocks"):
         infer_config(odd.state_dict())
 
 

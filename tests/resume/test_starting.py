@@ -262,7 +262,7 @@ def test_a_tower_from_elsewhere_is_locked_while_the_other_learns(tmp_path, shard
         "freeze": "blocks",
     }
     tree["objective"]["model"]["text"]["layers"] = 3
-    with pytest.raises(CheckpointError, match="the number of heads at widths 32"):
+    with pytest.raises(CheckpointError, match="the number of heads, got widths 32"):
         train(_run(tree, "name=unknown"))
     (tmp_path / "donor").mkdir()
     openclip.export(donor.config, donor.state_dict(), tmp_path / "donor", (0.5,) * 3, (0.5,) * 3)

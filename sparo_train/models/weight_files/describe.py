@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import open_clip
 from torch import Tensor
 
 from ...core.config import resolve
 from ...core.errors import CheckpointError
 from ...core.tables import READOUTS
 from ...core.untrusted import read_json
-from ..clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
-from .weights import read_raw
+from ..clip_config import BACKBONES, OPENAI_MEAN, OPENAI_STD, ClipConfig
 
 # open_clip without our plug-in names the first key that it does not know, and nothing else: this one says what to do.
 IMPORT_FIRST = "import sparo_train.openclip first (it comes with sparo)"
 CONFIG_KEY = "sparo_config"  # in a `.pt` of ours: the model's description as plain values
 # How images are shown to every CLIP here; open_clip's words for it.
 _SHOWN = {"mode": "RGB", "interpolation": "bicubic", "resize_mode": "shortest"}
-_HEAD_WIDTH = {128: 32, 192: 32, 384: 64, 512: 64, 640: 64, 768: 64, 896: 64, 1024: 64}  # width -> head width
 
 
 class Described(NamedTuple):
@@ -32,15 +32,13 @@ class Described(NamedTuple):
     std: tuple[float, ...] = OPENAI_STD
 
 
-def read_config(path: str | Path) -> Described | None:
-    """What a file says of its model, where it does: a `.pt` of ours, or a weight file beside its `open_clip_config.json`.
+def read_config(found: Any, path: Path) -> Described | None:
+    """Return the description in a file's content (`read_raw`) or in the `open_clip_config.json` beside the file; None without one.
 
     Raises:
-        CheckpointError: the file cannot be read, or is of a model that is shown images otherwise than ours are.
-        ConfigError: its description is none of ours.
+        CheckpointError: the described model preprocesses images in another way than ours.
+        ConfigError: the description is not one of ours.
     """
-    path = Path(path)
-    found = None if path.suffix == ".safetensors" else read_raw(path)
     if not isinstance(found, Mapping) or CONFIG_KEY not in found:
         beside = path.parent / "open_clip_config.json"
         return read_export(beside) if beside.is_file() else None
@@ -112,14 +110,14 @@ def from_model_cfg(cfg: Mapping[str, Any], origin: str) -> ClipConfig:
     return resolve(ClipConfig, tree, origin)
 
 
-def infer_config(state: Mapping[str, Tensor], image_size: int | None = None) -> ClipConfig:
-    """The model that a set of weights (in our layout) belongs to, from its shapes.
+def infer_config(state: Mapping[str, Tensor], image_size: int | None = None, quick_gelu: bool = False) -> ClipConfig:
+    """Return the model that a set of weights (in our layout) belongs to, from its shapes.
 
-    What shapes do not tell is taken from the published CLIPs: heads 64 wide (ours for CPUs: 32), GELU, and the class
-    token rather than GAP.
+    Shapes do not tell the number of heads: it is that of the published CLIP with the same widths and depths, ours included. The class
+    token rather than GAP is taken for granted.
 
     Raises:
-        CheckpointError: not a ViT CLIP with a text transformer, or of a width whose heads are not known.
+        CheckpointError: not a ViT CLIP with a text transformer, or not of the size of a published one.
     """
     try:
         conv, position = state["visual.conv1.weight"], state["visual.positional_embedding"]
@@ -129,19 +127,16 @@ def infer_config(state: Mapping[str, Tensor], image_size: int | None = None) -> 
             f"weights: {error} is missing; only CLIP models with a ViT and a text transformer can be recognised"
         ) from None
     width, text_width = len(conv), embedding.shape[1]
-    if width not in _HEAD_WIDTH or text_width not in _HEAD_WIDTH:
-        raise CheckpointError(
-            f"weights: shapes do not tell the number of heads at widths {width} and {text_width}; name the model (--model)"
-        )
-    # The class token has a place of its own before the square of patches.
+    # The class token has a position of its own before the square of patches.
     grid = round((len(position) - 1) ** 0.5)
-    layers = {
-        tower: 1 + max(int(n.split(".")[3]) for n in state if n.startswith(f"{tower}.transformer.resblocks."))
-        for tower in ("visual", "text")
-    }
-    readout = infer_readout(state, "visual.", 0) or {"kind": "token"}  # the blocks are counted as they are
-    if "text" in READOUTS.row(readout["kind"]).model_fields:
-        readout["text"] = any(name.startswith(f"text.{readout['kind']}.") for name in state)
+    layers, text_layers = (_blocks(state, tower) for tower in ("visual", "text"))
+    heads = _known_heads(width, layers, text_width, text_layers)
+    if heads is None:
+        raise CheckpointError(
+            f"weights: shapes do not tell the number of heads, got widths {width} and {text_width} with {layers} and {text_layers} blocks, "
+            "as no published CLIP has. Name the model: --model NAME, or --model FILE.json with an open_clip config."
+        )
+    readout = _readout_of(state, 0)  # the blocks are counted as they are
     embed_dim = readout.pop("embed_dim", None) or (state["visual.proj"].shape[1] if "visual.proj" in state else 512)
     return ClipConfig.model_validate(
         {
@@ -149,21 +144,78 @@ def infer_config(state: Mapping[str, Tensor], image_size: int | None = None) -> 
                 "image_size": image_size or grid * conv.shape[-1],
                 "patch_size": conv.shape[-1],
                 "width": width,
-                "layers": layers["visual"],
-                "head_width": _HEAD_WIDTH[width],
+                "layers": layers,
+                "head_width": width // heads.vision,
             },
             "text": {
                 "context_length": len(text_position),
                 "vocab_size": len(embedding),
                 "width": text_width,
-                "heads": text_width // _HEAD_WIDTH[text_width],
-                "layers": layers["text"],
+                "heads": heads.text,
+                "layers": text_layers,
             },
             "embed_dim": embed_dim,
             "readout": readout,
+            "quick_gelu": quick_gelu,
             "init_logit_bias": 0.0 if "logit_bias" in state else None,
         }
     )
+
+
+def with_readout_of(config: ClipConfig, state: Mapping[str, Tensor]) -> ClipConfig:
+    """Return a model that was named by its towers alone with the readout that a set of weights has."""
+    readout = _readout_of(state, config.vision.layers - _blocks(state, "visual"))
+    if config.readout.kind != "token" or readout["kind"] == "token":
+        return config
+    embed_dim = readout.pop("embed_dim", config.embed_dim)
+    return ClipConfig.model_validate({**config.model_dump(), "readout": readout, "embed_dim": embed_dim})
+
+
+def _blocks(state: Mapping[str, Tensor], tower: str) -> int:
+    prefix = f"{tower}.transformer.resblocks."
+    return 1 + max((int(name.split(".")[3]) for name in state if name.startswith(prefix)), default=-1)
+
+
+def _readout_of(state: Mapping[str, Tensor], replaced: int) -> dict[str, Any]:
+    """Return the `readout` block of a CLIP: of both towers where their head widths differ or texts have none."""
+    readout = infer_readout(state, "visual.", replaced) or {"kind": "token"}
+    keys = READOUTS.row(readout["kind"]).model_fields
+    if "text" in keys:
+        readout["text"] = any(name.startswith(f"text.{readout['kind']}.") for name in state)
+    if "text_head_width" in keys:
+        text = infer_readout(state, "text.", replaced) or readout
+        if text["head_width"] != readout["head_width"]:
+            readout["text_head_width"] = text["head_width"]
+    return readout
+
+
+class _Heads(NamedTuple):
+    """Attention heads of both towers."""
+
+    vision: int
+    text: int
+
+
+def _known_heads(width: int, layers: int, text_width: int, text_layers: int) -> _Heads | None:
+    """Return the heads of the published CLIP of these sizes; a readout may have replaced the last block of each tower."""
+    for more in (0, 1):
+        if found := _published_heads().get((width, layers + more, text_width, text_layers + more)):
+            return found
+    return _published_heads().get((width, layers + 1, text_width, text_layers))
+
+
+@cache
+def _published_heads() -> dict[tuple[int, int, int, int], _Heads]:
+    """Heads by (width, layers, text width, text layers), of every CLIP with a ViT that open_clip lists, and of our own small ones."""
+    found: dict[tuple[int, int, int, int], _Heads] = {}
+    told = [open_clip.get_model_config(name) or {} for name in open_clip.list_models()]
+    told += [{"vision_cfg": vision, "text_cfg": text} for vision, text, _ in BACKBONES.values()]
+    for cfg in told:
+        v, t = cfg.get("vision_cfg", {}), cfg.get("text_cfg", {})
+        sizes = (v.get("width"), v.get("layers"), t.get("width"), t.get("layers"))
+        if all(isinstance(size, int) for size in sizes) and isinstance(t.get("heads"), int):
+            found[sizes] = _Heads(sizes[0] // v.get("head_width", 64), t["heads"])
+    return found
 
 
 def infer_readout(state: Mapping[str, Tensor], prefix: str, replaced: int) -> dict[str, Any] | None:

@@ -1,8 +1,7 @@
-"""Official DINO checkpoints in and out; tensors and plain values only, never code.
+"""Official DINO checkpoints in and out.
 
-The official trainer writes `student` (`module.backbone.*`, `module.head.*`), `teacher` (`backbone.*`, `head.*`),
-`optimizer`, `epoch`, `dino_loss` and `args`, an argparse.Namespace, which torch refuses by default. It is the one class
-that is let through, and its values still have to be plain. Released backbones are flat state dicts.
+The official trainer writes `student` (`module.backbone.*`, `module.head.*`), `teacher` (`backbone.*`, `head.*`), `optimizer`, `epoch`,
+`dino_loss` and `args`, an argparse.Namespace. Released backbones are flat state dicts.
 """
 
 from __future__ import annotations
@@ -19,9 +18,12 @@ from ...core.errors import CheckpointError, ConfigError, did_you_mean
 from ...core.tables import READOUTS
 from ..vit_config import ARCHS, IMAGENET_MEAN, IMAGENET_STD, VitConfig
 from .describe import CONFIG_KEY, infer_readout, told_pixels
+from .raw import bare, state_of
 
-_PREFIXES = ("module.", "backbone.")
-_HEADS = {arch["width"]: arch["heads"] for arch in ARCHS.values()}
+_HEADS = {(arch["width"], arch["depth"]): arch["heads"] for arch in ARCHS.values()}
+_DINOV2 = ("mask_token", "register_tokens", "blocks.0.ls1.gamma")  # names that DINO's models do not have
+_HEAD_NAMES = ("head.", "dino_head.", "ibot_head.")
+_DINOV2_SIZES = {384: "small", 768: "base", 1024: "large", 1536: "giant"}
 
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
 
@@ -39,27 +41,29 @@ def is_dino(raw: Any) -> bool:
     """Whether a file's content is a DINO checkpoint or a backbone alone."""
     if not isinstance(raw, Mapping):
         return False
-    names = {_bare(str(name)) for name in raw}
-    return "teacher" in raw or "student" in raw or ("cls_token" in names and "head.weight" not in names)
+    if "teacher" in raw or "student" in raw:
+        return True
+    try:
+        names = {_backbone_name(name) for name in state_of(raw, "")}
+    except CheckpointError:
+        return False
+    return "cls_token" in names and "head.weight" not in names
 
 
-def read_dino(raw: Mapping[str, Any], origin: str, key: str = "teacher") -> DinoFile:
-    """The backbone in a file's content: the teacher's (or `key`'s) where there are both.
+def read_dino(raw: Mapping[str, Any], origin: str, key: str | None = None) -> DinoFile:
+    """Return the backbone in a file's content: the teacher's by default, or that of `key`.
 
     Raises:
-        CheckpointError: no backbone in it.
+        CheckpointError: no backbone in it, or DINOv2's.
         ConfigError: its description of the model is none of ours.
     """
     # The teacher is what DINO evaluates and releases.
-    state = raw.get(key, raw)
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"{origin}: {key!r} is no state dict")
-    named = {_bare(name): value for name, value in state.items() if isinstance(value, Tensor)}
-    backbone = {name: value for name, value in named.items() if not name.startswith("head.")}
+    key = "teacher" if key is None and "teacher" in raw else key
+    state = {_backbone_name(name): value for name, value in state_of(raw, origin, key).items()}
+    backbone = {name: value for name, value in state.items() if not name.startswith(_HEAD_NAMES)}
     if "cls_token" not in backbone:
-        raise CheckpointError(
-            f"{origin}: {key!r} holds no ViT backbone (there is no cls_token); it has {list(state)[:4]} …"
-        )
+        raise CheckpointError(f"{origin}: holds no ViT backbone (no cls_token), got {', '.join(list(state)[:4])}, …")
+    _refuse_dinov2(backbone, origin)
     described = raw.get(CONFIG_KEY)
     config = None if described is None else resolve(VitConfig, described["model"], f"{origin}: {CONFIG_KEY}")
     pixels = (IMAGENET_MEAN, IMAGENET_STD) if described is None else told_pixels(described, f"{origin}: {CONFIG_KEY}")
@@ -84,12 +88,13 @@ def vit_config(file: DinoFile, name: str | None = None) -> tuple[VitConfig, str]
     weights = file.backbone
     patch = weights["patch_embed.proj.weight"].shape[-1]
     width = weights["cls_token"].shape[-1]
-    heads = ARCHS[name]["heads"] if name else _HEADS.get(width)
+    blocks = 1 + max((int(n.split(".")[1]) for n in weights if n.startswith("blocks.")), default=-1)
+    depth = blocks + bool(infer_readout(weights, "", 1))  # a readout may have replaced a block
+    heads = ARCHS[name]["heads"] if name else _HEADS.get((width, blocks), _HEADS.get((width, depth)))
     if heads is None:
         raise CheckpointError(
-            f"{file.origin}: shapes do not tell the number of heads at width {width}; name the model (--model)"
+            f"{file.origin}: shapes do not tell the number of heads, got width {width} with {blocks} blocks. Name the model (--model)."
         )
-    blocks = 1 + max((int(n.split(".")[1]) for n in weights if n.startswith("blocks.")), default=-1)
     tree: dict[str, Any] = {
         "image_size": patch * round((weights["pos_embed"].shape[1] - 1) ** 0.5),
         "patch_size": patch,
@@ -142,7 +147,43 @@ def write_dino(
     return path
 
 
-def _bare(name: str) -> str:
-    for prefix in _PREFIXES:
-        name = name.removeprefix(prefix)
+def _backbone_name(name: str) -> str:
+    name = bare(name)
+    while name.startswith("backbone."):
+        name = bare(name.removeprefix("backbone."))
     return name
+
+
+def _refuse_dinov2(backbone: Mapping[str, Tensor], origin: str) -> None:
+    if not (odd := [name for name in _DINOV2 if name in backbone]):
+        return
+    size = _DINOV2_SIZES.get(backbone["cls_token"].shape[-1], "SIZE")
+    registers = "_reg4" if "register_tokens" in backbone else ""
+    raise CheckpointError(
+        f"{origin}: is a DINOv2 backbone, which timm's models read, got {', '.join(odd)}. Write timm:vit_{size}_patch14{registers}_dinov2@{origin}"
+    )
+
+
+def dinov2_as_timm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename a DINOv2 backbone's weights as timm's models have them; other weights stay as they are.
+
+    timm adds the class token's position to the token where there are registers, and names SwiGLU's layers fc1 and fc2.
+    """
+    if "mask_token" not in state and "register_tokens" not in state:
+        return dict(state)
+    found = {
+        name.replace("mlp.w12.", "mlp.fc1.").replace("mlp.w3.", "mlp.fc2."): value
+        for name, value in state.items()
+        if name != "mask_token"
+    }
+    if "register_tokens" in found:
+        found["reg_token"] = found.pop("register_tokens")
+        positions = found["pos_embed"]
+        found["cls_token"], found["pos_embed"] = found["cls_token"] + positions[:, :1], positions[:, 1:]
+    return found
+
+
+def backbone_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights below `backbone.` of a teacher's or student's state dict, or all where there is none."""
+    below = {name.removeprefix("backbone."): value for name, value in state.items() if name.startswith("backbone.")}
+    return below or dict(state)

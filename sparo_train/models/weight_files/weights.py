@@ -1,86 +1,69 @@
-"""Foreign checkpoints in and out: sparo-clip files, open_clip files, our own checkpoints; tensors only, never code.
+"""Foreign CLIP checkpoints in and out: sparo-clip files, open_clip files, our own checkpoints.
 
-Our layout is open_clip's `CustomTextCLIP` with `visual.sparo.*` and `text.sparo.*`. The sparo-clip repository keeps
-the text tower's names without prefix and its SPARO at `text_sparo.*`, saves the tied values twice (`sparo.v.*` = `sparo.k.*`),
-and puts `module.` before everything.
+Our layout is open_clip's `CustomTextCLIP` with `visual.sparo.*` and `text.sparo.*`. The sparo-clip repository keeps the text tower's
+names without a prefix and its SPARO at `text_sparo.*`, saves tied values twice (`sparo.v.*` = `sparo.k.*`), names its LinearBotneck and
+FDT differently, and puts `module.` before everything.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import pickle
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ...core.errors import CheckpointError, SparoError
+from .raw import bare, read_raw, state_of
 
 Weights = dict[str, Tensor]
 
 _TEXT_NAMES = ("positional_embedding", "token_embedding", "transformer", "ln_final", "text_projection")
-_PREFIXES = ("module.", "_orig_mod.", "model.")
+# sparo-clip's names of the readouts other than its SPARO.
+_BOTTLENECK = {"visual.proj": "visual.linear_bottleneck.proj", "text_projection": "text.linear_bottleneck.proj"}
+_MODULES = {
+    "vision_bottleproj.": "visual.linear_bottleneck.bottleproj.",
+    "text_bottleproj.": "text.linear_bottleneck.bottleproj.",
+    "img_query_model.": "visual.fdt.",
+    "txt_query_model.": "text.fdt.",
+    "text_sparo.": "text.sparo.",
+}
+# OpenAI's files hold these as tensors; open_clip knows the files by them.
+OPENAI_MARKS = ("input_resolution", "context_length", "vocab_size")
 
 
-def read_weights(path: str | Path) -> Weights:
-    """Read a .safetensors or .pt/.pth/.bin file (`weights_only`) into our layout.
-
-    Accepts a flat dict or one under `state_dict`, with `module.`, `_orig_mod.` or our objective's `model.` prefix.
+def read_weights(path: str | Path, key: str | None = None) -> Weights:
+    """Read a CLIP weight file into our layout.
 
     Raises:
-        CheckpointError: missing, damaged, or holding anything but tensors and plain values.
+        CheckpointError: missing, damaged, of another kind, or holding anything but tensors and plain values.
     """
-    found = _state_dict(read_raw(path), path)
+    return clip_weights(read_raw(path), path, key)
+
+
+def clip_weights(raw: Any, path: str | Path, key: str | None = None) -> Weights:
+    """Return the CLIP weights in a file's content (`read_raw`), in our layout. Raises `CheckpointError`."""
+    found = state_of(raw, path, key)
     if "cls_token" in found and "head.weight" in found:
         raise CheckpointError(f"{path}: is an image classifier's ViT, as timm saves it; write timm:NAME@{path}")
-    return to_ours(found)
-
-
-def read_raw(path: str | Path, plain_namespaces: bool = False) -> Any:
-    """What a weight file holds: tensors and plain values, never code. Raises `CheckpointError`.
-
-    Args:
-        plain_namespaces: also let argparse.Namespace through, whose attributes have to be plain themselves (DINO's `args`).
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file")
-    try:
-        safe = path.suffix == ".safetensors"
-        with torch.serialization.safe_globals([argparse.Namespace] if plain_namespaces else []):
-            return load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        if named is None:
-            raise CheckpointError(f"{path}: not a torch checkpoint (is it a web page, or a git-lfs pointer?)") from None
+    if "space_dict" in found and "vision_bottleproj.weight" in found:
         raise CheckpointError(
-            f"{path}: holds objects that could run code ({named[1]}) and is refused; re-save its state_dict as safetensors"
-        ) from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: not a readable checkpoint ({error})") from None
-
-
-def _state_dict(found: Any, path: str | Path) -> Mapping[str, Tensor]:
-    found = found.get("state_dict", found) if isinstance(found, Mapping) else None
-    if not isinstance(found, Mapping) or not all(isinstance(v, Tensor) for v in found.values()):
-        raise CheckpointError(f"{path}: holds no state dict of tensors")
-    if not found or not all(isinstance(name, str) for name in found):
-        raise CheckpointError(f"{path}: its tensors have no names; it is no model's state dict")
-    return found
+            f"{path}: no readout here has a codebook and a bottleneck, got space_dict and vision_bottleproj. It cannot be read."
+        )
+    return to_ours(found)
 
 
 def to_ours(state: Mapping[str, Tensor]) -> Weights:
     """Rename any known layout to ours; unknown names stay, so that loading can report them."""
-    out = {_strip(name): value for name, value in state.items()}
-    # sparo-clip's and OpenAI's text towers stand without a prefix beside `visual`.
+    out = {bare(name): value for name, value in state.items() if name not in OPENAI_MARKS}
+    # sparo-clip's and OpenAI's text towers have no prefix.
     if not any(name.startswith("text.") for name in out):
-        out = {_from_flat_text(name): value for name, value in out.items()}
+        bottleneck = _BOTTLENECK if "vision_bottleproj.weight" in out else {}
+        out = {_from_flat_text(bottleneck.get(name, name)): value for name, value in out.items()}
+    if (codes := out.pop("space_dict", None)) is not None:  # one codebook for both towers
+        out["visual.fdt.space_dict"] = out["text.fdt.space_dict"] = codes
     for tower in ("visual", "text"):
         pairs = [(f"{tower}.sparo.v.{leaf}", f"{tower}.sparo.k.{leaf}") for leaf in ("weight", "bias")]
         if all(v in out and k in out and torch.equal(out[v], out[k]) for v, k in pairs):  # tied, and saved twice
@@ -147,13 +130,8 @@ def _sizes(tensor: Tensor) -> list[int]:
     return [size for size in tensor.shape if size != 1]
 
 
-def _strip(name: str) -> str:
-    for prefix in _PREFIXES:
-        name = name.removeprefix(prefix)
-    return name
-
-
 def _from_flat_text(name: str) -> str:
-    if name.startswith("text_sparo."):
-        return "text.sparo." + name.removeprefix("text_sparo.")
+    for theirs, ours in _MODULES.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
     return "text." + name if name.split(".")[0] in _TEXT_NAMES else name

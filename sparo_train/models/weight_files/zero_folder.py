@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...core.errors import CheckpointError, ConfigError
+from .raw import PLAIN
 from .weights import Weights, to_ours
 
 
@@ -46,7 +47,7 @@ def read_zero_folder(path: Path) -> Weights:
             raise pickle.UnpicklingError(f"getattr of {kind!r} and {name!r} is refused")
         return ZeroStageEnum[name]
 
-    known = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, (stage, "builtins.getattr")]
+    known = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, (stage, "builtins.getattr"), *PLAIN]
     # A folder of one step was given, or the one that holds all steps and says which is the last.
     tagged = any(path.glob("*_optim_states.pt"))
     folder, tag = (path.parent, path.name) if tagged else (path, None)

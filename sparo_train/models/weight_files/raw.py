@@ -1,0 +1,163 @@
+"""What weight files hold: tensors and plain values, never code; which state dict in them is meant; names without wrappers' prefixes."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ...core.errors import CheckpointError
+from .torchscript import archive_root, read_torchscript
+
+# Where trainers keep a model's state dict within a checkpoint, averages last.
+_STATES = (
+    "state_dict", "model", "model_state_dict", "module", "state_dict_ema", "model_ema", "ema_state_dict", "ema_model", "ema",
+)  # fmt: skip
+# What torch.compile, FSDP, activation checkpointing and DeepSpeed insert anywhere in a name.
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+_LEADING = ("module.", "model.")  # what DDP and trainers put in front; within a name they may be a module's own
+
+
+def split_state(text: str) -> tuple[str, str | None]:
+    """Split `FILE?state=KEY` into the file and the key; a path that exists as written has no key."""
+    file, mark, key = text.partition("?state=")
+    return (text, None) if not mark or Path(text).exists() else (file, key)
+
+
+def read_raw(path: str | Path) -> Any:
+    """Read a .safetensors file, a torch checkpoint (`weights_only`) or a TorchScript archive, whose code is not run.
+
+    argparse.Namespace (DINO's `args`) and NumPy numbers are read as plain data.
+
+    Raises:
+        CheckpointError: missing, damaged, or holding anything but tensors and plain values.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        if archive_root(path) is not None:
+            return read_torchscript(path)
+        with torch.serialization.safe_globals(PLAIN):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        if named is None:
+            raise CheckpointError(f"{path}: not a torch checkpoint (is it a web page, or a git-lfs pointer?)") from None
+        raise CheckpointError(
+            f"{path}: holds objects that could run code ({named[1]}) and is refused. Where you trust it, re-save its state_dict as safetensors."
+        ) from None
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: not a readable checkpoint ({error})") from None
+
+
+def state_of(raw: Any, origin: str | Path, key: str | None = None) -> dict[str, Tensor]:
+    """Return the state dict in a file's content, under names without wrappers' prefixes.
+
+    Args:
+        key: which of several, as `state_dict_ema`; default: the only one.
+
+    Raises:
+        CheckpointError: none or several differing ones, or two tensors that have one name without prefixes.
+    """
+    chosen = _chosen(raw, str(origin), key)
+    found: dict[str, Tensor] = {}
+    before: dict[str, str] = {}
+    for name, value in chosen.items():
+        short = bare(str(name))
+        if short in found:
+            raise CheckpointError(
+                f"{origin}: two tensors have one name without wrappers' prefixes, got {before[short]} and {name}. "
+                "Save the model's own state_dict."
+            )
+        found[short], before[short] = value, str(name)
+    return found
+
+
+def bare(name: str) -> str:
+    """Return a parameter's name without what DDP, FSDP, torch.compile, checkpointing, DeepSpeed and trainers add to it."""
+    if not any(wrapper in name for wrapper in _WRAPPERS) and not name.startswith(_LEADING):
+        return name
+    name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    while name.startswith(_LEADING):
+        name = name.partition(".")[2]
+    return name
+
+
+def _chosen(raw: Any, origin: str, key: str | None) -> Mapping[str, Tensor]:
+    if key is not None:
+        if not isinstance(raw, Mapping) or not _is_state(raw.get(key)):
+            held = ", ".join(map(str, list(raw)[:8])) if isinstance(raw, Mapping) else type(raw).__name__
+            raise CheckpointError(f"{origin}: no state dict of that name, got state={key}. The file holds: {held}.")
+        return raw[key]
+    for _ in range(3):  # a trainer's checkpoint may hold a model's checkpoint
+        if _is_state(raw):
+            return raw
+        if not isinstance(raw, Mapping):
+            break
+        inner = {name: raw[name] for name in _STATES if isinstance(raw.get(name), Mapping) and raw[name]}
+        states = {name: value for name, value in inner.items() if _is_state(value)}
+        if len(states) > 1 and not _all_equal(list(states.values())):
+            raise CheckpointError(
+                f"{origin}: holds {len(states)} models, got {', '.join(states)}. Append ?state=NAME to the file's name to choose one, "
+                f"as in FILE?state={list(states)[-1]}, or save one alone."
+            )
+        if not inner:
+            break
+        raw = next(iter((states or inner).values()))
+    raise CheckpointError(f"{origin}: holds no state dict of tensors")
+
+
+def _is_state(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and bool(value)
+        and all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in value.items())
+    )
+
+
+def _all_equal(states: list[Mapping[str, Tensor]]) -> bool:
+    first = states[0]
+    return all(
+        other.keys() == first.keys() and all(torch.equal(tensor, first[name]) for name, tensor in other.items())
+        for other in states[1:]
+    )
+
+
+class _Dtype:
+    """Stands for numpy.dtype while a pickle is read."""
+
+    def __init__(self, code: str, *_rest: Any):
+        self.code = str(code)
+        self.order: Any = "="
+
+    def __setstate__(self, state: Any) -> None:
+        self.order = state[1] if state[1] in "<>=" else "="
+
+
+def _number(dtype: Any, data: Any) -> Any:
+    """Stands for NumPy's scalar constructor: a Python number in place of a boolean, an integer, a float or a complex number."""
+    if not isinstance(dtype, _Dtype) or dtype.code[:1] not in ("b", "i", "u", "f", "c"):
+        raise pickle.UnpicklingError("GLOBAL numpy.object_")
+    held = data if isinstance(data, bytes) else str(data).encode("latin1")
+    return np.frombuffer(held, np.dtype(dtype.code).newbyteorder(dtype.order))[0].item()
+
+
+# Read by name as plain data: what optimizers, schedulers and argument parsers leave in checkpoints.
+PLAIN: list[Any] = [
+    argparse.Namespace,
+    (_number, "numpy._core.multiarray.scalar"),
+    (_number, "numpy.core.multiarray.scalar"),
+    (_Dtype, "numpy.dtype"),
+]
