@@ -186,7 +186,8 @@ def _from_weights(
         config = with_readout_of(_named(name), weights)
         if quick_gelu and not config.quick_gelu:
             raise ConfigError(
-                f"--model {name}: {label} is OpenAI's file, trained with QuickGELU, got a model with GELU. Remove --model, or name a model with QuickGELU, as in ViT-B-32-quickgelu."
+                f"--model {name}: {label} is OpenAI's file, trained with QuickGELU, got a model with GELU. "
+                "Remove --model, or name a model with QuickGELU, as in ViT-B-32-quickgelu."
             )
         described = Described(config) if described is None else described._replace(config=config)
     if described is None:

@@ -14,7 +14,7 @@ from sparo_train.core.world import started
 
 from ..views.terminal import out
 from . import config_verbs, data, eval, explore, jobs, slot_pictures, slot_verbs
-from .process import call, leave
+from .process import call, leave, share_cores
 from .recipe_words import OPEN, Overrides, Recipe, run_given, words_given
 
 app = typer.Typer(
@@ -141,6 +141,7 @@ def version() -> None:
 
 def main() -> None:
     """Entry point of the `sparo` command."""
+    share_cores()
     code, error = call(app, sys.argv[1:])
     # Alone: of several ranks each has printed its own already, and Python would print it again.
     if error is not None and not isinstance(error, SparoError) and not started():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from evals.encoders.encoder import Encoder
 from evals.encoders.loading import read_run, run_weights
@@ -92,6 +95,10 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
                 view.say(line)
             for line in config.optim.unread():
                 view.say(line)
+            if engine.device.type == "cpu":
+                view.say(
+                    f"engine.threads: {config.engine.threads or torch.get_num_threads()} of {os.cpu_count()} CPU cores"
+                )
             for source in pipeline.sources if ranks.rank == 0 else ():
                 for key in unseen_captions(source):
                     view.say(
@@ -113,7 +120,8 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
             if unusable := trainer.bad.by_reason():
                 told = ", ".join(f"{reason} {count:,}" for reason, count in unusable.items())
                 view.say(f"samples that could not be used: {told}")
-            view.say(f"{outcome.reason} at step {outcome.step}; checkpoint {outcome.checkpoint}")
+            where = f"checkpoint {outcome.checkpoint}" if outcome.checkpoint is not None else "no checkpoint yet"
+            view.say(f"{outcome.reason} at step {outcome.step}; {where}")
             return outcome
     finally:
         rundir.close()
@@ -141,7 +149,7 @@ def _opened(rundir: RunDir, config: RunConfig, pipeline: Pipeline) -> str:
 def exit_if_stopped(outcome: Outcome) -> None:
     """After a signal: raise StoppedError; everything is saved and the same line continues."""
     if outcome.reason.startswith("SIG"):
-        stopped = StoppedError(outcome.reason)
+        stopped = StoppedError(outcome.reason, saved=outcome.checkpoint is not None)
         world = started()
         stopped.repeated = world is not None and world.rank > 0
         raise stopped

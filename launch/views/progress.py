@@ -27,18 +27,21 @@ _PLAIN_EVERY = 15.0  # seconds between lines where the output is no terminal
 
 
 class Bar(Progress):
-    """A progress bar with what is left; a line every 15 s where the output is no terminal."""
+    """A progress bar with the time left; without a terminal, a line every 15 s.
 
-    def __init__(self) -> None:
+    Args:
+        own_clock: the caller knows the times and passes them to `clock`, as a run does that continues an earlier sitting.
+    """
+
+    def __init__(self, own_clock: bool = False) -> None:
+        own = (TextColumn("{task.fields[clock]}", markup=False),)
+        times = (TextColumn("elapsed"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
         super().__init__(
             TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[facts]}", markup=False),
-            TextColumn("elapsed"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            *(own if own_clock else times),
             console=console,
             disable=not console.is_terminal,
         )
@@ -48,7 +51,21 @@ class Bar(Progress):
         """Add a task; without a terminal its name is printed."""
         if not console.is_terminal:
             console.print(f"{description} …")
-        return self.add_task(shown(description), total=total, facts="")
+        return self.add_task(shown(description), total=total, facts="", clock="")
+
+    def clock(self, task: TaskID, done: float, total: float, elapsed: float, left: float | None, first: bool) -> None:
+        """Show a count with its times; without a terminal the first one is printed at once."""
+        times = f"{timedelta(seconds=round(elapsed))} elapsed"
+        times += "" if left is None else f", {timedelta(seconds=round(left))} left"
+        self.update(task, completed=done, total=total, clock=times)
+        now = time.monotonic()
+        if not console.is_terminal and (first or now - self._printed > _PLAIN_EVERY):
+            self._printed = now
+            facts = self.tasks[task].fields["facts"]
+            console.print(
+                f"{self.tasks[task].description}  {done:.0f}/{total:.0f}  {facts}{'  ' if facts else ''}{times}",
+                soft_wrap=True,
+            )
 
     def show(self, task: TaskID, done: float, total: float | None = None, facts: str = "") -> None:
         """Where a task stands."""
@@ -80,13 +97,20 @@ class ProgressView:
 
     def __init__(self, title: str, log: Path, silent: bool = False):
         self.title, self.log, self.silent = title, log, silent
-        self._bar = Bar()
+        self._bar = Bar(own_clock=True)
         self._task: TaskID | None = None
+        self._shown = False
+        self._times: tuple[float, float | None] = (0.0, None)
 
     def __enter__(self) -> ProgressView:
         if not self.silent:
             self._bar.start()
         return self
+
+    def _bar_task(self) -> TaskID:
+        if self._task is None:
+            self._task = self._bar.start_task_named(self.title)
+        return self._task
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -99,17 +123,23 @@ class ProgressView:
         )
         if self.silent:
             return
-        if self._task is None:
-            self._task = self._bar.start_task_named(self.title, total)
-        self._bar.show(self._task, step, total, text)
+        task = self._bar_task()
+        self._bar.update(task, facts=text)
+        self._bar.clock(task, step, total, *self._times, first=step == total)
+
+    def stands(self, step: int, total: int, elapsed: float, left: float | None) -> None:
+        """Show the step with the time of all sittings and an estimate of what is left."""
+        if self.silent:
+            return
+        self._times = (elapsed, left)
+        if step < total:  # the last step's metrics follow
+            self._bar.clock(self._bar_task(), step, total, elapsed, left, first=not self._shown)
+        self._shown = True
 
     def phase(self, text: str) -> None:
         """What is done in place of steps; without a terminal a line where the last one is some time ago."""
-        if self.silent:
-            return
-        if self._task is None:
-            self._task = self._bar.start_task_named(self.title)
-        self._bar.facts(self._task, text)
+        if not self.silent:
+            self._bar.facts(self._bar_task(), text)
 
     def say(self, text: str) -> None:
         if not self.silent:

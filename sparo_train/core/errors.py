@@ -64,19 +64,22 @@ class LostRankError(TrainingError):
 
 
 class StoppedError(SparoError):
-    """A signal ended training, saved (EX_TEMPFAIL); the same line continues.
+    """A signal ended training (EX_TEMPFAIL); the same line continues.
 
     Args:
         signal: its name.
+        saved: whether there is a checkpoint to continue from.
     """
 
     exit_code = 75
 
-    def __init__(self, signal: str):
-        super().__init__(signal)  # as its one argument, so that it can be sent to other ranks
-        self.signal = signal
+    def __init__(self, signal: str, saved: bool = True):
+        super().__init__(signal, saved)  # its arguments, so that it can be sent to other ranks
+        self.signal, self.saved = signal, saved
 
     def __str__(self) -> str:
+        if not self.saved:
+            return "stopped before the first step, so nothing is saved; the same line starts again"
         return "run the same line again to continue"
 
 

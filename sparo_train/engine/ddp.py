@@ -61,7 +61,6 @@ class DdpEngine(RankedEngine):
             )
 
     def _run(self, batch: Batch, progress: Progress | None, last: bool) -> Any:
-        self.side.choose_kernel(self.objective, batch, progress)
         if not self._warm and torch.is_grad_enabled():
             self._warm_up(batch, progress)
         return super()._run(batch, progress, last)

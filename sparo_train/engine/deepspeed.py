@@ -67,7 +67,7 @@ class DeepSpeedEngine:
 
     def __init__(self, config: DeepSpeedEngineConfig, optim: OptimConfig, ranks: Ranks):
         self.config, self.optim_config, self.ranks = config, optim, ranks
-        self.share, self.side = (ranks.rank, ranks.size), Device(config, ranks.first)
+        self.share, self.side = (ranks.rank, ranks.size), Device(config)
         own_gpu(self.side, "deepspeed", ranks)
 
     @property

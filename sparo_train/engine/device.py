@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
-from typing import Any, Literal
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..core.config import Frozen, free, setting
-from ..core.contracts import Batch, Objective, Progress
+from ..core.contracts import Batch, Objective
 from ..core.errors import ConfigError
-from .attention import FORMS, Attention, fastest
 from .clock import Clock
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -26,8 +26,8 @@ class DeviceConfig(Frozen):
     precision: Literal["fp32", "bf16"] = setting("bf16", "bf16: autocast; weights and optimizer stay fp32")
     attention: Literal["auto", "plain", "fused"] = free(
         "auto",
-        "how attention is computed; auto: torch's choice on a GPU, and on a CPU what a short measurement finds faster (local, ddp; "
-        "fused with fsdp2 and deepspeed, whose parameters are in pieces before there is a batch to measure with)",
+        "how attention is computed: fused (torch's scaled_dot_product_attention chooses a kernel), or plain (a softmax between two matrix "
+        "products); auto: fused, and for a resumed run whatever its checkpoint was trained with",
     )
     # Loader workers that need a core each want one left free: threads that wait for a core spin (DINO on Fashion-MNIST, two
     # cores, one worker: 6.7 steps/s with one thread, 4.2 with two).
@@ -37,25 +37,19 @@ class DeviceConfig(Frozen):
 
 
 class Device:
-    """One rank's device.
+    """One rank's device, from the recipe's `engine` block. Raises `ConfigError` if a GPU was asked for and there is none.
 
-    Args:
-        config: the recipe's `engine` block.
-        agreed: makes all ranks take what rank 0 finds; default: this process is alone.
-
-    Raises:
-        ConfigError: a GPU was asked for and there is none.
+    kernel: how attention is computed, `plain` or `fused`. It is never chosen by timing, which would give the same recipe and seed other
+    bits on an equal machine.
     """
 
-    def __init__(self, config: DeviceConfig, agreed: Callable[[Callable[[], Any]], Any] = lambda find: find()):
+    def __init__(self, config: DeviceConfig):
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("engine.device: cuda was asked for and torch sees no GPU; use engine.device=cpu or auto")
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-        self.config, self.device, self._agreed = config, torch.device(kind), agreed
+        self.config, self.device = config, torch.device(kind)
         self.clock = Clock(self.device)
-        # Evaluations before the first batch have to compute attention somehow.
-        self.kernel = Attention("fused" if config.attention == "auto" else config.attention)
-        self._undecided = config.attention == "auto" and self.device.type == "cpu"
+        self.kernel: str = "fused" if config.attention == "auto" else config.attention
         self._copies: torch.cuda.Stream | None = None
 
     def take(self, objective: Objective) -> Objective:
@@ -78,22 +72,26 @@ class Device:
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
 
-    def choose_kernel(self, objective: Objective, batch: Batch, progress: Progress | None) -> None:
-        """Before the first forward: measure, where the recipe leaves it open and this is a CPU. All ranks together."""
-        if self._undecided:
-            self._undecided, at = False, progress or Progress(0, 1, 0)
-            self.kernel = fastest(objective, batch, at, self.autocast, self._agreed, self.config.precision)
+    def keep_kernel(self, name: str) -> str | None:
+        """Continue with the form of attention that a checkpoint was trained with, so that a resumed run has the same bits.
 
-    def keep_kernel(self, name: str) -> None:
-        """Go on with the kernel that a checkpoint was trained with, so that a resumed run has the same bits; a GPU has its own choice."""
-        if self.config.attention == "auto" and self.device.type == "cpu" and name in FORMS:
-            self.kernel, self._undecided = Attention(name), False
+        Returns:
+            A warning if the recipe names another form.
+        """
+        if self.config.attention == "auto" and self.device.type == "cpu" and name in ("plain", "fused"):
+            self.kernel = name
+        elif self.device.type == "cpu" and name != self.kernel:
+            return (
+                f"engine.attention: the checkpoint was trained with {name} attention, got {self.kernel}. "
+                "The run continues, but not with the same bits."
+            )
+        return None
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.precision == "bf16")
 
     def attention(self) -> AbstractContextManager[object, bool | None]:
-        return self.kernel.running()
+        return sdpa_kernel(SDPBackend.MATH) if self.kernel == "plain" else nullcontext()
 
     def moved(self, batch: Batch) -> dict[str, Tensor]:
         """The batch on the device, for what runs next."""

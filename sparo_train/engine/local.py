@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,14 +36,9 @@ class LocalEngine:
     share = (0, 1)  # this process, of how many, among those that write a checkpoint together
     replicated = True  # every rank can evaluate
 
-    def __init__(
-        self,
-        config: DeviceConfig,
-        optim: OptimConfig,
-        agreed: Callable[[Callable[[], Any]], Any] = lambda find: find(),
-    ):
+    def __init__(self, config: DeviceConfig, optim: OptimConfig):
         self.config, self.optim_config = config, optim
-        self.side = Device(config, agreed)
+        self.side = Device(config)
         # Whether a step is applied: a GPU need not be waited for, but for Muon, which has no switch.
         self.decides_on_host = self.side.device.type == "cpu" or optim.muon is not None
 
@@ -65,14 +60,12 @@ class LocalEngine:
 
     def forward(self, batch: Batch, progress: Progress, *, last: bool) -> Loss:
         """The objective's loss of a batch, under autocast where the recipe asks for bf16."""
-        self.side.choose_kernel(self.objective, batch, progress)
         with self.side.autocast(), self.side.attention(), self.side.clock.running():
             return self.objective(self.side.moved(batch), progress)
 
     def embed(self, batch: Batch, *, last: bool) -> Embedded:
         """A coupled objective's embeddings of a batch, computed as `forward` computes them."""
         assert isinstance(self.objective, CoupledObjective)
-        self.side.choose_kernel(self.objective, batch, None)
         with self.side.autocast(), self.side.attention(), self.side.clock.running():
             return Embedded(self.objective.embed(self.side.moved(batch)), tuple(self.objective.loss_parameters()))
 

@@ -50,7 +50,7 @@ class RankedEngine(LocalEngine):
     _root: Any  # what `Root` was wrapped into
 
     def __init__(self, config: RankedEngineConfig, optim: OptimConfig, ranks: Ranks):
-        super().__init__(config, optim, ranks.first)
+        super().__init__(config, optim)
         self.ranks, self.share = ranks, (ranks.rank, ranks.size)
         own_gpu(self.side, self.kind, ranks)
 

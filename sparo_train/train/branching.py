@@ -1,4 +1,4 @@
-"""A run that begins where another one stands: weights, moments, and the place in the data."""
+"""Where a run continues: from its own newest checkpoint, or from another run's weights, moments and place in the data."""
 
 from __future__ import annotations
 
@@ -6,9 +6,52 @@ from pathlib import Path
 
 from ..core.contracts import DataPipeline, Engine
 from ..core.disk import store
+from ..core.distributed import Ranks
 from ..core.errors import CheckpointError, DataError
+from ..data.read.budget import BadSampleBudget
 from ..data.read.sources import refuse_changed
+from .run import RunConfig
+from .saving import Saver
 from .state import Display, State
+
+
+def resumed(
+    config: RunConfig,
+    saver: Saver,
+    ranks: Ranks,
+    engine: Engine,
+    pipeline: DataPipeline,
+    bad: BadSampleBudget,
+    display: Display,
+) -> State:
+    """Load a run's newest checkpoint into the engine, or that of the run it branches off; return the state to continue from.
+
+    Raises:
+        CheckpointError: a checkpoint that cannot be read or does not fit.
+        DataError: the data changed since the checkpoint.
+    """
+    newest = saver.newest(
+        lambda meta, at: refuse_changed(meta["fingerprint"], pipeline.fingerprint, at),
+        config.checkpoint.fall_back,
+        display.say,
+    )
+    if newest is None:
+        if (start := config.start_from) is not None and start.optimizer:
+            with ranks.on_all():
+                return branch(Path(start.checkpoint), engine, pipeline, display)
+        return State()
+    path, meta, source = newest
+    with ranks.on_all():
+        engine.load(source)
+    # Another form of attention adds up in another order: the run would not end with the same bits.
+    if warning := engine.side.keep_kernel(meta.get("attention", "plain")):  # older versions took plain on CPUs
+        display.say(warning)
+    state = State.of(meta)
+    bad.load(meta["bad_samples"])
+    display.say(f"continuing from {path} (step {state.step} of {meta.get('total_steps', '?')})")
+    if meta.get("suspect"):
+        display.say(f"its weights are from a run that had diverged; {saver.last_good()}")
+    return state
 
 
 def branch(path: Path, engine: Engine, pipeline: DataPipeline, display: Display) -> State:

@@ -16,6 +16,7 @@ from ..core.distributed import Ranks
 from .flops import FlopCounter, memory, utilisation
 from .meter import Meter, over_ranks
 from .run import LogConfig, ProfileConfig
+from .run_clock import RunClock
 from .state import Display
 
 _COLLECT_EVERY = 50  # steps
@@ -40,7 +41,7 @@ class Reporter:
         self.config, self.rundir, self.ranks, self.engine, self.display = config, rundir, ranks, engine, display
         self.flops, self.meter = flops, Meter()
         self._log: MetricsLog | None = None
-        self._alarmed = self._said_kernel = False
+        self._alarmed = False
         self._odd: set[str] = set()  # metrics that are no numbers, which was said
 
     def open(self, after_step: int) -> set[int]:
@@ -63,10 +64,6 @@ class Reporter:
         facts |= {f"grad_norm_{part}": float(norm) for part, norm in report.norms.items()}
         self._watch(objective, step, facts)
         facts |= self._speed(batch, facts["samples_per_second"])
-        kernel = self.engine.side.kernel
-        if kernel.seconds is not None and not self._said_kernel:
-            self._said_kernel = True
-            self.display.say(f"engine.attention: {kernel}")
         self.display.update(step, total_steps, facts)
         return facts
 
@@ -86,6 +83,16 @@ class Reporter:
         """Show what the model is given first."""
         if self._log is not None and self.config.samples:
             self._log.samples(lambda: pipeline.shown(batch, self.config.samples))
+
+    def done(self, step: int, total_steps: int, clock: RunClock, report: StepReport) -> None:
+        """Note a finished step; the first of a sitting is shown at once."""
+        self.without_gradient(report.without_gradient)
+        if clock.step(step):
+            self.stands(step, total_steps, clock)
+
+    def stands(self, step: int, total_steps: int, clock: RunClock) -> None:
+        """Show where the run stands, without waiting for the device."""
+        self.display.stands(step, total_steps, clock.elapsed, clock.left(step, total_steps))
 
     def without_gradient(self, names: Sequence[str]) -> None:
         """Name trainable parameters that the loss does not reach: they keep their initial values."""

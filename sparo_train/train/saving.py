@@ -193,12 +193,12 @@ class Saver:
     def _complete(self, step: int, told: list[tuple[Files, bool] | CheckpointError], meta: Mapping[str, Any]) -> Path:
         files: Files = {}
         # A step in which gradients were not finite may have left nothing wrong, or everything: it is no step to go back to.
-        suspect = meta.get("skipped_in_a_row", 0) > 0
+        suspect, sound = meta.get("skipped_in_a_row", 0) > 0, True
         for rank, part in enumerate(told):
             if isinstance(part, CheckpointError):
                 raise CheckpointError(f"rank {rank}: {part}") if self.ranks.size > 1 else part
-            files, suspect = files | part[0], suspect or not part[1]
-        return self.store.complete(step, files, {**meta, "suspect": suspect})
+            files, sound = files | part[0], sound and part[1]
+        return self.store.complete(step, files, {**meta, "suspect": suspect or not sound, "sound": sound})
 
     def _tried(self, step: int, call: Callable[[], T]) -> T | CheckpointError:
         """Whatever goes wrong on one rank has to be told to the others, which wait for it."""

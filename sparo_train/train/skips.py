@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from torch import Tensor
 
 from ..core.contracts import StepReport
+from ..core.disk import store
 from ..core.errors import TrainingError
 from .state import State
+
+
+def refuse_diverged(state: State, total_steps: int, checkpoint: Path | None, last_good: str) -> None:
+    """Raise `TrainingError` at the end of a run whose weights are not finite, or that skipped more than half of its steps."""
+    sound = checkpoint is None or store.has_sound_weights(checkpoint)
+    if sound and 2 * state.skipped_steps <= state.step:
+        return
+    cause = "" if sound else ", and its weights are not finite"
+    raise TrainingError(
+        f"step {state.step} of {total_steps} is done, but {state.skipped_steps} of {state.step} steps were skipped as non-finite{cause}. "
+        f"Lower optim.lr, set optim.clip_grad_norm=1.0 or engine.precision=fp32; {last_good}."
+    )
 
 
 class SkippedSteps:

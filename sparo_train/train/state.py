@@ -17,8 +17,14 @@ Evaluate = Callable[[Objective, int, Ranks], dict[str, Any]]
 class Display(Protocol):
     """Shows a human what happens."""
 
-    def update(self, step: int, total: int, facts: dict[str, float]) -> None: ...
-    def say(self, text: str) -> None: ...
+    def stands(self, step: int, total: int, elapsed: float, left: float | None) -> None:
+        """Show the step, the seconds of training so far over all sittings, and an estimate of those left."""
+
+    def update(self, step: int, total: int, facts: dict[str, float]) -> None:
+        """Show the metrics of a log step."""
+
+    def say(self, text: str) -> None:
+        """Show a line of text."""
 
 
 @dataclass
@@ -31,14 +37,16 @@ class State:
     skipped_in_a_row: int = 0
     cursor: Cursor | None = None
     steps_before: int = 0  # of the runs that this one is a branch of
+    seconds: float = 0.0  # of training, all sittings included, at the newest checkpoint
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, float]:
         """What a checkpoint's meta holds of it, beside the step and the cursor of all ranks."""
         return {
             "samples": self.samples,
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
             "steps_before": self.steps_before,
+            "seconds": round(self.seconds, 3),
         }
 
     @staticmethod
@@ -46,8 +54,9 @@ class State:
         """As it was when a checkpoint was written."""
         cursor = Cursor(tuple(meta["cursor"]))
         # Older versions wrote no steps_before, and their branches went on as if there were none.
-        before = meta.get("steps_before", 0)
-        return State(meta["step"], meta["samples"], meta["skipped_steps"], meta["skipped_in_a_row"], cursor, before)
+        before, seconds = meta.get("steps_before", 0), float(meta.get("seconds", 0.0))
+        counts = (meta["step"], meta["samples"], meta["skipped_steps"], meta["skipped_in_a_row"])
+        return State(*counts, cursor, before, seconds)
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,16 @@ from ..core.errors import CheckpointError, LostRankError, SparoError, Superseded
 from ..core.rng import torch_seed
 from ..core.signals import StopFlag
 from ..data.read.budget import BadSampleBudget
-from ..data.read.sources import refuse_changed
 from .accumulate import gradients
 from .agreement import Agreement
-from .branching import branch
+from .branching import resumed
 from .evaluation import Evaluation
 from .flops import FlopCounter
 from .reporting import Collector, Profile, Reporter
 from .run import RunConfig
+from .run_clock import RunClock
 from .saving import Saver
-from .skips import SkippedSteps
+from .skips import SkippedSteps, refuse_diverged
 from .state import Display, Evaluate, Outcome, State
 
 
@@ -82,7 +82,9 @@ class Trainer:
         """
         # Before the checkpoint is read: it goes straight into the pieces that this rank will hold.
         self.engine.prepare(self.objective)
-        self._restore()
+        self.clock = RunClock()
+        self.state = resumed(self.config, self.saver, self.ranks, self.engine, self.pipeline, self.bad, self.display)
+        self.clock = RunClock(self.state.seconds + self.clock.elapsed)
         # One rank reads the records; others could find them half written.
         self.evaluation.scored = self.ranks.first(lambda: self.report.open(self.state.step))
         # Asked for fewer steps, the schedule is still that of the whole run: a trial's steps are the run's first ones.
@@ -153,18 +155,20 @@ class Trainer:
         with self.ranks.named(f"step {state.step + 1}"):
             loss = gradients(self.engine, self.objective, batch, progress, micro)
             report = self.engine.step(progress)
-        self.report.without_gradient(report.without_gradient)
         # Counted before anything can fail that looks at it: what is saved then is this step, with its cursor.
         state.step, state.samples = state.step + 1, state.samples + self.config.batch_size
         state.cursor = delivery.cursor
         self.skips.add(state.step, report)
+        self.report.done(state.step, self.total_steps, self.clock, report)
         logged = state.step % log.every_steps == 0 or state.step == self.total_steps
         if logged or self.skips.known():
             self._look()
         self.report.meter.add(self.config.batch_size)
         if self.report.meter.beat_due(log.heartbeat_seconds):
             self._beat("training")
+            self.report.stands(state.step, self.total_steps, self.clock)
         if logged:
+            self.report.stands(state.step, self.total_steps, self.clock)
             facts = self.report.step(state.step, self.total_steps, loss, report, batch, self.objective)
             facts |= {"save_wait": self.saver.waited(), "samples": state.samples, "skipped_steps": state.skipped_steps}
             if self.bad.counts:
@@ -181,7 +185,9 @@ class Trainer:
     def _evaluate(self) -> str | None:
         """Score this step; returns the signal for which that was left."""
         self._beat("evaluating")
+        begun = self.clock.elapsed
         signal = self.evaluation.run(self.state.step)
+        self.clock.pause(self.clock.elapsed - begun)
         self.garbage.everything()  # there is a lot, and here nobody waits for a step
         self.report.meter.start()
         return signal
@@ -190,6 +196,9 @@ class Trainer:
         step = self.state.step
         reason = signal or ("finished" if step >= self.total_steps else "stop_after_steps")
         path = self._keep()  # before the last evaluation, which may fail
+        if signal is None:
+            good = self.saver.last_good
+            self.ranks.first(lambda: refuse_diverged(self.state, self.total_steps, path, good()))
         if reason == "finished" and self.evaluation.missing(step):
             reason = self._evaluate() or reason
         self._beat(reason)
@@ -209,9 +218,10 @@ class Trainer:
 
     def save(self) -> None:
         """Begin to write a checkpoint of everything that training depends on."""
-        state = self.state
+        state, begun = self.state, self.clock.elapsed
         self._look()
         self._beat("saving")
+        state.seconds = begun
         # Every rank's own place: loaders run ahead by different numbers of batches.
         cursors = self.ranks.gather(state.cursor)
         meta = {
@@ -222,29 +232,8 @@ class Trainer:
             "bad_samples": self.bad.state(),
             "total_steps": self.total_steps,
             # What a resumed run has to go on with, to add up in the same order.
-            "attention": self.engine.side.kernel.name,
+            "attention": self.engine.side.kernel,
             **self._origin,
         }
         self.saver.save(state.step, self.engine.pieces(), meta)
-
-    def _restore(self) -> None:
-        newest = self.saver.newest(
-            lambda meta, at: refuse_changed(meta["fingerprint"], self.pipeline.fingerprint, at),
-            self.config.checkpoint.fall_back,
-            self.display.say,
-        )
-        if newest is None:
-            if (start := self.config.start_from) is not None and start.optimizer:
-                with self.ranks.on_all():
-                    self.state = branch(Path(start.checkpoint), self.engine, self.pipeline, self.display)
-            return
-        path, meta, source = newest
-        with self.ranks.on_all():
-            self.engine.load(source)
-        # Another form of attention adds up in another order: the run would not end with the same bits.
-        self.engine.side.keep_kernel(meta.get("attention", "plain"))  # what older versions took on CPUs
-        self.state = State.of(meta)
-        self.bad.load(meta["bad_samples"])
-        self.display.say(f"continuing from {path} (step {self.state.step} of {self.total_steps})")
-        if meta.get("suspect"):
-            self.display.say(f"its weights are from a run that had diverged; {self.saver.last_good()}")
+        self.clock.pause(self.clock.elapsed - begun)

@@ -224,7 +224,7 @@ def test_an_interrupted_demo_stops(tmp_path, monkeypatch):
 
     trained = []
     monkeypatch.setattr(demo, "make_scenes", lambda *_, **__: None)
-    monkeypatch.setattr(demo, "train", lambda config: trained.append(config.name) or Outcome("SIGINT", 3, None))
+    monkeypatch.setattr(demo, "train", lambda config: trained.append(config.name) or Outcome("SIGINT", 3, tmp_path))
     with pytest.raises(StoppedError, match="run the same line again to continue") as caught:
         demo.run_demo(tmp_path, quick=True)
     assert caught.value.exit_code == 75 and trained == ["clip"]

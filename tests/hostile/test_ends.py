@@ -226,6 +226,31 @@ def test_weights_that_nothing_can_be_computed_with_are_marked(shards, tmp_path):
     assert all(store.is_suspect(path) for path in store.CheckpointStore(tmp_path / "tiny/checkpoints").steps().values())
 
 
+def test_a_run_that_skipped_most_of_its_steps_does_not_end_as_finished(shards, tmp_path):
+    tree = tiny_recipe(shards, tmp_path, checkpoint={"every_steps": 1, "keep_last": 3}, steps=6)
+    tree["optim"] = {"lr": 1e30, "warmup_steps": 0}
+    for _ in range(2):  # the same line again says the same
+        with pytest.raises(
+            TrainingError,
+            match=r"step 6 of 6 is done, but \d of 6 steps were skipped as non-finite.*no checkpoint is from before that",
+        ):
+            train(run(tree))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**tree, "name": "line"}))
+    assert_ends(["train", str(tmp_path / "recipe.yaml")], 3, ["skipped as non-finite"])
+
+
+def test_one_skipped_step_in_many_ends_as_finished(shards, tmp_path, monkeypatch):
+    original = ClipObjective.forward
+    monkeypatch.setattr(
+        ClipObjective,
+        "forward",
+        lambda self, batch, progress: (loss := original(self, batch, progress))._replace(
+            total=loss.total * (float("nan") if progress.step == 2 else 1.0)
+        ),
+    )
+    assert train(run(tiny_recipe(shards, tmp_path, steps=12))).reason == "finished"
+
+
 def test_a_damaged_newest_checkpoint_is_refused_and_gone_back_from_where_asked(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path)
     straight = train(run({**tree, "name": "straight"})).checkpoint

@@ -175,6 +175,14 @@ def is_suspect(path: Path) -> bool:
         return True
 
 
+def has_sound_weights(path: Path) -> bool:
+    """Return whether a checkpoint says that all of its numbers are finite; older checkpoints do not say and count as sound."""
+    try:
+        return bool(json.loads((path / "meta.json").read_text(encoding="utf-8")).get("sound", True))
+    except (OSError, ValueError, AttributeError, TypeError):
+        return False
+
+
 def read_meta(path: Path) -> dict[str, Any]:
     """The meta.json of a checkpoint folder; its checksum, its format and the sizes of its files are verified."""
     remedy = f"remove {path} to continue from the checkpoint before it"
