@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def table_rows(
         (image_column,) if image_column else IMAGE_COLUMNS,
         (caption_column,) if caption_column else CAPTION_COLUMNS,
     )
+    _refuse_utf16(table)
     with table.open(newline="", encoding="utf-8-sig") as stream:
         # A comma within a caption must not decide what separates columns.
         delimiter = separator or _separator(stream.readline(), wanted[0])
@@ -64,18 +66,38 @@ def table_rows(
 def _columns(table: Path, known: Iterable[str], wanted: tuple[tuple[str, ...], ...]) -> list[str]:
     known, found = list(known), []
     for option, names in zip(("--image-column", "--caption-column"), wanted, strict=True):
-        column = next((name for name in names if name in known), None)
+        column = next((name for name in names if name in known), None) or _alike(names, known)
         if column is not None and known.count(column) > 1:
             raise DataError(
                 f"{table}: has {known.count(column)} columns {column!r}; {option} cannot tell which is meant"
             )
         if column is None:
-            raise DataError(f"{table}: no column {names[0]!r}; {did_you_mean(names[0], known)}; {option} names another")
+            what, usual = ("the picture", "image") if option == "--image-column" else ("the caption", "caption")
+            wanted_name = next(iter(names)) if len(names) == 1 else usual
+            raise DataError(
+                f"{table}: no column for {what}, got the columns {', '.join(known)}. Call it {wanted_name}, or name it with {option}; "
+                f"{did_you_mean(wanted_name, known)}"
+            )
         found.append(column)
     return found
 
 
+def _alike(names: Iterable[str], known: Iterable[str]) -> str | None:
+    """Return the column that is one of `names` but for capitals and spaces around it."""
+    held = {name.strip().lower(): name for name in reversed(list(known))}
+    return next((held[name] for name in names if name in held), None)
+
+
+def _refuse_utf16(table: Path) -> None:
+    """Raise `DataError` for a table in UTF-16, as spreadsheets export it."""
+    with table.open("rb") as stream:
+        head = stream.read(1024)
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in head:
+        quoted = shlex.quote(str(table))
+        raise DataError(f"{table}: is UTF-16, not UTF-8. Convert it with: iconv -f utf-16 -t utf-8 {quoted} > utf8.csv")
+
+
 def _separator(header: str, columns: Iterable[str]) -> str:
-    names = {s: {name.strip('"') for name in header.rstrip("\r\n").split(s)} for s in ("\t", ",", ";")}
+    names = {s: {name.strip().strip('"').lower() for name in header.rstrip("\r\n").split(s)} for s in ("\t", ",", ";")}
     # By the header's own names: a title may hold any of the three signs.
     return next((s for s, found in names.items() if found & set(columns)), ",")

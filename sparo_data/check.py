@@ -14,6 +14,7 @@ from sparo_train.core.errors import BadSampleError
 from sparo_train.data.clips.episode import Episode, is_episode
 from sparo_train.data.clips.views import ViewedScene, is_scene
 from sparo_train.data.examples.samples import MOST_CHARACTERS, MOST_LETTERS, caption, decode_image, image_bytes
+from sparo_train.data.read.decoding import notes, open_picture
 from sparo_train.data.read.shards import ShardReader
 from sparo_train.data.read.sources import SourceConfig
 
@@ -25,7 +26,10 @@ _LONG = re.compile(rf"\S{{{MOST_LETTERS}}}|^.{{{MOST_CHARACTERS}}}", re.DOTALL)
 
 
 class ShardReport(NamedTuple):
-    """What one shard holds. `bad`: (key, reason) of unusable samples; 64-bit hashes of each key, image and caption, 0 where absent."""
+    """What one shard holds. `bad`: (key, reason) of unusable samples; 64-bit hashes of each key, image and caption, 0 where absent.
+
+    notes: usable pictures that are unusual, by what is unusual about them.  details: causes of unusable samples, by key.
+    """
 
     url: str
     samples: int
@@ -34,6 +38,8 @@ class ShardReport(NamedTuple):
     keys: np.ndarray
     images: np.ndarray
     captions: np.ndarray
+    notes: Mapping[str, int] = {}
+    details: Mapping[str, str] = {}  # noqa: RUF012
 
     @property
     def damage(self) -> str | None:
@@ -61,6 +67,13 @@ class Report(NamedTuple):
     @property
     def samples(self) -> int:
         return sum(s.samples for s in self.shards)
+
+    def notes(self) -> dict[str, int]:
+        """Count usable pictures that training treats in a special way: turned, put on white, mapped to 8 bits, first frame only."""
+        found: Counter[str] = Counter()
+        for shard in self.shards:
+            found.update(shard.notes)
+        return dict(found.most_common())
 
     def reasons(self) -> dict[str, int]:
         """Unusable samples by reason, and shards that are not whole."""
@@ -91,6 +104,8 @@ def check_shard(url: str, config: SourceConfig) -> ShardReport:
     index = reader.index(url)
     bad: list[tuple[str, str]] = []
     captioned: bool | None = None
+    unusual: Counter[str] = Counter()
+    details: dict[str, str] = {}
     hashes = np.zeros((3, len(index)), dtype=np.uint64)
     for ordinal in range(len(index)):
         key = f"number {ordinal}"
@@ -101,14 +116,17 @@ def check_shard(url: str, config: SourceConfig) -> ShardReport:
             captioned = (
                 _needs_caption(fields, config) if captioned is None else captioned
             )  # as the shard's first sample
-            text, data = _looked_at(fields, config, captioned)
+            text, data = _looked_at(fields, config, captioned, unusual)
             hashes[1, ordinal] = _hash(data)
             if text is not None:
                 hashes[2, ordinal] = _hash(text.encode("utf-8", "surrogatepass"))
         except BadSampleError as problem:
             bad.append((key, str(problem)))
+            if problem.detail:
+                details[key] = problem.detail
     reader.close()
-    return ShardReport(url, len(index), index.intact, bad, *hashes)
+    keys, images, captions = hashes
+    return ShardReport(url, len(index), index.intact, bad, keys, images, captions, unusual, details)
 
 
 def _needs_caption(fields: Mapping[str, bytes], config: SourceConfig) -> bool:
@@ -120,7 +138,9 @@ def _needs_caption(fields: Mapping[str, bytes], config: SourceConfig) -> bool:
     return any(key.partition(":")[0] in fields for key in keys) or not labelled
 
 
-def _looked_at(fields: Mapping[str, bytes], config: SourceConfig, captioned: bool) -> tuple[str | None, bytes]:
+def _looked_at(
+    fields: Mapping[str, bytes], config: SourceConfig, captioned: bool, unusual: Counter[str]
+) -> tuple[str | None, bytes]:
     """A sample's caption, where it has to have one, and picture; of a video, or a scene of several cameras, all of its frames.
 
     Raises:
@@ -143,6 +163,7 @@ def _looked_at(fields: Mapping[str, bytes], config: SourceConfig, captioned: boo
     if text is not None and _LONG.search(text):
         _refuse_long(text)
     decode_image(data)
+    unusual.update(notes(open_picture(data)))
     return text, data
 
 

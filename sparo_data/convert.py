@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-from collections.abc import Callable, Iterator
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from evals.sets.names import lines
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.files import write_whole
 from sparo_train.core.untrusted import read_json, shown
 from sparo_train.data.examples.samples import decode_image
-from sparo_train.data.read.folder import IMAGE_SUFFIXES
+from sparo_train.data.read.decoding import PUBLISHED, decode, notes, open_picture, suffixes
+from sparo_train.data.read.folder import class_of, class_order, left_out_text, list_pictures, refuse_splits
 
 from .caption_tables import table_rows
 from .writer import Fields, write_shards, write_wds_layout
 
 Share = tuple[int, int]  # which, of how many
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 class Captioned(NamedTuple):
-    """One image: its member's extension, its bytes, its caption; the class of a class folder, where that gave the caption."""
+    """One image: its member's extension, its bytes, its caption; the class folder, where that gave the caption.
+
+    turned: the picture was stored turned, and is written upright.
+    """
 
     suffix: str
     image: bytes
     caption: str | bytes
     label: str | None = None
+    turned: bool = False
 
     @property
     def fields(self) -> Fields:
@@ -38,6 +47,8 @@ class Converted(NamedTuple):
     """Samples written to train on and to score; `task` is what the test set is for, None where there is none.
 
     copies: of images to score, kept from training with them.  broken: images that cannot be decoded, told where there is a test set.
+    turned: pictures that were turned as their EXIF orientation says.  left_out: files that are no readable pictures, by suffix.
+    missing: rows of a table without a picture, which were skipped.  numbered: captions name classes by number.
     """
 
     train: int
@@ -45,6 +56,10 @@ class Converted(NamedTuple):
     task: str | None = None
     copies: int = 0
     broken: int = 0
+    turned: int = 0
+    left_out: Mapping[str, int] = {}
+    missing: int = 0
+    numbered: bool = False
 
 
 def convert_folder(
@@ -55,7 +70,9 @@ def convert_folder(
     part: Share | None = None,
     test: int = 0,
 ) -> Converted:
-    """An image folder: `CLASS/name.jpg` captioned by `template`, or `name.jpg` beside `name.txt`.
+    """Convert an image folder: `CLASS/…/name.jpg` captioned by `template`, or `name.jpg` beside `name.txt`.
+
+    Classes are those of `sparo_train.data.read.folder`; a `classnames.txt` in `source` names them, one per line in their order.
 
     Args:
         part: write only the i-th of n parts; all of them together write the same bytes as one conversion.
@@ -68,38 +85,90 @@ def convert_folder(
     """
     if "{c}" not in template:
         raise ConfigError(f"--template {template!r}: has no {{c}}, which stands for the class")
+    _refuse_shards(source)
     # In the order of names, so that parts made on several machines fit together.
-    images = sorted(p for p in source.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and not _hidden(p, source))
+    images, left_out = list_pictures(source)
     if not images:
-        raise DataError(f"{source}: no .jpg, .png or .webp image below this folder")
+        others = f", got {left_out_text(left_out)}" if left_out else ""
+        raise DataError(f"{source}: no picture that can be read below this folder{others}.")
+    named = _class_names(source, images)
 
     def samples() -> Iterator[tuple[int, Captioned]]:
-        for number, path in enumerate(images):
+        for number, name in enumerate(images):
             if _within(number, per_shard, part):
-                yield number, _in_folder(path, source, template)
+                yield number, _in_folder(source, name, template, named)
 
     facts: dict[str, object] = {"source": str(source), "template": template}
-    return _written(samples, out, per_shard, part, test, facts, template)
+    made = _written(samples, out, per_shard, part, test, facts, template, named)
+    return made._replace(left_out=left_out, numbered=bool(named) and all(name.isdecimal() for name in named.values()))
 
 
-def _hidden(path: Path, source: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(source).parts)
+def _refuse_shards(source: Path) -> None:
+    """Raise `DataError` for a folder of shards, which need no conversion."""
+    tars = [path for pattern in ("*.tar", "*/*.tar", "*.tar.gz", "*.tgz") for path in source.glob(pattern)]
+    if tars:
+        folder = shlex.quote(str(tars[0].parent))
+        raise DataError(
+            f"{source}: holds shards already, got {len(tars)} such as {tars[0].name}. Look at them with `sparo data check {folder}`, and "
+            f"train with data.sources='{{mine: {{shards: {folder}}}}}'."
+        )
 
 
-def _in_folder(path: Path, source: Path, template: str) -> Captioned:
-    beside, suffix = path.with_suffix(".txt"), IMAGE_SUFFIXES[path.suffix.lower()]
+def _class_names(source: Path, images: Sequence[str]) -> dict[str, str]:
+    """Return the name of each class folder, in the order of their labels: from classnames.txt, else the folder's own."""
+    classes = class_order(label for name in images if (label := class_of(name)) is not None)
+    refuse_splits(source, classes)
+    listed = source / "classnames.txt"
+    if not listed.is_file() or not classes:
+        return {name: name.replace("_", " ") for name in classes}
+    names = lines(listed)
+    if len(names) != len(classes):
+        raise DataError(
+            f"{listed}: must name every class folder in order, got {len(names)} names for {len(classes)} folders."
+        )
+    return dict(zip(classes, names, strict=True))
+
+
+def _in_folder(source: Path, name: str, template: str, named: Mapping[str, str]) -> Captioned:
+    path = source / name
+    beside, suffix = path.with_suffix(".txt"), suffixes()[path.suffix.lower()]
+    suffix, image, turned = _upright(path.read_bytes(), suffix)
     if beside.is_file():
-        if not beside.read_bytes().strip():
+        text = beside.read_bytes()
+        if not text.strip():
             raise DataError(f"{beside}: is empty, so {path.name} has no caption; write one, or take both away")
-        return Captioned(suffix, path.read_bytes(), beside.read_bytes())
-    if path.parent != source:
-        label = path.parent.name.replace("_", " ")
-        if label.encode(errors="replace").decode() != label:  # bytes of a name that are no UTF-8
-            raise DataError(
-                f"{shown(str(path.parent))}: its name is no UTF-8 and would be the caption; rename the folder"
-            )
-        return Captioned(suffix, path.read_bytes(), template.replace("{c}", label), label)
-    raise DataError(f"{path}: no class folder and no {beside.name} beside it, so it has no caption")
+        if text[:2] in _UTF16:
+            raise DataError(f"{beside}: is UTF-16, captions are UTF-8. Convert it with: iconv -f utf-16 -t utf-8")
+        return Captioned(suffix, image, text.removeprefix(b"\xef\xbb\xbf"), turned=turned)
+    folder = class_of(name)
+    if folder is None:
+        raise DataError(f"{path}: no class folder and no {beside.name} beside it, so it has no caption")
+    label = named[folder]
+    if label.encode(errors="replace").decode() != label:  # bytes of a name that are no UTF-8
+        raise DataError(
+            f"{shown(str(source / folder))}: its name is no UTF-8 and would be the caption; rename the folder"
+        )
+    return Captioned(suffix, image, template.replace("{c}", label), folder, turned)
+
+
+def _upright(image: bytes, suffix: str) -> tuple[str, bytes, bool]:
+    """Return a picture's suffix and bytes, written again only where EXIF says that it is stored turned, and whether it was.
+
+    Whoever reads the shards then sees it upright, whatever they make of EXIF.
+    """
+    try:
+        if "turned by EXIF" not in notes(open_picture(image)):
+            return suffix, image, False
+        upright = decode(image, PUBLISHED._replace(upright=True))
+    except BadSampleError:
+        return suffix, image, False  # a broken picture is counted where it is read
+    buffer = io.BytesIO()
+    if suffix == "jpg" and upright.mode in ("RGB", "L", "CMYK"):
+        upright.save(buffer, format="JPEG", quality=95, subsampling=0)
+    else:
+        suffix = suffix if suffix == "webp" else "png"
+        upright.save(buffer, format="WEBP" if suffix == "webp" else "PNG", lossless=True)
+    return suffix, buffer.getvalue(), True
 
 
 def convert_csv(
@@ -111,12 +180,14 @@ def convert_csv(
     per_shard: int = 1000,
     part: Share | None = None,
     test: int = 0,
+    skip_missing: bool = False,
 ) -> Converted:
     """A table with image paths (relative to it) and captions.
 
     Args:
         image_column, caption_column, separator: as of `table_rows`.
         part, test: as for `convert_folder`; the test set is one of retrieval, an image's captions together.
+        skip_missing: leave out rows whose picture is not there, and count them.
 
     Raises:
         DataError: no such file, not UTF-8, a missing column, a row without image or caption (the line is named), fewer images
@@ -128,24 +199,44 @@ def convert_csv(
     def samples() -> Iterator[tuple[int, Captioned]]:
         for number, (line, *row) in enumerate(table_rows(table, image_column, caption_column, separator)):
             if _within(number, per_shard, part):
-                yield number, _in_row(table, line, *row)
+                if (found := _in_row(table, line, *row, skip_missing=skip_missing)) is not None:
+                    yield number, found
+                else:
+                    missing.add(line)  # the table is read twice where a test set is kept
 
+    missing: set[int] = set()
     facts: dict[str, object] = {"source": str(table), "columns": f"{image_column}, {caption_column}"}
+    if skip_missing:
+        facts["skip_missing"] = True
     try:
-        return _written(samples, out, per_shard, part, test, facts)
+        return _written(samples, out, per_shard, part, test, facts)._replace(missing=len(missing))
     except UnicodeDecodeError as error:
         raise DataError(f"{table}: not UTF-8 ({error}); convert it, e.g. with iconv -f latin1 -t utf-8") from None
 
 
-def _in_row(table: Path, line: int, image: str, caption: str) -> Captioned:
+def _in_row(table: Path, line: int, image: str, caption: str, skip_missing: bool) -> Captioned | None:
     if not image.strip() or not caption.strip():
         raise DataError(f"{table}, line {line}: no image or no caption")
     path = table.parent / image
-    suffix = IMAGE_SUFFIXES.get(path.suffix.lower())
-    if suffix is None or not path.is_file():
-        raise DataError(f"{table}, line {line}: {image!r} is no image file here")
-    # The file's own bytes: decoded and written again, a JPEG would lose a little.
-    return Captioned(suffix, path.read_bytes(), caption)
+    suffix = suffixes().get(path.suffix.lower())
+    if not path.is_file():
+        if skip_missing:
+            return None
+        here = (
+            " It is there below the folder you are in; paths are relative to the table."
+            if Path(image).is_file()
+            else ""
+        )
+        raise DataError(
+            f"{table}, line {line}: no such picture, got {image!r}.{here} Correct the row, or leave such rows out with --skip-missing."
+        )
+    if suffix is None:
+        raise DataError(
+            f"{table}, line {line}: no picture that can be read, got {image!r}. Convert it, or remove the row."
+        )
+    # The file's own bytes where it is upright: decoded and written again, a JPEG would lose a little.
+    suffix, data, turned = _upright(path.read_bytes(), suffix)
+    return Captioned(suffix, data, caption, turned=turned)
 
 
 def _written(
@@ -156,17 +247,19 @@ def _written(
     test: int,
     facts: dict[str, object],
     template: str | None = None,
+    named: Mapping[str, str] | None = None,
 ) -> Converted:
     _refuse_used(out, {**facts, "per_shard": per_shard, "part": part})
     kept, broken = _kept(samples, test) if test else (set[bytes](), 0)
     held: dict[bytes, list[Captioned]] = {}
     labels: set[str | None] = set()
-    count = 0
+    count = turned = 0
 
     def to_train() -> Iterator[tuple[str, Fields]]:
-        nonlocal count
+        nonlocal count, turned
         for number, found in samples():
             content = _content(found)
+            turned += found.turned
             labels.add(found.label)
             if content in kept:
                 held.setdefault(content, []).append(found)
@@ -178,13 +271,13 @@ def _written(
     if not (count or held or part):
         raise DataError(f"{facts['source']}: has no row with an image and its caption")
     if not held:
-        return Converted(count)
+        return Converted(count, turned=turned)
     copies = sum(map(len, held.values())) - len(held)
-    classes = sorted(label for label in labels if label is not None)
+    classes = [label for label in named or {} if label in labels]
     task = "zeroshot" if template is not None and len(classes) == len(labels) else "retrieval"
     try:
         if task == "zeroshot":
-            _write_classes(out / task, list(held.values()), classes, template or "")
+            _write_classes(out / task, list(held.values()), classes, named or {}, template or "")
         else:
             _write_captions(out / task, list(held.values()))
     except BaseException:
@@ -192,7 +285,7 @@ def _written(
         for path in shards:
             path.unlink(missing_ok=True)
         raise
-    return Converted(count, len(held), task, copies, broken)
+    return Converted(count, len(held), task, copies, broken, turned)
 
 
 def _kept(samples: Callable[[], Iterator[tuple[int, Captioned]]], test: int) -> tuple[set[bytes], int]:
@@ -225,7 +318,9 @@ def _content(found: Captioned) -> bytes:
     return hashlib.blake2b(found.image, digest_size=16).digest()
 
 
-def _write_classes(out: Path, images: list[list[Captioned]], classes: list[str], template: str) -> None:
+def _write_classes(
+    out: Path, images: list[list[Captioned]], classes: list[str], named: Mapping[str, str], template: str
+) -> None:
     samples = (
         (
             f"{number:09d}",
@@ -233,7 +328,7 @@ def _write_classes(out: Path, images: list[list[Captioned]], classes: list[str],
         )
         for number, copies in enumerate(images)
     )
-    write_wds_layout(out, samples, classnames=classes, templates=[template])
+    write_wds_layout(out, samples, classnames=[named[name] for name in classes], templates=[template])
 
 
 def _write_captions(out: Path, images: list[list[Captioned]]) -> None:

@@ -107,9 +107,13 @@ class Encoder(ABC):
     def encode(self, pixels: Tensor) -> Tensor:
         """(n, 3, S, S) uint8 -> fp32 (n, D), or (n, L, D) with slots apart, on the encoder's device."""
 
-    def images(self, pictures: Sequence[Image.Image]) -> Tensor:
-        """`encode` of PIL images (a numpy array of uint8 becomes one by `Image.fromarray`), preprocessed as this model wants it."""
-        found = self.encode(self.stacked([np.asarray(self.transform(picture.convert("RGB"))) for picture in pictures]))
+    def images(self, pictures: Sequence[Image.Image | np.ndarray]) -> Tensor:
+        """Return `encode` of PIL images or (H, W, 3) uint8 arrays, preprocessed as in evaluation: EXIF orientation is not applied.
+
+        An image of 16 bits is clipped to white, as in open_clip; `sparo_train.data.read.decoding.decode` maps it to 8 bits.
+        """
+        images = [picture if isinstance(picture, Image.Image) else Image.fromarray(picture) for picture in pictures]
+        found = self.encode(self.stacked([np.asarray(self.transform(image)) for image in images]))
         return found.clone()  # an ordinary tensor, which a probe can be trained on
 
     @cached_property
@@ -123,7 +127,7 @@ class Encoder(ABC):
             return self.transform
         if not isinstance(self.transform, Pixels):
             raise ConfigError(f"resize={resize}: {self.label} has a transform of its own; leave resize away")
-        return Pixels(self.image_size, resize)
+        return Pixels(self.image_size, resize, self.transform.rgb_first)
 
     @staticmethod
     def stacked(rows: Sequence[np.ndarray]) -> Tensor:

@@ -194,7 +194,7 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
     own: Any = model.pretrained_cfg
     config = resolve_data_config({}, {**own, **_cfg_beside(Path(split_state(weights)[0]), label)}, model)
     transform: Any = create_transform(**config, is_training=False)
-    pixels = LibraryPixels(transform.transforms, label)
+    pixels = LibraryPixels(transform.transforms, label, rgb_first=True)
     size = config["input_size"][-1]
     # What has prefix tokens is a ViT whose patches can be read; others give one vector alone.
     kind = TimmVitEncoder if hasattr(model, "num_prefix_tokens") else BackboneEncoder

@@ -124,7 +124,7 @@ class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
         super().__init__(model, mean, std, label)
         self.image_size, self.token_width = model.config.image_size, model.embed_dim
         # As eval_knn.py and eval_linear.py cut it.
-        self.transform = Pixels(self.image_size, round(self.image_size * 256 / 224))
+        self.transform = Pixels(self.image_size, round(self.image_size * 256 / 224), rgb_first=True)
         self.slots = model.config.slots
 
     @property
@@ -172,7 +172,7 @@ class PixelEncoder(Encoder):
     def __init__(self, size: int = 28):
         # A layer that nothing reads: every encoder has a model, whose device says where pixels go.
         super().__init__(nn.Linear(1, 1), (0.0,) * 3, (1.0,) * 3, f"pixels:{size}")
-        self.image_size, self.transform = size, Pixels(size, size)
+        self.image_size, self.transform = size, Pixels(size, size, rgb_first=True)
 
     @property
     def width(self) -> int:

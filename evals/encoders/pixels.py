@@ -4,24 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from sparo_train.core.errors import ConfigError
-from sparo_train.data.examples.transforms import eval_pixels, shortest_side
+from sparo_train.data.examples.thin import thin_centre
+from sparo_train.data.examples.transforms import centre, shortest_side
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """Shortest side to `resize` (bicubic, antialiased), the middle cut out: (size, size, 3) uint8."""
+    """Resize the shortest side to `resize` (bicubic, antialiased), crop the centre: (size, size, 3) uint8.
+
+    rgb_first: convert to RGB before the resize, as timm, DINO and torchvision's folders do; open_clip resizes in the file's own mode and
+    converts afterwards, so palettes, transparency and 16 bits give other pixels.
+    """
 
     size: int
     resize: int
+    rgb_first: bool = False
 
     def __call__(self, image: Image.Image) -> np.ndarray:
-        return eval_pixels(image, self.size, self.resize)
+        image = image.convert("RGB") if self.rgb_first else image
+        return np.asarray(centre(image, self.size, self.resize).convert("RGB"))
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,7 @@ class FlooredPixels(Pixels):
     """The same with the crop's corner rounded down, as Hugging Face's processors cut."""
 
     def __call__(self, image: Image.Image) -> np.ndarray:
-        image = shortest_side(image, self.resize)
+        image = shortest_side(image.convert("RGB"), self.resize)
         # torchvision rounds half to even here, and half a pixel is another picture.
         left, top = (image.width - self.size) // 2, (image.height - self.size) // 2
         return np.asarray(image.crop((left, top, left + self.size, top + self.size)))
@@ -43,7 +51,7 @@ class SquarePixels(Pixels):
 
     def __call__(self, image: Image.Image) -> np.ndarray:
         how = Image.Resampling.BICUBIC if self.bicubic else Image.Resampling.BILINEAR
-        return np.asarray(image.resize((self.size, self.size), how))
+        return np.asarray(image.convert("RGB").resize((self.size, self.size), how))
 
 
 class LibraryPixels:
@@ -52,13 +60,14 @@ class LibraryPixels:
     Args:
         steps: the transforms of a `torchvision.transforms.Compose` whose last two are those.
         origin: whose transform it is, for errors.
+        rgb_first: convert to RGB before the steps, as timm's readers do.
     """
 
-    def __init__(self, steps: Sequence[Any], origin: str):
+    def __init__(self, steps: Sequence[Any], origin: str, rgb_first: bool = False):
         tail = [type(step).__name__ for step in steps[-2:]]
         if len(tail) < 2 or not tail[0].endswith("ToTensor") or tail[1] != "Normalize":
             raise ConfigError(f"{origin}: its transform ends with {tail}, not with ToTensor and Normalize")
-        self._steps, self._normalize = list(steps[:-2]), steps[-1]
+        self._steps, self._normalize, self._rgb_first = list(steps[:-2]), steps[-1], rgb_first
 
     @property
     def mean(self) -> tuple[float, ...]:
@@ -69,10 +78,30 @@ class LibraryPixels:
         return tuple(float(v) for v in self._normalize.std)
 
     def __call__(self, image: Image.Image) -> np.ndarray:
+        image = image.convert("RGB") if self._rgb_first else image
         # The library's own steps, one by one: what is scored has seen what its authors' code shows.
-        for step in self._steps:
+        steps = self._steps
+        if (
+            self._resize is not None
+            and (centre := thin_centre(image, *self._resize, Image.Resampling.BICUBIC)) is not None
+        ):
+            image, steps = centre, steps[2:]
+        for step in steps:
             image = step(image)
-        return np.asarray(image)
+        return np.asarray(image.convert("RGB"))
+
+    @cached_property
+    def _resize(self) -> tuple[int, int] | None:
+        """Sizes of the crop and of the shortest side, if the steps begin with a bicubic resize and a centre crop."""
+        first, second, *_ = [*self._steps, None, None]
+        if type(first).__name__ != "Resize" or type(second).__name__ != "CenterCrop":
+            return None
+        resize, crop = first.size, second.size
+        resize = resize[0] if isinstance(resize, list | tuple) and len(resize) == 1 else resize
+        crop = crop[0] if isinstance(crop, list | tuple) and len(set(crop)) == 1 else crop
+        bicubic = getattr(first.interpolation, "value", first.interpolation) in ("bicubic", Image.Resampling.BICUBIC)
+        return (crop, resize) if isinstance(resize, int) and isinstance(crop, int) and bicubic else None
 
     def __repr__(self) -> str:
-        return "; ".join(" ".join(repr(step).split()) for step in self._steps)
+        first = "RGB first" if self._rgb_first else "the file's mode"
+        return "; ".join([first, *(" ".join(repr(step).split()) for step in self._steps)])

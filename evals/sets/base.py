@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.signals import stop_here
 from sparo_train.core.untrusted import read_bytes
-from sparo_train.data.examples.samples import decode_image
+from sparo_train.data.read.decoding import PUBLISHED, Decoding, decode
 from sparo_train.data.read.workers import in_workers
 
 from .names import OWN, lines, named
@@ -57,6 +57,7 @@ class EvalSet(ABC):
     kind: FactKind
     home: Path | None = None
     known_as: str | None = None
+    left_out: Mapping[str, int] = {}
     label_below: int | None = None  # labels from here on are refused as they are read, not when all is encoded
 
     @abstractmethod
@@ -121,6 +122,7 @@ class Limited(EvalSet):
 
     def __init__(self, whole: EvalSet, count: int):
         self.whole, self.root, self.kind, self.known_as = whole, whole.root, whole.kind, whole.known_as
+        self.left_out = whole.left_out
         self._numbers = evenly(len(whole), count)
 
     def __len__(self) -> int:
@@ -224,18 +226,18 @@ def batched(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
     return [numbers[i : i + size] for i in range(0, len(numbers), size)]
 
 
-def decoded(data: bytes, where: object) -> Image.Image:
-    """The RGB image in these bytes. Raises `DataError` naming `where`."""
+def decoded(data: bytes, where: object, how: Decoding = PUBLISHED) -> Image.Image:
+    """Return the image in these bytes, in the file's own mode by default, as open_clip is shown it. Raises `DataError` naming `where`."""
     try:
-        return decode_image(data)
+        return decode(data, how)
     except BadSampleError as bad:
-        raise DataError(f"{where}: {bad}") from None
+        raise DataError(f"{where}: {bad.whole()}") from None
 
 
-def opened(path: Path) -> Image.Image:
-    """The RGB image in a file. Raises `DataError` naming it."""
+def opened(path: Path, how: Decoding = PUBLISHED) -> Image.Image:
+    """Return the image in a file, as `decoded` does. Raises `DataError` naming the file."""
     try:
-        return decoded(read_bytes(path, DataError), path)
+        return decoded(read_bytes(path, DataError), path, how)
     except DataError as error:
         raise DataError(f"{error}; scores need all images") from None
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from sparo_train.core.errors import DataError
 from sparo_train.core.untrusted import is_below, read_json
-from sparo_train.data.read.folder import open_folder
+from sparo_train.data.read.folder import class_order, open_folder, refuse_splits
 
 from .base import EvalSet, Fact, FactKind, Layout, opened, sha256, sizes_of
 from .task_config import SetTaskConfig
@@ -73,10 +73,13 @@ class ImageNetSet(FileSet):
 
     def __init__(self, root: str | Path, expected: int | None = None, numbered: bool = False):
         folder = Path(root)
-        names = [name for part in open_folder(folder, "root", mixed=False) for name in part.names()]
+        parts = open_folder(folder, "root", mixed=False)
+        names = [name for part in parts for name in part.names()]
         # Of images, not of folders: an empty class folder is no class that can be scored.
         present = sorted({name.partition("/")[0] for name in names})
-        known = {str(i): i for i in range(1000)} if numbered else {wnid: i for i, wnid in enumerate(wordnet_ids())}
+        known = {wnid: i for i, wnid in enumerate(wordnet_ids())}
+        if numbered:  # with or without zero padding
+            known = {name: int(name) for name in class_order(present) if name.isdecimal() and int(name) < 1000}
         # Numbers without gaps: a set with 200 of the classes is scored over these 200.
         for name in present:
             if name not in known:
@@ -88,7 +91,7 @@ class ImageNetSet(FileSet):
         # Renumbered: scores count classes that are there, and models' columns follow.
         place = {imagenet: i for i, imagenet in enumerate(classes)}
         super().__init__(folder, names, [place[known[name.partition("/")[0]]] for name in names], "label")
-        self._classes = classes
+        self._classes, self.left_out = classes, parts[0].left_out
 
     def classnames(self) -> list[str]:
         return self.own_classnames()
@@ -103,7 +106,7 @@ class ImageNetSet(FileSet):
 
 
 class FolderSet(FileSet):
-    """A folder with one folder per class, in the order of their names, which name the classes (`_` is a space).
+    """A folder with one folder per class, in the order of `class_order`, which name the classes (`_` is a space).
 
     Raises:
         DataError: no images, or some outside the class folders.
@@ -111,13 +114,16 @@ class FolderSet(FileSet):
 
     def __init__(self, root: str | Path):
         folder = Path(root)
-        names = [name for part in open_folder(folder, "root", mixed=False) for name in part.names()]
+        parts = open_folder(folder, "root", mixed=False)
+        names = [name for part in parts for name in part.names()]
         for name in names:
             if "/" not in name:
                 raise DataError(f"{folder / name}: lies beside the class folders; its class is not known")
-        self._classes = sorted({name.partition("/")[0] for name in names})
+        self._classes = class_order(name.partition("/")[0] for name in names)
+        refuse_splits(folder, self._classes)
         place = {name: i for i, name in enumerate(self._classes)}
         super().__init__(folder, names, [place[name.partition("/")[0]] for name in names], "label")
+        self.left_out = parts[0].left_out
 
     def own_classnames(self) -> list[str]:
         return [name.replace("_", " ") for name in self._classes]

@@ -80,7 +80,7 @@ class TorchvisionSet(EvalSet):
             image, label = self._samples[number]
         except OSError as error:
             raise DataError(f"{self.root}: {self.known_as}, sample {number}: cannot be read ({error})") from None
-        return f"{self._split}/{number:06d}", image.convert("RGB"), int(label)
+        return f"{self._split}/{number:06d}", image, int(label)
 
     def identity(self) -> str:
         names = [path.relative_to(self.root).as_posix() for path in self._files]

@@ -22,15 +22,10 @@ def named(what: str, root: Path, known_as: str | None) -> list[str] | None:
 
 
 def lines(path: Path) -> list[str]:
-    """Lines of a text file, blank ones at its end left away. Raises `DataError` where it is missing or has a blank line before."""
+    """Return the lines of a text file, stripped, without blank ones, as clip-benchmark reads them. Raises `DataError` if it is missing."""
     if not path.is_file():
         raise DataError(f"{path}: missing; this task needs it (one entry per line)")
-    found = read_text(path, DataError).rstrip().split("\n")
-    if blank := [number for number, line in enumerate(found, 1) if not line.strip()]:
-        raise DataError(
-            f"{path}: line {blank[0]} is blank, and labels count lines; remove it, or write the name that belongs there"
-        )
-    return found
+    return [line.strip() for line in read_text(path, DataError).split("\n") if line.strip()]
 
 
 def published(what: str, name: str) -> list[str] | None:

@@ -20,7 +20,7 @@ from PIL import Image
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.untrusted import read_text
 from sparo_train.data.examples.samples import image_bytes
-from sparo_train.data.read.folder import FolderConfig, FolderPart
+from sparo_train.data.read.folder import FolderConfig, FolderPart, refuse_splits
 from sparo_train.data.read.made_by import remedy
 from sparo_train.data.read.remote import filesystem_of
 from sparo_train.data.read.shards import Shard, ShardsConfig
@@ -101,6 +101,8 @@ class ClassFolders(SourceSet):
     def __init__(self, folder: str, kind: FactKind, key: str):
         super().__init__(FolderConfig(folder=folder), kind, key, Path(folder))
         self._parts = cast(Sequence[FolderPart], self.source.storages)
+        self.left_out = self._parts[0].left_out
+        refuse_splits(self.root, self.classes)
 
     @property
     def classes(self) -> list[str]:

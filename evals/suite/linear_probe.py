@@ -149,7 +149,7 @@ class _Crops(EvalSet):
         rng = generator(self.names[0], "probe-augment", self.names[1], number)
         # Of the image's own number, not of the order in which workers come to it.
         box = random_resized_crop_box(image.size, (0.08, 1.0), rng)
-        pixels = resized_crop(image, box, self.size, Image.Resampling.BILINEAR)
+        pixels = resized_crop(image.convert("RGB"), box, self.size, Image.Resampling.BILINEAR)
         return key, Image.fromarray(pixels[:, ::-1] if rng.random() < 0.5 else pixels), fact
 
     def identity(self) -> str:

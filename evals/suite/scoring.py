@@ -74,6 +74,9 @@ def described(
 ) -> Result:
     """A result with what only the caller knows: options, the data's identity, and the keys of its predictions."""
     options = {**options, **result.options, "facts": facts_digest(images.keys, images.facts)}
+    if source.left_out:
+        options["left_out"] = dict(source.left_out)
+        result = result._replace(counts={**result.counts, "left_out": sum(source.left_out.values())})
     return result._replace(options=options, data=source.identity(), keys=tuple(keys or images.keys))
 
 

@@ -58,6 +58,8 @@ class Result(NamedTuple):
     def remarks(self) -> list[str]:
         """What has to be known beside the scores, in words."""
         found = [f"not the listed data: {self.note}"] if self.note else []
+        if self.counts.get("left_out"):
+            found.append(self.left_out())
         if count := self.counts.get("images_without_caption"):
             found.append(f"{count} image(s) without a caption are no queries")
         if count := self.counts.get("scenes_beyond_rays"):
@@ -78,6 +80,14 @@ class Result(NamedTuple):
                 "how sure it is cannot be said"
             )
         return found
+
+    def left_out(self) -> str:
+        """Name the files of the set's folder that were not read; empty where all were."""
+        count, by_suffix = self.counts.get("left_out"), self.options.get("left_out")
+        if not count:
+            return ""
+        listed = ", ".join(f"{n} {suffix}" for suffix, n in by_suffix.items()) if isinstance(by_suffix, dict) else ""
+        return f"{count} file(s) left out, which are no pictures that can be read: {listed}"
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Result:

@@ -37,6 +37,10 @@ def convert(
         str | None, typer.Option(help="of a table; default: the first of title, caption, text, txt, sentence")
     ] = None,
     separator: Annotated[str | None, typer.Option(help="between columns; default: told by the header")] = None,
+    skip_missing: Annotated[
+        bool,
+        typer.Option("--skip-missing", help="of a table: leave out rows whose picture is not there, and count them"),
+    ] = False,
     template: Annotated[str, typer.Option(help="caption for CLASS/ folders; {c} is the class")] = _TEMPLATE,
     per_shard: Annotated[int | None, typer.Option(min=1, help="default: 1000, and 100 with --videos")] = None,
     part: ShareOption = None,
@@ -78,7 +82,7 @@ def convert(
         "--videos": videos,
     }
     ours = {"--image-column": image_column, "--caption-column": caption_column, "--separator": separator,
-            "--template": template != _TEMPLATE}  # fmt: skip
+            "--skip-missing": skip_missing, "--template": template != _TEMPLATE}  # fmt: skip
     for name, given in (ours if kind is not None else theirs).items():
         if given:
             whose = "folders and tables" if kind is not None else "--as NAME"
@@ -95,8 +99,12 @@ def convert(
 
     if source.is_dir():
         made = convert_folder(source, folder, template, per_shard, own, test)
-    elif source.suffix in (".csv", ".tsv"):
-        made = convert_csv(source, folder, image_column, caption_column, separator, per_shard, own, test)
+    elif source.suffix.lower() in (".csv", ".tsv"):
+        made = convert_csv(source, folder, image_column, caption_column, separator, per_shard, own, test, skip_missing)
+    elif source.suffix == ".tar" or source.name.endswith((".tar.gz", ".tgz")):
+        raise ConfigError(
+            f"{source}: is a shard, which needs no conversion. Train with data.sources='{{mine: {{shards: {source}}}}}'."
+        )
     else:
         raise ConfigError(f"{source}: give an image folder, a .csv or .tsv file, or --as NAME for a published set")
     _tell(folder, made, own is None)
@@ -122,16 +130,30 @@ def _publish(source: Path, folder: Path, kind: str, given: dict[str, Any]) -> No
         f"{folder}: {written.train} {what} to train on, {written.test} to score, {written.without_objects} without an object",
         soft_wrap=True,
     )
+    for reason, count in written.left_out.items():
+        console.print(f"left out: {count} {reason}", soft_wrap=True)
     if written.train:
         out.print(f"sparo data check {shlex.quote(str(folder / 'train'))}", soft_wrap=True)
 
 
 def _tell(folder: Path, made: Converted, whole: bool) -> None:
-    """What was written, and the lines to type next."""
+    """Print what was written, and the lines to type next."""
     from sparo_train.core.recipe.config_keys import value_text
+    from sparo_train.data.read.folder import left_out_text
 
     scored = f", {made.test} images to score ({made.task})" if made.task else ""
     console.print(f"{folder}: {made.train} samples{' to train on' if made.task else ''}{scored}", soft_wrap=True)
+    if made.turned:
+        console.print(f"{made.turned} pictures were turned as their EXIF orientation says")
+    if made.left_out:
+        console.print(f"left out, as no pictures that can be read: {left_out_text(made.left_out)}", soft_wrap=True)
+    if made.missing:
+        console.print(f"{made.missing} rows without a picture were left out")
+    if made.numbered:
+        console.print(
+            "captions name classes by number; a classnames.txt in the source folder, one name per line in their order, names them",
+            soft_wrap=True,
+        )
     if made.copies:
         console.print(f"{made.copies} copies of the images to score are kept from training, too", soft_wrap=True)
     if made.broken:

@@ -15,6 +15,7 @@ from evals.slots.material import open_images
 from evals.slots.overlay import Seen, jpeg, thumbnail
 from evals.slots.page_arrays import limited
 from sparo_train.core.errors import ConfigError
+from sparo_train.data.read.decoding import TRAINING
 
 SIZE = 320  # pixels of the longest side that a page gets
 MOST_OWN = 100  # images that may be added
@@ -55,7 +56,7 @@ class Pictures:
         first = len(self.numbers)
         if number < first:
             return self.source.read(self.numbers[number])[1]
-        return decoded(self._own[number - first], self.shown[number].key)
+        return decoded(self._own[number - first], self.shown[number].key, TRAINING)
 
     def check(self, number: int) -> None:
         """Raise `ConfigError` for a number that is none."""
@@ -70,7 +71,7 @@ class Pictures:
     def add(self, data: bytes, name: str, caption: str) -> int:
         """One of a person's own; returns its number. Raises `DataError` where it is no image."""
         # Decoded before it is kept: what is no picture is refused at once, not when it is looked at.
-        image = decoded(data, name)
+        image = decoded(data, name, TRAINING)
         if max(image.size) > _LINE * min(image.size):
             raise ConfigError(f"{name}: {image.width} x {image.height} pixels are a line, no picture; cut it first")
         with self._adding:

@@ -32,7 +32,8 @@ def check_lines(report: Report) -> list[str]:
             lines.append(f"  {shard.damage}")
         by_reason: dict[str, list[str]] = {}
         for key, reason in shard.bad:
-            by_reason.setdefault(reason, []).append(key)
+            detail = shard.details.get(key)
+            by_reason.setdefault(reason, []).append(f"{key}: {detail}" if detail else key)
         for reason, keys in by_reason.items():
             more = " …" if len(keys) > _NAMED else ""
             lines.append(f"  {reason}: {len(keys)} ({', '.join(keys[:_NAMED])}{more})")
@@ -45,6 +46,7 @@ def check_facts(report: Report) -> dict[str, Any]:
         "shards": len(report.shards),
         "samples": report.samples,
         "broken": report.reasons(),
+        "notes": report.notes(),
         "duplicates": {name: getattr(report, name)._asdict() for name in _KINDS},
         "bad": {s.url: [list(pair) for pair in s.bad] for s in report.shards if s.bad},
         "damaged": {s.url: s.damage for s in report.shards if s.damage},
@@ -54,6 +56,8 @@ def check_facts(report: Report) -> dict[str, Any]:
 def _totals(report: Report) -> list[str]:
     broken = ", ".join(f"{r}: {n}" for r, n in report.reasons().items()) or "nothing broken"
     lines = [f"{len(report.shards)} shards, {report.samples} samples; {broken}"]
+    if notes := report.notes():
+        lines.append("usable, but unusual: " + ", ".join(f"{n} {note}" for note, n in notes.items()))
     for name in _KINDS:
         found = getattr(report, name)
         example = found.examples[0] if found.examples else []

@@ -43,9 +43,11 @@ def _fits(results: Mapping[str, Mapping[str, Result]]) -> bool:
 
 
 def _table(results: Mapping[str, Mapping[str, Result]]) -> Table:
-    odd = any(result.note for by_task in results.values() for result in by_task.values())
+    scored = [result for by_task in results.values() for result in by_task.values()]
+    captions = ["not the listed data"] if any(result.note for result in scored) else []
+    captions += dict.fromkeys(text for result in scored if (text := result.left_out()))
     table = Table(
-        caption=f"{MARK} not the listed data" if odd else None,
+        caption=f"{MARK} {'; '.join(captions)}" if captions else None,
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
     )  # fmt: skip
     for column in _FIXED:
@@ -57,7 +59,10 @@ def _table(results: Mapping[str, Mapping[str, Result]]) -> Table:
         # The one with most metrics names the rows; others have a dash where they have none.
         first = max((r[task] for r in results.values() if task in r), key=lambda r: len(r.metrics))
         found = [by_task.get(task) for by_task in results.values()]
-        head = [shown(r.headline, r.value, unit=True) + (MARK if r.note else "") if r else "-" for r in found]
+        head = [
+            shown(r.headline, r.value, unit=True) + (MARK if r.note or r.left_out() else "") if r else "-"
+            for r in found
+        ]
         chance = shown(first.headline, first.chance) if is_share(first.headline) else "-"
         table.add_row(task, first.headline, str(first.n), chance, *head, style="bold")
         spans = (f"{shown(r.headline, r.interval[0])}–{shown(r.headline, r.interval[1])}" if r else "-" for r in found)

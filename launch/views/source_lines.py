@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from sparo_train.data.read.folder import left_out_text
 from sparo_train.data.read.plan import reading
 from sparo_train.data.read.sources import Source
 
@@ -20,6 +21,8 @@ def source_lines(sources: Sequence[Source], samples: int) -> Iterator[str]:
     read = reading([source.samples for source in sources], [source.config.weight for source in sources], samples)
     for source, (share, passes) in zip(sources, read, strict=True):
         yield f"data {source.name}: {share:.1%} of what is read; {source.samples:,} samples, {passes:.2f} passes"
+        if left_out := getattr(source.storages[0], "left_out", {}):
+            yield f"data {source.name}: left out, as no pictures that can be read: {left_out_text(left_out)}"
         broken = source.broken()
         for damage in broken[:_NAMED]:
             yield f"data {source.name}: {damage.url}: {damage.reason}, about {damage.lost:,} samples lost"

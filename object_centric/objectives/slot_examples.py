@@ -30,7 +30,9 @@ class SlotExamples(Examples):
         self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
     ) -> Any:
         c, size = self.config, self.image_size
-        image = decode_image(image_bytes(fields, source.config.image_keys), 2 * size if c.scaled_decoding else None)
+        image = decode_image(
+            image_bytes(fields, source.config.image_keys), 2 * size if c.scaled_decoding else None, c.pixel_range
+        )
         on_stage("decode")
         if c.crop_scale == (1.0, 1.0):
             pixels = eval_pixels(image, size)

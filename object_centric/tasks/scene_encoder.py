@@ -67,7 +67,7 @@ class SceneEncoder(Encoder, ViewsEncoder):
         self.model: Any
         c = model.config
         self.image_size, self.slots = c.image_size, c.grouping.slots
-        self.transform = Pixels(self.image_size, self.image_size)
+        self.transform = Pixels(self.image_size, self.image_size, rgb_first=True)
         self.trained_frames, self.trained_views = trained_frames, trained_views
         self.noise = torch.randn(c.noise, generator=torch.Generator().manual_seed(seed))
         self.seed = seed

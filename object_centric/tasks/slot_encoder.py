@@ -40,7 +40,7 @@ class TowerEncoder(Encoder):
         level = (0.5,) * 3 if signed else (0.0,) * 3
         super().__init__(model, level, (0.5,) * 3 if signed else (1.0,) * 3, label)
         self.image_size, self.slots = model.config.image_size, model.config.grouping.slots
-        self.transform = Pixels(self.image_size, self.image_size)
+        self.transform = Pixels(self.image_size, self.image_size, rgb_first=True)
         # Drawn on the CPU: a GPU's stream has other numbers, and other slots.
         self.noise = torch.randn(model.config.noise, generator=torch.Generator().manual_seed(seed))
         self.seed = seed

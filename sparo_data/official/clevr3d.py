@@ -14,7 +14,7 @@ from sparo_train.core.untrusted import read_bytes
 from sparo_train.data.clips.cameras import checked_lens, looking
 
 from .published import numbered, opened_image
-from .viewed import FARTHEST, PublishedView, PublishedViews, on_white
+from .viewed import FARTHEST, PublishedView, PublishedViews
 
 _LENS = {"camera_angle_x": float(2 * np.arctan(16 / 35))}  # Blender's camera of 35 mm before a sensor of 32
 _VIEWS = 3
@@ -55,7 +55,7 @@ def clevr3d_scenes(place: Path, scenes: Sequence[int] | None = None) -> Iterator
 
 def _view(place: Path, told: _Tables, scene: int, view: int) -> PublishedView:
     where, file = f"{place}: scene {scene}, view {view}", f"{scene}_{view}.png"
-    image = on_white(read_bytes(place / f"images/img_{file}", DataError), where)
+    image = opened_image(read_bytes(place / f"images/img_{file}", DataError), where)
     height, width = image.shape[:2]
     mask, depth = place / f"masks/masks_{file}", place / f"depths/depths_{file}"
     label = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -12,16 +12,17 @@ import numpy as np
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.untrusted import is_below, read_bytes, read_json
 
-from .published import IGNORE, PublishedScene, numbered, opened_image
+from .clips import plain
+from .published import IGNORE, LEFT_OUT, PublishedScene, numbered, opened_image
 
 _LARGEST = 1 << 31  # bytes of a file of annotations; COCO's has 0.45e9
 
 
 def clevr(root: Path) -> Iterator[PublishedScene]:
-    """CLEVR_v1.0: `images/SPLIT/*.png` with `scenes/CLEVR_SPLIT_scenes.json`, of the one split that ROOT/scenes names or `root` is.
+    """Read CLEVR_v1.0: `images/SPLIT/*.png` with `scenes/CLEVR_SPLIT_scenes.json`, or pictures beside or below the scenes file.
 
     Args:
-        root: the JSON file of scenes, beside whose folder `images` lies.
+        root: the JSON file of scenes.
 
     Raises:
         DataError: no such file, or a scene whose picture is missing.
@@ -29,18 +30,33 @@ def clevr(root: Path) -> Iterator[PublishedScene]:
     listed = read_json(root, dict, DataError, _LARGEST).get("scenes")
     if not isinstance(listed, list):
         raise DataError(f"{root}: has no list `scenes`; give CLEVR's scenes/CLEVR_SPLIT_scenes.json")
+    folder: Path | None = None  # of the first scene's picture: no set mixes folders
     for number, scene in enumerate(listed):
-        name, split = (scene.get(k) if isinstance(scene, dict) else None for k in ("image_filename", "split"))
-        if not all(
-            isinstance(word, str) and word not in ("", "..") and Path(word).name == word for word in (name, split)
+        name, split = (scene.get(k, "") if isinstance(scene, dict) else None for k in ("image_filename", "split"))
+        if not name or not all(
+            isinstance(word, str) and word != ".." and Path(word).name == word for word in (name, split)
         ):
-            raise DataError(f"{root}: scene {number} names no image_filename and split")
-        path = root.parent.parent / "images" / str(split) / str(name)
+            raise DataError(f"{root}: scene {number} names no image_filename, or a split that is no name")
+        folder = folder or _pictures_of(root, str(split), str(name))
+        path = folder / str(name)
         image = opened_image(read_bytes(path, DataError), path)
         objects = scene.get("objects", [])  # the test split has none
         if not isinstance(objects, list) or not all(isinstance(one, dict) for one in objects):
             raise DataError(f"{root}: scene {number}: its objects are no list of descriptions")
         yield PublishedScene(Path(str(name)).stem, image, None, {"objects": objects})
+
+
+def _pictures_of(root: Path, split: str, name: str) -> Path:
+    """Return the folder of a scenes file's pictures: as published, or beside or below the file. Raises `DataError`."""
+    above, here = root.parent.parent, root.parent
+    places = [above / "images" / split, above / "images", here / "images" / split, here / "images", here / split, here]
+    folder = next((place for place in dict.fromkeys(places) if (place / name).is_file()), None)
+    if folder is None:
+        listed = ", ".join(str(place) for place in dict.fromkeys(places))
+        raise DataError(
+            f"{root}: its pictures are not found, got scene 0's {name} in none of {listed}. Put images/ beside the file."
+        )
+    return folder
 
 
 def clevrtex(root: Path) -> Iterator[PublishedScene]:
@@ -90,6 +106,7 @@ def coco(annotations: Path, images: Path | None = None) -> Iterator[PublishedSce
     except (KeyError, TypeError) as error:
         raise DataError(f"{annotations}: is not COCO's instances ({error})") from None
     names = Counter(place.name for place, *_ in listed)
+    numbers = _class_numbers(one for found in of_image.values() for one in found)
     for place, found, height, width in listed:
         # Some have folders of their own before the name; one picture must not stand for two of one name.
         inside = is_below(str(place)) and (folder / place).is_file()
@@ -103,9 +120,55 @@ def coco(annotations: Path, images: Path | None = None) -> Iterator[PublishedSce
             raise DataError(
                 f"{path}: has {image.shape[1]} x {image.shape[0]} pixels, and {annotations.name} says {width} x {height}"
             )
-        label, semantic = _drawn(coder, found, (height, width), f"{annotations.name}: {name}")
-        boxes = [{"id": i + 1, "category": one["category_id"], "area": one.get("area")} for i, one in enumerate(found)]
-        yield PublishedScene(path.stem, image, label, {"objects": boxes}, semantic)
+        drawn, left_out = _with_outlines(found)
+        label, semantic = _drawn(coder, drawn, (height, width), f"{annotations.name}: {name}", numbers)
+        boxes = [
+            {
+                "id": i + 1,
+                "category": one["category_id"],
+                "class": numbers[int(one["category_id"])],
+                "area": one.get("area"),
+            }
+            for i, one in enumerate(drawn)
+        ]
+        facts = {"objects": boxes, **({"file": name} if plain(path.stem) != path.stem else {})}
+        yield PublishedScene(plain(path.stem), image, label, {**facts, LEFT_OUT: dict(left_out)}, semantic)
+
+
+def _class_numbers(found: Iterable[dict[str, Any]]) -> dict[int, int]:
+    """Return the number of each category in the masks: its id where all ids are 1 to 254, as in COCO, else its rank from 1 on.
+
+    Raises:
+        DataError: more than 254 categories, or one that is no number.
+    """
+    try:
+        ids = sorted({int(one["category_id"]) for one in found})
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"annotations: an object has no category_id that is a number ({error})") from None
+    if all(0 < number < IGNORE for number in ids):
+        return {number: number for number in ids}
+    if len(ids) >= IGNORE:
+        raise DataError(
+            f"annotations: at most {IGNORE - 1} categories can be written, got {len(ids)}. Convert a part of them."
+        )
+    return {number: rank for rank, number in enumerate(ids, 1)}
+
+
+def _with_outlines(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """Return the objects that have an outline, without degenerate polygons, and what was left out."""
+    kept: list[dict[str, Any]] = []
+    left_out: Counter[str] = Counter()
+    for one in found:
+        shape = one.get("segmentation")
+        if isinstance(shape, list):
+            whole = [points for points in shape if not (isinstance(points, list) and len(points) < 6)]
+            left_out["polygons of fewer than three points"] += len(shape) - len(whole)
+            shape = whole
+        if shape in (None, []):
+            left_out["objects without an outline"] += 1
+            continue
+        kept.append({**one, "segmentation": shape})
+    return kept, +left_out
 
 
 def _number(told: Any) -> int:
@@ -152,19 +215,19 @@ def _run_lengths(code: str) -> list[int]:
     return runs
 
 
-def _drawn(coder: Any, found: list[dict[str, Any]], side: tuple[int, int], where: str) -> tuple[np.ndarray, np.ndarray]:
+def _drawn(
+    coder: Any, found: list[dict[str, Any]], side: tuple[int, int], where: str, numbers: Mapping[int, int]
+) -> tuple[np.ndarray, np.ndarray]:
     label, semantic = np.zeros(side, np.uint8), np.zeros(side, np.uint8)
     taken = np.zeros(side, np.int32)
     if len(found) >= IGNORE:
-        raise DataError(f"{where}: {len(found)} objects; 254 can be written")
+        raise DataError(f"{where}: at most 254 objects of a picture can be written, got {len(found)}.")
     for i, one in enumerate(found):
         try:
             there = _outline(coder, one["segmentation"], side)
-            category = int(one["category_id"])
+            category = numbers[int(one["category_id"])]
         except Exception as error:  # pycocotools raises whatever its C code meets
             raise DataError(f"{where}: object {i} has no outline ({str(error)[:200]})") from None
-        if not 0 < category < IGNORE:
-            raise DataError(f"{where}: object {i} is of category {category}; 1 to 254 can be written")
         taken += there
         # Later ones lie on top, until what two of them share is taken out below.
         label[there], semantic[there] = i + 1, category

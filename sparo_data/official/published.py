@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
@@ -15,11 +15,15 @@ from PIL import Image
 from pydantic import NonNegativeInt
 
 from sparo_train.core.config import Frozen, setting
-from sparo_train.core.errors import DataError
+from sparo_train.core.errors import BadSampleError, DataError
+from sparo_train.core.files import write_whole
 from sparo_train.core.untrusted import read_json
-from sparo_train.data.examples.samples import FORMATS
+from sparo_train.data.read.decoding import PUBLISHED, TRAINING, decode
 
 from ..writer import Fields, claim, encoded, write_shards, write_wds_layout
+
+# As in training, but not turned: masks lie on the pixels as they are stored.
+PICTURES = TRAINING._replace(upright=False)
 
 IGNORE = 255  # of label maps: pixels that no score counts
 Crop = Literal["none", "clevr", "center192"]
@@ -74,9 +78,15 @@ class PublishedConfig(Frozen):
 
 
 class Written(NamedTuple):
+    """Samples written. left_out: what of the annotations was left out, by reason."""
+
     train: int
     test: int
     without_objects: int
+    left_out: Mapping[str, int] = {}
+
+
+LEFT_OUT = "left_out"  # among a scene's facts while it is converted: counts of what was left out of it
 
 
 def write_published(
@@ -91,9 +101,18 @@ def write_published(
         DataError: `out` holds something else already, or there is no scene.
     """
     counts = {"all": 0, "empty": 0}
+    left_out: Counter[str] = Counter()
+    categories: dict[int, Any] = {}
 
     def samples() -> Iterator[tuple[str, Fields]]:
         for scene in islice((s for s in scenes if config.most is None or objects_in(s) <= config.most), config.limit):
+            left_out.update(scene.facts.pop(LEFT_OUT, {}))
+            objects = scene.facts.get("objects")
+            categories.update(
+                {one["class"]: one["category"] for one in objects if isinstance(one, dict) and "class" in one}
+                if isinstance(objects, list)
+                else {}
+            )
             scene = cut(scene, config)
             counts["all"] += 1
             counts["empty"] += scene.label is not None and not ((scene.label > 0) & (scene.label < IGNORE)).any()
@@ -109,7 +128,9 @@ def write_published(
         write_shards(out / "train", chain(held.rest, stream), config.per_shard)
         if not counts["all"]:
             raise DataError(f"{', '.join(config.files)}: not one scene in it")
-    return Written(counts["all"] - tested, tested, counts["empty"])
+        if any(number != category for number, category in categories.items()):  # masks have numbers of their own
+            write_whole(out / "categories.json", json.dumps(dict(sorted(categories.items())), indent=1))
+    return Written(counts["all"] - tested, tested, counts["empty"], left_out)
 
 
 def write_in_two(
@@ -251,12 +272,14 @@ def fields_of(scene: PublishedScene) -> dict[str, bytes]:
 
 def opened_image(data: bytes, where: object, labels: bool = False) -> np.ndarray:
     """The picture in a file: (H, W, 3), or (H, W) of labels, palettes as their numbers. Raises `DataError` naming `where`."""
+    how = PUBLISHED if labels else PICTURES
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            found = image if labels and image.mode in ("P", "L", "I", "I;16", "1") else image.convert("RGB")
-            return np.asarray(found)
-    except Exception as error:  # decoders of broken files raise anything
-        raise DataError(f"{where}: is no picture ({error})") from None
+        image = decode(data, how)
+        if labels and image.mode not in ("P", "L", "I", "I;16", "1"):
+            image = image.convert("RGB")
+        return np.asarray(image)
+    except BadSampleError as bad:
+        raise DataError(f"{where}: is no picture that can be read, got {bad.whole()}") from None
 
 
 def numbered(plane: np.ndarray, where: object, of_several: bool = False) -> np.ndarray:

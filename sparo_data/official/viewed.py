@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
 
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.untrusted import read_bytes, read_json
@@ -18,7 +16,7 @@ from sparo_train.data.clips.cameras import checked_lens, checked_pose
 from ..episodes import LONGEST, Measured, Video, measured, scene_fields
 from ..writer import Fields
 from .clips import plain
-from .published import PublishedConfig, Written, write_in_two
+from .published import PublishedConfig, Written, opened_image, write_in_two
 from .videos import sized
 
 _NAMES = ("transforms.json", "transforms_train.json", "transforms_val.json", "transforms_test.json")
@@ -95,7 +93,7 @@ def _frame(path: Path, number: int, told: dict[str, Any], frame: Any) -> Publish
     if not isinstance(frame, dict) or not isinstance(frame.get("file_path"), str) or not frame["file_path"]:
         raise DataError(f"{where}: has no file_path")
     _refuse_bent(where, {**told, **frame})
-    image = on_white(_picture(path, where, frame["file_path"]), where)
+    image = opened_image(_picture(path, where, frame["file_path"]), where)
     lens = {name: frame.get(name, told.get(name)) for name in _LENS if name in frame or name in told}
     try:
         pose = checked_pose(frame.get("transform_matrix"))
@@ -133,23 +131,6 @@ def _picture(path: Path, where: str, name: str) -> bytes:
         return read_bytes(picture, DataError)
     except DataError as error:
         raise DataError(f"{where}: {error}{ending}") from None
-
-
-def on_white(data: bytes, where: str) -> np.ndarray:
-    """(H, W, 3) uint8."""
-    try:
-        with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:
-            if image.mode.startswith("I"):  # 16 bits of grey: PIL would cut them off at 255
-                return np.repeat(
-                    (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)[..., None], 3, 2
-                )
-            if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
-                return np.asarray(image.convert("RGB"))
-            # On white: that is what published numbers of such scenes were measured on.
-            whole = image.convert("RGBA")
-            return np.asarray(Image.alpha_composite(Image.new("RGBA", whole.size, (255,) * 4), whole).convert("RGB"))
-    except Exception as error:  # decoders of broken files raise anything
-        raise DataError(f"{where}: is no picture ({error})") from None
 
 
 def write_viewed(

@@ -36,11 +36,16 @@ class BadSampleError(Exception):
     """A sample that is skipped; the message is the reason under which it is counted.
 
     A reason says what is wrong, never which sample: as many counts are kept as there are reasons.  `key`: of the sample, for the log.
+    `detail`: the values that are wrong in this sample, for messages about it alone.
     """
 
-    def __init__(self, reason: str, key: str = ""):
+    def __init__(self, reason: str, key: str = "", detail: str = ""):
         super().__init__(reason)
-        self.key = key
+        self.key, self.detail = key, detail
+
+    def whole(self) -> str:
+        """Return the reason with the detail."""
+        return f"{self} ({self.detail})" if self.detail else str(self)
 
 
 class WorkerLostError(DataError):

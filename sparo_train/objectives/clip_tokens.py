@@ -101,11 +101,12 @@ class TokenExamples(ImageTextExamples):
         if kind == "text":
             return sizes
         pixels = {"pixels": "shortest side, middle", "scaled_decoding": self.config.scaled_decoding}
-        return {**sizes, **pixels, "mean": config.mean, "std": config.std}
+        decoding = {"decoding": 2, "pixel_range": self.config.pixel_range}  # 2: upright, transparency on white
+        return {**sizes, **pixels, **decoding, "mean": config.mean, "std": config.std}
 
     def _image(self, fields: dict[str, bytes], source: Source) -> list[Prepared]:
         data, size = image_bytes(fields, source.config.image_keys), self.image_size
-        image = decode_image(data, 2 * size if self.config.scaled_decoding else None)
+        image = decode_image(data, 2 * size if self.config.scaled_decoding else None, self.config.pixel_range)
         # The digest is of the file as it lies, so that finding tokens decodes no image.
         return [Prepared(digest_of(data), np.ascontiguousarray(eval_pixels(image, size).transpose(2, 0, 1)))]
 
@@ -125,7 +126,9 @@ class TokenExamples(ImageTextExamples):
             data = image_bytes(fields, source.config.image_keys)
             rows = self.kept["image"].read(digest_of(data))
             if rows is None:
-                decode_image(data)  # of a broken picture there are none, and that is what is wrong with it
+                decode_image(
+                    data, pixel_range=self.config.pixel_range
+                )  # of a broken picture there are none, and that is what is wrong with it
             out["image_tokens"] = self._known("image", rows)
         else:
             pair = super().prepare(fields, source, rng, on_stage)

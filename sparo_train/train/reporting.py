@@ -80,7 +80,9 @@ class Reporter:
         return found
 
     def first_batch(self, pipeline: DataPipeline, batch: Batch) -> None:
-        """Show what the model is given first."""
+        """Show what the model is given first, and what its pixels are."""
+        if self.ranks.rank == 0 and (text := pixel_statistics(batch)):
+            self.display.say(text)
         if self._log is not None and self.config.samples:
             self._log.samples(lambda: pipeline.shown(batch, self.config.samples))
 
@@ -145,6 +147,18 @@ class Reporter:
         # Of one rank's device, as published figures are.
         share = utilisation(rate, self.engine.device)
         return {"tflops": rate / 1e12} | ({} if share is None else {"mfu": share})
+
+
+def pixel_statistics(batch: Batch) -> str:
+    """Return a line about the pixels of a batch's images, uint8; empty without any. A range far from 0 to 255 is the commonest mistake."""
+    image = batch.get("image")
+    if not isinstance(image, torch.Tensor) or image.dtype != torch.uint8 or not image.numel():
+        return ""
+    low, high, mean = int(image.min()), int(image.max()), float(image.float().mean())
+    line = f"first batch: pixels from {low} to {high}, mean {mean:.1f}"
+    if high < 64:
+        return f"{line}. Nearly black: are these 16-bit pictures of a small range? Set data.pixel_range."
+    return f"{line}. Nearly white: look at data.pixel_range." if low > 192 else line
 
 
 class Collector:

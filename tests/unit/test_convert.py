@@ -31,7 +31,7 @@ def test_image_folders_and_tables_become_shards(tmp_path):
     with pytest.raises(DataError, match=r"y\.png: no class folder and no y\.txt"):
         convert_folder(source, tmp_path / "again")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"no \.jpg, \.png or \.webp image"):
+    with pytest.raises(DataError, match=r"no picture that can be read below this folder"):
         convert_folder(tmp_path / "empty", tmp_path / "again")
 
 
@@ -135,15 +135,18 @@ def test_tables_become_shards_whatever_separates_their_columns(tmp_path, separat
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"flie,title\n", "no column 'filepath'; known: flie, title; --image-column names another"),
-        (b"filepath,title\nnone.jpg,words\n", r"t\.csv, line 2: 'none\.jpg' is no image file"),
+        (
+            b"flie,title\n",
+            "no column for the picture, got the columns flie, title. Call it filepath, or name it with --image-column",
+        ),
+        (b"filepath,title\nnone.jpg,words\n", r"t\.csv, line 2: no such picture, got 'none\.jpg'"),
         (b"filepath,title\na.jpg\n", r"t\.csv, line 2: no image or no caption"),
         (b"filepath,title\n,words\n", r"t\.csv, line 2: no image or no caption"),
         (b"filepath,title\na.jpg,   \n", r"t\.csv, line 2: no image or no caption"),
         (b"filepath,title\na.jpg,caf\xe9\n", r"t\.csv: not UTF-8 .*iconv"),
         (b'filepath,title\na.jpg,x\na.jpg,"open\nb.jpg,y\n', r"t\.csv, line 3: a quote is opened and never closed"),
         (b'filepath,title\na.jpg,"open\n' + b"b.jpg,y\n" * 20_000, r"t\.csv, line 2: .*is a quote open\?"),
-        (b'"filepath,title\na.jpg,x\n', "no column 'filepath'"),
+        (b'"filepath,title\na.jpg,x\n', "no column for the picture"),
         (b"", "is empty; its first line names the columns"),
         (b"filepath,title\n", "has no row with an image and its caption"),
         (

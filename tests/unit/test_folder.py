@@ -64,7 +64,7 @@ def test_mistakes(folder, tmp_path, shards):
     with pytest.raises(DataError, match=r"data\.sources\.a\.folder: .*nowhere is no folder"):
         open_source("a", FolderConfig(folder=str(tmp_path / "nowhere")))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="holds no"):
+    with pytest.raises(DataError, match="no picture that can be read"):
         open_source("a", FolderConfig(folder=str(tmp_path / "empty")))
     both = dino_recipe(shards, tmp_path)
     both["data"]["sources"]["a"]["folder"] = str(folder)

@@ -16,6 +16,7 @@ from evals.slots.attend import Attended, attend, captions_of
 from evals.slots.material import open_images
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.untrusted import read_bytes
+from sparo_train.data.read.decoding import TRAINING
 
 from ...views.progress import Bar
 from ...views.slot_report import Shown, write_report
@@ -56,7 +57,10 @@ def show_slots(checkpoint: str, wanted: Wanted, options: SlotOptions, folder: Pa
             "sparo slots show: name a task of the run (--on, as in --on retrieval), or images of your own (--image FILE --caption TEXT)"
         )
     # Before the checkpoint is loaded: a file that is missing is told at once.
-    own = [Shown(str(path), decoded(read_bytes(path, ConfigError), path), caption) for path, caption in _own(wanted)]
+    own = [
+        Shown(str(path), decoded(read_bytes(path, ConfigError), path, TRAINING), caption)
+        for path, caption in _own(wanted)
+    ]
     bench = Bench(checkpoint, options)
     names: dict[int, str] = {}
     chosen: list[int] | None = None

@@ -111,7 +111,9 @@ class CropExamples(Examples):
     ) -> Any:
         data = image_bytes(fields, source.config.image_keys)
         # JPEG's own halving stops at twice the crop: a global crop of 40 % of the area still has its pixels.
-        image = decode_image(data, 2 * self.image_size if self.config.scaled_decoding else None)
+        image = decode_image(
+            data, 2 * self.image_size if self.config.scaled_decoding else None, self.config.pixel_range
+        )
         on_stage("decode")
         large, small = multi_crop(image, self.image_size, self.crops, rng)
         found = {"global_crops": large}

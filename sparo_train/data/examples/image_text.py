@@ -58,7 +58,9 @@ class ImageTextExamples(Examples):
         """Decode, augment and tokenise; raises `BadSampleError` with the reason."""
         c, size = self.config, self.image_size
         text = caption(fields, source.config, rng)
-        image = decode_image(image_bytes(fields, source.config.image_keys), 2 * size if c.scaled_decoding else None)
+        image = decode_image(
+            image_bytes(fields, source.config.image_keys), 2 * size if c.scaled_decoding else None, c.pixel_range
+        )
         on_stage("decode")
         pixels = train_pixels(image, size, c.crop_scale, c.hflip, rng)
         kept = None if self.patches is None else np.sort(rng.permutation(self.patches[0])[: self.patches[1]])

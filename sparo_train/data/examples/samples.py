@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
-import warnings
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 
 import numpy as np
-from PIL import Image, ImageFile
+from PIL import Image
 
 from ...core.errors import BadSampleError
+from ..read.decoding import TRAINING, PixelRange, decode
 from ..read.sources import Source, SourceConfig
-
-# PIL goes by content, not by name, and starts Ghostscript for an EPS; what data sets of images have is this.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-
 
 MOST_LETTERS, MOST_CHARACTERS = 400, 100_000  # of a word, within which byte pairs are merged; of a caption
 
@@ -33,23 +28,9 @@ def image_bytes(fields: Mapping[str, bytes], keys: Sequence[str]) -> bytes:
     raise BadSampleError("missing image")
 
 
-def decode_image(data: bytes, shrink_to: int | None = None) -> Image.Image:
-    """Decode to RGB. `shrink_to` lets a JPEG be decoded at 1/2, 1/4 or 1/8, not below that many pixels (pixels differ).
-
-    Raises:
-        BadSampleError: damaged, truncated, or absurdly large.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
-            if shrink_to is not None:
-                image.draft("RGB", (shrink_to, shrink_to))
-            if image.mode.startswith("I"):  # 16 bits a pixel, which PIL's conversion would clip to white
-                image = Image.fromarray((np.asarray(image, dtype=np.uint32) >> 8).astype(np.uint8))
-            return image.convert("RGB")
-    except Exception:  # PIL picks a decoder by content, and decoders fail in their own ways
-        raise BadSampleError("bad image") from None
+def decode_image(data: bytes, shrink_to: int | None = None, pixel_range: PixelRange = "by_type") -> Image.Image:
+    """Decode to an upright RGB image, transparency on white. Arguments and errors are those of `decoding.decode`."""
+    return decode(data, TRAINING._replace(pixel_range=pixel_range), shrink_to)
 
 
 def caption(fields: Mapping[str, bytes], config: SourceConfig, rng: np.random.Generator | None = None) -> str:
@@ -127,6 +108,3 @@ def _texts_if_there(fields: Mapping[str, bytes], key: str) -> list[str]:
         return _texts(fields, key)
     except BadSampleError:
         return []
-
-
-ImageFile.LOAD_TRUNCATED_IMAGES = False  # a truncated file is a bad image, not a grey one

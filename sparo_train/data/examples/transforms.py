@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
+from .thin import thin_centre
+
 
 class Crop(NamedTuple):
     """Pixels from the left and top, width, height."""
@@ -57,11 +59,20 @@ def train_pixels(
 def eval_pixels(
     image: Image.Image, size: int, resize: int | None = None, filter: Image.Resampling = Image.Resampling.BICUBIC
 ) -> np.ndarray:
-    """Shortest side to `resize` (bicubic; default: `size`, open_clip's way), centre crop; (size, size, 3) uint8."""
+    """Resize the shortest side to `resize` (bicubic; default: `size`, as open_clip does), then crop the centre; (size, size, 3) uint8."""
+    return np.asarray(centre(image, size, resize, filter))
+
+
+def centre(
+    image: Image.Image, size: int, resize: int | None = None, filter: Image.Resampling = Image.Resampling.BICUBIC
+) -> Image.Image:
+    """`eval_pixels` as an image, in the mode of `image`."""
+    if (short := thin_centre(image, size, resize or size, filter)) is not None:
+        return short
     image = shortest_side(image, resize or size, filter)
     width, height = image.size
     left, top = round((width - size) / 2), round((height - size) / 2)
-    return np.asarray(image.crop((left, top, left + size, top + size)))
+    return image.crop((left, top, left + size, top + size))
 
 
 def shortest_side(image: Image.Image, to: int, filter: Image.Resampling = Image.Resampling.BICUBIC) -> Image.Image:

@@ -1,32 +1,45 @@
 """Image folders, `CLASS/…/name.jpg` as torchvision's ImageFolder has them, read by position like shards.
 
-Files are put in an order that only their names decide and that mixes the classes, then cut into parts of 1,000: the
-plan treats a part as a shard.
+One rule for training, conversion and evaluation: the class is the first folder below the root, however deep the file lies; classes are in
+the order of their numbers if all names are integers, else of their names; hidden files and folders are left out, links are followed.
+
+Files are put in an order that only their names decide and that mixes the classes, then cut into parts of 1,000: the plan treats a part as
+a shard.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from ...core.config import free, setting
 from ...core.errors import BadSampleError, DataError
 from ...core.untrusted import read_bytes
+from .decoding import suffixes
 from .made_by import remedy
 from .sources import SourceConfig, SourceKind
 from .storage import Storage
 
-# torchvision's; an image is decoded by its content, so that the rarer kinds need no name of their own.
-IMAGE_SUFFIXES = {
-    ".jpg": "jpg", ".jpeg": "jpg", ".png": "png", ".webp": "webp",
-    ".bmp": "png", ".tif": "png", ".tiff": "png", ".ppm": "png", ".pgm": "png",
-}  # fmt: skip
 _PART = 1000
+# Text beside pictures, and what file managers leave: no pictures that anybody would miss.
+_SIDECARS = {".txt", ".json", ".csv", ".tsv", ".md", ".xml", ".yaml", ".yml", ".html"}
+_SYSTEM_FILES = {"thumbs.db", "desktop.ini"}
+_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "dev"}
+
+
+class PictureFiles(NamedTuple):
+    """names: readable pictures as sorted paths below the root.  left_out: how many other files there are, by suffix."""
+
+    names: list[str]
+    left_out: dict[str, int]
 
 
 class FolderConfig(SourceConfig):
@@ -40,8 +53,9 @@ class FolderConfig(SourceConfig):
 class FolderPart(Storage):
     """Some files of an image folder. A sample has the image, by its suffix, and `cls`, the class's number, where there are classes."""
 
-    def __init__(self, url: str, root: Path, names: np.ndarray, classes: list[str]):
+    def __init__(self, url: str, root: Path, names: np.ndarray, classes: list[str], left_out: Mapping[str, int]):
         self.url, self.root, self._names, self._numbers = url, root, names, {name: i for i, name in enumerate(classes)}
+        self.left_out = left_out  # of the whole folder
 
     def __len__(self) -> int:
         return len(self._names)
@@ -53,9 +67,9 @@ class FolderPart(Storage):
             data = read_bytes(self.root / name, DataError)
         except DataError:
             raise BadSampleError("unreadable file") from None
-        fields = {IMAGE_SUFFIXES[Path(name).suffix.lower()]: data}
-        first, slash, _ = name.partition("/")
-        return name, {**fields, "cls": str(self._numbers[first]).encode()} if slash else fields
+        fields = {suffixes()[Path(name).suffix.lower()]: data}
+        label = class_of(name)
+        return name, fields if label is None else {**fields, "cls": str(self._numbers[label]).encode()}
 
     @property
     def classes(self) -> list[str]:
@@ -71,8 +85,9 @@ class FolderPart(Storage):
         return [os.fsdecode(name) for name in self._names]
 
     def digest(self) -> str:
-        """Of the names."""
-        return hashlib.sha256(b"\n".join(self._names)).hexdigest()[:16]
+        """Return a digest of the names, and of the classes where they are not numbered in the order of their names."""
+        order = [] if self.classes == sorted(self.classes) else [os.fsencode("/".join(self.classes))]
+        return hashlib.sha256(b"\n".join([*self._names, *order])).hexdigest()[:16]
 
 
 def open_folder(path: str | Path, key: str = "folder", mixed: bool = True) -> list[FolderPart]:
@@ -87,30 +102,81 @@ def open_folder(path: str | Path, key: str = "folder", mixed: bool = True) -> li
     root = Path(path)
     if not root.is_dir():
         raise DataError(f"{key}: {root} is no folder{remedy(root)}")
-    # A directory lists its files in an order of its own.
-    names = sorted(_images(root, ""))
+    names, left_out = list_pictures(root)
     if not names:
-        raise DataError(f"{key}: {root} holds no {', '.join(sorted(set(IMAGE_SUFFIXES)))} image")
-    classes = sorted({name.partition("/")[0] for name in names if "/" in name})
+        others = f", got {left_out_text(left_out)}" if left_out else ""
+        raise DataError(f"{key}: {root}: no picture that can be read below this folder{others}.")
+    classes = class_order(label for name in names if (label := class_of(name)) is not None)
     if mixed:
         # By a hash of the name: the same on every machine, and neighbours are of different classes.
         names.sort(key=lambda name: hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest())
     table = np.asarray([os.fsencode(name) for name in names])  # one block of memory, which forked workers share
     return [
-        FolderPart(f"{path}#{number}", root, table[begin : begin + _PART], classes)
+        FolderPart(f"{path}#{number}", root, table[begin : begin + _PART], classes, left_out)
         for number, begin in enumerate(range(0, len(table), _PART))
     ]
 
 
-def _images(root: Path, below: str) -> Iterator[str]:
-    with os.scandir(root / below) as entries:
-        for entry in entries:
-            name = f"{below}{entry.name}"
-            if entry.is_dir():
-                yield from _images(root, f"{name}/")
-            # A link to a folder is one, too; macOS leaves `._NAME.jpg` beside every picture.
-            elif Path(entry.name).suffix.lower() in IMAGE_SUFFIXES and not entry.name.startswith("."):
-                yield name
+def list_pictures(root: Path) -> PictureFiles:
+    """List the pictures below a folder, and count what is left out. Links to folders are followed, but not in a circle."""
+    names: list[str] = []
+    left_out: Counter[str] = Counter()
+    waiting: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
+    while waiting:
+        below, above = waiting.pop()
+        place = (root / below).stat()
+        if (here := (place.st_dev, place.st_ino)) in above:
+            continue
+        with os.scandir(root / below) as entries:
+            for entry in entries:
+                name = f"{below}{entry.name}"
+                if entry.name.startswith("."):  # macOS leaves `._NAME.jpg` beside every picture
+                    continue
+                if entry.is_dir():
+                    waiting.append((f"{name}/", above | {here}))
+                elif (suffix := Path(entry.name).suffix.lower()) in suffixes():
+                    names.append(name)
+                elif suffix not in _SIDECARS and entry.name.lower() not in _SYSTEM_FILES:
+                    left_out[suffix or "without a suffix"] += 1
+    return PictureFiles(sorted(names), dict(left_out.most_common()))
+
+
+def left_out_text(left_out: Mapping[str, int]) -> str:
+    """Return `2 .heic (pip install pillow-heif), 1 .mov`."""
+    remedies = {".heic": " (pip install pillow-heif)", ".heif": " (pip install pillow-heif)"}
+    return ", ".join(f"{count} {suffix}{remedies.get(suffix, '')}" for suffix, count in left_out.items())
+
+
+def class_of(name: str) -> str | None:
+    """Return the first folder of a path below the root; None for a file beside the class folders."""
+    first, slash, _ = name.partition("/")
+    return first if slash else None
+
+
+def class_order(names: Iterable[str]) -> list[str]:
+    """Return distinct class names in the order of their labels: by number if all are integers, else by name.
+
+    Raises:
+        DataError: two names are one number, as 1 and 01.
+    """
+    classes = sorted(set(names))
+    if not all(re.fullmatch("[0-9]{1,18}", name) for name in classes):
+        return classes
+    classes.sort(key=int)
+    for one, other in pairwise(classes):
+        if int(one) == int(other):
+            raise DataError(f"class folders: two are one number, got {one} and {other}. Rename one of them.")
+    return classes
+
+
+def refuse_splits(root: Path, classes: Sequence[str]) -> None:
+    """Raise `DataError` where the first folders are splits, not classes: labels and captions would be of the splits."""
+    if (
+        classes
+        and {name.lower() for name in classes} <= _SPLITS
+        and any(e.is_dir() for e in (root / classes[0]).iterdir())
+    ):
+        raise DataError(f"{root}: holds splits, not classes, got {', '.join(classes)}. Give {root / classes[0]}.")
 
 
 SOURCE = SourceKind(FolderConfig, lambda config, key, _write_beside: open_folder(config.folder, f"{key}.folder"))

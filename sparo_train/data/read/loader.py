@@ -133,7 +133,8 @@ class _Workers(IterableDataset[WorkerBatch | SparoError]):
                 except BadSampleError as bad:
                     what = (p.sources[ref.source].storages[ref.shard].url, str(bad))
                     skipped[what] += 1
-                    keys.setdefault(what, bad.key or f"number {ref.ordinal}")
+                    key = bad.key or f"number {ref.ordinal}"
+                    keys.setdefault(what, f"{key} ({bad.detail})" if bad.detail else key)
             else:
                 worst = ", ".join(f"{url} ({reason}: {n})" for (url, reason), n in skipped.most_common(3))
                 raise DataError(f"data: a whole pass over stream {stream} gave no usable sample: {worst}")

@@ -13,6 +13,7 @@ from ...core.config import Frozen, between, free, setting
 from ...core.errors import DataError
 from ...core.plugins import Open
 from ...core.tables import SOURCES
+from .decoding import PixelRange
 from .storage import Storage
 
 
@@ -83,6 +84,11 @@ class DataConfig(Frozen):
     )
     hflip: float = setting(0.0, "probability of mirroring an image", ge=0, le=1)
     scaled_decoding: bool = setting(False, "the JPEG decoder shrinks by 2, 4, 8 first: faster, pixels differ")
+    pixel_range: PixelRange = setting(
+        "by_type",
+        "how 16-bit, 32-bit and float pixels become 8 bits: by_type (the upper byte of 16 bits, floats from 0..1), [low, high], or percentiles "
+        "(the 1st to the 99th of each picture); 8-bit pictures stay",
+    )
     trim_text: bool = setting(True, "cut token ids behind a batch's longest caption: exact under the causal mask")
     max_bad_share: float = free(0.01, "largest share of samples that may be unusable", ge=0, le=1)
     max_bad_share_after: int = free(1000, "samples tried before the share is judged", ge=1)

@@ -1,0 +1,220 @@
+"""The one decoder of pictures, for training, conversion, checks, evaluation and pages: which files are read, and what becomes of their pixels."""
+
+from __future__ import annotations
+
+import io
+from contextlib import suppress
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple
+
+import cv2
+import numpy as np
+from PIL import Image, ImageFile, ImageOps, TiffImagePlugin
+from pydantic import AfterValidator
+
+from ...core.errors import BadSampleError
+
+ImageFile.LOAD_TRUNCATED_IMAGES = False  # a truncated file is a bad image, not a grey one
+
+# Raster formats that Pillow recognizes by their content. EPS would start Ghostscript; formats without a signature would take any bytes.
+_FORMATS = (
+    "JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "HEIF", "JPEG2000", "ICO", "ICNS", "DDS", "QOI", "SGI",
+    "PCX", "PSD", "XBM", "XPM",
+)  # fmt: skip
+_MORE_SUFFIXES = {".jfif": "jpg", ".jpe": "jpg", ".pjpeg": "jpg", ".mpo": "jpg"}
+_DEEP = ("I;16", "I;16B", "I;16L", "I;16N", "I", "F")
+
+
+def _rising(value: Any) -> Any:
+    if isinstance(value, tuple) and not value[0] < value[1]:
+        raise ValueError("expected [low, high] with low < high")
+    return value
+
+
+PixelRange = Annotated[Literal["by_type", "percentiles"] | tuple[float, float], AfterValidator(_rising)]
+
+
+class Decoding(NamedTuple):
+    """How a picture is decoded.
+
+    upright: turn it as its EXIF orientation says.  on_white: show transparency on white.  rgb: convert to RGB; False keeps the file's mode.
+    pixel_range: how 16-bit, 32-bit and float pixels become 8 bits; None: as Pillow converts them.
+    """
+
+    upright: bool = True
+    on_white: bool = True
+    rgb: bool = True
+    pixel_range: PixelRange | None = "by_type"
+
+
+TRAINING = Decoding()
+# What open_clip's evaluation is shown: the file as Pillow opens it, which its transform resizes in the file's own mode.
+PUBLISHED = Decoding(upright=False, on_white=False, rgb=False, pixel_range=None)
+
+
+@cache
+def formats() -> tuple[str, ...]:
+    """Return Pillow's names of the formats that can be read here; HEIC files need the package pillow-heif."""
+    with suppress(ImportError):
+        from pillow_heif import register_heif_opener  # pyright: ignore[reportMissingImports]
+
+        register_heif_opener()
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
+
+
+@cache
+def suffixes() -> dict[str, str]:
+    """Return the suffixes of readable files, lower case, and what a sample calls a file with each: jpg, png or webp."""
+    names = {"JPEG": "jpg", "MPO": "jpg", "WEBP": "webp"}
+    known = {
+        suffix: names.get(kind, "png") for suffix, kind in Image.registered_extensions().items() if kind in formats()
+    }
+    return {**known, **_MORE_SUFFIXES}
+
+
+def decode(data: bytes, how: Decoding = TRAINING, shrink_to: int | None = None) -> Image.Image:
+    """Decode a picture.
+
+    Args:
+        shrink_to: a JPEG may be decoded at 1/2, 1/4 or 1/8, with at least this many pixels a side (pixels differ).
+
+    Raises:
+        BadSampleError: damaged, truncated, too large, or of pixels that `how` does not map; `detail` says which.
+    """
+    image = open_picture(data)
+    try:
+        if shrink_to is not None:
+            image.draft("RGB", (shrink_to, shrink_to))
+        if how.pixel_range is not None:
+            _refuse_pages(image)
+            image = _to_eight_bits(image, data, how.pixel_range)
+        else:
+            image.load()
+        return treated(image, how)
+    except BadSampleError:
+        raise
+    except Exception as error:  # decoders of damaged files fail in their own ways
+        raise BadSampleError("bad image", detail=_first_line(error)) from None
+
+
+def open_picture(data: bytes) -> Image.Image:
+    """Identify a picture by its content and check its size, before pixels are decoded. Raises `BadSampleError`."""
+    try:
+        image = Image.open(io.BytesIO(data), formats=formats())
+    except Image.DecompressionBombError:
+        raise BadSampleError(
+            "too many pixels", detail=f"limit {(Image.MAX_IMAGE_PIXELS or 0) / 1e6:.0f} million"
+        ) from None
+    except Exception as error:
+        raise BadSampleError("bad image", detail=_unidentified(data) or _first_line(error)) from None
+    pixels, limit = image.width * image.height, Image.MAX_IMAGE_PIXELS
+    if limit is not None and pixels > limit:
+        raise BadSampleError("too many pixels", detail=f"{pixels / 1e6:.0f} million, limit {limit / 1e6:.0f} million")
+    return image
+
+
+def treated(image: Image.Image, how: Decoding) -> Image.Image:
+    """Turn, composite and convert an image that is decoded, as `how` says."""
+    if how.upright:
+        image = ImageOps.exif_transpose(image)
+    if how.on_white and _has_alpha(image):
+        whole = image.convert("RGBA")
+        if np.asarray(whole.getchannel("A")).min() < 255:
+            image = Image.alpha_composite(Image.new("RGBA", whole.size, (255,) * 4), whole)
+    return image.convert("RGB") if how.rgb else image
+
+
+def notes(image: Image.Image) -> frozenset[str]:
+    """Return what is unusual about an opened picture: turned by EXIF, transparent, 16 bits, float, animated, several pages."""
+    found = {
+        "turned by EXIF": image.getexif().get(0x0112, 1) not in (0, 1),
+        "transparent": _has_alpha(image),
+        "more than 8 bits": image.mode in _DEEP[:-1] or _deep_colours(image),
+        "float": image.mode == "F",
+        "animated": getattr(image, "is_animated", False) and image.format != "TIFF",
+        "several pages": image.format == "TIFF" and getattr(image, "n_frames", 1) > 1,
+    }
+    return frozenset(note for note, here in found.items() if here)
+
+
+def _has_alpha(image: Image.Image) -> bool:
+    return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
+
+
+def _deep_colours(image: Image.Image) -> bool:
+    """Whether a picture of three colours has 16 bits of each, of which Pillow keeps the upper eight."""
+    tiles = getattr(image, "tile", None)
+    return bool(tiles) and ";16" in str(tiles[0].args)
+
+
+def _refuse_pages(image: Image.Image) -> None:
+    """Raise `BadSampleError` for a TIFF of several pages of one size; smaller ones after the first are a pyramid."""
+    if image.format != "TIFF" or (pages := getattr(image, "n_frames", 1)) == 1:
+        return
+    size = image.size
+    image.seek(1)
+    alike = image.size == size
+    image.seek(0)
+    if alike:
+        raise BadSampleError("several pages", detail=f"{pages} pages, one wanted")
+
+
+def _to_eight_bits(image: Image.Image, data: bytes, how: PixelRange) -> Image.Image:
+    if image.mode in _DEEP:
+        values = np.asarray(image)
+        if how == "by_type":
+            return Image.fromarray(_by_type(values, image.mode))
+        return Image.fromarray(_mapped(values, how))
+    if how != "by_type" and _deep_colours(image):
+        values = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+        if values is not None and values.ndim == 3 and values.shape[2] >= 3:
+            return Image.fromarray(np.ascontiguousarray(_mapped(values[..., 2::-1], how)))
+    image.load()
+    return image
+
+
+def _by_type(values: np.ndarray, mode: str) -> np.ndarray:
+    low, high = float(np.min(values)), float(np.max(values))
+    wanted = (0.0, 1.0) if mode == "F" else (0.0, 65535.0)
+    if not wanted[0] <= low <= high <= wanted[1]:  # also where they are not finite
+        kind = "float pixels" if mode == "F" else "32-bit pixels"
+        raise BadSampleError(
+            "pixel range",
+            detail=f"{kind} from {low:g} to {high:g}, not {wanted[0]:g} to {wanted[1]:g}; set data.pixel_range",
+        )
+    if mode == "F":
+        return np.rint(values * 255).astype(np.uint8)
+    return (values.astype(np.uint32) >> 8).astype(np.uint8)
+
+
+def _mapped(values: np.ndarray, how: PixelRange) -> np.ndarray:
+    wide = values.astype(np.float64)
+    if not np.isfinite(wide).all():
+        raise BadSampleError("pixel range", detail="pixels that are not finite")
+    low, high = how if isinstance(how, tuple) else np.percentile(wide, (1, 99))
+    if high <= low:
+        return np.zeros(values.shape, np.uint8)
+    return np.rint((wide - low) / (high - low) * 255).clip(0, 255).astype(np.uint8)
+
+
+def _unidentified(data: bytes) -> str:
+    """Say why Pillow does not know a TIFF: how many bands of how many bits it has."""
+    if data[:4] not in (b"II*\0", b"MM\0*"):
+        return ""
+    try:
+        stream = io.BytesIO(data)
+        tags: Any = TiffImagePlugin.ImageFileDirectory_v2(stream.read(8))
+        stream.seek(tags.next)
+        tags.load(stream)
+        bands, bits = tags.get(277, 1), tags.get(258, (1,))
+        kind = "float" if (tags.get(339) or (1,))[0] == 3 else "integer"
+    except Exception:
+        return ""
+    return f"{bands} bands of {bits[0]} bits ({kind}), 1 or 3 bands wanted"
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).partition("\n")[0]
+    # Pillow names the stream by its address.
+    return "no picture that can be read" if "cannot identify" in text else text[:120]
