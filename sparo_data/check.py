@@ -39,7 +39,7 @@ class ShardReport(NamedTuple):
     images: np.ndarray
     captions: np.ndarray
     notes: Mapping[str, int] = {}
-    details: Mapping[str, str] = {}  # noqa: RUF012
+    details: Mapping[str, str] = {}
 
     @property
     def damage(self) -> str | None:

@@ -56,6 +56,7 @@ class Encoder(ABC):
 
     def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float], label: str = ""):
         self.model, self.label = model.eval(), label
+        self.pooling = ""  # how another library's model makes one vector of its tokens
         self.assumed = ""  # what the file did not say and was taken for granted
         self.device = next(iter(model.parameters())).device
         # Shaped to be subtracted from (n, 3, S, S).

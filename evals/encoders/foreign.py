@@ -28,6 +28,8 @@ from sparo_train.models.weight_files.weights import load_into
 
 from .abilities import PatchesEncoder, TokensEncoder
 from .encoder import Encoder, TwoTowerEncoder
+from .hf_pooling import first_line as _first_line
+from .hf_pooling import hf_pooling, refuse_unsteady
 from .pixels import FlooredPixels, LibraryPixels, Pixels, SquarePixels
 
 
@@ -65,7 +67,8 @@ class OpenClipEncoder(TwoTowerEncoder):
         self.image_size = size if isinstance(size, int) else size[0]
         text = model.text
         reads_eot = getattr(text, "attn_mask", None) is not None and getattr(text, "pool_type", "") == "argmax"
-        # Only what reads EOT under a causal mask may be cut behind it.
+        # Only what reads EOT under a causal mask may be cut behind it; CoCa appends a class token, which has a place of its own.
+        reads_eot = reads_eot and getattr(text, "cls_emb", None) is None
         self.causal = reads_eot and isinstance(tokenizer, open_clip.SimpleTokenizer)
 
     def _refuse_other_gelu(self, name: str, weights: str, label: str) -> None:
@@ -101,6 +104,7 @@ class BackboneEncoder(Encoder):
     Args:
         forward: normalised pixels (n, 3, S, S) to encodings (n, D).
         architecture: see `Encoder`.
+        pooling: how tokens become one encoding, in words; part of what stored features belong to.
         source: all that the checkpoint holds, of which `model` may be a part: what a training may begin with.
     """
 
@@ -113,15 +117,17 @@ class BackboneEncoder(Encoder):
         size: int,
         architecture: str,
         label: str,
+        pooling: str,
         source: nn.Module | None = None,
     ):
         super().__init__(model, *normalisation, label)
+        self.pooling = pooling
         self.source = model if source is None else source
         self._forward, self.transform, self.image_size, self._architecture = forward, transform, size, architecture
 
     @property
     def architecture(self) -> str:
-        return self._architecture
+        return f"{self._architecture} pooling={self.pooling}"
 
     @torch.inference_mode()
     def encode(self, pixels: Tensor) -> Tensor:
@@ -196,9 +202,25 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
     transform: Any = create_transform(**config, is_training=False)
     pixels = LibraryPixels(transform.transforms, label, rgb_first=True)
     size = config["input_size"][-1]
-    # What has prefix tokens is a ViT whose patches can be read; others give one vector alone.
-    kind = TimmVitEncoder if hasattr(model, "num_prefix_tokens") else BackboneEncoder
-    return kind(model, model, pixels, (pixels.mean, pixels.std), size, f"timm {name}", label)
+    # A ViT has prefix tokens and a sequence of features, so its patches can be read; others give one vector alone.
+    kind = (
+        TimmVitEncoder if hasattr(model, "num_prefix_tokens") and _gives_tokens(model, size, label) else BackboneEncoder
+    )
+    pooled = getattr(model, "global_pool", None)
+    pooling = pooled if isinstance(pooled, str) and pooled else "timm's own"
+    encoder = kind(model, model, pixels, (pixels.mean, pixels.std), size, f"timm {name}", label, pooling)
+    refuse_unsteady(encoder)
+    return encoder
+
+
+@torch.inference_mode()
+def _gives_tokens(model: Any, size: int, label: str) -> bool:
+    try:
+        return model.eval().forward_features(torch.zeros(1, 3, size, size)).dim() == 3
+    except Exception as error:  # models of others fail in their own ways
+        raise CheckpointError(
+            f"{label}: does not encode one image of {size} pixels, got {_first_line(error)}"
+        ) from None
 
 
 def timm_state(place: str, label: str) -> dict[str, Tensor]:
@@ -219,7 +241,12 @@ def _without_head(found: dict[str, Tensor], model: nn.Module) -> dict[str, Tenso
 
 
 def from_huggingface(place: str) -> BackboneEncoder:
-    """A vision backbone in a Hugging Face folder (or by name, from its cache): the pooled output, else the first token."""
+    """Load a vision backbone from a Hugging Face folder (or by name, from its cache), pooled as transformers documents it.
+
+    Raises:
+        CheckpointError: a model that lacks weights, needs more than an image, or does not encode one image twice alike.
+        ConfigError: transformers is not installed, or no pooling of the model is documented.
+    """
     try:
         from transformers import AutoConfig, AutoImageProcessor, AutoModel  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -240,19 +267,23 @@ def from_huggingface(place: str) -> BackboneEncoder:
         )
     # Of a model with two towers the image's alone is scored: its pooled output is before the projection. Texts that the file lacks are random.
     source = None if any(name.startswith("text_model.") for name in loaded["missing_keys"]) else model
-    model = getattr(model, "vision_model", model)
-
-    def forward(pixels: Tensor) -> Tensor:
-        out = model(pixel_values=pixels)
-        pooled = getattr(out, "pooler_output", None)
-        # What no file has is not asked: the first token is what such models were trained by.
-        return out.last_hidden_state[:, 0] if pooled is None or unpooled else pooled.flatten(1)
-
+    model = getattr(model, "vision_model", model).eval()
     transform = _hf_pixels(processor, label)
+    pooling, forward = hf_pooling(model, transform.size, unpooled, label)
     normalisation = (processor["image_mean"], processor["image_std"])
-    return BackboneEncoder(
-        model, forward, transform, normalisation, transform.size, f"hf {config.to_json_string()}", label, source
+    encoder = BackboneEncoder(
+        model,
+        forward,
+        transform,
+        normalisation,
+        transform.size,
+        f"hf {config.to_json_string()}",
+        label,
+        pooling,
+        source,
     )
+    refuse_unsteady(encoder)
+    return encoder
 
 
 def _hf_pixels(processor: dict[str, Any], label: str) -> Pixels:
@@ -272,7 +303,7 @@ def _hf_pixels(processor: dict[str, Any], label: str) -> Pixels:
         set(size) == {"height", "width"} and size["height"] == size["width"] and not processor.get("do_center_crop")
     )
     if processor.get("do_resize") and square and processor.get("resample") in (2, 3) and processor.get("do_normalize"):
-        return SquarePixels(size["height"], size["height"], bicubic)
+        return SquarePixels(size["height"], size["height"], bicubic=bicubic)
     raise ConfigError(
         f"{label}: its image processor is neither a bicubic resize of the shortest side with a centre crop nor a resize to a square, with "
         f"normalisation (size {size}, crop_size {crop}, resample {processor.get('resample')}); it cannot be scored as it was trained"

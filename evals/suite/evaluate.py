@@ -245,8 +245,14 @@ def ranges(numbers: Sequence[int]) -> str:
 
 def result_facts(encoder: Encoder, how: EvalOptions, seconds: float) -> dict[str, Any]:
     """All that a score depends on beside its set: weights, preprocessing, precision, environment."""
+    pooling = {"pooling": encoder.pooling} if encoder.pooling else {}
     return {
-        "checkpoint": {"label": encoder.label, "sha256": encoder.weights, "architecture": encoder.architecture},
+        "checkpoint": {
+            "label": encoder.label,
+            "sha256": encoder.weights,
+            "architecture": encoder.architecture,
+            **pooling,
+        },
         "preprocessing": repr(encoder.transform),
         "precision": how.precision,
         "storage": how.storage,

@@ -59,6 +59,7 @@ class Device:
             objective.set_grad_checkpointing(True)
         # Before compile, whose guards hold the device, and before any optimizer, which holds the parameters.
         objective.to(self.device)
+        objective.train()  # so that what is frozen takes its evaluation mode from the first step on
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.config.compile:

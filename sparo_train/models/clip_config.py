@@ -66,6 +66,16 @@ class VisionConfig(Frozen):
     def _towers(self) -> VisionConfig:
         if self.timm_model_name is None and self.timm_model_kwargs:
             raise ValueError("timm_model_kwargs: are of timm_model_name, and there is none")
+        if (
+            self.timm_model_name is not None
+            and self.freeze is False
+            and (norm := _timm_sizes(self.model_dump()).batch_norm)
+        ):
+            # Ranks and micro-batches would normalize over batches of their own, and averages of weights have other statistics.
+            raise ValueError(
+                f"timm_model_name={self.timm_model_name}: normalizes over the batch ({norm}), so losses would depend on ranks and "
+                "micro-batches. Set freeze: blocks, or name a tower without BatchNorm."
+            )
         if self.timm_model_name is not None and self.patch_dropout:
             raise ValueError(f"patch_dropout={self.patch_dropout}: timm's towers have none of ours; leave it away")
         return self

@@ -14,6 +14,7 @@ import timm
 import torch
 from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.errors import did_you_mean
 from .slots import NoReadOut, ReadOut, ReadOutConfig, Slots, projected, read_slots
@@ -22,7 +23,11 @@ _OURS = ("pretrained", "num_classes", "global_pool", "img_size", "pretrained_cfg
 
 
 class TimmSizes(NamedTuple):
-    """What a name says; `tokens`: all that it gives; `prefix`: those before the patches (class token, registers); `has_cls`: the first is one."""
+    """Sizes that a name stands for.
+
+    tokens: all that the trunk gives.  prefix: those before the patches (class token, registers).  has_cls: the first is a class token.
+    batch_norm: the first layer that normalizes over the batch; empty without one.
+    """
 
     image_size: int
     patch_size: int
@@ -33,6 +38,7 @@ class TimmSizes(NamedTuple):
     tokens: int
     prefix: int
     has_cls: bool
+    batch_norm: str = ""
 
 
 def sizes_of(name: str, image_size: int | None, kwargs: Mapping[str, Any]) -> TimmSizes:
@@ -72,8 +78,10 @@ def _measured(trunk: Any) -> TimmSizes:
     trunk.norm(torch.empty(1, tokens, width))
     hidden = getattr(getattr(block.mlp, "fc1", None), "out_features", 4 * width)
     heads, has_cls = block.attn.num_heads, getattr(trunk, "cls_token", None) is not None
+    norms = (name for name, module in trunk.named_modules() if isinstance(module, _BatchNorm))
+    patch, layers = size[0] // side, len(trunk.blocks)
     return TimmSizes(
-        size[0], size[0] // side, width, len(trunk.blocks), width // heads, hidden / width, tokens, prefix, has_cls
+        size[0], patch, width, layers, width // heads, hidden / width, tokens, prefix, has_cls, next(norms, "")
     )
 
 
@@ -140,6 +148,9 @@ class TimmTower(nn.Module):
         super().train(mode)
         if not any(p.requires_grad for p in self.trunk.blocks.parameters()):
             self.trunk.eval()
+        for module in self.trunk.modules():  # the statistics of frozen layers stay, too
+            if isinstance(module, _BatchNorm) and not any(p.requires_grad for p in module.parameters()):
+                module.eval()
         return self
 
     @property

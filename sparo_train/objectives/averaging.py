@@ -34,6 +34,11 @@ def _pairs(average: nn.Module, model: nn.Module) -> tuple[list[Tensor], list[Ten
     return [a for a, _ in pairs], [p for _, p in pairs]
 
 
+def _buffers(average: nn.Module, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    kept, theirs = average.state_dict().keys(), dict(model.named_buffers())
+    return [(buffer, theirs[name]) for name, buffer in average.named_buffers() if name in kept]
+
+
 def _here(p: nn.Parameter) -> Tensor:
     """A parameter, or this rank's rows of one: both sides are cut alike, and one call cannot take whole ones beside cut ones."""
     return p.data.to_local() if isinstance(p.data, DTensor) else p.data
@@ -41,7 +46,9 @@ def _here(p: nn.Parameter) -> Tensor:
 
 @torch.no_grad()
 def follow(average: nn.Module, model: nn.Module, keep: float) -> None:
-    """average = keep * average + (1 - keep) * model, parameter by parameter."""
+    """Set average = keep * average + (1 - keep) * model, parameter by parameter; persistent buffers are copied: they are averages already."""
+    for own, theirs in _buffers(average, model):
+        own.copy_(theirs)
     averages, trained = _pairs(average, model)
     if not averages:
         return
@@ -52,7 +59,9 @@ def follow(average: nn.Module, model: nn.Module, keep: float) -> None:
 
 @torch.no_grad()
 def follow_if(applied: Tensor, average: nn.Module, model: nn.Module, keep: float) -> None:
-    """The same where only the device knows (0-d bool) whether the step was applied: where it was not, nothing moves."""
+    """Do the same where only the device knows (0-d bool) whether the step was applied; where it was not, nothing moves."""
+    for own, theirs in _buffers(average, model):
+        own.copy_(torch.where(applied, theirs, own))
     averages, trained = _pairs(average, model)
     if not averages:
         return

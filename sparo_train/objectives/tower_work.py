@@ -117,7 +117,7 @@ def tower_facts(tower: nn.Module, sizes: Mapping[str, Any], precision: str) -> d
     """What decides a tower's tokens: the weights of its blocks and what is before them, its sizes, the precision."""
     count = len(tower.resblocks)  # type: ignore[arg-type]
     # Only what is before the tokens: a read-out may change, and its tokens stay good.
-    weights = weights_sha256(dict(tower.named_parameters()), lambda name: layer_of(name, count) <= count)
+    weights = weights_sha256(tower.state_dict(), lambda name: layer_of(name, count) <= count)
     return {"weights": weights, "blocks": count, "sizes": sizes, "precision": precision}
 
 
