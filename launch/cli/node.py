@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from sparo_train.core.disk.owner import Claim, Start
-from sparo_train.core.errors import LostRankError, SparoError, StoppedError, SupersededError
-from sparo_train.core.world import find_world
+from sparo_train.core.errors import ConfigError, LostRankError, SparoError, StoppedError, SupersededError
+from sparo_train.core.world import find_world, whole_number
 
-from ..jobs.job import LOCAL_AGAIN, mark, stop_until_training
+from ..jobs.job import GPUS, LOCAL_AGAIN, mark, stop_until_training
 from ..jobs.records import Records, here
 from ..views.terminal import console
 from .main import app
@@ -34,13 +35,31 @@ def perform(arguments: Sequence[str], folder: str, idle_restarts: int) -> int:
         return 3
     if rank == 0:
         records.add("starts", {**place, "step": records.step()})
-    code, error = call(app, arguments)
+    code, error = call(_on_gpus(app), arguments)
     if error is not None and not isinstance(error, SparoError):
         traceback.print_exception(error)
     if _may_write(Path(folder), begun) and not isinstance(error, SupersededError):
         _note_end(records, place, rank, code, error)
     again = "SUBMITIT_LOCAL_JOB_ID" in os.environ and isinstance(error, StoppedError) and error.signal == "SIGUSR2"
     return LOCAL_AGAIN if again else code
+
+
+def _on_gpus(program: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:
+    """Return the program behind a check that torch sees a GPU where the job asked for some: it would train on the CPU otherwise."""
+    asked = whole_number(os.environ, GPUS, 0)
+
+    def run(arguments: list[str]) -> Any:
+        if asked and arguments[0] in ("train", "eval", "launch"):
+            import torch
+
+            if not torch.cuda.device_count():
+                raise ConfigError(
+                    f"--gpus-per-node: torch {torch.__version__} on {platform.node()} sees no GPU, got a job that asked for {asked}. "
+                    "Install a CUDA build of torch there, or launch with --gpus-per-node 0."
+                )
+        return program(arguments)
+
+    return run
 
 
 def _note_end(records: Records, place: dict[str, Any], rank: int, code: int, error: Exception | None) -> None:

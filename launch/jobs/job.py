@@ -18,6 +18,7 @@ from typing import Any
 PROGRAM = "launch.cli.node"  # by name: the program may import jobs, and a job stays light until it runs
 STOPPED = 75  # saved after a signal, or nothing to save yet: may be started again
 KILLED = 137  # what a shell says of a rank that could not say why it ended
+GPUS = "SPARO_GPUS_PER_NODE"  # how many GPUs a job asked for, for the programs that it starts
 LOCAL_AGAIN = 144  # what submitit's local executor takes for a request to be started again
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -36,7 +37,7 @@ class Job:
 
     cwd: where they run.  nodes, ranks_per_node: with `torchrun` this is called once per node.
     idle_restarts: how many restarts in a row may bring no new checkpoint.  port: where ranks of one machine meet.
-    visible: CUDA_VISIBLE_DEVICES as it was, "all" for unset, where submitit would hide the GPUs.
+    visible: CUDA_VISIBLE_DEVICES as it was, "all" for unset, where submitit would hide the GPUs.  gpus: how many a node was asked for.
     """
 
     elements: tuple[Element, ...]
@@ -47,6 +48,7 @@ class Job:
     torchrun: bool = False
     port: int = 0
     visible: str | None = None
+    gpus: int = 0
 
     def __call__(self) -> int:
         """Run; on a cluster the process ends here with the exit code that the batch script looks at."""
@@ -56,6 +58,7 @@ class Job:
             mark("started")
         # submitit starts elsewhere; relative paths of a recipe mean the folder of the launch.
         os.chdir(self.cwd)
+        os.environ[GPUS] = str(self.gpus)
         if self.visible == "all":
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         elif self.visible is not None:

@@ -23,10 +23,11 @@ from sparo_train.train.run import RunConfig
 
 from .clusters import ClusterConfig
 from .job import Element
+from .local_jobs import local_alive
 from .records import Records
 from .slurm import states
 from .snapshot import Snapshot, take_snapshot
-from .submit import local_alive, submit
+from .submit import submit
 
 Say = Callable[[str], None]
 

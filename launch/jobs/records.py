@@ -3,6 +3,7 @@
 submitted.jsonl   every submission: job, cluster, command, code, logs
 starts.jsonl      every start of a job's first rank, and how it ended
 failures.jsonl    what a rank failed with
+cancelled.jsonl   local jobs that `sparo launch cancel` ended, beside their logs
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from sparo_train.core.world import whole_number
 _HAS: dict[str, dict[str, type]] = {
     "submitted": {"jobs": list, "on": str, "cluster": dict},
     "starts": {"job": str, "restart": int},
+    "cancelled": {"job": str},
     "failures": {"job": str, "restart": int, "rank": int, "kind": str, "message": str, "node": str},
 }
 
@@ -48,12 +50,18 @@ class Records:
         """What ranks of a job failed with, oldest first."""
         return [line for line in self._read("failures") if _is_of(line["job"], job)]
 
-    def add(self, kind: str, facts: Mapping[str, Any]) -> None:
-        """Append one line; a short line is appended whole, whoever else appends."""
-        self.jobs.mkdir(parents=True, exist_ok=True)
+    def cancelled(self, record: Mapping[str, Any], job: str) -> bool:
+        """Return whether a local job was cancelled; its logs' folder says so, which the runs of one lane share."""
+        found = read(Path(str(record.get("logs", self.jobs))) / "cancelled.jsonl")
+        return any(line.get("job") == job for line in found)
+
+    def add(self, kind: str, facts: Mapping[str, Any], folder: Path | None = None) -> None:
+        """Append one line to a file of `folder` (default: the run's jobs); a short line is appended whole, whoever else appends."""
+        place = folder or self.jobs
+        place.mkdir(parents=True, exist_ok=True)
         line = json.dumps({"time": time.time(), **facts}) + "\n"
         # Opened for each line: a folder that was moved away is not written to under its old handle.
-        handle = os.open(self.jobs / f"{kind}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        handle = os.open(place / f"{kind}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             # In one write: ranks on several machines append to the same file.
             os.write(handle, line.encode())

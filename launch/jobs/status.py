@@ -14,9 +14,9 @@ from sparo_train.core.errors import ConfigError, SparoError
 
 from . import slurm
 from .fanout import FanOut
+from .local_jobs import end_local, local_alive
 from .records import Records
 from .slurm import JobState
-from .submit import end_local, local_alive
 
 _ENDS = {
     "OUT_OF_MEMORY": "out of memory: more --mem-gb, a smaller micro_batch_size, or fewer data.workers",
@@ -83,7 +83,8 @@ def _last(folder: Path) -> dict[str, Any]:
 def _status(folder: Path, record: dict[str, Any], known: dict[str, JobState], away: str) -> Status:
     records = Records(folder)
     found = _of_jobs(record, known, records)
-    progress = _progress(folder)
+    starts = [s for job in record["jobs"] for s in records.starts(job) if "end" not in s]
+    progress = _progress(folder, since=starts[-1]["time"] if starts else record.get("time", 0.0))
     state, reason = _summary(found), "; ".join(dict.fromkeys(s.reason for s in found.values() if s.reason))
     if away and record["cluster"]["kind"] == "slurm":
         reason = away
@@ -91,7 +92,6 @@ def _status(folder: Path, record: dict[str, Any], known: dict[str, JobState], aw
         reason = _why(records, record, state, reason)
     if progress.get("phase") and state == "RUNNING" and progress["phase"] != "training":
         reason = reason or str(progress["phase"])
-    starts = [s for job in record["jobs"] for s in records.starts(job) if "end" not in s]
     return Status(
         str(folder),
         ",".join(record["jobs"]),
@@ -119,11 +119,13 @@ def _of_jobs(record: dict[str, Any], known: dict[str, JobState], records: Record
         elif kind == "local" and local_alive(job):
             found[job] = JobState("RUNNING", nodes="here")
         else:
-            # Without a word of its end it was killed.
+            # Without a record of its end it was killed.
             ends = [s["end"] for s in records.starts(job) if "end" in s] or [1]
             # Of a fan-out a lane has many elements, of which the last may be well and another not.
             lacking = (records.folder / "plan.json").exists() and FanOut(records.folder).missing()
-            found[job] = JobState("FAILED" if ends[-1] != 0 or lacking else "COMPLETED", nodes="here")
+            done = ends[-1] == 0 and not lacking
+            ended = "CANCELLED" if records.cancelled(record, job) else "FAILED"
+            found[job] = JobState("COMPLETED" if done else ended, nodes="here")
     return found
 
 
@@ -135,22 +137,29 @@ def _summary(found: dict[str, JobState]) -> str:
     return ", ".join(f"{n} {state}" for state, n in counts.most_common())
 
 
-def _progress(folder: Path) -> dict[str, Any]:
-    """From the heartbeat and the metrics of a run, or the parts of a fan-out."""
+def _progress(folder: Path, since: float) -> dict[str, Any]:
+    """Return progress from the heartbeat and the metrics of a run, or the parts of a fan-out.
+
+    Args:
+        since: when the job began; what an earlier job left says nothing of phase and speed.
+    """
     if (folder / "plan.json").exists():
         fan = FanOut(folder)
         return {"step": len(fan.elements) - len(fan.missing()), "total": len(fan.elements)}
     found: dict[str, Any] = {}
+    fresh = False
     try:
         beat = json.loads((folder / "heartbeat.json").read_text(encoding="utf-8"))
-        found |= {"step": int(beat["step"]), "total": beat.get("total"), "phase": beat["phase"]}
+        found |= {"step": int(beat["step"]), "total": beat.get("total")}
+        fresh = float(beat.get("time", since)) >= since
+        found |= {"phase": beat["phase"]} if fresh else {}
     except (OSError, ValueError, KeyError, TypeError):
         pass
     records = read(folder / "metrics.jsonl", "train")
     newest = records[-1] if records else {}
     # From what is on disk: a status must not wait for a node that may hang.
     rate, samples = newest.get("samples_per_second"), newest.get("samples")
-    if newest.get("step") and isinstance(rate, int | float) and isinstance(samples, int | float):
+    if fresh and newest.get("step") and isinstance(rate, int | float) and isinstance(samples, int | float):
         found["step"], found["rate"] = max(newest["step"], found.get("step", 0)), rate
         if isinstance(found.get("total"), int) and rate > 0:
             # By samples, as the batch may grow on the way.
@@ -162,6 +171,8 @@ def _why(records: Records, record: dict[str, Any], state: str, reason: str) -> s
     """Of a job that is over: what it died of, in one line."""
     if state == "COMPLETED":
         return ""
+    if state == "CANCELLED" and record["cluster"]["kind"] != "slurm":
+        return f"cancelled; `sparo launch resubmit {records.folder}` continues it"
     for word, meaning in _ENDS.items():
         if word in state:
             return meaning
@@ -227,6 +238,7 @@ def cancel(folder: Path) -> list[str]:
             starts = records.starts(job)
             if starts and "end" in starts[-1]:
                 raise ConfigError(f"{folder}: has ended; job {job} runs other rows of its sweep, name the one to end")
+            records.add("cancelled", {"job": job}, Path(record["logs"]))
             end_local(job)
         else:
             continue

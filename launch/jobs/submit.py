@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,9 @@ from sparo_train.core.errors import ConfigError, SparoError
 from .batch import after as lines_after
 from .batch import before as lines_before
 from .clusters import ClusterConfig, minutes
+from .environment import environment
 from .job import Element, Job
+from .local_jobs import submit_here
 from .slurm import NO_CONFIGURATION, NoSlurmError, SlurmAwayError, is_away, partitions, patiently, without_configuration
 
 _PATIENCE = 180.0  # seconds that SLURM's controller may be away while we submit
@@ -36,7 +35,27 @@ _REFUSALS = {
     "Invalid feature specification": "--constraint names a feature that no node has",
     "Invalid node name": "--nodelist or --exclude names a node that is not there",
     "Invalid generic resource": "--gpus-per-node: this partition has no such GPUs",
+    "Invalid wckey": "this site wants a wckey of yours: --sbatch.wckey NAME",
+    "mutually exclusive": "memory is given twice: --mem-gb and an --sbatch.mem… argument, or SBATCH_MEM… in the environment",
+    "unrecognized option": "an --sbatch.NAME is no argument of this sbatch",
+    "Invalid job array specification": "more runs than an array may have here (MaxArraySize); launch fewer at once",
+    "Job dependency problem": "--after names a job that is not there",
+    "group not permitted to use this partition": "--partition is not open to your group; known are: {partitions}",
+    "Requested reservation is invalid": "--sbatch.reservation is not there, or not yours",
     "Node count specification invalid": "--nodes: more nodes than the partition has or allows",
+}
+
+# Arguments of sbatch that a job depends on, and what to use instead.
+_OWN_ARGUMENTS = {
+    "signal": "--signal-seconds",
+    "output": "`sparo launch logs`",
+    "error": "`sparo launch logs`",
+    "open-mode": "nothing: logs are appended to after a restart",
+    "job-name": "name=",
+    "nodes": "--nodes",
+    "ntasks-per-node": "--tasks-per-node or --gpus-per-node",
+    "time": "--time",
+    "array": "a sweep (key=[a,b] or --seeds)",
 }
 
 
@@ -69,7 +88,7 @@ def submit(
     if cluster.kind != "slurm":
         if dependency:
             raise ConfigError(f"--after: {cluster.kind} has no queue; wait for the other run, or use SLURM")
-        return _submit_here(submitit, cluster, elements, jobs, code, parallel or 1)
+        return submit_here(submitit, cluster, elements, jobs, code, parallel or 1, _job)
     executor = _executor(submitit, cluster, jobs, name, code)
     executor.update_parameters(slurm_array_parallelism=parallel or len(elements), slurm_dependency=dependency)
     job = _job(cluster, ())
@@ -80,7 +99,8 @@ def submit(
     def call() -> str:
         with _nothing_left(jobs):
             try:
-                found.extend(job.job_id for job in executor.submit_array(calls))
+                with environment({}):
+                    found.extend(job.job_id for job in executor.submit_array(calls))
             except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
                 raise _refusal(str(error)) from None
         return ""
@@ -117,40 +137,9 @@ def _executor(submitit: Any, cluster: ClusterConfig, jobs: Path, name: str, code
             for key in ("partition", "account", "qos", "constraint", "nodelist", "exclude")
         },
     )
+    # submitit's default, which sites that enforce wckeys refuse. AutoExecutor takes no None.
+    executor._executor.update_parameters(wckey=None)
     return executor
-
-
-def _submit_here(
-    submitit: Any, cluster: ClusterConfig, elements: Sequence[Element], jobs: Path, code: Path, parallel: int
-) -> list[str]:
-    """On this machine: `parallel` lanes, each of which runs its elements one after another."""
-    with socket.socket() as free:
-        # The system names a port that nobody has; ranks of a lane meet there.
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # This machine has no queue: what waits, waits in a lane.
-    lanes = [elements[lane::parallel] for lane in range(min(parallel, len(elements)))]
-    found: dict[Element, str] = {}
-    debug = cluster.kind == "debug"
-    executor: Any = submitit.AutoExecutor(
-        folder=jobs, cluster=cluster.kind, **({} if debug else {"local_python": cluster.python})
-    )
-    if not debug:
-        executor.update_parameters(
-            tasks_per_node=1 if cluster.starter == "torchrun" else cluster.ranks_per_node,
-            gpus_per_node=cluster.gpus_per_node,
-            timeout_min=minutes(cluster.time),
-        )
-    for number, lane in enumerate(lanes):
-        job = replace(_job(cluster, tuple(lane)), port=port + number)
-        # The snapshot goes first: the checkout may change while the job waits for its lane.
-        path = f"{code}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
-        with _environment({**cluster.environment, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}):
-            submitted: Any = executor.submit(job)
-            found |= dict.fromkeys(lane, str(submitted.job_id))
-            if debug:
-                submitted.result()  # it runs now
-    return [found[element] for element in elements]
 
 
 def _further(cluster: ClusterConfig) -> dict[str, str | int | bool]:
@@ -159,37 +148,18 @@ def _further(cluster: ClusterConfig) -> dict[str, str | int | bool]:
     found: dict[str, str | int | bool] = {"requeue": True, "chdir": str(Path.cwd())}
     if cluster.gpu_type and cluster.gpus_per_node:
         found["gpus_per_node"] = f"{cluster.gpu_type}:{cluster.gpus_per_node}"
+    for name in cluster.sbatch:
+        if (option := _OWN_ARGUMENTS.get(name.replace("_", "-"))) is not None:
+            raise ConfigError(f"--sbatch.{name}: sparo sets it itself, got {cluster.sbatch[name]}. Use {option}.")
     found |= {name.replace("-", "_"): value for name, value in cluster.sbatch.items()}
     return {name: value for name, value in found.items() if value is not False}
-
-
-def local_alive(job: str) -> bool:
-    """Whether submitit's controller of a local job runs."""
-    try:
-        return b"submitit.local._local" in Path(f"/proc/{int(job)}/cmdline").read_bytes()
-    except (OSError, ValueError):
-        return False
-
-
-def end_local(job: str, patience: float = 60.0) -> None:
-    """Ask a local job to save and end; kill what is left of it after `patience` seconds, as SLURM does after KillWait."""
-    with suppress(OSError):  # it ended in between
-        os.kill(int(job), signal.SIGTERM)
-        end = time.monotonic() + patience
-        while local_alive(job) and time.monotonic() < end:
-            time.sleep(0.1)
-        if local_alive(job):
-            # Read before it is killed: afterwards they are nobody's children.
-            ranks = Path(f"/proc/{job}/task/{job}/children").read_text().split()
-            # The ranks outlive their controller, and hold the folder's lock.
-            for pid in (job, *ranks):
-                os.kill(int(pid), signal.SIGKILL)
 
 
 def _job(cluster: ClusterConfig, elements: tuple[Element, ...]) -> Job:
     torchrun = cluster.starter == "torchrun" and cluster.ranks > 1
     visible = None if cluster.gpus_per_node else os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     job = Job(elements, str(Path.cwd()), cluster.idle_restarts, cluster.nodes, cluster.ranks_per_node, torchrun)
+    job = replace(job, gpus=cluster.gpus_per_node)
     return replace(job, visible=visible if cluster.kind == "local" else None)
 
 
@@ -230,18 +200,3 @@ def _nothing_left(folder: Path) -> Iterator[None]:
         for path in set(folder.iterdir()) - before:
             path.unlink(missing_ok=True)
         raise
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for what is started inside."""
-    old = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in old.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -20,7 +20,7 @@ from evals.suite.suite import Suite
 from evals.suite.task import encoder_of, refuse_unfit_run
 from evals.tasks.result import Result, shown
 from sparo_train.core.contracts import Objective
-from sparo_train.core.disk.rundir import RunDir
+from sparo_train.core.disk.rundir import RunDir, environment
 from sparo_train.core.disk.store import CheckpointStore, read_meta
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import (
@@ -59,7 +59,10 @@ def train(config: RunConfig) -> Outcome:
 
 
 def _train(config: RunConfig, ranks: Ranks) -> Outcome:
-    pipeline = build_pipeline(config, ranks.world)
+    # Ranks with another seed or learning rate would train together without a word.
+    ranks.agree({"recipe": config.model_dump(mode="json"), "versions": environment()["packages"]}, "recipe or code")
+    pipeline = ranks.together(lambda: build_pipeline(config, ranks.world))
+    ranks.agree({"data": pipeline.fingerprint}, "data")
     epoch = pipeline.plan.epoch_size
     total, steps_per_epoch = config.total_steps(epoch), config.steps_per_epoch(epoch)
     engine, objective = build_engine(config, ranks), build_objective(config)

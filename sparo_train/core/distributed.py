@@ -12,16 +12,19 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.rendezvous import rendezvous
 
+from .config import differences
 from .errors import BrokenError, ConfigError, LostRankError, SparoError
-from .world import World, note_start
+from .world import World, note_start, whole_number
 
 T = TypeVar("T")
 # For what rank 0 alone does (evaluating); gloo notices a rank that dies at once all the same.
@@ -44,11 +47,40 @@ class Ranks:
             limit = timedelta(seconds=timeout)
             with self.named("joining the process group", ours=True):
                 note_start(world)
-                dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=limit)
+                self._join(backend, limit)
                 # Gloo, whatever trains: a message must not wait for a GPU.
                 self._control: Any = dist.new_group(backend="gloo", timeout=limit)
                 self._patient: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
                 self._saving: Any = dist.new_group(backend="gloo", timeout=limit)
+
+    def _join(self, backend: str, limit: timedelta) -> None:
+        """Join the process group, after all ranks have agreed in its store on which run this is."""
+        store, *_ = next(iter(rendezvous("env://", self.rank, self.size, timeout=limit)))
+        store.set_timeout(limit)
+        own = _run_token()
+        if self.rank == 0:
+            store.set("sparo-run", own)
+        other = store.get("sparo-run").decode()
+        if other != own:
+            raise ConfigError(
+                f"MASTER_PORT: belongs to another run ({other}), got {os.environ['MASTER_PORT']} for {own}. "
+                "Export another MASTER_PORT for each run."
+            )
+        dist.init_process_group(
+            backend, store=PrefixStore("run", store), rank=self.rank, world_size=self.size, timeout=limit
+        )
+
+    def agree(self, facts: Mapping[str, Any], what: str) -> None:
+        """Raise `ConfigError` on every rank unless all ranks have the same facts (plain values, by name)."""
+        told = self.gather(dict(facts))
+        for rank, other in enumerate(told):
+            if changes := differences(told[0], other):
+                more = f" and {len(changes) - 4} more" if len(changes) > 4 else ""
+                error = ConfigError(
+                    f"rank {rank}: has another {what} than rank 0, got {'; '.join(changes[:4])}{more}. Start all ranks with the same command."
+                )
+                error.everywhere, error.repeated = True, self.rank > 0
+                raise error
 
     @contextmanager
     def named(self, what: str, ours: bool = False) -> Iterator[None]:
@@ -143,6 +175,15 @@ class Ranks:
             dist.destroy_process_group()
 
 
+def _run_token() -> str:
+    """Return what tells two runs of one port apart: the step of SLURM that started the ranks, or torchrun's run id."""
+    env = os.environ
+    if "WORLD_SIZE" in env:
+        return f"torchrun {env.get('TORCHELASTIC_RUN_ID', 'none')}"
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    return "job {} step {} restart {}".format(*(env.get(name, "0") for name in names))
+
+
 # gloo raises plain RuntimeErrors, which begin with the place in its source, and has one message without.
 _GLOO = re.compile(r"\[[^\]]*/gloo/[^\]]*\]|Application timeout caused pair closure")
 
@@ -164,8 +205,17 @@ def _rendezvous_of_slurm() -> None:
             raise ConfigError(
                 f"MASTER_ADDR is not set and scontrol cannot tell the address of the first of {nodes}; export it"
             ) from None
-    # below the ports that the kernel hands out
-    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 12000))
+    # Below the ports that the kernel hands out; steps of one allocation meet at ports of their own.
+    job, step = (whole_number(os.environ, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    os.environ.setdefault("MASTER_PORT", str(20000 + (job + 367 * step) % 12000))
+    _refuse_port()
+
+
+def _refuse_port() -> None:
+    """Raise `ConfigError` for a MASTER_PORT that is none."""
+    port = whole_number(os.environ, "MASTER_PORT", 1)
+    if not 0 < port < 65536:
+        raise ConfigError(f"MASTER_PORT: expected 1 to 65535, got {port}. Unset it, or start with torchrun or srun.")
 
 
 def _address(node: str) -> str:

@@ -16,8 +16,9 @@ from evals.tasks.result import Result
 from launch.jobs import batch
 from launch.jobs.clusters import ClusterConfig, load_cluster
 from launch.jobs.fanout import FanOut
+from launch.jobs.local_jobs import end_local, local_alive
 from launch.jobs.snapshot import take_snapshot
-from launch.jobs.submit import end_local, local_alive, submit
+from launch.jobs.submit import submit
 from launch.jobs.sweep import expand
 from sparo_data.convert import convert_folder
 from sparo_train.core.errors import ConfigError

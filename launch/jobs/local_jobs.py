@@ -1,0 +1,121 @@
+"""Jobs on this machine, through submitit's local and debug executors: detached from the terminal that launched them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .clusters import ClusterConfig, minutes
+from .environment import environment
+from .job import Element, Job
+
+_CONTROLLER = "submitit.local._local"
+
+
+def submit_here(
+    submitit: Any,
+    cluster: ClusterConfig,
+    elements: Sequence[Element],
+    jobs: Path,
+    code: Path,
+    parallel: int,
+    job_of: Callable[[ClusterConfig, tuple[Element, ...]], Job],
+) -> list[str]:
+    """Start elements in `parallel` lanes, each of which runs its elements one after another; return the job of each element."""
+    # This machine has no queue: what waits, waits in a lane.
+    lanes = [elements[lane::parallel] for lane in range(min(parallel, len(elements)))]
+    found: dict[Element, str] = {}
+    debug = cluster.kind == "debug"
+    if debug:
+        executor: Any = submitit.AutoExecutor(folder=jobs, cluster="debug")
+    else:
+        executor = _detached(submitit)(folder=jobs, python=cluster.python)
+        executor.update_parameters(
+            tasks_per_node=1 if cluster.starter == "torchrun" else cluster.ranks_per_node,
+            gpus_per_node=cluster.gpus_per_node,
+            timeout_min=minutes(cluster.time),
+            signal_delay_s=cluster.signal_seconds,
+        )
+    # The snapshot goes first: the checkout may change while the job waits for its lane.
+    path = f"{code}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+    for lane in lanes:
+        job = replace(job_of(cluster, tuple(lane)), port=_free_port())
+        with environment({**cluster.environment, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}):
+            submitted: Any = executor.submit(job)
+            found |= dict.fromkeys(lane, str(submitted.job_id))
+            if debug:
+                submitted.result()  # it runs now
+    return [found[element] for element in elements]
+
+
+def _free_port() -> int:
+    """Return a port that nobody has; ranks of a lane meet there."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _detached(submitit: Any) -> Any:
+    """Return submitit's local executor with a controller that keeps neither the launcher's terminal nor its pipes open."""
+
+    class DetachedExecutor(submitit.LocalExecutor):
+        def _submit_command(self, command: str) -> Any:
+            tasks, gpus = self.parameters["tasks_per_node"], self.parameters["gpus_per_node"]
+            told = {
+                "SUBMITIT_LOCAL_NTASKS": str(tasks),
+                "SUBMITIT_LOCAL_COMMAND": command,
+                "SUBMITIT_LOCAL_TIMEOUT_S": str(int(60 * self.parameters["timeout_min"])),
+                "SUBMITIT_LOCAL_SIGNAL_DELAY_S": str(int(self.parameters["signal_delay_s"])),
+                "SUBMITIT_LOCAL_NODEID": "0",
+                "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+                "SUBMITIT_STDERR_TO_STDOUT": "",
+                "SUBMITIT_EXECUTOR": "local",
+                "SUBMITIT_LOCAL_WITH_SHELL": "",
+                "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))),
+            }
+            with (Path(self.folder) / "controller.log").open("ab") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", _CONTROLLER, str(self.folder)],
+                    env={**os.environ, **told},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            return submitit.local.local.LocalJob(
+                folder=self.folder, job_id=str(process.pid), tasks=list(range(tasks)), process=process
+            )
+
+    return DetachedExecutor
+
+
+def local_alive(job: str) -> bool:
+    """Return whether submitit's controller of a local job runs."""
+    try:
+        return _CONTROLLER.encode() in Path(f"/proc/{int(job)}/cmdline").read_bytes()
+    except (OSError, ValueError):
+        return False
+
+
+def end_local(job: str, patience: float = 60.0) -> None:
+    """Ask a local job to save and end; kill what is left of it after `patience` seconds, as SLURM does after KillWait."""
+    with suppress(OSError):  # it ended in between
+        os.kill(int(job), signal.SIGTERM)
+        end = time.monotonic() + patience
+        while local_alive(job) and time.monotonic() < end:
+            time.sleep(0.1)
+        if local_alive(job):
+            # Read before it is killed: afterwards they are nobody's children.
+            ranks = Path(f"/proc/{job}/task/{job}/children").read_text().split()
+            # The ranks outlive their controller, and hold the folder's lock.
+            for pid in (job, *ranks):
+                os.kill(int(pid), signal.SIGKILL)

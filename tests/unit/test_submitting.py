@@ -1,0 +1,222 @@
+"""Jobs launched from anywhere: inside another job, through a pipe, cancelled, on machines without a GPU; ranks that do not belong together."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import yaml
+
+from launch.cli.node import perform
+from launch.jobs.clusters import load_cluster
+from launch.jobs.environment import inherited
+from launch.jobs.job import GPUS, Element
+from launch.jobs.records import Records
+from launch.jobs.status import cancel, statuses
+from launch.jobs.submit import submit
+from sparo_train.core.errors import ConfigError
+from tests.conftest import tiny_recipe
+from tests.ranks import free_port
+
+OUTER = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_MEM_PER_CPU": "4000",
+    "SLURM_CPUS_PER_TASK": "1",
+    "SRUN_CPUS_PER_TASK": "1",
+    "SUBMITIT_EXECUTOR": "slurm",
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "MASTER_PORT": "1",
+    "CUDA_VISIBLE_DEVICES": "0",
+}
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    """An sbatch that writes down its environment and its script."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in {
+        "sbatch": f'#!/bin/sh\nenv > {tmp_path}/env.txt\nfor last; do :; done\ncp "$last" {tmp_path}/script.sh\necho Submitted batch job 12\n',
+        "srun": "#!/bin/sh\n",
+    }.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return tmp_path
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_job_inside_a_job_inherits_nothing_and_asks_for_nothing_unasked(recorded, monkeypatch, count):
+    for name, value in OUTER.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
+    cluster = load_cluster("slurm", ["--mem-gb", "1"])
+    elements = [Element(("train", str(i)), str(recorded / f"run{i}")) for i in range(count)]
+    assert submit(cluster, elements, recorded / "jobs", "x", recorded, None, None, print)
+    seen = dict(line.partition("=")[::2] for line in (recorded / "env.txt").read_text().splitlines() if "=" in line)
+    assert not OUTER.keys() & seen.keys()
+    assert seen["SLURM_CONF"] == "/etc/slurm.conf" and seen["SBATCH_ACCOUNT"] == "mine"
+    script = (recorded / "script.sh").read_text()
+    assert "wckey" not in script and "--mem=1GB" in script
+    assert os.environ["RANK"] == "3"  # only what is submitted does without
+
+
+def test_wckeys_are_sent_where_asked_for_and_own_arguments_are_refused(recorded):
+    cluster = load_cluster("slurm", ["--sbatch.wckey", "project"])
+    submit(cluster, [Element(("train",), str(recorded / "run"))], recorded / "jobs", "x", recorded, None, None, print)
+    assert "--wckey=project" in (recorded / "script.sh").read_text()
+    for name, use in (("signal", "--signal-seconds"), ("array", "a sweep"), ("open_mode", "logs are appended")):
+        with pytest.raises(ConfigError, match=rf"--sbatch\.{name}: sparo sets it itself, got .*\. Use .*{use}"):
+            submit(
+                load_cluster("slurm", [f"--sbatch.{name}", "x"]),
+                [Element((), "x")],
+                recorded / "jobs",
+                "x",
+                recorded,
+                None,
+                None,
+                print,
+            )
+
+
+def test_a_users_own_devices_stay_outside_of_jobs():
+    assert not inherited("CUDA_VISIBLE_DEVICES", {"CUDA_VISIBLE_DEVICES": "1"})
+    assert inherited("CUDA_VISIBLE_DEVICES", {"CUDA_VISIBLE_DEVICES": "1", "SLURM_JOB_ID": "7"})
+
+
+def until(true, seconds=60):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.1)
+
+
+def test_a_local_launch_ends_its_pipe_at_once_and_a_cancelled_job_says_so(shards, tmp_path):
+    tree = tiny_recipe(shards, tmp_path, steps=100_000)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(yaml.safe_dump(tree))
+    line = f"{sys.executable} -m launch.cli launch train {recipe} --on local 2>&1 | cat"
+    done = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    folder = tmp_path / "tiny"
+    assert (folder / "jobs/submitted.jsonl").exists(), done.stdout + done.stderr
+    try:
+        until(lambda: statuses([folder])[0].step > 0)
+        (status,) = statuses([folder])
+        assert status.state == "RUNNING"
+    finally:
+        cancel(folder)
+    (status,) = statuses([folder])
+    assert status.state == "CANCELLED" and "resubmit" in status.reason and status.rate is None
+
+
+def test_an_older_heartbeat_says_nothing_of_a_new_job(tmp_path):
+    records = Records(tmp_path)
+    (tmp_path / "heartbeat.json").write_text(json.dumps({"step": 5, "total": 9, "phase": "SIGTERM", "time": 1.0}))
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"kind": "train", "step": 5, "samples": 40, "samples_per_second": 136.0}) + "\n"
+    )
+    cluster = {"kind": "local", "starter": "srun", "nodes": 1, "tasks_per_node": 1, "gpus_per_node": 0}
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "submitit.local._local"])
+    try:
+        records.add(
+            "submitted", {"jobs": [str(child.pid)], "on": "local", "cluster": cluster, "logs": str(records.jobs)}
+        )
+        records.add("starts", {"job": str(child.pid), "restart": 0})
+        (status,) = statuses([tmp_path])
+        assert (status.state, status.reason, status.rate, status.step) == ("RUNNING", "", None, 5)
+    finally:
+        child.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_job_that_asked_for_gpus_does_not_train_on_the_cpu(shards, tmp_path, monkeypatch, capsys):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(yaml.safe_dump(tiny_recipe(shards, tmp_path, steps=1)))
+    monkeypatch.setenv(GPUS, "8")
+    assert perform(["train", str(recipe)], str(tmp_path / "tiny"), 3) == 2
+    assert "sees no GPU, got a job that asked for 8" in capsys.readouterr().err
+    (failure,) = (tmp_path / "tiny/jobs/failures.jsonl").read_text().splitlines()
+    assert "--gpus-per-node" in failure
+
+
+def ranks_of(recipe, environments, *words):
+    """Start `sparo train` once per environment; return exit codes and what each printed."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "launch.cli", "train", str(recipe), *words, *own],
+            env={**{k: v for k, v in os.environ.items() if k not in OUTER}, "OMP_NUM_THREADS": "1", **env},
+            stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for env, own in environments
+    ]  # fmt: skip
+    try:
+        told = [process.communicate(timeout=120)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [process.returncode for process in started], told
+
+
+def torchrun_like(rank, port):
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def test_ranks_with_other_recipes_do_not_train_together(shards, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        yaml.safe_dump(
+            {**tiny_recipe(shards, tmp_path, steps=4), "engine": {"kind": "ddp", "device": "cpu", "precision": "fp32"}}
+        )
+    )
+    port = free_port()
+    codes, told = ranks_of(recipe, [(torchrun_like(0, port), []), (torchrun_like(1, port), ["seed=7", "optim.lr=0.5"])])
+    assert codes == [2, 2]
+    assert "has another recipe or code than rank 0, got recipe.seed: 0 -> 7" in told[0] and "recipe.optim.lr" in told[0]
+    assert sum("Start all ranks" in text for text in told) == 1 and not (tmp_path / "tiny").exists()
+
+
+def test_two_steps_of_one_allocation_do_not_join_each_other(shards, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        yaml.safe_dump(
+            {**tiny_recipe(shards, tmp_path, steps=4), "engine": {"kind": "ddp", "device": "cpu", "precision": "fp32"}}
+        )
+    )
+
+    def of_step(step, rank):
+        told = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": str(step), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+        return {**told, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.1"}, [f"name=step{step}"]
+
+    codes, told = ranks_of(recipe, [of_step(step, rank) for step in (0, 1) for rank in (0, 1)])
+    assert codes == [0] * 4, told
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    mixed = [
+        ({**of_step(step, rank)[0], **shared}, [f"name=mixed{step}", "engine.timeout=30"])
+        for step, rank in ((0, 0), (1, 1))
+    ]
+    codes, told = ranks_of(recipe, mixed)
+    assert codes[1] == 2 and "belongs to another run (job 77 step 0 restart 0)" in told[1]
+
+
+@pytest.mark.parametrize("port", ["abc", "99999"])
+def test_a_port_that_is_none_is_named(port, shards, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        yaml.safe_dump(
+            {**tiny_recipe(shards, tmp_path, steps=1), "engine": {"kind": "ddp", "device": "cpu", "precision": "fp32"}}
+        )
+    )
+    codes, told = ranks_of(recipe, [({**torchrun_like(0, 1), "MASTER_PORT": port}, [])])
+    assert codes == [2] and "MASTER_PORT" in told[0] and "Traceback" not in told[0]
