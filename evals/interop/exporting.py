@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparo_train.core.disk.store import CheckpointStore, read_meta
+from sparo_train.core.disk.store import CheckpointStore, read_run_meta
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.tables import EXPORTS, METHODS
 from sparo_train.data.read.plan import per_epoch
@@ -70,7 +70,7 @@ def export_run(run: Path, to: Path | None, layout: str | None, average: str | No
     # Of a single step the export lies with its run, too, where people look for it.
     folder = run.parent.parent if (run / "meta.json").is_file() else run
     steps = [step] if average is None else _newest(folder, step, average)
-    meta, weights = read_meta(step), mean_weights(steps)
+    meta, weights = read_run_meta(step), mean_weights(steps)
     # A folder of its own: other weights in the place of those that were exported would be taken for them.
     newest = CheckpointStore(folder / "checkpoints").latest()
     older = f"-{step.name}" if newest is not None and step.name != newest.name else ""
@@ -80,7 +80,7 @@ def export_run(run: Path, to: Path | None, layout: str | None, average: str | No
     parameters = _parameters(config)
     facts = card_facts(config, meta, folder, parameters, EXPORTS.row(name).use.replace("PLACE", path.as_posix()))
     if average is not None:
-        mean = f"the mean of the weights at steps {', '.join(str(read_meta(s)['step']) for s in steps)}"
+        mean = f"the mean of the weights at steps {', '.join(str(read_run_meta(s)['step']) for s in steps)}"
         facts = facts._replace(what=f"{facts.what}: {mean}", scores=[])  # scores are of single steps
     pack(path, facts)
     return path

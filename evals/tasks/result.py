@@ -19,6 +19,12 @@ LOWER_IS_BETTER = frozenset({"loss", "mse", "mse_sum", "depth_error"})
 _AT_ONCE = 2**24  # numbers of a bootstrap that are held at once
 
 
+_FIELD_KINDS: dict[str, type | tuple[type, ...]] = {
+    "task": str, "n": int, "headline": str, "metrics": dict, "chance": (int, float), "intervals": dict, "options": dict, "counts": dict,
+    "data": str, "note": str,
+}  # fmt: skip
+
+
 class Result(NamedTuple):
     """A scored task.
 
@@ -91,8 +97,14 @@ class Result(NamedTuple):
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Result:
-        """What `as_dict` gave; predictions and keys are not in it."""
+        """Return what `as_dict` gave, without predictions and keys. Raises `TypeError` for a field of another kind."""
         known = {name: value for name, value in found.items() if name in cls._fields}
+        for name, kinds in _FIELD_KINDS.items():
+            if name in known and (not isinstance(known[name], kinds) or isinstance(known[name], bool)):
+                raise TypeError(f"{name} is {type(known[name]).__name__}")
+        numbers = [*known["metrics"].values(), *known.get("counts", {}).values()]
+        if not all(isinstance(value, int | float) for value in numbers) or known["headline"] not in known["metrics"]:
+            raise TypeError("metrics are no numbers, or lack the headline")
         return cls(**{**known, "intervals": {name: tuple(v) for name, v in known.get("intervals", {}).items()}})
 
     def as_dict(self) -> dict[str, Any]:

@@ -75,7 +75,17 @@ class Records:
     def _read(self, kind: str) -> list[dict[str, Any]]:
         """Lines that have what such a line has: others were cut off, or are of another version."""
         found = read(self.jobs / f"{kind}.jsonl")
-        return [line for line in found if all(isinstance(line.get(key), type_) for key, type_ in _HAS[kind].items())]
+        kept = [line for line in found if all(isinstance(line.get(key), type_) for key, type_ in _HAS[kind].items())]
+        return [
+            whole for line in kept if (whole := self._submission(line) if kind == "submitted" else line) is not None
+        ]
+
+    def _submission(self, line: dict[str, Any]) -> dict[str, Any] | None:
+        """Return a submission with what older versions did not write; None for one that does not say where it runs."""
+        cluster = {"starter": "srun", "nodes": 1, "tasks_per_node": None, "gpus_per_node": 0, **line["cluster"]}
+        if not isinstance(cluster.get("kind"), str) or not all(isinstance(job, str) for job in line["jobs"]):
+            return None
+        return {"logs": str(self.jobs), **line, "cluster": cluster}
 
 
 def _is_of(job: str, asked: str) -> bool:

@@ -21,7 +21,7 @@ from evals.suite.task import encoder_of, refuse_unfit_run
 from evals.tasks.result import Result, shown
 from sparo_train.core.contracts import Objective
 from sparo_train.core.disk.rundir import RunDir, environment
-from sparo_train.core.disk.store import CheckpointStore, read_meta
+from sparo_train.core.disk.store import CheckpointStore, read_run_meta
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import (
     CheckpointError,
@@ -145,7 +145,7 @@ def _opened(rundir: RunDir, config: RunConfig, pipeline: Pipeline) -> str:
     newest = CheckpointStore(rundir.checkpoints).latest()
     if newest is not None:
         with suppress(CheckpointError):  # a damaged one is the trainer's to tell, or to pass over
-            refuse_changed(read_meta(newest)["fingerprint"], pipeline.fingerprint, str(newest))
+            refuse_changed(read_run_meta(newest)["fingerprint"], pipeline.fingerprint, str(newest))
     return rundir.open_for_training(config, 2 * config.log.heartbeat_seconds)
 
 

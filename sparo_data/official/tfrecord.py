@@ -14,7 +14,7 @@ from sparo_train.core.errors import ConfigError, DataError
 
 Value = np.ndarray | list[bytes]
 _CHUNK = 1 << 20
-_LONGEST = 1 << 31  # bytes of a record: beyond it a length is damage
+_LONGEST = 1 << 28  # bytes of a record, which is held in memory: beyond it a length is damage, or a decompression bomb
 
 
 def records(path: Path) -> Iterator[bytes]:
@@ -51,7 +51,11 @@ def records(path: Path) -> Iterator[bytes]:
                     f"{where}: {'breaks off' if len(first) < 12 else 'is no TFRecord'}; fetch the file again"
                 )
             (length,) = struct.unpack("<Q", first[:8])
-            body = stream.take(length + 4) if length < _LONGEST else b""
+            if length >= _LONGEST:
+                raise DataError(
+                    f"{where}: is {length / 1e6:.0f} MB long, limit {_LONGEST / 1e6:.0f} MB; is the file damaged?"
+                )
+            body = stream.take(length + 4)
             if len(body) < length + 4:
                 raise DataError(f"{where}: breaks off after {len(body)} of {length + 4} bytes; fetch the file again")
             if not intact(body[:-4], body[-4:]):

@@ -151,10 +151,13 @@ def _numbers(found: dict[str, Value], name: str, where: str, whole: bool = False
 
 def _range(found: dict[str, Value], name: str, where: str) -> tuple[float, float] | None:
     bounds = _numbers(found, f"metadata/{name}_range", where)
-    if bounds is None or len(bounds) != 2:
+    if bounds is None:
         return None
-    if bounds[0] > bounds[1]:
-        raise DataError(f"{where}: metadata/{name}_range goes from {bounds[0]} down to {bounds[1]}")
+    if len(bounds) != 2 or not bounds[0] < bounds[1]:
+        told = ", ".join(f"{bound:g}" for bound in bounds[:4])
+        raise DataError(
+            f"{where}: metadata/{name}_range: expected two rising numbers, got {told}. Fetch the file again."
+        )
     return float(bounds[0]), float(bounds[1])
 
 
@@ -173,6 +176,10 @@ def _depth(found: dict[str, Value], shape: tuple[int, int, int], where: str) -> 
     if not isinstance(planes, list) or bounds is None:
         return None
     levels = _stacked([opened_image(data, where, labels=True) for data in planes], where)
+    if levels.dtype.itemsize < 2:
+        raise DataError(
+            f"{where}: depth: expected 16 bits a pixel, got {8 * levels.dtype.itemsize}. Fetch the file again."
+        )
     if levels.shape != shape:
         raise DataError(f"{where}: depth of {levels.shape}, and the video has {shape}")
     return Measured(levels.astype(np.uint16), *bounds)  # pictures that are read have no more bits
@@ -202,6 +209,10 @@ def _objects(found: dict[str, Value], times: int, where: str) -> list[dict[str, 
     """The instances as plain data; what a copy lacks is left out."""
     positions = _numbers(found, "instances/positions", where)
     count = 0 if positions is None else len(positions) // (3 * times)
+    if positions is not None and positions.size % (3 * times):
+        raise DataError(
+            f"{where}: instances/positions has {positions.size} numbers, no three for each object in {times} frames"
+        )
     objects: list[dict[str, Any]] = [{"id": number + 1} for number in range(count)]
 
     def rows_of(name: str, shape: tuple[int, ...], whole: bool = False) -> list[Any]:
@@ -225,6 +236,8 @@ def _objects(found: dict[str, Value], times: int, where: str) -> list[dict[str, 
         for one, value in zip(objects, rows_of(name, (count,)), strict=False):
             one[name] = float(value)
     for name, wide in _TABLES.items():
+        if name == "quaternions":
+            _refuse_no_rotation(_numbers(found, f"instances/{name}", where), f"{where}: instances/{name}")
         for one, rows in zip(objects, rows_of(name, (count, times, wide)[: 2 + (wide > 1)]), strict=False):
             one[name] = rows
     return objects
@@ -234,10 +247,26 @@ def _camera(found: dict[str, Value], times: int, where: str) -> dict[str, Any]:
     """`fov` in degrees, and where the camera is in every frame: OpenGL's and Blender's, looking along -z."""
     camera: dict[str, Any] = {}
     fov = _numbers(found, "camera/field_of_view", where)
-    if fov is not None and len(fov) == 1:
+    if fov is not None:
+        if len(fov) != 1:
+            raise DataError(f"{where}: camera/field_of_view has {len(fov)} numbers, 1 wanted. Fetch the file again.")
         camera["fov"] = float(np.degrees(fov[0]))
     for name, wide in (("positions", 3), ("quaternions", 4)):
         table = _numbers(found, f"camera/{name}", where)
-        if table is not None and table.size == times * wide:
-            camera[name] = table.reshape(times, wide).tolist()
+        if table is None:
+            continue
+        if table.size != times * wide:
+            raise DataError(
+                f"{where}: camera/{name} has {table.size} numbers, {times * wide} wanted ({wide} for each of {times} frames). "
+                "Fetch the file again."
+            )
+        if name == "quaternions":
+            _refuse_no_rotation(table, f"{where}: camera/{name}")
+        camera[name] = table.reshape(times, wide).tolist()
     return camera
+
+
+def _refuse_no_rotation(table: np.ndarray | None, where: str) -> None:
+    """Raise `DataError` for quaternions of zeros, which are no rotation."""
+    if table is not None and table.size % 4 == 0 and (np.abs(table.reshape(-1, 4)).max(1, initial=0) < 1e-6).any():
+        raise DataError(f"{where}: a quaternion of zeros is no rotation. Fetch the file again.")

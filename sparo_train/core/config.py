@@ -102,6 +102,8 @@ def resolve(model: type[C], tree: Tree, origin: str) -> C:
     Raises `ConfigError` listing every problem by dotted key, with near misses.
     """
     tree = without_null_entries(model, tree)
+    if (bad := next(_with_nul(tree), None)) is not None:
+        raise ConfigError(f"{origin}: {bad}: holds a NUL character, which no name or path has. Remove it.")
     try:
         # As JSON: pydantic's strict mode then takes a list for a tuple, and still no number for a text.
         return model.model_validate_json(json.dumps(tree))
@@ -110,6 +112,16 @@ def resolve(model: type[C], tree: Tree, origin: str) -> C:
         raise ConfigError(f"{origin}: {len(lines)} problem(s)\n  " + "\n  ".join(lines)) from None
     except (TypeError, ValueError, RecursionError) as error:  # json's, on what a tag made: a set, bytes
         raise ConfigError(f"{origin}: a value is of a kind YAML recipes do not hold: {error}") from None
+
+
+def _with_nul(tree: Any, key: str = "") -> Iterator[str]:
+    """Dotted keys of texts with a NUL character, which the file system would answer with a traceback."""
+    if isinstance(tree, str):
+        yield from [key] if "\0" in tree else []
+    elif isinstance(tree, dict | list | tuple):
+        for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            below = f"{key}.{name}".lstrip(".")
+            yield from [below] if isinstance(name, str) and "\0" in name else _with_nul(value, below)
 
 
 def dump(config: BaseModel) -> str:

@@ -66,7 +66,7 @@ def branch(path: Path, engine: Engine, pipeline: DataPipeline, display: Display)
         raise CheckpointError(
             f"start_from.checkpoint={path}: no run with a complete checkpoint, which start_from.optimizer=true takes"
         )
-    meta = store.read_meta(step)
+    meta = store.read_run_meta(step)
     # Before the data are compared: other data are no reason not to take the weights.
     try:
         engine.load(store.open_checkpoint(step, ("model", "optimizer")))

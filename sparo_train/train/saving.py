@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.disk.pieces import CheckpointReader, Piece, Pieces
-from ..core.disk.store import CheckpointStore, Files, open_checkpoint, read_meta
+from ..core.disk.store import CheckpointStore, Files, open_checkpoint, read_run_meta
 from ..core.distributed import Ranks
 from ..core.errors import CheckpointError, SparoError, SupersededError
 
@@ -128,7 +128,7 @@ class Saver:
             path = self.store.latest()
             if path is None:
                 return None
-            meta = read_meta(path)
+            meta = read_run_meta(path)
             check(meta, str(path))
             return path, meta
 

@@ -33,6 +33,48 @@ LINES = [
     '{"schema": 9}',
     '{"schema": 1}',
     '{"schema": 1, "checkpoint": 3}',
+    json.dumps(
+        {
+            "schema": 1,
+            "checkpoint": "c",
+            "name": "t",
+            "facts": {},
+            "predictions": "",
+            "task": "t",
+            "n": 1,
+            "headline": "a",
+            "chance": 0.0,
+            "metrics": None,
+        }
+    ),
+    json.dumps(
+        {
+            "schema": 1,
+            "checkpoint": "c",
+            "name": "t",
+            "facts": {},
+            "predictions": "",
+            "task": "t",
+            "n": 1,
+            "headline": ["a"],
+            "chance": 0.0,
+            "metrics": {"a": 1.0},
+        }
+    ),
+    json.dumps(
+        {
+            "schema": 1,
+            "checkpoint": "c",
+            "name": "t",
+            "facts": {},
+            "predictions": "",
+            "task": "t",
+            "n": 1,
+            "headline": "b",
+            "chance": 0.0,
+            "metrics": {"a": 1.0},
+        }
+    ),
     "\x1b[31m",
     "[" * 2000,
     "",

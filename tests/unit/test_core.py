@@ -110,6 +110,14 @@ def test_saving_the_same_step_again_replaces_it(tmp_path):
     assert store.read_meta(save(keeper, 3, STATE, {"samples": 2}))["samples"] == 2
 
 
+def sign(path, change):
+    """Change a meta.json and give it a checksum that is right."""
+    meta = json.loads((path / "meta.json").read_text())
+    meta.pop("checksum")
+    change(meta)
+    (path / "meta.json").write_text(json.dumps({**meta, "checksum": store._checksum(meta)}))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -117,6 +125,12 @@ def test_saving_the_same_step_again_replaces_it(tmp_path):
         (lambda p: (p / "model.safetensors").write_bytes(b"x"), r"model\.safetensors: 1 bytes, should be"),
         (lambda p: (p / "meta.json").write_text("{"), r"meta\.json: not readable"),
         (lambda p: (p / "meta.json").write_text('{"format": 99}'), "format 99, this version reads 2"),
+        (lambda p: sign(p, lambda meta: meta.pop("files")), "files is missing or of another kind, got NoneType"),
+        (lambda p: sign(p, lambda meta: meta.update(files=[])), "files is missing or of another kind, got list"),
+        (
+            lambda p: sign(p, lambda meta: meta.update(files={"../x": {}})),
+            "'../x' is not described as a file of this folder",
+        ),
     ],
 )
 def test_damage_is_named_with_the_remedy(tmp_path, damage, message):

@@ -12,6 +12,7 @@ from sparo_data.official.formats import convert_published, sources_of
 from sparo_data.official.published import PublishedConfig
 from sparo_data.official.tfrecord import example, records
 from sparo_data.official.videos import movi_videos, sized
+from sparo_data.writer import encoded
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.data.clips.episode import Episode
 from sparo_train.data.read.shards import ShardsConfig
@@ -105,7 +106,15 @@ def test_a_class_that_nobody_named_is_its_number(monkeypatch):
         ("backward_flow", np.full(768, np.nan, np.float32), "backward_flow has what is no whole number"),
         ("backward_flow", np.full(768, 70_000), "backward_flow is not two 16-bit numbers"),
         ("metadata/backward_flow_range", np.array([np.nan, 1], np.float32), "backward_flow_range has what is no number"),
-        ("metadata/depth_range", np.array([3, 1], np.float32), "depth_range goes from 3.0 down to 1.0"),
+        ("metadata/depth_range", np.array([3, 1], np.float32), "depth_range: expected two rising numbers, got 3, 1"),
+        ("metadata/depth_range", np.array([1, 2, 3], np.float32), "depth_range: expected two rising numbers, got 1, 2, 3"),
+        ("metadata/depth_range", np.zeros(2, np.float32), "depth_range: expected two rising numbers, got 0, 0"),
+        ("camera/positions", np.zeros(9, np.float32), "camera/positions has 9 numbers, 12 wanted"),
+        ("camera/field_of_view", np.ones(2, np.float32), "camera/field_of_view has 2 numbers"),
+        ("camera/quaternions", np.zeros(16, np.float32), "a quaternion of zeros is no rotation"),
+        ("instances/quaternions", np.zeros(32, np.float32), "a quaternion of zeros is no rotation"),
+        ("instances/positions", np.zeros(13, np.float32), "instances/positions has 13 numbers"),
+        ("depth", [encoded(np.full((12, 16), 200, np.uint8))] * 4, "depth: expected 16 bits a pixel, got 8"),
         ("camera/positions", np.full(12, np.nan, np.float32), "camera/positions has what is no number"),
     ],
 )  # fmt: skip

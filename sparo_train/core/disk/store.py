@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
+from ..untrusted import is_below
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -175,6 +176,13 @@ def is_suspect(path: Path) -> bool:
         return True
 
 
+_META: dict[str, type | tuple[type, ...]] = {
+    "step": int, "samples": int, "cursor": (list, dict), "fingerprint": dict, "bad_samples": (dict, list), "skipped_steps": int,
+    "skipped_in_a_row": int,
+}  # fmt: skip
+_FILE = {"part": str, "bytes": int, "sha256": str}
+
+
 def has_sound_weights(path: Path) -> bool:
     """Return whether a checkpoint says that all of its numbers are finite; older checkpoints do not say and count as sound."""
     try:
@@ -197,12 +205,34 @@ def read_meta(path: Path) -> dict[str, Any]:
         )
     if checksum != _checksum(meta):
         raise CheckpointError(f"{path}/meta.json: damaged (its checksum differs); {remedy}")
+    _refuse_fields(meta, {"files": dict}, path)
     for name, expected in meta["files"].items():
+        known = isinstance(expected, dict) and all(isinstance(expected.get(key), kind) for key, kind in _FILE.items())
+        if not known or not is_below(name):
+            raise CheckpointError(
+                f"{path}/meta.json: files: {name!r} is not described as a file of this folder; {remedy}"
+            )
         size = (path / name).stat().st_size if (path / name).is_file() else None
         if size != expected["bytes"]:
             found = "missing" if size is None else f"{size} bytes"
             raise CheckpointError(f"{path / name}: {found}, should be {expected['bytes']} bytes; {remedy}")
     return meta
+
+
+def read_run_meta(path: Path) -> dict[str, Any]:
+    """Return `read_meta` of a training run's checkpoint, with all that a run needs to continue. Raises `CheckpointError`."""
+    meta = read_meta(path)
+    _refuse_fields(meta, _META, path)
+    return meta
+
+
+def _refuse_fields(meta: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]], path: Path) -> None:
+    for key, kinds in fields.items():
+        if not isinstance(meta.get(key), kinds) or isinstance(meta[key], bool):
+            raise CheckpointError(
+                f"{path}/meta.json: {key} is missing or of another kind, got {type(meta.get(key)).__name__}; "
+                f"remove {path} to continue from the checkpoint before it"
+            )
 
 
 def open_checkpoint(path: Path, parts: Sequence[str], share: tuple[int, int] = (0, 1)) -> PiecesReader:

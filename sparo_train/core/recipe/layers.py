@@ -77,6 +77,9 @@ def is_sweep(tree: Mapping[str, Any]) -> bool:
     return isinstance(tree.get("runs"), Mapping)
 
 
+_DEEPEST = 64  # levels of a key; recipes have fewer than ten
+
+
 class Assignment(NamedTuple):
     """A word `key.path=value` of the command line; `adds`: it begins with `+`."""
 
@@ -97,6 +100,10 @@ def assignment(text: str, model: type[BaseModel] | None = None) -> Assignment:
     """Parse one word; the value is YAML. Raises `ConfigError`."""
     dotted, equals, value = text.removeprefix("+").partition("=")
     keys = tuple(dotted.strip().split("."))
+    if len(keys) > _DEEPEST:
+        raise ConfigError(
+            f"override {text[:40]}…: a key of {len(keys)} levels, got more than {_DEEPEST}. Write key.path=value."
+        )
     if text.startswith("-"):
         bare = dotted.lstrip("-")
         known = model is not None and (bare.partition(".")[0] in model.model_fields or keys_named(model, {}, bare))

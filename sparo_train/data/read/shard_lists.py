@@ -26,6 +26,10 @@ def find_shards(pattern: str | tuple[str, ...], key: str = "shards") -> list[str
             raise ConfigError(
                 f"{key}: {part!r} runs a shell command and cannot be read by position; use an fsspec URL (s3://, gs://, https://)"
             )
+        if part.startswith("data:"):
+            raise ConfigError(
+                f"{key}: {part[:40]!r} is a document, not a shard. Name a folder, a glob, a brace range or a URL."
+            )
         if _count(part) > _MOST:
             raise ConfigError(f"{key}: {part!r} means over {_MOST} shards; is a brace range too long?")
         try:

@@ -1,0 +1,92 @@
+"""Odd words, records and files that once ended with a traceback."""
+
+import gzip
+import json
+import struct
+import tracemalloc
+
+import google_crc32c
+import pytest
+import yaml
+
+from launch.jobs.records import Records
+from launch.jobs.status import statuses
+from launch.runs.train import train
+from sparo_data.official.tfrecord import records
+from sparo_train.core.config import resolve
+from sparo_train.core.disk import store
+from sparo_train.core.errors import CheckpointError, ConfigError, DataError
+from sparo_train.core.recipe.layers import override
+from sparo_train.data.read.shard_lists import find_shards
+from sparo_train.train.run import RunConfig
+from tests.conftest import tiny_recipe
+from tests.hostile.conftest import assert_ends
+from tests.unit.test_core import sign
+
+
+@pytest.mark.parametrize(
+    "words", [['out="a\\0b"'], ['name="a\\0b"'], ['data.sources.a.shards="a\\0b"'], ["a" + ".a" * 5000 + "=1"]]
+)
+@pytest.mark.parametrize("dry", [[], ["--dry"]])
+def test_words_that_no_recipe_holds_are_named(words, dry, shards, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(yaml.safe_dump(tiny_recipe(shards, tmp_path)))
+    assert_ends(["train", str(recipe), *words, *dry], 2, ["NUL character" if "\\0" in words[0] else "5001 levels"])
+
+
+def test_keys_that_are_too_deep_and_documents_for_shards_are_refused():
+    with pytest.raises(ConfigError, match="a key of 65 levels"):
+        override({}, ["a" + ".a" * 64 + "=1"])
+    for place in ("data:,hello", "data:", "data:text/plain;base64,aGk="):
+        with pytest.raises(ConfigError, match="is a document, not a shard"):
+            find_shards(place, "data.sources.a.shards")
+
+
+@pytest.mark.parametrize("cluster", [{}, {"kind": 3}, {"kind": "local"}, {"kind": "slurm", "starter": "srun"}])
+def test_submissions_of_other_versions_are_read_or_passed_over(cluster, tmp_path):
+    records_ = Records(tmp_path)
+    records_.jobs.mkdir()
+    (records_.jobs / "submitted.jsonl").write_text(json.dumps({"jobs": ["1"], "on": "x", "cluster": cluster}) + "\n")
+    whole = isinstance(cluster.get("kind"), str)
+    if whole:
+        assert statuses([tmp_path])[0].job == "1"
+    else:
+        with pytest.raises(ConfigError, match="no job was launched there"):
+            statuses([tmp_path])
+    for verb in ("status", "logs", "cancel"):
+        process_code = 2 if not whole or verb == "logs" else None
+        if process_code is not None:
+            assert_ends(["launch", verb, str(tmp_path)], process_code, [])
+
+
+FIELDS = ("step", "samples", "cursor", "fingerprint", "bad_samples", "skipped_steps", "skipped_in_a_row", "files")
+
+
+def test_a_signed_meta_that_lacks_something_is_named(shards, tmp_path):
+    config = resolve(RunConfig, tiny_recipe(shards, tmp_path, steps=3), "x")
+    train(config)
+    newest = store.CheckpointStore(config.folder / "checkpoints").latest()
+    whole = (newest / "meta.json").read_text()
+    for field in FIELDS:
+        for value in (None, "x", 3.5):
+            sign(newest, lambda meta, f=field, v=value: meta.pop(f) if v is None else meta.update({f: v}))
+            with pytest.raises(CheckpointError, match=rf"meta\.json: {field} is missing or of another kind"):
+                store.read_run_meta(newest)
+            (newest / "meta.json").write_text(whole)
+    sign(newest, lambda meta: meta.pop("cursor"))
+    with pytest.raises(CheckpointError, match=r"meta\.json: cursor is missing"):
+        train(config)
+    assert_ends(["export", str(config.folder)], 2, ["meta.json: cursor is missing"])
+
+
+def test_a_record_that_unpacks_to_gigabytes_is_refused_before_it_is_read(tmp_path):
+    length = struct.pack("<Q", 1 << 30)
+    crc = google_crc32c.value(length)
+    masked = struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+    path = tmp_path / "bomb.tfrecord"
+    path.write_bytes(gzip.compress(length + masked + bytes(1 << 24)))
+    tracemalloc.start()
+    with pytest.raises(DataError, match="record 0: is 1074 MB long, limit 268 MB"):
+        list(records(path))
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()
