@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -103,6 +103,8 @@ def _as_block(value: Any) -> Any:
 class RunConfig(Frozen):
     """A whole recipe. Exactly one of `steps`, `epochs`, `samples` says how long it trains."""
 
+    alternatives: ClassVar[tuple[str, ...]] = ("steps", "epochs", "samples")
+
     name: str = free(..., "of the run folder", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     out: str = free("runs", "where run folders are")
     seed: int = setting(0, "of everything that is drawn", ge=0, lt=1 << 63)
@@ -145,7 +147,7 @@ class RunConfig(Frozen):
     @model_validator(mode="after")
     def _one_length(self) -> RunConfig:
         # Three ways to say one thing would have to agree; one is asked for.
-        given = [k for k in ("steps", "epochs", "samples") if getattr(self, k) is not None]
+        given = [k for k in self.alternatives if getattr(self, k) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of steps, epochs, samples (given: {', '.join(given) or 'none'})")
         return self

@@ -1,5 +1,6 @@
 """Where a run begins: another run's weights, its moments and place in the data, a tower from elsewhere; and what it leaves untrained."""
 
+import shlex
 import shutil
 
 import pytest
@@ -364,3 +365,22 @@ def test_rates_fall_from_layer_to_layer():
         "model.logit_scale": 1.0,
     }
     assert {name: rates[name] for name in expected} == expected and len(rates) == len(names)
+
+
+def test_a_finished_run_names_the_words_that_train_on(shards, tmp_path):
+    tree = tiny_recipe(shards, tmp_path)
+    train(_run(tree, "name=short"))
+    with pytest.raises(ConfigError, match="holds a run of another recipe") as refused:
+        train(_run(tree, "name=short", "steps=15"))
+    advice = str(refused.value).rpartition("to be added: ")[2].removesuffix(".")
+    words = [word.replace("NEW", "longer").replace("steps=N", "steps=3") for word in shlex.split(advice)]
+    assert words[0] == "name=longer" and "steps=3" in words
+    train(_run(tree, *words))
+    before, after = (
+        store.read_meta(tmp_path / f"{name}/checkpoints/step-{step:08d}")
+        for name, step in (("short", 12), ("longer", 3))
+    )
+    assert after["samples"] == 24 and before["cursor"] != after["cursor"]
+    # Another learning rate as well is another run, and is not told so.
+    with pytest.raises(ConfigError, match="Use another name="):
+        train(_run(tree, "name=short", "steps=15", "optim.lr=5"))

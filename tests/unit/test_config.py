@@ -26,6 +26,19 @@ def test_extends_merges_parents_first_and_the_command_line_last(tmp_path):
     assert tree == {"a": {"x": 5e-4, "y": 3}, "b": 1, "c": {"d": [1, "two"]}}
 
 
+def test_one_way_to_give_the_length_replaces_the_others(tree):
+    assert (tree["steps"], tree.get("epochs")) == (12, None)
+    for word in ("epochs=3", "samples=4_800", "steps=5"):
+        key, _, value = word.partition("=")
+        config = resolve(RunConfig, override(tree, [word], RunConfig), "recipe.yaml")
+        lengths = {name: getattr(config, name) for name in RunConfig.alternatives}
+        assert lengths == {**dict.fromkeys(lengths), key: int(value)}
+    # Two on one command line are a contradiction, and one that is taken away leaves none.
+    for words in (["steps=5", "epochs=3"], ["steps=null"]):
+        with pytest.raises(ConfigError, match="exactly one of steps, epochs, samples"):
+            resolve(RunConfig, override(tree, words, RunConfig), "recipe.yaml")
+
+
 def test_a_new_kind_replaces_the_block_and_an_empty_mapping_clears_it():
     assert merge({"r": {"kind": "sparo", "slots": 4}}, {"r": {"kind": "gap"}}) == {"r": {"kind": "gap"}}
     assert merge({"r": {"kind": "sparo", "slots": 4}}, {"r": {"kind": "sparo"}}) == {"r": {"kind": "sparo", "slots": 4}}
@@ -59,7 +72,7 @@ def test_circles_and_missing_parents_are_named(tmp_path):
         ("objective.model.backbone=ViT-B-61", r"unknown backbone 'ViT-B-61'; did you mean 'ViT-B-16'"),
         ("objective.model.vision.patch_size=15", r"vision\.patch_size=15 does not divide vision\.image_size=32"),
         ("objective.model.readout.grp_size=3", r"readout\.grp_size=3 does not divide readout\.slots=4"),
-        ("epochs=3", "exactly one of steps, epochs, samples"),
+        ("steps=null", "exactly one of steps, epochs, samples"),
         ("name=../x", r"name: .*pattern"),
     ],
 )

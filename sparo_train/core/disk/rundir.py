@@ -15,7 +15,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -146,8 +146,16 @@ class RunDir:
             raise ConfigError(
                 f"{self.path}: holds a run of another recipe:\n  "
                 + "\n  ".join(changed)
-                + "\nUse another name=, undo the change, or remove the folder."
+                + f"\n{self._remedy(changed, getattr(type(config), 'alternatives', ()))}"
             )
+
+    def _remedy(self, changed: Sequence[str], lengths: Sequence[str]) -> str:
+        if all(_within(line.partition(":")[0], lengths) for line in changed):
+            return (
+                "A run's schedule is made for its length. To train on from its weights, give the steps that are to be added: "
+                f"name=NEW steps=N optim.warmup_steps=0 start_from='{{checkpoint: {self.path}, optimizer: true}}'."
+            )
+        return "Use another name=, undo the change, or remove the folder."
 
 
 def _within(key: str, free: Collection[str]) -> bool:

@@ -119,7 +119,8 @@ def override(tree: Tree, assignments: Sequence[str], model: type[BaseModel] | No
     """Apply words of the command line.
 
     `a.b=value` replaces, a mapping whole; a new `kind` drops the block's other keys; `+a.b=value` adds to what stands there;
-    `a.b=null` takes an entry of a mapping of named blocks away.
+    `a.b=null` takes an entry of a mapping of named blocks away. One of the model's `alternatives` (`epochs=3`) drops the
+    others that a recipe gave; those of the command line itself stay, and are refused when the recipe is resolved.
 
     Args:
         model: what the tree is checked against later; tells such mappings (`data.sources`, `eval.tasks`) from other blocks.
@@ -127,8 +128,12 @@ def override(tree: Tree, assignments: Sequence[str], model: type[BaseModel] | No
     Raises:
         ConfigError: a word that is no assignment, goes through a value, or names an entry that is not there without `+`.
     """
-    for text in assignments:
-        given = assignment(text, model)
+    alternatives: tuple[str, ...] = getattr(model, "alternatives", ())
+    parsed = [assignment(text, model) for text in assignments]
+    chosen = {given.keys[0] for given in parsed if len(given.keys) == 1 and given.value is not None} & {*alternatives}
+    if chosen:
+        tree = {key: value for key, value in tree.items() if key not in alternatives}
+    for text, given in zip(assignments, parsed, strict=True):
         # Before anything is put: `optim.lr.x=1` would make a block of a number.
         for depth in range(1, len(given.keys)):
             at = _held(tree, given.keys[:depth])
