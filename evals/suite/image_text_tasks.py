@@ -84,7 +84,10 @@ def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
     }
     if task.layout == "objectnet":
         options["border_crop"] = task.border_crop
-    return described(scoring.ranks.first(score), images, source, options)
+    found = scoring.ranks.first(score)
+    if repeated := len(names) - len(set(names)):  # ties go to the lower class
+        found = found._replace(counts={**found.counts, "classes_of_one_name": repeated})
+    return described(found, images, source, options)
 
 
 def _prompted(source: EvalSet, task: ZeroshotTaskConfig) -> tuple[list[str], list[str]]:

@@ -70,12 +70,11 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
     # Every rank scores its own share of the test after each epoch; counts are summed.
     own, first = held.share(ranks.rank, ranks.size)
     own_answers = answers[first : first + len(own)]
-    right: list[tuple[int, int]] = []
+    right: list[Tensor] = []
 
     def report(_epoch: int, layer: nn.Linear) -> None:
         counts = linear.count_right(layer, list(own.blocks(_BATCH)), _like(own, own_answers))
-        best, five = (sum(column) for column in zip(*ranks.gather(counts.tolist()), strict=True))
-        right.append((best, five))
+        right.append(torch.tensor(ranks.gather(counts.tolist())).sum(dim=0))
 
     def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor, int]]:
         # Of the epoch alone, so any number of ranks deals out the same batches.
@@ -92,7 +91,7 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
     # not by the process group: in training the others wait
     alone = {"summed": sum_over_ranks} if ranks.size > 1 else {}
     linear.train_probe(batches, held.width, classes, task.epochs, lr, seed, encoder.device, report, **alone)
-    found = linear.result(right, len(test), classes)
+    found = linear.result(right, answers, classes)
     return found._replace(data=test.identity(), options={**found.options, **learned_on(train, task.resize)})
 
 

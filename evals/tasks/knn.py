@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .result import Result, wilson
+from .zeroshot import class_recall
 
 # Similarities of 4 MiB: with the rows, no more than the official evaluation takes; more rows at once, and groups' maxima find the best.
 QUERIES, ROWS = 128, 8192
+_SAME = 1e-6  # how far below 1 rounding leaves the cosine of an encoding with itself
 
 
 class Nearest(NamedTuple):
@@ -152,6 +154,9 @@ def score(
 ) -> Result:
     """acc1 and acc5 per k of queries with `labels` (m,), whose neighbours are in a bank with `bank_labels` (n,).
 
+    `mean_per_class_recall` is that of k = `headline`. `counts["same_encoding"]` is the number of queries that have the same
+    encoding as a row of the bank, which tells a test set that overlaps the training set.
+
     As in eval_knn.py a right class counts for acc5 among the best min(5, k).
     """
     metrics, predicted = {}, {}
@@ -165,5 +170,11 @@ def score(
     # Of the headline's k alone: compare pairs one number per sample.
     right = torch.from_numpy(predicted[f"predicted_k{headline}"][:, 0]) == labels
     predicted["right"] = right.numpy()
+    hits = torch.bincount(labels, weights=right.double(), minlength=classes)
+    metrics["mean_per_class_recall"], intervals["mean_per_class_recall"] = class_recall(hits, labels)
     options = {"temperature": temperature, "normalised": "the encoding as a whole"}
-    return Result("knn", len(labels), f"acc1_k{headline}", metrics, 1 / classes, intervals, options, {}, predicted)
+    counts = {
+        "largest_class": int(torch.bincount(labels).max()),
+        "same_encoding": int((found.similarity[:, 0] > 1 - _SAME).sum()),
+    }
+    return Result("knn", len(labels), f"acc1_k{headline}", metrics, 1 / classes, intervals, options, counts, predicted)

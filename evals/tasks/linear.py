@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sparo_train.core.errors import ConfigError
+
 from .result import Result
+from .zeroshot import class_recall
 
 Batches = Callable[[int], Iterator[tuple[Tensor, Tensor, int]]]
 
@@ -32,6 +35,9 @@ def train_probe(
         summed: adds up a gradient over the ranks that train together.
 
     The loss is the mean over the global batch, so any number of ranks trains the same layer.
+
+    Raises:
+        ConfigError: training diverged.
     """
     generator = torch.Generator().manual_seed(seed)
     layer = nn.Linear(width, classes)
@@ -51,25 +57,39 @@ def train_probe(
                 p.grad = summed(p.grad) if p.grad is not None else None
             optimizer.step()
         schedule.step()
+        if not all(bool(p.isfinite().all()) for p in layer.parameters()):
+            raise ConfigError(
+                f"lr: the probe's weights are not finite after epoch {epoch + 1} of {epochs}, got a rate of {lr:g}. Give a smaller lr."
+            )
         report(epoch, layer)
     return layer
 
 
 @torch.no_grad()
 def count_right(layer: nn.Linear, features: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
-    """How many of these are right among the best one and the best five: int64 (2,)."""
-    right = torch.zeros(2, dtype=torch.int64)
+    """Return how many samples of each class are right among the best one and the best five: int64 (2, C)."""
+    right = torch.zeros(2, layer.out_features, dtype=torch.int64)
     for x, y in zip(features, labels, strict=True):
         hits = layer(x.to(layer.weight.device)).topk(min(5, layer.out_features), dim=1).indices.cpu() == y[:, None]
-        right += torch.stack([hits[:, 0].sum(), hits.any(dim=1).sum()])
+        for row, hit in zip(right, (hits[:, 0], hits.any(dim=1)), strict=True):
+            row += torch.bincount(y[hit], minlength=len(row))
     return right
 
 
-def result(right: Sequence[tuple[int, int]], n: int, classes: int) -> Result:
-    """From the counts after every epoch. The headline is the last epoch; `acc1_best` is the best one on this very test set,
-    which is what eval_linear.py reports."""
-    last, best = right[-1], max(right)
-    metrics = {"acc1": last[0] / n, "acc1_best": best[0] / n}
+def result(right: Sequence[Tensor], labels: Tensor, classes: int) -> Result:
+    """Score the counts of every epoch.
+
+    The headline and `mean_per_class_recall` are of the last epoch; `acc1_best` is the best epoch on this very test set, which is
+    what eval_linear.py reports.
+
+    Args:
+        right: per epoch what `count_right` gives, of all ranks, (2, C).  labels: of the test images, (n,) int64.
+    """
+    n, totals = len(labels), [tuple(counts.sum(dim=1).tolist()) for counts in right]
+    last, best = totals[-1], max(totals)
+    recall, interval = class_recall(right[-1][0], labels)
+    metrics = {"acc1": last[0] / n, "acc1_best": best[0] / n, "mean_per_class_recall": recall}
     if classes > 5:
         metrics |= {"acc5": last[1] / n, "acc5_best": best[1] / n}
-    return Result("linear", n, "acc1", metrics, 1 / classes)
+    counts = {"largest_class": int(torch.bincount(labels).max())}
+    return Result("linear", n, "acc1", metrics, 1 / classes, {"mean_per_class_recall": interval}, {}, counts)

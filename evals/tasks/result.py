@@ -76,6 +76,7 @@ class Result(NamedTuple):
                 max(reasons, key=lambda name: reasons[name]) if isinstance(reasons, dict) and reasons else "unusable"
             )
             found.append(f"{count} of {self.n + count} samples could not be used ({first}); the score is of the others")
+        found += self._odd_data()
         if self.n == 1 and self.intervals:
             # Drawn again and again, one sample is itself: an interval of no width, which looks like certainty.
             found.append("n is 1: how sure these scores are cannot be said, whatever their intervals are")
@@ -84,6 +85,26 @@ class Result(NamedTuple):
             found.append(
                 f"{', '.join(flat)}: an interval of no width, since all draws are alike (one sample per class, or all samples equal); "
                 "how sure it is cannot be said"
+            )
+        return found
+
+    def _odd_data(self) -> list[str]:
+        """Say what makes a score on labelled images mean something else than it seems to."""
+        found, largest = [], self.counts.get("largest_class", 0)
+        if self.n and largest / self.n > max(1.5 * self.chance, self.chance + 0.05):
+            found.append(
+                f"the largest class holds {100 * largest / self.n:.1f} % of the images, which is acc1 of naming it always "
+                f"(chance over the classes is {100 * self.chance:.1f} %); mean_per_class_recall counts all classes alike"
+            )
+        if self.data and self.options.get("trained_on") == self.data[:16]:
+            found.append("the images that are scored are those that labels were learned from")
+        elif count := self.counts.get("same_encoding"):
+            found.append(
+                f"{count} of {self.n} images have the encoding of a training image: the sets overlap, or the encoder tells images apart badly"
+            )
+        if count := self.counts.get("classes_of_one_name"):
+            found.append(
+                f"{count} class(es) have the name of an earlier class, and their images cannot be classified right"
             )
         return found
 

@@ -61,16 +61,24 @@ def of_ranked(found: Tensor, labels: Tensor, classes: int, task: str) -> Result:
     if classes >= 5:
         metrics["acc5"] = right.any(dim=1).double().mean().item()
         intervals["acc5"] = wilson(metrics["acc5"], len(labels))
-    support = torch.bincount(labels, minlength=classes)
     hits = torch.bincount(labels, weights=first.double(), minlength=classes)
-    # Over classes that occur; the others have no recall.
-    recall, of = (hits[support > 0] / support[support > 0]).numpy(), support[support > 0].numpy()
-    metrics["mean_per_class_recall"] = float(recall.mean())
+    metrics["mean_per_class_recall"], intervals["mean_per_class_recall"] = class_recall(hits, labels)
+    predictions = {"predicted": found.numpy(), "right": first.numpy(), "label": labels.numpy()}
+    counts = {"largest_class": int(torch.bincount(labels).max())}
+    return Result(task, len(labels), "acc1", metrics, 1 / classes, intervals, {}, counts, predictions)
+
+
+def class_recall(hits: Tensor, labels: Tensor) -> tuple[float, tuple[float, float]]:
+    """Return the mean recall over the classes that occur (balanced accuracy), and its 95 % interval.
+
+    Args:
+        hits: (C,), how many samples of each class were classified right.  labels: (n,) int64.
+    """
+    support = torch.bincount(labels, minlength=len(hits))
+    recall, of = (hits.double()[support > 0] / support[support > 0]).numpy(), support[support > 0].numpy()
     # Resampled within classes: ten images of a rare one weigh as much as a thousand of another.
     drawn = np.random.default_rng(0).binomial(of, np.clip(recall, 0, 1), (DRAWS, len(of))) / of
-    intervals["mean_per_class_recall"] = percentiles(drawn.mean(1))
-    predictions = {"predicted": found.numpy(), "right": first.numpy(), "label": labels.numpy()}
-    return Result(task, len(labels), "acc1", metrics, 1 / classes, intervals, predictions=predictions)
+    return float(recall.mean()), percentiles(drawn.mean(1))
 
 
 def score_multilabel(images: Iterable[Tensor], weights: Tensor, labels: Tensor) -> Result:

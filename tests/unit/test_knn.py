@@ -214,13 +214,52 @@ def test_the_probe_is_trained_as_officially(sets):
                     p -= rate * momentum[name]
         x, y = data["test"]
         right.append(int((layer(x).argmax(1) == y).sum()))
-    assert ours.metrics == pytest.approx({"acc1": right[-1] / 17, "acc1_best": max(right) / 17})
+    hits = layer(x).argmax(1) == y
+    recall = torch.stack([hits[y == c].double().mean() for c in y.unique()]).mean().item()
+    assert ours.metrics == pytest.approx(
+        {"acc1": right[-1] / 17, "acc1_best": max(right) / 17, "mean_per_class_recall": recall}
+    )
     assert ours.headline == "acc1"
 
 
 def test_best_and_last_epoch_are_told_apart():
-    result = linear.result([(5, 9), (8, 9), (6, 10)], 10, 7)
-    assert result.metrics == {"acc1": 0.6, "acc1_best": 0.8, "acc5": 1.0, "acc5_best": 0.9}
+    labels = torch.tensor([0] * 6 + [1] * 4)
+    spread = torch.nn.functional.pad
+    right = [spread(torch.tensor(rows), (0, 5)) for rows in ([[3, 2], [5, 4]], [[5, 3], [5, 4]], [[6, 0], [6, 4]])]
+    result = linear.result(right, labels, 7)
+    assert result.metrics == {
+        "acc1": 0.6,
+        "acc1_best": 0.8,
+        "acc5": 1.0,
+        "acc5_best": 0.9,
+        "mean_per_class_recall": 0.5,
+    }
+    assert "the largest class holds 60.0 % of the images, which is acc1 of naming it always" in result.remarks()[0]
+
+
+def test_a_probe_that_diverged_is_no_score():
+    def batches(_epoch):
+        yield torch.full((4, 3), 1e38), torch.tensor([0, 1, 0, 1]), 4
+
+    with pytest.raises(ConfigError, match=r"lr: .* not finite after epoch \d of 9, got a rate of 1e\+30"):
+        linear.train_probe(batches, 3, 2, 9, 1e30, 0, torch.device("cpu"), lambda epoch, layer: None)
+
+
+def test_test_images_that_were_learned_from_are_said(sets, tmp_path):
+    def remarks(**places):
+        return " ".join(run_knn(scoring(encoder()), KnnTaskConfig(task="knn", k=(1,), workers=0, **places)).remarks())
+
+    same = "the images that are scored are those that labels were learned from"
+    assert same in remarks(train=sets["train"], test=sets["train"])
+    assert same not in remarks(**sets)
+    (tmp_path / "link").symlink_to(sets["train"])
+    assert same in remarks(train=sets["train"], test=str(tmp_path / "link"))
+    # A part of them, as other files: three pictures of the training set among seven.
+    overlap = [(str(i), {"jpg": jpeg(colour), "cls": b"0"}) for i, colour in enumerate([0, 1, 2, 200, 201, 202, 203])]
+    write_shards(tmp_path / "overlap", overlap, 16)
+    assert "3 of 7 images have the encoding of a training image" in remarks(
+        **{**sets, "test": str(tmp_path / "overlap")}
+    )
 
 
 def test_a_class_that_only_training_has_is_named(sets, tmp_path):
