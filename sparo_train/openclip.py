@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .core.errors import ConfigError, SparoError, did_you_mean
-from .core.files import give_usual_mode
+from .core.files import give_usual_mode, whole_file
 from .models.clip_config import BACKBONES, TINY_SPARO, TRAINING, ClipConfig
 from .models.clip_model import build_text, build_vision
 from .models.clip_towers import TextTower, VisionTower
@@ -101,11 +101,13 @@ def export(
     weights = folder / "open_clip_model.safetensors"
     whole: dict[int, str] = {}  # safetensors refuses two names of one tensor (a codebook of both towers)
     alone = {n: t.contiguous() if whole.setdefault(t.data_ptr(), n) == n else t.clone() for n, t in state.items()}
-    save_file(alone, weights)
-    give_usual_mode(weights)
     preprocess = {"mean": list(mean), "std": list(std), "interpolation": "bicubic", "resize_mode": "shortest"}
     text = json.dumps({"model_cfg": model_cfg(config), "preprocess_cfg": preprocess}, indent=1)
-    (folder / "open_clip_config.json").write_text(text, encoding="utf-8")
+    # Both before either takes its place: an older export stays whole where the disk is full.
+    with whole_file(weights) as new_weights, whole_file(folder / "open_clip_config.json") as described:
+        save_file(alone, new_weights)
+        described.write_text(text, encoding="utf-8")
+    give_usual_mode(weights)
     return folder
 
 

@@ -117,10 +117,20 @@ def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
 
 
 def refuse_absent(checkpoint: str | Path) -> None:
-    """Raise `CheckpointError` where a checkpoint is meant as a path, and nothing is there."""
+    """Raise `CheckpointError` where a checkpoint is meant as a path, and nothing is there, or only runs or checkpoints below it."""
     path, (scheme, colon, _) = Path(split_state(str(checkpoint))[0]), str(checkpoint).partition(":")
     if not path.exists() and not (colon and scheme.isidentifier()):
         raise CheckpointError(f"{path}: no such file or folder; {nearest(path)}")
+    if not path.is_dir() or any((path / name).is_file() for name in _DESCRIBED):
+        return
+    if path.name == "checkpoints" and (path.parent / "config.yaml").is_file():
+        raise CheckpointError(
+            f"{path}: is the folder of a run's checkpoints, not one of them. Give the run, {path.parent}, or a step-… folder."
+        )
+    runs = sorted(file.parent for file in path.glob("*/config.yaml") if (file.parent / "checkpoints").is_dir())
+    if runs:
+        more = f" or another of the {len(runs)}" if len(runs) > 1 else ""
+        raise CheckpointError(f"{path}: is a folder of runs, not a run. Give {runs[0]}{more}.")
 
 
 def read_recipe(path: Path) -> RunConfig:
@@ -155,7 +165,24 @@ def _from_run(path: Path) -> Encoder:
     load_into(objective, run_weights(step), str(step))
     encoder = ENCODERS.row(config.objective.kind, "objective.kind")(objective)
     encoder.label, encoder.trained = str(step), Trained(objective, config)
+    encoder.assumed = doubts(path, step)
     return encoder
+
+
+def doubts(path: Path, step: Path) -> str:
+    """Say why the checkpoint that was read may not be the one that is meant; empty where nothing speaks against it.
+
+    Args:
+        path: what was named, a run or a checkpoint of one.  step: the checkpoint that was read for it.
+    """
+    remarks = []
+    if step != path and (unfinished := store.CheckpointStore(path / "checkpoints").unfinished()):
+        remarks.append(f"{unfinished}: is not complete, and {step.name} is read in its place")
+    if store.is_suspect(step):
+        remarks.append(
+            f"{step}: was written while training skipped steps that were not finite; earlier ones may score better"
+        )
+    return ". ".join(remarks)
 
 
 def _from_export(path: Path) -> Encoder:

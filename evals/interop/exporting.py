@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparo_train.core.disk.store import CheckpointStore, read_run_meta
 from sparo_train.core.errors import CheckpointError, ConfigError
+from sparo_train.core.files import whole_file
 from sparo_train.core.tables import EXPORTS, METHODS
 from sparo_train.data.read.plan import per_epoch
 from sparo_train.models.vit_config import ARCHS, VitConfig
@@ -22,7 +23,7 @@ from sparo_train.objectives.clip import scored_weights
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
 
-from ..encoders.loading import read_run, run_weights
+from ..encoders.loading import doubts, read_run, run_weights
 from .packing import card_facts, pack
 
 _TOLD = {"model", "mean", "std"}  # of a method's block, beside weights in files of one
@@ -53,13 +54,20 @@ class Export:
     use: str = _LOAD
 
 
-def export_run(run: Path, to: Path | None, layout: str | None, average: str | None = None) -> Path:
+def export_run(
+    run: Path,
+    to: Path | None,
+    layout: str | None,
+    average: str | None = None,
+    say: Callable[[str], None] = lambda doubts: None,
+) -> Path:
     """Write a run's newest weights with a card, sums and the mode that the umask gives; returns the path.
 
     Args:
         average: `last:N`: the mean of the newest N checkpoints' weights instead.
         layout: `open_clip` (a `local-dir:` folder) or `sparo-clip` (one .pt file) for CLIP, `dino` (one .pth file with
             student, teacher and centre) for DINO, or what a plug-in adds; None: the method's own.
+        say: called with what speaks against the checkpoint, where anything does.
 
     Raises:
         ConfigError: a layout of another method; fewer checkpoints than are to be averaged.
@@ -67,6 +75,8 @@ def export_run(run: Path, to: Path | None, layout: str | None, average: str | No
     if layout is not None and layout not in EXPORTS.names():
         EXPORTS.row(layout, "--layout")
     config, step = read_run(run)
+    if found := doubts(run, step):
+        say(found)
     # Of a single step the export lies with its run, too, where people look for it.
     folder = run.parent.parent if (run / "meta.json").is_file() else run
     steps = [step] if average is None else _newest(folder, step, average)
@@ -174,11 +184,11 @@ def _sparo_clip(config: RunConfig, weights: Mapping[str, Tensor], path: Path, ep
         raise ConfigError(
             f"--layout sparo-clip: has no place for the read-out {readout.kind!r}; use --layout open_clip"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
     # What shapes do not tell; sparo-clip's loader ignores it.
     told = config.objective.model_dump(mode="json", include=_TOLD)
     state = to_sparo_clip(scored_weights(weights))
-    torch.save({"epoch": epochs, "name": config.name, "state_dict": state, CONFIG_KEY: told}, path)
+    with whole_file(path) as temporary, temporary.open("wb") as stream:
+        torch.save({"epoch": epochs, "name": config.name, "state_dict": state, CONFIG_KEY: told}, stream)
     return path
 
 

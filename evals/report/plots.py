@@ -10,11 +10,22 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from sparo_train.core.errors import DataError
+from sparo_train.core.files import whole_file
 
 from ..tasks.result import LOWER_IS_BETTER
 from .results_file import Record
+
+
+def save_figure(figure: Figure, path: Path, dpi: int) -> None:
+    """Write a figure as a whole file, and close it."""
+    try:
+        with whole_file(path) as temporary:
+            figure.savefig(temporary, dpi=dpi)
+    finally:
+        plt.close(figure)
 
 
 @contextmanager
@@ -57,7 +68,5 @@ def relative_change(first: Mapping[str, Record], second: Mapping[str, Record], p
     axis.tick_params(labelsize=8)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save_figure(figure, path, 130)
     return change

@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from .plots import literal
+from .plots import literal, save_figure
 
 
 @literal()
@@ -47,6 +47,4 @@ def draw_curves(reports: Mapping[str, Mapping[str, Any]], k: int, title: str, pa
         axis.tick_params(labelsize=8)
         axis.legend(fontsize=7, loc="lower right")
     figure.suptitle(title, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save_figure(figure, path, 130)

@@ -12,7 +12,7 @@ from sparo_train import __version__
 from sparo_train.core.errors import ConfigError, SparoError
 from sparo_train.core.world import started
 
-from ..views.terminal import out
+from ..views.terminal import console, out
 from . import config_verbs, data, eval, explore, jobs, slot_pictures, slot_verbs
 from .process import call, leave, share_cores
 from .recipe_words import OPEN, Overrides, Recipe, run_given, words_given
@@ -112,7 +112,7 @@ def export(
     # Before the export: half an hour of writing should not end with a word about an option.
     if private and hub is None:
         raise ConfigError("--private: is of --hub OWNER/NAME; leave it away")
-    path = export_run(run, to, layout, average)
+    path = export_run(run, to, layout, average, lambda doubts: console.print(doubts, soft_wrap=True))
     out.print(str(path), soft_wrap=True)
     if hub is not None:
         from ..runs.hub import upload

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing.util import get_temp_dir
 from typing import Any, NoReturn
 
 from sparo_train.core.errors import ConfigError, SparoError, StoppedError
+from sparo_train.core.files import disk_error
 from sparo_train.core.world import started
 
 from ..views.terminal import console, last_flush
@@ -41,8 +44,12 @@ def call(app: Callable[[list[str]], Any], arguments: Sequence[str]) -> tuple[int
         return (end.code if isinstance(end.code, int) else int(end.code is not None)), None
     except Exception as error:
         # The file system's word on a path, no mistake of ours.
-        if isinstance(error, OSError) and error.filename is not None:
-            told = ConfigError(f"{error.filename}: {error.strerror}")
+        full = disk_error(error)
+        place = error.filename if isinstance(error, OSError) else None
+        if place is not None or full is not None:
+            words = error.strerror if isinstance(error, OSError) else os.strerror(full or 0)
+            remedy = ". Free space or give another place, then run the same line again." if full else ""
+            told = ConfigError(f"{place or 'a file could not be written'}: {words}{remedy}")
             console.line_of(("error:", "red"), f" {told}")
             return told.exit_code, told
         if started():
@@ -54,6 +61,8 @@ def call(app: Callable[[list[str]], Any], arguments: Sequence[str]) -> tuple[int
 def leave(code: int) -> NoReturn:
     """End the process."""
     last_flush()
-    if started():  # gloo's threads may outlive the interpreter and abort it; nothing is left to be done
+    if started():
+        # gloo's threads may outlive the interpreter and abort it. What is left to be done is what multiprocessing does at an exit.
+        shutil.rmtree(get_temp_dir(), ignore_errors=True)
         os._exit(code & 255)
     sys.exit(code)

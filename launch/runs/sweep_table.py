@@ -183,6 +183,8 @@ def draw(rows: Sequence[SweepRow], task: str, path: Path, mean: bool = False) ->
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    from evals.report.plots import save_figure
+
     matplotlib.rcParams["text.parse_math"] = False  # names of rows are no formulas
     lines: dict[str, list[SweepRow]] = {}
     for row in rows:
@@ -217,6 +219,4 @@ def draw(rows: Sequence[SweepRow], task: str, path: Path, mean: bool = False) ->
     axis.set_ylabel(f"{task}, {unit}: {said_of_spread(mean)}")
     if axis.get_legend_handles_labels()[1]:
         axis.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save_figure(figure, path, 130)

@@ -18,9 +18,11 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from evals.encoders.own import ClipEncoder
+from evals.report.plots import save_figure
 from evals.sets.wds import WdsSet
 from evals.slots.overlay import jpeg
 from evals.tasks.result import Result, is_share, shown, wilson
+from sparo_train.core.files import write_whole
 
 from .demo_slots import DemoSlots, demo_slots, draw_slots
 from .results_table import ScoreRow
@@ -57,9 +59,7 @@ def write_page(
     samples = [captioned.read(i) for i in range(min(_CAPTIONS, len(captioned)))]
     slots = demo_slots(encoder, [image for _, image, _ in samples], [texts[0] for _, _, texts in samples])
     draw_slots(slots, folder / "demo.png")
-    figure = draw_curves(curves)
-    figure.savefig(folder / "curves.png", dpi=110)
-    plt.close(figure)
+    save_figure(draw_curves(curves), folder / "curves.png", 110)
     template = Path(__file__).with_name("demo.html.jinja").read_text(encoding="utf-8")
     html = Environment(autoescape=True).from_string(template).render(
         facts={**facts, "slots": encoder.slots},
@@ -71,8 +71,7 @@ def write_page(
         commands=_commands(folder),
         **_pictures(slots),
     )  # fmt: skip
-    (folder / "demo.html").write_text(html, encoding="utf-8")
-    return folder / "demo.html"
+    return write_whole(folder / "demo.html", html)
 
 
 def six_rows(results: Mapping[str, Mapping[str, Result]]) -> list[ScoreRow]:

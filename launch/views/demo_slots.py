@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from evals.encoders.own import ClipEncoder
+from evals.report.plots import save_figure
 from evals.slots.attend import Attended, attend
 from evals.slots.overlay import seen, spotlight, thumbnail
 from evals.slots.telling import FUNCTION_WORDS, telling_slots, word_profiles
@@ -90,5 +91,4 @@ def draw_slots(shown: DemoSlots, path: Path) -> None:
         axis.set(xticks=[], yticks=[])
         for side in axis.spines.values():
             side.set_visible(False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_figure(figure, path, 110)

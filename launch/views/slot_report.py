@@ -17,7 +17,7 @@ from jinja2 import Environment
 from PIL import Image
 
 from evals.encoders.encoder import Encoder
-from evals.report.plots import literal
+from evals.report.plots import literal, save_figure
 from evals.slots.attend import Attended, gallery, worth_showing
 from evals.slots.overlay import jpeg, overlay, seen, thumbnail
 from sparo_train.core.files import write_whole
@@ -213,6 +213,5 @@ def _grid(path: Path, rows: Sequence[Sequence[_Tile]], names: Sequence[str] = ()
         axis.text(-left / 2, (number + 0.5) * _TALL, name, rotation=90, fontsize=8, ha="center", va="center")
     axis.set(xlim=(-left, width), ylim=(height, 0))
     axis.set_axis_off()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save_figure(figure, path, 120)
     return path

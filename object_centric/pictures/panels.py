@@ -11,6 +11,8 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from sparo_train.core.files import whole_file
+
 from ..tasks.mask_task import seen_by
 from ..tasks.slot_encoder import MaskingEncoder, Parts
 from ..tasks.video_encoder import TimedEncoder
@@ -74,7 +76,17 @@ def clip_animation(encoder: TimedEncoder, clips: Sequence[ClipPanel], tile: int 
 
 def save_animation(sheets: Sequence[Image.Image], place: str | Path | BinaryIO, fps: int = 12, **how: Any) -> None:
     """Write sheets as one moving picture, WebP or GIF by its name, that goes round for ever."""
+    if isinstance(place, str | Path):
+        with whole_file(Path(place)) as temporary, temporary.open("wb") as stream:
+            save_animation(sheets, stream, fps, **{"format": Path(place).suffix[1:], **how})
+        return
     sheets[0].save(place, save_all=True, append_images=sheets[1:], duration=round(1000 / fps), loop=0, **how)
+
+
+def save_sheet(sheet: Image.Image, place: Path) -> None:
+    """Write one picture as a whole file."""
+    with whole_file(place) as temporary:
+        sheet.save(temporary)
 
 
 def _tiles_of_clips(

@@ -9,6 +9,7 @@ import google_crc32c
 import pytest
 import yaml
 
+from evals.encoders.loading import load_encoder
 from launch.jobs.records import Records
 from launch.jobs.status import statuses
 from launch.runs.train import train
@@ -90,3 +91,36 @@ def test_a_record_that_unpacks_to_gigabytes_is_refused_before_it_is_read(tmp_pat
         list(records(path))
     assert tracemalloc.get_traced_memory()[1] < 64 << 20
     tracemalloc.stop()
+
+
+def test_a_checkpoint_that_may_not_be_meant_is_said_by_whoever_reads_it(shards, tmp_path):
+    config = resolve(
+        RunConfig, tiny_recipe(shards, tmp_path, steps=3, checkpoint={"every_steps": 1, "keep_last": 3}), "x"
+    )
+    train(config)
+    checkpoints = config.folder / "checkpoints"
+    heard = []
+    load_encoder(config.folder, say=heard.append)
+    assert heard == []
+    (checkpoints / "step-00000003/meta.json").unlink()
+    said = "step-00000003: is not complete, and step-00000002 is read in its place"
+    load_encoder(config.folder, say=heard.append)
+    load_encoder(checkpoints / "step-00000001", say=heard.append)  # the one that was named is the one that is meant
+    assert len(heard) == 1 and heard[0].endswith(said)
+    assert_ends(["export", str(config.folder)], 0, [said])
+    sign(checkpoints / "step-00000002", lambda meta: meta.update(suspect=True))
+    load_encoder(checkpoints / "step-00000002", say=heard.append)
+    assert "was written while training skipped steps" in heard[1]
+    # What a writer that was killed left is as incomplete; what replaced an equal step is not.
+    (checkpoints / ".tmp-old-step-00000009").mkdir()
+    (checkpoints / ".tmp-x-step-00000004").mkdir()
+    assert store.CheckpointStore(checkpoints).unfinished().name == ".tmp-x-step-00000004"
+
+
+def test_a_folder_above_or_inside_a_run_names_the_run(shards, tmp_path):
+    for name in ("one", "two"):
+        train(resolve(RunConfig, tiny_recipe(shards, tmp_path / "runs", steps=3, name=name), "x"))
+    above, inside = str(tmp_path / "runs"), str(tmp_path / "runs/one/checkpoints")
+    for words in (["eval", above], ["export", above], ["slots", "score", above, "--on", "x"]):
+        assert_ends(words, 2, [f"{above}: is a folder of runs, not a run. Give {above}/one or another of the 2."])
+    assert_ends(["eval", inside], 2, [f"Give the run, {above}/one, or a step-… folder."])

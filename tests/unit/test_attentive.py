@@ -84,7 +84,7 @@ def test_a_head_does_with_slots_what_its_block_says():
 
 def _timm():
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=0, class_token=False, global_pool="avg")
-    return TimmVitEncoder(model, model, Pixels(32, 32), ((0.5,) * 3, (0.5,) * 3), 32, "timm x", "timm:x")
+    return TimmVitEncoder(model, model, Pixels(32, 32), ((0.5,) * 3, (0.5,) * 3), 32, "timm x", "timm:x", "average")
 
 
 def test_tokens_of_every_vision_transformer_are_read_once_and_probed(tmp_path):

@@ -126,7 +126,7 @@ def test_local_evaluations_fan_out_and_merge(shards, tmp_path):
     with pytest.raises(ConfigError, match="holds another plan; give another --name"):
         FanOut.make(tmp_path / "runs/evals/e", "eval", [])
     done = sparo("launch", "eval", "runs", "--on", "debug", cwd=tmp_path)
-    assert done.returncode == 2 and "give a YAML with `tasks:`" in done.stderr
+    assert done.returncode == 2 and "runs: is a folder of runs, not a run. Give runs/tiny." in done.stderr
 
 
 def test_tasks_with_slashes_and_checkpoints_of_one_name_have_results_of_their_own(tmp_path):

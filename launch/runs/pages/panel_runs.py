@@ -14,7 +14,7 @@ from evals.sets.task_config import TaskConfig
 from evals.slots.material import open_images
 from evals.suite.evaluate import tasks_for
 from object_centric.pictures.evaluated import clip_panels, image_panels
-from object_centric.pictures.panels import Panel, clip_animation, clip_sheet, panels, save_animation
+from object_centric.pictures.panels import Panel, clip_animation, clip_sheet, panels, save_animation, save_sheet
 from object_centric.tasks.slot_encoder import MaskingEncoder
 from object_centric.tasks.video_encoder import TimedEncoder
 from object_centric.tasks.video_task import VideoMasksTaskConfig
@@ -61,7 +61,7 @@ def draw_panels(
     if isinstance(task, VideoMasksTaskConfig) and isinstance(encoder, TimedEncoder):
         clips = [clip for _, clip in clip_panels(task, number)]
         if out.suffix.lower() == ".png":
-            clip_sheet(encoder, clips, tile).save(out)
+            save_sheet(clip_sheet(encoder, clips, tile), out)
         else:
             save_animation(clip_animation(encoder, clips, tile), out)
         return [out]
@@ -69,7 +69,7 @@ def draw_panels(
         raise ConfigError(f"--out {out}: pictures that move are of videos; name a .png file")
     if task is not None:
         found += [panel for _, panel in image_panels(open_images(task), number)]
-    panels(encoder, found, tile).save(out)
+    save_sheet(panels(encoder, found, tile), out)
     return [out]
 
 
@@ -81,7 +81,7 @@ def _page(
     if isinstance(task, VideoMasksTaskConfig) and isinstance(encoder, TimedEncoder):
         for at, (key, clip) in enumerate(clip_panels(task, number)):
             sheet, moving = out / f"clip-{at}.png", out / f"clip-{at}.webp"
-            clip_sheet(encoder, [clip], tile).save(sheet)
+            save_sheet(clip_sheet(encoder, [clip], tile), sheet)
             save_animation(clip_animation(encoder, [clip], tile), moving)
             told = f"clip {key}: it, its true masks, the model's, what it draws, every slot alone"
             rows.append(PageRow(key, [(moving.name, f"Moving: {told}"), (sheet.name, f"Frames of {told}")]))
@@ -89,7 +89,7 @@ def _page(
     else:
         for at, (key, panel) in enumerate(image_panels(open_images(task), number)):
             sheet = out / f"image-{at}.png"
-            panels(encoder, [panel], tile).save(sheet)
+            save_sheet(panels(encoder, [panel], tile), sheet)
             rows.append(PageRow(key, [(sheet.name, f"Image {key}: its masks, what is drawn, every slot alone")]))
             paths.append(sheet)
     said = f"{len(rows)} of the task {on}, evenly over its set."

@@ -13,6 +13,7 @@ from PIL import Image
 from evals.encoders.encoder import Encoder
 from evals.sets.task_config import TaskConfig
 from evals.suite.task import TaskPictures
+from sparo_train.core.files import whole_file
 from sparo_train.core.tables import TASKS
 from sparo_train.train.run import LogConfig
 
@@ -52,7 +53,8 @@ class TrainingPictures:
             stream = io.BytesIO()
             save_animation(found.frames, stream, format="GIF")  # which is what tensorboard plays
             moving = stream.getvalue()
-        found.sheet.save(place)
+        with whole_file(place) as temporary:
+            found.sheet.save(temporary)
         if self.config.tensorboard:
             _to_tensorboard(self.folder, self.task.task if self.task else "", found.sheet, moving, step)
 

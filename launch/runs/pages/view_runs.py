@@ -8,7 +8,7 @@ import torch
 
 from evals.encoders.loading import load_encoder
 from evals.report.results_file import refuse_unwritable
-from object_centric.pictures.panels import save_animation
+from object_centric.pictures.panels import save_animation, save_sheet
 from object_centric.pictures.scene_sheets import sample_of, scene_sheet, turntable
 from object_centric.tasks.scene_encoder import SceneEncoder
 from object_centric.tasks.view_task import ViewMasksTaskConfig, open_views
@@ -41,7 +41,7 @@ def draw_scenes(checkpoint: str, on: str, scenes: int, tile: int, out: Path, opt
     for number in range(count):
         key, posed, true = sample_of(encoder, source, number * len(source) // count)
         sheet, moving = out / f"scene-{number}.png", out / f"turntable-{number}.webp"
-        scene_sheet(encoder, posed, true, shown, tile, task.window).save(sheet)
+        save_sheet(scene_sheet(encoder, posed, true, shown, tile, task.window), sheet)
         save_animation(turntable(encoder, posed, shown, tile=tile, window=task.window), moving, fps=8)
         alts = (
             f"A turn around scene {key}: all slots, then each alone",

@@ -143,6 +143,17 @@ class CheckpointStore:
         """The newest that is not marked as of a run that had diverged, or None."""
         return next((path for path in reversed(self.steps().values()) if not is_suspect(path)), None)
 
+    def unfinished(self) -> Path | None:
+        """Return the newest folder of a checkpoint that is not complete and is of a later step than the complete ones, or None."""
+        done = max(self.steps(), default=-1)
+        found = {
+            int(path.name.rpartition("step-")[2]): path
+            for path in self.root.glob("*step-*")
+            if path.name.rpartition("step-")[2].isdigit() and not path.name.startswith(".tmp-old-")
+        }
+        later = [step for step in found if step > done]
+        return found[max(later)] if later else None
+
     def set_aside(self, path: Path) -> Path:
         """Rename a damaged checkpoint, so that it is no checkpoint any more and nothing of it is lost; returns where it is."""
         aside = path.with_name(f"damaged-{path.name}")

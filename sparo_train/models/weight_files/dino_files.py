@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...core.config import resolve
 from ...core.errors import CheckpointError, ConfigError, did_you_mean
+from ...core.files import whole_file
 from ...core.tables import READOUTS
 from ..vit_config import ARCHS, IMAGENET_MEAN, IMAGENET_STD, VitConfig
 from .describe import CONFIG_KEY, infer_readout, told_pixels
@@ -139,11 +140,8 @@ def write_dino(
         "dino_loss": {"center": objective["center"]},
         CONFIG_KEY: dict(description),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed when it is whole: a kill leaves no half of a file under this name.
-    partial = path.with_name(f".{path.name}.partial")
-    torch.save(content, partial)
-    partial.replace(path)
+    with whole_file(path) as temporary, temporary.open("wb") as stream:
+        torch.save(content, stream)
     return path
 
 
