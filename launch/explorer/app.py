@@ -6,7 +6,8 @@ import base64
 import json
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from .selection_file import ChangedError, SelectionFile
 
 PAGE = Path(__file__).parent / "page"
 _MOST_JSON, _MOST_IMAGE = 4 << 20, 64 << 20
+_MOST_BODIES = 4 * _MOST_IMAGE  # bytes of all requests that are read at once
 _SMALL = 200  # pixels of a picture in one file
 _SECOND = 2  # checkpoints beside the first that stay open
 
@@ -51,6 +53,7 @@ class Explorer:
         self.files = {self.first: SelectionFile(first, out)}
         self._out = out
         self._model = threading.Lock()  # one pass through a model at a time
+        self._opening = threading.Lock()  # its own: a checkpoint may come over a slow network
         self.looked: dict[tuple[int, int], dict[str, Any]] = {}
 
     def facts(self) -> dict[str, Any]:
@@ -93,11 +96,16 @@ class Explorer:
 
     def compare(self, checkpoint: str) -> dict[str, Any]:
         """Open a second checkpoint. The two that were opened last stay open, as there may be another tab."""
-        with self._model:
+        if not self._opening.acquire(blocking=False):
+            raise ConfigError(f"{checkpoint}: another checkpoint is being opened. Wait for it, then open this one.")
+        try:
             side = self._another(checkpoint)
             weights = side.encoder.weights
-            if weights == self.side(self.first).encoder.weights:
-                raise ConfigError(f"{checkpoint}: has the weights of the checkpoint that is open; name another")
+        finally:
+            self._opening.release()
+        if weights == self.side(self.first).encoder.weights:
+            raise ConfigError(f"{checkpoint}: has the weights of the checkpoint that is open; name another")
+        with self._model:
             file = SelectionFile(side, self._out.with_name(f"{self._out.stem}_{weights[:8]}.json"))
             number = secrets.randbelow(2**31)
             self.sides[number], self.files[number] = side, file
@@ -246,17 +254,46 @@ def _object(data: bytes) -> dict[str, Any]:
     return found
 
 
+class _Bodies:
+    """Bytes of request bodies that are held at once; only the event loop's thread touches it."""
+
+    def __init__(self) -> None:
+        self._held = 0
+
+    @contextmanager
+    def room(self, size: int) -> Iterator[bool]:
+        """Hold `size` bytes; gives whether there is room for them."""
+        granted = self._held + size <= _MOST_BODIES
+        self._held += size if granted else 0
+        try:
+            yield granted
+        finally:
+            self._held -= size if granted else 0
+
+
+_bodies = _Bodies()
+
+
 async def _with_body(request: Request, most: int, work: Callable[[bytes], Any]) -> Response:
-    data = bytearray()
-    try:
-        async for chunk in request.stream():
-            data += chunk
-            # While it comes: a body of gigabytes must not be kept before it is refused.
-            if len(data) > most:
-                return JSONResponse({"error": f"more than {most >> 20} MB; give something smaller"}, 413)
-    except ClientDisconnect:
-        return Response(status_code=400)
-    return await _answered(lambda: work(bytes(data)))
+    length = request.headers.get("content-length", "")
+    announced = int(length) if length.isascii() and length.isdigit() else most  # a body in chunks may be as long as any
+    too_long = JSONResponse({"error": f"more than {most >> 20} MB; give something smaller"}, 413)
+    if announced > most:
+        return too_long
+    with _bodies.room(announced) as granted:
+        if not granted:
+            wait = {"error": "other uploads have not ended yet. Try again in a moment."}
+            return JSONResponse(wait, 503, {"retry-after": "2"})
+        data = bytearray()
+        try:
+            async for chunk in request.stream():
+                data += chunk
+                # While it comes: a body of gigabytes must not be kept before it is refused.
+                if len(data) > announced:
+                    return too_long
+        except ClientDisconnect:
+            return Response(status_code=400)
+        return await _answered(lambda: work(bytes(data)))
 
 
 async def _answered(work: Callable[[], Any]) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import secrets
 import socket
@@ -63,12 +64,22 @@ class Guard:
             await _refuse(send, 403, "Only the explorer's own page may change something.")
             return
 
+        started = False
+
         async def guarded(message: dict[str, Any]) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 message = {**message, "headers": [*message.get("headers", []), *extra]}
             await send(message)
 
-        await self.app(scope, receive, guarded)
+        try:
+            await self.app(scope, receive, guarded)
+        except (
+            asyncio.CancelledError
+        ):  # Ctrl-C: the server ends, and would print a traceback for every request that is under way
+            if not started:
+                await _refuse(send, 503, "The explorer was stopped.")
 
     def _known_host(self, value: str) -> bool:
         try:

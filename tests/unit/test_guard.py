@@ -1,10 +1,16 @@
-"""Who may talk to the explorer."""
+"""Who may talk to the explorer, and how much at once."""
 
 import asyncio
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
+from launch.explorer import app
 from launch.explorer.guard import Guard
+from sparo_train.core.errors import ConfigError
 
 OWN = {"host": "127.0.0.1:8765", "x-sparo": "explore"}
 
@@ -94,3 +100,91 @@ def test_elsewhere_a_token_is_needed():
     assert seen(cookie="other=1; sparo_explore_8765=tok")[0] == 200
     assert seen(cookie="sparo_explore_8765=tok", host="evil.example")[0] == 400
     assert asked("0.0.0.0", "tok", "POST", host="192.0.2.7", cookie="sparo_explore_8765=tok")[0] == 403
+
+
+def test_a_server_that_ends_leaves_no_traceback_of_a_request():
+    begun, sent = asyncio.Event(), []
+
+    async def app(scope, receive, send):
+        begun.set()
+        await asyncio.sleep(60)
+
+    async def send(message):
+        sent.append(message)
+
+    async def cancelled():
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": "/",
+            "query_string": b"",
+            "headers": [(b"host", b"127.0.0.1")],
+        }
+        task = asyncio.create_task(Guard(app, "127.0.0.1", None)(scope, None, send))
+        await begun.wait()
+        task.cancel()
+        await task
+
+    asyncio.run(cancelled())
+    assert [message.get("status") for message in sent] == [503, None]
+
+
+class _Stream:
+    """A request whose body comes as the test says."""
+
+    def __init__(self, length=None):
+        self.headers = {} if length is None else {"content-length": length}
+        self.pieces = asyncio.Queue()
+
+    async def stream(self):
+        while (piece := await self.pieces.get()) is not None:
+            yield piece
+
+
+def test_uploads_that_are_read_at_once_have_a_limit():
+    async def all_of_it():
+        async def answer(request, most=8):
+            return await app._with_body(request, most, lambda data: {"length": len(data)})
+
+        assert (await answer(_Stream("9"))).status_code == 413  # before a byte of it was read
+        open_ones = [_Stream() for _ in range(4)]
+        waiting = [asyncio.create_task(answer(request, app._MOST_IMAGE)) for request in open_ones]
+        await asyncio.sleep(0)
+        refused = await answer(_Stream("5"))
+        assert refused.status_code == 503 and refused.headers["retry-after"] and b"Try again" in refused.body
+        for request in open_ones:
+            for piece in (b"ab", b"c", None):
+                request.pieces.put_nowait(piece)
+        assert [json.loads((await task).body) for task in waiting] == [{"length": 3}] * 4
+        longer = _Stream("2")  # than it said
+        longer.pieces.put_nowait(b"abc")
+        assert (await answer(longer)).status_code == 413
+        fine = _Stream("2")
+        fine.pieces.put_nowait(b"ab")
+        fine.pieces.put_nowait(None)
+        assert json.loads((await answer(fine)).body) == {"length": 2}
+
+    asyncio.run(all_of_it())
+
+
+def test_a_slow_checkpoint_keeps_nobody_from_the_model(tmp_path):
+    opening, go_on = threading.Event(), threading.Event()
+
+    def another(checkpoint):
+        opening.set()
+        assert go_on.wait(30)
+        raise ConfigError(f"{checkpoint}: is gone")
+
+    side = SimpleNamespace(encoder=SimpleNamespace(weights="0" * 64))
+    explorer = app.Explorer(side, None, tmp_path / "selection.json", another)
+    with ThreadPoolExecutor() as pool:
+        slow = pool.submit(explorer.compare, "far")
+        assert opening.wait(30)
+        assert explorer.locked(lambda: {"a": 1}) == {"a": 1}
+        with pytest.raises(ConfigError, match="near: another checkpoint is being opened"):
+            explorer.compare("near")
+        go_on.set()
+        with pytest.raises(ConfigError, match="far: is gone"):
+            slow.result()
+    with pytest.raises(ConfigError, match="near: is gone"):
+        explorer.compare("near")

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
 
 from sparo_train.core import tables
 from sparo_train.core.config import Frozen
@@ -143,3 +145,17 @@ def test_what_a_contract_needs_cannot_be_left_out():
     for contract in (Objective, ReadOut):
         with pytest.raises(TypeError, match="abstract"):
             contract()
+
+
+def test_no_dependency_may_be_older_than_its_last_advisory():
+    """Versions with known holes in what we call: pictures from strangers, HTML, and a server."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = [Requirement(line) for line in (*project["dependencies"], *project["optional-dependencies"]["explore"])]
+    for package, old in {
+        "pillow": "10.2",
+        "jinja2": "3.1.5",
+        "opencv-python-headless": "4.11",
+        "starlette": "0.49.0",
+    }.items():
+        (requirement,) = [one for one in named if one.name == package]
+        assert old not in requirement.specifier and importlib.metadata.version(package) in requirement.specifier

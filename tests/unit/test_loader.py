@@ -2,12 +2,16 @@
 
 import json
 import multiprocessing
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch.utils.data import Dataset
 
 from launch.views.source_lines import source_lines
@@ -22,7 +26,8 @@ from sparo_train.data.read.loader import Pipeline, default_streams
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import DataConfig, open_source
 from sparo_train.data.read.workers import in_workers
-from tests.conftest import jpeg, sample
+from tests.conftest import jpeg, sample, tiny_recipe
+from tests.ranks import free_port
 
 
 def pairs(config):
@@ -287,3 +292,37 @@ def test_a_start_says_what_is_read_and_what_is_lost(tmp_path):
     alone = open_source("a", ShardsConfig(shards=str(cut)))  # no whole one tells how many there were: as many again
     assert [damage.lost for damage in alone.broken()] == [held]
     assert lines[2] == f"data b: {40 / (80 + held):.1%} of what is read; 20 samples, {320 / (80 + held):.2f} passes"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_folder_of_multiprocessing_is_left(size, shards, tmp_path):
+    """Processes that import everything themselves: the folder is chosen once per process."""
+    recipe, temporary = tmp_path / "r.yaml", Path(tempfile.mkdtemp(dir="/tmp"))
+    engine = {"kind": "ddp"} if size > 1 else {"kind": "local"}
+    recipe.write_text(yaml.safe_dump(tiny_recipe(shards, tmp_path / "runs", steps=3, engine=engine)))
+    program = "import multiprocessing.util as u; g = u.get_temp_dir; u.get_temp_dir = lambda: print(g()) or g()"
+    line = [sys.executable, "-c", f"{program}\nfrom launch.cli.main import main; main()", "train", str(recipe)]
+    env = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+    if size > 1:
+        env |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [*line, "data.workers=2"],
+            stdout=-1,
+            stderr=-1,
+            text=True,
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else env,
+        )
+        for rank in range(size)
+    ]
+    for process in ranks:
+        stdout, stderr = process.communicate(timeout=200)
+        assert process.returncode == 0 and f"{temporary}/pymp-" in stdout, stderr[-2000:]
+    assert not list(temporary.glob("pymp-*"))
+    shutil.rmtree(temporary)
+
+
+def test_a_folder_too_long_for_sockets_is_named(monkeypatch):
+    monkeypatch.setattr("sparo_train.data.read.workers.get_temp_dir", lambda: "/tmp/" + "x" * 100)
+    with pytest.raises(ConfigError, match=r"TMPDIR: is too long .*, got /tmp/xxx.*shorter folder"):
+        next(in_workers(_Numbers(), 1, lambda rows: rows, [[0]]))

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.util import get_temp_dir
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ...core.errors import SparoError, WorkerLostError
+from ...core.errors import ConfigError, SparoError, WorkerLostError
 from ...core.signals import ignore_in_worker
 
+_LONGEST_FOLDER = 107 - len("/listener-12345678")  # bytes; a socket's path has 107
 _PATIENCE = 1.0  # seconds that the end of a worker may take to be known
 
 
@@ -37,7 +40,16 @@ def in_workers(
     Raises:
         SparoError: one that a worker delivered in place of an item: torch would bury its message in the worker's traceback.
         WorkerLostError: a worker was killed, most likely for memory.
+        ConfigError: the folder for temporary files has too long a path.
     """
+    if workers:
+        # Workers share tensors through sockets in a folder of this process, which removes it at its end. A worker that made one
+        # of its own would leave it behind, as it is killed.
+        folder = get_temp_dir()
+        if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+            raise ConfigError(
+                f"TMPDIR: is too long for the sockets of loader workers, got {folder}. Set TMPDIR to a shorter folder, as in /tmp."
+            )
     loader = DataLoader(
         dataset,
         batch_size=None if batches is None else 1,
