@@ -87,7 +87,7 @@ def shortened(command: str) -> str:
         if re.match(r"sparo train|sparo launch train|torchrun .* train", part) and not re.search("--dry|--print", part):
             part += " " + " ".join(SHORT)
         if part.startswith("sparo launch train"):  # it runs behind the command
-            part += " && until sparo launch status | grep -q COMPLETED; do sleep 1; done"
+            part += " && sleep 1 && while sparo launch status | grep -Eq 'PENDING|RUNNING'; do sleep 1; done; sparo launch status"
         if part == "sparo data fashion-mnist":
             part += " --raw fashion"
         if part == "sparo data tetrominoes":
