@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import cast
 
@@ -22,7 +22,7 @@ from sparo_train.core.untrusted import read_text
 from sparo_train.data.examples.samples import image_bytes
 from sparo_train.data.read.folder import FolderConfig, FolderPart, refuse_splits
 from sparo_train.data.read.made_by import remedy
-from sparo_train.data.read.remote import filesystem_of
+from sparo_train.data.read.remote import attempt, filesystem_of
 from sparo_train.data.read.shards import Shard, ShardsConfig
 from sparo_train.data.read.sources import SourceConfig, open_source
 from sparo_train.data.read.storage import Storage
@@ -91,7 +91,8 @@ class ShardSet(SourceSet):
 
     def stamp(self) -> str:
         # A link may be another file tomorrow, so what the server says of it is asked again.
-        infos = [filesystem.info(path) for filesystem, path in (filesystem_of(s.url) for s in self.source.storages)]
+        places = [(s.url, *filesystem_of(s.url)) for s in self.source.storages]
+        infos = [attempt(url, partial(filesystem.info, path)) for url, filesystem, path in places]
         return sha256(*(f"{i['size']} {i.get('mtime', i.get('ETag', ''))}" for i in infos))
 
 

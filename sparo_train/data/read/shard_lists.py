@@ -60,6 +60,10 @@ def _count(pattern: str) -> int:
 def _expand(url: str, key: str) -> list[str]:
     filesystem, path = filesystem_of(url)
     protocol = url.split("://", 1)[0] + "://" if "://" in url else ""
+    if protocol in ("http://", "https://") and path.endswith(".tar") and not any(c in path for c in "*?["):
+        return [
+            url
+        ]  # fsspec takes a web server's every error for a file that is not there; opening it says which it is
     if any(c in path for c in "*?[") and not filesystem.exists(path):
         hits = sorted(filesystem.glob(path))
     elif filesystem.isdir(path):

@@ -24,7 +24,7 @@ from ...core.config import free, setting
 from ...core.errors import BadSampleError, DataError
 from ...core.files import cache_folder, write_whole
 from ...core.untrusted import read_text
-from .remote import filesystem_of
+from .remote import RemoteFile, attempt, filesystem_of
 from .shard_lists import find_shards
 from .sources import SourceConfig, SourceKind
 from .storage import Storage
@@ -52,10 +52,11 @@ def load_index(url: str, write_beside: bool = False) -> ShardIndex:
         DataError: the shard cannot be opened. One that is no tar file has no samples and is not intact.
     """
     filesystem, path = filesystem_of(url)
-    try:
-        info = filesystem.info(path)
-    except OSError as error:
-        raise DataError(f"{url}: cannot be read ({error})") from None
+    info = attempt(url, lambda: filesystem.info(path))
+    if info["size"] is None:
+        raise DataError(
+            f"{url}: the server does not say how long it is, which reading by position needs. Copy it to a disk."
+        )
     # A web server has no time of writing, but an ETag.
     size, stamp = info["size"], str(info.get("mtime", info.get("ETag", "")))
     local = isinstance(filesystem, LocalFileSystem)
@@ -69,11 +70,8 @@ def load_index(url: str, write_beside: bool = False) -> ShardIndex:
         if candidate.exists() and (index := _read_index(candidate, size)) is not None:
             break
     else:
-        try:
-            with filesystem.open(path, "rb") as stream:
-                index = scan(stream, size)  # pyright: ignore[reportArgumentType]
-        except OSError as error:
-            raise DataError(f"{url}: cannot be read ({error})") from None
+        with attempt(url, lambda: Path(path).open("rb") if local else RemoteFile(url, size)) as stream:
+            index = attempt(url, lambda: scan(stream, size))  # type: ignore[arg-type]
         try:
             _write_index(beside if write_beside else cached, index, size)
         except OSError as error:  # a cache that cannot be written costs a scan per start, no more
@@ -82,6 +80,13 @@ def load_index(url: str, write_beside: bool = False) -> ShardIndex:
                     f"{beside}: cannot be written ({error}); index where you may write, or leave it to training"
                 ) from None
     return index
+
+
+def _opened(url: str, size: int) -> BinaryIO:
+    """A shard's stream; that of a server tries again where a read fails."""
+    filesystem, path = filesystem_of(url)
+    local = isinstance(filesystem, LocalFileSystem)
+    return io.FileIO(path) if local else RemoteFile(url, size)  # type: ignore[return-value]
 
 
 class ShardReader:
@@ -97,13 +102,13 @@ class ShardReader:
 
         Raises:
             BadSampleError: these bytes are not the members of one sample.
-            DataError: the shard is shorter than its index says.
+            DataError: the shard cannot be read, or is shorter than its index says.
         """
         offsets = self.index(url).offsets
         start, end = int(offsets[ordinal]), int(offsets[ordinal + 1])
         stream = self._handle(url)
         if isinstance(stream, io.FileIO):
-            data = os.pread(stream.fileno(), end - start, start)
+            data = attempt(url, lambda: os.pread(stream.fileno(), end - start, start))
         else:
             stream.seek(start)
             data = stream.read(end - start)
@@ -134,12 +139,8 @@ class ShardReader:
 
     def _handle(self, url: str) -> BinaryIO:
         if url not in self._handles:
-            filesystem, path = filesystem_of(url)
-            try:
-                local = isinstance(filesystem, LocalFileSystem)
-                self._handles[url] = io.FileIO(path) if local else filesystem.open(path, "rb")  # type: ignore[assignment]
-            except OSError as error:
-                raise DataError(f"{url}: cannot be opened ({error})") from None
+            offsets = self.index(url).offsets
+            self._handles[url] = attempt(url, lambda: _opened(url, int(offsets[-1]) if len(offsets) else 0))
             while len(self._handles) > _OPEN_SHARDS:
                 # Thousands of shards and a limit of 1,024 open files.
                 # The least recently used one: streams come back to the shards that they are in.
@@ -237,16 +238,18 @@ def record_hash(url: str) -> str:
         DataError: it cannot be read, or nothing can be written there.
     """
     filesystem, path = filesystem_of(url)
-    try:
+
+    def digest() -> str:
         with filesystem.open(path, "rb") as stream:
-            found = hashlib.sha256()
-            while block := stream.read(1 << 22):
-                found.update(block)
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+
+    found = attempt(url, digest)
+    try:
         if isinstance(filesystem, LocalFileSystem):
-            write_whole(Path(path + ".sha256"), f"{found.hexdigest()}  {Path(path).name}\n")
+            write_whole(Path(path + ".sha256"), f"{found}  {Path(path).name}\n")
     except OSError as error:
-        raise DataError(f"{url}: cannot be hashed ({error})") from None
-    return found.hexdigest()
+        raise DataError(f"{path}.sha256: cannot be written ({error})") from None
+    return found
 
 
 _readers: dict[int, ShardReader] = {}  # by process: a fork must not move the places of its parent's streams
