@@ -4,10 +4,13 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +21,10 @@ from launch.views.source_lines import source_lines
 from sparo_data.bench import bench
 from sparo_data.writer import write_shard, write_shards
 from sparo_train.core.contracts import Cursor
-from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.core.errors import ConfigError, DataError, WorkerLostError
 from sparo_train.data.examples.image_text import ImageTextExamples
 from sparo_train.data.examples.text import ClipTokenizer
+from sparo_train.data.read import workers
 from sparo_train.data.read.budget import BadSampleBudget
 from sparo_train.data.read.loader import Pipeline, default_streams
 from sparo_train.data.read.shards import ShardsConfig
@@ -320,6 +324,42 @@ def test_no_folder_of_multiprocessing_is_left(size, shards, tmp_path):
         assert process.returncode == 0 and f"{temporary}/pymp-" in stdout, stderr[-2000:]
     assert not list(temporary.glob("pymp-*"))
     shutil.rmtree(temporary)
+
+
+class _Stops(_Numbers):
+    """Its worker stops itself at sample 9, for ever or until `resume` seconds later."""
+
+    def __init__(self, resume=None):
+        self.resume = resume
+
+    def __getitem__(self, number):
+        if number == 9:
+            if self.resume is not None:
+                line = ["sh", "-c", f"sleep {self.resume}; kill -CONT {os.getpid()}"]
+                subprocess.Popen(line)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return number
+
+
+def test_a_worker_that_is_stopped_is_noticed(monkeypatch):
+    monkeypatch.setattr(workers, "_LOOK", 0.2)
+    seen = []
+    with pytest.raises(WorkerLostError, match=r"process \d+\) is stopped \(SIGSTOP\), got no sample for 2 s"):
+        for item in in_workers(_Stops(), 1, lambda rows: rows, [[i] for i in range(40)]):
+            seen.append(item)
+    assert seen == [[i] for i in range(9)]
+    # One that goes on in time has lost nothing.
+    assert list(in_workers(_Stops(1), 1, lambda rows: rows, [[i] for i in range(20)])) == [[i] for i in range(20)]
+
+
+def test_only_looks_in_a_row_count(monkeypatch):
+    states = iter("TTT" + "S" + "D" * 12 + "T" * 12)
+    monkeypatch.setattr(workers, "state_of", lambda pid: next(states))
+    parts, stuck = SimpleNamespace(_workers=[SimpleNamespace(pid=7)]), Counter()
+    for _ in range(3 + 1 + 12 + 11):
+        workers._refuse_stuck(parts, stuck)
+    with pytest.raises(WorkerLostError, match="got no sample for 60 s"):
+        workers._refuse_stuck(parts, stuck)
 
 
 def test_a_folder_too_long_for_sockets_is_named(monkeypatch):

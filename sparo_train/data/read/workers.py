@@ -9,9 +9,11 @@ import signal
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.util import get_temp_dir
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,12 @@ from ...core.errors import ConfigError, SparoError, WorkerLostError
 from ...core.signals import ignore_in_worker
 
 _LONGEST_FOLDER = 107 - len("/listener-12345678")  # bytes; a socket's path has 107
+_LOOK = 5.0  # seconds without an item after which workers are looked at
+_LOOKS = {"T": 12, "D": 120}  # looks in a row: a minute where stopped, ten where a file system may come back
+_STUCK = {
+    "T": ("is stopped (SIGSTOP)", "Find out what stops it"),
+    "D": ("waits for its file system", "Check the disk or the server that the data is on"),
+}
 _PATIENCE = 1.0  # seconds that the end of a worker may take to be known
 
 
@@ -39,7 +47,7 @@ def in_workers(
 
     Raises:
         SparoError: one that a worker delivered in place of an item: torch would bury its message in the worker's traceback.
-        WorkerLostError: a worker was killed, most likely for memory.
+        WorkerLostError: a worker was killed, most likely for memory; or it is stopped, or hangs in its file system.
         ConfigError: the folder for temporary files has too long a path.
     """
     if workers:
@@ -56,6 +64,7 @@ def in_workers(
         batch_sampler=batches,  # type: ignore[arg-type]
         num_workers=workers,
         prefetch_factor=prefetch if workers else None,
+        timeout=_LOOK if workers else 0,
         # Workers whose parent is a fork server do not notice that this process was killed, and stay.
         # Forked: the index and the decoded tables of all shards are shared, not copied.
         multiprocessing_context="fork" if workers else None,
@@ -71,13 +80,18 @@ def in_workers(
     if workers:
         parts._workers_done_event = _End(end)  # pyright: ignore[reportAttributeAccessIssue]
     atexit.register(end)
+    stuck = Counter[tuple[int, str]]()
     try:
         while True:
             try:
                 item = next(parts)
+                stuck.clear()
             except StopIteration:
                 return
-            except (RuntimeError, OSError, EOFError):
+            except (RuntimeError, OSError, EOFError) as error:
+                if str(error).startswith("DataLoader timed out"):  # which leaves it as it was
+                    _refuse_stuck(parts, stuck)
+                    continue
                 if (lost := _lost(parts)) is not None:
                     raise lost from None
                 raise
@@ -118,6 +132,35 @@ def _lost(parts: Iterator[Any]) -> WorkerLostError | None:
         f"a loader worker (process {dead[0].pid}) {how}, most likely because memory ran out; start again with fewer workers or a "
         "smaller data.prefetch (of tasks: their `workers`)"
     )
+
+
+def _refuse_stuck(parts: Iterator[Any], stuck: Counter[tuple[int, str]]) -> None:
+    """Raise `WorkerLostError` for a worker that was found stopped, or waiting for its file system, at every look for too long.
+
+    Args:
+        stuck: by process and state, at how many looks in a row; kept between calls. Looks are counted, not seconds: Ctrl-Z stops
+            this process as well, and looks at nothing meanwhile.
+    """
+    now = {(worker.pid, state_of(worker.pid)) for worker in getattr(parts, "_workers", [])}
+    for key in [*stuck]:
+        if key not in now:
+            del stuck[key]
+    stuck.update(now)
+    for (pid, state), looks in stuck.items():
+        if looks < _LOOKS.get(state, looks + 1):
+            continue
+        what, remedy = _STUCK[state]
+        raise WorkerLostError(
+            f"a loader worker (process {pid}) {what}, got no sample for {looks * _LOOK:.0f} s. {remedy}, then run the same line again."
+        )
+
+
+def state_of(pid: int) -> str:
+    """Return the letter that Linux has for what a process does (`R`, `S`, `T`: stopped, `D`: waits for a device); empty elsewhere."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][:1]
+    except OSError:
+        return ""
 
 
 @contextmanager
