@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import base64
-import json
 import secrets
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from sparo_train.core.errors import ConfigError, SparoError
+from sparo_train.core.errors import ConfigError
 from sparo_train.core.untrusted import shown
 
+from .bodies import MOST_IMAGE, MOST_JSON, answered, json_object, with_body
 from .one_file import one_file
 from .opened import Side
 from .pictures import Pictures
-from .selection_file import ChangedError, SelectionFile
+from .selection_file import SelectionFile
 
 PAGE = Path(__file__).parent / "page"
-_MOST_JSON, _MOST_IMAGE = 4 << 20, 64 << 20
-_MOST_BODIES = 4 * _MOST_IMAGE  # bytes of all requests that are read at once
 _SMALL = 200  # pixels of a picture in one file
 _SECOND = 2  # checkpoints beside the first that stay open
 
@@ -162,21 +158,21 @@ def routes(explorer: Explorer) -> Starlette:
         return FileResponse(PAGE / "index.html")
 
     async def facts(_: Request) -> Response:
-        return await _answered(explorer.facts)
+        return await answered(explorer.facts)
 
     async def task(request: Request) -> Response:
         path = request.path_params
-        return await _answered(
+        return await answered(
             lambda: Response(explorer.task(path["side"], path["number"]), media_type="application/octet-stream")
         )
 
     async def image(request: Request) -> Response:
         number = request.path_params["number"]
-        return await _answered(lambda: Response(explorer.pictures.jpeg(number), media_type="image/jpeg"))
+        return await answered(lambda: Response(explorer.pictures.jpeg(number), media_type="image/jpeg"))
 
     async def attention(request: Request) -> Response:
         path = request.path_params
-        return await _answered(lambda: explorer.attention(path["side"], path["number"]))
+        return await answered(lambda: explorer.attention(path["side"], path["number"]))
 
     async def own(request: Request) -> Response:
         name, caption = (str(request.query_params.get(key, ""))[:1000] for key in ("name", "caption"))
@@ -185,12 +181,12 @@ def routes(explorer: Explorer) -> Starlette:
             number = explorer.pictures.add(data, name or "image", caption)
             return {"image": number, "key": shown(name), "caption": shown(caption), "own": True}
 
-        return await _with_body(request, _MOST_IMAGE, add)
+        return await with_body(request, MOST_IMAGE, add)
 
     def asking(work: Callable[[int, dict[str, Any]], Any]) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
             side = request.path_params.get("side", 0)
-            return await _with_body(request, _MOST_JSON, lambda data: work(side, _object(data)))
+            return await with_body(request, MOST_JSON, lambda data: work(side, json_object(data)))
 
         return endpoint
 
@@ -242,69 +238,3 @@ def _word(given: dict[str, Any], key: str) -> str:
     if not isinstance(given.get(key), str) or not given[key].strip():
         raise ConfigError(f"{key}: is empty")
     return given[key].strip()
-
-
-def _object(data: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(data or b"{}")
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ConfigError("the request holds no JSON object")
-    return found
-
-
-class _Bodies:
-    """Bytes of request bodies that are held at once; only the event loop's thread touches it."""
-
-    def __init__(self) -> None:
-        self._held = 0
-
-    @contextmanager
-    def room(self, size: int) -> Iterator[bool]:
-        """Hold `size` bytes; gives whether there is room for them."""
-        granted = self._held + size <= _MOST_BODIES
-        self._held += size if granted else 0
-        try:
-            yield granted
-        finally:
-            self._held -= size if granted else 0
-
-
-_bodies = _Bodies()
-
-
-async def _with_body(request: Request, most: int, work: Callable[[bytes], Any]) -> Response:
-    length = request.headers.get("content-length", "")
-    announced = int(length) if length.isascii() and length.isdigit() else most  # a body in chunks may be as long as any
-    too_long = JSONResponse({"error": f"more than {most >> 20} MB; give something smaller"}, 413)
-    if announced > most:
-        return too_long
-    with _bodies.room(announced) as granted:
-        if not granted:
-            wait = {"error": "other uploads have not ended yet. Try again in a moment."}
-            return JSONResponse(wait, 503, {"retry-after": "2"})
-        data = bytearray()
-        try:
-            async for chunk in request.stream():
-                data += chunk
-                # While it comes: a body of gigabytes must not be kept before it is refused.
-                if len(data) > announced:
-                    return too_long
-        except ClientDisconnect:
-            return Response(status_code=400)
-        return await _answered(lambda: work(bytes(data)))
-
-
-async def _answered(work: Callable[[], Any]) -> Response:
-    """What came of it; what a person can solve in words, with 409 where a file was changed meanwhile."""
-    try:
-        # On a thread: a model that computes must not keep the page from being served.
-        found = await run_in_threadpool(work)
-    except ChangedError as error:
-        return JSONResponse({"error": shown(str(error)), "changed": True}, 409)
-    except SparoError as error:
-        return JSONResponse({"error": shown(str(error))}, 400)
-    except OSError as error:
-        return JSONResponse({"error": shown(f"{error.filename or ''}: {error.strerror or error}")}, 400)
-    return found if isinstance(found, Response) else JSONResponse(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -159,6 +159,15 @@ class ClipConfig(Frozen):
 
     A read-out with slots of a width of its own does not use `embed_dim`: its encoding has slots * slot_width numbers.
     """
+
+    # Sizes of images and captions are of the data, and stay.
+    fills: ClassVar[dict[str, Any]] = {
+        "backbone": {
+            "embed_dim": None,
+            "vision": dict.fromkeys(("patch_size", "width", "layers", "head_width", "mlp_ratio")),
+            "text": dict.fromkeys(("width", "heads", "layers", "mlp_ratio")),
+        }
+    }
 
     backbone: str | None = setting(None, "towers by open_clip's name, as ViT-B-16, or ViT-Tiny-8 and -16 of our own")
     vision: VisionConfig = setting(VisionConfig(), "the image tower")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -25,6 +25,8 @@ ARCHS: dict[str, dict[str, Any]] = {
 
 class VitConfig(Frozen):
     """A ViT with CLS token and learned positions. `arch` fills width, depth and heads; keys given beside it win."""
+
+    fills: ClassVar[dict[str, Any]] = {"arch": dict.fromkeys(("width", "depth", "heads"))}
 
     arch: str | None = setting(None, "a backbone by its official name: vit_tiny, vit_small, vit_base")
     image_size: int = setting(224, "pixels of a (global) crop's side", gt=0, le=16384)

@@ -10,7 +10,7 @@ from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.train.build import build_pipeline
 from sparo_train.train.dry import dry_run
 from sparo_train.train.run import RunConfig, load_run
-from tests.conftest import tiny_recipe
+from tests.conftest import dino_recipe, tiny_recipe
 
 
 @pytest.fixture
@@ -37,6 +37,28 @@ def test_one_way_to_give_the_length_replaces_the_others(tree):
     for words in (["steps=5", "epochs=3"], ["steps=null"]):
         with pytest.raises(ConfigError, match="exactly one of steps, epochs, samples"):
             resolve(RunConfig, override(tree, words, RunConfig), "recipe.yaml")
+
+
+def test_a_name_that_is_typed_wins_over_what_a_recipe_filled_in(shards, tmp_path):
+    def model(tree, *words):
+        return resolve(RunConfig, override(tree, words, RunConfig), "x").objective.model
+
+    dino = dino_recipe(
+        shards, tmp_path
+    )  # width 32, depth 3, heads 2, and readout, image_size and patch_size, which stay
+    found = model(dino, "objective.model.arch=vit_tiny")
+    assert (found.width, found.depth, found.heads, found.image_size) == (192, 12, 3, 32)
+    assert found.readout == model(dino).readout
+    for words in (["arch=vit_tiny", "depth=5"], ["depth=5", "arch=vit_tiny"]):  # beside it on one line, the key wins
+        found = model(dino, *(f"objective.model.{word}" for word in words))
+        assert (found.width, found.depth, found.heads) == (192, 5, 3)
+    clip = tiny_recipe(shards, tmp_path)
+    found = model(clip, "objective.model.backbone=ViT-S-16")
+    assert (found.vision.width, found.vision.layers, found.text.width, found.text.heads) == (384, 12, 384, 6)
+    assert (found.vision.image_size, found.text.context_length) == (32, model(clip).text.context_length)
+    # From files, keys win as before.
+    named = merge(clip, {"objective": {"model": {"backbone": "ViT-S-16"}}})
+    assert model(named).vision.width == model(clip).vision.width
 
 
 def test_a_new_kind_replaces_the_block_and_an_empty_mapping_clears_it():

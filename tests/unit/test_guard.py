@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.explorer import app
+from launch.explorer import app, bodies
 from launch.explorer.guard import Guard
 from sparo_train.core.errors import ConfigError
 
@@ -144,11 +144,11 @@ class _Stream:
 def test_uploads_that_are_read_at_once_have_a_limit():
     async def all_of_it():
         async def answer(request, most=8):
-            return await app._with_body(request, most, lambda data: {"length": len(data)})
+            return await bodies.with_body(request, most, lambda data: {"length": len(data)})
 
         assert (await answer(_Stream("9"))).status_code == 413  # before a byte of it was read
         open_ones = [_Stream() for _ in range(4)]
-        waiting = [asyncio.create_task(answer(request, app._MOST_IMAGE)) for request in open_ones]
+        waiting = [asyncio.create_task(answer(request, bodies.MOST_IMAGE)) for request in open_ones]
         await asyncio.sleep(0)
         refused = await answer(_Stream("5"))
         assert refused.status_code == 503 and refused.headers["retry-after"] and b"Try again" in refused.body

@@ -120,7 +120,8 @@ def override(tree: Tree, assignments: Sequence[str], model: type[BaseModel] | No
 
     `a.b=value` replaces, a mapping whole; a new `kind` drops the block's other keys; `+a.b=value` adds to what stands there;
     `a.b=null` takes an entry of a mapping of named blocks away. One of the model's `alternatives` (`epochs=3`) drops the
-    others that a recipe gave; those of the command line itself stay, and are refused when the recipe is resolved.
+    others that a recipe gave; those of the command line itself stay, and are refused when the recipe is resolved. A name that
+    fills other keys (`objective.model.arch=vit_base`) drops those that a recipe gave, which would win over the name.
 
     Args:
         model: what the tree is checked against later; tells such mappings (`data.sources`, `eval.tasks`) from other blocks.
@@ -133,6 +134,8 @@ def override(tree: Tree, assignments: Sequence[str], model: type[BaseModel] | No
     chosen = {given.keys[0] for given in parsed if len(given.keys) == 1 and given.value is not None} & {*alternatives}
     if chosen:
         tree = {key: value for key, value in tree.items() if key not in alternatives}
+    for given in parsed:
+        tree = _without_filled(model, tree, given)
     for text, given in zip(assignments, parsed, strict=True):
         # Before anything is put: `optim.lr.x=1` would make a block of a number.
         for depth in range(1, len(given.keys)):
@@ -141,6 +144,31 @@ def override(tree: Tree, assignments: Sequence[str], model: type[BaseModel] | No
                 raise ConfigError(f"override {text!r}: {'.'.join(given.keys[:depth])} is {at!r}, not a block with keys")
         tree = _applied(tree, given, list(_entry_places(model, tree, given.keys)))
     return tree
+
+
+def _without_filled(model: type[BaseModel] | None, tree: Tree, given: Assignment) -> Tree:
+    """The tree without the keys that a name of the command line fills: its model says which in `fills`."""
+    *above, last = given.keys
+    shape: Any = model
+    at: Any = tree
+    for key in above:
+        shape = below(shape, key, at)
+        at = at.get(key) if isinstance(at, Mapping) else None
+    filled = getattr(shape, "fills", {}).get(last)
+    if filled is None or given.value is None or not isinstance(at, Mapping):
+        return tree
+    return _put(tree, above, _minus(at, filled))
+
+
+def _minus(tree: Mapping[str, Any], keys: Mapping[str, Any]) -> Tree:
+    """A tree without the leaves of `keys`."""
+    kept = {}
+    for key, value in tree.items():
+        if key not in keys:
+            kept[key] = value
+        elif isinstance(keys[key], Mapping) and isinstance(value, Mapping):
+            kept[key] = _minus(value, keys[key])
+    return kept
 
 
 def _applied(tree: Tree, given: Assignment, places: Sequence[int]) -> Tree:

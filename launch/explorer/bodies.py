@@ -1,0 +1,88 @@
+"""Bodies of requests and words of answers: bounded while they are read, and errors that a person can solve."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from sparo_train.core.errors import ConfigError, SparoError
+from sparo_train.core.untrusted import shown
+
+from .selection_file import ChangedError
+
+MOST_JSON, MOST_IMAGE = 4 << 20, 64 << 20  # bytes of a body
+_MOST_BODIES = 4 * MOST_IMAGE  # bytes of all requests that are read at once
+
+
+def json_object(data: bytes) -> dict[str, Any]:
+    """Return a body's JSON object. Raises `ConfigError` for anything else."""
+    try:
+        found = json.loads(data or b"{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError("the request holds no JSON object")
+    return found
+
+
+class _Bodies:
+    """Count the bytes of request bodies that are held at once; only the event loop's thread uses it."""
+
+    def __init__(self) -> None:
+        self._held = 0
+
+    @contextmanager
+    def room(self, size: int) -> Iterator[bool]:
+        """Hold `size` bytes while the block runs; yields False where there is no room for them."""
+        granted = self._held + size <= _MOST_BODIES
+        self._held += size if granted else 0
+        try:
+            yield granted
+        finally:
+            self._held -= size if granted else 0
+
+
+_bodies = _Bodies()
+
+
+async def with_body(request: Request, most: int, work: Callable[[bytes], Any]) -> Response:
+    """Answer with `work` of a request's body; 413 where it has over `most` bytes, 503 where other bodies leave no room for it."""
+    length = request.headers.get("content-length", "")
+    announced = int(length) if length.isascii() and length.isdigit() else most  # a body in chunks may be as long as any
+    too_long = JSONResponse({"error": f"more than {most >> 20} MB; give something smaller"}, 413)
+    if announced > most:
+        return too_long
+    with _bodies.room(announced) as granted:
+        if not granted:
+            wait = {"error": "other uploads have not ended yet. Try again in a moment."}
+            return JSONResponse(wait, 503, {"retry-after": "2"})
+        data = bytearray()
+        try:
+            async for chunk in request.stream():
+                data += chunk
+                # While it comes: a body of gigabytes must not be kept before it is refused.
+                if len(data) > announced:
+                    return too_long
+        except ClientDisconnect:
+            return Response(status_code=400)
+        return await answered(lambda: work(bytes(data)))
+
+
+async def answered(work: Callable[[], Any]) -> Response:
+    """Answer with what `work` returns, as JSON; with the words of an error that a person can solve, and 409 where a file was changed meanwhile."""
+    try:
+        # On a thread: a model that computes must not keep the page from being served.
+        found = await run_in_threadpool(work)
+    except ChangedError as error:
+        return JSONResponse({"error": shown(str(error)), "changed": True}, 409)
+    except SparoError as error:
+        return JSONResponse({"error": shown(str(error))}, 400)
+    except OSError as error:
+        return JSONResponse({"error": shown(f"{error.filename or ''}: {error.strerror or error}")}, 400)
+    return found if isinstance(found, Response) else JSONResponse(found)
