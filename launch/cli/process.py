@@ -7,6 +7,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import parent_process
 from multiprocessing.util import get_temp_dir
 from typing import Any, NoReturn
 
@@ -62,7 +63,9 @@ def leave(code: int) -> NoReturn:
     """End the process."""
     last_flush()
     if started():
-        # gloo's threads may outlive the interpreter and abort it. What is left to be done is what multiprocessing does at an exit.
-        shutil.rmtree(get_temp_dir(), ignore_errors=True)
+        # gloo's threads may outlive the interpreter and abort it. What is left to be done is what multiprocessing does at an exit,
+        # except in a child of its own, whose folder is its parent's.
+        if parent_process() is None:
+            shutil.rmtree(get_temp_dir(), ignore_errors=True)
         os._exit(code & 255)
     sys.exit(code)
