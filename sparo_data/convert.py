@@ -144,9 +144,9 @@ def _in_folder(source: Path, name: str, template: str, named: Mapping[str, str])
     if folder is None:
         raise DataError(f"{path}: no class folder and no {beside.name} beside it, so it has no caption")
     label = named[folder]
-    if label.encode(errors="replace").decode() != label:  # bytes of a name that are no UTF-8
+    if label.encode(errors="replace").decode() != label:  # a name that is not UTF-8
         raise DataError(
-            f"{shown(str(source / folder))}: its name is no UTF-8 and would be the caption; rename the folder"
+            f"{shown(str(source / folder))}: its name is not UTF-8 and would be the caption; rename the folder"
         )
     return Captioned(suffix, image, template.replace("{c}", label), folder, turned)
 

@@ -67,7 +67,7 @@ class OpenClipEncoder(TwoTowerEncoder):
         self.image_size = size if isinstance(size, int) else size[0]
         text = model.text
         reads_eot = getattr(text, "attn_mask", None) is not None and getattr(text, "pool_type", "") == "argmax"
-        # Only what reads EOT under a causal mask may be cut behind it; CoCa appends a class token, which has a place of its own.
+        # Only what reads EOT under a causal mask may be cut behind it; CoCa appends a class token with its own position.
         reads_eot = reads_eot and getattr(text, "cls_emb", None) is None
         self.causal = reads_eot and isinstance(tokenizer, open_clip.SimpleTokenizer)
 

@@ -170,14 +170,14 @@ def _from_run(path: Path) -> Encoder:
 
 
 def doubts(path: Path, step: Path) -> str:
-    """Say why the checkpoint that was read may not be the one that is meant; empty where nothing speaks against it.
+    """Return a warning that the checkpoint that was read may not be the intended one; empty without a reason for it.
 
     Args:
-        path: what was named, a run or a checkpoint of one.  step: the checkpoint that was read for it.
+        path: the run or checkpoint that the user named.  step: the checkpoint that was read for it.
     """
     remarks = []
     if step != path and (unfinished := store.CheckpointStore(path / "checkpoints").unfinished()):
-        remarks.append(f"{unfinished}: is not complete, and {step.name} is read in its place")
+        remarks.append(f"{unfinished}: is incomplete; {step.name} is read instead")
     if store.is_suspect(step):
         remarks.append(
             f"{step}: was written while training skipped steps that were not finite; earlier ones may score better"
@@ -204,9 +204,9 @@ def _from_dino(file: DinoFile, name: str | None) -> Encoder:
 def _from_weights(
     weights: Weights, label: str, described: Described | None, name: str | None, quick_gelu: bool = False
 ) -> Encoder:
-    """Build the CLIP that weights in our layout belong to: as described, as named by `--model`, or as their shapes tell.
+    """Build the CLIP that weights in our layout belong to: as described, as named by `--model`, or as inferred from their shapes.
 
-    quick_gelu: whether the file is OpenAI's, whose activations no shape tells.
+    quick_gelu: whether the file is OpenAI's; shapes do not show the activation.
     """
     assumed = ""
     if name:  # the model that is meant; pixels are the file's all the same

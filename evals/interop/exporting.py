@@ -59,7 +59,7 @@ def export_run(
     to: Path | None,
     layout: str | None,
     average: str | None = None,
-    say: Callable[[str], None] = lambda doubts: None,
+    say: Callable[[str], None] = lambda warning: None,
 ) -> Path:
     """Write a run's newest weights with a card, sums and the mode that the umask gives; returns the path.
 
@@ -67,7 +67,7 @@ def export_run(
         average: `last:N`: the mean of the newest N checkpoints' weights instead.
         layout: `open_clip` (a `local-dir:` folder) or `sparo-clip` (one .pt file) for CLIP, `dino` (one .pth file with
             student, teacher and centre) for DINO, or what a plug-in adds; None: the method's own.
-        say: called with what speaks against the checkpoint, where anything does.
+        say: called with a warning about the checkpoint, if there is one.
 
     Raises:
         ConfigError: a layout of another method; fewer checkpoints than are to be averaged.

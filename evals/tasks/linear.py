@@ -79,8 +79,8 @@ def count_right(layer: nn.Linear, features: Sequence[Tensor], labels: Sequence[T
 def result(right: Sequence[Tensor], labels: Tensor, classes: int) -> Result:
     """Score the counts of every epoch.
 
-    The headline and `mean_per_class_recall` are of the last epoch; `acc1_best` is the best epoch on this very test set, which is
-    what eval_linear.py reports.
+    The headline and `mean_per_class_recall` belong to the last epoch; `acc1_best` is the best epoch on this test set, as
+    eval_linear.py reports it.
 
     Args:
         right: per epoch what `count_right` gives, of all ranks, (2, C).  labels: of the test images, (n,) int64.

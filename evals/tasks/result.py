@@ -89,23 +89,21 @@ class Result(NamedTuple):
         return found
 
     def _odd_data(self) -> list[str]:
-        """Say what makes a score on labelled images mean something else than it seems to."""
+        """Return warnings about data that inflates or limits a score on labelled images."""
         found, largest = [], self.counts.get("largest_class", 0)
         if self.n and largest / self.n > max(1.5 * self.chance, self.chance + 0.05):
             found.append(
-                f"the largest class holds {100 * largest / self.n:.1f} % of the images, which is acc1 of naming it always "
-                f"(chance over the classes is {100 * self.chance:.1f} %); mean_per_class_recall counts all classes alike"
+                f"the largest class holds {100 * largest / self.n:.1f} % of the images, which is acc1 of always naming it "
+                f"(chance over the classes is {100 * self.chance:.1f} %); mean_per_class_recall weighs all classes equally"
             )
         if self.data and self.options.get("trained_on") == self.data[:16]:
-            found.append("the images that are scored are those that labels were learned from")
+            found.append("the scored images are the training images")
         elif count := self.counts.get("same_encoding"):
             found.append(
-                f"{count} of {self.n} images have the encoding of a training image: the sets overlap, or the encoder tells images apart badly"
+                f"{count} of {self.n} images have the same encoding as a training image: the sets overlap, or the encoder maps different images to one encoding"
             )
         if count := self.counts.get("classes_of_one_name"):
-            found.append(
-                f"{count} class(es) have the name of an earlier class, and their images cannot be classified right"
-            )
+            found.append(f"{count} class(es) have the same name as an earlier class and can never be predicted")
         return found
 
     def left_out(self) -> str:
@@ -114,7 +112,7 @@ class Result(NamedTuple):
         if not count:
             return ""
         listed = ", ".join(f"{n} {suffix}" for suffix, n in by_suffix.items()) if isinstance(by_suffix, dict) else ""
-        return f"{count} file(s) left out, which are no pictures that can be read: {listed}"
+        return f"{count} file(s) skipped, not readable as pictures: {listed}"
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Result:
@@ -125,7 +123,7 @@ class Result(NamedTuple):
                 raise TypeError(f"{name} is {type(known[name]).__name__}")
         numbers = [*known["metrics"].values(), *known.get("counts", {}).values()]
         if not all(isinstance(value, int | float) for value in numbers) or known["headline"] not in known["metrics"]:
-            raise TypeError("metrics are no numbers, or lack the headline")
+            raise TypeError("metrics are not numbers, or lack the headline")
         return cls(**{**known, "intervals": {name: tuple(v) for name, v in known.get("intervals", {}).items()}})
 
     def as_dict(self) -> dict[str, Any]:

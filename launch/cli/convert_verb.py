@@ -137,7 +137,7 @@ def _publish(source: Path, folder: Path, kind: str, given: dict[str, Any]) -> No
 
 
 def _tell(folder: Path, made: Converted, whole: bool) -> None:
-    """Print what was written, and the lines to type next."""
+    """Print a summary, and the next commands to type."""
     from sparo_train.core.recipe.config_keys import value_text
     from sparo_train.data.read.folder import left_out_text
 

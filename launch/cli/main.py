@@ -112,7 +112,7 @@ def export(
     # Before the export: half an hour of writing should not end with a word about an option.
     if private and hub is None:
         raise ConfigError("--private: is of --hub OWNER/NAME; leave it away")
-    path = export_run(run, to, layout, average, lambda doubts: console.print(doubts, soft_wrap=True))
+    path = export_run(run, to, layout, average, lambda warning: console.print(warning, soft_wrap=True))
     out.print(str(path), soft_wrap=True)
     if hub is not None:
         from ..runs.hub import upload

@@ -63,8 +63,8 @@ def leave(code: int) -> NoReturn:
     """End the process."""
     last_flush()
     if started():
-        # gloo's threads may outlive the interpreter and abort it. What is left to be done is what multiprocessing does at an exit,
-        # except in a child of its own, whose folder is its parent's.
+        # gloo's threads may outlive the interpreter and abort it, so nothing that runs at an exit does. multiprocessing's folder
+        # is removed here; a child process of multiprocessing shares the folder with its parent, which removes it.
         if parent_process() is None:
             shutil.rmtree(get_temp_dir(), ignore_errors=True)
         os._exit(code & 255)

@@ -39,7 +39,7 @@ class _Bodies:
 
     @contextmanager
     def room(self, size: int) -> Iterator[bool]:
-        """Hold `size` bytes while the block runs; yields False where there is no room for them."""
+        """Hold `size` bytes while the block runs; yields False if the memory for bodies is full."""
         granted = self._held + size <= _MOST_BODIES
         self._held += size if granted else 0
         try:
@@ -52,7 +52,7 @@ _bodies = _Bodies()
 
 
 async def with_body(request: Request, most: int, work: Callable[[bytes], Any]) -> Response:
-    """Answer with `work` of a request's body; 413 where it has over `most` bytes, 503 where other bodies leave no room for it."""
+    """Answer with `work` of a request's body; 413 for over `most` bytes, 503 while other bodies fill the memory."""
     length = request.headers.get("content-length", "")
     announced = int(length) if length.isascii() and length.isdigit() else most  # a body in chunks may be as long as any
     too_long = JSONResponse({"error": f"more than {most >> 20} MB; give something smaller"}, 413)

@@ -58,7 +58,7 @@ def submit_here(
 
 
 def _free_port() -> int:
-    """Return a port that nobody has; ranks of a lane meet there."""
+    """Return a free port, where the ranks of a lane meet."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

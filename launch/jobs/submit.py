@@ -37,7 +37,7 @@ _REFUSALS = {
     "Invalid generic resource": "--gpus-per-node: this partition has no such GPUs",
     "Invalid wckey": "this site wants a wckey of yours: --sbatch.wckey NAME",
     "mutually exclusive": "memory is given twice: --mem-gb and an --sbatch.mem… argument, or SBATCH_MEM… in the environment",
-    "unrecognized option": "an --sbatch.NAME is no argument of this sbatch",
+    "unrecognized option": "an --sbatch.NAME is not an argument of this sbatch",
     "Invalid job array specification": "more runs than an array may have here (MaxArraySize); launch fewer at once",
     "Job dependency problem": "--after names a job that is not there",
     "group not permitted to use this partition": "--partition is not open to your group; known are: {partitions}",

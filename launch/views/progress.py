@@ -128,7 +128,7 @@ class ProgressView:
         self._bar.clock(task, step, total, *self._times, first=step == total)
 
     def stands(self, step: int, total: int, elapsed: float, left: float | None) -> None:
-        """Show the step with the time of all sittings and an estimate of what is left."""
+        """Show the step, the time over all sittings and the estimated rest."""
         if self.silent:
             return
         self._times = (elapsed, left)
@@ -137,7 +137,7 @@ class ProgressView:
         self._shown = True
 
     def phase(self, text: str) -> None:
-        """What is done in place of steps; without a terminal a line where the last one is some time ago."""
+        """Show an activity other than steps; without a terminal, print a line if the last one is old."""
         if not self.silent:
             self._bar.facts(self._bar_task(), text)
 

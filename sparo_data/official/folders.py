@@ -36,7 +36,7 @@ def clevr(root: Path) -> Iterator[PublishedScene]:
         if not name or not all(
             isinstance(word, str) and word != ".." and Path(word).name == word for word in (name, split)
         ):
-            raise DataError(f"{root}: scene {number} names no image_filename, or a split that is no name")
+            raise DataError(f"{root}: scene {number} names no image_filename, or a split that is not a name")
         folder = folder or _pictures_of(root, str(split), str(name))
         path = folder / str(name)
         image = opened_image(read_bytes(path, DataError), path)
@@ -54,7 +54,7 @@ def _pictures_of(root: Path, split: str, name: str) -> Path:
     if folder is None:
         listed = ", ".join(str(place) for place in dict.fromkeys(places))
         raise DataError(
-            f"{root}: its pictures are not found, got scene 0's {name} in none of {listed}. Put images/ beside the file."
+            f"{root}: its pictures are not found, got scene 0's {name} in none of {listed}. Put images/ into the file's folder."
         )
     return folder
 

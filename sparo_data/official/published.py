@@ -279,7 +279,7 @@ def opened_image(data: bytes, where: object, labels: bool = False) -> np.ndarray
             image = image.convert("RGB")
         return np.asarray(image)
     except BadSampleError as bad:
-        raise DataError(f"{where}: is no picture that can be read, got {bad.whole()}") from None
+        raise DataError(f"{where}: is not a readable picture, got {bad.whole()}") from None
 
 
 def numbered(plane: np.ndarray, where: object, of_several: bool = False) -> np.ndarray:

@@ -267,6 +267,6 @@ def _camera(found: dict[str, Value], times: int, where: str) -> dict[str, Any]:
 
 
 def _refuse_no_rotation(table: np.ndarray | None, where: str) -> None:
-    """Raise `DataError` for quaternions of zeros, which are no rotation."""
+    """Raise `DataError` for quaternions of zeros, which describe no rotation."""
     if table is not None and table.size % 4 == 0 and (np.abs(table.reshape(-1, 4)).max(1, initial=0) < 1e-6).any():
-        raise DataError(f"{where}: a quaternion of zeros is no rotation. Fetch the file again.")
+        raise DataError(f"{where}: a quaternion of zeros describes no rotation. Fetch the file again.")

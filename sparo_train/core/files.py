@@ -39,7 +39,7 @@ def whole_file(path: Path) -> Iterator[Path]:
             What was at `path` before is still there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Beside it, so that it is a rename and not a copy; with its suffix, by which libraries choose the format.
+    # In the same folder, for a rename instead of a copy; with the same suffix, by which libraries choose the format.
     temporary = path.with_name(f".{path.stem}.{uuid.uuid4().hex[:8]}.tmp{path.suffix}")
     try:
         yield temporary
@@ -54,7 +54,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def disk_error(error: BaseException | None) -> int | None:
-    """Return the errno of a disk that is full, read-only or broken, where that is what an error (or its context) comes from."""
+    """Return the errno of a disk that is full, read-only or broken, where an error or its context comes from one; None otherwise."""
     while error is not None:
         in_words = re.search(r"\(os error (\d+)\)", str(error))  # safetensors gives no other sign
         code = error.errno if isinstance(error, OSError) else int(in_words[1]) if in_words else None

@@ -160,7 +160,7 @@ class ClipConfig(Frozen):
     A read-out with slots of a width of its own does not use `embed_dim`: its encoding has slots * slot_width numbers.
     """
 
-    # Sizes of images and captions are of the data, and stay.
+    # The sizes of images and captions belong to the data, and stay.
     fills: ClassVar[dict[str, Any]] = {
         "backbone": {
             "embed_dim": None,

@@ -1,4 +1,4 @@
-"""Training time of a run over all its sittings, and an estimate of what is left."""
+"""Training time of a run over all its sittings, and the estimated rest."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class State:
     seconds: float = 0.0  # of training, all sittings included, at the newest checkpoint
 
     def counts(self) -> dict[str, float]:
-        """What a checkpoint's meta holds of it, beside the step and the cursor of all ranks."""
+        """Return the entries of a checkpoint's meta other than the step and the cursors."""
         return {
             "samples": self.samples,
             "skipped_steps": self.skipped_steps,

@@ -103,7 +103,7 @@ def test_a_checkpoint_that_may_not_be_meant_is_said_by_whoever_reads_it(shards, 
     load_encoder(config.folder, say=heard.append)
     assert heard == []
     (checkpoints / "step-00000003/meta.json").unlink()
-    said = "step-00000003: is not complete, and step-00000002 is read in its place"
+    said = "step-00000003: is incomplete; step-00000002 is read instead"
     load_encoder(config.folder, say=heard.append)
     load_encoder(checkpoints / "step-00000001", say=heard.append)  # the one that was named is the one that is meant
     assert len(heard) == 1 and heard[0].endswith(said)

@@ -89,7 +89,7 @@ def test_folders_whose_names_are_no_text_are_told_as_captions_and_read_as_paths(
     odd = tmp_path / os.fsdecode(b"caf\xe9")
     odd.mkdir()
     (odd / "a.jpg").write_bytes(jpeg(1))
-    with pytest.raises(DataError, match=r"caf\\xe9: its name is no UTF-8"):
+    with pytest.raises(DataError, match=r"caf\\xe9: its name is not UTF-8"):
         convert_folder(tmp_path, tmp_path / "out")
     (odd / "a.txt").write_text("a cup")
     convert_folder(tmp_path, odd / "out")

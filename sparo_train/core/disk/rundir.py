@@ -152,7 +152,7 @@ class RunDir:
     def _remedy(self, changed: Sequence[str], lengths: Sequence[str]) -> str:
         if all(_within(line.partition(":")[0], lengths) for line in changed):
             return (
-                "A run's schedule is made for its length. To train on from its weights, give the steps that are to be added: "
+                "The schedule depends on the length. To continue from the weights of this run, give the additional steps: "
                 f"name=NEW steps=N optim.warmup_steps=0 start_from='{{checkpoint: {self.path}, optimizer: true}}'."
             )
         return "Use another name=, undo the change, or remove the folder."

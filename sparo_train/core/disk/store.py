@@ -144,7 +144,7 @@ class CheckpointStore:
         return next((path for path in reversed(self.steps().values()) if not is_suspect(path)), None)
 
     def unfinished(self) -> Path | None:
-        """Return the newest folder of a checkpoint that is not complete and is of a later step than the complete ones, or None."""
+        """Return the newest incomplete checkpoint folder of a later step than all complete ones, or None."""
         done = max(self.steps(), default=-1)
         found = {
             int(path.name.rpartition("step-")[2]): path

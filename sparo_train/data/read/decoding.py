@@ -35,7 +35,7 @@ PixelRange = Annotated[Literal["by_type", "percentiles"] | tuple[float, float], 
 
 
 class Decoding(NamedTuple):
-    """How a picture is decoded.
+    """Options of the decoder.
 
     upright: turn it as its EXIF orientation says.  on_white: show transparency on white.  rgb: convert to RGB; False keeps the file's mode.
     pixel_range: how 16-bit, 32-bit and float pixels become 8 bits; None: as Pillow converts them.
@@ -143,7 +143,7 @@ def _has_alpha(image: Image.Image) -> bool:
 
 
 def _deep_colours(image: Image.Image) -> bool:
-    """Whether a picture of three colours has 16 bits of each, of which Pillow keeps the upper eight."""
+    """Return whether an RGB picture has 16 bits per channel; Pillow keeps the upper eight."""
     tiles = getattr(image, "tile", None)
     return bool(tiles) and ";16" in str(tiles[0].args)
 

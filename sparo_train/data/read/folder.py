@@ -29,7 +29,7 @@ from .sources import SourceConfig, SourceKind
 from .storage import Storage
 
 _PART = 1000
-# Text beside pictures, and what file managers leave: no pictures that anybody would miss.
+# Captions and annotations, and files of file managers: not counted as left-out pictures.
 _SIDECARS = {".txt", ".json", ".csv", ".tsv", ".md", ".xml", ".yaml", ".yml", ".html"}
 _SYSTEM_FILES = {"thumbs.db", "desktop.ini"}
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "dev"}
@@ -130,7 +130,7 @@ def list_pictures(root: Path) -> PictureFiles:
         with os.scandir(root / below) as entries:
             for entry in entries:
                 name = f"{below}{entry.name}"
-                if entry.name.startswith("."):  # macOS leaves `._NAME.jpg` beside every picture
+                if entry.name.startswith("."):  # macOS writes `._NAME.jpg` for every picture
                     continue
                 if entry.is_dir():
                     waiting.append((f"{name}/", above | {here}))

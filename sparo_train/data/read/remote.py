@@ -38,13 +38,13 @@ def _limits(protocol: str) -> dict[str, Any]:
     """Time limits of a web server's answers; by default aiohttp waits five minutes, and for a body for ever."""
     if protocol not in ("http", "https"):
         return {}
-    from aiohttp import ClientTimeout  # of the extra `http`; its absence is told by the caller
+    from aiohttp import ClientTimeout  # from the extra `http`; the caller reports its absence
 
     return {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=_CONNECT, sock_read=_SILENCE)}}
 
 
 def attempt(url: str, work: Callable[[], T]) -> T:
-    """Return `work()`, tried again with growing pauses where `url` is of a server and its error may pass.
+    """Return `work()`, with growing pauses and further tries where `url` is on a server and the error may be temporary.
 
     Raises:
         DataError: it failed at last, or in a way that no pause mends.

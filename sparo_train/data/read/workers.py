@@ -52,7 +52,7 @@ def in_workers(
     """
     if workers:
         # Workers share tensors through sockets in a folder of this process, which removes it at its end. A worker that made one
-        # of its own would leave it behind, as it is killed.
+        # itself would leave it behind, because workers are killed.
         folder = get_temp_dir()
         if len(os.fsencode(folder)) > _LONGEST_FOLDER:
             raise ConfigError(
@@ -156,7 +156,7 @@ def _refuse_stuck(parts: Iterator[Any], stuck: Counter[tuple[int, str]]) -> None
 
 
 def state_of(pid: int) -> str:
-    """Return the letter that Linux has for what a process does (`R`, `S`, `T`: stopped, `D`: waits for a device); empty elsewhere."""
+    """Return Linux's letter for the state of a process (`R`, `S`, `T`: stopped, `D`: waits for a device); empty on other systems."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][:1]
     except OSError:

@@ -113,7 +113,7 @@ def from_model_cfg(cfg: Mapping[str, Any], origin: str) -> ClipConfig:
 def infer_config(state: Mapping[str, Tensor], image_size: int | None = None, quick_gelu: bool = False) -> ClipConfig:
     """Return the model that a set of weights (in our layout) belongs to, from its shapes.
 
-    Shapes do not tell the number of heads: it is that of the published CLIP with the same widths and depths, ours included. The class
+    Shapes do not show the number of heads: it is that of the published CLIP with the same widths and depths, ours included. The class
     token rather than GAP is taken for granted.
 
     Raises:
@@ -127,13 +127,13 @@ def infer_config(state: Mapping[str, Tensor], image_size: int | None = None, qui
             f"weights: {error} is missing; only CLIP models with a ViT and a text transformer can be recognised"
         ) from None
     width, text_width = len(conv), embedding.shape[1]
-    # The class token has a position of its own before the square of patches.
+    # The class token's position comes before the square of patches.
     grid = round((len(position) - 1) ** 0.5)
     layers, text_layers = (_blocks(state, tower) for tower in ("visual", "text"))
     heads = _known_heads(width, layers, text_width, text_layers)
     if heads is None:
         raise CheckpointError(
-            f"weights: shapes do not tell the number of heads, got widths {width} and {text_width} with {layers} and {text_layers} blocks, "
+            f"weights: shapes do not show the number of heads, got widths {width} and {text_width} with {layers} and {text_layers} blocks, "
             "as no published CLIP has. Name the model: --model NAME, or --model FILE.json with an open_clip config."
         )
     readout = _readout_of(state, 0)  # the blocks are counted as they are

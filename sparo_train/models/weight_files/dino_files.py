@@ -94,7 +94,7 @@ def vit_config(file: DinoFile, name: str | None = None) -> tuple[VitConfig, str]
     heads = ARCHS[name]["heads"] if name else _HEADS.get((width, blocks), _HEADS.get((width, depth)))
     if heads is None:
         raise CheckpointError(
-            f"{file.origin}: shapes do not tell the number of heads, got width {width} with {blocks} blocks. Name the model (--model)."
+            f"{file.origin}: shapes do not show the number of heads, got width {width} with {blocks} blocks. Name the model (--model)."
         )
     tree: dict[str, Any] = {
         "image_size": patch * round((weights["pos_embed"].shape[1] - 1) ** 0.5),
