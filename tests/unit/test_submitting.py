@@ -15,6 +15,7 @@ from launch.cli.node import perform
 from launch.jobs.clusters import load_cluster
 from launch.jobs.environment import inherited
 from launch.jobs.job import GPUS, Element
+from launch.jobs.local_jobs import local_alive
 from launch.jobs.records import Records
 from launch.jobs.status import cancel, statuses
 from launch.jobs.submit import submit
@@ -128,6 +129,7 @@ def test_an_older_heartbeat_says_nothing_of_a_new_job(tmp_path):
             "submitted", {"jobs": [str(child.pid)], "on": "local", "cluster": cluster, "logs": str(records.jobs)}
         )
         records.add("starts", {"job": str(child.pid), "restart": 0})
+        until(lambda: local_alive(str(child.pid)))  # right after an exec a process has no command line yet
         (status,) = statuses([tmp_path])
         assert (status.state, status.reason, status.rate, status.step) == ("RUNNING", "", None, 5)
     finally:
