@@ -1,6 +1,9 @@
 """Shards and samples of others: headers that lead nowhere, members that are no content, captions and images that stall or start programs."""
 
+import bz2
+import gzip
 import io
+import lzma
 import os
 import struct
 import tarfile
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 from open_clip.tokenizer import SimpleTokenizer
 
 from sparo_data.check import check_shard
-from sparo_data.writer import write_shards
+from sparo_data.writer import write_shard, write_shards
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.examples.samples import MOST_LETTERS, decode_image
 from sparo_train.data.examples.text import ClipTokenizer
@@ -229,3 +232,16 @@ def test_no_image_starts_a_program(monkeypatch):
     with pytest.raises(BadSampleError, match="bad image"):
         decode_image(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n%%EndComments\nshowpage\n")
     assert torch.get_num_threads()
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_a_compressed_tar_is_named_with_the_tool_that_unpacks_it(pack, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_shard(tmp_path / "a.tar", (sample(i) for i in range(3)))
+    (tmp_path / "b.tar").write_bytes(pack((tmp_path / "a.tar").read_bytes()))
+    for _ in range(2):  # the second time with an index that was kept
+        with pytest.raises(
+            DataError, match=r"b\.tar: is compressed, got (gzip|bzip2|xz), .*(gunzip|bunzip2|unxz) < FILE"
+        ):
+            load_index(str(tmp_path / "b.tar"))
+    assert_ends(["data", "check", str(tmp_path / "b.tar")], 2, ["is compressed"])

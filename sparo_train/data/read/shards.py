@@ -39,6 +39,12 @@ class ShardsConfig(SourceConfig):
 
 
 _OPEN_SHARDS = 64
+_COMPRESSED = {
+    b"\x1f\x8b": ("gzip", "gunzip"),
+    b"BZh": ("bzip2", "bunzip2"),
+    b"\xfd7zXZ\0": ("xz", "unxz"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
+}
 _LAYOUT, _BEFORE = -2, 7  # of an index file; the first one began with a size, which is never negative
 
 
@@ -49,7 +55,7 @@ def load_index(url: str, write_beside: bool = False) -> ShardIndex:
         write_beside: scan in any case, and keep the index beside the shard.
 
     Raises:
-        DataError: the shard cannot be opened. One that is no tar file has no samples and is not intact.
+        DataError: the shard cannot be opened, or is compressed. One that is no tar file has no samples and is not intact.
     """
     filesystem, path = filesystem_of(url)
     info = attempt(url, lambda: filesystem.info(path))
@@ -79,7 +85,20 @@ def load_index(url: str, write_beside: bool = False) -> ShardIndex:
                 raise DataError(
                     f"{beside}: cannot be written ({error}); index where you may write, or leave it to training"
                 ) from None
+    if not len(index) and not index.intact:
+        _refuse_compressed(url, size)
     return index
+
+
+def _refuse_compressed(url: str, size: int) -> None:
+    """Raise `DataError` for a file that begins as compressed ones do: a tar in it cannot be read by position."""
+    with attempt(url, lambda: _opened(url, size)) as stream:
+        begin = attempt(url, lambda: stream.read(6))
+    for magic, (name, tool) in _COMPRESSED.items():
+        if begin.startswith(magic):
+            raise DataError(
+                f"{url}: is compressed, got {name}, and shards are read by position. Unpack it, as in {tool} < FILE > NEW.tar."
+            )
 
 
 def _opened(url: str, size: int) -> BinaryIO:
