@@ -1,5 +1,6 @@
 """Batches: the same whatever the workers, resumable anywhere, honest about what was skipped."""
 
+import io
 import json
 import multiprocessing
 import os
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -21,8 +23,9 @@ from launch.views.source_lines import source_lines
 from sparo_data.bench import bench
 from sparo_data.writer import write_shard, write_shards
 from sparo_train.core.contracts import Cursor
-from sparo_train.core.errors import ConfigError, DataError, WorkerLostError
+from sparo_train.core.errors import BadSampleError, ConfigError, DataError, WorkerLostError
 from sparo_train.data.examples.image_text import ImageTextExamples
+from sparo_train.data.examples.samples import image_bytes
 from sparo_train.data.examples.text import ClipTokenizer
 from sparo_train.data.read import workers
 from sparo_train.data.read.budget import BadSampleBudget
@@ -366,3 +369,20 @@ def test_a_folder_too_long_for_sockets_is_named(monkeypatch):
     monkeypatch.setattr("sparo_train.data.read.workers.get_temp_dir", lambda: "/tmp/" + "x" * 100)
     with pytest.raises(ConfigError, match=r"TMPDIR: is too long .*, got /tmp/xxx.*shorter folder"):
         next(in_workers(_Numbers(), 1, lambda rows: rows, [[0]]))
+
+
+def test_dots_in_names_are_the_reason_that_is_given(tmp_path):
+    with tarfile.open(tmp_path / "dots.tar", "w") as tar:
+        for name, data in (("photo.v2.jpg", jpeg(0)), ("photo.v2.txt", b"a thing")):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    source = open_source("a", ShardsConfig(shards=str(tmp_path / "dots.tar")))
+    _, fields = source.storages[0].read(0)
+    with pytest.raises(BadSampleError, match="missing caption: dots in names") as raised:
+        pairs(DataConfig(sources={"a": ShardsConfig(shards=str(tmp_path / "dots.tar"))})).prepare(fields, source, None)
+    assert "got the member 'v2.txt'" in raised.value.detail
+    with pytest.raises(BadSampleError, match="missing image: dots in names"):
+        image_bytes(fields, ["png", "jpg"])
+    with pytest.raises(BadSampleError, match=r"missing image$"):  # planes of a picture have a dot, too
+        image_bytes({"mask.png": b"", "semantic.png": b"", "001.jpg": b""}, ["png", "jpg"])

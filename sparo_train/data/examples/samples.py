@@ -16,16 +16,32 @@ from ..read.decoding import TRAINING, PixelRange, decode
 from ..read.sources import Source, SourceConfig
 
 MOST_LETTERS, MOST_CHARACTERS = 400, 100_000  # of a word, within which byte pairs are merged; of a caption
+_PLANES = (
+    *"0123456789",
+    "mask.",
+    "semantic.",
+    "depth.",
+    "flow.",
+)  # members with a dot: frames, and planes of a picture
 
 
 def image_bytes(fields: Mapping[str, bytes], keys: Sequence[str]) -> bytes:
-    """The image member. Raises `BadSampleError('missing image')`."""
+    """Return the image member. Raises `BadSampleError('missing image')`."""
     for key in keys:
         if key in fields:
             return fields[key]
     if "000.png" in fields:
         raise BadSampleError("missing image: this is a video, whose first frame image_keys=[000.png] names")
-    raise BadSampleError("missing image")
+    raise _missing("missing image", fields, keys)
+
+
+def _missing(reason: str, fields: Mapping[str, bytes], wanted: Sequence[str]) -> BadSampleError:
+    """Return the error for a member that is missing, or that has another name because the file's name has a dot too many."""
+    names = [name for name in fields if "." in name and not name.startswith(_PLANES)]
+    dotted = next((name for name in names if name.rpartition(".")[2] in wanted), None)
+    if dotted is None:
+        return BadSampleError(reason)
+    return BadSampleError(f"{reason}: dots in names", detail=f"a key ends at the first dot, got the member {dotted!r}")
 
 
 def decode_image(data: bytes, shrink_to: int | None = None, pixel_range: PixelRange = "by_type") -> Image.Image:
@@ -86,7 +102,7 @@ def _texts(fields: Mapping[str, bytes], key: str) -> list[str]:
     """The captions at a key: one, or those of a json's list that are not empty. Raises `BadSampleError` where there is none."""
     member, _, field = key.partition(":")
     if member not in fields:
-        raise BadSampleError("missing caption")
+        raise _missing("missing caption", fields, [member])
     try:
         text = fields[member].decode("utf-8")
         if field:
