@@ -140,7 +140,7 @@ CLUSTERS = {
     "a line end in the interpreter": ({"python": "python\nfalse"}, "python"),
     "a variable of no name": ({"environment": {"A B": "1"}}, "'A B' is no name of a variable"),
     "a command for a variable": ({"environment": {"A;rm -rf x": "1"}}, "is no name of a variable"),
-    "a NUL in a variable": ({"environment": {"A": "x\0y"}}, "NUL byte"),
+    "a NUL in a variable": ({"environment": {"A": "x\0y"}}, "environment.A: holds a NUL character"),
     "a time that is none": ({"time": "soon"}, "is no time limit"),
     "no nodes": ({"nodes": 0}, "nodes"),
     "infinite memory": ({"mem_gb": float("inf")}, "mem_gb"),
