@@ -96,7 +96,7 @@ def _refuse_other_inputs(model: Any, label: str) -> None:
 def refuse_unsteady(encoder: Encoder) -> None:
     """Encode one image twice; raise `CheckpointError` unless both give the same finite vector: masks and drop-out left on are silent otherwise."""
     size, chance = encoder.image_size, torch.Generator().manual_seed(0)
-    # Noise, not zeros: what is masked does not show in a flat image.
+    # Noise, not zeros: masking does not show in a flat image.
     pixels = torch.randint(0, 256, (1, 3, size, size), generator=chance, dtype=torch.uint8)
     with torch.random.fork_rng(devices=[]):
         try:

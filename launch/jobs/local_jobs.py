@@ -114,7 +114,7 @@ def end_local(job: str, patience: float = 60.0) -> None:
         while local_alive(job) and time.monotonic() < end:
             time.sleep(0.1)
         if local_alive(job):
-            # Read before it is killed: afterwards they are nobody's children.
+            # Read before the kill: afterwards the children have another parent.
             ranks = Path(f"/proc/{job}/task/{job}/children").read_text().split()
             # The ranks outlive their controller, and hold the folder's lock.
             for pid in (job, *ranks):
