@@ -92,9 +92,9 @@ def _depth(found: dict[str, Value], own: str, where: str) -> np.ndarray:
         with Image.open(io.BytesIO(_file(found, f"{own}/depth_image", where)), formats=("PNG",)) as picture:
             data = np.asarray(picture)
     except Exception as error:  # decoders of broken files raise anything
-        raise DataError(f"{where}: depth_image is no picture ({error})") from None
+        raise DataError(f"{where}: depth_image cannot be decoded as a PNG, got {error}") from None
     if data.ndim != 3 or data.shape[2] != 4:
-        raise DataError(f"{where}: depth_image is no picture of fp32 numbers, four bytes of a pixel")
+        raise DataError(f"{where}: depth_image needs four bytes per pixel (an fp32 distance), got shape {data.shape}")
     depth = np.ascontiguousarray(data).view("<f4")[..., 0]
     if not (depth > 0).all():  # a NaN is not above 0 either
         raise DataError(f"{where}: depth_image has numbers that are no distances")
@@ -119,7 +119,7 @@ def _table(found: dict[str, Value], name: str, count: int, where: str) -> np.nda
 def _file(found: dict[str, Value], name: str, where: str) -> bytes:
     held = found.get(name)
     if not isinstance(held, list) or len(held) != 1:
-        raise DataError(f"{where}: {name} is no picture")
+        raise DataError(f"{where}: {name} needs one encoded picture, got {0 if held is None else len(held)} values")
     return held[0]
 
 

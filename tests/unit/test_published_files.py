@@ -100,7 +100,7 @@ def test_pictures_are_pictures_and_start_no_program():
         b"",
         encoded(np.zeros((4, 4, 3), np.uint8))[:40],
     ):
-        with pytest.raises(DataError, match="here: is no picture"):
+        with pytest.raises(DataError, match="here: is not a readable picture"):
             opened_image(data, "here")
 
 
