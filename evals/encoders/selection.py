@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import BeforeValidator, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.errors import ConfigError, DataError
@@ -32,17 +31,6 @@ class SelectionData(Frozen):
     seed: int = setting(0, "that the half was drawn with")
 
 
-def _numbered(value: Any) -> Any:
-    """A mapping with numbers for keys that are the digits of numbers, which is what JSON makes of them."""
-    if not isinstance(value, dict):
-        return value
-    digits = re.compile(r"-?[0-9]{1,18}")
-    return {int(key) if isinstance(key, str) and digits.fullmatch(key) else key: text for key, text in value.items()}
-
-
-ByUnit = Annotated[dict[int, str], BeforeValidator(_numbered)]
-
-
 class Selection(Frozen):
     """A selection or a mask of one checkpoint.
 
@@ -65,8 +53,8 @@ class Selection(Frozen):
     mask: tuple[float, ...] = setting((), "in place of zeros and ones: a number per unit, or per number of an encoding")
     made_on: SelectionData = setting(SelectionData(), "what the selection was made on")
     looked_at: tuple[str, ...] = setting((), "identities of data whose scores were seen while somebody chose by hand")
-    names: ByUnit = setting({}, "a unit's name, by its number")
-    notes: ByUnit = setting({}, "notes on a unit, by its number")
+    names: dict[int, str] = setting({}, "a unit's name, by its number")
+    notes: dict[int, str] = setting({}, "notes on a unit, by its number")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

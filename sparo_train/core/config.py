@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema
 
 from .errors import ConfigError, did_you_mean
 from .plugins import NESTED
@@ -20,30 +21,29 @@ from .recipe.config_keys import keys_named
 from .recipe.layers import Tree, without_null_entries
 
 
+def _accept_lists(schema: Any) -> None:
+    """Switch strictness off for every tuple in a core schema, in place; their elements stay strict."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "tuple":
+            schema["strict"] = False
+        for part in schema.values():
+            _accept_lists(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            _accept_lists(part)
+
+
 class Frozen(BaseModel):
     """Base of every configuration model: immutable, no unknown keys, no silent conversions, no infinite numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=(), allow_inf_nan=False)
 
-    @field_validator("*", mode="before")
     @classmethod
-    def _lists_as_tuples(cls, value: Any, info: ValidationInfo) -> Any:
-        """Accept lists for tuples from Python callers too; strict mode accepts them from JSON only."""
-        if isinstance(value, list) and _has_tuple(cls.model_fields[str(info.field_name)].annotation):
-            return _tuples(value)
-        return value
-
-
-def _has_tuple(annotation: Any) -> bool:
-    return typing.get_origin(annotation) is tuple or any(map(_has_tuple, typing.get_args(annotation)))
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-def _lists(value: Any) -> Any:
-    return list(map(_lists, value)) if isinstance(value, tuple) else value
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Let tuples be given as lists from Python as well; strict mode allows that in JSON only."""
+        schema = handler(source)
+        _accept_lists(handler.resolve_ref_schema(schema))
+        return schema
 
 
 C = TypeVar("C", bound=Frozen)
@@ -175,7 +175,7 @@ def _explained(model: Any, where: tuple[Any, ...], problem: Any, top: type[BaseM
     if problem["type"] in ("dict_type", "model_type", "model_attributes_type"):
         return f"{dotted}: a block with keys is expected, {{}} for an empty one (got {problem.get('input')!r})"
     got = problem.get("input")
-    shown = "" if got is None or isinstance(got, dict) else f" (got {_lists(got)!r})"
+    shown = "" if got is None or isinstance(got, dict) else f" (got {got!r})"
     return f"{dotted}: {problem['msg'].removeprefix('Value error, ')}{shown}"
 
 
