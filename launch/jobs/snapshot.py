@@ -37,11 +37,11 @@ def take_snapshot(into: Path) -> Snapshot:
         ConfigError: the folder cannot be written.
     """
     plugins = plugin_distributions()
-    sources = {name: _package(name) for name in PACKAGES} | _modules_of(plugins)
+    sources = _sources(plugins)
     infos = {f"{d.name.replace('-', '_')}-{d.version}.dist-info": d for d in plugins}
     root = sources["launch"].parent
     commit, diff = _git(root)
-    target = into / _hash(sources, [d.read_text("entry_points.txt") or "" for d in infos.values()])
+    target = into / _hash(sources, plugins)
     try:
         into.mkdir(parents=True, exist_ok=True)
         # By content: a hundred launches of one checkout share a copy.
@@ -64,6 +64,16 @@ def take_snapshot(into: Path) -> Snapshot:
     except OSError as error:
         raise ConfigError(f"{target}: the code cannot be copied there ({error})") from None
     return Snapshot(target.resolve(), commit, bool(diff))
+
+
+def code_hash() -> str:
+    """Return the hash by content of the running code: sparo's packages and those of plug-ins."""
+    plugins = plugin_distributions()
+    return _hash(_sources(plugins), plugins)
+
+
+def _sources(plugins: Sequence[Distribution]) -> dict[str, Path]:
+    return {name: _package(name) for name in PACKAGES} | _modules_of(plugins)
 
 
 def _copied(into: Path, sources: dict[str, Path], infos: dict[str, Distribution], configs: Path) -> None:
@@ -102,8 +112,8 @@ def _modules_of(plugins: Sequence[Distribution]) -> dict[str, Path]:
     return found
 
 
-def _hash(sources: dict[str, Path], rows: Sequence[str]) -> str:
-    total = hashlib.sha256("\0".join(rows).encode())
+def _hash(sources: dict[str, Path], plugins: Sequence[Distribution]) -> str:
+    total = hashlib.sha256("\0".join(plugin.read_text("entry_points.txt") or "" for plugin in plugins).encode())
     for name, source in sources.items():
         files = source.rglob("*") if source.is_dir() else [source]
         for path in sorted(p for p in files if p.is_file() and "__pycache__" not in p.parts):

@@ -45,6 +45,7 @@ from sparo_train.train.trainer import Trainer
 
 from ..jobs.clusters import load_cluster
 from ..jobs.side import submit_side
+from ..jobs.snapshot import code_hash
 from ..views.progress import ProgressView
 from ..views.source_lines import source_lines
 
@@ -59,8 +60,10 @@ def train(config: RunConfig) -> Outcome:
 
 
 def _train(config: RunConfig, ranks: Ranks) -> Outcome:
-    # Ranks with another seed or learning rate would train together without a word.
-    ranks.agree({"recipe": config.model_dump(mode="json"), "versions": environment()["packages"]}, "recipe or code")
+    # Ranks with another seed, learning rate or checkout would otherwise train together silently.
+    if ranks.size > 1:
+        code = {"code": code_hash(), "versions": environment()["packages"]}
+        ranks.agree({"recipe": config.model_dump(mode="json"), **code}, "recipe or code")
     pipeline = ranks.together(lambda: build_pipeline(config, ranks.world))
     ranks.agree({"data": pipeline.fingerprint}, "data")
     epoch = pipeline.plan.epoch_size

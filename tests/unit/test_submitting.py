@@ -17,6 +17,7 @@ from launch.jobs.environment import inherited
 from launch.jobs.job import GPUS, Element
 from launch.jobs.local_jobs import local_alive
 from launch.jobs.records import Records
+from launch.jobs.snapshot import take_snapshot
 from launch.jobs.status import cancel, statuses
 from launch.jobs.submit import submit
 from sparo_train.core.errors import ConfigError
@@ -152,6 +153,7 @@ def ranks_of(recipe, environments, *words):
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "launch.cli", "train", str(recipe), *words, *own],
+            cwd=recipe.parent,  # not the checkout, which would come in front of a rank's own PYTHONPATH
             env={**{k: v for k, v in os.environ.items() if k not in OUTER}, "OMP_NUM_THREADS": "1", **env},
             stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )
@@ -187,6 +189,21 @@ def test_ranks_with_other_recipes_do_not_train_together(shards, tmp_path):
     assert codes == [2, 2]
     assert "has another recipe or code than rank 0, got recipe.seed: 0 -> 7" in told[0] and "recipe.optim.lr" in told[0]
     assert sum("Start all ranks" in text for text in told) == 1 and not (tmp_path / "tiny").exists()
+
+
+def test_ranks_with_other_code_do_not_train_together(shards, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    engine = {"kind": "ddp", "device": "cpu", "precision": "fp32"}
+    recipe.write_text(yaml.safe_dump({**tiny_recipe(shards, tmp_path, steps=4), "engine": engine}))
+    checkout = take_snapshot(tmp_path / "code").path
+    with (checkout / "sparo_train" / "core" / "world.py").open("a") as changed:
+        changed.write("# one line more\n")
+    port = free_port()
+    codes, told = ranks_of(
+        recipe, [(torchrun_like(0, port), []), ({**torchrun_like(1, port), "PYTHONPATH": str(checkout)}, [])]
+    )
+    assert codes == [2, 2] and "has another recipe or code than rank 0, got code: '" in told[0]
+    assert not (tmp_path / "tiny").exists()
 
 
 def test_two_steps_of_one_allocation_do_not_join_each_other(shards, tmp_path):
