@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -13,7 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import BadSampleError, ConfigError, DataError
+from sparo_train.data.read.decoding import TRAINING, Decoding, PixelRange
 from sparo_train.models.weight_files.weights import weights_sha256
 
 from ..sets.base import Transform
@@ -28,7 +30,7 @@ from .abilities import (
     Trained,
     ViewsEncoder,
 )
-from .pixels import Pixels
+from .pixels import MappedPixels, Pixels
 from .texts import TEXTS, encode_texts, text_identity
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -49,6 +51,7 @@ class Encoder(ABC):
 
     image_size: int
     transform: Transform
+    decoding: Decoding = TRAINING  # of a person's own pictures on pages
     slots = 1
     takes_images = True  # False: it wants more of a sample than a picture, and `encode` raises
     precision: Precision = "fp32"
@@ -111,10 +114,18 @@ class Encoder(ABC):
     def images(self, pictures: Sequence[Image.Image | np.ndarray]) -> Tensor:
         """Return `encode` of PIL images or (H, W, 3) uint8 arrays, preprocessed as in evaluation: EXIF orientation is not applied.
 
-        An image of 16 bits is clipped to white, as in open_clip; `sparo_train.data.read.decoding.decode` maps it to 8 bits.
+        Images of 16 bits and floats become 8 bits as the run's `data.pixel_range` says; a model that is not from a run gets them
+        as Pillow clips them, which is white for most.
+
+        Raises:
+            DataError: pixels that the run's `data.pixel_range` does not map.
         """
         images = [picture if isinstance(picture, Image.Image) else Image.fromarray(picture) for picture in pictures]
-        found = self.encode(self.stacked([np.asarray(self.transform(image)) for image in images]))
+        try:
+            rows = [np.asarray(self.transform(image)) for image in images]
+        except BadSampleError as bad:
+            raise DataError(f"{self.label}: an image cannot be mapped to 8 bits, got {bad.whole()}") from None
+        found = self.encode(self.stacked(rows))
         return found.clone()  # an ordinary tensor, which a probe can be trained on
 
     @cached_property
@@ -128,7 +139,14 @@ class Encoder(ABC):
             return self.transform
         if not isinstance(self.transform, Pixels):
             raise ConfigError(f"resize={resize}: {self.label} has a transform of its own; leave resize away")
-        return Pixels(self.image_size, resize, self.transform.rgb_first)
+        return replace(self.transform, resize=resize)
+
+    def map_pixels(self, pixel_range: PixelRange) -> None:
+        """Map 16-bit, 32-bit and float pixels to 8 bits as training does (`data.pixel_range`), not as Pillow clips them."""
+        self.decoding = TRAINING._replace(pixel_range=pixel_range)
+        if isinstance(self.transform, Pixels):
+            t = self.transform
+            self.transform = MappedPixels(t.size, t.resize, t.rgb_first, pixel_range)
 
     @staticmethod
     def stacked(rows: Sequence[np.ndarray]) -> Tensor:

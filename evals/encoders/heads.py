@@ -33,7 +33,7 @@ class HeadsEncoder(TwoTowerEncoder):
     def __init__(self, inner: TwoTowerEncoder, layers: int):
         super().__init__(inner.model, inner.mean.flatten().tolist(), inner.std.flatten().tolist(), inner.label)
         self.inner, self.transform, self.image_size = inner, inner.transform, inner.image_size
-        self.precision = inner.precision
+        self.precision, self.decoding = inner.precision, inner.decoding
         self._layers, self._visual = layers, inner.model.visual
         self.slots = layers * _blocks(self._visual)[0].attn.num_heads + 1
 
@@ -125,6 +125,7 @@ class SomeHeads(TwoTowerEncoder):
         super().__init__(inner.model, inner.mean.flatten().tolist(), inner.std.flatten().tolist(), label)
         self.heads, self.chosen = heads, chosen
         self.transform, self.image_size, self.precision = inner.transform, inner.image_size, inner.precision
+        self.decoding = inner.decoding
 
     @property
     def architecture(self) -> str:

@@ -165,6 +165,7 @@ def _from_run(path: Path) -> Encoder:
     load_into(objective, run_weights(step), str(step))
     encoder = ENCODERS.row(config.objective.kind, "objective.kind")(objective)
     encoder.label, encoder.trained = str(step), Trained(objective, config)
+    encoder.map_pixels(config.data.pixel_range)
     encoder.assumed = doubts(path, step)
     return encoder
 

@@ -33,7 +33,7 @@ class MaskedEncoder(Encoder):
             )
         super().__init__(inner.model, inner.mean.flatten().tolist(), inner.std.flatten().tolist(), label or inner.label)
         self.inner, self.transform, self.image_size, self.slots = inner, inner.transform, inner.image_size, slots
-        self.precision = inner.precision
+        self.precision, self.decoding = inner.precision, inner.decoding
         # One number of a slot stands for all of its numbers.
         self.mask = mask.float().repeat_interleave(width // slots) if mask.shape == (slots,) else mask.float()
 

@@ -13,6 +13,7 @@ from PIL import Image
 from sparo_train.core.errors import ConfigError
 from sparo_train.data.examples.thin import thin_centre
 from sparo_train.data.examples.transforms import centre, shortest_side
+from sparo_train.data.read.decoding import PixelRange, eight_bits
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,16 @@ class Pixels:
     def __call__(self, image: Image.Image) -> np.ndarray:
         image = image.convert("RGB") if self.rgb_first else image
         return np.asarray(centre(image, self.size, self.resize).convert("RGB"))
+
+
+@dataclass(frozen=True)
+class MappedPixels(Pixels):
+    """The same, after 16-bit, 32-bit and float pixels became 8 bits as a run's `data.pixel_range` says."""
+
+    pixel_range: PixelRange = "by_type"
+
+    def __call__(self, image: Image.Image) -> np.ndarray:
+        return super().__call__(eight_bits(image, self.pixel_range))
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,10 @@ class _Samples(Dataset[Any]):
             refuse_label(self.source, key, fact)
         except DataError as error:
             return error
-        return np.asarray(self.transform(image)), key, fact
+        try:
+            return np.asarray(self.transform(image)), key, fact
+        except BadSampleError as bad:  # pixels that cannot be mapped to 8 bits
+            return DataError(f"{self.source.root}: {key}: {bad.whole()}; scores need all images")
 
 
 def refuse_label(source: EvalSet, key: str, fact: Fact) -> None:

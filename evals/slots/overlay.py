@@ -10,8 +10,10 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from sparo_train.data.read.decoding import eight_bits
+
 from ..encoders.encoder import Encoder
-from ..encoders.pixels import Pixels, SquarePixels
+from ..encoders.pixels import MappedPixels, Pixels, SquarePixels
 
 
 class Seen(NamedTuple):
@@ -24,6 +26,8 @@ class Seen(NamedTuple):
 def seen(encoder: Encoder, image: Image.Image) -> Seen:
     """The whole image and the part that was cut out of it; of a transform that is not ours the part alone."""
     transform = encoder.transform
+    if isinstance(transform, MappedPixels):
+        image = eight_bits(image, transform.pixel_range)
     if isinstance(transform, SquarePixels):
         return Seen(image, (0, 0, image.width, image.height))
     if isinstance(transform, Pixels):

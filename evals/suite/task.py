@@ -109,6 +109,7 @@ def encoder_of(objective: Objective, config: Any) -> Encoder:
     """What encodes inside a training objective, on its device, in evaluation mode; `config`: the run's recipe."""
     encoder: Encoder = ENCODERS.row(config.objective.kind)(objective)
     encoder.trained = Trained(objective, config)
+    encoder.map_pixels(config.data.pixel_range)
     return encoder
 
 

@@ -15,7 +15,7 @@ from evals.slots.material import open_images
 from evals.slots.overlay import Seen, jpeg, thumbnail
 from evals.slots.page_arrays import limited
 from sparo_train.core.errors import ConfigError
-from sparo_train.data.read.decoding import TRAINING
+from sparo_train.data.read.decoding import eight_bits
 
 SIZE = 320  # pixels of the longest side that a page gets
 MOST_OWN = 100  # images that may be added
@@ -38,6 +38,7 @@ class Pictures:
     """
 
     def __init__(self, task: TaskConfig, encoder: Encoder, count: int):
+        self._decoding = encoder.decoding
         self.source: EvalSet = open_images(limited(task, None))
         count = min(count, len(self.source))
         self.numbers = [i * len(self.source) // count for i in range(count)]
@@ -55,8 +56,8 @@ class Pictures:
         self.check(number)
         first = len(self.numbers)
         if number < first:
-            return self.source.read(self.numbers[number])[1]
-        return decoded(self._own[number - first], self.shown[number].key, TRAINING)
+            return eight_bits(self.source.read(self.numbers[number])[1], self._decoding.pixel_range or "by_type")
+        return decoded(self._own[number - first], self.shown[number].key, self._decoding)
 
     def check(self, number: int) -> None:
         """Raise `ConfigError` for a number that is none."""
@@ -71,7 +72,7 @@ class Pictures:
     def add(self, data: bytes, name: str, caption: str) -> int:
         """One of a person's own; returns its number. Raises `DataError` where it is no image."""
         # Decoded before it is kept: what is no picture is refused at once, not when it is looked at.
-        image = decoded(data, name, TRAINING)
+        image = decoded(data, name, self._decoding)
         if max(image.size) > _LINE * min(image.size):
             raise ConfigError(f"{name}: {image.width} x {image.height} pixels are a line, no picture; cut it first")
         with self._adding:

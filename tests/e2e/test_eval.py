@@ -4,11 +4,13 @@ import csv
 import io
 import json
 import re
+import shutil
 import tarfile
 
 import pytest
 import yaml
 
+from evals.encoders.loading import load_encoder
 from evals.report.results_file import read_records
 from sparo_data.writer import write_wds_layout
 from tests.conftest import jpeg, sparo
@@ -29,6 +31,15 @@ def test_every_task_is_scored_and_kept_with_all_that_it_depends_on(scored):
     assert found["runs/s0", "ret"]["counts"]["images_without_caption"] == 0
     assert found["runs/s0", "zero"]["data"] == found["runs/s1", "zero"]["data"]
     assert found["runs/s0", "zero"]["facts"]["checkpoint"] != found["runs/s1", "zero"]["facts"]["checkpoint"]
+
+
+def test_a_run_is_read_with_the_pixel_range_of_its_recipe(scored, tmp_path):
+    assert load_encoder(scored[0] / "runs/s0").transform.pixel_range == "by_type"
+    shutil.copytree(scored[0] / "runs/s0", tmp_path / "run")
+    config = tmp_path / "run/config.yaml"
+    config.write_text(config.read_text().replace("pixel_range: by_type", "pixel_range: [0.0, 4095.0]"))
+    encoder = load_encoder(tmp_path / "run")
+    assert encoder.transform.pixel_range == encoder.decoding.pixel_range == (0.0, 4095.0)
 
 
 def test_stored_features_give_the_same_numbers_without_the_images(scored):

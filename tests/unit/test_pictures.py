@@ -7,13 +7,17 @@ import sys
 import cv2
 import numpy as np
 import pytest
+import torch
 from open_clip.transform import image_transform
 from PIL import Image, features
 
+from evals.encoders.masked import MaskedEncoder
 from evals.encoders.own import PixelEncoder
-from evals.encoders.pixels import LibraryPixels, Pixels
-from evals.sets.base import decoded, opened
+from evals.encoders.pixels import LibraryPixels, MappedPixels, Pixels
+from evals.sets.base import decoded, opened, read_batches
+from evals.sets.image_files import FileSet
 from evals.sets.names import lines
+from evals.slots.overlay import seen
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.examples import thin
 from sparo_train.data.examples.samples import decode_image
@@ -232,3 +236,28 @@ def test_encoders_take_arrays_and_names_are_read_as_clip_benchmark_reads_them(tm
     assert np.array_equal(encoder.images([COLOURS]), encoder.images([Image.fromarray(COLOURS)]))
     (tmp_path / "classnames.txt").write_text("\n  cat \n\n dog\n \n")
     assert lines(tmp_path / "classnames.txt") == ["cat", "dog"]
+
+
+def test_an_encoder_of_a_run_maps_deep_pixels_as_its_training_did(tmp_path):
+    deep = RAMP.astype(np.uint16)
+    cv2.imwrite(str(tmp_path / "grey.png"), deep)
+    cv2.imwrite(str(tmp_path / "colour.png"), np.dstack([deep, deep[::-1], deep[:, ::-1]]))
+    Image.fromarray(RAMP.astype(np.float32) - 1).save(tmp_path / "real.tif")
+    files = FileSet(tmp_path, ["grey.png", "colour.png"], [0, 1], "label")
+    for pixel_range in ("percentiles", (0.0, 4095.0), "by_type"):
+        encoder = PixelEncoder(8)
+        clipped = encoder.images([Image.fromarray(deep)])
+        encoder.map_pixels(pixel_range)
+        found = next(read_batches(files, encoder.transform, [[0, 1]], 0)).pixels
+        for row, name in zip(found, ("grey.png", "colour.png"), strict=True):
+            trained = decode_image((tmp_path / name).read_bytes(), pixel_range=pixel_range)
+            assert np.array_equal(row.permute(1, 2, 0), Pixels(8, 8, rgb_first=True)(trained)), (name, pixel_range)
+        assert torch.equal(encoder.images([deep]), encoder.encode(found[:1])) and clipped.mean() > 0.9
+        assert MaskedEncoder(encoder, torch.ones(192)).decoding.pixel_range == pixel_range
+        shown = np.asarray(seen(encoder, Image.fromarray(deep)).image)
+        assert shown.dtype == np.uint8 and len(np.unique(shown)) > 10
+        assert encoder.resized(16) == MappedPixels(8, 16, True, pixel_range)
+    with pytest.raises(DataError, match=r"real\.tif: pixel range .*data.pixel_range"):
+        next(read_batches(FileSet(tmp_path, ["real.tif"], [0], "label"), encoder.transform, [[0]], 0))
+    with pytest.raises(DataError, match="pixels:8: an image cannot be mapped to 8 bits"):
+        encoder.images([Image.open(tmp_path / "real.tif")])

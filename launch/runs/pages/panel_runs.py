@@ -20,7 +20,6 @@ from object_centric.tasks.video_encoder import TimedEncoder
 from object_centric.tasks.video_task import VideoMasksTaskConfig
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.untrusted import read_bytes
-from sparo_train.data.read.decoding import TRAINING
 
 from ..slot_work import SlotOptions, say_assumed
 from .picture_page import PageRow, write_page
@@ -46,7 +45,7 @@ def draw_panels(
             else "train with objective.kind=slots, or use `sparo slots show`"
         )
         raise ConfigError(f"{checkpoint}: does not draw its slots of images; {instead}")
-    found = [Panel(decoded(read_bytes(path, ConfigError), path, TRAINING), None) for path in images]
+    found = [Panel(decoded(read_bytes(path, ConfigError), path, encoder.decoding), None) for path in images]
     task = None if on is None else one_task(checkpoint, on, options)
     if isinstance(task, VideoMasksTaskConfig) and (images or not isinstance(encoder, TimedEncoder)):
         raise ConfigError(f"--on {on}: is of videos; draw them alone (without --image), of a model of videos")

@@ -16,7 +16,6 @@ from evals.slots.attend import Attended, attend, captions_of
 from evals.slots.material import open_images
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.untrusted import read_bytes
-from sparo_train.data.read.decoding import TRAINING
 
 from ...views.progress import Bar
 from ...views.slot_report import Shown, write_report
@@ -57,11 +56,9 @@ def show_slots(checkpoint: str, wanted: Wanted, options: SlotOptions, folder: Pa
             "sparo slots show: name a task of the run (--on, as in --on retrieval), or images of your own (--image FILE --caption TEXT)"
         )
     # Before the checkpoint is loaded: a file that is missing is told at once.
-    own = [
-        Shown(str(path), decoded(read_bytes(path, ConfigError), path, TRAINING), caption)
-        for path, caption in _own(wanted)
-    ]
+    files = [(path, read_bytes(path, ConfigError), caption) for path, caption in _own(wanted)]
     bench = Bench(checkpoint, options)
+    own = [Shown(str(path), decoded(data, path, bench.encoder.decoding), caption) for path, data, caption in files]
     names: dict[int, str] = {}
     chosen: list[int] | None = None
     if isinstance(wanted.slots, Path):

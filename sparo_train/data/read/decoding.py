@@ -22,6 +22,7 @@ _FORMATS = (
     "PCX", "PSD", "XBM", "XPM",
 )  # fmt: skip
 _MORE_SUFFIXES = {".jfif": "jpg", ".jpe": "jpg", ".pjpeg": "jpg", ".mpo": "jpg"}
+_FILE = "sparo file"  # key of an image's `info`: the encoded file, where Pillow itself reduces 16 bits to eight
 _DEEP = ("I;16", "I;16B", "I;16L", "I;16N", "I", "F")
 
 
@@ -86,9 +87,11 @@ def decode(data: bytes, how: Decoding = TRAINING, shrink_to: int | None = None) 
     try:
         if shrink_to is not None:
             image.draft("RGB", (shrink_to, shrink_to))
+        if _deep_colours(image):
+            image.info[_FILE] = data
         if how.pixel_range is not None:
             _refuse_pages(image)
-            image = _to_eight_bits(image, data, how.pixel_range)
+            image = eight_bits(image, how.pixel_range)
         else:
             image.load()
         return treated(image, how)
@@ -160,14 +163,15 @@ def _refuse_pages(image: Image.Image) -> None:
         raise BadSampleError("several pages", detail=f"{pages} pages, one wanted")
 
 
-def _to_eight_bits(image: Image.Image, data: bytes, how: PixelRange) -> Image.Image:
+def eight_bits(image: Image.Image, how: PixelRange) -> Image.Image:
+    """Map an opened picture of 16-bit, 32-bit or float pixels to 8 bits; others stay. Raises `BadSampleError` as `decode` does."""
     if image.mode in _DEEP:
         values = np.asarray(image)
         if how == "by_type":
             return Image.fromarray(_by_type(values, image.mode))
         return Image.fromarray(_mapped(values, how))
-    if how != "by_type" and _deep_colours(image):
-        values = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+    if how != "by_type" and _FILE in image.info:
+        values = cv2.imdecode(np.frombuffer(image.info[_FILE], np.uint8), cv2.IMREAD_UNCHANGED)
         if values is not None and values.ndim == 3 and values.shape[2] >= 3:
             return Image.fromarray(np.ascontiguousarray(_mapped(values[..., 2::-1], how)))
     image.load()
