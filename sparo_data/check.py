@@ -14,7 +14,7 @@ from sparo_train.core.errors import BadSampleError
 from sparo_train.data.clips.episode import Episode, is_episode
 from sparo_train.data.clips.views import ViewedScene, is_scene
 from sparo_train.data.examples.samples import MOST_CHARACTERS, MOST_LETTERS, caption, decode_image, image_bytes
-from sparo_train.data.read.decoding import notes, open_picture
+from sparo_train.data.read.decoding import PixelRange, notes, open_picture
 from sparo_train.data.read.shards import ShardReader
 from sparo_train.data.read.sources import SourceConfig
 
@@ -83,12 +83,21 @@ class Report(NamedTuple):
 
 
 def check(
-    urls: Sequence[str], config: SourceConfig, processes: int = 2, report: Callable[[int], None] | None = None
+    urls: Sequence[str],
+    config: SourceConfig,
+    processes: int = 2,
+    report: Callable[[int], None] | None = None,
+    pixel_range: PixelRange = "by_type",
 ) -> Report:
-    """Read, decode and hash every sample of the given shards; `report` is called with the number of shards done."""
+    """Read, decode and hash every sample of the given shards.
+
+    Args:
+        report: called with the number of shards done.
+        pixel_range: the training's `data.pixel_range`.
+    """
     shards = []
     with process_pool(processes, len(urls)) as pool:
-        for shard in pool.map(check_shard, urls, [config] * len(urls)):
+        for shard in pool.map(check_shard, urls, [config] * len(urls), [pixel_range] * len(urls)):
             shards.append(shard)
             if report:
                 report(len(shards))
@@ -98,7 +107,7 @@ def check(
     return Report(shards, *found)
 
 
-def check_shard(url: str, config: SourceConfig) -> ShardReport:
+def check_shard(url: str, config: SourceConfig, pixel_range: PixelRange = "by_type") -> ShardReport:
     """One shard of `check`."""
     reader = ShardReader()
     index = reader.index(url)
@@ -116,7 +125,7 @@ def check_shard(url: str, config: SourceConfig) -> ShardReport:
             captioned = (
                 _needs_caption(fields, config) if captioned is None else captioned
             )  # as the shard's first sample
-            text, data = _looked_at(fields, config, captioned, unusual)
+            text, data = _looked_at(fields, config, captioned, unusual, pixel_range)
             hashes[1, ordinal] = _hash(data)
             if text is not None:
                 hashes[2, ordinal] = _hash(text.encode("utf-8", "surrogatepass"))
@@ -139,7 +148,11 @@ def _needs_caption(fields: Mapping[str, bytes], config: SourceConfig) -> bool:
 
 
 def _looked_at(
-    fields: Mapping[str, bytes], config: SourceConfig, captioned: bool, unusual: Counter[str]
+    fields: Mapping[str, bytes],
+    config: SourceConfig,
+    captioned: bool,
+    unusual: Counter[str],
+    pixel_range: PixelRange,
 ) -> tuple[str | None, bytes]:
     """A sample's caption, where it has to have one, and picture; of a video, or a scene of several cameras, all of its frames.
 
@@ -162,7 +175,7 @@ def _looked_at(
     data = image_bytes(fields, config.image_keys)
     if text is not None and _LONG.search(text):
         _refuse_long(text)
-    decode_image(data)
+    decode_image(data, pixel_range=pixel_range)
     unusual.update(notes(open_picture(data)))
     return text, data
 

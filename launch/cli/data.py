@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,9 @@ from .convert_verb import ShareOption
 from .drawn_verbs import Processes, most_given, ready
 from .given import part_of
 from .recipe_words import OPEN, Overrides, Recipe, run_given
+
+if TYPE_CHECKING:  # `sparo --help` does not import it
+    from sparo_train.data.read.decoding import PixelRange
 
 
 class ObjectKind(StrEnum):  # sparo_data/drawn/object_scenes.py's, which is not imported before it is needed
@@ -147,6 +150,9 @@ def check(
     shards: Annotated[list[str], typer.Argument(help="folders, globs, brace ranges, URLs")],
     caption_key: Annotated[str, typer.Option(help="extension of captions; '': pictures alone are wanted")] = "txt",
     processes: Processes = 2,
+    pixel_range: Annotated[
+        str, typer.Option(help="the recipe's data.pixel_range: by_type, percentiles or [LOW, HIGH]")
+    ] = "by_type",
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the report here")] = None,
     hash_: Annotated[
         bool, typer.Option("--hash", help="also write SHARD.sha256, by which a run knows its data to the last byte")
@@ -161,7 +167,7 @@ def check(
     config = ShardsConfig(shards=tuple(shards), caption_key=caption_key)
     if json_file and not json_file.parent.is_dir():
         raise ConfigError(f"--json {json_file}: the folder does not exist")
-    report = check_with_bar(find_shards(tuple(shards)), config, processes)
+    report = check_with_bar(find_shards(tuple(shards)), config, processes, _pixel_range(pixel_range))
     if hash_:
         for shard in report.shards:
             record_hash(shard.url)
@@ -171,6 +177,21 @@ def check(
         json_file.write_text(json.dumps(check_facts(report), indent=1), encoding="utf-8", errors="surrogateescape")
     if report.reasons():
         raise typer.Exit(1)
+
+
+def _pixel_range(text: str) -> PixelRange:
+    """Return the value of --pixel-range, written as in a recipe. Raises `ConfigError`."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from sparo_train.core.recipe.recipe_yaml import parse_yaml
+    from sparo_train.data.read.decoding import PixelRange
+
+    try:
+        return TypeAdapter(PixelRange).validate_json(json.dumps(parse_yaml(text, "--pixel-range"), default=str))
+    except ValidationError:
+        raise ConfigError(
+            f"--pixel-range: is neither by_type, percentiles nor [LOW, HIGH] with LOW < HIGH, got {text}. Write it as in the recipe."
+        ) from None
 
 
 @app.command(context_settings=OPEN)

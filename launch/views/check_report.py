@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sparo_data.check import Report, check
+from sparo_train.data.read.decoding import PixelRange
 from sparo_train.data.read.sources import SourceConfig
 
 from .progress import Bar
@@ -14,11 +15,11 @@ _NAMED = 5
 _KINDS = ("keys", "images", "captions")
 
 
-def check_with_bar(urls: Sequence[str], config: SourceConfig, processes: int) -> Report:
+def check_with_bar(urls: Sequence[str], config: SourceConfig, processes: int, pixel_range: PixelRange) -> Report:
     """`check` with a bar over shards."""
     with Bar() as bar:
         task = bar.start_task_named("checking shards", len(urls))
-        return check(urls, config, processes, lambda done: bar.show(task, done, len(urls)))
+        return check(urls, config, processes, lambda done: bar.show(task, done, len(urls)), pixel_range)
 
 
 def check_lines(report: Report) -> list[str]:
