@@ -161,11 +161,11 @@ def _looked_at(
     """
     if is_episode(fields) or is_scene(fields):
         if is_scene(fields):
-            scene = ViewedScene(fields, config.image_keys)
+            scene = ViewedScene(fields, config.image_keys, pixel_range)
             scene.check()
             episodes = scene.views
         else:
-            episodes = [Episode(fields, config.image_keys)]
+            episodes = [Episode(fields, config.image_keys, pixel_range)]
         for episode in episodes:
             episode.check_whole()
             for t in range(len(episode)):

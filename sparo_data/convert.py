@@ -15,13 +15,14 @@ from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.files import write_whole
 from sparo_train.core.untrusted import read_json, shown
 from sparo_train.data.examples.samples import decode_image
-from sparo_train.data.read.decoding import PUBLISHED, decode, notes, open_picture, suffixes
+from sparo_train.data.read.decoding import PUBLISHED, decode, deep_colours, notes, open_picture, suffixes
 from sparo_train.data.read.folder import class_of, class_order, left_out_text, list_pictures, refuse_splits
 
 from .caption_tables import table_rows
 from .writer import Fields, write_shards, write_wds_layout
 
 Share = tuple[int, int]  # which, of how many
+_OF_PNG = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")  # modes that PNG holds without loss, of those that Pillow writes
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -157,7 +158,9 @@ def _upright(image: bytes, suffix: str) -> tuple[str, bytes, bool]:
     Whoever reads the shards then sees it upright, whatever they make of EXIF.
     """
     try:
-        if "turned by EXIF" not in notes(open_picture(image)):
+        opened = open_picture(image)
+        # Written by Pillow, 16-bit colours would lose their lower half; every reader of ours turns such a picture itself.
+        if "turned by EXIF" not in notes(opened) or deep_colours(opened):
             return suffix, image, False
         upright = decode(image, PUBLISHED._replace(upright=True))
     except BadSampleError:
@@ -165,9 +168,11 @@ def _upright(image: bytes, suffix: str) -> tuple[str, bytes, bool]:
     buffer = io.BytesIO()
     if suffix == "jpg" and upright.mode in ("RGB", "L", "CMYK"):
         upright.save(buffer, format="JPEG", quality=95, subsampling=0)
+    elif suffix == "webp":
+        upright.save(buffer, format="WEBP", lossless=True)
     else:
-        suffix = suffix if suffix == "webp" else "png"
-        upright.save(buffer, format="WEBP" if suffix == "webp" else "PNG", lossless=True)
+        suffix = "png"  # the name of every other member; readers look at its content
+        upright.save(buffer, format="PNG" if upright.mode in _OF_PNG else "TIFF")
     return suffix, buffer.getvalue(), True
 
 

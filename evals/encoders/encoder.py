@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
-from sparo_train.data.read.decoding import TRAINING, Decoding, PixelRange
+from sparo_train.data.read.decoding import TRAINING, Decoding, PixelRange, eight_bits, from_array
 from sparo_train.models.weight_files.weights import weights_sha256
 
 from ..sets.base import Transform
@@ -112,19 +112,23 @@ class Encoder(ABC):
         """(n, 3, S, S) uint8 -> fp32 (n, D), or (n, L, D) with slots apart, on the encoder's device."""
 
     def images(self, pictures: Sequence[Image.Image | np.ndarray]) -> Tensor:
-        """Return `encode` of PIL images or (H, W, 3) uint8 arrays, preprocessed as in evaluation: EXIF orientation is not applied.
+        """Return `encode` of images, preprocessed as in evaluation: EXIF orientation is not applied.
 
-        Images of 16 bits and floats become 8 bits as the run's `data.pixel_range` says; a model that is not from a run gets them
-        as Pillow clips them, which is white for most.
+        Args:
+            pictures: PIL images, or arrays (H, W) or (H, W, 3) of uint8, uint16 or floats. What is not 8 bits is mapped as the run's
+                `data.pixel_range` says, by default 16 bits to their upper byte and floats from 0..1.
 
         Raises:
-            DataError: pixels that the run's `data.pixel_range` does not map.
+            DataError: arrays of another shape or dtype, or numbers that `data.pixel_range` does not map.
         """
-        images = [picture if isinstance(picture, Image.Image) else Image.fromarray(picture) for picture in pictures]
-        try:
-            rows = [np.asarray(self.transform(image)) for image in images]
-        except BadSampleError as bad:
-            raise DataError(f"{self.label}: an image cannot be mapped to 8 bits, got {bad.whole()}") from None
+        how = self.decoding.pixel_range or "by_type"
+        rows = []
+        for number, picture in enumerate(pictures):
+            try:
+                image = eight_bits(picture, how) if isinstance(picture, Image.Image) else from_array(picture, how)
+            except BadSampleError as bad:
+                raise DataError(f"image {number}: cannot be shown to {self.label}, got {bad.whole()}") from None
+            rows.append(np.asarray(self.transform(image)))
         found = self.encode(self.stacked(rows))
         return found.clone()  # an ordinary tensor, which a probe can be trained on
 

@@ -44,16 +44,15 @@ class ClipSet(WdsSet):
                 f"{where}: has {len(episode)} frames, and the first sample {self.frames}; set frames: {self.frames} or less"
             )
         try:
-            pictures = [episode.image(t) for t in range(self.frames)]
+            images = [episode.picture(t) for t in range(self.frames)]
             labels = [episode.labels(t) for t in range(self.frames)]
         except BadSampleError as bad:
             raise DataError(f"{where}: {bad}; scores need every frame: repair it, or take it out") from None
-        sizes = {p.shape[:2] for p in pictures} | {t.shape for t in labels}
+        sizes = {(image.height, image.width) for image in images} | {t.shape for t in labels}
         if len(sizes) > 1:
             raise DataError(
                 f"{where}: frames and masks of unequal size ({', '.join(f'{w} x {h}' for h, w in sorted(sizes))})"
             )
-        images = [Image.fromarray(picture) for picture in pictures]
         if self.told:
             if (most := int(labels[0].max())) >= self.told:
                 raise DataError(
@@ -72,7 +71,7 @@ class ClipSet(WdsSet):
         key = f"number {ordinal}"
         try:
             key, fields = storage.read(ordinal)
-            return key, f"{storage.url}: sample {key}", Episode(fields)
+            return key, f"{storage.url}: sample {key}", Episode(fields, pixel_range=None)  # mapped by the encoder
         except BadSampleError as bad:
             raise DataError(
                 f"{storage.url}: sample {key}: {bad}; scores need every sample: repair it, or take it out"

@@ -49,16 +49,16 @@ class ViewSet(WdsSet):
         key, where, scene = self._whole(number)
         try:
             every = [[(t, v) for v in range(self.views)] for t in range(self.frames)]
-            pictures = [[scene.views[v].image(t) for t, v in row] for row in every]
+            images = [[scene.views[v].picture(t) for t, v in row] for row in every]
             # A scene without masks has no objects to score.
-            blank: np.ndarray = np.zeros(pictures[0][0].shape[:2], np.uint8)
+            width, height = images[0][0].size
+            blank: np.ndarray = np.zeros((height, width), np.uint8)
             # Of any of them: then a missing one is damage, and not a set without masks.
             masked = any(view.has("mask") for view in scene.views)
             labels = [[scene.views[v].labels(t) if masked else blank for t, v in row] for row in every]
-            sizes = {(p.shape[1], p.shape[0]) for row in (*pictures, *labels) for p in row}
+            sizes = {image.size for row in images for image in row} | {p.shape[::-1] for row in labels for p in row}
             if len(sizes) > 1:
                 raise BadSampleError(f"views of unequal size ({', '.join(f'{w} x {h}' for w, h in sorted(sizes))})")
-            height, width = pictures[0][0].shape[:2]
             told = any(view.has("depth") for view in scene.views)
             depth = [
                 [scene.views[v].depth(t) if told else np.full((height, width), np.nan) for t, v in row] for row in every
@@ -69,7 +69,6 @@ class ViewSet(WdsSet):
             lenses = np.stack([scene.lens(v, width, height) for v in range(self.views)])
         except BadSampleError as bad:
             raise DataError(f"{where}: {bad}; scores need every view: repair it, or take it out") from None
-        images = [[Image.fromarray(picture) for picture in row] for row in pictures]
         return key, Views(images, poses, lenses), np.stack([np.asarray(labels), np.asarray(depth)]).astype(np.float32)
 
     def identity(self) -> str:
@@ -98,7 +97,7 @@ class ViewSet(WdsSet):
         key = f"number {ordinal}"
         try:
             key, fields = storage.read(ordinal)
-            return key, f"{storage.url}: sample {key}", ViewedScene(fields)
+            return key, f"{storage.url}: sample {key}", ViewedScene(fields, pixel_range=None)  # mapped by the encoder
         except BadSampleError as bad:
             raise DataError(
                 f"{storage.url}: sample {key}: {bad}; scores need every sample: repair it, or take it out"

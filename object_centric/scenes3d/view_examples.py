@@ -81,7 +81,7 @@ class ViewExamples(Examples):
         self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
     ) -> Any:
         v, size = self.views, self.image_size
-        scene = ViewedScene(fields, source.config.image_keys)
+        scene = ViewedScene(fields, source.config.image_keys, self.config.pixel_range)
         if len(scene.views) < v.count:
             raise BadSampleError(f"fewer views than objective.views takes ({v.shown} shown, {v.held_out} held out)")
         refuse_outside(scene.bounds, self.bounds)

@@ -39,7 +39,7 @@ class ClipExamples(Examples):
         self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
     ) -> Any:
         c = self.config
-        episode = Episode(fields, source.config.image_keys)
+        episode = Episode(fields, source.config.image_keys, c.pixel_range)
         # Frames first: whatever else is drawn then comes from the same stream in the same order.
         times = self.frames.window(len(episode), rng)
         pictures = [episode.image(t) for t in times]

@@ -3,7 +3,10 @@
 import gzip
 import io
 import json
+import tarfile
+import zlib
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -185,6 +188,45 @@ def test_converting_turns_photos_and_leaves_upright_ones_as_they_are(kind, tmp_p
         stored = np.asarray(Image.open(io.BytesIO(fields[suffix])).convert("RGB"))  # whatever a reader makes of EXIF
         assert stored.shape == (40, 60, 3) and stored[:, :25, 0].min() > 200 and stored[:, 35:, 2].min() > 200, key
     assert fields[suffix] == upright.read_bytes()
+
+
+DEEP = {
+    "F": np.float32(1) * np.arange(600).reshape(20, 30),
+    "I": np.arange(600, dtype=np.int32).reshape(20, 30) * 999,
+    "I;16": np.arange(600, dtype=np.uint16).reshape(20, 30) * 99,
+    "CMYK": np.arange(2400, dtype=np.uint8).reshape(20, 30, 4),
+    "YCbCr": np.arange(1800, dtype=np.uint8).reshape(20, 30, 3),
+}
+
+
+@pytest.mark.parametrize("mode", DEEP)
+def test_converting_turns_pictures_that_no_png_holds(mode, tmp_path):
+    image = Image.fromarray(DEEP[mode], mode="YCbCr" if mode == "YCbCr" else None)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    (tmp_path / "in/a").mkdir(parents=True)
+    image.save(tmp_path / "in/a/x.tiff", exif=turned)
+    how = {"pixel_range": (0.0, 65535.0)}
+    expected = decode_image((tmp_path / "in/a/x.tiff").read_bytes(), **how)
+    assert convert_folder(tmp_path / "in", tmp_path / "out").turned == 1
+    with tarfile.open(tmp_path / "out/00000.tar") as tar:
+        data = tar.extractfile("000000000.png").read()
+    assert np.array_equal(decode_image(data, **how), expected) and expected.size == (20, 30)
+    assert Image.open(io.BytesIO(data)).getexif().get(0x0112, 1) == 1
+
+
+def test_converting_keeps_all_bits_of_turned_sixteen_bit_colours(tmp_path):
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    chunk = b"eXIf" + turned.tobytes().removeprefix(b"Exif\0\0")
+    pixels = np.arange(1800, dtype=np.uint16).reshape(20, 30, 3) * 33
+    data = cv2.imencode(".png", pixels)[1].tobytes()
+    data = data[:33] + (len(chunk) - 4).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big") + data[33:]
+    put(tmp_path / "in/a/x.png", data)
+    convert_folder(tmp_path / "in", tmp_path / "out")
+    with tarfile.open(tmp_path / "out/00000.tar") as tar:
+        assert tar.extractfile("000000000.png").read() == data  # readers turn it
+    assert decode_image(data).size == (20, 30)
 
 
 def test_rows_without_a_picture_are_named_or_skipped(tmp_path):

@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+import zlib
 
 import cv2
 import numpy as np
@@ -246,18 +247,83 @@ def test_an_encoder_of_a_run_maps_deep_pixels_as_its_training_did(tmp_path):
     files = FileSet(tmp_path, ["grey.png", "colour.png"], [0, 1], "label")
     for pixel_range in ("percentiles", (0.0, 4095.0), "by_type"):
         encoder = PixelEncoder(8)
-        clipped = encoder.images([Image.fromarray(deep)])
+        assert encoder.transform(Image.fromarray(deep)).mean() > 230  # as stock open_clip: clipped
         encoder.map_pixels(pixel_range)
         found = next(read_batches(files, encoder.transform, [[0, 1]], 0)).pixels
         for row, name in zip(found, ("grey.png", "colour.png"), strict=True):
             trained = decode_image((tmp_path / name).read_bytes(), pixel_range=pixel_range)
             assert np.array_equal(row.permute(1, 2, 0), Pixels(8, 8, rgb_first=True)(trained)), (name, pixel_range)
-        assert torch.equal(encoder.images([deep]), encoder.encode(found[:1])) and clipped.mean() > 0.9
+        assert torch.equal(encoder.images([deep]), encoder.encode(found[:1]))
         assert MaskedEncoder(encoder, torch.ones(192)).decoding.pixel_range == pixel_range
         shown = np.asarray(seen(encoder, Image.fromarray(deep)).image)
         assert shown.dtype == np.uint8 and len(np.unique(shown)) > 10
         assert encoder.resized(16) == MappedPixels(8, 16, True, pixel_range)
     with pytest.raises(DataError, match=r"real\.tif: pixel range .*data.pixel_range"):
         next(read_batches(FileSet(tmp_path, ["real.tif"], [0], "label"), encoder.transform, [[0]], 0))
-    with pytest.raises(DataError, match="pixels:8: an image cannot be mapped to 8 bits"):
+    with pytest.raises(DataError, match="image 0: cannot be shown to pixels:8, got pixel range"):
         encoder.images([Image.open(tmp_path / "real.tif")])
+
+
+def test_arrays_of_every_kind_are_shown_or_refused():
+    encoder = PixelEncoder(8)
+    expected = encoder.images([COLOURS])
+    wide = COLOURS.astype(np.uint16) * 257
+    for values in (wide, COLOURS / 255, (COLOURS / 255).astype(np.float32), Image.fromarray(COLOURS)):
+        assert torch.equal(encoder.images([values]), expected)
+    grey = encoder.images([Image.fromarray(COLOURS[..., 0])])
+    for values in (
+        COLOURS[..., 0],
+        COLOURS[..., :1],
+        wide[..., 0],
+        COLOURS[..., 0] / 255,
+        Image.fromarray(wide[..., 0]),
+    ):
+        assert torch.equal(encoder.images([values]), grey)
+    for values, reason in (
+        (COLOURS.astype(np.int64), "dtype int64"),
+        (COLOURS.astype(np.float32), "float pixels from 0 to 255"),
+        (COLOURS[None], r"shape \(1, 40, 60, 3\)"),
+        (COLOURS[..., :2], r"shape \(40, 60, 2\)"),
+        (COLOURS[:0], "shape"),
+    ):
+        with pytest.raises(DataError, match=f"image 1: cannot be shown to pixels:8, got .*{reason}"):
+            encoder.images([COLOURS, values])
+
+
+RANGES = ("by_type", "percentiles", (0.0, 65535.0))
+
+
+@pytest.mark.parametrize("how", RANGES)
+def test_deep_pictures_keep_orientation_and_transparency(how):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # stored turned: upright it is 40 wide and 30 high
+    stored = np.zeros((40, 30), np.uint16)
+    stored[:20] = 65535  # upright: the right half
+    colours = cv2.imencode(".png", np.dstack([stored] * 3))[1].tobytes()
+    chunk = exif.tobytes().removeprefix(b"Exif\0\0")
+    body = len(chunk).to_bytes(4, "big") + b"eXIf" + chunk + zlib.crc32(b"eXIf" + chunk).to_bytes(4, "big")
+    for data in (
+        saved(Image.fromarray(stored), "PNG", exif=exif),
+        saved(Image.fromarray(stored), "TIFF", exif=exif),
+        colours[:33] + body + colours[33:],
+    ):
+        found = np.asarray(decode_image(data, pixel_range=how))
+        assert found.shape == (30, 40, 3) and found[:, 20:].min() == 255 and found[:, :20].max() == 0
+    opaque = np.dstack([stored, stored, stored, np.where(stored > 0, 65535, 0).astype(np.uint16)])
+    clear = Image.fromarray(stored)
+    for data in (cv2.imencode(".png", opaque)[1].tobytes(), saved(clear, "PNG", transparency=0)):
+        assert np.asarray(decode_image(data, pixel_range=how)).min() == 255
+
+
+@pytest.mark.parametrize(
+    "sizes", [[(30, 20), (31, 20), (33, 20)], [(30, 20), (15, 10), (30, 20)], [(30, 20), (29, 19)]]
+)
+def test_tiffs_of_several_pages_are_refused_whatever_their_sizes(sizes):
+    pages = [Image.new("L", size, 90) for size in sizes]
+    with pytest.raises(BadSampleError, match="several pages"):
+        decode_image(saved(pages[0], "TIFF", save_all=True, append_images=pages[1:]))
+
+
+def test_a_pyramid_is_one_picture():
+    pages = [Image.new("L", size, 90) for size in ((64, 48), (32, 24), (16, 12))]
+    assert decode_image(saved(pages[0], "TIFF", save_all=True, append_images=pages[1:])).size == (64, 48)

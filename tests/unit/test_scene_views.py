@@ -20,7 +20,7 @@ from sparo_train.data.clips.cameras import checked_lens, checked_pose, converted
 from sparo_train.data.clips.views import ViewedScene, is_scene
 from sparo_train.data.clips.window import FramesConfig
 from sparo_train.data.read.shards import ShardsConfig
-from sparo_train.data.read.sources import Source
+from sparo_train.data.read.sources import DataConfig, Source
 
 SMALL = ViewedSetConfig(size=24, frames=3, train=1, test=1)
 
@@ -207,7 +207,7 @@ def test_a_stretched_cube_is_a_wall():
 
 def examples(views=None, frames=None, size=16, bounds=None):
     views = ViewsConfig(**(views or {"shown": 3, "held_out": 1, "rays": 20}))
-    return ViewExamples(None, size, (4, 8), views, FramesConfig(count=2, **(frames or {})), bounds)
+    return ViewExamples(DataConfig(sources={}), size, (4, 8), views, FramesConfig(count=2, **(frames or {})), bounds)
 
 
 SOURCE = Source("s", ShardsConfig(shards=("x",), image_keys=("png",)), [])

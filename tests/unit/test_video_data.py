@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evals.encoders.pixels import MappedPixels
 from sparo_data.check import check_shard
 from sparo_data.drawn.physics import Thrown, simulate
 from sparo_data.drawn.video_scenes import KINDS, episode
@@ -19,10 +20,11 @@ from sparo_data.episodes import Measured, Video, boxes_of, episode_fields, measu
 from sparo_data.official.formats import convert_published
 from sparo_data.official.published import PublishedConfig
 from sparo_data.official.videos import sized
-from sparo_data.writer import write_shard
+from sparo_data.writer import encoded, write_shard
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.rng import generator
 from sparo_train.data.clips.episode import Episode
+from sparo_train.data.clips.views import ViewedScene
 from sparo_train.data.clips.window import FramesConfig
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import open_source
@@ -122,8 +124,8 @@ def test_a_set_is_the_same_each_time_and_a_clip_decodes_its_own_frames(tmp_path,
     opened = []
     from sparo_train.data.clips import episode as module
 
-    decode = module.decode_image
-    monkeypatch.setattr(module, "decode_image", lambda data: opened.append(1) or decode(data))
+    decode = module.decode
+    monkeypatch.setattr(module, "decode", lambda *given: opened.append(1) or decode(*given))
     clip = Episode(fields)
     assert [clip.image(t).shape for t in (1, 3)] == [(16, 16, 3)] * 2 and len(opened) == 2
 
@@ -256,6 +258,16 @@ def npy(table):
     stream = io.BytesIO()
     np.save(stream, table)
     return stream.getvalue()
+
+
+def test_frames_of_sixteen_bits_are_mapped_by_the_trainings_key():
+    ramp = np.linspace(0, 4095, 16 * 16).reshape(16, 16).astype(np.uint16)
+    fields = {f"{t:03d}.png": encoded(ramp) for t in range(2)}
+    assert Episode(fields).image(0).max() == 15 and Episode(fields, pixel_range=(0.0, 4095.0)).image(1).max() == 255
+    shown = MappedPixels(16, 16, True, (0.0, 4095.0))(Episode(fields, pixel_range=None).picture(0))
+    assert np.array_equal(shown, Episode(fields, pixel_range=(0.0, 4095.0)).image(0))
+    views = {f"c{v}.{name}": data for v in range(2) for name, data in fields.items()}
+    assert ViewedScene(views, pixel_range=(0.0, 4095.0)).views[1].image(0).max() == 255
 
 
 def test_what_is_wrong_with_an_episode_is_a_reason():

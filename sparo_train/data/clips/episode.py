@@ -24,7 +24,7 @@ import numpy as np
 from PIL import Image
 
 from ...core.errors import BadSampleError
-from ..examples.samples import decode_image
+from ..read.decoding import TRAINING, PixelRange, decode
 
 IMAGE_KEYS = ("png", "jpg", "jpeg", "webp")
 PLANES = ("mask", "depth", "flow", "forward")
@@ -48,13 +48,20 @@ class Episode:
 
     Args:
         fields: by extension.  image_keys: of frames; the first that a video has counts.
+        pixel_range: how frames of more than 8 bits become 8 bits; None: `picture` leaves them as they are.
 
     Raises:
         BadSampleError: no frames, or one of them is missing; from its methods: a plane that is missing, damaged, or of another size.
     """
 
-    def __init__(self, fields: Mapping[str, bytes], image_keys: Sequence[str] = IMAGE_KEYS):
+    def __init__(
+        self,
+        fields: Mapping[str, bytes],
+        image_keys: Sequence[str] = IMAGE_KEYS,
+        pixel_range: PixelRange | None = "by_type",
+    ):
         self.fields, self._key = fields, ""
+        self._decoding = TRAINING._replace(pixel_range=pixel_range, rgb=pixel_range is not None)
         self._arrays: dict[str, np.ndarray] = {}
         # An array's own header says its length; single frames have to be counted.
         if (video := self._array("video")) is not None:
@@ -77,11 +84,15 @@ class Episode:
     def __len__(self) -> int:
         return self._length
 
+    def picture(self, t: int) -> Image.Image:
+        """Return a frame, in RGB where `pixel_range` is set."""
+        if not self._key:
+            return Image.fromarray(self._arrays["video"][t])
+        return decode(self.fields[f"{t:03d}.{self._key}"], self._decoding)
+
     def image(self, t: int) -> np.ndarray:
         """(H, W, 3) uint8."""
-        if not self._key:
-            return self._arrays["video"][t]
-        return np.asarray(decode_image(self.fields[f"{t:03d}.{self._key}"]))
+        return np.asarray(self.picture(t))
 
     @cached_property
     def _planes(self) -> frozenset[str]:

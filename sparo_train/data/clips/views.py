@@ -18,6 +18,7 @@ from typing import Any, get_args
 import numpy as np
 
 from ...core.errors import BadSampleError
+from ..read.decoding import PixelRange
 from .cameras import Convention, checked_lens, checked_pose
 from .episode import IMAGE_KEYS, Episode
 
@@ -38,14 +39,19 @@ class ViewedScene:
     """The members of a scene.
 
     Args:
-        fields: by extension.  image_keys: of frames.
+        fields: by extension.  image_keys: of frames.  pixel_range: as of an `Episode`.
 
     Raises:
         BadSampleError: no cameras, or one of them is missing; cameras with different numbers of frames; from its methods: a plane that is
             missing or damaged, a camera without a pose.
     """
 
-    def __init__(self, fields: Mapping[str, bytes], image_keys: Sequence[str] = IMAGE_KEYS):
+    def __init__(
+        self,
+        fields: Mapping[str, bytes],
+        image_keys: Sequence[str] = IMAGE_KEYS,
+        pixel_range: PixelRange | None = "by_type",
+    ):
         found: dict[int, dict[str, bytes]] = {}
         for name, data in fields.items():
             if match := _VIEW.fullmatch(name):
@@ -56,7 +62,7 @@ class ViewedScene:
         if sorted(found) != list(range(len(found))):
             raise BadSampleError("a view is missing")
         told = {"json": fields["json"]} if "json" in fields else {}
-        self.views = [Episode({**found[number], **told}, image_keys) for number in range(len(found))]
+        self.views = [Episode({**found[number], **told}, image_keys, pixel_range) for number in range(len(found))]
         if len({len(view) for view in self.views}) > 1:
             raise BadSampleError("views with different numbers of frames")
 

@@ -23,6 +23,7 @@ _FORMATS = (
 )  # fmt: skip
 _MORE_SUFFIXES = {".jfif": "jpg", ".jpe": "jpg", ".pjpeg": "jpg", ".mpo": "jpg"}
 _FILE = "sparo file"  # key of an image's `info`: the encoded file, where Pillow itself reduces 16 bits to eight
+_ORIENTATION, _SUBFILE_TYPE, _REDUCED_OR_MASK = 0x0112, 254, 0b101  # tags of EXIF and TIFF, and two bits of the latter
 _DEEP = ("I;16", "I;16B", "I;16L", "I;16N", "I", "F")
 
 
@@ -87,7 +88,7 @@ def decode(data: bytes, how: Decoding = TRAINING, shrink_to: int | None = None) 
     try:
         if shrink_to is not None:
             image.draft("RGB", (shrink_to, shrink_to))
-        if _deep_colours(image):
+        if deep_colours(image):
             image.info[_FILE] = data
         if how.pixel_range is not None:
             _refuse_pages(image)
@@ -131,9 +132,9 @@ def treated(image: Image.Image, how: Decoding) -> Image.Image:
 def notes(image: Image.Image) -> frozenset[str]:
     """Return what is unusual about an opened picture: turned by EXIF, transparent, 16 bits, float, animated, several pages."""
     found = {
-        "turned by EXIF": image.getexif().get(0x0112, 1) not in (0, 1),
+        "turned by EXIF": image.getexif().get(_ORIENTATION, 1) not in (0, 1),
         "transparent": _has_alpha(image),
-        "more than 8 bits": image.mode in _DEEP[:-1] or _deep_colours(image),
+        "more than 8 bits": image.mode in _DEEP[:-1] or deep_colours(image),
         "float": image.mode == "F",
         "animated": getattr(image, "is_animated", False) and image.format != "TIFF",
         "several pages": image.format == "TIFF" and getattr(image, "n_frames", 1) > 1,
@@ -145,61 +146,85 @@ def _has_alpha(image: Image.Image) -> bool:
     return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
 
 
-def _deep_colours(image: Image.Image) -> bool:
-    """Return whether an RGB picture has 16 bits per channel; Pillow keeps the upper eight."""
+def deep_colours(image: Image.Image) -> bool:
+    """Return whether a picture that is not decoded yet has 16 bits per channel of several; Pillow keeps the upper eight."""
     tiles = getattr(image, "tile", None)
-    return bool(tiles) and ";16" in str(tiles[0].args)
+    return image.mode not in _DEEP and bool(tiles) and ";16" in str(tiles[0].args)
 
 
 def _refuse_pages(image: Image.Image) -> None:
-    """Raise `BadSampleError` for a TIFF of several pages of one size; smaller ones after the first are a pyramid."""
-    if image.format != "TIFF" or (pages := getattr(image, "n_frames", 1)) == 1:
+    """Raise `BadSampleError` for a TIFF of several pages; reduced copies, masks and thumbnails of the first do not count."""
+    if not isinstance(image, TiffImagePlugin.TiffImageFile) or image.n_frames == 1:
         return
-    size = image.size
-    image.seek(1)
-    alike = image.size == size
+    width, height = image.size
+    for page in range(1, image.n_frames):
+        image.seek(page)
+        marked = int(image.tag_v2.get(_SUBFILE_TYPE, 0)) & _REDUCED_OR_MASK
+        if not marked and not (image.width <= 0.75 * width and image.height <= 0.75 * height):
+            raise BadSampleError("several pages", detail=f"{image.n_frames} pages, one wanted")
     image.seek(0)
-    if alike:
-        raise BadSampleError("several pages", detail=f"{pages} pages, one wanted")
 
 
 def eight_bits(image: Image.Image, how: PixelRange) -> Image.Image:
-    """Map an opened picture of 16-bit, 32-bit or float pixels to 8 bits; others stay. Raises `BadSampleError` as `decode` does."""
+    """Map an opened picture of 16-bit, 32-bit or float pixels to 8 bits; others stay.
+
+    Orientation and transparency are kept. Raises `BadSampleError` as `decode` does.
+    """
     if image.mode in _DEEP:
-        values = np.asarray(image)
-        if how == "by_type":
-            return Image.fromarray(_by_type(values, image.mode))
-        return Image.fromarray(_mapped(values, how))
-    if how != "by_type" and _FILE in image.info:
-        values = cv2.imdecode(np.frombuffer(image.info[_FILE], np.uint8), cv2.IMREAD_UNCHANGED)
-        if values is not None and values.ndim == 3 and values.shape[2] >= 3:
-            return Image.fromarray(np.ascontiguousarray(_mapped(values[..., 2::-1], how)))
-    image.load()
-    return image
+        values, alpha = np.asarray(image), None
+        if isinstance(clear := image.info.get("transparency"), int):
+            alpha = np.where(values == clear, 0, 255)
+    elif how != "by_type" and _FILE in image.info:
+        file = cv2.imdecode(np.frombuffer(image.info[_FILE], np.uint8), cv2.IMREAD_UNCHANGED)
+        if file is None or file.ndim != 3 or file.shape[2] < 3:
+            raise BadSampleError("bad image", detail="its 16-bit channels cannot be decoded")
+        values, alpha = file[..., 2::-1], file[..., 3].astype(np.uint16) >> 8 if file.shape[2] == 4 else None
+    else:
+        image.load()
+        return image
+    mapped = Image.fromarray(np.ascontiguousarray(_mapped(values, how, image.mode == "F")))
+    if alpha is not None:
+        mapped.putalpha(Image.fromarray(alpha.astype(np.uint8)))
+    if (exif := image.getexif()).get(_ORIENTATION, 1) != 1:
+        mapped.info["exif"] = exif.tobytes()
+    return mapped
 
 
-def _by_type(values: np.ndarray, mode: str) -> np.ndarray:
+def from_array(values: np.ndarray, how: PixelRange) -> Image.Image:
+    """Make a picture of an array (H, W), (H, W, 1), (H, W, 3) or (H, W, 4) of uint8, uint16 or floats.
+
+    Raises:
+        BadSampleError: another shape or dtype, or numbers that `how` does not map.
+    """
+    if values.ndim == 3 and values.shape[2] == 1:
+        values = values[..., 0]
+    if values.ndim not in (2, 3) or (values.ndim == 3 and values.shape[2] not in (3, 4)) or not values.size:
+        raise BadSampleError("bad image", detail=f"shape {values.shape}, (H, W) or (H, W, 3) wanted")
+    if values.dtype != np.uint8:
+        if values.dtype != np.uint16 and values.dtype.kind != "f":
+            raise BadSampleError("bad image", detail=f"dtype {values.dtype}; uint8, uint16 or floats wanted")
+        values = _mapped(values, how, values.dtype.kind == "f")
+    return Image.fromarray(np.ascontiguousarray(values))
+
+
+def _mapped(values: np.ndarray[Any, Any], how: PixelRange, real: bool) -> np.ndarray:
+    """Map numbers to uint8. `real`: they are floats, which by_type expects from 0 to 1."""
     low, high = float(np.min(values)), float(np.max(values))
-    wanted = (0.0, 1.0) if mode == "F" else (0.0, 65535.0)
-    if not wanted[0] <= low <= high <= wanted[1]:  # also where they are not finite
-        kind = "float pixels" if mode == "F" else "32-bit pixels"
-        raise BadSampleError(
-            "pixel range",
-            detail=f"{kind} from {low:g} to {high:g}, not {wanted[0]:g} to {wanted[1]:g}; set data.pixel_range",
-        )
-    if mode == "F":
-        return np.rint(values * 255).astype(np.uint8)
-    return (values.astype(np.uint32) >> 8).astype(np.uint8)
-
-
-def _mapped(values: np.ndarray, how: PixelRange) -> np.ndarray:
-    wide = values.astype(np.float64)
-    if not np.isfinite(wide).all():
+    if how == "by_type":
+        wanted = (0.0, 1.0) if real else (0.0, 65535.0)
+        if not wanted[0] <= low <= high <= wanted[1]:  # also where they are not finite
+            kind = "float pixels" if real else "32-bit pixels"
+            raise BadSampleError(
+                "pixel range",
+                detail=f"{kind} from {low:g} to {high:g}, not {wanted[0]:g} to {wanted[1]:g}; set data.pixel_range",
+            )
+        return np.rint(values * 255).astype(np.uint8) if real else (values.astype(np.uint32) >> 8).astype(np.uint8)
+    if not (np.isfinite(low) and np.isfinite(high)):
         raise BadSampleError("pixel range", detail="pixels that are not finite")
-    low, high = how if isinstance(how, tuple) else np.percentile(wide, (1, 99))
+    low, high = how if isinstance(how, tuple) else np.percentile(values, (1, 99))
     if high <= low:
         return np.zeros(values.shape, np.uint8)
-    return np.rint((wide - low) / (high - low) * 255).clip(0, 255).astype(np.uint8)
+    return np.rint((values.astype(np.float64) - low) / (high - low) * 255).clip(0, 255).astype(np.uint8)
 
 
 def _unidentified(data: bytes) -> str:
