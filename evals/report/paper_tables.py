@@ -107,7 +107,7 @@ def grid(
     if layout is not None:
         rows += printed(layout, paper)
     tasks = dict.fromkeys(column.task for column in columns)
-    odd = [(name, t, record.result.note) for name, found in table.items() for t, record in found.items() if t in tasks]
+    odd = [(name, t, record.result.odd()) for name, found in table.items() for t, record in found.items() if t in tasks]
     notes = odd_notes(odd)
     notes += [f"{name}: {said}" for name, found in table.items() if (said := _mixed(list(found.values())))]
     of_several = {t: said for t in tasks if (said := several_data([f[t] for f in table.values() if t in f]))}
@@ -125,7 +125,7 @@ def columns_of(layout: str) -> list[Column]:
 
 def odd_notes(odd: Sequence[tuple[str, str, str]]) -> list[str]:
     """What marked cells stand for: of (a checkpoint, a task, what is odd about its data) those where something is."""
-    return [f"{MARK} {name}: {task} is not the listed data: {note}" for name, task, note in odd if note]
+    return [f"{MARK} {name}: {task}: {text}" for name, task, text in odd if text]
 
 
 def several_data(records: Sequence[Record]) -> str:
@@ -157,7 +157,7 @@ def _cell(result: Result, metric: str | None) -> Cell | None:
         return None
     # The headline always has an interval; of another metric only what its task computed.
     low, high = result.interval if name == result.headline else result.intervals.get(name, (None, None))
-    return Cell(result.metrics[name], low, high, bool(result.note), name)
+    return Cell(result.metrics[name], low, high, bool(result.odd()), name)
 
 
 def printed(layout: str, wanted: Sequence[str]) -> list[Row]:

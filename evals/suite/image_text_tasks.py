@@ -85,7 +85,8 @@ def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
     if task.layout == "objectnet":
         options["border_crop"] = task.border_crop
     found = scoring.ranks.first(score)
-    if repeated := len(names) - len(set(names)):  # ties go to the lower class
+    # As CLIP's tokenizer reads them: without case and extra blanks. Ties go to the lower class.
+    if repeated := len(names) - len({" ".join(name.lower().split()) for name in names}):
         found = found._replace(counts={**found.counts, "classes_of_one_name": repeated})
     return described(found, images, source, options)
 

@@ -76,7 +76,7 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
         lambda: probe.score(train, known["test"], classes, how, held_out, task.fewshot_k, task.weight_decay)
     )
     held = task.val_split or task.val_proportion
-    options = {"normalize": task.normalize, "held_out": held, **learned_on(parts["train"])}
+    options = {"normalize": task.normalize, "held_out": held, **learned_on(parts["train"], parts["test"])}
     return described(found, features["test"], parts["test"], options)
 
 
@@ -130,7 +130,7 @@ def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
     classes = 1 + int(torch.cat([bank_labels, labels]).max())
     headline = 20 if 20 in ks else ks[0]
     result = knn.score(found, bank_labels, labels, classes, ks, task.temperature, headline)
-    return described(result, test, test_set, learned_on(bank_set, task.resize))
+    return described(result, test, test_set, learned_on(bank_set, test_set, task.resize))
 
 
 def check_labelled(task: LabelledTaskConfig) -> None:

@@ -28,7 +28,7 @@ from ..store.feature_table import Features, View
 from ..tasks import linear
 from ..tasks.result import Result
 from .labelled_tasks import check_labelled
-from .scoring import Scoring, labels_of, learned_on
+from .scoring import Scoring, described, labels_of, learned_on
 from .task import Task
 
 _BATCH = 256
@@ -92,7 +92,7 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
     alone = {"summed": sum_over_ranks} if ranks.size > 1 else {}
     linear.train_probe(batches, held.width, classes, task.epochs, lr, seed, encoder.device, report, **alone)
     found = linear.result(right, answers, classes)
-    return found._replace(data=test.identity(), options={**found.options, **learned_on(train, task.resize)})
+    return described(found, held, test, learned_on(train, test, task.resize))
 
 
 def _like(features: Features, labels: Tensor) -> list[Tensor]:

@@ -15,7 +15,7 @@ from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import DataError
 
 from ..encoders.encoder import Encoder, TextEncoder
-from ..sets.base import EvalSet, Transform, refuse_label
+from ..sets.base import EvalSet, Transform, evenly, refuse_label
 from ..store.feature_table import Features, View
 from ..store.features import FeatureStore
 from ..tasks.result import Result
@@ -64,9 +64,26 @@ def labels_of(features: Features, source: EvalSet) -> Tensor:
     return torch.tensor(features.facts, dtype=torch.int64)
 
 
-def learned_on(source: EvalSet, resize: int | None = None) -> dict[str, Any]:
-    """What a score depends on beside what is scored, where something is learned first: of what, and how large images were made."""
-    return {"trained_on": source.identity()[:16], "resize": resize}
+def learned_on(train: EvalSet, test: EvalSet, resize: int | None = None) -> dict[str, Any]:
+    """Return the options of a score that is learned first: the training images, those left out, and the resize."""
+    found: dict[str, Any] = {"trained_on": train.identity()[:16], "resize": resize}
+    if train.left_out:
+        found["left_out_of_training"] = dict(train.left_out)
+    if _same_images(train, test):
+        found["scored_on_training"] = True
+    return found
+
+
+def _same_images(train: EvalSet, test: EvalSet) -> bool:
+    """Return whether two sets hold the same images: by their identity, which knows names and sizes, and the pixels of 16 of them."""
+    if train.identity() != test.identity():
+        return False
+    try:
+        return all(
+            np.array_equal(np.asarray(train.read(i)[1]), np.asarray(test.read(i)[1])) for i in evenly(len(test), 16)
+        )
+    except DataError:  # the features are stored, and the images are gone
+        return False
 
 
 def described(

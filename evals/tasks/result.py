@@ -64,8 +64,8 @@ class Result(NamedTuple):
     def remarks(self) -> list[str]:
         """What has to be known beside the scores, in words."""
         found = [f"not the listed data: {self.note}"] if self.note else []
-        if self.counts.get("left_out"):
-            found.append(self.left_out())
+        if skipped := self.left_out():
+            found.append(skipped)
         if count := self.counts.get("images_without_caption"):
             found.append(f"{count} image(s) without a caption are no queries")
         if count := self.counts.get("scenes_beyond_rays"):
@@ -91,12 +91,12 @@ class Result(NamedTuple):
     def _odd_data(self) -> list[str]:
         """Return warnings about data that inflates or limits a score on labelled images."""
         found, largest = [], self.counts.get("largest_class", 0)
-        if self.n and largest / self.n > max(1.5 * self.chance, self.chance + 0.05):
+        if largest > 1 and largest / self.n > min(1.2 * self.chance, self.chance + 0.05):
             found.append(
                 f"the largest class holds {100 * largest / self.n:.1f} % of the images, which is acc1 of always naming it "
                 f"(chance over the classes is {100 * self.chance:.1f} %); mean_per_class_recall weighs all classes equally"
             )
-        if self.data and self.options.get("trained_on") == self.data[:16]:
+        if self.options.get("scored_on_training"):
             found.append("the scored images are the training images")
         elif count := self.counts.get("same_encoding"):
             found.append(
@@ -107,12 +107,19 @@ class Result(NamedTuple):
         return found
 
     def left_out(self) -> str:
-        """Name the files of the set's folder that were not read; empty where all were."""
-        count, by_suffix = self.counts.get("left_out"), self.options.get("left_out")
-        if not count:
-            return ""
-        listed = ", ".join(f"{n} {suffix}" for suffix, n in by_suffix.items()) if isinstance(by_suffix, dict) else ""
-        return f"{count} file(s) skipped, not readable as pictures: {listed}"
+        """Name the files of the scored and the training folder that were not read; empty where all were."""
+        found = []
+        for key, where in (("left_out", ""), ("left_out_of_training", " in training")):
+            if isinstance(by_suffix := self.options.get(key), dict):
+                listed = ", ".join(f"{n} {suffix}" for suffix, n in by_suffix.items())
+                found.append(f"{sum(by_suffix.values())} file(s) skipped{where}, not readable as pictures: {listed}")
+        return "; ".join(found)
+
+    def odd(self) -> str:
+        """Return why its cell in a table is marked: other data than the catalogue lists, or files that were skipped."""
+        return "; ".join(
+            text for text in (f"not the listed data: {self.note}" if self.note else "", self.left_out()) if text
+        )
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Result:

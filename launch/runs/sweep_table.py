@@ -48,7 +48,7 @@ class SweepRow(NamedTuple):
         other, others = against.values(task, name) if against is not None else (name, values)
         if not values or not others or other != name:
             return None
-        odd = any(record.result.note for row in (self, against or self) for record in row.results.get(task, []))
+        odd = any(record.result.odd() for row in (self, against or self) for record in row.results.get(task, []))
         return Cell(*(spread(values, mean) if against is None else difference(values, others)), odd, name)
 
 
@@ -166,7 +166,7 @@ def sweep_grid(
     note = "M: trained parameters; n: runs that were scored, which differ in their seed"
     of_several = {t: said for t in tasks if (said := several_data([r for row in rows for r in row.results.get(t, [])]))}
     shown_tasks = dict.fromkeys(column.task for column in columns)  # in one order, at every start
-    odd = [(r.checkpoint, t, r.result.note) for row in rows for t in shown_tasks for r in row.results.get(t, [])]
+    odd = [(r.checkpoint, t, r.result.odd()) for row in rows for t in shown_tasks for r in row.results.get(t, [])]
     notes = [note, *odd_notes(odd), *of_several.values()]
     title = TITLES.get(layout or "", title)
     return Grid(title, columns, drawn, notes, said_of_spread(mean, against or ""), frozenset(of_several), heads)

@@ -59,10 +59,7 @@ def _table(results: Mapping[str, Mapping[str, Result]]) -> Table:
         # The one with most metrics names the rows; others have a dash where they have none.
         first = max((r[task] for r in results.values() if task in r), key=lambda r: len(r.metrics))
         found = [by_task.get(task) for by_task in results.values()]
-        head = [
-            shown(r.headline, r.value, unit=True) + (MARK if r.note or r.left_out() else "") if r else "-"
-            for r in found
-        ]
+        head = [shown(r.headline, r.value, unit=True) + (MARK if r.odd() else "") if r else "-" for r in found]
         chance = shown(first.headline, first.chance) if is_share(first.headline) else "-"
         table.add_row(task, first.headline, str(first.n), chance, *head, style="bold")
         spans = (f"{shown(r.headline, r.interval[0])}–{shown(r.headline, r.interval[1])}" if r else "-" for r in found)

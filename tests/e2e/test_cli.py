@@ -198,6 +198,11 @@ def test_wrong_evaluation_data_is_named(trained, tmp_path):
     encoder = load_encoder(trained / "runs/cli")
     eval_sets(tmp_path)
     task = {"zero": ZeroshotTaskConfig(task="zeroshot", root=str(tmp_path / "zero"))}
+    names = (tmp_path / "zero/classnames.txt").read_text().splitlines()
+    for again in (names[0], f"  {names[0].upper()} "):  # one text for CLIP's tokenizer
+        (tmp_path / "zero/classnames.txt").write_text("\n".join([*names[:-1], again]) + "\n")
+        remarks = Suite(task).run(encoder)["zero"].remarks()
+        assert any("1 class(es) have the same name as an earlier class" in remark for remark in remarks)
     (tmp_path / "zero/classnames.txt").write_text("one\ntwo\n")
     seen = []
     with pytest.raises(DataError, match=r"has label 2, and there are 2 classes"):

@@ -65,7 +65,7 @@ def test_a_folder_of_data_names_its_tasks_and_the_catalogue_its_sets(scored):
     table = sparo("eval", "table", "sc", "--layout", "B.1", "--paper", "CC15M", "--format", "markdown", cwd=root)
     assert "Replace Object" in table.stdout and "paper: CC15M C+SPARO" in table.stdout and "73.0" in table.stdout
     # 21 pairs of ours must not stand beside the paper's as if they were SugarCrepe.
-    odd = "sugar_crepe is not the listed data: the JSON files are not the published ones (SHA-256)"
+    odd = "sugar_crepe: not the listed data: the JSON files are not the published ones (SHA-256)"
     assert "†" in done.stdout and "the JSON files are not the published ones" in done.stderr and line["note"] in odd
     ours, printed = (next(row for row in table.stdout.splitlines() if name in row) for name in ("| runs/s0", "| paper"))
     assert f"† runs/s0: {odd}" in table.stdout and ours.count("†") == 8 and "†" not in printed

@@ -1,5 +1,6 @@
 """k-NN and the linear probe against plain restatements of the official ones, in any blocks and on any ranks."""
 
+import io
 import itertools
 import shutil
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from pydantic import ValidationError
 from torch import nn
 from torch.nn import functional as F
@@ -19,6 +21,7 @@ from evals.suite.labelled_tasks import KnnTaskConfig, run_knn
 from evals.suite.linear_probe import LinearTaskConfig, run_linear
 from evals.suite.scoring import Scoring
 from evals.tasks import knn, linear
+from evals.tasks.result import Result
 from sparo_data.writer import write_shards
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import ConfigError, DataError
@@ -245,6 +248,13 @@ def test_a_probe_that_diverged_is_no_score():
         linear.train_probe(batches, 3, 2, 9, 1e30, 0, torch.device("cpu"), lambda epoch, layer: None)
 
 
+def bitmap(seed):
+    """A picture of 8 x 8 pixels, as many bytes for every seed."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)).save(buffer, format="BMP")
+    return buffer.getvalue()
+
+
 def test_test_images_that_were_learned_from_are_said(sets, tmp_path):
     def remarks(**places):
         return " ".join(run_knn(scoring(encoder()), KnnTaskConfig(task="knn", k=(1,), workers=0, **places)).remarks())
@@ -252,6 +262,11 @@ def test_test_images_that_were_learned_from_are_said(sets, tmp_path):
     same = "the scored images are the training images"
     assert same in remarks(train=sets["train"], test=sets["train"])
     assert same not in remarks(**sets)
+    # Other pictures under the same names and of the same sizes have the same identity.
+    for name in ("one", "two"):
+        rows = [(str(i), {"png": bitmap(i + 9 * (name == "two")), "cls": b"0"}) for i in range(4)]
+        write_shards(tmp_path / name, rows, 16)
+    assert same not in remarks(train=str(tmp_path / "one"), test=str(tmp_path / "two"))
     (tmp_path / "link").symlink_to(sets["train"])
     assert same in remarks(train=sets["train"], test=str(tmp_path / "link"))
     # A part of them, as other files: three pictures of the training set among seven.
@@ -274,3 +289,19 @@ def test_encodings_that_are_not_finite_are_refused(sets):
         next(e.model.parameters()).fill_(float("nan"))
     with pytest.raises(DataError, match="not finite"):
         run_knn(scoring(e), KnnTaskConfig(task="knn", workers=0, **sets))
+
+
+@pytest.mark.parametrize(
+    ("n", "classes", "largest", "shown"),
+    [(20, 3, 10, "50.0 %"), (20, 2, 14, "70.0 %"), (20, 2, 11, ""), (1000, 1000, 1, ""), (50, 100, 1, "")],
+)
+def test_the_majority_baseline_is_shown_where_it_is_above_chance(n, classes, largest, shown):
+    found = Result("knn", n, "acc1", {"acc1": 0.5}, 1 / classes, counts={"largest_class": largest}).remarks()
+    assert len(found) == bool(shown) and all(f"{shown} of the images" in remark for remark in found)
+
+
+def test_files_skipped_in_training_mark_a_score_too():
+    options = {"left_out": {".heic": 2}, "left_out_of_training": {".mov": 1, ".heic": 3}}
+    odd = Result("knn", 20, "acc1", {"acc1": 0.5}, 0.5, options=options)
+    assert odd.odd() == odd.remarks()[0] and "2 file(s) skipped, not" in odd.odd()
+    assert "4 file(s) skipped in training, not readable as pictures: 1 .mov, 3 .heic" in odd.odd()

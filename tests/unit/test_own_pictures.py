@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import shutil
 import tarfile
 import zlib
 
@@ -15,14 +16,17 @@ from PIL import Image
 from evals.sets.image_files import FolderSet, ImageNetSet
 from evals.sets.opening import open_images
 from evals.sets.wds import WdsSet
+from evals.sets.wds import open_images as evals_wds
 from launch.views.source_lines import source_lines
+from sparo_data.check import check_shard
 from sparo_data.convert import convert_csv, convert_folder
 from sparo_data.official.folders import clevr, coco
 from sparo_data.official.published import PublishedConfig, write_published
 from sparo_data.writer import write_shards
-from sparo_train.core.errors import DataError
-from sparo_train.data.examples.samples import decode_image
+from sparo_train.core.errors import BadSampleError, DataError
+from sparo_train.data.examples.samples import decode_image, image_bytes
 from sparo_train.data.read.folder import class_order, list_pictures, open_folder
+from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import DataConfig, open_source
 from sparo_train.train.reporting import pixel_statistics
 from tests.conftest import jpeg, sparo
@@ -109,6 +113,15 @@ def test_a_folder_of_splits_is_not_taken_for_classes(tmp_path):
     ):
         with pytest.raises(DataError, match=r"holds splits, not classes, got train, val\. Give .*train"):
             read(tmp_path)
+        put(tmp_path / "meta/dog/a.jpg", jpeg(3))
+        with pytest.raises(DataError, match=r"holds splits, not classes, got meta, train, val\. Give .*train"):
+            read(tmp_path)
+        shutil.rmtree(tmp_path / "meta")
+        for name in ("dog", "cat"):
+            put(tmp_path / f"wrapped/images/{name}/a.jpg", jpeg(len(name)))
+        with pytest.raises(DataError, match=r"one folder with 2 folders, not classes, got images\. Give .*images"):
+            read(tmp_path / "wrapped")
+        shutil.rmtree(tmp_path / "wrapped")
 
 
 def picture(kind):
@@ -227,6 +240,21 @@ def test_converting_keeps_all_bits_of_turned_sixteen_bit_colours(tmp_path):
     with tarfile.open(tmp_path / "out/00000.tar") as tar:
         assert tar.extractfile("000000000.png").read() == data  # readers turn it
     assert decode_image(data).size == (20, 30)
+
+
+def test_rarer_members_of_shards_are_read_in_training_checks_and_evaluation(tmp_path):
+    kinds = {"gif": "GIF", "tiff": "TIFF", "bmp": "BMP", "jfif": "JPEG"}
+    rows = []
+    for number, (suffix, kind) in enumerate(kinds.items()):
+        buffer = io.BytesIO()
+        Image.new("RGB", (8, 8), (40 * number, 90, 0)).save(buffer, format=kind)
+        rows.append((f"{number:03d}", {suffix: buffer.getvalue(), "txt": b"a caption", "cls": b"0"}))
+    write_shards(tmp_path / "rare", rows, 8)
+    report = check_shard(str(tmp_path / "rare/00000.tar"), ShardsConfig(shards=str(tmp_path / "rare")))
+    assert not report.bad and report.samples == 4
+    assert [image.size for _, image, _ in evals_wds(str(tmp_path / "rare"), "label", "test")] == [(8, 8)] * 4
+    with pytest.raises(BadSampleError, match="missing image"):
+        image_bytes({"txt": b"x", "mask.png": b"x"}, ("jpg",))
 
 
 def test_rows_without_a_picture_are_named_or_skipped(tmp_path):

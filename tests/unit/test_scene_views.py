@@ -207,7 +207,14 @@ def test_a_stretched_cube_is_a_wall():
 
 def examples(views=None, frames=None, size=16, bounds=None):
     views = ViewsConfig(**(views or {"shown": 3, "held_out": 1, "rays": 20}))
-    return ViewExamples(DataConfig(sources={}), size, (4, 8), views, FramesConfig(count=2, **(frames or {})), bounds)
+    return ViewExamples(
+        DataConfig(sources={"x": {"kind": "shards", "shards": "x.tar"}}),
+        size,
+        (4, 8),
+        views,
+        FramesConfig(count=2, **(frames or {})),
+        bounds,
+    )
 
 
 SOURCE = Source("s", ShardsConfig(shards=("x",), image_keys=("png",)), [])

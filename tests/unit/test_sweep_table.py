@@ -78,7 +78,7 @@ def test_parts_of_a_run_and_of_a_set_are_no_seeds(place):
         (0, None),
     ]
     text = grid_text.markdown(sweep_grid("grid", rows))
-    assert "10.0†" in text and "is not the listed data: other pictures" in text and "90.0" not in text
+    assert "10.0†" in text and "not the listed data: other pictures" in text and "90.0" not in text
     _scored(runs[3], 0.4, task="imagenetv2")
     done = sparo("eval", "sweep", "grid.yaml", "--layout", "B.2", "--figure", "f.png", cwd=place)
     assert done.returncode == 0 and (place / "f.png").is_file(), done.stderr

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from ...core.errors import BadSampleError
-from ..read.decoding import TRAINING, PixelRange, decode
+from ..read.decoding import TRAINING, PixelRange, decode, suffixes
 from ..read.sources import Source, SourceConfig
 
 MOST_LETTERS, MOST_CHARACTERS = 400, 100_000  # of a word, within which byte pairs are merged; of a caption
@@ -26,10 +26,12 @@ _PLANES = (
 
 
 def image_bytes(fields: Mapping[str, bytes], keys: Sequence[str]) -> bytes:
-    """Return the image member. Raises `BadSampleError('missing image')`."""
+    """Return the image member: the first of `keys`, else one of another picture format. Raises `BadSampleError('missing image')`."""
     for key in keys:
         if key in fields:
             return fields[key]
+    if (rarer := next((name for name in fields if f".{name}" in suffixes()), None)) is not None:
+        return fields[rarer]
     if "000.png" in fields:
         raise BadSampleError("missing image: this is a video, whose first frame image_keys=[000.png] names")
     raise _missing("missing image", fields, keys)

@@ -33,6 +33,7 @@ _PART = 1000
 _SIDECARS = {".txt", ".json", ".csv", ".tsv", ".md", ".xml", ".yaml", ".yml", ".html"}
 _SYSTEM_FILES = {"thumbs.db", "desktop.ini"}
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "dev"}
+_WRAPPERS = {"images", "imgs", "img", "pictures", "photos", "data", "dataset"}  # names of a folder that is no class
 
 
 class PictureFiles(NamedTuple):
@@ -170,13 +171,18 @@ def class_order(names: Iterable[str]) -> list[str]:
 
 
 def refuse_splits(root: Path, classes: Sequence[str]) -> None:
-    """Raise `DataError` where the first folders are splits, not classes: labels and captions would be of the splits."""
-    if (
-        classes
-        and {name.lower() for name in classes} <= _SPLITS
-        and any(e.is_dir() for e in (root / classes[0]).iterdir())
-    ):
-        raise DataError(f"{root}: holds splits, not classes, got {', '.join(classes)}. Give {root / classes[0]}.")
+    """Raise `DataError` where the first folders are splits, or one that holds all classes: labels and captions would name them."""
+
+    def below(name: str) -> int:
+        return sum(entry.is_dir() and not entry.name.startswith(".") for entry in (root / name).iterdir())
+
+    splits = [name for name in classes if name.lower() in _SPLITS]
+    if splits and (len(splits) == len(classes) or len(splits) > 1) and below(splits[0]):
+        raise DataError(f"{root}: holds splits, not classes, got {', '.join(classes)}. Give {root / splits[0]}.")
+    if len(classes) == 1 and classes[0].lower() in _WRAPPERS and (count := below(classes[0])) > 1:
+        raise DataError(
+            f"{root}: holds one folder with {count} folders, not classes, got {classes[0]}. Give {root / classes[0]}."
+        )
 
 
 SOURCE = SourceKind(FolderConfig, lambda config, key, _write_beside: open_folder(config.folder, f"{key}.folder"))
