@@ -53,6 +53,7 @@ def _heard_interrupts() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _threads() -> None:
     torch.set_num_threads(THREADS)
+    os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # else a training takes as many as the machine has free
 
 
 def jpeg(seed: int, size: tuple[int, int] = (40, 36)) -> bytes:

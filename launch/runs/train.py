@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from evals.encoders.encoder import Encoder
 from evals.encoders.loading import read_run, run_weights
@@ -101,10 +98,9 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
                 view.say(line)
             for line in config.optim.unread():
                 view.say(line)
-            if engine.device.type == "cpu":
-                view.say(
-                    f"engine.threads: {config.engine.threads or torch.get_num_threads()} of {os.cpu_count()} CPU cores"
-                )
+            # Ranks of one machine share its cores as the launcher says; a run that goes on has its number in the checkpoint.
+            if newest is None and ranks.size == 1 and (line := engine.side.choose_threads()):
+                view.say(line)
             for source in pipeline.sources if ranks.rank == 0 else ():
                 for key in unseen_captions(source):
                     view.say(

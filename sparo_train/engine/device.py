@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Literal
@@ -15,6 +16,7 @@ from ..core.config import Frozen, free, setting
 from ..core.contracts import Batch, Objective
 from ..core.errors import ConfigError
 from .clock import Clock
+from .cores import fitting_threads
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
@@ -31,7 +33,13 @@ class DeviceConfig(Frozen):
     )
     # Loader workers that need a core each want one left free: threads that wait for a core spin (DINO on Fashion-MNIST, two
     # cores, one worker: 6.7 steps/s with one thread, 4.2 with two).
-    threads: int | None = free(None, "of the CPU; default: torch's own number", gt=0, le=1024, examples=[2])
+    threads: int | None = free(
+        None,
+        "of the CPU; default: torch's own number, less the cores that other programs use at the start",
+        gt=0,
+        le=1024,
+        examples=[2],
+    )
     grad_checkpointing: bool = setting(False, "recompute activations in backward: less memory, slower")
     compile: bool = setting(False, "compile the objective's shard units")
 
@@ -72,6 +80,30 @@ class Device:
         """Before anything is computed: the thread pools of torch take their size at their first use."""
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
+
+    def choose_threads(self, trained_with: int | None = None) -> str:
+        """Choose the number of threads where neither `engine.threads` nor OMP_NUM_THREADS does, and say which it is.
+
+        Sums of another number of threads differ in their last bits, so a run that goes on takes what its checkpoint was trained with.
+
+        Returns:
+            A line for the log; empty on a GPU.
+        """
+        if self.device.type != "cpu":
+            return ""
+        self.limit_threads()
+        own, cores = torch.get_num_threads(), os.cpu_count() or 1
+        if not self.config.threads and "OMP_NUM_THREADS" not in os.environ:
+            chosen = min(trained_with, cores) if trained_with else fitting_threads()
+            torch.set_num_threads(chosen)
+            if trained_with and chosen != own:
+                return f"engine.threads: {chosen} of {cores} CPU cores, as before"
+            if chosen < own:
+                return (
+                    f"engine.threads: {chosen} of {cores} CPU cores, since other programs use the rest; "
+                    f"engine.threads={own} takes them all"
+                )
+        return f"engine.threads: {torch.get_num_threads()} of {cores} CPU cores"
 
     def keep_kernel(self, name: str) -> str | None:
         """Continue with the form of attention that a checkpoint was trained with, so that a resumed run has the same bits.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from ..core.contracts import DataPipeline, Engine
 from ..core.disk import store
 from ..core.distributed import Ranks
@@ -43,6 +45,8 @@ def resumed(
     path, meta, source = newest
     with ranks.on_all():
         engine.load(source)
+    if ranks.size == 1 and (line := engine.side.choose_threads(meta.get("threads", torch.get_num_threads()))):
+        display.say(line)
     # Another form of attention adds up in another order: the run would not end with the same bits.
     if warning := engine.side.keep_kernel(meta.get("attention", "plain")):  # older versions took plain on CPUs
         display.say(warning)

@@ -233,6 +233,7 @@ class Trainer:
             "total_steps": self.total_steps,
             # What a resumed run has to go on with, to add up in the same order.
             "attention": self.engine.side.kernel,
+            "threads": torch.get_num_threads(),
             **self._origin,
         }
         self.saver.save(state.step, self.engine.pieces(), meta)

@@ -1,11 +1,16 @@
 """What a person sees of a run's progress: the first step at once, times of all sittings, an estimate soon after."""
 
 import io
+import json
 import os
 import pickle
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from launch.cli.process import share_cores
@@ -14,6 +19,8 @@ from launch.views import progress, terminal
 from launch.views.progress import ProgressView
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import StoppedError
+from sparo_train.engine import cores, device
+from sparo_train.engine.device import Device, DeviceConfig
 from sparo_train.train import run_clock
 from sparo_train.train.run import RunConfig
 from sparo_train.train.run_clock import RunClock
@@ -90,3 +97,64 @@ def test_threads_give_up_their_core_unless_the_user_decides(monkeypatch):
         monkeypatch.setattr(os, "environ", dict(own))
         share_cores()
         assert os.environ == own
+
+
+@pytest.fixture
+def two_threads(monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("ticks", "threads"),
+    [((100, 100), 2), ((160, 100), 1), ((200, 100), 1), ((20, 100), 2), (None, 2)],
+    ids=["own work", "half of one more", "both", "idle", "no /proc"],
+)
+def test_threads_leave_the_cores_that_others_use(two_threads, monkeypatch, ticks, threads):
+    # 200 ticks pass on two cores; this process itself takes 100 of them, or as much as is used.
+    busy = ticks and ticks[0]
+    counts = iter([(0, 0), (busy, 200)] if ticks else [None, None])
+    own = iter([0.0, min(busy or 0, 100) / 200 * 2 * 0.01])
+    monkeypatch.setattr(cores, "_ticks", lambda: next(counts))
+    monkeypatch.setattr(cores.time, "process_time", lambda: next(own))
+    assert cores.fitting_threads(0.01) == threads
+
+
+def test_a_busy_machine_is_noticed(two_threads):
+    loop = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(loop) for _ in os.sched_getaffinity(0)]
+    try:
+        time.sleep(0.3)
+        assert cores.busy_cores(0.3) > 0.7
+    finally:
+        for other in others:
+            other.kill()
+
+
+def test_a_run_keeps_its_number_of_threads_and_what_the_user_says_goes_first(two_threads, monkeypatch):
+    monkeypatch.setattr(device, "fitting_threads", lambda: 1)
+    assert (
+        "1 of 2 CPU cores, since other programs use the rest; engine.threads=2"
+        in Device(DeviceConfig(device="cpu")).choose_threads()
+    )
+    assert torch.get_num_threads() == 1
+    assert "2 of 2 CPU cores, as before" in Device(DeviceConfig(device="cpu")).choose_threads(2)
+    assert torch.get_num_threads() == 2  # whatever is free now: the sums are those of the first sitting
+    one = Device(DeviceConfig(device="cpu", threads=1))
+    assert one.choose_threads() == "engine.threads: 1 of 2 CPU cores" and torch.get_num_threads() == 1
+    torch.set_num_threads(2)
+    for told in ({"OMP_NUM_THREADS": "2"}, {}):
+        monkeypatch.setattr(os, "environ", told)
+        given = Device(DeviceConfig(device="cpu", threads=None if told else 2))
+        assert given.choose_threads(1) == "engine.threads: 2 of 2 CPU cores" and torch.get_num_threads() == 2
+
+
+def test_a_checkpoint_says_with_how_many_threads_it_was_trained(shards, tmp_path):
+    config = resolve(RunConfig, tiny_recipe(shards, tmp_path, steps=4), "r")
+    train(config)
+    meta = json.loads((config.folder / "checkpoints/step-00000004/meta.json").read_text())
+    assert meta["threads"] == torch.get_num_threads()
