@@ -166,24 +166,8 @@ def _from_run(path: Path) -> Encoder:
     encoder = ENCODERS.row(config.objective.kind, "objective.kind")(objective)
     encoder.label, encoder.trained = str(step), Trained(objective, config)
     encoder.map_pixels(config.data.pixel_range)
-    encoder.assumed = doubts(path, step)
+    encoder.assumed = store.doubts(path, step)
     return encoder
-
-
-def doubts(path: Path, step: Path) -> str:
-    """Return a warning that the checkpoint that was read may not be the intended one; empty without a reason for it.
-
-    Args:
-        path: the run or checkpoint that the user named.  step: the checkpoint that was read for it.
-    """
-    remarks = []
-    if step != path and (unfinished := store.CheckpointStore(path / "checkpoints").unfinished()):
-        remarks.append(f"{unfinished}: is incomplete; {step.name} is read instead")
-    if store.is_suspect(step):
-        remarks.append(
-            f"{step}: was written while training skipped steps that were not finite; earlier ones may score better"
-        )
-    return ". ".join(remarks)
 
 
 def _from_export(path: Path) -> Encoder:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparo_train.core.disk.store import CheckpointStore, read_run_meta
+from sparo_train.core.disk.store import CheckpointStore, doubts, read_run_meta
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.files import whole_file
 from sparo_train.core.tables import EXPORTS, METHODS
@@ -23,7 +23,7 @@ from sparo_train.objectives.clip import scored_weights
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
 
-from ..encoders.loading import doubts, read_run, run_weights
+from ..encoders.loading import read_run, run_weights
 from .packing import card_facts, pack
 
 _TOLD = {"model", "mean", "std"}  # of a method's block, beside weights in files of one

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparo_train.core.contracts import Objective
+from sparo_train.core.disk.store import doubts
 from sparo_train.core.errors import CheckpointError
 from sparo_train.models.clip_model import Clip
 from sparo_train.models.clip_towers import TextTower, VisionTower
@@ -124,6 +125,8 @@ def _weights(checkpoint: str, method: str, objective: Objective, say: Callable[[
     path, origin = Path(checkpoint), f"start_from.checkpoint={checkpoint}"
     if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
         config, step = read_run(path)
+        if doubt := doubts(path, step):
+            say(f"start_from: {doubt}")
         # By this method's own names: what is no encoder's (heads, temperatures) begins there as well.
         if config.objective.kind == method:  # all of it: a teacher, a head, a temperature
             refuse_other_pixels(origin, Normalisation.of(config.objective), Normalisation.of(objective))

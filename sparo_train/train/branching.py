@@ -70,6 +70,8 @@ def branch(path: Path, engine: Engine, pipeline: DataPipeline, display: Display)
         raise CheckpointError(
             f"start_from.checkpoint={path}: no run with a complete checkpoint, which start_from.optimizer=true takes"
         )
+    if doubt := store.doubts(path, step):
+        display.say(f"start_from: {doubt}")
     meta = store.read_run_meta(step)
     # Before the data are compared: other data are no reason not to take the weights.
     try:

@@ -19,18 +19,19 @@ from ..core.errors import CheckpointError, SparoError, SupersededError
 T = TypeVar("T")
 
 
-# A weight whose square is no fp32 number is lost: no forward gives anything finite with it.
-_LARGEST = 1e19
+# A moment whose square is no fp32 number is lost. A weight is long before: a few products of such numbers overflow.
+_LARGEST = {"model": 1e9, "optimizer": 1e19}
 
 
 def _is_sound(pieces: Pieces) -> bool:
     """Whether weights and moments are numbers that can be trained on."""
-    for held in pieces.values():
+    for part, held in pieces.items():
+        largest = _LARGEST.get(part, 1e19)
         for piece in held.values():
             if piece.data.is_floating_point() and piece.data.numel():
                 # numpy's one thread: torch's team of threads would wait for the team that trains, and let it wait
                 data = (piece.data if piece.data.element_size() >= 4 else piece.data.float()).numpy()
-                if not (data.min() >= -_LARGEST and data.max() <= _LARGEST):  # False for NaN, too
+                if not (data.min() >= -largest and data.max() <= largest):  # False for NaN, too
                     return False
     return True
 

@@ -12,15 +12,24 @@ from ..core.disk import store
 from ..core.errors import TrainingError
 from .state import State
 
+_LAST = 2  # steps that may be skipped at the end: one that bf16 overflows in is no divergence
+
 
 def refuse_diverged(state: State, total_steps: int, checkpoint: Path | None, last_good: str) -> None:
-    """Raise `TrainingError` at the end of a run whose weights are not finite, or that skipped more than half of its steps."""
+    """Raise `TrainingError` at the end of a run that diverged.
+
+    Its weights are not finite or above 1e9, it skipped half of its steps or more, or the last three of them.
+    """
     sound = checkpoint is None or store.has_sound_weights(checkpoint)
-    if sound and 2 * state.skipped_steps <= state.step:
+    at_the_end = state.skipped_in_a_row > _LAST
+    if sound and 2 * state.skipped_steps < max(state.step, 1) and not at_the_end:
         return
-    cause = "" if sound else ", and its weights are not finite"
+    causes = [] if sound else ["its weights are not finite or above 1e9"]
+    if state.skipped_steps:
+        last = f", the last {state.skipped_in_a_row} among them" if at_the_end else ""
+        causes.append(f"{state.skipped_steps} of {state.step} steps were skipped as non-finite{last}")
     raise TrainingError(
-        f"step {state.step} of {total_steps} is done, but {state.skipped_steps} of {state.step} steps were skipped as non-finite{cause}. "
+        f"step {state.step} of {total_steps} is done, but {' and '.join(causes)}. "
         f"Lower optim.lr, set optim.clip_grad_norm=1.0 or engine.precision=fp32; {last_good}."
     )
 

@@ -232,11 +232,43 @@ def test_a_run_that_skipped_most_of_its_steps_does_not_end_as_finished(shards, t
     for _ in range(2):  # the same line again says the same
         with pytest.raises(
             TrainingError,
-            match=r"step 6 of 6 is done, but \d of 6 steps were skipped as non-finite.*no checkpoint is from before that",
+            match=r"step 6 of 6 is done, but .*5 of 6 steps were skipped as non-finite.*no checkpoint is from before that",
         ):
             train(run(tree))
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**tree, "name": "line"}))
     assert_ends(["train", str(tmp_path / "recipe.yaml")], 3, ["skipped as non-finite"])
+
+
+@pytest.mark.parametrize(
+    ("nan_from", "steps", "cause"),
+    [(10, 12, ""), (9, 12, "3 of 12 steps were skipped as non-finite, the last 3 among them"), (1, 2, "1 of 2 steps")],
+)
+def test_a_run_that_skipped_its_last_steps_or_half_of_them_is_no_finished_one(
+    nan_from, steps, cause, shards, tmp_path, monkeypatch
+):
+    original = ClipObjective.forward
+    monkeypatch.setattr(
+        ClipObjective,
+        "forward",
+        lambda self, batch, progress: (loss := original(self, batch, progress))._replace(
+            total=loss.total * (float("nan") if progress.step >= nan_from else 1.0)
+        ),
+    )
+    tree = tiny_recipe(shards, tmp_path, steps=steps)
+    tree["optim"] = {**tree["optim"], "warmup_steps": 0}
+    if not cause:
+        assert train(run(tree)).reason == "finished"
+        return
+    with pytest.raises(TrainingError, match=f"is done, but {cause}"):
+        train(run(tree))
+
+
+@pytest.mark.parametrize("end", [{"steps": 1}, {"steps": 6, "stop_after_steps": 1}])
+def test_weights_that_only_grew_end_a_run_as_an_error(end, shards, tmp_path):
+    tree = tiny_recipe(shards, tmp_path, **end)
+    tree["optim"] = {"lr": 1e12, "warmup_steps": 0}
+    with pytest.raises(TrainingError, match=r"its weights are not finite or above 1e9\. Lower optim.lr"):
+        train(run(tree))
 
 
 def test_one_skipped_step_in_many_ends_as_finished(shards, tmp_path, monkeypatch):

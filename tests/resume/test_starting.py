@@ -381,6 +381,17 @@ def test_a_finished_run_names_the_words_that_train_on(shards, tmp_path):
         for name, step in (("short", 12), ("longer", 3))
     )
     assert after["samples"] == 24 and before["cursor"] != after["cursor"]
+    with pytest.raises(ConfigError, match=r"steps: 12 -> 8\n.*Give a shorter run another name="):
+        train(_run(tree, "name=short", "steps=8"))
+    # A run whose newest checkpoint is incomplete is begun from an older one, and says so.
+    (tmp_path / "short/checkpoints/step-00000013").mkdir()
+    for number, start in enumerate(
+        (str(tmp_path / "short"), {"checkpoint": str(tmp_path / "short"), "optimizer": True})
+    ):
+        config = _run({**tree, "start_from": start}, f"name=doubt{number}", "steps=3", "optim.warmup_steps=0")
+        train(config)
+        log = (config.folder / "log.txt").read_text()
+        assert "start_from: " in log and "step-00000013: is incomplete; step-00000012 is read instead" in log
     # Another learning rate as well is another run, and is not told so.
     with pytest.raises(ConfigError, match="Use another name="):
         train(_run(tree, "name=short", "steps=15", "optim.lr=5"))

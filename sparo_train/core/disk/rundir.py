@@ -151,11 +151,22 @@ class RunDir:
 
     def _remedy(self, changed: Sequence[str], lengths: Sequence[str]) -> str:
         if all(_within(line.partition(":")[0], lengths) for line in changed):
+            if all(_is_shorter(line) for line in changed):
+                return "The schedule depends on the length. Give a shorter run another name=, or score a checkpoint of this one."
             return (
                 "The schedule depends on the length. To continue from the weights of this run, give the additional steps: "
                 f"name=NEW steps=N optim.warmup_steps=0 start_from='{{checkpoint: {self.path}, optimizer: true}}'."
             )
         return "Use another name=, undo the change, or remove the folder."
+
+
+def _is_shorter(change: str) -> bool:
+    """Return whether a line of `differences` has two numbers, the second below the first."""
+    before, _, after = change.partition(": ")[2].partition(" -> ")
+    try:
+        return float(after) < float(before)
+    except ValueError:
+        return False
 
 
 def _within(key: str, free: Collection[str]) -> bool:

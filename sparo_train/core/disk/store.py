@@ -202,6 +202,22 @@ def has_sound_weights(path: Path) -> bool:
         return False
 
 
+def doubts(path: Path, step: Path) -> str:
+    """Return a warning that the checkpoint that was read may not be the intended one; empty without a reason for it.
+
+    Args:
+        path: the run or checkpoint that the user named.  step: the checkpoint that was read for it.
+    """
+    remarks = []
+    if step != path and (unfinished := CheckpointStore(path / "checkpoints").unfinished()):
+        remarks.append(f"{unfinished}: is incomplete; {step.name} is read instead")
+    if is_suspect(step):
+        remarks.append(
+            f"{step}: was written while training skipped steps that were not finite; earlier ones may score better"
+        )
+    return ". ".join(remarks)
+
+
 def read_meta(path: Path) -> dict[str, Any]:
     """The meta.json of a checkpoint folder; its checksum, its format and the sizes of its files are verified."""
     remedy = f"remove {path} to continue from the checkpoint before it"
