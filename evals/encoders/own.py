@@ -22,7 +22,7 @@ from sparo_train.objectives.dino import DinoObjective
 
 from .abilities import BlocksEncoder, ConditionedEncoder, PatchesEncoder, TokensEncoder
 from .encoder import Encoder, TwoTowerEncoder
-from .pixels import Pixels
+from .pixels import MappedPixels, Pixels
 from .texts import TEXTS, encode_texts
 
 _NOT_ENCODING: Any = {  # names, what training alone reads, and a width that the weights' shapes tell where it is used
@@ -46,8 +46,9 @@ class ClipEncoder(TwoTowerEncoder, TokensEncoder, ConditionedEncoder):
         self.tokenizer = ClipTokenizer(model.config.text.context_length)
         self.tokenize = self.tokenizer.batch
         self.image_size, self._width = model.config.vision.image_size, model.config.width
-        # As open_clip's evaluation transform: the shortest side is the image's size, and nothing is cut off a square.
-        self.transform = Pixels(self.image_size, self.image_size)
+        # As open_clip's evaluation transform: the shortest side is the image's size, and nothing is cut off a square. 16 bits are
+        # not clipped to white as there, but mapped as in training; a run says how.
+        self.transform = MappedPixels(self.image_size, self.image_size)
         self.slots = model.config.slots
 
     @property
@@ -124,7 +125,7 @@ class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
         super().__init__(model, mean, std, label)
         self.image_size, self.token_width = model.config.image_size, model.embed_dim
         # As eval_knn.py and eval_linear.py cut it.
-        self.transform = Pixels(self.image_size, round(self.image_size * 256 / 224), rgb_first=True)
+        self.transform = MappedPixels(self.image_size, round(self.image_size * 256 / 224), rgb_first=True)
         self.slots = model.config.slots
 
     @property

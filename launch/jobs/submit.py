@@ -56,7 +56,18 @@ _OWN_ARGUMENTS = {
     "ntasks-per-node": "--tasks-per-node or --gpus-per-node",
     "time": "--time",
     "array": "a sweep (key=[a,b] or --seeds)",
+    "ntasks": "--nodes and --tasks-per-node",
+    "cpus-per-task": "--cpus-per-task",
+    "gpus-per-node": "--gpus-per-node and --gpu-type",
+    "gpus": "--gpus-per-node and --gpu-type",
+    "gpus-per-task": "--gpus-per-node and --gpu-type",
+    "dependency": "--after",
+    "wait": "nothing: `sparo launch status` shows when it ends",
+    "wrap": "nothing: sparo writes the script",
+    "chdir": "nothing: a job runs in the folder that it was launched from",
+    **{name: f"--{name}" for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude", "exclusive")},
 }
+_MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
 def submit(
@@ -148,10 +159,22 @@ def _further(cluster: ClusterConfig) -> dict[str, str | int | bool]:
     found: dict[str, str | int | bool] = {"requeue": True, "chdir": str(Path.cwd())}
     if cluster.gpu_type and cluster.gpus_per_node:
         found["gpus_per_node"] = f"{cluster.gpu_type}:{cluster.gpus_per_node}"
-    for name in cluster.sbatch:
-        if (option := _OWN_ARGUMENTS.get(name.replace("_", "-"))) is not None:
-            raise ConfigError(f"--sbatch.{name}: sparo sets it itself, got {cluster.sbatch[name]}. Use {option}.")
-    found |= {name.replace("-", "_"): value for name, value in cluster.sbatch.items()}
+    for given, value in cluster.sbatch.items():
+        name = given.replace("_", "-")
+        option = _OWN_ARGUMENTS.get(name)
+        if name == "gres" and "gpu" in str(value):  # else the job would not know that it was given GPUs
+            option = _OWN_ARGUMENTS["gpus"]
+        if option is not None:
+            raise ConfigError(f"--sbatch.{given}: sparo sets it itself, got {value}. Use {option}.")
+        if len(name) == 1:
+            raise ConfigError(f"--sbatch.{given}: is the short form of an argument, got {value}. Write its long name.")
+        if name in _MEMORY and value is not False and cluster.mem_gb is not None:
+            raise ConfigError(
+                f"--sbatch.{given}: memory is given twice, got {value} and --mem-gb {cluster.mem_gb:g}. Leave one of them out."
+            )
+        found[name.replace("-", "_")] = value
+    if found.get("no_requeue"):
+        found["requeue"] = False
     return {name: value for name, value in found.items() if value is not False}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evals.encoders.abilities import ViewsEncoder
 from evals.encoders.encoder import Encoder
-from evals.encoders.pixels import Pixels
+from evals.encoders.pixels import MappedPixels, Pixels
 from evals.sets.view_set import Views
 from evals.tasks.objects.similarity import ssim
 from sparo_train.core.errors import ConfigError
@@ -67,7 +67,7 @@ class SceneEncoder(Encoder, ViewsEncoder):
         self.model: Any
         c = model.config
         self.image_size, self.slots = c.image_size, c.grouping.slots
-        self.transform = Pixels(self.image_size, self.image_size, rgb_first=True)
+        self.transform = MappedPixels(self.image_size, self.image_size, rgb_first=True)
         self.trained_frames, self.trained_views = trained_frames, trained_views
         self.noise = torch.randn(c.noise, generator=torch.Generator().manual_seed(seed))
         self.seed = seed

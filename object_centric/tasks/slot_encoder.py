@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from evals.encoders.abilities import DrawingEncoder, MasksEncoder, ObjectsEncoder
 from evals.encoders.encoder import Encoder
-from evals.encoders.pixels import Pixels
+from evals.encoders.pixels import MappedPixels
 from sparo_train.models.slots import Slots
 
 from ..decoders.broadcast import Decoded
@@ -40,7 +40,7 @@ class TowerEncoder(Encoder):
         level = (0.5,) * 3 if signed else (0.0,) * 3
         super().__init__(model, level, (0.5,) * 3 if signed else (1.0,) * 3, label)
         self.image_size, self.slots = model.config.image_size, model.config.grouping.slots
-        self.transform = Pixels(self.image_size, self.image_size, rgb_first=True)
+        self.transform = MappedPixels(self.image_size, self.image_size, rgb_first=True)
         # Drawn on the CPU: a GPU's stream has other numbers, and other slots.
         self.noise = torch.randn(model.config.noise, generator=torch.Generator().manual_seed(seed))
         self.seed = seed

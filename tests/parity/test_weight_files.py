@@ -232,14 +232,16 @@ def test_sparo_clips_other_readouts_load(readout, tmp_path):
 
 
 def test_heads_of_another_width_are_asked_for_and_not_guessed(tmp_path):
-    sizes = {"vision": {"head_width": 64, "layers": 2}, "text": {"heads": 2, "layers": 2}}
-    model = tiny(**sizes)
     file = tmp_path / "odd.safetensors"
-    save_file(model.state_dict(), file)
-    with pytest.raises(
-        CheckpointError, match=r"number of heads, got widths 128 and 128 with 2 and 2 blocks.*--model FILE\.json"
-    ):
-        load_encoder(file)
+    for layers in (3, 2):  # 3: with a block more it would be ViT-Tiny, but a class token replaces none
+        sizes = {"vision": {"head_width": 64, "layers": layers}, "text": {"heads": 2, "layers": layers}}
+        model = tiny(**sizes, readout={"kind": "token"}) if layers == 3 else tiny(**sizes)
+        save_file(model.state_dict(), file)
+        with pytest.raises(
+            CheckpointError,
+            match=rf"number of heads, got widths 128 and 128 with {layers} and {layers} blocks.*--model FILE\.json",
+        ):
+            load_encoder(file)
     cfg = plugin.model_cfg(model.config)
     (tmp_path / "model.json").write_text(json.dumps({"model_cfg": cfg}))
     encoder = load_encoder(file, str(tmp_path / "model.json"))

@@ -1,6 +1,8 @@
 """Training on a real SLURM: left alone, pre-empted, out of time, cancelled; always the same losses."""
 
 import json
+import shlex
+import sys
 import time
 
 import pytest
@@ -143,3 +145,30 @@ def test_the_time_limit_saves_requeues_and_goes_on(lab, limited):
     starts = lab.starts(limited)
     assert len(starts) > 1 and {reason for *_, reason in starts[:-1]} == {"SIGUSR2"}
     assert starts[0][1] < starts[1][1] and starts[-1][2] == "finished"
+
+
+def test_a_job_that_is_submitted_inside_another_has_its_own_resources(lab):
+    """The outer job's SLURM_MEM_PER_CPU, SLURM_NTASKS and ranks are no options of the inner one's sbatch."""
+    words = [sys.executable, "-m", "launch.cli", "launch", "train", "recipe.yaml", "name=nested", ALONE, "--on", "lab"]
+    inner = shlex.join([*words, "--nodes", "1", "--nodelist", "n2", "--cpus-per-task", "2", "--mem-gb", "1"])
+    outer = [
+        "-p",
+        "high",
+        "-w",
+        "n1",
+        "-n",
+        "2",
+        "--mem-per-cpu",
+        "100",
+        "-D",
+        str(lab.root),
+        "-o",
+        str(lab.root / "outer.txt"),
+    ]
+    lab.cluster.says("sbatch", *outer, "--wrap", inner)
+    folder = lab.root / "nested"
+    lab.wait(90, lambda: (folder / "jobs/submitted.jsonl").exists() and Records(folder).last(), "the inner submission")
+    lab.end(folder)
+    lab.equal(folder, "one")
+    asked = lab.cluster.says("scontrol", "show", "job", Records(folder).last()["jobs"][-1])
+    assert "NumTasks=1" in asked and "CPUs/Task=2" in asked and "MinMemoryNode=1G" in asked, asked

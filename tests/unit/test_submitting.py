@@ -73,18 +73,34 @@ def test_wckeys_are_sent_where_asked_for_and_own_arguments_are_refused(recorded)
     cluster = load_cluster("slurm", ["--sbatch.wckey", "project"])
     submit(cluster, [Element(("train",), str(recorded / "run"))], recorded / "jobs", "x", recorded, None, None, print)
     assert "--wckey=project" in (recorded / "script.sh").read_text()
-    for name, use in (("signal", "--signal-seconds"), ("array", "a sweep"), ("open_mode", "logs are appended")):
-        with pytest.raises(ConfigError, match=rf"--sbatch\.{name}: sparo sets it itself, got .*\. Use .*{use}"):
-            submit(
-                load_cluster("slurm", [f"--sbatch.{name}", "x"]),
-                [Element((), "x")],
-                recorded / "jobs",
-                "x",
-                recorded,
-                None,
-                None,
-                print,
-            )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sbatch.signal", "x"], r"sbatch\.signal: sparo sets it itself, got x\. Use --signal-seconds"),
+        (["--sbatch.array", "x"], r"sbatch\.array: sparo sets it itself.* Use a sweep"),
+        (["--sbatch.open_mode", "x"], r"sbatch\.open_mode: .*logs are appended"),
+        (["--sbatch.partition", "x"], r"Use --partition"),
+        (["--sbatch.gres", "gpu:1"], r"sbatch\.gres: .*Use --gpus-per-node"),
+        (["--sbatch.gpus", "2"], r"Use --gpus-per-node"),
+        (["--sbatch.N", "3"], r"sbatch\.N: is the short form of an argument, got 3"),
+        (["--mem-gb", "2", "--sbatch.mem", "4G"], r"sbatch\.mem: memory is given twice, got 4G and --mem-gb 2"),
+        (["--mem-gb", "2", "--sbatch.mem-per-cpu", "1G"], r"memory is given twice"),
+    ],
+)
+def test_arguments_of_sbatch_that_sparo_sets_are_refused(recorded, words, message):
+    with pytest.raises(ConfigError, match=message):
+        submit(load_cluster("slurm", words), [Element((), "x")], recorded / "jobs", "x", recorded, None, None, print)
+
+
+def test_other_arguments_of_sbatch_are_lines_of_the_script(recorded):
+    cluster = load_cluster("slurm", ["--sbatch.no-requeue", "true", "--sbatch.gres", "nvme:1", "--sbatch.mem", "4G"])
+    submit(cluster, [Element(("train",), str(recorded / "run"))], recorded / "jobs", "x", recorded, None, None, print)
+    script = (recorded / "script.sh").read_text()
+    lines = [line for line in script.splitlines() if line.startswith("#SBATCH --")]
+    lines = [line for line in lines if any(word in line for word in ("requeue", "gres", "mem"))]
+    assert lines == ["#SBATCH --gres=nvme:1", "#SBATCH --mem=4G", "#SBATCH --no-requeue"]
 
 
 def test_a_users_own_devices_stay_outside_of_jobs():

@@ -130,13 +130,13 @@ def infer_config(state: Mapping[str, Tensor], image_size: int | None = None, qui
     # The class token's position comes before the square of patches.
     grid = round((len(position) - 1) ** 0.5)
     layers, text_layers = (_blocks(state, tower) for tower in ("visual", "text"))
-    heads = _known_heads(width, layers, text_width, text_layers)
+    readout = _readout_of(state, 0)  # the blocks are counted as they are
+    heads = _known_heads(width, layers, text_width, text_layers, may_replace=readout["kind"] != "token")
     if heads is None:
         raise CheckpointError(
             f"weights: shapes do not show the number of heads, got widths {width} and {text_width} with {layers} and {text_layers} blocks, "
             "as no published CLIP has. Name the model: --model NAME, or --model FILE.json with an open_clip config."
         )
-    readout = _readout_of(state, 0)  # the blocks are counted as they are
     embed_dim = readout.pop("embed_dim", None) or (state["visual.proj"].shape[1] if "visual.proj" in state else 512)
     return ClipConfig.model_validate(
         {
@@ -196,26 +196,34 @@ class _Heads(NamedTuple):
     text: int
 
 
-def _known_heads(width: int, layers: int, text_width: int, text_layers: int) -> _Heads | None:
-    """Return the heads of the published CLIP of these sizes; a readout may have replaced the last block of each tower."""
-    for more in (0, 1):
-        if found := _published_heads().get((width, layers + more, text_width, text_layers + more)):
+def _known_heads(width: int, layers: int, text_width: int, text_layers: int, may_replace: bool) -> _Heads | None:
+    """Return the heads of the published CLIP of these sizes, or None.
+
+    Args:
+        may_replace: the readout may have taken the place of the last block of the image tower, or of both.
+    """
+    published = _published_heads()
+    for more, text_more in ((0, 0), (1, 1), (1, 0)) if may_replace else ((0, 0),):
+        if found := published.get((width, layers + more, text_width, text_layers + text_more)):
             return found
-    return _published_heads().get((width, layers + 1, text_width, text_layers))
+    return None
 
 
 @cache
 def _published_heads() -> dict[tuple[int, int, int, int], _Heads]:
-    """Heads by (width, layers, text width, text layers), of every CLIP with a ViT that open_clip lists, and of our own small ones."""
-    found: dict[tuple[int, int, int, int], _Heads] = {}
+    """Return heads by (width, layers, text width, text layers) of every CLIP with a ViT that open_clip lists, and of our own small ones.
+
+    Sizes that are listed with two numbers of heads are left out.
+    """
+    found: dict[tuple[int, int, int, int], set[_Heads]] = {}
     told = [open_clip.get_model_config(name) or {} for name in open_clip.list_models()]
     told += [{"vision_cfg": vision, "text_cfg": text} for vision, text, _ in BACKBONES.values()]
     for cfg in told:
         v, t = cfg.get("vision_cfg", {}), cfg.get("text_cfg", {})
         sizes = (v.get("width"), v.get("layers"), t.get("width"), t.get("layers"))
         if all(isinstance(size, int) for size in sizes) and isinstance(t.get("heads"), int):
-            found[sizes] = _Heads(sizes[0] // v.get("head_width", 64), t["heads"])
-    return found
+            found.setdefault(sizes, set()).add(_Heads(sizes[0] // v.get("head_width", 64), t["heads"]))
+    return {sizes: heads.pop() for sizes, heads in found.items() if len(heads) == 1}
 
 
 def infer_readout(state: Mapping[str, Tensor], prefix: str, replaced: int) -> dict[str, Any] | None:
