@@ -32,7 +32,7 @@ from .models.clip_model import build_text, build_vision
 from .models.clip_towers import TextTower, VisionTower
 from .models.slots import NoReadOut
 from .models.weight_files.describe import IMPORT_FIRST, from_model_cfg
-from .models.weight_files.raw import bare, read_raw, state_of
+from .models.weight_files.raw import bare, read_raw, split_state, state_of
 from .models.weight_files.torchscript import archive_root
 from .models.weight_files.weights import OPENAI_MARKS, to_ours
 
@@ -175,11 +175,12 @@ def _wrap_convert(original: Callable[..., dict[str, Tensor]]) -> Callable[..., d
 def _wrap_load(original: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
     def load(checkpoint_path: Any, device: Any = "cpu", weights_only: bool = True) -> dict[str, Tensor]:
         # open_clip strips `module.` and looks for `state_dict` only, and would have to run TorchScript archives.
-        path = Path(checkpoint_path)
+        file, key = split_state(str(checkpoint_path))
+        path = Path(file)
         if not path.is_file() or not weights_only:
             return original(checkpoint_path, device, weights_only)
         dropped = OPENAI_MARKS if archive_root(path) is not None else ()
-        state = state_of(read_raw(path), path)
+        state = state_of(read_raw(path), path, key)
         return {name: value.to(device) for name, value in state.items() if name not in dropped}
 
     return load

@@ -44,6 +44,7 @@ class OpenClipEncoder(TwoTowerEncoder):
         import sparo_train.openclip  # noqa: F401  our own names and read-outs too
 
         label = f"open_clip:{name}@{weights}"
+        weights, state = split_state(weights)
         self._config = open_clip.get_model_config(name)
         if self._config is None:
             raise ConfigError(f"{label}: {did_you_mean(name, open_clip.list_models())}")
@@ -54,8 +55,10 @@ class OpenClipEncoder(TwoTowerEncoder):
         self._refuse_other_gelu(name, weights, label)
         try:
             built: Any = open_clip.create_model_and_transforms(
-                name, pretrained=weights, force_custom_text=True, **_shown_beside(Path(weights))
+                name, pretrained=None if state else weights, force_custom_text=True, **_shown_beside(Path(weights))
             )
+            if state:  # open_clip itself takes nothing but a file's path
+                open_clip.load_checkpoint(built[0], f"{weights}?state={state}")
         except (OSError, RuntimeError, KeyError, AssertionError) as error:
             raise CheckpointError(f"{label}: open_clip cannot load it ({str(error)[:300]})") from None
         model, _, transform = built
@@ -206,7 +209,9 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
     kind = (
         TimmVitEncoder if hasattr(model, "num_prefix_tokens") and _gives_tokens(model, size, label) else BackboneEncoder
     )
-    pooled = getattr(model, "global_pool", None)
+    # Of convnets it is a layer, in the model or in its head, that knows its name.
+    pooled: Any = getattr(model, "global_pool", None) or getattr(getattr(model, "head", None), "global_pool", None)
+    pooled = getattr(pooled, "pool_type", pooled)
     pooling = pooled if isinstance(pooled, str) and pooled else "timm's own"
     encoder = kind(model, model, pixels, (pixels.mean, pixels.std), size, f"timm {name}", label, pooling)
     refuse_unsteady(encoder)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparo_train.core.config import Frozen, setting
+from sparo_train.models.exact import at_least_fp32
 
 PATCH = 4  # pixels of a token's side: the decoder doubles the side twice
 _HIDDEN_LAYERS = 6  # of the encoder, per patch, between its patches and its logits
@@ -66,14 +67,15 @@ class Dvae(nn.Module):
 
     def logits(self, images: Tensor) -> Tensor:
         # In fp32: logarithms of probabilities among thousands of tokens.
-        return F.log_softmax(self.encoder(images).float(), dim=1)
+        return F.log_softmax(at_least_fp32(self.encoder(images)), dim=1)
 
     def drawn(self, shares: Tensor) -> Tensor:
-        return self.decoder(shares).float()
+        return at_least_fp32(self.decoder(shares))
 
     def tokens_drawn(self, tokens: Tensor) -> Tensor:
         """Tokens (b, s, s) to images (b, 3, 4s, 4s)."""
-        return self.drawn(F.one_hot(tokens, self.config.vocab).permute(0, 3, 1, 2).float())
+        shares = F.one_hot(tokens, self.config.vocab).permute(0, 3, 1, 2)
+        return self.drawn(shares.to(next(self.decoder.parameters()).dtype))
 
 
 def gumbel(like: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sparo_train.models.exact import at_least_fp32
+
 from .gru import Gru
 from .slot_config import SlotAttentionConfig
 from .transport_attention import Transport
@@ -206,7 +208,7 @@ def weighted(c: SlotAttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
 def competed(c: SlotAttentionConfig, logits: Tensor) -> Tensor:
     """Logits (b, H, K, N) to shares, in fp32 at least."""
     # In 16 bits shares of thirty slots are told apart by luck.
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = at_least_fp32(logits)
     if c.softmax_over == "slots_heads":
         return F.softmax(logits.flatten(1, 2), dim=1).view(logits.shape)
     return F.softmax(logits, dim=-1 if c.softmax_over == "keys" else 2)

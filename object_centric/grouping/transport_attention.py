@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparo_train.core.errors import ConfigError
+from sparo_train.models.exact import at_least_fp32
 
 from .transport import Similar, exact_plan, less_entropy, log_marginal, sinkhorn
 from .transport_config import TransportConfig
@@ -55,12 +56,12 @@ class Transport(nn.Module):
         takes = self.takes(normed)[..., 0] if c.takes == "learned" else None
         alike = self._similar(normed) if c.regulariser else None
         with torch.autocast(queries.device.type, enabled=False):  # exponents of small differences
-            queries, keys, log_a = _wide(queries), _wide(goods.keys), _wide(goods.log_a)
+            queries, keys, log_a = at_least_fp32(queries), at_least_fp32(goods.keys), at_least_fp32(goods.log_a)
             cost = costs(c, queries, keys)
             count = cost.shape[1]
             log_b = torch.zeros_like(cost[:, :, 0])
             if takes is not None:
-                log_b = log_marginal(_wide(takes), count)
+                log_b = log_marginal(at_least_fp32(takes), count)
             if not c.entropy_steps:
                 plan = sinkhorn(cost, log_a, log_b, c.steps).moved
                 if c.exact == "none":
@@ -71,18 +72,18 @@ class Transport(nn.Module):
             if alike is not None:
                 similar = Similar(c.regulariser, alike, sinkhorn(cost, log_a, log_b, c.steps).moved)
             rate = self.rate if c.learn_rate else c.entropy_rate
-            cost = cost + c.noise * _wide(goods.ties)
+            cost = cost + c.noise * at_least_fp32(goods.ties)
             cost, v = less_entropy(cost, log_a, log_b, c.steps, c.entropy_steps, rate, similar, c.second_order)
             return sinkhorn(cost, log_a, log_b, c.steps, v).moved
 
     def _similar(self, slots: Tensor) -> Tensor:
         count = slots.shape[1]
         pairs = torch.cat([slots[:, :, None].expand(-1, -1, count, -1), slots[:, None].expand(-1, count, -1, -1)], -1)
-        return F.softmax(_wide(self.likeness(pairs)[..., 0]), dim=1)
+        return F.softmax(at_least_fp32(self.likeness(pairs)[..., 0]), dim=1)
 
     def goods(self, keys: Tensor, tokens: Tensor, ties: Tensor, slots: int) -> Goods:
         """What all rounds of an image share; tokens' marginals sum to the number of slots."""
-        return Goods(keys, log_marginal(_wide(self.gives(tokens)[..., 0]), slots), ties)
+        return Goods(keys, log_marginal(at_least_fp32(self.gives(tokens)[..., 0]), slots), ties)
 
 
 def costs(c: TransportConfig, queries: Tensor, keys: Tensor) -> Tensor:
@@ -97,7 +98,3 @@ def costs(c: TransportConfig, queries: Tensor, keys: Tensor) -> Tensor:
 
 def _scored(width: int, hidden: int | None) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, hidden or width), nn.ReLU(), nn.Linear(hidden or width, 1))
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

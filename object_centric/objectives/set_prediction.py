@@ -18,6 +18,7 @@ from sparo_train.core.contracts import Batch, Footprint, Loss, Objective, Progre
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.read.loader import Examples, OnStage, ignore_stage
 from sparo_train.data.read.sources import DataConfig, Source
+from sparo_train.models.exact import at_least_fp32
 from sparo_train.objectives.method import Method
 
 from .slot_examples import SlotExamples
@@ -61,7 +62,7 @@ class SetModel(nn.Module):
 
     def forward(self, images: Tensor, noise: Tensor) -> Predicted:
         towered = self.tower(images, noise)
-        return Predicted(torch.sigmoid(self.head(towered.slots).float()), towered)
+        return Predicted(torch.sigmoid(at_least_fp32(self.head(towered.slots))), towered)
 
 
 class SetPrediction(Objective):

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from sparo_train.core.config import setting
 from sparo_train.core.plugins import Open
 from sparo_train.core.tables import SLOT_ENCODERS
+from sparo_train.models.exact import at_least_fp32
 
 from ..decoders.autoregressive import AutoregressiveConfig, AutoregressiveDecoder
 from ..decoders.dvae import PATCH, Dvae, DvaeConfig, gumbel, relaxed
@@ -98,7 +99,7 @@ class SlateModel(nn.Module):
         slots = towered.slots.flatten(0, -3)  # of every frame
         # The last token is said and never heard: nothing follows it.
         said = self.head(self.decoder(embedded[:, :-1], self.project(slots)))
-        missed = F.cross_entropy(said.float().flatten(0, 1), tokens.flatten(), reduction="none")
+        missed = F.cross_entropy(at_least_fp32(said).flatten(0, 1), tokens.flatten(), reduction="none")
         return Slated(towered, tokens, missed.view_as(tokens).sum(1), drawn)
 
     def see(self, images: Tensor, noise: Tensor) -> Towered:

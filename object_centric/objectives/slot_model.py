@@ -8,6 +8,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from sparo_train.core.config import setting
+from sparo_train.models.exact import at_least_fp32
 
 from ..decoders.broadcast import Broadcast, BroadcastConfig, Decoded
 from ..encoders.convnet import grid
@@ -73,5 +74,5 @@ class SlotModel(nn.Module):
             # What is drawn moves with a slot's frame, as what it read did: else frames would only help to see.
             onto = self.tower.grouping.relative(onto, *frames)
         # In fp32: errors of features are compared with pixels' and with other precisions'.
-        target = images if self.config.target == "pixels" else features.permute(0, 3, 1, 2).float()
+        target = images if self.config.target == "pixels" else at_least_fp32(features.permute(0, 3, 1, 2))
         return Slotted(slots, attention, self.decoder(slots, onto), target)

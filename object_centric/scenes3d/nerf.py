@@ -13,7 +13,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from sparo_train.core.config import Frozen, setting
-from sparo_train.models.exact import exactly
+from sparo_train.models.exact import at_least_fp32, exactly
 
 from .drawn import DrawnRays, RayDecoder
 from .field import Blocks, Density, Field, Points, joined
@@ -120,7 +120,9 @@ class Nerf(RayDecoder):
             points = self.points(rays)
         density, glow, kept = self.fields(told, points)
         with torch.autocast(slots.device.type, enabled=False):
-            return self.composed(density.float(), glow.float(), None if kept is None else kept.float(), points)
+            return self.composed(
+                at_least_fp32(density), at_least_fp32(glow), None if kept is None else at_least_fp32(kept), points
+            )
 
     def composed(self, density: Tensor, glow: Tensor, kept: Tensor | None, points: Points) -> DrawnRays:
         """Densities and what fields glow with, from front to back: sum of T_i alpha_i c_i, and the sky behind."""

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from sparo_train.core.config import setting
 from sparo_train.core.errors import did_you_mean
+from sparo_train.models.exact import at_least_fp32
 
 from .drawn import DrawnRays, RayDecoder
 from .field import Blocks
@@ -135,7 +136,7 @@ class SlotMixer(RayDecoder):
         for block, keys, values in zip(self.blocks, told.keys, told.values, strict=True):
             x = block(x, keys, values)
         logits = x @ told.scores.to(x.dtype)
-        return query, logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+        return query, at_least_fp32(logits).softmax(-1)
 
     def coloured(self, query: Tensor, mixed: Tensor) -> Tensor:
         """Of mixtures (…, first width) that the first layer was applied to, and rays' states."""
@@ -143,7 +144,8 @@ class SlotMixer(RayDecoder):
         mixes: Any = self.first
         # The first layer in two: slots' half was done once, rays' half is done here.
         found = self.colour(self.draw(mixed + F.linear(query, mixes.weight[:, width:], mixes.bias)))
-        return found.float().sigmoid() if self.config.bounded else found.float()
+        found = at_least_fp32(found)
+        return found.sigmoid() if self.config.bounded else found
 
     def drawn(self, slots: Tensor, rays: Rays, told: Shared) -> DrawnRays:
         query, shares = self.asked(rays, told)

@@ -15,3 +15,8 @@ def exactly(layer: nn.Module, x: Tensor) -> Tensor:
         if all(p.dtype.itemsize >= 4 for p in own.values()):
             return layer(x.to(exact))
         return functional_call(layer, {name: p.to(exact) for name, p in own.items()}, x.to(exact))
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Cast to fp32 what has fewer bits: sums and softmaxes of 16 bits lose what they are about. fp64 stays."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -45,9 +45,13 @@ def _here(p: nn.Parameter) -> Tensor:
 
 
 @torch.no_grad()
-def follow(average: nn.Module, model: nn.Module, keep: float) -> None:
-    """Set average = keep * average + (1 - keep) * model, parameter by parameter; persistent buffers are copied: they are averages already."""
-    for own, theirs in _buffers(average, model):
+def follow(average: nn.Module, model: nn.Module, keep: float, buffers: bool = True) -> None:
+    """Set average = keep * average + (1 - keep) * model, parameter by parameter.
+
+    Args:
+        buffers: copy persistent buffers, which are averages already; False where the average computes its own, as DINO's teacher does.
+    """
+    for own, theirs in _buffers(average, model) if buffers else ():
         own.copy_(theirs)
     averages, trained = _pairs(average, model)
     if not averages:
@@ -58,9 +62,9 @@ def follow(average: nn.Module, model: nn.Module, keep: float) -> None:
 
 
 @torch.no_grad()
-def follow_if(applied: Tensor, average: nn.Module, model: nn.Module, keep: float) -> None:
+def follow_if(applied: Tensor, average: nn.Module, model: nn.Module, keep: float, buffers: bool = True) -> None:
     """Do the same where only the device knows (0-d bool) whether the step was applied; where it was not, nothing moves."""
-    for own, theirs in _buffers(average, model):
+    for own, theirs in _buffers(average, model) if buffers else ():
         own.copy_(torch.where(applied, theirs, own))
     averages, trained = _pairs(average, model)
     if not averages:

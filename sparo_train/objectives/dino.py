@@ -155,7 +155,7 @@ class DinoObjective(Objective):
         seen = sum_over_ranks(self._seen)
         self.center.mul_(keep).add_(seen[:-1] / seen[-1], alpha=1 - keep)
         self._step = -1
-        follow(self.teacher, self.student, m)
+        follow(self.teacher, self.student, m, buffers=False)
 
     @torch.no_grad()
     def after_step_if(self, applied: Tensor, progress: Progress) -> None:
@@ -165,7 +165,7 @@ class DinoObjective(Objective):
         # what a skipped step would bring may not be finite: it is replaced, not multiplied with zero
         self.center.lerp_(torch.where(applied, mean, self.center[0]), 1 - self.config.center_momentum)
         self._step = -1
-        follow_if(applied, self.teacher, self.student, self.momentum(progress))
+        follow_if(applied, self.teacher, self.student, self.momentum(progress), buffers=False)
 
     def held_back(self, progress: Progress) -> Sequence[nn.Parameter]:
         """The prototypes, during the first `freeze_last_layer` epochs."""

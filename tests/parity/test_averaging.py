@@ -16,6 +16,7 @@ from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.models.weight_files.weights import refuse_non_finite
 from sparo_train.objectives.averaging import EmaConfig, follow, follow_if
+from sparo_train.objectives.dino import DinoObjective, DinoObjectiveConfig
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
 from tests.conftest import tiny_recipe
@@ -142,3 +143,18 @@ def test_what_the_device_decides_is_what_the_host_does(applied):
     began, branched = Progress(0, 10, 0), Progress(0, 10, 0, steps_before=30)
     assert EmaConfig(decay=0.5, warmup=False).at(began) == 0.5 and EmaConfig().at(began) == 0.1
     assert EmaConfig().at(branched) == 31 / 40
+
+
+def test_dinos_teacher_keeps_the_statistics_of_its_own_batches():
+    tree = {"model": {"arch": "vit_tiny", "image_size": 32, "patch_size": 16, "depth": 1}, "head": {"use_bn": True}}
+    objective = DinoObjective(DinoObjectiveConfig.model_validate(tree))
+    theirs, own = (dict(net.named_buffers()) for net in (objective.student, objective.teacher))
+    name = next(name for name in own if name.endswith("running_mean"))
+    own[name].fill_(1.0)
+    theirs[name].fill_(2.0)
+    follow(objective.teacher, objective.student, 0.5, buffers=False)
+    assert own[name].eq(1).all()
+    for step in (objective.after_step, lambda progress: objective.after_step_if(torch.tensor(True), progress)):
+        objective._seen[-1] = 1.0  # a teacher's row, whose mean the centre follows
+        step(Progress(0, 10, 0))
+        assert own[name].eq(1).all() and theirs[name].eq(2).all()

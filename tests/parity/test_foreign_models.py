@@ -5,13 +5,17 @@ import json
 
 import open_clip
 import pytest
+import timm
 import torch
 from PIL import Image
 
+from evals.encoders.encoder import Encoder
+from evals.encoders.foreign import BackboneEncoder, from_timm
+from evals.encoders.hf_pooling import refuse_unsteady
 from evals.encoders.loading import load_encoder
 from evals.suite.evaluate import EvalOptions, result_facts
 from sparo_train.core.config import resolve
-from sparo_train.core.errors import SparoError
+from sparo_train.core.errors import CheckpointError, SparoError
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import OptimConfig
 from sparo_train.models.clip_config import ClipConfig
@@ -178,3 +182,42 @@ def test_averages_and_kept_tokens_follow_buffers():
     follow_if(torch.tensor(True), still, model, 0.5)
     assert all(torch.equal(dict(still.named_buffers())[name], buffers[name]) for name in names)
     assert tower_facts(model.visual, {}, "fp32")["weights"] != facts
+
+
+class Odd(Encoder):
+    """An encoder of 4 pixels a side that gives what it is told to."""
+
+    architecture = "odd"
+
+    def __init__(self, gives):
+        super().__init__(torch.nn.Linear(1, 1), (0.0,) * 3, (1.0,) * 3, "odd")
+        self.image_size, self._gives = 4, gives
+
+    def encode(self, pixels):
+        return self._gives(pixels)
+
+
+@pytest.mark.parametrize(
+    ("gives", "message"),
+    [
+        (lambda x: torch.rand(1, 5), "two encodings of one image differ"),
+        (lambda x: torch.zeros(1, 5, 2), r"does not give one vector per image, got shape \(1, 5, 2\)"),
+        (lambda x: torch.full((1, 5), float("nan")), "is not finite"),
+        (lambda x: x @ x.missing, "does not encode one image, got AttributeError"),
+    ],
+)
+def test_an_encoder_that_does_not_give_one_steady_vector_is_refused(gives, message):
+    with pytest.raises(CheckpointError, match=f"odd: .*{message}"):
+        refuse_unsteady(Odd(gives))
+
+
+def test_every_library_model_is_tried_twice_when_it_is_loaded(monkeypatch, tmp_path):
+    def drop(self, pixels):
+        return torch.rand(len(pixels), 3)
+
+    weights = tmp_path / "resnet.pt"
+    torch.save(timm.create_model("test_resnet", num_classes=0).state_dict(), weights)
+    assert from_timm("test_resnet", str(weights)).pooling == "avg"
+    monkeypatch.setattr(BackboneEncoder, "encode", drop)
+    with pytest.raises(CheckpointError, match="two encodings of one image differ"):
+        from_timm("test_resnet", str(weights))

@@ -100,6 +100,15 @@ def test_a_file_with_two_models_asks_which(tmp_path):
     with pytest.raises(CheckpointError, match="holds 2 models"):
         load_encoder(f"timm:test_vit@{other}")
     assert torch.equal(load_encoder(f"timm:test_vit@{other}?state=state_dict").model.norm.weight, vit["norm.weight"])
+    stock = open_clip.create_model("ViT-Tiny-8", force_custom_text=True).state_dict()
+    third = saved(tmp_path / "stock.pt", {"state_dict": stock, "state_dict_ema": {n: t + 1 for n, t in stock.items()}})
+    with pytest.raises(CheckpointError, match="holds 2 models"):
+        load_encoder(f"open_clip:ViT-Tiny-8@{third}")
+    for key, more in (("state_dict", 0), ("state_dict_ema", 1)):
+        found = load_encoder(f"open_clip:ViT-Tiny-8@{third}?state={key}")
+        assert torch.equal(found.model.logit_scale, stock["logit_scale"] + more) and found.label.endswith(key)
+    with pytest.raises(CheckpointError, match="got state=none"):
+        load_encoder(f"open_clip:ViT-Tiny-8@{third}?state=none")
     same = saved(tmp_path / "same.pt", {"state_dict": weights, "model": dict(weights)})
     assert torch.equal(read_weights(same)["logit_scale"], weights["logit_scale"])
 

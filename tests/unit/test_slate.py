@@ -13,6 +13,8 @@ from object_centric.decoders.dvae import Dvae, DvaeConfig, gumbel, relaxed
 from object_centric.objectives.slate import Slate, SlateConfig
 from object_centric.objectives.slate_model import SlateModelConfig
 from object_centric.objectives.slot_model import SlotModelConfig
+from object_centric.scenes3d.rays import Rays
+from object_centric.scenes3d.slot_mixer import SlotMixer, SlotMixerConfig
 from sparo_train.core.contracts import Progress
 
 SMALL = {
@@ -172,6 +174,22 @@ def test_features_of_the_image_may_be_grouped_in_place_of_tokens():
     assert all(p.grad is not None for p in objective.parameters())
     seen = objective.model.see(batch()["image"] / 255, batch()["noise"])
     assert seen.attention.shape == (4, 3, 8, 8)
+
+
+@pytest.mark.parametrize("encoder", [{"kind": "tokens"}, {"kind": "conv", "channels": (8, 8), "strides": (2, 1)}])
+def test_slate_runs_in_fp64_and_draws_in_it(encoder):
+    grouping = {"preset": "steve", "slots": 3, "width": 8}
+    changes = {} if encoder["kind"] == "tokens" else {"encoder": encoder, "features": 8, "grouping": grouping}
+    model = slate(**changes).model.double()
+    found = model(batch()["image"].double() / 255, batch()["noise"].double(), 1.0)
+    assert found.drawn.dtype == found.cross_entropy.dtype == found.towered.slots.dtype == torch.float64
+    assert model.generate(found.towered.slots).dtype == torch.float64
+
+
+def test_rays_are_mixed_in_fp64():
+    mixer = SlotMixer(SlotMixerConfig.model_validate({"preset": "osrt"}), 12).double()
+    rays = Rays(torch.zeros(2, 5, 3).double(), F.normalize(torch.ones(2, 5, 3).double(), dim=-1))
+    assert mixer(torch.randn(2, 4, 12).double(), rays).colours.dtype == torch.float64
 
 
 @pytest.mark.parametrize(
