@@ -5,6 +5,7 @@ DIR/results.jsonl   DIR/predictions/HASH.npz (keys, and arrays with one row per 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -67,7 +68,9 @@ def append(
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             data = b"\n" + data  # a line that a full disk or a kill cut off must not take this one with it
-        os.write(descriptor, data)  # one write: appending lines of several processes do not mix
+        # One write: appending lines of several processes do not mix. A disk that becomes full takes a part of it.
+        if os.write(descriptor, data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "results.jsonl"))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from sparo_train.core.config import Frozen, resolve, setting
 from sparo_train.core.disk.rundir import environment
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import CheckpointError, ConfigError, LostRankError, SparoError, StoppedError, did_you_mean
-from sparo_train.core.files import cache_folder
+from sparo_train.core.files import cache_folder, disk_error
 from sparo_train.core.recipe.layers import load_recipe
 from sparo_train.train.run import TaskConfig as AnyTask
 
@@ -166,6 +167,7 @@ def evaluate_checkpoint(
     # Other checkpoints have no place of their own that we may write into.
     folder = how.results or (Path(checkpoint) / "evals" if is_run and how.latest else None)
     results: dict[str, Result] = {} if into is None else into
+    unkept: list[SparoError] = []
 
     def keep(found: Mapping[str, Result], seconds: float) -> None:
         for task, scored_alone in found.items():
@@ -175,8 +177,13 @@ def evaluate_checkpoint(
             if folder is not None and ranks.rank == 0:
                 try:
                     append(folder, scored, task, result, result_facts(encoder, how, seconds))
-                except OSError as error:  # checked before, where it was asked for; scores are not lost for it
-                    say(f"{folder}: the results of {task} could not be kept ({error})")
+                except OSError as error:  # a colleague's run that is read-only; its scores are shown all the same
+                    text = f"{folder}: the results of {task} could not be kept ({error})"
+                    say(text)
+                    if disk_error(error) not in (None, errno.EROFS):
+                        unkept.append(
+                            ConfigError(f"{text}. Free space or give --results, then run the same line again.")
+                        )
 
     unfit, failed = _each(Suite(known, store), encoder, how, ranks, keep)
     # Some tasks left out is an answer; all of them is a mistake.
@@ -195,6 +202,7 @@ def evaluate_checkpoint(
             write_results(Path(checkpoint) / "evals" / "latest.json", {"checkpoint": encoder.label}, results)
         except OSError as error:
             say(f"{checkpoint}/evals/latest.json: could not be written ({error})")
+    failed += unkept
     for error in failed[:-1]:
         say(f"error: {error}")
     if failed:

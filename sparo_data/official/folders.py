@@ -141,10 +141,7 @@ def _class_numbers(found: Iterable[dict[str, Any]]) -> dict[int, int]:
     Raises:
         DataError: more than 254 categories, or one that is no number.
     """
-    try:
-        ids = sorted({int(one["category_id"]) for one in found})
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"annotations: an object has no category_id that is a number ({error})") from None
+    ids = sorted({number for one in found if (number := _category(one)) is not None})
     if all(0 < number < IGNORE for number in ids):
         return {number: number for number in ids}
     if len(ids) >= IGNORE:
@@ -155,20 +152,37 @@ def _class_numbers(found: Iterable[dict[str, Any]]) -> dict[int, int]:
 
 
 def _with_outlines(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """Return the objects that have an outline, without degenerate polygons, and what was left out."""
+    """Return the objects that have a category and an outline, without degenerate polygons, and what was left out."""
     kept: list[dict[str, Any]] = []
     left_out: Counter[str] = Counter()
     for one in found:
         shape = one.get("segmentation")
+        if _category(one) is None:
+            left_out["objects without a category"] += 1
+            continue
         if isinstance(shape, list):
-            whole = [points for points in shape if not (isinstance(points, list) and len(points) < 6)]
+            if shape and all(isinstance(x, int | float) for x in shape):  # a polygon that is in no list of polygons
+                shape = [shape]
+            whole = [
+                points for points in shape if points is not None and not (isinstance(points, list) and len(points) < 6)
+            ]
             left_out["polygons of fewer than three points"] += len(shape) - len(whole)
             shape = whole
-        if shape in (None, []):
+        if shape in (None, [], {}):
             left_out["objects without an outline"] += 1
             continue
         kept.append({**one, "segmentation": shape})
     return kept, +left_out
+
+
+def _category(one: Mapping[str, Any]) -> int | None:
+    """Return the number of an object's category, or None where it names none. Raises `DataError` for anything else."""
+    if one.get("category_id") is None:
+        return None
+    try:
+        return int(one["category_id"])
+    except (TypeError, ValueError) as error:
+        raise DataError(f"annotations: an object has no category_id that is a number ({error})") from None
 
 
 def _number(told: Any) -> int:

@@ -4,7 +4,10 @@ import csv
 import io
 import json
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 import tarfile
 
 import pytest
@@ -244,3 +247,17 @@ def test_the_numbers_of_a_small_trained_run_stay(scored):
         for name, value in expected.items():
             assert metrics[name] == pytest.approx(value, abs=2.01 / n), f"{task} {name}"
     assert GOLDEN.keys() == found.keys()
+
+
+def test_scores_are_shown_and_an_error_follows_where_the_disk_became_full(scored, tmp_path):
+    root, _ = scored
+    words = ["eval", "pixels:8", "--tasks", "knn", "--data", "tasks.yaml", "--results", str(tmp_path / "results")]
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/results.jsonl").write_text("\n" * 1000)
+    # A limit on the size of files, 1,024 bytes, takes a part of the line and then no more of it, as a full disk does.
+    command = shlex.join([sys.executable, "-m", "launch.cli", *words, "--features", str(tmp_path / "f")])
+    done = subprocess.run(["bash", "-c", f"ulimit -f 1; exec {command}"], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 2 and "acc1" in done.stdout, done.stdout + done.stderr
+    words = " ".join(done.stderr.split())
+    assert "the results of knn could not be kept" in words and "Free space or give --results" in words, words
+    assert "Traceback" not in done.stderr

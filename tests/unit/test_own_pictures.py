@@ -327,7 +327,11 @@ def test_coco_leaves_out_what_has_no_outline_and_renumbers_categories(tmp_path):
         {"category_id": 7, "segmentation": []},
         {"category_id": 7, "segmentation": None},
         {"category_id": 7},
-        {"category_id": 300, "segmentation": [[20, 20, 28, 20, 28, 28]]},
+        {"category_id": 300, "segmentation": [20, 20, 28, 20, 28, 28]},  # a polygon in no list
+        {"category_id": None, "segmentation": [SQUARE]},
+        {"segmentation": [SQUARE]},
+        {"category_id": 7, "segmentation": {}},
+        {"category_id": 7, "segmentation": [None]},
     ]
     path = annotations(tmp_path, objects)
     (scene,) = coco(path)
@@ -336,10 +340,14 @@ def test_coco_leaves_out_what_has_no_outline_and_renumbers_categories(tmp_path):
     assert "." not in scene.key and scene.facts["file"] == "img.rf.0a1b.png"
     out = tmp_path / "out"
     written = write_published(out, coco(path), PublishedConfig(source="coco", files=["x"]))
-    assert written.left_out == {"objects without an outline": 3, "polygons of fewer than three points": 1}
+    assert written.left_out == {
+        "objects without an outline": 5,
+        "polygons of fewer than three points": 2,
+        "objects without a category": 2,
+    }
     assert json.loads((out / "categories.json").read_text()) == {"1": 0, "2": 7, "3": 300}
     done = sparo("data", "convert", str(path), str(tmp_path / "line"), "--as", "coco")
-    assert done.returncode == 0 and "left out: 3 objects without an outline" in done.stderr, done.stderr
+    assert done.returncode == 0 and "left out: 5 objects without an outline" in done.stderr, done.stderr
 
 
 def test_cocos_own_categories_keep_their_numbers(tmp_path):
