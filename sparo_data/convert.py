@@ -86,10 +86,11 @@ def convert_folder(
     """
     if "{c}" not in template:
         raise ConfigError(f"--template {template!r}: has no {{c}}, which stands for the class")
-    _refuse_shards(source)
+    _refuse_shards(source, "*.tar", "*/*.tar", "*.tar.gz", "*.tgz")
     # In the order of names, so that parts made on several machines fit together.
     images, left_out = list_pictures(source)
     if not images:
+        _refuse_shards(source, "**/*.tar")
         others = f", got {left_out_text(left_out)}" if left_out else ""
         raise DataError(f"{source}: no picture that can be read below this folder{others}.")
     named = _class_names(source, images)
@@ -104,9 +105,9 @@ def convert_folder(
     return made._replace(left_out=left_out, numbered=bool(named) and all(name.isdecimal() for name in named.values()))
 
 
-def _refuse_shards(source: Path) -> None:
+def _refuse_shards(source: Path, *patterns: str) -> None:
     """Raise `DataError` for a folder of shards, which need no conversion."""
-    tars = [path for pattern in ("*.tar", "*/*.tar", "*.tar.gz", "*.tgz") for path in source.glob(pattern)]
+    tars = [path for pattern in patterns for path in sorted(source.glob(pattern))]
     if tars:
         folder = shlex.quote(str(tars[0].parent))
         raise DataError(

@@ -105,6 +105,8 @@ def convert(
         raise ConfigError(
             f"{source}: is a shard, which needs no conversion. Train with data.sources='{{mine: {{shards: {source}}}}}'."
         )
+    elif source.suffix == ".gz":
+        raise ConfigError(f"{source}: is compressed. Unpack it: gunzip -k {shlex.quote(str(source))}")
     else:
         raise ConfigError(f"{source}: give an image folder, a .csv or .tsv file, or --as NAME for a published set")
     _tell(folder, made, own is None)

@@ -1,5 +1,6 @@
 """Training in processes of their own: killed, stopped, refused, poisoned; and continued bit-equal."""
 
+import io
 import json
 import os
 import random
@@ -7,9 +8,11 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from launch.runs.train import train
 from sparo_data.writer import write_shard
@@ -265,6 +268,11 @@ def test_a_problem_in_a_loader_worker_arrives_as_one_message(tmp_path):
         DataError, match=r"^data: a whole pass over stream 0 gave no usable sample: .*\(bad image: \d+\)$"
     ):
         train(run(tiny_recipe(tmp_path / "s", tmp_path / "runs")))
+    real = io.BytesIO()
+    Image.fromarray(np.full((8, 8), 4000, np.float32)).save(real, format="TIFF")
+    write_shard(tmp_path / "f" / "0.tar", ((f"{i}", {"tiff": real.getvalue(), "txt": b"words"}) for i in range(16)))
+    with pytest.raises(DataError, match=r"\(pixel range: \d+\)\. Set data\.pixel_range; `sparo data check`"):
+        train(run(tiny_recipe(tmp_path / "f", tmp_path / "runs", name="deep")))
 
 
 @pytest.mark.slow

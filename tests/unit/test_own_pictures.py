@@ -298,6 +298,11 @@ def test_shards_need_no_conversion(tmp_path, shards):
         DataError, match=r"holds shards already, got \d+ such as .*\.tar\. Look at them with `sparo data check"
     ):
         convert_folder(shards, tmp_path / "out")
+    put(tmp_path / "deep/x/y/0.tar", b"")
+    with pytest.raises(DataError, match=r"holds shards already, got 1 such as 0\.tar.*sparo data check .*deep/x/y`"):
+        convert_folder(tmp_path / "deep", tmp_path / "out")
+    done = sparo("data", "convert", str(put(tmp_path / "t.csv.gz", b"x")), str(tmp_path / "out"))
+    assert done.returncode == 2 and "t.csv.gz: is compressed. Unpack it: gunzip -k" in done.stderr
     packed = put(tmp_path / "x.tar.gz", gzip.compress(b"x"))
     done = sparo("data", "convert", str(packed), str(tmp_path / "out"))
     assert done.returncode == 2 and "is a shard, which needs no conversion" in done.stderr

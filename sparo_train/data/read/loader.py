@@ -137,7 +137,9 @@ class _Workers(IterableDataset[WorkerBatch | SparoError]):
                     keys.setdefault(what, f"{key} ({bad.detail})" if bad.detail else key)
             else:
                 worst = ", ".join(f"{url} ({reason}: {n})" for (url, reason), n in skipped.most_common(3))
-                raise DataError(f"data: a whole pass over stream {stream} gave no usable sample: {worst}")
+                raise DataError(
+                    f"data: a whole pass over stream {stream} gave no usable sample: {worst}{_advice(worst)}"
+                )
 
 
 def shared_streams(config: DataConfig, batch_size: int, world_size: int) -> int:
@@ -266,3 +268,10 @@ def _where(error: Exception) -> str:
     """A reason to count under: the text of an error may hold the sample's own, and would be a reason of its own for each."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} in {Path(frame.filename).name}, line {frame.lineno}"
+
+
+def _advice(reasons: str) -> str:
+    """Return what to do where all samples of a stream are unusable for a reason that a key removes."""
+    if "pixel range" in reasons:
+        return ". Set data.pixel_range; `sparo data check` lists the values of each picture."
+    return ""
