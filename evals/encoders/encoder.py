@@ -115,8 +115,8 @@ class Encoder(ABC):
         """Return `encode` of images, preprocessed as in evaluation: EXIF orientation is not applied.
 
         Args:
-            pictures: PIL images, or arrays (H, W) or (H, W, 3) of uint8, uint16 or floats. What is not 8 bits is mapped as the run's
-                `data.pixel_range` says, by default 16 bits to their upper byte and floats from 0..1.
+            pictures: PIL images, or arrays (H, W) or (H, W, 3) of uint8, uint16 or floats. Other than 8-bit pixels are mapped by the run's
+                `data.pixel_range`; by default 16 bits to their upper byte, and floats from 0..1.
 
         Raises:
             DataError: arrays of another shape or dtype, or numbers that `data.pixel_range` does not map.

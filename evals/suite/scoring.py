@@ -66,12 +66,12 @@ def labels_of(features: Features, source: EvalSet) -> Tensor:
 
 def learned_on(train: EvalSet, test: EvalSet, resize: int | None = None) -> dict[str, Any]:
     """Return the options of a score that is learned first: the training images, those left out, and the resize."""
-    found: dict[str, Any] = {"trained_on": train.identity()[:16], "resize": resize}
+    options: dict[str, Any] = {"trained_on": train.identity()[:16], "resize": resize}
     if train.left_out:
-        found["left_out_of_training"] = dict(train.left_out)
+        options["left_out_of_training"] = dict(train.left_out)
     if _same_images(train, test):
-        found["scored_on_training"] = True
-    return found
+        options["scored_on_training"] = True
+    return options
 
 
 def _same_images(train: EvalSet, test: EvalSet) -> bool:

@@ -98,7 +98,7 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
                 view.say(line)
             for line in config.optim.unread():
                 view.say(line)
-            # Ranks of one machine share its cores as the launcher says; a run that goes on has its number in the checkpoint.
+            # With several ranks per machine the launcher sets the threads; a resumed run takes them from its checkpoint.
             if newest is None and ranks.size == 1 and (line := engine.side.choose_threads()):
                 view.say(line)
             for source in pipeline.sources if ranks.rank == 0 else ():

@@ -152,7 +152,7 @@ def _class_numbers(found: Iterable[dict[str, Any]]) -> dict[int, int]:
 
 
 def _with_outlines(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """Return the objects that have a category and an outline, without degenerate polygons, and what was left out."""
+    """Return the objects that have a category and an outline, without degenerate polygons, and counts of those left out."""
     kept: list[dict[str, Any]] = []
     left_out: Counter[str] = Counter()
     for one in found:

@@ -82,9 +82,12 @@ class Device:
             torch.set_num_threads(self.config.threads)
 
     def choose_threads(self, trained_with: int | None = None) -> str:
-        """Choose the number of threads where neither `engine.threads` nor OMP_NUM_THREADS does, and say which it is.
+        """Choose the number of CPU threads, unless `engine.threads` or OMP_NUM_THREADS sets it.
 
-        Sums of another number of threads differ in their last bits, so a run that goes on takes what its checkpoint was trained with.
+        Another number of threads changes the last bits of sums, so a resumed run keeps the number of its checkpoint.
+
+        Args:
+            trained_with: the checkpoint's number; None at the first start.
 
         Returns:
             A line for the log; empty on a GPU.

@@ -18,5 +18,5 @@ def exactly(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """Cast to fp32 what has fewer bits: sums and softmaxes of 16 bits lose what they are about. fp64 stays."""
+    """Cast 16-bit numbers to fp32, whose sums and softmaxes keep small differences; fp64 stays."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

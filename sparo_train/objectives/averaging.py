@@ -49,7 +49,7 @@ def follow(average: nn.Module, model: nn.Module, keep: float, buffers: bool = Tr
     """Set average = keep * average + (1 - keep) * model, parameter by parameter.
 
     Args:
-        buffers: copy persistent buffers, which are averages already; False where the average computes its own, as DINO's teacher does.
+        buffers: copy persistent buffers, which are averages already; False where the average updates its own, as DINO's teacher does.
     """
     for own, theirs in _buffers(average, model) if buffers else ():
         own.copy_(theirs)

@@ -12,7 +12,7 @@ from ..core.disk import store
 from ..core.errors import TrainingError
 from .state import State
 
-_LAST = 2  # steps that may be skipped at the end: one that bf16 overflows in is no divergence
+_LAST = 2  # steps that may be skipped at the end: a single overflow in bf16 does not mean that the run diverged
 
 
 def refuse_diverged(state: State, total_steps: int, checkpoint: Path | None, last_good: str) -> None:

@@ -33,7 +33,15 @@ _PART = 1000
 _SIDECARS = {".txt", ".json", ".csv", ".tsv", ".md", ".xml", ".yaml", ".yml", ".html"}
 _SYSTEM_FILES = {"thumbs.db", "desktop.ini"}
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "dev"}
-_WRAPPERS = {"images", "imgs", "img", "pictures", "photos", "data", "dataset"}  # names of a folder that is no class
+_WRAPPERS = {
+    "images",
+    "imgs",
+    "img",
+    "pictures",
+    "photos",
+    "data",
+    "dataset",
+}  # names of folders that hold the class folders
 
 
 class PictureFiles(NamedTuple):

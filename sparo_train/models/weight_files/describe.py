@@ -131,7 +131,7 @@ def infer_config(state: Mapping[str, Tensor], image_size: int | None = None, qui
     grid = round((len(position) - 1) ** 0.5)
     layers, text_layers = (_blocks(state, tower) for tower in ("visual", "text"))
     readout = _readout_of(state, 0)  # the blocks are counted as they are
-    heads = _known_heads(width, layers, text_width, text_layers, may_replace=readout["kind"] != "token")
+    heads = _heads_by_size(width, layers, text_width, text_layers, may_replace=readout["kind"] != "token")
     if heads is None:
         raise CheckpointError(
             f"weights: shapes do not show the number of heads, got widths {width} and {text_width} with {layers} and {text_layers} blocks, "
@@ -196,7 +196,7 @@ class _Heads(NamedTuple):
     text: int
 
 
-def _known_heads(width: int, layers: int, text_width: int, text_layers: int, may_replace: bool) -> _Heads | None:
+def _heads_by_size(width: int, layers: int, text_width: int, text_layers: int, may_replace: bool) -> _Heads | None:
     """Return the heads of the published CLIP of these sizes, or None.
 
     Args:
