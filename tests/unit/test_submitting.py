@@ -20,8 +20,9 @@ from launch.jobs.records import Records
 from launch.jobs.snapshot import take_snapshot
 from launch.jobs.status import cancel, statuses
 from launch.jobs.submit import submit
+from sparo_data.writer import write_shards
 from sparo_train.core.errors import ConfigError
-from tests.conftest import tiny_recipe
+from tests.conftest import sample, tiny_recipe
 from tests.ranks import free_port
 
 OUTER = {
@@ -169,7 +170,7 @@ def ranks_of(recipe, environments, *words):
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "launch.cli", "train", str(recipe), *words, *own],
-            cwd=recipe.parent,  # not the checkout, which would come in front of a rank's own PYTHONPATH
+            cwd=env.get("PWD", recipe.parent),  # not the checkout, which would come in front of a rank's own PYTHONPATH
             env={**{k: v for k, v in os.environ.items() if k not in OUTER}, "OMP_NUM_THREADS": "1", **env},
             stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )
@@ -219,6 +220,19 @@ def test_ranks_with_other_code_do_not_train_together(shards, tmp_path):
         recipe, [(torchrun_like(0, port), []), ({**torchrun_like(1, port), "PYTHONPATH": str(checkout)}, [])]
     )
     assert codes == [2, 2] and "has another recipe or code than rank 0, got code: '" in told[0]
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_ranks_with_other_data_do_not_train_together(tmp_path):
+    recipe, port = tmp_path / "r.yaml", free_port()
+    engine = {"kind": "ddp", "device": "cpu", "precision": "fp32"}
+    recipe.write_text(yaml.safe_dump({**tiny_recipe("shards", tmp_path, steps=4), "engine": engine}))
+    for number in range(2):  # a relative path, from another folder on each rank, as on machines without a common disk
+        write_shards(tmp_path / f"node{number}/shards", (sample(i + number) for i in range(32)), 16)
+    codes, told = ranks_of(
+        recipe, [({**torchrun_like(rank, port), "PWD": str(tmp_path / f"node{rank}")}, []) for rank in range(2)]
+    )
+    assert codes == [2, 2] and "rank 1: has another data than rank 0" in told[0], told
     assert not (tmp_path / "tiny").exists()
 
 
