@@ -60,6 +60,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Accept-Ranges", "bytes")
             self.send_header("Content-Range", f"bytes {first}-{last}/{len(server.data)}")
         self.end_headers()
+        if trouble == "trickle":
+            with suppress(OSError):
+                for byte in body[:40]:
+                    self.wfile.write(bytes([byte]))
+                    server.released.wait(0.2)
+            self.close_connection = True
+            return None
         if not head:
             with suppress(OSError):  # the reader may have gone
                 self.wfile.write(body[: len(body) // 2] if trouble == "short" else body)
@@ -78,6 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
 def server(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "_PAUSES", (0.01, 0.02, 0.03))
     monkeypatch.setattr(remote, "_SILENCE", 0.5)
+    monkeypatch.setattr(remote, "_WHOLE", 2.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_shard(tmp_path / "a.tar", (sample(i) for i in range(8)))
     found = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
@@ -123,6 +131,7 @@ def test_what_passes_is_waited_for(server, trouble, name, tmp_path):
         ("a.tar", ["500"] * 99, "in 4 tries"),
         ("a.tar", ["silent"] * 99, "in 4 tries"),
         ("a.tar", ["short"] * 99, "in 4 tries"),
+        ("a.tar", ["trickle"] * 99, "in 4 tries"),
         ("gone.tar", [], "Check the address"),
         ("circle.tar", [], "Check the address"),
         ("a.tar", ["403"] * 99, "403"),

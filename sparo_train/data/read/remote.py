@@ -15,6 +15,7 @@ from ...core.errors import DataError, SparoError, did_you_mean
 T = TypeVar("T")
 _PAUSES = (1.0, 4.0, 15.0)  # seconds between tries
 _CONNECT, _SILENCE = 20.0, 30.0  # seconds until a connection stands, and between two packets of an answer
+_WHOLE = 600.0  # seconds of one answer: a few megabytes, which a server that sends byte by byte never finishes
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
 
 
@@ -40,7 +41,7 @@ def _limits(protocol: str) -> dict[str, Any]:
         return {}
     from aiohttp import ClientTimeout  # from the extra `http`; the caller reports its absence
 
-    return {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=_CONNECT, sock_read=_SILENCE)}}
+    return {"client_kwargs": {"timeout": ClientTimeout(total=_WHOLE, sock_connect=_CONNECT, sock_read=_SILENCE)}}
 
 
 def attempt(url: str, work: Callable[[], T]) -> T:
