@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +30,7 @@ _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 class Captioned(NamedTuple):
     """One image: its member's extension, its bytes, its caption; the class folder, where that gave the caption.
 
-    turned: the picture was stored turned, and is written upright.
+    turned: the picture was stored turned, and is written upright.  refused: why no reader takes it, by its header; else empty.
     """
 
     suffix: str
@@ -37,6 +38,7 @@ class Captioned(NamedTuple):
     caption: str | bytes
     label: str | None = None
     turned: bool = False
+    refused: str = ""
 
     @property
     def fields(self) -> Fields:
@@ -50,6 +52,7 @@ class Converted(NamedTuple):
     copies: of images to score, kept from training with them.  broken: images that cannot be decoded, told where there is a test set.
     turned: pictures that were turned as their EXIF orientation says.  left_out: files that are no readable pictures, by suffix.
     missing: rows of a table without a picture, which were skipped.  numbered: captions name classes by number.
+    refused: written pictures that no reader takes, by reason.
     """
 
     train: int
@@ -61,6 +64,7 @@ class Converted(NamedTuple):
     left_out: Mapping[str, int] = {}
     missing: int = 0
     numbered: bool = False
+    refused: Mapping[str, int] = {}
 
 
 def convert_folder(
@@ -134,14 +138,14 @@ def _class_names(source: Path, images: Sequence[str]) -> dict[str, str]:
 def _in_folder(source: Path, name: str, template: str, named: Mapping[str, str]) -> Captioned:
     path = source / name
     beside, suffix = path.with_suffix(".txt"), suffixes()[path.suffix.lower()]
-    suffix, image, turned = _upright(path.read_bytes(), suffix)
+    suffix, image, turned, refused = _upright(path.read_bytes(), suffix)
     if beside.is_file():
         text = beside.read_bytes()
         if not text.strip():
             raise DataError(f"{beside}: is empty, so {path.name} has no caption; write one, or take both away")
         if text[:2] in _UTF16:
             raise DataError(f"{beside}: is UTF-16, captions are UTF-8. Convert it with: iconv -f utf-16 -t utf-8")
-        return Captioned(suffix, image, text.removeprefix(b"\xef\xbb\xbf"), turned=turned)
+        return Captioned(suffix, image, text.removeprefix(b"\xef\xbb\xbf"), None, turned, refused)
     folder = class_of(name)
     if folder is None:
         raise DataError(f"{path}: no class folder and no {beside.name} beside it, so it has no caption")
@@ -150,11 +154,11 @@ def _in_folder(source: Path, name: str, template: str, named: Mapping[str, str])
         raise DataError(
             f"{shown(str(source / folder))}: its name is not UTF-8 and would be the caption; rename the folder"
         )
-    return Captioned(suffix, image, template.replace("{c}", label), folder, turned)
+    return Captioned(suffix, image, template.replace("{c}", label), folder, turned, refused)
 
 
-def _upright(image: bytes, suffix: str) -> tuple[str, bytes, bool]:
-    """Return a picture's suffix and bytes, written again only where EXIF says that it is stored turned, and whether it was.
+def _upright(image: bytes, suffix: str) -> tuple[str, bytes, bool, str]:
+    """Return a picture's suffix and bytes, written again only where EXIF says that it is stored turned, whether it was, and why no reader takes it.
 
     Whoever reads the shards then sees it upright, whatever they make of EXIF.
     """
@@ -162,10 +166,10 @@ def _upright(image: bytes, suffix: str) -> tuple[str, bytes, bool]:
         opened = open_picture(image)
         # Written by Pillow, 16-bit colours would lose their lower half; every reader of ours turns such a picture itself.
         if "turned by EXIF" not in notes(opened) or deep_colours(opened):
-            return suffix, image, False
+            return suffix, image, False, ""
         upright = decode(image, PUBLISHED._replace(upright=True))
-    except BadSampleError:
-        return suffix, image, False  # a broken picture is counted where it is read
+    except BadSampleError as bad:
+        return suffix, image, False, str(bad)
     buffer = io.BytesIO()
     if suffix == "jpg" and upright.mode in ("RGB", "L", "CMYK"):
         upright.save(buffer, format="JPEG", quality=95, subsampling=0)
@@ -174,7 +178,7 @@ def _upright(image: bytes, suffix: str) -> tuple[str, bytes, bool]:
     else:
         suffix = "png"  # the name of every other member; readers look at its content
         upright.save(buffer, format="PNG" if upright.mode in _OF_PNG else "TIFF")
-    return suffix, buffer.getvalue(), True
+    return suffix, buffer.getvalue(), True, ""
 
 
 def convert_csv(
@@ -241,8 +245,8 @@ def _in_row(table: Path, line: int, image: str, caption: str, skip_missing: bool
             f"{table}, line {line}: no picture that can be read, got {image!r}. Convert it, or remove the row."
         )
     # The file's own bytes where it is upright: decoded and written again, a JPEG would lose a little.
-    suffix, data, turned = _upright(path.read_bytes(), suffix)
-    return Captioned(suffix, data, caption, turned=turned)
+    suffix, data, turned, refused = _upright(path.read_bytes(), suffix)
+    return Captioned(suffix, data, caption, None, turned, refused)
 
 
 def _written(
@@ -260,12 +264,14 @@ def _written(
     held: dict[bytes, list[Captioned]] = {}
     labels: set[str | None] = set()
     count = turned = 0
+    refused: Counter[str] = Counter()
 
     def to_train() -> Iterator[tuple[str, Fields]]:
         nonlocal count, turned
         for number, found in samples():
             content = _content(found)
             turned += found.turned
+            refused.update([found.refused] if found.refused else [])
             labels.add(found.label)
             if content in kept:
                 held.setdefault(content, []).append(found)
@@ -277,7 +283,7 @@ def _written(
     if not (count or held or part):
         raise DataError(f"{facts['source']}: has no row with an image and its caption")
     if not held:
-        return Converted(count, turned=turned)
+        return Converted(count, turned=turned, refused=refused)
     copies = sum(map(len, held.values())) - len(held)
     classes = [label for label in named or {} if label in labels]
     task = "zeroshot" if template is not None and len(classes) == len(labels) else "retrieval"
@@ -291,7 +297,7 @@ def _written(
         for path in shards:
             path.unlink(missing_ok=True)
         raise
-    return Converted(count, len(held), task, copies, broken, turned)
+    return Converted(count, len(held), task, copies, broken, turned, refused=refused)
 
 
 def _kept(samples: Callable[[], Iterator[tuple[int, Captioned]]], test: int) -> tuple[set[bytes], int]:

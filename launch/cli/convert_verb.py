@@ -147,6 +147,8 @@ def _tell(folder: Path, made: Converted, whole: bool) -> None:
     console.print(f"{folder}: {made.train} samples{' to train on' if made.task else ''}{scored}", soft_wrap=True)
     if made.turned:
         console.print(f"{made.turned} pictures were turned as their EXIF orientation says")
+    for reason, count in made.refused.items():
+        console.print(f"{count} pictures cannot be used ({reason}); training skips them, and the next line names them")
     if made.left_out:
         console.print(f"left out, as no pictures that can be read: {left_out_text(made.left_out)}", soft_wrap=True)
     if made.missing:

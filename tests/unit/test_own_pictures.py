@@ -242,6 +242,20 @@ def test_converting_keeps_all_bits_of_turned_sixteen_bit_colours(tmp_path):
     assert decode_image(data).size == (20, 30)
 
 
+def test_pictures_that_no_reader_takes_are_counted_as_they_are_converted(tmp_path):
+    put(tmp_path / "in/a/x.png", jpeg(1))
+    put(tmp_path / "in/a/broken.png", b"no picture")
+    large = io.BytesIO()
+    Image.new("1", (13312, 13312)).save(large, format="PNG")
+    put(tmp_path / "in/a/large.png", large.getvalue())
+    made = convert_folder(tmp_path / "in", tmp_path / "out")
+    assert made.train == 3 and made.refused == {"bad image": 1, "too many pixels": 1}
+    done = sparo("data", "convert", str(tmp_path / "in"), str(tmp_path / "line"))
+    assert "1 pictures cannot be used (too many pixels)" in done.stderr
+    report = check_shard(str(tmp_path / "out/00000.tar"), ShardsConfig(shards=str(tmp_path / "out")))
+    assert sorted(reason for _, reason in report.bad) == ["bad image", "too many pixels"]
+
+
 def test_rarer_members_of_shards_are_read_in_training_checks_and_evaluation(tmp_path):
     kinds = {"gif": "GIF", "tiff": "TIFF", "bmp": "BMP", "jfif": "JPEG"}
     rows = []
