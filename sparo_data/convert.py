@@ -35,7 +35,7 @@ class Captioned(NamedTuple):
 
     suffix: str
     image: bytes
-    caption: str | bytes
+    caption: str | bytes = ""
     label: str | None = None
     turned: bool = False
     refused: str = ""
@@ -138,14 +138,14 @@ def _class_names(source: Path, images: Sequence[str]) -> dict[str, str]:
 def _in_folder(source: Path, name: str, template: str, named: Mapping[str, str]) -> Captioned:
     path = source / name
     beside, suffix = path.with_suffix(".txt"), suffixes()[path.suffix.lower()]
-    suffix, image, turned, refused = _upright(path.read_bytes(), suffix)
+    found = _upright(path.read_bytes(), suffix)
     if beside.is_file():
         text = beside.read_bytes()
         if not text.strip():
             raise DataError(f"{beside}: is empty, so {path.name} has no caption; write one, or take both away")
         if text[:2] in _UTF16:
             raise DataError(f"{beside}: is UTF-16, captions are UTF-8. Convert it with: iconv -f utf-16 -t utf-8")
-        return Captioned(suffix, image, text.removeprefix(b"\xef\xbb\xbf"), None, turned, refused)
+        return found._replace(caption=text.removeprefix(b"\xef\xbb\xbf"))
     folder = class_of(name)
     if folder is None:
         raise DataError(f"{path}: no class folder and no {beside.name} beside it, so it has no caption")
@@ -154,22 +154,22 @@ def _in_folder(source: Path, name: str, template: str, named: Mapping[str, str])
         raise DataError(
             f"{shown(str(source / folder))}: its name is not UTF-8 and would be the caption; rename the folder"
         )
-    return Captioned(suffix, image, template.replace("{c}", label), folder, turned, refused)
+    return found._replace(caption=template.replace("{c}", label), label=folder)
 
 
-def _upright(image: bytes, suffix: str) -> tuple[str, bytes, bool, str]:
-    """Return a picture's suffix and bytes, written again only where EXIF says that it is stored turned, whether it was, and why no reader takes it.
+def _upright(image: bytes, suffix: str) -> Captioned:
+    """Return a picture without a caption yet; one that is stored turned, as its EXIF says, is turned and encoded again.
 
-    Whoever reads the shards then sees it upright, whatever they make of EXIF.
+    Readers then show it upright even if they ignore EXIF.
     """
     try:
         opened = open_picture(image)
         # Written by Pillow, 16-bit colours would lose their lower half; every reader of ours turns such a picture itself.
         if "turned by EXIF" not in notes(opened) or deep_colours(opened):
-            return suffix, image, False, ""
+            return Captioned(suffix, image)
         upright = decode(image, PUBLISHED._replace(upright=True))
     except BadSampleError as bad:
-        return suffix, image, False, str(bad)
+        return Captioned(suffix, image, refused=str(bad))
     buffer = io.BytesIO()
     if suffix == "jpg" and upright.mode in ("RGB", "L", "CMYK"):
         upright.save(buffer, format="JPEG", quality=95, subsampling=0)
@@ -178,7 +178,7 @@ def _upright(image: bytes, suffix: str) -> tuple[str, bytes, bool, str]:
     else:
         suffix = "png"  # the name of every other member; readers look at its content
         upright.save(buffer, format="PNG" if upright.mode in _OF_PNG else "TIFF")
-    return suffix, buffer.getvalue(), True, ""
+    return Captioned(suffix, buffer.getvalue(), turned=True)
 
 
 def convert_csv(
@@ -245,8 +245,7 @@ def _in_row(table: Path, line: int, image: str, caption: str, skip_missing: bool
             f"{table}, line {line}: no picture that can be read, got {image!r}. Convert it, or remove the row."
         )
     # The file's own bytes where it is upright: decoded and written again, a JPEG would lose a little.
-    suffix, data, turned, refused = _upright(path.read_bytes(), suffix)
-    return Captioned(suffix, data, caption, None, turned, refused)
+    return _upright(path.read_bytes(), suffix)._replace(caption=caption)
 
 
 def _written(

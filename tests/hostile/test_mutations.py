@@ -85,7 +85,7 @@ def odd_tree(tree, rng: random.Random):
 
 @contextmanager
 def bounded(seconds: float = 30.0) -> Iterator[None]:
-    """An input may end with an error that a person can solve, within a time, and without filling the memory."""
+    """Assert that an input ends well, or with an error that a person can solve, within a time and without filling the memory."""
     start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         yield
