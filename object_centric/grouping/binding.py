@@ -3,6 +3,7 @@ shares are final when it is met, and only their sums go on. Nothing of the size 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -158,49 +159,59 @@ class _Streamed(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, d_taken: Tensor | None, d_total: Tensor | None, _own: Tensor | None, d_next: Tensor | None
     ) -> Any:
-        queries, offset, x, mean, rstd, bias, weight = ctx.saved_tensors
-        sees, competes, window = ctx.how
-        b, times, rows, wide = queries.shape
-        if d_taken is None:
-            d_taken = torch.zeros_like(queries, dtype=offset.dtype)
-        if d_total is None:
-            d_total = torch.zeros_like(offset)
-        d_queries, d_offset = torch.zeros_like(d_taken), torch.zeros_like(offset)
-        # The table of who went on with x is nobody else's: written to in place, all blocks need one and not three.
-        d_x = torch.zeros_like(x) if d_next is None else d_next
-        d_bias, d_weight = (None if table is None else torch.zeros_like(table) for table in (bias, weight))
-        ones = x.new_ones(b, 1, wide)
-        for s in range(times):
-            there, r = _looking(s, times, sees, window), rstd[:, s, None, None]
-            # Beside each other: twice as many rows to a product are done sooner than two of them.
-            asked = torch.cat([queries[:, there].flatten(1, 2), d_taken[:, there].to(x.dtype).flatten(1, 2), ones], 1)
-            both = (asked[:, :-1] @ x[:, s].transpose(1, 2)).to(offset.dtype).view(b, 2, -1, rows, x.shape[2])
-            raw, inner = both.unbind(1)
-            shares = _shares(raw, offset, rstd, bias, s, there, competes)
-            d_shares = (inner * r).add_(d_total[:, there, :, None]).mul_(shares)
-            if weight is not None and d_weight is not None:
-                d_weight[there, s] += d_shares.sum((0, 3))
-                d_shares = d_shares * weight[there, s, :, None]
-            # A softmax's: shares * (gradient - its mean by shares), over all who compete for a token.
-            among = d_shares.sum(2, keepdim=True) if competes == "time" else d_shares.sum((1, 2), keepdim=True)
-            d_logits = d_shares.addcmul_(shares, among, value=-1)
-            d_offset[:, there] += d_logits.sum(-1)
-            if d_bias is not None:
-                d_bias[there, s] += d_logits.sum((0, 3))
-            if weight is not None:
-                shares = shares * weight[there, s, :, None]
-            # What x gets through its deviation, which all numbers of a token share: slope * (x - mean).
-            both[:, 0], both[:, 1] = raw * d_logits, inner * shares
-            # Of rstd the derivative is its cube over the number of its terms, times what is centred.
-            slope = both.sum((1, 2, 3)) * rstd[:, s] ** 3 / -wide
-            both[:, 0], both[:, 1] = d_logits * r, shares * r
-            rest = (slope * mean[:, s]).neg_()[:, None].to(x.dtype)
-            weights = torch.cat([both.flatten(1, 3).to(x.dtype), rest], 1)
-            # The first half of the rows is what queries get; the second, and `rest`, are for x alone.
-            d_queries[:, there] += (weights[:, : raw.shape[1] * rows] @ x[:, s]).view(b, -1, rows, wide)
-            torch.baddbmm(d_x[:, s], weights.transpose(1, 2), asked, out=d_x[:, s])
-            d_x[:, s].addcmul_(x[:, s], slope[..., None].to(x.dtype))
-        return d_queries.to(queries.dtype), d_offset, d_x, None, None, d_bias, d_weight, None
+        saved = ctx.saved_tensors
+        # Where backward is called inside an autocast block, its products would be in another precision than forward's.
+        with torch.autocast(saved[0].device.type, enabled=False):
+            return _gradients(saved, ctx.how, d_taken, d_total, d_next)
+
+
+def _gradients(
+    saved: Sequence[Tensor], how: Any, d_taken: Tensor | None, d_total: Tensor | None, d_next: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Gradients of `_Streamed`'s eight arguments, from the tensors that forward saved."""
+    queries, offset, x, mean, rstd, bias, weight = saved
+    sees, competes, window = how
+    b, times, rows, wide = queries.shape
+    if d_taken is None:
+        d_taken = torch.zeros_like(queries, dtype=offset.dtype)
+    if d_total is None:
+        d_total = torch.zeros_like(offset)
+    d_queries, d_offset = torch.zeros_like(d_taken), torch.zeros_like(offset)
+    # The table of who went on with x is nobody else's: written to in place, all blocks need one and not three.
+    d_x = torch.zeros_like(x) if d_next is None else d_next
+    d_bias, d_weight = (None if table is None else torch.zeros_like(table) for table in (bias, weight))
+    ones = x.new_ones(b, 1, wide)
+    for s in range(times):
+        there, r = _looking(s, times, sees, window), rstd[:, s, None, None]
+        # Beside each other: twice as many rows to a product are done sooner than two of them.
+        asked = torch.cat([queries[:, there].flatten(1, 2), d_taken[:, there].to(x.dtype).flatten(1, 2), ones], 1)
+        both = (asked[:, :-1] @ x[:, s].transpose(1, 2)).to(offset.dtype).view(b, 2, -1, rows, x.shape[2])
+        raw, inner = both.unbind(1)
+        shares = _shares(raw, offset, rstd, bias, s, there, competes)
+        d_shares = (inner * r).add_(d_total[:, there, :, None]).mul_(shares)
+        if weight is not None and d_weight is not None:
+            d_weight[there, s] += d_shares.sum((0, 3))
+            d_shares = d_shares * weight[there, s, :, None]
+        # A softmax's: shares * (gradient - its mean by shares), over all who compete for a token.
+        among = d_shares.sum(2, keepdim=True) if competes == "time" else d_shares.sum((1, 2), keepdim=True)
+        d_logits = d_shares.addcmul_(shares, among, value=-1)
+        d_offset[:, there] += d_logits.sum(-1)
+        if d_bias is not None:
+            d_bias[there, s] += d_logits.sum((0, 3))
+        if weight is not None:
+            shares = shares * weight[there, s, :, None]
+        # What x gets through its deviation, which all numbers of a token share: slope * (x - mean).
+        both[:, 0], both[:, 1] = raw * d_logits, inner * shares
+        # Of rstd the derivative is its cube over the number of its terms, times what is centred.
+        slope = both.sum((1, 2, 3)) * rstd[:, s] ** 3 / -wide
+        both[:, 0], both[:, 1] = d_logits * r, shares * r
+        rest = (slope * mean[:, s]).neg_()[:, None].to(x.dtype)
+        weights = torch.cat([both.flatten(1, 3).to(x.dtype), rest], 1)
+        # The first half of the rows is what queries get; the second, and `rest`, are for x alone.
+        d_queries[:, there] += (weights[:, : raw.shape[1] * rows] @ x[:, s]).view(b, -1, rows, wide)
+        torch.baddbmm(d_x[:, s], weights.transpose(1, 2), asked, out=d_x[:, s])
+        d_x[:, s].addcmul_(x[:, s], slope[..., None].to(x.dtype))
+    return d_queries.to(queries.dtype), d_offset, d_x, None, None, d_bias, d_weight, None
 
 
 def _looking(s: int, times: int, sees: Sees, window: int | None) -> slice:

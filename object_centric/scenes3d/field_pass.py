@@ -82,21 +82,29 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_looked: Tensor, d_colours: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved, low = ctx.saved_tensors, ctx.low  # once: a checkpoint makes them again for who asks
-        (given, m), kept = _named(saved), iter(saved[_TABLES:])
-        d_given, d = Given(*map(torch.empty_like, given)), Layers(*map(torch.zeros_like, m))
-        for begin, end in _tiles(given):
-            own = FieldActivations(*(next(kept) for _ in FieldActivations._fields))
-            tint, at = next(kept), next(kept) if ctx.cut else None
-            rows = TileRows(begin, end, at)
-            looked, shades = (t[begin:end].flatten(0, 2) for t in (d_looked, d_colours))
-            if at is not None:
-                looked, shades = looked[at], shades[at]
-            g = tinted_back(shades, tint, own.result, rows, given, d_given, m, d, low)
-            d.look.add_(times(looked.T, own.result, low))
-            g.add_(times(looked, m.look, low))
-            seen_back(g, own, rows, given, d_given, m, d, low)
-        return None, None, None, *d_given, *d
+        # Where backward is called inside an autocast block, `low` alone says which products are in 16 bits.
+        with torch.autocast(d_looked.device.type, enabled=False):
+            return None, None, None, *_gradients(ctx.saved_tensors, d_looked, d_colours, ctx.low, ctx.cut)
+
+
+def _gradients(
+    saved: Sequence[Tensor], d_looked: Tensor, d_colours: Tensor, low: torch.dtype | None, cut: bool
+) -> tuple[Tensor, ...]:
+    """Gradients of the tables, from `saved`: the tables and what forward kept of each tile."""
+    (given, m), kept = _named(saved), iter(saved[_TABLES:])
+    d_given, d = Given(*map(torch.empty_like, given)), Layers(*map(torch.zeros_like, m))
+    for begin, end in _tiles(given):
+        own = FieldActivations(*(next(kept) for _ in FieldActivations._fields))
+        tint, at = next(kept), next(kept) if cut else None
+        rows = TileRows(begin, end, at)
+        looked, shades = (t[begin:end].flatten(0, 2) for t in (d_looked, d_colours))
+        if at is not None:
+            looked, shades = looked[at], shades[at]
+        g = tinted_back(shades, tint, own.result, rows, given, d_given, m, d, low)
+        d.look.add_(times(looked.T, own.result, low))
+        g.add_(times(looked, m.look, low))
+        seen_back(g, own, rows, given, d_given, m, d, low)
+    return *d_given, *d
 
 
 def _counting(lit: Tensor) -> Tensor:

@@ -74,11 +74,12 @@ def contrastive(
     bias = torch.zeros_like(scale) if bias is None else bias.to(wide)
     if exchange == "auto":
         exchange = "gather" if len(image) * ring.size * max(len(image), image.shape[1]) <= _SMALL else "ring"
-    if exchange == "gather":
-        return _gathered(image, text, scale, bias, kind, ring)
-    tile = max(1, _TILE // len(image))
-    function = _RingSoftmax if kind == "softmax" else _RingSigmoid
-    total, correct = function.apply(image, text, scale, bias, ring, tile)  # type: ignore[misc]
+    with torch.autocast(image.device.type, enabled=False):
+        if exchange == "gather":
+            return _gathered(image, text, scale, bias, kind, ring)
+        tile = max(1, _TILE // len(image))
+        function = _RingSoftmax if kind == "softmax" else _RingSigmoid
+        total, correct = function.apply(image, text, scale, bias, ring, tile)  # type: ignore[misc]
     return Contrast(total, correct)
 
 
@@ -145,7 +146,11 @@ class _RingSoftmax(torch.autograd.Function):
             return g
 
         factor = gradients[0] / (2 * len(image))
-        d_image, d_text, d_scale, _ = _backward(image, text, (columns,), scale, None, factor, weigh, ctx.ring, ctx.tile)
+        # Where backward is called inside an autocast block, its products would be in 16 bits.
+        with torch.autocast(image.device.type, enabled=False):
+            d_image, d_text, d_scale, _ = _backward(
+                image, text, (columns,), scale, None, factor, weigh, ctx.ring, ctx.tile
+            )
         return d_image, d_text, d_scale, None, None, None
 
 
@@ -186,8 +191,8 @@ class _RingSigmoid(torch.autograd.Function):
             return g
 
         factor = gradients[0] / len(image)
-        found = _backward(image, text, (), scale, bias, factor, weigh, ctx.ring, ctx.tile)
-        return *found, None, None
+        with torch.autocast(image.device.type, enabled=False):
+            return *_backward(image, text, (), scale, bias, factor, weigh, ctx.ring, ctx.tile), None, None
 
 
 def _backward(

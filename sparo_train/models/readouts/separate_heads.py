@@ -59,38 +59,54 @@ class _AttendPoolProject(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
         d_read, d_attention = grad_outputs
-        d_read = (
-            torch.zeros_like(ctx.saved_tensors[-1][..., : ctx.saved_tensors[1].shape[-1]]) if d_read is None else d_read
-        )
         tokens, query, key, value, weight, attention, pooled = ctx.saved_tensors
-        heads, group, _ = query.shape
-        # V's gradient is the same product as the forward's, turned around.
-        d_value = torch.bmm(d_read.transpose(1, 2), pooled)
-        d_pooled = (
-            torch.bmm(d_read, key if value is None else value)
-            .view(heads, len(tokens), group, -1)
-            .transpose(0, 1)
-            .flatten(1, 2)
-        )
-        d_scores = d_pooled @ tokens.transpose(1, 2)
-        if d_attention is not None:
-            d_scores = d_scores + d_attention
-        # The softmax's own gradient, from the map that is saved anyway.
-        d_scores = attention * (d_scores - (attention * d_scores).sum(-1, keepdim=True))
-        d_tokens = torch.bmm(attention.transpose(1, 2), d_pooled)
-        # Added by the product itself: a second gradient of the tokens is never held.
-        d_tokens.baddbmm_(d_scores.transpose(1, 2), weight.expand(len(tokens), -1, -1))
-        # Over batch and tokens at once: one product, not B of them that would be added.
-        d_weight = d_scores.transpose(0, 1).flatten(1) @ tokens.flatten(0, 1)
-        d_weight = d_weight.view(heads, group, -1)
-        d_query = torch.bmm(d_weight, key.transpose(1, 2))
-        if value is None:  # K's two gradients in one buffer
-            d_key, d_value = d_value.baddbmm_(query.transpose(1, 2), d_weight), None
-        else:
-            d_key = torch.bmm(query.transpose(1, 2), d_weight)
-        # The key's bias moves all scores of a slot alike; its gradient is zero but for rounding, and has to exist.
-        d_constant = d_scores.sum((0, 2)) if ctx.constant else None
-        return d_tokens, d_query, d_key, d_value, d_constant, None
+        if d_read is None:
+            d_read = torch.zeros_like(pooled[..., : query.shape[-1]])
+        # A loop that calls backward inside its autocast block would cast each product anew, and some to another dtype.
+        with torch.autocast(tokens.device.type, enabled=False):
+            return _gradients(d_read, d_attention, tokens, query, key, value, weight, attention, pooled, ctx.constant)
+
+
+def _gradients(
+    d_read: Tensor,
+    d_attention: Tensor | None,
+    tokens: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    weight: Tensor,
+    attention: Tensor,
+    pooled: Tensor,
+    with_constant: bool,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of tokens, query, key, value, constant and keep; None where there is none."""
+    heads, group, _ = query.shape
+    # V's gradient is the same product as the forward's, turned around.
+    d_value = torch.bmm(d_read.transpose(1, 2), pooled)
+    d_pooled = (
+        torch.bmm(d_read, key if value is None else value)
+        .view(heads, len(tokens), group, -1)
+        .transpose(0, 1)
+        .flatten(1, 2)
+    )
+    d_scores = d_pooled @ tokens.transpose(1, 2)
+    if d_attention is not None:
+        d_scores = d_scores + d_attention
+    # The softmax's own gradient, from the map that is saved anyway.
+    d_scores = attention * (d_scores - (attention * d_scores).sum(-1, keepdim=True))
+    d_tokens = torch.bmm(attention.transpose(1, 2), d_pooled)
+    # Added by the product itself: a second gradient of the tokens is never held.
+    d_tokens.baddbmm_(d_scores.transpose(1, 2), weight.expand(len(tokens), -1, -1))
+    # Over batch and tokens at once: one product, not B of them that would be added.
+    d_weight = (d_scores.transpose(0, 1).flatten(1) @ tokens.flatten(0, 1)).view(heads, group, -1)
+    d_query = torch.bmm(d_weight, key.transpose(1, 2))
+    if value is None:  # K's two gradients in one buffer
+        d_key, d_value = d_value.baddbmm_(query.transpose(1, 2), d_weight), None
+    else:
+        d_key = torch.bmm(query.transpose(1, 2), d_weight)
+    # The key's bias moves all scores of a slot alike; its gradient is zero but for rounding, and has to exist.
+    d_constant = d_scores.sum((0, 2)) if with_constant else None
+    return d_tokens, d_query, d_key, d_value, d_constant, None
 
 
 def _by_head(x: Tensor, heads: int, group: int) -> Tensor:
