@@ -22,7 +22,7 @@ piece() {
   case $1 in
     tests) $python -m pytest -m gpu -n 0 -p no:cacheprovider ;;
     step) $python benchmarks/train_step.py --json "$out/step.json" ;;
-    readout) $python benchmarks/readout.py --compile --json "$out/readout.json" ;;
+    readout) $python benchmarks/readout.py --compile --batches 256 1024 --json "$out/readout.json" ;;
     frozen) $python benchmarks/frozen.py --batch 256 --json "$out/frozen.json" ;;
     video) $python benchmarks/video.py --device cuda --json "$out/video.json" ;;
     scenes3d) $python benchmarks/scenes3d.py --device cuda --json "$out/scenes3d.json" ;;

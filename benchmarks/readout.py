@@ -1,6 +1,6 @@
 """SPARO's exact fast form against the paper's Appendix A: forward + backward time and peak memory.
 
-    python benchmarks/readout.py [--quick] [--compile] [--json FILE]
+    python benchmarks/readout.py [--quick] [--compile] [--batches 256 1024] [--json FILE]
 
 With `--compile` two rows more of each size: the form compiled by torch against the form as it is, and the compiled form against its
 matrix products alone, which no kernel can do without. A kernel of our own would be worth writing where the second is below 1/1.5.
@@ -25,12 +25,12 @@ CASES = [  # (d, N, L), bar on time, bar on memory; batch 32, V = D = 64
 ]
 
 
-def step(form: str, case: tuple[int, int, int], device: str) -> Any:
+def step(form: str, case: tuple[int, int, int], device: str, batch: int = 32) -> Any:
     """A closure that runs forward and backward once."""
     dim, tokens, slots = case
     torch.manual_seed(0)
     module = Sparo(dim, slots, 64, 64).to(device)
-    x = torch.randn(32, tokens, dim, device=device, requires_grad=True)
+    x = torch.randn(batch, tokens, dim, device=device, requires_grad=True)
     call = {"plain": module.plain, "fast": module, "compiled": torch.compile(module, dynamic=False)}[form]
 
     def run() -> None:
@@ -94,6 +94,7 @@ def main() -> None:
     arguments.add_argument(
         "--compile", action="store_true", help="also what torch.compile makes of it, and what it leaves"
     )
+    arguments.add_argument("--batches", type=int, nargs="*", default=[], help="further batch sizes for the time rows")
     arguments.add_argument("--measure", nargs=4, help="internal: form d N L")
     options = arguments.parse_args()
     if options.measure:
@@ -109,6 +110,10 @@ def main() -> None:
         label = f"d={case[0]} N={case[1]} L={case[2]}"
         pairs = [(1e3 * a, 1e3 * b) for a, b in pairs]
         rows.append(row(f"time {label}", pairs, bar if device == "cpu" else None, "ms", False))
+        for batch in options.batches:
+            fast, plain = step("fast", case, device, batch), step("plain", case, device, batch)
+            pairs = interleave(lambda f=fast: 1e3 * seconds(f), lambda p=plain: 1e3 * seconds(p), rounds)
+            rows.append(row(f"time {label}, batch {batch}", pairs, None, "ms", False))
         if options.compile:
             rows += compiled_rows(case, device, rounds)
         if memory_bar:
@@ -117,7 +122,11 @@ def main() -> None:
                 for _ in range(1 if options.quick else 3)
             ]
             rows.append(row(f"peak memory {label}", both, memory_bar, "MiB", False))
-    report(f"read-out, forward + backward, batch 32, {'bf16' if device == 'cuda' else 'fp32'}", rows, options.json)
+    report(
+        f"read-out, forward + backward, batch 32 where no other is named, {'bf16' if device == 'cuda' else 'fp32'}",
+        rows,
+        options.json,
+    )
 
 
 if __name__ == "__main__":

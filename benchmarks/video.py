@@ -218,7 +218,9 @@ def main() -> None:
     for times, bar in ((6, 3.0),) if options.quick else ((6, 3.0), (12, 2.0)):
         tokens = torch.randn(1, times, N, D, device=device, requires_grad=True)
         with torch.no_grad():
-            assert torch.allclose(module(tokens).slots, released(module, tokens), atol=1e-5)
+            assert torch.allclose(
+                module(tokens).slots, released(module, tokens), atol=1e-4 if device == "cuda" else 1e-5
+            )
         ours: Any = lambda x: module(x).slots  # noqa: E731
         theirs: Any = lambda x: released(module, x)  # noqa: E731
         rows.append(

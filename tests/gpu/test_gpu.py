@@ -45,6 +45,8 @@ def test_it_trains_as_on_the_cpu(place, name):
 
 def object_centric(kind, root):
     """A recipe of slots, on pictures, videos (rendered here) or posed scenes (rendered here)."""
+    if kind != "images":
+        pytest.importorskip("pybullet", reason="videos and scenes are rendered with pybullet")
     if kind == "images":
         write_shards(root / "shards", (sample(i) for i in range(96)), 24)
         return slots_recipe(root / "shards", root)

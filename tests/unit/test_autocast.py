@@ -36,12 +36,11 @@ def radiance_field():
     tables, layers, cut = given[0]
     leaves = [t.detach().clone().requires_grad_() for t in (*tables, *layers)]
     count = len(tables)
-    call = (
-        lambda: sum(  # noqa: E731
-            t.float().square().sum()
-            for t in field_at(type(tables)(*leaves[:count]), type(layers)(*leaves[count:]), cut)
-        )
-    )
+
+    def call():
+        result = field_at(type(tables)(*leaves[:count]), type(layers)(*leaves[count:]), cut)
+        return sum(t.float().square().sum() for t in result)
+
     return call, leaves
 
 
