@@ -54,7 +54,7 @@ def _rank(
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         ranks = Ranks(World(rank, size, rank), "gloo", 60)
         torch.save(function(ranks, *arguments), folder / f"result-{rank}")
-        ranks.most([0])  # nobody leaves before all are done
+        ranks.all_reduce_max([0])  # nobody leaves before all are done
         code = 0
     except BaseException:
         (folder / f"error-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")

@@ -63,7 +63,7 @@ def begin(config: RunConfig, objective: Objective, say: Callable[[str], None]) -
         for key, tower in (("vision", model.visual), ("text", model.text)):
             if (source := getattr(model.config, key).init) is not None:
                 _init(f"objective.model.{key}.init", source, model, tower, Normalisation.of(objective), say)
-    objective.begun()
+    objective.on_weights_loaded()
 
 
 def _refuse_other_branch(config: RunConfig, objective: Objective) -> None:
@@ -109,7 +109,7 @@ def _start(start: StartConfig, method: str, objective: Objective, say: Callable[
     idle = [pattern for pattern in start.allow_missing if not any(fnmatchcase(name, pattern) for name in own)]
     problems += [f"start_from.allow_missing: {', '.join(idle)} fits none of the run's tensors"] if idle else []
     problems += [] if shared else ["has nothing that the run has, which would begin at random"]
-    followers = {id(average) for average, _ in objective.averaged()}
+    followers = {id(average) for average, _ in objective.ema_pairs()}
     still = [
         n for n, p in objective.named_parameters() if n not in shared and not p.requires_grad and id(p) not in followers
     ]
@@ -133,7 +133,7 @@ def _weights(checkpoint: str, method: str, objective: Objective, say: Callable[[
             # Of the other run only its kinds of parts are asked, which need no memory.
             with torch.device("meta"):
                 refuse_unlike(origin, build_objective(config), objective)
-            return objective.resized(run_weights(step))
+            return objective.adapt_to_resolution(run_weights(step))
     with torch.random.fork_rng(
         devices=[]
     ):  # what builds the other model draws from the stream that this one goes on with
@@ -141,7 +141,7 @@ def _weights(checkpoint: str, method: str, objective: Objective, say: Callable[[
     held = _source_of(encoder)
     refuse_unlike(origin, held, objective)
     refuse_other_pixels(origin, Normalisation.of(encoder), Normalisation.of(objective))
-    return objective.adopted(named_as_ours(held.state_dict(), origin))
+    return objective.remap_encoder_weights(named_as_ours(held.state_dict(), origin))
 
 
 def _source_of(encoder: Encoder) -> nn.Module:

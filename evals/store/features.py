@@ -96,14 +96,14 @@ class FeatureStore:
         own, among = part or (ranks.rank, ranks.size)
         if self.root is None:
             parts: list[Part] = []
-            ranks.together(lambda: parts.extend(self._encoded(job, spans[own::among])))
+            ranks.call_on_all(lambda: parts.extend(self._encoded(job, spans[own::among])))
             return _features(sorted((p for got in ranks.gather(parts) for p in got), key=lambda p: p.first), of)
         facts = self._facts(job)
         folder = self.root / "images" / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
         if own == 0:
             self._kept(lambda: write_whole(folder / "manifest.json", json.dumps(facts, indent=1)))
         held: dict[int, Part] = {}
-        loose = ranks.together(lambda: self._fill(folder, job, spans, own, among, held))
+        loose = ranks.call_on_all(lambda: self._fill(folder, job, spans, own, among, held))
         if loose and part is not None:
             raise DataError(
                 f"{self.root}: this share cannot be kept for the others; free space there, or give another --features"

@@ -108,7 +108,9 @@ def run_attentive(scoring: Scoring, task: AttentiveTaskConfig) -> Result:
                      "epochs": task.epochs, "batch_size": task.batch_size, "seed": task.seed}
         )  # fmt: skip
 
-    return described(scoring.ranks.first(trained), test, test_set, learned_on(train_set, test_set, task.resize))
+    return described(
+        scoring.ranks.rank0_broadcast(trained), test, test_set, learned_on(train_set, test_set, task.resize)
+    )
 
 
 def _tokens(features: Features, labels: Tensor, length: int, dim: int) -> Labelled:

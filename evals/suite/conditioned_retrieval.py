@@ -44,7 +44,7 @@ def run_conditioned(scoring: Scoring, task: ConditionedRetrievalTaskConfig) -> R
         rows = [encoder.conditioned(images.rows(some), queries) for some in torch.arange(len(images)).split(_IMAGES)]
         return retrieval.score_table(torch.cat(rows), owner, task.k)
 
-    return described(scoring.ranks.first(scored), images, source, {"image": "as the text pools it"})
+    return described(scoring.ranks.rank0_broadcast(scored), images, source, {"image": "as the text pools it"})
 
 
 CONDITIONED_RETRIEVAL = Task(

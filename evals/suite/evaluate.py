@@ -150,10 +150,10 @@ def evaluate_checkpoint(
     """
     # Together: a rank that fails here alone must not leave the others waiting in an exchange. The sets first: one that is missing
     # is told before an hour of encoding others.
-    ranks.together(Suite(known).check)
+    ranks.call_on_all(Suite(known).check)
     # Said with the scores: a number over other images must not stand unmarked beside those over the published ones.
-    odd = ranks.together(lambda: {name: catalogue.oddity(name, task) for name, task in known.items()})
-    encoder = ranks.together(lambda: load_encoder(checkpoint, how.model, _device(ranks), say))
+    odd = ranks.call_on_all(lambda: {name: catalogue.oddity(name, task) for name, task in known.items()})
+    encoder = ranks.call_on_all(lambda: load_encoder(checkpoint, how.model, _device(ranks), say))
     encoder.precision = how.precision
     is_run = (Path(checkpoint) / "config.yaml").is_file()
     scored = str(Path(checkpoint)) if is_run else checkpoint  # as training wrote it down

@@ -84,7 +84,7 @@ def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
     }
     if task.layout == "objectnet":
         options["border_crop"] = task.border_crop
-    found = scoring.ranks.first(score)
+    found = scoring.ranks.rank0_broadcast(score)
     # As CLIP's tokenizer reads them: without case and extra blanks. Ties go to the lower class.
     if repeated := len(names) - len({" ".join(name.lower().split()) for name in names}):
         found = found._replace(counts={**found.counts, "classes_of_one_name": repeated})
@@ -104,7 +104,9 @@ def run_retrieval(scoring: Scoring, task: RetrievalTaskConfig) -> Result:
     source = open_set(task, "captions")
     (images,) = scoring.features([source], task.workers)
     texts, owner = captions_of(images, task.k, source)
-    found = scoring.ranks.first(lambda: retrieval.score(images.in_memory(), scoring.texts(texts), owner, task.k))
+    found = scoring.ranks.rank0_broadcast(
+        lambda: retrieval.score(images.in_memory(), scoring.texts(texts), owner, task.k)
+    )
     return described(found, images, source, {})
 
 
@@ -138,7 +140,7 @@ def run_pairs(scoring: Scoring, task: PairsTaskConfig) -> Result:
     whole = source.whole if isinstance(source, Limited) else source
     options = {"data": whole.version} if isinstance(whole, SugarCrepeSet) else {}
     keys = [f"{images.keys[i]} {p.kind} {p.key}".strip() for i, p in zip(owner.tolist(), found, strict=True)]
-    return described(scoring.ranks.first(score), images, source, options, keys)
+    return described(scoring.ranks.rank0_broadcast(score), images, source, options, keys)
 
 
 def _check_zeroshot(task: ZeroshotTaskConfig) -> None:

@@ -72,7 +72,7 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
             raise ConfigError(f"val_proportion={task.val_proportion}: of {len(order)} images leaves one side empty")
         train, held_out = train.only(order[cut:]), train.only(order[:cut])
     how = probe.Training(task.lr, task.epochs, task.batch_size, task.seed, scoring.encoder.device)
-    found = scoring.ranks.first(
+    found = scoring.ranks.rank0_broadcast(
         lambda: probe.score(train, known["test"], classes, how, held_out, task.fewshot_k, task.weight_decay)
     )
     held = task.val_split or task.val_proportion

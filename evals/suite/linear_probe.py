@@ -116,7 +116,7 @@ def _augmented(
     crops = _Crops(train, encoder.image_size, task.seed, epoch)
     alone = scoring.ranks.size == 1
     if not alone:  # gradients are summed at every step: ranks may leave between two epochs only, all of them
-        scoring.ranks.together(stop_here)
+        scoring.ranks.call_on_all(stop_here)
     own = [mine for _, mine in dealt if mine]
     with closing(read_batches(crops, np.asarray, own, task.workers, stoppable=alone)) as read:
         for numbers, mine in dealt:

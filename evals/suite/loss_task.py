@@ -83,7 +83,7 @@ def run_validation_loss(scoring: Scoring, task: LossTaskConfig) -> Result:
         options, counts = {**loss, "skipped": skipped, **result.options}, {"skipped": sum(skipped.values())}
         return result._replace(keys=tuple(kept), data=data, options=options, counts=counts)
 
-    return scoring.ranks.first(score)
+    return scoring.ranks.rank0_broadcast(score)
 
 
 def _losses(
@@ -158,7 +158,7 @@ def _frames(trained: Trained) -> int | None:
 def _unfit(task: LossTaskConfig, encoder: Any) -> str | None:
     trained: Trained = encoder.trained
     kind = trained.config.objective.kind
-    if isinstance(trained.objective, CoupledObjective) or next(iter(trained.objective.averaged()), None) is not None:
+    if isinstance(trained.objective, CoupledObjective) or next(iter(trained.objective.ema_pairs()), None) is not None:
         return (
             f"task=validation_loss: what objective.kind={kind} makes small is of whole batches, or of a teacher that moves, and no "
             "sample has a loss of its own; score what it is for"

@@ -61,7 +61,7 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
     if ranks.size > 1:
         code = {"code": code_hash(), "versions": environment()["packages"]}
         ranks.agree({"recipe": config.model_dump(mode="json"), **code}, "recipe or code")
-    pipeline = ranks.together(lambda: build_pipeline(config, ranks.world))
+    pipeline = ranks.call_on_all(lambda: build_pipeline(config, ranks.world))
     ranks.agree({"data": pipeline.fingerprint}, "data")
     epoch = pipeline.plan.epoch_size
     total, steps_per_epoch = config.total_steps(epoch), config.steps_per_epoch(epoch)
@@ -75,19 +75,19 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
             # What refuses a start comes before the folder is written to: it may hold a run that goes on being read.
             evaluate = make_evaluate(config, objective, rundir, total, view)
             # By one rank: two that list a folder of a network disk may see two different newest ones.
-            newest = ranks.first(lambda: CheckpointStore(rundir.checkpoints).latest())
+            newest = ranks.rank0_broadcast(lambda: CheckpointStore(rundir.checkpoints).latest())
             begun: list[str] = []
             if newest is None:
                 begin(config, objective, begun.append)
             for line in begun:
                 view.say(line)
             # Before tokens of a whole data set are computed for a run that is then refused; it writes nothing.
-            ranks.together(lambda: rundir.refuse_changes(config))
+            ranks.call_on_all(lambda: rundir.refuse_changes(config))
             if pipeline.examples.reads_model:
                 # Examples that look at the model need the weights that it goes on with, before the trainer reads them.
                 _give_weights(objective, config, newest)
-                pipeline.examples.ready(objective, pipeline.sources, engine.side, ranks, view.say)
-            rundir.join(ranks.first(lambda: _opened(rundir, config, pipeline)))
+                pipeline.examples.ready(objective, pipeline.sources, engine.device_context, ranks, view.say)
+            rundir.join(ranks.rank0_broadcast(lambda: _opened(rundir, config, pipeline)))
             for line in begun:  # its log is the folder's, which was not open when they were shown
                 view.note(line)
             # A resumed run says where it goes on instead.
@@ -99,7 +99,7 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
             for line in config.optim.unread():
                 view.say(line)
             # With several ranks per machine the launcher sets the threads; a resumed run takes them from its checkpoint.
-            if newest is None and ranks.size == 1 and (line := engine.side.choose_threads()):
+            if newest is None and ranks.size == 1 and (line := engine.device_context.choose_threads()):
                 view.say(line)
             for source in pipeline.sources if ranks.rank == 0 else ():
                 for key in unseen_captions(source):

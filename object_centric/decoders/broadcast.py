@@ -85,7 +85,7 @@ class Broadcast(nn.Module):
         out: colours, or features, of a pixel or patch.
     """
 
-    stays_with_adamw = ("places",)
+    adamw_only_parameters = ("places",)
 
     def __init__(self, config: BroadcastConfig, width: int, image_size: int, out: int = 3):
         super().__init__()

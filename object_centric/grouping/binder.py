@@ -23,7 +23,7 @@ class ParallelBinder(nn.Module):
     """
 
     checkpointed = False
-    stays_with_adamw = ("learned",)
+    adamw_only_parameters = ("learned",)
 
     def __init__(self, config: SlotAttentionConfig, in_width: int):
         super().__init__()

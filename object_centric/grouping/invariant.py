@@ -48,7 +48,7 @@ class FramedSlotAttention(nn.Module):
     There is a round more than `iterations`: it brings positions and scales up to date and leaves slots alone.
     """
 
-    stays_with_adamw = ("learned",)
+    adamw_only_parameters = ("learned",)
 
     def __init__(self, config: SlotAttentionConfig, frame: FrameConfig, in_width: int):
         super().__init__()

@@ -34,7 +34,7 @@ class SlotAttention(nn.Module):
     Where slots begin at random, `noise` (…, K, D) of a standard normal comes with the call: what a model draws is part of the batch.
     """
 
-    stays_with_adamw = ("learned",)  # queries
+    adamw_only_parameters = ("learned",)  # queries
 
     def __init__(self, config: SlotAttentionConfig, in_width: int):
         super().__init__()

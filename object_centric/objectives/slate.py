@@ -79,19 +79,19 @@ class Slate(Objective):
             },
         )
 
-    def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of a model of another method: a tower to go on with, whatever drew or said its slots."""
         # Names are the same in all slot models; those that this one lacks are told by who loads.
         return {f"model.{name}": value for name, value in weights.items()}
 
-    def alarm(self, facts: Mapping[str, float]) -> str | None:
+    def check_health(self, facts: Mapping[str, float]) -> str | None:
         return self.config.collapse.alarm(facts, self._done)
 
     def shard_units(self) -> Sequence[nn.Module]:
         m = self.model
         return [m.dvae.encoder, m.dvae.decoder, m.tower, *m.decoder.blocks]
 
-    def parts(self) -> Mapping[str, nn.Module]:
+    def grad_norm_groups(self) -> Mapping[str, nn.Module]:
         return {"dvae": self.model.dvae, "tower": self.model.tower, "decoder": self.model.decoder}
 
     def footprint(self, batch: int, world_batch: int) -> Footprint:

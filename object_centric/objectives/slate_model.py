@@ -62,7 +62,7 @@ class Slated(NamedTuple):
 class SlateModel(nn.Module):
     """Images (b, 3, S, S) in 0..1 and standard normal noise (b, *config.noise)."""
 
-    stays_with_adamw = ("places", "embed.weight")
+    adamw_only_parameters = ("places", "embed.weight")
 
     def __init__(self, config: SlateModelConfig):
         super().__init__()

@@ -63,11 +63,11 @@ class SlotAutoencoder(Objective):
         total = apart.mean() if self.config.loss == "mean" else apart.flatten(1).sum(1).mean()
         return Loss(total, {"mse": apart.detach().mean(), **sharing(decoded.masks)})
 
-    def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of a model of another method: a tower to go on with, whatever drew or said its slots."""
         return {f"model.{name}": value for name, value in weights.items()}
 
-    def alarm(self, facts: Mapping[str, float]) -> str | None:
+    def check_health(self, facts: Mapping[str, float]) -> str | None:
         return self.config.collapse.alarm(facts, self._done)
 
     def shard_units(self) -> Sequence[nn.Module]:

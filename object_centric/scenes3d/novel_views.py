@@ -84,7 +84,7 @@ class NovelViews(Objective):
         flat = [table.flatten(2, 3).flatten(0, 1) for table in (origins, directions, batch["offsets"])]
         return Rays(*flat)
 
-    def alarm(self, facts: Mapping[str, float]) -> str | None:
+    def check_health(self, facts: Mapping[str, float]) -> str | None:
         return self.config.collapse.alarm(facts, self._done)
 
     def shard_units(self) -> Sequence[nn.Module]:

@@ -128,7 +128,7 @@ class ViewEncoderConfig(Frozen):
 class ViewEncoder(nn.Module):
     """Posed views (n, V, 9, S, S), colours in 0..1, origin and direction of every pixel's ray, to features (n, V * s * s, width)."""
 
-    stays_with_adamw = ("views",)
+    adamw_only_parameters = ("views",)
 
     def __init__(self, config: ViewEncoderConfig):
         super().__init__()

@@ -71,7 +71,7 @@ def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
         "masks": encoder.masks_are,
         "slots": encoder.slots,
     }
-    return described(scoring.ranks.first(score), found, source, options)
+    return described(scoring.ranks.rank0_broadcast(score), found, source, options)
 
 
 def seen_by(encoder: Encoder, mask: np.ndarray) -> np.ndarray:

@@ -44,7 +44,7 @@ def run_objects(scoring: Scoring, task: ObjectsTaskConfig) -> Result:
         return average_precision.score(predicted, true, attribute_columns(), 2 * REACH, task.match)
 
     options = {"slots": scoring.encoder.slots, "distances": "world units, positions within 3"}
-    return described(scoring.ranks.first(score), found, source, options)
+    return described(scoring.ranks.rank0_broadcast(score), found, source, options)
 
 
 OBJECTS = Task(

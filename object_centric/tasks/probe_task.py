@@ -149,7 +149,7 @@ def _scored(scoring: Scoring, encoder: Encoder, task: ObjectProbeConfig, probed:
         return result._replace(counts=counts, predictions={})
 
     options = {"frames": found.facts[0]["frames"], "window": task.window, "slots": encoder.slots, **probed.options}
-    return described(scoring.ranks.first(score), found, source, options)
+    return described(scoring.ranks.rank0_broadcast(score), found, source, options)
 
 
 def _clip(row: np.ndarray, fact: dict[str, Any], slots: int) -> slot_probe.ProbedClip:

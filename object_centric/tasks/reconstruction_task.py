@@ -37,7 +37,7 @@ def run_reconstruction(scoring: Scoring, task: ReconstructionTaskConfig) -> Resu
         errors = np.concatenate([block[:, 0].numpy() for block in found.blocks(4096)])
         return reconstruction.score(errors, encoder.numbers, encoder.draws == "pixels")
 
-    return described(scoring.ranks.first(score), found, source, {"drawn": encoder.draws})
+    return described(scoring.ranks.rank0_broadcast(score), found, source, {"drawn": encoder.draws})
 
 
 def _unfit(task: ReconstructionTaskConfig, encoder: Any) -> str | None:

@@ -146,7 +146,7 @@ def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
         "window": window,
         "conditional": encoder.conditional,
     }
-    return described(scoring.ranks.first(score), found, source, options)
+    return described(scoring.ranks.rank0_broadcast(score), found, source, options)
 
 
 def _unfit(task: VideoMasksTaskConfig, encoder: ClipsEncoder) -> str | None:

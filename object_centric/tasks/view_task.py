@@ -109,7 +109,7 @@ def run_view_masks(scoring: Scoring, task: ViewMasksTaskConfig) -> Result:
         "window": window,
         "far": task.far,
     }
-    return described(scoring.ranks.first(score), found, source, options)
+    return described(scoring.ranks.rank0_broadcast(score), found, source, options)
 
 
 def _clip(encoder: Encoder, row: np.ndarray, fact: np.ndarray) -> view_scores.ViewedClip:

@@ -70,7 +70,7 @@ class ClipExamples(Examples):
     def stack(self, examples: Sequence[Any]) -> dict[str, Tensor]:
         return {name: torch.from_numpy(np.stack([one[name] for one in examples])) for name in examples[0]}
 
-    def shown(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
+    def preview(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
         """The first frames."""
         return as_samples(batch["video"][:count, 0])
 

@@ -100,11 +100,11 @@ class VideoAutoencoder(Objective):
         planes = {"flow": lambda flow: flow.to(torch.float32) / 255, "depth": lambda depth: depth}
         return torch.cat([planes[name](batch[name]).flatten(0, 1) for name in planes_of(self.config.model)], 1)
 
-    def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of a model of another method: a tower to go on with, whatever drew or said its slots."""
         return {f"model.{name}": value for name, value in weights.items()}
 
-    def alarm(self, facts: Mapping[str, float]) -> str | None:
+    def check_health(self, facts: Mapping[str, float]) -> str | None:
         return self.config.collapse.alarm(facts, self._done)
 
     def shard_units(self) -> Sequence[nn.Module]:

@@ -88,29 +88,29 @@ class Objective(nn.Module, ABC):
         """Modules an engine wraps one by one (compile, shard), in forward order."""
         return []
 
-    def parts(self) -> Mapping[str, nn.Module]:
+    def grad_norm_groups(self) -> Mapping[str, nn.Module]:
         """Modules by name whose gradient norms are worth watching apart."""
         return {}
 
-    def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the weights of an encoder are called in this objective, which `start_from` begins with; default: as there."""
         return dict(weights)
 
-    def resized(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def adapt_to_resolution(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The weights of a run of this method for this one's image size; default: as they are."""
         return weights
 
     def refuse_length(self, total_steps: int) -> None:
         """Raise `ConfigError` where a schedule of this method's has a part that no step of the run reaches."""
 
-    def begun(self) -> None:
+    def on_weights_loaded(self) -> None:
         """Called once weights from elsewhere were given, before training."""
 
-    def seen(self, batch: Batch, progress: Progress) -> Batch:
+    def preprocess_batch(self, batch: Batch, progress: Progress) -> Batch:
         """What of a delivered batch this step looks at (smaller images early on); default: all of it, as it is."""
         return batch
 
-    def depths(self) -> Mapping[str, int]:
+    def layer_ids(self) -> Mapping[str, int]:
         """By name, how many layers of its tower lie above a parameter, for `optim.layer_decay`; default: this method tells none."""
         return {}
 
@@ -118,10 +118,10 @@ class Objective(nn.Module, ABC):
         """Names of parameters that weight decay leaves alone."""
         return [name for name, p in self.named_parameters() if p.ndim < 2]
 
-    def stays_with_adamw(self) -> Iterable[str]:
+    def adamw_only_parameters(self) -> Iterable[str]:
         """Names of matrices that `optim.muon` leaves alone: what modules list under this name (queries, tables, many matrices in one)."""
         for place, module in self.named_modules():
-            listed = getattr(module, "stays_with_adamw", ())
+            listed = getattr(module, "adamw_only_parameters", ())
             if module is not self and isinstance(listed, tuple):
                 yield from (f"{place}.{name}" for name in listed)
 
@@ -141,11 +141,11 @@ class Objective(nn.Module, ABC):
         """Names of parameters that clipping by tensor leaves alone."""
         return []
 
-    def held_back(self, progress: Progress) -> Sequence[nn.Parameter]:
+    def frozen_this_step(self, progress: Progress) -> Sequence[nn.Parameter]:
         """Parameters that this step does not touch, weight decay included."""
         return []
 
-    def alarm(self, facts: Mapping[str, float]) -> str | None:
+    def check_health(self, facts: Mapping[str, float]) -> str | None:
         """What is wrong with these averaged metrics, for a human; None where nothing is."""
         return None
 
@@ -153,7 +153,7 @@ class Objective(nn.Module, ABC):
         """Of a sample, in a rank's batch of `batch` out of `world_batch`, for estimates; None: it is not known."""
         return None
 
-    def averaged(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
+    def ema_pairs(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
         """What `after_step` writes to beside `loss_parameters` (a teacher's), each with what it follows, element by element.
 
         An engine may show `after_step` both as the same piece of each, without their shapes.
@@ -185,26 +185,26 @@ class CoupledObjective(Objective):
         return self.loss(self.embed(batch), self.loss_parameters(), progress)
 
 
-class Embedded(NamedTuple):
-    """What an engine's forward of a coupled objective gives to its loss: `rows` per sample, and `own`, the loss's parameters.
+class Embeddings(NamedTuple):
+    """What an engine's forward of a coupled objective gives to its loss: `features` per sample, and `loss_params`, the loss's parameters.
 
     An engine may keep a parameter in pieces, so its value comes out of the forward, with its graph.
     """
 
-    rows: tuple[Tensor, ...]
-    own: tuple[Tensor, ...]
+    features: tuple[Tensor, ...]
+    loss_params: tuple[Tensor, ...]
 
 
 class Engine(Protocol):
     """Runs an objective on devices: precision, wrapping, backward, optimizer.
 
-    `side`: precision, kernels, random state and time on this rank's device.
+    `device_context`: precision, kernels, random state and time on this rank's device.
     `full_model`: inside, rank 0 has the objective as an ordinary module to evaluate, every rank where `replicated`; all ranks
     enter it together.
     `pieces`: what this rank writes of the parts `model` and `optimizer`. `load`: takes its own share of them.
     """
 
-    side: Any
+    device_context: Any
     replicated: bool
 
     @property
@@ -212,7 +212,7 @@ class Engine(Protocol):
 
     def prepare(self, objective: Objective) -> None: ...
     def forward(self, batch: Batch, progress: Progress, *, last: bool) -> Loss: ...
-    def embed(self, batch: Batch, *, last: bool) -> Embedded: ...
+    def embed(self, batch: Batch, *, last: bool) -> Embeddings: ...
     def backward(self, total: Tensor, *, last: bool) -> None: ...
     def step(self, progress: Progress) -> StepReport: ...
     def full_model(self) -> AbstractContextManager[Objective | None]: ...
@@ -234,7 +234,7 @@ class Cursor(NamedTuple):
         return list(self.positions)
 
 
-class Delivery(NamedTuple):
+class LoaderBatch(NamedTuple):
     """One batch, where the plan stands after it, and what had to be skipped to fill it: (shard, reason) -> count, and one key of each."""
 
     batch: dict[str, Tensor]
@@ -248,5 +248,5 @@ class DataPipeline(Protocol):
 
     fingerprint: dict[str, Any]
 
-    def start(self, cursor: Cursor | None) -> Generator[Delivery, None, None]: ...
-    def shown(self, batch: Batch, count: int) -> Sequence[Sample]: ...
+    def start(self, cursor: Cursor | None) -> Generator[LoaderBatch, None, None]: ...
+    def preview(self, batch: Batch, count: int) -> Sequence[Sample]: ...

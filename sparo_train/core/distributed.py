@@ -101,7 +101,7 @@ class Ranks:
             ) from error
 
     @contextmanager
-    def on_all(self) -> Iterator[None]:
+    def raise_on_all(self) -> Iterator[None]:
         """For what fails on all ranks with the same error: they can act on it together, and rank 0 prints it."""
         try:
             yield
@@ -111,7 +111,7 @@ class Ranks:
             error.everywhere, error.repeated = True, self.rank > 0
             raise
 
-    def together(self, call: Callable[[], T]) -> T:
+    def call_on_all(self, call: Callable[[], T]) -> T:
         """What `call` returns here; where it fails on one rank, all of them fail with that rank's error."""
         failed: SparoError | None = None
         found: list[T] = []
@@ -129,7 +129,7 @@ class Ranks:
         error.everywhere, error.repeated = True, failed is None
         raise error
 
-    def most(self, values: Sequence[int]) -> list[int]:
+    def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         """The largest of each value over ranks."""
         if self.size == 1:
             return list(values)
@@ -147,7 +147,7 @@ class Ranks:
             dist.all_gather_object(out, value, group=self._saving if saving else self._control)
         return out
 
-    def first(self, call: Callable[[], T]) -> T:
+    def rank0_broadcast(self, call: Callable[[], T]) -> T:
         """What `call` returns on rank 0; the others wait, and fail with it where it fails."""
         if self.size == 1:
             return call()

@@ -72,7 +72,7 @@ class DdpEngine(RankedEngine):
         would differ in the last bit from one never stopped.
         """
         self._warm = True
-        state, buffers = self.side.random_state(), list(self.objective.buffers())
+        state, buffers = self.device_context.random_state(), list(self.objective.buffers())
         before = [b.clone() for b in buffers]  # a forward may count in them
         out = super()._run(batch, progress, last=True)
         outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
@@ -81,7 +81,7 @@ class DdpEngine(RankedEngine):
         # Times zero: the order of hooks is what is wanted, not their values.
         self.backward(torch.stack([t.float().sum() for t in outputs]).sum() * 0.0, last=True)
         self.optimizer.zero_grad(set_to_none=True)
-        self.side.set_random_state(state)
+        self.device_context.set_random_state(state)
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..core.config import free
-from ..core.contracts import Batch, CoupledObjective, Embedded, Loss, Objective, Progress, StepReport
+from ..core.contracts import Batch, CoupledObjective, Embeddings, Loss, Objective, Progress, StepReport
 from ..core.disk.pieces import CheckpointReader, Pieces
 from ..core.distributed import Ranks
 from ..core.errors import ConfigError
@@ -67,12 +67,12 @@ class DeepSpeedEngine:
 
     def __init__(self, config: DeepSpeedEngineConfig, optim: OptimConfig, ranks: Ranks):
         self.config, self.optim_config, self.ranks = config, optim, ranks
-        self.share, self.side = (ranks.rank, ranks.size), Device(config)
-        own_gpu(self.side, "deepspeed", ranks)
+        self.share, self.device_context = (ranks.rank, ranks.size), Device(config)
+        own_gpu(self.device_context, "deepspeed", ranks)
 
     @property
     def device(self) -> torch.device:
-        return self.side.device
+        return self.device_context.device
 
     def prepare(self, objective: Objective) -> None:
         if self.ranks.size == 1:
@@ -87,12 +87,12 @@ class DeepSpeedEngine:
         # Taken before DeepSpeed flattens them; checkpoints have the shapes of the model.
         self._shapes = {name: tuple(t.shape) for name, t in objective.state_dict().items()}
         self._plain = PlainCopy(objective, self.ranks, self.device)
-        self.objective = self.side.take(objective)
+        self.objective = self.device_context.take(objective)
         self.optimizer = self._build_optimizer(objective)
         self._names = {id(p): name for name, p in objective.named_parameters()}
 
     def _refuse_held_back(self, objective: Objective, progress: Progress) -> None:
-        if objective.held_back(progress):
+        if objective.frozen_this_step(progress):
             raise ConfigError(
                 f"engine.kind=deepspeed: {type(objective).__name__} holds parameters back in some steps, and DeepSpeed steps all of "
                 "them together; use objective.freeze_last_layer=0, or engine.kind=ddp or fsdp2"
@@ -104,14 +104,14 @@ class DeepSpeedEngine:
             return self.objective.loss(*self.embed(batch, last=last), progress)
         return self._run(batch, progress)
 
-    def embed(self, batch: Batch, *, last: bool) -> Embedded:
+    def embed(self, batch: Batch, *, last: bool) -> Embeddings:
         """A coupled objective's embeddings of this rank's batch."""
-        return Embedded(*self._run(batch, None))
+        return Embeddings(*self._run(batch, None))
 
     def _build_optimizer(self, objective: Objective) -> Any:
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)
         deepspeed = _quiet_deepspeed()
-        root = _Inside(objective, lambda: [self.side.autocast(), self.side.attention()])
+        root = _Inside(objective, lambda: [self.device_context.autocast(), self.device_context.attention()])
         for p in objective.parameters():
             # Made vectors before the optimizer takes them: it would hold the old tensors.
             if p.ndim == 0:
@@ -148,14 +148,14 @@ class DeepSpeedEngine:
         return self._root.optimizer
 
     def _run(self, batch: Batch, progress: Progress | None) -> Any:
-        moved = self.side.moved(batch)
-        with self.side.clock.running():
+        moved = self.device_context.moved(batch)
+        with self.device_context.clock.running():
             return self._root(moved, progress)
 
     def backward(self, total: Tensor, *, last: bool) -> None:
         """Accumulate gradients; after the `last` micro-batch they are the mean over ranks, each rank holding its pieces."""
         self._root.set_gradient_accumulation_boundary(last)
-        with self.side.attention(), self.ranks.named("averaging gradients"):
+        with self.device_context.attention(), self.ranks.named("averaging gradients"):
             # The loop weighs micro-batches itself.
             self._root.backward(total, scale_wrt_gas=False)
 
@@ -188,7 +188,7 @@ class DeepSpeedEngine:
     def _follow(self, progress: Progress) -> None:
         """The objective's `after_step`, on whole parameters of the loss, and what it made of them; averages of others by pieces."""
         own = self.objective.loss_parameters()
-        pairs = list(self.objective.averaged()) if self.config.stage == 3 else []
+        pairs = list(self.objective.ema_pairs()) if self.config.stage == 3 else []
         # Shown whole: what the loss owns with what follows it, and small parameters, which are whole on every rank anyhow.
         whole = [*own, *(a for a, p in pairs if any(p is o for o in own) or self._zero.persistent(p))]
         ids = {id(p) for p in whole}

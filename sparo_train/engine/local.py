@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.config import free
-from ..core.contracts import Batch, CoupledObjective, Embedded, Loss, Objective, Progress, StepReport
+from ..core.contracts import Batch, CoupledObjective, Embeddings, Loss, Objective, Progress, StepReport
 from ..core.disk.pieces import CheckpointReader, Pieces
 from ..core.errors import CheckpointError
 from .device import Device, DeviceConfig
@@ -38,17 +38,17 @@ class LocalEngine:
 
     def __init__(self, config: DeviceConfig, optim: OptimConfig):
         self.config, self.optim_config = config, optim
-        self.side = Device(config)
+        self.device_context = Device(config)
         # Whether a step is applied: a GPU need not be waited for, but for Muon, which has no switch.
-        self.decides_on_host = self.side.device.type == "cpu" or optim.muon is not None
+        self.decides_on_host = self.device_context.device.type == "cpu" or optim.muon is not None
 
     @property
     def device(self) -> torch.device:
-        return self.side.device
+        return self.device_context.device
 
     def prepare(self, objective: Objective) -> None:
         """Take over `objective`: to the device, compiled if asked, with its optimizer."""
-        self.objective = self.side.take(objective)
+        self.objective = self.device_context.take(objective)
         self.wrap(objective)
         self.optimizer = build_optimizer(self.optim_config, objective)
         # After wrapping: engines of several ranks wrap around the module, not inside it.
@@ -60,18 +60,20 @@ class LocalEngine:
 
     def forward(self, batch: Batch, progress: Progress, *, last: bool) -> Loss:
         """The objective's loss of a batch, under autocast where the recipe asks for bf16."""
-        with self.side.autocast(), self.side.attention(), self.side.clock.running():
-            return self.objective(self.side.moved(batch), progress)
+        with self.device_context.autocast(), self.device_context.attention(), self.device_context.clock.running():
+            return self.objective(self.device_context.moved(batch), progress)
 
-    def embed(self, batch: Batch, *, last: bool) -> Embedded:
+    def embed(self, batch: Batch, *, last: bool) -> Embeddings:
         """A coupled objective's embeddings of a batch, computed as `forward` computes them."""
         assert isinstance(self.objective, CoupledObjective)
-        with self.side.autocast(), self.side.attention(), self.side.clock.running():
-            return Embedded(self.objective.embed(self.side.moved(batch)), tuple(self.objective.loss_parameters()))
+        with self.device_context.autocast(), self.device_context.attention(), self.device_context.clock.running():
+            return Embeddings(
+                self.objective.embed(self.device_context.moved(batch)), tuple(self.objective.loss_parameters())
+            )
 
     def backward(self, total: Tensor, *, last: bool) -> None:
         """Accumulate gradients. `last` marks the final micro-batch; one process has nothing to synchronise there."""
-        with self.side.attention():  # recomputed activations take the kernels of the forward
+        with self.device_context.attention():  # recomputed activations take the kernels of the forward
             total.backward()
 
     def step(self, progress: Progress) -> StepReport:
@@ -83,7 +85,7 @@ class LocalEngine:
         # First: the norm below tells nobody whether the step counts, but its rate has to be in the record either way.
         lr = set_rates(self.optimizer, self.optim_config, progress)
         without = self._without_gradient()
-        for p in self.objective.held_back(progress):
+        for p in self.objective.frozen_this_step(progress):
             # Not zero: AdamW would still move it by its moments and decay it.
             p.grad = None
         each = self._norms()
@@ -189,7 +191,7 @@ class LocalEngine:
         for key in source.names("optimizer"):
             name, _, entry = key.rpartition("/")
             told.setdefault(name, set()).add(entry)
-        listed = set(self.objective.stays_with_adamw())
+        listed = set(self.objective.adamw_only_parameters())
         for name, entries in told.items():
             if name in held and entries != kept[id(held[name])]:
                 # No key brings it back: the model itself says so, and an older version's did not.

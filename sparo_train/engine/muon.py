@@ -15,7 +15,7 @@ from torch import nn
 
 from ..core.config import Frozen, setting
 
-# What is a table or a query by the names that it has everywhere. Read-outs list their own (`stays_with_adamw`); those that stand here stay,
+# What is a table or a query by the names that it has everywhere. Read-outs list their own (`adamw_only_parameters`); those that stand here stay,
 # because a run's record of its recipe has them.
 _ADAMW = (
     "*embedding*", "*pos_embed", "*cls_token", "*q_emb", "*.query", "*.latent", "*.space_dict", "*sparo.k.*", "*sparo.v.*", "*attpool.k.*",

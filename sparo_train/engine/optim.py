@@ -149,7 +149,7 @@ def build_optimizer(config: OptimConfig, objective: Objective) -> torch.optim.Ad
     Raises:
         ConfigError: nothing is trainable, or a pattern of `optim.groups` fits no parameter.
     """
-    undecayed, listed = set(objective.no_decay()), frozenset(objective.stays_with_adamw())
+    undecayed, listed = set(objective.no_decay()), frozenset(objective.adamw_only_parameters())
     named = {name: p for name, p in objective.named_parameters() if p.requires_grad}
     if not named:
         raise ConfigError("objective: no parameter is trainable")
@@ -191,7 +191,7 @@ def build_optimizer(config: OptimConfig, objective: Objective) -> torch.optim.Ad
 def _depths(config: OptimConfig, objective: Objective) -> Mapping[str, int]:
     if config.layer_decay is None:
         return {}
-    depths = objective.depths()
+    depths = objective.layer_ids()
     if not depths:
         raise ConfigError(f"optim.layer_decay={config.layer_decay}: this method tells no layers; use optim.groups")
     return depths

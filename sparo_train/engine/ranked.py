@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..core.config import free
-from ..core.contracts import Batch, CoupledObjective, Embedded, Loss, Objective, Progress
+from ..core.contracts import Batch, CoupledObjective, Embeddings, Loss, Objective, Progress
 from ..core.distributed import Ranks
 from ..core.errors import ConfigError
 from .device import Device, DeviceConfig
@@ -52,7 +52,7 @@ class RankedEngine(LocalEngine):
     def __init__(self, config: RankedEngineConfig, optim: OptimConfig, ranks: Ranks):
         super().__init__(config, optim)
         self.ranks, self.share = ranks, (ranks.rank, ranks.size)
-        own_gpu(self.side, self.kind, ranks)
+        own_gpu(self.device_context, self.kind, ranks)
 
     def forward(self, batch: Batch, progress: Progress, *, last: bool) -> Loss:
         """The objective's loss of this rank's batch; the mean over ranks is the global one."""
@@ -60,13 +60,18 @@ class RankedEngine(LocalEngine):
             return self.objective.loss(*self.embed(batch, last=last), progress)
         return self._run(batch, progress, last)
 
-    def embed(self, batch: Batch, *, last: bool) -> Embedded:
+    def embed(self, batch: Batch, *, last: bool) -> Embeddings:
         """A coupled objective's embeddings of this rank's batch."""
-        return Embedded(*self._run(batch, None, last))
+        return Embeddings(*self._run(batch, None, last))
 
     def _run(self, batch: Batch, progress: Progress | None, last: bool) -> Any:
-        moved = self.side.moved(batch)
-        with self._exchanging(last), self.side.autocast(), self.side.attention(), self.side.clock.running():
+        moved = self.device_context.moved(batch)
+        with (
+            self._exchanging(last),
+            self.device_context.autocast(),
+            self.device_context.attention(),
+            self.device_context.clock.running(),
+        ):
             return self._root(moved, progress)
 
     def backward(self, total: Tensor, *, last: bool) -> None:
@@ -79,9 +84,9 @@ class RankedEngine(LocalEngine):
         return nullcontext()
 
 
-def own_gpu(side: Device, kind: str, ranks: Ranks) -> None:
+def own_gpu(device_context: Device, kind: str, ranks: Ranks) -> None:
     """Give this rank the GPU of its number on this machine. Raises `ConfigError` where there are more ranks than GPUs."""
-    if side.device.type != "cuda":
+    if device_context.device.type != "cuda":
         return
     local = ranks.world.local_rank
     if torch.cuda.device_count() == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -91,8 +96,8 @@ def own_gpu(side: Device, kind: str, ranks: Ranks) -> None:
             f"engine.kind={kind}: rank {ranks.rank} is number {local} on this machine, which has "
             f"{torch.cuda.device_count()} GPU(s); start one process per GPU"
         )
-    side.device = torch.device("cuda", local)
-    torch.cuda.set_device(side.device)
+    device_context.device = torch.device("cuda", local)
+    torch.cuda.set_device(device_context.device)
 
 
 class PlainCopy:

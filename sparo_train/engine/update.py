@@ -27,7 +27,7 @@ def total_norms(objective: Objective, each: Mapping[int, Tensor]) -> tuple[Tenso
     """The gradient's norm, whole and within each of the objective's parts, from those of parameters by their id."""
     parts = {
         name: _joined([each[id(p)] for p in module.parameters() if id(p) in each])
-        for name, module in objective.parts().items()
+        for name, module in objective.grad_norm_groups().items()
     }
     return _joined(list(each.values())), parts
 

@@ -37,7 +37,7 @@ class ReadOut(nn.Module, ABC):
     slots: int
     width: int
     # Matrices that are tables, queries or many small ones in one: Muon would make them orthogonal as if they were one map.
-    stays_with_adamw: ClassVar[tuple[str, ...]] = ()
+    adamw_only_parameters: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:

@@ -62,7 +62,7 @@ class ClipObjective(CoupledObjective):
         """(B, 3, H, W) uint8 -> normalised fp32, with torchvision's ToTensor + Normalize arithmetic."""
         return image.to(torch.float32).div(255).sub(self.mean).div(self.std)
 
-    def seen(self, batch: Batch, progress: Progress) -> Batch:
+    def preprocess_batch(self, batch: Batch, progress: Progress) -> Batch:
         """Images (B, 3, H, W) uint8 at the size of this part of the run, bicubic and antialiased."""
         size = self.config.image_size_at(progress.step / progress.total_steps)
         if "image" not in batch or batch["image"].shape[-1] == size:
@@ -132,11 +132,11 @@ class ClipObjective(CoupledObjective):
                 f"at {last:g}), so that size would never be trained; begin it earlier"
             )
 
-    def begun(self) -> None:
+    def on_weights_loaded(self) -> None:
         if self.average is not None:
             self.average.load_state_dict(self.model.state_dict())
 
-    def averaged(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
+    def ema_pairs(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
         return [] if self.average is None else zip(self.average.parameters(), self.model.parameters(), strict=True)
 
     def shard_units(self) -> Sequence[nn.Module]:
@@ -144,25 +144,25 @@ class ClipObjective(CoupledObjective):
         blocks: list[nn.Module] = [block for tower in towers for block in tower.resblocks]
         return blocks if self.average is None else [*blocks, self.average]
 
-    def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of a CLIP model; positions of images of another size are interpolated as open_clip does."""
         # Filled by `after_step`, so it is neither trained nor exchanged.
         fitted = self.model.fitted(weights)
         nets = ("model",) if self.average is None else ("model", "average")
         return {f"{net}.{name}": value for net in nets for name, value in fitted.items()}
 
-    def resized(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def adapt_to_resolution(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Of a run that has an average, the average: it is what was scored."""
-        return self.adopted(scored_weights(weights))
+        return self.remap_encoder_weights(scored_weights(weights))
 
-    def depths(self) -> Mapping[str, int]:
+    def layer_ids(self) -> Mapping[str, int]:
         found = {}
-        for part, tower in self.parts().items():
+        for part, tower in self.grad_norm_groups().items():
             blocks = len(tower.resblocks)  # type: ignore[arg-type]
             found |= {f"model.{part}.{n}": blocks + 1 - layer_of(n, blocks) for n, _ in tower.named_parameters()}
         return found
 
-    def parts(self) -> Mapping[str, nn.Module]:
+    def grad_norm_groups(self) -> Mapping[str, nn.Module]:
         return {"visual": self.model.visual, "text": self.model.text}
 
     def no_decay(self) -> Iterable[str]:

@@ -63,8 +63,10 @@ class TokenExamples(ImageTextExamples):
         for kind in self._frozen:
             tower = objective.model.visual if kind == "image" else objective.model.text
             facts = tower_facts(tower, self._sizes(objective.config, kind), side.config.precision)
-            kept = ranks.together(lambda f=facts, k=kind: KeptTokens(Path(self.cache.folder) / k, f, self.cache.dtype))
-            missing = ranks.first(
+            kept = ranks.call_on_all(
+                lambda f=facts, k=kind: KeptTokens(Path(self.cache.folder) / k, f, self.cache.dtype)
+            )
+            missing = ranks.rank0_broadcast(
                 lambda kept=kept, k=kind: [n for n, run in enumerate(runs) if not kept.has(run.name(k))]
             )
             if missing:
@@ -75,11 +77,11 @@ class TokenExamples(ImageTextExamples):
                     # A round ends for all ranks together, so that nobody waits longer than for one part.
                     for number, begin in enumerate(range(0, len(missing), ranks.size), 1):
                         own = [runs[n] for n in missing[begin + ranks.rank : begin + ranks.rank + 1]]
-                        ranks.together(lambda o=own, k=kind, t=kept, e=encode: self._keep(k, t, o, objective, e))
+                        ranks.call_on_all(lambda o=own, k=kind, t=kept, e=encode: self._keep(k, t, o, objective, e))
                         if number % _TOLD == 0:
                             say(f"objective.cache: {begin + ranks.size:,} of {len(missing):,} parts")
             # Opened by this process, before workers are forked: they share the index instead of each having one.
-            ranks.together(lambda kept=kept, k=kind: kept.open([run.name(k) for run in runs]))
+            ranks.call_on_all(lambda kept=kept, k=kind: kept.open([run.name(k) for run in runs]))
             self.kept[kind] = kept
 
     def _room(self, model: Any, samples: int) -> str:
@@ -166,5 +168,5 @@ class TokenExamples(ImageTextExamples):
             batch["text_tokens"] = batch["text_tokens"][:, : batch["text"].shape[1]].contiguous()
         return batch
 
-    def shown(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
-        return super().shown(batch, count) if "image" in batch else []  # pixels are not looked at
+    def preview(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
+        return super().preview(batch, count) if "image" in batch else []  # pixels are not looked at

@@ -144,7 +144,7 @@ class DinoObjective(Objective):
         self._seen[:-1] += targets.sum(0, dtype=self._seen.dtype)
         self._seen[-1] += len(targets)
 
-    def averaged(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
+    def ema_pairs(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
         return zip(self.teacher.parameters(), self.student.parameters(), strict=True)
 
     @torch.no_grad()
@@ -167,13 +167,13 @@ class DinoObjective(Objective):
         self._step = -1
         follow_if(applied, self.teacher, self.student, self.momentum(progress), buffers=False)
 
-    def held_back(self, progress: Progress) -> Sequence[nn.Parameter]:
+    def frozen_this_step(self, progress: Progress) -> Sequence[nn.Parameter]:
         """The prototypes, during the first `freeze_last_layer` epochs."""
         frozen = progress.epoch < self.config.freeze_last_layer
         # Early prototypes follow random features; held back, they do not collapse with them (Caron et al., App.).
         return list(self.student.head.last_layer.parameters()) if frozen else []
 
-    def alarm(self, facts: Mapping[str, float]) -> str | None:
+    def check_health(self, facts: Mapping[str, float]) -> str | None:
         """Says so where the representation has collapsed: the same output for every image, uniform or one-hot."""
         limits, most = self.config.collapse, math.log(self.config.head.out_dim)
         entropy, kl = facts["teacher_entropy"] / most, facts["teacher_kl"] / most
@@ -190,11 +190,11 @@ class DinoObjective(Objective):
         # The teacher's blocks first: its forward comes first, and FSDP2 fetches ahead in this order.
         return [block for net in (self.teacher, self.student) for block in net.backbone.blocks]
 
-    def adopted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of a backbone: student and teacher begin alike."""
         return {f"{net}.backbone.{name}": value for net in ("student", "teacher") for name, value in weights.items()}
 
-    def depths(self) -> Mapping[str, int]:
+    def layer_ids(self) -> Mapping[str, int]:
         backbone, found = self.student.backbone, {}
         for name, _ in backbone.named_parameters():
             first, _, rest = name.partition(".")
@@ -203,7 +203,7 @@ class DinoObjective(Objective):
             found[f"student.backbone.{name}"] = len(backbone.blocks) + 1 - layer
         return found
 
-    def parts(self) -> Mapping[str, nn.Module]:
+    def grad_norm_groups(self) -> Mapping[str, nn.Module]:
         return {"backbone": self.student.backbone, "head": self.student.head}
 
     def no_decay(self) -> Iterable[str]:

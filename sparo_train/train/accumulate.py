@@ -64,12 +64,12 @@ def _cached(engine: Engine, objective: CoupledObjective, parts: list[dict[str, T
     states, cached = [], []
     for part in parts:
         # Dropout must fall alike in both forwards, or the cached gradient would belong to other embeddings.
-        states.append(engine.side.random_state())
+        states.append(engine.device_context.random_state())
         with torch.no_grad():
             cached.append(engine.embed(part, last=False))
-    leaves = tuple(torch.cat(pieces).requires_grad_() for pieces in zip(*(c.rows for c in cached), strict=True))
+    leaves = tuple(torch.cat(pieces).requires_grad_() for pieces in zip(*(c.features for c in cached), strict=True))
     # Copies: a gradient left on the parameters themselves would be exchanged with the first backward.
-    own = tuple(p.detach().clone().requires_grad_() for p in cached[0].own)
+    own = tuple(p.detach().clone().requires_grad_() for p in cached[0].loss_params)
     loss = objective.loss(leaves, own, progress)
     # Once for all micro-batches: this is where a coupled loss talks to the other ranks.
     found = torch.autograd.grad(loss.total, [*leaves, *own])
@@ -77,7 +77,7 @@ def _cached(engine: Engine, objective: CoupledObjective, parts: list[dict[str, T
     begin = 0
     for number, (part, state) in enumerate(zip(parts, states, strict=True)):
         last = number == len(parts) - 1
-        engine.side.set_random_state(state)
+        engine.device_context.set_random_state(state)
         rows, parameters = engine.embed(part, last=last)
         end = begin + len(rows[0])
         # Its gradient with respect to the embeddings is the cached one, so an ordinary backward carries it on.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from ..core.contracts import Delivery
+from ..core.contracts import LoaderBatch
 from ..core.distributed import Ranks
 from ..core.errors import DataError, SparoError, WorkerLostError
 from ..core.signals import StopFlag
@@ -29,7 +29,7 @@ class Agreement:
         self._saved = time.monotonic()
 
     def settle(
-        self, stop: StopFlag, delivery: Delivery | None, trouble: SparoError | None, samples: int
+        self, stop: StopFlag, delivery: LoaderBatch | None, trouble: SparoError | None, samples: int
     ) -> tuple[str | None, bool]:
         """The signal to stop for, and whether a checkpoint is due by time.
 
@@ -45,7 +45,7 @@ class Agreement:
         skipped = delivery is not None and bool(delivery.skipped)
         # A maximum is all that is asked, so one small tensor carries every question.
         flags = [stop.number(), trouble is not None, late, skipped, self.saver.failed]
-        signal, failed, late, any_skipped, unsaved = self.ranks.most(flags)
+        signal, failed, late, any_skipped, unsaved = self.ranks.all_reduce_max(flags)
         # Waiting raises what the writer met, on every rank: a run must not go on without its checkpoints.
         if unsaved:
             self.saver.wait()
@@ -57,7 +57,7 @@ class Agreement:
             rank, error = next(
                 (rank, error) for rank, error in enumerate(self.ranks.gather(trouble)) if error is not None
             )
-            with self.ranks.on_all():
+            with self.ranks.raise_on_all():
                 raise (WorkerLostError if isinstance(error, WorkerLostError) else DataError)(f"rank {rank}: {error}")
         if any_skipped and not signal and delivery is not None:  # with a signal the batch is left for the resume
             # Rare, so what is skipped is told in full, in an exchange of its own.
@@ -65,6 +65,6 @@ class Agreement:
             for skips, first in self.ranks.gather((delivery.skipped, dict(delivery.first_keys))):
                 # A key seen on several ranks is told once: what is shown is an example, not a list.
                 found, keys = found + Counter(skips), first | keys
-            with self.ranks.on_all():
+            with self.ranks.raise_on_all():
                 self.bad.add(found, samples, keys)
         return StopFlag.name(signal), bool(late)

@@ -39,16 +39,18 @@ def resumed(
     )
     if newest is None:
         if (start := config.start_from) is not None and start.optimizer:
-            with ranks.on_all():
+            with ranks.raise_on_all():
                 return branch(Path(start.checkpoint), engine, pipeline, display)
         return State()
     path, meta, source = newest
-    with ranks.on_all():
+    with ranks.raise_on_all():
         engine.load(source)
-    if ranks.size == 1 and (line := engine.side.choose_threads(meta.get("threads", torch.get_num_threads()))):
+    if ranks.size == 1 and (line := engine.device_context.choose_threads(meta.get("threads", torch.get_num_threads()))):
         display.say(line)
     # Another form of attention adds up in another order: the run would not end with the same bits.
-    if warning := engine.side.keep_kernel(meta.get("attention", "plain")):  # older versions took plain on CPUs
+    if warning := engine.device_context.keep_kernel(
+        meta.get("attention", "plain")
+    ):  # older versions took plain on CPUs
         display.say(warning)
     state = State.of(meta)
     bad.load(meta["bad_samples"])

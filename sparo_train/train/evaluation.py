@@ -45,7 +45,7 @@ class Evaluation:
                     # Each its share where all hold the model, so that no GPU waits for rank 0.
                     evaluate(objective, step, self.ranks)
                     if together
-                    else self.ranks.first(lambda: evaluate(objective, step, _ALONE))
+                    else self.ranks.rank0_broadcast(lambda: evaluate(objective, step, _ALONE))
                 )
             except StoppedError as stopped:
                 return stopped.signal

@@ -59,7 +59,7 @@ class Reporter:
         own = self._numbers(loss.metrics) | {"loss": float(loss.total)}
         # Behind the float() above: only now is the device done with what is timed.
         own |= self.meter.take()
-        own |= {"memory": memory(self.engine.device), "forward_seconds": self.engine.side.clock.take()}
+        own |= {"memory": memory(self.engine.device), "forward_seconds": self.engine.device_context.clock.take()}
         facts = over_ranks(self.ranks.gather(own)) | {"lr": report.lr, "grad_norm": float(report.grad_norm)}
         facts |= {f"grad_norm_{part}": float(norm) for part, norm in report.norms.items()}
         self._watch(objective, step, facts)
@@ -84,7 +84,7 @@ class Reporter:
         if self.ranks.rank == 0 and (text := pixel_statistics(batch)):
             self.display.say(text)
         if self._log is not None and self.config.samples:
-            self._log.samples(lambda: pipeline.shown(batch, self.config.samples))
+            self._log.samples(lambda: pipeline.preview(batch, self.config.samples))
 
     def done(self, step: int, total_steps: int, clock: RunClock, report: StepReport) -> None:
         """Note a finished step; the first of a sitting is shown at once."""
@@ -121,7 +121,7 @@ class Reporter:
     def _watch(self, objective: Objective, step: int, facts: dict[str, float]) -> None:
         """Say what the objective finds alarming, once until it is over; `alarm` in the metrics is 1 as long as it lasts."""
         try:
-            found = objective.alarm(facts)
+            found = objective.check_health(facts)
         except Exception as error:  # a stranger's objective: what only reports ends no run
             found = f"its alarm failed ({type(error).__name__}: {error})"
         if found is not None and not self._alarmed:

@@ -106,10 +106,10 @@ class Saver:
                 return self._opened(check)
             except CheckpointError as error:
                 # Asked of rank 0: the folder of another may lag behind on a network disk.
-                older = self.ranks.first(lambda: len(self.store.steps()) > 1)
+                older = self.ranks.rank0_broadcast(lambda: len(self.store.steps()) > 1)
                 if not (fall_back and older):
                     raise
-                aside, before = self.ranks.first(self._fallen_back)
+                aside, before = self.ranks.rank0_broadcast(self._fallen_back)
                 say(
                     f"{error}\ncheckpoint.fall_back: it is {aside} now; going back to {before}, the steps behind that are lost"
                 )
@@ -133,7 +133,7 @@ class Saver:
             check(meta, str(path))
             return path, meta
 
-        newest = self.ranks.first(found)
+        newest = self.ranks.rank0_broadcast(found)
         if newest is None:
             return None
         # Kept, not raised: a rank that left here would leave the others in the exchange below.
@@ -144,7 +144,7 @@ class Saver:
             opened = error
         # Damage on one rank ends all of them, or the others would train on without it.
         told = [text for text in self.ranks.gather(str(opened) if isinstance(opened, SparoError) else None) if text]
-        with self.ranks.on_all():
+        with self.ranks.raise_on_all():
             if told or isinstance(opened, SparoError):
                 raise CheckpointError(told[0])
         return *newest, opened

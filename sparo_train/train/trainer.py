@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..core.contracts import Cursor, DataPipeline, Delivery, Engine, Objective, Progress
+from ..core.contracts import Cursor, DataPipeline, Engine, LoaderBatch, Objective, Progress
 from ..core.disk import store
 from ..core.disk.rundir import RunDir, environment
 from ..core.distributed import Ranks
@@ -86,7 +86,7 @@ class Trainer:
         self.state = resumed(self.config, self.saver, self.ranks, self.engine, self.pipeline, self.bad, self.display)
         self.clock = RunClock(self.state.seconds + self.clock.elapsed)
         # One rank reads the records; others could find them half written.
-        self.evaluation.scored = self.ranks.first(lambda: self.report.open(self.state.step))
+        self.evaluation.scored = self.ranks.rank0_broadcast(lambda: self.report.open(self.state.step))
         # Asked for fewer steps, the schedule is still that of the whole run: a trial's steps are the run's first ones.
         end = min(self.total_steps, self.config.stop_after_steps or self.total_steps)
         self.profile = Profile(*self._profile)
@@ -131,7 +131,7 @@ class Trainer:
                 self.garbage.step(state.step)
                 self.profile.step()
 
-    def _next(self, batches: Iterator[Delivery]) -> tuple[Delivery | None, SparoError | None]:
+    def _next(self, batches: Iterator[LoaderBatch]) -> tuple[LoaderBatch | None, SparoError | None]:
         """The next batch, or what is wrong with it: an error of one rank has to be told to the others first."""
         with self.report.meter.waiting():
             try:
@@ -140,9 +140,9 @@ class Trainer:
                 return None, error
         if self.config.micro_batch(self.ranks.size) * self.ranks.size < self.config.batch_size:
             return delivery, None  # micro-batches go to the device one by one
-        return delivery._replace(batch=dict(self.engine.side.moved_ahead(delivery.batch))), None
+        return delivery._replace(batch=dict(self.engine.device_context.moved_ahead(delivery.batch))), None
 
-    def _step(self, delivery: Delivery) -> None:
+    def _step(self, delivery: LoaderBatch) -> None:
         state, log = self.state, self.config.log
         if state.step == 0:
             self.report.first_batch(self.pipeline, delivery.batch)
@@ -151,7 +151,7 @@ class Trainer:
         progress = Progress(state.step, self.total_steps, state.samples, self.steps_per_epoch, state.steps_before)
         micro = self.config.micro_batch(self.ranks.size)
         # The method may change what it sees with progress (growing images); the data plan knows nothing of it.
-        batch = self.objective.seen(delivery.batch, progress)
+        batch = self.objective.preprocess_batch(delivery.batch, progress)
         with self.ranks.named(f"step {state.step + 1}"):
             loss = gradients(self.engine, self.objective, batch, progress, micro)
             report = self.engine.step(progress)
@@ -176,7 +176,7 @@ class Trainer:
             self.report.write("train", state.step, facts)
 
     def _look(self) -> None:
-        with self.ranks.on_all():  # the gradient's norm is the same on all of them
+        with self.ranks.raise_on_all():  # the gradient's norm is the same on all of them
             self.skips.look(self.state)
 
     def _beat(self, phase: str) -> None:
@@ -198,7 +198,7 @@ class Trainer:
         path = self._keep()  # before the last evaluation, which may fail
         if signal is None:
             good = self.saver.last_good
-            self.ranks.first(lambda: refuse_diverged(self.state, self.total_steps, path, good()))
+            self.ranks.rank0_broadcast(lambda: refuse_diverged(self.state, self.total_steps, path, good()))
         if reason == "finished" and self.evaluation.missing(step):
             reason = self._evaluate() or reason
         self._beat(reason)
@@ -210,7 +210,7 @@ class Trainer:
             return None
         # The one under way may be this very step's.
         self.saver.wait()
-        written = self.ranks.first(lambda: self.store.steps().get(self.state.step))
+        written = self.ranks.rank0_broadcast(lambda: self.store.steps().get(self.state.step))
         if written is None:
             self.save()
             self.saver.wait()
@@ -232,7 +232,7 @@ class Trainer:
             "bad_samples": self.bad.state(),
             "total_steps": self.total_steps,
             # What a resumed run has to go on with, to add up in the same order.
-            "attention": self.engine.side.kernel,
+            "attention": self.engine.device_context.kernel,
             "threads": torch.get_num_threads(),
             **self._origin,
         }

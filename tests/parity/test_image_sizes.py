@@ -69,11 +69,11 @@ def test_sizes_follow_the_steps_through_a_stop(shards, tmp_path):
         "image": torch.randint(0, 255, (2, 3, 64, 64), dtype=torch.uint8),
         "text": torch.zeros(2, 8, dtype=torch.int64),
     }
-    seen = [objective.seen(batch, Progress(step, 12, 0))["image"] for step in range(12)]
+    seen = [objective.preprocess_batch(batch, Progress(step, 12, 0))["image"] for step in range(12)]
     assert [image.shape[-1] for image in seen] == [32] * 6 + [48] * 3 + [64] * 3
     assert seen[0].dtype == torch.uint8 and torch.equal(seen[11], batch["image"])
     flat = {"image": torch.full((1, 3, 64, 64), 200, dtype=torch.uint8)}
-    assert torch.equal(objective.seen(flat, Progress(0, 12, 0))["image"], flat["image"][..., :32, :32])
+    assert torch.equal(objective.preprocess_batch(flat, Progress(0, 12, 0))["image"], flat["image"][..., :32, :32])
     train(_run(tree, "name=whole"))
     train(_run(tree, "name=broken", "stop_after_steps=7"))
     train(_run(tree, "name=broken"))
@@ -85,7 +85,7 @@ def test_sizes_follow_the_steps_through_a_stop(shards, tmp_path):
     whole, broken = (store.read_part(tmp_path / f"{n}/checkpoints/step-00000012", "model") for n in ("whole", "broken"))
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
     flops = FlopCounter(lambda: build_objective(_run(tree)))
-    costs = [flops.per_sample(objective.seen(batch, Progress(step, 12, 0))) for step in (0, 6, 11)]
+    costs = [flops.per_sample(objective.preprocess_batch(batch, Progress(step, 12, 0))) for step in (0, 6, 11)]
     assert costs == sorted(set(costs))
 
 

@@ -31,7 +31,7 @@ class Teaching(Objective):
         super().__init__()
         self.layer = nn.Linear(2, 2)
 
-    def averaged(self):
+    def ema_pairs(self):
         return [(p, p) for p in self.layer.parameters()]
 
     def forward(self, batch, progress):
@@ -143,9 +143,9 @@ def test_attention_is_chosen_by_key_and_checkpoint_and_never_by_time(monkeypatch
         engine = LocalEngine(LocalEngineConfig(device="cpu", precision="fp32", attention=key), run.optim)
         engine.prepare(build_objective(run))
         engine.forward(batch, Progress(0, 10, 0), last=True)
-        assert engine.side.kernel == kernel
-        warning = engine.side.keep_kernel("plain")  # as its checkpoint says
-        assert engine.side.kernel == ("fused" if key == "fused" else "plain")
+        assert engine.device_context.kernel == kernel
+        warning = engine.device_context.keep_kernel("plain")  # as its checkpoint says
+        assert engine.device_context.kernel == ("fused" if key == "fused" else "plain")
         assert (warning is not None) == (key == "fused")
     assert "trained with plain attention, got fused" in warning
     assert (tmp_path / "sparo/attention.json").read_text() == "{}"

@@ -1,13 +1,11 @@
 """The rules of the house that no linter knows."""
 
-import ast
 import importlib
 import importlib.metadata
 import re
 import subprocess
 import sys
 import tomllib
-from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
 
@@ -81,17 +79,6 @@ def test_every_own_row_is_there_and_is_what_its_table_asks_for():
         for name in table.own:
             row = table.row(name)
             assert all(hasattr(row, a) for a in table.attributes) and (table.attributes or callable(row)), name
-
-
-def test_no_two_modules_and_no_two_classes_share_a_name():
-    modules, classes = defaultdict(list), defaultdict(list)
-    for path in FILES:
-        if not path.stem.startswith("__"):
-            modules[path.stem].append(path)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                classes[node.name].append(path)
-    assert not {name: found for name, found in {**modules, **classes}.items() if len(found) > 1}
 
 
 def test_the_step_stays_on_one_page():

@@ -204,12 +204,12 @@ def test_an_encoder_says_of_an_image_what_it_says_of_it_alone():
 def test_collapses_are_told_behind_the_beginning():
     objective = SlotAutoencoder(SlotAutoencoderConfig())
     one, blurred, fine = ({"slots_used": u, "mask_sharpness": s} for u, s in ((1.0, 0.9), (5.0, 0.01), (3.0, 0.8)))
-    assert objective.alarm(one) is None  # nothing has been learnt yet
+    assert objective.check_health(one) is None  # nothing has been learnt yet
     objective._done = 0.5
-    assert "one slot draws nearly everything" in str(objective.alarm(one)) and "all slots draw the same" in str(
-        objective.alarm(blurred)
+    assert "one slot draws nearly everything" in str(objective.check_health(one)) and "all slots draw the same" in str(
+        objective.check_health(blurred)
     )
-    assert objective.alarm(fine) is None and objective.alarm({}) is None
+    assert objective.check_health(fine) is None and objective.check_health({}) is None
 
 
 BAD = {

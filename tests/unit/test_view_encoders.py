@@ -67,7 +67,7 @@ def test_srts_encoder_is_its_formula():
         assert not torch.allclose(
             module(posed[:, [1, 0, 2]])[0].unflatten(0, (3, -1))[[1, 0, 2]].flatten(0, 1), found[0], atol=1e-3
         )
-    assert "views" in module.stays_with_adamw
+    assert "views" in module.adamw_only_parameters
 
 
 def test_records_of_osrts_sizes_by_their_former_name_are_osrts():

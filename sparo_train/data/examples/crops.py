@@ -128,5 +128,5 @@ class CropExamples(Examples):
     def stack(self, examples: Any) -> dict[str, Tensor]:
         return {key: torch.from_numpy(np.stack([e[key] for e in examples])) for key in examples[0]}
 
-    def shown(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
+    def preview(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
         return as_samples(batch["global_crops"][:count, 0])

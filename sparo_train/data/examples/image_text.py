@@ -81,7 +81,7 @@ class ImageTextExamples(Examples):
             batch["patches"] = torch.from_numpy(np.stack([e.patches for e in examples if e.patches is not None]))
         return batch
 
-    def shown(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
+    def preview(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
         captions = []
         for ids in batch["text"][:count].tolist():
             words = decode_words(ids[: ids.index(EOT) + 1] if EOT in ids else ids)

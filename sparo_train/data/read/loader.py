@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ...core.contracts import Cursor, Delivery, Objective
+from ...core.contracts import Cursor, LoaderBatch, Objective
 from ...core.disk.mirrors import Sample
 from ...core.distributed import Ranks
 from ...core.errors import BadSampleError, ConfigError, DataError, SparoError
@@ -68,7 +68,7 @@ class Examples(ABC):
         """What can only be done to a rank's whole batch."""
         return batch
 
-    def shown(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
+    def preview(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
         """The first images of a batch as a person sees them; default: of `image` (B, 3, S, S) uint8, without captions."""
         return as_samples(batch["image"][:count]) if "image" in batch else []
 
@@ -195,11 +195,11 @@ class Pipeline:
         plan = {"streams": streams, "chunk": config.chunk, "window": config.window, "seed": seed}
         self.fingerprint: dict[str, Any] = {**fingerprint(self.sources), "plan": plan}
 
-    def shown(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
+    def preview(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
         """The first images of a batch of this rank's, as a person sees them."""
-        return self.examples.shown(batch, count)
+        return self.examples.preview(batch, count)
 
-    def start(self, cursor: Cursor | None = None) -> Generator[Delivery, None, None]:
+    def start(self, cursor: Cursor | None = None) -> Generator[LoaderBatch, None, None]:
         """This rank's batches from the beginning or behind `cursor` (of all streams), without end.
 
         A delivery's cursor holds this rank's streams; the ranks' positions in order are the whole cursor.
@@ -239,12 +239,12 @@ class Pipeline:
         except Exception as error:
             raise BadSampleError(_where(error), key) from error
 
-    def _assemble(self, parts: Sequence[WorkerBatch]) -> Delivery:
+    def _assemble(self, parts: Sequence[WorkerBatch]) -> LoaderBatch:
         batch = self.examples.finish({key: torch.cat([p.batch[key] for p in parts]) for key in parts[0].batch})
         if torch.cuda.is_available():  # here, because what is concatenated or cut is not pinned any more
             batch = {key: value.pin_memory() for key, value in batch.items()}
         positions = tuple(at for p in parts for at in p.positions)
-        return Delivery(
+        return LoaderBatch(
             batch,
             Cursor(positions),
             dict(sum((Counter(p.skipped) for p in parts), Counter())),

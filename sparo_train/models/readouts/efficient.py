@@ -47,7 +47,7 @@ class EfficientReadOut(TwinReadOut):
 class EfficientPool(ReadOut):
     """L slots of V numbers: `query` (1, L, d), `v.weight` (L*V, d)."""
 
-    stays_with_adamw = ("v.weight",)
+    adamw_only_parameters = ("v.weight",)
 
     def __init__(self, dim: int, slots: int, width: int):
         super().__init__()

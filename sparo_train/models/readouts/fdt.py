@@ -52,7 +52,7 @@ class FdtReadOut(TwinReadOut):
 class Fdt(ReadOut):
     """One slot: a convex combination of codes. `space_dict` (codes, width); `q_map` from tokens to queries."""
 
-    stays_with_adamw = ("space_dict",)
+    adamw_only_parameters = ("space_dict",)
 
     def __init__(self, dim: int, codes: int, width: int, temperature: float):
         super().__init__()

@@ -131,7 +131,7 @@ class SeparateHeads(ReadOut):
         ValueError: `grp_size` does not divide `slots`.
     """
 
-    stays_with_adamw = ("k.weight", "v.weight")
+    adamw_only_parameters = ("k.weight", "v.weight")
 
     def __init__(self, dim: int, slots: int, head_width: int, grp_size: int = 1, share_kv: bool = True):
         super().__init__()

@@ -58,7 +58,7 @@ def neighbour(scoring: Scoring, task: NeighbourConfig) -> Result:
         right = float((labels[alike.argmax(1)] == labels).float().mean())
         return Result("neighbour", len(labels), "acc1", {"acc1": right}, 1 / int(labels.max() + 1))
 
-    return described(scoring.ranks.first(score), images, source, {})
+    return described(scoring.ranks.rank0_broadcast(score), images, source, {})
 
 
 def _write(config: RunConfig, weights: Mapping[str, Tensor], path: Path, _epochs: int) -> Path:
