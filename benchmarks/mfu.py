@@ -68,7 +68,7 @@ def main() -> None:
             torch.manual_seed(0)
             engine = LocalEngine(LocalEngineConfig(precision="bf16", compile=compiled), OptimConfig())
             engine.prepare(build())
-            steps[compiled] = training_step(engine, engine.device_context.moved(data), Progress(0, 100, 0))
+            steps[compiled] = training_step(engine, engine.device_context.to_device(data), Progress(0, 100, 0))
         flops, device = FlopCounter(build).per_sample(data) * batch, engine.device
         compiled = steps.get(True, steps[False])
         pairs = interleave(

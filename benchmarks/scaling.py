@@ -221,7 +221,7 @@ def _engine_table(m: Model) -> tuple[str, list[str], list[list[str]]]:
     columns = ["engine", *(f"{n} GPU{'s' if n > 1 else ''}" for n in RANKS), "sent per step (64 GPUs)"]
     rows = []
     for name, config in ENGINES.items():
-        found = [tables.ENGINES.row(config.kind).costs(config, m.sizes, n) for n in RANKS]
+        found = [tables.ENGINES.get(config.kind).costs(config, m.sizes, n) for n in RANKS]
         cells = [f"{c.states / GB:.1f} + {c.gathered / GB:.1f}" for c in found]
         rows.append([name, *cells, f"{found[RANKS.index(64)].sent / GB:.1f}"])
     return f"{m.name}: GB per rank, states + gathered", columns, rows

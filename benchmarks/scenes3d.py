@@ -25,9 +25,9 @@ from common import interleave, parser, peak_growth, report, row, seconds
 from torch import Tensor
 from torch.nn import functional as F
 
-from object_centric.scenes3d.field import Blocks, Density, Field
+from object_centric.scenes3d.field import Density, Field, ResidualBlocks
 from object_centric.scenes3d.nerf import Nerf, NerfConfig
-from object_centric.scenes3d.rays import Rays, embedded, pixel_rays, ray_octaves, rays_at
+from object_centric.scenes3d.rays import Rays, camera_rays, pixel_rays, positional_encoding, ray_fourier_features
 from object_centric.scenes3d.slot_mixer import SlotMixer, SlotMixerConfig
 from object_centric.scenes3d.view_encoder import ViewEncoderConfig
 from sparo_train.engine.device import keep_freed_memory
@@ -52,7 +52,7 @@ def nerf(device: str, bins: int = 64, density: Density = "softplus") -> Nerf:
 def literal_nerf(module: Nerf, slots: Tensor, rays: Rays) -> Tensor:
     """Slot by slot, every point with its direction."""
 
-    def blocks(m: Blocks, x: Tensor) -> Tensor:
+    def blocks(m: ResidualBlocks, x: Tensor) -> Tensor:
         x = m.norm(x)
         for block in m.blocks:
             x = x + block(x)
@@ -60,14 +60,14 @@ def literal_nerf(module: Nerf, slots: Tensor, rays: Rays) -> Tensor:
 
     c, field = module.config, module.objects
     assert isinstance(field, Field)
-    places = module.points(rays).places
+    places = module.sample_points(rays).distances
     at = rays.origins[:, :, None] + places[..., :-1, None] * rays.directions[:, :, None]
     density, colour = [], []
     for slot in slots.unbind(1):
-        h = blocks(field.seen, field.place(embedded(at, c.octaves, c.reach)) + slot[:, None, None])
+        h = blocks(field.seen, field.place(positional_encoding(at, c.octaves, c.reach)) + slot[:, None, None])
         ahead = rays.directions[:, :, None].expand_as(at)
-        turned = field.direction(embedded(ahead, c.octaves, 1.0))
-        density.append((F.relu if field.bounds == "relu" else F.softplus)(field.density(h)))
+        turned = field.direction(positional_encoding(ahead, c.octaves, 1.0))
+        density.append((F.relu if field.density_activation == "relu" else F.softplus)(field.density(h)))
         colour.append(torch.sigmoid(field.colour(blocks(field.tinted, h + turned))))
     total = torch.stack(density).sum(0)
     mixed = (torch.stack(density) * torch.stack(colour)).sum(0) / total.clamp(min=1e-30)
@@ -85,7 +85,7 @@ def mixer(device: str) -> SlotMixer:
 
 def literal_mixer(module: SlotMixer, slots: Tensor, rays: Rays) -> Tensor:
     """Keys and values projected, queries of every ray, and every ray's mixture made before it is drawn."""
-    query = module.query(ray_octaves(rays.origins, rays.directions, module.config.octaves))
+    query = module.query(ray_fourier_features(rays.origins, rays.directions, module.config.octaves))
     x = query
     for block in module.blocks:
         m: Any = block
@@ -176,8 +176,8 @@ def rays_in_a_step(device: str) -> tuple[Callable[[], float], Callable[[], float
         for _ in range(5):
             rng.choice(64 * 64, 64, replace=False, shuffle=False)
         pixel_rays(poses, lens, 64)
-        rays_at(poses, lens, at, at)
-        fields.points(rays)
+        camera_rays(poses, lens, at, at)
+        fields.sample_points(rays)
 
     def whole() -> None:
         made()

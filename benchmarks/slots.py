@@ -26,7 +26,7 @@ from evals.sets.objects import WIDTH
 from evals.tasks.objects.segmentation import image_scores
 from object_centric.grouping.slot_attention import SlotAttention
 from object_centric.grouping.slot_config import SlotAttentionConfig
-from object_centric.grouping.transport import less_entropy, log_marginal, sinkhorn, sinkhorn_unrolled
+from object_centric.grouping.transport import log_marginal, minimize_entropy, sinkhorn, sinkhorn_unrolled
 from object_centric.objectives.set_prediction import SetPrediction, SetPredictionConfig
 from sparo_data.official.multi_object import multi_object
 from sparo_train.core.contracts import Progress
@@ -76,8 +76,8 @@ def kept(unrolled: bool) -> Callable[[], float]:
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            found, v = less_entropy(cost, log_a, log_b, 5, 4, 8.0, unrolled=unrolled)
-            moved = (sinkhorn_unrolled if unrolled else sinkhorn)(found, log_a, log_b, 5, v).moved
+            found, v = minimize_entropy(cost, log_a, log_b, 5, 4, 8.0, unrolled=unrolled)
+            moved = (sinkhorn_unrolled if unrolled else sinkhorn)(found, log_a, log_b, 5, v).plan
         moved.sum().backward()
         return sum(held.values()) / 1e6
 

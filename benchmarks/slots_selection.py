@@ -35,7 +35,7 @@ def zero_shot_rows(rounds: int) -> list[dict[str, Any]]:
     found: dict[str, Tensor] = {}
 
     def ours() -> None:
-        found["ours"] = each_unit(image.split(1024), weights, labels).alone
+        found["ours"] = each_unit(image.split(1024), weights, labels).single_unit
 
     def theirs() -> None:
         answers = []

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from evals.tasks.objects.slot_probe import ProbedClip, assigned, score
+from evals.tasks.objects.slot_probe import ProbedClip, assign_slots, score
 from object_centric.encoders.transformer import TransformerConfig
 from object_centric.grouping.binder import BinderBlock, ParallelBinder
 from object_centric.grouping.binder_stream import BinderStream
@@ -51,7 +51,7 @@ def binder(device: str) -> ParallelBinder:
 def released(module: ParallelBinder, tokens: Tensor) -> Tensor:
     """The released computation, with our module's weights."""
     b, times = tokens.shape[:2]
-    slots = module.norm(module.first(None, b))[:, None].expand(-1, times, -1, -1)
+    slots = module.norm(module.init_slots(None, b))[:, None].expand(-1, times, -1, -1)
     apart = torch.arange(times, device=tokens.device)
     later = (apart[None] - apart[:, None]) > 0
     for block in module.blocks:
@@ -68,7 +68,7 @@ def released(module: ParallelBinder, tokens: Tensor) -> Tensor:
         slots = slots + block.out(weights @ v.flatten(1, 2)).unflatten(1, (times, K))
         among = bias[block.config.heads :].masked_fill(later, -math.inf)
         slots = slots + block.across_time(block.norm_time(slots).transpose(1, 2), among).transpose(1, 2)
-        slots = block.rest(slots)
+        slots = block.mix_slots(slots)
     return slots
 
 
@@ -195,8 +195,8 @@ def assignments() -> tuple[Callable[[], float], Callable[[], float]]:
             found.append(orders[((said[:, orders] - clip.position[:, None]) ** 2).sum((0, 2, 3)).argmin()])
         return found
 
-    assert all(map(np.array_equal, assigned(clips, weights)[0], theirs()))
-    return (lambda: seconds(lambda: assigned(clips, weights))), (lambda: seconds(theirs))
+    assert all(map(np.array_equal, assign_slots(clips, weights)[0], theirs()))
+    return (lambda: seconds(lambda: assign_slots(clips, weights))), (lambda: seconds(theirs))
 
 
 def flops(call: Callable[[Tensor], Tensor], tokens: Tensor) -> float:

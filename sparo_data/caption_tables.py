@@ -12,7 +12,7 @@ from sparo_train.core.errors import ConfigError, DataError, did_you_mean
 
 IMAGE_COLUMNS = ("filepath", "image", "image_path", "img", "file_name", "filename", "file", "path")
 CAPTION_COLUMNS = ("title", "caption", "text", "txt", "sentence")
-_END = "\x1e\x1d\x1e"  # a line behind the last one, which no table has
+_END_MARKER = "\x1e\x1d\x1e"  # a line behind the last one, which no table has
 
 
 def table_rows(
@@ -30,28 +30,28 @@ def table_rows(
     """
     if separator is not None and len(separator) != 1:
         raise ConfigError(f"--separator {separator}: is one character, as in --separator ';'")
-    wanted = (
+    column_candidates = (
         (image_column,) if image_column else IMAGE_COLUMNS,
         (caption_column,) if caption_column else CAPTION_COLUMNS,
     )
     _refuse_utf16(table)
     with table.open(newline="", encoding="utf-8-sig") as stream:
         # A comma within a caption must not decide what separates columns.
-        delimiter = separator or _separator(stream.readline(), wanted[0])
+        delimiter = separator or _detect_delimiter(stream.readline(), column_candidates[0])
         stream.seek(0)
         # A quote that is never closed takes all that follows for one caption, this last line of ours as well.
-        reader = csv.DictReader(itertools.chain(stream, [_END]), delimiter=delimiter)
-        if (reader.fieldnames or [_END])[0] == _END:
+        reader = csv.DictReader(itertools.chain(stream, [_END_MARKER]), delimiter=delimiter)
+        if (reader.fieldnames or [_END_MARKER])[0] == _END_MARKER:
             raise DataError(f"{table}: is empty; its first line names the columns")
-        image, caption = _columns(table, reader.fieldnames or (), wanted)
+        image, caption = _columns(table, reader.fieldnames or (), column_candidates)
         begin = 2
         try:
             for row in reader:
                 # A list is what a row has beyond the header's columns.
                 cells = [cell or "" for cell in row.values() if not isinstance(cell, list)]
-                if cells[0] == _END:
+                if cells[0] == _END_MARKER:
                     return
-                if any(_END in cell for cell in cells):
+                if any(_END_MARKER in cell for cell in cells):
                     raise csv.Error("a quote is opened and never closed")
                 if None in row:  # DictReader's key for what lies beyond the header: the rest of a caption, most likely
                     raise DataError(
@@ -63,29 +63,29 @@ def table_rows(
             raise DataError(f"{table}, line {begin}: {error}; is a quote open? double it, or take it away") from None
 
 
-def _columns(table: Path, known: Iterable[str], wanted: tuple[tuple[str, ...], ...]) -> list[str]:
-    known, found = list(known), []
-    for option, names in zip(("--image-column", "--caption-column"), wanted, strict=True):
-        column = next((name for name in names if name in known), None) or _alike(names, known)
-        if column is not None and known.count(column) > 1:
+def _columns(table: Path, header: Iterable[str], column_candidates: tuple[tuple[str, ...], ...]) -> list[str]:
+    header, columns = list(header), []
+    for option, names in zip(("--image-column", "--caption-column"), column_candidates, strict=True):
+        column = next((name for name in names if name in header), None) or _match_column(names, header)
+        if column is not None and header.count(column) > 1:
             raise DataError(
-                f"{table}: has {known.count(column)} columns {column!r}; {option} cannot tell which is meant"
+                f"{table}: has {header.count(column)} columns {column!r}; {option} cannot tell which is meant"
             )
         if column is None:
             what, usual = ("the picture", "image") if option == "--image-column" else ("the caption", "caption")
-            wanted_name = next(iter(names)) if len(names) == 1 else usual
+            expected_name = next(iter(names)) if len(names) == 1 else usual
             raise DataError(
-                f"{table}: no column for {what}, got the columns {', '.join(known)}. Call it {wanted_name}, or name it with {option}; "
-                f"{did_you_mean(wanted_name, known)}"
+                f"{table}: no column for {what}, got the columns {', '.join(header)}. Call it {expected_name}, or name it with {option}; "
+                f"{did_you_mean(expected_name, header)}"
             )
-        found.append(column)
-    return found
+        columns.append(column)
+    return columns
 
 
-def _alike(names: Iterable[str], known: Iterable[str]) -> str | None:
+def _match_column(names: Iterable[str], header: Iterable[str]) -> str | None:
     """Return the column that is one of `names` but for capitals and spaces around it."""
-    held = {name.strip().lower(): name for name in reversed(list(known))}
-    return next((held[name] for name in names if name in held), None)
+    by_normalized_name = {name.strip().lower(): name for name in reversed(list(header))}
+    return next((by_normalized_name[name] for name in names if name in by_normalized_name), None)
 
 
 def _refuse_utf16(table: Path) -> None:
@@ -97,7 +97,7 @@ def _refuse_utf16(table: Path) -> None:
         raise DataError(f"{table}: is UTF-16, not UTF-8. Convert it with: iconv -f utf-16 -t utf-8 {quoted} > utf8.csv")
 
 
-def _separator(header: str, columns: Iterable[str]) -> str:
+def _detect_delimiter(header: str, columns: Iterable[str]) -> str:
     names = {s: {name.strip().strip('"').lower() for name in header.rstrip("\r\n").split(s)} for s in ("\t", ",", ";")}
     # By the header's own names: a title may hold any of the three signs.
-    return next((s for s, found in names.items() if found & set(columns)), ",")
+    return next((s for s, header_names in names.items() if header_names & set(columns)), ",")

@@ -12,8 +12,8 @@ import numpy as np
 
 from sparo_train.core.errors import BadSampleError
 from sparo_train.data.clips.episode import Episode, is_episode
-from sparo_train.data.clips.views import ViewedScene, is_scene
-from sparo_train.data.examples.samples import MOST_CHARACTERS, MOST_LETTERS, caption, decode_image, image_bytes
+from sparo_train.data.clips.views import MultiViewScene, is_scene
+from sparo_train.data.examples.samples import MAX_CAPTION_CHARS, MAX_WORD_CHARS, caption, decode_image, image_bytes
 from sparo_train.data.read.decoding import PixelRange, notes, open_picture
 from sparo_train.data.read.shards import ShardReader
 from sparo_train.data.read.sources import SourceConfig
@@ -22,7 +22,7 @@ from .pool import process_pool
 
 _EXAMPLES = 20
 _CONTEXT = 77  # tokens of the longest captions that a recipe of ours reads
-_LONG = re.compile(rf"\S{{{MOST_LETTERS}}}|^.{{{MOST_CHARACTERS}}}", re.DOTALL)
+_LONG = re.compile(rf"\S{{{MAX_WORD_CHARS}}}|^.{{{MAX_CAPTION_CHARS}}}", re.DOTALL)
 
 
 class ShardReport(NamedTuple):
@@ -70,41 +70,41 @@ class Report(NamedTuple):
 
     def notes(self) -> dict[str, int]:
         """Count usable pictures that training treats in a special way: turned, put on white, mapped to 8 bits, first frame only."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for shard in self.shards:
-            found.update(shard.notes)
-        return dict(found.most_common())
+            counts.update(shard.notes)
+        return dict(counts.most_common())
 
     def reasons(self) -> dict[str, int]:
         """Unusable samples by reason, and shards that are not whole."""
-        found = Counter(reason for s in self.shards for _, reason in s.bad)
-        found.update(s.damage for s in self.shards if s.damage)
-        return dict(found)
+        counts = Counter(reason for s in self.shards for _, reason in s.bad)
+        counts.update(s.damage for s in self.shards if s.damage)
+        return dict(counts)
 
 
 def check(
     urls: Sequence[str],
     config: SourceConfig,
     processes: int = 2,
-    report: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
     pixel_range: PixelRange = "by_type",
 ) -> Report:
     """Read, decode and hash every sample of the given shards.
 
     Args:
-        report: called with the number of shards done.
+        on_progress: called with the number of shards done.
         pixel_range: the training's `data.pixel_range`.
     """
     shards = []
     with process_pool(processes, len(urls)) as pool:
         for shard in pool.map(check_shard, urls, [config] * len(urls), [pixel_range] * len(urls)):
             shards.append(shard)
-            if report:
-                report(len(shards))
+            if on_progress:
+                on_progress(len(shards))
     reader = ShardReader()
-    found = [_duplicates(shards, name, reader) for name in ("keys", "images", "captions")]
+    duplicates = [_duplicates(shards, name, reader) for name in ("keys", "images", "captions")]
     reader.close()
-    return Report(shards, *found)
+    return Report(shards, *duplicates)
 
 
 def check_shard(url: str, config: SourceConfig, pixel_range: PixelRange = "by_type") -> ShardReport:
@@ -113,7 +113,7 @@ def check_shard(url: str, config: SourceConfig, pixel_range: PixelRange = "by_ty
     index = reader.index(url)
     bad: list[tuple[str, str]] = []
     captioned: bool | None = None
-    unusual: Counter[str] = Counter()
+    note_counts: Counter[str] = Counter()
     details: dict[str, str] = {}
     hashes = np.zeros((3, len(index)), dtype=np.uint64)
     for ordinal in range(len(index)):
@@ -125,7 +125,7 @@ def check_shard(url: str, config: SourceConfig, pixel_range: PixelRange = "by_ty
             captioned = (
                 _needs_caption(fields, config) if captioned is None else captioned
             )  # as the shard's first sample
-            text, data = _looked_at(fields, config, captioned, unusual, pixel_range)
+            text, data = _check_sample(fields, config, captioned, note_counts, pixel_range)
             hashes[1, ordinal] = _hash(data)
             if text is not None:
                 hashes[2, ordinal] = _hash(text.encode("utf-8", "surrogatepass"))
@@ -135,7 +135,7 @@ def check_shard(url: str, config: SourceConfig, pixel_range: PixelRange = "by_ty
                 details[key] = problem.detail
     reader.close()
     keys, images, captions = hashes
-    return ShardReport(url, len(index), index.intact, bad, keys, images, captions, unusual, details)
+    return ShardReport(url, len(index), index.intact, bad, keys, images, captions, note_counts, details)
 
 
 def _needs_caption(fields: Mapping[str, bytes], config: SourceConfig) -> bool:
@@ -147,11 +147,11 @@ def _needs_caption(fields: Mapping[str, bytes], config: SourceConfig) -> bool:
     return any(key.partition(":")[0] in fields for key in keys) or not labelled
 
 
-def _looked_at(
+def _check_sample(
     fields: Mapping[str, bytes],
     config: SourceConfig,
     captioned: bool,
-    unusual: Counter[str],
+    note_counts: Counter[str],
     pixel_range: PixelRange,
 ) -> tuple[str | None, bytes]:
     """A sample's caption, where it has to have one, and picture; of a video, or a scene of several cameras, all of its frames.
@@ -161,13 +161,13 @@ def _looked_at(
     """
     if is_episode(fields) or is_scene(fields):
         if is_scene(fields):
-            scene = ViewedScene(fields, config.image_keys, pixel_range)
+            scene = MultiViewScene(fields, config.image_keys, pixel_range)
             scene.check()
             episodes = scene.views
         else:
             episodes = [Episode(fields, config.image_keys, pixel_range)]
         for episode in episodes:
-            episode.check_whole()
+            episode.check_structure()
             for t in range(len(episode)):
                 episode.check(t)
         return None, b"".join(data for name, data in fields.items() if name != "json")
@@ -176,7 +176,7 @@ def _looked_at(
     if text is not None and _LONG.search(text):
         _refuse_long(text)
     decode_image(data, pixel_range=pixel_range)
-    unusual.update(notes(open_picture(data)))
+    note_counts.update(notes(open_picture(data)))
     return text, data
 
 

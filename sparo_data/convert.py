@@ -14,9 +14,9 @@ from typing import NamedTuple
 from evals.sets.names import lines
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.files import write_whole
-from sparo_train.core.untrusted import read_json, shown
+from sparo_train.core.untrusted import escape_control_chars, read_json
 from sparo_train.data.examples.samples import decode_image
-from sparo_train.data.read.decoding import PUBLISHED, decode, deep_colours, notes, open_picture, suffixes
+from sparo_train.data.read.decoding import PUBLISHED, decode, has_16bit_channels, notes, open_picture, suffixes
 from sparo_train.data.read.folder import class_of, class_order, left_out_text, list_pictures, refuse_splits
 
 from .caption_tables import table_rows
@@ -27,7 +27,7 @@ _OF_PNG = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")  # modes that PNG holds w
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
-class Captioned(NamedTuple):
+class CaptionedImage(NamedTuple):
     """One image: its member's extension, its bytes, its caption; the class folder, where that gave the caption.
 
     turned: the picture was stored turned, and is written upright.  refused: why no reader takes it, by its header; else empty.
@@ -46,7 +46,7 @@ class Captioned(NamedTuple):
         return {self.suffix: self.image, "txt": text}
 
 
-class Converted(NamedTuple):
+class ConversionResult(NamedTuple):
     """Samples written to train on and to score; `task` is what the test set is for, None where there is none.
 
     copies: of images to score, kept from training with them.  broken: images that cannot be decoded, told where there is a test set.
@@ -74,7 +74,7 @@ def convert_folder(
     per_shard: int = 1000,
     part: Share | None = None,
     test: int = 0,
-) -> Converted:
+) -> ConversionResult:
     """Convert an image folder: `CLASS/…/name.jpg` captioned by `template`, or `name.jpg` beside `name.txt`.
 
     Classes are those of `sparo_train.data.read.folder`; a `classnames.txt` in `source` names them, one per line in their order.
@@ -97,16 +97,18 @@ def convert_folder(
         _refuse_shards(source, "**/*.tar")
         others = f", got {left_out_text(left_out)}" if left_out else ""
         raise DataError(f"{source}: no picture that can be read below this folder{others}.")
-    named = _class_names(source, images)
+    class_names = _class_names(source, images)
 
-    def samples() -> Iterator[tuple[int, Captioned]]:
+    def samples() -> Iterator[tuple[int, CaptionedImage]]:
         for number, name in enumerate(images):
-            if _within(number, per_shard, part):
-                yield number, _in_folder(source, name, template, named)
+            if _is_in_part(number, per_shard, part):
+                yield number, _load_folder_sample(source, name, template, class_names)
 
-    facts: dict[str, object] = {"source": str(source), "template": template}
-    made = _written(samples, out, per_shard, part, test, facts, template, named)
-    return made._replace(left_out=left_out, numbered=bool(named) and all(name.isdecimal() for name in named.values()))
+    settings: dict[str, object] = {"source": str(source), "template": template}
+    result = _write_dataset(samples, out, per_shard, part, test, settings, template, class_names)
+    return result._replace(
+        left_out=left_out, numbered=bool(class_names) and all(name.isdecimal() for name in class_names.values())
+    )
 
 
 def _refuse_shards(source: Path, *patterns: str) -> None:
@@ -135,41 +137,41 @@ def _class_names(source: Path, images: Sequence[str]) -> dict[str, str]:
     return dict(zip(classes, names, strict=True))
 
 
-def _in_folder(source: Path, name: str, template: str, named: Mapping[str, str]) -> Captioned:
+def _load_folder_sample(source: Path, name: str, template: str, class_names: Mapping[str, str]) -> CaptionedImage:
     path = source / name
-    beside, suffix = path.with_suffix(".txt"), suffixes()[path.suffix.lower()]
-    found = _upright(path.read_bytes(), suffix)
-    if beside.is_file():
-        text = beside.read_bytes()
+    caption_file, suffix = path.with_suffix(".txt"), suffixes()[path.suffix.lower()]
+    sample = _apply_exif_orientation(path.read_bytes(), suffix)
+    if caption_file.is_file():
+        text = caption_file.read_bytes()
         if not text.strip():
-            raise DataError(f"{beside}: is empty, so {path.name} has no caption; write one, or take both away")
+            raise DataError(f"{caption_file}: is empty, so {path.name} has no caption; write one, or take both away")
         if text[:2] in _UTF16:
-            raise DataError(f"{beside}: is UTF-16, captions are UTF-8. Convert it with: iconv -f utf-16 -t utf-8")
-        return found._replace(caption=text.removeprefix(b"\xef\xbb\xbf"))
+            raise DataError(f"{caption_file}: is UTF-16, captions are UTF-8. Convert it with: iconv -f utf-16 -t utf-8")
+        return sample._replace(caption=text.removeprefix(b"\xef\xbb\xbf"))
     folder = class_of(name)
     if folder is None:
-        raise DataError(f"{path}: no class folder and no {beside.name} beside it, so it has no caption")
-    label = named[folder]
+        raise DataError(f"{path}: no class folder and no {caption_file.name} beside it, so it has no caption")
+    label = class_names[folder]
     if label.encode(errors="replace").decode() != label:  # a name that is not UTF-8
         raise DataError(
-            f"{shown(str(source / folder))}: its name is not UTF-8 and would be the caption; rename the folder"
+            f"{escape_control_chars(str(source / folder))}: its name is not UTF-8 and would be the caption; rename the folder"
         )
-    return found._replace(caption=template.replace("{c}", label), label=folder)
+    return sample._replace(caption=template.replace("{c}", label), label=folder)
 
 
-def _upright(image: bytes, suffix: str) -> Captioned:
+def _apply_exif_orientation(image: bytes, suffix: str) -> CaptionedImage:
     """Return a picture without a caption yet; one that is stored turned, as its EXIF says, is turned and encoded again.
 
     Readers then show it upright even if they ignore EXIF.
     """
     try:
-        opened = open_picture(image)
+        picture = open_picture(image)
         # Written by Pillow, 16-bit colours would lose their lower half; every reader of ours turns such a picture itself.
-        if "turned by EXIF" not in notes(opened) or deep_colours(opened):
-            return Captioned(suffix, image)
+        if "turned by EXIF" not in notes(picture) or has_16bit_channels(picture):
+            return CaptionedImage(suffix, image)
         upright = decode(image, PUBLISHED._replace(upright=True))
     except BadSampleError as bad:
-        return Captioned(suffix, image, refused=str(bad))
+        return CaptionedImage(suffix, image, refused=str(bad))
     buffer = io.BytesIO()
     if suffix == "jpg" and upright.mode in ("RGB", "L", "CMYK"):
         upright.save(buffer, format="JPEG", quality=95, subsampling=0)
@@ -178,7 +180,7 @@ def _upright(image: bytes, suffix: str) -> Captioned:
     else:
         suffix = "png"  # the name of every other member; readers look at its content
         upright.save(buffer, format="PNG" if upright.mode in _OF_PNG else "TIFF")
-    return Captioned(suffix, buffer.getvalue(), turned=True)
+    return CaptionedImage(suffix, buffer.getvalue(), turned=True)
 
 
 def convert_csv(
@@ -191,7 +193,7 @@ def convert_csv(
     part: Share | None = None,
     test: int = 0,
     skip_missing: bool = False,
-) -> Converted:
+) -> ConversionResult:
     """A table with image paths (relative to it) and captions.
 
     Args:
@@ -206,25 +208,25 @@ def convert_csv(
     if not table.is_file():
         raise DataError(f"{table}: no such file")
 
-    def samples() -> Iterator[tuple[int, Captioned]]:
+    def samples() -> Iterator[tuple[int, CaptionedImage]]:
         for number, (line, *row) in enumerate(table_rows(table, image_column, caption_column, separator)):
-            if _within(number, per_shard, part):
-                if (found := _in_row(table, line, *row, skip_missing=skip_missing)) is not None:
-                    yield number, found
+            if _is_in_part(number, per_shard, part):
+                if (sample := _load_table_sample(table, line, *row, skip_missing=skip_missing)) is not None:
+                    yield number, sample
                 else:
                     missing.add(line)  # the table is read twice where a test set is kept
 
     missing: set[int] = set()
-    facts: dict[str, object] = {"source": str(table), "columns": f"{image_column}, {caption_column}"}
+    settings: dict[str, object] = {"source": str(table), "columns": f"{image_column}, {caption_column}"}
     if skip_missing:
-        facts["skip_missing"] = True
+        settings["skip_missing"] = True
     try:
-        return _written(samples, out, per_shard, part, test, facts)._replace(missing=len(missing))
+        return _write_dataset(samples, out, per_shard, part, test, settings)._replace(missing=len(missing))
     except UnicodeDecodeError as error:
         raise DataError(f"{table}: not UTF-8 ({error}); convert it, e.g. with iconv -f latin1 -t utf-8") from None
 
 
-def _in_row(table: Path, line: int, image: str, caption: str, skip_missing: bool) -> Captioned | None:
+def _load_table_sample(table: Path, line: int, image: str, caption: str, skip_missing: bool) -> CaptionedImage | None:
     if not image.strip() or not caption.strip():
         raise DataError(f"{table}, line {line}: no image or no caption")
     path = table.parent / image
@@ -245,76 +247,78 @@ def _in_row(table: Path, line: int, image: str, caption: str, skip_missing: bool
             f"{table}, line {line}: no picture that can be read, got {image!r}. Convert it, or remove the row."
         )
     # The file's own bytes where it is upright: decoded and written again, a JPEG would lose a little.
-    return _upright(path.read_bytes(), suffix)._replace(caption=caption)
+    return _apply_exif_orientation(path.read_bytes(), suffix)._replace(caption=caption)
 
 
-def _written(
-    samples: Callable[[], Iterator[tuple[int, Captioned]]],
+def _write_dataset(
+    samples: Callable[[], Iterator[tuple[int, CaptionedImage]]],
     out: Path,
     per_shard: int,
     part: Share | None,
     test: int,
-    facts: dict[str, object],
+    settings: dict[str, object],
     template: str | None = None,
-    named: Mapping[str, str] | None = None,
-) -> Converted:
-    _refuse_used(out, {**facts, "per_shard": per_shard, "part": part})
-    kept, broken = _kept(samples, test) if test else (set[bytes](), 0)
-    held: dict[bytes, list[Captioned]] = {}
+    class_names: Mapping[str, str] | None = None,
+) -> ConversionResult:
+    _refuse_nonempty_output(out, {**settings, "per_shard": per_shard, "part": part})
+    test_hashes, broken = _select_test_images(samples, test) if test else (set[bytes](), 0)
+    test_samples: dict[bytes, list[CaptionedImage]] = {}
     labels: set[str | None] = set()
     count = turned = 0
     refused: Counter[str] = Counter()
 
-    def to_train() -> Iterator[tuple[str, Fields]]:
+    def train_samples() -> Iterator[tuple[str, Fields]]:
         nonlocal count, turned
-        for number, found in samples():
-            content = _content(found)
-            turned += found.turned
-            refused.update([found.refused] if found.refused else [])
-            labels.add(found.label)
-            if content in kept:
-                held.setdefault(content, []).append(found)
+        for number, sample in samples():
+            content = _image_hash(sample)
+            turned += sample.turned
+            refused.update([sample.refused] if sample.refused else [])
+            labels.add(sample.label)
+            if content in test_hashes:
+                test_samples.setdefault(content, []).append(sample)
                 continue
             count += 1
-            yield f"{number:09d}", found.fields
+            yield f"{number:09d}", sample.fields
 
-    shards = write_shards(out / "train" if test else out, to_train(), per_shard, part or (0, 1))
-    if not (count or held or part):
-        raise DataError(f"{facts['source']}: has no row with an image and its caption")
-    if not held:
-        return Converted(count, turned=turned, refused=refused)
-    copies = sum(map(len, held.values())) - len(held)
-    classes = [label for label in named or {} if label in labels]
+    shards = write_shards(out / "train" if test else out, train_samples(), per_shard, part or (0, 1))
+    if not (count or test_samples or part):
+        raise DataError(f"{settings['source']}: has no row with an image and its caption")
+    if not test_samples:
+        return ConversionResult(count, turned=turned, refused=refused)
+    copies = sum(map(len, test_samples.values())) - len(test_samples)
+    classes = [label for label in class_names or {} if label in labels]
     task = "zeroshot" if template is not None and len(classes) == len(labels) else "retrieval"
     try:
         if task == "zeroshot":
-            _write_classes(out / task, list(held.values()), classes, named or {}, template or "")
+            _write_classes(out / task, list(test_samples.values()), classes, class_names or {}, template or "")
         else:
-            _write_captions(out / task, list(held.values()))
+            _write_captions(out / task, list(test_samples.values()))
     except BaseException:
         # Without its test the set would be in the way of the next try.
         for path in shards:
             path.unlink(missing_ok=True)
         raise
-    return Converted(count, len(held), task, copies, broken, turned, refused=refused)
+    return ConversionResult(count, len(test_samples), task, copies, broken, turned, refused=refused)
 
 
-def _kept(samples: Callable[[], Iterator[tuple[int, Captioned]]], test: int) -> tuple[set[bytes], int]:
+def _select_test_images(
+    samples: Callable[[], Iterator[tuple[int, CaptionedImage]]], test: int
+) -> tuple[set[bytes], int]:
     """Contents of the images that are kept for the test, and how many images cannot be decoded, which no test takes.
 
     By a hash of their content, so that no copy of one of them is trained on.
     """
     contents: dict[bytes, bool] = {}
     broken = 0
-    for _, found in samples():
-        content = _content(found)
+    for _, sample in samples():
+        content = _image_hash(sample)
         if content not in contents:
-            contents[content] = _decodes(found.image)
+            contents[content] = _decodes(sample.image)
         broken += not contents[content]
-    whole = sorted(content for content, decodes in contents.items() if decodes)
-    if test > len(whole) // 2:
-        raise DataError(f"--test {test}: there are {len(whole)} different images; keep half of them or fewer")
-    return set(whole[:test]), broken
+    readable = sorted(content for content, decodes in contents.items() if decodes)
+    if test > len(readable) // 2:
+        raise DataError(f"--test {test}: there are {len(readable)} different images; keep half of them or fewer")
+    return set(readable[:test]), broken
 
 
 def _decodes(image: bytes) -> bool:
@@ -325,12 +329,12 @@ def _decodes(image: bytes) -> bool:
     return True
 
 
-def _content(found: Captioned) -> bytes:
-    return hashlib.blake2b(found.image, digest_size=16).digest()
+def _image_hash(sample: CaptionedImage) -> bytes:
+    return hashlib.blake2b(sample.image, digest_size=16).digest()
 
 
 def _write_classes(
-    out: Path, images: list[list[Captioned]], classes: list[str], named: Mapping[str, str], template: str
+    out: Path, images: list[list[CaptionedImage]], classes: list[str], class_names: Mapping[str, str], template: str
 ) -> None:
     samples = (
         (
@@ -339,10 +343,10 @@ def _write_classes(
         )
         for number, copies in enumerate(images)
     )
-    write_wds_layout(out, samples, classnames=[named[name] for name in classes], templates=[template])
+    write_wds_layout(out, samples, classnames=[class_names[name] for name in classes], templates=[template])
 
 
-def _write_captions(out: Path, images: list[list[Captioned]]) -> None:
+def _write_captions(out: Path, images: list[list[CaptionedImage]]) -> None:
     def samples() -> Iterator[tuple[str, Fields]]:
         for number, copies in enumerate(images):
             # One caption per line: a line end within one would be two.
@@ -353,23 +357,23 @@ def _write_captions(out: Path, images: list[list[Captioned]]) -> None:
     write_wds_layout(out, samples(), dataset_type="retrieval")
 
 
-def _within(number: int, per_shard: int, part: Share | None) -> bool:
+def _is_in_part(number: int, per_shard: int, part: Share | None) -> bool:
     """Whether a sample is in a shard of this part."""
     return part is None or number // per_shard % part[1] == part[0]
 
 
-def _refuse_used(out: Path, facts: dict[str, object]) -> None:
+def _refuse_nonempty_output(out: Path, settings: dict[str, object]) -> None:
     """Raise DataError where `out` has shards of anything else than other parts of the same conversion."""
-    part, mark = facts.pop("part"), out / ".parts.json"
-    found = sorted([*out.glob("*.tar"), *out.glob("train/*.tar")])
+    part, mark = settings.pop("part"), out / ".parts.json"
+    shards = sorted([*out.glob("*.tar"), *out.glob("train/*.tar")])
     if isinstance(part, tuple):
-        facts["parts"] = part[1]
-        if mark.exists() and read_json(mark, dict, DataError) == facts:
+        settings["parts"] = part[1]
+        if mark.exists() and read_json(mark, dict, DataError) == settings:
             return
-        if not found:
-            write_whole(mark, json.dumps(facts))  # other parts may do the same now
+        if not shards:
+            write_whole(mark, json.dumps(settings))  # other parts may do the same now
             return
-    if found:
+    if shards:
         raise DataError(
-            f"{out}: holds {len(found)} shard(s) already, which would mix with the new ones; name an empty folder"
+            f"{out}: holds {len(shards)} shard(s) already, which would mix with the new ones; name an empty folder"
         )

@@ -97,10 +97,10 @@ def install(folder: Path) -> Path:
     Raises:
         DataError: npm is missing or fails; its last words are repeated.
     """
-    wanted = [f"@iconify-json/{name}@{version}" for name, version in VENDORS.items()] + ["@".join(TEXTS)]
+    packages = [f"@iconify-json/{name}@{version}" for name, version in VENDORS.items()] + ["@".join(TEXTS)]
     modules = folder / "node_modules"
     # Asked of the files: npm would ask its registry, and there may be no network the second time.
-    if all((modules / name.rpartition("@")[0] / "package.json").is_file() for name in wanted):
+    if all((modules / name.rpartition("@")[0] / "package.json").is_file() for name in packages):
         return modules
     folder.mkdir(parents=True, exist_ok=True)
     command = [
@@ -112,10 +112,10 @@ def install(folder: Path) -> Path:
         "--ignore-scripts",
         "--prefix",
         str(folder),
-        *wanted,
+        *packages,
     ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     except subprocess.TimeoutExpired:
         raise DataError(
             "sparo data emoji: npm took more than ten minutes; check the connection and run it again"
@@ -124,14 +124,14 @@ def install(folder: Path) -> Path:
         raise DataError(
             "sparo data emoji: npm is not installed; install Node.js (Debian: apt-get install npm)"
         ) from None
-    if done.returncode:
-        raise DataError(f"sparo data emoji: npm failed with code {done.returncode}: {done.stderr.strip()[-500:]}")
+    if process.returncode:
+        raise DataError(f"sparo data emoji: npm failed with code {process.returncode}: {process.stderr.strip()[-500:]}")
     return modules
 
 
 def read_emoji(modules: Path) -> list[Emoji]:
     """All emoji with their texts, skin tones included; flags and bare components left out."""
-    found = []
+    emoji = []
     for base in _json(modules / "emojibase-data/en/data.json"):
         # Bare components (a skin's colour, a hair's) are no pictures of anything.
         if base.get("group") in (None, FLAGS, COMPONENTS):
@@ -139,8 +139,8 @@ def read_emoji(modules: Path) -> list[Emoji]:
         tags, concept = tuple(base.get("tags", ())), normalize(base["label"])
         # A skin's tags are its base's: emojibase gives it none.
         for entry in (base, *base.get("skins", ())):
-            found.append(Emoji(entry["hexcode"], entry["label"], concept, tags, base["subgroup"]))
-    return found
+            emoji.append(Emoji(entry["hexcode"], entry["label"], concept, tags, base["subgroup"]))
+    return emoji
 
 
 def read_drawings(modules: Path, vendor: str, emoji: Sequence[Emoji]) -> list[Drawing]:
@@ -157,14 +157,14 @@ def read_drawings(modules: Path, vendor: str, emoji: Sequence[Emoji]) -> list[Dr
             if code in by_code:
                 # The first: later emoji took short codes that were in use.
                 by_short.setdefault(normalize(name), by_code[code])
-    chosen: dict[str, Drawing] = {}
+    drawings: dict[str, Drawing] = {}
     for slug, icon in icons["icons"].items():
         # The label first: code points of old sets mean what they meant then.
         match = by_label.get(normalize(slug)) or by_code.get(codes.get(slug, "")) or by_short.get(normalize(slug))
         # Sets name one drawing several times; a concept counts once per vendor.
-        if match is not None and match.hexcode not in chosen:
-            chosen[match.hexcode] = Drawing(vendor, match, _svg(icon, icons))
-    return [chosen[code] for code in sorted(chosen)]
+        if match is not None and match.hexcode not in drawings:
+            drawings[match.hexcode] = Drawing(vendor, match, _svg(icon, icons))
+    return [drawings[code] for code in sorted(drawings)]
 
 
 def rasterise(svg: str, size: int) -> Image.Image:
@@ -172,12 +172,12 @@ def rasterise(svg: str, size: int) -> Image.Image:
     import resvg_py  # only making the data set needs it
 
     png = resvg_py.svg_to_bytes(svg_string=svg, width=size, dpi=90, skip_system_fonts=True)
-    drawn = Image.open(io.BytesIO(bytes(png))).convert("RGBA")
+    image = Image.open(io.BytesIO(bytes(png))).convert("RGBA")
     # Down alone, in shape: a wide drawing fills the width and not the square.
-    drawn.thumbnail((size, size), Image.Resampling.BICUBIC)
+    image.thumbnail((size, size), Image.Resampling.BICUBIC)
     square = Image.new("RGBA", (size, size), "white")
     # On white and in the middle: vendors leave margins of their own.
-    square.alpha_composite(drawn, ((size - drawn.width) // 2, (size - drawn.height) // 2))
+    square.alpha_composite(image, ((size - image.width) // 2, (size - image.height) // 2))
     return square.convert("RGB")
 
 

@@ -43,19 +43,19 @@ def make_emoji(
     size: int = 64,
     seed: int = 0,
     processes: int = 2,
-    report: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, int]:
     """Rasterise all drawings and write the data set into `root`; returns how many samples each part has.
 
     Args:
         modules: the node_modules folder that `emoji.install` filled.
-        report: called with (drawings done, drawings in all).
+        on_progress: called with (drawings done, drawings in all).
     """
     emoji = read_emoji(modules)
     drawings = [d for vendor in VENDORS for d in read_drawings(modules, vendor, emoji)]
     if not drawings:
         raise DataError(f"{modules}: no drawing could be matched to a text")
-    pixels = _rasterise_all(drawings, size, processes, report)
+    pixels = _rasterise_all(drawings, size, processes, on_progress)
     # By vendor as well: one code point has a drawing of each.
     png = {(d.vendor, d.emoji.hexcode): data for d, data in zip(drawings, pixels, strict=True)}
     train = [d for d in drawings if d.vendor != TEST_VENDOR and not is_held_out(d.emoji)]
@@ -63,55 +63,60 @@ def make_emoji(
     order = generator(seed, "emoji", "order").permutation(len(train))
     write_shards(root / "train", (_training(train[i], png, seed) for i in order), 1000)
     counts = {"train": len(train)}
-    known = [d.emoji for d in drawings if d.vendor == TEST_VENDOR and not is_held_out(d.emoji)]
-    counts |= _write_zeroshot(root, drawings, known, png)
-    counts |= _write_captioned(root, known, png, seed)
+    train_concepts = [d.emoji for d in drawings if d.vendor == TEST_VENDOR and not is_held_out(d.emoji)]
+    counts |= _write_zeroshot(root, drawings, train_concepts, png)
+    counts |= _write_captioned(root, train_concepts, png, seed)
     facts = {"size": size, "seed": seed, "counts": counts, "vendors": VENDORS}
     (root / "emoji.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
     return counts
 
 
 def _write_zeroshot(
-    root: Path, drawings: Sequence[Drawing], known: Sequence[Emoji], png: dict[tuple[str, str], bytes]
+    root: Path, drawings: Sequence[Drawing], train_concepts: Sequence[Emoji], png: dict[tuple[str, str], bytes]
 ) -> dict[str, int]:
     # Without skin tones: their labels differ in a word that many models cannot know.
-    seen = [e for e in known if e.is_base]
+    base_emoji = [e for e in train_concepts if e.is_base]
     new = [d for d in drawings if is_held_out(d.emoji) and d.emoji.is_base]
     for name, pairs in (
-        ("zeroshot_vendor", [(TEST_VENDOR, e) for e in seen]),
+        ("zeroshot_vendor", [(TEST_VENDOR, e) for e in base_emoji]),
         ("zeroshot_concepts", [(d.vendor, d.emoji) for d in new]),
     ):
         # Sorted: a class's number must not depend on the order of drawings.
         labels = sorted({e.label for _, e in pairs})
-        where = {label: i for i, label in enumerate(labels)}
+        label_ids = {label: i for i, label in enumerate(labels)}
         samples = [
-            (f"{vendor}_{e.hexcode}", {"png": png[vendor, e.hexcode], "cls": str(where[e.label]).encode()})
+            (f"{vendor}_{e.hexcode}", {"png": png[vendor, e.hexcode], "cls": str(label_ids[e.label]).encode()})
             for vendor, e in pairs
         ]
         write_wds_layout(root / name, samples, classnames=labels, templates=TEMPLATES)
-    return {"zeroshot_vendor": len(seen), "zeroshot_concepts": len(new)}
+    return {"zeroshot_vendor": len(base_emoji), "zeroshot_concepts": len(new)}
 
 
 def _write_captioned(
-    root: Path, known: Sequence[Emoji], png: dict[tuple[str, str], bytes], seed: int
+    root: Path, train_concepts: Sequence[Emoji], png: dict[tuple[str, str], bytes], seed: int
 ) -> dict[str, int]:
     def image(e: Emoji) -> bytes:
         return png[TEST_VENDOR, e.hexcode]
 
-    base = [e for e in known if e.is_base]
+    base = [e for e in train_concepts if e.is_base]
     # Drawn, not the first: labels lie in the order of Unicode's groups, faces first.
     picked = [base[i] for i in generator(seed, "emoji", "retrieval").permutation(len(base))[:_RETRIEVAL]]
     samples = [(e.hexcode, {"png": image(e), "txt": e.caption(e.tags[:3]).encode()}) for e in picked]
     write_wds_layout(root / "retrieval", samples, dataset_type="retrieval")
-    pairs = [("replace_obj", e, false) for e, false in sibling_pairs(known, generator(seed, "emoji", "siblings"))]
-    pairs += [("replace_att", e, false) for e, false in attribute_pairs(known, generator(seed, "emoji", "attributes"))]
+    pairs = [
+        ("replace_obj", e, false) for e, false in sibling_pairs(train_concepts, generator(seed, "emoji", "siblings"))
+    ]
+    pairs += [
+        ("replace_att", e, false)
+        for e, false in attribute_pairs(train_concepts, generator(seed, "emoji", "attributes"))
+    ]
 
-    def rows() -> Iterator[tuple[str, Fields]]:
+    def pair_samples() -> Iterator[tuple[str, Fields]]:
         for number, (kind, e, false) in enumerate(pairs):
             text = json.dumps({"kind": kind, "caption": e.label, "negative_caption": false})
             yield f"{kind}_{number:05d}", {"png": image(e), "json": text.encode()}
 
-    write_wds_layout(root / "pairs", rows(), dataset_type="pairs")
+    write_wds_layout(root / "pairs", pair_samples(), dataset_type="pairs")
     return {"retrieval": len(samples), "pairs": len(pairs)}
 
 
@@ -126,18 +131,18 @@ def _training(drawing: Drawing, png: dict[tuple[str, str], bytes], seed: int) ->
 
 
 def _rasterise_all(
-    drawings: Sequence[Drawing], size: int, processes: int, report: Callable[[int, int], None] | None
+    drawings: Sequence[Drawing], size: int, processes: int, on_progress: Callable[[int, int], None] | None
 ) -> list[bytes]:
     out: list[bytes] = []
     # Of two hundred, since a start of a process costs as much as some dozen drawings.
     chunks = [list(drawings[i : i + 200]) for i in range(0, len(drawings), 200)]
-    if report:
-        report(0, len(drawings))
+    if on_progress:
+        on_progress(0, len(drawings))
     with process_pool(processes, len(chunks)) as pool:
         for part in pool.map(_png_chunk, chunks, [size] * len(chunks)):
             out += part
-            if report:
-                report(len(out), len(drawings))
+            if on_progress:
+                on_progress(len(out), len(drawings))
     return out
 
 

@@ -12,13 +12,13 @@ import numpy as np
 from sparo_train.data.clips.episode import PLANES, member
 from sparo_train.data.clips.views import view_member
 
-from .writer import encoded
+from .writer import encode_image
 
-FAR = 65535  # of 16 bits
-LONGEST = 100.0  # depth that is told apart from the sky
+MAX_LEVEL = 65535  # of 16 bits
+MAX_DEPTH = 100.0  # depth that is told apart from the sky
 
 
-class Measured(NamedTuple):
+class QuantizedArray(NamedTuple):
     """Numbers of frames as 16 bits: levels (T, …) uint16, and the values of 0 and of 65535."""
 
     levels: np.ndarray
@@ -29,24 +29,24 @@ class Measured(NamedTuple):
 class Video(NamedTuple):
     """frames: (T, H, W, 3) uint8, or files of pictures.  labels: (T, H, W) uint8.  boxes: (T, K, 4).
 
-    depth: (T, H, W).  flow, forward: (T, H, W, 2), rows and columns.  facts: for the json.
+    depth: (T, H, W).  flow, forward: (T, H, W, 2), rows and columns.  metadata: for the json.
     """
 
     key: str
     frames: np.ndarray | list[bytes]
     labels: np.ndarray | None
     boxes: np.ndarray | None
-    facts: dict[str, Any]
-    depth: Measured | None = None
-    flow: Measured | None = None
-    forward: Measured | None = None
+    metadata: dict[str, Any]
+    depth: QuantizedArray | None = None
+    flow: QuantizedArray | None = None
+    forward: QuantizedArray | None = None
 
 
-def measured(values: np.ndarray) -> Measured:
+def quantize(values: np.ndarray) -> QuantizedArray:
     """fp32 numbers to 16 bits between the least and the largest of them (MOVi's way); what is all alike has a range of 1."""
     low, high = float(values.min()), float(values.max())
     high = high if high > low else low + 1.0
-    return Measured(np.round((values - low) / (high - low) * FAR).astype(np.uint16), low, high)
+    return QuantizedArray(np.round((values - low) / (high - low) * MAX_LEVEL).astype(np.uint16), low, high)
 
 
 def episode_fields(video: Video) -> dict[str, bytes]:
@@ -54,54 +54,57 @@ def episode_fields(video: Video) -> dict[str, bytes]:
     fields: dict[str, bytes] = {}
     ranges: dict[str, list[float]] = {}
     for t, frame in enumerate(video.frames):
-        fields[member(t)] = frame if isinstance(frame, bytes) else encoded(np.ascontiguousarray(frame))
+        fields[member(t)] = frame if isinstance(frame, bytes) else encode_image(np.ascontiguousarray(frame))
         if video.labels is not None:
-            fields[member(t, "mask")] = encoded(np.ascontiguousarray(video.labels[t]))
+            fields[member(t, "mask")] = encode_image(np.ascontiguousarray(video.labels[t]))
         for plane in PLANES[1:]:
-            found: Measured | None = getattr(video, plane)
-            if found is not None:
-                levels = found.levels[t]
+            quantized: QuantizedArray | None = getattr(video, plane)
+            if quantized is not None:
+                levels = quantized.levels[t]
                 # Rows above columns: a picture of one number per pixel, which every viewer opens.
-                fields[member(t, plane)] = encoded(
+                fields[member(t, plane)] = encode_image(
                     np.concatenate(list(np.moveaxis(levels, -1, 0))) if levels.ndim == 3 else levels
                 )
-                ranges[plane] = [found.low, found.high]
+                ranges[plane] = [quantized.low, quantized.high]
     if video.boxes is not None:
         stream = io.BytesIO()
         np.save(stream, video.boxes.astype(np.float32))
         fields["boxes.npy"] = stream.getvalue()
-    facts = {**video.facts, "frames": len(video.frames), "ranges": ranges}
-    return {**fields, "json": json.dumps(facts).encode()}
+    metadata = {**video.metadata, "frames": len(video.frames), "ranges": ranges}
+    return {**fields, "json": json.dumps(metadata).encode()}
 
 
-def scene_fields(views: Sequence[Video], facts: dict[str, Any]) -> dict[str, bytes]:
+def scene_fields(views: Sequence[Video], metadata: dict[str, Any]) -> dict[str, bytes]:
     """The members of a scene that several cameras see (`sparo_train/data/clips/views.py`), an episode of each.
 
     Args:
-        views: with depth between the same two numbers, which one json has room for.  facts: for the json: cameras, objects, …
+        views: with depth between the same two numbers, which one json has room for.  metadata: for the json: cameras, objects, …
     """
     fields: dict[str, bytes] = {}
-    told: dict[str, Any] = {}
+    view_metadata: dict[str, Any] = {}
     for number, view in enumerate(views):
         own = episode_fields(view)
         # Each view's says the same of times and ranges; one is kept.
-        told = json.loads(own.pop("json"))
+        view_metadata = json.loads(own.pop("json"))
         fields |= {view_member(number, name): data for name, data in own.items()}
-    return {**fields, "json": json.dumps({**facts, "frames": told["frames"], "ranges": told["ranges"]}).encode()}
+    return {
+        **fields,
+        "json": json.dumps({**metadata, "frames": view_metadata["frames"], "ranges": view_metadata["ranges"]}).encode(),
+    }
 
 
 def boxes_of(labels: np.ndarray, count: int) -> np.ndarray:
     """(T, K, 4) fp32 of (T, H, W) labels 1..K: each object's box in 0..1, zeros where it is not seen."""
     height, width = labels.shape[1:]
-    found = np.zeros((len(labels), count, 4), np.float32)
+    boxes = np.zeros((len(labels), count, 4), np.float32)
     for t, plane in enumerate(labels):
         for number in range(count):
             rows, columns = np.nonzero(plane == number + 1)
             if len(rows):
-                found[t, number] = (
+                boxes[t, number] = (
                     rows.min() / height,
                     columns.min() / width,
                     (rows.max() + 1) / height,
                     (columns.max() + 1) / width,
                 )
-    return found
+    return boxes

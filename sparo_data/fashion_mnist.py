@@ -11,7 +11,7 @@ import numpy as np
 
 from sparo_train.core.errors import DataError
 
-from .writer import encoded, write_shards, write_wds_layout
+from .writer import encode_image, write_shards, write_wds_layout
 
 FASHION = (
     "T-shirt",
@@ -40,12 +40,12 @@ def make_fashion_mnist(root: Path, raw: Path = FASHION_FOLDER) -> dict[str, int]
     tests, answers = _read_pair(raw, "t10k")
     write_shards(
         root / "train",
-        ((f"{i:05d}", {"png": encoded(x), "txt": FASHION_TEMPLATES[i % 2].replace("{c}", FASHION[y]).encode(), "cls": str(y).encode()})
+        ((f"{i:05d}", {"png": encode_image(x), "txt": FASHION_TEMPLATES[i % 2].replace("{c}", FASHION[y]).encode(), "cls": str(y).encode()})
          for i, (x, y) in enumerate(zip(images, labels, strict=True))),
         5000,
     )  # fmt: skip
     samples = [
-        (f"{i:05d}", {"png": encoded(x), "cls": str(y).encode()})
+        (f"{i:05d}", {"png": encode_image(x), "cls": str(y).encode()})
         for i, (x, y) in enumerate(zip(tests, answers, strict=True))
     ]
     write_wds_layout(root / "zeroshot", samples, classnames=list(FASHION), templates=FASHION_TEMPLATES)

@@ -16,31 +16,31 @@ from sparo_train.core.signals import end_with_parent
 
 
 @contextmanager
-def _unheard() -> Iterator[None]:
+def _defer_sigint() -> Iterator[None]:
     """What is started meanwhile does not hear SIGINT, from its first import on; this process hears it behind that."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which is inherited
-    heard: list[int] = []
+    received: list[int] = []
     # A progress bar's thread may take it all the same, and Python would raise here, in the middle of telling a process its work.
     main = threading.current_thread() is threading.main_thread()  # which alone may set handlers
-    handler = signal.signal(signal.SIGINT, lambda number, _frame: heard.append(number)) if main else None
+    handler = signal.signal(signal.SIGINT, lambda number, _frame: received.append(number)) if main else None
     try:
         yield
     finally:
         if main:
             signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if heard:
+        if received:
             signal.raise_signal(signal.SIGINT)
 
 
-class _Here(Executor):
+class _InProcessExecutor(Executor):
     """This process itself, which does what was submitted when its result is asked for."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return _Later(fn, args, kwargs)
+        return _LazyFuture(fn, args, kwargs)
 
 
-class _Later(Future[Any]):
+class _LazyFuture(Future[Any]):
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
         super().__init__()
         self._work = (fn, args, kwargs)
@@ -64,13 +64,13 @@ def process_pool(processes: int, jobs: int) -> Iterator[Executor]:
     """
     processes = min(processes, jobs)
     if processes < 2:
-        yield _Here()
+        yield _InProcessExecutor()
         return
     try:
         with ProcessPoolExecutor(processes, get_context("spawn"), end_with_parent) as pool:
             try:
                 # A Ctrl-C that waited is heard as this ends: the processes are there by then.
-                with _unheard():
+                with _defer_sigint():
                     for _ in range(processes):  # each starts one
                         pool.submit(int)
                 yield pool
@@ -86,18 +86,18 @@ def process_pool(processes: int, jobs: int) -> Iterator[Executor]:
         ) from None
 
 
-def in_pool(
+def run_jobs(
     jobs: Sequence[tuple[Callable[..., int], tuple[Any, ...]]],
     processes: int,
     total: int,
-    report: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Run functions that return how many samples they made; `report` is called with (samples done, `total`) at once and behind each."""
+    """Run functions that return how many samples they made; `on_progress` is called with (samples done, `total`) at once and behind each."""
     done = 0
-    if report:
-        report(done, total)
+    if on_progress:
+        on_progress(done, total)
     with process_pool(processes, len(jobs)) as pool:
         for future in [pool.submit(job, *arguments) for job, arguments in jobs]:
             done += future.result()
-            if report:
-                report(done, total)
+            if on_progress:
+                on_progress(done, total)

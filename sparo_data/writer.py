@@ -17,7 +17,7 @@ from sparo_train.core.errors import DataError
 from sparo_train.core.untrusted import read_json
 
 Fields = Mapping[str, bytes]  # extension -> content
-CLAIMS = (
+MANIFEST_NAMES = (
     "scenes.json",
     "tetrominoes.json",
     "objects.json",
@@ -27,33 +27,33 @@ CLAIMS = (
 )  # what makers write down in a set's folder
 
 
-def claim(root: Path, config: Frozen, name: str) -> None:
+def write_manifest(root: Path, config: Frozen, name: str) -> None:
     """Write down in ROOT/NAME how the set is made. Raises `DataError` where it holds one that was made otherwise."""
     root.mkdir(parents=True, exist_ok=True)
-    path, wanted = root / name, config.model_dump(mode="json")
-    other = next((n for n in CLAIMS if n != name and (root / n).exists()), None)
+    path, current = root / name, config.model_dump(mode="json")
+    other = next((n for n in MANIFEST_NAMES if n != name and (root / n).exists()), None)
     if other or (not path.exists() and any((root / "train").glob("*.tar"))):
         raise DataError(
             f"{root}: holds another set ({other or 'train/*.tar'}), which would mix with the new one; name an empty folder"
         )
     if path.exists():
-        changed = differences(_as_of_now(read_json(path, dict, DataError), type(config)), wanted)
+        changed = differences(_upgrade_config(read_json(path, dict, DataError), type(config)), current)
         if changed:
             raise DataError(
                 f"{root}: holds scenes made otherwise ({'; '.join(changed)}); remove it or choose another folder"
             )
-    path.write_text(json.dumps(wanted), encoding="utf-8")
+    path.write_text(json.dumps(current), encoding="utf-8")
 
 
-def _as_of_now(held: dict[str, Any], kind: type[Frozen]) -> dict[str, Any]:
+def _upgrade_config(stored: dict[str, Any], kind: type[Frozen]) -> dict[str, Any]:
     """What an older version wrote, with the defaults of keys that came since; as it stands where it is no such config."""
     try:
-        return kind.model_validate(held).model_dump(mode="json")
+        return kind.model_validate(stored).model_dump(mode="json")
     except ValueError:
-        return held
+        return stored
 
 
-def encoded(pixels: np.ndarray, format: str = "PNG", **options: int) -> bytes:
+def encode_image(pixels: np.ndarray, format: str = "PNG", **options: int) -> bytes:
     """The file of an image: (H, W, 3) colours or (H, W) labels, uint8."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format=format, **options)

@@ -32,7 +32,7 @@ from .models.clip_model import build_text, build_vision
 from .models.clip_towers import TextTower, VisionTower
 from .models.slots import NoReadOut
 from .models.weight_files.describe import IMPORT_FIRST, from_model_cfg
-from .models.weight_files.raw import bare, read_raw, split_state, state_of
+from .models.weight_files.raw import read_raw, split_state, state_of, strip_wrapper_prefixes
 from .models.weight_files.torchscript import archive_root
 from .models.weight_files.weights import OPENAI_MARKS, to_ours
 
@@ -54,7 +54,7 @@ def model_cfg(config: ClipConfig) -> dict[str, Any]:
         "quick_gelu": config.quick_gelu,
         "init_logit_scale": config.init_logit_scale,
         **({} if config.init_logit_bias is None else {"init_logit_bias": config.init_logit_bias}),
-        "vision_cfg": {**extra, **config.vision.model_dump(exclude=config.vision.unused)},
+        "vision_cfg": {**extra, **config.vision.model_dump(exclude=config.vision.unused_keys)},
         "text_cfg": {**text_extra, **config.text.model_dump(exclude=TRAINING)},
     }
 
@@ -100,13 +100,13 @@ def export(
     folder.mkdir(parents=True, exist_ok=True)
     weights = folder / "open_clip_model.safetensors"
     whole: dict[int, str] = {}  # safetensors refuses two names of one tensor (a codebook of both towers)
-    alone = {n: t.contiguous() if whole.setdefault(t.data_ptr(), n) == n else t.clone() for n, t in state.items()}
+    tensors = {n: t.contiguous() if whole.setdefault(t.data_ptr(), n) == n else t.clone() for n, t in state.items()}
     preprocess = {"mean": list(mean), "std": list(std), "interpolation": "bicubic", "resize_mode": "shortest"}
     text = json.dumps({"model_cfg": model_cfg(config), "preprocess_cfg": preprocess}, indent=1)
     # Both before either takes its place: an older export stays whole where the disk is full.
-    with whole_file(weights) as new_weights, whole_file(folder / "open_clip_config.json") as described:
-        save_file(alone, new_weights)
-        described.write_text(text, encoding="utf-8")
+    with whole_file(weights) as new_weights, whole_file(folder / "open_clip_config.json") as config_file:
+        save_file(tensors, new_weights)
+        config_file.write_text(text, encoding="utf-8")
     give_usual_mode(weights)
     return folder
 
@@ -122,7 +122,7 @@ def register() -> None:
         (open_clip.factory, "load_state_dict", _wrap_load),
     ):
         if not callable(getattr(module, name, None)):
-            _moved(f"{module.__name__}.{name} is gone")
+            _fail_incompatible(f"{module.__name__}.{name} is gone")
         wrapped = wrap(getattr(module, name))
         wrapped._sparo = True  # type: ignore[attr-defined]
         setattr(module, name, wrapped)
@@ -164,7 +164,7 @@ def _wrap_text(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 
 def _wrap_convert(original: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
     def convert(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        state_dict = {bare(name): value for name, value in state_dict.items()}
+        state_dict = {strip_wrapper_prefixes(name): value for name, value in state_dict.items()}
         if any(isinstance(m, VisionTower) for m in model.modules()):
             state_dict = to_ours(state_dict)
         return original(model, state_dict)
@@ -220,19 +220,19 @@ def _self_test() -> None:
             model.encode_text(torch.tensor([[1, 31, 0, 0]])),
         )
     except Exception as error:
-        _moved(f"building a model failed: {error}")
+        _fail_incompatible(f"building a model failed: {error}")
     finally:
         torch.set_rng_state(random)
     if not isinstance(model.visual, VisionTower) or not isinstance(model.text, TextTower):
-        _moved("CustomTextCLIP no longer looks its tower builders up in open_clip.model")
+        _fail_incompatible("CustomTextCLIP no longer looks its tower builders up in open_clip.model")
     if any(abs(float(f.detach().norm()) - 1) > 1e-5 or f.shape != (1, 8) for f in features):
-        _moved("encodings are not the towers' own")
+        _fail_incompatible("encodings are not the towers' own")
     for name in ("convert_state_dict", "load_state_dict"):
         if not getattr(open_clip.factory.load_checkpoint.__globals__[name], "_sparo", False):
-            _moved(f"load_checkpoint no longer uses open_clip.factory.{name}")
+            _fail_incompatible(f"load_checkpoint no longer uses open_clip.factory.{name}")
 
 
-def _moved(what: str) -> NoReturn:
+def _fail_incompatible(what: str) -> NoReturn:
     raise SparoError(
         f"sparo_train.openclip: open_clip_torch {open_clip.__version__} changed inside ({what}); "
         f"this plug-in is tested with {TESTED}: pip install open_clip_torch=={TESTED}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparo_train.core.contracts import Objective
 
 
-class Trained(NamedTuple):
+class TrainingRun(NamedTuple):
     """What an encoder was made of, where it is a run's: the whole objective, and the run's recipe (a `RunConfig`)."""
 
     objective: Objective
@@ -79,7 +79,7 @@ class ViewsEncoder(ABC):
     origin and direction of every pixel's ray.
 
     `trained_frames`, `trained_views`: how long its training's clips were, and how many views were shown.
-    `tells_depth`: whether it says how far away things are.  `ends`: the nearest and the farthest distance that it can say.
+    `predicts_depth`: whether it says how far away things are.  `ends`: the nearest and the farthest distance that it can say.
     `windowed`: whether a time's slots can be made of its last times alone.
     """
 
@@ -87,12 +87,12 @@ class ViewsEncoder(ABC):
     trained_frames: int
     trained_views: int
     windowed: bool = True
-    tells_depth: bool = False
+    predicts_depth: bool = False
     ends: tuple[float, float] | None = None
 
     @abstractmethod
-    def scenes(self, posed: Tensor, shown: int, window: int | None = None) -> Tensor:
-        """(n, T, V, 9, S, S), of whose views the first `shown` are seen, to fp32 rows of T * V * (4 + S * S), or 4 + 2 * S * S where it
+    def scenes(self, posed: Tensor, num_context_views: int, window: int | None = None) -> Tensor:
+        """(n, T, V, 9, S, S), of whose views the first `num_context_views` are seen, to fp32 rows of T * V * (4 + S * S), or 4 + 2 * S * S where it
         `tells_depth`: of every view mean squared error, SSIM, and the mean squared errors of the nearest shown view and of the shown views'
         mean colour in its place; then which slot a pixel is of (K and on: of none); then depth.
 

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
-from sparo_train.data.read.decoding import TRAINING, Decoding, PixelRange, eight_bits, from_array
+from sparo_train.data.read.decoding import TRAINING, Decoding, PixelRange, from_array, to_8bit
 from sparo_train.models.weight_files.weights import weights_sha256
 
 from ..sets.base import Transform
@@ -27,7 +27,7 @@ from .abilities import (
     MasksEncoder,
     ObjectsEncoder,
     TokensEncoder,
-    Trained,
+    TrainingRun,
     ViewsEncoder,
 )
 from .pixels import MappedPixels, Pixels
@@ -55,7 +55,7 @@ class Encoder(ABC):
     slots = 1
     takes_images = True  # False: it wants more of a sample than a picture, and `encode` raises
     precision: Precision = "fp32"
-    trained: Trained | None = None  # of a run, while its objective is at hand
+    trained: TrainingRun | None = None  # of a run, while its objective is at hand
 
     def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float], label: str = ""):
         self.model, self.label = model.eval(), label
@@ -76,7 +76,7 @@ class Encoder(ABC):
     @property
     def offers(self) -> frozenset[str]:
         """What tasks may need of it beside encodings of images (`evals/suite/task.py`, NEEDS)."""
-        found = {
+        capabilities = {
             "images": self.takes_images,
             "texts": isinstance(self, TextEncoder),
             "blocks": isinstance(self, BlocksEncoder),
@@ -90,15 +90,15 @@ class Encoder(ABC):
             "drawing": isinstance(self, DrawingEncoder),
             "loss": self.trained is not None,
         }
-        return frozenset(word for word, here in found.items() if here)
+        return frozenset(word for word, here in capabilities.items() if here)
 
     @property
     def width(self) -> int:
         """Numbers in one encoding."""
-        return self._measured
+        return self._encoding_width
 
     @cached_property
-    def _measured(self) -> int:
+    def _encoding_width(self) -> int:
         size = self.image_size
         return self.encode(torch.zeros(1, 3, size, size, dtype=torch.uint8)).numel()
 
@@ -125,19 +125,19 @@ class Encoder(ABC):
         rows = []
         for number, picture in enumerate(pictures):
             try:
-                image = eight_bits(picture, how) if isinstance(picture, Image.Image) else from_array(picture, how)
+                image = to_8bit(picture, how) if isinstance(picture, Image.Image) else from_array(picture, how)
             except BadSampleError as bad:
-                raise DataError(f"image {number}: cannot be shown to {self.label}, got {bad.whole()}") from None
+                raise DataError(f"image {number}: cannot be shown to {self.label}, got {bad.full_message()}") from None
             rows.append(np.asarray(self.transform(image)))
-        found = self.encode(self.stacked(rows))
-        return found.clone()  # an ordinary tensor, which a probe can be trained on
+        encodings = self.encode(self.stacked(rows))
+        return encodings.clone()  # an ordinary tensor, which a probe can be trained on
 
     @cached_property
     def weights(self) -> str:
         """Hex SHA-256 over all parameters and buffers, whatever file they came from."""
         return weights_sha256(self.model.state_dict())
 
-    def resized(self, resize: int | None) -> Transform:
+    def transform_with_resize(self, resize: int | None) -> Transform:
         """`transform` with another resize of the shortest side before the middle is cut out; None: as it is."""
         if resize is None:
             return self.transform

@@ -55,7 +55,7 @@ class OpenClipEncoder(TwoTowerEncoder):
         self._refuse_other_gelu(name, weights, label)
         try:
             built: Any = open_clip.create_model_and_transforms(
-                name, pretrained=None if state else weights, force_custom_text=True, **_shown_beside(Path(weights))
+                name, pretrained=None if state else weights, force_custom_text=True, **_preprocess_kwargs(Path(weights))
             )
             if state:  # open_clip itself takes nothing but a file's path
                 open_clip.load_checkpoint(built[0], f"{weights}?state={state}")
@@ -77,12 +77,16 @@ class OpenClipEncoder(TwoTowerEncoder):
     def _refuse_other_gelu(self, name: str, weights: str, label: str) -> None:
         """Raise `ConfigError` if weights were trained with another GELU than this name builds; open_clip only warns, and for tags only."""
         if Path(weights).is_file():
-            told = {"quick_gelu": True} if archive_root(Path(weights)) is not None else {}  # OpenAI's archives
+            pretrained_cfg = (
+                {"quick_gelu": True} if archive_root(Path(weights)) is not None else {}
+            )  # OpenAI's archives
         else:
-            told = open_clip.get_pretrained_cfg(name, weights)
-        if "quick_gelu" in told and bool(told["quick_gelu"]) != bool((self._config or {}).get("quick_gelu", False)):
+            pretrained_cfg = open_clip.get_pretrained_cfg(name, weights)
+        if "quick_gelu" in pretrained_cfg and bool(pretrained_cfg["quick_gelu"]) != bool(
+            (self._config or {}).get("quick_gelu", False)
+        ):
             other = name.removesuffix("-quickgelu") if name.endswith("-quickgelu") else f"{name}-quickgelu"
-            kind = "OpenAI's approximation of GELU" if told["quick_gelu"] else "GELU itself"
+            kind = "OpenAI's approximation of GELU" if pretrained_cfg["quick_gelu"] else "GELU itself"
             raise ConfigError(f"{label}: these weights were trained with {kind}; write open_clip:{other}@{weights}")
 
     @property
@@ -164,25 +168,29 @@ class TimmVitEncoder(BackboneEncoder, PatchesEncoder, TokensEncoder):
         return self.model.forward_features(normalised)[:, self.model.num_prefix_tokens :]
 
 
-def _shown_beside(weights: Path) -> dict[str, Any]:
+def _preprocess_kwargs(weights: Path) -> dict[str, Any]:
     """How a file's model is shown images, in the words of open_clip's builder, where an `open_clip_config.json` beside it says that."""
-    told = weights.parent / "open_clip_config.json"
-    if not weights.is_file() or not told.is_file():
+    config_file = weights.parent / "open_clip_config.json"
+    if not weights.is_file() or not config_file.is_file():
         return {}
-    found = read_json(told, dict, CheckpointError).get("preprocess_cfg")
+    preprocess_cfg = read_json(config_file, dict, CheckpointError).get("preprocess_cfg")
     words = ("mean", "std", "interpolation", "resize_mode")
-    return {f"image_{key}": found[key] for key in words if found.get(key)} if isinstance(found, dict) else {}
+    return (
+        {f"image_{key}": preprocess_cfg[key] for key in words if preprocess_cfg.get(key)}
+        if isinstance(preprocess_cfg, dict)
+        else {}
+    )
 
 
-def _cfg_beside(weights: Path, label: str) -> dict[str, Any]:
+def _read_pretrained_cfg(weights: Path, label: str) -> dict[str, Any]:
     """What timm's hub has beside a file in `config.json`, the transform among it; nothing where there is none."""
-    told = weights.parent / "config.json"
-    if not weights.is_file() or not told.is_file():
+    config_file = weights.parent / "config.json"
+    if not weights.is_file() or not config_file.is_file():
         return {}
-    found = read_json(told, dict, CheckpointError).get("pretrained_cfg", {})
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{label}: {told}: pretrained_cfg is no mapping; fetch it again, or take it away")
-    return found
+    pretrained_cfg = read_json(config_file, dict, CheckpointError).get("pretrained_cfg", {})
+    if not isinstance(pretrained_cfg, dict):
+        raise CheckpointError(f"{label}: {config_file}: pretrained_cfg is no mapping; fetch it again, or take it away")
+    return pretrained_cfg
 
 
 def from_timm(name: str, weights: str) -> BackboneEncoder:
@@ -201,7 +209,7 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
         load_into(model, _without_head(timm_state(weights, label), model), weights)
     # What lies beside the file is of these weights, and goes before what the name alone stands for.
     own: Any = model.pretrained_cfg
-    config = resolve_data_config({}, {**own, **_cfg_beside(Path(split_state(weights)[0]), label)}, model)
+    config = resolve_data_config({}, {**own, **_read_pretrained_cfg(Path(split_state(weights)[0]), label)}, model)
     transform: Any = create_transform(**config, is_training=False)
     pixels = LibraryPixels(transform.transforms, label, rgb_first=True)
     size = config["input_size"][-1]
@@ -236,13 +244,13 @@ def timm_state(place: str, label: str) -> dict[str, Tensor]:
     return dinov2_as_timm(backbone_of(state_of(raw, label, key)))
 
 
-def _without_head(found: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def _without_head(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Without a classifier that `model` does not have."""
     own, heads = (
         model.state_dict(),
         ("head.", "fc.", "classifier.", "head_dist.", "last_linear.", "dino_head.", "ibot_head."),
     )
-    return {name: t for name, t in found.items() if name in own or not name.startswith(heads)}
+    return {name: t for name, t in state_dict.items() if name in own or not name.startswith(heads)}
 
 
 def from_huggingface(place: str) -> BackboneEncoder:

@@ -116,22 +116,22 @@ def heads_of(encoder: Encoder, layers: int) -> HeadsEncoder:
     return HeadsEncoder(encoder, layers)
 
 
-class SomeHeads(TwoTowerEncoder):
+class SelectedHeads(TwoTowerEncoder):
     """An ordinary ViT's encodings made of these heads' shares and the rest alone."""
 
-    def __init__(self, heads: HeadsEncoder, chosen: list[int]):
+    def __init__(self, heads: HeadsEncoder, head_ids: list[int]):
         inner = heads.inner
-        label = f"{inner.label} heads {','.join(map(str, chosen))}"
+        label = f"{inner.label} heads {','.join(map(str, head_ids))}"
         super().__init__(inner.model, inner.mean.flatten().tolist(), inner.std.flatten().tolist(), label)
-        self.heads, self.chosen = heads, chosen
+        self.heads, self.head_ids = heads, head_ids
         self.transform, self.image_size, self.precision = inner.transform, inner.image_size, inner.precision
         self.decoding = inner.decoding
 
     @property
     def architecture(self) -> str:
         # Hashed, as hundreds of heads would make a name that no file system takes.
-        chosen = hashlib.sha256(repr(self.chosen).encode()).hexdigest()
-        return f"{self.heads.architecture} chosen {chosen}"
+        digest = hashlib.sha256(repr(self.head_ids).encode()).hexdigest()
+        return f"{self.heads.architecture} chosen {digest}"
 
     @property
     def text_weights(self) -> str:
@@ -143,7 +143,7 @@ class SomeHeads(TwoTowerEncoder):
     def of(self, encodings: Tensor) -> Tensor:
         """The shares (n, (U + 1) * D) of all heads to the sum of the chosen and the rest, (n, D)."""
         shares = encodings.unflatten(-1, (self.heads.slots, -1))
-        return shares[:, [*self.chosen, self.heads.slots - 1]].sum(1)
+        return shares[:, [*self.head_ids, self.heads.slots - 1]].sum(1)
 
     def stored(self) -> tuple[Encoder, Callable[[Tensor], Tensor] | None]:
         return self.heads, self.of

@@ -39,22 +39,22 @@ def hf_pooling(model: Any, size: int, unpooled: bool, label: str) -> tuple[str, 
         extra["noise"] = torch.arange(model.embeddings.patch_embeddings.num_patches, dtype=torch.float32)
 
     def outputs(pixels: Tensor) -> Any:
-        told = {name: value.to(pixels.device).expand(len(pixels), -1) for name, value in extra.items()}
-        return model(pixel_values=pixels, **told)
+        extra_inputs = {name: value.to(pixels.device).expand(len(pixels), -1) for name, value in extra.items()}
+        return model(pixel_values=pixels, **extra_inputs)
 
     try:
         with torch.inference_mode():
-            found = outputs(torch.zeros(1, 3, size, size))
+            example_output = outputs(torch.zeros(1, 3, size, size))
     except Exception as error:  # models of others fail in their own ways
         raise CheckpointError(f"{label}: does not encode one image of {size} pixels, got {first_line(error)}") from None
-    name, pool = _documented(model.config, found, unpooled, label)
+    name, pool = _documented_pooling(model.config, example_output, unpooled, label)
     return name, lambda pixels: pool(outputs(pixels))
 
 
-def _documented(config: Any, found: Any, unpooled: bool, label: str) -> tuple[str, Pool]:
+def _documented_pooling(config: Any, example_output: Any, unpooled: bool, label: str) -> tuple[str, Pool]:
     pooled, hidden, kind = (
-        getattr(found, "pooler_output", None),
-        getattr(found, "last_hidden_state", None),
+        getattr(example_output, "pooler_output", None),
+        getattr(example_output, "last_hidden_state", None),
         config.model_type,
     )
     # Of a convolutional network the pooler gives (n, C, 1, 1).
@@ -79,7 +79,7 @@ def _documented(config: Any, found: Any, unpooled: bool, label: str) -> tuple[st
 
 def _refuse_other_inputs(model: Any, label: str) -> None:
     """Raise `CheckpointError` for models of videos, or of pictures of any size, which need more than one picture's pixels."""
-    wanted = [
+    required_inputs = [
         name
         for name, parameter in inspect.signature(model.forward).parameters.items()
         if parameter.default is parameter.empty
@@ -87,9 +87,9 @@ def _refuse_other_inputs(model: Any, label: str) -> None:
         and name not in ("self", "pixel_values")
     ]
     main = getattr(model, "main_input_name", "pixel_values")
-    if wanted or main != "pixel_values":
+    if required_inputs or main != "pixel_values":
         raise CheckpointError(
-            f"{label}: takes more than the pixels of one image, got {', '.join(wanted or [main])}. Score an image model of fixed size."
+            f"{label}: takes more than the pixels of one image, got {', '.join(required_inputs or [main])}. Score an image model of fixed size."
         )
 
 

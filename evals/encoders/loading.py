@@ -19,7 +19,7 @@ from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.models.vit import Vit
 from sparo_train.models.weight_files.describe import (
-    Described,
+    ModelDescription,
     from_model_cfg,
     infer_config,
     read_config,
@@ -33,7 +33,7 @@ from sparo_train.models.weight_files.zero_folder import is_zero_folder, read_zer
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
 
-from .abilities import Trained
+from .abilities import TrainingRun
 from .encoder import Encoder
 from .own import ClipEncoder, DinoEncoder, PixelEncoder
 
@@ -42,7 +42,7 @@ def load_encoder(
     checkpoint: str | Path,
     model: str | None = None,
     device: str = "cpu",
-    say: Callable[[str], None] = lambda assumed: None,
+    log: Callable[[str], None] = lambda assumed: None,
 ) -> Encoder:
     """Load a checkpoint of any kind we know.
 
@@ -54,7 +54,7 @@ def load_encoder(
         model: for a file: an open_clip model name, ours included (`ViT-B-32-quickgelu`, `gap-ViT-B-16`), or for DINO's
             `vit_tiny`, `vit_small`, `vit_base`; default: what the file says of itself, else what its shapes tell (then
             `assumed` says what was taken for granted).
-        say: told what was taken for granted, where anything was.
+        log: told what was taken for granted, where anything was.
 
     Raises:
         CheckpointError: nothing there that we can read, or something that is not what its name or form says.
@@ -64,7 +64,7 @@ def load_encoder(
         encoder = _loaded(checkpoint, model).to(device)
         refuse_non_finite(encoder.model.state_dict(), str(checkpoint))
         if encoder.assumed:
-            say(encoder.assumed)
+            log(encoder.assumed)
         return encoder
     except (SparoError, torch.OutOfMemoryError):
         raise
@@ -88,7 +88,7 @@ def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
     if model is not None and (named or any((path / name).is_file() for name in _DESCRIBED)):
         raise ConfigError(f"--model {model}: is of weight files, and {checkpoint} says what it is of; leave it away")
     if named:
-        return CHECKPOINTS.row(scheme)(rest)
+        return CHECKPOINTS.get(scheme)(rest)
     if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
         encoder = _from_run(path)
     elif (path / "open_clip_config.json").is_file():
@@ -109,7 +109,7 @@ def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
         encoder = _from_weights(read_zero_folder(path), str(path), None, model)
     else:
         if colon and scheme.isidentifier() and not path.exists():
-            CHECKPOINTS.row(scheme, "checkpoint")  # says which there are
+            CHECKPOINTS.get(scheme, "checkpoint")  # says which there are
         raise CheckpointError(
             f"{path}: no run folder, no checkpoint folder, no exported folder, no DeepSpeed folder, no weight file"
         )
@@ -163,18 +163,18 @@ def _from_run(path: Path) -> Encoder:
     config, step = read_run(path)
     objective = build_objective(config)
     load_into(objective, run_weights(step), str(step))
-    encoder = ENCODERS.row(config.objective.kind, "objective.kind")(objective)
-    encoder.label, encoder.trained = str(step), Trained(objective, config)
+    encoder = ENCODERS.get(config.objective.kind, "objective.kind")(objective)
+    encoder.label, encoder.trained = str(step), TrainingRun(objective, config)
     encoder.map_pixels(config.data.pixel_range)
-    encoder.assumed = store.doubts(path, step)
+    encoder.assumed = store.checkpoint_warnings(path, step)
     return encoder
 
 
 def _from_export(path: Path) -> Encoder:
-    told = read_export(path / "open_clip_config.json")
-    model = Clip(told.config)
+    description = read_export(path / "open_clip_config.json")
+    model = Clip(description.config)
     load_into(model, read_weights(path / "open_clip_model.safetensors"), str(path))
-    return ClipEncoder(model, told.mean, told.std, str(path))
+    return ClipEncoder(model, description.mean, description.std, str(path))
 
 
 def _from_dino(file: DinoFile, name: str | None) -> Encoder:
@@ -187,7 +187,7 @@ def _from_dino(file: DinoFile, name: str | None) -> Encoder:
 
 
 def _from_weights(
-    weights: Weights, label: str, described: Described | None, name: str | None, quick_gelu: bool = False
+    weights: Weights, label: str, described: ModelDescription | None, name: str | None, quick_gelu: bool = False
 ) -> Encoder:
     """Build the CLIP that weights in our layout belong to: as described, as named by `--model`, or as inferred from their shapes.
 
@@ -201,18 +201,18 @@ def _from_weights(
                 f"--model {name}: {label} is OpenAI's file, trained with QuickGELU, got a model with GELU. "
                 "Remove --model, or name a model with QuickGELU, as in ViT-B-32-quickgelu."
             )
-        described = Described(config) if described is None else described._replace(config=config)
+        described = ModelDescription(config) if described is None else described._replace(config=config)
     if described is None:
         try:
-            described = Described(infer_config(weights, quick_gelu=quick_gelu))
+            described = ModelDescription(infer_config(weights, quick_gelu=quick_gelu))
         except CheckpointError as error:
             raise CheckpointError(f"{label}: {error}") from None
         config = described.config
         v, t = config.vision, config.text
-        untold = f" ({config.readout.untold})" if config.readout.untold else ""
+        readout_note = f" ({config.readout.inference_note})" if config.readout.inference_note else ""
         gelu = "OpenAI's QuickGELU" if quick_gelu else "GELU"
         assumed = (
-            f"{label}: inferred from shapes: {config.readout.kind} readout{untold}, ViT {v.width}x{v.layers} with patches of {v.patch_size} "
+            f"{label}: inferred from shapes: {config.readout.kind} readout{readout_note}, ViT {v.width}x{v.layers} with patches of {v.patch_size} "
             f"and {v.width // v.head_width} heads, text {t.width}x{t.layers} with {t.heads} heads, {gelu}, "
             "OpenAI's pixel normalization. --model NAME overrides this."
         )

@@ -59,7 +59,9 @@ class ClipEncoder(TwoTowerEncoder, TokensEncoder, ConditionedEncoder):
     def architecture(self) -> str:
         config = self.model.config
         # Without what training alone reads: features of two runs that differ in it are the same features.
-        return config.model_dump_json(exclude={**_NOT_ENCODING, "vision": {"patch_dropout", *config.vision.unused}})
+        return config.model_dump_json(
+            exclude={**_NOT_ENCODING, "vision": {"patch_dropout", *config.vision.unused_keys}}
+        )
 
     @property
     def prefix_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -13,7 +13,7 @@ from PIL import Image
 from sparo_train.core.errors import ConfigError
 from sparo_train.data.examples.thin import thin_centre
 from sparo_train.data.examples.transforms import centre, shortest_side
-from sparo_train.data.read.decoding import PixelRange, eight_bits
+from sparo_train.data.read.decoding import PixelRange, to_8bit
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class MappedPixels(Pixels):
     pixel_range: PixelRange = "by_type"
 
     def __call__(self, image: Image.Image) -> np.ndarray:
-        return super().__call__(eight_bits(image, self.pixel_range))
+        return super().__call__(to_8bit(image, self.pixel_range))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from sparo_train.core.files import write_whole
 from sparo_train.core.untrusted import parse_json, read_text
 
 from .encoder import Encoder
-from .heads import SomeHeads, heads_of
+from .heads import SelectedHeads, heads_of
 from .masked import masked
 
 SCHEMA = 1
@@ -57,7 +57,7 @@ class Selection(Frozen):
     notes: dict[int, str] = setting({}, "notes on a unit, by its number")
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _validate_unit_ids(self) -> Self:
         for key in ("chosen", "order"):
             numbers = getattr(self, key)
             wrong = [number for number in numbers if not 0 <= number < self.count]
@@ -82,10 +82,10 @@ def read_selection(path: Path) -> Selection:
     try:
         # Selections are passed on between people: a file of any size is not read for its first line.
         text = read_text(path, DataError, _MAX_BYTES)
-        found = parse_json(text, str(path), dict, DataError)
+        content = parse_json(text, str(path), dict, DataError)
     except DataError as error:
         raise ConfigError(f"--slots {error}") from None
-    if found.get("sparo") != "selection":
+    if content.get("sparo") != "selection":
         raise ConfigError(f"--slots {path}: is no selection; `sparo slots select` writes one")
     try:
         return Selection.model_validate_json(text)
@@ -117,7 +117,7 @@ def selected(encoder: Encoder, selection: Selection, where: str = "--slots") -> 
         if heads.slots - 1 != selection.count:
             raise ConfigError(f"{where}: has {selection.count} heads, and {encoder.label} {heads.slots - 1}")
         # In the order of numbers: an encoding's parts stay where they are in the whole one.
-        return SomeHeads(heads, sorted(selection.chosen))
+        return SelectedHeads(heads, sorted(selection.chosen))
     whole = selection.units == "slots" and encoder.slots != selection.count
     # Units have to share an encoding evenly, or numbers would belong to two of them.
     if whole or encoder.width % selection.count:

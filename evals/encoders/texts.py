@@ -45,15 +45,15 @@ def encode_texts(
         length = int(lengths[rows].max()) if cut else tokens.shape[1]
         encoded = encode(tokens[rows, :length]).float()
         parts.append((F.normalize(encoded, dim=-1) if normalize else encoded).cpu())
-    found = torch.cat(parts)
+    encodings = torch.cat(parts)
     # Back to the order of `distinct`: batches went by length.
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order))
     where = {caption: int(i) for caption, i in zip(distinct, place, strict=True)}
-    return found[[where[c] for c in captions]]
+    return encodings[[where[c] for c in captions]]
 
 
 def text_identity(tensors: Mapping[str, Tensor], architecture: str) -> str:
     """Of a CLIP's text side: all weights outside `visual.`, logit scale and bias left away, and the architecture."""
-    found = weights_sha256(tensors, lambda n: not n.startswith(("visual.", "logit_")))
-    return hashlib.sha256(f"{found}\n{architecture}".encode()).hexdigest()
+    weights_digest = weights_sha256(tensors, lambda n: not n.startswith(("visual.", "logit_")))
+    return hashlib.sha256(f"{weights_digest}\n{architecture}".encode()).hexdigest()

@@ -42,10 +42,10 @@ def refuse_other_pixels(origin: str, theirs: Normalisation | None, own: Normalis
 
 def refuse_unlike(origin: str, theirs: nn.Module, own: nn.Module) -> None:
     """Raise `CheckpointError` for other heads, or another activation."""
-    held, wanted = _heads(theirs), _heads(own)
+    their_heads, own_heads = _heads(theirs), _heads(own)
     # By name where both have one (both towers of a CLIP); else by the first there is.
-    pairs = [(held[n], wanted[n]) for n in held if n in wanted] or list(
-        zip(held.values(), wanted.values(), strict=False)
+    pairs = [(their_heads[n], own_heads[n]) for n in their_heads if n in own_heads] or list(
+        zip(their_heads.values(), own_heads.values(), strict=False)
     )[:1]
     if unlike := [pair for pair in pairs if pair[0] != pair[1]]:
         raise CheckpointError(
@@ -61,5 +61,7 @@ def refuse_unlike(origin: str, theirs: nn.Module, own: nn.Module) -> None:
 
 def _heads(model: nn.Module) -> dict[str, int]:
     """Of every attention, by its name in the model."""
-    found = ((name.removeprefix("model."), getattr(part, "num_heads", None)) for name, part in model.named_modules())
-    return {name: heads for name, heads in found if isinstance(heads, int)}
+    attention_heads = (
+        (name.removeprefix("model."), getattr(part, "num_heads", None)) for name, part in model.named_modules()
+    )
+    return {name: heads for name, heads in attention_heads if isinstance(heads, int)}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparo_train.core.disk.store import CheckpointStore, doubts, read_run_meta
+from sparo_train.core.disk.store import CheckpointStore, checkpoint_warnings, read_run_meta
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.files import whole_file
 from sparo_train.core.tables import EXPORTS, METHODS
@@ -26,7 +26,7 @@ from sparo_train.train.run import RunConfig
 from ..encoders.loading import read_run, run_weights
 from .packing import card_facts, pack
 
-_TOLD = {"model", "mean", "std"}  # of a method's block, beside weights in files of one
+_EXPORTED_KEYS = {"model", "mean", "std"}  # of a method's block, beside weights in files of one
 _LOAD = """from evals.encoders.loading import load_encoder
 
 encoder = load_encoder("PLACE")"""
@@ -59,7 +59,7 @@ def export_run(
     to: Path | None,
     layout: str | None,
     average: str | None = None,
-    say: Callable[[str], None] = lambda warning: None,
+    log: Callable[[str], None] = lambda warning: None,
 ) -> Path:
     """Write a run's newest weights with a card, sums and the mode that the umask gives; returns the path.
 
@@ -67,16 +67,16 @@ def export_run(
         average: `last:N`: the mean of the newest N checkpoints' weights instead.
         layout: `open_clip` (a `local-dir:` folder) or `sparo-clip` (one .pt file) for CLIP, `dino` (one .pth file with
             student, teacher and centre) for DINO, or what a plug-in adds; None: the method's own.
-        say: called with a warning about the checkpoint, if there is one.
+        log: called with a warning about the checkpoint, if there is one.
 
     Raises:
         ConfigError: a layout of another method; fewer checkpoints than are to be averaged.
     """
     if layout is not None and layout not in EXPORTS.names():
-        EXPORTS.row(layout, "--layout")
+        EXPORTS.get(layout, "--layout")
     config, step = read_run(run)
-    if found := doubts(run, step):
-        say(found)
+    if checkpoint_warning := checkpoint_warnings(run, step):
+        log(checkpoint_warning)
     # Of a single step the export lies with its run, too, where people look for it.
     folder = run.parent.parent if (run / "meta.json").is_file() else run
     steps = [step] if average is None else _newest(folder, step, average)
@@ -86,9 +86,9 @@ def export_run(
     older = f"-{step.name}" if newest is not None and step.name != newest.name else ""
     home = folder / (f"export{older}" if average is None else f"export-{average.replace(':', '-')}{older}")
     path = export_weights(config, weights, home, to, layout, _epochs_done(config, meta))
-    name = layout or METHODS.row(config.objective.kind).exports[0]
+    name = layout or METHODS.get(config.objective.kind).exports[0]
     parameters = _parameters(config)
-    facts = card_facts(config, meta, folder, parameters, EXPORTS.row(name).use.replace("PLACE", path.as_posix()))
+    facts = card_facts(config, meta, folder, parameters, EXPORTS.get(name).use.replace("PLACE", path.as_posix()))
     if average is not None:
         mean = f"the mean of the weights at steps {', '.join(str(read_run_meta(s)['step']) for s in steps)}"
         facts = facts._replace(what=f"{facts.what}: {mean}", scores=[])  # scores are of single steps
@@ -101,14 +101,16 @@ def _newest(folder: Path, step: Path, average: str) -> list[Path]:
     word, _, count = average.partition(":")
     if word != "last" or not count.isdecimal() or not int(count):
         raise ConfigError(f"--average {average}: write last:N, as in last:5")
-    held = [path for _, path in sorted(CheckpointStore(folder / "checkpoints").steps().items())]
+    checkpoints = [path for _, path in sorted(CheckpointStore(folder / "checkpoints").steps().items())]
     # Up to the step that was named: a mean must not have seen what came later.
-    held = held[: 1 + next((i for i, path in enumerate(held) if path.name == step.name), len(held))]
-    if len(held) < int(count):
+    checkpoints = checkpoints[
+        : 1 + next((i for i, path in enumerate(checkpoints) if path.name == step.name), len(checkpoints))
+    ]
+    if len(checkpoints) < int(count):
         raise ConfigError(
-            f"--average {average}: {folder} has {len(held)} complete checkpoint(s); checkpoint.keep_last keeps more of a run that goes on"
+            f"--average {average}: {folder} has {len(checkpoints)} complete checkpoint(s); checkpoint.keep_last keeps more of a run that goes on"
         )
-    return held[-int(count) :]
+    return checkpoints[-int(count) :]
 
 
 def mean_weights(steps: Sequence[Path]) -> dict[str, Tensor]:
@@ -139,8 +141,8 @@ def _parameters(config: RunConfig) -> int:
 def _epochs_done(config: RunConfig, meta: Mapping[str, Any]) -> int:
     """Whole passes over what the sources held, or over what the recipe calls an epoch."""
     sources = [facts for name, facts in meta["fingerprint"].items() if name != "plan"]
-    held = per_epoch([facts["samples"] for facts in sources], [facts["weight"] for facts in sources])
-    return meta["samples"] // max(1, config.samples_per_epoch or sum(held))
+    epoch_samples = per_epoch([facts["samples"] for facts in sources], [facts["weight"] for facts in sources])
+    return meta["samples"] // max(1, config.samples_per_epoch or sum(epoch_samples))
 
 
 def export_weights(
@@ -153,14 +155,14 @@ def export_weights(
 ) -> Path:
     """Write an objective's state dict; returns the path: `to`, or the layout's usual name in `home`. `epochs`: that were done."""
     kind = config.objective.kind
-    fitting = METHODS.row(kind).exports
+    fitting = METHODS.get(kind).exports
     if layout is None and not fitting:
         raise ConfigError(
             f"objective.kind={kind}: no other program's layout fits such a run; its own folder is what is handed on "
             "(`sparo eval RUN`, `load_encoder(RUN)`)"
         )
     name = layout or fitting[0]
-    export: Export = EXPORTS.row(name, "--layout")
+    export: Export = EXPORTS.get(name, "--layout")
     if kind not in export.methods:
         raise ConfigError(f"--layout {name!r}: a run of objective {kind} goes to {' or '.join(fitting) or 'no layout'}")
     place = to or home / export.name
@@ -185,16 +187,16 @@ def _sparo_clip(config: RunConfig, weights: Mapping[str, Tensor], path: Path, ep
             f"--layout sparo-clip: has no place for the read-out {readout.kind!r}; use --layout open_clip"
         )
     # What shapes do not tell; sparo-clip's loader ignores it.
-    told = config.objective.model_dump(mode="json", include=_TOLD)
+    objective_config = config.objective.model_dump(mode="json", include=_EXPORTED_KEYS)
     state = to_sparo_clip(scored_weights(weights))
     with whole_file(path) as temporary, temporary.open("wb") as stream:
-        torch.save({"epoch": epochs, "name": config.name, "state_dict": state, CONFIG_KEY: told}, stream)
+        torch.save({"epoch": epochs, "name": config.name, "state_dict": state, CONFIG_KEY: objective_config}, stream)
     return path
 
 
 def _dino(config: RunConfig, weights: Mapping[str, Tensor], path: Path, epochs: int) -> Path:
     objective = config.objective
-    description = objective.model_dump(mode="json", include=_TOLD)
+    description = objective.model_dump(mode="json", include=_EXPORTED_KEYS)
     args = {
         "arch": _arch(objective.model),
         "patch_size": objective.model.patch_size,
@@ -211,7 +213,7 @@ def _dino(config: RunConfig, weights: Mapping[str, Tensor], path: Path, epochs: 
 def _arch(model: VitConfig) -> str:
     """The official name of a model of these sizes; its own for others."""
     sizes = {"width": model.width, "depth": model.depth, "heads": model.heads}
-    return next((name for name, known in ARCHS.items() if known == sizes), f"vit_{model.width}x{model.depth}")
+    return next((name for name, arch_sizes in ARCHS.items() if arch_sizes == sizes), f"vit_{model.width}x{model.depth}")
 
 
 OPEN_CLIP = Export(("clip",), _open_clip, use=_OPEN_CLIP_LOAD)

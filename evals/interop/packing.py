@@ -31,9 +31,9 @@ def card_facts(config: RunConfig, meta: Mapping[str, Any], run: Path, parameters
     """
     sources = {name: facts for name, facts in meta["fingerprint"].items() if name != "plan"}
     # As the run read them, not as they lie there now: shards may be gone.
-    held = [facts["samples"] for facts in sources.values()]
-    read = reading(held, [facts["weight"] for facts in sources.values()], meta["samples"])
-    data = [DataFacts(name, n, passes) for name, n, (_, passes) in zip(sources, held, read, strict=True)]
+    source_samples = [facts["samples"] for facts in sources.values()]
+    read = reading(source_samples, [facts["weight"] for facts in sources.values()], meta["samples"])
+    data = [DataFacts(name, n, passes) for name, n, (_, passes) in zip(sources, source_samples, read, strict=True)]
     kind = config.objective.kind
     readout = getattr(getattr(config.objective, "model", None), "readout", None)
     what = f"{kind} with the read-out {readout.kind}" if readout is not None else kind
@@ -43,10 +43,10 @@ def card_facts(config: RunConfig, meta: Mapping[str, Any], run: Path, parameters
 
 
 def _tags(kind: str, readout: Any) -> list[str]:
-    found = ["sparo", kind, *([] if readout is None else [f"readout-{readout.kind}"])]
+    tags = ["sparo", kind, *([] if readout is None else [f"readout-{readout.kind}"])]
     # What open_clip loads has texts, too.
-    more = ["zero-shot-image-classification"] if "open_clip" in METHODS.row(kind).exports else []
-    return list(dict.fromkeys([*found, *more]))
+    more = ["zero-shot-image-classification"] if "open_clip" in METHODS.get(kind).exports else []
+    return list(dict.fromkeys([*tags, *more]))
 
 
 def _scores(run: Path) -> list[CardScore]:

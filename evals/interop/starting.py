@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparo_train.core.contracts import Objective
-from sparo_train.core.disk.store import doubts
+from sparo_train.core.disk.store import checkpoint_warnings
 from sparo_train.core.errors import CheckpointError
 from sparo_train.models.clip_model import Clip
 from sparo_train.models.clip_towers import TextTower, VisionTower
@@ -48,7 +48,7 @@ def refuse_absent_starts(config: RunConfig) -> None:
                 raise CheckpointError(f"{key}={place}: {error}") from None
 
 
-def begin(config: RunConfig, objective: Objective, say: Callable[[str], None]) -> None:
+def load_initial_weights(config: RunConfig, objective: Objective, log: Callable[[str], None]) -> None:
     """Give an objective that was just built the weights that its recipe names. Whether the run has checkpoints is the caller's to know.
 
     Raises:
@@ -57,12 +57,12 @@ def begin(config: RunConfig, objective: Objective, say: Callable[[str], None]) -
     if config.start_from is not None and config.start_from.optimizer:  # weights are read with the moments, later
         _refuse_other_branch(config, objective)
     elif config.start_from is not None:
-        _start(config.start_from, config.objective.kind, objective, say)
+        _start(config.start_from, config.objective.kind, objective, log)
     model = getattr(objective, "model", None)
     if isinstance(model, Clip):
         for key, tower in (("vision", model.visual), ("text", model.text)):
             if (source := getattr(model.config, key).init) is not None:
-                _init(f"objective.model.{key}.init", source, model, tower, Normalisation.of(objective), say)
+                _init(f"objective.model.{key}.init", source, model, tower, Normalisation.of(objective), log)
     objective.on_weights_loaded()
 
 
@@ -94,8 +94,8 @@ def _refuse_other_branch(config: RunConfig, objective: Objective) -> None:
             )
 
 
-def _start(start: StartConfig, method: str, objective: Objective, say: Callable[[str], None]) -> None:
-    weights = _weights(start.checkpoint, method, objective, say)
+def _start(start: StartConfig, method: str, objective: Objective, log: Callable[[str], None]) -> None:
+    weights = _weights(start.checkpoint, method, objective, log)
     refuse_non_finite(weights, f"start_from.checkpoint={start.checkpoint}")
     own = objective.state_dict()
     missing = _unless([name for name in own if name not in weights], start.allow_missing)
@@ -104,7 +104,7 @@ def _start(start: StartConfig, method: str, objective: Objective, say: Callable[
     problems += [f"has {_few(unused)}, which the run has not (start_from.allow_unused)"] if unused else []
     # Shapes are told with the names: who mends one finds the other in the same line.
     shared = {name: value for name, value in weights.items() if name in own}
-    problems += _misshapen(shared, own)
+    problems += _shape_mismatches(shared, own)
     # A typing error would let nothing be, and look as if it did.
     idle = [pattern for pattern in start.allow_missing if not any(fnmatchcase(name, pattern) for name in own)]
     problems += [f"start_from.allow_missing: {', '.join(idle)} fits none of the run's tensors"] if idle else []
@@ -118,15 +118,15 @@ def _start(start: StartConfig, method: str, objective: Objective, say: Callable[
         raise CheckpointError(f"start_from.checkpoint={start.checkpoint}: {'; '.join(problems)}")
     objective.load_state_dict(shared, strict=False)
     fresh = [name for name in own if name not in weights]
-    say(f"start_from: {len(shared)} tensors of {start.checkpoint}" + (f"; new are {_few(fresh)}" if fresh else ""))
+    log(f"start_from: {len(shared)} tensors of {start.checkpoint}" + (f"; new are {_few(fresh)}" if fresh else ""))
 
 
-def _weights(checkpoint: str, method: str, objective: Objective, say: Callable[[str], None]) -> Mapping[str, Tensor]:
+def _weights(checkpoint: str, method: str, objective: Objective, log: Callable[[str], None]) -> Mapping[str, Tensor]:
     path, origin = Path(checkpoint), f"start_from.checkpoint={checkpoint}"
     if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
         config, step = read_run(path)
-        if doubt := doubts(path, step):
-            say(f"start_from: {doubt}")
+        if doubt := checkpoint_warnings(path, step):
+            log(f"start_from: {doubt}")
         # By this method's own names: what is no encoder's (heads, temperatures) begins there as well.
         if config.objective.kind == method:  # all of it: a teacher, a head, a temperature
             refuse_other_pixels(origin, Normalisation.of(config.objective), Normalisation.of(objective))
@@ -137,11 +137,11 @@ def _weights(checkpoint: str, method: str, objective: Objective, say: Callable[[
     with torch.random.fork_rng(
         devices=[]
     ):  # what builds the other model draws from the stream that this one goes on with
-        encoder = load_encoder(checkpoint, say=say)
-    held = _source_of(encoder)
-    refuse_unlike(origin, held, objective)
+        encoder = load_encoder(checkpoint, log=log)
+    source_model = _source_of(encoder)
+    refuse_unlike(origin, source_model, objective)
     refuse_other_pixels(origin, Normalisation.of(encoder), Normalisation.of(objective))
-    return objective.remap_encoder_weights(named_as_ours(held.state_dict(), origin))
+    return objective.remap_encoder_weights(named_as_ours(source_model.state_dict(), origin))
 
 
 def _source_of(encoder: Encoder) -> nn.Module:
@@ -155,64 +155,66 @@ def _init(
     model: Clip,
     tower: VisionTower | TimmTower | TextTower,
     pixels: Normalisation | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     part, origin = "text" if isinstance(tower, TextTower) else "visual", f"{key}={source}"
     if isinstance(tower, TimmTower) and (read := timm_file(source)) is not None:
         state, theirs = read
         refuse_other_pixels(origin, theirs, pixels)
-        found = trunk_weights(state, origin)
+        weights = trunk_weights(state, origin)
     else:
-        found = _of_encoder(origin, source, part, tower, pixels, say)
+        weights = _weights_from_encoder(origin, source, part, tower, pixels, log)
     # Before positions are fitted: interpolation would spread one NaN over all of them.
-    refuse_non_finite(found, origin)
-    whole = model.fitted({f"{part}.{name}": value for name, value in found.items()})
+    refuse_non_finite(weights, origin)
+    whole = model.adapt_to_resolution({f"{part}.{name}": value for name, value in weights.items()})
     # Fitted by whole names, as open_clip's resizing knows them.
-    found = {name.removeprefix(f"{part}."): value for name, value in whole.items()}
+    weights = {name.removeprefix(f"{part}."): value for name, value in whole.items()}
     own = tower.state_dict()
     # A projection of another width, and a read-out, are new: they are what is to be learned.
     free = ("proj", "text_projection", *([] if tower.read_by is None else [f"{tower.read_by}.*"]))
-    missing = _unless([name for name in own if name not in found], free)
-    shared = {name: t for name, t in found.items() if name in own and not (name in free and t.shape != own[name].shape)}
-    if problems := ([f"has no {_few(missing)}"] if missing else []) + _misshapen(shared, own):
+    missing = _unless([name for name in own if name not in weights], free)
+    shared = {
+        name: t for name, t in weights.items() if name in own and not (name in free and t.shape != own[name].shape)
+    }
+    if problems := ([f"has no {_few(missing)}"] if missing else []) + _shape_mismatches(shared, own):
         raise CheckpointError(
             f"{origin}: {'; '.join(problems)}; it has to be of the same sizes and the same kind of tower"
         )
     tower.load_state_dict(shared, strict=False)
-    fresh, left = ([n for n in a if n not in shared] for a in (own, found))
+    fresh, left = ([n for n in a if n not in shared] for a in (own, weights))
     still = [name for name, p in tower.named_parameters() if name in fresh and not p.requires_grad]
     if still:
         raise CheckpointError(
             f"{origin}: has no {_few(still)} that fits, which `freeze` beside it would leave as it was drawn; "
             "freeze=blocks trains what is behind the blocks"
         )
-    said = f"{key}: {len(shared)} tensors of {source}"
-    say(said + (f"; new are {_few(fresh)}" if fresh else "") + (f"; not used are {_few(left)}" if left else ""))
+    message = f"{key}: {len(shared)} tensors of {source}"
+    log(message + (f"; new are {_few(fresh)}" if fresh else "") + (f"; not used are {_few(left)}" if left else ""))
 
 
-def _of_encoder(
+def _weights_from_encoder(
     origin: str,
     source: str,
     part: str,
     tower: VisionTower | TimmTower | TextTower,
     pixels: Normalisation | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> dict[str, Tensor]:
     """One tower's weights of whatever `sparo eval` loads."""
     try:
         with torch.random.fork_rng(devices=[]):  # as above
-            encoder = load_encoder(source, say=say)
+            encoder = load_encoder(source, log=log)
     except CheckpointError as error:
         hint = "; of a model of timm's write timm:NAME@FILE" if isinstance(tower, TimmTower) else ""
         raise CheckpointError(f"{origin}: {error}{hint}") from None
     # Texts have no pixels.
     if part == "visual":
         refuse_other_pixels(origin, Normalisation.of(encoder), pixels)
-    held = _source_of(encoder)
-    state = held.state_dict()
-    found = trunk_weights(state, origin) if isinstance(tower, TimmTower) else tower_weights(state, part, origin)
-    refuse_unlike(origin, _tower_of(held, part), tower)
-    return found
+    source_model = _source_of(encoder)
+    state = source_model.state_dict()
+    weights = trunk_weights(state, origin) if isinstance(tower, TimmTower) else tower_weights(state, part, origin)
+    refuse_unlike(origin, _tower_of(source_model, part), tower)
+    return weights
 
 
 def _tower_of(model: nn.Module, part: str) -> nn.Module:
@@ -225,9 +227,9 @@ def _unless(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def _misshapen(found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
-    wrong = [name for name, t in found.items() if t.shape != own[name].shape]
-    return [f"{n} is {tuple(found[n].shape)} and the run's {tuple(own[n].shape)}" for n in wrong[:3]]
+def _shape_mismatches(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
+    wrong = [name for name, t in weights.items() if t.shape != own[name].shape]
+    return [f"{n} is {tuple(weights[n].shape)} and the run's {tuple(own[n].shape)}" for n in wrong[:3]]
 
 
 def _few(names: Sequence[str]) -> str:

@@ -58,7 +58,7 @@ def tower_weights(state: Mapping[str, Tensor], part: str, origin: str) -> dict[s
             raise CheckpointError(
                 f"{origin}: this ViT's patches have a bias, or no norm is before its blocks, unlike a CLIP's; vision.timm_model_name takes it as it is"
             )
-        return _renamed(state, r"blocks\.(\d+)\.(.+)", _TIMM_BLOCK, lambda name: _swapped(name, _TIMM))
+        return _rename_keys(state, r"blocks\.(\d+)\.(.+)", _TIMM_BLOCK, lambda name: _replace_prefix(name, _TIMM))
     whole = "vision_model." if part == "visual" else "text_model."
     bare = {
         name.removeprefix(whole): value
@@ -80,21 +80,21 @@ def _from_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Queries, keys and values are one matrix in ours."""
     joined: dict[str, Tensor] = {}
     for name in state:
-        if found := re.fullmatch(r"(encoder\.layers\.\d+\.self_attn\.)q_proj\.(weight|bias)", name):
+        if match := re.fullmatch(r"(encoder\.layers\.\d+\.self_attn\.)q_proj\.(weight|bias)", name):
             # transformers keeps three matrices, open_clip one of three times the rows.
-            parts = [state[f"{found[1]}{which}_proj.{found[2]}"] for which in "qkv"]
-            joined[f"{found[1].replace('self_attn.', 'attn.')}in_proj_{found[2]}"] = torch.cat(parts)
+            parts = [state[f"{match[1]}{which}_proj.{match[2]}"] for which in "qkv"]
+            joined[f"{match[1].replace('self_attn.', 'attn.')}in_proj_{match[2]}"] = torch.cat(parts)
     rest = {n: t for n, t in state.items() if not re.search(r"self_attn\.[qkv]_proj|position_ids", n)}
-    return _renamed(rest | joined, r"encoder\.layers\.(\d+)\.(.+)", _HF_BLOCK, lambda name: _HF.get(name, name))
+    return _rename_keys(rest | joined, r"encoder\.layers\.(\d+)\.(.+)", _HF_BLOCK, lambda name: _HF.get(name, name))
 
 
-def _renamed(
+def _rename_keys(
     state: Mapping[str, Tensor], block: str, inside: Mapping[str, str], outside: Callable[[str], str]
 ) -> dict[str, Tensor]:
     out = {}
     for name, value in state.items():
-        if found := re.fullmatch(block, name):
-            out[f"transformer.resblocks.{found[1]}.{_swapped(found[2], inside)}"] = value
+        if match := re.fullmatch(block, name):
+            out[f"transformer.resblocks.{match[1]}.{_replace_prefix(match[2], inside)}"] = value
         elif name == "cls_token":
             out["class_embedding"] = value.flatten()
         elif name == "pos_embed":
@@ -105,5 +105,5 @@ def _renamed(
     return out
 
 
-def _swapped(name: str, words: Mapping[str, str]) -> str:
+def _replace_prefix(name: str, words: Mapping[str, str]) -> str:
     return next((new + name.removeprefix(old) for old, new in words.items() if name.startswith(old)), name)

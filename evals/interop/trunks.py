@@ -28,10 +28,12 @@ def trunk_weights(state: Mapping[str, Tensor], origin: str) -> dict[str, Tensor]
         raise CheckpointError(
             f"{origin}: has no ViT by timm's names (blocks.0.norm1); for a CLIP's tower leave vision.timm_model_name away"
         )
-    found = {f"trunk.{name.removeprefix(prefix)}": value for name, value in state.items() if name.startswith(prefix)}
-    if "trunk.norm.weight" not in found:  # timm's models that pool by the mean have their norm behind it
-        found = {name.replace("trunk.fc_norm.", "trunk.norm."): value for name, value in found.items()}
-    return found
+    trunk_state = {
+        f"trunk.{name.removeprefix(prefix)}": value for name, value in state.items() if name.startswith(prefix)
+    }
+    if "trunk.norm.weight" not in trunk_state:  # timm's models that pool by the mean have their norm behind it
+        trunk_state = {name.replace("trunk.fc_norm.", "trunk.norm."): value for name, value in trunk_state.items()}
+    return trunk_state
 
 
 def timm_file(source: str) -> tuple[dict[str, Tensor], Normalisation] | None:

@@ -13,8 +13,8 @@ from ..tasks.result import DRAWS, LOWER_IS_BETTER, bootstrap, percentiles
 from .results_file import Record, predictions_of
 
 # Options without which two numbers of one name are not of one kind; the second row is newer than some results.
-_SAME = ("drawn", "numbers", "mask_size", "resampling", "background", "ignore", "first_frame", "shown", "far")
-_TOLD = (
+_MUST_MATCH = ("drawn", "numbers", "mask_size", "resampling", "background", "ignore", "first_frame", "shown", "far")
+_MATCH_IF_PRESENT = (
     "facts",
     "templates",
     "prompts",
@@ -75,12 +75,12 @@ def compare(first: Record, second: Record) -> Comparison:
     if first.result.task == "retrieval":
         return _retrieval(first, second, a, b)
     if "right" not in a and first.result.headline in a:
-        return _measured(first, second, a, b)
+        return _compare_per_sample(first, second, a, b)
     if "right" not in a:
         raise DataError(f"{first.task}: its metric has no right and wrong to be paired")
     right = a["right"].astype(np.int64), b["right"].astype(np.int64)
     change = right[1] - right[0]
-    strata = a["kind"] if first.result.headline == "macro" else _classes(first, a, len(change))
+    strata = a["kind"] if first.result.headline == "macro" else _strata(first, a, len(change))
     names = np.unique(strata)
     rng, draws = np.random.default_rng(0), []
     means = []
@@ -104,7 +104,7 @@ def compare(first: Record, second: Record) -> Comparison:
 def _refuse_other_kind(first: Record, second: Record) -> None:
     """Raise `DataError` where two numbers of one name were made in two ways."""
     mine, theirs = first.result.options, second.result.options
-    for key in (*_SAME, *(key for key in _TOLD if key in mine and key in theirs)):
+    for key in (*_MUST_MATCH, *(key for key in _MATCH_IF_PRESENT if key in mine and key in theirs)):
         one, other = mine.get(key), theirs.get(key)
         if one != other:
             raise DataError(
@@ -113,9 +113,11 @@ def _refuse_other_kind(first: Record, second: Record) -> None:
             )
 
 
-def _measured(first: Record, second: Record, a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> Comparison:
+def _compare_per_sample(
+    first: Record, second: Record, a: dict[str, np.ndarray], b: dict[str, np.ndarray]
+) -> Comparison:
     """A number per sample, under the same resampled samples; those that have none on either side are left out."""
-    x, y = (found[first.result.headline].astype(np.float64) for found in (a, b))
+    x, y = (arrays[first.result.headline].astype(np.float64) for arrays in (a, b))
     there = ~(np.isnan(x) | np.isnan(y))
     if not there.any():
         raise DataError(f"{first.task}: no sample has {first.result.headline} on both sides; compare another headline")
@@ -158,8 +160,8 @@ def _retrieval(first: Record, second: Record, a: dict[str, np.ndarray], b: dict[
     )
 
 
-def _classes(record: Record, found: dict[str, np.ndarray], n: int) -> np.ndarray:
+def _strata(record: Record, predictions: dict[str, np.ndarray], n: int) -> np.ndarray:
     """Samples resampled together: all of them, or by class where the headline is a mean over classes."""
     if record.result.headline == "mean_per_class_recall":
-        return found["label"]
+        return predictions["label"]
     return np.zeros(n, np.int64)

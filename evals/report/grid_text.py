@@ -13,7 +13,7 @@ from .paper_tables import MARK, Cell, Grid
 
 def markdown(table: Grid, transpose: bool = False) -> str:
     """Per cent with intervals; the best of our rows in bold."""
-    heads, names, cells = _drawn(table, transpose, _text, ("**", "**"))
+    heads, names, cells = _format_cells(table, transpose, _text, ("**", "**"))
     lines = ["| " + " | ".join(["", *heads]) + " |", "|---" + "|---:" * len(heads) + "|"]
     lines += ["| " + " | ".join([name, *row]) + " |" for name, row in zip(names, cells, strict=True)]
     lines += [f"\n{note}" for note in table.notes]
@@ -23,10 +23,10 @@ def markdown(table: Grid, transpose: bool = False) -> str:
 def latex(table: Grid, transpose: bool = False) -> str:
     """A booktabs tabular without intervals; the best of our rows in bold."""
     number = lambda cell: "--" if cell is None else cell.number.replace(MARK, "$^\\dagger$")  # noqa: E731
-    heads, names, cells = _drawn(table, transpose, number, ("\\textbf{", "}"), _escaped)
+    heads, names, cells = _format_cells(table, transpose, number, ("\\textbf{", "}"), _escaped)
     top = [" & ".join(["", *heads])]
     if not transpose:
-        groups = [(group, len(list(found))) for group, found in itertools.groupby(c.group for c in table.columns)]
+        groups = [(group, len(list(members))) for group, members in itertools.groupby(c.group for c in table.columns)]
         groups = [*((("", len(table.heads)),) if table.heads else ()), *groups]
         spans = " & ".join(f"\\multicolumn{{{n}}}{{c}}{{{_escaped(group)}}}" for group, n in groups)
         labels = [*table.heads, *(c.label for c in table.columns)]
@@ -54,13 +54,13 @@ def as_csv(table: Grid, transpose: bool = False) -> str:
     lines = [["checkpoint", *table.heads, *(f"{name}{end}" for name in names for end in ends)]]
     for row in table.rows:
         cells = [(cell or (None,) * 4)[: len(ends)] for cell in row.cells]
-        lines.append([row.name, *row.told, *("" if v is None else str(v) for cell in cells for v in cell)])
+        lines.append([row.name, *row.readout_cells, *("" if v is None else str(v) for cell in cells for v in cell)])
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(zip(*lines, strict=True) if transpose else lines)
     return out.getvalue()
 
 
-def _drawn(
+def _format_cells(
     table: Grid,
     transpose: bool,
     text: Callable[[Cell | None], str],
@@ -74,7 +74,7 @@ def _drawn(
             not row.paper and cell is not None and cell.value == b for cell, b in zip(row.cells, best, strict=True)
         ]
         numbers = [bold[0] + text(c) + bold[1] if m else text(c) for c, m in zip(row.cells, marked, strict=True)]
-        cells.append([*map(escape, row.told), *numbers])
+        cells.append([*map(escape, row.readout_cells), *numbers])
     heads = [escape(head) for head in (*table.heads, *(c.heading for c in table.columns))]
     names = [escape(row.name) for row in table.rows]
     return (names, heads, [list(row) for row in zip(*cells, strict=True)]) if transpose else (heads, names, cells)

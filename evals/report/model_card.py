@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..tasks.result import Result, is_share, shown
+from ..tasks.result import Result, format_metric, is_share
 
 CARD_BEGINS = "---\ntags:\n- sparo"  # by which a card of ours is told from other files of its name
 
@@ -61,10 +61,10 @@ def _scores(facts: CardFacts) -> list[str]:
     lines = ["| task | metric | score | 95 % interval | n | chance | step |", "|---|---|---|---|---|---|---|"]
     for score in facts.scores:
         r = score.result
-        low, high = (shown(r.headline, end) for end in r.interval)
+        low, high = (format_metric(r.headline, end) for end in r.interval)
         # Decibels and errors have no chance level.
-        chance = shown(r.headline, r.chance) if is_share(r.headline) else ""
-        value = shown(r.headline, r.value, unit=True)
+        chance = format_metric(r.headline, r.chance) if is_share(r.headline) else ""
+        value = format_metric(r.headline, r.value, unit=True)
         step = "" if score.step is None else f"{score.step:,}"
         lines.append(
             f"| {_cell(score.task)} | {r.headline} | {value} | {low} to {high} | {r.n:,} | {chance} | {step} |"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from sparo_train.core.config import free_keys, resolve
+from sparo_train.core.config import resolve, resumable_keys
 from sparo_train.core.errors import ConfigError, did_you_mean
 from sparo_train.core.recipe.layers import Tree
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
@@ -18,7 +18,7 @@ from sparo_train.train.run import RunConfig
 
 from .paper_tables import Cell, Grid, Row
 
-_FREE = (
+_SEED_DEPENDENT_KEYS = (
     "seed",
     "name",
     "out",
@@ -64,7 +64,7 @@ def difference(values: Sequence[float], others: Sequence[float]) -> Spread:
     return Spread(between, between - reach, between + reach)
 
 
-def said_of_spread(mean: bool, against: str = "") -> str:
+def spread_caption(mean: bool, against: str = "") -> str:
     """What stands in a table of `spread`, or of `difference` to a row."""
     if against:
         return f"differences of means to {against}, and their 95 % intervals over seeds (Welch's t)"
@@ -94,32 +94,38 @@ def over_seeds(table: Grid, mean: bool = False, against: str | None = None) -> G
     named = [(_name([row.name for row in rows]), rows) for rows in groups.values()]
     printed = [row for row in table.rows if row.paper]
     if against is None:
-        drawn = [Row(name, _cells(rows, mean), told=rows[0].told) for name, rows in named]
-        return table._replace(rows=drawn + printed, spans=said_of_spread(mean))
+        aggregate_rows = [Row(name, _cells(rows, mean), readout_cells=rows[0].readout_cells) for name, rows in named]
+        return table._replace(rows=aggregate_rows + printed, spans=spread_caption(mean))
     if printed:
         raise ConfigError(f"--against {against}: printed rows have no seeds to differ in; leave --paper away")
     stems = {name.removesuffix(f" ({len(rows)} seeds)"): rows for name, rows in named}
     if against not in stems:
         raise ConfigError(f"--against {against}: {did_you_mean(against, stems)}")
     others = stems[against]
-    drawn = [Row(name, _cells(rows, mean, others), told=rows[0].told) for name, rows in named if rows is not others]
-    return table._replace(rows=drawn, spans=said_of_spread(mean, against))
+    aggregate_rows = [
+        Row(name, _cells(rows, mean, others), readout_cells=rows[0].readout_cells)
+        for name, rows in named
+        if rows is not others
+    ]
+    return table._replace(rows=aggregate_rows, spans=spread_caption(mean, against))
 
 
 def _cells(rows: Sequence[Row], mean: bool, others: Sequence[Row] | None = None) -> list[Cell | None]:
     """A cell for every column: `spread`, or where there are `others` the `difference` to them."""
-    found: list[Cell | None] = []
+    cells: list[Cell | None] = []
     for number, column in enumerate(zip(*(row.cells for row in rows), strict=True)):
-        beside = [row.cells[number] for row in others or rows]
-        values, apart = ([cell.value for cell in side if cell is not None] for side in (column, beside))
-        metrics = {cell.metric for cell in (*column, *beside) if cell is not None}
+        baseline = [row.cells[number] for row in others or rows]
+        values, baseline_values = ([cell.value for cell in side if cell is not None] for side in (column, baseline))
+        metrics = {cell.metric for cell in (*column, *baseline) if cell is not None}
         # Of some seeds alone it would be another number of seeds than the row says.
-        if len(values) < len(rows) or len(apart) < len(beside) or len(metrics) > 1:
-            found.append(None)
+        if len(values) < len(rows) or len(baseline_values) < len(baseline) or len(metrics) > 1:
+            cells.append(None)
             continue
-        odd = any(cell is not None and cell.odd for cell in (*column, *beside))
-        found.append(Cell(*(spread(values, mean) if others is None else difference(values, apart)), odd, *metrics))
-    return found
+        odd = any(cell is not None and cell.odd for cell in (*column, *baseline))
+        cells.append(
+            Cell(*(spread(values, mean) if others is None else difference(values, baseline_values)), odd, *metrics)
+        )
+    return cells
 
 
 def recipe_of(name: str) -> tuple[str, Any]:
@@ -131,28 +137,28 @@ def recipe_of(name: str) -> tuple[str, Any]:
         if (folder / "config.yaml").is_file():
             tree = parse_yaml(read_text(folder / "config.yaml"), str(folder / "config.yaml"))
             if isinstance(tree, dict):
-                kept = _computed(tree, str(folder / "config.yaml"))
-                return f"{yaml.safe_dump(kept)}{place.relative_to(folder)}{bracket}{how}", tree.get("seed")
+                recipe = _comparable_recipe(tree, str(folder / "config.yaml"))
+                return f"{yaml.safe_dump(recipe)}{place.relative_to(folder)}{bracket}{how}", tree.get("seed")
     raise ConfigError(
         f"--seeds: {name} is no run with a config.yaml, which says what it was trained with; leave it away"
     )
 
 
-def _computed(tree: Tree, origin: str) -> Tree:
+def _comparable_recipe(tree: Tree, origin: str) -> Tree:
     """A recipe as this version writes it (what an older one did not know has its default), less its seed and what changes no number."""
     try:
         config = resolve(RunConfig, tree, origin)
     except ConfigError:  # of keys that are gone, or of a plug-in that is not here
-        return {key: value for key, value in tree.items() if key not in _FREE}
+        return {key: value for key, value in tree.items() if key not in _SEED_DEPENDENT_KEYS}
     # Written out whole: a default that is typed and one that is not are the same recipe.
-    kept = config.model_dump(mode="json")
-    for key in ("seed", *free_keys(config)):
-        block: Any = kept
+    recipe = config.model_dump(mode="json")
+    for key in ("seed", *resumable_keys(config)):
+        block: Any = recipe
         *above, last = key.split(".")
         for part in above:
             block = block.get(part, {})
         block.pop(last, None)
-    return kept
+    return recipe
 
 
 def _name(names: Sequence[str]) -> str:

@@ -39,7 +39,9 @@ def _sugar_crepe() -> list[Column]:
         "Add": {"Object": "add_obj", "Attribute": "add_att"},
         "": {"Avg": "macro"},
     }
-    return [Column(g, label, "sugar_crepe", metric) for g, found in splits.items() for label, metric in found.items()]
+    return [
+        Column(g, label, "sugar_crepe", metric) for g, columns in splits.items() for label, metric in columns.items()
+    ]
 
 
 _RECOGNITION = [
@@ -69,11 +71,11 @@ TITLES = {
 }
 # Table 6's columns of words, before the score.
 HEADS = ("Replace last block", "Cross-attention", "Slot-wise LayerNorm", "Slot-wise projection", "Params")
-UNTOLD = ("–",) * len(HEADS)  # of a checkpoint whose recipe is not at hand
+UNKNOWN_READOUT = ("–",) * len(HEADS)  # of a checkpoint whose recipe is not at hand
 _NONE = "N/A"
 
 
-def said_of(config: RunConfig, parameters: int) -> tuple[str, ...]:
+def readout_cells(config: RunConfig, parameters: int) -> tuple[str, ...]:
     """What stands below `HEADS` for a recipe that trains so many parameters; N/A where it has no read-out, or one without such a key."""
     # Any method may stand in a table, also one whose model has no read-out.
     readout = getattr(getattr(config.objective, "model", None), "readout", None)

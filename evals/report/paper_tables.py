@@ -10,8 +10,8 @@ import yaml
 
 from sparo_train.core.errors import ConfigError, did_you_mean
 
-from ..tasks.result import Result, is_share, shown
-from .paper_layouts import HEADS, LAYOUTS, TITLES, UNTOLD, Column
+from ..tasks.result import Result, format_metric, is_share
+from .paper_layouts import HEADS, LAYOUTS, TITLES, UNKNOWN_READOUT, Column
 from .results_file import Record, by_checkpoint
 
 MARK = "†"
@@ -29,7 +29,7 @@ class Cell(NamedTuple):
     @property
     def number(self) -> str:
         """Per cent or with its unit, marked where the data is odd."""
-        return f"{shown(self.metric, self.value, unit=True)}{MARK if self.odd else ''}"
+        return f"{format_metric(self.metric, self.value, unit=True)}{MARK if self.odd else ''}"
 
     @property
     def span(self) -> str:
@@ -38,16 +38,16 @@ class Cell(NamedTuple):
             return ""
         # A dash between would be read as another minus.
         between = " to " if self.low < 0 else "–"
-        return f"{shown(self.metric, self.low)}{between}{shown(self.metric, self.high)}"
+        return f"{format_metric(self.metric, self.low)}{between}{format_metric(self.metric, self.high)}"
 
 
 class Row(NamedTuple):
-    """`paper`: as printed in the SPARO paper, not ours.  told: what stands below the grid's `heads`."""
+    """`paper`: as printed in the SPARO paper, not ours.  readout_cells: what stands below the grid's `heads`."""
 
     name: str
     cells: list[Cell | None]
     paper: bool = False
-    told: tuple[str, ...] = ()
+    readout_cells: tuple[str, ...] = ()
 
 
 class Grid(NamedTuple):
@@ -74,14 +74,14 @@ def grid(
     records: Sequence[Record],
     layout: str | None,
     paper: Sequence[str] = (),
-    told: Callable[[str], tuple[str, ...]] = lambda name: UNTOLD,
+    readout_cells_of: Callable[[str], tuple[str, ...]] = lambda name: UNKNOWN_READOUT,
 ) -> Grid:
     """Checkpoints as rows.
 
     Args:
         layout: a key of `LAYOUTS`; None: every task's headline.
         paper: training sets (`CC15M`, …) whose printed rows are added below, or `all`; only with a layout.
-        told: of layout 6, what stands below `HEADS` for a checkpoint of this name; default: dashes.
+        readout_cells_of: of layout 6, what stands below `HEADS` for a checkpoint of this name; default: dashes.
 
     Raises:
         ConfigError: no such layout, or printed rows without one.
@@ -99,18 +99,18 @@ def grid(
     rows = [
         Row(
             name,
-            [_cell(found[c.task].result, c.metric) if c.task in found else None for c in columns],
-            told=told(name) if heads else (),
+            [_cell(by_task[c.task].result, c.metric) if c.task in by_task else None for c in columns],
+            readout_cells=readout_cells_of(name) if heads else (),
         )
-        for name, found in table.items()
+        for name, by_task in table.items()
     ]
     if layout is not None:
-        rows += printed(layout, paper)
+        rows += paper_rows(layout, paper)
     tasks = dict.fromkeys(column.task for column in columns)
     odd = [(name, t, record.result.odd()) for name, found in table.items() for t, record in found.items() if t in tasks]
     notes = odd_notes(odd)
-    notes += [f"{name}: {said}" for name, found in table.items() if (said := _mixed(list(found.values())))]
-    of_several = {t: said for t in tasks if (said := several_data([f[t] for f in table.values() if t in f]))}
+    notes += [f"{name}: {remark}" for name, found in table.items() if (remark := _mixed(list(found.values())))]
+    of_several = {t: remark for t in tasks if (remark := several_data([f[t] for f in table.values() if t in f]))}
     notes += of_several.values()
     notes = [" ".join(note.split()) for note in notes]  # a name with a line feed would end a comment of LaTeX's
     return Grid(TITLES.get(layout or "", "Results"), columns, rows, notes, unranked=frozenset(of_several), heads=heads)
@@ -134,18 +134,18 @@ def several_data(records: Sequence[Record]) -> str:
     if len({record.dataset or record.result.n for record in records}) < 2:
         return ""
     sizes = sorted({record.result.n for record in records})
-    told = f"n {', '.join(map(str, sizes))}" if len(sizes) > 1 else f"n {sizes[0]} each"
+    sizes_text = f"n {', '.join(map(str, sizes))}" if len(sizes) > 1 else f"n {sizes[0]} each"
     what = "another loss, or other clips of it" if records[0].result.task == "validation_loss" else "a part of it"
-    return f"{records[0].task}: not of the same samples in all rows ({told}): another set, or {what}; no best is marked"
+    return f"{records[0].task}: not of the same samples in all rows ({sizes_text}): another set, or {what}; no best is marked"
 
 
 def _mixed(records: Sequence[Record]) -> str:
     """What records of one name do not have in common, in words: a file that was written anew, another precision."""
-    held = [r.facts for r in records if r.facts.get("checkpoint")]
+    record_facts = [r.facts for r in records if r.facts.get("checkpoint")]
     facts = {
-        "weights": {f["checkpoint"].get("sha256") for f in held},
-        "precision": {f.get("precision") for f in held},
-        "storage": {f.get("storage") for f in held},
+        "weights": {f["checkpoint"].get("sha256") for f in record_facts},
+        "precision": {f.get("precision") for f in record_facts},
+        "storage": {f.get("storage") for f in record_facts},
     }
     odd = [name for name, values in facts.items() if len(values) > 1]
     return f"its scores are of several kinds of {' and '.join(odd)}; score it again on all of them" if odd else ""
@@ -160,14 +160,14 @@ def _cell(result: Result, metric: str | None) -> Cell | None:
     return Cell(result.metrics[name], low, high, bool(result.odd()), name)
 
 
-def printed(layout: str, wanted: Sequence[str]) -> list[Row]:
+def paper_rows(layout: str, training_sets: Sequence[str]) -> list[Row]:
     """The paper's own rows of these training sets (or `all`). Raises `ConfigError` for one that the table does not have."""
     text = (resources.files("evals.report") / "paper.yaml").read_text(encoding="utf-8")
     rows = yaml.safe_load(text)[layout]
-    known = [*dict.fromkeys(data for data, *_ in rows), "all"]
-    for word in wanted:
-        if word not in known:
-            raise ConfigError(f"--paper {word}: of layout {layout}; {did_you_mean(word, known)}")
+    choices = [*dict.fromkeys(data for data, *_ in rows), "all"]
+    for word in training_sets:
+        if word not in choices:
+            raise ConfigError(f"--paper {word}: of layout {layout}; {did_you_mean(word, choices)}")
     return [
         Row(
             f"paper: {data} {model}",
@@ -177,5 +177,5 @@ def printed(layout: str, wanted: Sequence[str]) -> list[Row]:
             tuple(word for v in values if isinstance(v, list) for word in v),
         )
         for data, model, *values in rows
-        if "all" in wanted or data in wanted
+        if "all" in training_sets or data in training_sets
     ]

@@ -52,14 +52,14 @@ def append(
     folder: Path, checkpoint: str, task: str, result: Result, facts: dict[str, Any], predictions: bool = True
 ) -> Record:
     """Add a line and, where asked for, its predictions; several processes may write into one folder."""
-    kept = _keep(folder / "predictions", result) if predictions else ""
+    predictions_file = _write_predictions(folder / "predictions", result) if predictions else ""
     line = {
         "schema": SCHEMA,
         "checkpoint": checkpoint,
         "name": task,
         **result.as_dict(),
         "facts": facts,
-        "predictions": kept,
+        "predictions": predictions_file,
     }
     folder.mkdir(parents=True, exist_ok=True)
     data = (json.dumps(line) + "\n").encode()
@@ -74,7 +74,7 @@ def append(
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return Record(checkpoint, task, result, facts, kept, folder)
+    return Record(checkpoint, task, result, facts, predictions_file, folder)
 
 
 def read_records(places: Iterable[str | Path]) -> list[Record]:
@@ -85,7 +85,7 @@ def read_records(places: Iterable[str | Path]) -> list[Record]:
     Raises:
         DataError: nothing there, or a line of another version. Lines that a kill or a full disk cut off are passed over.
     """
-    found: dict[tuple[str, str], Record] = {}
+    newest: dict[tuple[str, str], Record] = {}
     for place in places:
         path, names = _file_of(Path(place)), _names(Path(place))
         for number, line in enumerate(read_bytes(path, DataError).decode("utf-8", "replace").split("\n"), 1):
@@ -100,11 +100,11 @@ def read_records(places: Iterable[str | Path]) -> list[Record]:
                     f"{path}: line {number} is no result of this version (schema {SCHEMA}); remove it, or score again"
                 )
             record = _of_place(_record(content, path, number), Path(place), names)
-            before = found.get((record.checkpoint, record.task))
+            before = newest.get((record.checkpoint, record.task))
             # A whole set is not replaced by a part of it that was scored later.
             if before is None or before.facts.get("limit") or not record.facts.get("limit"):
-                found[record.checkpoint, record.task] = record
-    return list(found.values())
+                newest[record.checkpoint, record.task] = record
+    return list(newest.values())
 
 
 def _record(content: dict[str, Any], path: Path, number: int) -> Record:
@@ -133,13 +133,13 @@ def records_of(place: str) -> list[Record]:
         ConfigError: results of several checkpoints, none of which the place names.
         DataError: as `read_records`.
     """
-    path, within, _ = place.partition(" (")
-    records = read_records([path if within and not Path(place).exists() else place])
+    path, bracket, _ = place.partition(" (")
+    records = read_records([path if bracket and not Path(place).exists() else place])
     names = list(dict.fromkeys(record.checkpoint for record in records))
-    if len(names) == 1 and not within:
+    if len(names) == 1 and not bracket:
         return records
     # A run that was also scored with some of its slots is still that run.
-    own = [record for record in records if record.checkpoint == (place if within else str(Path(place)))]
+    own = [record for record in records if record.checkpoint == (place if bracket else str(Path(place)))]
     if not own:
         raise ConfigError(
             f"{place}: holds results of {', '.join(names)}; give one of these runs, or a folder with the results of one"
@@ -194,11 +194,11 @@ def predictions_of(record: Record) -> dict[str, np.ndarray]:
         raise DataError(f"{path}: predictions of {record.checkpoint} on {record.task} are not there; score it again")
     try:
         with np.load(path, allow_pickle=False) as file:
-            found = {name: file[name] for name in file.files}
+            arrays = {name: file[name] for name in file.files}
         # A zip's own sums are of its members, not of their names: without one of them another number would be compared.
-        if _digest(found["keys"].tolist(), {k: array for k, array in found.items() if k != "keys"}) != path.stem:
+        if _digest(arrays["keys"].tolist(), {k: array for k, array in arrays.items() if k != "keys"}) != path.stem:
             raise ValueError("its content is not what its name says")
-        return found
+        return arrays
     except Exception as error:  # zip, zlib and numpy's headers raise anything
         raise DataError(
             f"{path}: damaged ({error}); remove it and score {record.checkpoint} on {record.task} again"
@@ -224,7 +224,7 @@ def no_results(place: Path) -> str:
     )
 
 
-def _keep(folder: Path, result: Result) -> str:
+def _write_predictions(folder: Path, result: Result) -> str:
     if not result.predictions:
         return ""
     # Named by content: a checkpoint that is scored again with the same answers writes no second file.

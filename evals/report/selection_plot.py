@@ -24,14 +24,18 @@ def draw_curves(reports: Mapping[str, Mapping[str, Any]], k: int, title: str, pa
     )
     for axis in axes.flat[len(reports) :]:
         axis.set_visible(False)
-    for axis, (name, found) in zip(axes.flat, reports.items(), strict=False):
-        x = range(1, len(found["curve"]) + 1)
-        per_cent = {key: [100 * v for v in found[key]] for key in ("curve", "random_mean", "random_low", "random_high")}
+    for axis, (name, report) in zip(axes.flat, reports.items(), strict=False):
+        x = range(1, len(report["curve"]) + 1)
+        per_cent = {
+            key: [100 * v for v in report[key]] for key in ("curve", "random_mean", "random_low", "random_high")
+        }
         axis.fill_between(x, per_cent["random_low"], per_cent["random_high"], color="#bbbbbb", alpha=0.6, linewidth=0)
-        axis.plot(x, per_cent["random_mean"], color="#666666", linestyle="--", label=f"random, {found['draws']} orders")
+        axis.plot(
+            x, per_cent["random_mean"], color="#666666", linestyle="--", label=f"random, {report['draws']} orders"
+        )
         axis.plot(x, per_cent["curve"], color="#1b6ca8", label="chosen order")
-        axis.axhline(100 * found["whole"][0], color="black", linewidth=0.8, linestyle=":", label="all")
-        value, low, high = (100 * v for v in found["chosen"])
+        axis.axhline(100 * report["whole"][0], color="black", linewidth=0.8, linestyle=":", label="all")
+        value, low, high = (100 * v for v in report["chosen"])
         axis.errorbar(
             [k],
             [value],
@@ -41,7 +45,7 @@ def draw_curves(reports: Mapping[str, Mapping[str, Any]], k: int, title: str, pa
             capsize=3,
             label=f"first {k}",
         )
-        axis.set_title(f"{name}, {found['share']}, n = {found['n']}", fontsize=9)
+        axis.set_title(f"{name}, {report['share']}, n = {report['n']}", fontsize=9)
         axis.set_xlabel("units", fontsize=8)
         axis.set_ylabel("accuracy, per cent", fontsize=8)
         axis.tick_params(labelsize=8)

@@ -19,9 +19,9 @@ from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.signals import stop_here
 from sparo_train.core.untrusted import read_bytes
 from sparo_train.data.read.decoding import PUBLISHED, Decoding, decode
-from sparo_train.data.read.workers import in_workers
+from sparo_train.data.read.workers import iterate_in_workers
 
-from .names import OWN, lines, named
+from .names import OWN, lines, read_set_texts
 
 IMAGE_KEYS = ("webp", "png", "jpg", "jpeg")
 Transform = Callable[[Image.Image], np.ndarray]  # an image to (S, S, 3) uint8
@@ -50,13 +50,13 @@ class EvalSet(ABC):
     """Images by number, in a fixed order.
 
     `root`: where it lies, for errors.  `kind`: what the facts are.  `home`: the folder that files of class names and prompts
-    lie in (default: root).  `known_as`: clip-benchmark's name of it, for those that `home` has no file of.
+    lie in (default: root).  `benchmark_name`: clip-benchmark's name of it, for those that `home` has no file of.
     """
 
     root: Path
     kind: FactKind
     home: Path | None = None
-    known_as: str | None = None
+    benchmark_name: str | None = None
     left_out: Mapping[str, int] = {}
     label_below: int | None = None  # labels from here on are refused as they are read, not when all is encoded
 
@@ -82,12 +82,12 @@ class EvalSet(ABC):
     def classnames(self) -> list[str]:
         """One name per label: from a file in `home`, else clip-benchmark's, else the set's own. Raises `DataError` without any."""
         home, own = self.home or self.root, self.own_classnames()
-        found = named("classnames", home, self.known_as) or own or lines(home / OWN["classnames"])
-        if own and len(found) != len(own):  # folders are numbered among themselves, and names by their lines
+        names = read_set_texts("classnames", home, self.benchmark_name) or own or lines(home / OWN["classnames"])
+        if own and len(names) != len(own):  # folders are numbered among themselves, and names by their lines
             raise DataError(
-                f"{home}: has {len(own)} class folders and {len(found)} class names; a label would name another class"
+                f"{home}: has {len(own)} class folders and {len(names)} class names; a label would name another class"
             )
-        return found
+        return names
 
     def own_classnames(self) -> list[str]:
         """What the data itself calls its classes, where it does."""
@@ -96,15 +96,15 @@ class EvalSet(ABC):
     def templates(self) -> list[str]:
         """Prompts with `{c}` for the class name. Raises `DataError` where those of a known set cannot be had."""
         home = self.home or self.root
-        found = named("templates", home, self.known_as)
-        if found is None and self.known_as:
+        prompts = read_set_texts("templates", home, self.benchmark_name)
+        if prompts is None and self.benchmark_name:
             raise DataError(
-                f"{home / OWN['templates']}: missing; install clip-benchmark, whose prompts for {self.known_as} are used, or write them there"
+                f"{home / OWN['templates']}: missing; install clip-benchmark, whose prompts for {self.benchmark_name} are used, or write them there"
             )
-        found = found or ["a photo of a {c}."]
-        if bad := [template for template in found if "{c}" not in template]:
+        prompts = prompts or ["a photo of a {c}."]
+        if bad := [template for template in prompts if "{c}" not in template]:
             raise DataError(f"{home / OWN['templates']}: {bad[0]!r} has no {{c}}, which stands for the class name")
-        return found
+        return prompts
 
     def check(self) -> None:
         """Raise `DataError` now where a file that will be needed is missing."""
@@ -121,7 +121,7 @@ class Limited(EvalSet):
     """`count` samples of a set, evenly spaced, so that classes that follow each other are all met."""
 
     def __init__(self, whole: EvalSet, count: int):
-        self.whole, self.root, self.kind, self.known_as = whole, whole.root, whole.kind, whole.known_as
+        self.whole, self.root, self.kind, self.benchmark_name = whole, whole.root, whole.kind, whole.benchmark_name
         self.left_out = whole.left_out
         self._numbers = evenly(len(whole), count)
 
@@ -173,7 +173,7 @@ def read_batches(
     """
     # Starting processes takes longer than reading so few.
     few = sum(map(len, numbers)) < _FEW
-    with closing(in_workers(_Samples(source, transform), 0 if few else workers, _collated, numbers)) as batches:
+    with closing(iterate_in_workers(_Samples(source, transform), 0 if few else workers, _collated, numbers)) as batches:
         for batch in batches:
             if stoppable:
                 stop_here()  # a signal must not wait for a whole set
@@ -195,7 +195,7 @@ class _Samples(Dataset[Any]):
         try:
             return np.asarray(self.transform(image)), key, fact
         except BadSampleError as bad:  # pixels that cannot be mapped to 8 bits
-            return DataError(f"{self.source.root}: {key}: {bad.whole()}; scores need all images")
+            return DataError(f"{self.source.root}: {key}: {bad.full_message()}; scores need all images")
 
 
 def refuse_label(source: EvalSet, key: str, fact: Fact) -> None:
@@ -229,18 +229,18 @@ def batched(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
     return [numbers[i : i + size] for i in range(0, len(numbers), size)]
 
 
-def decoded(data: bytes, where: object, how: Decoding = PUBLISHED) -> Image.Image:
+def decode_image(data: bytes, where: object, how: Decoding = PUBLISHED) -> Image.Image:
     """Return the image in these bytes, in the file's own mode by default, as open_clip is shown it. Raises `DataError` naming `where`."""
     try:
         return decode(data, how)
     except BadSampleError as bad:
-        raise DataError(f"{where}: {bad.whole()}") from None
+        raise DataError(f"{where}: {bad.full_message()}") from None
 
 
-def opened(path: Path, how: Decoding = PUBLISHED) -> Image.Image:
+def open_image(path: Path, how: Decoding = PUBLISHED) -> Image.Image:
     """Return the image in a file, as `decoded` does. Raises `DataError` naming the file."""
     try:
-        return decoded(read_bytes(path, DataError), path, how)
+        return decode_image(read_bytes(path, DataError), path, how)
     except DataError as error:
         raise DataError(f"{error}; scores need all images") from None
 
@@ -260,10 +260,10 @@ def sizes_of(paths: Sequence[Path]) -> tuple[bytes, bytes]:
     sizes, times = np.zeros(len(paths), np.int64), np.zeros(len(paths), np.int64)
     for i, path in enumerate(paths):
         try:
-            found = path.stat()
+            stat = path.stat()
         except OSError:
             # Counted only now: one is as bad as all, but all is another remedy.
             missing = sum(not p.is_file() for p in paths)
             raise DataError(f"{path}: missing ({missing} of {len(paths)} files are); scores need all images") from None
-        sizes[i], times[i] = found.st_size, found.st_mtime_ns
+        sizes[i], times[i] = stat.st_size, stat.st_mtime_ns
     return sizes.tobytes(), times.tobytes()

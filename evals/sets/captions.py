@@ -83,10 +83,10 @@ class SugarCrepeSet(FileSet):
             sums[split] = hashlib.sha256(data).hexdigest()[:16]
             for key, item in parse_json(data.decode("utf-8", "replace"), str(path), dict, DataError).items():
                 names = ("filename", "caption", "negative_caption")
-                said: list[Any] = [item.get(name) for name in names] if isinstance(item, dict) else []
-                if not said or not all(isinstance(text, str) for text in said):
+                texts: list[Any] = [item.get(name) for name in names] if isinstance(item, dict) else []
+                if not texts or not all(isinstance(text, str) for text in texts):
                     raise DataError(f"{path}: item {key} needs filename, caption and negative_caption")
-                by_image.setdefault(said[0], []).append(Pair(split, said[1], said[2], key))
+                by_image.setdefault(texts[0], []).append(Pair(split, texts[1], texts[2], key))
         self.version = _version(sums)
         # Each image once: encoding it for each of its pairs would take five times as long.
         names = sorted(by_image)
@@ -96,23 +96,23 @@ class SugarCrepeSet(FileSet):
 
 
 def _version(sums: dict[str, str]) -> str:
-    if any(found not in (CHECKSUMS.get(split), OLD_SWAP_OBJ) for split, found in sums.items()):
+    if any(checksum not in (CHECKSUMS.get(split), OLD_SWAP_OBJ) for split, checksum in sums.items()):
         return "not published data"
     return "7,512 pairs" if sums.get("swap_obj") == OLD_SWAP_OBJ else "7,511 pairs"
 
 
 def _coco(text: str, path: Path, split: str) -> dict[str, list[str]]:
-    found = parse_json(text, str(path), dict, DataError)
+    annotations = parse_json(text, str(path), dict, DataError)
     rows: dict[str, list[str]] = {}
     try:
-        if "annotations" in found:
-            names = {image["id"]: image["file_name"] for image in found["images"]}
+        if "annotations" in annotations:
+            names = {image["id"]: image["file_name"] for image in annotations["images"]}
             # In the order of numbers, as clip-benchmark's reader has it: R@k of ties depends on it.
             rows = {names[number]: [] for number in sorted(names)}
-            for note in found["annotations"]:
+            for note in annotations["annotations"]:
                 rows[names[note["image_id"]]].append(note["caption"].strip())
         else:
-            for image in found["images"]:
+            for image in annotations["images"]:
                 if image["split"] == split:
                     rows[image["filename"]] = [sentence["raw"].strip() for sentence in image["sentences"]]
     except (KeyError, TypeError, AttributeError) as error:
@@ -124,10 +124,10 @@ def _flickr(text: str, path: Path) -> dict[str, list[str]]:
     rows: dict[str, list[str]] = {}
     # The first line is a header.
     for number, line in enumerate(text.splitlines()[1:], 2):
-        name, found, caption = line.strip().partition(".jpg,")
-        if line.strip() and not found:
+        name, separator, caption = line.strip().partition(".jpg,")
+        if line.strip() and not separator:
             raise DataError(f"{path}: line {number} is not `name.jpg,caption`")
-        if found:
+        if separator:
             rows.setdefault(f"{name}.jpg", []).append(caption)
     return rows
 

@@ -12,7 +12,7 @@ from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.clips.episode import Episode
 
 from .base import sha256
-from .object_facts import told_objects
+from .object_facts import object_annotations
 from .wds import WdsSet
 
 
@@ -21,15 +21,15 @@ class ClipSet(WdsSet):
 
     Args:
         frames: so many of every episode, from its first; None: all of the first one's, which all others have to have.
-        told: where above 0, the first frame's labels come behind its images as one more, and have to be below it.
+        conditioning_slots: where above 0, the first frame's labels come behind its images as one more, and have to be below it.
 
     Raises:
         DataError: files that are missing.
     """
 
-    def __init__(self, root: str | Path, frames: int | None, split: str = "test", told: int = 0):
+    def __init__(self, root: str | Path, frames: int | None, split: str = "test", conditioning_slots: int = 0):
         super().__init__(root, "clips", split)
-        self.told = told
+        self.conditioning_slots = conditioning_slots
         self._alike, self.frames = frames is None, frames if frames is not None else len(self._episode(0)[2])
 
     def read(self, number: int) -> tuple[str, Any, np.ndarray]:
@@ -53,10 +53,10 @@ class ClipSet(WdsSet):
             raise DataError(
                 f"{where}: frames and masks of unequal size ({', '.join(f'{w} x {h}' for h, w in sorted(sizes))})"
             )
-        if self.told:
-            if (most := int(labels[0].max())) >= self.told:
+        if self.conditioning_slots:
+            if (most := int(labels[0].max())) >= self.conditioning_slots:
                 raise DataError(
-                    f"{where}: its first frame has object {most}, and the model has {self.told} slots for the ground and what is told; "
+                    f"{where}: its first frame has object {most}, and the model has {self.conditioning_slots} slots for the ground and what is told; "
                     "score a model with more of them, or take it out"
                 )
             # As one more image, so that it is cut and scaled by the same steps.
@@ -84,7 +84,7 @@ class ObjectClipSet(ClipSet):
     def read(self, number: int) -> tuple[str, Any, Any]:
         key, images, _ = super().read(number)
         _, where, episode = self._episode(number)
-        return key, images, told_objects(episode, self.frames, where)
+        return key, images, object_annotations(episode, self.frames, where)
 
     def identity(self) -> str:
         return sha256("objects", super().identity())

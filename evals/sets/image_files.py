@@ -11,10 +11,10 @@ from pathlib import Path
 from PIL import Image
 
 from sparo_train.core.errors import DataError
-from sparo_train.core.untrusted import is_below, read_json
+from sparo_train.core.untrusted import is_safe_relative_path, read_json
 from sparo_train.data.read.folder import class_order, open_folder, refuse_splits
 
-from .base import EvalSet, Fact, FactKind, Layout, opened, sha256, sizes_of
+from .base import EvalSet, Fact, FactKind, Layout, open_image, sha256, sizes_of
 from .task_config import SetTaskConfig
 
 
@@ -38,14 +38,14 @@ class FileSet(EvalSet):
             raise DataError(f"{root}: an evaluation set without images")
         for name in self._names:
             # Names come from annotations of others: one with .. would read any file.
-            if not is_below(name):
+            if not is_safe_relative_path(name):
                 raise DataError(f"{root}: {name!r} is no image's name below this folder; the annotations are damaged")
 
     def __len__(self) -> int:
         return len(self._names)
 
     def read(self, number: int) -> tuple[str, Image.Image, Fact]:
-        return self._names[number], opened(self.root / self._names[number]), self._facts[number]
+        return self._names[number], open_image(self.root / self._names[number]), self._facts[number]
 
     def identity(self) -> str:
         # Facts are in it: the same files with corrected labels are another set.
@@ -77,20 +77,20 @@ class ImageNetSet(FileSet):
         names = [name for part in parts for name in part.names()]
         # Of images, not of folders: an empty class folder is no class that can be scored.
         present = sorted({name.partition("/")[0] for name in names})
-        known = {wnid: i for i, wnid in enumerate(wordnet_ids())}
+        class_numbers = {wnid: i for i, wnid in enumerate(wordnet_ids())}
         if numbered:  # with or without zero padding
-            known = {name: int(name) for name in class_order(present) if name.isdecimal() and int(name) < 1000}
+            class_numbers = {name: int(name) for name in class_order(present) if name.isdecimal() and int(name) < 1000}
         # Numbers without gaps: a set with 200 of the classes is scored over these 200.
         for name in present:
-            if name not in known:
+            if name not in class_numbers:
                 what = "a class number from 0 to 999" if numbered else "one of ImageNet's 1,000 WordNet ids"
                 raise DataError(f"{folder / name}: is not {what}; give the folder that holds the class folders")
         if expected is not None and len(present) != expected:
             raise DataError(f"{folder}: has {len(present)} class folders, {expected} expected; fetch it again")
-        classes = sorted(known[name] for name in present)
+        classes = sorted(class_numbers[name] for name in present)
         # Renumbered: scores count classes that are there, and models' columns follow.
         place = {imagenet: i for i, imagenet in enumerate(classes)}
-        super().__init__(folder, names, [place[known[name.partition("/")[0]]] for name in names], "label")
+        super().__init__(folder, names, [place[class_numbers[name.partition("/")[0]]] for name in names], "label")
         self._classes, self.left_out = classes, parts[0].left_out
 
     def classnames(self) -> list[str]:
@@ -194,10 +194,10 @@ def _mapping(folder: Path, name: str) -> Path:
 
 
 def _json(path: Path) -> Mapping[str, str]:
-    found = read_json(path, dict, DataError)
-    if not all(isinstance(value, str) for value in found.values()):
+    mapping = read_json(path, dict, DataError)
+    if not all(isinstance(value, str) for value in mapping.values()):
         raise DataError(f"{path}: must map names to names; fetch it again")
-    return found
+    return mapping
 
 
 def _split_folder(config: SetTaskConfig, split: str) -> Path:

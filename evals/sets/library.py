@@ -63,7 +63,7 @@ class TorchvisionSet(EvalSet):
     kind = "label"
 
     def __init__(self, root: Path, name: str, split: str):
-        self.root, self.known_as, self._split = root, name, split
+        self.root, self.benchmark_name, self._split = root, name, split
         try:
             self._samples = _READERS[name](str(root), split)
         except (OSError, RuntimeError, ValueError) as error:
@@ -79,12 +79,12 @@ class TorchvisionSet(EvalSet):
         try:
             image, label = self._samples[number]
         except OSError as error:
-            raise DataError(f"{self.root}: {self.known_as}, sample {number}: cannot be read ({error})") from None
+            raise DataError(f"{self.root}: {self.benchmark_name}, sample {number}: cannot be read ({error})") from None
         return f"{self._split}/{number:06d}", image, int(label)
 
     def identity(self) -> str:
         names = [path.relative_to(self.root).as_posix() for path in self._files]
-        return sha256("torchvision", str(self.known_as), self._split, json.dumps(names), self._stat[0])
+        return sha256("torchvision", str(self.benchmark_name), self._split, json.dumps(names), self._stat[0])
 
     def stamp(self) -> str:
         return sha256(self._stat[1])
@@ -95,8 +95,8 @@ class TorchvisionSet(EvalSet):
     @cached_property
     def _files(self) -> list[Path]:
         # Archives lie beside what they held, and are no part of what is read.
-        found = (path for path in self.root.rglob("*") if path.suffix not in _ARCHIVES and path.is_file())
-        return sorted(path for path in found if path.name not in OWN.values())
+        files = (path for path in self.root.rglob("*") if path.suffix not in _ARCHIVES and path.is_file())
+        return sorted(path for path in files if path.name not in OWN.values())
 
     @cached_property
     def _stat(self) -> tuple[bytes, bytes]:
@@ -147,9 +147,9 @@ def _clevr_label(task: str, objects: list[dict[str, Any]]) -> int:
     return int(np.searchsorted(_DISTANCES, min(thing["pixel_coords"][2] for thing in objects), side="left"))
 
 
-def _one_of(split: str, *known: str) -> str:
-    if split not in known:
-        raise ValueError(f"known splits are {', '.join(known)}")
+def _one_of(split: str, *choices: str) -> str:
+    if split not in choices:
+        raise ValueError(f"known splits are {', '.join(choices)}")
     return split
 
 

@@ -14,11 +14,11 @@ OWN = {"classnames": "classnames.txt", "templates": "zeroshot_classification_tem
 _PUBLISHED = {"classnames": "en_classnames.json", "templates": "en_zeroshot_classification_templates.json"}
 
 
-def named(what: str, root: Path, known_as: str | None) -> list[str] | None:
+def read_set_texts(what: str, root: Path, benchmark_name: str | None) -> list[str] | None:
     """`classnames` or `templates` of the set in `root`; None where neither the folder nor clip-benchmark has them."""
     if (root / OWN[what]).is_file():
         return lines(root / OWN[what])
-    return published(what, known_as) if known_as else None
+    return published(what, benchmark_name) if benchmark_name else None
 
 
 def lines(path: Path) -> list[str]:
@@ -38,7 +38,7 @@ def published(what: str, name: str) -> list[str] | None:
         return None
     table = json.loads(path.read_text(encoding="utf-8"))
     # clip-benchmark itself drops the collection's name where it finds nothing under the whole.
-    found = table.get(name) or table.get(name.rpartition("/")[2])
-    if found is None and what == "templates":
-        found = table.get("imagenet1k")  # what clip-benchmark uses where a set has no prompts of its own
-    return [str(entry) for entry in found] if isinstance(found, list) else None
+    entries = table.get(name) or table.get(name.rpartition("/")[2])
+    if entries is None and what == "templates":
+        entries = table.get("imagenet1k")  # what clip-benchmark uses where a set has no prompts of its own
+    return [str(entry) for entry in entries] if isinstance(entries, list) else None

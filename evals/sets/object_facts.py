@@ -15,14 +15,14 @@ _CONSTANT = {"size": (("scale", "size"), ()), "color": (("rgb", "color_rgb"), (3
 _WORDS = ("color", "shape", "material", "size", "category")
 
 
-def told_objects(episode: Episode, frames: int, where: str) -> dict[str, Any]:
+def object_annotations(episode: Episode, frames: int, where: str) -> dict[str, Any]:
     """Of the first `frames` times: `frames` (T), `position` (T, M, 3), `numbers` by name (T, M) or (T, M, c), `words` by name (M).
 
     Raises:
         DataError: an episode that tells of no objects, or not where they are.
     """
     try:
-        objects = episode.facts.get("objects")
+        objects = episode.metadata.get("objects")
     except BadSampleError as bad:
         raise DataError(f"{where}: {bad}; repair it, or take it out") from None
     if not isinstance(objects, list) or not all(isinstance(one, dict) for one in objects):
@@ -34,10 +34,10 @@ def told_objects(episode: Episode, frames: int, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: an object has no positions (a row of three numbers per frame)")
     numbers = {short: _by_time(tables[name]) for name, short in _NUMBERS.items() if None not in tables[name]}
     for short, (names, shape) in _CONSTANT.items():
-        told = ([_array(one.get(name), shape) for one in objects] for name in names)
-        found = next((rows for rows in told if rows and None not in rows), None)
-        if found is not None:
-            numbers[short] = [[row if shape else [row] for row in found] for _ in range(frames)]
+        candidates = ([_array(one.get(name), shape) for one in objects] for name in names)
+        values = next((rows for rows in candidates if rows and None not in rows), None)
+        if values is not None:
+            numbers[short] = [[row if shape else [row] for row in values] for _ in range(frames)]
     # A word that some objects lack is no word that a probe could be fitted to.
     words = {
         name: [str(one[name]) for one in objects]
@@ -50,16 +50,16 @@ def told_objects(episode: Episode, frames: int, where: str) -> dict[str, Any]:
 
 def _table(one: dict[str, Any], name: str, length: int, frames: int) -> list[Any] | None:
     """A row of three finite numbers for each frame that is read; None where there is no such table."""
-    found = _array(one.get(name), (length, 3))
-    return None if found is None else found[:frames]
+    array = _array(one.get(name), (length, 3))
+    return None if array is None else array[:frames]
 
 
-def _array(told: Any, shape: tuple[int, ...]) -> Any:
+def _array(value: Any, shape: tuple[int, ...]) -> Any:
     """Finite numbers of this shape as plain data; None where it is anything else."""
-    if isinstance(told, str | bool) or told is None:  # numpy would make a number of them
+    if isinstance(value, str | bool) or value is None:  # numpy would make a number of them
         return None
     try:
-        table = np.asarray(told, np.float64)
+        table = np.asarray(value, np.float64)
     except (TypeError, ValueError, OverflowError):  # whole numbers of JSON have no end
         return None
     return table.tolist() if table.shape == shape and np.isfinite(table).all() else None

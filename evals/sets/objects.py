@@ -26,10 +26,10 @@ WIDTH = 3 + sum(map(len, ATTRIBUTES.values())) + 1
 
 def attribute_columns() -> dict[str, slice]:
     """Where each attribute stands in a row."""
-    found, at = {}, 3
+    columns, at = {}, 3
     for name, words in ATTRIBUTES.items():
-        found[name], at = slice(at, at + len(words)), at + len(words)
-    return found
+        columns[name], at = slice(at, at + len(words)), at + len(words)
+    return columns
 
 
 def object_rows(text: bytes) -> np.ndarray:
@@ -61,9 +61,9 @@ def object_rows(text: bytes) -> np.ndarray:
 def _position(thing: dict[str, Any], number: int) -> np.ndarray:
     at = thing.get("position", thing.get("3d_coords"))
     try:
-        found = np.array(at, dtype=np.float64)
+        position = np.array(at, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
-        found = np.empty(0)
-    if found.shape != (3,) or not (np.abs(found) < _FARTHEST).all():  # NaN is not below it either
+        position = np.empty(0)
+    if position.shape != (3,) or not (np.abs(position) < _FARTHEST).all():  # NaN is not below it either
         raise BadSampleError(f".json: object {number}: position={at!r} is no x, y, z")
-    return ((found + REACH) / (2 * REACH)).astype(np.float32)
+    return ((position + REACH) / (2 * REACH)).astype(np.float32)

@@ -23,14 +23,14 @@ def open_set(config: SetTaskConfig, kind: str, split: str | None = None) -> Eval
         DataError: a file that is missing or no such file.
         ConfigError: a layout that has other facts.
     """
-    layout = LAYOUTS.row(config.layout, "layout")
+    layout = LAYOUTS.get(config.layout, "layout")
     if kind not in layout.kinds:
         raise ConfigError(
             f"layout={config.layout}: has {' or '.join(layout.kinds)}, and task {config.task} needs {kind}"
         )
-    found = layout.open(config, kind, split or config.split)
-    found.home, found.known_as = Path(config.root), config.known_as
-    return found if config.limit is None else Limited(found, config.limit)
+    eval_set = layout.open(config, kind, split or config.split)
+    eval_set.home, eval_set.benchmark_name = Path(config.root), config.known_as
+    return eval_set if config.limit is None else Limited(eval_set, config.limit)
 
 
 def _share_label_numbers(train: EvalSet, test: EvalSet, where: str) -> None:
@@ -50,13 +50,13 @@ def _share_label_numbers(train: EvalSet, test: EvalSet, where: str) -> None:
     test.number_by(train.classes)
 
 
-def _of_layout(config: LabelledTaskConfig, split: str) -> EvalSet:
+def _open_from_layout(config: LabelledTaskConfig, split: str) -> EvalSet:
     """The images of one side, as the set `split` of the task's layout."""
     place = getattr(config, split)
-    found = open_set(SetTaskConfig(task=config.task, root=place, layout=str(config.layout), split=split), "label")
-    if found.kind != "label":
+    eval_set = open_set(SetTaskConfig(task=config.task, root=place, layout=str(config.layout), split=split), "label")
+    if eval_set.kind != "label":
         raise DataError(f"{split}: {place} has several labels per image, and task {config.task} is of one")
-    return found
+    return eval_set
 
 
 def open_labelled(config: LabelledTaskConfig) -> tuple[EvalSet, EvalSet]:
@@ -70,7 +70,7 @@ def open_labelled(config: LabelledTaskConfig) -> tuple[EvalSet, EvalSet]:
         train, test = (open_images(getattr(config, key), "label", key) for key in ("train", "test"))
         _share_label_numbers(train, test, config.test)
     else:
-        train, test = (_of_layout(config, split) for split in ("train", "test"))
+        train, test = (_open_from_layout(config, split) for split in ("train", "test"))
         if train.own_classnames() != test.own_classnames():
             raise DataError(
                 f"test: {config.test} has other classes than train, so that numbers mean others; make both alike"

@@ -17,7 +17,7 @@ class TaskConfig(Frozen):
     task: Any = setting(..., "a row of sparo.tasks")  # a Literal of one name, in each of them
 
 
-def _known(layout: str | None) -> str | None:
+def _validate_layout(layout: str | None) -> str | None:
     if layout is not None and layout not in LAYOUTS.names():
         raise ValueError(did_you_mean(layout, LAYOUTS.names()))
     return layout
@@ -33,7 +33,9 @@ class SetTaskConfig(TaskConfig):
     """
 
     root: str = setting(..., "where the set is", examples=["data/emoji/vendor"])
-    layout: Annotated[str, AfterValidator(_known)] = setting("wds", "how the set is stored: a row of sparo.layouts")
+    layout: Annotated[str, AfterValidator(_validate_layout)] = setting(
+        "wds", "how the set is stored: a row of sparo.layouts"
+    )
     split: str = setting("test", "the part that is scored")
     known_as: str | None = setting(
         None, "clip-benchmark's name of it, for class names and templates that the folder lacks", examples=["cars"]
@@ -47,7 +49,7 @@ class LabelledTaskConfig(TaskConfig):
 
     train: str = setting(..., "images that labels are learnt from", examples=["data/fashion_mnist/train"])
     test: str = setting(..., "images that are scored", examples=["data/fashion_mnist/test"])
-    layout: Annotated[str | None, AfterValidator(_known)] = setting(
+    layout: Annotated[str | None, AfterValidator(_validate_layout)] = setting(
         None,
         "how both are stored: a row of sparo.layouts, whose splits train and test are read; null: shards or class folders",
         examples=["wds"],

@@ -9,10 +9,10 @@ import numpy as np
 from PIL import Image
 
 from sparo_train.core.errors import BadSampleError, DataError
-from sparo_train.data.clips.views import ViewedScene
+from sparo_train.data.clips.views import MultiViewScene
 
 from .base import sha256
-from .object_facts import told_objects
+from .object_facts import object_annotations
 from .wds import WdsSet
 
 
@@ -59,9 +59,10 @@ class ViewSet(WdsSet):
             sizes = {image.size for row in images for image in row} | {p.shape[::-1] for row in labels for p in row}
             if len(sizes) > 1:
                 raise BadSampleError(f"views of unequal size ({', '.join(f'{w} x {h}' for w, h in sorted(sizes))})")
-            told = any(view.has("depth") for view in scene.views)
+            has_depth = any(view.has("depth") for view in scene.views)
             depth = [
-                [scene.views[v].depth(t) if told else np.full((height, width), np.nan) for t, v in row] for row in every
+                [scene.views[v].depth(t) if has_depth else np.full((height, width), np.nan) for t, v in row]
+                for row in every
             ]
             if odd := {d.shape for row in depth for d in row if d.shape != (height, width)}:
                 raise BadSampleError(f"a plane of depth {odd.pop()} beside pictures of {(height, width)} pixels")
@@ -74,7 +75,7 @@ class ViewSet(WdsSet):
     def identity(self) -> str:
         return sha256("views", f"{self.frames} {self.views}", super().identity())
 
-    def _whole(self, number: int) -> tuple[str, str, ViewedScene]:
+    def _whole(self, number: int) -> tuple[str, str, MultiViewScene]:
         """A scene with as many times and cameras as are scored."""
         key, where, scene = self._scene(number)
         if self._alike and scene.frames > self.frames:
@@ -92,12 +93,16 @@ class ViewSet(WdsSet):
             )
         return key, where, scene
 
-    def _scene(self, number: int) -> tuple[str, str, ViewedScene]:
+    def _scene(self, number: int) -> tuple[str, str, MultiViewScene]:
         storage, ordinal = self.at(number)
         key = f"number {ordinal}"
         try:
             key, fields = storage.read(ordinal)
-            return key, f"{storage.url}: sample {key}", ViewedScene(fields, pixel_range=None)  # mapped by the encoder
+            return (
+                key,
+                f"{storage.url}: sample {key}",
+                MultiViewScene(fields, pixel_range=None),
+            )  # mapped by the encoder
         except BadSampleError as bad:
             raise DataError(
                 f"{storage.url}: sample {key}: {bad}; scores need every sample: repair it, or take it out"
@@ -110,7 +115,7 @@ class ObjectViewSet(ViewSet):
     def read(self, number: int) -> tuple[str, Any, Any]:
         key, views, _ = super().read(number)
         _, where, scene = self._whole(number)
-        return key, views, told_objects(scene.views[0], self.frames, where)
+        return key, views, object_annotations(scene.views[0], self.frames, where)
 
     def identity(self) -> str:
         return sha256("objects", super().identity())

@@ -22,15 +22,15 @@ from sparo_train.core.untrusted import read_text
 from sparo_train.data.examples.samples import image_bytes
 from sparo_train.data.read.folder import FolderConfig, FolderPart, refuse_splits
 from sparo_train.data.read.made_by import remedy
-from sparo_train.data.read.remote import attempt, filesystem_of
+from sparo_train.data.read.remote import filesystem_of, with_retries
 from sparo_train.data.read.shards import Shard, ShardsConfig
 from sparo_train.data.read.sources import SourceConfig, open_source
 from sparo_train.data.read.storage import Storage
 
-from .base import IMAGE_KEYS, EvalSet, Fact, FactKind, Layout, Pair, decoded, sha256, sizes_of
+from .base import IMAGE_KEYS, EvalSet, Fact, FactKind, Layout, Pair, decode_image, sha256, sizes_of
 from .objects import object_rows
 
-_LOOKED_AT = ("masks", "objects", "clips", "views")
+_KINDS_CHECKED_BY_SAMPLE = ("masks", "objects", "clips", "views")
 _WITH_LABEL = "a .cls member, or a class folder"
 
 
@@ -64,7 +64,7 @@ class SourceSet(EvalSet):
         key = f"number {ordinal}"
         try:
             key, fields = storage.read(ordinal)
-            image = decoded(image_bytes(fields, IMAGE_KEYS), f"{storage.url}: sample {key}")
+            image = decode_image(image_bytes(fields, IMAGE_KEYS), f"{storage.url}: sample {key}")
         except BadSampleError as bad:
             raise DataError(
                 f"{storage.url}: sample {key}: {bad}; scores need every sample: repair it, or take it out"
@@ -92,7 +92,7 @@ class ShardSet(SourceSet):
     def stamp(self) -> str:
         # A link may be another file tomorrow, so what the server says of it is asked again.
         places = [(s.url, *filesystem_of(s.url)) for s in self.source.storages]
-        infos = [attempt(url, partial(filesystem.info, path)) for url, filesystem, path in places]
+        infos = [with_retries(url, partial(filesystem.info, path)) for url, filesystem, path in places]
         return sha256(*(f"{i['size']} {i.get('mtime', i.get('ETag', ''))}" for i in infos))
 
 
@@ -113,7 +113,7 @@ class ClassFolders(SourceSet):
     def number_by(self, classes: Sequence[str]) -> None:
         """Take the numbers of another set's class folders."""
         for part in self._parts:
-            part.number_by(classes)
+            part.set_class_numbers(classes)
 
     def identity(self) -> str:
         return sha256("folder", *self.classes, *self._names(), self._stat[0])
@@ -168,7 +168,7 @@ class WdsSet(ShardSet):
     def check(self) -> None:
         super().check()
         # A set of another kind, or without what is scored, is told by its first sample: not behind an hour of training.
-        if self.kind in _LOOKED_AT:
+        if self.kind in _KINDS_CHECKED_BY_SAMPLE:
             self.read(0)
 
     def identity(self) -> str:
@@ -216,8 +216,8 @@ def _captions(fields: dict[str, bytes], where: str) -> list[str]:
 
 def _pairs(fields: dict[str, bytes], where: str) -> list[Pair]:
     try:
-        found = json.loads(fields["json"])
-        pair = Pair(found["kind"], found["caption"], found["negative_caption"])
+        item = json.loads(fields["json"])
+        pair = Pair(item["kind"], item["caption"], item["negative_caption"])
         if not all(isinstance(text, str) for text in pair):
             raise TypeError("one of them is no text")
     except (KeyError, TypeError, ValueError, RecursionError) as error:

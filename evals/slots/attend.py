@@ -68,7 +68,7 @@ def attend(encoder: Encoder, images: Sequence[Image.Image], captions: Sequence[s
             f"{encoder.label}: has no slots whose attention could be shown; use a run or export with a read-out"
         )
     read: Any = getattr(encoder, "text_slots", None)
-    found: list[Attended] = []
+    attended: list[Attended] = []
     for begin in range(0, len(images), _AT_ONCE):
         some = slice(begin, begin + _AT_ONCE)
         image = show([encoder.transform(one) for one in images[some]])
@@ -77,7 +77,7 @@ def attend(encoder: Encoder, images: Sequence[Image.Image], captions: Sequence[s
         if read is None or captions is None:
             nothing = torch.zeros(*maps.shape[:2])
             for m, c, n, a in zip(maps, on_class, nothing, image.attention.float().cpu(), strict=True):
-                found.append(Attended(m, c, [], n[:, None], n, sharpness(a[None])[0]))
+                attended.append(Attended(m, c, [], n[:, None], n, sharpness(a[None])[0]))
             continue
         # With their images: a slot's vector of an image is compared with that of its own caption.
         texts = list(captions[some])
@@ -90,8 +90,8 @@ def attend(encoder: Encoder, images: Sequence[Image.Image], captions: Sequence[s
             # what a slot gives to the pieces of a word it gives to the word
             whole = torch.stack([part.sum(-1) for part in w.split([pieces for _, pieces in words], -1)], -1)
             names = [word for word, _ in words]
-            found.append(Attended(maps[i], on_class[i], names, whole, cosine[i], sharpness(w[None])[0]))
-    return found
+            attended.append(Attended(maps[i], on_class[i], names, whole, cosine[i], sharpness(w[None])[0]))
+    return attended
 
 
 def _maps(attention: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
@@ -103,24 +103,24 @@ def _maps(attention: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
     return patches.unflatten(-1, (side, side)), 1 - patches.sum(-1)
 
 
-def worth_showing(one: Attended, cosine: float = 0.75, share: float = 0.5) -> list[int]:
+def filter_slots(one: Attended, cosine: float = 0.75, share: float = 0.5) -> list[int]:
     """Slots after the paper's filter (Section 5.5), those whose image and text agree most first.
 
     Sharp attention in the text: more than `share` of it on one word (the paper gives no number), which is neither start nor end.
     Words that do not overlap: of slots that look at the same word the one with the highest cosine is taken.
     """
-    taken: set[int] = set()
-    chosen: list[int] = []
+    used_words: set[int] = set()
+    slots: list[int] = []
     for slot in one.cosine.argsort(descending=True, stable=True).tolist():
         if float(one.cosine[slot]) <= cosine or not one.words:
             break
         # The start and the end are where a slot rests that found nothing to say.
         word = int(one.weights[slot].argmax())
-        if word in taken or word in (0, len(one.words) - 1) or float(one.weights[slot, word]) <= share:
+        if word in used_words or word in (0, len(one.words) - 1) or float(one.weights[slot, word]) <= share:
             continue
-        taken.add(word)
-        chosen.append(slot)
-    return chosen
+        used_words.add(word)
+        slots.append(slot)
+    return slots
 
 
 class Gallery(NamedTuple):
@@ -138,5 +138,5 @@ def gallery(alignment: Tensor, count: int, seed: int = 0) -> Gallery:
     # The middle of the order, not of the scores: half of the images are above it.
     count = min(count, len(order))
     middle = max(0, (len(order) - count) // 2)
-    drawn = torch.randperm(len(order), generator=torch.Generator().manual_seed(seed))[:count].tolist()
-    return Gallery(order[:count], order[middle : middle + count], order[::-1][:count], drawn)
+    random_ids = torch.randperm(len(order), generator=torch.Generator().manual_seed(seed))[:count].tolist()
+    return Gallery(order[:count], order[middle : middle + count], order[::-1][:count], random_ids)

@@ -16,7 +16,7 @@ from .margins import Margins
 
 def accuracies(margins: Margins) -> Tensor:
     """(U,) fp64: each unit alone, without what is fixed."""
-    return margins.accuracy(_alone(margins))
+    return margins.accuracy(_single_unit_answers(margins))
 
 
 def comparable(scores: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def comparable(scores: Tensor) -> Tensor:
     return scores.round(decimals=12)
 
 
-def _alone(margins: Margins) -> Tensor:
+def _single_unit_answers(margins: Margins) -> Tensor:
     """(n, U) bool."""
     return margins.right(margins.values.transpose(1, 2))
 
@@ -71,7 +71,7 @@ def cover(margins: Margins) -> list[int]:
 
     When all that can be answered are, the same begins again with the units that are left.
     """
-    answers, weight = _alone(margins).double(), margins.weight
+    answers, weight = _single_unit_answers(margins).double(), margins.weight
     left, order = list(range(margins.units)), []
     open_ = weight.clone()
     while left:

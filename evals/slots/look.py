@@ -17,7 +17,7 @@ from ..store.features import FeatureStore
 from .quality import effective_number, monosemanticity, redundancy, sharpness, similarity
 from .units import Units
 
-_LOOKED_AT = 512  # images whose attention is looked at
+_ATTENTION_IMAGES = 512  # images whose attention is looked at
 
 
 class Quality(NamedTuple):
@@ -61,9 +61,9 @@ def quality_of(
     sharp = _image_sharpness(units.encoder, source, workers)
     meaning, base = None, None
     if by is not None:
-        seen = store.images(by, source, workers=workers)
-        assert seen is not None
-        embeddings = seen.in_memory()
+        reference_features = store.images(by, source, workers=workers)
+        assert reference_features is not None
+        embeddings = reference_features.in_memory()
         # Number by number, as the score is of neurons; a unit's is the mean of its own.
         meaning = monosemanticity(slots.flatten(1), embeddings).view(units.number, -1)
         base = _mean_cosine(embeddings)
@@ -93,13 +93,15 @@ def _image_sharpness(encoder: Encoder, source: EvalSet, workers: int) -> Tensor 
     show: Any = getattr(encoder, "image_slots", None)
     if show is None or encoder.slots < 2:
         return None
-    found = [sharpness(show(images).attention.float().cpu()) for images in _images(encoder, source, workers)]
-    return torch.cat(found).mean(0)
+    sharpness_per_batch = [
+        sharpness(show(images).attention.float().cpu()) for images in _images(encoder, source, workers)
+    ]
+    return torch.cat(sharpness_per_batch).mean(0)
 
 
 def _images(encoder: Encoder, source: EvalSet, workers: int) -> Iterator[list[np.ndarray]]:
     """Some images as the model takes them, evenly spaced over the set."""
-    count = min(_LOOKED_AT, len(source))
+    count = min(_ATTENTION_IMAGES, len(source))
     numbers = [i * len(source) // count for i in range(count)]
     for batch in read_batches(source, encoder.transform, batched(numbers, 32), workers):
         yield list(batch.pixels.permute(0, 2, 3, 1).numpy())

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..tasks.result import DRAWS, percentiles, wilson
-from ..tasks.zeroshot import ranked
+from ..tasks.zeroshot import rank_classes
 
 Average = Literal["macro", "micro"]
 CANDIDATES = 50  # wrong classes of an image that are kept for searching: those that the whole encoding ranks highest
@@ -61,8 +61,8 @@ class Margins(NamedTuple):
         """(n, …) bool, from sums of shares (n, K, …), what is fixed included."""
         # One comparison in place of three: above the number next to zero is at least zero.
         zero = torch.where(self.tie, torch.nextafter(torch.tensor(0.0), torch.tensor(-1.0)), torch.tensor(0.0))
-        found = total > zero[(...,) + (None,) * (total.dim() - 2)]
-        return found[:, 0] if found.shape[1] == 1 else found.all(dim=1)
+        correct = total > zero[(...,) + (None,) * (total.dim() - 2)]
+        return correct[:, 0] if correct.shape[1] == 1 else correct.all(dim=1)
 
     def accuracy(self, right: Tensor) -> Tensor:
         """(…) fp64 of (n, …) bool: the mean over kinds of the share that is right, as the tasks compute it."""
@@ -117,7 +117,7 @@ def class_margins(
         logits = unit_logits(block, weights)  # (U, b, C)
         # The right answer is no candidate for a wrong one.
         total = logits.sum(0).scatter(1, label[:, None], -torch.inf)
-        wrong = ranked(total, min(keep, total.shape[1] - 1))
+        wrong = rank_classes(total, min(keep, total.shape[1] - 1))
         of = torch.arange(len(block))[:, None]
         right = logits[:, torch.arange(len(block)), label]
         parts.append((right[:, :, None] - logits[:, of, wrong]).transpose(0, 1))
@@ -149,7 +149,7 @@ def renormed(weights: Tensor) -> Tensor:
 class EachUnit(NamedTuple):
     """What one pass over the images tells of every unit: right answers (n, U) alone and without it, and (n,) of all."""
 
-    alone: Tensor
+    single_unit: Tensor
     without: Tensor
     whole: Tensor
 
@@ -160,21 +160,21 @@ def each_unit(images: Iterable[Tensor], weights: Tensor, labels: Tensor, rest: i
     Args:
         images: (b, U + rest, d) in blocks.  weights: (C, U, d) or (C, 1, d).  labels: (n,) int64.
     """
-    alone, without, whole = [], [], []
+    single_unit, without, whole = [], [], []
     for logits, truth in _logits(images, weights, labels):
         total, own = logits.sum(0), logits[: len(logits) - rest]
         whole.append(_first_best(total) == truth)
-        alone.append((_first_best(own) == truth).T)
+        single_unit.append((_first_best(own) == truth).T)
         # In place: `own` is written over by the next images anyway.
         without.append((_first_best(torch.sub(total, own, out=own)) == truth).T)
-    return EachUnit(torch.cat(alone), torch.cat(without), torch.cat(whole))
+    return EachUnit(torch.cat(single_unit), torch.cat(without), torch.cat(whole))
 
 
 def class_curves(
     images: Iterable[Tensor], weights: Tensor, labels: Tensor, orders: Sequence[Sequence[int]], rest: int = 0
 ) -> Tensor:
     """Right answers (O, n, U) over all classes with the first 1, 2, … U units of each of O orders."""
-    found = []
+    curves = []
     for logits, truth in _logits(images, weights, labels):
         table, answer = logits.numpy(), truth.numpy()
         right = np.empty((len(orders), len(answer), table.shape[0] - rest), bool)
@@ -186,8 +186,8 @@ def class_curves(
                 # numpy, as nothing is gained by two threads for so few numbers, and much is lost where others use the processor
                 np.add(total, table[unit], out=total)
                 right[o, :, k] = total.argmax(-1) == answer
-        found.append(torch.from_numpy(right))
-    return torch.cat(found, dim=1)
+        curves.append(torch.from_numpy(right))
+    return torch.cat(curves, dim=1)
 
 
 _ROWS = 64  # images whose logits of all units are held at once: 16 MB for 64 units and 1,000 classes, which caches still help
@@ -195,14 +195,14 @@ _ROWS = 64  # images whose logits of all units are held at once: 16 MB for 64 un
 
 def _logits(images: Iterable[Tensor], weights: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """(U + rest, b, C) of a few images at a time, overwritten by the next, and their labels."""
-    first, room = 0, torch.empty(0)
+    first, buffer = 0, torch.empty(0)
     for block in images:
         label = labels[first : first + len(block)]
         first += len(block)
         for rows, truth in zip(block.split(_ROWS), label.split(_ROWS), strict=True):
             shape = (rows.shape[1], len(rows), len(weights))
-            room = room if room.shape == shape else torch.empty(shape)  # fresh pages cost as much as the product
-            yield unit_logits(rows, weights, room), truth
+            buffer = buffer if buffer.shape == shape else torch.empty(shape)  # fresh pages cost as much as the product
+            yield unit_logits(rows, weights, buffer), truth
 
 
 def _first_best(logits: Tensor) -> Tensor:

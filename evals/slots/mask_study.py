@@ -46,15 +46,15 @@ def mask_row(
     held_out: bool = False,
 ) -> tuple[MaskRow, list[TrainedMask]]:
     """Train a mask per element of `how`, and score each on tasks, whose classifiers it is folded into."""
-    known = judged = mask_factors(pairs, per)
+    train_factors = eval_factors = mask_factors(pairs, per)
     if held_out:
         # One half for all seeds of the training, whose spread is then of the training alone.
         half = halves(label, pairs, how[0].seed)
-        known, judged = known.only(half), known.only(~half)
-    found = [train_mask(known, one) for one in how]
+        train_factors, eval_factors = train_factors.only(half), train_factors.only(~half)
+    trained_masks = [train_mask(train_factors, one) for one in how]
     width = pairs.units.encoder.width
-    ones = torch.ones(known.d.shape[1])
-    scores = {name: _folded(task, [ones, *(one.mask for one in found)], width) for name, task in tasks.items()}
+    ones = torch.ones(train_factors.d.shape[1])
+    scores = {name: _folded(task, [ones, *(one.mask for one in trained_masks)], width) for name, task in tasks.items()}
     number = len(ones)
     shape = (width,) if pairs.units.kind == "parts" else (pairs.units.number, width // pairs.units.number)
     row = MaskRow(
@@ -62,19 +62,19 @@ def mask_row(
         (number, width // number),
         shape,
         held_out,
-        (accuracy(judged, ones), [accuracy(judged, one.mask) for one in found]),
+        (accuracy(eval_factors, ones), [accuracy(eval_factors, one.mask) for one in trained_masks]),
         {name: (values[0], values[1:]) for name, values in scores.items()},
     )
-    return row, found
+    return row, trained_masks
 
 
 def mask_factors(pairs: Pairs, per: Per) -> Factors:
     """What a mask's training needs of pairs of captions."""
     u = pairs.units
     image = u.images(pairs.features.rows(pairs.owner))
-    names = list(dict.fromkeys(pair.kind for pair in pairs.found))
+    names = list(dict.fromkeys(pair.kind for pair in pairs.caption_pairs))
     # Micro: one kind, whose mean is the mean over pairs.
-    kinds = torch.tensor([names.index(pair.kind) if pairs.average == "macro" else 0 for pair in pairs.found])
+    kinds = torch.tensor([names.index(pair.kind) if pairs.average == "macro" else 0 for pair in pairs.caption_pairs])
     return factors(image, u.texts(pairs.true), u.texts(pairs.false), kinds, per)
 
 
@@ -94,11 +94,11 @@ def _folded(task: Classes, masks: Sequence[Tensor], width: int) -> list[float]:
 def mask_selection(
     name: str, pairs: Pairs, trained: TrainedMask, per: Per, how: MaskTraining, held_out: bool
 ) -> Selection:
-    """A mask as a file that `--slots` takes; `chosen` are the units that it lets through by more than half on average."""
+    """A mask as a file that `--slots` takes; `selected_units` are the units that it lets through by more than half on average."""
     units = pairs.units
     by_unit = trained.mask.view(units.number, -1).mean(1)
     # A file must choose something; where all are half closed it is the most open one.
-    chosen = (by_unit > 0.5).nonzero().flatten().tolist() or [int(by_unit.argmax())]
+    selected_units = (by_unit > 0.5).nonzero().flatten().tolist() or [int(by_unit.argmax())]
     order = by_unit.argsort(descending=True, stable=True).tolist()
     share = "half" if held_out else "all"
     return Selection(
@@ -107,7 +107,7 @@ def mask_selection(
         units=units.kind,
         count=units.number,
         method=f"mask per {per}, clamp {how.clamp}, epoch {trained.epoch}",
-        chosen=tuple(chosen),
+        chosen=tuple(selected_units),
         order=tuple(order),
         scores=tuple(by_unit.tolist()),
         mask=tuple(trained.mask.tolist()),

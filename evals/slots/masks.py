@@ -64,26 +64,26 @@ class TrainedMask(NamedTuple):
     n: int
 
 
-def train_mask(known: Factors, how: MaskTraining = MaskTraining()) -> TrainedMask:
-    """SGD on `known`. The same seed gives the same mask."""
-    theta = torch.zeros(known.d.shape[1], requires_grad=True)
+def train_mask(train_factors: Factors, how: MaskTraining = MaskTraining()) -> TrainedMask:
+    """SGD on `train_factors`. The same seed gives the same mask."""
+    theta = torch.zeros(train_factors.d.shape[1], requires_grad=True)
     alpha = torch.tensor(how.alpha, requires_grad=True)
     optimizer = torch.optim.SGD([theta, alpha], lr=how.lr, momentum=how.momentum)
-    drawn = torch.Generator().manual_seed(how.seed)
-    n, size = len(known.d), how.batch or len(known.d)
+    generator = torch.Generator().manual_seed(how.seed)
+    n, size = len(train_factors.d), how.batch or len(train_factors.d)
     mask = mask_of(theta, alpha, how.clamp).detach()
-    curve, losses, best = [accuracy(known, mask)], [], (mask, 0)
+    curve, losses, best = [accuracy(train_factors, mask)], [], (mask, 0)
     for epoch in range(1, how.epochs + 1):
         total = 0.0
-        for rows in torch.randperm(n, generator=drawn).split(size) if size < n else [slice(None)]:
+        for rows in torch.randperm(n, generator=generator).split(size) if size < n else [slice(None)]:
             optimizer.zero_grad()
-            found = loss(known.d[rows], known.q[rows], theta, alpha, how.clamp)
-            found.backward()
+            batch_loss = loss(train_factors.d[rows], train_factors.q[rows], theta, alpha, how.clamp)
+            batch_loss.backward()
             optimizer.step()
-            total += found.item() * len(known.d[rows])
+            total += batch_loss.item() * len(train_factors.d[rows])
         losses.append(total / n)
         mask = mask_of(theta, alpha, how.clamp).detach()
-        curve.append(accuracy(known, mask))
+        curve.append(accuracy(train_factors, mask))
         # The first of equal epochs: later ones only drift.
         if not how.best or curve[-1] > max(curve[:-1]):
             best = (mask, epoch)
@@ -107,11 +107,11 @@ def _scale(alpha: Tensor, clamp: str) -> Tensor:
     return alpha.exp().clamp(min=100) if clamp == "max" else alpha.exp().clamp(max=100)
 
 
-def accuracy(known: Factors, mask: Tensor) -> float:
+def accuracy(pair_factors: Factors, mask: Tensor) -> float:
     """The standard score: the mean over kinds of the share of pairs whose true caption wins; ties lose."""
-    right = (known.d @ mask > 0).double()
-    of = torch.bincount(known.kinds)
-    return float((torch.bincount(known.kinds, weights=right) / of.clamp(min=1))[of > 0].mean())
+    right = (pair_factors.d @ mask > 0).double()
+    of = torch.bincount(pair_factors.kinds)
+    return float((torch.bincount(pair_factors.kinds, weights=right) / of.clamp(min=1))[of > 0].mean())
 
 
 def masked_margins(margins: Margins, mask: Tensor) -> Tensor:

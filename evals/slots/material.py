@@ -25,7 +25,7 @@ from ..suite.labelled_tasks import KnnTaskConfig, ProbeTaskConfig
 from ..suite.scoring import labels_of
 from ..tasks import zeroshot
 from .margins import Average, EachUnit, Margins, class_curves, class_margins, each_unit, pair_margins, renormed
-from .taught import Linear, Neighbours, Taught
+from .taught import Linear, Neighbours, ProbeTask
 from .units import Units, texts_of
 
 ClassifierSlots = str  # slice | renorm
@@ -63,14 +63,14 @@ class Classes(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """A task of true and false captions; `found` are the pairs, `owner` (n,) each one's image."""
+    """A task of true and false captions; `caption_pairs` are the pairs, `owner` (n,) each one's image."""
 
     units: Units
     features: Features
     true: Tensor
     false: Tensor
     owner: Tensor
-    found: list[Pair]
+    caption_pairs: list[Pair]
     average: Average
     data: str
 
@@ -81,11 +81,11 @@ class Pairs(NamedTuple):
     def margins(self) -> Margins:
         u = self.units
         image = u.images(self.features.rows(self.owner))
-        kinds = [pair.kind for pair in self.found]
+        kinds = [pair.kind for pair in self.caption_pairs]
         return pair_margins(image, u.texts(self.true), u.texts(self.false), kinds, self.keys, self.average, u.rest)
 
 
-Material = Classes | Pairs | Taught
+Material = Classes | Pairs | ProbeTask
 
 
 def material(
@@ -103,10 +103,13 @@ def material(
         return _pairs(task, units, store)
     if isinstance(task, KnnTaskConfig):
         bank, test = open_labelled(task)
-        return Neighbours(*_taught(bank, test, units, store, task.workers, units.encoder.resized(task.resize)), task)
+        return Neighbours(
+            *_probe_inputs(bank, test, units, store, task.workers, units.encoder.transform_with_resize(task.resize)),
+            task,
+        )
     if isinstance(task, ProbeTaskConfig):
         bank, test = (open_set(task, "label", split) for split in (task.train_split, task.split))
-        return Linear(*_taught(bank, test, units, store, task.workers))
+        return Linear(*_probe_inputs(bank, test, units, store, task.workers))
     raise ConfigError(
         f"{name}: units are chosen and compared on tasks of kind zeroshot, pairs, knn or probe, and this is {task.task}"
     )
@@ -117,7 +120,7 @@ def open_images(task: TaskConfig) -> EvalSet:
     if isinstance(task, LabelledTaskConfig):
         return open_labelled(task)[1]
     if isinstance(task, SetTaskConfig):
-        return open_set(task, TASKS.row(task.task).facts)
+        return open_set(task, TASKS.get(task.task).facts)
     instead = {"view_masks": "`sparo slots views` draws them", "video_masks": "`sparo slots panels` draws them"}
     needs = instead.get(task.task, "name a task of images, or video_masks or view_masks of videos and scenes")
     raise ConfigError(f"task {task.task}: has no images to look at; {needs}")
@@ -128,11 +131,11 @@ def identities(source: EvalSet) -> str:
     return f"{source.identity()} {source.whole.identity()}" if isinstance(source, Limited) else source.identity()
 
 
-def encoded(source: EvalSet, units: Units, store: FeatureStore, workers: int) -> Features:
+def encode_set(source: EvalSet, units: Units, store: FeatureStore, workers: int) -> Features:
     """A set's encodings, stored or made now."""
-    found = store.images(units.encoder, source, workers=workers)
-    assert found is not None  # None is the answer to a share
-    return found
+    features = store.images(units.encoder, source, workers=workers)
+    assert features is not None  # None is the answer to a share
+    return features
 
 
 def _classes(task: ZeroshotTaskConfig, units: Units, store: FeatureStore, classifier_slots: str) -> Classes:
@@ -140,7 +143,7 @@ def _classes(task: ZeroshotTaskConfig, units: Units, store: FeatureStore, classi
     names, templates = source.classnames(), source.templates()
     # Labels are looked at while they are encoded: an index beyond the classes has no class vector.
     source.label_below = len(names)
-    features = encoded(source, units, store, task.workers)
+    features = encode_set(source, units, store, task.workers)
     if source.kind == "labels":
         raise ConfigError(f"{source.root}: has several labels per image, whose average precision is no sum over units")
     # As `sparo eval` makes them, and cut only then: units are shares of that very score.
@@ -153,18 +156,18 @@ def _classes(task: ZeroshotTaskConfig, units: Units, store: FeatureStore, classi
 
 def _pairs(task: PairsTaskConfig, units: Units, store: FeatureStore) -> Pairs:
     source, tower = open_set(task, "pairs"), texts_of(units)
-    features = encoded(source, units, store, task.workers)
-    found = [pair for row in features.facts for pair in row]
-    if not found:
+    features = encode_set(source, units, store, task.workers)
+    caption_pairs = [pair for row in features.facts for pair in row]
+    if not caption_pairs:
         raise DataError(f"{source.root}: not one image has a pair of captions")
     owner = torch.tensor([i for i, row in enumerate(features.facts) for _ in row])
     # Together: a caption that is true of one image and false of another is encoded once.
-    both = store.texts(tower, [p.caption for p in found] + [p.negative_caption for p in found])
-    true, false = both.split(len(found))
-    return Pairs(units, features, true, false, owner, found, task.average, identities(source))
+    both = store.texts(tower, [p.caption for p in caption_pairs] + [p.negative_caption for p in caption_pairs])
+    true, false = both.split(len(caption_pairs))
+    return Pairs(units, features, true, false, owner, caption_pairs, task.average, identities(source))
 
 
-def _taught(
+def _probe_inputs(
     bank_set: EvalSet,
     test_set: EvalSet,
     units: Units,
@@ -185,11 +188,11 @@ def groups_of(material: Material) -> list[str]:
 
     The second because a set may hold an image once per pair, or several pictures of one thing.
     """
-    if isinstance(material, Taught):
+    if isinstance(material, ProbeTask):
         return material.test.keys
     if isinstance(material, Classes):
         return material.keys
-    captions = [pair.caption for pair in material.found]
+    captions = [pair.caption for pair in material.caption_pairs]
     place = {caption: i for i, caption in enumerate(sorted(set(captions)))}
     images = material.owner.numpy()
     # Captions and images are the two sides of one graph; a part of it is what must stay together.
@@ -214,9 +217,11 @@ def halves(name: str, material: Material, seed: int) -> Tensor:
     """
     keys = groups_of(material)
     # By name: a question stays in its half whatever else the set holds.
-    drawn = torch.tensor([hashlib.sha256(f"{seed} {key}".encode()).digest()[0] < 128 for key in keys], dtype=torch.bool)
-    if not bool(drawn.any()) or bool(drawn.all()):
+    in_half = torch.tensor(
+        [hashlib.sha256(f"{seed} {key}".encode()).digest()[0] < 128 for key in keys], dtype=torch.bool
+    )
+    if not bool(in_half.any()) or bool(in_half.all()):
         raise DataError(
             f"{name}: its {len(set(keys))} image(s) that differ cannot be halved; give more, or --same-data"
         )
-    return drawn
+    return in_half

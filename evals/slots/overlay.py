@@ -10,36 +10,36 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from sparo_train.data.read.decoding import eight_bits
+from sparo_train.data.read.decoding import to_8bit
 
 from ..encoders.encoder import Encoder
 from ..encoders.pixels import MappedPixels, Pixels, SquarePixels
 
 
-class Seen(NamedTuple):
+class ImageCrop(NamedTuple):
     """What a model saw of an image: `image` to draw on, and in its pixels the box (left, top, right, bottom) that was looked at."""
 
     image: Image.Image
     box: tuple[float, float, float, float]
 
 
-def seen(encoder: Encoder, image: Image.Image) -> Seen:
+def image_crop(encoder: Encoder, image: Image.Image) -> ImageCrop:
     """The whole image and the part that was cut out of it; of a transform that is not ours the part alone."""
     transform = encoder.transform
     if isinstance(transform, MappedPixels):
-        image = eight_bits(image, transform.pixel_range)
+        image = to_8bit(image, transform.pixel_range)
     if isinstance(transform, SquarePixels):
-        return Seen(image, (0, 0, image.width, image.height))
+        return ImageCrop(image, (0, 0, image.width, image.height))
     if isinstance(transform, Pixels):
         # As `eval_pixels` cuts: the middle, `size` of the `resize` pixels that the shortest side becomes.
         side = min(image.size) * transform.size / transform.resize
         left, top = (image.width - side) / 2, (image.height - side) / 2
-        return Seen(image, (left, top, left + side, top + side))
+        return ImageCrop(image, (left, top, left + side, top + side))
     part = Image.fromarray(np.asarray(transform(image)))
-    return Seen(part, (0, 0, part.width, part.height))
+    return ImageCrop(part, (0, 0, part.width, part.height))
 
 
-def overlay(what: Seen, heat: Tensor, brightest: float, size: int = 160) -> Image.Image:
+def overlay(what: ImageCrop, heat: Tensor, brightest: float, size: int = 160) -> Image.Image:
     """The image in grey under its attention (g, g), black where the model did not look; its longest side has `size` pixels.
 
     Args:
@@ -52,13 +52,13 @@ def overlay(what: Seen, heat: Tensor, brightest: float, size: int = 160) -> Imag
     return _image(out)
 
 
-def spotlight(what: Seen, heat: Tensor, brightest: float, size: int = 160) -> Image.Image:
+def spotlight(what: ImageCrop, heat: Tensor, brightest: float, size: int = 160) -> Image.Image:
     """The image in its own colours where the slot looks, washed out towards white elsewhere; as `overlay` otherwise."""
     picture, level, _ = _laid(what, heat, brightest, size)
     return _image(picture * level[..., None] + (0.25 * picture + 0.75) * (1 - level[..., None]))
 
 
-def _laid(what: Seen, heat: Tensor, brightest: float, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _laid(what: ImageCrop, heat: Tensor, brightest: float, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """At one size: the picture (H, W, 3) in 0..1, its attention (H, W) in 0..1, and where the model looked at all."""
     scale = size / max(what.image.size)
     shape = _scaled(what.image.size, scale)
@@ -77,7 +77,7 @@ def _image(pixels: np.ndarray) -> Image.Image:
     return Image.fromarray((255 * pixels.clip(0, 1)).astype(np.uint8))
 
 
-def thumbnail(what: Seen, size: int = 160) -> Image.Image:
+def thumbnail(what: ImageCrop, size: int = 160) -> Image.Image:
     """The image itself, at the size of its overlays."""
     scale = size / max(what.image.size)
     return what.image.convert("RGB").resize(_scaled(what.image.size, scale))

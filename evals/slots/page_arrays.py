@@ -20,7 +20,7 @@ from ..sets.opening import open_labelled, open_set
 from ..sets.task_config import LabelledTaskConfig, TaskConfig
 from ..store.features import FeatureStore
 from ..suite.image_text_tasks import RetrievalTaskConfig, ZeroshotTaskConfig
-from .material import Classes, Pairs, encoded, material, open_images
+from .material import Classes, Pairs, encode_set, material, open_images
 from .taught import Neighbours
 from .units import Units, texts_of
 
@@ -71,47 +71,62 @@ def arrays_of(
     """
     if isinstance(task, RetrievalTaskConfig):
         return _retrieval(task, units, store)
-    found = material(name, task, units, store, classifier_slots)
+    task_material = material(name, task, units, store, classifier_slots)
     sources = open_labelled(task) if isinstance(task, LabelledTaskConfig) else (open_images(task),)
-    seen = _seen(sources)
-    if isinstance(found, Pairs):
+    set_facts = _set_facts(sources)
+    if isinstance(task_material, Pairs):
         # Margins, not encodings: a pair's two captions are one number per unit, and a page stays small.
-        margins = found.margins()
-        kinds = list(dict.fromkeys(pair.kind for pair in found.found))
-        numbers = np.array([kinds.index(pair.kind) for pair in found.found], np.int32)
+        margins = task_material.margins()
+        kinds = list(dict.fromkeys(pair.kind for pair in task_material.caption_pairs))
+        numbers = np.array([kinds.index(pair.kind) for pair in task_material.caption_pairs], np.int32)
         arrays = {"left": _fp32(margins.values[..., 0].T), "kinds": numbers}
-        return Arrays("pairs", found.average, margins.questions, arrays=arrays, facts={"kinds": kinds, "average": found.average}, **seen)  # fmt: skip
-    if isinstance(found, Classes):
-        images = torch.cat(list(found.blocks()))
-        arrays = {"left": _by_unit(images), "right": _by_unit(found.weights), "labels": _int32(found.labels)}
+        return Arrays(
+            "pairs",
+            task_material.average,
+            margins.questions,
+            arrays=arrays,
+            facts={"kinds": kinds, "average": task_material.average},
+            **set_facts,
+        )
+    if isinstance(task_material, Classes):
+        images = torch.cat(list(task_material.blocks()))
+        arrays = {
+            "left": _by_unit(images),
+            "right": _by_unit(task_material.weights),
+            "labels": _int32(task_material.labels),
+        }
         metric = task.headline if isinstance(task, ZeroshotTaskConfig) else "acc1"
-        return Arrays("zeroshot", metric, len(images), arrays=arrays, facts={"classes": len(found.weights)}, **seen)
-    if isinstance(found, Neighbours):
-        return _knn(found, seen)
+        return Arrays(
+            "zeroshot", metric, len(images), arrays=arrays, facts={"classes": len(task_material.weights)}, **set_facts
+        )
+    if isinstance(task_material, Neighbours):
+        return _knn(task_material, set_facts)
     raise ConfigError(
         f"{name}: {task.task} cannot be scored on a page; name tasks of kind zeroshot, pairs, retrieval or knn"
     )
 
 
-def _knn(found: Neighbours, seen: Mapping[str, Any]) -> Arrays:
-    ks = [k for k in found.config.k if k <= len(found.bank)]
+def _knn(neighbours: Neighbours, set_facts: Mapping[str, Any]) -> Arrays:
+    ks = [k for k in neighbours.config.k if k <= len(neighbours.bank)]
     if not ks:
-        raise ConfigError(f"k={list(found.config.k)}: {found.config.train} has {len(found.bank)} images; name a k that is not above that")  # fmt: skip
+        raise ConfigError(
+            f"k={list(neighbours.config.k)}: {neighbours.config.train} has {len(neighbours.bank)} images; name a k that is not above that"
+        )
     k = _K if _K in ks else ks[0]
-    number = found.units.number
-    left, right = (f.in_memory().flatten(1).unflatten(-1, (number, -1)) for f in (found.test, found.bank))
+    number = neighbours.units.number
+    left, right = (f.in_memory().flatten(1).unflatten(-1, (number, -1)) for f in (neighbours.test, neighbours.bank))
     arrays = {
-        "left": _by_unit(left), "right": _by_unit(right), "labels": _int32(found.labels), "bank_labels": _int32(found.bank_labels),
+        "left": _by_unit(left), "right": _by_unit(right), "labels": _int32(neighbours.labels), "bank_labels": _int32(neighbours.bank_labels),
     }  # fmt: skip
-    classes = 1 + int(torch.cat([found.bank_labels, found.labels]).max())
-    facts = {"k": k, "temperature": found.config.temperature, "classes": classes}
-    return Arrays("knn", f"acc1_k{k}", len(left), arrays=arrays, facts=facts, **seen)
+    classes = 1 + int(torch.cat([neighbours.bank_labels, neighbours.labels]).max())
+    facts = {"k": k, "temperature": neighbours.config.temperature, "classes": classes}
+    return Arrays("knn", f"acc1_k{k}", len(left), arrays=arrays, facts=facts, **set_facts)
 
 
 def _retrieval(task: RetrievalTaskConfig, units: Units, store: FeatureStore) -> Arrays:
     source, tower = open_set(task, "captions"), texts_of(units)
-    features = encoded(source, units, store, task.workers)
-    lines = [line for found in features.facts for line in found]
+    features = encode_set(source, units, store, task.workers)
+    lines = [line for captions in features.facts for line in captions]
     owner = torch.tensor([i for i, found in enumerate(features.facts) for _ in found], dtype=torch.int64)
     if not lines:
         raise DataError(f"{source.root}: not one image has a caption")
@@ -122,11 +137,11 @@ def _retrieval(task: RetrievalTaskConfig, units: Units, store: FeatureStore) -> 
     left, right = units.images(features.in_memory()), units.texts(store.texts(tower, lines))
     arrays = {"left": _by_unit(left), "right": _by_unit(right), "owner": _int32(owner)}
     # Images without a caption are in the way of others' texts, and ask for none themselves.
-    asked = len(owner.unique())
-    return Arrays("retrieval", f"mean_R@{k}", asked, arrays=arrays, facts={"k": k}, **_seen((source,)))
+    num_queries = len(owner.unique())
+    return Arrays("retrieval", f"mean_R@{k}", num_queries, arrays=arrays, facts={"k": k}, **_set_facts((source,)))
 
 
-def _seen(sources: Sequence[EvalSet]) -> dict[str, Any]:
+def _set_facts(sources: Sequence[EvalSet]) -> dict[str, Any]:
     """Of the sets behind a task, the last of which is scored: how much of it, and what it is called as it is and whole."""
     # By both names, so that a choice made on a part is known again on the whole.
     whole = [source.whole if isinstance(source, Limited) else source for source in sources]

@@ -28,12 +28,12 @@ class FourColumn(NamedTuple):
     bottom: list[Score]
 
 
-def four_column(label: str, name: str, chosen_on: Classes, pairs: Pairs, how: ChoiceOptions) -> FourColumn:
-    """Choose on `chosen_on` (all of it: the pairs are other data) and score on `pairs`."""
-    selection = choose(name, chosen_on, how._replace(held_out=False))
+def four_column(label: str, name: str, selection_data: Classes, pairs: Pairs, how: ChoiceOptions) -> FourColumn:
+    """Choose on `selection_data` (all of it: the pairs are other data) and score on `pairs`."""
+    selection = choose(name, selection_data, how._replace(held_out=False))
     margins, k = pairs.margins(), len(selection.chosen)
-    names = list(dict.fromkeys(pair.kind for pair in pairs.found))
-    kinds = torch.tensor([names.index(pair.kind) for pair in pairs.found])
+    names = list(dict.fromkeys(pair.kind for pair in pairs.caption_pairs))
+    kinds = torch.tensor([names.index(pair.kind) for pair in pairs.caption_pairs])
     # Kinds as the table's rows have them, whatever average the task itself is set to.
     margins = margins._replace(kinds=kinds)
 
@@ -41,8 +41,10 @@ def four_column(label: str, name: str, chosen_on: Classes, pairs: Pairs, how: Ch
         return choosing.curve(margins, order)[:, count - 1]
 
     order = list(selection.order)
-    drawn = [by_kind(first(choosing.random_order(margins.units, 1000 + i), k), margins) for i in range(how.draws)]
-    random = [sum(values[i].value for values in drawn) / len(drawn) for i in range(len(names) + 1)]
+    random_scores = [
+        by_kind(first(choosing.random_order(margins.units, 1000 + i), k), margins) for i in range(how.draws)
+    ]
+    random = [sum(values[i].value for values in random_scores) / len(random_scores) for i in range(len(names) + 1)]
     share = f"{100 * k / margins.units:.0f} %"
     return FourColumn(
         label,
@@ -59,8 +61,8 @@ def four_column(label: str, name: str, chosen_on: Classes, pairs: Pairs, how: Ch
 
 def by_kind(right: Tensor, margins: Margins) -> list[Score]:
     """Accuracy of each kind, and their mean, with 95 % intervals."""
-    found = []
+    scores = []
     for kind in range(int(margins.kinds.max()) + 1):
         here = right[margins.kinds == kind]
-        found.append(Score(float(here.double().mean()), *wilson(float(here.double().mean()), len(here))))
-    return [*found, Score(float(margins.accuracy(right)), *interval(right, margins.kinds))]
+        scores.append(Score(float(here.double().mean()), *wilson(float(here.double().mean()), len(here))))
+    return [*scores, Score(float(margins.accuracy(right)), *interval(right, margins.kinds))]

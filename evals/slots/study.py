@@ -16,10 +16,10 @@ from ..tasks.result import DRAWS, percentiles
 from . import choosing
 from .margins import Margins, interval
 from .material import Classes, Material, Pairs, groups_of, halves
-from .taught import Taught
+from .taught import ProbeTask
 
 Share = Literal["held out", "other data", "same data", "by hand"]
-_LEARNT = 5  # random orders of a task that is learnt anew for every point of a curve
+_PROBE_DRAWS = 5  # random orders of a task that is learnt anew for every point of a curve
 
 
 class Score(NamedTuple):
@@ -85,10 +85,10 @@ def choose(
         raise ConfigError(f"--k {how.k}: there are {units.number} {units.kind}")
     # By names and seed, not by rows: a report finds the other half again from the file alone.
     half = halves(name, material, how.seed) if how.held_out else None
-    if isinstance(material, Taught):
+    if isinstance(material, ProbeTask):
         order, scores = _by_learning(material, how, half)
     else:
-        scores = _alone(material, half)
+        scores = _single_unit_accuracies(material, half)
         order = _order(material, how, scores, half)
     best = 0
     if how.k == 0:
@@ -110,21 +110,23 @@ def choose(
         chosen=tuple(order[: max(k, 1)]),
         order=tuple(order),
         scores=tuple(scores.tolist()),
-        made_on=SelectionData(task=name, data=material.data, n=_asked(material, half), share=share, seed=how.seed),
+        made_on=SelectionData(
+            task=name, data=material.data, n=_num_questions(material, half), share=share, seed=how.seed
+        ),
     )
 
 
-def _asked(material: Material, half: Tensor | None) -> int:
+def _num_questions(material: Material, half: Tensor | None) -> int:
     return len(groups_of(material)) if half is None else int(half.sum())
 
 
-def _alone(material: Classes | Pairs, half: Tensor | None) -> Tensor:
+def _single_unit_accuracies(material: Classes | Pairs, half: Tensor | None) -> Tensor:
     """(U,) each unit's own accuracy; of classes over all of them."""
     if isinstance(material, Pairs):
         margins = material.margins()
         return choosing.accuracies(margins if half is None else margins.only(half))
-    alone = material.each().alone.double()
-    return (alone if half is None else alone[half]).mean(0)
+    answers = material.each().single_unit.double()
+    return (answers if half is None else answers[half]).mean(0)
 
 
 def _order(material: Classes | Pairs, how: ChoiceOptions, scores: Tensor, half: Tensor | None) -> list[int]:
@@ -140,12 +142,12 @@ def _order(material: Classes | Pairs, how: ChoiceOptions, scores: Tensor, half: 
     return choosing.METHODS[how.method](margins if half is None else margins.only(half))
 
 
-def _by_learning(material: Taught, how: ChoiceOptions, half: Tensor | None) -> tuple[list[int], Tensor]:
+def _by_learning(material: ProbeTask, how: ChoiceOptions, half: Tensor | None) -> tuple[list[int], Tensor]:
     if how.method not in ("top", "bottom", "random"):
         raise ConfigError(
             f"--method {how.method}: on such a task units are chosen by top, bottom or random; {material.why}"
         )
-    answers = material.alone().double()
+    answers = material.single_unit().double()
     scores = (answers if half is None else answers[half]).mean(0)
     order = choosing.best_first(scores)
     if how.method == "random":
@@ -155,7 +157,7 @@ def _by_learning(material: Taught, how: ChoiceOptions, half: Tensor | None) -> t
 
 def _right(material: Material, orders: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:
     """Kinds (n,), and for each order the right answers (n, U) of its first 1, 2, … units."""
-    if isinstance(material, Taught):
+    if isinstance(material, ProbeTask):
         kinds = torch.zeros(len(material.test), dtype=torch.int64)
         return kinds, [material.curve(order) for order in orders]
     if isinstance(material, Classes):
@@ -169,8 +171,8 @@ def report(name: str, material: Material, selection: Selection, how: ChoiceOptio
     order, k, rows = list(selection.order), len(selection.chosen), None
     share: Share = "other data" if selection.made_on.data else "by hand"
     # Of several sets, and of a part and its whole: images that one word stands for were seen.
-    seen = {word for told in (selection.made_on.data, *selection.looked_at) for word in told.split()}
-    if seen & set(material.data.split()):
+    selection_data_ids = {word for ids in (selection.made_on.data, *selection.looked_at) for word in ids.split()}
+    if selection_data_ids & set(material.data.split()):
         share = "same data"
     # Who chose with scores in sight has seen the whole of it, whatever half the file names.
     looked = any(word in told.split() for told in selection.looked_at for word in material.data.split())
@@ -178,17 +180,21 @@ def report(name: str, material: Material, selection: Selection, how: ChoiceOptio
         share, rows = "held out", ~halves(name, material, selection.made_on.seed)
     # The worst on this very task: the control is to be as bad as it gets.
     worst = choosing.best_first(
-        material.alone().double().mean(0) if isinstance(material, Taught) else _alone(material, None)
+        material.single_unit().double().mean(0)
+        if isinstance(material, ProbeTask)
+        else _single_unit_accuracies(material, None)
     )[::-1]
-    draws = min(how.draws, _LEARNT) if isinstance(material, Taught) else how.draws
-    kinds, found = _right(
+    draws = min(how.draws, _PROBE_DRAWS) if isinstance(material, ProbeTask) else how.draws
+    kinds, answers = _right(
         # Far from the seeds of `--method random`, which would be its own control.
         material,
         [order, worst, *(choosing.random_order(len(order), 1000 + i) for i in range(draws))],
     )
-    kinds, (ours, bottom, *drawn) = (kinds, found) if rows is None else (kinds[rows], [right[rows] for right in found])
+    kinds, (ours, bottom, *random_answers) = (
+        (kinds, answers) if rows is None else (kinds[rows], [right[rows] for right in answers])
+    )
     accuracy = _accuracies(kinds)
-    random = torch.stack([accuracy(right) for right in drawn])
+    random = torch.stack([accuracy(right) for right in random_answers])
     low, high = (random.quantile(q, 0) for q in (0.025, 0.975))
     return ChoiceReport(
         name,
@@ -198,7 +204,7 @@ def report(name: str, material: Material, selection: Selection, how: ChoiceOptio
         _score(ours[:, k - 1], kinds),
         _score(bottom[:, k - 1], kinds),
         gain(ours[:, k - 1], ours[:, -1], kinds),
-        len(drawn),
+        len(random_answers),
         accuracy(ours).tolist(),
         random.mean(0).tolist(),
         low.tolist(),
@@ -224,8 +230,8 @@ def gain(first: Tensor, second: Tensor, kinds: Tensor) -> Score:
         # Three outcomes are all that a pair has; a multinomial of them is what resampling pairs would give.
         counts = np.array([int((a & ~b).sum()), int((b & ~a).sum()), int((a == b).sum())])
         values.append((counts[0] - counts[1]) / counts.sum())
-        drawn = rng.multinomial(counts.sum(), counts / counts.sum(), DRAWS)
-        draws.append((drawn[:, 0] - drawn[:, 1]) / counts.sum())
+        resampled_counts = rng.multinomial(counts.sum(), counts / counts.sum(), DRAWS)
+        draws.append((resampled_counts[:, 0] - resampled_counts[:, 1]) / counts.sum())
     return Score(float(np.mean(values)), *percentiles(np.mean(draws, axis=0)))
 
 

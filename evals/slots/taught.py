@@ -26,7 +26,7 @@ _RIDGE = 1e-3  # of the mean eigenvalue
 
 
 @dataclass(frozen=True)
-class Taught(ABC):
+class ProbeTask(ABC):
     """A task's two sets and their labels: learnt from `bank`, asked of `test`. `data`: identity of both."""
 
     units: Units
@@ -41,7 +41,7 @@ class Taught(ABC):
     def classes(self) -> int:
         return 1 + int(torch.cat([self.bank_labels, self.labels]).max())
 
-    def alone(self) -> Tensor:
+    def single_unit(self) -> Tensor:
         """(n, U) bool: is the answer right, where one unit alone is seen?"""
         return self._answers([[unit] for unit in range(self.units.number)])
 
@@ -58,7 +58,7 @@ class Taught(ABC):
 
 
 @dataclass(frozen=True)
-class Neighbours(Taught):
+class Neighbours(ProbeTask):
     """DINO's weighted k-NN, k = 20."""
 
     config: KnnTaskConfig
@@ -74,12 +74,12 @@ class Neighbours(Taught):
         # A bank of fewer images has no twentieth neighbour.
         k = min(_K, len(self.bank))
         near = knn.nearest(test, bank, k)
-        found = knn.score(near, self.bank_labels, self.labels, self.classes, (k,), self.config.temperature, k)
-        return torch.from_numpy(found.predictions["right"])
+        result = knn.score(near, self.bank_labels, self.labels, self.classes, (k,), self.config.temperature, k)
+        return torch.from_numpy(result.predictions["right"])
 
 
 @dataclass(frozen=True)
-class Linear(Taught):
+class Linear(ProbeTask):
     """A linear layer by ridge regression to one-hot labels, in closed form: thousands of sets of units for one pass over the bank.
 
     Encodings are normed as a whole; the penalty is a thousandth of the mean eigenvalue of their covariance. `sparo eval` trains

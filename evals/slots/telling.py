@@ -19,7 +19,7 @@ FUNCTION_WORDS = frozenset(
         *("this", "that", "there", ".", ",", "!", "?", "-", "'", '"'),
     )
 )
-_SEEN_IN = 5  # captions that have a word, before its share says anything of a slot
+_MIN_CAPTIONS = 5  # captions that have a word, before its share says anything of a slot
 
 
 class WordProfiles(NamedTuple):
@@ -54,24 +54,24 @@ def word_profiles(attended: Sequence[Attended]) -> WordProfiles:
             totals[word] = totals.get(word, torch.zeros(len(share))) + share
             captions[word] = captions.get(word, 0) + 1
         content += sum(here.values(), torch.zeros(len(one.weights)))
-    words = sorted(word for word, count in captions.items() if count >= min(_SEEN_IN, len(attended)))
+    words = sorted(word for word, count in captions.items() if count >= min(_MIN_CAPTIONS, len(attended)))
     shares = torch.stack([totals[word] / captions[word] for word in words], 1) if words else content[:, None][:, :0]
     return WordProfiles(words, shares, content / len(attended))
 
 
-def telling_slots(attended: Sequence[Attended], profiles: WordProfiles, count: int) -> list[int]:
+def informative_slots(attended: Sequence[Attended], profiles: WordProfiles, count: int) -> list[int]:
     """Slots (at most `count`) by attention on words that name something, times how sharply they look at images and how well image
     and text agree; each less as far as it looks at words that one before it looks at."""
     agree = torch.stack([one.cosine for one in attended]).mean(0).clamp(min=0)
     sharp = torch.stack([sharpness(one.maps.flatten(1)[None])[0] for one in attended]).mean(0).clamp(min=0)
-    worth = profiles.content * (0.5 + 0.5 * agree) * (0.5 + sharp)
+    informativeness = profiles.content * (0.5 + 0.5 * agree) * (0.5 + sharp)
     direction = F.normalize(profiles.shares, dim=1)
     alike = direction @ direction.T
-    chosen: list[int] = []
-    for _ in range(min(count, len(worth))):
-        known = alike[:, chosen].amax(1) if chosen else torch.zeros(len(worth))
+    slots: list[int] = []
+    for _ in range(min(count, len(informativeness))):
+        redundancy = alike[:, slots].amax(1) if slots else torch.zeros(len(informativeness))
         # By what is new: the tenth slot that looks at "red" tells nobody anything.
-        left = worth * (1 - known)
-        left[chosen] = -1
-        chosen.append(int(left.argmax()))
-    return chosen
+        left = informativeness * (1 - redundancy)
+        left[slots] = -1
+        slots.append(int(left.argmax()))
+    return slots

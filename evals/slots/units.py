@@ -55,8 +55,8 @@ def units_of(encoder: Encoder, kind: Kind = "slots", parts: int | None = None, l
         ConfigError: an encoder that has no such units.
     """
     if kind == "heads":
-        found = heads_of(encoder, layers)
-        return Units(kind, found.slots - 1, found, 1)
+        heads_encoder = heads_of(encoder, layers)
+        return Units(kind, heads_encoder.slots - 1, heads_encoder, 1)
     if kind == "parts":
         if parts is None or not 1 < parts <= encoder.width or encoder.width % parts:
             raise ConfigError(

@@ -28,16 +28,16 @@ class BatchSize:
 
     def __init__(self, path: Path | None = None, first: dict[str, int] | None = None):
         self.path, self.first = path, first or _FIRST
-        self._known: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
         if path is not None and path.is_file():
             try:
-                self._known = {str(k): int(v) for k, v in json.loads(path.read_text(encoding="utf-8")).items()}
+                self._sizes = {str(k): int(v) for k, v in json.loads(path.read_text(encoding="utf-8")).items()}
             except (ValueError, AttributeError, TypeError):
-                self._known = {}  # it is only a memory: found again
+                self._sizes = {}  # it is only a memory: found again
 
     def of(self, encoder: Encoder, view: str) -> int:
         """What fits as far as we know."""
-        return self._known.get(self._key(encoder, view), self.first[encoder.device.type])
+        return self._sizes.get(self._key(encoder, view), self.first[encoder.device.type])
 
     def run(self, encoder: Encoder, view: str, call: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
         """`call(pixels)`, in smaller pieces where the memory does not suffice; what sufficed is remembered.
@@ -60,10 +60,10 @@ class BatchSize:
             self._remember(self._key(encoder, view), size)
 
     def _remember(self, key: str, size: int) -> None:
-        self._known[key] = size
+        self._sizes[key] = size
         if self.path is not None:
             with suppress(OSError):  # it is only a memory
-                write_whole(self.path, json.dumps(self._known, indent=1))
+                write_whole(self.path, json.dumps(self._sizes, indent=1))
 
     def _key(self, encoder: Encoder, view: str) -> str:
         device = torch.cuda.get_device_name(encoder.device) if encoder.device.type == "cuda" else "cpu"

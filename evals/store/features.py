@@ -31,12 +31,12 @@ from ..encoders.encoder import Encoder, TextEncoder
 from ..sets.base import EvalSet, Transform, batched, read_batches
 from .batch_sizes import BatchSize
 from .feature_table import Features, View
-from .parts import Part, bounds_of, known_texts, open_part, write_part, write_texts
+from .parts import Part, bounds_of, open_part, read_texts, write_part, write_texts
 
 Storage = Literal["fp32", "fp16"]
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16}
 _FORMAT = 3  # parts with XXH3 checksums
-_ALONE = Ranks(World(), "gloo", 0.0)
+_SINGLE_PROCESS = Ranks(World(), "gloo", 0.0)
 
 
 class FeatureStore:
@@ -45,19 +45,19 @@ class FeatureStore:
     Args:
         root: a folder; None keeps nothing, and encodings live in memory.
         storage: type on disk and in memory maps; scores are computed in fp32 whatever it is.
-        report: told a set's name, the images done and how many there are.
-        say: told where nothing can be kept.
+        on_progress: told a set's name, the images done and how many there are.
+        log: told where nothing can be kept.
     """
 
     def __init__(
         self,
         root: str | Path | None = None,
         storage: Storage = "fp32",
-        report: Callable[[str, int, int], None] = lambda name, done, total: None,
-        say: Callable[[str], None] = lambda text: None,
+        on_progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+        log: Callable[[str], None] = lambda text: None,
     ):
-        self.say, self._unwritable = say, False
-        self.root, self.report = Path(root) if root else None, report
+        self.log, self._unwritable = log, False
+        self.root, self.on_progress = Path(root) if root else None, on_progress
         self.storage: Storage = storage
         self.batch = BatchSize(self.root / "batch_sizes.json" if self.root else None)
 
@@ -68,7 +68,7 @@ class FeatureStore:
         transform: Transform | None = None,
         view: View | None = None,
         workers: int = 0,
-        ranks: Ranks = _ALONE,
+        ranks: Ranks = _SINGLE_PROCESS,
         part: tuple[int, int] | None = None,
     ) -> Features | None:
         """The encodings of a set, as far as they are not there already.
@@ -93,26 +93,26 @@ class FeatureStore:
         job = _Job(encoder, source, transform, view, workers)
         spans = bounds_of(len(source))
         # Dealt by number, so that nobody has to be told what others do.
-        own, among = part or (ranks.rank, ranks.size)
+        share, num_shares = part or (ranks.rank, ranks.size)
         if self.root is None:
             parts: list[Part] = []
-            ranks.call_on_all(lambda: parts.extend(self._encoded(job, spans[own::among])))
+            ranks.call_on_all(lambda: parts.extend(self._encode_parts(job, spans[share::num_shares])))
             return _features(sorted((p for got in ranks.gather(parts) for p in got), key=lambda p: p.first), of)
         facts = self._facts(job)
         folder = self.root / "images" / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-        if own == 0:
-            self._kept(lambda: write_whole(folder / "manifest.json", json.dumps(facts, indent=1)))
-        held: dict[int, Part] = {}
-        loose = ranks.call_on_all(lambda: self._fill(folder, job, spans, own, among, held))
+        if share == 0:
+            self._try_write(lambda: write_whole(folder / "manifest.json", json.dumps(facts, indent=1)))
+        local_parts: dict[int, Part] = {}
+        loose = ranks.call_on_all(lambda: self._fill(folder, job, spans, share, num_shares, local_parts))
         if loose and part is not None:
             raise DataError(
                 f"{self.root}: this share cannot be kept for the others; free space there, or give another --features"
             )
         for some in ranks.gather(loose):  # what one rank could not write, the others would look for
-            held |= some
-        found = [held.get(number) or open_part(folder, number, span) for number, span in enumerate(spans)]
-        whole = [p for p in found if p is not None]
-        if len(whole) == len(found):
+            local_parts |= some
+        all_parts = [local_parts.get(number) or open_part(folder, number, span) for number, span in enumerate(spans)]
+        whole = [p for p in all_parts if p is not None]
+        if len(whole) == len(all_parts):
             return _features(whole, of)
         if part is not None:
             return None
@@ -124,14 +124,14 @@ class FeatureStore:
             return _finite(encoder.text(captions), captions)
         facts = {"format": _FORMAT, "tower": encoder.text_weights, "precision": encoder.precision}
         folder = self.root / "texts" / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-        known = known_texts(folder)
+        encodings = read_texts(folder)
         # Sorted, because the part is named by its content.
-        new = sorted(set(captions) - known.keys())
+        new = sorted(set(captions) - encodings.keys())
         if new:
             encoded = _finite(encoder.text(new), new)
-            self._kept(lambda: write_texts(folder, new, encoded.numpy()))
-            known |= {caption: encoded[i].numpy() for i, caption in enumerate(new)}
-        return torch.from_numpy(np.stack([known[caption] for caption in captions]))
+            self._try_write(lambda: write_texts(folder, new, encoded.numpy()))
+            encodings |= {caption: encoded[i].numpy() for i, caption in enumerate(new)}
+        return torch.from_numpy(np.stack([encodings[caption] for caption in captions]))
 
     def _facts(self, job: _Job) -> dict[str, Any]:
         encoder, source = job.encoder, job.source
@@ -151,30 +151,36 @@ class FeatureStore:
         return "fp32" if view.measured else self.storage
 
     def _fill(
-        self, folder: Path, job: _Job, spans: list[tuple[int, int]], own: int, of: int, held: dict[int, Part]
+        self,
+        folder: Path,
+        job: _Job,
+        spans: list[tuple[int, int]],
+        share: int,
+        num_shares: int,
+        local_parts: dict[int, Part],
     ) -> dict[int, Part]:
-        """Encode this process's parts that are missing; `held` gets those that are verified. Returns those that could not be written."""
-        for i in range(own, len(spans), of):
+        """Encode this process's parts that are missing; `local_parts` gets those that are verified. Returns those that could not be written."""
+        for i in range(share, len(spans), num_shares):
             if (part := open_part(folder, i, spans[i])) is not None:
-                held[i] = part
-        missing, loose = [i for i in range(own, len(spans), of) if i not in held], dict[int, Part]()
-        for number, part in zip(missing, self._encoded(job, [spans[i] for i in missing]), strict=True):
-            if not self._kept(functools.partial(write_part, folder, number, part)):
+                local_parts[i] = part
+        missing, loose = [i for i in range(share, len(spans), num_shares) if i not in local_parts], dict[int, Part]()
+        for number, part in zip(missing, self._encode_parts(job, [spans[i] for i in missing]), strict=True):
+            if not self._try_write(functools.partial(write_part, folder, number, part)):
                 loose[number] = part
         return loose
 
-    def _kept(self, write: Callable[[], object]) -> bool:
+    def _try_write(self, write: Callable[[], object]) -> bool:
         """Write into the store; where that fails the scoring goes on from memory, and says so once."""
         try:
             write()
         except OSError as error:
             if not self._unwritable:
                 self._unwritable = True
-                self.say(f"{self.root}: features cannot be kept there ({error}); scoring goes on without")
+                self.log(f"{self.root}: features cannot be kept there ({error}); scoring goes on without")
             return False
         return True
 
-    def _encoded(self, job: _Job, spans: Sequence[tuple[int, int]]) -> Iterator[Part]:
+    def _encode_parts(self, job: _Job, spans: Sequence[tuple[int, int]]) -> Iterator[Part]:
         """These parts, one after another, read by one set of workers."""
         size, done, total = self.batch.of(job.encoder, job.view.name), 0, sum(end - begin for begin, end in spans)
         cuts = [batched(range(begin, end), size) for begin, end in spans]
@@ -184,15 +190,15 @@ class FeatureStore:
             for (begin, _), cut in zip(spans, cuts, strict=True):
                 encoded, keys, facts = [], [], []
                 for batch in islice(batches, len(cut)):
-                    found = self.batch.run(job.encoder, job.view.name, job.view.encode, batch.pixels)
+                    encodings = self.batch.run(job.encoder, job.view.name, job.view.encode, batch.pixels)
                     # As they are stored: 16 bits overflow where what was encoded was sound.
-                    kept = found.to(_TYPES[self._storage(job.view)])
-                    _refuse_non_finite(kept, batch.keys, str(job.source.root))
-                    encoded.append(kept.numpy())
+                    stored = encodings.to(_TYPES[self._storage(job.view)])
+                    _refuse_non_finite(stored, batch.keys, str(job.source.root))
+                    encoded.append(stored.numpy())
                     keys += batch.keys
                     facts += batch.facts
                     done += len(batch.keys)
-                    self.report(str(job.source.root), done, total)
+                    self.on_progress(str(job.source.root), done, total)
                 yield Part(begin, np.concatenate(encoded), keys, facts)
 
 
@@ -214,9 +220,9 @@ def _finite(encoded: Tensor, captions: Sequence[str]) -> Tensor:
     return encoded
 
 
-def _refuse_non_finite(found: Tensor, keys: Sequence[str], where: str) -> None:
+def _refuse_non_finite(encodings: Tensor, keys: Sequence[str], where: str) -> None:
     # Now, by key: in a mean over classes or a similarity nobody would find the image again.
-    good = found.isfinite().flatten(1).all(dim=1)
+    good = encodings.isfinite().flatten(1).all(dim=1)
     if not good.all():
         bad = int((~good).nonzero()[0])
         raise DataError(

@@ -56,7 +56,7 @@ def open_part(folder: Path, number: int, span: tuple[int, int]) -> Part | None:
     begin, end = span
     try:
         content = read_sealed(part_path(folder, number, "json"))
-        if any(_hash_of(part_path(folder, number, name)) != known for name, known in content["xxh3_128"].items()):
+        if any(_hash_of(part_path(folder, number, name)) != digest for name, digest in content["xxh3_128"].items()):
             return None
         # Mapped, not read: a bank of a million rows need not fit into memory.
         array = np.load(part_path(folder, number, "npy"), mmap_mode="r", allow_pickle=False)
@@ -131,9 +131,9 @@ def write_texts(folder: Path, texts: list[str], array: np.ndarray) -> None:
     write_sealed(folder / f"{name}.json", {"texts": texts, "xxh3_128": write_array(folder / f"{name}.npy", array)})
 
 
-def known_texts(folder: Path) -> dict[str, np.ndarray]:
+def read_texts(folder: Path) -> dict[str, np.ndarray]:
     """Every text that is encoded, from the parts that are what was written."""
-    known: dict[str, np.ndarray] = {}
+    encodings: dict[str, np.ndarray] = {}
     for path in sorted(folder.glob("part-*.json")):
         try:
             content = read_sealed(path)
@@ -143,5 +143,5 @@ def known_texts(folder: Path) -> dict[str, np.ndarray]:
         except (OSError, ValueError, EOFError):
             continue
         texts = content["texts"]
-        known |= dict(zip(texts, array, strict=True)) if len(texts) == len(array) else {}
-    return known
+        encodings |= dict(zip(texts, array, strict=True)) if len(texts) == len(array) else {}
+    return encodings

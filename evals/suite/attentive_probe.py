@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparo_train.core.config import setting
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.plugins import Open
+from sparo_train.core.plugins import FromRegistry
 from sparo_train.core.tables import READOUTS
 from sparo_train.models.slots import Placement, ReadOut, normalize_slots
 
@@ -22,7 +22,7 @@ from ..tasks import attentive
 from ..tasks.probe import Labelled
 from ..tasks.result import Result
 from .labelled_tasks import check_labelled
-from .scoring import Scoring, described, labels_of, learned_on
+from .scoring import Scoring, attach_data_info, labels_of, learned_on
 from .task import Task
 
 
@@ -30,8 +30,8 @@ class AttentiveTaskConfig(LabelledTaskConfig):
     """A read-out of `sparo.readouts` and a linear layer on frozen tokens. The defaults are ours."""
 
     task: Literal["attentive_probe"] = setting("attentive_probe", "a row of sparo.tasks")
-    head: Annotated[Any, Open(READOUTS, default="ep")] = Field(
-        default_factory=lambda: READOUTS.row("ep")(), description="what reads the tokens: a row of sparo.readouts"
+    head: Annotated[Any, FromRegistry(READOUTS, default="ep")] = Field(
+        default_factory=lambda: READOUTS.get("ep")(), description="what reads the tokens: a row of sparo.readouts"
     )
     lr: float = setting(1e-3, "AdamW's rate at its highest", gt=0)
     weight_decay: float = setting(1e-4, "of matrices", ge=0)
@@ -86,30 +86,32 @@ def run_attentive(scoring: Scoring, task: AttentiveTaskConfig) -> Result:
     # By a black image: how many tokens there are depends on registers and patches that only the model knows.
     length, dim = encoder.tokens(torch.zeros(1, 3, size, size, dtype=torch.uint8)).shape[1:]
     view = View("tokens", lambda pixels: encoder.tokens(pixels).flatten(1))
-    train, test = scoring.features([train_set, test_set], task.workers, encoder.resized(task.resize), view)
-    known = [labels_of(features, source) for features, source in ((train, train_set), (test, test_set))]
-    classes = 1 + int(torch.cat(known).max())
+    train, test = scoring.features(
+        [train_set, test_set], task.workers, encoder.transform_with_resize(task.resize), view
+    )
+    label_sets = [labels_of(features, source) for features, source in ((train, train_set), (test, test_set))]
+    classes = 1 + int(torch.cat(label_sets).max())
     how = attentive.AttentiveTraining(
         task.lr, task.weight_decay, task.epochs, task.batch_size, task.warmup_epochs, task.seed, encoder.device
     )
-    sets = [_tokens(features, labels, length, dim) for features, labels in zip((train, test), known, strict=True)]
+    sets = [_tokens(features, labels, length, dim) for features, labels in zip((train, test), label_sets, strict=True)]
 
-    def trained() -> Result:
+    def train_and_score() -> Result:
         probe = attentive.train_attentive(
             # Made inside, behind the seed: first weights depend on it.
             lambda: attentive.AttentiveProbe(*build_head(task.head, dim, prefix, encoder.has_class_token), classes),
             sets[0],
             how,
         )
-        found = attentive.score(probe, sets[1], classes, encoder.device)
+        result = attentive.score(probe, sets[1], classes, encoder.device)
         head = sum(p.numel() for p in probe.head.parameters())
-        return found._replace(
+        return result._replace(
             options={"head": task.head.kind, "head_parameters": head, "lr": task.lr, "weight_decay": task.weight_decay,
                      "epochs": task.epochs, "batch_size": task.batch_size, "seed": task.seed}
         )  # fmt: skip
 
-    return described(
-        scoring.ranks.rank0_broadcast(trained), test, test_set, learned_on(train_set, test_set, task.resize)
+    return attach_data_info(
+        scoring.ranks.rank0_broadcast(train_and_score), test, test_set, learned_on(train_set, test_set, task.resize)
     )
 
 
@@ -117,7 +119,7 @@ def _tokens(features: Features, labels: Tensor, length: int, dim: int) -> Labell
     return Labelled(lambda numbers: features.rows(numbers).view(-1, length, dim), labels)
 
 
-def _unfit(task: AttentiveTaskConfig, encoder: Any) -> str | None:
+def _incompatibility(task: AttentiveTaskConfig, encoder: Any) -> str | None:
     """Why the head cannot read this encoder's tokens: told before they are encoded, of a training before its first step."""
     width = getattr(encoder, "token_width", None)
     if width is None:  # a stranger's encoder may not say: then the first image does
@@ -126,9 +128,11 @@ def _unfit(task: AttentiveTaskConfig, encoder: Any) -> str | None:
         with torch.device("meta"):
             build_head(task.head, width, encoder.prefix_tokens, encoder.has_class_token)
     except (ConfigError, ValueError, AssertionError, RuntimeError) as error:
-        told = str(error).replace("readout.", "head.") or f"does not fit tokens of width {width}"
-        return told if told.startswith("head") else f"head={task.head.kind}: {told}"
+        message = str(error).replace("readout.", "head.") or f"does not fit tokens of width {width}"
+        return message if message.startswith("head") else f"head={task.head.kind}: {message}"
     return None
 
 
-ATTENTIVE = Task(AttentiveTaskConfig, run_attentive, check_labelled, needs=("tokens",), unfit=_unfit)
+ATTENTIVE = Task(
+    AttentiveTaskConfig, run_attentive, check_labelled, needs=("tokens",), incompatibility=_incompatibility
+)

@@ -18,7 +18,7 @@ from ..sets.opening import open_set
 from ..sets.task_config import SetTaskConfig, TaskConfig
 
 
-class Listed(NamedTuple):
+class DatasetEntry(NamedTuple):
     """A data set: `files` is what must lie below ROOT/NAME where it is not in the wds layout; `n` images."""
 
     name: str
@@ -37,23 +37,25 @@ _CLEVR = "CLEVR_v1.0/{images/val,scenes/CLEVR_val_scenes.json}"
 _CAPTIONS = "the images, and {0}_test_karpathy.{1} (or Karpathy's dataset_{2}.json)"
 
 
-def _imagenet(name: str, files: str, layout: str, n: int, classes: int, chance: float, licence: str) -> Listed:
+def _imagenet(name: str, files: str, layout: str, n: int, classes: int, chance: float, licence: str) -> DatasetEntry:
     expected = {"layout": layout, "classes": classes}
-    return Listed(name, "imagenet", "zeroshot", files, expected, n, classes, chance, licence)
+    return DatasetEntry(name, "imagenet", "zeroshot", files, expected, n, classes, chance, licence)
 
 
-def _vtab(name: str, n: int, classes: int, chance: float | None, licence: str, files: str | None = None) -> Listed:
+def _vtab(
+    name: str, n: int, classes: int, chance: float | None, licence: str, files: str | None = None
+) -> DatasetEntry:
     """`files`: where its authors' own files are read too; torchvision's layout."""
     options = {"layout": "torchvision"} if files else {}
-    return Listed(name, "vtab", "zeroshot", files or _WDS, options, n, classes, chance, licence)
+    return DatasetEntry(name, "vtab", "zeroshot", files or _WDS, options, n, classes, chance, licence)
 
 
-def _retrieval(name: str, files: str, n: int, licence: str) -> Listed:
-    return Listed(name, "retrieval", "retrieval", files, {"layout": "karpathy"}, n, None, None, licence)
+def _retrieval(name: str, files: str, n: int, licence: str) -> DatasetEntry:
+    return DatasetEntry(name, "retrieval", "retrieval", files, {"layout": "karpathy"}, n, None, None, licence)
 
 
-_STATED = "none stated"
-LISTED = [
+_NO_LICENCE = "none stated"
+DATASETS = [
     _imagenet("imagenet1k", "val/WNID/*.JPEG", "imagenet", 50000, 1000, 0.001, "ImageNet's terms: research, not commercial"),
     _imagenet("imagenetv2", "0 … 999/*.jpeg (matched frequency)", "imagenetv2", 10000, 1000, 0.001, "MIT"),
     _imagenet("imagenet_sketch", "WNID/*.JPEG", "imagenet", 50889, 1000, 0.001, "MIT"),
@@ -64,20 +66,20 @@ LISTED = [
         "CC BY 4.0, and never to be trained on",
     ),
     _vtab("vtab/caltech101", 6085, 102, 0.010, "CC BY 4.0"),
-    _vtab("vtab/cifar100", 10000, 100, 0.010, _STATED, "cifar-100-python/{train,test,meta}"),
+    _vtab("vtab/cifar100", 10000, 100, 0.010, _NO_LICENCE, "cifar-100-python/{train,test,meta}"),
     _vtab("vtab/clevr_count_all", 15000, 8, 0.125, "CC BY 4.0", _CLEVR),
     _vtab("vtab/clevr_closest_object_distance", 15000, 6, 0.191, "CC BY 4.0", _CLEVR),
     _vtab("vtab/diabetic_retinopathy", 42670, 5, None, "Kaggle's competition rules"),
-    _vtab("vtab/dmlab", 22735, 6, None, _STATED),
+    _vtab("vtab/dmlab", 22735, 6, None, _NO_LICENCE),
     _vtab("vtab/dsprites_label_orientation", 73728, 16, 0.062, "zlib"),
     _vtab("vtab/dsprites_label_x_position", 73728, 16, 0.062, "zlib"),
     _vtab("vtab/dtd", 1880, 47, 0.021, "research only", "dtd/dtd/{images,labels}"),
     _vtab("vtab/eurosat", 5400, 10, 0.101, "MIT"),
-    _vtab("vtab/flowers", 6149, 102, 0.010, _STATED, "flowers-102/{jpg,imagelabels.mat,setid.mat}"),
+    _vtab("vtab/flowers", 6149, 102, 0.010, _NO_LICENCE, "flowers-102/{jpg,imagelabels.mat,setid.mat}"),
     _vtab("vtab/kitti_closest_vehicle_distance", 711, 4, 0.295, "CC BY-NC-SA 3.0"),
     _vtab("vtab/pcam", 32768, 2, 0.500, "CC0", "pcam/camelyonpatch_level_2_split_test_{x,y}.h5 (needs h5py)"),
     _vtab("vtab/pets", 3669, 37, 0.027, "CC BY-SA 4.0", "oxford-iiit-pet/{images,annotations}"),
-    _vtab("vtab/resisc45", 6300, 45, 0.022, _STATED),
+    _vtab("vtab/resisc45", 6300, 45, 0.022, _NO_LICENCE),
     _vtab("vtab/smallnorb_label_azimuth", 12150, 18, 0.056, "research only"),
     _vtab("vtab/smallnorb_label_elevation", 12150, 9, 0.111, "research only"),
     _vtab("vtab/svhn", 26032, 10, 0.118, "not commercial", "test_32x32.mat"),
@@ -85,32 +87,34 @@ LISTED = [
     _retrieval("mscoco_captions", _CAPTIONS.format("coco", "json", "coco"), 5000, "captions CC BY 4.0; images Flickr's terms"),
     _retrieval("flickr8k", _CAPTIONS.format("flickr8k", "txt", "flickr8k"), 1000, "research, not commercial"),
     _retrieval("flickr30k", _CAPTIONS.format("flickr30k", "txt", "flickr30k"), 1000, "research, not commercial"),
-    Listed(
+    DatasetEntry(
         "sugar_crepe", "sugar_crepe", "pairs", f"{{{','.join(SPLITS)}}}.json and COCO's val2017/*.jpg",
         {"layout": "sugar_crepe"}, 1560, None, 0.5, "MIT; images as COCO's",
     ),
 ]  # fmt: skip
 _KINDS = {"zeroshot": "label", "retrieval": "captions", "pairs": "pairs"}
-_BY_NAME = {listed.name: listed for listed in LISTED}
+_BY_NAME = {listed.name: listed for listed in DATASETS}
 
 
 def names() -> list[str]:
     """What `tasks` takes: sets, `SET:probe`, and the groups."""
-    return [*_BY_NAME, *dict.fromkeys(listed.group for listed in LISTED)]
+    return [*_BY_NAME, *dict.fromkeys(listed.group for listed in DATASETS)]
 
 
 def tasks(name: str, root: Path) -> dict[str, TaskConfig]:
     """The tasks that a name stands for, their files below `root`; none where it is no name of ours."""
     base, _, other = name.partition(":")
-    chosen = [listed for listed in LISTED if base in (listed.name, listed.group)]
+    entries = [listed for listed in DATASETS if base in (listed.name, listed.group)]
     if other not in ("", "probe"):
         return {}
     if other:
-        chosen = [listed for listed in chosen if listed.task == "zeroshot"]
-    return {listed.name + (":probe" if other else ""): task_of(listed, root, other or listed.task) for listed in chosen}
+        entries = [listed for listed in entries if listed.task == "zeroshot"]
+    return {
+        listed.name + (":probe" if other else ""): task_of(listed, root, other or listed.task) for listed in entries
+    }
 
 
-def task_of(listed: Listed, root: Path, task: str) -> TaskConfig:
+def task_of(listed: DatasetEntry, root: Path, task: str) -> TaskConfig:
     """The config of a set's task, in the layout that is there."""
     # The Hub's copies are called wds_…, and are as good under that name.
     places = [root / listed.name, root / f"wds_{listed.name.replace('/', '-')}"]
@@ -127,16 +131,16 @@ def task_of(listed: Listed, root: Path, task: str) -> TaskConfig:
     # Its authors call the scored part val; the copies in shards call it test.
     if listed.name == "imagenet1k" and as_wds is None:
         options["split"] = "val"
-    return TASKS.row(task).config.model_validate(options)
+    return TASKS.get(task).config.model_validate(options)
 
 
 def _karpathy(place: Path, name: str) -> dict[str, str]:
     short = {"mscoco_captions": "coco"}.get(name, name)
     # clip-benchmark's own files first: they are what its published numbers were made of.
     candidates = [f"{short}_test_karpathy.json", f"{short}_test_karpathy.txt", f"dataset_{short}.json"]
-    found = next((place / c for c in candidates if (place / c).is_file()), place / candidates[0])
+    annotations_file = next((place / c for c in candidates if (place / c).is_file()), place / candidates[0])
     images = next((place / f for f in ("val2014", "images", "Images") if (place / f).is_dir()), place)
-    return {"annotations": str(found), "root": str(images)}
+    return {"annotations": str(annotations_file), "root": str(images)}
 
 
 class Presence(NamedTuple):
@@ -146,7 +150,7 @@ class Presence(NamedTuple):
     note: str
 
 
-def look(listed: Listed, root: Path) -> Presence:
+def check_presence(listed: DatasetEntry, root: Path) -> Presence:
     """Is it there, and whole? Files are counted and their sizes read, images are not decoded."""
     config = task_of(listed, root, listed.task)
     assert isinstance(config, SetTaskConfig)
@@ -155,7 +159,7 @@ def look(listed: Listed, root: Path) -> Presence:
     try:
         source = open_set(config, _KINDS[listed.task])
         source.check()
-        return _judged(listed, source)
+        return _presence_of(listed, source)
     except SparoError as error:
         return Presence("odd", str(error))
 
@@ -168,11 +172,11 @@ def oddity(name: str, task: TaskConfig) -> str:
     if listed is None or task.task not in (listed.task, "probe"):
         return ""
     # Of the whole set: `limit` is said with the score already, and is no other data.
-    found = _judged(listed, open_set(task.model_copy(update={"limit": None}), _KINDS[listed.task]))
-    return found.note if found.state == "odd" else ""
+    presence = _presence_of(listed, open_set(task.model_copy(update={"limit": None}), _KINDS[listed.task]))
+    return presence.note if presence.state == "odd" else ""
 
 
-def _judged(listed: Listed, source: EvalSet) -> Presence:
+def _presence_of(listed: DatasetEntry, source: EvalSet) -> Presence:
     notes = []
     if isinstance(source, SugarCrepeSet):
         notes.append(source.version)
@@ -184,7 +188,7 @@ def _judged(listed: Listed, source: EvalSet) -> Presence:
     if len(source) != listed.n:
         return Presence("odd", f"{len(source):,} images, {listed.n:,} expected")
     if listed.task == "zeroshot":
-        found = len(source.classnames())
-        if listed.classes is not None and found != listed.classes:
-            return Presence("odd", f"{found} class names, {listed.classes} expected")
+        num_names = len(source.classnames())
+        if listed.classes is not None and num_names != listed.classes:
+            return Presence("odd", f"{num_names} class names, {listed.classes} expected")
     return Presence("intact", ", ".join([*notes, f"{len(source):,} images"]))

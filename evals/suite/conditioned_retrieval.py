@@ -15,7 +15,7 @@ from ..store.feature_table import View
 from ..tasks import retrieval
 from ..tasks.result import Result
 from .image_text_tasks import CaptionedTaskConfig, captions_of
-from .scoring import Scoring, described
+from .scoring import Scoring, attach_data_info
 from .task import Task
 
 _IMAGES = 64  # pooled at a time
@@ -44,7 +44,7 @@ def run_conditioned(scoring: Scoring, task: ConditionedRetrievalTaskConfig) -> R
         rows = [encoder.conditioned(images.rows(some), queries) for some in torch.arange(len(images)).split(_IMAGES)]
         return retrieval.score_table(torch.cat(rows), owner, task.k)
 
-    return described(scoring.ranks.rank0_broadcast(scored), images, source, {"image": "as the text pools it"})
+    return attach_data_info(scoring.ranks.rank0_broadcast(scored), images, source, {"image": "as the text pools it"})
 
 
 CONDITIONED_RETRIEVAL = Task(

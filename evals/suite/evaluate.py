@@ -30,7 +30,7 @@ from ..store.features import FeatureStore, Storage
 from ..tasks.result import Result
 from . import catalogue
 from .suite import Suite
-from .task import UnfitError
+from .task import IncompatibleTaskError
 
 
 class _Tasks(Frozen):
@@ -89,35 +89,39 @@ def tasks_for(
         CheckpointError: the checkpoint is no file or folder that is there.
     """
     refuse_absent(checkpoint)
-    known = _known(checkpoint, data)
-    if not only and not known:
+    available_tasks = _available_tasks(checkpoint, data)
+    if not only and not available_tasks:
         raise ConfigError(
             f"--data: {checkpoint} has no run folder with eval.tasks; give a YAML with `tasks:` that says what to score, "
             "or --tasks with names of `sparo eval --list`"
         )
     if not only:
-        return known
-    found: dict[str, TaskConfig] = {}
+        return available_tasks
+    selected_tasks: dict[str, TaskConfig] = {}
     for name in only:
         # One name of a folder stands for all that `sparo data` made into it.
-        grouped = {n: t for n, t in known.items() if isinstance(t, SetTaskConfig) and Path(t.root).parent.name == name}
+        folder_tasks = {
+            n: t
+            for n, t in available_tasks.items()
+            if isinstance(t, SetTaskConfig) and Path(t.root).parent.name == name
+        }
         listed = catalogue.tasks(name, root or Path("data"))
-        chosen = {name: known[name]} if name in known else grouped or listed
+        matches = {name: available_tasks[name]} if name in available_tasks else folder_tasks or listed
         # A likely slip, whose near miss among task names would lead astray.
-        if not chosen and Path(name).suffix in (".yaml", ".yml"):
+        if not matches and Path(name).suffix in (".yaml", ".yml"):
             raise ConfigError(f"{option} {name}: names tasks; a file that says them goes behind --data")
-        if not chosen:
-            among = [
-                *known,
-                *(Path(t.root).parent.name for t in known.values() if isinstance(t, SetTaskConfig)),
+        if not matches:
+            candidates = [
+                *available_tasks,
+                *(Path(t.root).parent.name for t in available_tasks.values() if isinstance(t, SetTaskConfig)),
                 *catalogue.names(),
             ]
-            raise ConfigError(f"{option} {name}: {did_you_mean(name, dict.fromkeys(among))}")
-        found |= chosen
-    return found
+            raise ConfigError(f"{option} {name}: {did_you_mean(name, dict.fromkeys(candidates))}")
+        selected_tasks |= matches
+    return selected_tasks
 
 
-def _known(checkpoint: str, data: Path | None) -> dict[str, TaskConfig]:
+def _available_tasks(checkpoint: str, data: Path | None) -> dict[str, TaskConfig]:
     if data is not None:
         tree = load_recipe(data)
         # A recipe will do: what it is scored on in training is what one asks for here.
@@ -133,14 +137,14 @@ def _known(checkpoint: str, data: Path | None) -> dict[str, TaskConfig]:
 
 def evaluate_checkpoint(
     checkpoint: str,
-    known: dict[str, TaskConfig],
+    tasks: dict[str, TaskConfig],
     how: EvalOptions,
     ranks: Ranks,
-    report: Callable[[str, int, int], None],
-    say: Callable[[str], None],
+    on_progress: Callable[[str, int, int], None],
+    log: Callable[[str], None],
     into: dict[str, Result] | None = None,
 ) -> dict[str, Result]:
-    """Score one checkpoint on `known` and keep the results; `report` is told a place, the images done, and their number.
+    """Score one checkpoint on `tasks` and keep the results; `on_progress` is told a place, the images done, and their number.
 
     Tasks that its kind of encoder cannot do are said and left out; `UnfitError` where nothing is left. One that fails does not keep
     the others from being scored: its error comes at the end.
@@ -150,10 +154,10 @@ def evaluate_checkpoint(
     """
     # Together: a rank that fails here alone must not leave the others waiting in an exchange. The sets first: one that is missing
     # is told before an hour of encoding others.
-    ranks.call_on_all(Suite(known).check)
+    ranks.call_on_all(Suite(tasks).check)
     # Said with the scores: a number over other images must not stand unmarked beside those over the published ones.
-    odd = ranks.call_on_all(lambda: {name: catalogue.oddity(name, task) for name, task in known.items()})
-    encoder = ranks.call_on_all(lambda: load_encoder(checkpoint, how.model, _device(ranks), say))
+    odd = ranks.call_on_all(lambda: {name: catalogue.oddity(name, task) for name, task in tasks.items()})
+    encoder = ranks.call_on_all(lambda: load_encoder(checkpoint, how.model, _device(ranks), log))
     encoder.precision = how.precision
     is_run = (Path(checkpoint) / "config.yaml").is_file()
     scored = str(Path(checkpoint)) if is_run else checkpoint  # as training wrote it down
@@ -162,38 +166,38 @@ def evaluate_checkpoint(
         # Under a name of its own: half of the slots must not stand where the whole model is looked for.
         scored = f"{scored} (slots {how.slots_named})"
     if how.limit is not None:
-        known = {name: task.model_copy(update={"limit": how.limit}) for name, task in known.items()}
-    store = FeatureStore(how.features, how.storage, report, say)
+        tasks = {name: task.model_copy(update={"limit": how.limit}) for name, task in tasks.items()}
+    store = FeatureStore(how.features, how.storage, on_progress, log)
     # Other checkpoints have no place of their own that we may write into.
     folder = how.results or (Path(checkpoint) / "evals" if is_run and how.latest else None)
     results: dict[str, Result] = {} if into is None else into
-    unkept: list[SparoError] = []
+    write_errors: list[SparoError] = []
 
-    def keep(found: Mapping[str, Result], seconds: float) -> None:
-        for task, scored_alone in found.items():
-            results[task] = result = scored_alone._replace(note=odd[task])
+    def keep(task_results: Mapping[str, Result], seconds: float) -> None:
+        for task, task_result in task_results.items():
+            results[task] = result = task_result._replace(note=odd[task])
             for remark in result.remarks():
-                say(f"{task}: {remark}")
+                log(f"{task}: {remark}")
             if folder is not None and ranks.rank == 0:
                 try:
                     append(folder, scored, task, result, result_facts(encoder, how, seconds))
                 except OSError as error:  # a colleague's run that is read-only; its scores are shown all the same
                     text = f"{folder}: the results of {task} could not be kept ({error})"
-                    say(text)
+                    log(text)
                     if disk_error(error) not in (None, errno.EROFS):
-                        unkept.append(
+                        write_errors.append(
                             ConfigError(f"{text}. Free space or give --results, then run the same line again.")
                         )
 
-    unfit, failed = _each(Suite(known, store), encoder, how, ranks, keep)
+    incompatible, failed = _score_each(Suite(tasks, store), encoder, how, ranks, keep)
     # Some tasks left out is an answer; all of them is a mistake.
-    if unfit and len(unfit) == len(known):
-        raise unfit[0]
-    for error in unfit:
-        say(f"left out: {error}")
-    waiting = len(known) - len(unfit) - len(failed) - len(results)
+    if incompatible and len(incompatible) == len(tasks):
+        raise incompatible[0]
+    for error in incompatible:
+        log(f"left out: {error}")
+    waiting = len(tasks) - len(incompatible) - len(failed) - len(results)
     if waiting and how.part:
-        say(
+        log(
             f"share {how.part[0]} of {how.part[1]} is encoded; {waiting} task(s) wait for other shares: "
             "the same line without --part scores"
         )
@@ -201,36 +205,36 @@ def evaluate_checkpoint(
         try:
             write_results(Path(checkpoint) / "evals" / "latest.json", {"checkpoint": encoder.label}, results)
         except OSError as error:
-            say(f"{checkpoint}/evals/latest.json: could not be written ({error})")
-    failed += unkept
+            log(f"{checkpoint}/evals/latest.json: could not be written ({error})")
+    failed += write_errors
     for error in failed[:-1]:
-        say(f"error: {error}")
+        log(f"error: {error}")
     if failed:
         raise failed[-1]
     return results
 
 
-def _each(
+def _score_each(
     suite: Suite, encoder: Encoder, how: EvalOptions, ranks: Ranks, keep: Callable[[Mapping[str, Result], float], None]
-) -> tuple[list[UnfitError], list[SparoError]]:
+) -> tuple[list[IncompatibleTaskError], list[SparoError]]:
     """Score the tasks one by one; returns why some were left out, and what others failed with."""
-    unfit, failed = [], []
+    incompatible, failed = [], []
     for name in suite.tasks:
         begin = time.monotonic()
         try:
-            found = suite.run(encoder, [name], ranks, how.part)
-        except UnfitError as error:
-            unfit.append(error)
+            results = suite.run(encoder, [name], ranks, how.part)
+        except IncompatibleTaskError as error:
+            incompatible.append(error)
         except (LostRankError, StoppedError):
             raise
         except SparoError as error:
             # Of one rank alone: the others are elsewhere, and could not follow to the next task.
-            if ranks.size > 1 and not error.everywhere:
+            if ranks.size > 1 and not error.on_all_ranks:
                 raise
             failed.append(error)
         else:
-            keep(found, time.monotonic() - begin)
-    return unfit, failed
+            keep(results, time.monotonic() - begin)
+    return incompatible, failed
 
 
 def only_slots(encoder: Encoder, slots: Sequence[int] | Path) -> Encoder:

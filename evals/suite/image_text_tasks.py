@@ -18,7 +18,7 @@ from ..sets.task_config import SetTaskConfig
 from ..store.feature_table import Features
 from ..tasks import pairs, retrieval, zeroshot
 from ..tasks.result import Result
-from .scoring import Scoring, described, labels_of
+from .scoring import Scoring, attach_data_info, labels_of
 from .task import Task
 
 
@@ -72,23 +72,23 @@ def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
         weights = zeroshot.classifier(scoring.texts(zeroshot.prompts(names, templates)), len(names))
         if source.kind == "labels":
             return zeroshot.score_multilabel(images.blocks(), weights, labels)
-        found = zeroshot.score(images.blocks(), weights, labels)
-        return found._replace(headline=task.headline)
+        result = zeroshot.score(images.blocks(), weights, labels)
+        return result._replace(headline=task.headline)
 
-    told = sha256(*names, *templates)[:16]  # two lists of as many prompts are not the same prompts
+    prompts_digest = sha256(*names, *templates)[:16]  # two lists of as many prompts are not the same prompts
     options = {
         "templates": len(templates),
-        "prompts": told,
+        "prompts": prompts_digest,
         "template_mean": "slots not normalised again",
         "ties": "lower class",
     }
     if task.layout == "objectnet":
         options["border_crop"] = task.border_crop
-    found = scoring.ranks.rank0_broadcast(score)
+    result = scoring.ranks.rank0_broadcast(score)
     # As CLIP's tokenizer reads them: without case and extra blanks. Ties go to the lower class.
     if repeated := len(names) - len({" ".join(name.lower().split()) for name in names}):
-        found = found._replace(counts={**found.counts, "classes_of_one_name": repeated})
-    return described(found, images, source, options)
+        result = result._replace(counts={**result.counts, "classes_of_one_name": repeated})
+    return attach_data_info(result, images, source, options)
 
 
 def _prompted(source: EvalSet, task: ZeroshotTaskConfig) -> tuple[list[str], list[str]]:
@@ -104,10 +104,10 @@ def run_retrieval(scoring: Scoring, task: RetrievalTaskConfig) -> Result:
     source = open_set(task, "captions")
     (images,) = scoring.features([source], task.workers)
     texts, owner = captions_of(images, task.k, source)
-    found = scoring.ranks.rank0_broadcast(
+    result = scoring.ranks.rank0_broadcast(
         lambda: retrieval.score(images.in_memory(), scoring.texts(texts), owner, task.k)
     )
-    return described(found, images, source, {})
+    return attach_data_info(result, images, source, {})
 
 
 def captions_of(images: Features, ks: Sequence[int], source: EvalSet) -> tuple[list[str], Tensor]:
@@ -127,20 +127,20 @@ def run_pairs(scoring: Scoring, task: PairsTaskConfig) -> Result:
     """Accuracy of true against false captions."""
     source = open_set(task, "pairs")
     (images,) = scoring.features([source], task.workers)
-    found: list[Pair] = [pair for row in images.facts for pair in row]
+    caption_pairs: list[Pair] = [pair for row in images.facts for pair in row]
     owner = torch.tensor([i for i, row in enumerate(images.facts) for _ in row])
 
     def score() -> Result:
         # All at once: texts that occur on both sides, or with several images, are encoded once.
-        both = scoring.texts([p.caption for p in found] + [p.negative_caption for p in found])
-        true, false = both.split(len(found))
-        texts = [(p.caption, p.negative_caption) for p in found]
-        return pairs.score(images.rows(owner), true, false, [p.kind for p in found], task.average, texts)
+        both = scoring.texts([p.caption for p in caption_pairs] + [p.negative_caption for p in caption_pairs])
+        true, false = both.split(len(caption_pairs))
+        texts = [(p.caption, p.negative_caption) for p in caption_pairs]
+        return pairs.score(images.rows(owner), true, false, [p.kind for p in caption_pairs], task.average, texts)
 
     whole = source.whole if isinstance(source, Limited) else source
     options = {"data": whole.version} if isinstance(whole, SugarCrepeSet) else {}
-    keys = [f"{images.keys[i]} {p.kind} {p.key}".strip() for i, p in zip(owner.tolist(), found, strict=True)]
-    return described(scoring.ranks.rank0_broadcast(score), images, source, options, keys)
+    keys = [f"{images.keys[i]} {p.kind} {p.key}".strip() for i, p in zip(owner.tolist(), caption_pairs, strict=True)]
+    return attach_data_info(scoring.ranks.rank0_broadcast(score), images, source, options, keys)
 
 
 def _check_zeroshot(task: ZeroshotTaskConfig) -> None:

@@ -16,7 +16,7 @@ from ..sets.task_config import LabelledTaskConfig, SetTaskConfig
 from ..store.feature_table import Features
 from ..tasks import knn, probe
 from ..tasks.result import Result
-from .scoring import Scoring, described, labels_of, learned_on
+from .scoring import Scoring, attach_data_info, labels_of, learned_on
 from .task import Task
 
 
@@ -61,9 +61,9 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
     features = dict(zip(parts, scoring.features(list(parts.values()), task.workers), strict=True))
     labels = {name: labels_of(features[name], source) for name, source in parts.items()}
     # Of all parts: a class that only the test has must not be beyond the layer's rows.
-    classes = 1 + max(int(found.max()) for found in labels.values())
-    known = {name: _labelled(features[name], labels[name], task.normalize) for name in parts}
-    train, held_out = known["train"], known.get("val")
+    classes = 1 + max(int(class_ids.max()) for class_ids in labels.values())
+    labelled_parts = {name: _labelled(features[name], labels[name], task.normalize) for name in parts}
+    train, held_out = labelled_parts["train"], labelled_parts.get("val")
     if held_out is None and task.val_proportion > 0:
         # By the task's seed: the same share is held out whatever is scored.
         order = torch.randperm(len(train.labels), generator=torch.Generator().manual_seed(task.seed))
@@ -73,11 +73,11 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
         train, held_out = train.only(order[cut:]), train.only(order[:cut])
     how = probe.Training(task.lr, task.epochs, task.batch_size, task.seed, scoring.encoder.device)
     found = scoring.ranks.rank0_broadcast(
-        lambda: probe.score(train, known["test"], classes, how, held_out, task.fewshot_k, task.weight_decay)
+        lambda: probe.score(train, labelled_parts["test"], classes, how, held_out, task.fewshot_k, task.weight_decay)
     )
-    held = task.val_split or task.val_proportion
-    options = {"normalize": task.normalize, "held_out": held, **learned_on(parts["train"], parts["test"])}
-    return described(found, features["test"], parts["test"], options)
+    val_source = task.val_split or task.val_proportion
+    options = {"normalize": task.normalize, "held_out": val_source, **learned_on(parts["train"], parts["test"])}
+    return attach_data_info(found, features["test"], parts["test"], options)
 
 
 def _parts(task: ProbeTaskConfig) -> dict[str, EvalSet]:
@@ -104,8 +104,8 @@ def _check_probe(task: ProbeTaskConfig) -> None:
 
 def _labelled(features: Features, labels: torch.Tensor, normalize: bool) -> probe.Labelled:
     def rows(numbers: torch.Tensor) -> torch.Tensor:
-        found = features.rows(numbers)
-        return F.normalize(found, dim=-1) if normalize else found
+        encodings = features.rows(numbers)
+        return F.normalize(encodings, dim=-1) if normalize else encodings
 
     return probe.Labelled(rows, labels)
 
@@ -113,7 +113,7 @@ def _labelled(features: Features, labels: torch.Tensor, normalize: bool) -> prob
 def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
     """DINO's k-NN: the training images are the bank, whose search is cut over the ranks; all return the same result."""
     encoder, ranks = scoring.encoder, scoring.ranks
-    transform = encoder.resized(task.resize)
+    transform = encoder.transform_with_resize(task.resize)
     bank_set, test_set = open_labelled(task)
     bank, test = scoring.features([bank_set, test_set], task.workers, transform)
     share, first = bank.share(ranks.rank, ranks.size)
@@ -122,15 +122,15 @@ def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
         raise ConfigError(f"k={list(task.k)}: {task.train} has {len(bank)} images; name a k that is not above that")
     queries, k = test.in_memory().to(encoder.device), max(ks)
     # The queries stay, the bank streams past: it may not fit, and they have to.
-    found = knn.nearest(queries, share.blocks(), k, first)
+    neighbours = knn.nearest(queries, share.blocks(), k, first)
     # Every rank has searched its own share of the bank; the best of each are the best of all.
-    found = knn.merge(ranks.gather(knn.Nearest(*(t.cpu() for t in found))), k)
+    neighbours = knn.merge(ranks.gather(knn.Nearest(*(t.cpu() for t in neighbours))), k)
     labels, bank_labels = labels_of(test, test_set), labels_of(bank, bank_set)
     # A test class without training images is missed, and not an index beyond the votes.
     classes = 1 + int(torch.cat([bank_labels, labels]).max())
     headline = 20 if 20 in ks else ks[0]
-    result = knn.score(found, bank_labels, labels, classes, ks, task.temperature, headline)
-    return described(result, test, test_set, learned_on(bank_set, test_set, task.resize))
+    result = knn.score(neighbours, bank_labels, labels, classes, ks, task.temperature, headline)
+    return attach_data_info(result, test, test_set, learned_on(bank_set, test_set, task.resize))
 
 
 def check_labelled(task: LabelledTaskConfig) -> None:

@@ -28,7 +28,7 @@ from ..store.feature_table import Features, View
 from ..tasks import linear
 from ..tasks.result import Result
 from .labelled_tasks import check_labelled
-from .scoring import Scoring, described, labels_of, learned_on
+from .scoring import Scoring, attach_data_info, labels_of, learned_on
 from .task import Task
 
 _BATCH = 256
@@ -62,63 +62,65 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
     train.label_below = test.label_below = task.classes
     probe = partial(encoder.probe, n=task.n_last_blocks, avgpool=task.avgpool)
     view = View(f"probe n={task.n_last_blocks} avgpool={task.avgpool}", probe)
-    transform = encoder.resized(task.resize)
-    held, *rest = scoring.features([test] if task.augment else [test, train], task.workers, transform, view)
-    bank, answers = (rest[0] if rest else None), labels_of(held, test)
-    known = [answers] if bank is None else [answers, labels_of(bank, train)]
-    classes = task.classes or 1 + max(torch.cat(known).tolist())
+    transform = encoder.transform_with_resize(task.resize)
+    test_features, *rest = scoring.features([test] if task.augment else [test, train], task.workers, transform, view)
+    bank, answers = (rest[0] if rest else None), labels_of(test_features, test)
+    label_sets = [answers] if bank is None else [answers, labels_of(bank, train)]
+    classes = task.classes or 1 + max(torch.cat(label_sets).tolist())
     # Every rank scores its own share of the test after each epoch; counts are summed.
-    own, first = held.share(ranks.rank, ranks.size)
+    own, first = test_features.share(ranks.rank, ranks.size)
     own_answers = answers[first : first + len(own)]
     right: list[Tensor] = []
 
     def report(_epoch: int, layer: nn.Linear) -> None:
-        counts = linear.count_right(layer, list(own.blocks(_BATCH)), _like(own, own_answers))
+        counts = linear.count_right(layer, list(own.blocks(_BATCH)), _split_like(own, own_answers))
         right.append(torch.tensor(ranks.gather(counts.tolist())).sum(dim=0))
 
     def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor, int]]:
         # Of the epoch alone, so any number of ranks deals out the same batches.
         order = generator(task.seed, "probe", epoch).permutation(len(train)).tolist()
         if bank is None:
-            yield from _augmented(scoring, task, train, epoch, order, probe, classes, held.width)
+            yield from _augmented_batches(scoring, task, train, epoch, order, probe, classes, test_features.width)
             return
-        for numbers, mine in _dealt(order, task.batch_size, ranks):
+        for numbers, mine in _rank_batches(order, task.batch_size, ranks):
             at = torch.tensor(mine, dtype=torch.int64)
-            yield bank.rows(at).to(encoder.device), known[1][at].to(encoder.device), len(numbers)
+            yield bank.rows(at).to(encoder.device), label_sets[1][at].to(encoder.device), len(numbers)
 
     # The official script scales by the batch in the same way, so published rates can be typed as they are.
     lr, seed = task.lr * task.batch_size / 256, torch_seed(task.seed, "probe")
     # not by the process group: in training the others wait
-    alone = {"summed": sum_over_ranks} if ranks.size > 1 else {}
-    linear.train_probe(batches, held.width, classes, task.epochs, lr, seed, encoder.device, report, **alone)
-    found = linear.result(right, answers, classes)
-    return described(found, held, test, learned_on(train, test, task.resize))
+    reduce_kwargs = {"summed": sum_over_ranks} if ranks.size > 1 else {}
+    linear.train_probe(
+        batches, test_features.width, classes, task.epochs, lr, seed, encoder.device, report, **reduce_kwargs
+    )
+    result = linear.result(right, answers, classes)
+    return attach_data_info(result, test_features, test, learned_on(train, test, task.resize))
 
 
-def _like(features: Features, labels: Tensor) -> list[Tensor]:
+def _split_like(features: Features, labels: Tensor) -> list[Tensor]:
     """Labels in the blocks of `features`."""
     return list(labels.split([len(block) for block in features.blocks(_BATCH)]))
 
 
-def _dealt(order: list[int], size: int, ranks: Ranks) -> Iterator[tuple[list[int], list[int]]]:
+def _rank_batches(order: list[int], size: int, ranks: Ranks) -> Iterator[tuple[list[int], list[int]]]:
     """Global batches, and of each what is this rank's."""
     for numbers in batched(order, size):
         yield list(numbers), list(numbers[ranks.rank :: ranks.size])
 
 
-def _augmented(
+def _augmented_batches(
     scoring: Scoring, task: LinearTaskConfig, train: EvalSet, epoch: int, order: list[int], probe: partial[Tensor],
     classes: int, width: int,
 ) -> Iterator[tuple[Tensor, Tensor, int]]:  # fmt: skip
     """An epoch through the backbone."""
     encoder = scoring.encoder
-    dealt = list(_dealt(order, task.batch_size, scoring.ranks))
+    dealt = list(_rank_batches(order, task.batch_size, scoring.ranks))
     crops = _Crops(train, encoder.image_size, task.seed, epoch)
-    alone = scoring.ranks.size == 1
-    if not alone:  # gradients are summed at every step: ranks may leave between two epochs only, all of them
+    single_rank = scoring.ranks.size == 1
+    if not single_rank:  # gradients are summed at every step: ranks may leave between two epochs only, all of them
         scoring.ranks.call_on_all(stop_here)
     own = [mine for _, mine in dealt if mine]
-    with closing(read_batches(crops, np.asarray, own, task.workers, stoppable=alone)) as read:
+    with closing(read_batches(crops, np.asarray, own, task.workers, stoppable=single_rank)) as read:
         for numbers, mine in dealt:
             if not mine:  # a last batch smaller than the number of ranks
                 none = torch.zeros(0, dtype=torch.int64, device=encoder.device)

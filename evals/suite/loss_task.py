@@ -20,7 +20,7 @@ from sparo_train.data.read.loader import Examples
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import Source, fingerprint, open_source
 
-from ..encoders.abilities import Trained
+from ..encoders.abilities import TrainingRun
 from ..encoders.encoder import Encoder
 from ..sets.task_config import TaskConfig
 from ..tasks import losses
@@ -62,50 +62,50 @@ def run_validation_loss(scoring: Scoring, task: LossTaskConfig) -> Result:
         raise PartsMissingError(f"{scoring.name}: nothing is encoded that could be shared; the first share scores it")
     encoder, source = scoring.encoder, open_held_out(task)
     assert encoder.trained is not None  # what offers `loss`
-    trained = encoder.trained
-    loss = {"loss": _loss_options(trained), "frames": task.frames or _frames(trained), "seed": task.seed}
+    training_run = encoder.trained
+    loss = {"loss": _loss_options(training_run), "frames": task.frames or _frames(training_run), "seed": task.seed}
     # What is made small is part of what a score is of: of two losses, or lengths, none is the better.
-    held = {"samples": fingerprint([source]), **loss}
-    data = sha256(json.dumps(held, sort_keys=True, default=str).encode()).hexdigest()
+    identity_facts = {"samples": fingerprint([source]), **loss}
+    data = sha256(json.dumps(identity_facts, sort_keys=True, default=str).encode()).hexdigest()
 
     def score() -> Result:
         skipped: dict[str, int] = {}
-        kept = dict(_losses(encoder, trained, source, task, skipped))
-        if not kept:
+        loss_by_key = dict(_losses(encoder, training_run, source, task, skipped))
+        if not loss_by_key:
             raise DataError(f"{task.shards}: not one sample can be used: {', '.join(skipped)}")
-        found = np.array(list(kept.values()))
-        if not np.isfinite(found).all():
-            key = list(kept)[int(np.flatnonzero(~np.isfinite(found))[0])]
+        loss_values = np.array(list(loss_by_key.values()))
+        if not np.isfinite(loss_values).all():
+            key = list(loss_by_key)[int(np.flatnonzero(~np.isfinite(loss_values))[0])]
             raise DataError(
                 f"{task.shards}: the loss of sample {key} is not finite; its weights or its data are damaged"
             )
-        result = losses.score(found)
+        result = losses.score(loss_values)
         options, counts = {**loss, "skipped": skipped, **result.options}, {"skipped": sum(skipped.values())}
-        return result._replace(keys=tuple(kept), data=data, options=options, counts=counts)
+        return result._replace(keys=tuple(loss_by_key), data=data, options=options, counts=counts)
 
     return scoring.ranks.rank0_broadcast(score)
 
 
 def _losses(
-    encoder: Encoder, trained: Trained, source: Source, task: LossTaskConfig, skipped: dict[str, int]
+    encoder: Encoder, training_run: TrainingRun, source: Source, task: LossTaskConfig, skipped: dict[str, int]
 ) -> Iterator[tuple[str, float]]:
-    objective, examples = trained.objective, _examples(trained, task)
-    own = trained.config.data.sources.values()
+    objective, examples = training_run.objective, _examples(training_run, task)
+    own = training_run.config.data.sources.values()
     # Which member is the image is the recipe's to say.
-    told = source._replace(config=source.config.model_copy(update={"image_keys": next(iter(own)).image_keys}))
+    image_source = source._replace(config=source.config.model_copy(update={"image_keys": next(iter(own)).image_keys}))
     total, count = source.samples, min(task.limit or source.samples, source.samples)
     # Of a run that counts epochs or samples its plan alone knows the steps; behind this many every schedule has ended, too.
-    end = trained.config.steps or 10**9
+    end = training_run.config.steps or 10**9
     # Its other parts may have been left behind where only the encoder moved. It stays in evaluation mode, as encoders are: whoever trains
     # it puts it back.
     objective.to(encoder.device).eval()
     # Forwards may count in buffers, and these are the run's.
-    held = [(b, b.clone()) for b in objective.buffers()]
+    saved_buffers = [(b, b.clone()) for b in objective.buffers()]
     try:
         for number in (i * total // count for i in range(count)):
             key, fields = _sample(source, number)
             try:
-                example = examples.prepare(fields, told, generator(task.seed, "validation", number))
+                example = examples.prepare(fields, image_source, generator(task.seed, "validation", number))
             except BadSampleError as bad:
                 skipped[str(bad)] = skipped.get(str(bad), 0) + 1
                 continue
@@ -117,7 +117,7 @@ def _losses(
                 loss = objective(batch, Progress(max(end - 1, 0), end, 0))
             yield f"{number:08d}-{key}", float(loss.total)
     finally:
-        for buffer, value in held:
+        for buffer, value in saved_buffers:
             buffer.copy_(value)
 
 
@@ -129,45 +129,48 @@ def _sample(source: Source, number: int) -> tuple[str, dict[str, bytes]]:
     raise IndexError(number)
 
 
-def _examples(trained: Trained, task: LossTaskConfig) -> Examples:
-    config, data = trained.config.objective, trained.config.data
+def _examples(training_run: TrainingRun, task: LossTaskConfig) -> Examples:
+    config, data = training_run.config.objective, training_run.config.data
     if task.frames is not None:
         config = config.model_copy(update={"frames": config.frames.model_copy(update={"count": task.frames})})
     data = data.model_copy(update={"crop_scale": (1.0, 1.0), "hflip": 0.0})
-    return METHODS.row(config.kind).examples(config, data)
+    return METHODS.get(config.kind).examples(config, data)
 
 
-def _loss_options(trained: Trained) -> dict[str, Any]:
+def _loss_options(training_run: TrainingRun) -> dict[str, Any]:
     """What tells a recipe's loss from another's: what is drawn or said, and how errors are counted."""
-    found = trained.config.objective.model_dump(mode="json")
-    keys = METHODS.row(found["kind"]).loss_keys
+    objective_config = training_run.config.objective.model_dump(mode="json")
+    keys = METHODS.get(objective_config["kind"]).loss_keys
     if keys is None:
-        return {key: value for key, value in found.items() if key != "model"}
-    told = {"kind": found["kind"]}
+        return {key: value for key, value in objective_config.items() if key != "model"}
+    options = {"kind": objective_config["kind"]}
     for key in keys:
         *above, last = key.split(".")
-        told[last] = reduce(lambda block, part: block[part], above, found)[last]
-    return told
+        options[last] = reduce(lambda block, part: block[part], above, objective_config)[last]
+    return options
 
 
-def _frames(trained: Trained) -> int | None:
-    frames = getattr(trained.config.objective, "frames", None)
+def _frames(training_run: TrainingRun) -> int | None:
+    frames = getattr(training_run.config.objective, "frames", None)
     return None if frames is None else frames.count
 
 
-def _unfit(task: LossTaskConfig, encoder: Any) -> str | None:
-    trained: Trained = encoder.trained
-    kind = trained.config.objective.kind
-    if isinstance(trained.objective, CoupledObjective) or next(iter(trained.objective.ema_pairs()), None) is not None:
+def _incompatibility(task: LossTaskConfig, encoder: Any) -> str | None:
+    training_run: TrainingRun = encoder.trained
+    kind = training_run.config.objective.kind
+    if (
+        isinstance(training_run.objective, CoupledObjective)
+        or next(iter(training_run.objective.ema_pairs()), None) is not None
+    ):
         return (
             f"task=validation_loss: what objective.kind={kind} makes small is of whole batches, or of a teacher that moves, and no "
             "sample has a loss of its own; score what it is for"
         )
-    if task.frames is not None and _frames(trained) is None:
+    if task.frames is not None and _frames(training_run) is None:
         return f"frames={task.frames}: is of clips, and objective.kind={kind} has none; leave it away"
-    if _examples(trained, task.model_copy(update={"frames": None})).reads_model:
+    if _examples(training_run, task.model_copy(update={"frames": None})).reads_model:
         return "task=validation_loss: objective.cache trains on kept tokens, which held-out samples have none of"
     return None
 
 
-VALIDATION_LOSS = Task(LossTaskConfig, run_validation_loss, _check, needs=("loss",), unfit=_unfit)
+VALIDATION_LOSS = Task(LossTaskConfig, run_validation_loss, _check, needs=("loss",), incompatibility=_incompatibility)

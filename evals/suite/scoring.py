@@ -40,12 +40,12 @@ class Scoring(NamedTuple):
         """
         # All of them before the first that is missing: a share that stops early would leave others waiting for it.
         tried = [self.store.images(self.encoder, s, transform, view, workers, self.ranks, self.part) for s in sources]
-        found = [features for features in tried if features is not None]
-        if len(found) < len(tried):
+        available = [features for features in tried if features is not None]
+        if len(available) < len(tried):
             raise PartsMissingError(
                 f"{self.name}: other shares of {sources[tried.index(None)].root} are not encoded yet"
             )
-        return found
+        return available
 
     def texts(self, captions: list[str]) -> Tensor:
         """Unit-norm encodings (n, D) of captions, by an encoder that offers `texts`."""
@@ -86,7 +86,7 @@ def _same_images(train: EvalSet, test: EvalSet) -> bool:
         return False
 
 
-def described(
+def attach_data_info(
     result: Result, images: Features, source: EvalSet, options: dict[str, Any], keys: list[str] | None = None
 ) -> Result:
     """A result with what only the caller knows: options, the data's identity, and the keys of its predictions."""
@@ -101,6 +101,6 @@ def facts_digest(keys: Sequence[str], facts: Sequence[Any]) -> str:
     """Of what a score goes by: the identity of shards is where samples lie in them, which other captions or masks of one length share."""
     digest = xxhash.xxh3_128()
     for key, fact in zip(keys, facts, strict=True):
-        told = fact.tobytes() if isinstance(fact, np.ndarray) else json.dumps(fact, default=str).encode()
-        digest.update(f"{key} {len(told)}\n".encode() + told)
+        fact_bytes = fact.tobytes() if isinstance(fact, np.ndarray) else json.dumps(fact, default=str).encode()
+        digest.update(f"{key} {len(fact_bytes)}\n".encode() + fact_bytes)
     return digest.hexdigest()

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from sparo_train.core.distributed import Ranks
-from sparo_train.core.errors import BrokenError, SparoError
+from sparo_train.core.errors import SparoError, UnexpectedError
 from sparo_train.core.tables import TASKS
 from sparo_train.core.world import World
 
@@ -15,9 +15,9 @@ from ..sets.task_config import TaskConfig
 from ..store.features import FeatureStore
 from ..tasks.result import Result
 from .scoring import PartsMissingError, Scoring
-from .task import chosen, refuse_unfit
+from .task import check_compatible, select_tasks
 
-_ALONE = Ranks(World(), "gloo", 0.0)
+_SINGLE_PROCESS = Ranks(World(), "gloo", 0.0)
 
 
 class Suite:
@@ -34,13 +34,13 @@ class Suite:
     def check(self) -> None:
         """Raise `DataError` now where a set lacks a file that its task needs."""
         for task in self.tasks.values():
-            TASKS.row(task.task).check(task)
+            TASKS.get(task.task).check(task)
 
     def run(
         self,
         encoder: Encoder,
         only: Sequence[str] | None = None,
-        ranks: Ranks = _ALONE,
+        ranks: Ranks = _SINGLE_PROCESS,
         part: tuple[int, int] | None = None,
     ) -> dict[str, Result]:
         """Score `encoder` on the tasks named in `only` (default: all).
@@ -49,12 +49,12 @@ class Suite:
             ranks: those that score together; each encodes its share of the images, and all return the same results.
             part: (i, n): encode the i-th of n shares only; tasks whose other shares are missing are left out of the results.
         """
-        tasks, out = chosen(self.tasks, only), {}
+        tasks, out = select_tasks(self.tasks, only), {}
         for name, task in tasks.items():
-            refuse_unfit(name, task, encoder)
+            check_compatible(name, task, encoder)
         for name, task in tasks.items():
             try:
-                out[name] = _scored(Scoring(name, encoder, self.store, ranks, part), task)
+                out[name] = _score_task(Scoring(name, encoder, self.store, ranks, part), task)
             except PartsMissingError:
                 continue
         return out
@@ -64,25 +64,25 @@ class TaskError(SparoError):
     """A task broke off, or gave what is no score: its own mistake, which ends neither other tasks' scores nor a training unsaved."""
 
 
-def _scored(scoring: Scoring, task: TaskConfig) -> Result:
+def _score_task(scoring: Scoring, task: TaskConfig) -> Result:
     """A task's result with plain numbers, as files and tables take them."""
     try:
-        found: Result = TASKS.row(task.task).run(scoring, task)
-        metrics = {name: float(value) for name, value in found.metrics.items()}
-        intervals = {name: (float(low), float(high)) for name, (low, high) in found.intervals.items()}
-        counts = {name: int(value) for name, value in found.counts.items()}
-        result = found._replace(
-            metrics=metrics, intervals=intervals, counts=counts, chance=float(found.chance), n=int(found.n)
+        raw_result: Result = TASKS.get(task.task).run(scoring, task)
+        metrics = {name: float(value) for name, value in raw_result.metrics.items()}
+        intervals = {name: (float(low), float(high)) for name, (low, high) in raw_result.intervals.items()}
+        counts = {name: int(value) for name, value in raw_result.counts.items()}
+        result = raw_result._replace(
+            metrics=metrics, intervals=intervals, counts=counts, chance=float(raw_result.chance), n=int(raw_result.n)
         )
         json.dumps(result.options)  # what no file takes is told here, with the task's name
         if result.headline not in metrics:
             raise KeyError(f"headline {result.headline!r} is none of its metrics: {', '.join(metrics) or 'none'}")
-    except BrokenError as error:  # of rank 0, which all of them have
+    except UnexpectedError as error:  # of rank 0, which all of them have
         failed = TaskError(f"{scoring.name}: task={task.task} failed ({error})")
-        failed.everywhere, failed.repeated = error.everywhere, error.repeated
+        failed.on_all_ranks, failed.repeated = error.on_all_ranks, error.repeated
         raise failed from error
     except SparoError:
         raise
     except Exception as error:  # a stranger's task may fail in any way
-        raise TaskError(f"{scoring.name}: task={task.task} failed ({BrokenError.of(error)})") from error
+        raise TaskError(f"{scoring.name}: task={task.task} failed ({UnexpectedError.of(error)})") from error
     return result

@@ -15,9 +15,9 @@ from sparo_train.core.tables import ENCODERS, METHODS, TASKS
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
 
-from ..encoders.abilities import Trained
+from ..encoders.abilities import TrainingRun
 from ..encoders.encoder import Encoder
-from ..encoders.heads import SomeHeads
+from ..encoders.heads import SelectedHeads
 from ..encoders.masked import MaskedEncoder
 from ..sets.task_config import TaskConfig
 from ..tasks.result import Result
@@ -67,7 +67,7 @@ class Task:
         check: raises `DataError` now where the config's data is not there, or not what the task takes.
         needs: of `NEEDS`, or words of one's own that an encoder's `offers` may have.
         facts: what its set says of every image, where it has one set (evals/sets/base.py: FactKind).
-        unfit: why this config cannot be scored with an encoder that offers all of `needs`, and what to do; None: it can.
+        incompatibility: why this config cannot be scored with an encoder that offers all of `needs`, and what to do; None: it can.
         pictures: `module:attribute` of `(encoder, config, how many) -> TaskPictures | None`, which draws at evaluations of a run; imported
             when something is drawn. Empty: of this task nothing is.
     """
@@ -77,17 +77,17 @@ class Task:
     check: Callable[[Any], None]
     needs: tuple[str, ...] = ()
     facts: str = "label"
-    unfit: Callable[[Any, Any], str | None] = lambda task, encoder: None
+    incompatibility: Callable[[Any, Any], str | None] = lambda task, encoder: None
     pictures: str = ""
 
 
-class UnfitError(ConfigError):
+class IncompatibleTaskError(ConfigError):
     """A task that this kind of encoder cannot do; raised before anything is encoded."""
 
 
-def refuse_unfit(name: str, task: TaskConfig, encoder: Encoder) -> None:
+def check_compatible(name: str, task: TaskConfig, encoder: Encoder) -> None:
     """Raise `UnfitError` where `encoder` does not offer what the task needs, or not as it is set; `name`: what the task is called."""
-    row: Task = TASKS.row(task.task)
+    row: Task = TASKS.get(task.task)
     needs = row.needs
     # What is made of clips or of views asks for no image on its own.
     for word in needs if {"clips", "views", "loss"} & set(needs) else ("images", *needs):
@@ -96,24 +96,24 @@ def refuse_unfit(name: str, task: TaskConfig, encoder: Encoder) -> None:
             lacked = "images" if word == "clips" and "views" in encoder.offers else word
             offered = ", ".join(sorted(encoder.offers)) or "nothing more"
             need = NEEDS.get(lacked, Need(lacked, "does not offer that", f"it offers {offered}"))
-            if isinstance(encoder, MaskedEncoder | SomeHeads):
+            if isinstance(encoder, MaskedEncoder | SelectedHeads):
                 need = need._replace(
                     instead="is encodings alone, as some of them were chosen", remedy="leave --slots away for it"
                 )
-            raise UnfitError(f"{name}: needs {need.what}, and {encoder.label} {need.instead}; {need.remedy}")
-    if reason := row.unfit(task, encoder):
-        raise UnfitError(f"{name}.{reason}")
+            raise IncompatibleTaskError(f"{name}: needs {need.what}, and {encoder.label} {need.instead}; {need.remedy}")
+    if reason := row.incompatibility(task, encoder):
+        raise IncompatibleTaskError(f"{name}.{reason}")
 
 
 def encoder_of(objective: Objective, config: Any) -> Encoder:
     """What encodes inside a training objective, on its device, in evaluation mode; `config`: the run's recipe."""
-    encoder: Encoder = ENCODERS.row(config.objective.kind)(objective)
-    encoder.trained = Trained(objective, config)
+    encoder: Encoder = ENCODERS.get(config.objective.kind)(objective)
+    encoder.trained = TrainingRun(objective, config)
     encoder.map_pixels(config.data.pixel_range)
     return encoder
 
 
-def refuse_unfit_to(
+def check_tasks_compatible(
     objective: Objective,
     config: Any,
     tasks: Mapping[str, TaskConfig],
@@ -129,12 +129,12 @@ def refuse_unfit_to(
             encoder.trained = None
         encoder.label = encoder.label or f"objective.kind={config.objective.kind}"
         for name, task in tasks.items():
-            refuse_unfit(f"{block}.{name}", task, encoder)
+            check_compatible(f"{block}.{name}", task, encoder)
     finally:
         objective.train()  # an encoder puts its model into evaluation mode
 
 
-def refuse_unfit_run(config: RunConfig, objective: Objective | None = None) -> None:
+def check_recipe_compatible(config: RunConfig, objective: Objective | None = None) -> None:
     """Raise `ConfigError` where `eval.tasks` or `eval.side` of a recipe cannot be done with what it trains.
 
     Args:
@@ -146,16 +146,16 @@ def refuse_unfit_run(config: RunConfig, objective: Objective | None = None) -> N
     if objective is None:
         with torch.device("meta"):
             objective = build_objective(config)
-    refuse_unfit_to(objective, config, config.eval.tasks)
+    check_tasks_compatible(objective, config, config.eval.tasks)
     if side is not None:
-        refuse_unfit_to(objective, config, side.tasks, "eval.side.tasks", exported=True)
-        if not METHODS.row(config.objective.kind).exports:
+        check_tasks_compatible(objective, config, side.tasks, "eval.side.tasks", exported=True)
+        if not METHODS.get(config.objective.kind).exports:
             raise ConfigError(
                 f"eval.side: objective.kind={config.objective.kind} names no layout to export to, which a job of its own would read"
             )
 
 
-def chosen(tasks: Mapping[str, Any], only: Iterable[str] | None) -> dict[str, Any]:
+def select_tasks(tasks: Mapping[str, Any], only: Iterable[str] | None) -> dict[str, Any]:
     """The tasks of these names (default: all). Raises `ConfigError` with a near miss."""
     names = list(only or tasks)
     for name in names:

@@ -18,7 +18,7 @@ from sparo_train.core.errors import DataError
 
 from .probe import Labelled
 from .result import Result
-from .zeroshot import of_ranked, ranked
+from .zeroshot import rank_classes, result_from_ranking
 
 _BLOCK = 256  # images that are scored at once
 
@@ -58,7 +58,7 @@ def train_attentive(
     build: Callable[[], AttentiveProbe],
     train: Labelled,
     how: AttentiveTraining,
-    report: Callable[[int], None] = lambda epoch: None,
+    on_epoch_end: Callable[[int], None] = lambda epoch: None,
 ) -> AttentiveProbe:
     """Train on rows (m, N, d); the start and the order of images are drawn from `how.seed`. A last batch of one image is left out: it
     has no deviation.
@@ -96,7 +96,7 @@ def train_attentive(
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        report(epoch)
+        on_epoch_end(epoch)
     return probe.eval()
 
 
@@ -107,10 +107,10 @@ def score(probe: AttentiveProbe, test: Labelled, classes: int, device: torch.dev
     Raises:
         DataError: a logit that is not finite: what the probe says is no answer.
     """
-    found = []
+    top_classes = []
     for rows in torch.arange(len(test.labels)).split(_BLOCK):
         logits = probe(test.rows(rows).to(device)).float()
         if not logits.isfinite().all():
             raise DataError("attentive_probe: its logits are not finite, so it diverged; lower the task's lr")
-        found.append(ranked(logits, min(5, classes)).cpu())
-    return of_ranked(torch.cat(found), test.labels, classes, "attentive_probe")
+        top_classes.append(rank_classes(logits, min(5, classes)).cpu())
+    return result_from_ranking(torch.cat(top_classes), test.labels, classes, "attentive_probe")

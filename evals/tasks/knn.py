@@ -19,7 +19,7 @@ from .zeroshot import class_recall
 
 # Similarities of 4 MiB: with the rows, no more than the official evaluation takes; more rows at once, and groups' maxima find the best.
 QUERIES, ROWS = 128, 8192
-_SAME = 1e-6  # how far below 1 rounding leaves the cosine of an encoding with itself
+_SAME_ENCODING_TOLERANCE = 1e-6  # how far below 1 rounding leaves the cosine of an encoding with itself
 
 
 class Nearest(NamedTuple):
@@ -47,32 +47,32 @@ def nearest(
         block: queries and rows whose similarities are held at once.
     """
     parts = [F.normalize(q.float(), dim=-1) for q in queries.split(block[0])]
-    found: list[Nearest | None] = [None] * len(parts)
-    room = queries.new_empty(
+    nearest_parts: list[Nearest | None] = [None] * len(parts)
+    buffer = queries.new_empty(
         0, dtype=torch.float32
     )  # one memory for all blocks: fresh pages cost as much as a fifth of the product
     for piece in [bank] if isinstance(bank, Tensor) else bank:
         for rows in piece.split(block[1]):
             rows = normalised(rows, queries.device)
             for number, q in enumerate(parts):
-                if room.numel() < len(q) * len(rows):
-                    room = room.new_empty(len(q) * len(rows))
-                product = torch.mm(q, rows.T, out=room[: len(q) * len(rows)].view(len(q), len(rows)))
-                best, before = best_of(product, k, first_row), found[number]
-                found[number] = best if before is None else merge([before, best], k)
+                if buffer.numel() < len(q) * len(rows):
+                    buffer = buffer.new_empty(len(q) * len(rows))
+                product = torch.mm(q, rows.T, out=buffer[: len(q) * len(rows)].view(len(q), len(rows)))
+                best, before = best_of(product, k, first_row), nearest_parts[number]
+                nearest_parts[number] = best if before is None else merge([before, best], k)
             first_row += len(rows)
-    if any(part is None for part in found) or not parts:
+    if any(part is None for part in nearest_parts) or not parts:
         empty = queries.new_zeros(len(queries), 0, dtype=torch.float32)
         return Nearest(empty, empty.long())
-    whole = [part for part in found if part is not None]
+    whole = [part for part in nearest_parts if part is not None]
     return Nearest(torch.cat([p.similarity for p in whole]), torch.cat([p.row for p in whole]))
 
 
 def normalised(rows: Tensor, device: torch.device) -> Tensor:
     """`F.normalize` of fp32 rows, without a second copy of those that had to be converted."""
-    moved = rows.to(device, torch.float32)
-    norm = torch.linalg.vector_norm(moved, dim=1, keepdim=True).clamp_min_(1e-12)
-    return moved / norm if moved is rows else moved.div_(norm)
+    converted = rows.to(device, torch.float32)
+    norm = torch.linalg.vector_norm(converted, dim=1, keepdim=True).clamp_min_(1e-12)
+    return converted / norm if converted is rows else converted.div_(norm)
 
 
 def merge(parts: Sequence[Nearest], k: int) -> Nearest:
@@ -102,14 +102,14 @@ def best_of(table: Tensor, k: int, first: int) -> Nearest:
 def _largest(table: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """`topk` of long rows: the k groups with the largest maxima hold the k largest values (of equal ones, some)."""
     n = table.shape[1]
-    wanted = math.isqrt(n // max(1, k)) // 2
-    if wanted < 3:
+    group_size = math.isqrt(n // max(1, k)) // 2
+    if group_size < 3:
         return table.topk(k, dim=1)
     # Groups of one size where some number divides: what is left over is looked at one by one.
-    size = next((s for s in range(wanted, 2 * wanted) if n % s == 0), wanted)
+    size = next((s for s in range(group_size, 2 * group_size) if n % s == 0), group_size)
     groups = n // size
-    chosen = _maxima(table[:, : size * groups], size, groups).topk(k, dim=1, sorted=False).indices
-    columns = (chosen[:, None] + groups * torch.arange(size, device=table.device)[:, None]).flatten(1)
+    top_groups = _maxima(table[:, : size * groups], size, groups).topk(k, dim=1, sorted=False).indices
+    columns = (top_groups[:, None] + groups * torch.arange(size, device=table.device)[:, None]).flatten(1)
     if n % size:
         rest = torch.arange(size * groups, n, device=table.device)
         columns = torch.cat([columns, rest.expand(len(table), -1)], dim=1)
@@ -124,13 +124,15 @@ def _maxima(table: Tensor, size: int, groups: int) -> Tensor:
     return table.T.unflatten(0, (size, groups)).amax(dim=0).T.contiguous()
 
 
-def predictions(found: Nearest, labels: Tensor, classes: int, k: int, temperature: float, top: int = 5) -> Tensor:
+def predictions(neighbours: Nearest, labels: Tensor, classes: int, k: int, temperature: float, top: int = 5) -> Tensor:
     """Classes by the summed weights exp(similarity / T) of the k nearest, best first: (m, top); ties go to the lower class."""
-    k = min(k, found.row.shape[1])
+    k = min(k, neighbours.row.shape[1])
     # Part by part: votes of all queries for all classes, sorted, would be most of what an evaluation takes.
     best = [
         _voted(similarity, row, labels, classes, temperature)[:, : min(top, classes)].clone()
-        for similarity, row in zip(found.similarity[:, :k].split(QUERIES), found.row[:, :k].split(QUERIES), strict=True)
+        for similarity, row in zip(
+            neighbours.similarity[:, :k].split(QUERIES), neighbours.row[:, :k].split(QUERIES), strict=True
+        )
     ]
     return torch.cat(best)
 
@@ -144,7 +146,7 @@ def _voted(similarity: Tensor, row: Tensor, labels: Tensor, classes: int, temper
 
 
 def score(
-    found: Nearest,
+    neighbours: Nearest,
     bank_labels: Tensor,
     labels: Tensor,
     classes: int,
@@ -161,7 +163,7 @@ def score(
     """
     metrics, predicted = {}, {}
     for k in ks:
-        best = predictions(found, bank_labels, classes, k, temperature)
+        best = predictions(neighbours, bank_labels, classes, k, temperature)
         predicted[f"predicted_k{k}"], right = best.cpu().numpy(), best == labels[:, None]
         metrics[f"acc1_k{k}"] = right[:, 0].double().mean().item()
         if classes > 5:
@@ -175,6 +177,6 @@ def score(
     options = {"temperature": temperature, "normalised": "the encoding as a whole"}
     counts = {
         "largest_class": int(torch.bincount(labels).max()),
-        "same_encoding": int((found.similarity[:, 0] > 1 - _SAME).sum()),
+        "same_encoding": int((neighbours.similarity[:, 0] > 1 - _SAME_ENCODING_TOLERANCE).sum()),
     }
     return Result("knn", len(labels), f"acc1_k{headline}", metrics, 1 / classes, intervals, options, counts, predicted)

@@ -18,7 +18,7 @@ from torch.utils.data import RandomSampler
 from sparo_train.core.errors import DataError
 
 from .result import Result
-from .zeroshot import of_ranked, ranked
+from .zeroshot import rank_classes, result_from_ranking
 
 DECAYS = np.logspace(-6, 2, num=97).tolist()
 _COARSE, _STEPS = 16, (8, 4, 2, 1)
@@ -119,30 +119,32 @@ def best_classes(probes: Probes, data: Labelled, device: torch.device, k: int = 
     out = []
     for rows in torch.arange(len(data.labels)).split(block):
         logits = probes.logits(data.rows(rows).to(device))
-        found = torch.stack([ranked(one, k) for one in logits.unbind(dim=1)])
+        top_classes = torch.stack([rank_classes(one, k) for one in logits.unbind(dim=1)])
         # A decay that diverged has no answer, rather than the first class for all.
-        found[~logits.isfinite().all(dim=2).T] = -1
-        out.append(found.cpu())
+        top_classes[~logits.isfinite().all(dim=2).T] = -1
+        out.append(top_classes.cpu())
     return torch.cat(out, dim=1)
 
 
 def search(train: Labelled, held_out: Labelled, classes: int, how: Training) -> tuple[float, dict[float, float]]:
     """The weight decay that is best on `held_out`, and every accuracy seen on the way; ties keep the earlier one."""
-    seen: dict[int, float] = {}
+    accuracies: dict[int, float] = {}
 
     def best_of(numbers: Sequence[int]) -> int:
-        new = [i for i in dict.fromkeys(numbers) if i not in seen]
+        new = [i for i in dict.fromkeys(numbers) if i not in accuracies]
         if new:
-            found = best_classes(train_probes(train, classes, [DECAYS[i] for i in new], how), held_out, how.device)
-            right = (found[:, :, 0] == held_out.labels).double().mean(dim=1)
-            seen.update(zip(new, right.tolist(), strict=True))
+            top_classes = best_classes(
+                train_probes(train, classes, [DECAYS[i] for i in new], how), held_out, how.device
+            )
+            right = (top_classes[:, :, 0] == held_out.labels).double().mean(dim=1)
+            accuracies.update(zip(new, right.tolist(), strict=True))
         # Of equals the earlier one, as a loop over them would keep it.
-        return max(numbers, key=lambda i: (seen[i], -numbers.index(i)))
+        return max(numbers, key=lambda i: (accuracies[i], -numbers.index(i)))
 
     peak = best_of(range(0, len(DECAYS), _COARSE))
     for step in _STEPS:
         peak = best_of([max(peak - step, 0), peak, min(peak + step, len(DECAYS) - 1)])
-    return DECAYS[peak], {DECAYS[i]: accuracy for i, accuracy in sorted(seen.items())}
+    return DECAYS[peak], {DECAYS[i]: accuracy for i, accuracy in sorted(accuracies.items())}
 
 
 def few_shots(labels: Tensor, k: int, seed: int) -> Tensor:
@@ -176,8 +178,8 @@ def score(
         # A few shots stay few: the held-out images are not of them.
         train = train if fewshot_k > 0 else train.with_more(held_out)
     probes = train_probes(train, classes, [decay], how)
-    found = best_classes(probes, test, how.device, min(5, classes))[0]
-    result = of_ranked(found, test.labels, classes, "probe")
+    top_classes = best_classes(probes, test, how.device, min(5, classes))[0]
+    result = result_from_ranking(top_classes, test.labels, classes, "probe")
     options = {
         "optimizer": "AdamW on weight and bias", "lr": how.lr, "epochs": how.epochs, "batch_size": how.batch_size,
         "seed": how.seed, "weight_decay": decay, "tried": {f"{d:.3g}": a for d, a in tried.items()}, "fewshot_k": fewshot_k,

@@ -9,14 +9,14 @@ import numpy as np
 
 DRAWS = 2000
 # Scores that are no shares: what a number is multiplied by to be shown, digits, and a unit. All others are per cent.
-_SHOWN = {
+_METRIC_FORMATS = {
     **{f"psnr{which}": (1, 2, " dB") for which in ("", "_held_out", "_shown", "_nearest", "_mean")},
     "mse": (1, 5, " mse"),
     "mse_sum": (1, 2, " mse_sum"),
     "loss": (1, 5, " loss"),
 }
 LOWER_IS_BETTER = frozenset({"loss", "mse", "mse_sum", "depth_error"})
-_AT_ONCE = 2**24  # numbers of a bootstrap that are held at once
+_BOOTSTRAP_BLOCK = 2**24  # numbers of a bootstrap that are held at once
 
 
 _FIELD_KINDS: dict[str, type | tuple[type, ...]] = {
@@ -63,57 +63,57 @@ class Result(NamedTuple):
 
     def remarks(self) -> list[str]:
         """What has to be known beside the scores, in words."""
-        found = [f"not the listed data: {self.note}"] if self.note else []
+        notes = [f"not the listed data: {self.note}"] if self.note else []
         if skipped := self.left_out():
-            found.append(skipped)
+            notes.append(skipped)
         if count := self.counts.get("images_without_caption"):
-            found.append(f"{count} image(s) without a caption are no queries")
+            notes.append(f"{count} image(s) without a caption are no queries")
         if count := self.counts.get("scenes_beyond_rays"):
-            found.append(f"{count} of {self.n} scenes have something where this model looks at no ray (near, far)")
+            notes.append(f"{count} of {self.n} scenes have something where this model looks at no ray (near, far)")
         if count := self.counts.get("skipped"):
             reasons = self.options.get("skipped")
             first = (
                 max(reasons, key=lambda name: reasons[name]) if isinstance(reasons, dict) and reasons else "unusable"
             )
-            found.append(f"{count} of {self.n + count} samples could not be used ({first}); the score is of the others")
-        found += self._odd_data()
+            notes.append(f"{count} of {self.n + count} samples could not be used ({first}); the score is of the others")
+        notes += self._odd_data()
         if self.n == 1 and self.intervals:
             # Drawn again and again, one sample is itself: an interval of no width, which looks like certainty.
-            found.append("n is 1: how sure these scores are cannot be said, whatever their intervals are")
+            notes.append("n is 1: how sure these scores are cannot be said, whatever their intervals are")
         elif flat := [name for name, (low, high) in self.intervals.items() if low == high]:
             # One sample of a class, drawn from that class again and again, is itself.
-            found.append(
+            notes.append(
                 f"{', '.join(flat)}: an interval of no width, since all draws are alike (one sample per class, or all samples equal); "
                 "how sure it is cannot be said"
             )
-        return found
+        return notes
 
     def _odd_data(self) -> list[str]:
         """Return warnings about data that inflates or limits a score on labelled images."""
-        found, largest = [], self.counts.get("largest_class", 0)
+        notes, largest = [], self.counts.get("largest_class", 0)
         if largest > 1 and largest / self.n > min(1.2 * self.chance, self.chance + 0.05):
-            found.append(
+            notes.append(
                 f"the largest class holds {100 * largest / self.n:.1f} % of the images, which is acc1 of always naming it "
                 f"(chance over the classes is {100 * self.chance:.1f} %); mean_per_class_recall weighs all classes equally"
             )
         if self.options.get("scored_on_training"):
-            found.append("the scored images are the training images")
+            notes.append("the scored images are the training images")
         elif count := self.counts.get("same_encoding"):
-            found.append(
+            notes.append(
                 f"{count} of {self.n} images have the same encoding as a training image: the sets overlap, or the encoder maps different images to one encoding"
             )
         if count := self.counts.get("classes_of_one_name"):
-            found.append(f"{count} class(es) have the same name as an earlier class and can never be predicted")
-        return found
+            notes.append(f"{count} class(es) have the same name as an earlier class and can never be predicted")
+        return notes
 
     def left_out(self) -> str:
         """Name the files of the scored and the training folder that were not read; empty where all were."""
-        found = []
+        notes = []
         for key, where in (("left_out", ""), ("left_out_of_training", " in training")):
             if isinstance(by_suffix := self.options.get(key), dict):
                 listed = ", ".join(f"{n} {suffix}" for suffix, n in by_suffix.items())
-                found.append(f"{sum(by_suffix.values())} file(s) skipped{where}, not readable as pictures: {listed}")
-        return "; ".join(found)
+                notes.append(f"{sum(by_suffix.values())} file(s) skipped{where}, not readable as pictures: {listed}")
+        return "; ".join(notes)
 
     def odd(self) -> str:
         """Return why its cell in a table is marked: other data than the catalogue lists, or files that were skipped."""
@@ -122,20 +122,20 @@ class Result(NamedTuple):
         )
 
     @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> Result:
+    def from_dict(cls, content: dict[str, Any]) -> Result:
         """Return what `as_dict` gave, without predictions and keys. Raises `TypeError` for a field of another kind."""
-        known = {name: value for name, value in found.items() if name in cls._fields}
+        fields = {name: value for name, value in content.items() if name in cls._fields}
         for name, kinds in _FIELD_KINDS.items():
-            if name in known and (not isinstance(known[name], kinds) or isinstance(known[name], bool)):
-                raise TypeError(f"{name} is {type(known[name]).__name__}")
-        numbers = [*known["metrics"].values(), *known.get("counts", {}).values()]
-        if not all(isinstance(value, int | float) for value in numbers) or known["headline"] not in known["metrics"]:
+            if name in fields and (not isinstance(fields[name], kinds) or isinstance(fields[name], bool)):
+                raise TypeError(f"{name} is {type(fields[name]).__name__}")
+        numbers = [*fields["metrics"].values(), *fields.get("counts", {}).values()]
+        if not all(isinstance(value, int | float) for value in numbers) or fields["headline"] not in fields["metrics"]:
             raise TypeError("metrics are not numbers, or lack the headline")
-        return cls(**{**known, "intervals": {name: tuple(v) for name, v in known.get("intervals", {}).items()}})
+        return cls(**{**fields, "intervals": {name: tuple(v) for name, v in fields.get("intervals", {}).items()}})
 
     def as_dict(self) -> dict[str, Any]:
         """All but the predictions and their keys, as JSON takes it."""
-        intervals = {name: list(found) for name, found in self.intervals.items()}
+        intervals = {name: list(bounds) for name, bounds in self.intervals.items()}
         out = {**self._asdict(), "intervals": intervals, "interval": list(self.interval)}
         del out["predictions"], out["keys"]
         return out
@@ -143,23 +143,23 @@ class Result(NamedTuple):
 
 def is_share(metric: str) -> bool:
     """Whether a score is a share, shown in per cent, for which chance means something."""
-    return metric not in _SHOWN
+    return metric not in _METRIC_FORMATS
 
 
 def axis_of(metric: str) -> tuple[float, str]:
     """What a score is multiplied by on a plot's axis, and what the axis counts."""
-    times, _, name = _SHOWN.get(metric, (100, 0, "per cent"))
+    times, _, name = _METRIC_FORMATS.get(metric, (100, 0, "per cent"))
     return times, name.strip()
 
 
-def shown(metric: str, value: float, sign: str = "", unit: bool = False, digits: int = 1) -> str:
+def format_metric(metric: str, value: float, sign: str = "", unit: bool = False, digits: int = 1) -> str:
     """A score for people: per cent, or what this metric is counted in.
 
     Args:
         sign: "+" shows a plus, too.  unit: name it, unless it is per cent.  digits: behind the point, of per cent.
     """
-    times, behind, name = _SHOWN.get(metric, (100, digits, ""))
-    return f"{times * value:{sign}.{behind}f}" + (name if unit else "")
+    times, decimals, name = _METRIC_FORMATS.get(metric, (100, digits, ""))
+    return f"{times * value:{sign}.{decimals}f}" + (name if unit else "")
 
 
 def wilson(p: float, n: int, z: float = 1.959964) -> tuple[float, float]:
@@ -180,7 +180,7 @@ def bootstrap(sums: np.ndarray, counts: np.ndarray, draws: int = DRAWS, seed: in
     """
     rng, n = np.random.default_rng(seed), len(sums)
     table, times = np.unique(np.concatenate([sums, counts], axis=1, dtype=np.float64), axis=0, return_counts=True)
-    out, step = [], max(1, _AT_ONCE // len(table))
+    out, step = [], max(1, _BOOTSTRAP_BLOCK // len(table))
     for begin in range(0, draws, step):
         weights = rng.multinomial(n, times / n, min(step, draws - begin))  # clusters that are alike are drawn together
         total = weights @ table

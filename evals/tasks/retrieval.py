@@ -30,14 +30,14 @@ def score(image: Tensor, text: Tensor, image_of_text: Tensor, ks: Sequence[int] 
         counted (clip-benchmark takes them for misses). Intervals resample images, each with its texts.
     """
     most = _most(ks, len(image), len(text))
-    return _scored(nearest_both(image, text, *most), len(image), image_of_text, ks, most)
+    return _result_from_neighbours(nearest_both(image, text, *most), len(image), image_of_text, ks, most)
 
 
 def score_table(table: Tensor, image_of_text: Tensor, ks: Sequence[int] = KS) -> Result:
     """The same of similarities (I, T) that are no products of encodings."""
     most = _most(ks, *table.shape)
-    found = best_of(table, most[0], 0), best_of(table.T.contiguous(), most[1], 0)
-    return _scored(found, len(table), image_of_text, ks, most)
+    neighbours = best_of(table, most[0], 0), best_of(table.T.contiguous(), most[1], 0)
+    return _result_from_neighbours(neighbours, len(table), image_of_text, ks, most)
 
 
 def _most(ks: Sequence[int], images: int, texts: int) -> tuple[int, int]:
@@ -48,23 +48,26 @@ def _most(ks: Sequence[int], images: int, texts: int) -> tuple[int, int]:
     return one, other
 
 
-def _scored(
-    found: tuple[Nearest, Nearest], images: int, image_of_text: Tensor, ks: Sequence[int], most: tuple[int, int]
+def _result_from_neighbours(
+    neighbours: tuple[Nearest, Nearest], images: int, image_of_text: Tensor, ks: Sequence[int], most: tuple[int, int]
 ) -> Result:
-    (texts_found, images_found), (largest_text, largest_image) = (n.row.cpu() for n in found), most
-    right_texts = image_of_text[texts_found] == torch.arange(images)[:, None]
-    right_images = images_found == image_of_text[:, None]
-    owned = torch.bincount(image_of_text, minlength=images)
-    asked = owned > 0
+    (retrieved_texts, retrieved_images), (largest_text, largest_image) = (n.row.cpu() for n in neighbours), most
+    right_texts = image_of_text[retrieved_texts] == torch.arange(images)[:, None]
+    right_images = retrieved_images == image_of_text[:, None]
+    texts_per_image = torch.bincount(image_of_text, minlength=images)
+    is_query = texts_per_image > 0
     columns: dict[str, tuple[Tensor, Tensor]] = {}  # per image: sum, and of how many
     for k in [k for k in ks if k <= largest_text]:
-        among = right_texts[:, :k].sum(1).double() * asked
-        columns[f"text_R@{k}"] = (among > 0).double(), asked.double()
-        columns[f"text_precision@{k}"] = among / k, asked.double()
-        columns[f"text_recall@{k}"] = among / owned.clamp(min=1), asked.double()
+        num_hits = right_texts[:, :k].sum(1).double() * is_query
+        columns[f"text_R@{k}"] = (num_hits > 0).double(), is_query.double()
+        columns[f"text_precision@{k}"] = num_hits / k, is_query.double()
+        columns[f"text_recall@{k}"] = num_hits / texts_per_image.clamp(min=1), is_query.double()
     for k in [k for k in ks if k <= largest_image]:
         hit = right_images[:, :k].any(1).double()
-        columns[f"image_R@{k}"] = torch.zeros(images).double().index_add_(0, image_of_text, hit), owned.double()
+        columns[f"image_R@{k}"] = (
+            torch.zeros(images).double().index_add_(0, image_of_text, hit),
+            texts_per_image.double(),
+        )
     metrics = {name: (total.sum() / of.sum()).item() for name, (total, of) in columns.items()}
     sums, counts = (torch.stack(list(column), 1).numpy() for column in zip(*columns.values(), strict=True))
     draws = bootstrap(sums, counts)
@@ -76,16 +79,16 @@ def _scored(
     head = 5 if 5 in both else max(both, default=0)
     return Result(
         "retrieval",
-        int(asked.sum()),
+        int(is_query.sum()),
         f"mean_R@{head}" if both else next(iter(metrics)),
         metrics,
         min(1.0, head / images),
         {name: percentiles(found) for name, found in by_name.items()},
         options={"recall": "hit rate", "interval": "bootstrap over images"},
-        counts={"images": images, "texts": len(image_of_text), "images_without_caption": int((~asked).sum())},
+        counts={"images": images, "texts": len(image_of_text), "images_without_caption": int((~is_query).sum())},
         predictions={
-            "texts_found": texts_found.numpy().astype(np.int32),
-            "images_found": images_found.numpy().astype(np.int32),
+            "texts_found": retrieved_texts.numpy().astype(np.int32),
+            "images_found": retrieved_images.numpy().astype(np.int32),
             "columns": np.asarray(list(columns)),
             "sums": sums.astype(np.float32),
             "counts": counts.astype(np.float32),
@@ -97,11 +100,11 @@ def nearest_both(image: Tensor, text: Tensor, texts: int, images: int) -> tuple[
     """For every image its nearest `texts` texts, for every text its nearest `images` images; each similarity is computed once."""
     image, text = (normalised(x, image.device) for x in (image, text))
     rows = min(len(text), max(64, _BLOCK // len(image) // 64 * 64))  # round numbers are cut into equal groups
-    room = image.new_empty(rows * len(image))
+    buffer = image.new_empty(rows * len(image))
     by_image: list[Nearest] = []
     by_text: list[Nearest] = []
     for first, part in zip(range(0, len(text), rows), text.split(rows), strict=True):
-        product = torch.mm(part, image.T, out=room[: len(part) * len(image)].view(len(part), len(image)))
+        product = torch.mm(part, image.T, out=buffer[: len(part) * len(image)].view(len(part), len(image)))
         by_text.append(best_of(product, images, 0))
         by_image = [merge([*by_image, best_of(product.T, texts, first)], texts)]
     return by_image[0], Nearest(*(torch.cat(parts) for parts in zip(*by_text, strict=True)))

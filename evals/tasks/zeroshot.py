@@ -38,23 +38,23 @@ def score(images: Iterable[Tensor], weights: Tensor, labels: Tensor) -> Result:
     parts = []
     for block in images:
         logits = F.normalize(block.float(), dim=-1) @ weights.T
-        parts.append(ranked(logits, min(5, len(weights))))
-    return of_ranked(torch.cat(parts), labels, len(weights), "zeroshot")
+        parts.append(rank_classes(logits, min(5, len(weights))))
+    return result_from_ranking(torch.cat(parts), labels, len(weights), "zeroshot")
 
 
-def ranked(logits: Tensor, k: int) -> Tensor:
+def rank_classes(logits: Tensor, k: int) -> Tensor:
     """The k best classes (n, k), best first; of equal logits the lower class comes first."""
     # One more than asked for: a tie at the border has to be seen.
-    value, found = logits.topk(min(k + 1, logits.shape[1]), dim=1)
+    value, top_classes = logits.topk(min(k + 1, logits.shape[1]), dim=1)
     tied = (value[:, 1:] == value[:, :-1]).any(dim=1).nonzero().flatten()  # topk may take any of them
     if len(tied):
-        found[tied] = logits[tied].sort(dim=1, descending=True, stable=True).indices[:, : found.shape[1]]
-    return found[:, :k]
+        top_classes[tied] = logits[tied].sort(dim=1, descending=True, stable=True).indices[:, : top_classes.shape[1]]
+    return top_classes[:, :k]
 
 
-def of_ranked(found: Tensor, labels: Tensor, classes: int, task: str) -> Result:
+def result_from_ranking(top_classes: Tensor, labels: Tensor, classes: int, task: str) -> Result:
     """From each sample's best classes (n, min(5, C))."""
-    right = found == labels[:, None]
+    right = top_classes == labels[:, None]
     first = right[:, 0]
     metrics = {"acc1": first.double().mean().item()}
     intervals = {"acc1": wilson(metrics["acc1"], len(labels))}
@@ -63,7 +63,7 @@ def of_ranked(found: Tensor, labels: Tensor, classes: int, task: str) -> Result:
         intervals["acc5"] = wilson(metrics["acc5"], len(labels))
     hits = torch.bincount(labels, weights=first.double(), minlength=classes)
     metrics["mean_per_class_recall"], intervals["mean_per_class_recall"] = class_recall(hits, labels)
-    predictions = {"predicted": found.numpy(), "right": first.numpy(), "label": labels.numpy()}
+    predictions = {"predicted": top_classes.numpy(), "right": first.numpy(), "label": labels.numpy()}
     counts = {"largest_class": int(torch.bincount(labels).max())}
     return Result(task, len(labels), "acc1", metrics, 1 / classes, intervals, {}, counts, predictions)
 
@@ -77,8 +77,8 @@ def class_recall(hits: Tensor, labels: Tensor) -> tuple[float, tuple[float, floa
     support = torch.bincount(labels, minlength=len(hits))
     recall, of = (hits.double()[support > 0] / support[support > 0]).numpy(), support[support > 0].numpy()
     # Resampled within classes: ten images of a rare one weigh as much as a thousand of another.
-    drawn = np.random.default_rng(0).binomial(of, np.clip(recall, 0, 1), (DRAWS, len(of))) / of
-    return float(recall.mean()), percentiles(drawn.mean(1))
+    resampled = np.random.default_rng(0).binomial(of, np.clip(recall, 0, 1), (DRAWS, len(of))) / of
+    return float(recall.mean()), percentiles(resampled.mean(1))
 
 
 def score_multilabel(images: Iterable[Tensor], weights: Tensor, labels: Tensor) -> Result:

@@ -18,13 +18,13 @@ def recipes(word: Annotated[str | None, typer.Argument(help="only those whose na
 
     from ..runs.recipes import shipped_recipes
 
-    found = [own for own in shipped_recipes() if word is None or word.lower() in f"{own.name} {own.line}".lower()]
-    if not found:
+    matches = [own for own in shipped_recipes() if word is None or word.lower() in f"{own.name} {own.line}".lower()]
+    if not matches:
         raise ConfigError(f"{word}: no recipe has it; `sparo recipes` lists all")
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column()
-    for own in found:
+    for own in matches:
         table.add_row(own.name, Text(own.line, style="dim"))
     out.print(table)
 
@@ -34,23 +34,23 @@ def config(
     markdown: Annotated[bool, typer.Option("--markdown", help="docs/config.md: every key there is")] = False,
 ) -> None:
     """Say what a recipe's keys mean: type, default, meaning, example."""
-    from ..runs.key_tables import described, example, examples, found_keys, page
+    from ..runs.key_tables import describe_key, example, examples, find_keys, page
 
     if markdown:
         out.file.write(page())
         return
-    known = examples() if key else {}
-    found = found_keys(key)
-    if len(found) > 1:
+    example_by_key = examples() if key else {}
+    keys = find_keys(key)
+    if len(keys) > 1:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("key", overflow="fold")
         table.add_column("meaning")
-        for one in found:
-            table.add_row(f"{one.dotted}" + (f"  [{one.row}]" if one.row else ""), described(one))
+        for one in keys:
+            table.add_row(f"{one.dotted}" + (f"  [{one.entry_label}]" if one.entry_label else ""), describe_key(one))
         out.print(table)
         return
-    one = found[0]
-    out.print(f"{one.dotted}" + (f"  [{one.row}]" if one.row else ""))
-    out.print(f"  {described(one)}")
-    if written := example(one, known):
+    one = keys[0]
+    out.print(f"{one.dotted}" + (f"  [{one.entry_label}]" if one.entry_label else ""))
+    out.print(f"  {describe_key(one)}")
+    if written := example(one, example_by_key):
         out.print(f"  example: {written}", soft_wrap=True)

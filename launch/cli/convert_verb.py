@@ -12,14 +12,14 @@ import typer
 from sparo_train.core.errors import ConfigError
 
 from ..views.terminal import console, out
-from .given import part_of
+from .given import parse_part
 
 if TYPE_CHECKING:  # `sparo --help` needs none of it
-    from sparo_data.convert import Converted
+    from sparo_data.convert import ConversionResult
 
 ShareOption = Annotated[str | None, typer.Option(help="I/N: only the I-th of N parts, from 0 (sparo launch data)")]
 _TEMPLATE = "a photo of a {c}"
-_OWN = Path("data/mine")  # where configs/clip/own_pairs.yaml looks
+_DEFAULT_FOLDER = Path("data/mine")  # where configs/clip/own_pairs.yaml looks
 
 
 def convert(
@@ -70,8 +70,8 @@ def convert(
     ] = False,
 ) -> None:
     """Write a folder or table of images with captions, or a published set, as shards."""
-    own, per_shard = part_of(part), per_shard or (100 if videos else 1000)
-    theirs = {
+    own, per_shard = parse_part(part), per_shard or (100 if videos else 1000)
+    published_options = {
         "--limit": limit,
         "--scenes": scenes,
         "--most": most is not None,
@@ -81,26 +81,28 @@ def convert(
         "--far": far is not None,
         "--videos": videos,
     }
-    ours = {"--image-column": image_column, "--caption-column": caption_column, "--separator": separator,
+    folder_options = {"--image-column": image_column, "--caption-column": caption_column, "--separator": separator,
             "--skip-missing": skip_missing, "--template": template != _TEMPLATE}  # fmt: skip
-    for name, given in (ours if kind is not None else theirs).items():
-        if given:
-            whose = "folders and tables" if kind is not None else "--as NAME"
-            raise ConfigError(f"{name}: is of {whose}; leave it away")
+    for name, user_input in (folder_options if kind is not None else published_options).items():
+        if user_input:
+            applies_to = "folders and tables" if kind is not None else "--as NAME"
+            raise ConfigError(f"{name}: is of {applies_to}; leave it away")
     if own is not None and (kind is not None or test):
         what = "a published set is" if kind is not None else "with --test the set is"
         raise ConfigError(f"--part: {what} converted whole")
     if kind is not None:
-        given = {"test": test, "limit": limit, "most": most, "crop": crop, "size": size, "near": near, "far": far}
-        given |= {"scenes": _numbers(scenes), "per_shard": per_shard, "videos": videos}
-        _publish(source, folder, kind, given)
+        user_input = {"test": test, "limit": limit, "most": most, "crop": crop, "size": size, "near": near, "far": far}
+        user_input |= {"scenes": _parse_scene_range(scenes), "per_shard": per_shard, "videos": videos}
+        _convert_published(source, folder, kind, user_input)
         return
     from sparo_data.convert import convert_csv, convert_folder
 
     if source.is_dir():
-        made = convert_folder(source, folder, template, per_shard, own, test)
+        converted = convert_folder(source, folder, template, per_shard, own, test)
     elif source.suffix.lower() in (".csv", ".tsv"):
-        made = convert_csv(source, folder, image_column, caption_column, separator, per_shard, own, test, skip_missing)
+        converted = convert_csv(
+            source, folder, image_column, caption_column, separator, per_shard, own, test, skip_missing
+        )
     elif source.suffix == ".tar" or source.name.endswith((".tar.gz", ".tgz")):
         raise ConfigError(
             f"{source}: is a shard, which needs no conversion. Train with data.sources='{{mine: {{shards: {source}}}}}'."
@@ -109,10 +111,10 @@ def convert(
         raise ConfigError(f"{source}: is compressed. Unpack it: gunzip -k {shlex.quote(str(source))}")
     else:
         raise ConfigError(f"{source}: give an image folder, a .csv or .tsv file, or --as NAME for a published set")
-    _tell(folder, made, own is None)
+    _print_summary(folder, converted, own is None)
 
 
-def _numbers(scenes: str | None) -> tuple[int, int] | None:
+def _parse_scene_range(scenes: str | None) -> tuple[int, int] | None:
     """A and B of A:B. Raises `ConfigError`."""
     if scenes is None:
         return None
@@ -122,12 +124,12 @@ def _numbers(scenes: str | None) -> tuple[int, int] | None:
     return int(first), int(last)
 
 
-def _publish(source: Path, folder: Path, kind: str, given: dict[str, Any]) -> None:
+def _convert_published(source: Path, folder: Path, kind: str, options: dict[str, Any]) -> None:
     """Convert a published set and say what was written."""
     from ..runs.making import convert_published_set
 
-    written = convert_published_set(source, folder, kind, **given)
-    what = "videos" if given["videos"] else "scenes"
+    written = convert_published_set(source, folder, kind, **options)
+    what = "videos" if options["videos"] else "scenes"
     console.print(
         f"{folder}: {written.train} {what} to train on, {written.test} to score, {written.without_objects} without an object",
         soft_wrap=True,
@@ -138,43 +140,47 @@ def _publish(source: Path, folder: Path, kind: str, given: dict[str, Any]) -> No
         out.print(f"sparo data check {shlex.quote(str(folder / 'train'))}", soft_wrap=True)
 
 
-def _tell(folder: Path, made: Converted, whole: bool) -> None:
+def _print_summary(folder: Path, converted: ConversionResult, whole: bool) -> None:
     """Print a summary, and the next commands to type."""
     from sparo_train.core.recipe.config_keys import value_text
     from sparo_train.data.read.folder import left_out_text
 
-    scored = f", {made.test} images to score ({made.task})" if made.task else ""
-    console.print(f"{folder}: {made.train} samples{' to train on' if made.task else ''}{scored}", soft_wrap=True)
-    if made.turned:
-        console.print(f"{made.turned} pictures were turned as their EXIF orientation says")
-    for reason, count in made.refused.items():
+    scored = f", {converted.test} images to score ({converted.task})" if converted.task else ""
+    console.print(
+        f"{folder}: {converted.train} samples{' to train on' if converted.task else ''}{scored}", soft_wrap=True
+    )
+    if converted.turned:
+        console.print(f"{converted.turned} pictures were turned as their EXIF orientation says")
+    for reason, count in converted.refused.items():
         console.print(f"{count} pictures cannot be used ({reason}); training skips them, and the next line names them")
-    if made.left_out:
-        console.print(f"left out, as no pictures that can be read: {left_out_text(made.left_out)}", soft_wrap=True)
-    if made.missing:
-        console.print(f"{made.missing} rows without a picture were left out")
-    if made.numbered:
+    if converted.left_out:
+        console.print(f"left out, as no pictures that can be read: {left_out_text(converted.left_out)}", soft_wrap=True)
+    if converted.missing:
+        console.print(f"{converted.missing} rows without a picture were left out")
+    if converted.numbered:
         console.print(
             "captions name classes by number; a classnames.txt in the source folder, one name per line in their order, names them",
             soft_wrap=True,
         )
-    if made.copies:
-        console.print(f"{made.copies} copies of the images to score are kept from training, too", soft_wrap=True)
-    if made.broken:
+    if converted.copies:
+        console.print(f"{converted.copies} copies of the images to score are kept from training, too", soft_wrap=True)
+    if converted.broken:
         console.print(
-            f"{made.broken} images cannot be decoded and are not scored; the next line names them", soft_wrap=True
+            f"{converted.broken} images cannot be decoded and are not scored; the next line names them", soft_wrap=True
         )
     if not whole:
         return
-    shards = folder / "train" if made.task else folder
+    shards = folder / "train" if converted.task else folder
     out.print(f"sparo data check {shlex.quote(str(shards))}", soft_wrap=True)
-    words = ["sparo", "train", "own_pairs"]
-    if folder != _OWN:  # a run folder of its own: another data set is another run
+    command = ["sparo", "train", "own_pairs"]
+    if folder != _DEFAULT_FOLDER:  # a run folder of its own: another data set is another run
         name = re.sub("[^A-Za-z0-9._-]+", "_", folder.name).lstrip("._-") or "mine"
-        words.append(f"name={value_text(name)}")  # as YAML: 2024 would be a number
-    if shards != _OWN / "train":
-        words.append(f"data.sources={value_text({'mine': {'shards': str(shards)}})}")
-    if made.task != "retrieval" or folder != _OWN:
-        tasks = {made.task: {"task": made.task, "root": str(folder / made.task)}} if made.task else {}
-        words.append(f"eval.tasks={value_text(tasks)}")
-    out.print(shlex.join(words), soft_wrap=True)
+        command.append(f"name={value_text(name)}")  # as YAML: 2024 would be a number
+    if shards != _DEFAULT_FOLDER / "train":
+        command.append(f"data.sources={value_text({'mine': {'shards': str(shards)}})}")
+    if converted.task != "retrieval" or folder != _DEFAULT_FOLDER:
+        tasks = (
+            {converted.task: {"task": converted.task, "root": str(folder / converted.task)}} if converted.task else {}
+        )
+        command.append(f"eval.tasks={value_text(tasks)}")
+    out.print(shlex.join(command), soft_wrap=True)

@@ -14,9 +14,9 @@ from sparo_train.core.errors import ConfigError
 from ..views.terminal import console, out
 from . import convert_verb, drawn_verbs
 from .convert_verb import ShareOption
-from .drawn_verbs import Processes, most_given, ready
-from .given import part_of
-from .recipe_words import OPEN, Overrides, Recipe, run_given
+from .drawn_verbs import Processes, max_objects_option, print_ready
+from .given import parse_part
+from .recipe_words import ALLOW_UNKNOWN_OPTIONS, Overrides, Recipe, load_run_config
 
 if TYPE_CHECKING:  # `sparo --help` does not import it
     from sparo_train.data.read.decoding import PixelRange
@@ -67,7 +67,7 @@ def tetrominoes(
     from ..runs.making import make_tetromino_set
 
     make_tetromino_set(folder, train=train, test=test, seed=seed, left_half=left_half)
-    ready(folder)
+    print_ready(folder)
 
 
 @app.command()
@@ -86,10 +86,10 @@ def objects(
     from ..runs.making import make_object_set
 
     folder = folder or Path("data") / kind.value
-    given = {"train": train, "test": test, "size": size, "antialias": antialias, "seed": seed}
-    given |= most_given(most, kind.value, kind is not ObjectKind.rooms, "has one to three")
-    make_object_set(folder, processes, kind=kind.value, **given)
-    ready(folder)
+    options = {"train": train, "test": test, "size": size, "antialias": antialias, "seed": seed}
+    options |= max_objects_option(most, kind.value, kind is not ObjectKind.rooms, "has one to three")
+    make_object_set(folder, processes, kind=kind.value, **options)
+    print_ready(folder)
 
 
 app.command("movi-like")(drawn_verbs.movi_like)
@@ -134,12 +134,12 @@ def index(
     from sparo_train.data.read.shards import ShardsConfig
     from sparo_train.data.read.sources import open_source
 
-    number, of = part_of(part) or (0, 1)
+    number, of = parse_part(part) or (0, 1)
     # By turns, as shards of one size need one time.
     own = find_shards(tuple(shards))[number::of]
     if not own:
         return
-    source = open_source(" ".join(shards), ShardsConfig(shards=tuple(own)), write_beside=True, block="")
+    source = open_source(" ".join(shards), ShardsConfig(shards=tuple(own)), write_index=True, block="")
     console.print(
         f"{len(source.storages)} shards, {source.samples} samples, {len(source.broken())} not whole",
     )
@@ -194,7 +194,7 @@ def _pixel_range(text: str) -> PixelRange:
         ) from None
 
 
-@app.command(context_settings=OPEN)
+@app.command(context_settings=ALLOW_UNKNOWN_OPTIONS)
 def bench(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -204,7 +204,7 @@ def bench(
     from sparo_data.bench import bench as run_bench
     from sparo_train.train.build import build_pipeline
 
-    timing = run_bench(build_pipeline(run_given(recipe, overrides)), samples)
+    timing = run_bench(build_pipeline(load_run_config(recipe, overrides)), samples)
     out.print(f"one worker: {timing.worker_rate:.0f} samples/s over {timing.samples} samples")
     for stage, share in timing.shares().items():
         out.print(

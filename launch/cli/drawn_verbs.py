@@ -39,23 +39,23 @@ class SceneKind(StrEnum):  # sparo_data/drawn/viewed_scenes.py's
     nature_ego = "nature_ego"
 
 
-def ready(folder: Path) -> None:
+def print_ready(folder: Path) -> None:
     """Say so, and the line that looks at every sample."""
     console.print(f"{folder}: ready")
     out.print(f"sparo data check {shlex.quote(str(folder / 'train'))}", soft_wrap=True)
 
 
-def most_given(most: int | None, kind: str, counts: bool, instead: str) -> dict[str, int]:
+def max_objects_option(most: int | None, kind: str, counts: bool, instead: str) -> dict[str, int]:
     """`--most` where it was given. Raises `ConfigError` for a kind that has as many objects as it has."""
     if most is not None and not counts:
         raise ConfigError(f"--most {most}: kind {kind} {instead} whatever is asked for; leave it away")
     return {} if most is None else {"most": most}
 
 
-def _asked(small: dict[str, Any], kind: StrEnum, **options: Any) -> dict[str, Any]:
+def _merge_kind_options(small: dict[str, Any], kind: StrEnum, **options: Any) -> dict[str, Any]:
     """What was typed, over the kind: the small one is another's in smaller numbers."""
-    typed = {name: value for name, value in options.items() if value is not None}
-    return {**(small if kind.value == "small" else {"kind": kind.value}), **typed}
+    overrides = {name: value for name, value in options.items() if value is not None}
+    return {**(small if kind.value == "small" else {"kind": kind.value}), **overrides}
 
 
 def movi_like(
@@ -87,9 +87,9 @@ def movi_like(
 
     folder = folder or Path("data") / f"movi_{kind.value}"
     options = {"train": train, "test": test, "frames": frames, "size": size, "larger": larger, "antialias": antialias}
-    options |= most_given(most, kind.value, kind.value not in "de", "has a crowd")
-    make_video_set(folder, processes, seed=seed, **_asked(SMALL, kind, **options))
-    ready(folder)
+    options |= max_objects_option(most, kind.value, kind.value not in "de", "has a crowd")
+    make_video_set(folder, processes, seed=seed, **_merge_kind_options(SMALL, kind, **options))
+    print_ready(folder)
 
 
 def scenes3d(
@@ -124,5 +124,5 @@ def scenes3d(
     folder = folder or Path("data") / f"scenes3d_{kind.value}"
     options = {"train": train, "test": test, "frames": frames, "size": size, "most": most, "antialias": antialias}
     options["samples"] = samples or (32 if blender else 0)
-    make_viewed_set(folder, processes, blender, seed=seed, **_asked(SMALL, kind, **options))
-    ready(folder)
+    make_viewed_set(folder, processes, blender, seed=seed, **_merge_kind_options(SMALL, kind, **options))
+    print_ready(folder)

@@ -15,7 +15,7 @@ from sparo_train.core.errors import ConfigError, did_you_mean
 from ..views.terminal import console, out
 from . import eval_table_verbs
 from .eval_table_verbs import Results
-from .given import part_given, picture_given, slots_given
+from .given import check_figure_path, parse_part_or_array, parse_slots
 
 
 class _ScoreUnlessNamed(TyperGroup):
@@ -91,29 +91,29 @@ def score(
 
     from ..runs.score import score_checkpoints
 
-    for key, value, among in (
+    for key, value, choices in (
         ("precision", precision, ("fp32", "bf16", "fp16")),
         ("storage", storage, ("fp32", "fp16")),
     ):
-        if value not in among:
-            raise ConfigError(f"--{key} {value}: {did_you_mean(value, among)}")
+        if value not in choices:
+            raise ConfigError(f"--{key} {value}: {did_you_mean(value, choices)}")
     folder = features_folder() if features is None else None if features == "none" else Path(features)
     if features not in (None, "none"):
         refuse_unwritable(Path(features), "--features")
-    how = EvalOptions(
+    eval_options = EvalOptions(
         model=model,
         features=folder,
         storage=cast(Any, storage),  # told from what is allowed just above
         precision=cast(Any, precision),
         limit=limit,
         results=results,
-        part=part_given(part, folder),
+        part=parse_part_or_array(part, folder),
         latest=latest,
-        slots=slots_given(slots),
+        slots=parse_slots(slots),
     )
     only = tasks.split(",") if tasks else None
-    known = {checkpoint: tasks_for(checkpoint, data, only, root) for checkpoint in checkpoints}
-    score_checkpoints(checkpoints, known, how, json_file)
+    tasks_by_checkpoint = {checkpoint: tasks_for(checkpoint, data, only, root) for checkpoint in checkpoints}
+    score_checkpoints(checkpoints, tasks_by_checkpoint, eval_options, json_file)
 
 
 for verb in (eval_table_verbs.table, eval_table_verbs.sweep):
@@ -133,16 +133,16 @@ def compare(
     from evals.report.compare import compare as paired
     from evals.report.plots import relative_change
     from evals.report.results_file import Record, records_of
-    from evals.tasks.result import shown
+    from evals.tasks.result import format_metric
     from sparo_train.core.errors import DataError
 
-    picture_given(plot, "--plot")
+    check_figure_path(plot, "--plot")
     sides: list[dict[str, Record]] = []
-    for place in (first, second):
-        sides.append({record.task: record for record in records_of(place)})
-    drawn = Table(title=f"{second} against {first}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for source in (first, second):
+        sides.append({record.task: record for record in records_of(source)})
+    table = Table(title=f"{second} against {first}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("task", "headline", "n", "difference", "95 %", "only 1st", "only 2nd", "p"):
-        drawn.add_column(name, justify="left" if name in ("task", "headline") else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in ("task", "headline") else "right", no_wrap=True)
     common = [task for task in sides[0] if task in sides[1]]
     if not common:
         raise ConfigError(
@@ -156,12 +156,12 @@ def compare(
             console.print(str(error), soft_wrap=True)
             continue
         compared.append(task)
-        ends = "–".join(shown(c.headline, v, "+") for v in c.interval)
-        drawn.add_row(
+        ends = "–".join(format_metric(c.headline, v, "+") for v in c.interval)
+        table.add_row(
             task,
             c.headline,
             str(c.n),
-            shown(c.headline, c.difference, "+", digits=2),
+            format_metric(c.headline, c.difference, "+", digits=2),
             ends,
             str(c.only_first),
             str(c.only_second),
@@ -169,10 +169,10 @@ def compare(
         )
     if not compared:
         raise ConfigError(f"{first} and {second}: no task can be compared; the lines above say why")
-    out.print(drawn)
+    out.print(table)
     if plot:  # of what was compared: others are scores of other things
-        before, behind = ({task: side[task] for task in compared} for side in sides)
-        relative_change(before, behind, plot)
+        before, after = ({task: side[task] for task in compared} for side in sides)
+        relative_change(before, after, plot)
         out.print(str(plot), soft_wrap=True)
 
 

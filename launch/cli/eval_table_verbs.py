@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparo_train.core.errors import ConfigError, did_you_mean
-from sparo_train.core.untrusted import shown
+from sparo_train.core.untrusted import escape_control_chars
 
 from ..views.terminal import out
-from .given import picture_given
+from .given import check_figure_path
 
 if TYPE_CHECKING:
     from evals.report.paper_tables import Grid
@@ -55,17 +55,17 @@ def table(
     _refuse_both(mean, against)
     if (mean or against is not None) and not seeds:
         raise ConfigError(f"{'--mean' if mean else f'--against {against}'}: is over seeds; add --seeds")
-    told = {}
+    grid_kwargs = {}
     if layout == "6":
-        from ..runs.sweep_table import said_of_checkpoint  # builds models, if only on paper
+        from ..runs.sweep_table import checkpoint_readout_cells  # builds models, if only on paper
 
-        told = {"told": said_of_checkpoint}
-    found = layouts.grid(read_records(results), layout, [word for word in paper.split(",") if word], **told)
+        grid_kwargs = {"readout_cells_of": checkpoint_readout_cells}
+    grid = layouts.grid(read_records(results), layout, [word for word in paper.split(",") if word], **grid_kwargs)
     if seeds:
         from evals.report.over_seeds import over_seeds
 
-        found = over_seeds(found, mean, against)
-    _print(found, transpose, format)
+        grid = over_seeds(grid, mean, against)
+    _print(grid, transpose, format)
 
 
 def sweep(
@@ -91,13 +91,13 @@ def sweep(
     if task is not None and figure is None:
         raise ConfigError(f"--task {task}: is of --figure, which draws it; leave it away, or name a file")
     _refuse_both(mean, against)
-    picture_given(figure, "--figure")
+    check_figure_path(figure, "--figure")
     rows = sweep_rows(file, folder)
-    found = sweep_grid(file.stem, rows, layout, [word for word in paper.split(",") if word], mean, against)
-    _print(found, False, format)
+    grid = sweep_grid(file.stem, rows, layout, [word for word in paper.split(",") if word], mean, against)
+    _print(grid, False, format)
     if figure is not None:
-        scored = (c.task for c in found.columns if any(row.cell(c.task) is not None for row in rows))
-        draw(rows, task or next(scored, found.columns[0].task), figure, mean)
+        scored = (c.task for c in grid.columns if any(row.cell(c.task) is not None for row in rows))
+        draw(rows, task or next(scored, grid.columns[0].task), figure, mean)
         out.print(str(figure), soft_wrap=True)
 
 
@@ -106,7 +106,7 @@ def _refuse_both(mean: bool, against: str | None) -> None:
         raise ConfigError(f"--mean, --against {against}: differences are of means; leave --mean away")
 
 
-def _print(found: Grid, transpose: bool, format: str) -> None:
+def _print(grid: Grid, transpose: bool, format: str) -> None:
     from evals.report import grid_text
 
     from ..views.eval_tables import grid_table
@@ -115,10 +115,10 @@ def _print(found: Grid, transpose: bool, format: str) -> None:
         "markdown": grid_text.markdown, "csv": grid_text.as_csv, "latex": grid_text.latex,
     }  # fmt: skip
     if format == "terminal":
-        out.print(grid_table(found, transpose))
-        for note in found.notes:
+        out.print(grid_table(grid, transpose))
+        for note in grid.notes:
             out.print(note, soft_wrap=True)
     elif format in writers:
-        out.out(shown(writers[format](found, transpose)), end="")
+        out.out(escape_control_chars(writers[format](grid, transpose)), end="")
     else:
         raise ConfigError(f"--format {format}: {did_you_mean(format, ['terminal', *writers])}")

@@ -19,7 +19,7 @@ from .slot_words import (
     Parts,
     Root,
     Store,
-    options_given,
+    make_slot_options,
     refuse_other_units,
 )
 
@@ -56,13 +56,13 @@ def explore(
     classifier_slots: Classifier = "slice",
 ) -> None:
     """A page on this machine: look at slots on images and captions, switch them, see scores move, name them, save the choice."""
-    from ..explorer.serve import Page
+    from ..explorer.serve import PageOptions
     from ..explorer.serve import explore as serve
-    from ..runs.slot_work import words
+    from ..runs.slot_work import split_names
 
     # Before anything is encoded: what cannot be read again is no place for a choice.
     if out.suffix != ".json":
         raise ConfigError(f"--out {out}: name a .json file, by which --slots knows it")
     refuse_other_units(context, units)
-    options = options_given(model, data, root, features, limit, units, parts, 4, classifier_slots)
-    serve(checkpoint, Page(words(tasks), on, images, compare, out, host, port, token), options)
+    options = make_slot_options(model, data, root, features, limit, units, parts, 4, classifier_slots)
+    serve(checkpoint, PageOptions(split_names(tasks), on, images, compare, out, host, port, token), options)

@@ -12,7 +12,7 @@ import typer
 from sparo_train.core.errors import ConfigError, did_you_mean
 
 
-def refuse_typed(context: typer.Context, names: Iterable[str], why: str) -> None:
+def refuse_options(context: typer.Context, names: Iterable[str], why: str) -> None:
     """Raise `ConfigError` for an option that was typed where it does nothing, also with its own default."""
     for name in names:
         # By where it came from: an option that is typed with its default is meant, too.
@@ -21,7 +21,7 @@ def refuse_typed(context: typer.Context, names: Iterable[str], why: str) -> None
             raise ConfigError(f"--{name.replace('_', '-')}: {why}; leave it away")
 
 
-def part_of(text: str | None, others: str = "") -> tuple[int, int] | None:
+def parse_part(text: str | None, others: str = "") -> tuple[int, int] | None:
     """`I/N` with I from 0; `others`: what else may be written there, for the error."""
     if text is None:
         return None
@@ -32,7 +32,7 @@ def part_of(text: str | None, others: str = "") -> tuple[int, int] | None:
     return int(number), int(of)
 
 
-def part_given(text: str | None, features: Path | None) -> tuple[int, int] | None:
+def parse_part_or_array(text: str | None, features: Path | None) -> tuple[int, int] | None:
     """`I/N` with I from 0, or the SLURM array's place."""
     if text is None:
         return None
@@ -46,17 +46,17 @@ def part_given(text: str | None, features: Path | None) -> tuple[int, int] | Non
         if not all(v.isdigit() for v in values):
             raise ConfigError("--part slurm: SLURM_ARRAY_TASK_ID, _MIN and _COUNT are not set; this is no SLURM array")
         return int(values[0]) - int(values[1]), int(values[2])
-    return part_of(text, ", or slurm")
+    return parse_part(text, ", or slurm")
 
 
-def slots_given(text: str | None) -> tuple[int, ...] | Path | None:
+def parse_slots(text: str | None) -> tuple[int, ...] | Path | None:
     """`0,3,8-15` to numbers, each once, in order; the name of a file to its path."""
     if text is None:
         return None
     # A file that is not there yet is named by its ending, so that what is missing is the file.
     if text.endswith(".json") or Path(text).is_file():
         return Path(text)
-    found: set[int] = set()
+    slots: set[int] = set()
     for word in text.split(","):
         first, dash, last = word.strip().partition("-")
         if not first.isdecimal() or (
@@ -65,12 +65,12 @@ def slots_given(text: str | None) -> tuple[int, ...] | Path | None:
             raise ConfigError(
                 f"--slots {text}: {word!r} is no slot; write numbers from 0 and ranges, as in 0,3,8-15, or name a selection.json"
             )
-        found.update(range(int(first), int(last or first) + 1))
+        slots.update(range(int(first), int(last or first) + 1))
     # Sorted: slots keep their order in an encoding, whatever the order of words.
-    return tuple(sorted(found))
+    return tuple(sorted(slots))
 
 
-def json_given(path: Path | None) -> Path | None:
+def check_json_path(path: Path | None) -> Path | None:
     """Where it can be written: said before anything is encoded."""
     from evals.report.results_file import refuse_unwritable
 
@@ -81,14 +81,14 @@ def json_given(path: Path | None) -> Path | None:
     return path
 
 
-def picture_given(path: Path | None, option: str) -> Path | None:
+def check_figure_path(path: Path | None, option: str) -> Path | None:
     """A picture's file of a kind that is drawn; said before anything is scored."""
     if path is not None and path.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise ConfigError(f"{option} {path}: name a .png, .pdf or .svg file")
     return path
 
 
-def count_given(k: str) -> int | None:
+def parse_k(k: str) -> int | None:
     """`half` is None, `best` is 0."""
     if k in ("half", "best"):
         return None if k == "half" else 0
@@ -97,7 +97,7 @@ def count_given(k: str) -> int | None:
     return int(k)
 
 
-def per_given(word: str) -> Any:
+def parse_per(word: str) -> Any:
     if word not in ("unit", "number"):
         raise ConfigError(f"--per {word}: {did_you_mean(word, ('unit', 'number'))}")
     return word

@@ -14,12 +14,12 @@ from rich import box
 from rich.table import Table
 
 from sparo_train.core.errors import ConfigError, did_you_mean
-from sparo_train.core.untrusted import shown
+from sparo_train.core.untrusted import escape_control_chars
 
-from ..jobs.clusters import load_cluster, options_help, split_words
+from ..jobs.clusters import load_cluster, options_help, split_options
 from ..views.terminal import console, out
 from . import data as data_cli
-from .recipe_words import OPEN, Recipe, refuse_keys_as_options
+from .recipe_words import ALLOW_UNKNOWN_OPTIONS, Recipe, refuse_keys_as_options
 
 if TYPE_CHECKING:  # commands import what they need: `sparo --help` needs none of it
     from ..jobs.fanout import FanOut
@@ -29,17 +29,17 @@ if TYPE_CHECKING:  # commands import what they need: `sparo --help` needs none o
 app = typer.Typer(no_args_is_help=True, help="Jobs on a cluster: submit, watch, cancel, submit again.")
 _CLUSTER = "Options of the cluster, each a key of its block in configs/clusters:\n\n" + options_help()
 
-On = Annotated[str, typer.Option("--on", help="a cluster: configs/clusters/NAME.yaml, local, or debug")]
+ClusterName = Annotated[str, typer.Option("--on", help="a cluster: configs/clusters/NAME.yaml, local, or debug")]
 Parallel = Annotated[int | None, typer.Option(min=1, help="how many of an array run at a time")]
 After = Annotated[list[Path] | None, typer.Option(help="start when the job of this run has finished; may be repeated")]
 Runs = Annotated[list[Path], typer.Argument(help="folders in which jobs were launched")]
 
 
-@app.command(context_settings=OPEN, epilog=_CLUSTER)
+@app.command(context_settings=ALLOW_UNKNOWN_OPTIONS, epilog=_CLUSTER)
 def train(
     recipe: Recipe,
     words: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE or --OPTION VALUE")] = None,
-    on: On = "slurm",
+    on: ClusterName = "slurm",
     seeds: Annotated[int | None, typer.Option(min=1, help="so many runs, with the next seeds")] = None,
     parallel: Parallel = None,
     after: After = None,
@@ -50,20 +50,20 @@ def train(
     from ..runs.recipes import find_recipe
 
     recipe = find_recipe(recipe)
-    overrides, options = split_words(words or [])
+    overrides, options = split_options(words or [])
     refuse_keys_as_options(options)
-    order = LaunchOptions(on, load_cluster(on, options), parallel, tuple(after or ()))
+    launch_options = LaunchOptions(on, load_cluster(on, options), parallel, tuple(after or ()))
     name, runs = expand(recipe, overrides, seeds)
-    found = launch_train(runs, order, Path(runs[0].out) / name, _say)
-    for folder, job in found:
+    run_jobs = launch_train(runs, launch_options, Path(runs[0].out) / name, _log)
+    for folder, job in run_jobs:
         out.print(f"{folder}  job {job}", soft_wrap=True)
-    _end_of_debug(order, [folder for folder, _ in found])
+    _exit_with_debug_code(launch_options, [folder for folder, _ in run_jobs])
 
 
-@app.command("eval", context_settings=OPEN, epilog=_CLUSTER)
+@app.command("eval", context_settings=ALLOW_UNKNOWN_OPTIONS, epilog=_CLUSTER)
 def evaluate(
     words: Annotated[list[str], typer.Argument(metavar="CHECKPOINT or --OPTION VALUE")],
-    on: On = "slurm",
+    on: ClusterName = "slurm",
     tasks: Annotated[str | None, typer.Option(help="comma-separated (default: all of each run's recipe)")] = None,
     data: Annotated[Path | None, typer.Option(help="YAML with `tasks:`")] = None,
     root: Annotated[Path, typer.Option(help="folder of the sets of `sparo eval --list`")] = Path("data"),
@@ -77,18 +77,18 @@ def evaluate(
     from ..jobs.fanout import FanOut, plan_name
     from ..jobs.launching import LaunchOptions
 
-    checkpoints, options = split_words(words)
-    order = LaunchOptions(on, load_cluster(on, options), parallel, tuple(after or ()))
+    checkpoints, options = split_options(words)
+    launch_options = LaunchOptions(on, load_cluster(on, options), parallel, tuple(after or ()))
     elements = eval_elements(checkpoints, tasks.split(",") if tasks else None, data, model, root)
     fan = FanOut.make(Path("runs/evals") / (name or plan_name(elements)), "eval", elements)
-    _launch(fan, order)
+    _launch(fan, launch_options)
 
 
-@app.command("data", context_settings=OPEN, epilog=_CLUSTER)
+@app.command("data", context_settings=ALLOW_UNKNOWN_OPTIONS, epilog=_CLUSTER)
 def data(
     words: Annotated[list[str], typer.Argument(metavar="COMMAND ARGUMENT or --OPTION VALUE")],
     parts: Annotated[int, typer.Option(min=1, help="how many jobs share the work")],
-    on: On = "slurm",
+    on: ClusterName = "slurm",
     name: Annotated[str | None, typer.Option(help="of the folder in runs/data (default: one per plan)")] = None,
     parallel: Parallel = None,
     after: After = None,
@@ -97,12 +97,12 @@ def data(
     from ..jobs.fanout import FanOut, plan_name
     from ..jobs.launching import LaunchOptions
 
-    plain, options = split_words(words, others=True)
-    order = LaunchOptions(on, load_cluster(on, options), parallel, tuple(after or ()))
+    plain, options = split_options(words, others=True)
+    launch_options = LaunchOptions(on, load_cluster(on, options), parallel, tuple(after or ()))
     elements = [{"arguments": ["data", *plain, "--part", f"{number}/{parts}"]} for number in range(parts)]
     _check_arguments(elements[0]["arguments"][1:])
     fan = FanOut.make(Path("runs/data") / (name or plan_name(elements)), "data", elements)
-    _launch(fan, order)
+    _launch(fan, launch_options)
 
 
 @app.command(hidden=True)
@@ -120,13 +120,13 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
 ) -> None:
     """State, nodes, progress, and the reason where a job waits or failed."""
-    from ..jobs.status import launched, statuses
+    from ..jobs.status import launched_folders, statuses
 
-    found = statuses(runs or launched(Path("runs")))
+    run_statuses = statuses(runs or launched_folders(Path("runs")))
     if as_json:
-        out.print_json(json.dumps([status.as_dict() for status in found]))
-    elif found:
-        out.print(_table(found))
+        out.print_json(json.dumps([status.as_dict() for status in run_statuses]))
+    elif run_statuses:
+        out.print(_status_table(run_statuses))
     else:
         out.print("no job was launched from this folder")
 
@@ -141,19 +141,19 @@ def logs(
     """The last lines of a rank's log."""
     from ..jobs.status import failing_rank, log_files
 
-    chosen = failing_rank(run) if rank is None else rank
-    files = log_files(run, chosen)
+    log_rank = failing_rank(run) if rank is None else rank
+    files = log_files(run, log_rank)
     if not files:
-        raise ConfigError(f"{run}: rank {chosen} has no log yet; see `sparo launch status {run}`")
+        raise ConfigError(f"{run}: rank {log_rank} has no log yet; see `sparo launch status {run}`")
     for path in files:
         empty = "" if path.stat().st_size else " (empty)"
-        console.print(f"rank {chosen}: {path}{empty}", soft_wrap=True)
+        console.print(f"rank {log_rank}: {path}{empty}", soft_wrap=True)
         with path.open(encoding="utf-8", errors="replace") as stream:
             text = stream.read()
-            print(shown("\n".join(text.splitlines()[-lines:])), flush=True)
+            print(escape_control_chars("\n".join(text.splitlines()[-lines:])), flush=True)
             # Of the file that was read: what was written since then is the next thing to be shown.
             while follow and path == files[-1]:
-                print(shown(stream.read()), end="", flush=True)
+                print(escape_control_chars(stream.read()), end="", flush=True)
                 time.sleep(0.5)
 
 
@@ -163,31 +163,35 @@ def cancel(runs: Runs) -> None:
     from ..jobs.status import cancel as cancel_folder
 
     for run in runs:
-        asked = cancel_folder(run)
-        out.print(f"{run}: cancelled {', '.join(asked)}" if asked else f"{run}: nothing to cancel, its job has ended")
+        cancelled_jobs = cancel_folder(run)
+        out.print(
+            f"{run}: cancelled {', '.join(cancelled_jobs)}"
+            if cancelled_jobs
+            else f"{run}: nothing to cancel, its job has ended"
+        )
 
 
-@app.command(context_settings=OPEN, epilog=_CLUSTER)
+@app.command(context_settings=ALLOW_UNKNOWN_OPTIONS, epilog=_CLUSTER)
 def resubmit(
     words: Annotated[list[str], typer.Argument(metavar="RUN or --OPTION VALUE")],
 ) -> None:
     """Submit again what was launched in these folders: the same recipe, code and cluster, with changed options."""
     from ..jobs.relaunch import resubmit as resubmit_folder
 
-    runs, options = split_words(words)
+    runs, options = split_options(words)
     for run in runs:
-        jobs = resubmit_folder(Path(run), options, _say)
+        jobs = resubmit_folder(Path(run), options, _log)
         out.print(f"{run}  job {', '.join(jobs) or '-: nothing is missing'}", soft_wrap=True)
 
 
-def _launch(fan: FanOut, order: LaunchOptions) -> None:
+def _launch(fan: FanOut, launch_options: LaunchOptions) -> None:
     from ..jobs.arrays import launch_elements
     from ..views.results_table import results_table
 
-    jobs = launch_elements(fan, order, _say)
+    jobs = launch_elements(fan, launch_options, _log)
     if jobs:
         out.print(f"{fan.folder}  {len(jobs)} element(s), job {jobs[0]} …", soft_wrap=True)
-        _end_of_debug(order, [fan.folder])
+        _exit_with_debug_code(launch_options, [fan.folder])
     results = fan.results()
     if results and not fan.missing():
         if not (fan.folder / "results.json").exists():
@@ -195,8 +199,8 @@ def _launch(fan: FanOut, order: LaunchOptions) -> None:
         # Short, as columns are narrow.
         short = [Path(checkpoint).name for checkpoint in results]
         # Two checkpoints of one name by the whole of what was typed, or one would stand in the other's place.
-        named = dict(zip(short if len(set(short)) == len(short) else results, results.values(), strict=True))
-        out.print(results_table(named, "per cent, 95 % intervals"))
+        results_by_label = dict(zip(short if len(set(short)) == len(short) else results, results.values(), strict=True))
+        out.print(results_table(results_by_label, "per cent, 95 % intervals"))
         for line in fan.outdated():
             out.print(line, soft_wrap=True)
     elif not jobs:
@@ -216,27 +220,27 @@ def _check_arguments(arguments: list[str]) -> None:
         raise ConfigError(f"sparo data {' '.join(arguments)}: {error.format_message()}") from None  # type: ignore[attr-defined]
 
 
-def _end_of_debug(order: LaunchOptions, folders: Sequence[Path]) -> None:
+def _exit_with_debug_code(launch_options: LaunchOptions, folders: Sequence[Path]) -> None:
     """What ran in this process ends it with its code."""
     from ..jobs.records import Records
 
-    if order.cluster.kind == "debug":
-        found = [Records(folder) for folder in folders]
-        jobs = [(records, (records.last() or {"jobs": []})["jobs"]) for records in found]
+    if launch_options.cluster.kind == "debug":
+        run_records = [Records(folder) for folder in folders]
+        jobs = [(records, (records.last() or {"jobs": []})["jobs"]) for records in run_records]
         code = max(s.get("end", 0) for records, own in jobs for job in own for s in records.starts(job))
         if code:
             raise typer.Exit(code)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     console.print(text, soft_wrap=True)
 
 
-def _table(found: list[Status]) -> Table:
+def _status_table(run_statuses: list[Status]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("run", "job", "state", "progress"):
         table.add_column(column, overflow="fold")
-    for status in found:
+    for status in run_statuses:
         facts = [f"{status.step}/{status.total or '?'}"]
         facts += [f"{status.rate:.0f} samples/s"] if status.rate is not None else []
         facts += [f"{timedelta(seconds=round(status.eta))} left"] if status.eta is not None else []

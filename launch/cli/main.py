@@ -15,7 +15,7 @@ from sparo_train.core.world import started
 from ..views.terminal import console, out
 from . import config_verbs, data, eval, explore, jobs, slot_pictures, slot_verbs
 from .process import call, leave, share_cores
-from .recipe_words import OPEN, Overrides, Recipe, run_given, words_given
+from .recipe_words import ALLOW_UNKNOWN_OPTIONS, Overrides, Recipe, load_run_config, normalize_overrides
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -31,8 +31,8 @@ for verb in (slot_pictures.show, slot_pictures.panels, slot_pictures.views, expl
 app.add_typer(slot_verbs.app, name="slots")
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(value: bool) -> None:
+    if value:
         out.print(f"sparo {__version__}")
         raise typer.Exit
 
@@ -40,13 +40,13 @@ def _version(asked: bool) -> None:
 @app.callback()
 def sparo(
     version: Annotated[
-        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Pretraining and understanding structured encoders: CLIP, DINO, slots."""
 
 
-@app.command(context_settings=OPEN)
+@app.command(context_settings=ALLOW_UNKNOWN_OPTIONS)
 def train(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -56,7 +56,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a recipe; the same line again resumes. Exit codes: 0 finished, 75 stopped by a signal and saved."""
-    config = run_given(recipe, overrides)  # commands import what they need: `sparo --help` needs none of it
+    config = load_run_config(recipe, overrides)  # commands import what they need: `sparo --help` needs none of it
     if show:
         from sparo_train.core.recipe.layers import origins
         from sparo_train.train.run import RunConfig
@@ -64,17 +64,17 @@ def train(
         from ..runs.recipes import find_recipe
         from ..views.resolved import resolved_lines
 
-        for line in resolved_lines(config, origins(find_recipe(recipe), words_given(overrides), RunConfig)):
+        for line in resolved_lines(config, origins(find_recipe(recipe), normalize_overrides(overrides), RunConfig)):
             out.print(line, soft_wrap=True)
         return
     if dry:
         from evals.interop.starting import refuse_absent_starts
-        from evals.suite.task import refuse_unfit_run
+        from evals.suite.task import check_recipe_compatible
 
         from ..views.sizes import show_dry
 
         # Training would refuse the same.
-        refuse_unfit_run(config)
+        check_recipe_compatible(config)
         refuse_absent_starts(config)
         show_dry(config)
         return
@@ -84,8 +84,8 @@ def train(
     exit_if_stopped(run(config))
 
 
-for told in (config_verbs.recipes, config_verbs.config):
-    app.command()(told)
+for command in (config_verbs.recipes, config_verbs.config):
+    app.command()(command)
 
 
 @app.command()

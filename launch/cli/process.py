@@ -38,7 +38,7 @@ def call(app: Callable[[list[str]], Any], arguments: Sequence[str]) -> tuple[int
         return stopped.exit_code, stopped
     except SparoError as error:
         if not error.repeated:
-            console.line_of(("error:", "red"), f" {error}")
+            console.print_line(("error:", "red"), f" {error}")
         return error.exit_code, error
     except SystemExit as end:
         # typer's own: a usage error has been printed by it.
@@ -48,11 +48,11 @@ def call(app: Callable[[list[str]], Any], arguments: Sequence[str]) -> tuple[int
         full = disk_error(error)
         place = error.filename if isinstance(error, OSError) else None
         if place is not None or full is not None:
-            words = error.strerror if isinstance(error, OSError) else os.strerror(full or 0)
+            message = error.strerror if isinstance(error, OSError) else os.strerror(full or 0)
             remedy = ". Free space or give another place, then run the same line again." if full else ""
-            told = ConfigError(f"{place or 'a file could not be written'}: {words}{remedy}")
-            console.line_of(("error:", "red"), f" {told}")
-            return told.exit_code, told
+            config_error = ConfigError(f"{place or 'a file could not be written'}: {message}{remedy}")
+            console.print_line(("error:", "red"), f" {config_error}")
+            return config_error.exit_code, config_error
         if started():
             traceback.print_exc()
         return 1, error

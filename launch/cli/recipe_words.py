@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:  # `sparo --help` needs none of it
     from sparo_train.train.run import RunConfig
 
-OPEN = {"ignore_unknown_options": True}  # `--optim.lr 1e-3` is answered with how to write it
+ALLOW_UNKNOWN_OPTIONS = {"ignore_unknown_options": True}  # `--optim.lr 1e-3` is answered with how to write it
 
 
 def _complete(incomplete: str) -> list[str]:
@@ -40,24 +40,24 @@ Overrides = Annotated[
 ]
 
 
-def words_given(words: Sequence[str] | None) -> list[str]:
+def normalize_overrides(overrides: Sequence[str] | None) -> list[str]:
     """Overrides, with what stands behind `--key` drawn to it, so that an error can say how to write both."""
-    found: list[str] = []
-    for word in words or []:
-        if found and found[-1].startswith("-") and "=" not in found[-1] and "=" not in word:
-            found[-1] = f"{found[-1]}={word}"
+    normalized: list[str] = []
+    for word in overrides or []:
+        if normalized and normalized[-1].startswith("-") and "=" not in normalized[-1] and "=" not in word:
+            normalized[-1] = f"{normalized[-1]}={word}"
         else:
-            found.append(word)
-    return found
+            normalized.append(word)
+    return normalized
 
 
-def run_given(recipe: Path, words: Sequence[str] | None) -> RunConfig:
+def load_run_config(recipe: Path, overrides: Sequence[str] | None) -> RunConfig:
     """The resolved recipe that a user's words mean. Raises `ConfigError`."""
     from sparo_train.train.run import load_run
 
     from ..runs.recipes import find_recipe
 
-    return load_run(find_recipe(recipe), words_given(words))
+    return load_run(find_recipe(recipe), normalize_overrides(overrides))
 
 
 def refuse_keys_as_options(options: Sequence[str]) -> None:
@@ -67,7 +67,7 @@ def refuse_keys_as_options(options: Sequence[str]) -> None:
 
     from ..jobs.clusters import ClusterConfig
 
-    for word in words_given(options):
+    for word in normalize_overrides(options):
         root = word.lstrip("-").partition("=")[0].partition(".")[0]
         if root in RunConfig.model_fields and root.replace("-", "_") not in ClusterConfig.model_fields:
             assignment(word, RunConfig)

@@ -9,8 +9,8 @@ import typer
 
 from sparo_train.core.errors import ConfigError
 
-from .given import slots_given
-from .slot_words import Checkpoint, Data, Model, Root, options_given
+from .given import parse_slots
+from .slot_words import Checkpoint, Data, Model, Root, make_slot_options
 
 
 def show(
@@ -30,12 +30,12 @@ def show(
     root: Root = Path("data"),
 ) -> None:
     """Pictures of what slots look at: report.html, which needs no other file, and PNGs of its parts."""
-    from ..runs.pages.show_runs import Wanted, show_slots
+    from ..runs.pages.show_runs import ShowOptions, show_slots
 
-    options = options_given(model, data, root, "none", None, "slots", None, 4, "slice")
-    given = slots_given(slots)
-    wanted = Wanted(on, image or [], caption or [], given, images, examples, tiles, cosine, share)
-    show_slots(checkpoint, wanted, options, out)
+    options = make_slot_options(model, data, root, "none", None, "slots", None, 4, "slice")
+    slot_ids = parse_slots(slots)
+    show_options = ShowOptions(on, image or [], caption or [], slot_ids, images, examples, tiles, cosine, share)
+    show_slots(checkpoint, show_options, options, out)
 
 
 def panels(
@@ -60,7 +60,7 @@ def panels(
 
     if out.suffix.lower() not in ("", ".png", ".webp", ".gif"):
         raise ConfigError(f"--out {out}: name a .png file, of videos also .webp or .gif, or a folder for a page")
-    options = options_given(model, data, root, "none", None, "slots", None, 4, "slice")
+    options = make_slot_options(model, data, root, "none", None, "slots", None, 4, "slice")
     for path in draw_panels(checkpoint, on, image or [], images, tile, out, options):
         printed.print(str(path), soft_wrap=True)
 
@@ -78,6 +78,6 @@ def views(
     from ..runs.pages.view_runs import draw_scenes
     from ..views.terminal import out as printed
 
-    options = options_given(None, data, root, "none", None, "slots", None, 4, "slice")
+    options = make_slot_options(None, data, root, "none", None, "slots", None, 4, "slice")
     for path in draw_scenes(checkpoint, on, scenes, tile, out, options):
         printed.print(str(path), soft_wrap=True)

@@ -9,7 +9,7 @@ import typer
 
 from sparo_train.core.errors import ConfigError, did_you_mean
 
-from .given import count_given, json_given, per_given, picture_given, refuse_typed, slots_given
+from .given import check_figure_path, check_json_path, parse_k, parse_per, parse_slots, refuse_options
 from .slot_words import (
     Checkpoint,
     Checkpoints,
@@ -26,7 +26,7 @@ from .slot_words import (
     Root,
     Seed,
     Store,
-    options_given,
+    make_slot_options,
     refuse_other_units,
 )
 
@@ -58,11 +58,11 @@ def score(
 ) -> None:
     """Each unit's score alone, and that of all the others, task by task."""
     from ..runs.slot_runs import score_units
-    from ..runs.slot_work import words
+    from ..runs.slot_work import split_names
 
     refuse_other_units(context, units)
-    options = options_given(model, data, root, features, limit, units, parts, head_layers, classifier_slots)
-    score_units(checkpoint, words(on), sort, options, json_given(json_file))
+    options = make_slot_options(model, data, root, features, limit, units, parts, head_layers, classifier_slots)
+    score_units(checkpoint, split_names(on), sort, options, check_json_path(json_file))
 
 
 @app.command()
@@ -101,21 +101,21 @@ def select(
     """Choose units on one task, write selection.json, and report what the choice does, beside random and worst ones."""
     from evals.slots.study import ChoiceOptions
 
-    from ..runs.slot_runs import Asked, select_units
-    from ..runs.slot_work import words
+    from ..runs.slot_runs import SelectOptions, select_units
+    from ..runs.slot_work import split_names
 
     methods = ("top", "forward", "backward", "cover", "bottom", "random")
     if method not in methods:
         raise ConfigError(f"--method {method}: {did_you_mean(method, methods)}")
-    picture_given(plot, "--plot")
+    check_figure_path(plot, "--plot")
     if out.suffix != ".json":
         raise ConfigError(f"--out {out}: name a .json file, by which --slots knows it")
     refuse_other_units(context, units)
     if slots is not None:
-        refuse_typed(context, ("method", "k"), "is of a choice that is made, and --slots is one that was")
-    options = options_given(model, data, root, features, limit, units, parts, head_layers, classifier_slots)
-    asked = Asked(on, words(report), slots_given(slots), out, plot, json_given(json_file))
-    select_units(checkpoint, asked, ChoiceOptions(method, count_given(k), held_out, seed, draws), options)
+        refuse_options(context, ("method", "k"), "is of a choice that is made, and --slots is one that was")
+    options = make_slot_options(model, data, root, features, limit, units, parts, head_layers, classifier_slots)
+    select_options = SelectOptions(on, split_names(report), parse_slots(slots), out, plot, check_json_path(json_file))
+    select_units(checkpoint, select_options, ChoiceOptions(method, parse_k(k), held_out, seed, draws), options)
 
 
 @app.command()
@@ -150,14 +150,24 @@ def mask(
 ) -> None:
     """Train a mask of encodings on pairs of captions (Section 5.2), and score it elsewhere without another pass over images."""
     from ..runs.mask_runs import train_masks
-    from ..runs.slot_work import words
+    from ..runs.slot_work import split_names
 
     if out.suffix != ".json":
         raise ConfigError(f"--out {out}: name a .json file, by which --slots knows it")
     refuse_other_units(context, units)
-    options = options_given(model, data, root, features, limit, units, parts, 4, "slice")
+    options = make_slot_options(model, data, root, features, limit, units, parts, 4, "slice")
     trainings = _trainings(clamp, epochs, last, seeds)
-    train_masks(checkpoint, on, words(report), per_given(per), trainings, held_out, options, out, json_given(json_file))
+    train_masks(
+        checkpoint,
+        on,
+        split_names(report),
+        parse_per(per),
+        trainings,
+        held_out,
+        options,
+        out,
+        check_json_path(json_file),
+    )
 
 
 @app.command()
@@ -190,19 +200,26 @@ def table(
 
     from ..runs.mask_runs import table_five
     from ..runs.slot_runs import table_four
-    from ..runs.slot_work import words
+    from ..runs.slot_work import split_names
 
-    options = options_given(model, data, root, features, limit, "slots", None, 4, classifier_slots)
+    options = make_slot_options(model, data, root, features, limit, "slots", None, 4, classifier_slots)
     # What one table reads the other ignores: a seed that was typed would seem to count.
-    others = {"4": ("seeds", "clamp", "parts"), "5": ("k", "draws", "seed")}
-    refuse_typed(context, others.get(layout, ()), f"does nothing in Table {layout}")
+    ignored_options = {"4": ("seeds", "clamp", "parts"), "5": ("k", "draws", "seed")}
+    refuse_options(context, ignored_options.get(layout, ()), f"does nothing in Table {layout}")
     if layout == "4":
-        how = ChoiceOptions("top", count_given(k), False, seed, draws)
-        table_four(checkpoints, on or "imagenet1k", report or "sugar_crepe", how, options, json_given(json_file))
+        choice_options = ChoiceOptions("top", parse_k(k), False, seed, draws)
+        table_four(
+            checkpoints,
+            on or "imagenet1k",
+            report or "sugar_crepe",
+            choice_options,
+            options,
+            check_json_path(json_file),
+        )
     elif layout == "5":
         trainings = _trainings(clamp, 100, False, seeds)
-        scored = words(report) or ["vtab", "imagenet1k"]
-        table_five(checkpoints, on or "sugar_crepe", scored, parts, trainings, options, json_given(json_file))
+        scored = split_names(report) or ["vtab", "imagenet1k"]
+        table_five(checkpoints, on or "sugar_crepe", scored, parts, trainings, options, check_json_path(json_file))
     else:
         raise ConfigError(f"sparo slots table {layout}: {did_you_mean(layout, ('4', '5'))}")
 
@@ -226,8 +243,8 @@ def quality(
     """How much slots repeat each other, how many there are in effect, how sharply they look, how much of one meaning they are."""
     from ..runs.slot_runs import show_quality
 
-    options = options_given(model, data, root, features, limit, "slots", parts, 4, "slice")
-    show_quality(checkpoints, on, by, options, json_given(json_file))
+    options = make_slot_options(model, data, root, features, limit, "slots", parts, 4, "slice")
+    show_quality(checkpoints, on, by, options, check_json_path(json_file))
 
 
 def _trainings(clamp: Any, epochs: int, last: bool, seeds: int) -> Any:

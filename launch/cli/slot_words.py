@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .given import refuse_typed
+from .given import refuse_options
 
 Checkpoint = Annotated[str, typer.Argument(help="anything that `sparo eval` takes")]
 Checkpoints = Annotated[list[str], typer.Argument(help="anything that `sparo eval` takes")]
@@ -38,10 +38,10 @@ def refuse_other_units(context: typer.Context, units: str) -> None:
     """Raise `ConfigError` for what is typed of units that are not asked for."""
     for name, kind in (("parts", "parts"), ("head_layers", "heads")):
         if units != kind:
-            refuse_typed(context, (name,), f"is of --units {kind}")
+            refuse_options(context, (name,), f"is of --units {kind}")
 
 
-def options_given(
+def make_slot_options(
     model: str | None, data: Path | None, root: Path, features: str | None, limit: int | None,
     units: str, parts: int | None, head_layers: int, classifier_slots: str,
 ) -> Any:  # fmt: skip

@@ -18,17 +18,17 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.untrusted import shown
+from sparo_train.core.untrusted import escape_control_chars
 
-from .bodies import MOST_IMAGE, MOST_JSON, answered, json_object, with_body
-from .one_file import one_file
+from .bodies import MAX_IMAGE_BYTES, MAX_JSON_BYTES, json_object, respond, respond_to_body
+from .one_file import build_offline_page
 from .opened import Side
 from .pictures import Pictures
 from .selection_file import SelectionFile
 
 PAGE = Path(__file__).parent / "page"
-_SMALL = 200  # pixels of a picture in one file
-_SECOND = 2  # checkpoints beside the first that stay open
+_THUMBNAIL_SIZE = 200  # pixels of a picture in one file
+_MAX_SECOND_CHECKPOINTS = 2  # checkpoints beside the first that stay open
 
 
 class Explorer:
@@ -42,15 +42,15 @@ class Explorer:
     another one's answers, nor save over them.
     """
 
-    def __init__(self, first: Side, pictures: Pictures, out: Path, another: Callable[[str], Side]):
-        self.pictures, self._another = pictures, another
+    def __init__(self, first: Side, pictures: Pictures, out: Path, open_checkpoint: Callable[[str], Side]):
+        self.pictures, self._open_checkpoint = pictures, open_checkpoint
         self.first = secrets.randbelow(2**31)
         self.sides = {self.first: first}
         self.files = {self.first: SelectionFile(first, out)}
         self._out = out
         self._model = threading.Lock()  # one pass through a model at a time
         self._opening = threading.Lock()  # its own: a checkpoint may come over a slow network
-        self.looked: dict[tuple[int, int], dict[str, Any]] = {}
+        self.attention_cache: dict[tuple[int, int], dict[str, Any]] = {}
 
     def facts(self) -> dict[str, Any]:
         """What the page draws first: the checkpoint, and the second one that was opened last."""
@@ -59,7 +59,10 @@ class Explorer:
     def _facts(self, sides: list[int]) -> dict[str, Any]:
         return {
             "sides": [self.side_facts(number) for number in sides],
-            "images": [{"key": shown(s.key), "caption": shown(s.caption), "own": s.own} for s in self.pictures.shown],
+            "images": [
+                {"key": escape_control_chars(s.key), "caption": escape_control_chars(s.caption), "own": s.own}
+                for s in self.pictures.entries
+            ],
             "colours": (255 * matplotlib.colormaps["inferno"](np.arange(256))[:, :3]).round().astype(int).tolist(),
         }
 
@@ -77,25 +80,25 @@ class Explorer:
 
     def task(self, side: int, number: int) -> bytes:
         """A task's arrays one after another, as its layout says."""
-        found = list(self.side(side).arrays.values())
-        if not 0 <= number < len(found):
-            raise ConfigError(f"task {number}: there are {len(found)}")
-        return b"".join(array.tobytes() for array in found[number].arrays.values())
+        arrays = list(self.side(side).arrays.values())
+        if not 0 <= number < len(arrays):
+            raise ConfigError(f"task {number}: there are {len(arrays)}")
+        return b"".join(array.tobytes() for array in arrays[number].arrays.values())
 
     def attention(self, side: int, image: int) -> dict[str, Any]:
         """Kept, as people go back and forth, and as one file holds what was looked at."""
         self.pictures.check(image)
         with self._model:
-            if (side, image) not in self.looked:
-                self.looked[side, image] = plain(self.side(side).attention(image))
-        return self.looked[side, image]
+            if (side, image) not in self.attention_cache:
+                self.attention_cache[side, image] = to_jsonable(self.side(side).attention(image))
+        return self.attention_cache[side, image]
 
     def compare(self, checkpoint: str) -> dict[str, Any]:
         """Open a second checkpoint. The two that were opened last stay open, as there may be another tab."""
         if not self._opening.acquire(blocking=False):
             raise ConfigError(f"{checkpoint}: another checkpoint is being opened. Wait for it, then open this one.")
         try:
-            side = self._another(checkpoint)
+            side = self._open_checkpoint(checkpoint)
             weights = side.encoder.weights
         finally:
             self._opening.release()
@@ -106,114 +109,123 @@ class Explorer:
             number = secrets.randbelow(2**31)
             self.sides[number], self.files[number] = side, file
             # Never the first: what it was started for stays.
-            for old in list(self.sides)[1:-_SECOND]:
+            for old in list(self.sides)[1:-_MAX_SECOND_CHECKPOINTS]:
                 del self.sides[old], self.files[old]
-            self.looked = {key: value for key, value in self.looked.items() if key[0] in self.sides}
+            self.attention_cache = {key: value for key, value in self.attention_cache.items() if key[0] in self.sides}
         return self.side_facts(number)
 
-    def held(self, state: dict[str, Any]) -> dict[str, Any]:
+    def offline_bundle(self, state: dict[str, Any]) -> dict[str, Any]:
         """All that one file needs: scores' arrays, small pictures, and the attention of the images that were looked at.
 
         Args:
             state: `sides`, for each checkpoint in sight its `id`, what is on, names and notes as the page has them, saved or not;
                 `image`, the one in sight.
         """
-        given = state.get("sides")
-        if not isinstance(given, list) or not all(
-            isinstance(one, dict) and type(one.get("id")) is int for one in given
+        side_states = state.get("sides")
+        if not isinstance(side_states, list) or not all(
+            isinstance(one, dict) and type(one.get("id")) is int for one in side_states
         ):
             raise ConfigError("one file: says of no checkpoint what is on")
-        sides = [one["id"] for one in given]
+        sides = [one["id"] for one in side_states]
         tasks = {f"{side}/{i}": self.task(side, i) for side in sides for i in range(len(self.side(side).arrays))}
-        pictures = [self.pictures.jpeg(i, _SMALL) for i in range(len(self.pictures.shown))]
+        pictures = [self.pictures.jpeg(i, _THUMBNAIL_SIZE) for i in range(len(self.pictures.entries))]
         return {
             "facts": self._facts(sides),
-            "state": {"sides": given, "image": state.get("image")},
-            "tasks": {name: base64.b64encode(found).decode() for name, found in tasks.items()},
-            "attention": {f"{side}/{i}": told for (side, i), told in self.looked.items() if side in sides},
+            "state": {"sides": side_states, "image": state.get("image")},
+            "tasks": {name: base64.b64encode(data).decode() for name, data in tasks.items()},
+            "attention": {
+                f"{side}/{i}": attention for (side, i), attention in self.attention_cache.items() if side in sides
+            },
             "pictures": [base64.b64encode(found).decode() for found in pictures],
         }
 
-    def locked(self, work: Callable[[], Any]) -> Any:
+    def run_locked(self, work: Callable[[], Any]) -> Any:
         """The model's turn."""
         with self._model:
-            return plain(work())
+            return to_jsonable(work())
 
 
-def plain(value: Any) -> Any:
+def to_jsonable(value: Any) -> Any:
     """Arrays as base64 of little-endian fp32; text without control characters."""
     if isinstance(value, np.ndarray):
         return base64.b64encode(np.ascontiguousarray(value, "<f4").tobytes()).decode()
     if isinstance(value, dict):
-        return {name: plain(one) for name, one in value.items()}
+        return {name: to_jsonable(one) for name, one in value.items()}
     if isinstance(value, list):
-        return [plain(one) for one in value]
-    return shown(value) if isinstance(value, str) else value
+        return [to_jsonable(one) for one in value]
+    return escape_control_chars(value) if isinstance(value, str) else value
 
 
-def routes(explorer: Explorer) -> Starlette:
+def make_app(explorer: Explorer) -> Starlette:
     """The application, without its guard."""
 
     async def index(_: Request) -> Response:
         return FileResponse(PAGE / "index.html")
 
     async def facts(_: Request) -> Response:
-        return await answered(explorer.facts)
+        return await respond(explorer.facts)
 
     async def task(request: Request) -> Response:
         path = request.path_params
-        return await answered(
+        return await respond(
             lambda: Response(explorer.task(path["side"], path["number"]), media_type="application/octet-stream")
         )
 
     async def image(request: Request) -> Response:
         number = request.path_params["number"]
-        return await answered(lambda: Response(explorer.pictures.jpeg(number), media_type="image/jpeg"))
+        return await respond(lambda: Response(explorer.pictures.jpeg(number), media_type="image/jpeg"))
 
     async def attention(request: Request) -> Response:
         path = request.path_params
-        return await answered(lambda: explorer.attention(path["side"], path["number"]))
+        return await respond(lambda: explorer.attention(path["side"], path["number"]))
 
     async def own(request: Request) -> Response:
         name, caption = (str(request.query_params.get(key, ""))[:1000] for key in ("name", "caption"))
 
         def add(data: bytes) -> Any:
             number = explorer.pictures.add(data, name or "image", caption)
-            return {"image": number, "key": shown(name), "caption": shown(caption), "own": True}
+            return {
+                "image": number,
+                "key": escape_control_chars(name),
+                "caption": escape_control_chars(caption),
+                "own": True,
+            }
 
-        return await with_body(request, MOST_IMAGE, add)
+        return await respond_to_body(request, MAX_IMAGE_BYTES, add)
 
-    def asking(work: Callable[[int, dict[str, Any]], Any]) -> Callable[[Request], Any]:
+    def json_endpoint(work: Callable[[int, dict[str, Any]], Any]) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
             side = request.path_params.get("side", 0)
-            return await with_body(request, MOST_JSON, lambda data: work(side, json_object(data)))
+            return await respond_to_body(request, MAX_JSON_BYTES, lambda data: work(side, json_object(data)))
 
         return endpoint
 
-    def search(side: int, given: dict[str, Any]) -> Any:
-        found = explorer.locked(lambda: [one._asdict() for one in explorer.side(side).search(_word(given, "text"))])
-        return {"found": found}
+    def search(side: int, body: dict[str, Any]) -> Any:
+        hits = explorer.run_locked(
+            lambda: [one._asdict() for one in explorer.side(side).search(_required_text(body, "text"))]
+        )
+        return {"found": hits}
 
-    def captions(side: int, given: dict[str, Any]) -> Any:
-        texts, number = given.get("captions"), given.get("image")
+    def captions(side: int, body: dict[str, Any]) -> Any:
+        texts, number = body.get("captions"), body.get("image")
         if not isinstance(texts, list) or not all(isinstance(t, str) for t in texts) or type(number) is not int:
             raise ConfigError("captions: give an image's number and a list of texts")
         explorer.pictures.check(number)
-        return explorer.locked(lambda: explorer.side(side).captions(number, texts))
+        return explorer.run_locked(lambda: explorer.side(side).captions(number, texts))
 
-    def save(side: int, given: dict[str, Any]) -> Any:
+    def save(side: int, body: dict[str, Any]) -> Any:
         explorer.side(side)
-        return explorer.files[side].write(given)
+        return explorer.files[side].write(body)
 
     def read(side: int, _: dict[str, Any]) -> Any:
         explorer.side(side)
         return explorer.files[side].facts()
 
-    def whole(_: int, given: dict[str, Any]) -> Any:
-        return Response(one_file(PAGE, explorer.held(given)), media_type="text/html; charset=utf-8")
+    def export_html(_: int, body: dict[str, Any]) -> Any:
+        return Response(build_offline_page(PAGE, explorer.offline_bundle(body)), media_type="text/html; charset=utf-8")
 
     def post(path: str, work: Callable[[int, dict[str, Any]], Any]) -> Route:
-        return Route(path, asking(work), methods=["POST"])
+        return Route(path, json_endpoint(work), methods=["POST"])
 
     return Starlette(
         routes=[
@@ -227,14 +239,14 @@ def routes(explorer: Explorer) -> Starlette:
             post("/captions/{side:int}", captions),
             post("/save/{side:int}", save),
             post("/read/{side:int}", read),
-            post("/compare", lambda _, given: explorer.compare(_word(given, "checkpoint"))),
-            post("/one-file", whole),
+            post("/compare", lambda _, given: explorer.compare(_required_text(given, "checkpoint"))),
+            post("/one-file", export_html),
             Mount("/page", StaticFiles(directory=PAGE)),
         ]
     )
 
 
-def _word(given: dict[str, Any], key: str) -> str:
-    if not isinstance(given.get(key), str) or not given[key].strip():
+def _required_text(body: dict[str, Any], key: str) -> str:
+    if not isinstance(body.get(key), str) or not body[key].strip():
         raise ConfigError(f"{key}: is empty")
-    return given[key].strip()
+    return body[key].strip()

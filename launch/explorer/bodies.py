@@ -12,53 +12,55 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from sparo_train.core.errors import ConfigError, SparoError
-from sparo_train.core.untrusted import shown
+from sparo_train.core.untrusted import escape_control_chars
 
 from .selection_file import ChangedError
 
-MOST_JSON, MOST_IMAGE = 4 << 20, 64 << 20  # bytes of a body
-_MOST_BODIES = 4 * MOST_IMAGE  # bytes of all requests that are read at once
+MAX_JSON_BYTES, MAX_IMAGE_BYTES = 4 << 20, 64 << 20  # bytes of a body
+_MAX_BODY_BYTES = 4 * MAX_IMAGE_BYTES  # bytes of all requests that are read at once
 
 
 def json_object(data: bytes) -> dict[str, Any]:
     """Return a body's JSON object. Raises `ConfigError` for anything else."""
     try:
-        found = json.loads(data or b"{}")
+        body = json.loads(data or b"{}")
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        body = None
+    if not isinstance(body, dict):
         raise ConfigError("the request holds no JSON object")
-    return found
+    return body
 
 
-class _Bodies:
+class _BodyMemory:
     """Count the bytes of request bodies that are held at once; only the event loop's thread uses it."""
 
     def __init__(self) -> None:
-        self._held = 0
+        self._reserved_bytes = 0
 
     @contextmanager
-    def room(self, size: int) -> Iterator[bool]:
+    def reserve(self, size: int) -> Iterator[bool]:
         """Hold `size` bytes while the block runs; yields False if the memory for bodies is full."""
-        granted = self._held + size <= _MOST_BODIES
-        self._held += size if granted else 0
+        granted = self._reserved_bytes + size <= _MAX_BODY_BYTES
+        self._reserved_bytes += size if granted else 0
         try:
             yield granted
         finally:
-            self._held -= size if granted else 0
+            self._reserved_bytes -= size if granted else 0
 
 
-_bodies = _Bodies()
+_body_memory = _BodyMemory()
 
 
-async def with_body(request: Request, most: int, work: Callable[[bytes], Any]) -> Response:
-    """Answer with `work` of a request's body; 413 for over `most` bytes, 503 while other bodies fill the memory."""
+async def respond_to_body(request: Request, max_bytes: int, work: Callable[[bytes], Any]) -> Response:
+    """Answer with `work` of a request's body; 413 for over `max_bytes` bytes, 503 while other bodies fill the memory."""
     length = request.headers.get("content-length", "")
-    announced = int(length) if length.isascii() and length.isdigit() else most  # a body in chunks may be as long as any
-    too_long = JSONResponse({"error": f"more than {most >> 20} MB; give something smaller"}, 413)
-    if announced > most:
+    announced = (
+        int(length) if length.isascii() and length.isdigit() else max_bytes
+    )  # a body in chunks may be as long as any
+    too_long = JSONResponse({"error": f"more than {max_bytes >> 20} MB; give something smaller"}, 413)
+    if announced > max_bytes:
         return too_long
-    with _bodies.room(announced) as granted:
+    with _body_memory.reserve(announced) as granted:
         if not granted:
             wait = {"error": "other uploads have not ended yet. Try again in a moment."}
             return JSONResponse(wait, 503, {"retry-after": "2"})
@@ -71,18 +73,18 @@ async def with_body(request: Request, most: int, work: Callable[[bytes], Any]) -
                     return too_long
         except ClientDisconnect:
             return Response(status_code=400)
-        return await answered(lambda: work(bytes(data)))
+        return await respond(lambda: work(bytes(data)))
 
 
-async def answered(work: Callable[[], Any]) -> Response:
+async def respond(work: Callable[[], Any]) -> Response:
     """Answer with what `work` returns, as JSON; with the words of an error that a person can solve, and 409 where a file was changed meanwhile."""
     try:
         # On a thread: a model that computes must not keep the page from being served.
-        found = await run_in_threadpool(work)
+        result = await run_in_threadpool(work)
     except ChangedError as error:
-        return JSONResponse({"error": shown(str(error)), "changed": True}, 409)
+        return JSONResponse({"error": escape_control_chars(str(error)), "changed": True}, 409)
     except SparoError as error:
-        return JSONResponse({"error": shown(str(error))}, 400)
+        return JSONResponse({"error": escape_control_chars(str(error))}, 400)
     except OSError as error:
-        return JSONResponse({"error": shown(f"{error.filename or ''}: {error.strerror or error}")}, 400)
-    return found if isinstance(found, Response) else JSONResponse(found)
+        return JSONResponse({"error": escape_control_chars(f"{error.filename or ''}: {error.strerror or error}")}, 400)
+    return result if isinstance(result, Response) else JSONResponse(result)

@@ -19,7 +19,7 @@ _HEADERS = [
     (b"cross-origin-opener-policy", b"same-origin"),
     (b"cache-control", b"no-store"),
 ]
-_LONGEST = 200  # characters of a path: none of ours is longer
+_MAX_PATH_LENGTH = 200  # characters of a path: none of ours is longer
 
 
 class Guard:
@@ -41,32 +41,32 @@ class Guard:
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         extra = list(_HEADERS)
-        given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
-        if not self._known_host(headers.get("host", "")):
+        query_token = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
+        if not self._is_allowed_host(headers.get("host", "")):
             await _refuse(send, 400, "The Host header names another machine; use the address that sparo printed.")
             return
-        if len(scope["path"]) > _LONGEST:
+        if len(scope["path"]) > _MAX_PATH_LENGTH:
             await _refuse(send, 404, "There is nothing here.")
             return
         # By its port: cookies of one host are sent to all of its ports.
         cookie = f"sparo_explore_{scope.get('server', ('', 0))[1]}"
         if self._token is not None:
-            if given and secrets.compare_digest(given.encode(), self._token.encode()):
+            if query_token and secrets.compare_digest(query_token.encode(), self._token.encode()):
                 # The token leaves the address bar: what is there gets copied and logged.
-                kept = f"{cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"
-                extra += [(b"set-cookie", kept.encode()), (b"location", b"/")]
+                cookie_header = f"{cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"
+                extra += [(b"set-cookie", cookie_header.encode()), (b"location", b"/")]
                 await _refuse(send, 303, "", extra)
                 return
             if not secrets.compare_digest(_cookie(headers, cookie).encode(), self._token.encode()):
                 await _refuse(send, 403, "A token is needed; open the whole address that sparo printed.")
                 return
-        if scope["method"] not in ("GET", "HEAD") and not _own_page(headers):
+        if scope["method"] not in ("GET", "HEAD") and not _is_same_origin(headers):
             await _refuse(send, 403, "Only the explorer's own page may change something.")
             return
 
         started = False
 
-        async def guarded(message: dict[str, Any]) -> None:
+        async def send_with_headers(message: dict[str, Any]) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
@@ -74,14 +74,14 @@ class Guard:
             await send(message)
 
         try:
-            await self.app(scope, receive, guarded)
+            await self.app(scope, receive, send_with_headers)
         except (
             asyncio.CancelledError
         ):  # Ctrl-C: the server ends, and would print a traceback for every request that is under way
             if not started:
                 await _refuse(send, 503, "The explorer was stopped.")
 
-    def _known_host(self, value: str) -> bool:
+    def _is_allowed_host(self, value: str) -> bool:
         try:
             name = "" if "@" in value else (urlsplit(f"//{value}").hostname or "").lower()
         except ValueError:
@@ -105,7 +105,7 @@ def is_loopback(name: str) -> bool:
         return name == "localhost"
 
 
-def _own_page(headers: dict[str, str]) -> bool:
+def _is_same_origin(headers: dict[str, str]) -> bool:
     origin = headers.get("origin")
     try:
         same = origin is None or urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
@@ -116,10 +116,10 @@ def _own_page(headers: dict[str, str]) -> bool:
 
 def _cookie(headers: dict[str, str], name: str) -> str:
     try:
-        found = SimpleCookie(headers.get("cookie", "")).get(name)
+        morsel = SimpleCookie(headers.get("cookie", "")).get(name)
     except CookieError:
         return ""
-    return found.value if found else ""
+    return morsel.value if morsel else ""
 
 
 async def _refuse(send: Any, status: int, text: str, headers: list[tuple[bytes, bytes]] = _HEADERS) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from evals.encoders.encoder import TextEncoder
 from evals.sets.task_config import TaskConfig
 from evals.slots.attend import attend
-from evals.slots.overlay import seen
+from evals.slots.overlay import image_crop
 from evals.slots.page_arrays import Arrays
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.tables import TASKS
@@ -21,11 +21,11 @@ from ..runs.slot_work import Bench
 from .pictures import Pictures
 
 KINDS = ("zeroshot", "pairs", "retrieval", "knn")
-MOST_TEXTS = 200  # captions of one question
-_BEST = 10  # images that agree most with a query
+MAX_TEXTS = 200  # captions of one question
+_NUM_BEST = 10  # images that agree most with a query
 
 
-class Found(NamedTuple):
+class SearchHit(NamedTuple):
     """A slot's part of a query: `score`, see `Side.search`, and the images that agree most with it there."""
 
     slot: int
@@ -42,8 +42,8 @@ class Side:
 
     def __init__(self, bench: Bench, tasks: dict[str, TaskConfig], pictures: Pictures):
         self.bench, self.encoder, self.units = bench, bench.encoder, bench.units
-        able = able_of(tasks, bench)
-        if not able and not self.looks:
+        able = supported_tasks(tasks, bench)
+        if not able and not self.has_attention_maps:
             raise ConfigError(
                 f"{bench.checkpoint}: none of the tasks fits it ({', '.join(tasks)}); name others with --tasks"
             )
@@ -55,17 +55,17 @@ class Side:
         self._vectors = self.units.images(features.rows(torch.tensor(pictures.numbers)))
         self._own: dict[int, Tensor] = {}
 
-    def tell(self) -> None:
+    def set_picture_metadata(self) -> None:
         """Give the pictures their names and captions."""
-        self.pictures.tell(self._keys, list(self._facts))
+        self.pictures.set_metadata(self._keys, list(self._facts))
 
     @property
-    def reads(self) -> bool:
+    def has_text_tower(self) -> bool:
         """Whether there is a text tower."""
         return isinstance(self.encoder, TextEncoder)
 
     @property
-    def looks(self) -> bool:
+    def has_attention_maps(self) -> bool:
         """Whether its slots show where they look."""
         return self.units.kind == "slots" and hasattr(self.encoder, "image_slots")
 
@@ -76,44 +76,44 @@ class Side:
             "weights": self.encoder.weights,
             "units": self.units.kind,
             "count": self.units.number,
-            "reads": self.reads,
-            "looks": self.looks,
+            "reads": self.has_text_tower,
+            "looks": self.has_attention_maps,
             "classifier_slots": self.bench.options.classifier_slots,
-            "tasks": [_facts_of(name, arrays) for name, arrays in self.arrays.items()],
+            "tasks": [_task_facts(name, arrays) for name, arrays in self.arrays.items()],
         }
 
     def attention(self, number: int) -> dict[str, Any]:
         """Where slots look in one image and its caption; `maps` (L, g, g), `weights` (L, T) and `cosine` (L,) as fp32."""
-        image, caption = self.pictures.image(number), self.pictures.shown[number].caption
-        told: dict[str, Any] = {"maps": None, "words": [], "box": [0, 0, 1, 1]}
-        if not self.looks:
-            return told
+        image, caption = self.pictures.image(number), self.pictures.entries[number].caption
+        payload: dict[str, Any] = {"maps": None, "words": [], "box": [0, 0, 1, 1]}
+        if not self.has_attention_maps:
+            return payload
         with torch.inference_mode():
-            (one,) = attend(self.encoder, [image], [caption] if self.reads else None)
-        left, top, right, bottom = seen(self.encoder, image).box
-        told["box"] = [left / image.width, top / image.height, right / image.width, bottom / image.height]
-        told |= {
+            (one,) = attend(self.encoder, [image], [caption] if self.has_text_tower else None)
+        left, top, right, bottom = image_crop(self.encoder, image).box
+        payload["box"] = [left / image.width, top / image.height, right / image.width, bottom / image.height]
+        payload |= {
             "maps": one.maps.numpy(),
             "side": one.maps.shape[-1],
             "on_class": one.on_class.numpy(),
             "words": one.words,
         }
         if one.words:
-            told |= {"weights": one.weights.numpy(), "cosine": one.cosine.numpy()}
-        return told
+            payload |= {"weights": one.weights.numpy(), "cosine": one.cosine.numpy()}
+        return payload
 
     def captions(self, number: int, texts: Sequence[str]) -> dict[str, Any]:
         """Captions of one image: `shares` (C, U) of each unit in their similarity, and `squares` (U,), the image's squared norms.
 
         With units S kept, similarity is the sum of their shares over the root of the sum of their squares, as `sparo eval` has it.
         """
-        if not 0 < len(texts) <= MOST_TEXTS:
-            raise ConfigError(f"{len(texts)} captions: give 1 to {MOST_TEXTS}")
+        if not 0 < len(texts) <= MAX_TEXTS:
+            raise ConfigError(f"{len(texts)} captions: give 1 to {MAX_TEXTS}")
         vector = self._vector(number)
         read = self.units.texts(self._texts(texts))
         return {"shares": (vector * read).sum(-1).numpy(), "squares": vector.square().sum(-1).numpy()}
 
-    def search(self, text: str) -> list[Found]:
+    def search(self, text: str) -> list[SearchHit]:
         """Units by how much they do to tell the images that fit a text from the others.
 
         The ten images that agree most with the text, less all images: each unit's part of that difference, as a share of the sum.
@@ -123,14 +123,14 @@ class Side:
         read = self.units.texts(self._texts([text]))[0]
         shares = torch.einsum("nud,ud->nu", self._vectors, read)
         # Of few images half at most, or the best would be compared with themselves.
-        best = min(_BEST, max(1, len(shares) // 2))
+        best = min(_NUM_BEST, max(1, len(shares) // 2))
         top = shares.sum(1).argsort(descending=True, stable=True)[:best]
         # Less what all images have: a slot that agrees with everything finds nothing.
         part = shares[top].mean(0) - shares.mean(0)
         part = part / part.sum().clamp(min=1e-12)
         images = shares.argsort(dim=0, descending=True, stable=True)[:6].T.tolist()
         order = part.argsort(descending=True, stable=True).tolist()
-        return [Found(slot, float(part[slot]), images[slot]) for slot in order]
+        return [SearchHit(slot, float(part[slot]), images[slot]) for slot in order]
 
     def _vector(self, number: int) -> Tensor:
         """(U, d) of an image."""
@@ -148,21 +148,21 @@ class Side:
         return self.encoder.text(list(texts))
 
 
-def able_of(tasks: dict[str, TaskConfig], bench: Bench) -> dict[str, TaskConfig]:
+def supported_tasks(tasks: dict[str, TaskConfig], bench: Bench) -> dict[str, TaskConfig]:
     """Those of the tasks whose scores the page can compute, and that the encoder can do."""
     return {
         name: task
         for name, task in tasks.items()
-        if task.task in KINDS and set(TASKS.row(task.task).needs) <= bench.encoder.offers
+        if task.task in KINDS and set(TASKS.get(task.task).needs) <= bench.encoder.offers
     }
 
 
-def _facts_of(name: str, found: Arrays) -> dict[str, Any]:
+def _task_facts(name: str, arrays: Arrays) -> dict[str, Any]:
     layout, offset = [], 0
-    for key, array in found.arrays.items():
+    for key, array in arrays.arrays.items():
         layout.append({"name": key, "dtype": array.dtype.kind, "shape": list(array.shape), "offset": offset})
         offset += array.nbytes
     return {
-        "name": name, "kind": found.kind, "metric": found.metric, "n": found.n, "images": found.images, "of": found.of,
-        "data": found.data, "facts": found.facts, "layout": layout, "bytes": offset,
+        "name": name, "kind": arrays.kind, "metric": arrays.metric, "n": arrays.n, "images": arrays.images, "of": arrays.of,
+        "data": arrays.data, "facts": arrays.facts, "layout": layout, "bytes": offset,
     }  # fmt: skip

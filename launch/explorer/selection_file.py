@@ -15,7 +15,7 @@ from sparo_train.core.errors import ConfigError
 
 from .opened import Side
 
-_LONGEST = 10_000  # characters of a name or a note
+_MAX_TEXT_LENGTH = 10_000  # characters of a name or a note
 
 
 class ChangedError(ConfigError):
@@ -43,22 +43,27 @@ class SelectionFile:
         if not revision:
             return None, ""
         try:
-            found = read_selection(self.path)
-            selected(self.side.encoder, found, f"--slots {self.path}")
+            selection = read_selection(self.path)
+            selected(self.side.encoder, selection, f"--slots {self.path}")
         except ConfigError as error:
             raise ConfigError(
                 f"--out {str(error).removeprefix('--slots ')}; or move it away, or name another --out"
             ) from None
-        shown, own = f"{self.side.units.number} {self.side.units.kind}", f"{found.count} {found.units}"
-        if shown != own:
-            raise ConfigError(f"--out {self.path}: chooses of {own}, and the page shows {shown}; name another file")
-        if found.mask:
+        page_units, file_units = (
+            f"{self.side.units.number} {self.side.units.kind}",
+            f"{selection.count} {selection.units}",
+        )
+        if page_units != file_units:
+            raise ConfigError(
+                f"--out {self.path}: chooses of {file_units}, and the page shows {page_units}; name another file"
+            )
+        if selection.mask:
             raise ConfigError(f"--out {self.path}: is a mask, which cannot be switched on and off; name another file")
-        return found, revision
+        return selection, revision
 
     def facts(self, whole: bool = True) -> dict[str, Any]:
         """As the page takes it. Not `whole`: a file that was spoilt meanwhile is told as its `error`, and the page goes on."""
-        told = {
+        payload = {
             "path": str(self.path),
             "chosen": None,
             "names": {},
@@ -68,56 +73,56 @@ class SelectionFile:
             "error": "",
         }
         try:
-            found, told["revision"] = self.read()
+            selection, payload["revision"] = self.read()
         except ConfigError as error:
             if whole:
                 raise
-            return {**told, "error": str(error), "revision": self._revision()}
-        if found is not None:
-            told |= {
-                "chosen": sorted(found.chosen), "names": found.names, "notes": found.notes, "looked_at": list(found.looked_at),
-                "made_on": found.made_on.model_dump(), "method": found.method,
+            return {**payload, "error": str(error), "revision": self._revision()}
+        if selection is not None:
+            payload |= {
+                "chosen": sorted(selection.chosen), "names": selection.names, "notes": selection.notes, "looked_at": list(selection.looked_at),
+                "made_on": selection.made_on.model_dump(), "method": selection.method,
             }  # fmt: skip
-        return told
+        return payload
 
-    def write(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def write(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Save what the page sends: `chosen`, `names`, `notes`, `looked_at`, and the `revision` that it began with.
 
         Args:
-            given: with `over` the file is written over, whatever it holds by now.
+            body: with `overwrite` the file is written over, whatever it holds by now.
 
         Raises:
             ChangedError: another tab or program has written the file since.
             ConfigError: something that is no selection of these units.
         """
         with self._lock:
-            over = given.get("over") is True
-            if not over and given.get("revision") != self._revision():
+            overwrite = body.get("over") is True
+            if not overwrite and body.get("revision") != self._revision():
                 raise ChangedError(
                     f"{self.path}: was changed by another tab or program since this page read it, and is left as it is; "
                     "read it again, or write over it"
                 )
             try:
-                before = None if over else self.read()[0]
+                previous = None if overwrite else self.read()[0]
             except ConfigError as error:  # spoilt before the page read it
                 raise ChangedError(str(error)) from None
-            write_selection(self.path, self._selection(given, before))
+            write_selection(self.path, self._build_selection(body, previous))
             return self.facts()
 
-    def _selection(self, given: Mapping[str, Any], before: Selection | None) -> Selection:
+    def _build_selection(self, body: Mapping[str, Any], previous: Selection | None) -> Selection:
         units = self.side.units
         try:
-            words = {key: {int(slot): _clean(text) for slot, text in dict(given.get(key) or {}).items() if text} for key in ("names", "notes")}  # fmt: skip
-            chosen = tuple(sorted(int(slot) for slot in given["chosen"]))
-            if before is not None and tuple(sorted(before.chosen)) == chosen:
+            labels = {key: {int(slot): _clean(text) for slot, text in dict(body.get(key) or {}).items() if text} for key in ("names", "notes")}  # fmt: skip
+            selected_units = tuple(sorted(int(slot) for slot in body["chosen"]))
+            if previous is not None and tuple(sorted(previous.chosen)) == selected_units:
                 # Only names changed: how it was chosen is still true.
-                return Selection.model_validate(before.model_dump(by_alias=True) | words)
-            found = {
+                return Selection.model_validate(previous.model_dump(by_alias=True) | labels)
+            fields = {
                 "checkpoint": self.side.encoder.weights, "label": self.side.bench.checkpoint, "units": units.kind, "count": units.number,
-                "classifier_slots": self.side.bench.options.classifier_slots, "chosen": chosen, "method": "hand",
-                "looked_at": tuple(str(data) for data in given.get("looked_at") or ()), **words,
+                "classifier_slots": self.side.bench.options.classifier_slots, "chosen": selected_units, "method": "hand",
+                "looked_at": tuple(str(data) for data in body.get("looked_at") or ()), **labels,
             }  # fmt: skip
-            return Selection.model_validate(found)
+            return Selection.model_validate(fields)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
@@ -134,4 +139,4 @@ class SelectionFile:
 
 def _clean(text: Any) -> str:
     """A name or a note, as a file can hold it: half of a pair of surrogates is no character."""
-    return str(text)[:_LONGEST].encode("utf-8", "replace").decode()
+    return str(text)[:_MAX_TEXT_LENGTH].encode("utf-8", "replace").decode()

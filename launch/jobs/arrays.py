@@ -11,7 +11,7 @@ from evals.suite.evaluate import tasks_for
 
 from .fanout import FanOut
 from .job import Element
-from .launching import LaunchOptions, hand_over, refuse_busy
+from .launching import LaunchOptions, refuse_busy, submit_and_record
 from .snapshot import take_snapshot
 
 
@@ -27,22 +27,27 @@ def eval_elements(
     Raises:
         ConfigError: a checkpoint whose tasks cannot be told, or a task that is none of them.
     """
-    found = []
+    elements = []
     for checkpoint in checkpoints:
         for task in tasks_for(checkpoint, data, tasks, root):
             arguments = ["eval", checkpoint, "--tasks", task, "--root", str(root), "--json", "{part}", "--no-latest"]
             arguments += ["--data", str(data)] if data else []
             arguments += ["--model", model] if model else []
-            found.append({"checkpoint": checkpoint, "task": task, "arguments": arguments})
-    return found
+            elements.append({"checkpoint": checkpoint, "task": task, "arguments": arguments})
+    return elements
 
 
-def launch_elements(fan: FanOut, order: LaunchOptions, say: Callable[[str], None]) -> list[str]:
+def launch_elements(fan: FanOut, launch_options: LaunchOptions, log: Callable[[str], None]) -> list[str]:
     """Submit what is missing as one array, one rank and one GPU at most for each; returns the jobs, none where nothing is."""
-    one = {"nodes": 1, "tasks_per_node": 1, "starter": "srun", "gpus_per_node": min(1, order.cluster.gpus_per_node)}
-    order = replace(order, cluster=order.cluster.model_copy(update=one))
+    resources = {
+        "nodes": 1,
+        "tasks_per_node": 1,
+        "starter": "srun",
+        "gpus_per_node": min(1, launch_options.cluster.gpus_per_node),
+    }
+    launch_options = replace(launch_options, cluster=launch_options.cluster.model_copy(update=resources))
     refuse_busy(fan.folder)
     code = take_snapshot(fan.folder / "code")
     missing = fan.missing()
     elements = [Element(fan.arguments(number, str(fan.folder)), str(fan.folder)) for number in missing]
-    return hand_over(order, elements, fan.folder, fan.folder.name, code, say) if elements else []
+    return submit_and_record(launch_options, elements, fan.folder, fan.folder.name, code, log) if elements else []

@@ -52,10 +52,10 @@ class ClusterConfig(Frozen):
     sbatch: dict[str, str | int | bool] = Field(default_factory=dict, description="further arguments of sbatch")
 
     @model_validator(mode="after")
-    def _one_line_each(self) -> ClusterConfig:
+    def _refuse_line_ends(self) -> ClusterConfig:
         """What goes into the batch script's own lines has none of its own; `setup` is lines of shell."""
-        for key, held in self:
-            for text in _texts(held):
+        for key, value in self:
+            for text in _nested_strings(value):
                 if key not in ("environment", "setup") and any(c in text for c in "\n\r\0"):
                     raise ValueError(f"{key}: {text!r} has a line end, and would be lines of the batch script")
         return self
@@ -97,16 +97,16 @@ class ClusterConfig(Frozen):
         return self.nodes * self.ranks_per_node
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _nested_strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         # Keys as well: a name of sbatch's argument is a line of the script, too.
         for pair in value.items():
-            yield from _texts(list(pair))
+            yield from _nested_strings(list(pair))
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _texts(part)
+            yield from _nested_strings(part)
 
 
 def minutes(time: str | int) -> int:
@@ -115,14 +115,14 @@ def minutes(time: str | int) -> int:
     Raises:
         ValueError: anything else.
     """
-    found = _TIME.fullmatch(str(time))
-    if not found or (isinstance(time, int) and time <= 0):
+    match = _TIME.fullmatch(str(time))
+    if not match or (isinstance(time, int) and time <= 0):
         raise ValueError(f"{time!r} is no time limit; write minutes, HH:MM:SS or D-HH:MM:SS")
     # SLURM reads one number as minutes, two as minutes and seconds, three as hours; behind days they begin with hours.
-    days, a, b, c = (int(found[name] or 0) for name in "dabc")
-    if found["d"] is not None:
+    days, a, b, c = (int(match[name] or 0) for name in "dabc")
+    if match["d"] is not None:
         seconds = 60 * (60 * (24 * days + a) + b) + c
-    elif found["c"] is not None:
+    elif match["c"] is not None:
         seconds = 60 * (60 * a + b) + c
     else:
         seconds = 60 * a + b
@@ -147,22 +147,22 @@ def load_cluster(name: str, options: Sequence[str] = ()) -> ClusterConfig:
     """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
-        found = [folder / f"{name}.yaml" for folder in cluster_folders() if (folder / f"{name}.yaml").is_file()]
-        if not found:
-            known = {p.stem for folder in cluster_folders() if folder.is_dir() for p in folder.glob("*.yaml")}
+        paths = [folder / f"{name}.yaml" for folder in cluster_folders() if (folder / f"{name}.yaml").is_file()]
+        if not paths:
+            cluster_names = {p.stem for folder in cluster_folders() if folder.is_dir() for p in folder.glob("*.yaml")}
             raise ConfigError(
-                f"--on {name}: {did_you_mean(name, known)} A cluster is a file configs/clusters/NAME.yaml or "
+                f"--on {name}: {did_you_mean(name, cluster_names)} A cluster is a file configs/clusters/NAME.yaml or "
                 f"{cluster_folders()[1]}/NAME.yaml (docs/clusters.md)"
             )
-        path = found[0]
+        path = paths[0]
     tree = load_recipe(path)
     return resolve(ClusterConfig, with_options(tree, options), str(path))
 
 
-def with_options(base: Tree, words: Sequence[str]) -> Tree:
+def with_options(base: Tree, options: Sequence[str]) -> Tree:
     """A cluster's keys with `--nodes 2 --mem-gb=8 --exclusive --environment.NAME value`; lists and mappings are added to."""
     tree: Tree = dict(base)
-    rest = list(words)
+    rest = list(options)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
@@ -170,13 +170,15 @@ def with_options(base: Tree, words: Sequence[str]) -> Tree:
         # From the name as it was typed: a variable's has underscores and dashes of its own.
         inner = name.partition(".")[2]
         if not word.startswith("--") or key not in ClusterConfig.model_fields:
-            known = ", ".join("--" + name.replace("_", "-") for name in ClusterConfig.model_fields)
-            near = (
+            option_names = ", ".join("--" + name.replace("_", "-") for name in ClusterConfig.model_fields)
+            suggestion = (
                 did_you_mean(key, ClusterConfig.model_fields) if word.startswith("--") else "an option begins with --."
             )
-            near = near if near.startswith(("did", "an")) else ""
-            raise ConfigError(f"{word}: no option of a cluster; {near} The options are {known}".replace("  ", " "))
-        kinds = _kinds(key)
+            suggestion = suggestion if suggestion.startswith(("did", "an")) else ""
+            raise ConfigError(
+                f"{word}: no option of a cluster; {suggestion} The options are {option_names}".replace("  ", " ")
+            )
+        kinds = _value_types(key)
         if not equals:
             # A flag takes a word behind it only where that is one: what follows may be the next option.
             if bool in kinds and (not rest or rest[0] not in ("true", "false")):
@@ -200,11 +202,11 @@ def with_options(base: Tree, words: Sequence[str]) -> Tree:
     return tree
 
 
-def split_words(words: Sequence[str], others: bool = False) -> tuple[list[str], list[str]]:
+def split_options(arguments: Sequence[str], others: bool = False) -> tuple[list[str], list[str]]:
     """What is not an option of a cluster, and what is. `others`: unknown options belong to the first part too."""
     plain: list[str] = []
     options: list[str] = []
-    rest = list(words)
+    rest = list(arguments)
     while rest:
         word = rest.pop(0)
         key = word.removeprefix("--").partition("=")[0].partition(".")[0].replace("-", "_")
@@ -212,13 +214,13 @@ def split_words(words: Sequence[str], others: bool = False) -> tuple[list[str], 
             plain.append(word)
             continue
         options.append(word)
-        flag = key in ClusterConfig.model_fields and bool in _kinds(key)
+        flag = key in ClusterConfig.model_fields and bool in _value_types(key)
         if "=" not in word and rest and (not flag or rest[0] in ("true", "false")):
             options.append(rest.pop(0))
     return plain, options
 
 
-def _kinds(key: str) -> set[Any]:
+def _value_types(key: str) -> set[Any]:
     """The plain types that a key's values may have."""
     annotation = ClusterConfig.model_fields[key].annotation
     parts = (

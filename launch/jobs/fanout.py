@@ -97,25 +97,25 @@ class FanOut:
         found: dict[str, dict[str, Result]] = {}
         for number, element in enumerate(self.elements):
             if self.kind == "eval" and self.part(number).exists():
-                held = json.loads(self.part(number).read_text(encoding="utf-8"))["results"]
-                before = (
+                task_results = json.loads(self.part(number).read_text(encoding="utf-8"))["results"]
+                prefix = (
                     f"{Path(element['checkpoint']).name}/"  # what stands before a task's name, which may hold slashes
                 )
-                for name, facts in held.items():
-                    found.setdefault(element["checkpoint"], {})[name.removeprefix(before)] = Result.from_dict(facts)
+                for name, facts in task_results.items():
+                    found.setdefault(element["checkpoint"], {})[name.removeprefix(prefix)] = Result.from_dict(facts)
         return found
 
     def outdated(self) -> list[str]:
         """Runs that went on after they were scored, in words: a plan is done once, whatever its words stand for later."""
-        found = {}
+        messages = {}
         for number, element in enumerate(self.elements):
             part, run = self.part(number), Path(element.get("checkpoint", ""))
             if self.kind != "eval" or not part.exists() or not (run / "config.yaml").is_file():
                 continue
             newest = CheckpointStore(run / "checkpoints").latest()
             if newest is not None and newest.stat().st_mtime > part.stat().st_mtime:
-                found[run] = f"{run}: was scored before {newest.name} was written; another --name scores that"
-        return list(found.values())
+                messages[run] = f"{run}: was scored before {newest.name} was written; another --name scores that"
+        return list(messages.values())
 
 
 def plan_name(elements: Sequence[dict[str, Any]]) -> str:

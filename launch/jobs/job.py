@@ -64,10 +64,10 @@ class Job:
         elif self.visible is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = self.visible
         if self.torchrun:
-            sys.exit(self._on_node(self.elements[0]))
-        self._tell_local_ranks()
+            sys.exit(self._run_torchrun(self.elements[0]))
+        self._set_rank_environment()
         if len(self.elements) > 1 and not debug:
-            sys.exit(self._in_turn())
+            sys.exit(self._run_sequentially())
         node = importlib.import_module(PROGRAM)
         code = max(node.perform(e.arguments, e.folder, self.idle_restarts) for e in self.elements)
         if not debug:
@@ -80,31 +80,31 @@ class Job:
 
         return DelayedSubmission(self)
 
-    def _words(self, element: Element) -> list[str]:
+    def _node_arguments(self, element: Element) -> list[str]:
         return ["-m", PROGRAM, element.folder, str(self.idle_restarts), *element.arguments]
 
-    def _in_turn(self) -> int:
+    def _run_sequentially(self) -> int:
         """Every element in a process of its own, until one of them is stopped."""
         codes = []
         for element in self.elements:
-            codes.append(_supervise([sys.executable, "-u", *self._words(element)], torchrun=False))
+            codes.append(_supervise([sys.executable, "-u", *self._node_arguments(element)], torchrun=False))
             # What was stopped goes on after the restart, before elements behind it begin.
             if codes[-1] in (STOPPED, LOCAL_AGAIN):
                 return codes[-1]
         return max(codes)
 
-    def _on_node(self, element: Element) -> int:
+    def _run_torchrun(self, element: Element) -> int:
         command = [sys.executable, "-u", "-m", "torch.distributed.run", f"--nnodes={self.nodes}"]
         command += [f"--nproc-per-node={self.ranks_per_node}", f"--node-rank={os.environ.get('SLURM_NODEID', '0')}"]
         command += [f"--master-addr={os.environ.get('MASTER_ADDR', '127.0.0.1')}"]
         command += [f"--master-port={os.environ.get('MASTER_PORT', str(self.port))}"]
-        failures, begun = Path(element.folder, "jobs/failures.jsonl"), time.time()
-        code = _supervise([*command, *self._words(element)], torchrun=True)
-        told = failures.exists() and failures.stat().st_mtime >= begun
+        failures, start_time = Path(element.folder, "jobs/failures.jsonl"), time.time()
+        code = _supervise([*command, *self._node_arguments(element)], torchrun=True)
+        has_failure_record = failures.exists() and failures.stat().st_mtime >= start_time
         # A failure that a rank told is the run's own; without one a node was lost, and the job is worth another start.
-        return code if told or code in (0, STOPPED) else KILLED
+        return code if has_failure_record or code in (0, STOPPED) else KILLED
 
-    def _tell_local_ranks(self) -> None:
+    def _set_rank_environment(self) -> None:
         """Ranks of submitit's local executor find each other as those of torchrun do."""
         size = int(os.environ.get("SUBMITIT_LOCAL_NTASKS", "1"))
         if size > 1:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evals.suite.task import refuse_unfit_run
+from evals.suite.task import check_recipe_compatible
 from sparo_train.core.config import dump, resolve
 from sparo_train.core.disk.rundir import RunDir
 from sparo_train.core.errors import CheckpointError, ConfigError, SparoError
@@ -29,30 +29,32 @@ from .slurm import states
 from .snapshot import Snapshot, take_snapshot
 from .submit import submit
 
-Say = Callable[[str], None]
+LogFn = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
     """How a launch was asked for.
 
-    on: the cluster's name.  cluster: its block.  parallel: elements at a time.  after: run folders to wait for.
+    cluster_name: the cluster's name.  cluster: its block.  parallel: elements at a time.  after: run folders to wait for.
     """
 
-    on: str
+    cluster_name: str
     cluster: ClusterConfig
     parallel: int | None = None
     after: tuple[Path, ...] = ()
 
 
-def launch_train(runs: Sequence[RunConfig], order: LaunchOptions, sweep: Path, say: Say) -> list[tuple[Path, str]]:
+def launch_train(
+    runs: Sequence[RunConfig], launch_options: LaunchOptions, sweep: Path, log: LogFn
+) -> list[tuple[Path, str]]:
     """Submit runs; several become one array whose logs and code are in `sweep`. Returns folders and jobs.
 
     Raises:
         ConfigError: ranks that the recipe cannot use, a folder with another recipe or with a job that is not over, or a
             refusal of the cluster. Nothing was submitted then.
     """
-    runs = [for_ranks(run, order.cluster, say) for run in runs]
+    runs = [resolve_for_ranks(run, launch_options.cluster, log) for run in runs]
     for run in runs:
         refuse_busy(run.folder)
         # All runs first: half of a sweep in the queue is worse than none.
@@ -67,20 +69,22 @@ def launch_train(runs: Sequence[RunConfig], order: LaunchOptions, sweep: Path, s
             (folder / "code").symlink_to(home.resolve() / "code")
         RunDir(folder).describe(run)
         elements.append(Element(("train", str(folder / "config.yaml")), str(folder)))
-    jobs = hand_over(order, elements, home, runs[0].name if len(runs) == 1 else sweep.name, code, say)
+    jobs = submit_and_record(launch_options, elements, home, runs[0].name if len(runs) == 1 else sweep.name, code, log)
     return [(run.folder, job) for run, job in zip(runs, jobs, strict=True)]
 
 
-def hand_over(
-    order: LaunchOptions, elements: Sequence[Element], home: Path, name: str, code: Snapshot, say: Say
+def submit_and_record(
+    launch_options: LaunchOptions, elements: Sequence[Element], home: Path, name: str, code: Snapshot, log: LogFn
 ) -> list[str]:
     """Submit elements and record it in each one's folder, once per folder; returns the jobs."""
-    dependency = after_jobs(order.after)
-    jobs = submit(order.cluster, elements, home / "jobs", name, code.path, order.parallel, dependency, say)
+    dependency = after_jobs(launch_options.after)
+    jobs = submit(
+        launch_options.cluster, elements, home / "jobs", name, code.path, launch_options.parallel, dependency, log
+    )
     facts = {
-        "on": order.on,
-        "parallel": order.parallel,
-        "cluster": order.cluster.model_dump(mode="json"),
+        "on": launch_options.cluster_name,
+        "parallel": launch_options.parallel,
+        "cluster": launch_options.cluster.model_dump(mode="json"),
         "command": shlex.join(sys.argv),
         "cwd": str(Path.cwd()),
         "logs": str((home / "jobs").resolve()),
@@ -91,16 +95,16 @@ def hand_over(
         "changed": code.changed,
     }
     for folder in dict.fromkeys(element.folder for element in elements):
-        own = [(e.arguments, job) for e, job in zip(elements, jobs, strict=True) if e.folder == folder]
-        jobs_here = list(dict.fromkeys(job for _, job in own))
-        if len(jobs_here) > 1 and order.cluster.kind == "slurm":  # a whole array is called by its number
+        folder_jobs = [(e.arguments, job) for e, job in zip(elements, jobs, strict=True) if e.folder == folder]
+        jobs_here = list(dict.fromkeys(job for _, job in folder_jobs))
+        if len(jobs_here) > 1 and launch_options.cluster.kind == "slurm":  # a whole array is called by its number
             jobs_here = list(dict.fromkeys(job.partition("_")[0] for job in jobs_here))
-        several = {"jobs": jobs_here, "arguments": [arguments for arguments, _ in own]}
-        Records(Path(folder)).add("submitted", {"folder": folder, **several, **facts})
+        submission = {"jobs": jobs_here, "arguments": [arguments for arguments, _ in folder_jobs]}
+        Records(Path(folder)).add("submitted", {"folder": folder, **submission, **facts})
     return jobs
 
 
-def for_ranks(run: RunConfig, cluster: ClusterConfig, say: Say) -> RunConfig:
+def resolve_for_ranks(run: RunConfig, cluster: ClusterConfig, log: LogFn) -> RunConfig:
     """The recipe for a job's ranks: `world_size` says how many there have to be, and one process's engine becomes ddp."""
     ranks = cluster.ranks
     if run.world_size not in (None, ranks):
@@ -113,12 +117,12 @@ def for_ranks(run: RunConfig, cluster: ClusterConfig, say: Say) -> RunConfig:
     _refuse_untrainable(run)
     # Written into the recipe, so that ranks that do not find each other end at once instead of training alone.
     changes = [f"world_size={ranks}"]
-    if ranks > 1 and ENGINES.row(run.engine.kind).one_process:
-        say(f"{run.name}: engine.kind={run.engine.kind} -> ddp, for {ranks} ranks")
+    if ranks > 1 and ENGINES.get(run.engine.kind).one_process:
+        log(f"{run.name}: engine.kind={run.engine.kind} -> ddp, for {ranks} ranks")
         # What ddp has no key for was of the one process alone.
-        known = ENGINES.row("ddp").config.model_fields
-        told = {key: value for key, value in run.engine.model_dump(mode="json").items() if key in known}
-        changes.append("engine=" + json.dumps({**told, "kind": "ddp"}))
+        ddp_fields = ENGINES.get("ddp").config.model_fields
+        engine_config = {key: value for key, value in run.engine.model_dump(mode="json").items() if key in ddp_fields}
+        changes.append("engine=" + json.dumps({**engine_config, "kind": "ddp"}))
     tree: dict[str, Any] = parse_yaml(dump(run), run.name)
     return resolve(RunConfig, override(tree, changes), run.name)
 
@@ -126,7 +130,7 @@ def for_ranks(run: RunConfig, cluster: ClusterConfig, say: Say) -> RunConfig:
 def _refuse_untrainable(run: RunConfig) -> None:
     """Raise `ConfigError` for what every job of this recipe would end with: nothing to train, or tasks that do not fit."""
     try:
-        refuse_unfit_run(run, meta_objective(run))
+        check_recipe_compatible(run, meta_objective(run))
     except CheckpointError:
         pass  # weights that lie on the cluster alone are looked at there
     except SparoError:
@@ -163,18 +167,18 @@ def after_jobs(folders: Sequence[Path]) -> str | None:
             raise ConfigError(f"--after {folder}: no job was launched there")
         if last["cluster"]["kind"] != "slurm":
             raise ConfigError(f"--after {folder}: its job is not SLURM's, so SLURM cannot wait for it")
-        found = list(states(last["jobs"]).values())
+        job_states = list(states(last["jobs"]).values())
         ends = [s for job in last["jobs"] for s in Records(folder).starts(job) if "end" in s]
         # SLURM forgets a job after minutes; the folder remembers how it ended.
-        if not found and not (ends and ends[-1]["end"] == 0):
+        if not job_states and not (ends and ends[-1]["end"] == 0):
             raise ConfigError(
                 f"--after {folder}: SLURM has forgotten its job, which has not finished; `sparo launch resubmit {folder}` first"
             )
-        if any(state.active for state in found):
+        if any(state.active for state in job_states):
             waiting += last["jobs"]
         # SLURM would let a job wait for ever for one that never ends well.
-        elif any(state.state not in ("COMPLETED", "UNKNOWN") for state in found):
-            bad = next(s.state for s in found if s.state != "COMPLETED")
+        elif any(state.state not in ("COMPLETED", "UNKNOWN") for state in job_states):
+            bad = next(s.state for s in job_states if s.state != "COMPLETED")
             raise ConfigError(
                 f"--after {folder}: its job {last['jobs'][0]} ended as {bad}; `sparo launch resubmit {folder}` first"
             )

@@ -21,7 +21,7 @@ from .job import Element, Job
 _CONTROLLER = "submitit.local._local"
 
 
-def submit_here(
+def submit_local(
     submitit: Any,
     cluster: ClusterConfig,
     elements: Sequence[Element],
@@ -33,12 +33,12 @@ def submit_here(
     """Start elements in `parallel` lanes, each of which runs its elements one after another; return the job of each element."""
     # This machine has no queue: what waits, waits in a lane.
     lanes = [elements[lane::parallel] for lane in range(min(parallel, len(elements)))]
-    found: dict[Element, str] = {}
+    job_ids: dict[Element, str] = {}
     debug = cluster.kind == "debug"
     if debug:
         executor: Any = submitit.AutoExecutor(folder=jobs, cluster="debug")
     else:
-        executor = _detached(submitit)(folder=jobs, python=cluster.python)
+        executor = _detached_executor(submitit)(folder=jobs, python=cluster.python)
         executor.update_parameters(
             tasks_per_node=1 if cluster.starter == "torchrun" else cluster.ranks_per_node,
             gpus_per_node=cluster.gpus_per_node,
@@ -51,10 +51,10 @@ def submit_here(
         job = replace(job_of(cluster, tuple(lane)), port=_free_port())
         with environment({**cluster.environment, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}):
             submitted: Any = executor.submit(job)
-            found |= dict.fromkeys(lane, str(submitted.job_id))
+            job_ids |= dict.fromkeys(lane, str(submitted.job_id))
             if debug:
                 submitted.result()  # it runs now
-    return [found[element] for element in elements]
+    return [job_ids[element] for element in elements]
 
 
 def _free_port() -> int:
@@ -64,13 +64,13 @@ def _free_port() -> int:
         return free.getsockname()[1]
 
 
-def _detached(submitit: Any) -> Any:
+def _detached_executor(submitit: Any) -> Any:
     """Return submitit's local executor with a controller that keeps neither the launcher's terminal nor its pipes open."""
 
     class DetachedExecutor(submitit.LocalExecutor):
         def _submit_command(self, command: str) -> Any:
             tasks, gpus = self.parameters["tasks_per_node"], self.parameters["gpus_per_node"]
-            told = {
+            env_vars = {
                 "SUBMITIT_LOCAL_NTASKS": str(tasks),
                 "SUBMITIT_LOCAL_COMMAND": command,
                 "SUBMITIT_LOCAL_TIMEOUT_S": str(int(60 * self.parameters["timeout_min"])),
@@ -85,7 +85,7 @@ def _detached(submitit: Any) -> Any:
             with (Path(self.folder) / "controller.log").open("ab") as log:
                 process = subprocess.Popen(
                     [sys.executable, "-m", _CONTROLLER, str(self.folder)],
-                    env={**os.environ, **told},
+                    env={**os.environ, **env_vars},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

@@ -20,7 +20,7 @@ from sparo_train.core.disk.metrics import read
 from sparo_train.core.disk.store import CheckpointStore
 from sparo_train.core.world import whole_number
 
-_HAS: dict[str, dict[str, type]] = {
+_REQUIRED_FIELDS: dict[str, dict[str, type]] = {
     "submitted": {"jobs": list, "on": str, "cluster": dict},
     "starts": {"job": str, "restart": int},
     "cancelled": {"job": str},
@@ -39,21 +39,21 @@ class Records:
 
     def last(self) -> dict[str, Any] | None:
         """The newest submission."""
-        found = self.submitted()
-        return found[-1] if found else None
+        submissions = self.submitted()
+        return submissions[-1] if submissions else None
 
     def starts(self, job: str) -> list[dict[str, Any]]:
         """Starts of a job (of all elements, for an array's number) and their ends, oldest first."""
-        return [line for line in self._read("starts") if _is_of(line["job"], job)]
+        return [line for line in self._read("starts") if _belongs_to(line["job"], job)]
 
     def failures(self, job: str) -> list[dict[str, Any]]:
         """What ranks of a job failed with, oldest first."""
-        return [line for line in self._read("failures") if _is_of(line["job"], job)]
+        return [line for line in self._read("failures") if _belongs_to(line["job"], job)]
 
     def cancelled(self, record: Mapping[str, Any], job: str) -> bool:
         """Return whether a local job was cancelled; its logs' folder says so, which the runs of one lane share."""
-        found = read(Path(str(record.get("logs", self.jobs))) / "cancelled.jsonl")
-        return any(line.get("job") == job for line in found)
+        cancellations = read(Path(str(record.get("logs", self.jobs))) / "cancelled.jsonl")
+        return any(line.get("job") == job for line in cancellations)
 
     def add(self, kind: str, facts: Mapping[str, Any], folder: Path | None = None) -> None:
         """Append one line to a file of `folder` (default: the run's jobs); a short line is appended whole, whoever else appends."""
@@ -74,10 +74,16 @@ class Records:
 
     def _read(self, kind: str) -> list[dict[str, Any]]:
         """Lines that have what such a line has: others were cut off, or are of another version."""
-        found = read(self.jobs / f"{kind}.jsonl")
-        kept = [line for line in found if all(isinstance(line.get(key), type_) for key, type_ in _HAS[kind].items())]
+        lines = read(self.jobs / f"{kind}.jsonl")
+        valid_lines = [
+            line
+            for line in lines
+            if all(isinstance(line.get(key), type_) for key, type_ in _REQUIRED_FIELDS[kind].items())
+        ]
         return [
-            whole for line in kept if (whole := self._submission(line) if kind == "submitted" else line) is not None
+            record
+            for line in valid_lines
+            if (record := self._submission(line) if kind == "submitted" else line) is not None
         ]
 
     def _submission(self, line: dict[str, Any]) -> dict[str, Any] | None:
@@ -88,19 +94,19 @@ class Records:
         return {"logs": str(self.jobs), **line, "cluster": cluster}
 
 
-def _is_of(job: str, asked: str) -> bool:
-    return job == asked or job.startswith(f"{asked}_")
+def _belongs_to(job: str, job_or_array: str) -> bool:
+    return job == job_or_array or job.startswith(f"{job_or_array}_")
 
 
-def here() -> dict[str, Any]:
+def current_attempt() -> dict[str, Any]:
     """Which job, which start of it, and where this process runs."""
     env = os.environ
     # submitit's own numbers first: a job inside a job of SLURM is not that one.
-    named = [env[name] for name in ("SUBMITIT_DEBUG_JOB_ID", "SUBMITIT_LOCAL_JOB_ID") if name in env]
+    job_ids = [env[name] for name in ("SUBMITIT_DEBUG_JOB_ID", "SUBMITIT_LOCAL_JOB_ID") if name in env]
     if "SLURM_ARRAY_JOB_ID" in env:
-        named.append(f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}")
+        job_ids.append(f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}")
     return {
-        "job": [*named, env.get("SLURM_JOB_ID", str(os.getpid()))][0],
+        "job": [*job_ids, env.get("SLURM_JOB_ID", str(os.getpid()))][0],
         "restart": whole_number(env, "SLURM_RESTART_COUNT", 0),
         "node": env.get("SLURMD_NODENAME", platform.node()),
         "nodes": env.get("SLURM_JOB_NODELIST", platform.node()),

@@ -12,12 +12,12 @@ from sparo_train.core.errors import ConfigError
 from .clusters import ClusterConfig, with_options
 from .fanout import FanOut
 from .job import Element
-from .launching import LaunchOptions, hand_over, refuse_busy
+from .launching import LaunchOptions, refuse_busy, submit_and_record
 from .records import Records
 from .snapshot import Snapshot
 
 
-def resubmit(folder: Path, options: Sequence[str], say: Callable[[str], None]) -> list[str]:
+def resubmit(folder: Path, options: Sequence[str], log: Callable[[str], None]) -> list[str]:
     """The newest submission once more, from where it was made, with the code that it had; returns the jobs.
 
     Raises:
@@ -34,7 +34,7 @@ def resubmit(folder: Path, options: Sequence[str], say: Callable[[str], None]) -
     code = Snapshot(Path(last["code"]), last["commit"], last["changed"])
     if not code.path.is_dir():
         raise ConfigError(f"{code.path}: the code that ran there is gone; `sparo launch train` takes a new copy")
-    arguments = [tuple(words) for words in last["arguments"]]
+    arguments = [tuple(args) for args in last["arguments"]]
     if (folder / "plan.json").exists():
         fan = FanOut(folder)
         arguments = [fan.arguments(number, last["folder"]) for number in fan.missing()]
@@ -45,7 +45,9 @@ def resubmit(folder: Path, options: Sequence[str], say: Callable[[str], None]) -
         elements = [Element(words, last["folder"]) for words in arguments]
         home = Path(last["folder"])
         return (
-            hand_over(LaunchOptions(last["on"], cluster, last["parallel"]), elements, home, last["name"], code, say)
+            submit_and_record(
+                LaunchOptions(last["on"], cluster, last["parallel"]), elements, home, last["name"], code, log
+            )
             if elements
             else []
         )

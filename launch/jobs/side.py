@@ -25,7 +25,7 @@ def submit_side(
     weights: Mapping[str, Tensor],
     run: Path,
     step: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Export to RUN/evals/side-STEP and submit a job per task; `results.json` comes there when the last one is done.
 
@@ -39,8 +39,8 @@ def submit_side(
     data = write_whole(folder / "tasks.yaml", yaml.safe_dump({"tasks": tasks}))
     try:
         fan = FanOut.make(folder, "eval", eval_elements([str(exported)], None, data, None))
-        jobs = launch_elements(fan, LaunchOptions(side.on, load_cluster(side.on, side.options)), say)
+        jobs = launch_elements(fan, LaunchOptions(side.on, load_cluster(side.on, side.options)), log)
     except SparoError as error:
-        say(f"step {step}: eval.side was not submitted: {error}")
+        log(f"step {step}: eval.side was not submitted: {error}")
     else:
-        say(f"step {step}: eval.side submitted to {side.on}: {', '.join(jobs)}")
+        log(f"step {step}: eval.side submitted to {side.on}: {', '.join(jobs)}")

@@ -123,7 +123,7 @@ def is_away(text: str) -> bool:
     return any(sign in text for sign in signs)
 
 
-def patiently(call: Callable[[], str], seconds: float, say: Callable[[str], None]) -> str:
+def retry_while_away(call: Callable[[], str], seconds: float, log: Callable[[str], None]) -> str:
     """`call` again until SLURM's controller is back, at most for so many seconds."""
     end = time.monotonic() + seconds
     while True:
@@ -132,7 +132,7 @@ def patiently(call: Callable[[], str], seconds: float, say: Callable[[str], None
         except SlurmAwayError as error:
             if time.monotonic() > end:
                 raise
-            say(f"{error}; trying again")
+            log(f"{error}; trying again")
             time.sleep(min(5.0, max(0.1, end - time.monotonic())))
 
 
@@ -141,38 +141,38 @@ def states(jobs: Sequence[str]) -> dict[str, JobState]:
 
     squeue first: it alone knows that a job whose node failed waits to be started anew. Then the accounting, where there is one.
     """
-    wanted = sorted(set(jobs))
-    if not wanted:
+    job_ids = sorted(set(jobs))
+    if not job_ids:
         return {}
-    found: dict[str, JobState] = {}
+    job_states: dict[str, JobState] = {}
     try:
-        out = ask("squeue", "-r", "-h", "--states=all", "-j", ",".join(wanted), "-o", "%i|%T|%r|%N|%M")
+        out = ask("squeue", "-r", "-h", "--states=all", "-j", ",".join(job_ids), "-o", "%i|%T|%r|%N|%M")
     except subprocess.CalledProcessError:  # it has forgotten them
         out = ""
     for line in out.splitlines():
         job, state, reason, nodes, elapsed = line.split("|")[:5]
-        found[job] = JobState(state, explained(reason), nodes, elapsed)
+        job_states[job] = JobState(state, explain_reason(reason), nodes, elapsed)
     # An array is asked for by its number and answers by its elements.
-    bases = {job.partition("_")[0] for job in found}
-    missing = [job for job in wanted if job not in found and job not in bases]
-    return found | (_accounted(missing) if missing else {})
+    bases = {job.partition("_")[0] for job in job_states}
+    missing = [job for job in job_ids if job not in job_states and job not in bases]
+    return job_states | (_accounting_states(missing) if missing else {})
 
 
-def _accounted(jobs: Sequence[str]) -> dict[str, JobState]:
+def _accounting_states(jobs: Sequence[str]) -> dict[str, JobState]:
     """What the accounting knows of jobs that the controller has forgotten; nothing where there is no accounting."""
     try:
         out = ask("sacct", "-X", "-n", "-P", "-j", ",".join(jobs), "-o", "JobID,State,NodeList,Elapsed")
     except (SparoError, subprocess.CalledProcessError):
         return {}
-    found = {}
+    job_states = {}
     for line in out.splitlines():
         job, state, nodes, elapsed = line.split("|")[:4]
         # `CANCELLED by 1000`.
-        found[job] = JobState(state.split()[0], "", nodes if nodes != "None assigned" else "", elapsed)
-    return found
+        job_states[job] = JobState(state.split()[0], "", nodes if nodes != "None assigned" else "", elapsed)
+    return job_states
 
 
-def explained(reason: str) -> str:
+def explain_reason(reason: str) -> str:
     """SLURM's reason with what it means: `Resources: waits for nodes to become free`."""
     key = reason.strip().strip("()").partition(",")[0]
     if key in ("", "None"):

@@ -16,7 +16,7 @@ from sparo_train.core.errors import ConfigError
 from sparo_train.core.plugins import GROUPS, plugin_distributions
 
 PACKAGES = ("sparo_train", "sparo_data", "object_centric", "evals", "launch")
-_LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
+_IGNORE_PATTERNS = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def take_snapshot(into: Path) -> Snapshot:
             # In a folder of its own name: two launches at one moment would write into each other's.
             temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=into))
             try:
-                _copied(temporary, sources, infos, root / "configs")
+                _copy_code(temporary, sources, infos, root / "configs")
                 temporary.chmod(into.stat().st_mode)  # mkdtemp's is for its owner alone
                 # Renamed when whole: another launch may be looking for it at this moment.
                 temporary.rename(target)
@@ -73,13 +73,13 @@ def code_hash() -> str:
 
 
 def _sources(plugins: Sequence[Distribution]) -> dict[str, Path]:
-    return {name: _package(name) for name in PACKAGES} | _modules_of(plugins)
+    return {name: _package_folder(name) for name in PACKAGES} | _plugin_modules(plugins)
 
 
-def _copied(into: Path, sources: dict[str, Path], infos: dict[str, Distribution], configs: Path) -> None:
+def _copy_code(into: Path, sources: dict[str, Path], infos: dict[str, Distribution], configs: Path) -> None:
     for name, source in sources.items():
         if source.is_dir():
-            shutil.copytree(source, into / name, ignore=_LEFT_OUT)
+            shutil.copytree(source, into / name, ignore=_IGNORE_PATTERNS)
         else:
             shutil.copy2(source, into / source.name)
     for name, dist in infos.items():
@@ -87,29 +87,29 @@ def _copied(into: Path, sources: dict[str, Path], infos: dict[str, Distribution]
         for part in ("METADATA", "entry_points.txt"):
             (into / name / part).write_text(dist.read_text(part) or "", encoding="utf-8")
     if configs.is_dir():
-        shutil.copytree(configs, into / "configs", ignore=_LEFT_OUT)
+        shutil.copytree(configs, into / "configs", ignore=_IGNORE_PATTERNS)
 
 
-def _package(name: str) -> Path:
-    found = importlib.util.find_spec(name)
-    assert found is not None and found.origin is not None
-    return Path(found.origin).parent
+def _package_folder(name: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
 
 
-def _modules_of(plugins: Sequence[Distribution]) -> dict[str, Path]:
+def _plugin_modules(plugins: Sequence[Distribution]) -> dict[str, Path]:
     """The top-level packages and modules behind the rows of plug-ins, found without importing them; broken ones are left out."""
-    found: dict[str, Path] = {}
-    rows = [entry for dist in plugins for entry in dist.entry_points if entry.group.startswith(GROUPS)]
+    module_paths: dict[str, Path] = {}
+    entry_points = [entry for dist in plugins for entry in dist.entry_points if entry.group.startswith(GROUPS)]
     # Of the words alone: what is no `module:attribute` is told to who names it.
-    for name in sorted({entry.value.partition(":")[0].partition(".")[0].strip() for entry in rows}):
+    for name in sorted({entry.value.partition(":")[0].partition(".")[0].strip() for entry in entry_points}):
         # Found, not imported: a broken plug-in must not keep others from launching.
         spec = importlib.util.find_spec(name) if name.isidentifier() and name not in PACKAGES else None
         if spec is not None and spec.origin is not None and Path(spec.origin).suffix == ".py":
             path = Path(spec.origin)
-            found[name] = path.parent if path.name == "__init__.py" else path
+            module_paths[name] = path.parent if path.name == "__init__.py" else path
         elif spec is not None and spec.submodule_search_locations:  # a package without __init__.py
-            found[name] = Path(next(iter(spec.submodule_search_locations)))
-    return found
+            module_paths[name] = Path(next(iter(spec.submodule_search_locations)))
+    return module_paths
 
 
 def _hash(sources: dict[str, Path], plugins: Sequence[Distribution]) -> str:

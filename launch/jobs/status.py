@@ -48,11 +48,11 @@ class Status:
         return asdict(self)
 
 
-def launched(root: Path) -> list[Path]:
+def launched_folders(root: Path) -> list[Path]:
     """Folders in `root`, and one below, in which jobs were launched, newest last."""
     paths = [path for depth in ("*", "*/*") for path in root.glob(f"{depth}/jobs/submitted.jsonl")]
-    found = {path.parent.parent: path.stat().st_mtime for path in paths}
-    return sorted(found, key=lambda folder: found[folder])
+    modified_times = {path.parent.parent: path.stat().st_mtime for path in paths}
+    return sorted(modified_times, key=lambda folder: modified_times[folder])
 
 
 def statuses(folders: Sequence[Path]) -> list[Status]:
@@ -63,33 +63,33 @@ def statuses(folders: Sequence[Path]) -> list[Status]:
     """
     last = {folder: _last(folder) for folder in folders}
     queued = [job for record in last.values() if record["cluster"]["kind"] == "slurm" for job in record["jobs"]]
-    away = ""
+    slurm_error = ""
     try:
         # One question for all folders: a scheduler that is asked per job is a scheduler that is busy.
-        known = slurm.states(queued)
+        slurm_states = slurm.states(queued)
     except SparoError as error:
-        known, away = {}, str(error)
-    return [_status(folder, record, known, away) for folder, record in last.items()]
+        slurm_states, slurm_error = {}, str(error)
+    return [_status(folder, record, slurm_states, slurm_error) for folder, record in last.items()]
 
 
 def _last(folder: Path) -> dict[str, Any]:
     record = Records(folder).last()
     if record is None:
-        known = ", ".join(str(path) for path in launched(folder if folder.is_dir() else Path("runs"))[-8:])
-        raise ConfigError(f"{folder}: no job was launched there{'; there are ' + known if known else ''}")
+        folders = ", ".join(str(path) for path in launched_folders(folder if folder.is_dir() else Path("runs"))[-8:])
+        raise ConfigError(f"{folder}: no job was launched there{'; there are ' + folders if folders else ''}")
     return record
 
 
-def _status(folder: Path, record: dict[str, Any], known: dict[str, JobState], away: str) -> Status:
+def _status(folder: Path, record: dict[str, Any], slurm_states: dict[str, JobState], slurm_error: str) -> Status:
     records = Records(folder)
-    found = _of_jobs(record, known, records)
+    job_states = _job_states(record, slurm_states, records)
     starts = [s for job in record["jobs"] for s in records.starts(job) if "end" not in s]
     progress = _progress(folder, since=starts[-1]["time"] if starts else record.get("time", 0.0))
-    state, reason = _summary(found), "; ".join(dict.fromkeys(s.reason for s in found.values() if s.reason))
-    if away and record["cluster"]["kind"] == "slurm":
-        reason = away
-    elif not any(s.active for s in found.values()):
-        reason = _why(records, record, state, reason)
+    state, reason = _summary(job_states), "; ".join(dict.fromkeys(s.reason for s in job_states.values() if s.reason))
+    if slurm_error and record["cluster"]["kind"] == "slurm":
+        reason = slurm_error
+    elif not any(s.active for s in job_states.values()):
+        reason = _failure_reason(records, record, state, reason)
     if progress.get("phase") and state == "RUNNING" and progress["phase"] != "training":
         reason = reason or str(progress["phase"])
     return Status(
@@ -97,7 +97,7 @@ def _status(folder: Path, record: dict[str, Any], known: dict[str, JobState], aw
         ",".join(record["jobs"]),
         record["on"],
         state,
-        ",".join(dict.fromkeys(s.nodes for s in found.values() if s.nodes)),
+        ",".join(dict.fromkeys(s.nodes for s in job_states.values() if s.nodes)),
         progress.get("step", 0),
         progress.get("total"),
         progress.get("rate") if state in ("RUNNING", slurm.UNKNOWN) else None,
@@ -108,31 +108,31 @@ def _status(folder: Path, record: dict[str, Any], known: dict[str, JobState], aw
     )
 
 
-def _of_jobs(record: dict[str, Any], known: dict[str, JobState], records: Records) -> dict[str, JobState]:
+def _job_states(record: dict[str, Any], slurm_states: dict[str, JobState], records: Records) -> dict[str, JobState]:
     """The state of every job of a submission, elements of arrays apart."""
     kind = record["cluster"]["kind"]
-    found: dict[str, JobState] = {}
+    job_states: dict[str, JobState] = {}
     for job in record["jobs"]:
         if kind == "slurm":
-            own = {j: state for j, state in known.items() if j == job or j.startswith(f"{job}_")}
-            found |= own or {job: JobState()}
+            own = {j: state for j, state in slurm_states.items() if j == job or j.startswith(f"{job}_")}
+            job_states |= own or {job: JobState()}
         elif kind == "local" and local_alive(job):
-            found[job] = JobState("RUNNING", nodes="here")
+            job_states[job] = JobState("RUNNING", nodes="here")
         else:
             # Without a record of its end it was killed.
             ends = [s["end"] for s in records.starts(job) if "end" in s] or [1]
             # Of a fan-out a lane has many elements, of which the last may be well and another not.
-            lacking = (records.folder / "plan.json").exists() and FanOut(records.folder).missing()
-            done = ends[-1] == 0 and not lacking
-            ended = "CANCELLED" if records.cancelled(record, job) else "FAILED"
-            found[job] = JobState("COMPLETED" if done else ended, nodes="here")
-    return found
+            missing_elements = (records.folder / "plan.json").exists() and FanOut(records.folder).missing()
+            done = ends[-1] == 0 and not missing_elements
+            end_state = "CANCELLED" if records.cancelled(record, job) else "FAILED"
+            job_states[job] = JobState("COMPLETED" if done else end_state, nodes="here")
+    return job_states
 
 
-def _summary(found: dict[str, JobState]) -> str:
+def _summary(job_states: dict[str, JobState]) -> str:
     """RUNNING; of several elements `2 RUNNING, 1 PENDING`."""
-    counts = Counter(state.state for state in found.values())
-    if len(found) == 1:
+    counts = Counter(state.state for state in job_states.values())
+    if len(job_states) == 1:
         return next(iter(counts))
     return ", ".join(f"{n} {state}" for state, n in counts.most_common())
 
@@ -146,13 +146,13 @@ def _progress(folder: Path, since: float) -> dict[str, Any]:
     if (folder / "plan.json").exists():
         fan = FanOut(folder)
         return {"step": len(fan.elements) - len(fan.missing()), "total": len(fan.elements)}
-    found: dict[str, Any] = {}
+    progress: dict[str, Any] = {}
     fresh = False
     try:
         beat = json.loads((folder / "heartbeat.json").read_text(encoding="utf-8"))
-        found |= {"step": int(beat["step"]), "total": beat.get("total")}
+        progress |= {"step": int(beat["step"]), "total": beat.get("total")}
         fresh = float(beat.get("time", since)) >= since
-        found |= {"phase": beat["phase"]} if fresh else {}
+        progress |= {"phase": beat["phase"]} if fresh else {}
     except (OSError, ValueError, KeyError, TypeError):
         pass
     records = read(folder / "metrics.jsonl", "train")
@@ -160,14 +160,14 @@ def _progress(folder: Path, since: float) -> dict[str, Any]:
     # From what is on disk: a status must not wait for a node that may hang.
     rate, samples = newest.get("samples_per_second"), newest.get("samples")
     if fresh and newest.get("step") and isinstance(rate, int | float) and isinstance(samples, int | float):
-        found["step"], found["rate"] = max(newest["step"], found.get("step", 0)), rate
-        if isinstance(found.get("total"), int) and rate > 0:
+        progress["step"], progress["rate"] = max(newest["step"], progress.get("step", 0)), rate
+        if isinstance(progress.get("total"), int) and rate > 0:
             # By samples, as the batch may grow on the way.
-            found["eta"] = (found["total"] - found["step"]) * (samples / newest["step"]) / rate
-    return found | {"checkpoint": Records(folder).step() or None}
+            progress["eta"] = (progress["total"] - progress["step"]) * (samples / newest["step"]) / rate
+    return progress | {"checkpoint": Records(folder).step() or None}
 
 
-def _why(records: Records, record: dict[str, Any], state: str, reason: str) -> str:
+def _failure_reason(records: Records, record: dict[str, Any], state: str, reason: str) -> str:
     """Of a job that is over: what it died of, in one line."""
     if state == "COMPLETED":
         return ""
@@ -230,10 +230,10 @@ def cancel(folder: Path) -> list[str]:
     Raises:
         ConfigError: this run has ended, and its job goes on with other rows of a sweep.
     """
-    record, records, asked = _last(folder), Records(folder), []
+    record, records, cancelled_jobs = _last(folder), Records(folder), []
     for job in record["jobs"]:
         if record["cluster"]["kind"] == "slurm":
-            slurm.patiently(lambda job=job: slurm.cancel(job) or "", 60, lambda _text: None)
+            slurm.retry_while_away(lambda job=job: slurm.cancel(job) or "", 60, lambda _text: None)
         elif record["cluster"]["kind"] == "local" and local_alive(job):
             starts = records.starts(job)
             if starts and "end" in starts[-1]:
@@ -242,5 +242,5 @@ def cancel(folder: Path) -> list[str]:
             end_local(job)
         else:
             continue
-        asked.append(job)
-    return asked
+        cancelled_jobs.append(job)
+    return cancelled_jobs

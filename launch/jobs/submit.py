@@ -16,8 +16,16 @@ from .batch import before as lines_before
 from .clusters import ClusterConfig, minutes
 from .environment import environment
 from .job import Element, Job
-from .local_jobs import submit_here
-from .slurm import NO_CONFIGURATION, NoSlurmError, SlurmAwayError, is_away, partitions, patiently, without_configuration
+from .local_jobs import submit_local
+from .slurm import (
+    NO_CONFIGURATION,
+    NoSlurmError,
+    SlurmAwayError,
+    is_away,
+    partitions,
+    retry_while_away,
+    without_configuration,
+)
 
 _PATIENCE = 180.0  # seconds that SLURM's controller may be away while we submit
 # How sbatch refuses, and what to do about it.
@@ -78,7 +86,7 @@ def submit(
     code: Path,
     parallel: int | None,
     dependency: str | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> list[str]:
     """Submit elements, several as one array; returns the job of each.
 
@@ -99,25 +107,25 @@ def submit(
     if cluster.kind != "slurm":
         if dependency:
             raise ConfigError(f"--after: {cluster.kind} has no queue; wait for the other run, or use SLURM")
-        return submit_here(submitit, cluster, elements, jobs, code, parallel or 1, _job)
+        return submit_local(submitit, cluster, elements, jobs, code, parallel or 1, _job)
     executor = _executor(submitit, cluster, jobs, name, code)
     executor.update_parameters(slurm_array_parallelism=parallel or len(elements), slurm_dependency=dependency)
     job = _job(cluster, ())
     # One call for all: elements of an array start alike, and SLURM holds how many run at once.
     calls = [replace(job, elements=(element,)) for element in elements]
-    found: list[str] = []
+    job_ids: list[str] = []
 
     def call() -> str:
-        with _nothing_left(jobs):
+        with _cleanup_on_failure(jobs):
             try:
                 with environment({}):
-                    found.extend(job.job_id for job in executor.submit_array(calls))
+                    job_ids.extend(job.job_id for job in executor.submit_array(calls))
             except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
-                raise _refusal(str(error)) from None
+                raise _submission_error(str(error)) from None
         return ""
 
-    patiently(call, _PATIENCE, say)
-    return found
+    retry_while_away(call, _PATIENCE, log)
+    return job_ids
 
 
 def _executor(submitit: Any, cluster: ClusterConfig, jobs: Path, name: str, code: Path) -> Any:
@@ -142,7 +150,7 @@ def _executor(submitit: Any, cluster: ClusterConfig, jobs: Path, name: str, code
         slurm_teardown=lines_after(jobs),
         slurm_srun_args=list(cluster.srun_args) or None,
         slurm_exclusive=cluster.exclusive or None,
-        slurm_additional_parameters=_further(cluster),
+        slurm_additional_parameters=_extra_parameters(cluster),
         **{
             f"slurm_{key}": getattr(cluster, key)
             for key in ("partition", "account", "qos", "constraint", "nodelist", "exclude")
@@ -153,29 +161,31 @@ def _executor(submitit: Any, cluster: ClusterConfig, jobs: Path, name: str, code
     return executor
 
 
-def _further(cluster: ClusterConfig) -> dict[str, str | int | bool]:
+def _extra_parameters(cluster: ClusterConfig) -> dict[str, str | int | bool]:
     """Arguments of sbatch that submitit has no name for, or that replace its own."""
     # Relative paths of a recipe mean the folder that it was launched from, on every node.
-    found: dict[str, str | int | bool] = {"requeue": True, "chdir": str(Path.cwd())}
+    parameters: dict[str, str | int | bool] = {"requeue": True, "chdir": str(Path.cwd())}
     if cluster.gpu_type and cluster.gpus_per_node:
-        found["gpus_per_node"] = f"{cluster.gpu_type}:{cluster.gpus_per_node}"
-    for given, value in cluster.sbatch.items():
-        name = given.replace("_", "-")
+        parameters["gpus_per_node"] = f"{cluster.gpu_type}:{cluster.gpus_per_node}"
+    for argument, value in cluster.sbatch.items():
+        name = argument.replace("_", "-")
         option = _OWN_ARGUMENTS.get(name)
         if name == "gres" and "gpu" in str(value):  # else the job would not know that it was given GPUs
             option = _OWN_ARGUMENTS["gpus"]
         if option is not None:
-            raise ConfigError(f"--sbatch.{given}: sparo sets it itself, got {value}. Use {option}.")
+            raise ConfigError(f"--sbatch.{argument}: sparo sets it itself, got {value}. Use {option}.")
         if len(name) == 1:
-            raise ConfigError(f"--sbatch.{given}: is the short form of an argument, got {value}. Write its long name.")
+            raise ConfigError(
+                f"--sbatch.{argument}: is the short form of an argument, got {value}. Write its long name."
+            )
         if name in _MEMORY and value is not False and cluster.mem_gb is not None:
             raise ConfigError(
-                f"--sbatch.{given}: memory is given twice, got {value} and --mem-gb {cluster.mem_gb:g}. Leave one of them out."
+                f"--sbatch.{argument}: memory is given twice, got {value} and --mem-gb {cluster.mem_gb:g}. Leave one of them out."
             )
-        found[name.replace("-", "_")] = value
-    if found.get("no_requeue"):
-        found["requeue"] = False
-    return {name: value for name, value in found.items() if value is not False}
+        parameters[name.replace("-", "_")] = value
+    if parameters.get("no_requeue"):
+        parameters["requeue"] = False
+    return {name: value for name, value in parameters.items() if value is not False}
 
 
 def _job(cluster: ClusterConfig, elements: tuple[Element, ...]) -> Job:
@@ -194,11 +204,11 @@ def _submitit() -> Any:
     return submitit
 
 
-def _refusal(text: str) -> SparoError:
+def _submission_error(text: str) -> SparoError:
     """sbatch's words as an error that says what to change."""
     # Sites print their own greetings around it.
-    said = [line for line in text.splitlines() if line.startswith("sbatch:")] or text.strip().splitlines()[-1:]
-    short = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in said)
+    sbatch_lines = [line for line in text.splitlines() if line.startswith("sbatch:")] or text.strip().splitlines()[-1:]
+    short = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in sbatch_lines)
     if "timed out" in text:
         return SparoError(
             f"sbatch: {short}; the job may be in the queue all the same: see `squeue --me` before you launch again"
@@ -214,7 +224,7 @@ def _refusal(text: str) -> SparoError:
 
 
 @contextmanager
-def _nothing_left(folder: Path) -> Iterator[None]:
+def _cleanup_on_failure(folder: Path) -> Iterator[None]:
     """Remove what submitit wrote for a submission that failed."""
     before = set(folder.iterdir())
     try:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparo_train.core.config import Frozen, resolve, setting, wrong_keys
+from sparo_train.core.config import Frozen, invalid_keys, resolve, setting
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.layers import is_sweep, load_recipe, override
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
@@ -35,7 +35,7 @@ class SweepFile(Frozen):
 
 
 def expand(recipe: Path, overrides: Sequence[str], seeds: int | None = None) -> tuple[str, list[RunConfig]]:
-    """The sweep's name, and all its runs as resolved recipes with a name of their own: of every run of a sweep file, every
+    """The sweep's name, and all its runs as resolved recipes with a name of their run_recipe: of every run of a sweep file, every
     combination of the lists in `overrides` and of the seeds.
 
     Args:
@@ -48,21 +48,21 @@ def expand(recipe: Path, overrides: Sequence[str], seeds: int | None = None) -> 
     """
     tree = load_recipe(recipe)
     if not is_sweep(tree):
-        return _expanded(recipe, overrides, seeds)
-    sweep, found = resolve(SweepFile, tree, str(recipe)), list[RunConfig]()
+        return _expand_recipe(recipe, overrides, seeds)
+    sweep, configs = resolve(SweepFile, tree, str(recipe)), list[RunConfig]()
     for name, run in sweep.runs.items():
-        if (own := run.recipe or sweep.recipe) is None:
+        if (run_recipe := run.recipe or sweep.recipe) is None:
             raise ConfigError(f"{recipe}: runs.{name}.recipe: is needed, for the file names no recipe of all")
         # Words that come later win: the sweep's, the run's, then the command line's.
-        words = [f"name={recipe.stem}-{name}", *sweep.overrides, *run.overrides, *overrides]
-        found += _expanded(recipe.parent / own, words, seeds)[1]
-    if len(found) > _MOST:
-        raise ConfigError(f"{len(found)} runs: more than {_MOST} in one array; take runs out of {recipe}")
-    _refuse_doubles(found)
-    return recipe.stem, found
+        run_overrides = [f"name={recipe.stem}-{name}", *sweep.overrides, *run.overrides, *overrides]
+        configs += _expand_recipe(recipe.parent / run_recipe, run_overrides, seeds)[1]
+    if len(configs) > _MOST:
+        raise ConfigError(f"{len(configs)} runs: more than {_MOST} in one array; take runs out of {recipe}")
+    _refuse_duplicates(configs)
+    return recipe.stem, configs
 
 
-def _expanded(recipe: Path, overrides: Sequence[str], seeds: int | None) -> tuple[str, list[RunConfig]]:
+def _expand_recipe(recipe: Path, overrides: Sequence[str], seeds: int | None) -> tuple[str, list[RunConfig]]:
     axes: dict[str, list[Any]] = {}
     fixed: list[str] = []
     for text in overrides:
@@ -83,14 +83,14 @@ def _expanded(recipe: Path, overrides: Sequence[str], seeds: int | None) -> tupl
     count = math.prod(map(len, axes.values()))
     if count > _MOST:
         raise ConfigError(f"{count} runs: more than {_MOST} in one array; sweep over fewer values")
-    found = []
+    configs = []
     for values in itertools.product(*axes.values()):
-        own = [_assign(key, value) for key, value in zip(axes, values, strict=True)]
+        assignments = [_assign(key, value) for key, value in zip(axes, values, strict=True)]
         name = "-".join([base.name, *(_suffix(key, value, axes) for key, value in zip(axes, values, strict=True))])
         # The name last, which goes before one that the words give: two runs of a sweep never share a folder.
-        found.append(load_run(recipe, [*fixed, *own, f"name={json.dumps(name)}"]) if own else base)
-    _refuse_doubles(found)
-    return base.name, found
+        configs.append(load_run(recipe, [*fixed, *assignments, f"name={json.dumps(name)}"]) if assignments else base)
+    _refuse_duplicates(configs)
+    return base.name, configs
 
 
 def _takes_list(recipe: Path, overrides: Sequence[str], text: str) -> bool:
@@ -100,7 +100,7 @@ def _takes_list(recipe: Path, overrides: Sequence[str], text: str) -> bool:
     # A recipe without a name is wrong in that, and not in the key that is asked about.
     tree.setdefault("name", "x")
     at = text.removeprefix("+").partition("=")[0].strip().split(".")
-    return not any(at == list(map(str, where))[: len(at)] for where in wrong_keys(RunConfig, tree))
+    return not any(at == list(map(str, where))[: len(at)] for where in invalid_keys(RunConfig, tree))
 
 
 def _assign(key: str, value: Any) -> str:
@@ -117,8 +117,8 @@ def _suffix(key: str, value: Any, axes: dict[str, list[Any]]) -> str:
     return f"{short}{re.sub(r'[^A-Za-z0-9._-]+', '_', text).strip('_')}"
 
 
-def _refuse_doubles(runs: Sequence[RunConfig]) -> None:
+def _refuse_duplicates(runs: Sequence[RunConfig]) -> None:
     names = [run.name for run in runs]
-    double = next((name for name in names if names.count(name) > 1), None)
-    if double:
-        raise ConfigError(f"two runs of the sweep would be called {double!r}; give values whose names differ")
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate:
+        raise ConfigError(f"two runs of the sweep would be called {duplicate!r}; give values whose names differ")

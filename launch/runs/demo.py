@@ -44,7 +44,7 @@ def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
         console.rule(f"training {name}")
         exit_if_stopped(train(config))
     # What captions tell without an image: a model has to be above this.
-    results: dict[str, dict[str, Result]] = {"text only": {"pairs": blind(data)}}
+    results: dict[str, dict[str, Result]] = {"text only": {"pairs": score_text_only(data)}}
     encoders = {name: load_encoder(config.folder) for name, config in configs.items()}
     records = {name: {r.task: r for r in read_records([config.folder])} for name, config in configs.items()}
     for name, by_task in records.items():  # training scored at its end
@@ -56,8 +56,8 @@ def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
     zeroshot = predictions_of(records["CLIP+SPARO"]["zeroshot"])
     facts = {**_facts(configs), "scenes": 400 if quick else 8000}
     page = write_page(folder, results, zeroshot, curves, parameters, sparo, data, facts)
-    sizes_shown = {n: f"{parameters[n] / 1e6:.2f} M" if n in parameters else "" for n in results}
-    out.print(rows_table(six_rows(results), sizes_shown, "sparo demo: per cent, 95 % intervals; one seed"))
+    size_labels = {n: f"{parameters[n] / 1e6:.2f} M" if n in parameters else "" for n in results}
+    out.print(rows_table(six_rows(results), size_labels, "sparo demo: per cent, 95 % intervals; one seed"))
     out.print(
         f"page: {page}   picture: {page.with_name('demo.png')}   {time.monotonic() - begin:.0f} s", soft_wrap=True
     )
@@ -66,16 +66,16 @@ def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
     return results
 
 
-def blind(data: Path) -> Result:
+def score_text_only(data: Path) -> Result:
     """How far text alone gets on the caption pairs; `macro` is the best blind guesser, beside the models' accuracy."""
     facts: list[Pair] = [pair for _, _, row in WdsSet(data / "pairs", "pairs") for pair in row]
     # Captions of the training set's own seed: a guesser may know what a model could have read.
     corpus = [training_scene(0, index)[1] for index in range(_CORPUS)]
-    found = textonly.score([f.caption for f in facts], [f.negative_caption for f in facts], corpus)
-    return Result("pairs", found.n, "macro", {"macro": found.value}, found.chance)
+    text_score = textonly.score([f.caption for f in facts], [f.negative_caption for f in facts], corpus)
+    return Result("pairs", text_score.n, "macro", {"macro": text_score.value}, text_score.chance)
 
 
-def _quoted(path: Path) -> str:
+def _yaml_string(path: Path) -> str:
     """As a YAML string; JSON's escapes of what is beyond 16 bits would be read as halves."""
     return json.dumps(str(path), ensure_ascii=False)
 
@@ -83,13 +83,13 @@ def _quoted(path: Path) -> str:
 def _config(name: str, folder: Path, data: Path, quick: bool) -> RunConfig:
     overrides = [
         f"name={name.lower().replace('+', '_')}",
-        f"out={_quoted(folder)}",  # quoted: `x #1` would end at the number sign
+        f"out={_yaml_string(folder)}",  # quoted: `x #1` would end at the number sign
         f"objective.model.readout={READOUTS[name]}",
-        f"data.sources.scenes.shards={_quoted(data / 'train')}",
+        f"data.sources.scenes.shards={_yaml_string(data / 'train')}",
     ]
     for task in ("zeroshot", "heldout", "retrieval", "pairs"):
         root = data / ("zeroshot_heldout" if task == "heldout" else task)
-        overrides.append(f"eval.tasks.{task}.root={_quoted(root)}")
+        overrides.append(f"eval.tasks.{task}.root={_yaml_string(root)}")
     overrides += ["steps=200", "eval.every_steps=0"]  # both trainings in minutes on two slow cores
     if quick:
         overrides += [

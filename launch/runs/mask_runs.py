@@ -16,16 +16,18 @@ from sparo_train.core.errors import ConfigError
 
 from ..views import slot_tables
 from ..views.terminal import out
-from .slot_work import EITHER, Bench, SlotOptions, titles, write_facts
+from .slot_work import EITHER, Bench, SlotOptions, column_titles, write_facts
 
 
 def train_masks(
-    checkpoint: str, on: str, report_on: list[str] | None, per: Per, trainings: Sequence[MaskTraining], held_out: bool,
+    checkpoint: str, task_name: str, report_on: list[str] | None, per: Per, trainings: Sequence[MaskTraining], held_out: bool,
     options: SlotOptions, path: Path, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Train a mask per seed, write the first, and show what all of them do elsewhere."""
     refuse_unwritable(path.parent, f"--out {path}")
-    row, written = _mask(checkpoint, titles([checkpoint])[0], on, report_on, per, trainings, held_out, options)
+    row, written = _train_mask(
+        checkpoint, column_titles([checkpoint])[0], task_name, report_on, per, trainings, held_out, options
+    )
     write_selection(path, written)
     slot_tables.show(slot_tables.five_table([row]))
     out.print(f"{path}: {described(written)}; seed 0", soft_wrap=True)
@@ -33,22 +35,22 @@ def train_masks(
 
 
 def table_five(
-    checkpoints: Sequence[str], on: str, report_on: list[str], parts: int, trainings: Sequence[MaskTraining],
+    checkpoints: Sequence[str], task_name: str, report_on: list[str], parts: int, trainings: Sequence[MaskTraining],
     options: SlotOptions, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Table 5 for any checkpoints: masks per slot (or per part, where there are none) and per number."""
     rows: list[MaskRow] = []
     for per in ("unit", "number"):
-        for checkpoint, label in zip(checkpoints, titles(checkpoints), strict=True):
+        for checkpoint, label in zip(checkpoints, column_titles(checkpoints), strict=True):
             # Both kinds of checkpoints stand in one table: where there are no slots, equal parts are in their place.
             either = replace(options, units=EITHER, parts=parts)
-            rows.append(_mask(checkpoint, label, on, report_on, per, trainings, False, either)[0])
-    rows = [_averaged(row) for row in rows]
+            rows.append(_train_mask(checkpoint, label, task_name, report_on, per, trainings, False, either)[0])
+    rows = [_average_vtab(row) for row in rows]
     slot_tables.show(slot_tables.five_table(rows))
     write_facts(json_file, {"rows": [_row_facts(row) for row in rows]})
 
 
-def _averaged(row: MaskRow) -> MaskRow:
+def _average_vtab(row: MaskRow) -> MaskRow:
     """VTAB's tasks as their average, as the paper has it; other tasks as they are."""
     vtab = {n: s for n, s in row.tasks.items() if n.startswith("vtab/")}
     # A single set is no average of VTAB.
@@ -60,17 +62,17 @@ def _averaged(row: MaskRow) -> MaskRow:
     return row._replace(tasks={f"VTAB avg of {len(vtab)}": (initial, masked), **rest})
 
 
-def _mask(
-    checkpoint: str, label: str, on: str, report_on: list[str] | None, per: Per, trainings: Sequence[MaskTraining], held_out: bool,
+def _train_mask(
+    checkpoint: str, label: str, task_name: str, report_on: list[str] | None, per: Per, trainings: Sequence[MaskTraining], held_out: bool,
     options: SlotOptions,
 ) -> tuple[MaskRow, Selection]:  # fmt: skip
     if options.units == "heads":
         raise ConfigError("--units heads: a mask is of the numbers of an encoding, and heads share all of them")
     bench = Bench(checkpoint, options)
-    name, task = bench.one(on, "--on")
+    name, task = bench.single_task(task_name, "--on")
     tasks = {n: t for n, t in bench.tasks(report_on).items() if t.task == "zeroshot"}
-    found = bench.material({name: task, **tasks})
-    pairs, classes = found.pop(name), {n: m for n, m in found.items() if isinstance(m, Classes)}
+    materials = bench.material({name: task, **tasks})
+    pairs, classes = materials.pop(name), {n: m for n, m in materials.items() if isinstance(m, Classes)}
     if not isinstance(pairs, Pairs):
         raise ConfigError(f"--on {name}: masks are trained on a task of kind pairs, and this is {task.task}")
     row, trained = mask_row(label, pairs, classes, per, trainings, held_out)

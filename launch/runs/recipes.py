@@ -12,7 +12,7 @@ from ..shipped import configs
 if TYPE_CHECKING:
     from sparo_train.train.run import RunConfig
 
-_OTHERS = ("clusters", "sweeps", "tasks")  # folders of configs/ that hold no recipes
+_NON_RECIPE_FOLDERS = ("clusters", "sweeps", "tasks")  # folders of configs/ that hold no recipes
 
 
 class ShippedRecipe(NamedTuple):
@@ -26,11 +26,11 @@ class ShippedRecipe(NamedTuple):
 def shipped_recipes() -> list[ShippedRecipe]:
     """All of them, by name. Files that begin with `_` are parents of others."""
     root = next((folder for folder in configs() if folder.is_dir()), None)
-    found = {path.relative_to(root): path for path in sorted(root.glob("*/**/*.yaml"))} if root else {}
+    paths_by_name = {path.relative_to(root): path for path in sorted(root.glob("*/**/*.yaml"))} if root else {}
     return [
         ShippedRecipe(place.with_suffix("").as_posix(), path, _first_line(path))
-        for place, path in found.items()
-        if place.parts[0] not in _OTHERS and not path.name.startswith("_")
+        for place, path in paths_by_name.items()
+        if place.parts[0] not in _NON_RECIPE_FOLDERS and not path.name.startswith("_")
     ]
 
 
@@ -47,29 +47,29 @@ def recipe(name: str) -> Path:
     raise ConfigError(f"recipe {name!r} is not in this installation; run from a checkout or reinstall")
 
 
-def find_recipe(word: Path) -> Path:
+def find_recipe(name_or_path: Path) -> Path:
     """The file that a user's word means: a path, or the name of a shipped recipe (`emoji_small`, `clip/scenes_tiny`).
 
     Raises:
         ConfigError: neither, or a name that two recipes have; with near misses and with what to write.
     """
     # A file of one's own goes before ours of the same name.
-    if word.exists():
-        return word
-    text = word.as_posix()
+    if name_or_path.exists():
+        return name_or_path
+    text = name_or_path.as_posix()
     short = text.removeprefix("configs/").removesuffix(".yaml")
     shipped = {own.name: own.path for own in shipped_recipes()}
-    fitting = [name for name in shipped if name == short or name.endswith(f"/{short}")]
-    if len(fitting) == 1 and not word.suffix:
-        return shipped[fitting[0]]
-    if fitting:
-        written = " or ".join(fitting)
-        missing = f"{text}: no such file" if word.suffix else f"{text}: {len(fitting)} recipes are called so"
+    matches = [name for name in shipped if name == short or name.endswith(f"/{short}")]
+    if len(matches) == 1 and not name_or_path.suffix:
+        return shipped[matches[0]]
+    if matches:
+        written = " or ".join(matches)
+        missing = f"{text}: no such file" if name_or_path.suffix else f"{text}: {len(matches)} recipes are called so"
         raise ConfigError(f"{missing}; write {written} for the one that comes with sparo")
     # A long path is one that was mistyped, and near misses of names would not help.
-    if not word.suffix and len(word.parts) < 4:
+    if not name_or_path.suffix and len(name_or_path.parts) < 4:
         raise ConfigError(f"{text}: no recipe; {did_you_mean(text, _names(shipped))} `sparo recipes` lists them")
-    return word  # whoever reads it says what is wrong with it
+    return name_or_path  # whoever reads it says what is wrong with it
 
 
 def load_run(recipe: str | Path, overrides: list[str] | None = None) -> RunConfig:

@@ -19,10 +19,15 @@ from ..views.eval_tables import Encoding
 from ..views.results_table import results_table
 from ..views.terminal import console, out
 
-Known = Mapping[str, Mapping[str, TaskConfig]]
+TasksByCheckpoint = Mapping[str, Mapping[str, TaskConfig]]
 
 
-def score_checkpoints(checkpoints: Sequence[str], known: Known, how: EvalOptions, json_file: Path | None) -> None:
+def score_checkpoints(
+    checkpoints: Sequence[str],
+    tasks_by_checkpoint: TasksByCheckpoint,
+    eval_options: EvalOptions,
+    json_file: Path | None,
+) -> None:
     """Score each on its tasks, by all ranks together; the results are written before they are printed.
 
     Raises:
@@ -33,27 +38,27 @@ def score_checkpoints(checkpoints: Sequence[str], known: Known, how: EvalOptions
         if json_file.is_dir():
             raise ConfigError(f"--json {json_file}: is a folder; name a file")
         refuse_unwritable(json_file.parent, f"--json {json_file}")
-    if how.results is not None:
-        refuse_unwritable(how.results, "--results")
+    if eval_options.results is not None:
+        refuse_unwritable(eval_options.results, "--results")
     # An hour: a rank may wait for another's encoding of a whole set.
     ranks = Ranks(find_world(), "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", 3600.0)
     try:
-        found, failed = _scored(checkpoints, known, how, ranks)
+        results_by_checkpoint, failed = _score_all(checkpoints, tasks_by_checkpoint, eval_options, ranks)
         if ranks.rank == 0:
-            _show(found, how, json_file)
+            _print_results(results_by_checkpoint, eval_options, json_file)
         if failed is not None:
             raise failed
     finally:
         ranks.close()
 
 
-def _scored(
-    checkpoints: Sequence[str], known: Known, how: EvalOptions, ranks: Ranks
+def _score_all(
+    checkpoints: Sequence[str], tasks_by_checkpoint: TasksByCheckpoint, eval_options: EvalOptions, ranks: Ranks
 ) -> tuple[dict[str, dict[str, Result]], SparoError | None]:
-    found: dict[str, dict[str, Result]] = {}
+    results_by_checkpoint: dict[str, dict[str, Result]] = {}
     failed: SparoError | None = None
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         if ranks.rank == 0:
             console.print(text, soft_wrap=True)
 
@@ -62,34 +67,46 @@ def _scored(
         name, results = Path(checkpoint).name, dict[str, Result]()
         try:
             with Encoding(checkpoint, ranks.rank > 0) as report:
-                evaluate_checkpoint(checkpoint, dict(known[checkpoint]), how, ranks, report, say, results)
+                evaluate_checkpoint(
+                    checkpoint, dict(tasks_by_checkpoint[checkpoint]), eval_options, ranks, report, log, results
+                )
         except (LostRankError, StoppedError):
             raise
         except SparoError as error:
             if (
-                ranks.size > 1 and not error.everywhere
+                ranks.size > 1 and not error.on_all_ranks
             ):  # the others are elsewhere, and could not follow to the next one
                 raise
             if failed is not None and not failed.repeated:
-                say(f"error: {failed}")  # the last one is told at the end
+                log(f"error: {failed}")  # the last one is told at the end
             failed = error
             if not results:
                 continue
         # Two checkpoints of one name are told apart by the whole of what was typed.
-        found[name if name not in found else checkpoint] = results
-    return found, failed
+        results_by_checkpoint[name if name not in results_by_checkpoint else checkpoint] = results
+    return results_by_checkpoint, failed
 
 
-def _show(found: Mapping[str, dict[str, Result]], how: EvalOptions, json_file: Path | None) -> None:
+def _print_results(
+    results_by_checkpoint: Mapping[str, dict[str, Result]], eval_options: EvalOptions, json_file: Path | None
+) -> None:
     unwritten: OSError | None = None
-    if json_file is not None and any(found.values()):
-        facts = {"slots": str(how.slots) if isinstance(how.slots, Path) else how.slots} if how.slots else {}
+    if json_file is not None and any(results_by_checkpoint.values()):
+        facts = (
+            {"slots": str(eval_options.slots) if isinstance(eval_options.slots, Path) else eval_options.slots}
+            if eval_options.slots
+            else {}
+        )
         try:
-            write_results(json_file, facts, {f"{c}/{t}": r for c, by_task in found.items() for t, r in by_task.items()})
+            write_results(
+                json_file,
+                facts,
+                {f"{c}/{t}": r for c, by_task in results_by_checkpoint.items() for t, r in by_task.items()},
+            )
         except OSError as error:  # a disk that filled up meanwhile: the table is all that there is
             unwritten = error
-    if any(found.values()):
-        chosen = f", slots {how.slots_named} of the images alone" if how.slots else ""
-        out.print(results_table(found, f"per cent, 95 % intervals{chosen}"))
+    if any(results_by_checkpoint.values()):
+        slots_note = f", slots {eval_options.slots_named} of the images alone" if eval_options.slots else ""
+        out.print(results_table(results_by_checkpoint, f"per cent, 95 % intervals{slots_note}"))
     if unwritten is not None:
         raise ConfigError(f"--json {json_file}: could not be written ({unwritten}); the table above has the scores")

@@ -15,7 +15,7 @@ from evals.encoders.loading import load_encoder
 from evals.sets.base import EvalSet
 from evals.sets.task_config import TaskConfig
 from evals.slots.look import Quality, quality_of
-from evals.slots.material import Material, encoded, material, open_images
+from evals.slots.material import Material, encode_set, material, open_images
 from evals.slots.page_arrays import Arrays, arrays_of, limited
 from evals.slots.units import KINDS, Units, units_of
 from evals.store.feature_table import Features
@@ -49,24 +49,24 @@ class SlotOptions:
     classifier_slots: str = "slice"
 
 
-def say_assumed(assumed: str) -> None:
+def log_assumption(text: str) -> None:
     """What a file does not say, and was taken for granted, on stderr."""
-    console.print(assumed, soft_wrap=True, markup=False, highlight=False)
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 class Bench:
     """A loaded checkpoint with its units."""
 
     def __init__(self, checkpoint: str, options: SlotOptions):
-        for key, value, among in (
+        for key, value, choices in (
             ("units", options.units, (*KINDS, EITHER)),
             ("classifier-slots", options.classifier_slots, ("slice", "renorm")),
         ):
-            if value not in among:
-                raise ConfigError(f"--{key} {value}: {did_you_mean(value, among)}")
+            if value not in choices:
+                raise ConfigError(f"--{key} {value}: {did_you_mean(value, choices)}")
         self.checkpoint, self.options = checkpoint, options
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.encoder: Encoder = load_encoder(checkpoint, options.model, device, say_assumed)
+        self.encoder: Encoder = load_encoder(checkpoint, options.model, device, log_assumption)
         kind: Any = options.units
         if kind == EITHER:
             # Table 5 sets models without slots beside those with them, cut into as many parts.
@@ -102,7 +102,7 @@ class Bench:
     def images(self, source: EvalSet) -> Features:
         """Encodings of a set's images."""
         with Encoding(self.checkpoint, False) as report:
-            return encoded(source, self.units, self._store(report), 0)
+            return encode_set(source, self.units, self._store(report), 0)
 
     def quality(self, label: str, task: TaskConfig, judge: Encoder | None) -> Quality:
         """What the units are like on a task's images, told apart by another encoder where one is given."""
@@ -113,27 +113,27 @@ class Bench:
     def _store(self, report: Any) -> FeatureStore:
         return FeatureStore(self.options.features, "fp32", report, lambda text: console.print(text, soft_wrap=True))
 
-    def one(self, name: str, option: str) -> tuple[str, TaskConfig]:
+    def single_task(self, name: str, option: str) -> tuple[str, TaskConfig]:
         """The one task that a name stands for. Raises `ConfigError` where it stands for several."""
-        found = self.tasks([name], option)
-        if len(found) > 1:
-            raise ConfigError(f"{option} {name}: stands for {len(found)} tasks ({', '.join(found)}); name one")
-        return next(iter(found.items()))
+        tasks = self.tasks([name], option)
+        if len(tasks) > 1:
+            raise ConfigError(f"{option} {name}: stands for {len(tasks)} tasks ({', '.join(tasks)}); name one")
+        return next(iter(tasks.items()))
 
 
-def fitting(tasks: dict[str, TaskConfig], encoder: Encoder) -> dict[str, TaskConfig]:
+def supported_unit_tasks(tasks: dict[str, TaskConfig], encoder: Encoder) -> dict[str, TaskConfig]:
     """Those of many tasks that can be looked at unit by unit, and that the encoder can do."""
-    able = {name: task for name, task in tasks.items() if set(TASKS.row(task.task).needs) <= encoder.offers}
+    supported = {name: task for name, task in tasks.items() if set(TASKS.get(task.task).needs) <= encoder.offers}
     # Not probes: each unit would be a layer to fit, which one asks for by name.
-    return {name: task for name, task in able.items() if task.task in ("zeroshot", "pairs", "knn")}
+    return {name: task for name, task in supported.items() if task.task in ("zeroshot", "pairs", "knn")}
 
 
-def words(text: str | None) -> list[str] | None:
+def split_names(text: str | None) -> list[str] | None:
     """Comma-separated names."""
     return [word for word in text.split(",") if word] if text else None
 
 
-def titles(labels: Iterable[str]) -> list[str]:
+def column_titles(labels: Iterable[str]) -> list[str]:
     """Names of checkpoints for the heads of columns: the folder's, where these differ."""
     whole = list(labels)
     short = [Path(label).name for label in whole]

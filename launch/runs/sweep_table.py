@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from evals.encoders.loading import read_recipe
-from evals.report.over_seeds import difference, recipe_of, said_of_spread, spread
-from evals.report.paper_layouts import HEADS, LAYOUTS, TITLES, UNTOLD, said_of
-from evals.report.paper_tables import Cell, Column, Grid, Row, columns_of, odd_notes, printed, several_data
+from evals.report.over_seeds import difference, recipe_of, spread, spread_caption
+from evals.report.paper_layouts import HEADS, LAYOUTS, TITLES, UNKNOWN_READOUT, readout_cells
+from evals.report.paper_tables import Cell, Column, Grid, Row, columns_of, odd_notes, paper_rows, several_data
 from evals.report.results_file import Record, whole_records
 from evals.tasks.result import axis_of
 from sparo_train.core.errors import ConfigError, DataError, SparoError, did_you_mean
@@ -30,14 +30,14 @@ class SweepRow(NamedTuple):
     parameters: int
     runs: int
     results: dict[str, list[Record]]
-    told: tuple[str, ...] = ()
+    readout_cells: tuple[str, ...] = ()
 
     def values(self, task: str, metric: str | None = None) -> tuple[str, list[float]]:
         """A metric (default: the headline) and what its runs have of it; nothing where one of them has none."""
         # A median over other seeds than the row's others have would be compared with them.
-        found = [record.result for record in self.results.get(task, [])]
-        name = metric or (found[0].headline if found else "")
-        values = [result.metrics[name] for result in found if name in result.metrics]
+        results = [record.result for record in self.results.get(task, [])]
+        name = metric or (results[0].headline if results else "")
+        values = [result.metrics[name] for result in results if name in result.metrics]
         return name, [] if len(values) < self.runs else values
 
     def cell(
@@ -61,31 +61,31 @@ def sweep_rows(sweep: Path, out: Path | None = None) -> list[SweepRow]:
     if not is_sweep(load_recipe(sweep)):
         raise ConfigError(f"{sweep}: names no runs; `sparo eval table RUNS --seeds` is for runs of one recipe")
     stem, configs = expand(sweep, [])
-    found = []
+    rows = []
     for config in configs:
         place = out or Path(config.out)
         folders = [place / config.name, *sorted(place.glob(f"{config.name}-seed[0-9]*"))]
         folders = [folder for folder in folders if (folder / "config.yaml").is_file()]
         parameters = trained_parameters(config)
         # Runs that were not scored are not counted: n is of numbers, not of folders.
-        found_in = {folder: records for folder in folders if (records := _records(folder))}
-        _refuse_others(config, list(found_in))
+        records_by_folder = {folder: records for folder in folders if (records := _records(folder))}
+        _refuse_mismatched_runs(config, list(records_by_folder))
         results: dict[str, list[Record]] = {}
-        for record in itertools.chain(*found_in.values()):
+        for record in itertools.chain(*records_by_folder.values()):
             results.setdefault(record.task, []).append(record)
-        name, told = config.name.removeprefix(f"{stem}-"), said_of(config, parameters)
-        found.append(SweepRow(name, parameters, len(found_in), results, told))
-    return found
+        name, cells = config.name.removeprefix(f"{stem}-"), readout_cells(config, parameters)
+        rows.append(SweepRow(name, parameters, len(records_by_folder), results, cells))
+    return rows
 
 
-def said_of_checkpoint(name: str) -> tuple[str, ...]:
+def checkpoint_readout_cells(name: str) -> tuple[str, ...]:
     """The same by the name under which a checkpoint was scored; dashes where no run's recipe lies there."""
     try:
         config = read_recipe(Path(name.partition(" (")[0]))
-        return said_of(config, trained_parameters(config))
+        return readout_cells(config, trained_parameters(config))
     # No run; or of a version whose keys are gone, a plug-in or a tower's file that is not here: its score stands all the same.
     except SparoError:
-        return UNTOLD
+        return UNKNOWN_READOUT
 
 
 def trained_parameters(config: RunConfig) -> int:
@@ -94,20 +94,22 @@ def trained_parameters(config: RunConfig) -> int:
         return sum(p.numel() for p in build_objective(config).parameters() if p.requires_grad)
 
 
-def _refuse_others(config: RunConfig, folders: Sequence[Path]) -> None:
+def _refuse_mismatched_runs(config: RunConfig, folders: Sequence[Path]) -> None:
     """Raise `ConfigError` where a folder of a row's name holds another model, or two of them more than their seeds apart."""
-    known: dict[Any, tuple[str, Path]] = {}
+    runs_by_seed: dict[Any, tuple[str, Path]] = {}
     for folder in folders:
         if read_recipe(folder).objective != config.objective:
             raise ConfigError(
                 f"{folder}: is called like a row of the sweep, and its objective is another; move it, or give --out"
             )
         recipe, seed = recipe_of(str(folder))
-        other, where = next(iter(known.values()), (recipe, folder))
-        if seed in known or other != recipe:
-            why = "have one seed" if seed in known else "differ in more than their seed"
-            raise ConfigError(f"{known[seed][1] if seed in known else where} and {folder} {why}; move one of them")
-        known[seed] = recipe, folder
+        other, where = next(iter(runs_by_seed.values()), (recipe, folder))
+        if seed in runs_by_seed or other != recipe:
+            why = "have one seed" if seed in runs_by_seed else "differ in more than their seed"
+            raise ConfigError(
+                f"{runs_by_seed[seed][1] if seed in runs_by_seed else where} and {folder} {why}; move one of them"
+            )
+        runs_by_seed[seed] = recipe, folder
 
 
 def _records(folder: Path) -> list[Record]:
@@ -137,7 +139,7 @@ def sweep_grid(
         raise ConfigError(f"--against {against}: printed rows have no seeds to differ in; leave --paper away")
     if against is not None and against not in (names := [row.name for row in rows]):
         raise ConfigError(f"--against {against}: {did_you_mean(against, names)}")
-    other = next((row for row in rows if row.name == against), None)
+    baseline_row = next((row for row in rows if row.name == against), None)
     if layout is None and paper:
         raise ConfigError(f"--paper {','.join(paper)}: the paper's rows need a --layout: {', '.join(LAYOUTS)}")
     columns = columns_of(layout) if layout is not None else []
@@ -153,23 +155,27 @@ def sweep_grid(
         )
     columns = columns or [Column("", task, task, None) for task in tasks]
     heads = HEADS if layout == "6" else ()
-    drawn = [
+    grid_rows = [
         Row(
             f"{row.name} ({row.parameters / 1e6:.2f} M, n {row.runs})",
-            [row.cell(c.task, c.metric, mean, other) for c in columns],
-            told=row.told if heads else (),
+            [row.cell(c.task, c.metric, mean, baseline_row) for c in columns],
+            readout_cells=row.readout_cells if heads else (),
         )
         for row in rows
-        if row is not other
+        if row is not baseline_row
     ]
-    drawn += printed(layout, paper) if layout is not None else []
+    grid_rows += paper_rows(layout, paper) if layout is not None else []
     note = "M: trained parameters; n: runs that were scored, which differ in their seed"
-    of_several = {t: said for t in tasks if (said := several_data([r for row in rows for r in row.results.get(t, [])]))}
-    shown_tasks = dict.fromkeys(column.task for column in columns)  # in one order, at every start
-    odd = [(r.checkpoint, t, r.result.odd()) for row in rows for t in shown_tasks for r in row.results.get(t, [])]
-    notes = [note, *odd_notes(odd), *of_several.values()]
+    mixed_data_notes = {
+        t: warning for t in tasks if (warning := several_data([r for row in rows for r in row.results.get(t, [])]))
+    }
+    column_tasks = dict.fromkeys(column.task for column in columns)  # in one order, at every start
+    odd = [(r.checkpoint, t, r.result.odd()) for row in rows for t in column_tasks for r in row.results.get(t, [])]
+    notes = [note, *odd_notes(odd), *mixed_data_notes.values()]
     title = TITLES.get(layout or "", title)
-    return Grid(title, columns, drawn, notes, said_of_spread(mean, against or ""), frozenset(of_several), heads)
+    return Grid(
+        title, columns, grid_rows, notes, spread_caption(mean, against or ""), frozenset(mixed_data_notes), heads
+    )
 
 
 def draw(rows: Sequence[SweepRow], task: str, path: Path, mean: bool = False) -> None:
@@ -212,11 +218,11 @@ def draw(rows: Sequence[SweepRow], task: str, path: Path, mean: bool = False) ->
             x, middle, list(zip(*arms, strict=True)), marker="o", markersize=4, capsize=2, linewidth=1, label=label
         )
         for row, at in zip(members, zip(x, middle, strict=True), strict=True):
-            said = row.name.rpartition("_")[2] if line else row.name
-            axis.annotate(said, at, textcoords="offset points", xytext=(4, 3), fontsize=7)
+            point_label = row.name.rpartition("_")[2] if line else row.name
+            axis.annotate(point_label, at, textcoords="offset points", xytext=(4, 3), fontsize=7)
     axis.margins(x=0.12)
     axis.set_xlabel("trained parameters, millions")
-    axis.set_ylabel(f"{task}, {unit}: {said_of_spread(mean)}")
+    axis.set_ylabel(f"{task}, {unit}: {spread_caption(mean)}")
     if axis.get_legend_handles_labels()[1]:
         axis.legend(fontsize=8)
     save_figure(figure, path, 130)

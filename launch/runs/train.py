@@ -10,12 +10,12 @@ from typing import Any
 
 from evals.encoders.encoder import Encoder
 from evals.encoders.loading import read_run, run_weights
-from evals.interop.starting import begin
+from evals.interop.starting import load_initial_weights
 from evals.report.results_file import append, write_results
 from evals.suite.evaluate import EvalOptions, result_facts
 from evals.suite.suite import Suite
-from evals.suite.task import encoder_of, refuse_unfit_run
-from evals.tasks.result import Result, shown
+from evals.suite.task import check_recipe_compatible, encoder_of
+from evals.tasks.result import Result, format_metric
 from sparo_train.core.contracts import Objective
 from sparo_train.core.disk.rundir import RunDir, environment
 from sparo_train.core.disk.store import CheckpointStore, read_run_meta
@@ -29,7 +29,7 @@ from sparo_train.core.errors import (
 )
 from sparo_train.core.tables import TASKS
 from sparo_train.core.world import find_world, started
-from sparo_train.data.examples.samples import unseen_captions
+from sparo_train.data.examples.samples import missing_caption_keys
 from sparo_train.data.read.loader import Pipeline
 from sparo_train.data.read.sources import refuse_changed
 from sparo_train.engine.optim import group_numbers
@@ -60,9 +60,9 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
     # Ranks with another seed, learning rate or checkout would otherwise train together silently.
     if ranks.size > 1:
         code = {"code": code_hash(), "versions": environment()["packages"]}
-        ranks.agree({"recipe": config.model_dump(mode="json"), **code}, "recipe or code")
+        ranks.require_equal({"recipe": config.model_dump(mode="json"), **code}, "recipe or code")
     pipeline = ranks.call_on_all(lambda: build_pipeline(config, ranks.world))
-    ranks.agree({"data": pipeline.fingerprint}, "data")
+    ranks.require_equal({"data": pipeline.fingerprint}, "data")
     epoch = pipeline.plan.epoch_size
     total, steps_per_epoch = config.total_steps(epoch), config.steps_per_epoch(epoch)
     engine, objective = build_engine(config, ranks), build_objective(config)
@@ -76,34 +76,34 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
             evaluate = make_evaluate(config, objective, rundir, total, view)
             # By one rank: two that list a folder of a network disk may see two different newest ones.
             newest = ranks.rank0_broadcast(lambda: CheckpointStore(rundir.checkpoints).latest())
-            begun: list[str] = []
+            start_messages: list[str] = []
             if newest is None:
-                begin(config, objective, begun.append)
-            for line in begun:
-                view.say(line)
+                load_initial_weights(config, objective, start_messages.append)
+            for line in start_messages:
+                view.log(line)
             # Before tokens of a whole data set are computed for a run that is then refused; it writes nothing.
             ranks.call_on_all(lambda: rundir.refuse_changes(config))
             if pipeline.examples.reads_model:
                 # Examples that look at the model need the weights that it goes on with, before the trainer reads them.
-                _give_weights(objective, config, newest)
-                pipeline.examples.ready(objective, pipeline.sources, engine.device_context, ranks, view.say)
-            rundir.join(ranks.rank0_broadcast(lambda: _opened(rundir, config, pipeline)))
-            for line in begun:  # its log is the folder's, which was not open when they were shown
+                _load_start_weights(objective, config, newest)
+                pipeline.examples.ready(objective, pipeline.sources, engine.device_context, ranks, view.log)
+            rundir.join(ranks.rank0_broadcast(lambda: _open_run_folder(rundir, config, pipeline)))
+            for line in start_messages:  # its log is the folder's, which was not open when they were shown
                 view.note(line)
             # A resumed run says where it goes on instead.
             if not any(rundir.checkpoints.glob("step-*")):
-                among = f" on {ranks.size} ranks" if ranks.size > 1 else ""
-                view.say(f"{total} steps of {config.batch_size} samples{among} -> {rundir.path}")
+                ranks_text = f" on {ranks.size} ranks" if ranks.size > 1 else ""
+                view.log(f"{total} steps of {config.batch_size} samples{ranks_text} -> {rundir.path}")
             for line in source_lines(pipeline.sources, total * config.batch_size):
-                view.say(line)
-            for line in config.optim.unread():
-                view.say(line)
+                view.log(line)
+            for line in config.optim.unused_keys():
+                view.log(line)
             # With several ranks per machine the launcher sets the threads; a resumed run takes them from its checkpoint.
             if newest is None and ranks.size == 1 and (line := engine.device_context.choose_threads()):
-                view.say(line)
+                view.log(line)
             for source in pipeline.sources if ranks.rank == 0 else ():
-                for key in unseen_captions(source):
-                    view.say(
+                for key in missing_caption_keys(source):
+                    view.log(
                         f"data.sources.{source.name}.captions: {key} is in none of 64 samples; the others take its share"
                     )
             try:
@@ -120,16 +120,16 @@ def _train(config: RunConfig, ranks: Ranks) -> Outcome:
                 raise
             # At the end as well as on the way: the sum is what a reader of the log looks for.
             if unusable := trainer.bad.by_reason():
-                told = ", ".join(f"{reason} {count:,}" for reason, count in unusable.items())
-                view.say(f"samples that could not be used: {told}")
+                counts_text = ", ".join(f"{reason} {count:,}" for reason, count in unusable.items())
+                view.log(f"samples that could not be used: {counts_text}")
             where = f"checkpoint {outcome.checkpoint}" if outcome.checkpoint is not None else "no checkpoint yet"
-            view.say(f"{outcome.reason} at step {outcome.step}; {where}")
+            view.log(f"{outcome.reason} at step {outcome.step}; {where}")
             return outcome
     finally:
         rundir.close()
 
 
-def _give_weights(objective: Objective, config: RunConfig, newest: Path | None) -> None:
+def _load_start_weights(objective: Objective, config: RunConfig, newest: Path | None) -> None:
     """Those that training goes on with, where it reads them from a checkpoint later."""
     start = config.start_from
     if newest is None and start is not None and start.optimizer:
@@ -138,7 +138,7 @@ def _give_weights(objective: Objective, config: RunConfig, newest: Path | None) 
         load_into(objective, run_weights(newest), str(newest))
 
 
-def _opened(rundir: RunDir, config: RunConfig, pipeline: Pipeline) -> str:
+def _open_run_folder(rundir: RunDir, config: RunConfig, pipeline: Pipeline) -> str:
     """Claim the run folder, unless its newest checkpoint is of other data; returns the claim's token."""
     rundir.refuse_changes(config)  # first: another batch is another plan, which the data would be blamed for
     newest = CheckpointStore(rundir.checkpoints).latest()
@@ -168,19 +168,19 @@ def make_evaluate(
     side = config.eval.side
     if not config.eval.tasks and side is None:
         return None
-    refuse_unfit_run(config, trained)  # all of it now, rather than in the middle of training
+    check_recipe_compatible(config, trained)  # all of it now, rather than in the middle of training
     if side is not None:
         # What a job of its own would miss in hours is missed now.
         Suite(side.tasks).check()
         load_cluster(side.on, side.options)
     suite = Suite(config.eval.tasks)
     suite.check()
-    say = view.say
-    pictures = _pictures(config, rundir, say)
+    log = view.log
+    pictures = _make_picture_writer(config, rundir, log)
 
     def evaluate(objective: Objective, step: int, ranks: Ranks) -> dict[str, Any]:
         if side is not None and ranks.rank == 0:
-            submit_side(config, side, objective.state_dict(), rundir.path, step, say)
+            submit_side(config, side, objective.state_dict(), rundir.path, step, log)
         if not config.eval.tasks:
             return {}
         # Anew each time: an encoder holds what is derived from weights, its hash first of all.
@@ -194,11 +194,11 @@ def make_evaluate(
                 results |= suite.run(encoder, [name], ranks)
             except SparoError:
                 if results:  # the run ends with what this task says; the others' scores were had
-                    say(_scores(step, results))
+                    log(_scores(step, results))
                 raise
         if ranks.rank == 0:
             # A run that was taken over writes nothing more into the other's folder.
-            rundir.claim.check()
+            rundir.lease.check()
             write_results(rundir.path / "evals" / f"step-{step:08d}.json", {"step": step}, results)
             # As the step will be called on disk: cards and tables find the weights by it.
             encoder.label = str(rundir.checkpoints / f"step-{step:08d}")
@@ -207,13 +207,13 @@ def make_evaluate(
                 for name, result in results.items():
                     append(rundir.path / "evals", str(config.folder), name, result, facts, predictions=step == total)
             except OSError as error:  # the scores are in metrics.jsonl and in the step's file
-                say(f"{rundir.path / 'evals/results.jsonl'}: could not be written ({error}); tables lack step {step}")
+                log(f"{rundir.path / 'evals/results.jsonl'}: could not be written ({error}); tables lack step {step}")
             pictures(encoder, step)
         if step == total:  # once is enough
             for name, result in results.items():
                 for remark in result.remarks():
-                    say(f"{name}: {remark}")
-        say(_scores(step, results))
+                    log(f"{name}: {remark}")
+        log(_scores(step, results))
         return {name: r.metrics for name, r in results.items()}
 
     return evaluate
@@ -221,15 +221,17 @@ def make_evaluate(
 
 def _scores(step: int, results: Mapping[str, Result]) -> str:
     """A line of every task's own metric."""
-    told = (f"{name} {r.headline} {shown(r.headline, r.value, unit=True)}" for name, r in results.items())
-    return f"step {step}: " + "  ".join(told)
+    parts = (f"{name} {r.headline} {format_metric(r.headline, r.value, unit=True)}" for name, r in results.items())
+    return f"step {step}: " + "  ".join(parts)
 
 
-def _pictures(config: RunConfig, rundir: RunDir, say: Callable[[str], None]) -> Callable[[Encoder, int], None]:
+def _make_picture_writer(
+    config: RunConfig, rundir: RunDir, log: Callable[[str], None]
+) -> Callable[[Encoder, int], None]:
     """What is drawn at an evaluation: the first task that can be, where there is one."""
-    drawn = [task for task in config.eval.tasks.values() if TASKS.row(task.task).pictures]
-    if not drawn or not config.log.pictures:
+    picture_tasks = [task for task in config.eval.tasks.values() if TASKS.get(task.task).pictures]
+    if not picture_tasks or not config.log.pictures:
         return lambda encoder, step: None
     from .pages.training_pictures import TrainingPictures
 
-    return TrainingPictures(config.log, drawn[0], rundir.path, say).draw
+    return TrainingPictures(config.log, picture_tasks[0], rundir.path, log).draw

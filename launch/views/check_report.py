@@ -11,7 +11,7 @@ from sparo_train.data.read.sources import SourceConfig
 
 from .progress import Bar
 
-_NAMED = 5
+_MAX_KEYS = 5
 _KINDS = ("keys", "images", "captions")
 
 
@@ -36,8 +36,8 @@ def check_lines(report: Report) -> list[str]:
             detail = shard.details.get(key)
             by_reason.setdefault(reason, []).append(f"{key}: {detail}" if detail else key)
         for reason, keys in by_reason.items():
-            more = " …" if len(keys) > _NAMED else ""
-            lines.append(f"  {reason}: {len(keys)} ({', '.join(keys[:_NAMED])}{more})")
+            more = " …" if len(keys) > _MAX_KEYS else ""
+            lines.append(f"  {reason}: {len(keys)} ({', '.join(keys[:_MAX_KEYS])}{more})")
     return lines
 
 
@@ -60,10 +60,10 @@ def _totals(report: Report) -> list[str]:
     if notes := report.notes():
         lines.append("usable, but unusual: " + ", ".join(f"{n} {note}" for note, n in notes.items()))
     for name in _KINDS:
-        found = getattr(report, name)
-        example = found.examples[0] if found.examples else []
-        such_as = ", e.g. " + " = ".join(f"{url}:{key}" for url, key in example[:2]) if example else ""
-        lines.append(f"duplicate {name}: {found.copies}{such_as}")
+        duplicates = getattr(report, name)
+        example = duplicates.examples[0] if duplicates.examples else []
+        examples_text = ", e.g. " + " = ".join(f"{url}:{key}" for url, key in example[:2]) if example else ""
+        lines.append(f"duplicate {name}: {duplicates.copies}{examples_text}")
     # The commonest of all mistakes, with what mends it.
     if report.samples and report.reasons().get("missing caption") == report.samples:
         lines.append("no sample has a caption; where pictures alone are wanted: --caption-key ''")

@@ -21,7 +21,7 @@ from evals.encoders.own import ClipEncoder
 from evals.report.plots import save_figure
 from evals.sets.wds import WdsSet
 from evals.slots.overlay import jpeg
-from evals.tasks.result import Result, is_share, shown, wilson
+from evals.tasks.result import Result, format_metric, is_share, wilson
 from sparo_train.core.files import write_whole
 
 from .demo_slots import DemoSlots, demo_slots, draw_slots
@@ -76,21 +76,24 @@ def write_page(
 
 def six_rows(results: Mapping[str, Mapping[str, Result]]) -> list[ScoreRow]:
     """What is told first, each with its interval."""
-    found = []
+    rows = []
     for label, task, part in _ROWS:
-        known = [by_task.get(task) for by_task in results.values()]
+        task_results = [by_task.get(task) for by_task in results.values()]
         # Text alone has some of the metrics; n and chance are those of whoever has most.
-        first = max((r for r in known if r is not None), key=lambda r: len(r.metrics))
-        found.append(
+        first = max((r for r in task_results if r is not None), key=lambda r: len(r.metrics))
+        rows.append(
             ScoreRow(
-                label, first.counts.get(part, first.n), _chance(first, part), [_cell(result, part) for result in known]
+                label,
+                first.counts.get(part, first.n),
+                _chance(first, part),
+                [_cell(result, part) for result in task_results],
             )
         )
-    return found
+    return rows
 
 
 def _chance(result: Result, part: str) -> str:
-    return shown(part, result.chance) if is_share(part) else ""
+    return format_metric(part, result.chance) if is_share(part) else ""
 
 
 def _cell(result: Result | None, part: str) -> dict[str, str]:
@@ -98,7 +101,10 @@ def _cell(result: Result | None, part: str) -> dict[str, str]:
         return {"value": "–", "interval": ""}
     value = result.metrics[part]
     low, high = result.intervals.get(part) or wilson(value, result.n)
-    return {"value": shown(part, value), "interval": f"{shown(part, low)} to {shown(part, high)}"}
+    return {
+        "value": format_metric(part, value),
+        "interval": f"{format_metric(part, low)} to {format_metric(part, high)}",
+    }
 
 
 def all_rows(results: Mapping[str, Mapping[str, Result]]) -> list[dict[str, Any]]:
@@ -106,10 +112,10 @@ def all_rows(results: Mapping[str, Mapping[str, Result]]) -> list[dict[str, Any]
     tasks = dict.fromkeys(task for by_task in results.values() for task in by_task)
     rows = []
     for task in tasks:
-        known = [by_task.get(task) for by_task in results.values()]
-        parts = dict.fromkeys(part for result in known if result for part in result.metrics)
+        task_results = [by_task.get(task) for by_task in results.values()]
+        parts = dict.fromkeys(part for result in task_results if result for part in result.metrics)
         for part in parts:
-            cells = [shown(part, r.metrics[part]) if r and part in r.metrics else "–" for r in known]
+            cells = [format_metric(part, r.metrics[part]) if r and part in r.metrics else "–" for r in task_results]
             rows.append({"task": task, "part": part, "cells": cells})
     return rows
 
@@ -131,31 +137,31 @@ def draw_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
 def _examples(data: Path, predictions: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
     images = WdsSet(data / "zeroshot", "label")
     classes = images.classnames()
-    found = []
+    examples = []
     # Seven classes on from one to the next: every third class has the same shape.
     for number in [i * 7 * len(images) // len(classes) % len(images) for i in range(_EXAMPLES)]:
         _, image, label = images.read(number)
         guess = int(predictions["predicted"][number][0])
         picture = _uri(image.resize((160, 160), Image.Resampling.BICUBIC))
-        found.append(
+        examples.append(
             {"truth": classes[label], "predicted": classes[guess], "right": guess == label, "picture": picture}
         )
-    return found
+    return examples
 
 
-def _pictures(shown_slots: DemoSlots) -> dict[str, Any]:
+def _pictures(demo: DemoSlots) -> dict[str, Any]:
     slots = [
         {
             "number": slot.number,
             "words": slot.words,
             "tiles": [
                 {"picture": _uri(tile.picture), "words": tile.words, "caption": caption}
-                for tile, (_, caption) in zip(slot.tiles, shown_slots.images, strict=True)
+                for tile, (_, caption) in zip(slot.tiles, demo.images, strict=True)
             ],
         }
-        for slot in shown_slots.slots
+        for slot in demo.slots
     ]
-    return {"slots": slots, "pictures": [{"picture": _uri(p), "caption": c} for p, c in shown_slots.images]}
+    return {"slots": slots, "pictures": [{"picture": _uri(p), "caption": c} for p, c in demo.images]}
 
 
 def _commands(folder: Path) -> dict[str, str]:

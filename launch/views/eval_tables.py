@@ -44,35 +44,35 @@ def show_catalogue(root: Path) -> None:
     from evals.suite import catalogue
 
     out.print(f"Data sets, each in the folder of its name below {root} (--root), or in the wds layout:\n")
-    for listed in catalogue.LISTED:
-        found = catalogue.look(listed, root)
-        facts = [f"{listed.n:,} images"]
-        facts += [f"{listed.classes} classes"] if listed.classes else []
-        facts += [f"chance {100 * listed.chance:.1f} %"] if listed.chance else []
-        colour = {"absent": "dim", "odd": "red"}.get(found.state, "green")
-        out.line_of((listed.name, "bold"), "  ", (found.state, colour), f"  {', '.join(facts)}")
-        out.line_of(f"    {found.note}; licence: {listed.licence}")
+    for entry in catalogue.DATASETS:
+        presence = catalogue.check_presence(entry, root)
+        facts = [f"{entry.n:,} images"]
+        facts += [f"{entry.classes} classes"] if entry.classes else []
+        facts += [f"chance {100 * entry.chance:.1f} %"] if entry.chance else []
+        colour = {"absent": "dim", "odd": "red"}.get(presence.state, "green")
+        out.print_line((entry.name, "bold"), "  ", (presence.state, colour), f"  {', '.join(facts)}")
+        out.print_line(f"    {presence.note}; licence: {entry.licence}")
 
 
-def grid_table(found: Grid, transpose: bool) -> Table:
+def grid_table(grid: Grid, transpose: bool) -> Table:
     """A grid for the terminal, intervals below the values, the paper's own numbers dimmed."""
-    table = Table(title=f"{found.title}, {found.unit}, {found.spans}", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=f"{grid.title}, {grid.unit}, {grid.spans}", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("", overflow="fold")
     # Printed numbers are set apart: nobody should take them for measured ones.
-    styles = ["dim" if row.paper else None for row in found.rows]
-    rows = [[*row.told, *(_cell_text(cell) for cell in row.cells)] for row in found.rows]
-    heads = [*found.heads, *(column.heading for column in found.columns)]
+    styles = ["dim" if row.paper else None for row in grid.rows]
+    rows = [[*row.readout_cells, *(_cell_text(cell) for cell in row.cells)] for row in grid.rows]
+    heads = [*grid.heads, *(column.heading for column in grid.columns)]
     if transpose:
-        for row, style in zip(found.rows, styles, strict=True):
+        for row, style in zip(grid.rows, styles, strict=True):
             table.add_column(row.name, justify="right", style=style, overflow="fold")
         for head, cells in zip(heads, zip(*rows, strict=True), strict=True):
             table.add_row(head, *cells)
         return table
-    for head in found.heads:
+    for head in grid.heads:
         table.add_column(head, overflow="fold")
-    for column in found.columns:
+    for column in grid.columns:
         table.add_column(f"{column.group}\n{column.label}".strip(), justify="right", overflow="fold")
-    for row, cells, style in zip(found.rows, rows, styles, strict=True):
+    for row, cells, style in zip(grid.rows, rows, styles, strict=True):
         table.add_row(row.name, *cells, style=style)
     return table
 

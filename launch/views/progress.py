@@ -19,11 +19,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from sparo_train.core.untrusted import shown
+from sparo_train.core.untrusted import escape_control_chars
 
 from .terminal import console
 
-_PLAIN_EVERY = 15.0  # seconds between lines where the output is no terminal
+_LINE_INTERVAL = 15.0  # seconds between lines where the output is no terminal
 
 
 class Bar(Progress):
@@ -51,7 +51,7 @@ class Bar(Progress):
         """Add a task; without a terminal its name is printed."""
         if not console.is_terminal:
             console.print(f"{description} …")
-        return self.add_task(shown(description), total=total, facts="", clock="")
+        return self.add_task(escape_control_chars(description), total=total, facts="", clock="")
 
     def clock(self, task: TaskID, done: float, total: float, elapsed: float, left: float | None, first: bool) -> None:
         """Show a count with its times; without a terminal the first one is printed at once."""
@@ -59,7 +59,7 @@ class Bar(Progress):
         times += "" if left is None else f", {timedelta(seconds=round(left))} left"
         self.update(task, completed=done, total=total, clock=times)
         now = time.monotonic()
-        if not console.is_terminal and (first or now - self._printed > _PLAIN_EVERY):
+        if not console.is_terminal and (first or now - self._printed > _LINE_INTERVAL):
             self._printed = now
             facts = self.tasks[task].fields["facts"]
             console.print(
@@ -71,7 +71,7 @@ class Bar(Progress):
         """Where a task stands."""
         self.update(task, completed=done, total=total, facts=facts)
         now = time.monotonic()
-        if not console.is_terminal and (now - self._printed > _PLAIN_EVERY or done == total):
+        if not console.is_terminal and (now - self._printed > _LINE_INTERVAL or done == total):
             self._printed = now
             spent, left = self.tasks[task].elapsed, self.tasks[task].time_remaining
             rest = f"  {timedelta(seconds=round(spent))} elapsed" if spent else ""
@@ -84,22 +84,22 @@ class Bar(Progress):
     def facts(self, task: TaskID, text: str) -> None:
         """What a task is doing, where it is not counted."""
         self.update(task, facts=text)
-        if not console.is_terminal and time.monotonic() - self._printed > _PLAIN_EVERY:
+        if not console.is_terminal and time.monotonic() - self._printed > _LINE_INTERVAL:
             self._printed = time.monotonic()
             console.print(f"{self.tasks[task].description}  {text}", soft_wrap=True)
 
 
 class ProgressView:
-    """Training as a person sees it: loss, samples/s, data wait and what is left; what is said also goes to `log`.
+    """Training as a person sees it: loss, samples/s, data wait and what is left; what is said also goes to `log_file`.
 
     `silent`: for ranks other than the first.
     """
 
-    def __init__(self, title: str, log: Path, silent: bool = False):
-        self.title, self.log, self.silent = title, log, silent
+    def __init__(self, title: str, log_file: Path, silent: bool = False):
+        self.title, self.log_file, self.silent = title, log_file, silent
         self._bar = Bar(own_clock=True)
         self._task: TaskID | None = None
-        self._shown = False
+        self._step_displayed = False
         self._times: tuple[float, float | None] = (0.0, None)
 
     def __enter__(self) -> ProgressView:
@@ -133,15 +133,15 @@ class ProgressView:
             return
         self._times = (elapsed, left)
         if step < total:  # the last step's metrics follow
-            self._bar.clock(self._bar_task(), step, total, elapsed, left, first=not self._shown)
-        self._shown = True
+            self._bar.clock(self._bar_task(), step, total, elapsed, left, first=not self._step_displayed)
+        self._step_displayed = True
 
     def phase(self, text: str) -> None:
         """Show an activity other than steps; without a terminal, print a line if the last one is old."""
         if not self.silent:
             self._bar.facts(self._bar_task(), text)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         if not self.silent:
             console.print(f"{self.title}  {text}", soft_wrap=True)
         self.note(text)
@@ -150,5 +150,8 @@ class ProgressView:
         """A line for RUN/log.txt only."""
         if self.silent:
             return
-        with suppress(OSError), self.log.open("a", encoding="utf-8", errors="replace") as stream:  # it only reports
-            stream.write(f"{datetime.now().isoformat(timespec='seconds')}  {shown(text)}\n")
+        with (
+            suppress(OSError),
+            self.log_file.open("a", encoding="utf-8", errors="replace") as stream,
+        ):  # it only reports
+            stream.write(f"{datetime.now().isoformat(timespec='seconds')}  {escape_control_chars(text)}\n")

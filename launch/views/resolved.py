@@ -38,8 +38,8 @@ def _block(
 
 def _origin(model: Any, key: str, value: Any, origins: Mapping[tuple[str, ...], str], place: tuple[str, ...]) -> str:
     # A block that was given whole gave its keys, too: the nearest above counts.
-    said = next((origins[place[:n]] for n in range(len(place), 0, -1) if place[:n] in origins), None)
-    if said is not None:
-        return said
+    origin = next((origins[place[:n]] for n in range(len(place), 0, -1) if place[:n] in origins), None)
+    if origin is not None:
+        return origin
     field = type(model).model_fields.get(key) if isinstance(model, BaseModel) else None
     return "default" if field is None or field.get_default(call_default_factory=True) == value else "follows"

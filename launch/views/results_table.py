@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evals.report.paper_tables import MARK
-from evals.tasks.result import Result, is_share, shown
+from evals.tasks.result import Result, format_metric, is_share
 
 from .terminal import out
 
@@ -30,14 +30,18 @@ def results_table(results: Mapping[str, Mapping[str, Result]], title: str) -> Gr
     tables: list[Table] = []
     while names:
         count = max(
-            1, max((n for n in range(1, len(names) + 1) if _fits({k: results[k] for k in names[:n]})), default=1)
+            1,
+            max(
+                (n for n in range(1, len(names) + 1) if _is_narrow_enough({k: results[k] for k in names[:n]})),
+                default=1,
+            ),
         )
         part, names = {name: results[name] for name in names[:count]}, names[count:]
         tables.append(_table(part))
     return Group(Text(title, style="italic"), *tables)  # a table's own title would be broken at the table's width
 
 
-def _fits(results: Mapping[str, Mapping[str, Result]]) -> bool:
+def _is_narrow_enough(results: Mapping[str, Mapping[str, Result]]) -> bool:
     free = out.options.update(width=1 << 16)  # measured where nothing has to give way
     return Measurement.get(out, free, _table(results)).maximum <= out.width
 
@@ -58,15 +62,23 @@ def _table(results: Mapping[str, Mapping[str, Result]]) -> Table:
     for task in tasks:
         # The one with most metrics names the rows; others have a dash where they have none.
         first = max((r[task] for r in results.values() if task in r), key=lambda r: len(r.metrics))
-        found = [by_task.get(task) for by_task in results.values()]
-        head = [shown(r.headline, r.value, unit=True) + (MARK if r.odd() else "") if r else "-" for r in found]
-        chance = shown(first.headline, first.chance) if is_share(first.headline) else "-"
+        task_results = [by_task.get(task) for by_task in results.values()]
+        head = [
+            format_metric(r.headline, r.value, unit=True) + (MARK if r.odd() else "") if r else "-"
+            for r in task_results
+        ]
+        chance = format_metric(first.headline, first.chance) if is_share(first.headline) else "-"
         table.add_row(task, first.headline, str(first.n), chance, *head, style="bold")
-        spans = (f"{shown(r.headline, r.interval[0])}–{shown(r.headline, r.interval[1])}" if r else "-" for r in found)
+        spans = (
+            f"{format_metric(r.headline, r.interval[0])}–{format_metric(r.headline, r.interval[1])}" if r else "-"
+            for r in task_results
+        )
         table.add_row("", "  95 %", "", "", *spans)
         for metric in first.metrics:
             if metric != first.headline:
-                cells = (shown(metric, r.metrics[metric]) if r and metric in r.metrics else "-" for r in found)
+                cells = (
+                    format_metric(metric, r.metrics[metric]) if r and metric in r.metrics else "-" for r in task_results
+                )
                 table.add_row("", metric, "", "", *cells)
         table.add_section()
     return table

@@ -46,7 +46,7 @@ def show_dry(config: RunConfig) -> None:
     out.print(
         f"epoch {_number(dry.epoch_size)} samples; {_number(dry.steps)} steps x {config.batch_size} = {_number(dry.samples)} samples"
     )
-    for line in dry.unread:
+    for line in dry.unused_keys:
         out.print(line, soft_wrap=True)
     memory = Table(title="memory per rank, estimated", title_justify="left")
     memory.add_column("")

@@ -18,13 +18,13 @@ from PIL import Image
 
 from evals.encoders.encoder import Encoder
 from evals.report.plots import literal, save_figure
-from evals.slots.attend import Attended, gallery, worth_showing
-from evals.slots.overlay import jpeg, overlay, seen, thumbnail
+from evals.slots.attend import Attended, filter_slots, gallery
+from evals.slots.overlay import image_crop, jpeg, overlay, thumbnail
 from sparo_train.core.files import write_whole
-from sparo_train.core.untrusted import shown as harmless
+from sparo_train.core.untrusted import escape_control_chars
 
-_TALL = 1.25  # of a tile with its title, where its picture is 1 at most
-_SHOWN = 16  # slots with a gallery where nobody says which
+_TILE_HEIGHT = 1.25  # of a tile with its title, where its picture is 1 at most
+_MAX_GALLERIES = 16  # slots with a gallery where nobody says which
 _HTML = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>Slots of {{ facts.checkpoint }}</title>
@@ -49,7 +49,7 @@ see is dark. One scale per slot, so an image in which it finds nothing stays dar
 </html>"""
 
 
-class Shown(NamedTuple):
+class CaptionedImage(NamedTuple):
     """An image with its key and its caption, where it has one."""
 
     key: str
@@ -63,59 +63,61 @@ class _Tile(NamedTuple):
 
 
 def write_report(
-    folder: Path, encoder: Encoder, found: Sequence[Shown], attended: Sequence[Attended], facts: Mapping[str, Any], wanted: Any,
-    chosen: Sequence[int] | None, names: Mapping[int, str], own: int,
+    folder: Path, encoder: Encoder, samples: Sequence[CaptionedImage], attended: Sequence[Attended], facts: Mapping[str, Any], show_options: Any,
+    slot_ids: Sequence[int] | None, names: Mapping[int, str], num_own: int,
 ) -> list[Path]:  # fmt: skip
     """Write `report.html`, `examples.png` and a PNG per gallery; returns their paths.
 
     Args:
-        wanted: `examples`, `tiles`, and the filter's `cosine` and `share`.  own: how many of the images, the first, are always shown whole.
+        show_options: `examples`, `tiles`, and the filter's `cosine` and `share`.  num_own: how many of the images, the first, are always shown whole.
     """
-    drawn = _Drawn(encoder, found, attended)
-    whole = min(len(found), max(own, wanted.examples))
-    passing = [_slots_of(one, chosen, wanted) for one in attended]
+    overlays = _Overlays(encoder, samples, attended)
+    num_examples = min(len(samples), max(num_own, show_options.examples))
+    passing = [_example_slots(one, slot_ids, show_options) for one in attended]
     # The user's own first, then those with most to show.
-    order = [*range(own), *sorted(range(own, len(found)), key=lambda i: -len(passing[i]))][:whole]
-    slots = list(chosen) if chosen is not None else _best(attended)
+    order = [*range(num_own), *sorted(range(num_own, len(samples)), key=lambda i: -len(passing[i]))][:num_examples]
+    slots = list(slot_ids) if slot_ids is not None else _best_slots(attended)
     # Of one image there is no most and no least.
-    if len(found) < 2:
+    if len(samples) < 2:
         slots = []
-    galleries = {slot: _gallery(attended, slot, wanted.tiles) for slot in slots}
+    galleries = {slot: _gallery(attended, slot, show_options.tiles) for slot in slots}
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "report.html"]
     page = (
         Environment(autoescape=True)
         .from_string(_HTML)
         .render(
-            facts={name: harmless(str(value)) for name, value in facts.items()},
-            filter=_filter_words(attended, wanted, chosen),
-            examples=[_example(drawn, i, passing[i]) for i in order],
-            slots=[_section(drawn, slot, rows, names.get(slot, "")) for slot, rows in galleries.items()],
+            facts={name: escape_control_chars(str(value)) for name, value in facts.items()},
+            filter=_filter_note(attended, show_options, slot_ids),
+            examples=[_example(overlays, i, passing[i]) for i in order],
+            slots=[_section(overlays, slot, rows, names.get(slot, "")) for slot, rows in galleries.items()],
         )
     )
     write_whole(paths[0], page)
-    paths.append(_grid(folder / "examples.png", [[_Tile(drawn.plain(i), _short(found[i]))] + [
-        _Tile(drawn.over(i, slot), f"slot {slot}{drawn.words(i, slot)}") for slot in passing[i][:6]] for i in order]))  # fmt: skip
+    paths.append(_grid(folder / "examples.png", [[_Tile(overlays.plain(i), _short_title(samples[i]))] + [
+        _Tile(overlays.over(i, slot), f"slot {slot}{overlays.words(i, slot)}") for slot in passing[i][:6]] for i in order]))  # fmt: skip
     for slot, rows in galleries.items():
-        tiles = [[_Tile(drawn.over(i, slot), _short(found[i])) for i in numbers] for numbers in rows.values()]
+        tiles = [
+            [_Tile(overlays.over(i, slot), _short_title(samples[i])) for i in numbers] for numbers in rows.values()
+        ]
         paths.append(_grid(folder / f"slot-{slot:03d}.png", tiles, list(rows)))
     return paths
 
 
-class _Drawn:
+class _Overlays:
     """Images with attention over them; each slot has one scale."""
 
-    def __init__(self, encoder: Encoder, found: Sequence[Shown], attended: Sequence[Attended]):
-        self.found, self.attended = found, attended
-        self._seen = [seen(encoder, one.image) for one in found]
+    def __init__(self, encoder: Encoder, samples: Sequence[CaptionedImage], attended: Sequence[Attended]):
+        self.samples, self.attended = samples, attended
+        self._views = [image_crop(encoder, one.image) for one in samples]
         # One scale per slot over all images, so that a glance tells where it looks hardest.
         self._brightest = torch.stack([one.maps.flatten(1).amax(1) for one in attended]).amax(0)
 
     def plain(self, number: int) -> Image.Image:
-        return thumbnail(self._seen[number])
+        return thumbnail(self._views[number])
 
     def over(self, number: int, slot: int) -> Image.Image:
-        return overlay(self._seen[number], self.attended[number].maps[slot], float(self._brightest[slot]))
+        return overlay(self._views[number], self.attended[number].maps[slot], float(self._brightest[slot]))
 
     def words(self, number: int, slot: int) -> str:
         """The two words that a slot looks at most, and how well image and text agree."""
@@ -124,71 +126,73 @@ class _Drawn:
             return ""
         # In the caption's order, which reads as the caption does.
         top = one.weights[slot].topk(min(2, len(one.words))).indices.sort().values.tolist()
-        seen = "  ".join(f"{one.words[i]} {float(one.weights[slot, i]):.0%}" for i in top)
-        return harmless(f": {seen}; cosine {float(one.cosine[slot]):.2f}")
+        top_words = "  ".join(f"{one.words[i]} {float(one.weights[slot, i]):.0%}" for i in top)
+        return escape_control_chars(f": {top_words}; cosine {float(one.cosine[slot]):.2f}")
 
 
-def _slots_of(one: Attended, chosen: Sequence[int] | None, wanted: Any) -> list[int]:
-    if chosen is not None:
-        return list(chosen)
+def _example_slots(one: Attended, slot_ids: Sequence[int] | None, show_options: Any) -> list[int]:
+    if slot_ids is not None:
+        return list(slot_ids)
     if not one.words:  # no text to filter by: the sharpest looks
         return one.sharp.argsort(descending=True, stable=True)[:6].tolist()
-    return worth_showing(one, wanted.cosine, wanted.share)
+    return filter_slots(one, show_options.cosine, show_options.share)
 
 
-def _filter_words(attended: Sequence[Attended], wanted: Any, chosen: Sequence[int] | None) -> str:
-    if chosen is not None:
+def _filter_note(attended: Sequence[Attended], show_options: Any, slot_ids: Sequence[int] | None) -> str:
+    if slot_ids is not None:
         return "The slots that were asked for."
     if not attended[0].words:
         return "This model has no text tower: the six slots whose attention is sharpest."
     return (
-        f"Slots with more than {wanted.share:.0%} of their text attention on one word, no two on the same one, whose image and text vectors "
-        f"have a cosine above {wanted.cosine:g}."
+        f"Slots with more than {show_options.share:.0%} of their text attention on one word, no two on the same one, whose image and text vectors "
+        f"have a cosine above {show_options.cosine:g}."
     )
 
 
-def _best(attended: Sequence[Attended]) -> list[int]:
+def _best_slots(attended: Sequence[Attended]) -> list[int]:
     score = torch.stack([one.cosine if one.words else one.sharp for one in attended]).mean(0)
-    return score.argsort(descending=True, stable=True)[:_SHOWN].tolist()
+    return score.argsort(descending=True, stable=True)[:_MAX_GALLERIES].tolist()
 
 
 def _gallery(attended: Sequence[Attended], slot: int, tiles: int) -> dict[str, list[int]]:
     texts = bool(attended[0].words)
     alignment = torch.stack([one.cosine[slot] if texts else one.sharp[slot] for one in attended])
-    found = gallery(alignment, tiles)
+    ranked_images = gallery(alignment, tiles)
     what = "aligned" if texts else "sharp"
     return {
-        f"most {what}": found.most, f"median {what}": found.median, f"least {what}": found.least, "random": found.random,
+        f"most {what}": ranked_images.most, f"median {what}": ranked_images.median, f"least {what}": ranked_images.least, "random": ranked_images.random,
     }  # fmt: skip
 
 
-def _example(drawn: _Drawn, number: int, slots: Sequence[int]) -> dict[str, Any]:
-    one = drawn.found[number]
-    tiles = [{"slot": s, "picture": _uri(drawn.over(number, s)), "text": drawn.words(number, s)} for s in slots]
+def _example(overlays: _Overlays, number: int, slots: Sequence[int]) -> dict[str, Any]:
+    one = overlays.samples[number]
+    tiles = [{"slot": s, "picture": _uri(overlays.over(number, s)), "text": overlays.words(number, s)} for s in slots]
     return {
-        "key": harmless(one.key), "caption": harmless(one.caption or ""), "picture": _uri(drawn.plain(number)), "tiles": tiles,
+        "key": escape_control_chars(one.key), "caption": escape_control_chars(one.caption or ""), "picture": _uri(overlays.plain(number)), "tiles": tiles,
     }  # fmt: skip
 
 
-def _section(drawn: _Drawn, slot: int, rows: Mapping[str, Sequence[int]], name: str) -> dict[str, Any]:
-    sharp = torch.stack([one.sharp[slot] for one in drawn.attended]).mean()
-    cosine = torch.stack([one.cosine[slot] for one in drawn.attended]).mean()
-    note = f"sharpness {float(sharp):.2f}" + (f", mean cosine {float(cosine):.2f}" if drawn.attended[0].words else "")
-    tiles = [
-        {
-            "title": title,
-            "tiles": [
-                {"key": harmless(drawn.found[i].key), "picture": _uri(drawn.over(i, slot)), "text": _short(drawn.found[i]) + drawn.words(i, slot)}
-                for i in numbers
-            ],
+def _section(overlays: _Overlays, slot: int, rows: Mapping[str, Sequence[int]], name: str) -> dict[str, Any]:
+    sharp = torch.stack([one.sharp[slot] for one in overlays.attended]).mean()
+    cosine = torch.stack([one.cosine[slot] for one in overlays.attended]).mean()
+    note = f"sharpness {float(sharp):.2f}" + (
+        f", mean cosine {float(cosine):.2f}" if overlays.attended[0].words else ""
+    )
+
+    def tile(number: int) -> dict[str, Any]:
+        one = overlays.samples[number]
+        return {
+            "key": escape_control_chars(one.key),
+            "picture": _uri(overlays.over(number, slot)),
+            "text": _short_title(one) + overlays.words(number, slot),
         }
-        for title, numbers in rows.items()
-    ]  # fmt: skip
-    return {"slot": slot, "name": harmless(name), "note": note, "rows": tiles}
+
+    tiles = [{"title": title, "tiles": [tile(i) for i in numbers]} for title, numbers in rows.items()]
+    return {"slot": slot, "name": escape_control_chars(name), "note": note, "rows": tiles}
 
 
-def _short(one: Shown) -> str:
-    return harmless((one.caption or one.key)[:60])
+def _short_title(one: CaptionedImage) -> str:
+    return escape_control_chars((one.caption or one.key)[:60])
 
 
 def _uri(image: Image.Image) -> str:
@@ -199,18 +203,18 @@ def _uri(image: Image.Image) -> str:
 def _grid(path: Path, rows: Sequence[Sequence[_Tile]], names: Sequence[str] = ()) -> Path:
     """Rows of tiles as one PNG."""
     # All on one axis: an axis for each of two dozen tiles, laid out by constraints, takes a second for every picture.
-    width, height, left = max(map(len, rows)), len(rows) * _TALL, 0.15 if names else 0.0
+    width, height, left = max(map(len, rows)), len(rows) * _TILE_HEIGHT, 0.15 if names else 0.0
     figure = plt.figure(figsize=(1.9 * (width + left), 1.9 * height))
     axis = figure.add_axes((0, 0, 1, 1))
     for number, tiles in enumerate(rows):
-        top = number * _TALL + _TALL - 1
+        top = number * _TILE_HEIGHT + _TILE_HEIGHT - 1
         for place, tile in enumerate(tiles):
             across, down = (n / max(tile.image.size) * 0.94 / 2 for n in tile.image.size)
             x, y = place + 0.5, top + 0.5
             axis.imshow(tile.image, extent=(x - across, x + across, y + down, y - down))
             axis.text(x, y - down - 0.02, textwrap.fill(tile.title, 34), fontsize=6, ha="center", va="bottom")
     for number, name in enumerate(names):
-        axis.text(-left / 2, (number + 0.5) * _TALL, name, rotation=90, fontsize=8, ha="center", va="center")
+        axis.text(-left / 2, (number + 0.5) * _TILE_HEIGHT, name, rotation=90, fontsize=8, ha="center", va="center")
     axis.set(xlim=(-left, width), ylim=(height, 0))
     axis.set_axis_off()
     save_figure(figure, path, 120)

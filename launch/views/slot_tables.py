@@ -27,9 +27,9 @@ def report_table(title: str, reports: Sequence[ChoiceReport], k: int, of: int, u
         name = f"{r.task}\n{r.share}, n = {r.n}"
         table.add_row(name, _score(r.whole), _score(r.chosen), control, _score(r.bottom), _signed(r.gain))
     if reports:
-        drawn = " or ".join(map(str, sorted({r.draws for r in reports})))
+        draw_counts = " or ".join(map(str, sorted({r.draws for r in reports})))
         table.caption = (
-            f"per cent, below it 95 % intervals (random {units}: the middle 95 % of {drawn} draws); "
+            f"per cent, below it 95 % intervals (random {units}: the middle 95 % of {draw_counts} draws); "
             "gain: chosen less all, paired"
         )
     return table
@@ -92,9 +92,9 @@ def five_table(rows: Sequence[MaskRow]) -> Table:
         table.add_row(*first, "pairs", *pairs, "")
         for task in tasks:
             table.add_row("", "", "", task, *cells[task])
-    held = "pairs that the masks did not see" if rows[0].held_out else "the pairs that the masks were trained on"
+    pairs_note = "pairs that the masks did not see" if rows[0].held_out else "the pairs that the masks were trained on"
     table.caption = (
-        f"pairs: {held}; change: relative, over that of the pairs (- where the mask changed nothing there); means over "
+        f"pairs: {pairs_note}; change: relative, over that of the pairs (- where the mask changed nothing there); means over "
         f"{len(rows[0].pairs[1])} seed(s) of the mask, smallest to largest below"
     )
     return table
@@ -103,8 +103,8 @@ def five_table(rows: Sequence[MaskRow]) -> Table:
 def _five_cells(row: MaskRow, task: str) -> list[str]:
     initial, masked = row.tasks[task]
     changes = [relative_change((row.pairs[0], p), (initial, m)) for p, m in zip(row.pairs[1], masked, strict=True)]
-    known = [change for change in changes if math.isfinite(change)]
-    return [f"{initial:.3f}", _spread(masked), _spread(known, "+.2f") if known else "-"]
+    finite_changes = [change for change in changes if math.isfinite(change)]
+    return [f"{initial:.3f}", _spread(masked), _spread(finite_changes, "+.2f") if finite_changes else "-"]
 
 
 def quality_table(rows: Sequence[Quality], by: str | None) -> Table:
@@ -121,14 +121,14 @@ def quality_table(rows: Sequence[Quality], by: str | None) -> Table:
             r.label, str(r.units), *("-" if v is None else f"{v:{f}}" for v, f in zip(cells, forms, strict=True))
         )
     alike = rows[0].alike
-    seen = (
+    meaning_note = (
         f"; by {by}, and {alike:.3f} for a neuron that fires for all images alike"
         if alike is not None
         else "; --by CHECKPOINT adds it"
     )
     table.caption = (
         "in effect: exp of the entropy of the eigenvalues of the slots' similarity; redundancy: mean similarity (linear CKA) of two "
-        f"slots; sharpness: 1 less the entropy of image attention, median slot; meaning: MonoSemanticity score{seen}"
+        f"slots; sharpness: 1 less the entropy of image attention, median slot; meaning: MonoSemanticity score{meaning_note}"
     )
     return table
 

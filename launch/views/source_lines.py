@@ -25,6 +25,6 @@ def source_lines(sources: Sequence[Source], samples: int) -> Iterator[str]:
             yield f"data {source.name}: left out, as no pictures that can be read: {left_out_text(left_out)}"
         broken = source.broken()
         for damage in broken[:_NAMED]:
-            yield f"data {source.name}: {damage.url}: {damage.reason}, about {damage.lost:,} samples lost"
+            yield f"data {source.name}: {damage.url}: {damage.reason}, about {damage.lost_samples:,} samples lost"
         if len(broken) > _NAMED:
             yield f"data {source.name}: {len(broken) - _NAMED} more shards are not whole; `sparo data check` lists them"

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.text import Text
 
 from sparo_train.core.errors import SparoError
-from sparo_train.core.untrusted import shown
+from sparo_train.core.untrusted import escape_control_chars
 
 
-class _Steady:
+class _SafeStream:
     """A stream that is written to as far as that goes."""
 
     def __init__(self, stream: IO[str], quiet: bool):
@@ -66,19 +66,22 @@ class Terminal(Console):
         stream = self._file or (sys.stderr if self.stderr else sys.stdout)
         if stream is None:  # the process was started without
             stream = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
-        return _Steady(getattr(stream, "rich_proxied_file", stream), self.stderr)  # type: ignore[return-value]
+        return _SafeStream(getattr(stream, "rich_proxied_file", stream), self.stderr)  # type: ignore[return-value]
 
     @file.setter
     def file(self, new_file: IO[str]) -> None:
         self._file = new_file
 
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(shown(text), **options)
+        return super().render_str(escape_control_chars(text), **options)
 
-    def line_of(self, *parts: str | tuple[str, str]) -> None:
+    def print_line(self, *parts: str | tuple[str, str]) -> None:
         """A line that wraps nowhere, of texts and (text, style)."""
-        found = [shown(part) if isinstance(part, str) else (shown(part[0]), part[1]) for part in parts]
-        self.print(Text.assemble(*found), soft_wrap=True)
+        fragments = [
+            escape_control_chars(part) if isinstance(part, str) else (escape_control_chars(part[0]), part[1])
+            for part in parts
+        ]
+        self.print(Text.assemble(*fragments), soft_wrap=True)
 
 
 def last_flush() -> None:

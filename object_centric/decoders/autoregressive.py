@@ -25,13 +25,13 @@ class AutoregressiveConfig(Frozen):
     )
 
     @model_validator(mode="after")
-    def _divides(self) -> Self:
+    def _check_heads(self) -> Self:
         if self.width % self.heads:
             raise ValueError(f"heads={self.heads} does not divide width={self.width}")
         return self
 
 
-class Past(NamedTuple):
+class KVCache(NamedTuple):
     """Keys and values (b, heads, n, width / heads) of the tokens so far, and of the slots."""
 
     tokens: tuple[Tensor, Tensor] | None
@@ -54,13 +54,13 @@ class AutoregressiveDecoder(nn.Module):
             x, _ = block(x, slots, None)
         return self.norm(x)
 
-    def following(self, x: Tensor, slots: Tensor, past: list[Past] | None) -> tuple[Tensor, list[Past]]:
+    def decode_next(self, x: Tensor, slots: Tensor, past: list[KVCache] | None) -> tuple[Tensor, list[KVCache]]:
         """The same for the next token alone, (b, 1, width), with what is kept of those before it."""
-        kept: list[Past] = []
+        presents: list[KVCache] = []
         for number, block in enumerate(self.blocks):
-            x, now = block(x, slots, past[number] if past else None)
-            kept.append(now)
-        return self.norm(x), kept
+            x, present = block(x, slots, past[number] if past else None)
+            presents.append(present)
+        return self.norm(x), presents
 
 
 class DecoderBlock(nn.Module):
@@ -80,18 +80,18 @@ class DecoderBlock(nn.Module):
         for layer in (self.mlp[0], self.mlp[2]):
             nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
 
-    def forward(self, x: Tensor, slots: Tensor, past: Past | None) -> tuple[Tensor, Past]:
+    def forward(self, x: Tensor, slots: Tensor, past: KVCache | None) -> tuple[Tensor, KVCache]:
         normed = self.norm_tokens(x)
-        k, v = self.to_tokens.keys(normed)
+        k, v = self.to_tokens.project_kv(normed)
         if past is not None and past.tokens is not None:
             # What was said before is not looked at anew: a token costs one row of attention.
             k, v = torch.cat([past.tokens[0], k], dim=2), torch.cat([past.tokens[1], v], dim=2)
-        said = self.to_tokens(normed, k, v, causal=past is None)
-        x = (normed if self.on_stream else x) + said
+        self_attn_out = self.to_tokens(normed, k, v, causal=past is None)
+        x = (normed if self.on_stream else x) + self_attn_out
         # Slots do not change while an image is said.
-        seen = past.slots if past is not None else self.to_slots.keys(slots)
-        x = x + self.to_slots(self.norm_slots(x), *seen)
-        return x + self.mlp(self.norm_mlp(x)), Past((k, v), seen)
+        slot_kv = past.slots if past is not None else self.to_slots.project_kv(slots)
+        x = x + self.to_slots(self.norm_slots(x), *slot_kv)
+        return x + self.mlp(self.norm_mlp(x)), KVCache((k, v), slot_kv)
 
 
 class _Attention(nn.Module):
@@ -106,14 +106,16 @@ class _Attention(nn.Module):
             nn.init.xavier_uniform_(layer.weight)
         nn.init.xavier_uniform_(self.out.weight, gain)
 
-    def keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def project_kv(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of (b, n, width)."""
         return self._split(self.to_k(x)), self._split(self.to_v(x))
 
     def forward(self, x: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-        rate = self.rate if self.training else 0.0
-        found = F.scaled_dot_product_attention(self._split(self.to_q(x)), k, v, dropout_p=rate, is_causal=causal)
-        return F.dropout(self.out(found.transpose(1, 2).flatten(2)), self.rate, self.training)
+        dropout_p = self.rate if self.training else 0.0
+        attn_out = F.scaled_dot_product_attention(
+            self._split(self.to_q(x)), k, v, dropout_p=dropout_p, is_causal=causal
+        )
+        return F.dropout(self.out(attn_out.transpose(1, 2).flatten(2)), self.rate, self.training)
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparo_train.core.config import Frozen, between, setting
-from sparo_train.models.exact import exactly
+from sparo_train.models.exact import in_fp32
 
 
 class BroadcastConfig(Frozen):
@@ -50,7 +50,7 @@ class BroadcastConfig(Frozen):
     )
 
     @model_validator(mode="after")
-    def _placed(self) -> Self:
+    def _check_kind_options(self) -> Self:
         if self.kind == "patch" and self.waves:
             raise ValueError(
                 f"waves={self.waves}: are of places by coordinates, and kind=patch learns its own; leave it away"
@@ -70,11 +70,11 @@ class BroadcastConfig(Frozen):
         return image_size // 2**self.ups
 
 
-class Decoded(NamedTuple):
-    """image (b, C, S, S), the sum of the slots' own (b, K, C, S, S) by their shares `masks` (b, K, S, S), which sum to one."""
+class DecoderOutput(NamedTuple):
+    """image (b, C, S, S), the sum of the slots' slot_images (b, K, C, S, S) by their shares `masks` (b, K, S, S), which sum to one."""
 
     image: Tensor
-    own: Tensor
+    slot_images: Tensor
     masks: Tensor
 
 
@@ -100,82 +100,88 @@ class Broadcast(nn.Module):
             layers = [m for a, b in zip(widths, c.hidden, strict=False) for m in (nn.Linear(a, b), nn.ReLU())]
             self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], out + 1))
             # What shrinks on its way up makes the first masks alike, and slots then share pixels for long.
-            begin(self.layers, c.start)
+            init_weights(self.layers, c.start)
             return
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.GroupNorm(1, width)]) if c.norm else None
         convs: list[nn.Module] = []
         for number in range(c.ups + c.convs - c.last_up):
             wide = width if number == 0 else c.channels
             convs += [
-                _Up(wide, c.channels, c.kernel, c.align)
+                _Upsample(wide, c.channels, c.kernel, c.align)
                 if number < c.ups
                 else nn.Conv2d(wide, c.channels, c.kernel, padding="same"),
                 nn.ReLU(),
             ]
         wide = c.channels if convs else width
         last = (
-            _Up(wide, out + 1, c.kernel, c.align)
+            _Upsample(wide, out + 1, c.kernel, c.align)
             if c.last_up
             else nn.Conv2d(wide, out + 1, c.out_kernel, padding="same")
         )
         self.layers = nn.Sequential(*convs, last)
-        begin(self.layers, c.start)
+        init_weights(self.layers, c.start)
 
-    def forward(self, slots: Tensor, grid: Tensor) -> Decoded:
+    def forward(self, slots: Tensor, grid: Tensor) -> DecoderOutput:
         b, k = slots.shape[:2]
         norms: Any = self.norms if self.config.kind == "cnn" else None
         slots = slots if norms is None else norms[0](slots)
         # Added after the projection, in fp32: bf16 tells places apart by 1/256 alone, and neighbours would have one.
-        placed = self.places if self.config.kind == "patch" else exactly(self.position, waves(grid, self.config.waves))
-        x = slots[:, :, None] + placed  # (b, K, N, D)
+        pos_embed = (
+            self.places
+            if self.config.kind == "patch"
+            else in_fp32(self.position, fourier_features(grid, self.config.waves))
+        )
+        x = slots[:, :, None] + pos_embed  # (b, K, N, D)
         if self.config.kind != "cnn":
-            found = self.layers(x).unflatten(2, (self.side, self.side)).permute(0, 1, 4, 2, 3)
+            outputs = self.layers(x).unflatten(2, (self.side, self.side)).permute(0, 1, 4, 2, 3)
         else:
             planes = x.flatten(0, 1).unflatten(1, (self.side, self.side)).permute(0, 3, 1, 2)
             planes = planes if norms is None else norms[1](planes)
-            found = self.layers(planes).unflatten(0, (b, k))
+            outputs = self.layers(planes).unflatten(0, (b, k))
         # Shares are compared over slots at every pixel: in 16 bits a tie is not rare.
-        own, logits = found[:, :, :-1], found[:, :, -1]
+        slot_images, logits = outputs[:, :, :-1], outputs[:, :, -1]
         masks = F.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=1)
         # The mean by shares, before any clamp: what is scored is what was trained.
-        return Decoded((own * masks[:, :, None]).sum(1), own, masks)
+        return DecoderOutput((slot_images * masks[:, :, None]).sum(1), slot_images, masks)
 
 
-def begin(layers: nn.Module, how: Literal["torch", "lecun", "kaiming"]) -> None:
+def init_weights(layers: nn.Module, scheme: Literal["torch", "lecun", "kaiming"]) -> None:
     """Give layers their first weights, and biases of zero; torch: leave them as they are."""
     for layer in layers.modules():
-        if how == "torch" or not isinstance(layer, nn.Linear | nn.Conv2d | nn.ConvTranspose2d):
+        if scheme == "torch" or not isinstance(layer, nn.Linear | nn.Conv2d | nn.ConvTranspose2d):
             continue
-        turned = isinstance(layer, nn.ConvTranspose2d)
-        taken = (layer.weight[:, 0] if turned else layer.weight[0]).numel()
-        if how == "kaiming":  # of a transposed kernel a pixel sums every second row and column; flax counts all of them
-            taken /= 2 * (layer.stride[0] ** 2 if isinstance(layer, nn.ConvTranspose2d) else 1)
-        std = taken**-0.5 / 0.87962566103423978
+        transposed = isinstance(layer, nn.ConvTranspose2d)
+        fan_in = (layer.weight[:, 0] if transposed else layer.weight[0]).numel()
+        if (
+            scheme == "kaiming"
+        ):  # of a transposed kernel a pixel sums every second row and column; flax counts all of them
+            fan_in /= 2 * (layer.stride[0] ** 2 if isinstance(layer, nn.ConvTranspose2d) else 1)
+        std = fan_in**-0.5 / 0.87962566103423978
         nn.init.trunc_normal_(layer.weight, 0.0, std, -2 * std, 2 * std)
         if layer.bias is not None:
             nn.init.zeros_(layer.bias)
 
 
-def waves(grid: Tensor, octaves: int) -> Tensor:
+def fourier_features(grid: Tensor, num_bands: int) -> Tensor:
     """Places (..., 2), and the sines and cosines of pi, 2 pi, 4 pi, ... times their coordinates: (..., 2 + 4 * octaves)."""
-    if not octaves:
+    if not num_bands:
         return grid
     angles = grid[..., None, :] * (
-        torch.pi * 2.0 ** torch.arange(octaves, device=grid.device, dtype=grid.dtype)[:, None]
+        torch.pi * 2.0 ** torch.arange(num_bands, device=grid.device, dtype=grid.dtype)[:, None]
     )
     return torch.cat([grid, angles.sin().flatten(-2), angles.cos().flatten(-2)], dim=-1)
 
 
-class _Up(nn.ConvTranspose2d):
+class _Upsample(nn.ConvTranspose2d):
     """A transposed convolution of stride 2 that doubles the side, aligned as SAME is in flax and Keras; or as torch's usual idiom
     (padding 2, output_padding 1 for 5 pixels), which is the same filter a pixel further."""
 
     def __init__(self, wide: int, out: int, kernel: int, align: Literal["same", "torch"] = "same"):
         same = max(kernel - 2, 0) // 2
         super().__init__(wide, out, kernel, stride=2, padding=same if align == "same" else (kernel - 1) // 2)
-        self.behind = kernel % 2 if align == "torch" else 0
+        self.extra_padding = kernel % 2 if align == "torch" else 0
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        found = F.conv_transpose2d(input, self.weight, self.bias, 2, self.padding, self.behind)  # type: ignore[arg-type]
+        upsampled = F.conv_transpose2d(input, self.weight, self.bias, 2, self.padding, self.extra_padding)  # type: ignore[arg-type]
         # A kernel of odd side leaves a row and a column more than twice the side.
-        return found[..., : 2 * input.shape[-2], : 2 * input.shape[-1]]
+        return upsampled[..., : 2 * input.shape[-2], : 2 * input.shape[-1]]

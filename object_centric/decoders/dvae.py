@@ -35,14 +35,14 @@ class DvaeConfig(Frozen):
     hard: bool = setting(False, "the image is drawn from one token per patch, with the relaxed draw's gradient")
 
     @model_validator(mode="after")
-    def _falls(self) -> Self:
+    def _check_tau(self) -> Self:
         if self.tau_end > self.tau_start:
             raise ValueError(f"tau_end={self.tau_end}: is above tau_start={self.tau_start}")
         return self
 
 
 class Dvae(nn.Module):
-    """`logits`: images (b, 3, S, S) to log-probabilities (b, vocab, S/4, S/4).  `drawn`: shares of tokens, of that shape, to images.
+    """`logits`: images (b, 3, S, S) to log-probabilities (b, vocab, S/4, S/4).  `decode`: shares of tokens, of that shape, to images.
 
     Both are methods of modules that are called, so that an engine may shard them.
     """
@@ -69,33 +69,33 @@ class Dvae(nn.Module):
         # In fp32: logarithms of probabilities among thousands of tokens.
         return F.log_softmax(at_least_fp32(self.encoder(images)), dim=1)
 
-    def drawn(self, shares: Tensor) -> Tensor:
-        return at_least_fp32(self.decoder(shares))
+    def decode(self, token_probs: Tensor) -> Tensor:
+        return at_least_fp32(self.decoder(token_probs))
 
-    def tokens_drawn(self, tokens: Tensor) -> Tensor:
+    def decode_tokens(self, tokens: Tensor) -> Tensor:
         """Tokens (b, s, s) to images (b, 3, 4s, 4s)."""
-        shares = F.one_hot(tokens, self.config.vocab).permute(0, 3, 1, 2)
-        return self.drawn(shares.to(next(self.decoder.parameters()).dtype))
+        one_hot = F.one_hot(tokens, self.config.vocab).permute(0, 3, 1, 2)
+        return self.decode(one_hot.to(next(self.decoder.parameters()).dtype))
 
 
-def gumbel(like: Tensor) -> Tensor:
+def sample_gumbel(like: Tensor) -> Tensor:
     """Numbers of a standard Gumbel distribution, in the shape of `like`; from torch's stream, which the trainer names by step and rank."""
     # An exponential draw may be 0, whose logarithm is not finite.
     return -torch.empty_like(like).exponential_().clamp(min=torch.finfo(like.dtype).tiny).log()
 
 
-def relaxed(logits: Tensor, drew: Tensor, tau: float, hard: bool) -> Tensor:
+def gumbel_softmax(logits: Tensor, gumbel_noise: Tensor, tau: float, hard: bool) -> Tensor:
     """Shares of tokens (b, vocab, s, s) by the Gumbel-softmax (Jang et al. 2017), with temperature `tau`.
 
     Args:
-        drew: what `gumbel` drew.  hard: one token per patch has all, with the gradient of the shares.
+        gumbel_noise: what `gumbel` drew.  hard: one token per patch has all, with the gradient of the shares.
     """
-    shares = F.softmax((logits + drew) / tau, dim=1)
+    probs = F.softmax((logits + gumbel_noise) / tau, dim=1)
     if not hard:
-        return shares
+        return probs
     # The forward sees one token, the backward the shares (straight through).
-    one = torch.zeros_like(shares).scatter_(1, shares.argmax(1, keepdim=True), 1.0)
-    return one - shares.detach() + shares
+    one_hot = torch.zeros_like(probs).scatter_(1, probs.argmax(1, keepdim=True), 1.0)
+    return one_hot - probs.detach() + probs
 
 
 class _Block(nn.Module):

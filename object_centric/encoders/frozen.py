@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor  # what FLOPs are counted with has no p
 from sparo_train.core.config import Frozen, free, setting
 from sparo_train.core.errors import ConfigError
 
-from .kept import KeptFeatures
+from .kept import FeatureCache
 
 
 class FrozenConfig(Frozen):
@@ -75,15 +75,15 @@ class FrozenPatches(nn.Module):
         self.model = encoder.model.requires_grad_(False)
         self._tokens = encoder.patch_tokens
         self.identity = f"{encoder.weights} {encoder.architecture} patches"
-        self._kept: dict[str, KeptFeatures] = {}  # by what they are computed with
+        self._feature_caches: dict[str, FeatureCache] = {}  # by what they are computed with
         self.register_buffer("mean", encoder.mean.clone(), persistent=False)
         self.register_buffer("std", encoder.std.clone(), persistent=False)
 
     def fit_to(self, image_size: int) -> None:
         """Take images of this size: positions of one of timm's ViTs are interpolated once, as timm does it."""
         model: Any = self.model
-        held = getattr(getattr(model, "patch_embed", None), "img_size", None)
-        if held is not None and tuple(held) != (image_size, image_size) and hasattr(model, "set_input_size"):
+        img_size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+        if img_size is not None and tuple(img_size) != (image_size, image_size) and hasattr(model, "set_input_size"):
             with torch.device("cpu"), torch.no_grad():
                 model.set_input_size(img_size=(image_size, image_size))
             self.model.requires_grad_(False)  # they are parameters anew
@@ -102,21 +102,23 @@ class FrozenPatches(nn.Module):
             if torch.is_autocast_enabled(images.device.type)
             else torch.float32
         )
-        how = f"{self.identity} {amp} {next(self.model.parameters()).dtype}"
-        if how not in self._kept:
-            self._kept[how] = KeptFeatures(Path(self.config.cache), hashlib.sha256(how.encode()).hexdigest())
-        kept, side = self._kept[how], self.config.side(images.shape[-1])
+        cache_key = f"{self.identity} {amp} {next(self.model.parameters()).dtype}"
+        if cache_key not in self._feature_caches:
+            self._feature_caches[cache_key] = FeatureCache(
+                Path(self.config.cache), hashlib.sha256(cache_key.encode()).hexdigest()
+            )
+        cache, side = self._feature_caches[cache_key], self.config.side(images.shape[-1])
         # By the pixels as bytes: what was decoded alike is the same picture, whatever file it lay in.
-        names = kept.names((images * 255).round().to(torch.uint8))
-        found = [kept.read(name, (side, side, self.config.width)) for name in names]
-        if any(one is None for one in found):
+        paths = cache.paths((images * 255).round().to(torch.uint8))
+        features = [cache.read(path, (side, side, self.config.width)) for path in paths]
+        if any(one is None for one in features):
             # All of the batch: a picture's features then depend on the plan, and not on what happens to be kept.
-            fresh = self._features(images).float()
-            for number, (name, one) in enumerate(zip(names, found, strict=True)):
+            computed = self._features(images).float()
+            for number, (name, one) in enumerate(zip(paths, features, strict=True)):
                 if one is None:
-                    kept.write(name, fresh[number])
-                    found[number] = fresh[number].cpu()
-        return torch.stack([one for one in found if one is not None]).to(images.device)
+                    cache.write(name, computed[number])
+                    features[number] = computed[number].cpu()
+        return torch.stack([one for one in features if one is not None]).to(images.device)
 
     def _features(self, images: Tensor) -> Tensor:
         try:
@@ -126,10 +128,10 @@ class FrozenPatches(nn.Module):
                 f"encoder.checkpoint={self.config.checkpoint}: {error}; set objective.model.image_size to it"
             ) from None
         side = math.isqrt(tokens.shape[1])
-        wanted = (self.config.side(images.shape[-1]) ** 2, self.config.width)
-        if tuple(tokens.shape[1:]) != wanted or side * side != tokens.shape[1]:
+        expected_shape = (self.config.side(images.shape[-1]) ** 2, self.config.width)
+        if tuple(tokens.shape[1:]) != expected_shape or side * side != tokens.shape[1]:
             raise ConfigError(
                 f"encoder: {self.config.checkpoint} has {tokens.shape[1]} tokens of width {tokens.shape[2]} at {images.shape[-1]} pixels, and "
-                f"width={self.config.width}, patch={self.config.patch} say {wanted[0]} of {wanted[1]}"
+                f"width={self.config.width}, patch={self.config.patch} say {expected_shape[0]} of {expected_shape[1]}"
             )
         return tokens.unflatten(1, (side, side))

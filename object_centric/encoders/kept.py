@@ -14,7 +14,7 @@ from sparo_train.core.errors import DataError
 from sparo_train.core.files import write_whole
 
 
-class KeptFeatures:
+class FeatureCache:
     """A folder FOLDER/KEY/ab/cdef….npy, by the hash of a picture's pixels.
 
     Args:
@@ -31,7 +31,7 @@ class KeptFeatures:
         except OSError as error:
             raise DataError(f"encoder.cache: {self.folder} cannot be made ({error}); name another folder") from None
 
-    def names(self, pixels: Tensor) -> list[Path]:
+    def paths(self, pixels: Tensor) -> list[Path]:
         """Where the features of pictures (b, 3, S, S) uint8 are."""
         rows = pixels.cpu().contiguous().numpy()
         digests = [xxhash.xxh3_128_hexdigest(row.tobytes()) for row in rows]
@@ -39,13 +39,13 @@ class KeptFeatures:
         return [self.folder / digest[:2] / f"{digest[2:]}.npy" for digest in digests]
 
     @staticmethod
-    def read(path: Path, like: tuple[int, ...]) -> Tensor | None:
+    def read(path: Path, shape: tuple[int, ...]) -> Tensor | None:
         """(N, D) as they were written; None where there are none, or a file that was cut off."""
         try:
-            found = np.load(path, allow_pickle=False)
+            features = np.load(path, allow_pickle=False)
         except Exception:  # a damaged header raises anything
             return None
-        return torch.from_numpy(found) if found.dtype == np.float32 and found.shape == like else None
+        return torch.from_numpy(features) if features.dtype == np.float32 and features.shape == shape else None
 
     @staticmethod
     def write(path: Path, features: Tensor) -> None:

@@ -23,7 +23,7 @@ class ResNet34Config(Frozen):
     groups: int = setting(32, "of every GroupNorm", gt=0)
 
     @model_validator(mode="after")
-    def _divides(self) -> Self:
+    def _check_groups(self) -> Self:
         if self.root_width % self.groups:
             raise ValueError(f"groups={self.groups}: does not divide root_width={self.root_width}")
         return self
@@ -86,5 +86,5 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norms[0](self.first(same_padded(x, 3, self.stride))))
         y = self.norms[1](self.second(same_padded(y, 3, 1)))
-        beside = x if self.across is None or self.across_norm is None else self.across_norm(self.across(x))
-        return F.relu(beside + y)
+        shortcut = x if self.across is None or self.across_norm is None else self.across_norm(self.across(x))
+        return F.relu(shortcut + y)

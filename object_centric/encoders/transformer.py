@@ -15,7 +15,7 @@ from sparo_train.core.errors import did_you_mean
 # stelzner/osrt and stelzner/srt (layers.py; attention to first features alone and post-norm, which the SRT paper has, are in neither),
 # papers/parallel-spatiotemporal-binder, Table 8 (slsr).
 # mlp_times: hidden units of the perceptron as a multiple of the width.
-BLOCKS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     "savi": {},
     "savi++": {"norm": "pre", "blocks": 4, "qkv_width": 64, "mlp_width": 1024},
     "steve": {"norm": "pre", "biases": False, "first_norm": "stream", "last_norm": True, "mlp_times": 4, "ln_eps": 1e-5},
@@ -56,20 +56,20 @@ class TransformerConfig(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _row(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not isinstance(given.get("preset", "savi"), str):
-            return given
-        name = given.get("preset", "savi")
-        if name not in BLOCKS:
-            raise ValueError(f"preset={name}: {did_you_mean(name, BLOCKS)}")
-        row = dict(BLOCKS[name])
+    def _apply_preset(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(values.get("preset", "savi"), str):
+            return values
+        name = values.get("preset", "savi")
+        if name not in PRESETS:
+            raise ValueError(f"preset={name}: {did_you_mean(name, PRESETS)}")
+        preset = dict(PRESETS[name])
         # Named by itself it goes before the preset's multiple.
-        if given.get("mlp_width") is not None:
-            row.pop("mlp_times", None)
-        return {**row, **given}
+        if values.get("mlp_width") is not None:
+            preset.pop("mlp_times", None)
+        return {**preset, **values}
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check_transformer_options(self) -> Self:
         if self.first_norm == "stream" and self.norm == "post":
             raise ValueError("first_norm=stream: is of norm=pre")
         if self.mlp_times is None and self.mlp_width is None:
@@ -109,22 +109,22 @@ class SelfBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.config.norm == "post":
-            x = self.norm_attention(x + self._attended(x))
-            return self.norm_mlp(x + self._dropped(self.mlp(x)))
+            x = self.norm_attention(x + self._self_attention(x))
+            return self.norm_mlp(x + self._dropout(self.mlp(x)))
         normed = self.norm_attention(x)
-        x = (normed if self.on_stream else x) + self._attended(normed)
-        return x + self._dropped(self.mlp(self.norm_mlp(x)))
+        x = (normed if self.on_stream else x) + self._self_attention(normed)
+        return x + self._dropout(self.mlp(self.norm_mlp(x)))
 
-    def _attended(self, x: Tensor) -> Tensor:
+    def _self_attention(self, x: Tensor) -> Tensor:
         q, k, v = (
             layer(x).unflatten(-1, (self.config.heads, -1)).transpose(1, 2)
             for layer in (self.to_q, self.to_k, self.to_v)
         )
-        rate = self.config.dropout if self.training else 0.0
+        dropout_p = self.config.dropout if self.training else 0.0
         # videosaur multiplies where others divide: attention that is nearly a choice.
         scale = q.shape[-1] ** (0.5 if self.config.sharp else -0.5)
-        found = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, scale=scale)
-        return self._dropped(self.out(found.transpose(1, 2).flatten(2)))
+        attn_out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, scale=scale)
+        return self._dropout(self.out(attn_out.transpose(1, 2).flatten(2)))
 
-    def _dropped(self, x: Tensor) -> Tensor:
+    def _dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.config.dropout, self.training)

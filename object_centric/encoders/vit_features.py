@@ -34,20 +34,20 @@ class VitFeaturesConfig(Frozen):
     )
 
     @model_validator(mode="after")
-    def _divides(self) -> Self:
+    def _check_heads(self) -> Self:
         if self.width % self.heads:
             raise ValueError(f"heads={self.heads} does not divide width={self.width}")
         return self
 
     def side(self, image_size: int) -> int:
         """Patches per side. Raises `ValueError` where they do not come out at the image's size."""
-        seen = int(image_size * self.shrink)
-        if seen % self.patch:
+        input_size = int(image_size * self.shrink)
+        if input_size % self.patch:
             raise ValueError(
                 f"encoder.patch={self.patch}: does not divide image_size={image_size}"
                 + (f" times encoder.shrink={self.shrink}" if self.shrink != 1 else "")
             )
-        return seen // self.patch
+        return input_size // self.patch
 
     def cost(self, image_size: int) -> int:
         """Numbers that the blocks keep for an image."""

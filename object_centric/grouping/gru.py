@@ -23,13 +23,15 @@ class Gru(nn.Module):
     that of n.
 
     Args:
-        width: D.  taken: W; default: D.
+        width: D.  input_size: W; default: D.
     """
 
-    def __init__(self, width: int, kind: GruKind = "torch", taken: int | None = None):
+    def __init__(self, width: int, kind: GruKind = "torch", input_size: int | None = None):
         super().__init__()
-        self.width, self.kind, self.taken = width, kind, taken or width
-        self.weight_ih, self.weight_hh = (nn.Parameter(torch.empty(3 * width, wide)) for wide in (self.taken, width))
+        self.width, self.kind, self.input_size = width, kind, input_size or width
+        self.weight_ih, self.weight_hh = (
+            nn.Parameter(torch.empty(3 * width, wide)) for wide in (self.input_size, width)
+        )
         self.bias_ih = nn.Parameter(torch.zeros(3 * width))
         self.bias_hh = nn.Parameter(torch.zeros(width if kind == "flax" else 3 * width))
         self.reset_parameters()
@@ -44,7 +46,7 @@ class Gru(nn.Module):
             if self.kind == "flax":
                 lecun_normal_(gate)
         if self.kind == "keras":  # one kernel for all gates: (D, 3 D)
-            limit = (6 / (3 * self.width + self.taken)) ** 0.5
+            limit = (6 / (3 * self.width + self.input_size)) ** 0.5
             nn.init.uniform_(self.weight_ih, -limit, limit)
             nn.init.orthogonal_(self.weight_hh)
         else:
@@ -57,9 +59,9 @@ class Gru(nn.Module):
         # flax has a bias of the candidate's state alone; in torch's layout the other two are zeros.
         bias = self.bias_hh if self.kind != "flax" else F.pad(self.bias_hh, (2 * self.width, 0))
         # The products in the dtype of autocast, the gates in fp32: a slot is a sum over many rounds.
-        of_x, of_h = F.linear(x, self.weight_ih, self.bias_ih), F.linear(h, self.weight_hh, bias)
-        xr, xz, xn = of_x.to(h.dtype).chunk(3, dim=-1)
-        hr, hz, hn = of_h.to(h.dtype).chunk(3, dim=-1)
+        gates_x, gates_h = F.linear(x, self.weight_ih, self.bias_ih), F.linear(h, self.weight_hh, bias)
+        xr, xz, xn = gates_x.to(h.dtype).chunk(3, dim=-1)
+        hr, hz, hn = gates_h.to(h.dtype).chunk(3, dim=-1)
         z = torch.sigmoid(xz + hz)
         n = torch.tanh(xn + torch.sigmoid(xr + hr) * hn)
         return torch.lerp(n, h, z).view(lead)

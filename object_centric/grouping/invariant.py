@@ -33,7 +33,7 @@ class FrameConfig(Frozen):
     hidden: int = setting(128, "hidden units of what keys and values go through", gt=0)
 
 
-class InFrame(NamedTuple):
+class FramedGroupingOutput(NamedTuple):
     """slots (b, K, D), their positions and scales (b, K, 2) in y, x of [-1, 1], and attention (b, K, N) of the last round."""
 
     slots: Tensor
@@ -42,7 +42,7 @@ class InFrame(NamedTuple):
     attention: Tensor
 
 
-class FramedSlotAttention(nn.Module):
+class InvariantSlotAttention(nn.Module):
     """Features (b, N, in_width) without positions, and the grid (N, 2) that they stand on, to slots with frames.
 
     There is a round more than `iterations`: it brings positions and scales up to date and leaves slots alone.
@@ -74,68 +74,70 @@ class FramedSlotAttention(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def first(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def init_slots(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Slots, positions and scales to begin with, from `noise` (b, K, D + 4) of a standard normal.
 
         Slots are learned or N(0, 1), positions U(-1, 1), scales N(0.1, 0.1) as far as the clip lets them. Each has numbers of its own; the
         official code draws positions and scales from one key, which correlates them by 0.98.
         """
         c, f = self.config, self.frame
-        drawn, where, size = noise.split([c.width, 2, 2], dim=-1)
-        slots = self.learned.expand_as(drawn) if c.init == "learned" else drawn
+        slot_noise, position_noise, scale_noise = noise.split([c.width, 2, 2], dim=-1)
+        slots = self.learned.expand_as(slot_noise) if c.init == "learned" else slot_noise
         # A normal's distribution function makes a uniform of it: all noise of a batch is of one kind.
-        positions = torch.special.ndtr(where) * 2 - 1
-        return slots, positions, (0.1 + 0.1 * size).clamp(*f.scale_clip)
+        positions = torch.special.ndtr(position_noise) * 2 - 1
+        return slots, positions, (0.1 + 0.1 * scale_noise).clamp(*f.scale_clip)
 
-    def forward(self, features: Tensor, grid: Tensor, noise: Tensor) -> InFrame:
-        slots, positions, scales = self.first(noise)
-        return self.grouped(features, grid, slots, positions, scales)
+    def forward(self, features: Tensor, grid: Tensor, noise: Tensor) -> FramedGroupingOutput:
+        slots, positions, scales = self.init_slots(noise)
+        return self.run_iterations(features, grid, slots, positions, scales)
 
-    def grouped(self, features: Tensor, grid: Tensor, slots: Tensor, positions: Tensor, scales: Tensor) -> InFrame:
+    def run_iterations(
+        self, features: Tensor, grid: Tensor, slots: Tensor, positions: Tensor, scales: Tensor
+    ) -> FramedGroupingOutput:
         """From given slots, positions and scales."""
         c, x = self.config, self.norm_input(features)
         k, v = self.to_k(x), self.to_v(x)
         through: Any = self.through
-        widen, back = through[:3], through[3]
+        hidden_layers, output_layer = through[:3], through[3]
         attention = k
         for i in range(c.iterations + 1):
             normed = self.norm_slots(slots)
             # Relative to each slot: what makes the same object elsewhere give the same slot.
-            placed = self.to_grid(self.relative(grid, positions, scales))  # (b, K, N, d)
+            grid_embed = self.to_grid(self.relative(grid, positions, scales))  # (b, K, N, d)
             q = self.to_q(normed) * c.qkv**-0.5
             # The second layer of keys and values is linear: applied to K queries and K means in place of K * N tokens.
-            keys = widen(k[:, None] + placed)
-            logits = (keys @ (q @ back.weight)[..., None])[..., 0] + q @ back.bias[:, None]
+            keys = hidden_layers(k[:, None] + grid_embed)
+            logits = (keys @ (q @ output_layer.weight)[..., None])[..., 0] + q @ output_layer.bias[:, None]
             attention = F.softmax(logits.to(slots.dtype), dim=1)
             weights = attention / (attention.sum(-1, keepdim=True) + c.renorm_eps)
             with torch.autocast(grid.device.type, enabled=False):  # bf16 tells places apart by 1/256 alone
-                positions, scales = self._frames(weights, grid, scales)
+                positions, scales = self._update_frames(weights, grid, scales)
             # The round more than asked for is for frames: slots stay as they are.
             if i == c.iterations:
                 break
-            values = widen(v[:, None] + placed)
+            values = hidden_layers(v[:, None] + grid_embed)
             mean = (weights.to(values.dtype)[:, :, None] @ values)[:, :, 0]
-            update = F.linear(mean, back.weight) + weights.sum(-1, keepdim=True) * back.bias
+            update = F.linear(mean, output_layer.weight) + weights.sum(-1, keepdim=True) * output_layer.bias
             slots = self.gru(update.flatten(0, 1), slots.flatten(0, 1)).view(slots.shape)
             slots = slots + self.mlp(self.norm_mlp(slots))
-        return InFrame(slots, positions, scales, attention)
+        return FramedGroupingOutput(slots, positions, scales, attention)
 
     def relative(self, grid: Tensor, positions: Tensor, scales: Tensor) -> Tensor:
         """The grid (N, 2) as each slot sees it: (b, K, N, 2)."""
-        moved = grid - positions[:, :, None]
-        return moved / (scales[:, :, None] * self.frame.delta) if self.frame.scales else moved
+        offsets = grid - positions[:, :, None]
+        return offsets / (scales[:, :, None] * self.frame.delta) if self.frame.scales else offsets
 
-    def _frames(self, weights: Tensor, grid: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    def _update_frames(self, weights: Tensor, grid: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         f: Any = self.frame
         # Places are in fp32 at least; shares are in 16 bits where an engine holds first slots so.
         weights = weights.to(torch.promote_types(weights.dtype, grid.dtype))
         positions = weights @ grid
         if not f.scales:
             return positions, scales
-        apart = (grid - positions[:, :, None]).square()
-        widened = weights + f.scale_eps
+        squared_offsets = (grid - positions[:, :, None]).square()
+        smoothed_weights = weights + f.scale_eps
         if f.scale_mean == "paper":
-            widened = widened / widened.sum(-1, keepdim=True)
-        spread = torch.einsum("bkn,bknc->bkc", widened, apart)
+            smoothed_weights = smoothed_weights / smoothed_weights.sum(-1, keepdim=True)
+        spread = torch.einsum("bkn,bknc->bkc", smoothed_weights, squared_offsets)
         # A root has no slope at zero: a slot that took one token has no spread.
         return positions, spread.clamp(min=f.scale_clip[0] ** 2).sqrt().clamp(max=f.scale_clip[1])

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..encoders.transformer import TransformerConfig
-from .slot_attention import Grouped
+from .slot_attention import GroupingOutput
 from .slot_config import SlotAttentionConfig
 
 _OCTAVES = 8  # of a frame's number
@@ -40,7 +40,7 @@ class PooledTransformer(nn.Module):
         """What an engine wraps one by one."""
         return [self.blocks]
 
-    def forward(self, features: Tensor, noise: Tensor | None = None) -> Grouped:
+    def forward(self, features: Tensor, noise: Tensor | None = None) -> GroupingOutput:
         """`noise` is not looked at: nothing is drawn."""
         b, times, tokens = features.shape[:3]
         side, squares = math.isqrt(tokens), math.isqrt(self.slots)
@@ -56,4 +56,4 @@ class PooledTransformer(nn.Module):
         place = torch.arange(side, device=x.device) // (side // squares)
         owner = (place[:, None] * squares + place).flatten()
         own = (owner == torch.arange(self.slots, device=x.device)[:, None]).to(x.dtype)
-        return Grouped(pooled.unflatten(0, (b, times)), own.expand(b, times, -1, -1))
+        return GroupingOutput(pooled.unflatten(0, (b, times)), own.expand(b, times, -1, -1))

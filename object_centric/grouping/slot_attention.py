@@ -18,7 +18,7 @@ from .transport_attention import Transport
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU}
 
 
-class Grouped(NamedTuple):
+class GroupingOutput(NamedTuple):
     """slots: (…, K, D).  attention: (…, K, N) of the last round before it is normed over tokens, mean over heads: who took which token."""
 
     slots: Tensor
@@ -40,7 +40,9 @@ class SlotAttention(nn.Module):
         super().__init__()
         self.config, c = config, config
         self.norm_input = nn.LayerNorm(in_width, eps=c.ln_eps)
-        self.rounds = nn.ModuleList(Round(c, in_width) for _ in range(c.iterations if c.layers == "own" else 1))
+        self.rounds = nn.ModuleList(
+            SlotAttentionIteration(c, in_width) for _ in range(c.iterations if c.layers == "own" else 1)
+        )
         if c.init == "gaussian":
             # Keras' glorot_uniform on (1, 1, D) counts D and 1; torch's own of that shape would count others.
             limit = (6 / (1 + c.width)) ** 0.5
@@ -53,7 +55,7 @@ class SlotAttention(nn.Module):
             for parameter in (self.mu, self.log_sigma) if c.init == "gaussian" else (self.learned,):
                 parameter.requires_grad_(False)
 
-    def first(self, shape: torch.Size, noise: Tensor | None) -> Tensor:
+    def init_slots(self, shape: torch.Size, noise: Tensor | None) -> Tensor:
         """(…, K, D): what the slots begin as. Raises `ValueError` where they are drawn and no noise was given, or are given and were not."""
         c = self.config
         if c.init == "given":
@@ -68,54 +70,60 @@ class SlotAttention(nn.Module):
         return mu + log_sigma.exp() * noise[..., : c.width]
 
     def forward(
-        self, features: Tensor, noise: Tensor | None = None, first: Tensor | None = None, turns: int | None = None
-    ) -> Grouped:
+        self,
+        features: Tensor,
+        noise: Tensor | None = None,
+        initial_slots: Tensor | None = None,
+        num_iterations: int | None = None,
+    ) -> GroupingOutput:
         """Group features (…, N, in_width).
 
         Args:
-            noise: see above.  first: (…, K, D), slots to begin with in place of the module's own.
-            turns: so many rounds in place of the configuration's; of shared weights.
+            noise: see above.  initial_slots: (…, K, D), slots to begin with in place of the module's own.
+            num_iterations: so many rounds in place of the configuration's; of shared weights.
         """
         c, lead = self.config, features.shape[:-2]
-        wide = c.drawn(features.shape[-2])
+        wide = c.noise_width(features.shape[-2])
         if noise is not None and noise.shape[-2:] != (c.slots, wide):
             raise ValueError(f"noise {tuple(noise.shape)}: these slots take (…, {c.slots}, {wide})")
-        slots = self.first(lead, noise) if first is None else first
+        slots = self.init_slots(lead, noise) if initial_slots is None else initial_slots
         # Lead dimensions are folded into one: images, frames and views of scenes are all samples.
         x = self.norm_input(features).reshape(-1, *features.shape[-2:])
-        ties = features.new_zeros(())
+        tie_noise = features.new_zeros(())
         if wide > c.width:
             if noise is None:
                 raise ValueError(f"ties are broken by chance: give noise (…, {c.slots}, {wide})")
-            ties = noise[..., c.width :].reshape(-1, c.slots, wide - c.width)
-        slots, attention = self._rounds(x, slots.reshape(-1, *slots.shape[-2:]), ties, turns or c.iterations)
-        return Grouped(slots.view(*lead, *slots.shape[-2:]), attention.view(*lead, *attention.shape[-2:]))
+            tie_noise = noise[..., c.width :].reshape(-1, c.slots, wide - c.width)
+        slots, attention = self._iterate(
+            x, slots.reshape(-1, *slots.shape[-2:]), tie_noise, num_iterations or c.iterations
+        )
+        return GroupingOutput(slots.view(*lead, *slots.shape[-2:]), attention.view(*lead, *attention.shape[-2:]))
 
-    def _rounds(self, x: Tensor, slots: Tensor, ties: Tensor, turns: int) -> tuple[Tensor, Tensor]:
-        c, last = self.config, turns - 1
-        begun = slots
+    def _iterate(self, x: Tensor, slots: Tensor, tie_noise: Tensor, num_iterations: int) -> tuple[Tensor, Tensor]:
+        c, last = self.config, num_iterations - 1
+        initial_slots = slots
         attention = slots.new_zeros(())
-        keyed: Any = None
-        for i in range(turns):
+        kv: Any = None
+        for i in range(num_iterations):
             step: Any = self.rounds[i if c.layers == "own" else 0]
-            alone = c.gradient == "last" and i < last
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not alone):
-                if alone:
+            skip_grad = c.gradient == "last" and i < last
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not skip_grad):
+                if skip_grad:
                     # Without a graph, and without what a graph would keep: the rounds before the last are a search.
                     slots = slots.detach()
                 elif c.gradient == "last":
                     slots = slots.detach()
                     if c.straight_through:
-                        slots = slots + begun - begun.detach()
-                    keyed = None  # what was projected without a graph
+                        slots = slots + initial_slots - initial_slots.detach()
+                    kv = None  # what was projected without a graph
                 # Keys and values once, whatever the number of rounds, where all have one set of weights.
-                if keyed is None or c.layers == "own":
-                    keyed = step.keyed(x, ties)
-                slots, attention = step(keyed, slots, with_mlp=c.mlp_last or i < last)
+                if kv is None or c.layers == "own":
+                    kv = step.project_kv(x, tie_noise)
+                slots, attention = step(kv, slots, with_mlp=c.mlp_last or i < last)
         return slots, attention
 
 
-class Apart(nn.Module):
+class SplitByGround(nn.Module):
     """Two of a module: one for the first slot, and one for all others. Tables (b, K, ·) to one of them."""
 
     def __init__(self, make: Callable[[], nn.Module]):
@@ -127,15 +135,17 @@ class Apart(nn.Module):
         return torch.cat([module(*(t[:, slots] for t in tables)) for module, slots in parts], dim=1)
 
 
-class Round(nn.Module):
+class SlotAttentionIteration(nn.Module):
     """One turn: queries, competition, weighted mean, update. With a ground, what is done to a slot alone is its own; keys and values are shared."""
 
     def __init__(self, c: SlotAttentionConfig, in_width: int):
         super().__init__()
         self.config = c
-        of_slots: Callable[[Callable[[], nn.Module]], nn.Module] = Apart if c.ground else lambda make: make()
-        self.norm_slots = of_slots(lambda: nn.LayerNorm(c.width, eps=c.ln_eps))
-        self.to_q = of_slots(lambda: nn.Linear(c.width, c.qkv, bias=False))
+        make_slot_module: Callable[[Callable[[], nn.Module]], nn.Module] = (
+            SplitByGround if c.ground else lambda make: make()
+        )
+        self.norm_slots = make_slot_module(lambda: nn.LayerNorm(c.width, eps=c.ln_eps))
+        self.to_q = make_slot_module(lambda: nn.Linear(c.width, c.qkv, bias=False))
         self.to_k, self.to_v = (nn.Linear(in_width, c.qkv, bias=False) for _ in range(2))
         self.out = nn.Linear(c.qkv, c.width, bias=False) if c.out_proj else nn.Identity()
         wide = c.qkv // c.heads
@@ -143,11 +153,11 @@ class Round(nn.Module):
             nn.LayerNorm(wide, c.ln_eps, bias=False) if c.qk_norm else nn.Identity() for _ in "qk"
         )
         self.norm_taken = nn.LayerNorm(c.qkv, eps=c.ln_eps) if c.renorm == "layer" else nn.Identity()
-        kind, taken = c.gru, c.width if c.out_proj else c.qkv
-        self.gru = None if kind == "none" else of_slots(lambda: Gru(c.width, kind, taken))
+        kind, gru_input_size = c.gru, c.width if c.out_proj else c.qkv
+        self.gru = None if kind == "none" else make_slot_module(lambda: Gru(c.width, kind, gru_input_size))
         if c.mlp_width:
-            self.norm_mlp = of_slots(lambda: nn.LayerNorm(c.width, eps=c.ln_eps))
-            self.mlp = of_slots(
+            self.norm_mlp = make_slot_module(lambda: nn.LayerNorm(c.width, eps=c.ln_eps))
+            self.mlp = make_slot_module(
                 lambda: nn.Sequential(
                     nn.Linear(c.width, c.mlp_width), ACTIVATIONS[c.activation](), nn.Linear(c.mlp_width, c.width)
                 )
@@ -156,31 +166,31 @@ class Round(nn.Module):
         for weight in (*self.to_q.parameters(), self.to_k.weight, self.to_v.weight):
             nn.init.xavier_uniform_(weight)
 
-    def keyed(self, x: Tensor, ties: Tensor) -> tuple[Any, Tensor]:
+    def project_kv(self, x: Tensor, tie_noise: Tensor) -> tuple[Any, Tensor]:
         """Tokens (b, N, in) to keys and values (b, H, N, d), once for all rounds; folded, to themselves."""
         if self.transport is not None:
-            return self.transport.goods(self.to_k(x), x, ties, self.config.slots), x
+            return self.transport.prepare_inputs(self.to_k(x), x, tie_noise, self.config.slots), x
         if self.config.folded:
             return x, x
         k, v = (layer(x).unflatten(-1, (self.config.heads, -1)).transpose(1, 2) for layer in (self.to_k, self.to_v))
         return self.norm_k(k), v
 
-    def forward(self, keyed: tuple[Any, Tensor], slots: Tensor, with_mlp: bool) -> tuple[Tensor, Tensor]:
+    def forward(self, kv: tuple[Any, Tensor], slots: Tensor, with_mlp: bool) -> tuple[Tensor, Tensor]:
         """Slots (b, K, D) to the next ones, and attention (b, K, N)."""
         c = self.config
         normed = self.norm_slots(slots)
         scale = 1 if self.transport else (c.qkv // c.heads) ** -0.5
         q = self.norm_q(self.to_q(normed).unflatten(-1, (c.heads, -1))).flatten(-2) * scale
         if self.transport is not None:
-            plan = self.transport(q, normed, keyed[0])
-            update = self.to_v(plan.to(keyed[1].dtype) @ keyed[1])
+            plan = self.transport(q, normed, kv[0])
+            update = self.to_v(plan.to(kv[1].dtype) @ kv[1])
             attention = plan / plan.sum(1, keepdim=True).clamp(min=1e-20)
         elif c.folded:
             # q (W_k x) = (q W_k) x, and sum_n a_n (W_v x_n) = W_v sum_n a_n x_n: the long side stays unprojected.
-            update, attention = weighted(c, (q @ self.to_k.weight)[:, None], keyed[0][:, None], keyed[1][:, None])
+            update, attention = weighted_mean(c, (q @ self.to_k.weight)[:, None], kv[0][:, None], kv[1][:, None])
             update = self.to_v(update[:, 0])
         else:
-            update, attention = weighted(c, q.unflatten(-1, (c.heads, -1)).transpose(1, 2), *keyed)
+            update, attention = weighted_mean(c, q.unflatten(-1, (c.heads, -1)).transpose(1, 2), *kv)
             update = update.transpose(1, 2).flatten(2)
         update = self.out(self.norm_taken(update))
         # videosaur feeds the normalised slot; the difference is a function, not a rounding.
@@ -191,21 +201,21 @@ class Round(nn.Module):
         return slots, attention
 
 
-def weighted(c: SlotAttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def weighted_mean(c: SlotAttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Queries (b, H, K, d), keys and values (b, H, N, ·): weighted means (b, H, K, ·), and attention (b, K, N)."""
-    a = competed(c, q @ k.transpose(-1, -2))
+    a = attention_weights(c, q @ k.transpose(-1, -2))
     # Over heads the shares of a token sum to one where heads compete, so they are added, not averaged.
     attention = a.mean(1) if c.softmax_over != "slots_heads" else a.sum(1)
     if c.renorm in ("none", "layer"):
         return a.to(v.dtype) @ v, attention
     # Normed behind the product, on (K, d) in place of (K, N); no copy of A + eps.
-    total, taken = a.sum(-1, keepdim=True), a.to(v.dtype) @ v
+    total, weighted_sum = a.sum(-1, keepdim=True), a.to(v.dtype) @ v
     if c.renorm == "sum":
-        return taken / (total + c.renorm_eps), attention
-    return (taken + c.renorm_eps * v.sum(-2, keepdim=True)) / (total + c.renorm_eps * v.shape[-2]), attention
+        return weighted_sum / (total + c.renorm_eps), attention
+    return (weighted_sum + c.renorm_eps * v.sum(-2, keepdim=True)) / (total + c.renorm_eps * v.shape[-2]), attention
 
 
-def competed(c: SlotAttentionConfig, logits: Tensor) -> Tensor:
+def attention_weights(c: SlotAttentionConfig, logits: Tensor) -> Tensor:
     """Logits (b, H, K, N) to shares, in fp32 at least."""
     # In 16 bits shares of thirty slots are told apart by luck.
     logits = at_least_fp32(logits)

@@ -116,26 +116,26 @@ class SlotAttentionConfig(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _row(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not isinstance(given.get("preset", "sa"), str):
-            return given
-        name = given.get("preset", "sa")
+    def _apply_preset(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("preset", "sa"), str):
+            return data
+        name = data.get("preset", "sa")
         if name not in PRESETS:
             raise ValueError(f"preset={name}: {did_you_mean(name, PRESETS)}")
         # By the width that the recipe names: a preset has no width of its own.
-        row = dict(PRESETS[name])
-        if (times := row.pop("mlp_times", None)) and isinstance(given.get("width", 64), int):
-            row["mlp_width"] = times * given.get("width", 64)
+        preset_values = dict(PRESETS[name])
+        if (times := preset_values.pop("mlp_times", None)) and isinstance(data.get("width", 64), int):
+            preset_values["mlp_width"] = times * data.get("width", 64)
         for part in ("transport", "binder", "pooled"):
-            inner = given.get(part)
-            if isinstance(inner, dict) and part in row:
-                row[part] = {**row[part], **inner}
+            inner = data.get(part)
+            if isinstance(inner, dict) and part in preset_values:
+                preset_values[part] = {**preset_values[part], **inner}
                 # Laid over the preset's own block, so that one knob of it can be turned.
-                given = {knob: value for knob, value in given.items() if knob != part}
-        return {**row, **given}
+                data = {knob: value for knob, value in data.items() if knob != part}
+        return {**preset_values, **data}
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check_options(self) -> Self:
         if self.qkv % self.heads:
             raise ValueError(f"heads={self.heads} does not divide qkv_width={self.qkv}")
         if self.kv == "folded" and self.heads > 1:
@@ -171,23 +171,23 @@ class SlotAttentionConfig(Frozen):
                 "transport: has one head and no softmax; leave heads, softmax_over and kv away, renorm: none"
             )
         if self.binder is not None:
-            self._fits_binder(self.binder)
+            self._check_binder_options(self.binder)
         if self.pooled is not None:
-            self._fits_pooled(self.pooled)
+            self._check_pooled_options(self.pooled)
         if self.gradient == "last" and self.layers == "own":
             raise ValueError(
                 "gradient=last: iterations with weights of their own would learn nothing; set layers to shared"
             )
         return self
 
-    def _fits_binder(self, binder: BinderConfig) -> None:
+    def _check_binder_options(self, binder: BinderConfig) -> None:
         """Raise `ValueError` where knobs of slots that take turns are turned."""
         # A binder is a function of its own; a knob that it would not read must not look as if it did.
-        held = {
+        required = {
             "softmax_over": "slots_heads", "renorm": "sum", "gru": "none", "layers": "own", "mlp_last": True, "out_proj": True,
             "gradient": "all", "kv": "auto", "ground": False, "gru_on_normed": False, "transport": None, "qkv_width": None, "qk_norm": False,
         }  # fmt: skip
-        for knob, value in held.items():
+        for knob, value in required.items():
             if getattr(self, knob) != value:
                 raise ValueError(f"{knob}={getattr(self, knob)}: a binder has {value} alone; leave it away")
         if self.width % binder.heads or not self.mlp_width:
@@ -203,7 +203,7 @@ class SlotAttentionConfig(Frozen):
         if self.init in ("same", "given"):
             raise ValueError(f"init={self.init}: slots of a binder are learned or drawn; use learned or gaussian")
 
-    def _fits_pooled(self, pooled: PooledConfig) -> None:
+    def _check_pooled_options(self, pooled: PooledConfig) -> None:
         """Raise `ValueError` where slots are no square, or heads do not divide them."""
         if math.isqrt(self.slots) ** 2 != self.slots:
             raise ValueError(f"slots={self.slots}: squares of a picture are pooled; give a square number, such as 16")
@@ -225,6 +225,6 @@ class SlotAttentionConfig(Frozen):
         plain = self.heads > 1 or self.transport is not None or self.qk_norm
         return self.kv == "folded" or (self.kv == "auto" and not plain)
 
-    def drawn(self, tokens: int) -> int:
+    def noise_width(self, tokens: int) -> int:
         """Standard normal numbers that an image draws for each slot: its first state, and where transport breaks ties, one per token."""
         return self.width + (tokens if self.transport is not None and self.transport.entropy_steps else 0)

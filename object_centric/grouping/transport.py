@@ -17,9 +17,9 @@ _TINY = 1e-20  # MESH's clamp: below it a share has no entropy
 
 
 class TransportPlan(NamedTuple):
-    """moved: (b, K, N); sums over tokens equal `b` exactly, sums over slots equal `a` approximately.  v: (b, K, 1), a warm start."""
+    """plan: (b, K, N); sums over tokens equal `b` exactly, sums over slots equal `a` approximately.  v: (b, K, 1), a warm start."""
 
-    moved: Tensor
+    plan: Tensor
     v: Tensor
 
 
@@ -40,19 +40,19 @@ def sinkhorn_unrolled(cost: Tensor, log_a: Tensor, log_b: Tensor, steps: int, v:
     return TransportPlan((u + v - cost).exp(), v)
 
 
-class _Track(NamedTuple):
+class _Potentials(NamedTuple):
     """Potentials of every step: u[t] (b, 1, N) and v[t] (b, K, 1); v[0] is what it began from."""
 
     u: list[Tensor]
     v: list[Tensor]
 
 
-def _walk(cost: Tensor, a: Tensor, b: Tensor, v: Tensor, steps: int) -> _Track:
-    track = _Track([], [v])
+def _run_sinkhorn(cost: Tensor, a: Tensor, b: Tensor, v: Tensor, steps: int) -> _Potentials:
+    potentials = _Potentials([], [v])
     for _ in range(steps):
-        track.u.append(a - (track.v[-1] - cost).logsumexp(1, keepdim=True))
-        track.v.append(b - (track.u[-1] - cost).logsumexp(2, keepdim=True))
-    return track
+        potentials.u.append(a - (potentials.v[-1] - cost).logsumexp(1, keepdim=True))
+        potentials.v.append(b - (potentials.u[-1] - cost).logsumexp(2, keepdim=True))
+    return potentials
 
 
 class _Gradients(NamedTuple):
@@ -65,7 +65,7 @@ class _Gradients(NamedTuple):
 
 
 def _backward(
-    cost: Tensor, a: Tensor, b: Tensor, track: _Track, grad_log_plan: Tensor, grad_v: Tensor | None = None
+    cost: Tensor, a: Tensor, b: Tensor, potentials: _Potentials, grad_log_plan: Tensor, grad_v: Tensor | None = None
 ) -> _Gradients:
     """Backpropagate from log(plan) and the final v through all half steps; each half step is a softmax, recomputed here.
 
@@ -77,58 +77,60 @@ def _backward(
     grad_a, grad_b = torch.zeros_like(a), torch.zeros_like(b)
     grad_u, grad_last = grad_cost.sum(1, keepdim=True), grad_cost.sum(2, keepdim=True)
     grad_v = grad_last if grad_v is None else grad_last + grad_v
-    for u, before, after in zip(reversed(track.u), reversed(track.v[:-1]), reversed(track.v[1:]), strict=True):
+    for u, before, after in zip(
+        reversed(potentials.u), reversed(potentials.v[:-1]), reversed(potentials.v[1:]), strict=True
+    ):
         grad_b += grad_v
-        taken = (u + (after - b) - cost).exp_().mul_(grad_v)
-        grad_cost -= taken
+        slot_step_grad = (u + (after - b) - cost).exp_().mul_(grad_v)
+        grad_cost -= slot_step_grad
         # Reverse order of the forward pass: the slots' half step first, then the tokens'.
-        grad_u = grad_u - taken.sum(1, keepdim=True)
+        grad_u = grad_u - slot_step_grad.sum(1, keepdim=True)
         grad_a += grad_u
-        given = (before + (u - a) - cost).exp_().mul_(grad_u)
-        grad_cost -= given
-        grad_v, grad_u = -given.sum(2, keepdim=True), torch.zeros_like(grad_u)
+        token_step_grad = (before + (u - a) - cost).exp_().mul_(grad_u)
+        grad_cost -= token_step_grad
+        grad_v, grad_u = -token_step_grad.sum(2, keepdim=True), torch.zeros_like(grad_u)
     return _Gradients(grad_cost.neg_(), grad_a, grad_b, grad_v)
 
 
 class _Sinkhorn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cost: Tensor, a: Tensor, b: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-        track = _walk(cost, a, b, v, steps)
+        potentials = _run_sinkhorn(cost, a, b, v, steps)
         ctx.steps = steps
-        ctx.save_for_backward(cost, a, b, *track.u, *track.v)
-        last = track.v[-1].clone()  # a saved tensor cannot also be an output
-        return (track.u[-1] + last - cost).exp(), last
+        ctx.save_for_backward(cost, a, b, *potentials.u, *potentials.v)
+        last = potentials.v[-1].clone()  # a saved tensor cannot also be an output
+        return (potentials.u[-1] + last - cost).exp(), last
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         cost, a, b, *rest = ctx.saved_tensors
-        track = _Track(rest[: ctx.steps], rest[ctx.steps :])
-        moved = (track.u[-1] + track.v[-1] - cost).exp_()
-        return *_backward(cost, a, b, track, outer[0] * moved, outer[1]), None
+        potentials = _Potentials(rest[: ctx.steps], rest[ctx.steps :])
+        plan = (potentials.u[-1] + potentials.v[-1] - cost).exp_()
+        return *_backward(cost, a, b, potentials, outer[0] * plan, outer[1]), None
 
 
-class _EntropySlope(torch.autograd.Function):
+class _EntropyGradient(torch.autograd.Function):
     """Direction of steepest entropy, a constant, and the warm start `v` of the next Sinkhorn run, which carries a gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, cost: Tensor, a: Tensor, b: Tensor, v: Tensor, steps: int, similar: Similar | None
+        ctx: Any, cost: Tensor, a: Tensor, b: Tensor, v: Tensor, steps: int, regularizer: SimilarityRegularizer | None
     ) -> tuple[Tensor, Tensor]:
-        track = _walk(cost, a, b, v, steps)
-        slope = _slope(cost, a, b, track, similar)
+        potentials = _run_sinkhorn(cost, a, b, v, steps)
+        entropy_grad = _entropy_gradient(cost, a, b, potentials, regularizer)
         ctx.steps = steps
-        ctx.save_for_backward(cost, a, b, *track.u, *track.v)
-        ctx.mark_non_differentiable(slope)
-        return slope, track.v[-1].clone()
+        ctx.save_for_backward(cost, a, b, *potentials.u, *potentials.v)
+        ctx.mark_non_differentiable(entropy_grad)
+        return entropy_grad, potentials.v[-1].clone()
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         cost, a, b, *rest = ctx.saved_tensors
-        track = _Track(rest[: ctx.steps], rest[ctx.steps :])
-        return *_backward(cost, a, b, track, cost.new_zeros(()), outer[1]), None, None
+        potentials = _Potentials(rest[: ctx.steps], rest[ctx.steps :])
+        return *_backward(cost, a, b, potentials, cost.new_zeros(()), outer[1]), None, None
 
 
-class Similar(NamedTuple):
+class SimilarityRegularizer(NamedTuple):
     """weight: lambda of Eq. 9.  slots: S (b, K, K), columns of sum one.  first: the plan of the first costs, (b, K, N)."""
 
     weight: float
@@ -136,20 +138,20 @@ class Similar(NamedTuple):
     first: Tensor
 
 
-def less_entropy(
+def minimize_entropy(
     cost: Tensor,
     log_a: Tensor,
     log_b: Tensor,
     steps: int,
     rounds: int,
     rate: Tensor | float,
-    similar: Similar | None = None,
+    regularizer: SimilarityRegularizer | None = None,
     unrolled: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Lower the entropy of the plan by `rounds` normalized gradient steps of length `rate` on the costs (Zhang et al. 2022, Eq. 9-11).
 
     Args:
-        cost: (b, K, N), with noise that breaks ties.  similar: the regulariser.
+        cost: (b, K, N), with noise that breaks ties.  regularizer: the regulariser.
         unrolled: differentiate through the steps, as in the paper's text; otherwise they are constants, as in davzha/MESH.
 
     Returns:
@@ -159,34 +161,40 @@ def less_entropy(
     v: Tensor | None = None
     for _ in range(rounds):
         if unrolled and cost.requires_grad and torch.is_grad_enabled():
-            found, v = sinkhorn_unrolled(cost, log_a, log_b, steps, v)
-            (slope,) = torch.autograd.grad(_height(found, similar), cost, create_graph=True)
+            plan, v = sinkhorn_unrolled(cost, log_a, log_b, steps, v)
+            (entropy_grad,) = torch.autograd.grad(_entropy(plan, regularizer), cost, create_graph=True)
         else:
-            slope, v = _EntropySlope.apply(cost, a, b, torch.zeros_like(b) if v is None else v, steps, similar)  # type: ignore[misc]
+            entropy_grad, v = _EntropyGradient.apply(
+                cost, a, b, torch.zeros_like(b) if v is None else v, steps, regularizer
+            )  # type: ignore[misc]
         # Normalized per image, so one rate fits all images however flat their entropy is.
-        length = slope.square().sum((1, 2), keepdim=True).sqrt().clamp(min=1e-12)
-        cost = cost - rate * slope / length
+        length = entropy_grad.square().sum((1, 2), keepdim=True).sqrt().clamp(min=1e-12)
+        cost = cost - rate * entropy_grad / length
     return cost, v
 
 
-def _height(moved: Tensor, similar: Similar | None) -> Tensor:
+def _entropy(plan: Tensor, regularizer: SimilarityRegularizer | None) -> Tensor:
     """Entropy, mean over pairs, sum over the batch."""
-    held = moved.clamp(_TINY, 1)
-    height = -(held * held.log()).mean((1, 2)).sum()
-    if similar is not None:
-        height = height + similar.weight * (similar.slots.transpose(1, 2) @ moved - similar.first).square().sum()
-    return height
+    clamped_plan = plan.clamp(_TINY, 1)
+    entropy = -(clamped_plan * clamped_plan.log()).mean((1, 2)).sum()
+    if regularizer is not None:
+        entropy = (
+            entropy + regularizer.weight * (regularizer.slots.transpose(1, 2) @ plan - regularizer.first).square().sum()
+        )
+    return entropy
 
 
-def _slope(cost: Tensor, a: Tensor, b: Tensor, track: _Track, similar: Similar | None) -> Tensor:
-    log_moved = track.u[-1] + track.v[-1] - cost
-    moved = log_moved.exp()
-    inside = (moved >= _TINY) & (moved <= 1)
-    outer = torch.where(inside, -(log_moved + 1) * moved, 0) / (cost.shape[1] * cost.shape[2])
-    if similar is not None:
-        apart = similar.slots.transpose(1, 2) @ moved - similar.first
-        outer = outer + 2 * similar.weight * (similar.slots @ apart) * moved
-    return _backward(cost, a, b, track, outer).cost
+def _entropy_gradient(
+    cost: Tensor, a: Tensor, b: Tensor, potentials: _Potentials, regularizer: SimilarityRegularizer | None
+) -> Tensor:
+    log_plan = potentials.u[-1] + potentials.v[-1] - cost
+    plan = log_plan.exp()
+    inside = (plan >= _TINY) & (plan <= 1)
+    outer = torch.where(inside, -(log_plan + 1) * plan, 0) / (cost.shape[1] * cost.shape[2])
+    if regularizer is not None:
+        residual = regularizer.slots.transpose(1, 2) @ plan - regularizer.first
+        outer = outer + 2 * regularizer.weight * (regularizer.slots @ residual) * plan
+    return _backward(cost, a, b, potentials, outer).cost
 
 
 @torch.library.custom_op("sparo::exact_plan", mutates_args=())
@@ -198,7 +206,10 @@ def exact_plan(cost: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
     if not all(np.isfinite(x).all() for x in (costs, a, b)):
         return torch.full_like(cost, torch.nan)  # a step that the loop leaves out
     a = a * (b.sum(1) / a.sum(1))[:, None]  # one sum to the last bit, or the simplex finds no plan
-    plans = [ot.emd(give, take, np.ascontiguousarray(c.T)).T for give, take, c in zip(a, b, costs, strict=True)]
+    plans = [
+        ot.emd(token_mass, slot_mass, np.ascontiguousarray(c.T)).T
+        for token_mass, slot_mass, c in zip(a, b, costs, strict=True)
+    ]
     return torch.from_numpy(np.stack(plans)).to(cost)
 
 

@@ -12,16 +12,16 @@ from torch.nn import functional as F
 from sparo_train.core.errors import ConfigError
 from sparo_train.models.exact import at_least_fp32
 
-from .transport import Similar, exact_plan, less_entropy, log_marginal, sinkhorn
+from .transport import SimilarityRegularizer, exact_plan, log_marginal, minimize_entropy, sinkhorn
 from .transport_config import TransportConfig
 
 
-class Goods(NamedTuple):
-    """What tokens bring to all rounds: keys (b, N, d), log marginal (b, N), ties (b, K, N) that noise breaks."""
+class TransportInputs(NamedTuple):
+    """What tokens bring to all rounds: keys (b, N, d), log marginal (b, N), tie_noise (b, K, N) that noise breaks."""
 
     keys: Tensor
     log_a: Tensor
-    ties: Tensor
+    tie_noise: Tensor
 
 
 class Transport(nn.Module):
@@ -49,41 +49,47 @@ class Transport(nn.Module):
         if config.regulariser:
             self.likeness = _scored(2 * width, config.hidden)
 
-    def forward(self, queries: Tensor, normed: Tensor, goods: Goods) -> Tensor:
+    def forward(self, queries: Tensor, normed: Tensor, token_inputs: TransportInputs) -> Tensor:
         """Queries (b, K, d) of slots (b, K, D) to how much each takes of the tokens, (b, K, N) in fp32 at least."""
         c = self.config
         # Linear layers run as the rest of the model does, whose weights an engine may hold in bf16.
-        takes = self.takes(normed)[..., 0] if c.takes == "learned" else None
-        alike = self._similar(normed) if c.regulariser else None
+        slot_scores = self.takes(normed)[..., 0] if c.takes == "learned" else None
+        similarity = self._slot_similarity(normed) if c.regulariser else None
         with torch.autocast(queries.device.type, enabled=False):  # exponents of small differences
-            queries, keys, log_a = at_least_fp32(queries), at_least_fp32(goods.keys), at_least_fp32(goods.log_a)
+            queries, keys, log_a = (
+                at_least_fp32(queries),
+                at_least_fp32(token_inputs.keys),
+                at_least_fp32(token_inputs.log_a),
+            )
             cost = costs(c, queries, keys)
             count = cost.shape[1]
             log_b = torch.zeros_like(cost[:, :, 0])
-            if takes is not None:
-                log_b = log_marginal(at_least_fp32(takes), count)
+            if slot_scores is not None:
+                log_b = log_marginal(at_least_fp32(slot_scores), count)
             if not c.entropy_steps:
-                plan = sinkhorn(cost, log_a, log_b, c.steps).moved
+                plan = sinkhorn(cost, log_a, log_b, c.steps).plan
                 if c.exact == "none":
                     return plan
                 best = exact_plan(cost.detach(), log_a.detach(), log_b.detach())
                 return plan + best if c.exact == "sum" else plan + (best - plan).detach()
-            similar = None
-            if alike is not None:
-                similar = Similar(c.regulariser, alike, sinkhorn(cost, log_a, log_b, c.steps).moved)
+            regularizer = None
+            if similarity is not None:
+                regularizer = SimilarityRegularizer(
+                    c.regulariser, similarity, sinkhorn(cost, log_a, log_b, c.steps).plan
+                )
             rate = self.rate if c.learn_rate else c.entropy_rate
-            cost = cost + c.noise * at_least_fp32(goods.ties)
-            cost, v = less_entropy(cost, log_a, log_b, c.steps, c.entropy_steps, rate, similar, c.second_order)
-            return sinkhorn(cost, log_a, log_b, c.steps, v).moved
+            cost = cost + c.noise * at_least_fp32(token_inputs.tie_noise)
+            cost, v = minimize_entropy(cost, log_a, log_b, c.steps, c.entropy_steps, rate, regularizer, c.second_order)
+            return sinkhorn(cost, log_a, log_b, c.steps, v).plan
 
-    def _similar(self, slots: Tensor) -> Tensor:
+    def _slot_similarity(self, slots: Tensor) -> Tensor:
         count = slots.shape[1]
         pairs = torch.cat([slots[:, :, None].expand(-1, -1, count, -1), slots[:, None].expand(-1, count, -1, -1)], -1)
         return F.softmax(at_least_fp32(self.likeness(pairs)[..., 0]), dim=1)
 
-    def goods(self, keys: Tensor, tokens: Tensor, ties: Tensor, slots: int) -> Goods:
+    def prepare_inputs(self, keys: Tensor, tokens: Tensor, tie_noise: Tensor, slots: int) -> TransportInputs:
         """What all rounds of an image share; tokens' marginals sum to the number of slots."""
-        return Goods(keys, log_marginal(at_least_fp32(self.gives(tokens)[..., 0]), slots), ties)
+        return TransportInputs(keys, log_marginal(at_least_fp32(self.gives(tokens)[..., 0]), slots), tie_noise)
 
 
 def costs(c: TransportConfig, queries: Tensor, keys: Tensor) -> Tensor:

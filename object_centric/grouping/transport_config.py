@@ -42,7 +42,7 @@ class TransportConfig(Frozen):
     )
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check_options(self) -> Self:
         if self.entropy_steps and self.exact != "none":
             raise ValueError(f"exact={self.exact}: goes without entropy_steps (it has {self.entropy_steps})")
         if not self.entropy_steps:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparo_train.core.config import Frozen, setting
 
-_UNUSED = 0.005  # share of an image's pixels below which a slot drew nothing
+_MIN_USED_SHARE = 0.005  # share of an image's pixels below which a slot drew nothing
 
 
 class SlotCollapseConfig(Frozen):
@@ -27,32 +27,32 @@ class SlotCollapseConfig(Frozen):
         0.8, "how much masks' borders run at the same places in all images: above it they are a grid or cells", ge=0
     )
 
-    def alarm(self, facts: Mapping[str, float], done: float) -> str | None:
+    def check_health(self, metrics: Mapping[str, float], fraction_done: float) -> str | None:
         """What is wrong with these averaged facts at this share of the steps; None where nothing is."""
-        if done < self.after:
+        if fraction_done < self.after:
             return None
-        if facts.get("slots_used", self.used) < self.used:
-            return f"one slot draws nearly everything (slots_used {facts['slots_used']:.2f}); try another seed, or a lower optim.lr"
-        if facts.get("mask_sharpness", self.sharp) < self.sharp:
-            return f"all slots draw the same (mask_sharpness {facts['mask_sharpness']:.3f}); try another seed, or more steps"
-        if facts.get("mask_fixity", 0.0) > self.fixed:
-            return f"masks hardly depend on the image (mask_fixity {facts['mask_fixity']:.2f}); try another seed, or a weaker decoder"
+        if metrics.get("slots_used", self.used) < self.used:
+            return f"one slot draws nearly everything (slots_used {metrics['slots_used']:.2f}); try another seed, or a lower optim.lr"
+        if metrics.get("mask_sharpness", self.sharp) < self.sharp:
+            return f"all slots draw the same (mask_sharpness {metrics['mask_sharpness']:.3f}); try another seed, or more steps"
+        if metrics.get("mask_fixity", 0.0) > self.fixed:
+            return f"masks hardly depend on the image (mask_fixity {metrics['mask_fixity']:.2f}); try another seed, or a weaker decoder"
         return None
 
 
-def sharing(masks: Tensor) -> dict[str, Tensor]:
+def mask_statistics(masks: Tensor) -> dict[str, Tensor]:
     """Shares of pixels (b, K, s, s), which sum to one over slots, to `slots_used`, `mask_sharpness` and `mask_fixity`. Pixels that nobody has
     (fields that are cut off at zero have such) count in the last alone."""
     shares = masks.detach().float()
-    slots, had = shares.shape[1], (shares.sum(1) > 0).float()
+    slots, covered = shares.shape[1], (shares.sum(1) > 0).float()
     # Of equal shares the first slot draws: all-alike masks count as one slot, not as none.
-    drawn = shares.argmax(1, keepdim=True) == torch.arange(slots, device=shares.device)[:, None, None]
-    drawn = drawn & (had[:, None] > 0)
+    assignment = shares.argmax(1, keepdim=True) == torch.arange(slots, device=shares.device)[:, None, None]
+    assignment = assignment & (covered[:, None] > 0)
     # A pixel that one slot has counts as sharp, whatever the number of slots.
-    apart = -(shares.clamp(min=1e-12).log() * shares).sum(1) * had
-    entropy = apart.sum() / had.sum().clamp(min=1) / math.log(max(slots, 2))
+    pixel_entropy = -(shares.clamp(min=1e-12).log() * shares).sum(1) * covered
+    entropy = pixel_entropy.sum() / covered.sum().clamp(min=1) / math.log(max(slots, 2))
     return {
-        "slots_used": (drawn.float().mean((2, 3)) > _UNUSED).float().sum(1).mean(),
+        "slots_used": (assignment.float().mean((2, 3)) > _MIN_USED_SHARE).float().sum(1).mean(),
         "mask_sharpness": 1 - entropy,
         "mask_fixity": fixity(shares.argmax(1)),
     }

@@ -22,7 +22,7 @@ from sparo_train.models.exact import at_least_fp32
 from sparo_train.objectives.method import Method
 
 from .slot_examples import SlotExamples
-from .slot_tower import SlotTower, SlotTowerConfig, Towered, refuse_signed
+from .slot_tower import SlotTower, SlotTowerConfig, TowerOutput, refuse_signed
 
 
 class SetModelConfig(SlotTowerConfig):
@@ -38,16 +38,16 @@ class SetPredictionConfig(Frozen):
     signed: bool = setting(True, "pixels in -1..1 (Locatello et al. 2020); false: in 0..1")
 
     @model_validator(mode="after")
-    def _range(self) -> Self:
+    def _check_signed(self) -> Self:
         refuse_signed(self.signed, self.model)
         return self
 
 
-class Predicted(NamedTuple):
-    """objects: (b, K, WIDTH) in 0..1, the last of each how sure it is that there is one.  towered: of the tower."""
+class SetModelOutput(NamedTuple):
+    """objects: (b, K, WIDTH) in 0..1, the last of each how sure it is that there is one.  tower_output: of the tower."""
 
     objects: Tensor
-    towered: Towered
+    tower_output: TowerOutput
 
 
 class SetModel(nn.Module):
@@ -60,9 +60,9 @@ class SetModel(nn.Module):
         wide = config.grouping.width
         self.head = nn.Sequential(nn.Linear(wide, config.head_width), nn.ReLU(), nn.Linear(config.head_width, WIDTH))
 
-    def forward(self, images: Tensor, noise: Tensor) -> Predicted:
-        towered = self.tower(images, noise)
-        return Predicted(torch.sigmoid(at_least_fp32(self.head(towered.slots))), towered)
+    def forward(self, images: Tensor, noise: Tensor) -> SetModelOutput:
+        tower_output = self.tower(images, noise)
+        return SetModelOutput(torch.sigmoid(at_least_fp32(self.head(tower_output.slots))), tower_output)
 
 
 class SetPrediction(Objective):
@@ -84,31 +84,33 @@ class SetPrediction(Objective):
         for key in ("image", "noise", "objects"):
             if key not in batch:
                 raise DataError(f"objective set_prediction: the batch has no {key!r} (it has {', '.join(batch)})")
-        found = self.model(self.pixels(batch["image"]), batch["noise"]).objects
+        predicted = self.model(self.pixels(batch["image"]), batch["noise"]).objects
         # Every slot against every object; the matching minimizes the loss itself. The mean over an object's numbers is that of
         # `tf.keras.losses.huber` in google-research/slot_attention, so published losses and clipping values carry over.
-        apart = F.huber_loss(
-            *torch.broadcast_tensors(found[:, :, None], batch["objects"][:, None]),
+        pairwise_loss = F.huber_loss(
+            *torch.broadcast_tensors(predicted[:, :, None], batch["objects"][:, None]),
             reduction="none",
             delta=self.config.huber,
         ).mean(-1)
         # Matched without a gradient: which pairs are cheapest is a choice, not a slope.
-        rows, columns = cheapest_pairs(apart.detach()).unbind(1)
-        at = torch.arange(len(found), device=found.device)[:, None]
-        total = apart[at, rows, columns].sum(1).mean()
-        return Loss(total, self._agreement(found[at, rows].detach(), batch["objects"][at, columns]))
+        rows, columns = cheapest_pairs(pairwise_loss.detach()).unbind(1)
+        batch_index = torch.arange(len(predicted), device=predicted.device)[:, None]
+        total = pairwise_loss[batch_index, rows, columns].sum(1).mean()
+        return Loss(
+            total, self._agreement(predicted[batch_index, rows].detach(), batch["objects"][batch_index, columns])
+        )
 
     @staticmethod
-    def _agreement(found: Tensor, true: Tensor) -> dict[str, Tensor]:
-        """Means over objects that are there: of the distance, and of whether all attributes are right."""
-        there = true[..., -1] > 0.5
-        count = there.sum().clamp(min=1)
+    def _agreement(predicted: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """Means over objects that are present: of the distance, and of whether all attributes are right."""
+        present = target[..., -1] > 0.5
+        count = present.sum().clamp(min=1)
         # Positions are in 0..1 of twice the reach.
-        far = (found[..., :3] - true[..., :3]).norm(dim=-1) * (2 * REACH)
-        right = there.clone()
+        distance = (predicted[..., :3] - target[..., :3]).norm(dim=-1) * (2 * REACH)
+        correct = present.clone()
         for columns in attribute_columns().values():
-            right &= found[..., columns].argmax(-1) == true[..., columns].argmax(-1)
-        return {"position_error": (far * there).sum() / count, "attributes_right": right.sum() / count}
+            correct &= predicted[..., columns].argmax(-1) == target[..., columns].argmax(-1)
+        return {"position_error": (distance * present).sum() / count, "attributes_right": correct.sum() / count}
 
     def shard_units(self) -> Sequence[nn.Module]:
         # Units of their own where they are large; the perceptron is one with the root.
@@ -127,8 +129,8 @@ def cheapest_pairs(cost: Tensor) -> Tensor:
     Costs that are no numbers match somehow: the loss is none either, and the loop leaves such a step out.
     """
     # Kuhn's algorithm does not end on NaN.
-    held = np.nan_to_num(cost.float().cpu().numpy(), nan=1e9, posinf=1e9)
-    return torch.from_numpy(np.stack([np.stack(linear_sum_assignment(one)) for one in held])).to(cost.device)
+    finite_cost = np.nan_to_num(cost.float().cpu().numpy(), nan=1e9, posinf=1e9)
+    return torch.from_numpy(np.stack([np.stack(linear_sum_assignment(one)) for one in finite_cost])).to(cost.device)
 
 
 @cheapest_pairs.register_fake
@@ -156,8 +158,8 @@ class SetExamples(Examples):
         return *self.images.prepare(fields, source, rng, on_stage), padded
 
     def stack(self, examples: Sequence[Any]) -> dict[str, Tensor]:
-        found = self.images.stack([example[:2] for example in examples])
-        return {**found, "objects": torch.from_numpy(np.stack([example[2] for example in examples]))}
+        batch = self.images.stack([example[:2] for example in examples])
+        return {**batch, "objects": torch.from_numpy(np.stack([example[2] for example in examples]))}
 
 
 def _rules(run: Any) -> None:

@@ -14,9 +14,9 @@ from sparo_train.core.errors import DataError
 from sparo_train.core.schedules import cosine
 from sparo_train.objectives.method import Method
 
-from .collapse import SlotCollapseConfig, sharing
-from .slate_model import Slated, SlateModel, SlateModelConfig
-from .slot_autoencoder import no_cache_of_changed_pictures
+from .collapse import SlotCollapseConfig, mask_statistics
+from .slate_model import SlateModel, SlateModelConfig, SlateOutput
+from .slot_autoencoder import refuse_cache_with_augmentation
 from .slot_examples import SlotExamples
 
 
@@ -38,20 +38,20 @@ class Slate(Objective):
     def __init__(self, config: Any):
         super().__init__()
         self.config = config
-        self.model = self.modelled(config.model)
-        self._done = 0.0  # share of the steps
+        self.model = self.build_model(config.model)
+        self._fraction_done = 0.0  # share of the steps
 
-    def modelled(self, config: Any) -> SlateModel:
+    def build_model(self, config: Any) -> SlateModel:
         """The model."""
         return SlateModel(config)
 
     def forward(self, batch: Batch, progress: Progress) -> Loss:
-        self.refuse_without(batch, "image", "noise")
+        self.require_keys(batch, "image", "noise")
         images, tau = batch["image"].to(torch.float32) / 255, self.temperature(progress)
-        found = self.model(images, batch["noise"], tau)
-        return self.missed(images, found, found.towered.attention, tau)
+        output = self.model(images, batch["noise"], tau)
+        return self.compute_loss(images, output, output.tower_output.attention, tau)
 
-    def refuse_without(self, batch: Batch, *keys: str) -> None:
+    def require_keys(self, batch: Batch, *keys: str) -> None:
         """Raise `DataError` where a batch lacks one of these."""
         for key in keys:
             if key not in batch:
@@ -60,22 +60,22 @@ class Slate(Objective):
     def temperature(self, progress: Progress) -> float:
         """Of this step's relaxed draws."""
         # Kept for the alarm, which is asked at log steps, without a step of its own.
-        self._done = progress.step / max(progress.total_steps, 1)
+        self._fraction_done = progress.step / max(progress.total_steps, 1)
         d = self.config.model.dvae
         return cosine(d.tau_start, d.tau_end, progress.step, d.tau_steps)
 
-    def missed(self, images: Tensor, found: Slated, attention: Tensor, tau: float) -> Loss:
+    def compute_loss(self, images: Tensor, output: SlateOutput, attention: Tensor, tau: float) -> Loss:
         """What the VAE drew wrong of images (b, 3, S, S), and the decoder said wrong; `attention` (n, K, s, s), of different samples."""
-        squares = (found.drawn - images).square()
-        cross_entropy = found.cross_entropy.mean()
+        squared_error = (output.reconstruction - images).square()
+        cross_entropy = output.cross_entropy.mean()
         return Loss(
-            squares.flatten(1).sum(1).mean() + cross_entropy,
+            squared_error.flatten(1).sum(1).mean() + cross_entropy,
             {
-                "mse": squares.detach().mean(),
+                "mse": squared_error.detach().mean(),
                 # Per token, so that images of two sizes can be compared.
                 "cross_entropy": cross_entropy.detach() / self.config.model.tokens,
                 "tau": torch.tensor(tau, device=images.device),
-                **sharing(_of_one(attention)),
+                **mask_statistics(_normalize_attention(attention)),
             },
         )
 
@@ -85,7 +85,7 @@ class Slate(Objective):
         return {f"model.{name}": value for name, value in weights.items()}
 
     def check_health(self, facts: Mapping[str, float]) -> str | None:
-        return self.config.collapse.alarm(facts, self._done)
+        return self.config.collapse.check_health(facts, self._fraction_done)
 
     def shard_units(self) -> Sequence[nn.Module]:
         m = self.model
@@ -102,7 +102,7 @@ class Slate(Objective):
         return Footprint({"image": m.tokens}, towers, m.grouping.slots * m.grouping.width, 0, written)
 
 
-def _of_one(attention: Tensor) -> Tensor:
+def _normalize_attention(attention: Tensor) -> Tensor:
     """What slots took of each token, brought to a sum of one: attentions of all heads, or of none that compete, have others."""
     return attention / attention.sum(1, keepdim=True).clamp(min=1e-12)
 
@@ -111,4 +111,4 @@ def _examples(config: Any, data: Any) -> SlotExamples:
     return SlotExamples(data, config.model)
 
 
-METHOD = Method(SlateConfig, Slate, _examples, no_cache_of_changed_pictures, loss_keys=("model.dvae",))
+METHOD = Method(SlateConfig, Slate, _examples, refuse_cache_with_augmentation, loss_keys=("model.dvae",))

@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparo_train.core.config import setting
-from sparo_train.core.plugins import Open
+from sparo_train.core.plugins import FromRegistry
 from sparo_train.core.tables import SLOT_ENCODERS
 from sparo_train.models.exact import at_least_fp32
 
 from ..decoders.autoregressive import AutoregressiveConfig, AutoregressiveDecoder
-from ..decoders.dvae import PATCH, Dvae, DvaeConfig, gumbel, relaxed
+from ..decoders.dvae import PATCH, Dvae, DvaeConfig, gumbel_softmax, sample_gumbel
 from ..encoders.tokens import TokensConfig
-from .slot_tower import SlotTower, SlotTowerConfig, Towered
+from .slot_tower import SlotTower, SlotTowerConfig, TowerOutput
 
 
 class SlateModelConfig(SlotTowerConfig):
     """A discrete VAE, a tower that groups its tokens (`encoder: {kind: tokens}`, SLATE) or features of the image (STEVE), a decoder."""
 
     embeds_tokens: ClassVar[bool] = True
-    encoder: Annotated[Any, Open(SLOT_ENCODERS, default="tokens")] = setting(
+    encoder: Annotated[Any, FromRegistry(SLOT_ENCODERS, default="tokens")] = setting(
         TokensConfig(), "tokens, or from pixels to features: a row of sparo.slot_encoders"
     )
     features: int = setting(192, "width of what slots group; a perceptron takes the encoder's to it", gt=0)
@@ -34,7 +34,7 @@ class SlateModelConfig(SlotTowerConfig):
     decoder: AutoregressiveConfig = setting(AutoregressiveConfig(), "from slots to tokens")
 
     @model_validator(mode="after")
-    def _in_patches(self) -> Self:
+    def _check_patches(self) -> Self:
         if self.image_size % PATCH:
             raise ValueError(f"image_size={self.image_size}: a token is {PATCH} pixels a side; give a multiple of it")
         if self.encoder.kind == "tokens" and self.encoder.width != self.decoder.width:
@@ -49,14 +49,14 @@ class SlateModelConfig(SlotTowerConfig):
         return (self.image_size // PATCH) ** 2
 
 
-class Slated(NamedTuple):
-    """towered: of the tower.  tokens: (b, N), those that the decoder is to say.  cross_entropy: (b,), summed over them.
-    drawn: (b, 3, S, S), the VAE's image.  Of videos b counts frames, and what the tower gives is of videos."""
+class SlateOutput(NamedTuple):
+    """tower_output: of the tower.  tokens: (b, N), those that the decoder is to say.  cross_entropy: (b,), summed over them.
+    reconstruction: (b, 3, S, S), the VAE's image.  Of videos b counts frames, and what the tower gives is of videos."""
 
-    towered: Any
+    tower_output: Any
     tokens: Tensor
     cross_entropy: Tensor
-    drawn: Tensor
+    reconstruction: Tensor
 
 
 class SlateModel(nn.Module):
@@ -68,7 +68,7 @@ class SlateModel(nn.Module):
         super().__init__()
         self.config, wide = config, config.decoder.width
         self.dvae = Dvae(config.dvae)
-        self.tower = self.towered_by(config)
+        self.tower = self.build_tower(config)
         self.embed = nn.Embedding(config.dvae.vocab, wide)
         self.begin = nn.Parameter(torch.randn(wide))
         self.places = nn.Parameter(nn.init.trunc_normal_(torch.empty(1 + config.tokens, wide)))
@@ -78,70 +78,70 @@ class SlateModel(nn.Module):
         for layer in (self.project, self.head):
             nn.init.xavier_uniform_(layer.weight)
 
-    def towered_by(self, config: Any) -> nn.Module:
+    def build_tower(self, config: Any) -> nn.Module:
         """What makes slots."""
         return SlotTower(config)
 
-    def forward(self, images: Tensor, noise: Tensor, tau: float) -> Slated:
-        return self.said(images, tau, lambda embedded: self._grouped(images, embedded, noise))
+    def forward(self, images: Tensor, noise: Tensor, tau: float) -> SlateOutput:
+        return self.forward_with_grouping(images, tau, lambda embedded: self._group_slots(images, embedded, noise))
 
-    def said(self, images: Tensor, tau: float, group: Callable[[Tensor], Any]) -> Slated:
+    def forward_with_grouping(self, images: Tensor, tau: float, group: Callable[[Tensor], Any]) -> SlateOutput:
         """`group`: what the tower makes of embedded tokens (b, 1 + N, width), or of the images themselves."""
         logits = self.dvae.logits(images)
-        drew = gumbel(logits)
-        drawn = self.dvae.drawn(relaxed(logits, drew, tau, self.config.dvae.hard))
+        gumbel_noise = sample_gumbel(logits)
+        reconstruction = self.dvae.decode(gumbel_softmax(logits, gumbel_noise, tau, self.config.dvae.hard))
         # Tokens are labels: no gradient goes through what was drawn.
         with torch.no_grad():
-            drew = gumbel(logits) if self.config.dvae.says == "other" else drew
-            tokens = (logits + drew).argmax(1).flatten(1)
-        embedded = self._embedded(tokens)
-        towered = group(embedded)
-        slots = towered.slots.flatten(0, -3)  # of every frame
+            gumbel_noise = sample_gumbel(logits) if self.config.dvae.says == "other" else gumbel_noise
+            tokens = (logits + gumbel_noise).argmax(1).flatten(1)
+        token_embeddings = self._embed_tokens(tokens)
+        tower_output = group(token_embeddings)
+        slots = tower_output.slots.flatten(0, -3)  # of every frame
         # The last token is said and never heard: nothing follows it.
-        said = self.head(self.decoder(embedded[:, :-1], self.project(slots)))
-        missed = F.cross_entropy(at_least_fp32(said).flatten(0, 1), tokens.flatten(), reduction="none")
-        return Slated(towered, tokens, missed.view_as(tokens).sum(1), drawn)
+        token_logits = self.head(self.decoder(token_embeddings[:, :-1], self.project(slots)))
+        token_nll = F.cross_entropy(at_least_fp32(token_logits).flatten(0, 1), tokens.flatten(), reduction="none")
+        return SlateOutput(tower_output, tokens, token_nll.view_as(tokens).sum(1), reconstruction)
 
-    def see(self, images: Tensor, noise: Tensor) -> Towered:
+    def encode_slots(self, images: Tensor, noise: Tensor) -> TowerOutput:
         """Slots alone, of each patch's most probable token."""
         if self.config.encoder.kind != "tokens":
             return self.tower(images, noise)
-        return self._grouped(images, self.likeliest(images), noise)
+        return self._group_slots(images, self.argmax_embedding(images), noise)
 
-    def likeliest(self, images: Tensor) -> Tensor:
+    def argmax_embedding(self, images: Tensor) -> Tensor:
         """Each patch's most probable token, embedded with its place behind the one that begins: (b, 1 + N, width)."""
         logits = self.dvae.logits(images)
         # The largest of NaNs is some token, whose slots would be scored as if it had been seen.
-        unknown = logits.isnan().flatten(1).any(1)
-        return self._embedded(logits.argmax(1).flatten(1)).masked_fill(unknown[:, None, None], torch.nan)
+        is_nan = logits.isnan().flatten(1).any(1)
+        return self._embed_tokens(logits.argmax(1).flatten(1)).masked_fill(is_nan[:, None, None], torch.nan)
 
     def generate(self, slots: Tensor) -> Tensor:
         """Slots (b, K, D) to images (b, 3, S, S), the most probable token after the other; NaN where no token is."""
-        side, unknown = math.isqrt(self.config.tokens), slots.new_zeros(len(slots), dtype=torch.bool)
+        side, is_nan = math.isqrt(self.config.tokens), slots.new_zeros(len(slots), dtype=torch.bool)
         projected, past = self.project(slots), None
         # One token at a time with the past's keys kept: what is said next depends on what was said.
-        following, found = self.begin.expand(len(slots), 1, -1), []
-        for place in range(self.config.tokens):
-            said, past = self.decoder.following(following + self.places[place], projected, past)
-            logits = self.head(said)
-            unknown = unknown | logits.isnan().flatten(1).any(1)
+        next_embedding, tokens = self.begin.expand(len(slots), 1, -1), []
+        for position in range(self.config.tokens):
+            hidden, past = self.decoder.decode_next(next_embedding + self.places[position], projected, past)
+            logits = self.head(hidden)
+            is_nan = is_nan | logits.isnan().flatten(1).any(1)
             token = logits.argmax(-1)
-            found.append(token)
-            following = self.embed(token)
-        drawn = self.dvae.tokens_drawn(torch.cat(found, dim=1).unflatten(1, (side, side)))
-        return drawn.masked_fill(unknown[:, None, None, None], torch.nan)
+            tokens.append(token)
+            next_embedding = self.embed(token)
+        images = self.dvae.decode_tokens(torch.cat(tokens, dim=1).unflatten(1, (side, side)))
+        return images.masked_fill(is_nan[:, None, None, None], torch.nan)
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
+    def _embed_tokens(self, tokens: Tensor) -> Tensor:
         """Tokens (b, N) behind one that begins, with their places: (b, 1 + N, width)."""
-        begin = self.begin.expand(len(tokens), 1, -1)
+        bos = self.begin.expand(len(tokens), 1, -1)
         # Behind the places: a dropped place would be a token without one.
-        placed = torch.cat([begin, self.embed(tokens)], dim=1) + self.places
-        return F.dropout(placed, self.config.decoder.dropout, self.training)
+        token_embeddings = torch.cat([bos, self.embed(tokens)], dim=1) + self.places
+        return F.dropout(token_embeddings, self.config.decoder.dropout, self.training)
 
-    def _grouped(self, images: Tensor, embedded: Tensor, noise: Tensor) -> Towered:
-        return self.tower(self._seen(images, embedded), noise)
+    def _group_slots(self, images: Tensor, token_embeddings: Tensor, noise: Tensor) -> TowerOutput:
+        return self.tower(self._encoder_input(images, token_embeddings), noise)
 
-    def _seen(self, images: Tensor, embedded: Tensor) -> Tensor:
+    def _encoder_input(self, images: Tensor, token_embeddings: Tensor) -> Tensor:
         """What the tower encodes: images, or their embedded tokens (b, s, s, width)."""
         side = math.isqrt(self.config.tokens)
-        return images if self.config.encoder.kind != "tokens" else embedded[:, 1:].unflatten(1, (side, side))
+        return images if self.config.encoder.kind != "tokens" else token_embeddings[:, 1:].unflatten(1, (side, side))

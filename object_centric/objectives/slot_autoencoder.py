@@ -14,7 +14,7 @@ from sparo_train.core.contracts import Batch, Footprint, Loss, Objective, Progre
 from sparo_train.core.errors import DataError
 from sparo_train.objectives.method import Method
 
-from .collapse import SlotCollapseConfig, sharing
+from .collapse import SlotCollapseConfig, mask_statistics
 from .slot_examples import SlotExamples
 from .slot_model import SlotModel, SlotModelConfig
 from .slot_tower import refuse_signed
@@ -31,7 +31,7 @@ class SlotAutoencoderConfig(Frozen):
     collapse: SlotCollapseConfig = setting(SlotCollapseConfig(), "when a collapse is warned of")
 
     @model_validator(mode="after")
-    def _range(self) -> Self:
+    def _check_signed(self) -> Self:
         refuse_signed(self.signed, self.model)
         return self
 
@@ -45,7 +45,7 @@ class SlotAutoencoder(Objective):
         super().__init__()
         self.config = config
         self.model = SlotModel(config.model)
-        self._done = 0.0  # share of the steps
+        self._fraction_done = 0.0  # share of the steps
 
     def pixels(self, image: Tensor) -> Tensor:
         """uint8 to the range that is reconstructed."""
@@ -56,19 +56,19 @@ class SlotAutoencoder(Objective):
         for key in ("image", "noise"):
             if key not in batch:
                 raise DataError(f"objective slots: the batch has no {key!r} (it has {', '.join(batch)})")
-        self._done = progress.step / max(progress.total_steps, 1)
-        found = self.model(self.pixels(batch["image"]), batch["noise"])
-        decoded, target = found.decoded, found.target
-        apart = (decoded.image.float() - target).square()
-        total = apart.mean() if self.config.loss == "mean" else apart.flatten(1).sum(1).mean()
-        return Loss(total, {"mse": apart.detach().mean(), **sharing(decoded.masks)})
+        self._fraction_done = progress.step / max(progress.total_steps, 1)
+        output = self.model(self.pixels(batch["image"]), batch["noise"])
+        decoded, target = output.decoded, output.target
+        squared_error = (decoded.image.float() - target).square()
+        total = squared_error.mean() if self.config.loss == "mean" else squared_error.flatten(1).sum(1).mean()
+        return Loss(total, {"mse": squared_error.detach().mean(), **mask_statistics(decoded.masks)})
 
     def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of a model of another method: a tower to go on with, whatever drew or said its slots."""
         return {f"model.{name}": value for name, value in weights.items()}
 
     def check_health(self, facts: Mapping[str, float]) -> str | None:
-        return self.config.collapse.alarm(facts, self._done)
+        return self.config.collapse.check_health(facts, self._fraction_done)
 
     def shard_units(self) -> Sequence[nn.Module]:
         return [self.model.tower.encoder, self.model.tower.grouping, self.model.decoder]
@@ -76,14 +76,14 @@ class SlotAutoencoder(Objective):
     def footprint(self, batch: int, world_batch: int) -> Footprint:
         m = self.config.model
         side, slots = m.encoder.side(m.image_size), m.grouping.slots
-        drawn = m.decoder.side(m.drawn_side) ** 2
+        num_positions = m.decoder.side(m.target_side) ** 2
         # A convolution's width times what upsampling multiplies its area by; a perceptron's widths are written once per pixel.
         wide = m.decoder.channels * 4 ** (m.decoder.ups + 1) if m.decoder.kind == "cnn" else sum(m.decoder.hidden)
-        written = m.encoder.cost(m.image_size) + slots * drawn * wide
+        written = m.encoder.cost(m.image_size) + slots * num_positions * wide
         return Footprint({"image": side**2}, [], m.grouping.slots * m.grouping.width, 0, written)
 
 
-def no_cache_of_changed_pictures(run: Any) -> None:
+def refuse_cache_with_augmentation(run: Any) -> None:
     """Raise `ValueError` where features are kept by the content of pictures that are changed at random."""
     encoder = run.objective.model.encoder
     if encoder.kind == "frozen" and encoder.cache and (run.data.hflip or run.data.crop_scale != (1.0, 1.0)):
@@ -97,6 +97,6 @@ METHOD = Method(
     SlotAutoencoderConfig,
     SlotAutoencoder,
     lambda config, data: SlotExamples(data, config.model),
-    no_cache_of_changed_pictures,
+    refuse_cache_with_augmentation,
     loss_keys=("loss", "signed", "model.target"),
 )

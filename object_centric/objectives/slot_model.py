@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from sparo_train.core.config import setting
 from sparo_train.models.exact import at_least_fp32
 
-from ..decoders.broadcast import Broadcast, BroadcastConfig, Decoded
+from ..decoders.broadcast import Broadcast, BroadcastConfig, DecoderOutput
 from ..encoders.convnet import grid
 from .slot_tower import SlotTower, SlotTowerConfig
 
@@ -25,8 +25,8 @@ class SlotModelConfig(SlotTowerConfig):
     )
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
-        self.decoder.side(self.drawn_side)
+    def _check_decoder_target(self) -> Self:
+        self.decoder.side(self.target_side)
         if self.target == "features" and self.encoder.kind != "frozen":
             raise ValueError(
                 f"target=features: encoder.kind={self.encoder.kind} is trained, and could make them all alike; use frozen"
@@ -38,23 +38,23 @@ class SlotModelConfig(SlotTowerConfig):
         return self
 
     @property
-    def drawn_side(self) -> int:
+    def target_side(self) -> int:
         """Pixels, or features, per side of what is drawn."""
         return self.image_size if self.target == "pixels" else self.encoder.side(self.image_size)
 
     @property
-    def drawn_width(self) -> int:
+    def target_channels(self) -> int:
         """Colours, or features."""
         return 3 if self.target == "pixels" else self.encoder.width
 
 
-class Slotted(NamedTuple):
+class SlotOutput(NamedTuple):
     """What a slot model makes of images: slots (b, K, D), attention (b, K, s, s), the decoder's pictures, and what they are to be,
     (b, C, S, S)."""
 
     slots: Tensor
     attention: Tensor
-    decoded: Decoded
+    decoded: DecoderOutput
     target: Tensor
 
 
@@ -65,14 +65,14 @@ class SlotModel(nn.Module):
         super().__init__()
         self.config = config
         self.tower = SlotTower(config)
-        self.decoder = Broadcast(config.decoder, config.grouping.width, config.drawn_side, config.drawn_width)
+        self.decoder = Broadcast(config.decoder, config.grouping.width, config.target_side, config.target_channels)
 
-    def forward(self, images: Tensor, noise: Tensor) -> Slotted:
+    def forward(self, images: Tensor, noise: Tensor) -> SlotOutput:
         slots, attention, frames, features = self.tower(images, noise)
-        onto = grid(self.decoder.side, images)
+        positions = grid(self.decoder.side, images)
         if frames is not None:
             # What is drawn moves with a slot's frame, as what it read did: else frames would only help to see.
-            onto = self.tower.grouping.relative(onto, *frames)
+            positions = self.tower.grouping.relative(positions, *frames)
         # In fp32: errors of features are compared with pixels' and with other precisions'.
         target = images if self.config.target == "pixels" else at_least_fp32(features.permute(0, 3, 1, 2))
-        return Slotted(slots, attention, self.decoder(slots, onto), target)
+        return SlotOutput(slots, attention, self.decoder(slots, positions), target)

@@ -9,34 +9,34 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from sparo_train.core.config import Frozen, setting
-from sparo_train.core.plugins import Open
+from sparo_train.core.plugins import FromRegistry
 from sparo_train.core.tables import SLOT_ENCODERS
 
 from ..encoders.convnet import ConvNetConfig, grid
 from ..encoders.transformer import TransformerConfig
 from ..grouping.binder import ParallelBinder
 from ..grouping.gru import lecun_normal_
-from ..grouping.invariant import FrameConfig, FramedSlotAttention
+from ..grouping.invariant import FrameConfig, InvariantSlotAttention
 from ..grouping.slot_attention import ACTIVATIONS, SlotAttention
 from ..grouping.slot_config import SlotAttentionConfig
 
-_NOT_FRAMED = (
+_UNSUPPORTED_WITH_FRAMES = (
     "heads", "softmax_over", "renorm", "gradient", "layers", "gru_on_normed", "out_proj", "mlp_last", "kv", "transport", "activation", "binder",
     "qk_norm", "ground"
 )  # fmt: skip
 
 
-_PLACED = ("frozen", "tokens", "vit")  # encoders whose features know where they stand
+_POSITION_AWARE_ENCODERS = ("frozen", "tokens", "vit")  # encoders whose features know where they stand
 
 
 class SlotTowerConfig(Frozen):
     """Which parts, and how they are put together."""
 
     embeds_tokens: ClassVar[bool] = False  # whether the model that has the tower makes features of encoder.kind=tokens
-    tells_first: ClassVar[bool] = False  # whether it is of videos, which may tell slots what to begin as
+    accepts_hint: ClassVar[bool] = False  # whether it is of videos, which may tell slots what to begin as
 
     image_size: int = setting(64, "pixels per side", gt=0, le=4096)
-    encoder: Annotated[Any, Open(SLOT_ENCODERS, default="conv")] = setting(
+    encoder: Annotated[Any, FromRegistry(SLOT_ENCODERS, default="conv")] = setting(
         ConvNetConfig(), "from pixels to features: a row of sparo.slot_encoders"
     )
     features: int = setting(64, "width of what slots group; a perceptron takes the encoder's to it", gt=0)
@@ -55,7 +55,7 @@ class SlotTowerConfig(Frozen):
     frame: FrameConfig | None = setting(None, "slots with positions and scales of their own: T-SA, TS-SA; null: SA")
 
     @model_validator(mode="after")
-    def _goes_together(self) -> Self:
+    def _check_combination(self) -> Self:
         if self.image_size < 1 or self.encoder.side(self.image_size) < 1:
             raise ValueError(f"image_size={self.image_size}: encoder.kind={self.encoder.kind} leaves nothing of it")
         if self.encoder.kind == "tokens" and not self.embeds_tokens:
@@ -66,23 +66,23 @@ class SlotTowerConfig(Frozen):
                 raise ValueError(
                     "transformer: features that see each other are of no place, which a frame shifts; set frame or transformer to null"
                 )
-        if self.grouping.init == "given" and not self.tells_first:
+        if self.grouping.init == "given" and not self.accepts_hint:
             raise ValueError(
                 "grouping.init=given: is of videos with a hint (objective.kind=video_slots); use learned or gaussian"
             )
-        if self.grouping.pooled is not None and not self.tells_first:
+        if self.grouping.pooled is not None and not self.accepts_hint:
             raise ValueError("grouping.preset=pooled: is of videos (objective.kind=video_slots)")
-        if self.position_init != "torch" and (self.frame is not None or self.encoder.kind in _PLACED):
+        if self.position_init != "torch" and (self.frame is not None or self.encoder.kind in _POSITION_AWARE_ENCODERS):
             raise ValueError(
                 f"position_init={self.position_init}: this tower projects no positions; frames and ViTs have their own. Remove it."
             )
         if self.frame is None:
             return self
         g, plain = self.grouping, SlotAttentionConfig(renorm="sum")
-        for knob in _NOT_FRAMED:
-            if getattr(g, knob) != getattr(plain, knob):
+        for option in _UNSUPPORTED_WITH_FRAMES:
+            if getattr(g, option) != getattr(plain, option):
                 raise ValueError(
-                    f"grouping.{knob}={getattr(g, knob)}: slots with frames have {getattr(plain, knob)} alone"
+                    f"grouping.{option}={getattr(g, option)}: slots with frames have {getattr(plain, option)} alone"
                 )
         if not g.mlp_width or g.gru == "none" or g.qkv != g.width:
             raise ValueError(
@@ -94,7 +94,7 @@ class SlotTowerConfig(Frozen):
     def noise(self) -> tuple[int, int]:
         """Shape of what an image draws: its first slots, and what breaks ties between them."""
         tokens = self.encoder.side(self.image_size) ** 2
-        return self.grouping.slots, self.grouping.drawn(tokens) + (4 if self.frame else 0)
+        return self.grouping.slots, self.grouping.noise_width(tokens) + (4 if self.frame else 0)
 
 
 def refuse_signed(signed: bool, model: SlotTowerConfig) -> None:
@@ -121,7 +121,7 @@ def _init_position(layer: nn.Linear, scheme: str) -> None:
         nn.init.zeros_(layer.bias)
 
 
-class Towered(NamedTuple):
+class TowerOutput(NamedTuple):
     """slots (b, K, D); attention (b, K, s, s); frames: positions and scales (b, K, 2) of slots that have some.
     features: (b, s, s, C), as the encoder gave them."""
 
@@ -143,7 +143,9 @@ class SlotTower(nn.Module):
         if (fit_to := getattr(self.encoder, "fit_to", None)) is not None:
             fit_to(c.image_size)
         # x, y and what is left of them to the other edge (Locatello et al. 2020); frames bring positions of their own.
-        self.position = nn.Linear(4, wide) if c.frame is None and c.encoder.kind not in _PLACED else None
+        self.position = (
+            nn.Linear(4, wide) if c.frame is None and c.encoder.kind not in _POSITION_AWARE_ENCODERS else None
+        )
         if self.position is not None:
             _init_position(self.position, c.position_init)
         self.norm = nn.LayerNorm(wide, eps=c.grouping.ln_eps)
@@ -152,24 +154,26 @@ class SlotTower(nn.Module):
             nn.Linear(wide, hidden), ACTIVATIONS[c.activation](), nn.Linear(hidden, c.features)
         )
         # Behind all that draws weights before it: models without one begin as they did.
-        self.grouping = self.grouped_by()
+        self.grouping = self.build_grouping()
         self.transformer = None if c.transformer is None else c.transformer.build(c.features)
 
-    def grouped_by(self) -> Any:
+    def build_grouping(self) -> Any:
         """What makes slots of tokens."""
         c = self.config
         if c.frame is not None:
-            return FramedSlotAttention(c.grouping, c.frame, c.features)
+            return InvariantSlotAttention(c.grouping, c.frame, c.features)
         return (SlotAttention if c.grouping.binder is None else ParallelBinder)(c.grouping, c.features)
 
     def tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """What slots group (b, s * s, F), and the encoder's features (b, s, s, C)."""
         features = self.encoder(images)
-        side, placed = features.shape[1], features
+        side, positioned_features = features.shape[1], features
         if self.position is not None:
-            near = (grid(side, features).flip(-1) + 1) / 2
-            placed = features + self.position(torch.cat([near, 1 - near], dim=-1)).unflatten(0, (side, side))
-        tokens = self.project(self.norm(placed.flatten(1, 2)))
+            coords = (grid(side, features).flip(-1) + 1) / 2
+            positioned_features = features + self.position(torch.cat([coords, 1 - coords], dim=-1)).unflatten(
+                0, (side, side)
+            )
+        tokens = self.project(self.norm(positioned_features.flatten(1, 2)))
         return tokens if self.transformer is None else self.transformer(tokens), features
 
     def forward(self, images: Tensor, noise: Tensor) -> Any:
@@ -180,4 +184,4 @@ class SlotTower(nn.Module):
         else:
             slots, positions, scales, attention = self.grouping(tokens, grid(side, tokens), noise)
             frames = positions, scales
-        return Towered(slots, attention.unflatten(-1, (side, side)), frames, features)
+        return TowerOutput(slots, attention.unflatten(-1, (side, side)), frames, features)

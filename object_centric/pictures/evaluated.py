@@ -16,7 +16,7 @@ from ..tasks.video_encoder import TimedEncoder
 from ..tasks.video_task import VideoMasksTaskConfig, open_clips
 from ..tasks.view_task import ViewMasksTaskConfig, open_views
 from .panels import ClipPanel, Panel, clip_animation, clip_sheet, panels
-from .scene_sheets import sample_of, scene_sheet
+from .scene_sheets import read_sample, scene_sheet
 
 _CLIPS = 3  # each has several rows
 
@@ -40,9 +40,9 @@ def of_views(encoder: Encoder, task: ViewMasksTaskConfig, count: int) -> TaskPic
     """Every view of the first scene: a sheet of one is as large as one of several images."""
     if not isinstance(encoder, SceneEncoder):
         return None
-    source, shown = open_views(task), task.shown or encoder.trained_views
-    _, posed, true = sample_of(encoder, source, 0)
-    return TaskPictures(scene_sheet(encoder, posed, true, shown, window=task.window))
+    source, num_context_views = open_views(task), task.shown or encoder.trained_views
+    _, posed, true_masks = read_sample(encoder, source, 0)
+    return TaskPictures(scene_sheet(encoder, posed, true_masks, num_context_views, window=task.window))
 
 
 def image_panels(source: EvalSet, number: int) -> list[tuple[str, Panel]]:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sparo_train.core.files import whole_file
 
-from ..tasks.mask_task import seen_by
-from ..tasks.slot_encoder import MaskingEncoder, Parts
+from ..tasks.mask_task import transform_mask
+from ..tasks.slot_encoder import Decomposition, MaskingEncoder
 from ..tasks.video_encoder import TimedEncoder
 
 _GAP, _HEAD, _SIDE = 4, 14, 90  # pixels between tiles, and for the words above them and behind rows
@@ -53,7 +53,7 @@ def panels(encoder: MaskingEncoder, samples: Sequence[Panel], tile: int = 96) ->
         tile: pixels per side of each.
     """
     pixels = encoder.stacked([encoder.transform(s.image) for s in samples])
-    return sheet_of(*tiles_of(encoder, pixels, [s.true for s in samples], encoder.parts(pixels)), tile)
+    return sheet_of(*tiles_of(encoder, pixels, [s.true for s in samples], encoder.decompose(pixels)), tile)
 
 
 def clip_sheet(encoder: TimedEncoder, clips: Sequence[ClipPanel], tile: int = 64, frames: int = 6) -> Image.Image:
@@ -69,9 +69,12 @@ def clip_sheet(encoder: TimedEncoder, clips: Sequence[ClipPanel], tile: int = 64
 
 def clip_animation(encoder: TimedEncoder, clips: Sequence[ClipPanel], tile: int = 64) -> list[Image.Image]:
     """A sheet for every frame, with a row for each clip; a clip that is over stays at its last frame."""
-    found = list(_tiles_of_clips(encoder, clips))
-    longest = max(len(tiles) for tiles, _ in found)
-    return [sheet_of([tiles[min(t, len(tiles) - 1)] for tiles, _ in found], found[0][1], tile) for t in range(longest)]
+    clip_tiles = list(_tiles_of_clips(encoder, clips))
+    longest = max(len(tiles) for tiles, _ in clip_tiles)
+    return [
+        sheet_of([tiles[min(t, len(tiles) - 1)] for tiles, _ in clip_tiles], clip_tiles[0][1], tile)
+        for t in range(longest)
+    ]
 
 
 def save_animation(sheets: Sequence[Image.Image], place: str | Path | BinaryIO, fps: int = 12, **how: Any) -> None:
@@ -92,50 +95,50 @@ def save_sheet(sheet: Image.Image, place: Path) -> None:
 def _tiles_of_clips(
     encoder: TimedEncoder, clips: Sequence[ClipPanel]
 ) -> Iterator[tuple[list[list[Tensor]], list[str]]]:
-    known = any(clip.true is not None for clip in clips)
+    has_masks = any(clip.true is not None for clip in clips)
     for clip in clips:
         pixels = encoder.stacked([encoder.transform(image) for image in clip.images])
-        told = pixels
+        model_input = pixels
         if encoder.conditional and clip.true is not None:
             # Brought to the model's size as its score's are: what is told must lie where it is seen.
-            plane = torch.from_numpy(seen_by(encoder, clip.true[0]).astype(np.uint8)).to(pixels.device)
-            told = torch.cat([pixels, plane.expand(len(pixels), 1, -1, -1)], 1)
-        (found,) = encoder.clip_parts(told[None], clip.window)
-        true = [None] * len(pixels) if clip.true is None else list(clip.true)
-        yield tiles_of(encoder, pixels, true, found, known)
+            plane = torch.from_numpy(transform_mask(encoder, clip.true[0]).astype(np.uint8)).to(pixels.device)
+            model_input = torch.cat([pixels, plane.expand(len(pixels), 1, -1, -1)], 1)
+        (decomposition,) = encoder.decompose_clips(model_input[None], clip.window)
+        true_masks = [None] * len(pixels) if clip.true is None else list(clip.true)
+        yield tiles_of(encoder, pixels, true_masks, decomposition, has_masks)
 
 
 def tiles_of(
     encoder: MaskingEncoder,
     pixels: Tensor,
-    truths: Sequence[np.ndarray | None],
-    found: Parts,
-    known: bool | None = None,
+    true_masks: Sequence[np.ndarray | None],
+    decomposition: Decomposition,
+    has_masks: bool | None = None,
 ) -> tuple[list[list[Tensor]], list[str]]:
-    """A row of tiles per image, and what stands above the columns; `known`: whether true masks have one."""
-    shares = found.shares.cpu()
-    drawn = None if found.drawn is None else found.drawn.clamp(0, 1).cpu()
-    own_of = None if found.own is None else found.own.clamp(0, 1).cpu()
-    known = any(true is not None for true in truths) if known is None else known
-    blank = torch.ones(3, *shares.shape[-2:])
+    """A row of tiles per image, and what stands above the columns; `has_masks`: whether true masks have one."""
+    soft_masks = decomposition.soft_masks.cpu()
+    reconstruction = None if decomposition.reconstruction is None else decomposition.reconstruction.clamp(0, 1).cpu()
+    slot_images = None if decomposition.slot_images is None else decomposition.slot_images.clamp(0, 1).cpu()
+    has_masks = any(true is not None for true in true_masks) if has_masks is None else has_masks
+    blank = torch.ones(3, *soft_masks.shape[-2:])
     rows = []
-    for i, labels in enumerate(truths):
+    for i, labels in enumerate(true_masks):
         image = pixels[i].float() / 255
         # Rows of one sheet have the same columns, whatever one of them lacks.
-        true = blank if labels is None else coloured(seen_by(encoder, labels))
-        own = [image] * len(shares[i]) if own_of is None else own_of[i]
+        true = blank if labels is None else coloured(transform_mask(encoder, labels))
+        own = [image] * len(soft_masks[i]) if slot_images is None else slot_images[i]
         # On white: black is a colour that slots do draw.
-        parts = [share * picture + (1 - share) for share, picture in zip(shares[i], own, strict=True)]
+        slot_tiles = [share * picture + (1 - share) for share, picture in zip(soft_masks[i], own, strict=True)]
         tiles = [
             image,
-            true if known else None,
-            coloured(shares[i].argmax(0).numpy() + 1),
-            None if drawn is None else drawn[i],
-            *parts,
+            true if has_masks else None,
+            coloured(soft_masks[i].argmax(0).numpy() + 1),
+            None if reconstruction is None else reconstruction[i],
+            *slot_tiles,
         ]
         rows.append([t for t in tiles if t is not None])
-    heads = ["image", *(["true"] if known else []), "masks", *(["drawn"] if drawn is not None else [])]
-    heads += [f"slot {k}" for k in range(shares.shape[1])]
+    heads = ["image", *(["true"] if has_masks else []), "masks", *(["drawn"] if reconstruction is not None else [])]
+    heads += [f"slot {k}" for k in range(soft_masks.shape[1])]
     return rows, heads
 
 

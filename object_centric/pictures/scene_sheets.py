@@ -11,78 +11,90 @@ from torch import Tensor
 
 from evals.encoders.pixels import Pixels
 from evals.sets.base import EvalSet
-from sparo_train.data.clips.cameras import looking
+from sparo_train.data.clips.cameras import look_at
 
 from ..scenes3d.rays import common_point, pixel_rays
-from ..tasks.mask_task import seen_by
+from ..tasks.mask_task import transform_mask
 from ..tasks.scene_encoder import EveryView, SceneEncoder
 from .panels import coloured, sheet_of
 
 
 def scene_sheet(
-    encoder: SceneEncoder, posed: Tensor, true: np.ndarray, shown: int, tile: int = 64, window: int | None = None
+    encoder: SceneEncoder,
+    posed: Tensor,
+    true_masks: np.ndarray,
+    num_context_views: int,
+    tile: int = 64,
+    window: int | None = None,
 ) -> Image.Image:
     """A row for each view of the first and of the last time: it, its true masks, the model's, what it draws, depth, every slot alone.
 
     Args:
-        posed: (T, V, 9, S, S).  true: (T, V, H, W) numbers of objects.  shown: so many of the views, the first, are what slots are made of.
+        posed: (T, V, 9, S, S).  true_masks: (T, V, H, W) numbers of objects.  num_context_views: so many of the views, the first, are what slots are made of.
         window: as of the task that is drawn.
     """
-    slots = encoder.slots_of(posed[:, :shown], window)
+    slots = encoder.slots_of(posed[:, :num_context_views], window)
     # Of a still scene these are one.
     times = sorted({0, len(posed) - 1})
-    heads = ["view", "true", "masks", "drawn", *(["depth"] if encoder.tells_depth else [])]
+    heads = ["view", "true", "masks", "drawn", *(["depth"] if encoder.predicts_depth else [])]
     heads += [f"slot {k}" for k in range(encoder.slots)]
     rows, names = [], []
     for t in times:
         for number, view in enumerate(posed[t]):
             own, rays = slots[t : t + 1], view[None, 3:]
-            found, alone = encoder.drawn(own, rays), encoder.alone(own, rays)[0]
+            rendered, slot_images = encoder.render(own, rays), encoder.render_slots(own, rays)[0]
             parts = [
                 view[:3],
-                coloured(seen_by(encoder, true[t, number])),
-                coloured(found.labels[0].cpu().numpy() + 1),
-                found.colours[0],
+                coloured(transform_mask(encoder, true_masks[t, number])),
+                coloured(rendered.labels[0].cpu().numpy() + 1),
+                rendered.colours[0],
             ]
-            parts += [] if found.depth is None else [_grey(found.depth[0])]
-            rows.append([*parts, *alone])
-            names.append(f"t {t}, {'shown' if number < shown else 'held out'}")
+            parts += [] if rendered.depth is None else [_grey(rendered.depth[0])]
+            rows.append([*parts, *slot_images])
+            names.append(f"t {t}, {'shown' if number < num_context_views else 'held out'}")
     return sheet_of(rows, heads, tile, names)
 
 
 def turntable(
-    encoder: SceneEncoder, posed: Tensor, shown: int, turns: int = 24, tile: int = 64, window: int | None = None
+    encoder: SceneEncoder,
+    posed: Tensor,
+    num_context_views: int,
+    turns: int = 24,
+    tile: int = 64,
+    window: int | None = None,
 ) -> list[Image.Image]:
     """Pictures on a circle: the whole, depth, and every slot alone, of the slots of the last time; around what the shown cameras look at, or
     where they look away from each other, around themselves."""
     # Of the last time, which has seen all that came before.
-    slots = encoder.slots_of(posed[:, :shown], window)[-1:]
-    poses = circle(posed[-1, :shown], turns)
+    slots = encoder.slots_of(posed[:, :num_context_views], window)[-1:]
+    poses = orbit_poses(posed[-1, :num_context_views], turns)
     side = posed.shape[-1]
-    lens = lens_of(posed[-1, 0])
-    heads = ["drawn", *(["depth"] if encoder.tells_depth else []), *(f"slot {k}" for k in range(encoder.slots))]
+    lens = intrinsics_of(posed[-1, 0])
+    heads = ["drawn", *(["depth"] if encoder.predicts_depth else []), *(f"slot {k}" for k in range(encoder.slots))]
     sheets = []
     for pose in poses:
         rays = pixel_rays(torch.from_numpy(pose).float(), lens, side).movedim(-1, 0)[None]
-        found, alone = encoder.drawn(slots, rays), encoder.alone(slots, rays)[0]
+        rendered, slot_images = encoder.render(slots, rays), encoder.render_slots(slots, rays)[0]
         sheets.append(
             sheet_of(
-                [[found.colours[0], *([] if found.depth is None else [_grey(found.depth[0])]), *alone]], heads, tile
+                [[rendered.colours[0], *([] if rendered.depth is None else [_grey(rendered.depth[0])]), *slot_images]],
+                heads,
+                tile,
             )
         )
     return sheets
 
 
-def sample_of(encoder: SceneEncoder, source: EvalSet, number: int) -> tuple[str, Tensor, np.ndarray]:
+def read_sample(encoder: SceneEncoder, source: EvalSet, number: int) -> tuple[str, Tensor, np.ndarray]:
     """Of a set of scenes a key, posed views (T, V, 9, S, S), and true numbers of objects (T, V, H, W)."""
-    seen: Any
+    views: Any
     assert isinstance(encoder.transform, Pixels)
-    key, seen, fact = source.read(number)
-    posed = torch.from_numpy(EveryView(encoder.transform)(seen)).movedim(-1, -3)
+    key, views, fact = source.read(number)
+    posed = torch.from_numpy(EveryView(encoder.transform)(views)).movedim(-1, -3)
     return key, posed, np.asarray(fact)[0].astype(np.int64)
 
 
-def circle(views: Tensor, turns: int) -> list[np.ndarray]:
+def orbit_poses(views: Tensor, turns: int) -> list[np.ndarray]:
     """Poses (4, 4) that go round: at the cameras' mean distance and height about the point that their axes come nearest to; about their own
     middle, looking outwards, where that point is behind them.
 
@@ -98,12 +110,12 @@ def circle(views: Tensor, turns: int) -> list[np.ndarray]:
     spread = np.linalg.norm(eyes - eyes.mean(0), axis=1).mean()
     # Cameras that look away from each other have what they see around them; one alone may look past the origin.
     if ((middle - eyes) * ahead).sum(1).mean() <= max(spread, 1e-3):
-        return [looking(eyes.mean(0), eyes.mean(0) + step + [0, 0, ahead[:, 2].mean()]) for step in around]
+        return [look_at(eyes.mean(0), eyes.mean(0) + step + [0, 0, ahead[:, 2].mean()]) for step in around]
     reach, high = np.hypot(*(eyes - middle)[:, :2].T).mean(), eyes[:, 2].mean()
-    return [looking([*(middle[:2] + reach * step[:2]), high], middle) for step in around]
+    return [look_at([*(middle[:2] + reach * step[:2]), high], middle) for step in around]
 
 
-def lens_of(view: Tensor) -> Tensor:
+def intrinsics_of(view: Tensor) -> Tensor:
     """(4,): fx, fy, cx, cy of a view (9, S, S), by what its rays say: ahead is along the one through its middle."""
     side = view.shape[-1]
     rays = view[6:].double()

@@ -9,7 +9,7 @@ from sparo_train.core.config import Frozen, resolve, setting
 
 from ..objectives.slot_model import SlotModel, SlotModelConfig
 from ..tasks.slot_encoder import SlotEncoder
-from .reading import Tensors, opened
+from .reading import Tensors, open_weight_file
 from .spot import NAMES
 
 
@@ -23,9 +23,9 @@ class MeshFile(Frozen):
 
 def from_mesh(text: str) -> SlotEncoder:
     """`mesh:FILE?slots=6&…`."""
-    t, options, unsaid = opened("mesh", text, MeshFile)
+    t, options, unspecified = open_weight_file("mesh", text, MeshFile)
     # Lightning saves the model below `net`.
-    t = Tensors({name.removeprefix("net."): value for name, value in t.held.items()}, t.label)
+    t = Tensors({name.removeprefix("net."): value for name, value in t.tensors.items()}, t.label)
     slot, hidden = t["slot_attention.mlp.0.weight"].shape[1], t["slot_attention.mlp.0.weight"].shape[0]
     # Sizes are the file's own: only what no shape tells is an option.
     channels = [t[f"encoder.{i}.weight"].shape[0] for i in (0, 2, 4, 6)]
@@ -35,7 +35,7 @@ def from_mesh(text: str) -> SlotEncoder:
         t.drop("slot_attention.lr")
     learned = "slot_attention.lr" in t
     if learned or not options.entropy_steps:
-        unsaid.unused("entropy_rate")
+        unspecified.refuse("entropy_rate")
     transport = {
         "steps": options.sinkhorn_steps,
         "entropy_steps": options.entropy_steps,
@@ -76,7 +76,7 @@ def from_mesh(text: str) -> SlotEncoder:
     model = SlotModel(config)
     t.into(model)
     made = SlotEncoder(model, signed=True, label=t.label)
-    made.assumed = str(unsaid)
+    made.assumed = str(unspecified)
     return made
 
 

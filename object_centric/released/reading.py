@@ -20,42 +20,51 @@ from sparo_train.models.weight_files.weights import load_into
 Options = TypeVar("Options", bound=Frozen)
 
 
-class Unsaid:
+class UnspecifiedOptions:
     """What a file may leave open: the options of its kind, those that were given, and those that it says itself."""
 
-    def __init__(self, label: str, query: str, given: Mapping[str, Any], found: Frozen):
-        self.label, self.query, self.given, self.left = label, query, dict(given), found.model_dump(exclude=set(given))
+    def __init__(self, label: str, query: str, user_options: Mapping[str, Any], resolved_options: Frozen):
+        self.label, self.query, self.user_options, self.unspecified = (
+            label,
+            query,
+            dict(user_options),
+            resolved_options.model_dump(exclude=set(user_options)),
+        )
 
-    def found(self, name: str, value: object) -> None:
+    def set_from_file(self, name: str, value: object) -> None:
         """The file says this one. Raises `ConfigError` where another was asked for."""
         # A wrong option would be ignored, and the user believe in it.
-        if name in self.given and self.given[name] != value:
-            raise ConfigError(f"{self.label}?{name}={self.given[name]}: the file says {value}; leave it away")
-        self.left.pop(name, None)
+        if name in self.user_options and self.user_options[name] != value:
+            raise ConfigError(f"{self.label}?{name}={self.user_options[name]}: the file says {value}; leave it away")
+        self.unspecified.pop(name, None)
 
-    def came_out(self, name: str, value: object) -> None:
+    def set_inferred(self, name: str, value: object) -> None:
         """What an option came out at that goes by others where it is left open."""
-        if name in self.left:
-            self.left[name] = value
+        if name in self.unspecified:
+            self.unspecified[name] = value
 
-    def unused(self, *names: str) -> None:
+    def refuse(self, *names: str) -> None:
         """Options that mean nothing for this file. Raises `ConfigError` where one was given."""
         for name in names:
-            if name in self.given:
-                raise ConfigError(f"{self.label}?{name}={self.given[name]}: means nothing for this file; leave it away")
-            self.left.pop(name, None)
+            if name in self.user_options:
+                raise ConfigError(
+                    f"{self.label}?{name}={self.user_options[name]}: means nothing for this file; leave it away"
+                )
+            self.unspecified.pop(name, None)
 
     def __str__(self) -> str:
-        if not self.left:
+        if not self.unspecified:
             return ""
-        known = {name: str(value).lower() if isinstance(value, bool) else value for name, value in self.left.items()}
-        assumed = ", ".join(f"{name}={value}" for name, value in known.items())
+        values = {
+            name: str(value).lower() if isinstance(value, bool) else value for name, value in self.unspecified.items()
+        }
+        assumed = ", ".join(f"{name}={value}" for name, value in values.items())
         # As it is typed again: with what was given, and the first that was not.
-        again = f"{self.label}?{self.query}{'&' if self.query else ''}{next(iter(known))}=…"
-        return f"{self.label}: does not say {assumed}; {again} says otherwise"
+        example = f"{self.label}?{self.query}{'&' if self.query else ''}{next(iter(values))}=…"
+        return f"{self.label}: does not say {assumed}; {example} says otherwise"
 
 
-def opened(scheme: str, text: str, options: type[Options]) -> tuple[Tensors, Options, Unsaid]:
+def open_weight_file(scheme: str, text: str, options: type[Options]) -> tuple[Tensors, Options, UnspecifiedOptions]:
     """`FILE?key=value&…` to the file's tensors, the options, and what is taken for granted.
 
     Raises:
@@ -64,39 +73,39 @@ def opened(scheme: str, text: str, options: type[Options]) -> tuple[Tensors, Opt
     """
     file, _, query = text.partition("?")
     label = f"{scheme}:{file}"
-    given = {key: parse_yaml(value, f"{label}?{key}") for key, value in parse_qsl(query, keep_blank_values=True)}
-    state = given.pop("state", None)
-    found = resolve(options, given, f"{label}?{query}")
+    user_options = {key: parse_yaml(value, f"{label}?{key}") for key, value in parse_qsl(query, keep_blank_values=True)}
+    state = user_options.pop("state", None)
+    resolved_options = resolve(options, user_options, f"{label}?{query}")
     weights = state_of(read_raw(Path(file)), file, None if state is None else str(state))
     return (
         Tensors(weights, label),
-        found,
-        Unsaid(label, query, given, found),
+        resolved_options,
+        UnspecifiedOptions(label, query, user_options, resolved_options),
     )
 
 
 class Tensors:
     """Tensors by their names in the file; whoever takes one says what it is called here."""
 
-    def __init__(self, held: Mapping[str, Tensor], label: str):
-        self.held, self.label = dict(held), label
+    def __init__(self, tensors: Mapping[str, Tensor], label: str):
+        self.tensors, self.label = dict(tensors), label
         self.ours: dict[str, Tensor] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self.held
+        return name in self.tensors
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.held:
+        if name not in self.tensors:
             raise CheckpointError(f"{self.label}: has no {name!r}; is it of another model? (it has {self._some()})")
-        return self.held[name]
+        return self.tensors[name]
 
     def take(self, theirs: str, ours: str) -> None:
         """All tensors of `theirs`, a module or a tensor, as `ours`."""
-        names = [n for n in self.held if n == theirs or n.startswith(f"{theirs}.")]
+        names = [n for n in self.tensors if n == theirs or n.startswith(f"{theirs}.")]
         if not names:
             self[theirs]  # says that it is not there
         for name in names:
-            self.ours[ours + name.removeprefix(theirs)] = self.held.pop(name)
+            self.ours[ours + name.removeprefix(theirs)] = self.tensors.pop(name)
 
     def give(self, ours: str, value: Tensor, *theirs: str) -> None:
         """A tensor that is made of some of the file's."""
@@ -105,17 +114,19 @@ class Tensors:
 
     def drop(self, *prefixes: str) -> None:
         """What the model here does not have."""
-        self.held = {n: t for n, t in self.held.items() if not any(n == p or n.startswith(f"{p}.") for p in prefixes)}
+        self.tensors = {
+            n: t for n, t in self.tensors.items() if not any(n == p or n.startswith(f"{p}.") for p in prefixes)
+        }
 
     def count(self, prefix: str) -> int:
         """Modules `prefix.0`, `prefix.1`, …"""
         # By what is there, not by the largest number: sequences have layers without weights.
-        numbers = {n.removeprefix(f"{prefix}.").partition(".")[0] for n in self.held if n.startswith(f"{prefix}.")}
+        numbers = {n.removeprefix(f"{prefix}.").partition(".")[0] for n in self.tensors if n.startswith(f"{prefix}.")}
         return sum(number.isdigit() for number in numbers)
 
     def into(self, model: nn.Module) -> None:
         """Load them. Raises `CheckpointError` where some are left, missing, or of other shapes."""
-        if self.held:
+        if self.tensors:
             raise CheckpointError(f"{self.label}: has tensors that nobody here knows: {self._some()}")
         load_into(model, self.ours, self.label)
 
@@ -127,7 +138,7 @@ class Tensors:
         return side
 
     def _some(self) -> str:
-        names = sorted(self.held)
+        names = sorted(self.tensors)
         return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
@@ -137,11 +148,13 @@ def grouping(t: Tensors, theirs: str, names: Mapping[str, str]) -> None:
         t.take(f"{theirs}.{name}", f"grouping.{ours}")
 
 
-def first_slots(t: Tensors, unsaid: Unsaid, mean: str, deviation: str, learned: str) -> dict[str, Any]:
+def read_slot_init(
+    t: Tensors, unspecified: UnspecifiedOptions, mean: str, deviation: str, learned: str
+) -> dict[str, Any]:
     """What slots begin from, shared or their own; the knob `init`, and `slots` where the file says how many."""
     if learned in t:
         value = t[learned].reshape(-1, t[learned].shape[-1])
-        unsaid.found("slots", len(value))
+        unspecified.set_from_file("slots", len(value))
         t.give("grouping.learned", value.clone(), learned)
         return {"init": "learned", "slots": len(value)}
     # A mean per slot is another way to begin, and would be read as one for all.
@@ -161,7 +174,7 @@ def vit(t: Tensors, prefix: str, heads: int | None, final_norm: bool, shrink: fl
     width, _, patch, _ = t[f"{prefix}.patch_embed.proj.weight"].shape
     places = t[f"{prefix}.pos_embed"].shape[1]
     # A table without the class token's place is itself a square.
-    alone = math.isqrt(places) ** 2 == places
+    without_cls = math.isqrt(places) ** 2 == places
     block = {
         "kind": "vit",
         "width": width,
@@ -169,9 +182,9 @@ def vit(t: Tensors, prefix: str, heads: int | None, final_norm: bool, shrink: fl
         "heads": heads or max(width // 64, 1),
         "hidden": t[f"{prefix}.blocks.0.mlp.fc1.weight"].shape[0],
         "patch": patch,
-        "native": t.square(places if alone else places - 1, "pos_embed"),
+        "native": t.square(places if without_cls else places - 1, "pos_embed"),
         "registers": registers,
-        "class_place": not alone,
+        "class_place": not without_cls,
         "layer_scale": f"{prefix}.blocks.0.ls1.gamma" in t,
         "final_norm": final_norm,
         "shrink": shrink,
@@ -180,26 +193,26 @@ def vit(t: Tensors, prefix: str, heads: int | None, final_norm: bool, shrink: fl
     return block
 
 
-def as_timm_has_dinov2(t: Tensors, prefix: str, side: int) -> None:
+def convert_dinov2_to_timm(t: Tensors, prefix: str, side: int) -> None:
     """DINOv2's own names and places below `prefix` to timm's, for `side` patches a side.
 
     Without registers its code interpolates places by a factor that it moves by a tenth of a patch; with registers, smoothly, and
     timm's model has the class token's place in the token itself.
     """
-    table = t[f"{prefix}.pos_embed"]
-    native = t.square(table.shape[1] - 1, f"{prefix}.pos_embed")
+    pos_embed = t[f"{prefix}.pos_embed"]
+    native = t.square(pos_embed.shape[1] - 1, f"{prefix}.pos_embed")
     registers = f"{prefix}.register_tokens" in t
     if native != side:
-        grid = table[:, 1:].unflatten(1, (native, native)).permute(0, 3, 1, 2)
+        grid = pos_embed[:, 1:].unflatten(1, (native, native)).permute(0, 3, 1, 2)
         if registers:
-            moved = nn.functional.interpolate(grid, size=(side, side), mode="bicubic", antialias=True)
+            interpolated = nn.functional.interpolate(grid, size=(side, side), mode="bicubic", antialias=True)
         else:
             factor = (side + 0.1) / native  # its way around a rounding error
-            moved = nn.functional.interpolate(grid, scale_factor=(factor, factor), mode="bicubic")
-        table = torch.cat([table[:, :1], moved.flatten(2).transpose(1, 2)], dim=1)
+            interpolated = nn.functional.interpolate(grid, scale_factor=(factor, factor), mode="bicubic")
+        pos_embed = torch.cat([pos_embed[:, :1], interpolated.flatten(2).transpose(1, 2)], dim=1)
     if registers:
-        t.held[f"{prefix}.cls_token"] = t[f"{prefix}.cls_token"] + table[:, :1]
-        t.held[f"{prefix}.reg_token"] = t.held.pop(f"{prefix}.register_tokens")
-        table = table[:, 1:]
-    t.held[f"{prefix}.pos_embed"] = table
+        t.tensors[f"{prefix}.cls_token"] = t[f"{prefix}.cls_token"] + pos_embed[:, :1]
+        t.tensors[f"{prefix}.reg_token"] = t.tensors.pop(f"{prefix}.register_tokens")
+        pos_embed = pos_embed[:, 1:]
+    t.tensors[f"{prefix}.pos_embed"] = pos_embed
     t.drop(f"{prefix}.mask_token")

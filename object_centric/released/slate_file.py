@@ -6,7 +6,7 @@ from sparo_train.core.config import Frozen, resolve, setting
 
 from ..objectives.slate_model import SlateModel, SlateModelConfig
 from ..tasks.slot_encoder import SlateEncoder
-from .reading import Tensors, opened
+from .reading import Tensors, open_weight_file
 from .spot import NAMES
 
 _BLOCK = {
@@ -26,7 +26,7 @@ class SlateFile(Frozen):
 
 def from_slate(text: str) -> SlateEncoder:
     """`slate:FILE?slots=11&…`."""
-    t, options, unsaid = opened("slate", text, SlateFile)
+    t, options, unspecified = open_weight_file("slate", text, SlateFile)
     vocab, wide = t["out.weight"].shape
     # One place more than there are patches: the sequence has a beginning.
     side = t.square(t["positional_encoder.pe"].shape[1] - 1, "positional_encoder.pe")
@@ -54,7 +54,7 @@ def from_slate(text: str) -> SlateEncoder:
     model = SlateModel(config)
     t.into(model)
     made = SlateEncoder(model, signed=False, label=t.label)
-    made.assumed = str(unsaid)
+    made.assumed = str(unspecified)
     return made
 
 

@@ -7,7 +7,7 @@ from sparo_train.core.errors import ConfigError
 
 from ..objectives.slot_tower import SlotTower, SlotTowerConfig
 from ..tasks.slot_encoder import GroupingEncoder
-from .reading import as_timm_has_dinov2, first_slots, grouping, opened, vit
+from .reading import convert_dinov2_to_timm, grouping, open_weight_file, read_slot_init, vit
 
 NAMES = {
     "norm_inputs": "norm_input",
@@ -29,7 +29,7 @@ class SpotFile(Frozen):
 
 def from_spot(text: str) -> GroupingEncoder:
     """`spot:FILE?final_norm=true&…`. The decoder is left out: masks are slots' attention to patches (its `_slots` scores)."""
-    t, options, unsaid = opened("spot", text, SpotFile)
+    t, options, unspecified = open_weight_file("spot", text, SpotFile)
     # The second encoder taught the first, and the decoders draw features: neither makes masks here.
     t.drop("second_encoder", "input_proj", "bos_tokens", "slot_proj", "dec", "tf_dec", "mask_token", "pos_embed")
     patch = t["encoder.patch_embed.proj.weight"].shape[-1]
@@ -39,13 +39,15 @@ def from_spot(text: str) -> GroupingEncoder:
         )
     # DINOv2's checkpoints have a mask token; DINO's and MAE's, as SPOT saves them, do not.
     if "encoder.mask_token" in t:
-        as_timm_has_dinov2(t, "encoder", options.image_size // patch)
+        convert_dinov2_to_timm(t, "encoder", options.image_size // patch)
     encoder = vit(t, "encoder", options.heads, options.final_norm)
-    unsaid.came_out("heads", encoder["heads"])
+    unspecified.set_inferred("heads", encoder["heads"])
     for theirs, ours in (("layer_norm", "norm"), ("mlp.0", "project.0"), ("mlp.2", "project.2")):
         t.take(f"slot_attn.{theirs}", ours)
     # Learned queries, or a draw from one Gaussian: by which of them the file has.
-    begin = first_slots(t, unsaid, "slot_attn.slot_mu", "slot_attn.slot_log_sigma", "slot_attn.slots_init.weight")
+    begin = read_slot_init(
+        t, unspecified, "slot_attn.slot_mu", "slot_attn.slot_log_sigma", "slot_attn.slots_init.weight"
+    )
     width = t["slot_attn.slot_attention.project_q.weight"].shape[0]
     mlp = t["slot_attn.slot_attention.mlp.0.weight"].shape[0]
     grouping(t, "slot_attn.slot_attention", NAMES)
@@ -69,5 +71,5 @@ def from_spot(text: str) -> GroupingEncoder:
     model = SlotTower(config)
     t.into(model)
     made = GroupingEncoder(model, signed=False, label=t.label)
-    made.assumed = str(unsaid)
+    made.assumed = str(unspecified)
     return made

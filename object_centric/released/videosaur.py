@@ -9,9 +9,9 @@ from sparo_train.core.errors import CheckpointError
 
 from ..objectives.slot_tower import SlotTower, SlotTowerConfig
 from ..tasks.slot_encoder import GroupingEncoder
-from ..tasks.video_encoder import TimedGroupingEncoder, TowerAlone
+from ..tasks.video_encoder import TimedGroupingEncoder, TowerModel
 from ..video.timed_tower import TimedTowerConfig
-from .reading import Tensors, first_slots, grouping, opened, vit
+from .reading import Tensors, grouping, open_weight_file, read_slot_init, vit
 
 _NAMES = {
     "norm_features": "norm_input",
@@ -33,16 +33,18 @@ class VideosaurFile(Frozen):
 def from_videosaur(text: str) -> GroupingEncoder | TimedGroupingEncoder:
     """`videosaur:FILE?slots=11&…`. Decoders and target encoders are left out: masks are slots' attention to patches. A file with a predictor
     is of videos."""
-    t, options, unsaid = opened("videosaur", text, VideosaurFile)
+    t, options, unspecified = open_weight_file("videosaur", text, VideosaurFile)
     # Lightning wraps what it trained once more.
-    t = Tensors({name.replace(".module.", ".", 1): value for name, value in t.held.items()}, t.label)
+    t = Tensors({name.replace(".module.", ".", 1): value for name, value in t.tensors.items()}, t.label)
     t.drop("decoder", "target_encoder", "loss_fns")
-    whole = "encoder.backbone.model.norm.weight" in t  # torchvision's extractor leaves away what features do not pass
-    encoder = vit(t, "encoder.backbone.model", options.heads, final_norm=whole)
-    unsaid.came_out("heads", encoder["heads"])
+    has_final_norm = (
+        "encoder.backbone.model.norm.weight" in t
+    )  # torchvision's extractor leaves away what features do not pass
+    encoder = vit(t, "encoder.backbone.model", options.heads, final_norm=has_final_norm)
+    unspecified.set_inferred("heads", encoder["heads"])
     for theirs, ours in (("0", "norm"), ("1", "project.0"), ("3", "project.2")):
         t.take(f"encoder.output_transform.layers.{theirs}", ours)
-    begin = first_slots(t, unsaid, "initializer.mean", "initializer.log_std", "initializer.slots")
+    slot_init = read_slot_init(t, unspecified, "initializer.mean", "initializer.log_std", "initializer.slots")
     corrector = "processor.corrector"
     width, wide = t[f"{corrector}.to_q.weight"].shape[1], t[f"{corrector}.to_q.weight"].shape[0]
     if width != wide:
@@ -61,8 +63,8 @@ def from_videosaur(text: str) -> GroupingEncoder | TimedGroupingEncoder:
     grouping(t, corrector, names)
     predictor = _predictor(t, width)
     if predictor is None:
-        unsaid.unused("later", "frames")
-    knobs = {
+        unspecified.refuse("later", "frames")
+    grouping_options = {
         "preset": "videosaur",
         "slots": options.slots,
         "width": width,
@@ -70,29 +72,33 @@ def from_videosaur(text: str) -> GroupingEncoder | TimedGroupingEncoder:
         "iterations": options.later if predictor else options.iterations,
         "mlp_width": mlp,
         "gru": "torch" if gated else "none",
-        **begin,
+        **slot_init,
     }
     tree: dict[str, Any] = {
         "image_size": options.image_size,
         "encoder": encoder,
         "features": t.ours["project.2.weight"].shape[0],
         "hidden": t.ours["project.0.weight"].shape[0],
-        "grouping": knobs,
+        "grouping": grouping_options,
     }
     if predictor is None:
         model = SlotTower(resolve(SlotTowerConfig, tree, t.label))
         t.into(model)
-        made = GroupingEncoder(model, signed=False, label=t.label)
+        slot_encoder = GroupingEncoder(model, signed=False, label=t.label)
     else:
         tree |= {"predictor": predictor, "first_turns": options.iterations}
-        alone = TowerAlone(resolve(TimedTowerConfig, tree, t.label))
+        tower_model = TowerModel(resolve(TimedTowerConfig, tree, t.label))
         # In a model of videos one round over slots is a part of the step from frame to frame.
-        moved = {name.replace("grouping.", "grouping.step.corrector."): value for name, value in t.ours.items()}
-        t.ours = {name.replace("predictor.", "grouping.step.predictor."): value for name, value in moved.items()}
-        t.into(alone.tower)
-        made = TimedGroupingEncoder(alone, False, options.frames, t.label)
-    made.assumed = str(unsaid)
-    return made
+        corrector_tensors = {
+            name.replace("grouping.", "grouping.step.corrector."): value for name, value in t.ours.items()
+        }
+        t.ours = {
+            name.replace("predictor.", "grouping.step.predictor."): value for name, value in corrector_tensors.items()
+        }
+        t.into(tower_model.tower)
+        slot_encoder = TimedGroupingEncoder(tower_model, False, options.frames, t.label)
+    slot_encoder.assumed = str(unspecified)
+    return slot_encoder
 
 
 def _predictor(t: Tensors, width: int) -> dict[str, Any] | None:

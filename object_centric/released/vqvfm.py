@@ -6,7 +6,7 @@ from sparo_train.core.config import Frozen, resolve, setting
 
 from ..objectives.slot_tower import SlotTower, SlotTowerConfig
 from ..tasks.slot_encoder import GroupingEncoder
-from .reading import Tensors, first_slots, grouping, opened, vit
+from .reading import Tensors, grouping, open_weight_file, read_slot_init, vit
 
 _NAMES = {
     "norm1kv": "norm_input",
@@ -28,20 +28,23 @@ class VqvfmFile(Frozen):
 
 def from_vqvfm(text: str) -> GroupingEncoder:
     """`vqvfm:FILE?image_size=384&…`. Decoders are left out: masks are slots' attention to patches (its `attent`)."""
-    t, options, unsaid = opened("vqvfm", text, VqvfmFile)
-    t = Tensors({name.removeprefix("m."): value for name, value in t.held.items()}, t.label)
+    t, options, unspecified = open_weight_file("vqvfm", text, VqvfmFile)
+    t = Tensors({name.removeprefix("m."): value for name, value in t.tensors.items()}, t.label)
     t.drop("decode", "decode_", "mediat")
     # Its place differs between the family's models; a ViT is told by its patches.
-    backbone = next((n.partition(".patch_embed.")[0] for n in t.held if ".patch_embed." in n), "encode_backbone.1")
+    backbone = next((n.partition(".patch_embed.")[0] for n in t.tensors if ".patch_embed." in n), "encode_backbone.1")
     encoder = vit(t, backbone, options.heads, options.final_norm, options.shrink)
-    unsaid.came_out("heads", encoder["heads"])
+    unspecified.set_inferred("heads", encoder["heads"])
     for theirs, ours in (("0", "norm"), ("1", "project.0"), (_last(t, "encode_project"), "project.2")):
         t.take(f"encode_project.{theirs}", ours)
     # In evaluation its slots begin from their means, whatever deviations it trained with.
     if "initializ.mean" in t and t["initializ.mean"].shape[1] > 1:
-        t.held["initializ.own"] = t.held.pop("initializ.mean")
+        t.tensors["initializ.own"] = t.tensors.pop("initializ.mean")
         t.drop("initializ.logstd")
-    begin = {"slots": options.slots, **first_slots(t, unsaid, "initializ.mean", "initializ.logstd", "initializ.own")}
+    begin = {
+        "slots": options.slots,
+        **read_slot_init(t, unspecified, "initializ.mean", "initializ.logstd", "initializ.own"),
+    }
     width, mlp = t["aggregat.proj_q.weight"].shape[0], t["aggregat.ffn.0.weight"].shape[0]
     # Dropout stands between in some of them, and shifts the numbers.
     last = _last(t, "aggregat.ffn")
@@ -64,11 +67,11 @@ def from_vqvfm(text: str) -> GroupingEncoder:
     model = SlotTower(config)
     t.into(model)
     made = GroupingEncoder(model, signed=False, label=t.label)
-    made.assumed = str(unsaid)
+    made.assumed = str(unspecified)
     return made
 
 
 def _last(t: Tensors, prefix: str) -> str:
     """The number of the last layer that has weights: one further where there is dropout in between."""
-    numbers = [n.removeprefix(f"{prefix}.").partition(".")[0] for n in t.held if n.startswith(f"{prefix}.")]
+    numbers = [n.removeprefix(f"{prefix}.").partition(".")[0] for n in t.tensors if n.startswith(f"{prefix}.")]
     return str(max((int(n) for n in numbers if n.isdigit()), default=0))

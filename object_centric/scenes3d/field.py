@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .field_layers import Given, Layers
-from .field_pass import field_at
+from .field_layers import FieldInputs, Layers
+from .field_pass import evaluate_field
 
 Density = Literal["softplus", "relu"]
 # Biases: a scene begins as thin mist without shadows, as thin by either density.
@@ -19,12 +19,12 @@ _FIRST_DENSITY, _FIRST_SHADOW = {"softplus": -3.0, "relu": -0.5}, 3.0
 class Points(NamedTuple):
     """Of rays: embedded points (n, R, B, E), embedded directions (n, R, E), places along the ray (n, R, B + 1)."""
 
-    told: Tensor
+    positions: Tensor
     directions: Tensor
-    places: Tensor
+    distances: Tensor
 
 
-class Own(NamedTuple):
+class FieldOutput(NamedTuple):
     """Of points in F fields: density (n, R, B, F), colours (n, R, B, F, 3), and what its shadow leaves (n, R, B, F)."""
 
     density: Tensor
@@ -32,46 +32,59 @@ class Own(NamedTuple):
     shadow: Tensor | None
 
 
-def joined(first: Own, second: Own) -> Own:
+def concat_fields(first: FieldOutput, second: FieldOutput) -> FieldOutput:
     """Fields of two kinds beside each other."""
     shadow = None if first.shadow is None or second.shadow is None else torch.cat([first.shadow, second.shadow], -1)
-    return Own(torch.cat([first.density, second.density], -1), torch.cat([first.colours, second.colours], -2), shadow)
+    return FieldOutput(
+        torch.cat([first.density, second.density], -1), torch.cat([first.colours, second.colours], -2), shadow
+    )
 
 
 class Field(nn.Module):
     """Embedded points, and slots (n, F, D) or None for one field without, to what is there."""
 
-    def __init__(self, wide: int, told: int, shadows: bool, bounds: Density = "softplus"):
+    def __init__(self, wide: int, embed_width: int, shadows: bool, density_activation: Density = "softplus"):
         super().__init__()
-        self.bounds: Density = bounds
-        self.place, self.direction = nn.Linear(told, wide), nn.Linear(told, wide)
-        self.seen, self.tinted = Blocks(wide, 2), Blocks(wide, 1)
+        self.density_activation: Density = density_activation
+        self.place, self.direction = nn.Linear(embed_width, wide), nn.Linear(embed_width, wide)
+        self.seen, self.tinted = ResidualBlocks(wide, 2), ResidualBlocks(wide, 1)
         self.density, self.colour = nn.Linear(wide, 1), nn.Linear(wide, 3)
         self.shadow = nn.Linear(wide, 1) if shadows else None
-        nn.init.constant_(self.density.bias, _FIRST_DENSITY[bounds])
+        nn.init.constant_(self.density.bias, _FIRST_DENSITY[density_activation])
         if self.shadow is not None:
             nn.init.constant_(self.shadow.bias, _FIRST_SHADOW)
 
-    def forward(self, points: Points, slots: Tensor | None) -> Own:
+    def forward(self, points: Points, slots: Tensor | None) -> FieldOutput:
         n, count = points.directions.shape[:2]
         # A point and a direction are embedded once, whatever the number of slots.
-        at, turned = self.place(points.told).flatten(0, 1), self.direction(points.directions).flatten(0, 1)
-        told = at.new_zeros(n, 1, at.shape[-1]) if slots is None else slots
-        first, layers = self.folded()
-        of_slots, of_slots_first = (t[:, None].expand(-1, count, -1, -1).flatten(0, 1) for t in (told, told @ first.T))
+        point_features, direction_features = (
+            self.place(points.positions).flatten(0, 1),
+            self.direction(points.directions).flatten(0, 1),
+        )
+        slot_inputs = point_features.new_zeros(n, 1, point_features.shape[-1]) if slots is None else slots
+        first, layers = self.fold_layers()
+        of_slots, of_slots_first = (
+            t[:, None].expand(-1, count, -1, -1).flatten(0, 1) for t in (slot_inputs, slot_inputs @ first.T)
+        )
         # A shadow falls from where there is nothing, too.
-        cut = self.density.bias if self.bounds == "relu" and self.shadow is None else None
-        found = field_at(Given(at, at @ first.T, of_slots, of_slots_first, turned), layers, cut)
-        looked, colours = (table.unflatten(0, (n, count)) for table in found)
-        density = (F.relu if self.bounds == "relu" else F.softplus)(looked[..., 0] + self.density.bias)
-        shadow = None if self.shadow is None else (looked[..., 1] + self.shadow.bias).sigmoid()
-        return Own(density, (colours + self.colour_bias()).sigmoid(), shadow)
+        density_bias = self.density.bias if self.density_activation == "relu" and self.shadow is None else None
+        outputs = evaluate_field(
+            FieldInputs(point_features, point_features @ first.T, of_slots, of_slots_first, direction_features),
+            layers,
+            density_bias,
+        )
+        head_outputs, colours = (table.unflatten(0, (n, count)) for table in outputs)
+        density = (F.relu if self.density_activation == "relu" else F.softplus)(
+            head_outputs[..., 0] + self.density.bias
+        )
+        shadow = None if self.shadow is None else (head_outputs[..., 1] + self.shadow.bias).sigmoid()
+        return FieldOutput(density, (colours + self.colour_bias()).sigmoid(), shadow)
 
-    def folded(self) -> tuple[Tensor, Layers]:
+    def fold_layers(self) -> tuple[Tensor, Layers]:
         """The first layer, for points and slots on their own, and what is behind it, each layer with the norm before it."""
         one, two, three = self._blocks()
         norm, tint_norm, look = self.seen.norm, self.tinted.norm, self.density.weight
-        (weight, first_bias), (second, second_bias), (tint, tint_bias) = map(_folded, (one, two, three))
+        (weight, first_bias), (second, second_bias), (tint, tint_bias) = map(_fold_norm, (one, two, three))
         # A norm takes the mean away, so its layer may be blind to it: once for the block's norm, once for that of the sum.
         weight = weight - weight.mean(1, keepdim=True)
         first = weight * norm.weight
@@ -104,13 +117,13 @@ class Field(nn.Module):
         return [*self.seen.blocks, *self.tinted.blocks]
 
 
-def _folded(block: Any) -> tuple[Tensor, Tensor]:
+def _fold_norm(block: Any) -> tuple[Tensor, Tensor]:
     """A block's first layer with its norm's weights multiplied in: weight and bias."""
     norm, linear = block[0], block[1]
     return linear.weight * norm.weight, linear.bias + linear.weight @ norm.bias
 
 
-class Blocks(nn.Module):
+class ResidualBlocks(nn.Module):
     """A LayerNorm, and residual blocks of LayerNorm, linear, ReLU, linear (Tables 10 to 12)."""
 
     def __init__(self, wide: int, count: int):

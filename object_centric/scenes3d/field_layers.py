@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _EPS = 1e-5
-Low = torch.dtype | None  # what products are done in; None: as they are
+MatmulDtype = torch.dtype | None  # what products are done in; None: as they are
 
 
 class Layers(NamedTuple):
@@ -34,7 +34,7 @@ class Layers(NamedTuple):
     colour_tint: Tensor
 
 
-class Given(NamedTuple):
+class FieldInputs(NamedTuple):
     """Of Q rays: embedded points (Q, B, D) and what the first layer makes of them, slots (Q, F, D) and the same, directions (Q, D)."""
 
     points: Tensor
@@ -45,39 +45,39 @@ class Given(NamedTuple):
 
 
 class TileRows(NamedTuple):
-    """Points in slots of the rays from `begin` to `end`, ray by ray and point by point: all of them, or those that `at` (m) counts."""
+    """Points in slots of the rays from `begin` to `end`, ray by ray and point by point: all of them, or those that `indices` (m) counts."""
 
     begin: int
     end: int
-    at: Tensor | None
+    indices: Tensor | None
 
-    def sums(self, given: Given) -> tuple[Tensor, Tensor]:
+    def add_slots(self, inputs: FieldInputs) -> tuple[Tensor, Tensor]:
         """Points plus slots (rows, D), and what the first layer makes of that."""
-        pairs = (given.points, given.slots), (given.points_first, given.slots_first)
+        pairs = (inputs.points, inputs.slots), (inputs.points_first, inputs.slots_first)
         return tuple(self._sum(*pair) for pair in pairs)  # pyright: ignore[reportReturnType]
 
     def _sum(self, points: Tensor, slots: Tensor) -> Tensor:
         points, slots = points[self.begin : self.end], slots[self.begin : self.end]
-        if self.at is None:
+        if self.indices is None:
             return (points[:, :, None] + slots[:, None]).flatten(0, 2)
         bins, fields = points.shape[1], slots.shape[1]
-        ray = self.at // (bins * fields)
-        return points.flatten(0, 1)[self.at // fields] + slots.flatten(0, 1)[ray * fields + self.at % fields]
+        ray = self.indices // (bins * fields)
+        return points.flatten(0, 1)[self.indices // fields] + slots.flatten(0, 1)[ray * fields + self.indices % fields]
 
-    def turned(self, result: Tensor, given: Given) -> Tensor:
+    def add_directions(self, result: Tensor, inputs: FieldInputs) -> Tensor:
         """TileRows (rows, D) plus their rays' directions."""
-        directions = given.directions[self.begin : self.end]
-        if self.at is not None:
-            return result + directions[self.at // (given.points.shape[1] * given.slots.shape[1])]
+        directions = inputs.directions[self.begin : self.end]
+        if self.indices is not None:
+            return result + directions[self.indices // (inputs.points.shape[1] * inputs.slots.shape[1])]
         # All of a ray's points and slots have one direction.
         return (result.view(len(directions), -1, result.shape[1]) + directions[:, None]).flatten(0, 1)
 
-    def scattered(self, g: Tensor, given: Given) -> Tensor:
+    def scatter(self, g: Tensor, inputs: FieldInputs) -> Tensor:
         """A gradient of rows as one of all points in slots (rays, B, F, D), of which those that do not count have none."""
-        shape = (self.end - self.begin, given.points.shape[1], given.slots.shape[1], g.shape[1])
-        if self.at is None:
+        shape = (self.end - self.begin, inputs.points.shape[1], inputs.slots.shape[1], g.shape[1])
+        if self.indices is None:
             return g.view(shape)
-        return g.new_zeros(shape[0] * shape[1] * shape[2], shape[3]).index_copy_(0, self.at, g).view(shape)
+        return g.new_zeros(shape[0] * shape[1] * shape[2], shape[3]).index_copy_(0, self.indices, g).view(shape)
 
 
 class FieldActivations(NamedTuple):
@@ -89,118 +89,128 @@ class FieldActivations(NamedTuple):
     result: Tensor
 
 
-def seen(rows: TileRows, given: Given, m: Layers, low: Low) -> FieldActivations:
+def density_forward(rows: TileRows, inputs: FieldInputs, m: Layers, matmul_dtype: MatmulDtype) -> FieldActivations:
     """A norm, and two residual blocks: LayerNorm, linear, ReLU, linear."""
-    x, through = rows.sums(given)
-    x, _, rstd = _normed(x, m.norm, m.norm_bias)
+    x, through = rows.add_slots(inputs)
+    x, _, rstd = _layer_norm(x, m.norm, m.norm_bias)
     # Of x's own norm the deviation is all that is left to do: its layer was centred, and went through what `x` is a sum of.
     raw = torch.addcmul(m.through, through, rstd)
-    first = relu(torch.addcmul(m.first_bias, raw, _normed(x)[2]), low)
-    middle = x.add_(m.first_back_bias).add_(times(first, m.first_back.T, low))
-    second = relu(times(_normed(middle)[0], m.second.T, low).add_(m.second_bias), low)
-    result = times(second, m.second_back.T, low).add_(m.second_back_bias).add_(middle)
+    first = relu(torch.addcmul(m.first_bias, raw, _layer_norm(x)[2]), matmul_dtype)
+    middle = x.add_(m.first_back_bias).add_(matmul(first, m.first_back.T, matmul_dtype))
+    second = relu(matmul(_layer_norm(middle)[0], m.second.T, matmul_dtype).add_(m.second_bias), matmul_dtype)
+    result = matmul(second, m.second_back.T, matmul_dtype).add_(m.second_back_bias).add_(middle)
     return FieldActivations(first, middle, second, result)
 
 
-def seen_back(
+def density_backward(
     g: Tensor,
-    own: FieldActivations,
+    activations: FieldActivations,
     rows: TileRows,
-    given: Given,
-    d_given: Given,
+    inputs: FieldInputs,
+    d_inputs: FieldInputs,
     m: Layers,
     d: Layers,
-    low: Low,
+    matmul_dtype: MatmulDtype,
 ) -> None:
     """`g` (rows, D) is the gradient of `own.result`, and is written over."""
-    _add_layer(d.second_back, d.second_back_bias, g, own.second, low)
-    inner = times(g, m.second_back, low).mul_(own.second > 0)
-    z, mean, rstd = _normed(own.middle)
-    _add_layer(d.second, d.second_bias, inner, z, low)
-    g.add_(_normed_back(times(inner, m.second, low), own.middle, mean, rstd)[0])
+    _add_linear_grad(d.second_back, d.second_back_bias, g, activations.second, matmul_dtype)
+    inner = matmul(g, m.second_back, matmul_dtype).mul_(activations.second > 0)
+    z, mean, rstd = _layer_norm(activations.middle)
+    _add_linear_grad(d.second, d.second_bias, inner, z, matmul_dtype)
+    g.add_(_layer_norm_backward(matmul(inner, m.second, matmul_dtype), activations.middle, mean, rstd)[0])
 
-    _add_layer(d.first_back, d.first_back_bias, g, own.first, low)
-    inner = times(g, m.first_back, low).mul_(own.first > 0)
+    _add_linear_grad(d.first_back, d.first_back_bias, g, activations.first, matmul_dtype)
+    inner = matmul(g, m.first_back, matmul_dtype).mul_(activations.first > 0)
     d.first_bias.add_(inner.sum(0))
-    u, through = rows.sums(given)
-    x, mean, rstd = _normed(u, m.norm, m.norm_bias)
-    _, x_mean, x_rstd = _normed(x)
+    u, through = rows.add_slots(inputs)
+    x, mean, rstd = _layer_norm(u, m.norm, m.norm_bias)
+    _, x_mean, x_rstd = _layer_norm(x)
     inner.mul_(x_rstd)
     d.through.add_(inner.sum(0))
     d_rstd = (inner * through).sum(-1, keepdim=True)
     d_x_rstd = (d_rstd * rstd + (inner @ m.through)[:, None]) / x_rstd
-    _split(rows.scattered(inner.mul_(rstd), given), d_given.points_first, d_given.slots_first, rows)
+    _split_grad(rows.scatter(inner.mul_(rstd), inputs), d_inputs.points_first, d_inputs.slots_first, rows)
     # Of rstd the derivative is its cube over minus the number of its terms, times what is centred.
     g.addcmul_(x.sub_(x_mean), d_x_rstd * x_rstd**3, value=-1 / x.shape[1])
-    g, d_norm, d_bias = _normed_back(g, u, mean, rstd, m.norm, m.norm_bias)
+    g, d_norm, d_bias = _layer_norm_backward(g, u, mean, rstd, m.norm, m.norm_bias)
     d.norm.add_(d_norm)
     d.norm_bias.add_(d_bias)
     g.addcmul_(u.sub_(mean), d_rstd * rstd**3, value=-1 / x.shape[1])
-    _split(rows.scattered(g, given), d_given.points, d_given.slots, rows)
+    _split_grad(rows.scatter(g, inputs), d_inputs.points, d_inputs.slots, rows)
 
 
-Normed = tuple[Tensor, Tensor, Tensor]  # of a LayerNorm: what it gives, and the rows' means and reciprocal deviations
+LayerNormOutput = tuple[
+    Tensor, Tensor, Tensor
+]  # of a LayerNorm: what it gives, and the rows' means and reciprocal deviations
 
 
-def tinted(result: Tensor, rows: TileRows, given: Given, m: Layers) -> tuple[Tensor, Normed, Normed]:
+def color_forward(
+    result: Tensor, rows: TileRows, inputs: FieldInputs, m: Layers
+) -> tuple[Tensor, LayerNormOutput, LayerNormOutput]:
     """What was seen with the ray's direction, its norm, and the norm of that without weights."""
-    turned = rows.turned(result, given)
-    y = _normed(turned, m.tint_norm, m.tint_norm_bias)
-    return turned, y, _normed(y[0])
+    color_input = rows.add_directions(result, inputs)
+    y = _layer_norm(color_input, m.tint_norm, m.tint_norm_bias)
+    return color_input, y, _layer_norm(y[0])
 
 
-def tinted_back(
-    shades: Tensor,
+def color_backward(
+    d_color_logits: Tensor,
     tint: Tensor,
     result: Tensor,
     rows: TileRows,
-    given: Given,
-    d_given: Given,
+    inputs: FieldInputs,
+    d_inputs: FieldInputs,
     m: Layers,
     d: Layers,
-    low: Low,
+    matmul_dtype: MatmulDtype,
 ) -> Tensor:
     """From a gradient of colours (rows, 3) to that of what was seen with its direction (rows, D)."""
-    turned, (y, mean, rstd), (z, z_mean, z_rstd) = tinted(result, rows, given, m)
-    d.colour_tint.add_(times(shades.T, tint, low))
-    d.colour.add_(times(shades.T, y, low))
-    inner = times(shades, m.colour_tint, low).mul_(tint > 0)
-    _add_layer(d.tint, d.tint_bias, inner, z, low)
-    g = _normed_back(times(inner, m.tint, low), y, z_mean, z_rstd)[0].add_(times(shades, m.colour, low))
-    g, d_norm, d_bias = _normed_back(g, turned, mean, rstd, m.tint_norm, m.tint_norm_bias)
+    color_input, (y, mean, rstd), (z, z_mean, z_rstd) = color_forward(result, rows, inputs, m)
+    d.colour_tint.add_(matmul(d_color_logits.T, tint, matmul_dtype))
+    d.colour.add_(matmul(d_color_logits.T, y, matmul_dtype))
+    inner = matmul(d_color_logits, m.colour_tint, matmul_dtype).mul_(tint > 0)
+    _add_linear_grad(d.tint, d.tint_bias, inner, z, matmul_dtype)
+    g = _layer_norm_backward(matmul(inner, m.tint, matmul_dtype), y, z_mean, z_rstd)[0].add_(
+        matmul(d_color_logits, m.colour, matmul_dtype)
+    )
+    g, d_norm, d_bias = _layer_norm_backward(g, color_input, mean, rstd, m.tint_norm, m.tint_norm_bias)
     d.tint_norm.add_(d_norm)
     d.tint_norm_bias.add_(d_bias)
-    d_given.directions[rows.begin : rows.end] = rows.scattered(g, given).sum((1, 2))
+    d_inputs.directions[rows.begin : rows.end] = rows.scatter(g, inputs).sum((1, 2))
     return g
 
 
-def times(x: Tensor, y: Tensor, low: Low) -> Tensor:
-    return x @ y if low is None else (x.to(low) @ y.to(low)).to(torch.promote_types(y.dtype, torch.float32))
+def matmul(x: Tensor, y: Tensor, matmul_dtype: MatmulDtype) -> Tensor:
+    return (
+        x @ y
+        if matmul_dtype is None
+        else (x.to(matmul_dtype) @ y.to(matmul_dtype)).to(torch.promote_types(y.dtype, torch.float32))
+    )
 
 
-def relu(x: Tensor, low: Low) -> Tensor:
+def relu(x: Tensor, matmul_dtype: MatmulDtype) -> Tensor:
     """Kept as the next product takes it."""
-    return x.relu_() if low is None else x.relu_().to(low)
+    return x.relu_() if matmul_dtype is None else x.relu_().to(matmul_dtype)
 
 
-def _add_layer(d_weight: Tensor, d_bias: Tensor, g: Tensor, x: Tensor, low: Low) -> None:
-    d_weight.add_(times(g.T, x, low))
+def _add_linear_grad(d_weight: Tensor, d_bias: Tensor, g: Tensor, x: Tensor, matmul_dtype: MatmulDtype) -> None:
+    d_weight.add_(matmul(g.T, x, matmul_dtype))
     d_bias.add_(g.sum(0))
 
 
-def _normed(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Normed:
+def _layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> LayerNormOutput:
     if weight is None:  # told ones and zeros: without, torch's CPU kernel takes three times as long
         weight, bias = x.new_ones(x.shape[1]), x.new_zeros(x.shape[1])
     return torch.native_layer_norm(x, x.shape[1:], weight, bias, _EPS)
 
 
-def _normed_back(
+def _layer_norm_backward(
     g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = (True, weight is not None, weight is not None)
     return torch.ops.aten.native_layer_norm_backward(g, x, x.shape[1:], mean, rstd, weight, bias, mask)
 
 
-def _split(g: Tensor, points: Tensor, slots: Tensor, rows: TileRows) -> None:
+def _split_grad(g: Tensor, points: Tensor, slots: Tensor, rows: TileRows) -> None:
     """The gradient of sums of points and slots (rays, B, F, D) to either."""
     points[rows.begin : rows.end], slots[rows.begin : rows.end] = g.sum(2), g.sum(1)

@@ -13,11 +13,11 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from sparo_train.core.config import Frozen, setting
-from sparo_train.models.exact import at_least_fp32, exactly
+from sparo_train.models.exact import at_least_fp32, in_fp32
 
-from .drawn import DrawnRays, RayDecoder
-from .field import Blocks, Density, Field, Points, joined
-from .rays import Bounds, Rays, embedded
+from .drawn import RayDecoder, RenderedRays
+from .field import Density, Field, Points, ResidualBlocks, concat_fields
+from .rays import Bounds, Rays, positional_encoding
 
 
 class NerfConfig(Frozen):
@@ -63,13 +63,15 @@ class Nerf(RayDecoder):
     def __init__(self, config: NerfConfig, width: int):
         super().__init__()
         self.config, c = config, config
-        wide, told = c.width or width, 6 * c.octaves
+        wide, embed_width = c.width or width, 6 * c.octaves
         self.most_numbers = c.most_numbers
         self.take = nn.Identity() if wide == width else nn.Linear(width, wide)
-        self.objects = Field(wide, told, c.shadows, c.density)
-        self.ground = Field(wide, told, c.shadows, c.density) if c.background else None
-        self.static = Field(wide, told, c.shadows, c.density) if c.static else None
-        self.sky = nn.Sequential(nn.Linear(told, wide), Blocks(wide, 2), nn.Linear(wide, 3)) if c.sky else None
+        self.objects = Field(wide, embed_width, c.shadows, c.density)
+        self.ground = Field(wide, embed_width, c.shadows, c.density) if c.background else None
+        self.static = Field(wide, embed_width, c.shadows, c.density) if c.static else None
+        self.sky = (
+            nn.Sequential(nn.Linear(embed_width, wide), ResidualBlocks(wide, 2), nn.Linear(wide, 3)) if c.sky else None
+        )
         self.others = (*(("static",) if c.static else ()), *(("sky",) if c.sky else ()))
 
     def numbers(self, slots: int) -> int:
@@ -77,86 +79,97 @@ class Nerf(RayDecoder):
         # What a point in a field takes with its backward, as measured (4.9 to 6.4, the first slot's own field the most).
         return self.config.bins * (slots + len(self.others)) * 7 * wide
 
-    def prepared(self, slots: Tensor) -> Tensor:
+    def precompute(self, slots: Tensor) -> Tensor:
         return self.take(slots)
 
-    def ends(self, rays: Rays) -> tuple[Tensor, Tensor]:
+    def near_far(self, rays: Rays) -> tuple[Tensor, Tensor]:
         """Between which distances (n, R) rays are looked at; both are one where a ray misses the box."""
         c = self.config
-        return Bounds(c.near, c.far, c.box).ends(rays.origins, rays.directions)
+        return Bounds(c.near, c.far, c.box).near_far(rays.origins, rays.directions)
 
-    def points(self, rays: Rays) -> Points:
+    def sample_points(self, rays: Rays) -> Points:
         """Where rays are looked at: one point in each of B + 1 bins, of which the last only ends the one before it."""
         c = self.config
         number = torch.arange(c.bins + 1, device=rays.origins.device)
         # A ray brings one number; turned by the golden ratio it is another in each bin, evenly spread.
         offsets = rays.origins.new_full((1, 1), 0.5) if rays.offsets is None else rays.offsets
         turned = number * (0.0 if rays.offsets is None else 0.6180339887498949)
-        within = (offsets[..., None] + turned) % 1
-        near, far = self.ends(rays)
-        places = near[..., None] + (number + within) / (c.bins + 1) * (far - near)[..., None]
-        at = rays.origins[:, :, None] + places[..., :-1, None] * rays.directions[:, :, None]
-        return Points(embedded(at, c.octaves, c.reach), embedded(rays.directions, c.octaves, 1.0), places)
+        jitter = (offsets[..., None] + turned) % 1
+        near, far = self.near_far(rays)
+        distances = near[..., None] + (number + jitter) / (c.bins + 1) * (far - near)[..., None]
+        positions = rays.origins[:, :, None] + distances[..., :-1, None] * rays.directions[:, :, None]
+        return Points(
+            positional_encoding(positions, c.octaves, c.reach),
+            positional_encoding(rays.directions, c.octaves, 1.0),
+            distances,
+        )
 
     def fields(self, slots: Tensor, points: Points) -> tuple[Tensor, Tensor, Tensor | None]:
         """Of every slot, then of what is fixed: densities (n, R, B, F), densities times colours (n, R, B, 3), summed over fields, and what
         shadows leave (n, R, B), None without."""
-        whole = [
+        field_outputs = [
             self.objects(points, slots)
             if self.ground is None
-            else joined(self.ground(points, slots[:, :1]), self.objects(points, slots[:, 1:]))
+            else concat_fields(self.ground(points, slots[:, :1]), self.objects(points, slots[:, 1:]))
         ]
-        whole += [] if self.static is None else [self.static(points, None)]
-        density = torch.cat([own.density for own in whole], -1)
-        glow = torch.cat([own.colours for own in whole], -2)
-        glow = (density[..., None] * glow).sum(-2)
+        field_outputs += [] if self.static is None else [self.static(points, None)]
+        density = torch.cat([own.density for own in field_outputs], -1)
+        emission = torch.cat([own.colours for own in field_outputs], -2)
+        emission = (density[..., None] * emission).sum(-2)
         if not self.config.shadows:
-            return density, glow, None
-        kept = torch.cat([own.shadow for own in whole if own.shadow is not None], -1)
-        return density, glow, kept.prod(-1)
+            return density, emission, None
+        shadow_factor = torch.cat([own.shadow for own in field_outputs if own.shadow is not None], -1)
+        return density, emission, shadow_factor.prod(-1)
 
-    def drawn(self, slots: Tensor, rays: Rays, told: Tensor) -> DrawnRays:
+    def render(self, slots: Tensor, rays: Rays, slot_cache: Tensor) -> RenderedRays:
         with torch.autocast(slots.device.type, enabled=False):
-            points = self.points(rays)
-        density, glow, kept = self.fields(told, points)
+            points = self.sample_points(rays)
+        density, emission, shadow_factor = self.fields(slot_cache, points)
         with torch.autocast(slots.device.type, enabled=False):
-            return self.composed(
-                at_least_fp32(density), at_least_fp32(glow), None if kept is None else at_least_fp32(kept), points
+            return self.composite(
+                at_least_fp32(density),
+                at_least_fp32(emission),
+                None if shadow_factor is None else at_least_fp32(shadow_factor),
+                points,
             )
 
-    def composed(self, density: Tensor, glow: Tensor, kept: Tensor | None, points: Points) -> DrawnRays:
+    def composite(
+        self, density: Tensor, emission: Tensor, shadow_factor: Tensor | None, points: Points
+    ) -> RenderedRays:
         """Densities and what fields glow with, from front to back: sum of T_i alpha_i c_i, and the sky behind."""
-        places = points.places
-        total, steps = density.sum(-1), places[..., 1:] - places[..., :-1]
-        depths = total * steps
+        distances = points.distances
+        total, steps = density.sum(-1), distances[..., 1:] - distances[..., :-1]
+        optical_depths = total * steps
         # What a point lets through is of those before it alone; the paper's index says its own as well, which is a slip.
-        through = torch.exp(-(depths.cumsum(-1) - depths))
-        weight = through * -torch.expm1(-depths)  # T_i alpha_i
-        of = weight / total.clamp(min=1e-10)
-        lit = of if kept is None else of * kept
-        colours = (lit[..., None] * glow).sum(-2)
-        shares = (of[..., None] * density).sum(-2)
-        left = torch.exp(-depths.sum(-1))
+        transmittance = torch.exp(-(optical_depths.cumsum(-1) - optical_depths))
+        weight = transmittance * -torch.expm1(-optical_depths)  # T_i alpha_i
+        density_weight = weight / total.clamp(min=1e-10)
+        color_weight = density_weight if shadow_factor is None else density_weight * shadow_factor
+        colours = (color_weight[..., None] * emission).sum(-2)
+        shares = (density_weight[..., None] * density).sum(-2)
+        final_transmittance = torch.exp(-optical_depths.sum(-1))
         if self.sky is not None:
-            colours = colours + left[..., None] * exactly(self.sky, points.directions).sigmoid()
-            shares = torch.cat([shares, left[..., None]], -1)
+            colours = colours + final_transmittance[..., None] * in_fp32(self.sky, points.directions).sigmoid()
+            shares = torch.cat([shares, final_transmittance[..., None]], -1)
         # Rays that meet nothing end at the far end.
-        depth = (weight * places[..., :-1]).sum(-1) + left * places[..., -1]
-        return DrawnRays(colours, shares, depth)
+        depth = (weight * distances[..., :-1]).sum(-1) + final_transmittance * distances[..., -1]
+        return RenderedRays(colours, shares, depth)
 
-    def alone(self, slots: Tensor, rays: Rays) -> Tensor:
-        told, found = self.prepared(slots), []
-        points = self.points(rays)
+    def render_per_slot(self, slots: Tensor, rays: Rays) -> Tensor:
+        slot_cache, slot_images = self.precompute(slots), []
+        points = self.sample_points(rays)
         for number in range(slots.shape[1]):
             field = self.ground if self.ground is not None and number == 0 else self.objects
-            own = field(points, told[:, number : number + 1])
-            lone = self.composed(own.density, own.density * own.colours[..., 0, :], None, points)
+            field_output = field(points, slot_cache[:, number : number + 1])
+            rendering = self.composite(
+                field_output.density, field_output.density * field_output.colours[..., 0, :], None, points
+            )
             # On white, as pictures of slots are shown; the sky is no slot's.
-            share = lone.shares[..., :1]
-            colours = lone.colours if self.sky is None else self._without_sky(lone, points)
-            found.append(colours + 1 - share)
-        return torch.stack(found, 2)
+            share = rendering.shares[..., :1]
+            colours = rendering.colours if self.sky is None else self._without_sky(rendering, points)
+            slot_images.append(colours + 1 - share)
+        return torch.stack(slot_images, 2)
 
-    def _without_sky(self, lone: DrawnRays, points: Points) -> Tensor:
+    def _without_sky(self, rendering: RenderedRays, points: Points) -> Tensor:
         assert self.sky is not None
-        return lone.colours - lone.shares[..., -1:] * exactly(self.sky, points.directions).sigmoid()
+        return rendering.colours - rendering.shares[..., -1:] * in_fp32(self.sky, points.directions).sigmoid()

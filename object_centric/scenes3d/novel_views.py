@@ -15,12 +15,12 @@ from sparo_train.core.errors import DataError
 from sparo_train.data.clips.window import FramesConfig
 from sparo_train.objectives.method import Method
 
-from ..objectives.collapse import SlotCollapseConfig, sharing
-from .rays import Rays, rays_at
+from ..objectives.collapse import SlotCollapseConfig, mask_statistics
+from .rays import Rays, camera_rays
 from .scene_model import SceneModel, SceneModelConfig, posed_views
 from .view_examples import ViewExamples, ViewsConfig
 
-_TAKEN = ("shown", "shown_poses", "shown_lenses", "colours", "poses", "lenses", "pixels", "offsets", "noise")
+_BATCH_KEYS = ("shown", "shown_poses", "shown_lenses", "colours", "poses", "lenses", "pixels", "offsets", "noise")
 
 
 class NovelViewsConfig(Frozen):
@@ -48,30 +48,30 @@ class NovelViews(Objective):
         super().__init__()
         self.config = config
         self.model = SceneModel(config.model)
-        self._done = 0.0  # share of the steps
+        self._fraction_done = 0.0  # share of the steps
 
     def forward(self, batch: Batch, progress: Progress) -> Loss:
-        self._done = progress.step / max(progress.total_steps, 1)
-        for key in _TAKEN:
+        self._fraction_done = progress.step / max(progress.total_steps, 1)
+        for key in _BATCH_KEYS:
             if key not in batch:
                 raise DataError(f"objective {self.config.kind}: the batch has no {key!r} (it has {', '.join(batch)})")
         posed = posed_views(batch["shown"], batch["shown_poses"], batch["shown_lenses"])
-        _, drawn = self.model(posed, batch["noise"], self.rays(batch))
+        _, rendering = self.model(posed, batch["noise"], self.rays(batch))
         b, times, views, count, _ = batch["colours"].shape
-        wanted = batch["colours"].to(torch.float32) / 255
-        apart = (drawn.colours.float().view(b, times, views, count, 3) - wanted).square()
-        told = {"mse": apart.detach().mean()}
+        target = batch["colours"].to(torch.float32) / 255
+        squared_error = (rendering.colours.float().view(b, times, views, count, 3) - target).square()
+        metrics = {"mse": squared_error.detach().mean()}
         v = self.config.views
         if v.targets == "all" and v.held_out:
-            told["mse_shown"], told["mse_held_out"] = (
-                part.detach().mean() for part in apart.split([v.shown, v.held_out], dim=2)
+            metrics["mse_shown"], metrics["mse_held_out"] = (
+                part.detach().mean() for part in squared_error.split([v.shown, v.held_out], dim=2)
             )
         slots = self.config.model.grouping.slots
         # Of each scene one view of one time; its rays are no picture, so where borders run is not asked.
-        first = drawn.shares[..., :slots].view(b, times, views, count, slots)[:, 0, 0]
-        facts = sharing(first.transpose(1, 2)[..., None])
-        del facts["mask_fixity"]
-        return Loss(apart.mean(), {**told, **facts})
+        first = rendering.shares[..., :slots].view(b, times, views, count, slots)[:, 0, 0]
+        collapse_metrics = mask_statistics(first.transpose(1, 2)[..., None])
+        del collapse_metrics["mask_fixity"]
+        return Loss(squared_error.mean(), {**metrics, **collapse_metrics})
 
     def rays(self, batch: Batch) -> Rays:
         """The rays that are drawn, each time's together: (B * T, W * R, …)."""
@@ -79,13 +79,13 @@ class NovelViews(Objective):
         at = batch["pixels"].long()
         # Through the middle of a pixel: as evaluation draws it.
         columns, rows = (at % side).float() + 0.5, (at // side).float() + 0.5
-        origins, directions = rays_at(batch["poses"], batch["lenses"], columns, rows)
+        origins, directions = camera_rays(batch["poses"], batch["lenses"], columns, rows)
         # Every time's rays together: slots of a time draw them all.
         flat = [table.flatten(2, 3).flatten(0, 1) for table in (origins, directions, batch["offsets"])]
         return Rays(*flat)
 
     def check_health(self, facts: Mapping[str, float]) -> str | None:
-        return self.config.collapse.alarm(facts, self._done)
+        return self.config.collapse.check_health(facts, self._fraction_done)
 
     def shard_units(self) -> Sequence[nn.Module]:
         tower = self.model.tower
@@ -96,7 +96,7 @@ class NovelViews(Objective):
 
     def footprint(self, batch: int, world_batch: int) -> Footprint:
         m, v, times = self.config.model, self.config.views, self.config.frames.count
-        rays, slots = times * v.drawn * v.rays, m.grouping.slots
+        rays, slots = times * v.num_target_views * v.rays, m.grouping.slots
         with torch.device("meta"):  # sizes alone
             each = m.decoder.build(m.grouping.width).numbers(slots)
         # A decoder that takes turns keeps one of them.

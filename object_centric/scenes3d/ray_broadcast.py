@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 from sparo_train.core.config import between, setting
 
-from .drawn import DrawnRays, RayDecoder
-from .rays import Rays, RayToldConfig
+from .drawn import RayDecoder, RenderedRays
+from .rays import RayEmbeddingConfig, Rays
 
 
-class RayBroadcastConfig(RayToldConfig):
+class RayBroadcastConfig(RayEmbeddingConfig):
     """A perceptron of a ray and a slot."""
 
     kind: Literal["broadcast"] = setting("broadcast", "a row of sparo.ray_decoders")
@@ -43,22 +43,22 @@ class RayBroadcast(RayDecoder):
     def numbers(self, slots: int) -> int:
         return 2 * slots * sum(self.config.hidden)
 
-    def prepared(self, slots: Tensor) -> Tensor:
+    def precompute(self, slots: Tensor) -> Tensor:
         return self.of_slot(slots)
 
-    def own(self, rays: Rays, told: Tensor) -> tuple[Tensor, Tensor]:
+    def decode_slots(self, rays: Rays, slot_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Colours (n, R, K, 3) and shares (n, R, K) of slots."""
         c = self.config
-        found = self.layers(self.of_ray(c.embed(rays))[:, :, None] + told[:, None])
+        output = self.layers(self.of_ray(c.embed(rays))[:, :, None] + slot_cache[:, None])
         # In fp32 at least before the softmax: slots that nearly tie share a ray by rounding.
-        found = found.to(torch.promote_types(found.dtype, torch.float32))
-        colours = found[..., 1:]
-        return colours.sigmoid() if c.bounded else colours, F.softmax(found[..., 0], dim=-1)
+        output = output.to(torch.promote_types(output.dtype, torch.float32))
+        colours = output[..., 1:]
+        return colours.sigmoid() if c.bounded else colours, F.softmax(output[..., 0], dim=-1)
 
-    def drawn(self, slots: Tensor, rays: Rays, told: Tensor) -> DrawnRays:
-        colours, shares = self.own(rays, told)
-        return DrawnRays((colours * shares[..., None]).sum(-2), shares, None)
+    def render(self, slots: Tensor, rays: Rays, slot_cache: Tensor) -> RenderedRays:
+        colours, shares = self.decode_slots(rays, slot_cache)
+        return RenderedRays((colours * shares[..., None]).sum(-2), shares, None)
 
-    def alone(self, slots: Tensor, rays: Rays) -> Tensor:
-        colours, shares = self.own(rays, self.prepared(slots))
+    def render_per_slot(self, slots: Tensor, rays: Rays) -> Tensor:
+        colours, shares = self.decode_slots(rays, self.precompute(slots))
         return colours * shares[..., None] + 1 - shares[..., None]

@@ -32,9 +32,9 @@ class Bounds(NamedTuple):
     far: float
     box: tuple[tuple[float, float, float], tuple[float, float, float]] | None = None
 
-    def ends(self, origins: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
+    def near_far(self, origins: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
         """Where rays (…, 3) begin and end to be looked at, (…); both are one where a ray misses the box."""
-        near, far = (torch.full_like(origins[..., 0], bound) for bound in (self.near, self.far))
+        near, far = (torch.full_like(origins[..., 0], distance) for distance in (self.near, self.far))
         if self.box is None:
             return near, far
         # Along an axis a ray never leaves the box sideways: a slope of almost nothing says so without a division by it.
@@ -44,11 +44,11 @@ class Bounds(NamedTuple):
         near = torch.minimum(torch.maximum(near, into), far)
         return near, torch.maximum(near, torch.minimum(far, out))
 
-    def met(self, poses: Tensor, lens: Tensor, side: int) -> bool:
+    def intersects(self, poses: Tensor, lens: Tensor, side: int) -> bool:
         """Whether one ray at least of these views (…, 4, 4), (…, 4), whose pictures have `side` pixels, is looked at somewhere."""
         # Sixteen by sixteen of a view: a box between all of them would teach nothing either.
         origins, directions = pixel_rays(poses, lens * (16 / side), 16).split(3, -1)
-        near, far = self.ends(origins, directions)
+        near, far = self.near_far(origins, directions)
         return bool((far > near).any())
 
 
@@ -62,7 +62,7 @@ def common_point(eyes: np.ndarray, ahead: np.ndarray) -> np.ndarray:
     return np.linalg.lstsq(off.sum(0), (off @ eyes[..., None]).sum(0)[:, 0], rcond=None)[0]
 
 
-def rays_at(poses: Tensor, lens: Tensor, columns: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def camera_rays(poses: Tensor, lens: Tensor, columns: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Origins and unit directions (…, R, 3) of the rays through points (…, R) of pictures, in pixels from the upper left corner.
 
     Args:
@@ -83,10 +83,10 @@ def pixel_rays(poses: Tensor, lens: Tensor, side: int) -> Tensor:
     """(…, side, side, 6): origin and unit direction of the ray through every pixel's middle."""
     line = torch.arange(side, device=poses.device, dtype=poses.dtype) + 0.5
     rows, columns = (x.flatten().expand(*poses.shape[:-2], -1) for x in torch.meshgrid(line, line, indexing="ij"))
-    return torch.cat(rays_at(poses, lens, columns, rows), dim=-1).unflatten(-2, (side, side))
+    return torch.cat(camera_rays(poses, lens, columns, rows), dim=-1).unflatten(-2, (side, side))
 
 
-def octaves(x: Tensor, count: int, start: int = 0) -> Tensor:
+def fourier_features(x: Tensor, count: int, start: int = 0) -> Tensor:
     """Sines, then cosines, of pi times 2^start, 2^(start + 1), … of every number: (…, c) to (…, 2 * c * count), as SRT has them: a number's
     octaves beside each other."""
     # In the type that came: sines of 2^15 times a number in 16 bits are noise.
@@ -95,12 +95,12 @@ def octaves(x: Tensor, count: int, start: int = 0) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
-def ray_octaves(origins: Tensor, directions: Tensor, count: int, start: int = 0) -> Tensor:
+def ray_fourier_features(origins: Tensor, directions: Tensor, count: int, start: int = 0) -> Tensor:
     """A ray's origin, whose octaves begin at `start`, and its direction: (…, 12 * count)."""
-    return torch.cat([octaves(origins, count, start), octaves(directions, count)], dim=-1)
+    return torch.cat([fourier_features(origins, count, start), fourier_features(directions, count)], dim=-1)
 
 
-def embedded(x: Tensor, octaves: int, reach: float) -> Tensor:
+def positional_encoding(x: Tensor, octaves: int, reach: float) -> Tensor:
     """Sine and cosine of pi * 2^i / reach times every coordinate, i from 0: (…, c) to (…, 2 * c * octaves), a rate's two beside each other."""
     rates = torch.pi / reach * 2.0 ** torch.arange(octaves, device=x.device, dtype=x.dtype)
     angles = x[..., None] * rates
@@ -146,10 +146,12 @@ class RayPointsConfig(Frozen):
             places = (places - origins[..., 2:]) / torch.where(down < 0, -1.0, 1.0) / down.abs().clamp(min=1e-3)
         at = origins[..., None, :] + places[..., None] * directions[..., None, :]
         at = (at[..., :2] if self.by == "height" else at).clamp(-self.reach, self.reach)
-        return torch.cat([at.flatten(-2) / self.reach, embedded(at, self.octaves, self.reach).flatten(-2)], dim=-1)
+        return torch.cat(
+            [at.flatten(-2) / self.reach, positional_encoding(at, self.octaves, self.reach).flatten(-2)], dim=-1
+        )
 
 
-class RayToldConfig(Frozen):
+class RayEmbeddingConfig(Frozen):
     """What decoders of whole rays are told of one."""
 
     octaves: int = setting(15, "sines of a ray's origin and direction", gt=0, le=30)
@@ -169,4 +171,4 @@ class RayToldConfig(Frozen):
         with torch.autocast(rays.origins.device.type, enabled=False):
             if self.points is not None:
                 return self.points.embed(rays.origins, rays.directions)
-            return ray_octaves(rays.origins, rays.directions, self.octaves, self.start_octave)
+            return ray_fourier_features(rays.origins, rays.directions, self.octaves, self.start_octave)

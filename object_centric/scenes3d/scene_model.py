@@ -10,10 +10,10 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from sparo_train.core.config import setting
-from sparo_train.core.plugins import Open
+from sparo_train.core.plugins import FromRegistry
 from sparo_train.core.tables import RAY_DECODERS
 
-from .drawn import DrawnRays, RayDecoder
+from .drawn import RayDecoder, RenderedRays
 from .rays import Bounds, Rays, pixel_rays
 from .scene_tower import SceneTower, SceneTowerConfig
 from .slot_mixer import SlotMixerConfig
@@ -22,12 +22,12 @@ from .slot_mixer import SlotMixerConfig
 class SceneModelConfig(SceneTowerConfig):
     """A tower and what draws rays from its slots."""
 
-    decoder: Annotated[Any, Open(RAY_DECODERS, default="slot_mixer")] = setting(
+    decoder: Annotated[Any, FromRegistry(RAY_DECODERS, default="slot_mixer")] = setting(
         SlotMixerConfig(), "from slots and rays to colours: a row of sparo.ray_decoders"
     )
 
     @model_validator(mode="after")
-    def _draws(self) -> Self:
+    def _check_decoder_heads(self) -> Self:
         heads = getattr(self.decoder, "heads", 1)
         if self.grouping.width % heads:
             raise ValueError(f"decoder.heads={heads}: does not divide grouping.width={self.grouping.width}")
@@ -51,12 +51,12 @@ class SceneModel(nn.Module):
         self.tower = SceneTower(config)
         self.decoder: RayDecoder = config.decoder.build(config.grouping.width)
 
-    def forward(self, posed: Tensor, noise: Tensor, rays: Rays) -> tuple[Tensor, DrawnRays]:
+    def forward(self, posed: Tensor, noise: Tensor, rays: Rays) -> tuple[Tensor, RenderedRays]:
         slots = self.tower(posed, noise).slots
         return slots, self.decoder(slots.flatten(0, 1), rays)
 
 
-def posed_views(shown: Tensor, poses: Tensor, lenses: Tensor) -> Tensor:
+def posed_views(views: Tensor, poses: Tensor, lenses: Tensor) -> Tensor:
     """Views (…, 3, S, S) uint8 with their cameras to (…, 9, S, S) fp32: colours in 0..1, then origin and direction of every pixel's ray."""
-    rays = pixel_rays(poses, lenses, shown.shape[-1])
-    return torch.cat([shown.to(torch.float32) / 255, rays.movedim(-1, -3)], dim=-3)
+    rays = pixel_rays(poses, lenses, views.shape[-1])
+    return torch.cat([views.to(torch.float32) / 255, rays.movedim(-1, -3)], dim=-3)

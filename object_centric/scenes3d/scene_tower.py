@@ -13,7 +13,7 @@ from sparo_train.core.config import Frozen, setting
 
 from ..encoders.transformer import TransformerConfig
 from ..grouping.binder import ParallelBinder
-from ..grouping.slot_attention import Grouped, SlotAttention
+from ..grouping.slot_attention import GroupingOutput, SlotAttention
 from ..grouping.slot_config import SlotAttentionConfig
 from ..video.recurrent import RecurrentSlots
 from .view_encoder import ViewEncoderConfig
@@ -36,7 +36,7 @@ class SceneTowerConfig(Frozen):
     )
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check_options(self) -> Self:
         g = self.grouping
         self.encoder.refuse_side(self.image_size)
         if g.transport is not None or g.pooled is not None or g.init == "given":
@@ -73,18 +73,18 @@ class SceneTower(nn.Module):
         elif c.over_time:
             self.grouping = RecurrentSlots(c.grouping, c.predictor, c.encoder.width)
         else:
-            self.grouping = EachTime(c.grouping, c.encoder.width)
+            self.grouping = PerFrameSlots(c.grouping, c.encoder.width)
 
     def tokens(self, posed: Tensor) -> Tensor:
         """(b, T, V, 9, S, S) to what slots group, (b, T, N, F)."""
         # A time's views together, each time apart: the Transformer sees across cameras, not across times.
         return self.encoder(posed.flatten(0, 1)).unflatten(0, posed.shape[:2])
 
-    def forward(self, posed: Tensor, noise: Tensor) -> Grouped:
+    def forward(self, posed: Tensor, noise: Tensor) -> GroupingOutput:
         return self.grouping(self.tokens(posed), noise)
 
 
-class EachTime(nn.Module):
+class PerFrameSlots(nn.Module):
     """Tokens (b, T, N, F) to slots (b, T, K, D), each time's on their own, all from one beginning.
 
     `checkpointed`: what their rounds write is made again in backward.
@@ -100,9 +100,9 @@ class EachTime(nn.Module):
         """What an engine wraps one by one."""
         return [self.attention]
 
-    def forward(self, tokens: Tensor, noise: Tensor | None = None) -> Grouped:
+    def forward(self, tokens: Tensor, noise: Tensor | None = None) -> GroupingOutput:
         # The same draw for all times: what differs is what is seen.
-        drawn = None if noise is None else noise.repeat_interleave(tokens.shape[1], 0)
-        given, again = (tokens.flatten(0, 1), drawn), self.checkpointed and torch.is_grad_enabled()
-        found = checkpoint(self.attention, *given, use_reentrant=False) if again else self.attention(*given)
-        return Grouped(*(table.unflatten(0, tokens.shape[:2]) for table in found))
+        frame_noise = None if noise is None else noise.repeat_interleave(tokens.shape[1], 0)
+        inputs, use_checkpoint = (tokens.flatten(0, 1), frame_noise), self.checkpointed and torch.is_grad_enabled()
+        output = checkpoint(self.attention, *inputs, use_reentrant=False) if use_checkpoint else self.attention(*inputs)
+        return GroupingOutput(*(table.unflatten(0, tokens.shape[:2]) for table in output))

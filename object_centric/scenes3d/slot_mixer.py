@@ -17,9 +17,9 @@ from sparo_train.core.config import setting
 from sparo_train.core.errors import did_you_mean
 from sparo_train.models.exact import at_least_fp32
 
-from .drawn import DrawnRays, RayDecoder
-from .field import Blocks
-from .rays import Rays, RayToldConfig
+from .drawn import RayDecoder, RenderedRays
+from .field import ResidualBlocks
+from .rays import RayEmbeddingConfig, Rays
 
 # osrt: stelzner/osrt, decoder.py.  psb: papers/parallel-spatiotemporal-binder, D.4.4 and Table 12.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class SlotMixerConfig(RayToldConfig):
+class SlotMixerConfig(RayEmbeddingConfig):
     """An allocation Transformer from rays to slots, a softmax over slots, and a perceptron that draws their mean."""
 
     kind: Literal["slot_mixer"] = setting("slot_mixer", "a row of sparo.ray_decoders")
@@ -56,19 +56,19 @@ class SlotMixerConfig(RayToldConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _row(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not isinstance(given.get("preset", "psb"), str):
-            return given
-        name = given.get("preset", "psb")
+    def _apply_preset(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("preset", "psb"), str):
+            return data
+        name = data.get("preset", "psb")
         if name not in PRESETS:
             raise ValueError(f"preset={name}: {did_you_mean(name, PRESETS)}")
-        if cls.model_fields.keys() - given.keys() == {"activation"}:
+        if cls.model_fields.keys() - data.keys() == {"activation"}:
             # A resolved recipe written before this key existed: its plain layers had ReLUs.
-            given = {**given, "activation": "relu"}
-        return {**PRESETS[name], **given}
+            data = {**data, "activation": "relu"}
+        return {**PRESETS[name], **data}
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check_options(self) -> Self:
         if self.layers == "residual" and self.query == "octaves":
             raise ValueError("layers=residual: adds a ray's state to slots, which have one width; set query: linear")
         if self.layers == "residual" and self.activation != "relu":
@@ -81,7 +81,7 @@ class SlotMixerConfig(RayToldConfig):
         return SlotMixer(self, width)
 
 
-class Shared(NamedTuple):
+class SlotCache(NamedTuple):
     """Of slots, for all rays. keys: a block's (n, w, H * K).  values: its (n, H * K, w).  scores: (n, w, K).  mixed: (n, K, first width)."""
 
     keys: list[Tensor]
@@ -96,18 +96,18 @@ class SlotMixer(RayDecoder):
         self.config, c = config, config
         if width % c.heads:
             raise ValueError(f"decoder.heads={c.heads}: does not divide the slots' width {width}")
-        self.most_numbers, told = c.most_numbers, c.embed_width
-        own = told if c.query == "octaves" else width
-        self.state = nn.Identity() if c.query == "octaves" else nn.Linear(told, own)
+        self.most_numbers, embed_width = c.most_numbers, c.embed_width
+        own = embed_width if c.query == "octaves" else width
+        self.state = nn.Identity() if c.query == "octaves" else nn.Linear(embed_width, own)
         self.query = (
             nn.Sequential(nn.Linear(own, c.query_hidden), nn.ReLU(), nn.Linear(c.query_hidden, own))
             if c.query_hidden
             else nn.Identity()
         )
-        self.blocks = nn.ModuleList(Asking(own, width, c.heads, c.mlp_times * width) for _ in range(c.blocks))
+        self.blocks = nn.ModuleList(AllocationBlock(own, width, c.heads, c.mlp_times * width) for _ in range(c.blocks))
         self.to_q, self.to_k = nn.Linear(own, width, bias=False), nn.Linear(width, width, bias=False)
         if c.layers == "residual":
-            self.draw = Blocks(width, c.depth)
+            self.draw = ResidualBlocks(width, c.depth)
             self.colour = nn.Linear(width, 3)
             self.first = nn.Linear(width + own, width)
         else:
@@ -120,45 +120,49 @@ class SlotMixer(RayDecoder):
         c, width = self.config, self.to_k.in_features
         return c.blocks * (2 * c.mlp_times * width + 4 * self.to_q.in_features) + 4 * c.depth * width
 
-    def prepared(self, slots: Tensor) -> Shared:
+    def precompute(self, slots: Tensor) -> SlotCache:
         width = slots.shape[-1]
         mixes: Any = self.first
-        keys, values = zip(*(block.shared(slots) for block in self.blocks), strict=True)  # type: ignore[operator]
+        keys, values = zip(*(block.project_slots(slots) for block in self.blocks), strict=True)  # type: ignore[operator]
         # Scaled on the slots' side, which is short.
         scores = (self.to_k(slots) * width**-0.5) @ self.to_q.weight
-        return Shared(list(keys), list(values), scores.transpose(1, 2), F.linear(slots, mixes.weight[:, :width]))
+        return SlotCache(list(keys), list(values), scores.transpose(1, 2), F.linear(slots, mixes.weight[:, :width]))
 
-    def asked(self, rays: Rays, told: Shared) -> tuple[Tensor, Tensor]:
+    def allocate(self, rays: Rays, slot_cache: SlotCache) -> tuple[Tensor, Tensor]:
         """Rays' states before slots are asked, and each slot's share of a ray (n, R, K)."""
         c = self.config
         query = self.query(self.state(c.embed(rays)))
         x = query
-        for block, keys, values in zip(self.blocks, told.keys, told.values, strict=True):
+        for block, keys, values in zip(self.blocks, slot_cache.keys, slot_cache.values, strict=True):
             x = block(x, keys, values)
-        logits = x @ told.scores.to(x.dtype)
+        logits = x @ slot_cache.scores.to(x.dtype)
         return query, at_least_fp32(logits).softmax(-1)
 
-    def coloured(self, query: Tensor, mixed: Tensor) -> Tensor:
+    def decode_colours(self, query: Tensor, mixed: Tensor) -> Tensor:
         """Of mixtures (…, first width) that the first layer was applied to, and rays' states."""
         width = self.to_k.in_features
         mixes: Any = self.first
         # The first layer in two: slots' half was done once, rays' half is done here.
-        found = self.colour(self.draw(mixed + F.linear(query, mixes.weight[:, width:], mixes.bias)))
-        found = at_least_fp32(found)
-        return found.sigmoid() if self.config.bounded else found
+        colours = self.colour(self.draw(mixed + F.linear(query, mixes.weight[:, width:], mixes.bias)))
+        colours = at_least_fp32(colours)
+        return colours.sigmoid() if self.config.bounded else colours
 
-    def drawn(self, slots: Tensor, rays: Rays, told: Shared) -> DrawnRays:
-        query, shares = self.asked(rays, told)
-        return DrawnRays(self.coloured(query, shares.to(told.mixed.dtype) @ told.mixed), shares, None)
+    def render(self, slots: Tensor, rays: Rays, slot_cache: SlotCache) -> RenderedRays:
+        query, shares = self.allocate(rays, slot_cache)
+        return RenderedRays(
+            self.decode_colours(query, shares.to(slot_cache.mixed.dtype) @ slot_cache.mixed), shares, None
+        )
 
-    def alone(self, slots: Tensor, rays: Rays) -> Tensor:
-        told = self.prepared(slots)
-        query, shares = self.asked(rays, told)
-        own = self.coloured(query[:, :, None], told.mixed[:, None].expand(-1, query.shape[1], -1, -1))
-        return own * shares[..., None] + 1 - shares[..., None]
+    def render_per_slot(self, slots: Tensor, rays: Rays) -> Tensor:
+        slot_cache = self.precompute(slots)
+        query, shares = self.allocate(rays, slot_cache)
+        slot_colours = self.decode_colours(
+            query[:, :, None], slot_cache.mixed[:, None].expand(-1, query.shape[1], -1, -1)
+        )
+        return slot_colours * shares[..., None] + 1 - shares[..., None]
 
 
-class Asking(nn.Module):
+class AllocationBlock(nn.Module):
     """A block of rays (n, R, w) that look at slots: pre-norm attention and perceptron, GELU, as SRT's decoder has it."""
 
     def __init__(self, own: int, width: int, heads: int, hidden: int):
@@ -170,15 +174,19 @@ class Asking(nn.Module):
         self.out = nn.Linear(width, own)
         self.mlp = nn.Sequential(nn.Linear(own, hidden), nn.GELU(), nn.Linear(hidden, own))
 
-    def shared(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def project_slots(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Slots (n, K, D) to (n, w, H * K) and (n, H * K, w): what a normed ray is multiplied by for its scores, and what they pick from."""
         keys, values = (
             layer(slots).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.to_k, self.to_v)
         )
         keys = keys * keys.shape[-1] ** -0.5
-        asked = torch.einsum("nhkd,hdw->nwhk", keys, self.to_q.weight.unflatten(0, (self.heads, -1)).to(keys.dtype))
-        picked = torch.einsum("nhkd,whd->nhkw", values, self.out.weight.unflatten(1, (self.heads, -1)).to(values.dtype))
-        return asked.flatten(2), picked.flatten(1, 2)
+        score_keys = torch.einsum(
+            "nhkd,hdw->nwhk", keys, self.to_q.weight.unflatten(0, (self.heads, -1)).to(keys.dtype)
+        )
+        output_values = torch.einsum(
+            "nhkd,whd->nhkw", values, self.out.weight.unflatten(1, (self.heads, -1)).to(values.dtype)
+        )
+        return score_keys.flatten(2), output_values.flatten(1, 2)
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         logits = (self.norm_attention(x) @ keys).unflatten(-1, (self.heads, -1))

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.errors import did_you_mean
-from sparo_train.models.exact import exactly
+from sparo_train.models.exact import in_fp32
 
 from ..encoders.transformer import TransformerConfig
-from .rays import RayPointsConfig, ray_octaves
+from .rays import RayPointsConfig, ray_fourier_features
 
 PRESETS: dict[str, dict[str, Any]] = {
     "slsr": {"layers": "residual", "channels": 192, "width": 192, "halvings": 1, "transformer": {"preset": "slsr"}},
@@ -65,27 +65,27 @@ class ViewEncoderConfig(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _row(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not isinstance(given.get("preset", "slsr"), str):
-            return given
-        if given.get("preset") == "srt" and cls.model_fields.keys() - given.keys() == {"embedded"}:
+    def _apply_preset(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("preset", "slsr"), str):
+            return data
+        if data.get("preset") == "srt" and cls.model_fields.keys() - data.keys() == {"embedded"}:
             # A run's record, which has every key of its time: OSRT's sizes were called so then.
-            inner = given.get("transformer")
-            given = {**given, "preset": "osrt"}
+            inner = data.get("transformer")
+            data = {**data, "preset": "osrt"}
             if isinstance(inner, dict) and inner.get("preset") == "srt":
-                given["transformer"] = {**inner, "preset": "osrt"}
-        name = given.get("preset", "slsr")
+                data["transformer"] = {**inner, "preset": "osrt"}
+        name = data.get("preset", "slsr")
         if name not in PRESETS:
             raise ValueError(f"preset={name}: {did_you_mean(name, PRESETS)}")
-        row, own = dict(PRESETS[name]), given.get("transformer", {})
-        if isinstance(own, dict):
+        preset_values, overrides = dict(PRESETS[name]), data.get("transformer", {})
+        if isinstance(overrides, dict):
             # Laid over the preset's own Transformer, so that one knob of it can be turned.
-            row["transformer"] = {**row["transformer"], **own}
-            given = {knob: value for knob, value in given.items() if knob != "transformer"}
-        return {**row, **given}
+            preset_values["transformer"] = {**preset_values["transformer"], **overrides}
+            data = {knob: value for knob, value in data.items() if knob != "transformer"}
+        return {**preset_values, **data}
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check_options(self) -> Self:
         if self.points is not None and self.octaves:
             raise ValueError(
                 f"octaves={self.octaves}: rays are told of by places (points) or by octaves; set one of them"
@@ -108,7 +108,7 @@ class ViewEncoderConfig(Frozen):
         return image_size
 
     @property
-    def taken(self) -> int:
+    def in_channels(self) -> int:
         """Planes of a view: colours and what is told of rays."""
         return 3 if self.points is not None else 3 + (12 * self.octaves or 6)
 
@@ -135,7 +135,7 @@ class ViewEncoder(nn.Module):
         self.config, c = config, config
         blocks: list[nn.Module] = []
         if c.layers == "residual":
-            self.stem = nn.Conv2d(c.taken, c.channels, 5, padding=2)
+            self.stem = nn.Conv2d(c.in_channels, c.channels, 5, padding=2)
             blocks.append(nn.GroupNorm(1, c.channels))
             for number in range(c.halvings + 1):
                 blocks += [_Residual(c.channels), _Residual(c.channels)]
@@ -144,7 +144,7 @@ class ViewEncoder(nn.Module):
             wide = c.channels
         else:
             wide = c.channels
-            self.stem = nn.Conv2d(c.taken, wide, 3, padding=1, bias=False)
+            self.stem = nn.Conv2d(c.in_channels, wide, 3, padding=1, bias=False)
             for number in range(c.halvings):
                 before = [] if number == 0 else [nn.Conv2d(wide, wide, 3, padding=1, bias=False)]
                 after = nn.Conv2d(wide, 2 * wide, 3, 2, 1, bias=False)
@@ -174,18 +174,18 @@ class ViewEncoder(nn.Module):
                 x = 2 * x[:, :3] - 1
             elif c.octaves:
                 origins, directions = x[:, 3:].movedim(1, -1).split(3, -1)
-                told = ray_octaves(origins, directions, c.octaves, c.start_octave)
-                x = torch.cat([x[:, :3], told.movedim(-1, 1)], dim=1)
+                ray_features = ray_fourier_features(origins, directions, c.octaves, c.start_octave)
+                x = torch.cat([x[:, :3], ray_features.movedim(-1, 1)], dim=1)
             # Behind the first layer in the type of weights: a GroupNorm of 16-bit ones takes nothing wider.
-            x = exactly(self.stem, x).to(self.stem.weight.dtype)
+            x = in_fp32(self.stem, x).to(self.stem.weight.dtype)
         x = self.blocks(x)
-        found = self.project(x.flatten(2).transpose(1, 2))
+        features = self.project(x.flatten(2).transpose(1, 2))
         if self.places is not None:
-            found = found + self.placed(rays, x.shape[-1])
+            features = features + self.embed_points(rays, x.shape[-1])
         if c.embedded is not None:
-            found = (found.unflatten(0, (-1, views)) + self.embedding(x.shape[-1], views)).flatten(0, 1)
+            features = (features.unflatten(0, (-1, views)) + self.embedding(x.shape[-1], views)).flatten(0, 1)
         # Views of a time beside each other: cameras have no order for what reads them.
-        tokens = found.unflatten(0, (-1, views)).flatten(1, 2)
+        tokens = features.unflatten(0, (-1, views)).flatten(1, 2)
         return tokens if self.transformer is None else self.transformer(tokens)
 
     def embedding(self, side: int, views: int) -> Tensor:
@@ -194,13 +194,13 @@ class ViewEncoder(nn.Module):
         which = self.views[[0, *[1] * (views - 1)]]
         return cells + which[:, None]
 
-    def placed(self, rays: Tensor, side: int) -> Tensor:
+    def embed_points(self, rays: Tensor, side: int) -> Tensor:
         """Rays (n, 6, S, S) to what is told of each feature's place (n, side * side, width)."""
         assert self.places is not None and self.config.points is not None
         with torch.autocast(rays.device.type, enabled=False):
             origins, directions = F.adaptive_avg_pool2d(rays, side).flatten(2).transpose(1, 2).split(3, -1)
-            told = self.config.points.embed(origins, F.normalize(directions, dim=-1))
-        return self.places(told)
+            point_features = self.config.points.embed(origins, F.normalize(directions, dim=-1))
+        return self.places(point_features)
 
 
 class _Residual(nn.Module):

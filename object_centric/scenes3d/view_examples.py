@@ -15,12 +15,12 @@ from sparo_train.core.config import Frozen, setting
 from sparo_train.core.disk.mirrors import Sample
 from sparo_train.core.errors import BadSampleError
 from sparo_train.data.clips.cameras import cut_lens
-from sparo_train.data.clips.views import ViewedScene
+from sparo_train.data.clips.views import MultiViewScene
 from sparo_train.data.clips.window import FramesConfig
 from sparo_train.data.read.loader import Examples, OnStage, as_samples, ignore_stage
 from sparo_train.data.read.sources import DataConfig, Source
 
-from ..video.cuts import Cut
+from ..video.cuts import FrameTransform
 from .rays import Bounds, common_point
 
 
@@ -38,7 +38,7 @@ class ViewsConfig(Frozen):
 
     @model_validator(mode="after")
     def _some(self) -> Self:
-        if not self.drawn:
+        if not self.num_target_views:
             raise ValueError("targets=held_out: held_out=0 leaves nothing to draw; set targets: all")
         return self
 
@@ -48,7 +48,7 @@ class ViewsConfig(Frozen):
         return self.shown + self.held_out
 
     @property
-    def drawn(self) -> int:
+    def num_target_views(self) -> int:
         """Views of which rays are drawn."""
         return self.count if self.targets == "all" else self.held_out
 
@@ -81,68 +81,73 @@ class ViewExamples(Examples):
         self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
     ) -> Any:
         v, size = self.views, self.image_size
-        scene = ViewedScene(fields, source.config.image_keys, self.config.pixel_range)
+        scene = MultiViewScene(fields, source.config.image_keys, self.config.pixel_range)
         if len(scene.views) < v.count:
             raise BadSampleError(f"fewer views than objective.views takes ({v.shown} shown, {v.held_out} held out)")
-        refuse_outside(scene.bounds, self.bounds)
+        check_scene_bounds(scene.bounds, self.bounds)
         times = self.frames.window(scene.frames, rng)
-        chosen = rng.permutation(len(scene.views))[: v.count]  # the first of them are shown
-        pictures = [[scene.views[number].image(t) for number in chosen] for t in times]
+        camera_ids = rng.permutation(len(scene.views))[: v.count]  # the first of them are shown
+        pictures = [[scene.views[number].image(t) for number in camera_ids] for t in times]
         if len({picture.shape[:2] for row in pictures for picture in row}) > 1:
             raise BadSampleError("views of unequal size")
         on_stage("decode")
         height, width = pictures[0][0].shape[:2]
-        cut = Cut(size)
+        cut = FrameTransform(size)
         pixels = np.stack([np.stack([cut.picture(picture) for picture in row]) for row in pictures])
-        lens = [cut_lens(scene.lens(number, width, height), width, height, size) for number in chosen]
-        poses = np.stack([[scene.pose(number, t) for number in chosen] for t in times]).astype(np.float32)
+        lens = [cut_lens(scene.lens(number, width, height), width, height, size) for number in camera_ids]
+        poses = np.stack([[scene.pose(number, t) for number in camera_ids] for t in times]).astype(np.float32)
         lenses = np.broadcast_to(np.asarray(lens, np.float32), (len(times), v.count, 4))
-        drawn = slice(v.count - v.drawn, v.count)
+        target_slice = slice(v.count - v.num_target_views, v.count)
         if scene.bounds is None:
-            self._refuse_unseen(poses[0].astype(np.float64))
-        self._refuse_unmet(poses[:, drawn], lenses[:, drawn])
-        shape, most = (len(times), v.drawn), size * size
+            self._check_focus_point(poses[0].astype(np.float64))
+        self._check_box_intersection(poses[:, target_slice], lenses[:, target_slice])
+        shape, most = (len(times), v.num_target_views), size * size
         # As many of every view and time, none of them twice.
         at = np.stack([rng.choice(most, v.rays, replace=False, shuffle=False) for _ in range(shape[0] * shape[1])])
         at = at.reshape(*shape, v.rays)
-        colours = np.take_along_axis(pixels[:, drawn].reshape(*shape, most, 3), at[..., None], axis=2)
-        found = {
+        colours = np.take_along_axis(pixels[:, target_slice].reshape(*shape, most, 3), at[..., None], axis=2)
+        example = {
             "shown": pixels[:, : v.shown].transpose(0, 1, 4, 2, 3),
             "shown_poses": poses[:, : v.shown],
             "shown_lenses": lenses[:, : v.shown],
             "colours": colours,
-            "poses": poses[:, drawn],
-            "lenses": lenses[:, drawn],
+            "poses": poses[:, target_slice],
+            "lenses": lenses[:, target_slice],
             "pixels": at.astype(np.int32),
             "offsets": rng.random(at.shape, dtype=np.float32),
             "noise": rng.standard_normal(self.noise, dtype=np.float32),
         }
         on_stage("augment")
-        return {name: np.ascontiguousarray(table) for name, table in found.items()}
+        return {name: np.ascontiguousarray(table) for name, table in example.items()}
 
-    def _refuse_unseen(self, poses: np.ndarray) -> None:
+    def _check_focus_point(self, poses: np.ndarray) -> None:
         """Raise `BadSampleError` where cameras (V, 4, 4) look at one point, and all of them nearer or farther than rays are looked at."""
         if self.bounds is None:
             return
         eyes, ahead = poses[:, :3, 3], -poses[:, :3, 2]
-        apart = common_point(eyes, ahead) - eyes
-        along = (apart * ahead).sum(1)
-        off = np.linalg.norm(apart - along[:, None] * ahead, axis=1)
+        eye_to_focus = common_point(eyes, ahead) - eyes
+        along = (eye_to_focus * ahead).sum(1)
+        axis_distance = np.linalg.norm(eye_to_focus - along[:, None] * ahead, axis=1)
         # Axes that do not meet before the cameras say nothing of where things are.
-        if len(eyes) < 2 or np.ptp(eyes, axis=0).max() < 1e-6 or (along <= 0).any() or off.max() > 0.1 * along.min():
+        if (
+            len(eyes) < 2
+            or np.ptp(eyes, axis=0).max() < 1e-6
+            or (along <= 0).any()
+            or axis_distance.max() > 0.1 * along.min()
+        ):
             return
         if along.max() < self.bounds.near or along.min() > self.bounds.far:
             raise BadSampleError(
-                f"its cameras look at a point nearer or farther than its rays are looked at ({_ends(self.bounds)}); "
+                f"its cameras look at a point nearer or farther than its rays are looked at ({_format_bounds(self.bounds)}); "
                 "those are in the units of the cameras' poses"
             )
 
-    def _refuse_unmet(self, poses: np.ndarray, lenses: np.ndarray) -> None:
+    def _check_box_intersection(self, poses: np.ndarray, lenses: np.ndarray) -> None:
         """Raise `BadSampleError` where views look past the box: of them a model would learn its sky, and nothing else."""
         if self.bounds is None or self.bounds.box is None:
             return
-        told, lens = (torch.from_numpy(table.copy()) for table in (poses, lenses))
-        if not self.bounds.met(told, lens, self.image_size):
+        pose_tensor, lens_tensor = (torch.from_numpy(table.copy()) for table in (poses, lenses))
+        if not self.bounds.intersects(pose_tensor, lens_tensor, self.image_size):
             raise BadSampleError(
                 f"no ray of its views meets the box that is looked at (decoder.box={self.bounds.box}, "
                 f"decoder.near={self.bounds.near:g}); it is in the units of the cameras' poses"
@@ -156,16 +161,16 @@ class ViewExamples(Examples):
         return as_samples(batch["shown"][:count, 0, 0])
 
 
-def refuse_outside(seen: tuple[float, float] | None, bounds: Bounds | None) -> None:
+def check_scene_bounds(scene_bounds: tuple[float, float] | None, bounds: Bounds | None) -> None:
     """Raise `BadSampleError` where a scene says that it is seen between other distances than rays are drawn: they would miss it."""
-    if bounds is None or seen is None:
+    if bounds is None or scene_bounds is None:
         return
-    if seen[0] < bounds.near - 1e-6 or seen[1] > bounds.far + 1e-6:
+    if scene_bounds[0] < bounds.near - 1e-6 or scene_bounds[1] > bounds.far + 1e-6:
         raise BadSampleError(
-            f"seen nearer or farther than its rays are looked at ({_ends(bounds)}); its json's near and far say where"
+            f"seen nearer or farther than its rays are looked at ({_format_bounds(bounds)}); its json's near and far say where"
         )
 
 
-def _ends(bounds: Bounds) -> str:
+def _format_bounds(bounds: Bounds) -> str:
     """In the recipe's words, without a scene's own numbers: skipped samples are counted by reason."""
     return f"decoder.near={bounds.near:g}" + ("" if bounds.far == math.inf else f", decoder.far={bounds.far:g}")

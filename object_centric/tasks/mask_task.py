@@ -13,7 +13,7 @@ from evals.encoders.pixels import Pixels
 from evals.sets.opening import open_set
 from evals.sets.task_config import SetTaskConfig
 from evals.store.feature_table import View
-from evals.suite.scoring import Scoring, described
+from evals.suite.scoring import Scoring, attach_data_info
 from evals.suite.task import Task
 from evals.tasks.objects import segmentation
 from evals.tasks.result import Result
@@ -38,16 +38,16 @@ def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
     source = open_set(task, "masks")
     encoder = scoring.encoder
     assert isinstance(encoder, MasksEncoder)  # what offers `masks`
-    (found,) = scoring.features(
+    (features,) = scoring.features(
         [source], task.workers, view=View(f"masks: {encoder.masks_are}", encoder.masks, measured=True)
     )
     size = encoder.image_size
 
     def score() -> Result:
-        predicted = (row.long().view(size, size).numpy() for block in found.blocks(256) for row in block)
-        facts = (np.asarray(fact) for fact in found.facts)
+        predicted = (row.long().view(size, size).numpy() for block in features.blocks(256) for row in block)
+        facts = (np.asarray(fact) for fact in features.facts)
         # One by one: label maps of a whole set would not fit beside its features.
-        planes = ([seen_by(encoder, plane) for plane in fact.reshape(-1, *fact.shape[-2:])] for fact in facts)
+        planes = ([transform_mask(encoder, plane) for plane in fact.reshape(-1, *fact.shape[-2:])] for fact in facts)
         pairs = (
             segmentation.Masked(true[0], own, true[1] if len(true) > 1 else None)
             for true, own in zip(planes, predicted, strict=True)
@@ -71,21 +71,21 @@ def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
         "masks": encoder.masks_are,
         "slots": encoder.slots,
     }
-    return described(scoring.ranks.rank0_broadcast(score), found, source, options)
+    return attach_data_info(scoring.ranks.rank0_broadcast(score), features, source, options)
 
 
-def seen_by(encoder: Encoder, mask: np.ndarray) -> np.ndarray:
+def transform_mask(encoder: Encoder, mask: np.ndarray) -> np.ndarray:
     """A label map cut and scaled as the encoder's images are, by the nearest pixel: labels have no mean."""
     assert isinstance(encoder.transform, Pixels)  # what a MasksEncoder has
-    return labels_cut(encoder.transform, Image.fromarray(mask.astype(np.int32)))
+    return transform_label_image(encoder.transform, Image.fromarray(mask.astype(np.int32)))
 
 
-def labels_cut(transform: Pixels, labels: Image.Image) -> np.ndarray:
+def transform_label_image(transform: Pixels, labels: Image.Image) -> np.ndarray:
     """The same of labels that are an image already."""
     return eval_pixels(labels, transform.size, transform.resize, Image.Resampling.NEAREST)
 
 
-def untold(encoder: Any) -> str | None:
+def conditional_incompatibility(encoder: Any) -> str | None:
     """Why stills cannot be asked of an encoder: its slots begin from what a clip's first frame is told to have. None: they can."""
     if not getattr(encoder, "conditional", False):
         return None
@@ -98,6 +98,6 @@ MASKS = Task(
     lambda task: open_set(task, "masks").check(),
     needs=("masks",),
     facts="masks",
-    unfit=lambda task, encoder: untold(encoder),
+    incompatibility=lambda task, encoder: conditional_incompatibility(encoder),
     pictures="object_centric.pictures.evaluated:of_images",
 )

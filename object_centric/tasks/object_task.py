@@ -11,7 +11,7 @@ from evals.sets.objects import REACH, WIDTH, attribute_columns
 from evals.sets.opening import open_set
 from evals.sets.task_config import SetTaskConfig
 from evals.store.feature_table import View
-from evals.suite.scoring import Scoring, described
+from evals.suite.scoring import Scoring, attach_data_info
 from evals.suite.task import Task
 from evals.tasks.objects import average_precision
 from evals.tasks.result import Result
@@ -33,18 +33,18 @@ def run_objects(scoring: Scoring, task: ObjectsTaskConfig) -> Result:
     source = open_set(task, "objects")
     encoder = scoring.encoder
     assert isinstance(encoder, ObjectsEncoder)  # what offers `objects`
-    (found,) = scoring.features([source], task.workers, view=View("objects listed", encoder.objects, measured=True))
+    (features,) = scoring.features([source], task.workers, view=View("objects listed", encoder.objects, measured=True))
 
     def score() -> Result:
-        predicted = [row.view(-1, WIDTH).numpy() for block in found.blocks(256) for row in block]
+        predicted = [row.view(-1, WIDTH).numpy() for block in features.blocks(256) for row in block]
         # An empty list is an image without objects, which has a place in the count all the same.
-        true = [np.asarray(fact).reshape(-1, WIDTH) for fact in found.facts]
+        true = [np.asarray(fact).reshape(-1, WIDTH) for fact in features.facts]
         if not sum(map(len, true)):
             raise DataError(f"{source.root}: not one image has an object; average precision needs some")
         return average_precision.score(predicted, true, attribute_columns(), 2 * REACH, task.match)
 
     options = {"slots": scoring.encoder.slots, "distances": "world units, positions within 3"}
-    return described(scoring.ranks.rank0_broadcast(score), found, source, options)
+    return attach_data_info(scoring.ranks.rank0_broadcast(score), features, source, options)
 
 
 OBJECTS = Task(

@@ -16,7 +16,7 @@ from evals.sets.clip_set import ObjectClipSet
 from evals.sets.task_config import TaskConfig
 from evals.sets.view_set import ObjectViewSet
 from evals.store.feature_table import View
-from evals.suite.scoring import Scoring, described
+from evals.suite.scoring import Scoring, attach_data_info
 from evals.suite.task import Task
 from evals.tasks.objects import slot_probe
 from evals.tasks.result import Result
@@ -24,9 +24,9 @@ from sparo_train.core.config import setting
 from sparo_train.core.errors import DataError
 
 from .scene_encoder import EveryView
-from .video_task import EveryFrame, unwindowed
+from .video_task import EveryFrame, window_incompatibility
 
-_FEWEST = 4  # episodes: two to fit probes on, two to score them
+_MIN_EPISODES = 4  # episodes: two to fit probes on, two to score them
 
 
 class ObjectProbeConfig(TaskConfig):
@@ -64,7 +64,7 @@ class SceneProbeTaskConfig(ObjectProbeConfig):
     )
 
 
-class Probed(NamedTuple):
+class ProbeInput(NamedTuple):
     """What is encoded for a probe: a set whose facts are `told_objects`, how its samples are brought to the encoder, and slots (n, T, K, D)."""
 
     source: EvalSet
@@ -74,82 +74,87 @@ class Probed(NamedTuple):
     options: dict[str, Any]
 
 
-def _of_clips(encoder: Any, task: SlotProbeTaskConfig) -> Probed:
-    told = encoder.slots if encoder.conditional else 0
-    source = ObjectClipSet(task.root, task.frames, task.split, told)
+def _clip_probe_input(encoder: Any, task: SlotProbeTaskConfig) -> ProbeInput:
+    num_hint_slots = encoder.slots if encoder.conditional else 0
+    source = ObjectClipSet(task.root, task.frames, task.split, num_hint_slots)
     transform = EveryFrame(encoder.transform, encoder.conditional)
     # Slots that were told where objects are say so: their positions are no finding.
     options = {"trained_frames": encoder.trained_frames, "conditional": encoder.conditional}
-    return Probed(source, transform, "clips", lambda video: encoder.clip_slots(video, task.window), options)
+    return ProbeInput(source, transform, "clips", lambda video: encoder.clip_slots(video, task.window), options)
 
 
-def _of_scenes(encoder: Any, task: SceneProbeTaskConfig) -> Probed:
-    shown = task.shown or encoder.trained_views
-    source = ObjectViewSet(task.root, task.frames, shown, task.split)
-    told = f"scenes, {shown} shown"
-    return Probed(
+def _scene_probe_input(encoder: Any, task: SceneProbeTaskConfig) -> ProbeInput:
+    num_context_views = task.shown or encoder.trained_views
+    source = ObjectViewSet(task.root, task.frames, num_context_views, task.split)
+    name = f"scenes, {num_context_views} shown"
+    return ProbeInput(
         source,
         EveryView(encoder.transform),
-        told,
+        name,
         lambda posed: encoder.scene_slots(posed, task.window),
-        {"shown": shown, "trained_shown": encoder.trained_views, "trained_frames": encoder.trained_frames},
+        {"shown": num_context_views, "trained_shown": encoder.trained_views, "trained_frames": encoder.trained_frames},
     )
 
 
-def run_probe(scoring: Scoring, task: Any, probed: Callable[[Any, Any], Probed]) -> Result:
+def run_probe(scoring: Scoring, task: Any, make_probe_input: Callable[[Any, Any], ProbeInput]) -> Result:
     """Scores of `evals/tasks/objects/slot_probe.py`, and of an untrained model of the same kind. Episodes with more objects than slots are counted
     and left out."""
     encoder: Any = scoring.encoder
     encoders = {"": encoder, **({"floor_": encoder.untrained()} if task.floor else {})}
     results: dict[str, Result] = {}
     for prefix, one in encoders.items():
-        results[prefix] = _scored(scoring._replace(encoder=one), one, task, probed(one, task))
-    found = results[""]._replace(task=task.task)
+        results[prefix] = _score_encoder(scoring._replace(encoder=one), one, task, make_probe_input(one, task))
+    result = results[""]._replace(task=task.task)
     if "floor_" in results:
         floor = results["floor_"]
-        found = found._replace(
-            metrics={**found.metrics, **{f"floor_{name}": value for name, value in floor.metrics.items()}},
-            intervals={**found.intervals, **{f"floor_{name}": value for name, value in floor.intervals.items()}},
+        result = result._replace(
+            metrics={**result.metrics, **{f"floor_{name}": value for name, value in floor.metrics.items()}},
+            intervals={**result.intervals, **{f"floor_{name}": value for name, value in floor.intervals.items()}},
         )
-    return found
+    return result
 
 
-def _scored(scoring: Scoring, encoder: Encoder, task: ObjectProbeConfig, probed: Probed) -> Result:
-    source = probed.source if task.limit is None else Limited(probed.source, task.limit)
+def _score_encoder(scoring: Scoring, encoder: Encoder, task: ObjectProbeConfig, probe_input: ProbeInput) -> Result:
+    source = probe_input.source if task.limit is None else Limited(probe_input.source, task.limit)
     assert isinstance(encoder.transform, Pixels)
 
-    def encode(taken: Tensor) -> Tensor:
-        return probed.slots(taken).float().flatten(1).cpu()
+    def encode(batch: Tensor) -> Tensor:
+        return probe_input.slots(batch).float().flatten(1).cpu()
 
     # As it comes out: a binder that is not told sees as many times as in training, which its weights do not say.
-    window = task.window or probed.options["trained_frames"]
-    view = View(f"slots of {probed.name}, window {window}", encode)
-    (found,) = scoring.features([source], task.workers, probed.transform, view)
+    window = task.window or probe_input.options["trained_frames"]
+    view = View(f"slots of {probe_input.name}, window {window}", encode)
+    (features,) = scoring.features([source], task.workers, probe_input.transform, view)
 
     def score() -> Result:
-        rows = (row.numpy() for block in found.blocks(64) for row in block)
-        clips = [_clip(row, fact, encoder.slots) for row, fact in zip(rows, found.facts, strict=True)]
-        kept = [clip for clip in clips if 0 < clip.position.shape[1] <= encoder.slots]
-        if len(kept) < _FEWEST:
+        rows = (row.numpy() for block in features.blocks(64) for row in block)
+        clips = [_clip(row, fact, encoder.slots) for row, fact in zip(rows, features.facts, strict=True)]
+        usable = [clip for clip in clips if 0 < clip.position.shape[1] <= encoder.slots]
+        if len(usable) < _MIN_EPISODES:
             raise DataError(
-                f"{source.root}: {len(kept)} of {len(clips)} episodes have an object, and not more than {encoder.slots} slots; "
-                f"probes need {_FEWEST} at least"
+                f"{source.root}: {len(usable)} of {len(clips)} episodes have an object, and not more than {encoder.slots} slots; "
+                f"probes need {_MIN_EPISODES} at least"
             )
         # What every clip has: copies of MOVi differ in what they tell.
-        numbers, words = (set.intersection(*(set(getattr(c, what)) for c in kept)) for what in ("numbers", "words"))
-        kept = [
+        numbers, words = (set.intersection(*(set(getattr(c, what)) for c in usable)) for what in ("numbers", "words"))
+        usable = [
             c._replace(
                 numbers={n: v for n, v in sorted(c.numbers.items()) if n in numbers},
                 words={n: v for n, v in sorted(c.words.items()) if n in words},
             )
-            for c in kept
+            for c in usable
         ]
-        result = slot_probe.score(kept[::2], kept[1::2], task.restarts, 0, task.ridge)
-        counts = {**result.counts, "clips": len(clips), "left_out": len(clips) - len(kept)}
+        result = slot_probe.score(usable[::2], usable[1::2], task.restarts, 0, task.ridge)
+        counts = {**result.counts, "clips": len(clips), "left_out": len(clips) - len(usable)}
         return result._replace(counts=counts, predictions={})
 
-    options = {"frames": found.facts[0]["frames"], "window": task.window, "slots": encoder.slots, **probed.options}
-    return described(scoring.ranks.rank0_broadcast(score), found, source, options)
+    options = {
+        "frames": features.facts[0]["frames"],
+        "window": task.window,
+        "slots": encoder.slots,
+        **probe_input.options,
+    }
+    return attach_data_info(scoring.ranks.rank0_broadcast(score), features, source, options)
 
 
 def _clip(row: np.ndarray, fact: dict[str, Any], slots: int) -> slot_probe.ProbedClip:
@@ -166,24 +171,24 @@ def _check(source: EvalSet, task: ObjectProbeConfig) -> None:
     """Raise `DataError` now where there is no set, or too small a one: not behind an hour of training."""
     source.check()
     count = min(len(source), task.limit or len(source))
-    if count < _FEWEST:
-        raise DataError(f"{source.root}: {count} episode(s) are used, and probes need {_FEWEST} at least")
+    if count < _MIN_EPISODES:
+        raise DataError(f"{source.root}: {count} episode(s) are used, and probes need {_MIN_EPISODES} at least")
 
 
 SLOT_PROBE = Task(
     SlotProbeTaskConfig,
-    lambda scoring, task: run_probe(scoring, task, _of_clips),
+    lambda scoring, task: run_probe(scoring, task, _clip_probe_input),
     lambda task: _check(ObjectClipSet(task.root, task.frames, task.split), task),
     needs=("clips",),
     facts="objects of clips",
-    unfit=lambda task, encoder: unwindowed(task.window, encoder),
+    incompatibility=lambda task, encoder: window_incompatibility(task.window, encoder),
 )
 
 SCENE_PROBE = Task(
     SceneProbeTaskConfig,
-    lambda scoring, task: run_probe(scoring, task, _of_scenes),
+    lambda scoring, task: run_probe(scoring, task, _scene_probe_input),
     lambda task: _check(ObjectViewSet(task.root, task.frames, task.shown, task.split), task),
     needs=("views",),
     facts="objects of scenes",
-    unfit=lambda task, encoder: unwindowed(task.window, encoder),
+    incompatibility=lambda task, encoder: window_incompatibility(task.window, encoder),
 )

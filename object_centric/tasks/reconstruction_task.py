@@ -10,13 +10,13 @@ from evals.encoders.abilities import DrawingEncoder
 from evals.sets.opening import open_set
 from evals.sets.task_config import SetTaskConfig
 from evals.store.feature_table import View
-from evals.suite.scoring import Scoring, described
+from evals.suite.scoring import Scoring, attach_data_info
 from evals.suite.task import Task
 from evals.tasks.objects import reconstruction
 from evals.tasks.result import Result
 from sparo_train.core.config import setting
 
-from .mask_task import untold
+from .mask_task import conditional_incompatibility
 
 
 class ReconstructionTaskConfig(SetTaskConfig):
@@ -31,19 +31,19 @@ def run_reconstruction(scoring: Scoring, task: ReconstructionTaskConfig) -> Resu
     encoder = scoring.encoder
     assert isinstance(encoder, DrawingEncoder)  # what offers `drawing`
     view = View(f"squared error of what is drawn: {encoder.draws}", encoder.squared_error, measured=True)
-    (found,) = scoring.features([source], task.workers, view=view)
+    (features,) = scoring.features([source], task.workers, view=view)
 
     def score() -> Result:
-        errors = np.concatenate([block[:, 0].numpy() for block in found.blocks(4096)])
+        errors = np.concatenate([block[:, 0].numpy() for block in features.blocks(4096)])
         return reconstruction.score(errors, encoder.numbers, encoder.draws == "pixels")
 
-    return described(scoring.ranks.rank0_broadcast(score), found, source, {"drawn": encoder.draws})
+    return attach_data_info(scoring.ranks.rank0_broadcast(score), features, source, {"drawn": encoder.draws})
 
 
-def _unfit(task: ReconstructionTaskConfig, encoder: Any) -> str | None:
+def _incompatibility(task: ReconstructionTaskConfig, encoder: Any) -> str | None:
     if not getattr(encoder, "frame_scores", ("mse",)):
         return f"root: this model draws {encoder.draws}, and a still has none to compare with; score clips (task: video_masks)"
-    return untold(encoder)
+    return conditional_incompatibility(encoder)
 
 
 RECONSTRUCTION = Task(
@@ -52,5 +52,5 @@ RECONSTRUCTION = Task(
     lambda task: open_set(task, "masks").check(),
     needs=("drawing",),
     facts="masks",
-    unfit=_unfit,
+    incompatibility=_incompatibility,
 )

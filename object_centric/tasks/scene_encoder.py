@@ -18,8 +18,8 @@ from evals.tasks.objects.similarity import ssim
 from sparo_train.core.errors import ConfigError
 from sparo_train.data.clips.cameras import cut_lens
 
-from ..grouping.slot_attention import Grouped
-from ..scenes3d.drawn import DrawnRays
+from ..grouping.slot_attention import GroupingOutput
+from ..scenes3d.drawn import RenderedRays
 from ..scenes3d.novel_views import NovelViews
 from ..scenes3d.rays import Rays, pixel_rays
 from ..scenes3d.scene_model import SceneModel
@@ -48,7 +48,7 @@ class EveryView:
         return np.concatenate([colours, rays.numpy()], axis=-1)
 
 
-class DrawnView(NamedTuple):
+class RenderedViews(NamedTuple):
     """Of n views. colours (n, 3, S, S) in 0..1.  labels (n, S, S).  depth (n, S, S) or None.  shares (n, K + E, S, S)."""
 
     colours: Tensor
@@ -77,7 +77,7 @@ class SceneEncoder(Encoder, ViewsEncoder):
         return self.model.config.grouping.binder is not None
 
     @property
-    def tells_depth(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def predicts_depth(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.model.config.bounds is not None
 
     @property
@@ -118,60 +118,64 @@ class SceneEncoder(Encoder, ViewsEncoder):
             grouping, last = self.model.tower.grouping, (window or self.trained_frames) if self.windowed else None
             if last is None or tokens.shape[1] <= last:
                 return grouping(tokens, noise).slots[0].float()
-            found = [grouping(tokens[:, :last], noise)]
+            outputs = [grouping(tokens[:, :last], noise)]
             for end in range(last + 1, tokens.shape[1] + 1):
-                seen: Grouped = grouping(tokens[:, end - last : end], noise)
-                found.append(Grouped(*(table[:, -1:] for table in seen)))
-            return torch.cat([one.slots for one in found], 1)[0].float()
+                output: GroupingOutput = grouping(tokens[:, end - last : end], noise)
+                outputs.append(GroupingOutput(*(table[:, -1:] for table in output)))
+            return torch.cat([one.slots for one in outputs], 1)[0].float()
 
     def scene_slots(self, posed: Tensor, window: int | None = None) -> Tensor:
         return torch.stack([self.slots_of(scene, window) for scene in posed])
 
     @torch.inference_mode()
-    def drawn(self, slots: Tensor, rays: Tensor) -> DrawnView:
+    def render(self, slots: Tensor, rays: Tensor) -> RenderedViews:
         """Slots (n, K, D) seen along rays (n, 6, S, S)."""
         with self.autocast():
-            found: DrawnRays = self.model.decoder(slots, flat_rays(rays.to(self.device)))
+            rendered: RenderedRays = self.model.decoder(slots, flat_rays(rays.to(self.device)))
         side = rays.shape[-1]
-        shares = found.shares.float().transpose(1, 2).unflatten(-1, (side, side))
+        shares = rendered.shares.float().transpose(1, 2).unflatten(-1, (side, side))
         # What no field has anything of (densities cut off at zero, no sky) is no slot's: a number of its own behind them.
         nobody = shares.amax(1) <= 0
         labels = shares.argmax(1).masked_fill(nobody, shares.shape[1]).float()
         labels = labels.masked_fill(~shares.isfinite().all(1), torch.nan)
         # Infinity would be cut to white, which can be scored.
-        colours = found.colours.float().masked_fill(~found.colours.isfinite(), torch.nan)
+        colours = rendered.colours.float().masked_fill(~rendered.colours.isfinite(), torch.nan)
         colours = colours.clamp(0, 1).transpose(1, 2).unflatten(-1, (side, side))
-        depth = None if found.depth is None else found.depth.float().unflatten(-1, (side, side))
-        return DrawnView(colours, labels, depth, shares)
+        depth = None if rendered.depth is None else rendered.depth.float().unflatten(-1, (side, side))
+        return RenderedViews(colours, labels, depth, shares)
 
     @torch.inference_mode()
-    def alone(self, slots: Tensor, rays: Tensor) -> Tensor:
+    def render_slots(self, slots: Tensor, rays: Tensor) -> Tensor:
         """Every slot on its own on white: (n, K, 3, S, S)."""
         side, flat, parts = rays.shape[-1], flat_rays(rays.to(self.device)), []
-        step = max(1, self.model.decoder.most_rays(slots) // slots.shape[1])  # a picture per slot in place of one
+        step = max(1, self.model.decoder.max_rays(slots) // slots.shape[1])  # a picture per slot in place of one
         for begin in range(0, side * side, step):
             with self.autocast():
-                parts.append(self.model.decoder.alone(slots, flat.chunk(begin, begin + step)).float())
+                parts.append(self.model.decoder.render_per_slot(slots, flat.chunk(begin, begin + step)).float())
         return torch.cat(parts, 1).clamp(0, 1).permute(0, 2, 3, 1).unflatten(-1, (side, side))
 
     @torch.inference_mode()
-    def scenes(self, posed: Tensor, shown: int, window: int | None = None) -> Tensor:
+    def scenes(self, posed: Tensor, num_context_views: int, window: int | None = None) -> Tensor:
         rows = []
         for scene in posed:
-            slots = self.slots_of(scene[:, :shown], window)
+            slots = self.slots_of(scene[:, :num_context_views], window)
             facts, labels, depths = [], [], []
             for own, views in zip(slots, scene.to(self.device), strict=True):
                 # A time's slots draw all of its views, those that made them and those that did not.
-                found = self.drawn(own.expand(len(views), -1, -1), views[:, 3:])
-                wanted = views[:, :3]
+                rendered = self.render(own.expand(len(views), -1, -1), views[:, 3:])
+                target = views[:, :3]
                 # Of pictures that no window fits into there is no SSIM; NaN for any other reason stays, and is refused.
-                alike = ssim(found.colours, wanted)
-                alike = alike if alike.isfinite().any() else torch.full_like(alike, _UNKNOWN)
-                facts.append(torch.stack([_mse(found.colours, wanted), alike, *copied(views, shown)], -1))
-                labels.append(found.labels)
-                depths += [] if found.depth is None else [found.depth]
-            told = torch.stack(facts)
-            rows.append(torch.cat([told.flatten(), *(torch.stack(t).flatten() for t in (labels, depths) if t)]))
+                similarity = ssim(rendered.colours, target)
+                similarity = similarity if similarity.isfinite().any() else torch.full_like(similarity, _UNKNOWN)
+                facts.append(
+                    torch.stack(
+                        [_mse(rendered.colours, target), similarity, *copy_baselines(views, num_context_views)], -1
+                    )
+                )
+                labels.append(rendered.labels)
+                depths += [] if rendered.depth is None else [rendered.depth]
+            metrics = torch.stack(facts)
+            rows.append(torch.cat([metrics.flatten(), *(torch.stack(t).flatten() for t in (labels, depths) if t)]))
         return torch.stack(rows)
 
 
@@ -181,18 +185,20 @@ def flat_rays(rays: Tensor) -> Rays:
     return Rays(origins.contiguous(), directions.contiguous())
 
 
-def copied(views: Tensor, shown: int) -> tuple[Tensor, Tensor]:
+def copy_baselines(views: Tensor, num_context_views: int) -> tuple[Tensor, Tensor]:
     """Of every view (V, 9, S, S) the error (V,) of the shown one whose camera is nearest in its place (its own place and where it looks), and of
     the shown ones' mean colour: what a model has to beat."""
     side = views.shape[-1]
     eyes, ahead = views[:, 3:6, 0, 0], views[:, 6:, side // 2, side // 2]
     scale = torch.cdist(eyes, eyes).max().clamp(min=1e-6)
     # Place and direction weigh alike: two cameras at one place may see different walls.
-    apart = torch.cdist(eyes, eyes) / scale + torch.cdist(ahead, ahead)
-    apart[torch.arange(shown), torch.arange(shown)] = torch.inf  # a shown view is not its own copy
-    nearest = apart[:, :shown].argmin(1)
-    wanted, mean = views[:, :3], views[:shown, :3].mean((0, 2, 3))
-    return _mse(views[nearest, :3], wanted), _mse(mean[None, :, None, None].expand_as(wanted), wanted)
+    camera_distance = torch.cdist(eyes, eyes) / scale + torch.cdist(ahead, ahead)
+    camera_distance[torch.arange(num_context_views), torch.arange(num_context_views)] = (
+        torch.inf
+    )  # a shown view is not its own copy
+    nearest = camera_distance[:, :num_context_views].argmin(1)
+    target, mean = views[:, :3], views[:num_context_views, :3].mean((0, 2, 3))
+    return _mse(views[nearest, :3], target), _mse(mean[None, :, None, None].expand_as(target), target)
 
 
 def _mse(first: Tensor, second: Tensor) -> Tensor:

@@ -16,13 +16,13 @@ from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import MappedPixels
 from sparo_train.models.slots import Slots
 
-from ..decoders.broadcast import Decoded
+from ..decoders.broadcast import DecoderOutput
 from ..objectives.set_prediction import SetModel, SetPrediction
 from ..objectives.slate import Slate
 from ..objectives.slate_model import SlateModel
 from ..objectives.slot_autoencoder import SlotAutoencoder
 from ..objectives.slot_model import SlotModel
-from ..objectives.slot_tower import SlotTower, Towered
+from ..objectives.slot_tower import SlotTower, TowerOutput
 
 
 class TowerEncoder(Encoder):
@@ -51,49 +51,53 @@ class TowerEncoder(Encoder):
 
     @property
     def architecture(self) -> str:
-        told = self.model.config.model_dump_json(
+        config_json = self.model.config.model_dump_json(
             exclude={"encoder": {"cache"}}
         )  # where features lie changes none of them
-        return f"{told} noise {self.seed}"
+        return f"{config_json} noise {self.seed}"
 
     @torch.inference_mode()
-    def seen(self, pixels: Tensor) -> Any:
+    def run_model(self, pixels: Tensor) -> Any:
         """(n, 3, S, S) uint8 to what the model says of them."""
         with self.autocast():
             return self.model(self.normalised(pixels), self.noise.to(self.device).expand(len(pixels), -1, -1))
 
 
-class Parts(NamedTuple):
-    """Of a batch, for pictures. shares: (n, K, S, S).  drawn: (n, 3, S, S) in 0..1, own: each slot's, (n, K, 3, S, S); None where
+class Decomposition(NamedTuple):
+    """Of a batch, for pictures. soft_masks: (n, K, S, S).  reconstruction: (n, 3, S, S) in 0..1, slot_images: each slot's, (n, K, 3, S, S); None where
     nothing, or no slot alone, is drawn."""
 
-    shares: Tensor
-    drawn: Tensor | None
-    own: Tensor | None
+    soft_masks: Tensor
+    reconstruction: Tensor | None
+    slot_images: Tensor | None
 
 
 class MaskingEncoder(TowerEncoder, MasksEncoder):
     """A model whose slots share an image."""
 
     @abstractmethod
-    def shares(self, pixels: Tensor) -> Tensor:
+    def soft_masks(self, pixels: Tensor) -> Tensor:
         """(n, 3, S, S) uint8 -> fp32 (n, K, S, S), each slot's of every pixel, in the order of slots."""
 
     @abstractmethod
-    def parts(self, pixels: Tensor) -> Parts:
+    def decompose(self, pixels: Tensor) -> Decomposition:
         """The same with what is drawn."""
 
     def masks(self, pixels: Tensor) -> Tensor:
-        shares = self.shares(pixels)
+        soft_masks = self.soft_masks(pixels)
         # The largest of NaNs is a number; what is stored has to show them, or they would be scored.
-        return shares.argmax(1).float().masked_fill(~shares.isfinite().all(1), torch.nan).flatten(1)
+        return soft_masks.argmax(1).float().masked_fill(~soft_masks.isfinite().all(1), torch.nan).flatten(1)
 
-    def brought(self, shares: Tensor) -> Tensor:
+    def upsample_masks(self, soft_masks: Tensor) -> Tensor:
         """Shares (n, K, s, s) to the image's size: smooth between patches, before anybody asks whose a pixel is."""
         size = (self.image_size, self.image_size)
-        return shares.float() if shares.shape[-2:] == size else F.interpolate(shares.float(), size, mode="bilinear")
+        return (
+            soft_masks.float()
+            if soft_masks.shape[-2:] == size
+            else F.interpolate(soft_masks.float(), size, mode="bilinear")
+        )
 
-    def shown(self, picture: Tensor) -> Tensor:
+    def denormalize(self, picture: Tensor) -> Tensor:
         """What is drawn, back in 0..1."""
         return picture.float() * self.std + self.mean
 
@@ -109,40 +113,40 @@ class SlotEncoder(MaskingEncoder, DrawingEncoder):
 
     @property
     def numbers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.model.config.drawn_side**2 * self.model.config.drawn_width
+        return self.model.config.target_side**2 * self.model.config.target_channels
 
     def encode(self, pixels: Tensor) -> Tensor:
-        return self.seen(pixels).slots.float().flatten(1)  # as every task takes them
+        return self.run_model(pixels).slots.float().flatten(1)  # as every task takes them
 
-    def shares(self, pixels: Tensor) -> Tensor:
-        return self.brought(self.seen(pixels).decoded.masks)
+    def soft_masks(self, pixels: Tensor) -> Tensor:
+        return self.upsample_masks(self.run_model(pixels).decoded.masks)
 
-    def parts(self, pixels: Tensor) -> Parts:
-        return self.parts_of(self.seen(pixels).decoded)
+    def decompose(self, pixels: Tensor) -> Decomposition:
+        return self.to_decomposition(self.run_model(pixels).decoded)
 
-    def parts_of(self, decoded: Decoded) -> Parts:
+    def to_decomposition(self, decoded: DecoderOutput) -> Decomposition:
         """What is decoded, for pictures."""
-        shares = self.brought(decoded.masks)
+        soft_masks = self.upsample_masks(decoded.masks)
         if self.draws != "pixels":
-            return Parts(shares, None, None)
-        return Parts(shares, self.shown(decoded.image), self.shown(decoded.own))
+            return Decomposition(soft_masks, None, None)
+        return Decomposition(soft_masks, self.denormalize(decoded.image), self.denormalize(decoded.slot_images))
 
     @torch.inference_mode()
     def squared_error(self, pixels: Tensor) -> Tensor:
-        found = self.seen(pixels)
-        return self.error_of(found.decoded, found.target)
+        output = self.run_model(pixels)
+        return self.error_of(output.decoded, output.target)
 
-    def error_of(self, decoded: Decoded, target: Tensor) -> Tensor:
+    def error_of(self, decoded: DecoderOutput, target: Tensor) -> Tensor:
         """(n, 1): mean squared error of each picture."""
-        apart = decoded.image.float() - target
+        residual = decoded.image.float() - target
         if self.draws == "pixels":
-            apart = apart * self.std  # of -1..1 a pixel's error is twice that of 0..1
-        return apart.square().flatten(1).mean(1, keepdim=True)
+            residual = residual * self.std  # of -1..1 a pixel's error is twice that of 0..1
+        return residual.square().flatten(1).mean(1, keepdim=True)
 
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
         """Slots and where they draw, for pictures: (n, K, S * S), each slot's shares of the pixels, brought to a sum of one."""
-        found = self.seen(self.stacked(pixels))
-        return Slots(found.slots.float(), shared(found.decoded.masks))
+        output = self.run_model(self.stacked(pixels))
+        return Slots(output.slots.float(), normalize_masks(output.decoded.masks))
 
 
 class GroupingEncoder(MaskingEncoder):
@@ -151,18 +155,18 @@ class GroupingEncoder(MaskingEncoder):
     masks_are = "slots' attention, bilinear"
 
     def encode(self, pixels: Tensor) -> Tensor:
-        return self.seen(pixels).slots.float().flatten(1)
+        return self.run_model(pixels).slots.float().flatten(1)
 
-    def shares(self, pixels: Tensor) -> Tensor:
-        return self.brought(self.seen(pixels).attention)
+    def soft_masks(self, pixels: Tensor) -> Tensor:
+        return self.upsample_masks(self.run_model(pixels).attention)
 
-    def parts(self, pixels: Tensor) -> Parts:
-        return Parts(self.shares(pixels), None, None)
+    def decompose(self, pixels: Tensor) -> Decomposition:
+        return Decomposition(self.soft_masks(pixels), None, None)
 
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
         """Slots and which tokens they took, for pictures: (n, K, s * s)."""
-        found = self.seen(self.stacked(pixels))
-        return Slots(found.slots.float(), shared(found.attention))
+        output = self.run_model(self.stacked(pixels))
+        return Slots(output.slots.float(), normalize_masks(output.attention))
 
 
 class SlateEncoder(GroupingEncoder, DrawingEncoder):
@@ -175,42 +179,44 @@ class SlateEncoder(GroupingEncoder, DrawingEncoder):
         return 3 * self.image_size**2
 
     @torch.inference_mode()
-    def seen(self, pixels: Tensor) -> Towered:
+    def run_model(self, pixels: Tensor) -> TowerOutput:
         with self.autocast():
-            return self.model.see(self.normalised(pixels), self.noise.to(self.device).expand(len(pixels), -1, -1))
+            return self.model.encode_slots(
+                self.normalised(pixels), self.noise.to(self.device).expand(len(pixels), -1, -1)
+            )
 
     @torch.inference_mode()
-    def parts(self, pixels: Tensor) -> Parts:
-        found = self.seen(pixels)
+    def decompose(self, pixels: Tensor) -> Decomposition:
+        output = self.run_model(pixels)
         with self.autocast():
-            drawn = self.model.generate(found.slots).float().clamp(0, 1)  # as the authors' code cuts it
-        return Parts(self.brought(found.attention), drawn, None)
+            reconstruction = self.model.generate(output.slots).float().clamp(0, 1)  # as the authors' code cuts it
+        return Decomposition(self.upsample_masks(output.attention), reconstruction, None)
 
     @torch.inference_mode()
     def squared_error(self, pixels: Tensor) -> Tensor:
-        drawn = self.parts(pixels).drawn
-        assert drawn is not None
-        return (drawn - self.normalised(pixels)).square().flatten(1).mean(1, keepdim=True)
+        reconstruction = self.decompose(pixels).reconstruction
+        assert reconstruction is not None
+        return (reconstruction - self.normalised(pixels)).square().flatten(1).mean(1, keepdim=True)
 
 
 class SetEncoder(TowerEncoder, ObjectsEncoder):
     """A model that lists objects."""
 
     def encode(self, pixels: Tensor) -> Tensor:
-        return self.seen(pixels).towered.slots.float().flatten(1)
+        return self.run_model(pixels).tower_output.slots.float().flatten(1)
 
     def objects(self, pixels: Tensor) -> Tensor:
-        return self.seen(pixels).objects.float().flatten(1)
+        return self.run_model(pixels).objects.float().flatten(1)
 
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
         """Slots and which tokens they took, for pictures: (n, K, s * s)."""
-        found = self.seen(self.stacked(pixels)).towered
-        return Slots(found.slots.float(), shared(found.attention))
+        tower_output = self.run_model(self.stacked(pixels)).tower_output
+        return Slots(tower_output.slots.float(), normalize_masks(tower_output.attention))
 
 
-def shared(shares: Tensor) -> Tensor:
+def normalize_masks(soft_masks: Tensor) -> Tensor:
     """Masks (n, K, s, s) to (n, K, s * s), every slot's of sum one."""
-    flat = shares.flatten(2).float()
+    flat = soft_masks.flatten(2).float()
     return flat / flat.sum(-1, keepdim=True).clamp(min=1e-12)
 
 

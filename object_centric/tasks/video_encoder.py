@@ -14,13 +14,13 @@ from evals.encoders.abilities import ClipsEncoder, DrawingEncoder
 from sparo_train.core.errors import ConfigError
 from sparo_train.models.slots import Slots
 
-from ..decoders.broadcast import Decoded
+from ..decoders.broadcast import DecoderOutput
 from ..encoders.convnet import grid
-from ..grouping.slot_attention import Grouped
+from ..grouping.slot_attention import GroupingOutput
 from ..video.timed_tower import TimedTower, TimedTowerConfig
 from ..video.video_autoencoder import VideoAutoencoder
 from ..video.video_slate import VideoSlate
-from .slot_encoder import MaskingEncoder, Parts, SlotEncoder, shared
+from .slot_encoder import Decomposition, MaskingEncoder, SlotEncoder, normalize_masks
 
 _FRAMES = 64  # that are drawn at once
 
@@ -49,23 +49,23 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
         return grouping.binder is not None or grouping.pooled is not None
 
     @abstractmethod
-    def shares_of(self, found: Grouped) -> tuple[Tensor, Decoded | None]:
+    def soft_masks_of(self, output: GroupingOutput) -> tuple[Tensor, DecoderOutput | None]:
         """Of slots (n, K, D) and attention (n, K, N) of n frames: shares (n, K, s, s) that are their masks, and what is drawn."""
 
     @abstractmethod
-    def parts_of(self, found: Grouped) -> Parts:
+    def to_decomposition(self, output: GroupingOutput) -> Decomposition:
         """The same for pictures."""
 
-    def errors_of(self, decoded: Decoded | None, frames: Tensor) -> Tensor:
+    def errors_of(self, decoded: DecoderOutput | None, frames: Tensor) -> Tensor:
         """(n,): mean squared error of every frame as it is drawn, in 0..1; -1 where its pixels are not."""
         return torch.full((len(frames),), -1.0, device=self.device)
 
-    def said_errors(self, found: Grouped, frames: Tensor) -> Tensor:
+    def generation_errors(self, output: GroupingOutput, frames: Tensor) -> Tensor:
         """(n,): the same of frames that are said token by token."""
         raise ConfigError(f"{self.label}: draws its frames at once; leave drawn away")
 
     @torch.inference_mode()
-    def clip_groups(self, video: Tensor, window: int | None = None) -> list[Grouped]:
+    def clip_groups(self, video: Tensor, window: int | None = None) -> list[GroupingOutput]:
         """Slots (T, K, D) and attention (T, K, N) of each of (n, T, 3, S, S) uint8, or of four planes. `window`: see `clips`; a binder has
         those of its training's clips where none is given.
 
@@ -80,17 +80,19 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
             raise ConfigError(
                 "these slots begin from the first frame's objects (hint), and nothing says which these are; give clips with masks"
             )
-        found = []
+        outputs = []
         for clip in video:  # one by one, as its neighbours must not decide what fits into memory
             # By frames, not by clips: what is drawn at once has a bound whatever T is.
             tokens = torch.cat([self._tokens(part) for part in clip[:, :3].split(_FRAMES)])
             hint = clip[None, 0, 3].to(self.device) if self.conditional else None
-            found.append(self._grouped(tokens[None], hint, (window or self.trained_frames) if self.windowed else None))
-        return found
+            outputs.append(
+                self._group_slots(tokens[None], hint, (window or self.trained_frames) if self.windowed else None)
+            )
+        return outputs
 
     def clip_slots(self, video: Tensor, window: int | None = None) -> Tensor:
         """(n, T, K, D), see `clip_groups`."""
-        return torch.stack([found.slots for found in self.clip_groups(video, window)])
+        return torch.stack([output.slots for output in self.clip_groups(video, window)])
 
     def untrained(self) -> TimedEncoder:
         """With first weights of seed 0."""
@@ -101,60 +103,62 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
         made.precision = self.precision
         return made
 
-    def clip_parts(self, video: Tensor, window: int | None = None) -> list[Parts]:
+    def decompose_clips(self, video: Tensor, window: int | None = None) -> list[Decomposition]:
         """What each clip's frames are drawn as, for pictures: one for each, of its T frames."""
-        return [self.parts_of(found) for found in self.clip_groups(video, window)]
+        return [self.to_decomposition(output) for output in self.clip_groups(video, window)]
 
     @torch.inference_mode()
     def clips(self, video: Tensor, window: int | None = None, generated: bool = False) -> Tensor:
         rows = []
-        for clip, whole in zip(video, self.clip_groups(video, window), strict=True):
+        for clip, clip_output in zip(video, self.clip_groups(video, window), strict=True):
             labels, errors = [], []
-            for frames, *own in zip(*(table.split(_FRAMES) for table in (clip[:, :3], *whole)), strict=True):
-                group = Grouped(*own)
-                shares, decoded = self.shares_of(group)
-                shares = self.brought(shares)
-                labels.append(shares.argmax(1).float().masked_fill(~shares.isfinite().all(1), torch.nan))
-                errors.append(self.said_errors(group, frames) if generated else self.errors_of(decoded, frames))
+            for frames, *own in zip(*(table.split(_FRAMES) for table in (clip[:, :3], *clip_output)), strict=True):
+                output = GroupingOutput(*own)
+                soft_masks, decoded = self.soft_masks_of(output)
+                soft_masks = self.upsample_masks(soft_masks)
+                labels.append(soft_masks.argmax(1).float().masked_fill(~soft_masks.isfinite().all(1), torch.nan))
+                errors.append(self.generation_errors(output, frames) if generated else self.errors_of(decoded, frames))
             rows.append(torch.cat([torch.cat(labels).flatten(), torch.cat(errors)]))
         return torch.stack(rows)
 
-    def still(self, pixels: Tensor) -> Grouped:
+    def encode_stills(self, pixels: Tensor) -> GroupingOutput:
         """Images (n, 3, S, S) as clips of one frame."""
-        return Grouped(*(torch.cat(tables) for tables in zip(*self.clip_groups(pixels[:, None], None), strict=True)))
+        return GroupingOutput(
+            *(torch.cat(tables) for tables in zip(*self.clip_groups(pixels[:, None], None), strict=True))
+        )
 
     def encode(self, pixels: Tensor) -> Tensor:
-        return self.still(pixels).slots.float().flatten(1)
+        return self.encode_stills(pixels).slots.float().flatten(1)
 
-    def shares(self, pixels: Tensor) -> Tensor:
-        return self.brought(self.shares_of(self.still(pixels))[0])
+    def soft_masks(self, pixels: Tensor) -> Tensor:
+        return self.upsample_masks(self.soft_masks_of(self.encode_stills(pixels))[0])
 
-    def parts(self, pixels: Tensor) -> Parts:
-        return self.parts_of(self.still(pixels))
+    def decompose(self, pixels: Tensor) -> Decomposition:
+        return self.to_decomposition(self.encode_stills(pixels))
 
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
         """Slots and where they are, for pictures: (n, K, s * s), each slot's shares, brought to a sum of one."""
-        found = self.still(self.stacked(pixels))
-        return Slots(found.slots.float(), shared(self.shares_of(found)[0]))
+        output = self.encode_stills(self.stacked(pixels))
+        return Slots(output.slots.float(), normalize_masks(self.soft_masks_of(output)[0]))
 
     def _tokens(self, frames: Tensor) -> Tensor:
         with self.autocast():
             return self.model.frame_tokens(self.normalised(frames))
 
-    def _grouped(self, tokens: Tensor, hint: Tensor | None, window: int | None) -> Grouped:
+    def _group_slots(self, tokens: Tensor, hint: Tensor | None, window: int | None) -> GroupingOutput:
         """Of tokens (1, T, N, F); of a window, each frame's slots from its last `window` frames."""
         noise = self.noise.to(self.device).expand(1, -1, -1)
         with self.autocast():
             tower = self.model.tower
             if window is None or tokens.shape[1] <= window:
-                found = [tower.grouped(tokens, noise, hint)]
+                outputs = [tower.group_tokens(tokens, noise, hint)]
             else:
-                found = [tower.grouped(tokens[:, :window], noise, hint)]
+                outputs = [tower.group_tokens(tokens[:, :window], noise, hint)]
                 # From scratch for each window, as in training: what a frame sees is never more than that.
                 for end in range(window + 1, tokens.shape[1] + 1):
-                    last = tower.grouped(tokens[:, end - window : end], noise, hint)
-                    found.append(Grouped(*(table[:, -1:] for table in last)))
-        return Grouped(*(torch.cat(tables, 1)[0] for tables in zip(*found, strict=True)))
+                    last = tower.group_tokens(tokens[:, end - window : end], noise, hint)
+                    outputs.append(GroupingOutput(*(table[:, -1:] for table in last)))
+        return GroupingOutput(*(torch.cat(tables, 1)[0] for tables in zip(*outputs, strict=True)))
 
 
 class VideoEncoder(TimedEncoder, DrawingEncoder):
@@ -174,34 +178,38 @@ class VideoEncoder(TimedEncoder, DrawingEncoder):
 
     @property
     def numbers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.model.config.drawn_side**2 * self.model.config.drawn_width
+        return self.model.config.target_side**2 * self.model.config.target_channels
 
     @torch.inference_mode()
-    def shares_of(self, found: Grouped) -> tuple[Tensor, Decoded | None]:
+    def soft_masks_of(self, output: GroupingOutput) -> tuple[Tensor, DecoderOutput | None]:
         decoder = self.model.decoder
         with self.autocast():
-            decoded = decoder(found.slots, grid(decoder.side, found.slots))
+            decoded = decoder(output.slots, grid(decoder.side, output.slots))
         return decoded.masks, decoded
 
-    def parts_of(self, found: Grouped) -> Parts:
-        shares, decoded = self.shares_of(found)
+    def to_decomposition(self, output: GroupingOutput) -> Decomposition:
+        soft_masks, decoded = self.soft_masks_of(output)
         assert decoded is not None
         if self.draws == "pixels":
-            return Parts(self.brought(shares), self.shown(decoded.image), self.shown(decoded.own))
+            return Decomposition(
+                self.upsample_masks(soft_masks), self.denormalize(decoded.image), self.denormalize(decoded.slot_images)
+            )
         if self.draws.startswith("flow"):  # its colours; depth beside it is left out
-            return Parts(self.brought(shares), decoded.image[:, :3].float(), decoded.own[:, :, :3].float())
-        return Parts(self.brought(shares), None, None)
+            return Decomposition(
+                self.upsample_masks(soft_masks), decoded.image[:, :3].float(), decoded.slot_images[:, :, :3].float()
+            )
+        return Decomposition(self.upsample_masks(soft_masks), None, None)
 
-    def errors_of(self, decoded: Decoded | None, frames: Tensor) -> Tensor:
+    def errors_of(self, decoded: DecoderOutput | None, frames: Tensor) -> Tensor:
         if decoded is None or not self.frame_scores:
             return super().errors_of(decoded, frames)
         pixels = self.normalised(frames)
         if self.draws != "pixels":
             with self.autocast():
                 pixels = self.model.tower.encoder(pixels).permute(0, 3, 1, 2).float()
-        apart = decoded.image.float() - pixels
+        residual = decoded.image.float() - pixels
         # Of -1..1 a pixel's error is twice that of 0..1.
-        return (apart * self.std if self.draws == "pixels" else apart).square().flatten(1).mean(1)
+        return (residual * self.std if self.draws == "pixels" else residual).square().flatten(1).mean(1)
 
     @torch.inference_mode()
     def squared_error(self, pixels: Tensor) -> Tensor:
@@ -209,7 +217,7 @@ class VideoEncoder(TimedEncoder, DrawingEncoder):
             raise ConfigError(
                 f"model.target={self.draws}: a still has none to compare with; score clips (task: video_masks)"
             )
-        return self.errors_of(self.shares_of(self.still(pixels))[1], pixels)[:, None]
+        return self.errors_of(self.soft_masks_of(self.encode_stills(pixels))[1], pixels)[:, None]
 
 
 class TimedGroupingEncoder(TimedEncoder):
@@ -217,15 +225,15 @@ class TimedGroupingEncoder(TimedEncoder):
 
     masks_are = "slots' attention, bilinear"
 
-    def shares_of(self, found: Grouped) -> tuple[Tensor, Decoded | None]:
+    def soft_masks_of(self, output: GroupingOutput) -> tuple[Tensor, DecoderOutput | None]:
         side = self.model.config.encoder.side(self.image_size)
-        return found.attention.unflatten(-1, (side, side)), None
+        return output.attention.unflatten(-1, (side, side)), None
 
-    def parts_of(self, found: Grouped) -> Parts:
-        return Parts(self.brought(self.shares_of(found)[0]), None, None)
+    def to_decomposition(self, output: GroupingOutput) -> Decomposition:
+        return Decomposition(self.upsample_masks(self.soft_masks_of(output)[0]), None, None)
 
 
-class TowerAlone(nn.Module):
+class TowerModel(nn.Module):
     """A tower of videos as what a `TimedEncoder` takes."""
 
     def __init__(self, config: TimedTowerConfig):
@@ -243,18 +251,18 @@ class VideoSlateEncoder(TimedGroupingEncoder):
     generates = True
 
     @torch.inference_mode()
-    def parts_of(self, found: Grouped) -> Parts:
-        return Parts(self.brought(self.shares_of(found)[0]), self._said(found), None)
+    def to_decomposition(self, output: GroupingOutput) -> Decomposition:
+        return Decomposition(self.upsample_masks(self.soft_masks_of(output)[0]), self._generate_frames(output), None)
 
     @torch.inference_mode()
-    def said_errors(self, found: Grouped, frames: Tensor) -> Tensor:
-        return (self._said(found) - frames.to(self.device) / 255).square().flatten(1).mean(1)
+    def generation_errors(self, output: GroupingOutput, frames: Tensor) -> Tensor:
+        return (self._generate_frames(output) - frames.to(self.device) / 255).square().flatten(1).mean(1)
 
-    def _said(self, found: Grouped) -> Tensor:
+    def _generate_frames(self, output: GroupingOutput) -> Tensor:
         """Frames (n, 3, S, S) in 0..1; NaN where no token is."""
         with self.autocast():
-            drawn = torch.cat([self.model.generate(some) for some in found.slots.split(_FRAMES)])
-        return drawn.float().clamp(0, 1)
+            frames = torch.cat([self.model.generate(some) for some in output.slots.split(_FRAMES)])
+        return frames.float().clamp(0, 1)
 
 
 def video_encoder(objective: VideoAutoencoder) -> VideoEncoder:

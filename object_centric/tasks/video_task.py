@@ -16,16 +16,16 @@ from evals.sets.base import EvalSet, Limited
 from evals.sets.clip_set import ClipSet
 from evals.sets.task_config import TaskConfig
 from evals.store.feature_table import View
-from evals.suite.scoring import Scoring, described
+from evals.suite.scoring import Scoring, attach_data_info
 from evals.suite.task import Task
 from evals.tasks.objects import clip_segmentation
 from evals.tasks.result import Result
 from sparo_train.core.config import setting
 from sparo_train.core.errors import DataError
 
-from .mask_task import labels_cut, seen_by
+from .mask_task import transform_label_image, transform_mask
 
-_OF_FRAMES = ("psnr", "mse")  # they need no object
+_FRAME_METRICS = ("psnr", "mse")  # they need no object
 
 
 class VideoMasksTaskConfig(TaskConfig):
@@ -84,21 +84,21 @@ class EveryFrame:
         frames = np.stack([self.of(image) for image in (images[:-1] if self.told else images)])
         if not self.told:
             return frames
-        plane = np.broadcast_to(labels_cut(self.of, images[-1]).astype(np.uint8), frames.shape[:-1])
+        plane = np.broadcast_to(transform_label_image(self.of, images[-1]).astype(np.uint8), frames.shape[:-1])
         return np.concatenate([frames, plane[..., None]], axis=-1)
 
 
-def unwindowed(window: int | None, encoder: ClipsEncoder | ViewsEncoder) -> str | None:
+def window_incompatibility(window: int | None, encoder: ClipsEncoder | ViewsEncoder) -> str | None:
     """Why a task's window is none for this encoder; None: it can have one, or the task has none."""
     if window is None or encoder.windowed:
         return None
     return f"window={window}: is of slots that see a clip at once; these have seen all that came before, or one frame alone; set null"
 
 
-def open_clips(task: VideoMasksTaskConfig, told: int = 0) -> EvalSet:
-    """The episodes of a task; `told`: see `ClipSet`. Raises `DataError` where they are not there."""
-    found = ClipSet(task.root, task.frames, task.split, told)
-    return found if task.limit is None else Limited(found, task.limit)
+def open_clips(task: VideoMasksTaskConfig, num_hint_slots: int = 0) -> EvalSet:
+    """The episodes of a task; `num_hint_slots`: see `ClipSet`. Raises `DataError` where they are not there."""
+    clips = ClipSet(task.root, task.frames, task.split, num_hint_slots)
+    return clips if task.limit is None else Limited(clips, task.limit)
 
 
 def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
@@ -113,29 +113,31 @@ def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
         return encoder.clips(video, window, generated=task.drawn)
 
     # As it comes out: a binder that is not told sees as many times as in training, which its weights do not say.
-    seen = window or encoder.trained_frames
-    how = f"clips: {encoder.masks_are}, window {seen}" + (", drawn" if task.drawn else "")
-    view = View(how, encode, measured=True)
-    (found,) = scoring.features([source], task.workers, EveryFrame(encoder.transform, encoder.conditional), view)
+    context_frames = window or encoder.trained_frames
+    view_name = f"clips: {encoder.masks_are}, window {context_frames}" + (", drawn" if task.drawn else "")
+    view = View(view_name, encode, measured=True)
+    (features,) = scoring.features([source], task.workers, EveryFrame(encoder.transform, encoder.conditional), view)
 
     def score() -> Result:
-        rows = (row.numpy() for block in found.blocks(64) for row in block)
+        rows = (row.numpy() for block in features.blocks(64) for row in block)
 
         def clip(row: np.ndarray, true: np.ndarray) -> clip_segmentation.MaskedClip:
             masks = row[: -len(true)].reshape(len(true), size, size).astype(np.int64)
             errors = np.where(row[-len(true) :] < 0, np.nan, row[-len(true) :])
-            return clip_segmentation.MaskedClip(np.stack([seen_by(encoder, plane) for plane in true]), masks, errors)
+            return clip_segmentation.MaskedClip(
+                np.stack([transform_mask(encoder, plane) for plane in true]), masks, errors
+            )
 
-        clips = (clip(row, np.asarray(fact)) for row, fact in zip(rows, found.facts, strict=True))
+        clips = (clip(row, np.asarray(fact)) for row, fact in zip(rows, features.facts, strict=True))
         pixels = task.drawn or "psnr" in encoder.frame_scores
         result = clip_segmentation.score(clips, task.background, task.ignore, task.first_frame, pixels)
-        if task.headline not in result.metrics or not (result.n or task.headline in _OF_FRAMES):
+        if task.headline not in result.metrics or not (result.n or task.headline in _FRAME_METRICS):
             raise DataError(
                 f"{source.root}: not one episode has {task.headline}; background={task.background} is the label that is no object"
             )
         return result.headed(task.headline)
 
-    frames = len(found.facts[0])
+    frames = len(features.facts[0])
     options = {
         "mask_size": size,
         "resampling": "nearest",
@@ -146,18 +148,18 @@ def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
         "window": window,
         "conditional": encoder.conditional,
     }
-    return described(scoring.ranks.rank0_broadcast(score), found, source, options)
+    return attach_data_info(scoring.ranks.rank0_broadcast(score), features, source, options)
 
 
-def _unfit(task: VideoMasksTaskConfig, encoder: ClipsEncoder) -> str | None:
+def _incompatibility(task: VideoMasksTaskConfig, encoder: ClipsEncoder) -> str | None:
     if task.drawn and not encoder.generates:
         return "drawn=true: is of models that say their frames token by token; leave it away"
-    if task.headline in _OF_FRAMES and encoder.generates and not task.drawn:
+    if task.headline in _FRAME_METRICS and encoder.generates and not task.drawn:
         return f"headline={task.headline}: this model draws no frames unless it is asked to; set drawn: true, or video_fg_ari"
-    if task.headline in _OF_FRAMES and task.headline not in encoder.frame_scores and not task.drawn:
+    if task.headline in _FRAME_METRICS and task.headline not in encoder.frame_scores and not task.drawn:
         other = encoder.frame_scores[0] if encoder.frame_scores else "video_fg_ari"
         return f"headline={task.headline}: this model draws no {'frames' if other != 'mse' else 'pixels'} to compare with; set {other}"
-    return unwindowed(task.window, encoder)
+    return window_incompatibility(task.window, encoder)
 
 
 VIDEO_MASKS = Task(
@@ -166,6 +168,6 @@ VIDEO_MASKS = Task(
     lambda task: open_clips(task).check(),
     needs=("clips",),
     facts="clips",
-    unfit=_unfit,
+    incompatibility=_incompatibility,
     pictures="object_centric.pictures.evaluated:of_clips",
 )

@@ -15,16 +15,16 @@ from evals.sets.base import EvalSet, Limited
 from evals.sets.task_config import TaskConfig
 from evals.sets.view_set import ViewSet
 from evals.store.feature_table import View
-from evals.suite.scoring import Scoring, described
+from evals.suite.scoring import Scoring, attach_data_info
 from evals.suite.task import Task
 from evals.tasks.objects import view_scores
 from evals.tasks.result import Result
 from sparo_train.core.config import setting
 from sparo_train.core.errors import DataError
 
-from .mask_task import seen_by
+from .mask_task import transform_mask
 from .scene_encoder import EveryView, row_parts
-from .video_task import unwindowed
+from .video_task import window_incompatibility
 
 
 class ViewMasksTaskConfig(TaskConfig):
@@ -60,8 +60,8 @@ class ViewMasksTaskConfig(TaskConfig):
 
 def open_views(task: ViewMasksTaskConfig) -> EvalSet:
     """The scenes of a task. Raises `DataError` where they are not there."""
-    found = ViewSet(task.root, task.frames, task.views, task.split)
-    return found if task.limit is None else Limited(found, task.limit)
+    scenes = ViewSet(task.root, task.frames, task.views, task.split)
+    return scenes if task.limit is None else Limited(scenes, task.limit)
 
 
 def run_view_masks(scoring: Scoring, task: ViewMasksTaskConfig) -> Result:
@@ -74,29 +74,29 @@ def run_view_masks(scoring: Scoring, task: ViewMasksTaskConfig) -> Result:
     assert isinstance(encoder, Encoder) and isinstance(encoder, ViewsEncoder)  # what offers `views`
     assert isinstance(encoder.transform, Pixels)
     source, size, window = open_views(task), encoder.image_size, task.window
-    shown = task.shown or encoder.trained_views
+    num_context_views = task.shown or encoder.trained_views
     views = (source.whole if isinstance(source, Limited) else source).views  # type: ignore[attr-defined]
-    if shown >= views:
+    if num_context_views >= views:
         raise DataError(
-            f"{source.root}: {views} views are scored, and {shown} are shown, which leaves none to hold out; set shown to less"
+            f"{source.root}: {views} views are scored, and {num_context_views} are shown, which leaves none to hold out; set shown to less"
         )
 
     def encode(posed: Tensor) -> Tensor:
-        return encoder.scenes(posed, shown, window).cpu()
+        return encoder.scenes(posed, num_context_views, window).cpu()
 
     # As it comes out: a binder that is not told sees as many times as in training, which its weights do not say.
-    view = View(f"scenes, {shown} shown, window {window or encoder.trained_frames}", encode, measured=True)
-    (found,) = scoring.features([source], task.workers, EveryView(encoder.transform), view)
+    view = View(f"scenes, {num_context_views} shown, window {window or encoder.trained_frames}", encode, measured=True)
+    (features,) = scoring.features([source], task.workers, EveryView(encoder.transform), view)
 
     def score() -> Result:
-        rows = (row.numpy() for block in found.blocks(16) for row in block)
-        clips = (_clip(encoder, row, np.asarray(fact)) for row, fact in zip(rows, found.facts, strict=True))
-        result = view_scores.score(clips, shown, task.far, task.background, encoder.ends)
+        rows = (row.numpy() for block in features.blocks(16) for row in block)
+        clips = (_clip(encoder, row, np.asarray(fact)) for row, fact in zip(rows, features.facts, strict=True))
+        result = view_scores.score(clips, num_context_views, task.far, task.background, encoder.ends)
         if task.headline not in result.metrics:
             raise DataError(f"{source.root}: not one scene has {task.headline}; set headline to another score")
         return result.headed(task.headline)
 
-    shape = np.asarray(found.facts[0]).shape
+    shape = np.asarray(features.facts[0]).shape
     options = {
         "mask_size": size,
         "resampling": "nearest",
@@ -104,39 +104,39 @@ def run_view_masks(scoring: Scoring, task: ViewMasksTaskConfig) -> Result:
         "frames": shape[1],
         "trained_frames": encoder.trained_frames,
         "views": shape[2],
-        "shown": shown,
+        "shown": num_context_views,
         "trained_shown": encoder.trained_views,
         "window": window,
         "far": task.far,
     }
-    return described(scoring.ranks.rank0_broadcast(score), found, source, options)
+    return attach_data_info(scoring.ranks.rank0_broadcast(score), features, source, options)
 
 
 def _clip(encoder: Encoder, row: np.ndarray, fact: np.ndarray) -> view_scores.ViewedClip:
     """A stored row and (2, T, V, H, W) of true labels and depths."""
     (errors, ssim, nearest, mean), labels, depth = row_parts(row, fact.shape[1:3], encoder.image_size)
-    true = np.stack([np.stack([seen_by(encoder, plane) for plane in views]) for views in fact[0]])
-    far = np.stack([np.stack([_depth_seen_by(encoder, plane) for plane in views]) for views in fact[1]])
-    said = np.full(far.shape, np.nan, np.float32) if depth is None else depth
-    return view_scores.ViewedClip(true, labels, errors, ssim, nearest, mean, said, far)
+    true_masks = np.stack([np.stack([transform_mask(encoder, plane) for plane in views]) for views in fact[0]])
+    true_depth = np.stack([np.stack([_transform_depth(encoder, plane) for plane in views]) for views in fact[1]])
+    predicted_depth = np.full(true_depth.shape, np.nan, np.float32) if depth is None else depth
+    return view_scores.ViewedClip(true_masks, labels, errors, ssim, nearest, mean, predicted_depth, true_depth)
 
 
-def _depth_seen_by(encoder: Encoder, plane: np.ndarray) -> np.ndarray:
+def _transform_depth(encoder: Encoder, plane: np.ndarray) -> np.ndarray:
     """A depth map cut and scaled as labels are: between an edge and what is behind it there is nothing."""
     # Numbers of pixels, brought by the nearest one: depth is then taken from where a label is.
     numbers = np.arange(plane.size, dtype=np.int32).reshape(plane.shape)
-    return plane.reshape(-1)[seen_by(encoder, numbers)]
+    return plane.reshape(-1)[transform_mask(encoder, numbers)]
 
 
-def _unfit(task: ViewMasksTaskConfig, encoder: ViewsEncoder) -> str | None:
-    if task.headline == "depth_error" and not encoder.tells_depth:
+def _incompatibility(task: ViewMasksTaskConfig, encoder: ViewsEncoder) -> str | None:
+    if task.headline == "depth_error" and not encoder.predicts_depth:
         return "headline=depth_error: this model's decoder says no depth (nerf does); set psnr_held_out"
-    shown, views = task.shown or encoder.trained_views, task.views
+    num_context_views, views = task.shown or encoder.trained_views, task.views
     with suppress(DataError):  # what is not there is the check's to tell
         views = views or ViewSet(task.root, task.frames, None, task.split).views
-    if views is not None and shown >= views:
-        return f"views={views}: {shown} of them are shown, which leaves none to hold out; set shown to less"
-    return unwindowed(task.window, encoder)
+    if views is not None and num_context_views >= views:
+        return f"views={views}: {num_context_views} of them are shown, which leaves none to hold out; set shown to less"
+    return window_incompatibility(task.window, encoder)
 
 
 VIEW_MASKS = Task(
@@ -145,6 +145,6 @@ VIEW_MASKS = Task(
     lambda task: open_views(task).check(),
     needs=("views",),
     facts="views",
-    unfit=_unfit,
+    incompatibility=_incompatibility,
     pictures="object_centric.pictures.evaluated:of_views",
 )

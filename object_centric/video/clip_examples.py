@@ -16,7 +16,7 @@ from sparo_train.data.clips.window import FramesConfig
 from sparo_train.data.read.loader import Examples, OnStage, as_samples, ignore_stage
 from sparo_train.data.read.sources import DataConfig, Source
 
-from .cuts import Cut, flow_colours
+from .cuts import FrameTransform, flow_colours
 from .timed_tower import TimedTowerConfig
 
 
@@ -33,7 +33,7 @@ class ClipExamples(Examples):
 
     def __init__(self, config: DataConfig, model: TimedTowerConfig, frames: FramesConfig, planes: Sequence[str] = ()):
         self.config, self.image_size, self.noise, self.frames = config, model.image_size, model.noise, frames
-        self.planes, self.told = planes, model.grouping.slots if model.hint is not None else 0
+        self.planes, self.num_hint_slots = planes, model.grouping.slots if model.hint is not None else 0
 
     def prepare(
         self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
@@ -44,28 +44,35 @@ class ClipExamples(Examples):
         times = self.frames.window(len(episode), rng)
         pictures = [episode.image(t) for t in times]
         planes = {"flow": episode.flow, "depth": episode.depth}
-        read = {name: [planes[name](t) for t in times] for name in self.planes}
-        labels = [episode.labels(times[0])] if self.told else []
+        plane_frames = {name: [planes[name](t) for t in times] for name in self.planes}
+        labels = [episode.labels(times[0])] if self.num_hint_slots else []
         # Of all planes at once: a mask of another size than its picture would be cut elsewhere.
         if (
-            len({table.shape[:2] for table in (*pictures, *labels, *(t for tables in read.values() for t in tables))})
+            len(
+                {
+                    table.shape[:2]
+                    for table in (*pictures, *labels, *(t for tables in plane_frames.values() for t in tables))
+                }
+            )
             > 1
         ):
             raise BadSampleError("frames of unequal size")
         on_stage("decode")
         height, width = pictures[0].shape[:2]
-        cut = Cut.drawn(self.image_size, (width, height), c.crop_scale, c.hflip, rng)
-        found = {"video": np.stack([cut.picture(picture) for picture in pictures]).transpose(0, 3, 1, 2)}
-        found["noise"] = rng.standard_normal(self.noise, dtype=np.float32)
-        if "flow" in read:
-            found["flow"] = np.stack([flow_colours(cut.flow(t)) for t in read["flow"]]).transpose(0, 3, 1, 2)
-        if "depth" in read:
+        cut = FrameTransform.sample(self.image_size, (width, height), c.crop_scale, c.hflip, rng)
+        example = {"video": np.stack([cut.picture(picture) for picture in pictures]).transpose(0, 3, 1, 2)}
+        example["noise"] = rng.standard_normal(self.noise, dtype=np.float32)
+        if "flow" in plane_frames:
+            example["flow"] = np.stack([flow_colours(cut.flow(t)) for t in plane_frames["flow"]]).transpose(0, 3, 1, 2)
+        if "depth" in plane_frames:
             # Depths of metres and of a background far away: the logarithm keeps both in sight.
-            found["depth"] = np.log1p(np.stack([cut.depth(t) for t in read["depth"]])).astype(np.float32)[:, None]
+            example["depth"] = np.log1p(np.stack([cut.depth(t) for t in plane_frames["depth"]])).astype(np.float32)[
+                :, None
+            ]
         if labels:
-            found["hint"] = told_labels(cut.labels(labels[0]), self.told)
+            example["hint"] = hint_labels(cut.labels(labels[0]), self.num_hint_slots)
         on_stage("augment")
-        return {name: np.ascontiguousarray(table) for name, table in found.items()}
+        return {name: np.ascontiguousarray(table) for name, table in example.items()}
 
     def stack(self, examples: Sequence[Any]) -> dict[str, Tensor]:
         return {name: torch.from_numpy(np.stack([one[name] for one in examples])) for name in examples[0]}
@@ -75,7 +82,7 @@ class ClipExamples(Examples):
         return as_samples(batch["video"][:count, 0])
 
 
-def told_labels(labels: np.ndarray, slots: int) -> np.ndarray:
+def hint_labels(labels: np.ndarray, slots: int) -> np.ndarray:
     """A first frame's labels as a hint, uint8. Raises `BadSampleError` where an object's number is no slot's."""
     if labels.min() < 0 or labels.max() >= min(slots, 256):
         raise BadSampleError("more objects than slots")

@@ -39,34 +39,36 @@ def slot_contrast(slots: Tensor, config: ContrastConfig, ring: Ring | None = Non
     b, times, k, _ = slots.shape
     exact = torch.promote_types(slots.dtype, torch.float32)
     # Cosines in fp32: a softmax of them over a tenth tells differences in the third digit.
-    near = F.normalize(slots.to(exact), dim=-1).transpose(0, 1)  # (T, b, K, D)
+    unit_slots = F.normalize(slots.to(exact), dim=-1).transpose(0, 1)  # (T, b, K, D)
     if config.others == "video":
-        logits = near[1:] @ near[:-1].transpose(-1, -2) / config.temperature  # (T - 1, b, K, K)
-        wanted = torch.arange(k, device=slots.device).expand(times - 1, b, k)
-        return F.cross_entropy(logits.flatten(0, 2), wanted.flatten())
+        logits = unit_slots[1:] @ unit_slots[:-1].transpose(-1, -2) / config.temperature  # (T - 1, b, K, K)
+        target_slots = torch.arange(k, device=slots.device).expand(times - 1, b, k)
+        return F.cross_entropy(logits.flatten(0, 2), target_slots.flatten())
     ring = ring or Ring()
     # Of all ranks: what a slot is told apart from is the global batch, however it is cut.
-    earlier = ring.gather(near[:-1].transpose(0, 1).contiguous()).transpose(0, 1).flatten(1, 2)  # (T - 1, B * K, D)
-    logits = near[1:].flatten(1, 2) @ earlier.transpose(-1, -2) / config.temperature
+    earlier = (
+        ring.gather(unit_slots[:-1].transpose(0, 1).contiguous()).transpose(0, 1).flatten(1, 2)
+    )  # (T - 1, B * K, D)
+    logits = unit_slots[1:].flatten(1, 2) @ earlier.transpose(-1, -2) / config.temperature
     # This rank's slots stand behind those of the ranks before it.
-    wanted = (torch.arange(b * k, device=slots.device) + ring.rank * b * k).expand(times - 1, -1)
-    return F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+    target_slots = (torch.arange(b * k, device=slots.device) + ring.rank * b * k).expand(times - 1, -1)
+    return F.cross_entropy(logits.flatten(0, 1), target_slots.flatten())
 
 
-def patch_likeness(features: Tensor, config: SimilarityConfig) -> Tensor:
+def patch_similarity(features: Tensor, config: SimilarityConfig) -> Tensor:
     """Features (b, T, N, C) of patches to what each is like among those of the next frame, (b, T - 1, N, N), every row of sum one; of a row
     where all are below `threshold` nobody is told apart (videosaur's code, too)."""
-    near = F.normalize(features.float(), dim=-1)
-    cosines = near[:, :-1] @ near[:, 1:].transpose(-1, -2)
+    unit_features = F.normalize(features.float(), dim=-1)
+    cosines = unit_features[:, :-1] @ unit_features[:, 1:].transpose(-1, -2)
     below = cosines < config.threshold
-    nobody = below.all(-1, keepdim=True)
-    logits = cosines.masked_fill(below & ~nobody, -torch.inf).masked_fill(nobody, 0.0)
+    all_below = below.all(-1, keepdim=True)
+    logits = cosines.masked_fill(below & ~all_below, -torch.inf).masked_fill(all_below, 0.0)
     return torch.softmax(logits / config.temperature, -1)
 
 
-def likeness_missed(said: Tensor, features: Tensor, config: SimilarityConfig) -> Tensor:
+def patch_similarity_loss(logits: Tensor, features: Tensor, config: SimilarityConfig) -> Tensor:
     """Cross-entropy of what is drawn, logits (b, T, N, N) of every patch over all, with `patch_likeness`, mean over a video's patches,
     (b,); of the last frame nothing is known."""
     # The features are a target: with a gradient they could become alike, and likeness cheap.
-    wanted = patch_likeness(features, config).detach()
-    return -(wanted * said[:, :-1].float().log_softmax(-1)).sum(-1).flatten(1).mean(1)
+    target_similarity = patch_similarity(features, config).detach()
+    return -(target_similarity * logits[:, :-1].float().log_softmax(-1)).sum(-1).flatten(1).mean(1)

@@ -36,10 +36,10 @@ class Hint(nn.Module):
     def __init__(self, config: HintConfig, slots: int, width: int, image_size: int):
         super().__init__()
         self.config, self.slots = config, slots
-        taken = {"boxes": 4, "centres": 2, "masks": config.encoder.width * config.encoder.side(image_size) ** 2}
+        in_widths = {"boxes": 4, "centres": 2, "masks": config.encoder.width * config.encoder.side(image_size) ** 2}
         self.see = config.encoder.build() if config.of == "masks" else None
         self.tell = nn.Sequential(
-            nn.Linear(taken[config.of], config.hidden), nn.ReLU(), nn.Linear(config.hidden, width)
+            nn.Linear(in_widths[config.of], config.hidden), nn.ReLU(), nn.Linear(config.hidden, width)
         )
 
     def forward(self, labels: Tensor) -> Tensor:
@@ -50,25 +50,25 @@ class Hint(nn.Module):
             masks = F.one_hot(labels.long(), self.slots).movedim(-1, 1).to(self.tell[0].weight.dtype)  # type: ignore[union-attr, arg-type]
             # The ground has no box in SAVi's data: what is told of it would be learned as an object.
             masks = masks * (torch.arange(self.slots, device=labels.device) > 0)[:, None, None]
-            seen = self.see(masks.flatten(0, 1)[:, None].expand(-1, 3, -1, -1))
-            return self.tell(seen.flatten(1)).unflatten(0, (len(labels), self.slots))
-        boxes = boxes_of(labels, self.slots)
-        told = boxes if c.of == "boxes" else (boxes[..., :2] + boxes[..., 2:]) / 2
-        return self.tell(told)
+            mask_features = self.see(masks.flatten(0, 1)[:, None].expand(-1, 3, -1, -1))
+            return self.tell(mask_features.flatten(1)).unflatten(0, (len(labels), self.slots))
+        boxes = boxes_from_labels(labels, self.slots)
+        coordinates = boxes if c.of == "boxes" else (boxes[..., :2] + boxes[..., 2:]) / 2
+        return self.tell(coordinates)
 
 
-def boxes_of(labels: Tensor, slots: int) -> Tensor:
+def boxes_from_labels(labels: Tensor, slots: int) -> Tensor:
     """Label maps (b, S, S) to (b, K, 4) fp32: top, left, bottom, right of each number's pixels in 0..1; zeros of 0, and where it is not."""
     side = labels.shape[-1]
-    there = labels[:, None] == torch.arange(slots, device=labels.device)[:, None, None]
+    masks = labels[:, None] == torch.arange(slots, device=labels.device)[:, None, None]
     ends = []
     for axis in (3, 2):  # rows with a pixel of it, then columns
-        line = there.any(axis)
+        line = masks.any(axis)
         first = line.float().argmax(-1)
         # Behind the last pixel, so that a box of one pixel has a size.
         last = side - line.flip(-1).float().argmax(-1)
         ends.append((first, last))
     (top, bottom), (left, right) = ends
     boxes = torch.stack([top, left, bottom, right], -1).float() / side
-    seen = there.flatten(2).any(-1) & (torch.arange(slots, device=labels.device) > 0)
-    return boxes * seen[..., None]
+    visible = masks.flatten(2).any(-1) & (torch.arange(slots, device=labels.device) > 0)
+    return boxes * visible[..., None]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..encoders.transformer import TransformerConfig
-from ..grouping.slot_attention import Grouped, SlotAttention
+from ..grouping.slot_attention import GroupingOutput, SlotAttention
 from ..grouping.slot_config import SlotAttentionConfig
 
 
@@ -20,10 +20,10 @@ class FrameStep(nn.Module):
         self.predictor = nn.Identity() if predictor is None else predictor.build(grouping.width)
 
     def forward(
-        self, tokens: Tensor, noise: Tensor | None, state: Tensor | None, turns: int | None = None
+        self, tokens: Tensor, noise: Tensor | None, state: Tensor | None, num_iterations: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`state` None: the first frame, whose slots begin as the corrector's own do.  `turns`: rounds in place of the corrector's."""
-        slots, attention = self.corrector(tokens, noise, state, turns)
+        """`state` None: the first frame, whose slots begin as the corrector's own do.  `num_iterations`: rounds in place of the corrector's."""
+        slots, attention = self.corrector(tokens, noise, state, num_iterations)
         return slots, attention, self.predictor(slots)
 
 
@@ -53,24 +53,26 @@ class RecurrentSlots(nn.Module):
         """What an engine wraps one by one."""
         return [self.step]
 
-    def forward(self, tokens: Tensor, noise: Tensor | None = None, hint: Tensor | None = None) -> Grouped:
+    def forward(self, tokens: Tensor, noise: Tensor | None = None, hint: Tensor | None = None) -> GroupingOutput:
         """`hint` (b, K, D): slots that the first frame begins with in place of the corrector's own."""
-        return self.carried(tokens, noise, hint=hint)[0]
+        return self.run_with_state(tokens, noise, hint=hint)[0]
 
-    def carried(
+    def run_with_state(
         self, tokens: Tensor, noise: Tensor | None = None, state: Tensor | None = None, hint: Tensor | None = None
-    ) -> tuple[Grouped, Tensor]:
+    ) -> tuple[GroupingOutput, Tensor]:
         """The same, and what the frame behind the last begins with; `state` (b, K, D): what an earlier part of the video was left with."""
         slots, attentions = [], []
-        turns, state = (self.first_turns, hint) if state is None else (None, state)
+        num_iterations, state = (self.first_turns, hint) if state is None else (None, state)
         for frame in tokens.unbind(1):
             if self.checkpointed and torch.is_grad_enabled():
-                own, attention, state = checkpoint(self.step, frame, noise, state, turns, use_reentrant=False)  # type: ignore[misc]
+                frame_slots, attention, state = checkpoint(
+                    self.step, frame, noise, state, num_iterations, use_reentrant=False
+                )  # type: ignore[misc]
             else:
-                own, attention, state = self.step(frame, noise, state, turns)
+                frame_slots, attention, state = self.step(frame, noise, state, num_iterations)
             # Of the first frame alone.
-            turns = None
-            slots.append(own)
+            num_iterations = None
+            slots.append(frame_slots)
             attentions.append(attention)
         assert state is not None
-        return Grouped(torch.stack(slots, 1), torch.stack(attentions, 1)), state
+        return GroupingOutput(torch.stack(slots, 1), torch.stack(attentions, 1)), state

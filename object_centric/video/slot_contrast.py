@@ -12,8 +12,8 @@ from sparo_train.core.config import setting
 from sparo_train.core.contracts import Batch, CoupledObjective, Loss, Progress
 from sparo_train.objectives.method import Method
 
-from ..objectives.collapse import sharing
-from ..objectives.slot_autoencoder import no_cache_of_changed_pictures
+from ..objectives.collapse import mask_statistics
+from ..objectives.slot_autoencoder import refuse_cache_with_augmentation
 from .contrast import ContrastConfig, slot_contrast
 from .video_autoencoder import LOSS_KEYS, VideoAutoencoder, VideoAutoencoderConfig, clip_examples
 
@@ -39,21 +39,23 @@ class SlotContrast(CoupledObjective, VideoAutoencoder):
     def embed(self, batch: Batch) -> tuple[Tensor, ...]:
         """Slots (b, T, K, D), errors (b,) of what is drawn, and masks (b, K, s, s) of first frames."""
         # First frames alone: what is logged of masks is of images, not of videos.
-        found, errors, _ = self.errors(batch)
-        return found.slots, errors, found.decoded.masks[:: batch["video"].shape[1]]
+        output, errors, _ = self.errors(batch)
+        return output.slots, errors, output.decoded.masks[:: batch["video"].shape[1]]
 
     def loss(self, embeddings: tuple[Tensor, ...], own: Sequence[Tensor], progress: Progress) -> Loss:
         self._done = progress.step / max(progress.total_steps, 1)
         slots, errors, masks = embeddings
-        apart = slot_contrast(slots, self.config.contrast)
+        contrast_loss = slot_contrast(slots, self.config.contrast)
         # Masks count for nothing; what is kept between two forwards has to have a gradient.
-        total = errors.mean() + self.config.contrast.weight * apart + 0 * masks.sum()
-        return Loss(total, {"drawn": errors.detach().mean(), "contrast": apart.detach(), **sharing(masks)})
+        total = errors.mean() + self.config.contrast.weight * contrast_loss + 0 * masks.sum()
+        return Loss(
+            total, {"drawn": errors.detach().mean(), "contrast": contrast_loss.detach(), **mask_statistics(masks)}
+        )
 
     def forward(self, batch: Batch, progress: Progress) -> Loss:
         return CoupledObjective.forward(self, batch, progress)
 
 
 METHOD = Method(
-    SlotContrastConfig, SlotContrast, clip_examples, no_cache_of_changed_pictures, loss_keys=(*LOSS_KEYS, "contrast")
+    SlotContrastConfig, SlotContrast, clip_examples, refuse_cache_with_augmentation, loss_keys=(*LOSS_KEYS, "contrast")
 )

@@ -21,7 +21,7 @@ from .recurrent import RecurrentSlots
 class TimedTowerConfig(SlotTowerConfig):
     """Recurrent slots (SAVi and its kin), or with `grouping.binder` slots that bind all times at once (PSB)."""
 
-    tells_first: ClassVar[bool] = True
+    accepts_hint: ClassVar[bool] = True
 
     predictor: TransformerConfig | None = setting(
         None,
@@ -42,7 +42,7 @@ class TimedTowerConfig(SlotTowerConfig):
     )
 
     @model_validator(mode="after")
-    def _over_time(self) -> Self:
+    def _check_time_options(self) -> Self:
         if self.frame is not None:
             raise ValueError("frame: positions and scales of slots are of still images; leave it away")
         if self.grouping.transport is not None:
@@ -85,7 +85,7 @@ class TimedTowerConfig(SlotTowerConfig):
         return self
 
 
-class TimedSlots(NamedTuple):
+class TimedTowerOutput(NamedTuple):
     """slots (b, T, K, D).  attention: (b, T, K, s, s).  features: (b * T, s, s, C), as the encoder gave them."""
 
     slots: Tensor
@@ -106,7 +106,7 @@ class TimedTower(SlotTower):
         c = config
         self.hint = None if c.hint is None else c.hint.build(c.grouping.slots, c.grouping.width, c.image_size)
 
-    def grouped_by(self) -> Any:
+    def build_grouping(self) -> Any:
         c = self.config
         if c.grouping.binder is not None:
             return ParallelBinder(c.grouping, c.features)
@@ -114,14 +114,14 @@ class TimedTower(SlotTower):
             return PooledTransformer(c.grouping, c.features)
         return RecurrentSlots(c.grouping, c.predictor, c.features, c.first_turns)
 
-    def forward(self, images: Tensor, noise: Tensor, hint: Tensor | None = None) -> TimedSlots:
+    def forward(self, images: Tensor, noise: Tensor, hint: Tensor | None = None) -> TimedTowerOutput:
         # All frames at once: nothing before the slots knows of time.
         tokens, features = self.tokens(images.flatten(0, 1))
-        slots, attention = self.grouped(tokens.unflatten(0, images.shape[:2]), noise, hint)
+        slots, attention = self.group_tokens(tokens.unflatten(0, images.shape[:2]), noise, hint)
         side = features.shape[1]
-        return TimedSlots(slots, attention.unflatten(-1, (side, side)), features)
+        return TimedTowerOutput(slots, attention.unflatten(-1, (side, side)), features)
 
-    def grouped(self, tokens: Tensor, noise: Tensor, hint: Tensor | None) -> Any:
+    def group_tokens(self, tokens: Tensor, noise: Tensor, hint: Tensor | None) -> Any:
         """Tokens (b, T, N, F) to slots. Raises `ValueError` where slots are to be told and nothing was given."""
         if self.hint is None:
             return self.grouping(tokens, noise)

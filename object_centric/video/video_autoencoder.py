@@ -15,12 +15,12 @@ from sparo_train.core.errors import DataError
 from sparo_train.data.clips.window import FramesConfig
 from sparo_train.objectives.method import Method
 
-from ..objectives.collapse import SlotCollapseConfig, sharing
-from ..objectives.slot_autoencoder import no_cache_of_changed_pictures
+from ..objectives.collapse import SlotCollapseConfig, mask_statistics
+from ..objectives.slot_autoencoder import refuse_cache_with_augmentation
 from ..objectives.slot_tower import refuse_signed
 from .clip_examples import ClipExamples
-from .contrast import SimilarityConfig, likeness_missed
-from .video_model import VideoDrawn, VideoModel, VideoModelConfig
+from .contrast import SimilarityConfig, patch_similarity_loss
+from .video_model import VideoModel, VideoModelConfig, VideoSlotOutput
 
 
 class VideoAutoencoderConfig(Frozen):
@@ -38,7 +38,7 @@ class VideoAutoencoderConfig(Frozen):
     @model_validator(mode="after")
     def _range(self) -> Self:
         refuse_signed(self.signed, self.model)
-        if self.model.likeness and self.frames.count < 2:
+        if self.model.num_similarity_patches and self.frames.count < 2:
             raise ValueError(
                 f"frames.count={self.frames.count}: likeness is to the next frame's patches; give two or more"
             )
@@ -55,7 +55,7 @@ class VideoAutoencoder(Objective):
         super().__init__()
         self.config = config
         self.model = VideoModel(config.model)
-        self._done = 0.0  # share of the steps
+        self._fraction_done = 0.0  # share of the steps
 
     def pixels(self, video: Tensor) -> Tensor:
         """uint8 to the range that is reconstructed."""
@@ -63,49 +63,52 @@ class VideoAutoencoder(Objective):
         return scaled * 2 - 1 if self.config.signed else scaled
 
     def forward(self, batch: Batch, progress: Progress) -> Loss:
-        self._done = progress.step / max(progress.total_steps, 1)
-        found, errors, told = self.errors(batch)
+        self._fraction_done = progress.step / max(progress.total_steps, 1)
+        output, errors, metrics = self.errors(batch)
         # Of each video one frame: how alike its frames are says nothing of how alike videos are.
-        first = found.decoded.masks[:: batch["video"].shape[1]]
-        return Loss(errors.mean(), {**told, **sharing(first)})
+        first = output.decoded.masks[:: batch["video"].shape[1]]
+        return Loss(errors.mean(), {**metrics, **mask_statistics(first)})
 
-    def errors(self, batch: Batch) -> tuple[VideoDrawn, Tensor, dict[str, Tensor]]:
+    def errors(self, batch: Batch) -> tuple[VideoSlotOutput, Tensor, dict[str, Tensor]]:
         """What the model makes of a batch; of each video what it draws wrong, (B,); and that as metrics."""
         c, m = self.config, self.config.model
-        for key in ("video", "noise", *planes_of(m), *(["hint"] if m.hint else [])):
+        for key in ("video", "noise", *target_planes(m), *(["hint"] if m.hint else [])):
             if key not in batch:
                 raise DataError(f"objective {c.kind}: the batch has no {key!r} (it has {', '.join(batch)})")
         shape = batch["video"].shape[:2]
-        found = self.model(self.pixels(batch["video"]), batch["noise"], batch.get("hint"))
-        image, total, told = found.decoded.image.float(), batch["noise"].new_zeros(shape[0]), {}
-        if m.likeness:
-            said = _patches(image[:, -m.likeness :], shape)
-            missed = likeness_missed(said, _patches(found.features, shape), c.similarity)
-            total, told["likeness_loss"] = total + c.similarity.weight * missed, missed.detach().mean()
+        output = self.model(self.pixels(batch["video"]), batch["noise"], batch.get("hint"))
+        image, total, metrics = output.decoded.image.float(), batch["noise"].new_zeros(shape[0]), {}
+        if m.num_similarity_patches:
+            similarity_logits = _patches(image[:, -m.num_similarity_patches :], shape)
+            similarity_loss = patch_similarity_loss(similarity_logits, _patches(output.features, shape), c.similarity)
+            total, metrics["likeness_loss"] = (
+                total + c.similarity.weight * similarity_loss,
+                similarity_loss.detach().mean(),
+            )
             # Behind the features, where both are drawn.
-            image = image[:, : -m.likeness]
+            image = image[:, : -m.num_similarity_patches]
         if image.shape[1]:
-            apart = (image - self.target(batch, found)).square().unflatten(0, shape).flatten(1)
-            total = total + (apart.mean(1) if c.loss == "mean" else apart.sum(1))
-            told["mse"] = apart.detach().mean()
-        return found, total, told
+            squared_error = (image - self.target(batch, output)).square().unflatten(0, shape).flatten(1)
+            total = total + (squared_error.mean(1) if c.loss == "mean" else squared_error.sum(1))
+            metrics["mse"] = squared_error.detach().mean()
+        return output, total, metrics
 
-    def target(self, batch: Batch, found: VideoDrawn) -> Tensor:
+    def target(self, batch: Batch, output: VideoSlotOutput) -> Tensor:
         """What frames are to be drawn as: (B * T, C, S, S) fp32."""
-        draws = self.config.model.target
-        if draws.startswith("features"):
-            return found.features.float()
-        if draws == "pixels":
+        target_kind = self.config.model.target
+        if target_kind.startswith("features"):
+            return output.features.float()
+        if target_kind == "pixels":
             return self.pixels(batch["video"]).flatten(0, 1)
         planes = {"flow": lambda flow: flow.to(torch.float32) / 255, "depth": lambda depth: depth}
-        return torch.cat([planes[name](batch[name]).flatten(0, 1) for name in planes_of(self.config.model)], 1)
+        return torch.cat([planes[name](batch[name]).flatten(0, 1) for name in target_planes(self.config.model)], 1)
 
     def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of a model of another method: a tower to go on with, whatever drew or said its slots."""
         return {f"model.{name}": value for name, value in weights.items()}
 
     def check_health(self, facts: Mapping[str, float]) -> str | None:
-        return self.config.collapse.alarm(facts, self._done)
+        return self.config.collapse.check_health(facts, self._fraction_done)
 
     def shard_units(self) -> Sequence[nn.Module]:
         tower = self.model.tower
@@ -118,13 +121,13 @@ class VideoAutoencoder(Objective):
         m, times = self.config.model, self.config.frames.count
         side, slots = m.encoder.side(m.image_size), m.grouping.slots
         # What a transposed convolution writes at the last doubling is what memory goes by.
-        drawn = m.decoder.side(m.drawn_side) ** 2
+        num_pixels = m.decoder.side(m.target_side) ** 2
         wide = m.decoder.channels * 4 ** (m.decoder.ups + 1) if m.decoder.kind == "cnn" else sum(m.decoder.hidden)
-        written = times * (m.encoder.cost(m.image_size) + slots * drawn * wide)
+        written = times * (m.encoder.cost(m.image_size) + slots * num_pixels * wide)
         return Footprint({"video": times * side**2}, [], times * slots * m.grouping.width, 0, written)
 
 
-def planes_of(model: VideoModelConfig) -> tuple[str, ...]:
+def target_planes(model: VideoModelConfig) -> tuple[str, ...]:
     """What of an episode is drawn beside its frames."""
     return tuple(name for name in ("flow", "depth") if name in model.target)
 
@@ -136,10 +139,10 @@ def _patches(features: Tensor, shape: torch.Size) -> Tensor:
 
 def clip_examples(config: Any, data: Any) -> ClipExamples:
     """What a recipe of videos trains on."""
-    return ClipExamples(data, config.model, config.frames, planes_of(config.model))
+    return ClipExamples(data, config.model, config.frames, target_planes(config.model))
 
 
 LOSS_KEYS = ("loss", "signed", "similarity", "model.target")
 METHOD = Method(
-    VideoAutoencoderConfig, VideoAutoencoder, clip_examples, no_cache_of_changed_pictures, loss_keys=LOSS_KEYS
+    VideoAutoencoderConfig, VideoAutoencoder, clip_examples, refuse_cache_with_augmentation, loss_keys=LOSS_KEYS
 )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sparo_train.core.config import setting
 
-from ..decoders.broadcast import Broadcast, Decoded
+from ..decoders.broadcast import Broadcast, DecoderOutput
 from ..encoders.convnet import grid
 from ..objectives.slot_model import SlotModelConfig
 from .timed_tower import TimedTower, TimedTowerConfig
@@ -29,42 +29,42 @@ class VideoModelConfig(SlotModelConfig, TimedTowerConfig):
     )
 
     @model_validator(mode="after")
-    def _likeness(self) -> Self:
-        if self.likeness and self.encoder.kind != "frozen":
+    def _check_similarity_target(self) -> Self:
+        if self.num_similarity_patches and self.encoder.kind != "frozen":
             raise ValueError(
                 f"target={self.target}: encoder.kind={self.encoder.kind} is trained, and could make patches all alike; use frozen"
             )
         return self
 
     @property
-    def of_features(self) -> bool:
+    def is_patch_target(self) -> bool:
         """Whether what is drawn stands on patches, not on pixels."""
         return "features" in self.target or "similarity" in self.target
 
     @property
-    def likeness(self) -> int:
+    def num_similarity_patches(self) -> int:
         """Patches of the next frame, to which it is drawn how like each is; 0: it is not."""
         return self.encoder.side(self.image_size) ** 2 if "similarity" in self.target else 0
 
     @property
-    def drawn_side(self) -> int:
+    def target_side(self) -> int:
         """Pixels, or features, per side of what is drawn."""
-        return self.encoder.side(self.image_size) if self.of_features else self.image_size
+        return self.encoder.side(self.image_size) if self.is_patch_target else self.image_size
 
     @property
-    def drawn_width(self) -> int:
+    def target_channels(self) -> int:
         """Colours, or features."""
-        if not self.of_features:
+        if not self.is_patch_target:
             return WIDTHS[self.target]
-        return self.likeness + (self.encoder.width if "features" in self.target else 0)
+        return self.num_similarity_patches + (self.encoder.width if "features" in self.target else 0)
 
 
-class VideoDrawn(NamedTuple):
+class VideoSlotOutput(NamedTuple):
     """slots (b, T, K, D); attention (b, T, K, s, s); every frame's pictures (b * T, …); features (b * T, C, s, s) of the encoder."""
 
     slots: Tensor
     attention: Tensor
-    decoded: Decoded
+    decoded: DecoderOutput
     features: Tensor
 
 
@@ -76,12 +76,12 @@ class VideoModel(nn.Module):
         super().__init__()
         self.config = config
         self.tower = TimedTower(config)
-        self.decoder = Broadcast(config.decoder, config.grouping.width, config.drawn_side, config.drawn_width)
+        self.decoder = Broadcast(config.decoder, config.grouping.width, config.target_side, config.target_channels)
 
-    def forward(self, images: Tensor, noise: Tensor, hint: Tensor | None = None) -> VideoDrawn:
+    def forward(self, images: Tensor, noise: Tensor, hint: Tensor | None = None) -> VideoSlotOutput:
         slots, attention, features = self.tower(images, noise, hint)
         decoded = self.decoder(slots.flatten(0, 1), grid(self.decoder.side, slots))
-        return VideoDrawn(slots, attention, decoded, features.permute(0, 3, 1, 2))
+        return VideoSlotOutput(slots, attention, decoded, features.permute(0, 3, 1, 2))
 
     def frame_tokens(self, frames: Tensor) -> Tensor:
         """Frames (n, 3, S, S) to what slots group, (n, s * s, F)."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.contracts import Batch, Footprint, Loss, Progress
-from sparo_train.core.plugins import Open
+from sparo_train.core.plugins import FromRegistry
 from sparo_train.core.tables import SLOT_ENCODERS
 from sparo_train.data.clips.window import FramesConfig
 from sparo_train.objectives.method import Method
@@ -17,8 +17,8 @@ from sparo_train.objectives.method import Method
 from ..encoders.convnet import ConvNetConfig
 from ..objectives.collapse import SlotCollapseConfig
 from ..objectives.slate import Slate
-from ..objectives.slate_model import Slated, SlateModel, SlateModelConfig
-from ..objectives.slot_autoencoder import no_cache_of_changed_pictures
+from ..objectives.slate_model import SlateModel, SlateModelConfig, SlateOutput
+from ..objectives.slot_autoencoder import refuse_cache_with_augmentation
 from .clip_examples import ClipExamples
 from .timed_tower import TimedTower, TimedTowerConfig
 
@@ -26,7 +26,7 @@ from .timed_tower import TimedTower, TimedTowerConfig
 class VideoSlateModelConfig(SlateModelConfig, TimedTowerConfig):
     """A discrete VAE, a tower of videos that groups frames' features (STEVE) or their tokens, and a decoder of tokens."""
 
-    encoder: Annotated[Any, Open(SLOT_ENCODERS, default="conv")] = setting(
+    encoder: Annotated[Any, FromRegistry(SLOT_ENCODERS, default="conv")] = setting(
         ConvNetConfig(last_relu=False), "from pixels to features, or `{kind: tokens}`: a row of sparo.slot_encoders"
     )
 
@@ -45,17 +45,19 @@ class VideoSlateModel(SlateModel):
     config: VideoSlateModelConfig
     tower: TimedTower
 
-    def towered_by(self, config: Any) -> nn.Module:
+    def build_tower(self, config: Any) -> nn.Module:
         return TimedTower(config)
 
-    def forward(self, images: Tensor, noise: Tensor, tau: float, hint: Tensor | None = None) -> Slated:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, images: Tensor, noise: Tensor, tau: float, hint: Tensor | None = None) -> SlateOutput:  # pyright: ignore[reportIncompatibleMethodOverride]
         frames, shape = images.flatten(0, 1), images.shape[:2]
-        return self.said(frames, tau, lambda e: self.tower(self._seen(frames, e).unflatten(0, shape), noise, hint))
+        return self.forward_with_grouping(
+            frames, tau, lambda e: self.tower(self._encoder_input(frames, e).unflatten(0, shape), noise, hint)
+        )
 
     def frame_tokens(self, frames: Tensor) -> Tensor:
         """Frames (n, 3, S, S) to what slots group, (n, s * s, F); where those are tokens, of each patch's most probable one."""
         if self.config.encoder.kind == "tokens":
-            frames = self._seen(frames, self.likeliest(frames))
+            frames = self._encoder_input(frames, self.argmax_embedding(frames))
         return self.tower.tokens(frames)[0]
 
 
@@ -65,15 +67,15 @@ class VideoSlate(Slate):
     Both errors are summed over a frame, and meant over frames.
     """
 
-    def modelled(self, config: Any) -> SlateModel:
+    def build_model(self, config: Any) -> SlateModel:
         return VideoSlateModel(config)
 
     def forward(self, batch: Batch, progress: Progress) -> Loss:
-        self.refuse_without(batch, "video", "noise", *(["hint"] if self.config.model.hint else []))
+        self.require_keys(batch, "video", "noise", *(["hint"] if self.config.model.hint else []))
         video, tau = batch["video"].float() / 255, self.temperature(progress)
-        found = self.model(video, batch["noise"], tau, batch.get("hint"))
+        output = self.model(video, batch["noise"], tau, batch.get("hint"))
         # Of each video one frame: how alike its frames are says nothing of how alike videos are.
-        return self.missed(video.flatten(0, 1), found, found.towered.attention[:, 0], tau)
+        return self.compute_loss(video.flatten(0, 1), output, output.tower_output.attention[:, 0], tau)
 
     def shard_units(self) -> Sequence[nn.Module]:
         m: Any = self.model
@@ -93,4 +95,4 @@ def _examples(config: Any, data: Any) -> ClipExamples:
     return ClipExamples(data, config.model, config.frames)
 
 
-METHOD = Method(VideoSlateConfig, VideoSlate, _examples, no_cache_of_changed_pictures, loss_keys=("model.dvae",))
+METHOD = Method(VideoSlateConfig, VideoSlate, _examples, refuse_cache_with_augmentation, loss_keys=("model.dvae",))

@@ -11,9 +11,9 @@ from ..tracer.render import F32, Body, Camera, rays
 _FAR = 1e4  # where the sky is taken to be; a camera that turns moves it, too
 
 
-def seen_points(camera: Camera, depth: F32, antialias: int = 1) -> np.ndarray:
+def visible_points(camera: Camera, depth: F32, antialias: int = 1) -> np.ndarray:
     """(H * W, 3): the points that the first ray of every pixel hits."""
-    return np.asarray(camera.eye) + np.minimum(depth, _FAR).reshape(-1, 1).astype(np.float64) * _first(
+    return np.asarray(camera.eye) + np.minimum(depth, _FAR).reshape(-1, 1).astype(np.float64) * _first_rays(
         camera, len(depth), antialias
     )
 
@@ -21,30 +21,32 @@ def seen_points(camera: Camera, depth: F32, antialias: int = 1) -> np.ndarray:
 def flow(
     points: np.ndarray,
     owner: np.ndarray,
-    here: tuple[Sequence[Body], Camera],
-    there: tuple[Sequence[Body], Camera],
+    source: tuple[Sequence[Body], Camera],
+    target: tuple[Sequence[Body], Camera],
     antialias: int = 1,
 ) -> F32:
     """Pixels from where points are seen now to where they are seen then, whether hidden or not: (H, W, 2), rows and columns.
 
     Args:
         points: (H * W, 3), see `seen_points`.  owner: (H, W), i + 1 where they are of body i, 0 where of nothing that moves.
-        here, there: the bodies and the camera of now and of then, the bodies in one order.
+        source, target: the bodies and the camera of now and of then, the bodies in one order.
     """
     side = len(owner)
-    moved = points.copy()
-    for number, (now, then) in enumerate(zip(here[0], there[0], strict=True)):
+    target_points = points.copy()
+    for number, (now, then) in enumerate(zip(source[0], target[0], strict=True)):
         own = owner.reshape(-1) == number + 1
         # Turned back into the body's own axes, and out of those that it will have.
-        moved[own] = (points[own] - now.centre) @ now.axes.astype(float) @ then.axes.astype(float).T + then.centre
+        target_points[own] = (points[own] - now.centre) @ now.axes.astype(float) @ then.axes.astype(
+            float
+        ).T + then.centre
     # By one projection of both: what rounds it rounds both alike.
-    apart = _pixels(there[1], moved, side) - _pixels(here[1], points, side)
-    return apart.reshape(side, side, 2).astype(np.float32)
+    displacement = _pixels(target[1], target_points, side) - _pixels(source[1], points, side)
+    return displacement.reshape(side, side, 2).astype(np.float32)
 
 
-def _first(camera: Camera, side: int, antialias: int) -> np.ndarray:
-    found = rays(camera, side * antialias).reshape(side, antialias, side, antialias, 3)
-    return found[:, 0, :, 0].reshape(-1, 3).astype(np.float64)
+def _first_rays(camera: Camera, side: int, antialias: int) -> np.ndarray:
+    directions = rays(camera, side * antialias).reshape(side, antialias, side, antialias, 3)
+    return directions[:, 0, :, 0].reshape(-1, 3).astype(np.float64)
 
 
 def _pixels(camera: Camera, points: np.ndarray, side: int) -> np.ndarray:

@@ -24,8 +24,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 ROOM_TESTS = ("empty_room", "six_objects", "identical_color")
 
 RADII = {"large": 0.7, "small": 0.35}
-_APART, _MARGIN = 0.25, 0.4  # CLEVR's: between surfaces, and along each axis of the camera
-_VISIBLE = 200 / (320 * 480)  # share of the picture that every object shows
+_MIN_GAP, _MARGIN = 0.25, 0.4  # CLEVR's: between surfaces, and along each axis of the camera
+_MIN_VISIBLE_SHARE = 200 / (320 * 480)  # share of the picture that every object shows
 _WALL = 10.0  # half a wall's side: a cube so large that one face is all of it that is seen
 
 
@@ -94,32 +94,32 @@ class ObjectScene(NamedTuple):
         return {"dataset": self.kind, "objects": objects, "camera": camera}
 
 
-class Rendered(NamedTuple):
+class RenderedScene(NamedTuple):
     scene: ObjectScene
     frame: Frame
 
 
 def object_scene(
-    kind: Kind, seed: int, split: str, index: int, size: int, most: int = 10, antialias: int = 1, test: str = ""
-) -> Rendered:
+    kind: Kind, seed: int, split: str, index: int, size: int, max_objects: int = 10, antialias: int = 1, test: str = ""
+) -> RenderedScene:
     """Scene `index` of a split, rendered.
 
     Args:
-        size: pixels per side.  most: objects (at least three where it allows; rooms: three).  test: of `ROOM_TESTS`, or none.
+        size: pixels per side.  max_objects: objects (at least three where it allows; rooms: three).  test: of `ROOM_TESTS`, or none.
     """
     rng = generator(seed, f"objects {kind} {split} {test}", index)
     # What is hidden is seen only when it is rendered: all anew, as CLEVR's generator does.
     while True:
-        scene = _room(rng, test) if kind == "rooms" else _table(rng, kind, most)
+        scene = _room(rng, test) if kind == "rooms" else _table(rng, kind, max_objects)
         frame = scene.render(size, antialias)
-        shown = np.bincount(frame.mask.ravel(), minlength=len(scene.solids) + 1)[1:]
-        if (shown >= max(1, _VISIBLE * size * size)).all():
-            return Rendered(scene, frame)
+        visible_pixels = np.bincount(frame.mask.ravel(), minlength=len(scene.solids) + 1)[1:]
+        if (visible_pixels >= max(1, _MIN_VISIBLE_SHARE * size * size)).all():
+            return RenderedScene(scene, frame)
 
 
 def _solid(rng: np.random.Generator, painted: bool = False) -> Solid:
-    chosen: dict[str, Any] = {name: words[rng.integers(len(words))] for name, words in ATTRIBUTES.items()}
-    solid = Solid(**chosen, x=0.0, y=0.0, yaw=float(rng.uniform(0, 2 * np.pi)))
+    attributes: dict[str, Any] = {name: words[rng.integers(len(words))] for name, words in ATTRIBUTES.items()}
+    solid = Solid(**attributes, x=0.0, y=0.0, yaw=float(rng.uniform(0, 2 * np.pi)))
     return solid._replace(texture=texture(rng)) if painted else solid
 
 
@@ -136,11 +136,11 @@ def table_camera(rng: np.random.Generator) -> Camera:
     return Camera((6.2 + float(jitter[0]), -5.9 + float(jitter[1]), 7.0 + float(jitter[2])), (0.0, 0.0, 0.0), 46.0)
 
 
-def _table(rng: np.random.Generator, kind: Kind, most: int) -> ObjectScene:
+def _table(rng: np.random.Generator, kind: Kind, max_objects: int) -> ObjectScene:
     camera = table_camera(rng)
     painted = kind == "clevrtex"
-    count = int(rng.integers(min(3, most), most + 1))
-    solids = _placed(rng, [_solid(rng, painted) for _ in range(count)], camera)
+    count = int(rng.integers(min(3, max_objects), max_objects + 1))
+    solids = _place_solids(rng, [_solid(rng, painted) for _ in range(count)], camera)
     stage = Stage()
     if painted:
         ground = tuple(float(c) for c in rng.uniform(0.05, 0.7, 3))
@@ -148,25 +148,27 @@ def _table(rng: np.random.Generator, kind: Kind, most: int) -> ObjectScene:
     return ObjectScene(kind, solids, camera, stage)
 
 
-def _placed(rng: np.random.Generator, solids: list[Solid], camera: Camera, reach: float = REACH) -> tuple[Solid, ...]:
+def _place_solids(
+    rng: np.random.Generator, solids: list[Solid], camera: Camera, reach: float = REACH
+) -> tuple[Solid, ...]:
     """Where each stands: apart from the others, and to the left or right, before or behind each by a margin."""
     right, _, forward = (axis[:2] / np.linalg.norm(axis[:2]) for axis in camera.axes())
     # All anew where one finds no place, as CLEVR does: crowded scenes would else have a pattern.
     while True:
-        done: list[Solid] = []
+        arrangement: list[Solid] = []
         for solid in solids:
             for _ in range(50):
                 at = rng.uniform(-reach, reach, 2)
                 # By CLEVR's radii, not by ours: a cube of it is as wide as the sphere around its foot.
-                apart = [(at - (o.x, o.y), RADII[o.size] + RADII[solid.size]) for o in done]
+                separations = [(at - (o.x, o.y), RADII[o.size] + RADII[solid.size]) for o in arrangement]
                 if all(
-                    np.hypot(*d) > both + _APART and min(abs(d @ right), abs(d @ forward)) > _MARGIN
-                    for d, both in apart
+                    np.hypot(*d) > both + _MIN_GAP and min(abs(d @ right), abs(d @ forward)) > _MARGIN
+                    for d, both in separations
                 ):
-                    done.append(solid._replace(x=float(at[0]), y=float(at[1])))
+                    arrangement.append(solid._replace(x=float(at[0]), y=float(at[1])))
                     break
-        if len(done) == len(solids):
-            return tuple(done)
+        if len(arrangement) == len(solids):
+            return tuple(arrangement)
 
 
 def _room(rng: np.random.Generator, test: str) -> ObjectScene:
@@ -184,5 +186,5 @@ def _room(rng: np.random.Generator, test: str) -> ObjectScene:
     floor, wall, sky = (tuple(float(c) for c in row) for row in hues)
     far, top = _WALL + 6.0, 2.2 - 2 * _WALL  # four walls of height 2.2; what looks stands inside them
     walls = [Body("cube", wall, False, _WALL, (x * far, y * far, top)) for x, y in ((1, 0), (-1, 0), (0, 1), (0, -1))]  # type: ignore[arg-type]
-    placed = _placed(rng, solids, camera, 2.4)
-    return ObjectScene("rooms", placed, camera, Stage(floor, sky), tuple(walls))  # type: ignore[arg-type]
+    arrangement = _place_solids(rng, solids, camera, 2.4)
+    return ObjectScene("rooms", arrangement, camera, Stage(floor, sky), tuple(walls))  # type: ignore[arg-type]

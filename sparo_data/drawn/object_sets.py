@@ -14,8 +14,8 @@ from typing import Any
 
 from sparo_train.core.config import Frozen, setting
 
-from ..pool import in_pool
-from ..writer import Fields, claim, encoded, write_shard, write_wds_layout
+from ..pool import run_jobs
+from ..writer import Fields, encode_image, write_manifest, write_shard, write_wds_layout
 from .object_scenes import ROOM_TESTS, Kind, object_scene
 
 
@@ -35,22 +35,22 @@ class ObjectSetConfig(Frozen):
 
 
 def render_objects(
-    root: Path, config: ObjectSetConfig, processes: int = 2, report: Callable[[int, int], None] | None = None
+    root: Path, config: ObjectSetConfig, processes: int = 2, on_progress: Callable[[int, int], None] | None = None
 ) -> None:
     """Render everything into `root`; shards that are already there are kept, so an interrupted call continues.
 
     Args:
-        report: called with (scenes done, scenes in all) whenever a shard is finished.
+        on_progress: called with (scenes done, scenes in all) whenever a shard is finished.
 
     Raises:
         DataError: `root` holds scenes of another config.
     """
-    claim(root, config, "objects.json")
+    write_manifest(root, config, "objects.json")
     tests = ("", *(ROOM_TESTS if config.kind == "rooms" else ()))
     shards = -(-config.train // config.per_shard)
     jobs: list[tuple[Callable[..., int], tuple[Any, ...]]] = [(_shard, (root, config, i)) for i in range(shards)]
-    jobs += [(_scored, (root, config, test)) for test in tests]
-    in_pool(jobs, processes, config.train + len(tests) * config.test, report)
+    jobs += [(_test_set, (root, config, test)) for test in tests]
+    run_jobs(jobs, processes, config.train + len(tests) * config.test, on_progress)
 
 
 def _shard(root: Path, config: ObjectSetConfig, number: int) -> int:
@@ -61,7 +61,7 @@ def _shard(root: Path, config: ObjectSetConfig, number: int) -> int:
     return len(numbers)
 
 
-def _scored(root: Path, config: ObjectSetConfig, test: str) -> int:
+def _test_set(root: Path, config: ObjectSetConfig, test: str) -> int:
     folder = root / (test or "masks")
     if not (folder / "test/nshards.txt").exists():
         write_wds_layout(folder, _samples(config, "test", range(config.test), test))
@@ -73,5 +73,5 @@ def _samples(config: ObjectSetConfig, split: str, numbers: range, test: str = ""
         scene, frame = object_scene(
             config.kind, config.seed, split, number, config.size, config.most, config.antialias, test
         )
-        fields = {"png": encoded(frame.rgb), "mask.png": encoded(frame.mask)}
+        fields = {"png": encode_image(frame.rgb), "mask.png": encode_image(frame.mask)}
         yield f"{number:08d}", {**fields, "json": json.dumps(scene.graph(frame)).encode()}

@@ -32,7 +32,7 @@ _VOLUMES: dict[Shape, float] = {
 }  # fmt: skip
 
 
-class Thrown(NamedTuple):
+class RigidBody(NamedTuple):
     """A solid and how it sets out. position: of its centre.  rotation: a unit quaternion (w, x, y, z).  upright: it turns about z alone."""
 
     shape: Shape
@@ -57,7 +57,7 @@ class Motion(NamedTuple):
     angular_velocities: np.ndarray
 
 
-def simulate(bodies: Sequence[Thrown], frames: int, resting: int = 0, fixed: Sequence[Body] = ()) -> Motion:
+def simulate(bodies: Sequence[RigidBody], frames: int, resting: int = 0, fixed: Sequence[Body] = ()) -> Motion:
     """Let them go over a floor at z = 0, and look 12 times a second.
 
     Args:
@@ -78,27 +78,27 @@ def simulate(bodies: Sequence[Thrown], frames: int, resting: int = 0, fixed: Seq
         )
         bullet.changeDynamics(floor, -1, **_FLOOR, physicsClientId=client)
         for body in fixed:
-            _stood(bullet, client, body)
-        placed = [_placed(bullet, client, body) for body in bodies[:resting]]
+            _add_fixed_body(bullet, client, body)
+        body_ids = [_add_body(bullet, client, body) for body in bodies[:resting]]
         for _ in range(4 * FPS * _STEPS if resting else 0):
             bullet.stepSimulation(physicsClientId=client)
         # What still trembles would push the crowd apart while the others fly.
-        for number in placed:
+        for number in body_ids:
             bullet.resetBaseVelocity(number, [0, 0, 0], [0, 0, 0], physicsClientId=client)
-        placed += [_placed(bullet, client, body) for body in bodies[resting:]]
+        body_ids += [_add_body(bullet, client, body) for body in bodies[resting:]]
         rows: list[list[Any]] = []
         for frame in range(frames):
             # The first frame is what was set out, before anything moved.
             for _ in range(_STEPS if frame else 0):
                 bullet.stepSimulation(physicsClientId=client)
-            rows.append([_state(bullet, client, number) for number in placed])
+            rows.append([_state(bullet, client, number) for number in body_ids])
     finally:
         bullet.disconnect(client)
     table = np.asarray(rows, np.float64).reshape(frames, len(bodies), 13)
     return Motion(table[..., :3], table[..., 3:7], table[..., 7:10], table[..., 10:])
 
 
-def _placed(bullet: Any, client: int, body: Thrown) -> int:
+def _add_body(bullet: Any, client: int, body: RigidBody) -> int:
     w, x, y, z = body.rotation
     number = bullet.createMultiBody(
         body.mass,
@@ -118,7 +118,7 @@ def _placed(bullet: Any, client: int, body: Thrown) -> int:
     return number
 
 
-def _stood(bullet: Any, client: int, body: Body) -> None:
+def _add_fixed_body(bullet: Any, client: int, body: Body) -> None:
     """What does not move: it has no mass."""
     x, y, z, w = Rotation.from_matrix(body.axes).as_quat().tolist()
     number = bullet.createMultiBody(
@@ -175,7 +175,7 @@ def _state(bullet: Any, client: int, number: int) -> list[float]:
 
 def _bullet() -> Any:
     try:
-        with _silent():
+        with _suppress_output():
             import pybullet
     except ImportError:
         raise ConfigError(
@@ -185,18 +185,18 @@ def _bullet() -> Any:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def _suppress_output() -> Iterator[None]:
     """pybullet's library tells its build time as it is loaded, past Python's streams."""
     sys.stdout.flush()
     # The descriptors themselves: a C library knows nothing of `sys.stdout`.
-    kept = os.dup(1), os.dup(2)
+    saved_fds = os.dup(1), os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
         yield
     finally:
-        for number, copy in zip((1, 2), kept, strict=True):
+        for number, copy in zip((1, 2), saved_fds, strict=True):
             os.dup2(copy, number)
             os.close(copy)
         os.close(nowhere)

@@ -17,10 +17,10 @@ from typing import Any
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.rng import generator
 
-from ..pool import in_pool
-from ..writer import Fields, claim, encoded, write_shard, write_wds_layout
+from ..pool import run_jobs
+from ..writer import Fields, encode_image, write_manifest, write_shard, write_wds_layout
 from .scene_pairs import KINDS, make_pair
-from .scenes import CLASSES, HELD_OUT, TEMPLATES, Scene, caption, join, sample_scene, sample_thing, training_scene
+from .scenes import CLASSES, HELD_OUT, TEMPLATES, Scene, caption, join, sample_object, sample_scene, training_scene
 
 
 class ScenesConfig(Frozen):
@@ -38,17 +38,17 @@ class ScenesConfig(Frozen):
 
 
 def render_scenes(
-    root: Path, config: ScenesConfig, processes: int = 2, report: Callable[[int, int], None] | None = None
+    root: Path, config: ScenesConfig, processes: int = 2, on_progress: Callable[[int, int], None] | None = None
 ) -> None:
     """Render everything into `root`; shards that are already there are kept, so an interrupted call continues.
 
     Args:
-        report: called with (scenes done, scenes in all) whenever a shard is finished.
+        on_progress: called with (scenes done, scenes in all) whenever a shard is finished.
 
     Raises:
         DataError: `root` holds scenes of another config.
     """
-    claim(root, config, "scenes.json")
+    write_manifest(root, config, "scenes.json")
     shards = -(-config.train // config.per_shard)
     jobs: list[tuple[Callable[..., int], tuple[Any, ...]]] = [(_train_shard, (root, config, i)) for i in range(shards)]
     # Jobs of one size or so, each a file: what is killed has lost one of them at most.
@@ -59,19 +59,19 @@ def render_scenes(
         + config.retrieval
         + len(KINDS) * config.pairs_per_kind
     )
-    in_pool(jobs, processes, total, report)
+    run_jobs(jobs, processes, total, on_progress)
 
 
 def _fields(
     scene: Scene, config: ScenesConfig, text: str | None = None, masks: bool = False, **extra: object
 ) -> dict[str, bytes]:
     frame = scene.render(config.size, config.antialias)
-    fields = {"jpg": encoded(frame.rgb, "JPEG", quality=95)}
+    fields = {"jpg": encode_image(frame.rgb, "JPEG", quality=95)}
     if text is not None:
         fields["txt"] = text.encode()
     fields["json"] = json.dumps({**extra, **scene.graph()}).encode()
     if masks:
-        fields["mask.png"] = encoded(frame.mask)
+        fields["mask.png"] = encode_image(frame.mask)
     return fields
 
 
@@ -98,7 +98,7 @@ def _zeroshot(root: Path, config: ScenesConfig, held_out: int) -> int:
             label, (color, shape) = CLASSES.index(words), words.split()
             for index in range(config.per_class):
                 rng = generator(config.seed, "scenes", name, label, index)
-                scene = sample_scene(rng, 1, things=[sample_thing(rng)._replace(color=color, shape=shape)])
+                scene = sample_scene(rng, 1, objects=[sample_object(rng)._replace(color=color, shape=shape)])
                 yield f"{label:03d}_{index:05d}", {**_fields(scene, config), "cls": str(label).encode()}
 
     if not (root / name / "test" / "nshards.txt").exists():
@@ -108,18 +108,18 @@ def _zeroshot(root: Path, config: ScenesConfig, held_out: int) -> int:
 
 def _retrieval(root: Path, config: ScenesConfig, _: int) -> int:
     def samples() -> Iterator[tuple[str, Fields]]:
-        seen: set[str] = set()
+        captions: set[str] = set()
         index = 0
-        while len(seen) < config.retrieval:
+        while len(captions) < config.retrieval:
             rng = generator(config.seed, "scenes", "retrieval", index)
             index += 1
             scene = sample_scene(rng, int(rng.integers(2, 5)))
             # Half of them without relations, as the training's captions are.
-            text = join([t.phrase() for t in scene.things]) if rng.random() < 0.5 else caption(scene, rng)
+            text = join([t.phrase() for t in scene.objects]) if rng.random() < 0.5 else caption(scene, rng)
             # Two scenes of one caption could not be told apart by it.
-            if text not in seen:
-                seen.add(text)
-                yield f"{len(seen):06d}", _fields(scene, config, text)
+            if text not in captions:
+                captions.add(text)
+                yield f"{len(captions):06d}", _fields(scene, config, text)
 
     if not (root / "retrieval" / "test" / "nshards.txt").exists():
         write_wds_layout(root / "retrieval", samples(), dataset_type="retrieval")

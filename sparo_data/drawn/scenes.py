@@ -44,7 +44,7 @@ CLASSES = [f"{color} {shape}" for color in COLORS for shape in SHAPES]
 TEMPLATES = ["a {c}", "a picture of a {c}", "a small {c}", "a large {c}", "a rubber {c}", "a metal {c}"]
 
 
-class Thing(NamedTuple):
+class SceneObject(NamedTuple):
     """One object of a scene graph; x, y in world units, yaw in radians."""
 
     size: str
@@ -77,35 +77,35 @@ class Thing(NamedTuple):
 class Scene(NamedTuple):
     """A scene graph and the camera that looks at it."""
 
-    things: tuple[Thing, ...]
+    objects: tuple[SceneObject, ...]
     camera: Camera
 
     def render(self, size: int, antialias: int = 2) -> Frame:
-        return render([t.body() for t in self.things], self.camera, size, antialias)
+        return render([t.body() for t in self.objects], self.camera, size, antialias)
 
     def graph(self) -> dict[str, Any]:
         """The scene as plain data, for the sample's json; mask value i+1 is object i."""
         return {
-            "objects": [t._asdict() for t in self.things],
+            "objects": [t._asdict() for t in self.objects],
             "camera": {"eye": self.camera.eye, "target": self.camera.target, "fov": self.camera.fov},
         }
 
     def relation(self, a: int, b: int) -> list[str]:
         """Relations in which object a stands to object b, as the camera sees them; none where it is close."""
-        ax, _, ad = project(self.camera, self.things[a].body().centre)
-        bx, _, bd = project(self.camera, self.things[b].body().centre)
-        found = []
+        ax, _, ad = project(self.camera, self.objects[a].body().centre)
+        bx, _, bd = project(self.camera, self.objects[b].body().centre)
+        relations = []
         if abs(ax - bx) > 0.25:
-            found.append("to the left of" if ax < bx else "to the right of")
+            relations.append("to the left of" if ax < bx else "to the right of")
         if abs(ad - bd) > 1.0:
-            found.append("in front of" if ad < bd else "behind")
-        return found
+            relations.append("in front of" if ad < bd else "behind")
+        return relations
 
 
-def sample_thing(rng: np.random.Generator, held_out: bool | None = False) -> Thing:
+def sample_object(rng: np.random.Generator, held_out: bool | None = False) -> SceneObject:
     """Attributes drawn evenly; `held_out` False: training pairs only, True: held-out pairs only, None: any."""
     while True:
-        thing = Thing(
+        thing = SceneObject(
             str(rng.choice(list(SIZES))), str(rng.choice(list(COLORS))), str(rng.choice(MATERIALS)), SHAPES[int(rng.integers(len(SHAPES)))], 0, 0, 0
         )  # fmt: skip
         if held_out is None or thing.held_out == held_out:
@@ -113,44 +113,46 @@ def sample_thing(rng: np.random.Generator, held_out: bool | None = False) -> Thi
 
 
 def sample_scene(
-    rng: np.random.Generator, count: int, held_out: bool | None = False, things: list[Thing] | None = None
+    rng: np.random.Generator, count: int, held_out: bool | None = False, objects: list[SceneObject] | None = None
 ) -> Scene:
     """Place `count` objects (or the given ones) without touching or hiding each other; the camera jitters a little."""
     while True:
-        chosen = things or [sample_thing(rng, held_out) for _ in range(count)]
-        placed: list[Thing] = []
-        for thing in chosen:
+        candidates = objects or [sample_object(rng, held_out) for _ in range(count)]
+        arrangement: list[SceneObject] = []
+        for thing in candidates:
             for _ in range(40):
                 x, y = rng.uniform(-2.1, 2.1), rng.uniform(-2.0, 1.6)
                 # Looked at from above and in front: depth hides more than breadth.
-                room = [np.hypot(x - o.x, (y - o.y) * 0.75) > SIZES[o.size] + SIZES[thing.size] + 0.25 for o in placed]
-                if all(room):
-                    placed.append(thing._replace(x=float(x), y=float(y), yaw=float(rng.uniform(0, np.pi / 2))))
+                has_clearance = [
+                    np.hypot(x - o.x, (y - o.y) * 0.75) > SIZES[o.size] + SIZES[thing.size] + 0.25 for o in arrangement
+                ]
+                if all(has_clearance):
+                    arrangement.append(thing._replace(x=float(x), y=float(y), yaw=float(rng.uniform(0, np.pi / 2))))
                     break
         # Else all anew: a scene that is crowded by its first object stays so.
-        if len(placed) == len(chosen):
+        if len(arrangement) == len(candidates):
             eye = (
                 float(rng.uniform(-0.8, 0.8)),
                 float(rng.uniform(-9.4, -8.6)),
                 float(rng.uniform(5.2, 6.0)),
             )
-            return Scene(tuple(placed), Camera(eye))
+            return Scene(tuple(arrangement), Camera(eye))
 
 
 def caption(scene: Scene, rng: np.random.Generator) -> str:
     """A true caption: one object, two in a relation, or a list; attributes are named at random, colour nearly always."""
     # Once for all objects of a caption: attributes that come and go would tell which was named first.
     words = tuple(w for w, p in (("size", 0.4), ("color", 0.95), ("material", 0.4)) if rng.random() < p)
-    order = [int(i) for i in rng.permutation(len(scene.things))]
+    order = [int(i) for i in rng.permutation(len(scene.objects))]
     if len(order) == 1:
-        phrase = scene.things[0].phrase(words)
+        phrase = scene.objects[0].phrase(words)
         return f"a picture of {phrase}" if rng.random() < 0.2 else phrase
     # Of a pair at random: captions are not to say the nearest or the largest first.
     relations = scene.relation(order[0], order[1])
     if relations and rng.random() < 0.6:
         relation = relations[int(rng.integers(len(relations)))]
-        return f"{scene.things[order[0]].phrase(words)} {relation} {scene.things[order[1]].phrase(words)}"
-    return join([scene.things[i].phrase(words) for i in order])
+        return f"{scene.objects[order[0]].phrase(words)} {relation} {scene.objects[order[1]].phrase(words)}"
+    return join([scene.objects[i].phrase(words) for i in order])
 
 
 def join(phrases: list[str]) -> str:

@@ -17,14 +17,14 @@ import numpy as np
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.rng import generator
 
-from ..writer import Fields, claim, encoded, write_shard, write_wds_layout
+from ..writer import Fields, encode_image, write_manifest, write_shard, write_wds_layout
 
 SIDE, CELL, PIECES = 35, 5, 3
 _COLOURS = np.array([(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (255, 0, 255), (0, 255, 255)], np.uint8)
 _SHAPES = ("##/##", "###/.#.", "###/#..", "###/..#", ".##/##.", "##./.##")
 
 
-class Drawn(NamedTuple):
+class TetrominoImage(NamedTuple):
     """image (35, 35, 3) uint8; mask (35, 35) uint8, 0 the ground and i + 1 piece i."""
 
     image: np.ndarray
@@ -34,17 +34,17 @@ class Drawn(NamedTuple):
 @cache
 def orientations() -> list[np.ndarray]:
     """The pieces as cells (h, w) bool: each shape in all its quarter turns, once."""
-    found: dict[bytes, np.ndarray] = {}
+    pieces: dict[bytes, np.ndarray] = {}
     for shape in _SHAPES:
         cells = np.array([[letter == "#" for letter in line] for line in shape.split("/")])
         for turn in range(4):
             turned = np.rot90(cells, turn)
             # With the shape: the bar lying and standing are the same cells in a row.
-            found.setdefault(bytes(turned.shape) + turned.tobytes(), turned)
-    return list(found.values())
+            pieces.setdefault(bytes(turned.shape) + turned.tobytes(), turned)
+    return list(pieces.values())
 
 
-def draw(rng: np.random.Generator, left_half: bool = False) -> Drawn:
+def render_image(rng: np.random.Generator, left_half: bool = False) -> TetrominoImage:
     """One image. `left_half`: pieces stand in the left half alone, as the published test of generalisation trains on."""
     image, mask = np.zeros((SIDE, SIDE, 3), np.uint8), np.zeros((SIDE, SIDE), np.uint8)
     number = 1
@@ -66,7 +66,7 @@ def draw(rng: np.random.Generator, left_half: bool = False) -> Drawn:
         there[cells] = number
         image[top : top + height, left : left + width][cells] = _COLOURS[rng.integers(len(_COLOURS))]
         number += 1
-    return Drawn(image, mask)
+    return TetrominoImage(image, mask)
 
 
 class TetrominoesConfig(Frozen):
@@ -79,20 +79,20 @@ class TetrominoesConfig(Frozen):
 
 
 def make_tetrominoes(
-    root: Path, config: TetrominoesConfig, done: Callable[[int, int], None] = lambda _a, _b: None
+    root: Path, config: TetrominoesConfig, on_progress: Callable[[int, int], None] = lambda _a, _b: None
 ) -> None:
     """Write ROOT/train/*.tar with images and masks, and ROOT/masks in the layout of evaluation sets; what is there stays.
 
     Raises:
         DataError: `root` holds images of another config.
     """
-    claim(root, config, "tetrominoes.json")
+    write_manifest(root, config, "tetrominoes.json")
     per_shard = 4096
     for first in range(0, config.train, per_shard):
         path, last = root / "train" / f"{first // per_shard:05d}.tar", min(config.train, first + per_shard)
         if not path.exists():
             write_shard(path, _samples("train", range(first, last), config))
-        done(last, config.train)
+        on_progress(last, config.train)
     # Written last, so where it is the whole set is.
     if not (root / "masks/test/nshards.txt").exists():
         write_wds_layout(root / "masks", _samples("test", range(config.test), config))
@@ -100,5 +100,5 @@ def make_tetrominoes(
 
 def _samples(part: str, numbers: range, config: TetrominoesConfig) -> Iterator[tuple[str, Fields]]:
     for number in numbers:
-        drawn = draw(generator(config.seed, "tetrominoes", part, number), config.left_half and part == "train")
-        yield f"{number:08d}", {"png": encoded(drawn.image), "mask.png": encoded(drawn.mask)}
+        sample = render_image(generator(config.seed, "tetrominoes", part, number), config.left_half and part == "train")
+        yield f"{number:08d}", {"png": encode_image(sample.image), "mask.png": encode_image(sample.mask)}

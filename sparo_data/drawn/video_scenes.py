@@ -14,18 +14,18 @@ from scipy.spatial.transform import Rotation
 from evals.sets.objects import ATTRIBUTES
 from sparo_train.core.rng import generator
 
-from ..episodes import LONGEST, Video, boxes_of, measured
+from ..episodes import MAX_DEPTH, Video, boxes_of, quantize
 from ..tracer.render import Body, Camera, Stage, render
 from ..tracer.textures import Texture
-from .motion import flow, seen_points
+from .motion import flow, visible_points
 from .object_scenes import RADII, radius_of, table_camera, texture
-from .physics import Motion, Thrown, simulate
+from .physics import Motion, RigidBody, simulate
 from .scenes import COLORS
 
 Kind = Literal["a", "b", "c", "d", "e"]
 
 
-class KindOf(NamedTuple):
+class KindSpec(NamedTuple):
     """colored: solids and ground of any colour.  textured: both with patterns.  crowd: 10 to 20 lie there, and one to three are thrown.
     moving: the camera moves along a line, and so does what it looks at."""
 
@@ -35,12 +35,12 @@ class KindOf(NamedTuple):
     moving: bool = False
 
 
-KINDS: dict[Kind, KindOf] = {
-    "a": KindOf(),
-    "b": KindOf(colored=True),
-    "c": KindOf(textured=True),
-    "d": KindOf(textured=True, crowd=True),
-    "e": KindOf(textured=True, crowd=True, moving=True),
+KINDS: dict[Kind, KindSpec] = {
+    "a": KindSpec(),
+    "b": KindSpec(colored=True),
+    "c": KindSpec(textured=True),
+    "d": KindSpec(textured=True, crowd=True),
+    "e": KindSpec(textured=True, crowd=True, moving=True),
 }
 
 
@@ -56,11 +56,11 @@ class _Solid(NamedTuple):
     color: str
     light: tuple[float, float, float]
     texture: Texture | None
-    larger: float
+    size_scale: float
 
     @property
     def radius(self) -> float:
-        return self.larger * radius_of(self.size, self.shape)
+        return self.size_scale * radius_of(self.size, self.shape)
 
 
 def episode(
@@ -70,30 +70,30 @@ def episode(
     index: int,
     frames: int,
     size: int,
-    most: int = 10,
+    max_objects: int = 10,
     antialias: int = 1,
-    larger: float = 1.0,
+    size_scale: float = 1.0,
 ) -> Video:
     """An episode, rendered with all planes.
 
     Args:
-        frames: T.  size: pixels per side.  most: solids of kinds without a crowd, which have three at least where it allows.
-        larger: solids are so many times as large as CLEVR's.
+        frames: T.  size: pixels per side.  max_objects: solids of kinds without a crowd, which have three at least where it allows.
+        size_scale: solids are so many times as large as CLEVR's.
     """
     rng, traits = generator(seed, f"movi {kind} {split}", index), KINDS[kind]
     resting = int(rng.integers(10, 21)) if traits.crowd else 0
-    thrown = int(rng.integers(1, 4)) if traits.crowd else int(rng.integers(min(3, most), most + 1))
-    solids = [_solid(rng, traits, larger) for _ in range(resting + thrown)]
+    thrown = int(rng.integers(1, 4)) if traits.crowd else int(rng.integers(min(3, max_objects), max_objects + 1))
+    solids = [_solid(rng, traits, size_scale) for _ in range(resting + thrown)]
     # Drawn before the solids are placed: how long those take to find room changes nothing here.
     stage, path = _stage(rng, traits), _path(rng, traits, frames)
     # A frame before the first and one behind the last, for flows from the one and to the other.
-    motion = simulate(_placed(rng, solids, resting), frames + 2, resting)
+    motion = simulate(_place_bodies(rng, solids, resting), frames + 2, resting)
     shots = [(_bodies(solids, motion, t), path[t]) for t in range(frames + 2)]
     pictures = [render(*shots[t + 1], size, antialias, stage) for t in range(frames)]
     flows = np.zeros((2, frames, size, size, 2), np.float32)
     for t, picture in enumerate(pictures):
         # From depth, and not from neighbours: a flow is where the point itself was.
-        points = seen_points(path[t + 1], picture.depth, antialias)
+        points = visible_points(path[t + 1], picture.depth, antialias)
         for towards, other in enumerate((t, t + 2)):
             flows[towards, t] = flow(points, picture.mask, shots[t + 1], shots[other], antialias)
     labels = np.stack([picture.mask for picture in pictures])
@@ -105,16 +105,16 @@ def episode(
         boxes_of(labels, len(solids)),
         {
             "dataset": f"movi-like {kind}",
-            "objects": _object_facts(solids, inner, labels, path[1:-1]),
-            "camera": _seen_from(path[1:-1]),
+            "objects": _object_metadata(solids, inner, labels, path[1:-1]),
+            "camera": _camera_metadata(path[1:-1]),
         },
-        measured(np.stack([np.minimum(picture.depth, LONGEST) for picture in pictures])),
-        measured(flows[0]),
-        measured(flows[1]),
+        quantize(np.stack([np.minimum(picture.depth, MAX_DEPTH) for picture in pictures])),
+        quantize(flows[0]),
+        quantize(flows[1]),
     )
 
 
-def _solid(rng: np.random.Generator, traits: KindOf, larger: float) -> _Solid:
+def _solid(rng: np.random.Generator, traits: KindSpec, size_scale: float) -> _Solid:
     words = {name: options[rng.integers(len(options))] for name, options in ATTRIBUTES.items()}
     light = _triple(rng.uniform(0.03, 0.75, 3)) if traits.colored else COLORS[words["color"]]
     color = "" if traits.colored else words["color"]
@@ -125,18 +125,18 @@ def _solid(rng: np.random.Generator, traits: KindOf, larger: float) -> _Solid:
         color,
         light,
         texture(rng) if traits.textured else None,
-        larger,
+        size_scale,
     )  # type: ignore[arg-type]
 
 
-def _stage(rng: np.random.Generator, traits: KindOf) -> Stage:
+def _stage(rng: np.random.Generator, traits: KindSpec) -> Stage:
     if not (traits.colored or traits.textured):
         return Stage()
     ground = _triple(rng.uniform(0.05, 0.7, 3))
     return Stage(ground=ground, texture=texture(rng, (0.3, 1.0)) if traits.textured else None)
 
 
-def _path(rng: np.random.Generator, traits: KindOf, frames: int) -> list[Camera]:
+def _path(rng: np.random.Generator, traits: KindSpec, frames: int) -> list[Camera]:
     """The camera of every frame, of the one before the first and of the one behind the last."""
     first = table_camera(rng)
     if not traits.moving:
@@ -157,23 +157,23 @@ def _path(rng: np.random.Generator, traits: KindOf, frames: int) -> list[Camera]
     ]
 
 
-def _placed(rng: np.random.Generator, solids: list[_Solid], resting: int) -> list[Thrown]:
+def _place_bodies(rng: np.random.Generator, solids: list[_Solid], resting: int) -> list[RigidBody]:
     """Apart from each other, above the ground; those that are thrown head for the middle, more or less."""
-    done: list[Thrown] = []
+    bodies: list[RigidBody] = []
     for number, solid in enumerate(solids):
-        lies, tries, reach = number < resting, 0, 3.5
+        is_resting, tries, reach = number < resting, 0, 3.5
         # A normal quaternion of length one is an even draw of all turns.
         rotation = rng.normal(size=4)
         rotation /= np.linalg.norm(rotation)
         while True:
-            at = rng.uniform((-reach, -reach, 1.0), (reach, reach, 2.0 if lies else 4.0))
-            if all(np.linalg.norm(at - other.position) > 2 * (solid.radius + other.radius) for other in done):
+            at = rng.uniform((-reach, -reach, 1.0), (reach, reach, 2.0 if is_resting else 4.0))
+            if all(np.linalg.norm(at - other.position) > 2 * (solid.radius + other.radius) for other in bodies):
                 break
             tries += 1
             reach += 0.05 * (tries % 20 == 0)  # a crowd spreads until it has room
-        velocity = np.zeros(3) if lies else rng.uniform((-4, -4, 0), (4, 4, 0)) - at * (1, 1, 0)
-        done.append(
-            Thrown(
+        velocity = np.zeros(3) if is_resting else rng.uniform((-4, -4, 0), (4, 4, 0)) - at * (1, 1, 0)
+        bodies.append(
+            RigidBody(
                 solid.shape,
                 solid.radius,
                 solid.material,
@@ -182,29 +182,31 @@ def _placed(rng: np.random.Generator, solids: list[_Solid], resting: int) -> lis
                 _triple(velocity),
             )
         )
-    return done
+    return bodies
 
 
 def _bodies(solids: list[_Solid], motion: Motion, t: int) -> list[Body]:
-    found = []
+    bodies = []
     for number, solid in enumerate(solids):
         x, y, z = motion.positions[t, number].tolist()
-        turned = tuple(motion.quaternions[t, number].tolist())
+        rotation = tuple(motion.quaternions[t, number].tolist())
         metal = solid.material == "metal"
-        found.append(
-            Body(solid.shape, solid.light, metal, solid.radius, (x, y, z - solid.radius), 0.0, solid.texture, turned)
+        bodies.append(
+            Body(solid.shape, solid.light, metal, solid.radius, (x, y, z - solid.radius), 0.0, solid.texture, rotation)
         )
-    return found
+    return bodies
 
 
-def _object_facts(solids: list[_Solid], motion: Motion, labels: np.ndarray, path: list[Camera]) -> list[dict[str, Any]]:
+def _object_metadata(
+    solids: list[_Solid], motion: Motion, labels: np.ndarray, path: list[Camera]
+) -> list[dict[str, Any]]:
     """The solids as plain data: words, and tables with a row per frame."""
     objects = []
     for number, solid in enumerate(solids):
         words: dict[str, Any] = {"size": solid.size, "material": solid.material, "shape": solid.shape}
         # The numbers behind the words, as MOVi-C to F's objects have them: a probe can regress them.
         words |= {"color": solid.color} if solid.color else {"color_rgb": solid.light}
-        words |= {"rgb": list(solid.light), "scale": solid.larger * RADII[solid.size]}
+        words |= {"rgb": list(solid.light), "scale": solid.size_scale * RADII[solid.size]}
         # Six digits: a JSON of full doubles is twice as long, and no renderer tells them apart.
         tables = {name: table[:, number].round(6).tolist() for name, table in motion._asdict().items()}
         # Of the rendered masks: what is hidden has none, wherever it is.
@@ -213,7 +215,7 @@ def _object_facts(solids: list[_Solid], motion: Motion, labels: np.ndarray, path
     return objects
 
 
-def _seen_from(path: list[Camera]) -> dict[str, Any]:
+def _camera_metadata(path: list[Camera]) -> dict[str, Any]:
     """Where the camera is in every frame; quaternions (w, x, y, z) as OpenGL's and Blender's cameras have them, which look along -z, y up."""
     turns = []
     for camera in path:

@@ -13,8 +13,8 @@ from typing import Any
 from sparo_train.core.config import Frozen, setting
 
 from ..episodes import episode_fields
-from ..pool import in_pool
-from ..writer import claim, write_shard, write_wds_layout
+from ..pool import run_jobs
+from ..writer import write_manifest, write_shard, write_wds_layout
 from .video_scenes import Kind, episode
 
 # What configs/video/*_tiny.yaml train on in minutes: a's, few, large and smooth.
@@ -37,22 +37,22 @@ class VideoSetConfig(Frozen):
 
 
 def render_videos(
-    root: Path, config: VideoSetConfig, processes: int = 2, report: Callable[[int, int], None] | None = None
+    root: Path, config: VideoSetConfig, processes: int = 2, on_progress: Callable[[int, int], None] | None = None
 ) -> None:
     """Render everything into `root`; shards that are already there are kept, so an interrupted call continues.
 
     Args:
-        report: called with (episodes done, episodes in all) whenever a shard is finished.
+        on_progress: called with (episodes done, episodes in all) whenever a shard is finished.
 
     Raises:
         DataError: `root` holds videos of another config.
         ConfigError: pybullet is not installed.
     """
-    claim(root, config, "videos.json")
+    write_manifest(root, config, "videos.json")
     shards = -(-config.train // config.per_shard)
     jobs: list[tuple[Callable[..., int], tuple[Any, ...]]] = [(_shard, (root, config, i)) for i in range(shards)]
     # What is scored first: a set that was stopped on its way can be looked at.
-    in_pool([(_scored, (root, config)), *jobs], processes, config.train + config.test, report)
+    run_jobs([(_test_set, (root, config)), *jobs], processes, config.train + config.test, on_progress)
 
 
 def _shard(root: Path, config: VideoSetConfig, number: int) -> int:
@@ -63,7 +63,7 @@ def _shard(root: Path, config: VideoSetConfig, number: int) -> int:
     return len(numbers)
 
 
-def _scored(root: Path, config: VideoSetConfig) -> int:
+def _test_set(root: Path, config: VideoSetConfig) -> int:
     if not (root / "clips/test/nshards.txt").exists():
         write_wds_layout(root / "clips", (_sample(config, "test", index) for index in range(config.test)))
     return config.test

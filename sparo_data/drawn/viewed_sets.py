@@ -15,17 +15,17 @@ import numpy as np
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.errors import ConfigError
 
-from ..episodes import LONGEST, Video, measured, scene_fields
-from ..pool import in_pool
+from ..episodes import MAX_DEPTH, Video, quantize, scene_fields
+from ..pool import run_jobs
 from ..tracer.cycles import Cycles
-from ..writer import claim, write_shard, write_wds_layout
-from .viewed_scenes import Kind, viewed_episode
+from ..writer import write_manifest, write_shard, write_wds_layout
+from .viewed_scenes import Kind, multi_view_episode
 
 # What configs/scenes3d/*_tiny.yaml train on in minutes.
 SMALL: dict[str, Any] = {"kind": "simple", "size": 32, "frames": 12, "antialias": 2, "train": 600, "test": 100}
 
 
-class ViewedSetConfig(Frozen):
+class MultiViewSetConfig(Frozen):
     """How much to render. Equal configs give equal bytes, with one version of pybullet."""
 
     kind: Kind = setting("simple", "a row of `KINDS` in sparo_data/drawn/viewed_scenes.py")
@@ -42,17 +42,17 @@ class ViewedSetConfig(Frozen):
     )
 
 
-def render_viewed(
+def render_multi_view(
     root: Path,
-    config: ViewedSetConfig,
+    config: MultiViewSetConfig,
     processes: int = 2,
-    report: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
     blender: str | None = None,
 ) -> None:
     """Render everything into `root`; shards that are already there are kept, so an interrupted call continues.
 
     Args:
-        report: called with (episodes done, episodes in all) whenever a shard is finished.
+        on_progress: called with (episodes done, episodes in all) whenever a shard is finished.
         blender: an interpreter that has bpy, where the config has samples.
 
     Raises:
@@ -68,15 +68,15 @@ def render_viewed(
         cycles = Cycles(blender, config.samples)
         # Before the folder is claimed: an interpreter without bpy leaves nothing behind.
         cycles.check()
-    claim(root, config, "scenes3d.json")
+    write_manifest(root, config, "scenes3d.json")
     shards = -(-config.train // config.per_shard)
     jobs: list[tuple[Callable[..., int], tuple[Any, ...]]] = [
         (_shard, (root, config, i, cycles)) for i in range(shards)
     ]
-    in_pool([(_scored, (root, config, cycles)), *jobs], processes, config.train + config.test, report)
+    run_jobs([(_test_set, (root, config, cycles)), *jobs], processes, config.train + config.test, on_progress)
 
 
-def _shard(root: Path, config: ViewedSetConfig, number: int, cycles: Cycles | None) -> int:
+def _shard(root: Path, config: MultiViewSetConfig, number: int, cycles: Cycles | None) -> int:
     numbers = range(number * config.per_shard, min(config.train, (number + 1) * config.per_shard))
     path = root / "train" / f"{number:05d}.tar"
     if not path.exists():
@@ -84,28 +84,28 @@ def _shard(root: Path, config: ViewedSetConfig, number: int, cycles: Cycles | No
     return len(numbers)
 
 
-def _scored(root: Path, config: ViewedSetConfig, cycles: Cycles | None) -> int:
+def _test_set(root: Path, config: MultiViewSetConfig, cycles: Cycles | None) -> int:
     if not (root / "scenes/test/nshards.txt").exists():
         write_wds_layout(root / "scenes", (_sample(config, "test", index, cycles) for index in range(config.test)))
     return config.test
 
 
 def _sample(
-    config: ViewedSetConfig, split: str, index: int, cycles: Cycles | None = None
+    config: MultiViewSetConfig, split: str, index: int, cycles: Cycles | None = None
 ) -> tuple[str, dict[str, bytes]]:
     c = config
-    found = viewed_episode(c.kind, c.seed, split, index, c.size, c.frames, c.antialias, c.most, cycles)
+    episode = multi_view_episode(c.kind, c.seed, split, index, c.size, c.frames, c.antialias, c.most, cycles)
     # One range for all views, as the json has one.
-    depth = measured(np.stack([[np.minimum(f.depth, LONGEST) for f in row] for row in found.frames]))
+    depth = quantize(np.stack([[np.minimum(f.depth, MAX_DEPTH) for f in row] for row in episode.frames]))
     views = [
         Video(
-            found.key,
+            episode.key,
             np.stack([f.rgb for f in row]),
             np.stack([f.mask for f in row]),
             None,
             {},
             depth._replace(levels=levels),
         )
-        for row, levels in zip(found.frames, depth.levels, strict=True)
+        for row, levels in zip(episode.frames, depth.levels, strict=True)
     ]
-    return found.key, scene_fields(views, found.facts)
+    return episode.key, scene_fields(views, episode.metadata)

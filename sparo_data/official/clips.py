@@ -14,10 +14,10 @@ import numpy as np
 
 from sparo_train.core.errors import DataError
 
-from .published import PublishedScene, numbered, opened_image
-from .tfrecord import example, records
+from .published import PublishedScene, decode_array, to_label_map
+from .tfrecord import parse_example, records
 
-_MOST_BYTES = 4 << 30  # of an array: a minute of video of 1,024 pixels
+_MAX_BYTES = 4 << 30  # of an array: a minute of video of 1,024 pixels
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -27,11 +27,13 @@ def movi(path: Path) -> Iterator[PublishedScene]:
     Raises:
         DataError: a file that breaks off, or that holds no video.
     """
-    for where, name, found in movi_records(path):
-        for t, (frame, mask) in enumerate(zip(found["video"], found["segmentations"], strict=True)):
+    for where, name, features in movi_records(path):
+        for t, (frame, mask) in enumerate(zip(features["video"], features["segmentations"], strict=True)):
             at = f"{where}, frame {t}"
-            label = numbered(opened_image(mask, at, labels=True), at)
-            yield PublishedScene(f"{plain(name)}_{t:03d}", opened_image(frame, at), label, {"video": name, "frame": t})
+            label = to_label_map(decode_array(mask, at, labels=True), at)
+            yield PublishedScene(
+                f"{sanitize_key(name)}_{t:03d}", decode_array(frame, at), label, {"video": name, "frame": t}
+            )
 
 
 def movi_records(path: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -42,17 +44,17 @@ def movi_records(path: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """
     for number, record in enumerate(records(path)):
         where = f"{path}: record {number}"
-        found = example(record, where)
-        frames, masks = found.get("video"), found.get("segmentations")
+        features = parse_example(record, where)
+        frames, masks = features.get("video"), features.get("segmentations")
         if not isinstance(frames, list) or not isinstance(masks, list) or len(frames) != len(masks) or not frames:
             raise DataError(
-                f"{where}: has no video with as many segmentations (it has {', '.join(sorted(found)) or 'nothing'})"
+                f"{where}: has no video with as many segmentations (it has {', '.join(sorted(features)) or 'nothing'})"
             )
-        names = found.get("metadata/video_name")
+        names = features.get("metadata/video_name")
         yield (
             where,
             names[0].decode(errors="replace") if isinstance(names, list) and names else f"{path.stem}_{number:06d}",
-            found,
+            features,
         )
 
 
@@ -60,8 +62,8 @@ def npy_shards(path: Path) -> Iterator[PublishedScene]:
     """The frames of a tar as `npy_arrays` reads it."""
     for name, video, masks in npy_arrays(path):
         for t, frame in enumerate(video):
-            label = None if masks is None else numbered(masks[t].astype(np.int64), f"{path}: {name}, frame {t}")
-            yield PublishedScene(f"{plain(name)}_{t:03d}", frame, label, {"video": name, "frame": t})
+            label = None if masks is None else to_label_map(masks[t].astype(np.int64), f"{path}: {name}, frame {t}")
+            yield PublishedScene(f"{sanitize_key(name)}_{t:03d}", frame, label, {"video": name, "frame": t})
 
 
 def npy_arrays(path: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
@@ -72,21 +74,21 @@ def npy_arrays(path: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]
     """
     try:
         with tarfile.open(path, "r:") as tar:
-            held: dict[str, Any] = {}
+            arrays: dict[str, Any] = {}
             for member in tar:
                 # A key ends at the first dot of its name, as in webdataset's layout.
                 at, (stem, _, field) = PurePosixPath(member.name), PurePosixPath(member.name).name.partition(".")
                 key = str(at.parent / stem)  # a folder is a part of a name: train/0 and val/0 are two
-                if held.get("key") != key:
-                    yield from _checked(held, path)
-                    held = {"key": key}
+                if arrays.get("key") != key:
+                    yield from _check_arrays(arrays, path)
+                    arrays = {"key": key}
                 if member.isfile() and field.removesuffix(".gz") in ("video.npy", "segmentations.npy"):
                     stream = tar.extractfile(member)
                     assert stream is not None  # a file
-                    if field.split(".")[0] in held:
+                    if field.split(".")[0] in arrays:
                         raise DataError(f"{path}: {member.name}: a second array of this name; which one is meant?")
-                    held[field.split(".")[0]] = _array(stream.read(), field, f"{path}: {member.name}")
-            yield from _checked(held, path)
+                    arrays[field.split(".")[0]] = _array(stream.read(), field, f"{path}: {member.name}")
+            yield from _check_arrays(arrays, path)
     except (tarfile.TarError, EOFError, OSError) as error:
         raise DataError(f"{path}: {error}; fetch the file again") from None
 
@@ -98,9 +100,9 @@ def _array(data: bytes, field: str, where: str) -> np.ndarray:
             shape, order, dtype = _HEADERS[np.lib.format.read_magic(stream)](stream)
             # Before anything of that size is asked for: a few bytes can promise terabytes, and be packed of gigabytes.
             size = math.prod(shape) * dtype.itemsize
-            if dtype.kind not in "biu" or size > _MOST_BYTES:
+            if dtype.kind not in "biu" or size > _MAX_BYTES:
                 raise DataError(
-                    f"{where}: is of {dtype} {shape}; whole numbers of {_MOST_BYTES >> 30} GB at most are read"
+                    f"{where}: is of {dtype} {shape}; whole numbers of {_MAX_BYTES >> 30} GB at most are read"
                 )
             content = stream.read(size + 1)
             if len(content) != size or not size:
@@ -114,14 +116,14 @@ def _array(data: bytes, field: str, where: str) -> np.ndarray:
         raise DataError(f"{where}: is no array of numbers ({type(error).__name__}: {str(error)[:200]})") from None
 
 
-def _checked(held: dict[str, Any], path: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
-    if "video" not in held:
-        if "segmentations" in held:
+def _check_arrays(arrays: dict[str, Any], path: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
+    if "video" not in arrays:
+        if "segmentations" in arrays:
             raise DataError(
-                f"{path}: {held['key']}: segmentations without their video beside them; a key's members follow each other"
+                f"{path}: {arrays['key']}: segmentations without their video beside them; a key's members follow each other"
             )
         return
-    video, masks, name = held["video"], held.get("segmentations"), held["key"]
+    video, masks, name = arrays["video"], arrays.get("segmentations"), arrays["key"]
     if masks is not None and masks.ndim == 4 and masks.shape[-1] == 1:
         masks = masks[..., 0]
     if (
@@ -137,6 +139,6 @@ def _checked(held: dict[str, Any], path: Path) -> Iterator[tuple[str, np.ndarray
     yield name, video, masks
 
 
-def plain(name: str) -> str:
+def sanitize_key(name: str) -> str:
     """A name as a key of a shard: letters, digits, - and _ stay."""
     return "".join(c if c.isalnum() or c in "-_" else "_" for c in name)

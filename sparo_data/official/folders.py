@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from sparo_train.core.errors import ConfigError, DataError
-from sparo_train.core.untrusted import is_below, read_bytes, read_json
+from sparo_train.core.untrusted import is_safe_relative_path, read_bytes, read_json
 
-from .clips import plain
-from .published import IGNORE, LEFT_OUT, PublishedScene, numbered, opened_image
+from .clips import sanitize_key
+from .published import IGNORE, LEFT_OUT, PublishedScene, decode_array, to_label_map
 
-_LARGEST = 1 << 31  # bytes of a file of annotations; COCO's has 0.45e9
+_MAX_BYTES = 1 << 31  # bytes of a file of annotations; COCO's has 0.45e9
 
 
 def clevr(root: Path) -> Iterator[PublishedScene]:
@@ -27,7 +27,7 @@ def clevr(root: Path) -> Iterator[PublishedScene]:
     Raises:
         DataError: no such file, or a scene whose picture is missing.
     """
-    listed = read_json(root, dict, DataError, _LARGEST).get("scenes")
+    listed = read_json(root, dict, DataError, _MAX_BYTES).get("scenes")
     if not isinstance(listed, list):
         raise DataError(f"{root}: has no list `scenes`; give CLEVR's scenes/CLEVR_SPLIT_scenes.json")
     folder: Path | None = None  # of the first scene's picture: no set mixes folders
@@ -39,7 +39,7 @@ def clevr(root: Path) -> Iterator[PublishedScene]:
             raise DataError(f"{root}: scene {number} names no image_filename, or a split that is not a name")
         folder = folder or _pictures_of(root, str(split), str(name))
         path = folder / str(name)
-        image = opened_image(read_bytes(path, DataError), path)
+        image = decode_array(read_bytes(path, DataError), path)
         objects = scene.get("objects", [])  # the test split has none
         if not isinstance(objects, list) or not all(isinstance(one, dict) for one in objects):
             raise DataError(f"{root}: scene {number}: its objects are no list of descriptions")
@@ -71,9 +71,9 @@ def clevrtex(root: Path) -> Iterator[PublishedScene]:
         raise DataError(f"{root}: no CLEVRTEX_*.json below this folder")
     for path in paths:
         image, mask = path.with_suffix(".png"), path.with_name(f"{path.stem}_flat.png")
-        label = numbered(opened_image(read_bytes(mask, DataError), mask, labels=True), mask)
+        label = to_label_map(decode_array(read_bytes(mask, DataError), mask, labels=True), mask)
         yield PublishedScene(
-            path.stem, opened_image(read_bytes(image, DataError), image), label, read_json(path, dict, DataError)
+            path.stem, decode_array(read_bytes(image, DataError), image), label, read_json(path, dict, DataError)
         )
 
 
@@ -91,37 +91,37 @@ def coco(annotations: Path, images: Path | None = None) -> Iterator[PublishedSce
         from pycocotools import mask as coder  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ConfigError("COCO's masks need pycocotools; pip install -e '.[convert]' in sparo's checkout") from None
-    tree = read_json(annotations, dict, DataError, most=_LARGEST)
+    tree = read_json(annotations, dict, DataError, max_bytes=_MAX_BYTES)
     folder = images or annotations.parent.parent / annotations.stem.removeprefix("instances_")
     of_image: dict[Any, list[dict[str, Any]]] = {}
     try:
         if not isinstance(tree["annotations"], list):
             raise TypeError("annotations are no list")
         for one in tree["annotations"]:
-            of_image.setdefault(_number(one["image_id"]), []).append(one)
+            of_image.setdefault(_image_id(one["image_id"]), []).append(one)
         listed = [
-            (PurePosixPath(row["file_name"]), of_image.get(_number(row["id"]), []), row["height"], row["width"])
+            (PurePosixPath(row["file_name"]), of_image.get(_image_id(row["id"]), []), row["height"], row["width"])
             for row in tree["images"]
         ]
     except (KeyError, TypeError) as error:
         raise DataError(f"{annotations}: is not COCO's instances ({error})") from None
     names = Counter(place.name for place, *_ in listed)
-    numbers = _class_numbers(one for found in of_image.values() for one in found)
+    numbers = _class_numbers(one for objects in of_image.values() for one in objects)
     for place, found, height, width in listed:
         # Some have folders of their own before the name; one picture must not stand for two of one name.
-        inside = is_below(str(place)) and (folder / place).is_file()
+        inside = is_safe_relative_path(str(place)) and (folder / place).is_file()
         if not inside and names[place.name] > 1:
             raise DataError(
                 f"{folder / place}: no such picture, and {names[place.name]} of them are called {place.name}"
             )
         path, name = folder / (place if inside else place.name), place.name
-        image = opened_image(read_bytes(path, DataError), path)
+        image = decode_array(read_bytes(path, DataError), path)
         if image.shape[:2] != (height, width):
             raise DataError(
                 f"{path}: has {image.shape[1]} x {image.shape[0]} pixels, and {annotations.name} says {width} x {height}"
             )
-        drawn, left_out = _with_outlines(found)
-        label, semantic = _drawn(coder, drawn, (height, width), f"{annotations.name}: {name}", numbers)
+        outlined, left_out = _with_outlines(found)
+        label, semantic = _rasterize_objects(coder, outlined, (height, width), f"{annotations.name}: {name}", numbers)
         boxes = [
             {
                 "id": i + 1,
@@ -129,19 +129,19 @@ def coco(annotations: Path, images: Path | None = None) -> Iterator[PublishedSce
                 "class": numbers[int(one["category_id"])],
                 "area": one.get("area"),
             }
-            for i, one in enumerate(drawn)
+            for i, one in enumerate(outlined)
         ]
-        facts = {"objects": boxes, **({"file": name} if plain(path.stem) != path.stem else {})}
-        yield PublishedScene(plain(path.stem), image, label, {**facts, LEFT_OUT: dict(left_out)}, semantic)
+        facts = {"objects": boxes, **({"file": name} if sanitize_key(path.stem) != path.stem else {})}
+        yield PublishedScene(sanitize_key(path.stem), image, label, {**facts, LEFT_OUT: dict(left_out)}, semantic)
 
 
-def _class_numbers(found: Iterable[dict[str, Any]]) -> dict[int, int]:
+def _class_numbers(objects: Iterable[dict[str, Any]]) -> dict[int, int]:
     """Return the number of each category in the masks: its id where all ids are 1 to 254, as in COCO, else its rank from 1 on.
 
     Raises:
         DataError: more than 254 categories, or one that is no number.
     """
-    ids = sorted({number for one in found if (number := _category(one)) is not None})
+    ids = sorted({number for one in objects if (number := _category(one)) is not None})
     if all(0 < number < IGNORE for number in ids):
         return {number: number for number in ids}
     if len(ids) >= IGNORE:
@@ -151,11 +151,11 @@ def _class_numbers(found: Iterable[dict[str, Any]]) -> dict[int, int]:
     return {number: rank for rank, number in enumerate(ids, 1)}
 
 
-def _with_outlines(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], Counter[str]]:
+def _with_outlines(objects: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], Counter[str]]:
     """Return the objects that have a category and an outline, without degenerate polygons, and counts of those left out."""
-    kept: list[dict[str, Any]] = []
+    outlined: list[dict[str, Any]] = []
     left_out: Counter[str] = Counter()
-    for one in found:
+    for one in objects:
         shape = one.get("segmentation")
         if _category(one) is None:
             left_out["objects without a category"] += 1
@@ -171,8 +171,8 @@ def _with_outlines(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], C
         if shape in (None, [], {}):
             left_out["objects without an outline"] += 1
             continue
-        kept.append({**one, "segmentation": shape})
-    return kept, +left_out
+        outlined.append({**one, "segmentation": shape})
+    return outlined, +left_out
 
 
 def _category(one: Mapping[str, Any]) -> int | None:
@@ -185,22 +185,22 @@ def _category(one: Mapping[str, Any]) -> int | None:
         raise DataError(f"annotations: an object has no category_id that is a number ({error})") from None
 
 
-def _number(told: Any) -> int:
+def _image_id(value: Any) -> int:
     """An id. Raises `TypeError` for others, which would find no annotation of theirs."""
-    if not isinstance(told, int):
-        raise TypeError(f"{told!r} is no number of an image")
-    return told
+    if not isinstance(value, int):
+        raise TypeError(f"{value!r} is no number of an image")
+    return value
 
 
 def _outline(coder: Any, shape: Any, side: tuple[int, int]) -> np.ndarray:
     """Where an object is, (height, width) bool, of polygons or of runs. Raises `ValueError` or what a wrong kind meets."""
     if isinstance(shape, list):
         # Checked before: pycocotools' C code believes its numbers, and ends the process over those that are none or far away.
-        most = 2 * max(side)
+        limit = 2 * max(side)
         for points in shape:
             if len(points) < 6 or len(points) % 2:
                 raise ValueError("a polygon has three points or more, x and y of each")
-            if not all(isinstance(x, int | float) and -most <= x <= most for x in points):
+            if not all(isinstance(x, int | float) and -limit <= x <= limit for x in points):
                 raise ValueError("a polygon lies elsewhere, or nowhere")
         return coder.decode(coder.merge(coder.frPyObjects(shape, *side))).astype(bool)
     counts = shape["counts"] if isinstance(shape["counts"], list) else _run_lengths(shape["counts"])
@@ -229,23 +229,23 @@ def _run_lengths(code: str) -> list[int]:
     return runs
 
 
-def _drawn(
-    coder: Any, found: list[dict[str, Any]], side: tuple[int, int], where: str, numbers: Mapping[int, int]
+def _rasterize_objects(
+    coder: Any, objects: list[dict[str, Any]], side: tuple[int, int], where: str, numbers: Mapping[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
     label, semantic = np.zeros(side, np.uint8), np.zeros(side, np.uint8)
-    taken = np.zeros(side, np.int32)
-    if len(found) >= IGNORE:
-        raise DataError(f"{where}: at most 254 objects of a picture can be written, got {len(found)}.")
-    for i, one in enumerate(found):
+    coverage = np.zeros(side, np.int32)
+    if len(objects) >= IGNORE:
+        raise DataError(f"{where}: at most 254 objects of a picture can be written, got {len(objects)}.")
+    for i, one in enumerate(objects):
         try:
-            there = _outline(coder, one["segmentation"], side)
+            object_mask = _outline(coder, one["segmentation"], side)
             category = numbers[int(one["category_id"])]
         except Exception as error:  # pycocotools raises whatever its C code meets
             raise DataError(f"{where}: object {i} has no outline ({str(error)[:200]})") from None
-        taken += there
+        coverage += object_mask
         # Later ones lie on top, until what two of them share is taken out below.
-        label[there], semantic[there] = i + 1, category
+        label[object_mask], semantic[object_mask] = i + 1, category
         if one.get("iscrowd"):
-            taken[there] = 2
-    label[taken > 1] = semantic[taken > 1] = IGNORE
+            coverage[object_mask] = 2
+    label[coverage > 1] = semantic[coverage > 1] = IGNORE
     return label, semantic

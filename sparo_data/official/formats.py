@@ -15,12 +15,12 @@ from .clips import movi, npy_shards
 from .folders import clevr, clevrtex, coco
 from .lmdb_file import lmdb_scenes
 from .multi_object import SETS, multi_object
-from .published import PublishedConfig, PublishedScene, Written, write_published
+from .published import PublishedConfig, PublishedScene, WriteSummary, write_published
 from .sunds import sunds_scenes
 from .videos import VIDEOS, write_videos
-from .viewed import PublishedViews, nerf_scenes, write_viewed
+from .viewed import PublishedViews, nerf_scenes, write_multi_view
 
-VIEWED: dict[str, Callable[[Path], Iterator[PublishedViews]]] = {
+MULTI_VIEW_READERS: dict[str, Callable[[Path], Iterator[PublishedViews]]] = {
     "nerf": nerf_scenes, "clevr3d": clevr3d_scenes, "sunds": sunds_scenes
 }  # fmt: skip
 
@@ -55,7 +55,7 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def sources_of(place: Path, name: str) -> list[Path]:
+def find_source_files(place: Path, name: str) -> list[Path]:
     """The files of a format at `place`, in the order of their names.
 
     Raises:
@@ -70,21 +70,21 @@ def sources_of(place: Path, name: str) -> list[Path]:
         return split
     if not place.exists():
         raise DataError(f"{place}: no such file or folder; --as {name} reads {kind.what}")
-    if place.is_file() and name in VIEWED and not kind.suffix:
+    if place.is_file() and name in MULTI_VIEW_READERS and not kind.suffix:
         raise DataError(f"{place}: is a file; --as {name} reads {kind.what}")
     if place.is_dir() and name in ("clevr", "coco"):
         raise DataError(f"{place}: is a folder; --as {name} reads {kind.what}")
     if not kind.suffix or place.is_file() or (place / "data.mdb").is_file():
         return [place]
-    found = sorted(p for p in place.iterdir() if p.is_file() and kind.suffix in p.name)
-    if not found:
+    files = sorted(p for p in place.iterdir() if p.is_file() and kind.suffix in p.name)
+    if not files:
         raise DataError(f"{place}: none of {kind.what} in it")
-    parts = sorted({p.name.partition(kind.suffix)[0].rstrip(".") for p in found}) if kind.suffix == "tfrecord" else []
+    parts = sorted({p.name.partition(kind.suffix)[0].rstrip(".") for p in files}) if kind.suffix == "tfrecord" else []
     if len(parts) > 1:
         raise DataError(
             f"{place}: holds several splits ({', '.join(parts)}), which would mix; give {place / parts[0]} for one of them"
         )
-    return found
+    return files
 
 
 def _refuse_bounds(config: PublishedConfig) -> None:
@@ -99,8 +99,8 @@ def _refuse_bounds(config: PublishedConfig) -> None:
 
 
 def convert_published(
-    places: Sequence[Path], out: Path, config: PublishedConfig, done: Callable[[int], None] = lambda count: None
-) -> Written:
+    places: Sequence[Path], out: Path, config: PublishedConfig, on_progress: Callable[[int], None] = lambda count: None
+) -> WriteSummary:
     """Read every source of a format and write them as one set, see `write_published`, `write_videos` and `write_viewed`.
 
     Raises:
@@ -123,18 +123,20 @@ def convert_published(
             raise ConfigError(
                 "--videos: videos are neither cropped nor chosen by their objects; leave --crop and --most away"
             )
-        return write_videos(out, (video for place in places for video in VIDEOS[config.source](place)), config, done)
-    if config.source in VIEWED:
+        return write_videos(
+            out, (video for place in places for video in VIDEOS[config.source](place)), config, on_progress
+        )
+    if config.source in MULTI_VIEW_READERS:
         if config.crop != "none":
             raise ConfigError("--crop: cameras see whole pictures; leave it away")
         if config.most is not None and config.source != "clevr3d":
             raise ConfigError(
                 f"--most: scenes of --as {config.source} do not say how many objects they have; leave it away"
             )
-        read_viewed = VIEWED[config.source]
+        read_viewed = MULTI_VIEW_READERS[config.source]
         if config.scenes is not None:
             read_viewed = partial(clevr3d_scenes, scenes=range(*config.scenes))
-        return write_viewed(out, (scene for place in places for scene in read_viewed(place)), config, done)
+        return write_multi_view(out, (scene for place in places for scene in read_viewed(place)), config, on_progress)
     read = FORMATS[config.source].read
     assert read is not None  # all others have one
-    return write_published(out, (scene for place in places for scene in read(place)), config, done)
+    return write_published(out, (scene for place in places for scene in read(place)), config, on_progress)

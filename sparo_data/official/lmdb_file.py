@@ -13,8 +13,8 @@ import numpy as np
 
 from sparo_train.core.errors import ConfigError, DataError
 
-from .clips import plain
-from .published import PublishedScene, numbered, opened_image
+from .clips import sanitize_key
+from .published import PublishedScene, decode_array, to_label_map
 
 _MODULES = ("numpy", "numpy.core.multiarray", "numpy._core.multiarray", "numpy.core.numeric", "numpy._core.numeric")
 
@@ -50,15 +50,15 @@ class _Array:
 
 
 def _from_buffer(data: Any, dtype: Any, shape: Any, order: str) -> _Array:
-    found = _Array()
-    found.__setstate__((1, shape, dtype, order == "F", bytes(data)))
-    return found
+    array = _Array()
+    array.__setstate__((1, shape, dtype, order == "F", bytes(data)))
+    return array
 
 
 _ALLOWED: dict[str, Any] = {"_reconstruct": _Array, "ndarray": None, "dtype": _Dtype, "_frombuffer": _from_buffer}
 
 
-class _Numbers(pickle.Unpickler):
+class _ArrayUnpickler(pickle.Unpickler):
     """Arrays of numbers, and what Python writes without a class; a pickle that names anything else is refused before it runs."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -85,11 +85,14 @@ def lmdb_scenes(path: Path) -> Iterator[PublishedScene]:
     except lmdb.Error as error:
         raise DataError(f"{path}: is no LMDB file ({error})") from None
     # It is mapped into memory: a page that is not there ends the process, without a word.
-    file, promised = path / "data.mdb" if path.is_dir() else path, (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-    if file.stat().st_size < promised:
+    file, expected_bytes = (
+        path / "data.mdb" if path.is_dir() else path,
+        (env.info()["last_pgno"] + 1) * env.stat()["psize"],
+    )
+    if file.stat().st_size < expected_bytes:
         env.close()
         raise DataError(
-            f"{file}: has {file.stat().st_size} bytes of {promised}; the download broke off: fetch it again"
+            f"{file}: has {file.stat().st_size} bytes of {expected_bytes}; the download broke off: fetch it again"
         )
     try:
         yield from _scenes(env, path)
@@ -99,30 +102,30 @@ def lmdb_scenes(path: Path) -> Iterator[PublishedScene]:
 
 def _scenes(env: Any, path: Path) -> Iterator[PublishedScene]:
     with env, env.begin() as txn:
-        keys = _unpickled(txn.get(b"__keys__"), f"{path}: __keys__")
+        keys = _unpickle(txn.get(b"__keys__"), f"{path}: __keys__")
         if not isinstance(keys, list) or not all(isinstance(key, bytes) and key for key in keys):
             raise DataError(f"{path}: __keys__ is no list of keys")
         for key in keys:
             name = key.decode(errors="replace")
             where = f"{path}: {name}"
-            found = _unpickled(txn.get(key), where)
-            if not isinstance(found, dict) or "image" not in found:
+            record = _unpickle(txn.get(key), where)
+            if not isinstance(record, dict) or "image" not in record:
                 raise DataError(f"{where}: has no `image`; files of pictures are read, not of videos")
-            image = opened_image(_data(found["image"], where), where)
+            image = decode_array(_data(record["image"], where), where)
             label = None
-            if "segment" in found:
-                segment = opened_image(_data(found["segment"], where), where, labels=True)
-                label = numbered(
+            if "segment" in record:
+                segment = decode_array(_data(record["segment"], where), where, labels=True)
+                label = to_label_map(
                     segment[..., 0] if segment.ndim == 3 else segment, where
                 )  # .webp has three equal channels
-            yield PublishedScene(plain(name), image, label, {})
+            yield PublishedScene(sanitize_key(name), image, label, {})
 
 
-def _unpickled(data: bytes | None, where: str) -> Any:
+def _unpickle(data: bytes | None, where: str) -> Any:
     if data is None:
         raise DataError(f"{where}: missing")
     try:
-        return _Numbers(io.BytesIO(data)).load()
+        return _ArrayUnpickler(io.BytesIO(data)).load()
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
     except Exception as error:  # a pickle that is none raises anything

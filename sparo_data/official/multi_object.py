@@ -13,8 +13,8 @@ import numpy as np
 
 from sparo_train.core.errors import DataError
 
-from .published import PublishedScene, numbered
-from .tfrecord import Value, example, records
+from .published import PublishedScene, to_label_map
+from .tfrecord import Value, parse_example, records
 
 
 class MultiObjectSet(NamedTuple):
@@ -41,12 +41,12 @@ def multi_object(path: Path, name: str) -> Iterator[PublishedScene]:
     """
     for number, record in enumerate(records(path)):
         where = f"{path}: record {number}"
-        yield _scene(example(record, where), SETS[name], f"{path.name.partition('.')[0]}_{number:08d}", where)
+        yield _scene(parse_example(record, where), SETS[name], f"{path.name.partition('.')[0]}_{number:08d}", where)
 
 
-def _scene(found: dict[str, Value], s: MultiObjectSet, key: str, where: str) -> PublishedScene:
+def _scene(features: dict[str, Value], s: MultiObjectSet, key: str, where: str) -> PublishedScene:
     height, width = s.side
-    image, masks = (_bytes(found, field, where) for field in ("image", "mask"))
+    image, masks = (_bytes(features, field, where) for field in ("image", "mask"))
     if len(image) != height * width * 3 or not len(masks) or len(masks) % (height * width):
         raise DataError(
             f"{where}: {len(image)} and {len(masks)} bytes of image and masks do not fit {height} x {width} pixels; is it another set?"
@@ -58,29 +58,29 @@ def _scene(found: dict[str, Value], s: MultiObjectSet, key: str, where: str) -> 
         else masks.reshape(count, height, width)
     )
     # Masks are smooth at edges and overlap there: a pixel is of whom it is most.
-    label = numbered(np.maximum(shares.argmax(0).astype(np.int64) - s.background + 1, 0), where)
-    return PublishedScene(key, image.reshape(height, width, 3), label, {"objects": _objects(found, s, count)})
+    label = to_label_map(np.maximum(shares.argmax(0).astype(np.int64) - s.background + 1, 0), where)
+    return PublishedScene(key, image.reshape(height, width, 3), label, {"objects": _objects(features, s, count)})
 
 
-def _objects(found: dict[str, Value], s: MultiObjectSet, count: int) -> list[dict[str, Any]]:
-    listed = []
+def _objects(features: dict[str, Value], s: MultiObjectSet, count: int) -> list[dict[str, Any]]:
+    objects = []
     # Whatever has a number for every entity is a fact of it, under the file's own name.
-    factors = {name: np.asarray(value).reshape(count, -1) for name, value in found.items()
+    factors = {name: np.asarray(value).reshape(count, -1) for name, value in features.items()
                if name not in ("image", "mask") and isinstance(value, np.ndarray) and value.size and value.size % count == 0}  # fmt: skip
     there = factors.get("visibility")
     for k in range(s.background, count):
         if there is None or there[k, 0] > 0:
             row = {name: values[k].tolist() for name, values in factors.items()}
-            listed.append({"id": k - s.background + 1, **{n: v[0] if len(v) == 1 else v for n, v in row.items()}})
-    return listed
+            objects.append({"id": k - s.background + 1, **{n: v[0] if len(v) == 1 else v for n, v in row.items()}})
+    return objects
 
 
-def _bytes(found: dict[str, Value], field: str, where: str) -> np.ndarray:
-    value = found.get(field)
+def _bytes(features: dict[str, Value], field: str, where: str) -> np.ndarray:
+    value = features.get(field)
     if isinstance(value, list) and len(value) == 1:  # one string for all pixels
         value = np.frombuffer(value[0], np.uint8)
     if not isinstance(value, np.ndarray) or value.dtype != np.uint8:
         raise DataError(
-            f"{where}: has no {field!r} of bytes (it has {', '.join(sorted(found)) or 'nothing'}); is it another set?"
+            f"{where}: has no {field!r} of bytes (it has {', '.join(sorted(features)) or 'nothing'}); is it another set?"
         )
     return value

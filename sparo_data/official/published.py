@@ -20,7 +20,7 @@ from sparo_train.core.files import write_whole
 from sparo_train.core.untrusted import read_json
 from sparo_train.data.read.decoding import PUBLISHED, TRAINING, decode
 
-from ..writer import Fields, claim, encoded, write_shards, write_wds_layout
+from ..writer import Fields, encode_image, write_manifest, write_shards, write_wds_layout
 
 # As in training, but not turned: masks lie on the pixels as they are stored.
 PICTURES = TRAINING._replace(upright=False)
@@ -37,12 +37,12 @@ _BOXES: dict[
 
 class PublishedScene(NamedTuple):
     """image (H, W, 3) uint8.  label: (H, W) uint8, an object's number, 0 for none, 255 for pixels that are not scored; None: unknown.
-    facts: for the sample's `.json`.  semantic: (H, W) uint8, a class per pixel, where there are classes."""
+    metadata: for the sample's `.json`.  semantic: (H, W) uint8, a class per pixel, where there are classes."""
 
     key: str
     image: np.ndarray
     label: np.ndarray | None
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
     semantic: np.ndarray | None = None
 
 
@@ -77,7 +77,7 @@ class PublishedConfig(Frozen):
     videos: bool = setting(False, "a sample per video, with all of its planes; false: one per frame")
 
 
-class Written(NamedTuple):
+class WriteSummary(NamedTuple):
     """Samples written. left_out: what of the annotations was left out, by reason."""
 
     train: int
@@ -93,8 +93,8 @@ def write_published(
     out: Path,
     scenes: Iterable[PublishedScene],
     config: PublishedConfig,
-    done: Callable[[int], None] = lambda count: None,
-) -> Written:
+    on_progress: Callable[[int], None] = lambda count: None,
+) -> WriteSummary:
     """ROOT/masks in the layout of evaluation sets, of the first `test` scenes, and ROOT/train/*.tar of the others.
 
     Raises:
@@ -105,42 +105,44 @@ def write_published(
     categories: dict[int, Any] = {}
 
     def samples() -> Iterator[tuple[str, Fields]]:
-        for scene in islice((s for s in scenes if config.most is None or objects_in(s) <= config.most), config.limit):
-            left_out.update(scene.facts.pop(LEFT_OUT, {}))
-            objects = scene.facts.get("objects")
+        for scene in islice(
+            (s for s in scenes if config.most is None or count_objects(s) <= config.most), config.limit
+        ):
+            left_out.update(scene.metadata.pop(LEFT_OUT, {}))
+            objects = scene.metadata.get("objects")
             categories.update(
                 {one["class"]: one["category"] for one in objects if isinstance(one, dict) and "class" in one}
                 if isinstance(objects, list)
                 else {}
             )
-            scene = cut(scene, config)
+            scene = crop_and_resize(scene, config)
             counts["all"] += 1
             counts["empty"] += scene.label is not None and not ((scene.label > 0) & (scene.label < IGNORE)).any()
-            done(counts["all"])
+            on_progress(counts["all"])
             yield scene.key, fields_of(scene)
 
     # One stream for both parts: what is scored is its beginning, and nothing is read twice.
-    stream, held = _told_apart(samples()), _Held()
-    with claimed(out, config):
+    stream, splitter = _with_unique_keys(samples()), _TestSplitter()
+    with output_transaction(out, config):
         if config.test:
-            write_wds_layout(out / "masks", held.first(stream, config.test))
-        tested = counts["all"] - len(held.rest)
-        write_shards(out / "train", chain(held.rest, stream), config.per_shard)
+            write_wds_layout(out / "masks", splitter.test_samples(stream, config.test))
+        tested = counts["all"] - len(splitter.remainder)
+        write_shards(out / "train", chain(splitter.remainder, stream), config.per_shard)
         if not counts["all"]:
             raise DataError(f"{', '.join(config.files)}: not one scene in it")
         if any(number != category for number, category in categories.items()):  # masks have numbers of their own
             write_whole(out / "categories.json", json.dumps(dict(sorted(categories.items())), indent=1))
-    return Written(counts["all"] - tested, tested, counts["empty"], left_out)
+    return WriteSummary(counts["all"] - tested, tested, counts["empty"], left_out)
 
 
-def write_in_two(
+def write_test_and_train(
     out: Path,
-    scored: str,
+    test_name: str,
     samples: Iterator[tuple[str, Fields]],
     config: PublishedConfig,
     counts: Mapping[str, int],
     what: str,
-) -> Written:
+) -> WriteSummary:
     """The first `test` samples to ROOT/SCORED in the layout of evaluation sets, the others to ROOT/train/*.tar.
 
     Args:
@@ -149,31 +151,31 @@ def write_in_two(
     Raises:
         DataError: there is no sample, or `out` holds something else already.
     """
-    stream, held = _told_apart(samples), _Held()
-    with claimed(out, config):
+    stream, splitter = _with_unique_keys(samples), _TestSplitter()
+    with output_transaction(out, config):
         if config.test:
-            write_wds_layout(out / scored, held.first(stream, config.test))
-        tested = counts["all"] - len(held.rest)
-        write_shards(out / "train", chain(held.rest, stream), config.per_shard)
+            write_wds_layout(out / test_name, splitter.test_samples(stream, config.test))
+        tested = counts["all"] - len(splitter.remainder)
+        write_shards(out / "train", chain(splitter.remainder, stream), config.per_shard)
         if not counts["all"]:
             raise DataError(f"{', '.join(config.files)}: not one {what} in it")
-    return Written(counts["all"] - tested, tested, counts["empty"])
+    return WriteSummary(counts["all"] - tested, tested, counts["empty"])
 
 
-def _told_apart(samples: Iterator[tuple[str, Fields]]) -> Iterator[tuple[str, Fields]]:
+def _with_unique_keys(samples: Iterator[tuple[str, Fields]]) -> Iterator[tuple[str, Fields]]:
     """Keys that came before get a number behind them: names that differ may be one key, and two samples of one key would be read as one."""
-    seen: set[str] = set()
+    used_keys: set[str] = set()
     for key, fields in samples:
         name, number = key, 1
-        while name in seen:
+        while name in used_keys:
             number += 1
             name = f"{key}-{number}"
-        seen.add(name)
+        used_keys.add(name)
         yield name, fields
 
 
 @contextmanager
-def claimed(out: Path, config: PublishedConfig) -> Iterator[None]:
+def output_transaction(out: Path, config: PublishedConfig) -> Iterator[None]:
     """Write down how the set is made. What was written is taken away where it ends with an error: half of a set would be scored as one.
 
     Raises:
@@ -188,7 +190,7 @@ def claimed(out: Path, config: PublishedConfig) -> Iterator[None]:
         except ValueError:
             raise DataError(f"{mark}: is none of ours, and would be written over; name an empty folder") from None
         mark.unlink()
-    claim(out, config, "converted.json")
+    write_manifest(out, config, "converted.json")
     try:
         yield
     except BaseException:
@@ -205,28 +207,28 @@ def claimed(out: Path, config: PublishedConfig) -> Iterator[None]:
         raise
 
 
-class _Held:
+class _TestSplitter:
     """What is scored ends between two videos or scenes: nothing of one that is scored is trained on."""
 
     def __init__(self) -> None:
-        self.rest: list[tuple[str, Fields]] = []
+        self.remainder: list[tuple[str, Fields]] = []
 
-    def first(self, stream: Iterator[tuple[str, Fields]], count: int) -> Iterator[tuple[str, Fields]]:
+    def test_samples(self, stream: Iterator[tuple[str, Fields]], count: int) -> Iterator[tuple[str, Fields]]:
         last = None
         for number, (key, fields) in enumerate(stream):
             facts = json.loads(fields["json"])
-            whole = facts.get("video", facts.get("scene"))
-            if number >= count and (whole is None or whole != last):
-                self.rest.append((key, fields))
+            group = facts.get("video", facts.get("scene"))
+            if number >= count and (group is None or group != last):
+                self.remainder.append((key, fields))
                 return
-            last = whole
+            last = group
             yield key, fields
 
 
-def objects_in(scene: PublishedScene) -> int:
+def count_objects(scene: PublishedScene) -> int:
     """How many objects a scene has: those that its masks show, or those listed where there are none. Raises `DataError` for neither."""
     if scene.label is None:
-        listed = scene.facts.get("objects")
+        listed = scene.metadata.get("objects")
         if not isinstance(listed, list):
             raise DataError(
                 f"{scene.key}: has neither masks nor a list of objects, so nobody knows how many; leave --most away"
@@ -236,7 +238,7 @@ def objects_in(scene: PublishedScene) -> int:
     return int(((numbers > 0) & (numbers < IGNORE)).sum())
 
 
-def cut(scene: PublishedScene, config: PublishedConfig) -> PublishedScene:
+def crop_and_resize(scene: PublishedScene, config: PublishedConfig) -> PublishedScene:
     """Crop and size of image and labels, these by their nearest pixel. Raises `DataError` where the crop is of other images."""
     planes = [scene.image, scene.label, scene.semantic]
     if odd := [p.shape for p in planes[1:] if p is not None and p.shape != scene.image.shape[:2]]:
@@ -263,14 +265,14 @@ def cut(scene: PublishedScene, config: PublishedConfig) -> PublishedScene:
 
 def fields_of(scene: PublishedScene) -> dict[str, bytes]:
     """The members of a scene's sample."""
-    fields = {"png": encoded(np.ascontiguousarray(scene.image)), "json": json.dumps(scene.facts).encode()}
+    fields = {"png": encode_image(np.ascontiguousarray(scene.image)), "json": json.dumps(scene.metadata).encode()}
     for name, plane in (("mask.png", scene.label), ("semantic.png", scene.semantic)):
         if plane is not None:
-            fields[name] = encoded(np.ascontiguousarray(plane))
+            fields[name] = encode_image(np.ascontiguousarray(plane))
     return fields
 
 
-def opened_image(data: bytes, where: object, labels: bool = False) -> np.ndarray:
+def decode_array(data: bytes, where: object, labels: bool = False) -> np.ndarray:
     """The picture in a file: (H, W, 3), or (H, W) of labels, palettes as their numbers. Raises `DataError` naming `where`."""
     how = PUBLISHED if labels else PICTURES
     try:
@@ -279,10 +281,10 @@ def opened_image(data: bytes, where: object, labels: bool = False) -> np.ndarray
             image = image.convert("RGB")
         return np.asarray(image)
     except BadSampleError as bad:
-        raise DataError(f"{where}: is not a readable picture, got {bad.whole()}") from None
+        raise DataError(f"{where}: is not a readable picture, got {bad.full_message()}") from None
 
 
-def numbered(plane: np.ndarray, where: object, of_several: bool = False) -> np.ndarray:
+def to_label_map(plane: np.ndarray, where: object, of_several: bool = False) -> np.ndarray:
     """Label maps of any coding to (H, W) uint8: colours are numbered, black is none.
 
     Args:

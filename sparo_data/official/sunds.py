@@ -14,11 +14,11 @@ import numpy as np
 from PIL import Image
 
 from sparo_train.core.errors import BadSampleError, DataError
-from sparo_train.data.clips.cameras import checked_lens, checked_pose
+from sparo_train.data.clips.cameras import parse_lens, parse_pose
 
-from .clips import plain
-from .published import numbered, opened_image
-from .tfrecord import Value, example, records
+from .clips import sanitize_key
+from .published import decode_array, to_label_map
+from .tfrecord import Value, parse_example, records
 from .viewed import PublishedView, PublishedViews
 
 _CAMERA = re.compile(r"cameras/(.+)/color_image")
@@ -34,62 +34,66 @@ def sunds_scenes(path: Path) -> Iterator[PublishedViews]:
     """
     for number, record in enumerate(records(path)):
         where = f"{path}: record {number}"
-        found = example(record, where)
-        names = sorted({m[1] for key in found if (m := _CAMERA.fullmatch(key))}, key=_in_order)
+        features = parse_example(record, where)
+        names = sorted({m[1] for key in features if (m := _CAMERA.fullmatch(key))}, key=_natural_sort_key)
         if not names:
-            raise DataError(f"{where}: has no cameras (it has {', '.join(sorted(found)) or 'nothing'})")
-        scene = _text(found, "scene_name") or f"{path.stem}_{number:06d}"
+            raise DataError(f"{where}: has no cameras (it has {', '.join(sorted(features)) or 'nothing'})")
+        scene = _text(features, "scene_name") or f"{path.stem}_{number:06d}"
         # Frames of one camera each are scenes of their own in such files.
-        frame = _text(found, "frame_name")
+        frame = _text(features, "frame_name")
         name = scene if frame in (None, scene) else f"{scene}_{frame}"
-        views = [_view(found, camera, f"{where}, {camera}") for camera in names]
-        yield PublishedViews(plain(name), views, {"dataset": path.name.partition("-")[0], "scene": scene})
+        views = [_view(features, camera, f"{where}, {camera}") for camera in names]
+        yield PublishedViews(sanitize_key(name), views, {"dataset": path.name.partition("-")[0], "scene": scene})
 
 
-def _in_order(name: str) -> tuple[str, int, str]:
+def _natural_sort_key(name: str) -> tuple[str, int, str]:
     """camera_10 stands behind camera_9. By length first: Python makes no numbers of thousands of digits."""
-    found = re.search(r"0*(\d*)$", name)
-    assert found is not None
-    return name[: found.start()], len(found[1]), found[1]
+    match = re.search(r"0*(\d*)$", name)
+    assert match is not None
+    return name[: match.start()], len(match[1]), match[1]
 
 
-def _view(found: dict[str, Value], camera: str, where: str) -> PublishedView:
+def _view(features: dict[str, Value], camera: str, where: str) -> PublishedView:
     own = f"cameras/{camera}"
-    image = opened_image(_file(found, f"{own}/color_image", where), where)
+    image = decode_array(_encoded_picture(features, f"{own}/color_image", where), where)
     height, width = image.shape[:2]
-    kind = _text(found, f"{own}/intrinsics/type")
+    kind = _text(features, f"{own}/intrinsics/type")
     if kind != "PERSPECTIVE":
         raise DataError(f"{where}: is a camera of type {kind}; PERSPECTIVE ones can be read")
     for part in ("radial", "tangential"):
-        bent = found.get(f"{own}/intrinsics/distortion/{part}")
-        if isinstance(bent, np.ndarray) and bent.any():
-            raise DataError(f"{where}: its lens is distorted ({part} {bent.tolist()}); undistort its pictures first")
+        distortion = features.get(f"{own}/intrinsics/distortion/{part}")
+        if isinstance(distortion, np.ndarray) and distortion.any():
+            raise DataError(
+                f"{where}: its lens is distorted ({part} {distortion.tolist()}); undistort its pictures first"
+            )
     label = None
-    if f"{own}/instance_image" in found:
+    if f"{own}/instance_image" in features:
         # A scene's cameras see the same objects.
-        plane = opened_image(_file(found, f"{own}/instance_image", where), where, labels=True)
-        instances = numbered(plane, where, True)
+        plane = decode_array(_encoded_picture(features, f"{own}/instance_image", where), where, labels=True)
+        instances = to_label_map(plane, where, True)
         label = np.where(instances > 0, instances - 1, 0).astype(np.uint8)
-    depth = _depth(found, own, where) if f"{own}/depth_image" in found else None
+    depth = _depth(features, own, where) if f"{own}/depth_image" in features else None
     for plane in (label, depth):
         if plane is not None and plane.shape != (height, width):
             raise DataError(f"{where}: a plane of {plane.shape} and a picture of {(height, width)} pixels")
-    scene_from_frame = _isometry(found, "pose", where)
-    camera_from_frame = _isometry(found, f"{own}/extrinsics", where)
-    matrix = _table(found, f"{own}/intrinsics/K", 9, where).reshape(3, 3)
-    told = {"fl_x": matrix[0, 0], "fl_y": matrix[1, 1], "cx": matrix[0, 2], "cy": matrix[1, 2]}
+    scene_from_frame = _isometry(features, "pose", where)
+    camera_from_frame = _isometry(features, f"{own}/extrinsics", where)
+    matrix = _table(features, f"{own}/intrinsics/K", 9, where).reshape(3, 3)
+    intrinsics = {"fl_x": matrix[0, 0], "fl_y": matrix[1, 1], "cx": matrix[0, 2], "cy": matrix[1, 2]}
     try:
-        pose = checked_pose(scene_from_frame @ np.linalg.inv(camera_from_frame), "opencv")
-        lens = checked_lens({name: float(value) for name, value in told.items()}, width, height)
+        pose = parse_pose(scene_from_frame @ np.linalg.inv(camera_from_frame), "opencv")
+        lens = parse_lens({name: float(value) for name, value in intrinsics.items()}, width, height)
     except (BadSampleError, np.linalg.LinAlgError) as bad:
         raise DataError(f"{where}: {bad}") from None
     return PublishedView(image, label, pose, lens, depth)
 
 
-def _depth(found: dict[str, Value], own: str, where: str) -> np.ndarray:
+def _depth(features: dict[str, Value], own: str, where: str) -> np.ndarray:
     """(H, W) fp32: TFDS writes such a picture as a PNG whose four bytes of a pixel are the number's."""
     try:
-        with Image.open(io.BytesIO(_file(found, f"{own}/depth_image", where)), formats=("PNG",)) as picture:
+        with Image.open(
+            io.BytesIO(_encoded_picture(features, f"{own}/depth_image", where)), formats=("PNG",)
+        ) as picture:
             data = np.asarray(picture)
     except Exception as error:  # decoders of broken files raise anything
         raise DataError(f"{where}: depth_image cannot be decoded as a PNG, got {error}") from None
@@ -101,30 +105,30 @@ def _depth(found: dict[str, Value], own: str, where: str) -> np.ndarray:
     return depth
 
 
-def _isometry(found: dict[str, Value], name: str, where: str) -> np.ndarray:
+def _isometry(features: dict[str, Value], name: str, where: str) -> np.ndarray:
     """(4, 4) fp64 of a rotation R and a translation t."""
-    whole = np.eye(4)
-    whole[:3, :3] = _table(found, f"{name}/R", 9, where).reshape(3, 3)
-    whole[:3, 3] = _table(found, f"{name}/t", 3, where)
-    return whole
+    transform = np.eye(4)
+    transform[:3, :3] = _table(features, f"{name}/R", 9, where).reshape(3, 3)
+    transform[:3, 3] = _table(features, f"{name}/t", 3, where)
+    return transform
 
 
-def _table(found: dict[str, Value], name: str, count: int, where: str) -> np.ndarray:
-    table = found.get(name)
+def _table(features: dict[str, Value], name: str, count: int, where: str) -> np.ndarray:
+    table = features.get(name)
     if not isinstance(table, np.ndarray) or len(table) != count or not np.isfinite(table).all():
         raise DataError(f"{where}: {name} is not {count} finite numbers")
     return table.astype(np.float64)
 
 
-def _file(found: dict[str, Value], name: str, where: str) -> bytes:
-    held = found.get(name)
-    if not isinstance(held, list) or len(held) != 1:
-        raise DataError(f"{where}: {name} needs one encoded picture, got {0 if held is None else len(held)} values")
-    return held[0]
+def _encoded_picture(features: dict[str, Value], name: str, where: str) -> bytes:
+    values = features.get(name)
+    if not isinstance(values, list) or len(values) != 1:
+        raise DataError(f"{where}: {name} needs one encoded picture, got {0 if values is None else len(values)} values")
+    return values[0]
 
 
-def _text(found: dict[str, Value], name: str) -> str | None:
-    held = found.get(name)
-    if isinstance(held, np.ndarray):  # letters that stand alone are read as bytes
-        return held.astype(np.uint8).tobytes().decode(errors="replace") if len(held) == 1 else None
-    return held[0].decode(errors="replace") if held else None
+def _text(features: dict[str, Value], name: str) -> str | None:
+    values = features.get(name)
+    if isinstance(values, np.ndarray):  # letters that stand alone are read as bytes
+        return values.astype(np.uint8).tobytes().decode(errors="replace") if len(values) == 1 else None
+    return values[0].decode(errors="replace") if values else None

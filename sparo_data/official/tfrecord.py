@@ -14,7 +14,9 @@ from sparo_train.core.errors import ConfigError, DataError
 
 Value = np.ndarray | list[bytes]
 _CHUNK = 1 << 20
-_LONGEST = 1 << 28  # bytes of a record, which is held in memory: beyond it a length is damage, or a decompression bomb
+_MAX_RECORD_BYTES = (
+    1 << 28
+)  # bytes of a record, which is held in memory: beyond it a length is damage, or a decompression bomb
 
 
 def records(path: Path) -> Iterator[bytes]:
@@ -31,9 +33,9 @@ def records(path: Path) -> Iterator[bytes]:
             f"{path}: checksums need google-crc32c; pip install -e '.[convert]' in sparo's checkout"
         ) from None
 
-    def intact(data: bytes, told: bytes) -> bool:
+    def intact(data: bytes, checksum: bytes) -> bool:
         crc = google_crc32c.value(data)
-        return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == struct.unpack("<I", told)[0]
+        return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == struct.unpack("<I", checksum)[0]
 
     if not path.is_file():
         raise DataError(f"{path}: no such file")
@@ -41,21 +43,21 @@ def records(path: Path) -> Iterator[bytes]:
         head = file.read(12)
         file.seek(0)
         plain = not head or (len(head) == 12 and intact(head[:8], head[8:]))
-        stream = _Plain(file) if plain else _Inflated(file, path)
+        stream = _PlainReader(file) if plain else _DecompressingReader(file, path)
         number = 0
         # Eight bytes of length, four of their checksum; behind the content four of its own.
-        while first := stream.take(12):
+        while first := stream.read(12):
             where = f"{path}: record {number}"
             if len(first) < 12 or not intact(first[:8], first[8:]):
                 raise DataError(
                     f"{where}: {'breaks off' if len(first) < 12 else 'is no TFRecord'}; fetch the file again"
                 )
             (length,) = struct.unpack("<Q", first[:8])
-            if length >= _LONGEST:
+            if length >= _MAX_RECORD_BYTES:
                 raise DataError(
-                    f"{where}: is {length / 1e6:.0f} MB long, limit {_LONGEST / 1e6:.0f} MB; is the file damaged?"
+                    f"{where}: is {length / 1e6:.0f} MB long, limit {_MAX_RECORD_BYTES / 1e6:.0f} MB; is the file damaged?"
                 )
-            body = stream.take(length + 4)
+            body = stream.read(length + 4)
             if len(body) < length + 4:
                 raise DataError(f"{where}: breaks off after {len(body)} of {length + 4} bytes; fetch the file again")
             if not intact(body[:-4], body[-4:]):
@@ -64,27 +66,27 @@ def records(path: Path) -> Iterator[bytes]:
             number += 1
 
 
-class _Plain:
+class _PlainReader:
     def __init__(self, file: IO[bytes]):
         self._file = file
 
-    def take(self, count: int) -> bytes:
+    def read(self, count: int) -> bytes:
         return self._file.read(count)
 
 
-class _Inflated:
+class _DecompressingReader:
     def __init__(self, file: IO[bytes], path: Path):
         self._file, self._path, self._rest, self._at = file, path, b"", 0
         self._inflate = zlib.decompressobj(wbits=47)  # gzip's and zlib's headers alike
 
-    def take(self, count: int) -> bytes:
+    def read(self, count: int) -> bytes:
         parts = [self._rest[self._at : self._at + count]]
-        found = len(parts[0])
-        self._at += found
-        while found < count and (chunk := self._more()):
-            parts.append(chunk[: count - found])
+        num_read = len(parts[0])
+        self._at += num_read
+        while num_read < count and (chunk := self._more()):
+            parts.append(chunk[: count - num_read])
             self._rest, self._at = chunk, len(parts[-1])
-            found += len(parts[-1])
+            num_read += len(parts[-1])
         return b"".join(parts)
 
     def _more(self) -> bytes:
@@ -98,27 +100,27 @@ class _Inflated:
             if state.eof:  # files that were put behind each other
                 self._inflate = zlib.decompressobj(wbits=47)
             try:
-                chunk = self._inflate.decompress(packed, _LONGEST >> 5)
+                chunk = self._inflate.decompress(packed, _MAX_RECORD_BYTES >> 5)
             except zlib.error as error:
                 raise DataError(f"{self._path}: neither a TFRecord nor a compressed one ({error})") from None
             if chunk:
                 return chunk
 
 
-def example(data: bytes, where: str) -> dict[str, Value]:
+def parse_example(data: bytes, where: str) -> dict[str, Value]:
     """The features of a `tf.train.Example`: numbers as arrays, and strings as a list, or as uint8 where each is one byte.
 
     Raises:
         DataError: bytes that are no Example; `where` names them.
     """
     try:
-        found: dict[str, Value] = {}
+        feature_map: dict[str, Value] = {}
         for number, features in _fields(memoryview(data)):
             for inner, entry in _fields(features) if number == 1 else ():
                 if inner == 1:
                     parts = dict(_fields(entry))
-                    found[str(parts[1], "utf-8")] = _feature(parts.get(2, memoryview(b"")))
-        return found
+                    feature_map[str(parts[1], "utf-8")] = _feature(parts.get(2, memoryview(b"")))
+        return feature_map
     except (IndexError, KeyError, ValueError, TypeError, struct.error):
         raise DataError(f"{where}: is no tf.train.Example; is it another data set?") from None
 

@@ -13,10 +13,10 @@ from PIL import Image
 
 from sparo_train.core.errors import DataError
 
-from ..episodes import FAR, Measured, Video, boxes_of, episode_fields
+from ..episodes import MAX_LEVEL, QuantizedArray, Video, boxes_of, episode_fields
 from ..writer import Fields
-from .clips import movi_records, npy_arrays, plain
-from .published import PublishedConfig, Written, numbered, opened_image, write_in_two
+from .clips import movi_records, npy_arrays, sanitize_key
+from .published import PublishedConfig, WriteSummary, decode_array, to_label_map, write_test_and_train
 from .tfrecord import Value
 
 # Features of an object that are numbers of classes, and TFDS' names of these in their order (kubric, challenges/movi/movi_a.py to f).
@@ -43,30 +43,30 @@ def movi_videos(path: Path) -> Iterator[Video]:
     Raises:
         DataError: a file that breaks off, or that holds no video; planes of other sizes.
     """
-    for where, name, found in movi_records(path):
-        frames = found["video"]
-        masks = found["segmentations"]
+    for where, name, features in movi_records(path):
+        frames = features["video"]
+        masks = features["segmentations"]
         assert isinstance(frames, list) and isinstance(masks, list)
-        pictures = _stacked([opened_image(data, f"{where}, frame {t}") for t, data in enumerate(frames)], where)
-        labels = _stacked([numbered(opened_image(m, where, labels=True), where, True) for m in masks], where)
+        pictures = _stacked([decode_array(data, f"{where}, frame {t}") for t, data in enumerate(frames)], where)
+        labels = _stacked([to_label_map(decode_array(m, where, labels=True), where, True) for m in masks], where)
         times, height, width = labels.shape
         if pictures.shape[:3] != labels.shape:
             raise DataError(f"{where}: frames of {pictures.shape[1:3]} and segmentations of {labels.shape[1:]} pixels")
         shape = (times, height, width)
         yield Video(
-            plain(name),
+            sanitize_key(name),
             frames,
             labels,
-            _boxes(found, times, where),
+            _boxes(features, times, where),
             {
                 "dataset": path.name.partition("-")[0],
                 "video": name,
-                "objects": _objects(found, times, where),
-                "camera": _camera(found, times, where),
+                "objects": _objects(features, times, where),
+                "camera": _camera(features, times, where),
             },
-            _depth(found, shape, where),
-            _flow(found, "backward_flow", shape, where),
-            _flow(found, "forward_flow", shape, where),
+            _depth(features, shape, where),
+            _flow(features, "backward_flow", shape, where),
+            _flow(features, "forward_flow", shape, where),
         )
 
 
@@ -74,18 +74,18 @@ def npy_videos(path: Path) -> Iterator[Video]:
     """The videos of a tar of `key.video.npy` and `key.segmentations.npy`. Raises `DataError` as `npy_arrays` does."""
     for name, video, masks in npy_arrays(path):
         where = f"{path}: {name}"
-        labels = None if masks is None else np.stack([numbered(m.astype(np.int64), where) for m in masks])
+        labels = None if masks is None else np.stack([to_label_map(m.astype(np.int64), where) for m in masks])
         # npy shards have none: they follow from the masks.
         boxes = None if labels is None else boxes_of(labels, int(labels.max(initial=0)))
-        yield Video(plain(name), video, labels, boxes, {"video": name})
+        yield Video(sanitize_key(name), video, labels, boxes, {"video": name})
 
 
 VIDEOS: dict[str, Callable[[Path], Iterator[Video]]] = {"movi": movi_videos, "npy": npy_videos}
 
 
 def write_videos(
-    out: Path, videos: Iterator[Video], config: PublishedConfig, done: Callable[[int], None] = lambda count: None
-) -> Written:
+    out: Path, videos: Iterator[Video], config: PublishedConfig, on_progress: Callable[[int], None] = lambda count: None
+) -> WriteSummary:
     """ROOT/clips in the layout of evaluation sets, of the first `test` videos, and ROOT/train/*.tar of the others.
 
     Raises:
@@ -97,17 +97,17 @@ def write_videos(
         for video in islice(videos, config.limit):
             counts["all"] += 1
             counts["empty"] += video.labels is not None and not video.labels.any()
-            yield video.key, episode_fields(sized(video, config.size))
-            done(counts["all"])
+            yield video.key, episode_fields(resize_video(video, config.size))
+            on_progress(counts["all"])
 
-    return write_in_two(out, "clips", samples(), config, counts, "video")
+    return write_test_and_train(out, "clips", samples(), config, counts, "video")
 
 
-def sized(video: Video, side: int | None) -> Video:
+def resize_video(video: Video, side: int | None) -> Video:
     """A video of `side` pixels a side: colours by area and bicubic, all else by the nearest pixel; flows in the new pixels."""
     if side is None:
         return video
-    frames = [opened_image(f, video.key) if isinstance(f, bytes) else f for f in video.frames]
+    frames = [decode_array(f, video.key) if isinstance(f, bytes) else f for f in video.frames]
     height, width = frames[0].shape[:2]
     if (height, width) == (side, side):
         return video
@@ -116,8 +116,8 @@ def sized(video: Video, side: int | None) -> Video:
     # Colours smoothly, all else by the nearest pixel: a mean of two depths is a place where nothing is.
     small = np.stack([np.asarray(Image.fromarray(f).resize((side, side), Image.Resampling.BICUBIC)) for f in frames])
 
-    def taken(plane: Measured | None, scale: float = 1.0) -> Measured | None:
-        return None if plane is None else Measured(plane.levels[:, *near], plane.low * scale, plane.high * scale)
+    def resize_plane(plane: QuantizedArray | None, scale: float = 1.0) -> QuantizedArray | None:
+        return None if plane is None else QuantizedArray(plane.levels[:, *near], plane.low * scale, plane.high * scale)
 
     if height != width and (video.flow or video.forward):
         raise DataError(
@@ -126,9 +126,9 @@ def sized(video: Video, side: int | None) -> Video:
     return video._replace(
         frames=small,
         labels=None if video.labels is None else video.labels[:, *near],
-        depth=taken(video.depth),
-        flow=taken(video.flow, side / height),
-        forward=taken(video.forward, side / height),
+        depth=resize_plane(video.depth),
+        flow=resize_plane(video.flow, side / height),
+        forward=resize_plane(video.forward, side / height),
     )
 
 
@@ -139,9 +139,9 @@ def _stacked(planes: list[np.ndarray], where: str) -> np.ndarray:
     return np.stack(planes)
 
 
-def _numbers(found: dict[str, Value], name: str, where: str, whole: bool = False) -> np.ndarray | None:
+def _numbers(features: dict[str, Value], name: str, where: str, whole: bool = False) -> np.ndarray | None:
     """A feature of numbers, None where a copy lacks it. Raises `DataError` where they are not finite, or (`whole`) not whole."""
-    table = found.get(name)
+    table = features.get(name)
     if not isinstance(table, np.ndarray):
         return None
     if not np.isfinite(table).all() or (whole and table.dtype.kind not in "iu"):
@@ -149,47 +149,47 @@ def _numbers(found: dict[str, Value], name: str, where: str, whole: bool = False
     return table
 
 
-def _range(found: dict[str, Value], name: str, where: str) -> tuple[float, float] | None:
-    bounds = _numbers(found, f"metadata/{name}_range", where)
+def _range(features: dict[str, Value], name: str, where: str) -> tuple[float, float] | None:
+    bounds = _numbers(features, f"metadata/{name}_range", where)
     if bounds is None:
         return None
     if len(bounds) != 2 or not bounds[0] < bounds[1]:
-        told = ", ".join(f"{bound:g}" for bound in bounds[:4])
+        values = ", ".join(f"{bound:g}" for bound in bounds[:4])
         raise DataError(
-            f"{where}: metadata/{name}_range: expected two rising numbers, got {told}. Fetch the file again."
+            f"{where}: metadata/{name}_range: expected two rising numbers, got {values}. Fetch the file again."
         )
     return float(bounds[0]), float(bounds[1])
 
 
-def _flow(found: dict[str, Value], name: str, shape: tuple[int, int, int], where: str) -> Measured | None:
-    levels, bounds = _numbers(found, name, where, whole=True), _range(found, name, where)
+def _flow(features: dict[str, Value], name: str, shape: tuple[int, int, int], where: str) -> QuantizedArray | None:
+    levels, bounds = _numbers(features, name, where, whole=True), _range(features, name, where)
     if levels is None or bounds is None:
         return None
     # Beyond 16 bits numpy would begin again at 0.
-    if levels.size != 2 * int(np.prod(shape)) or levels.min(initial=0) < 0 or levels.max(initial=0) > FAR:
+    if levels.size != 2 * int(np.prod(shape)) or levels.min(initial=0) < 0 or levels.max(initial=0) > MAX_LEVEL:
         raise DataError(f"{where}: {name} is not two 16-bit numbers for each pixel")
-    return Measured(levels.reshape(*shape, 2).astype(np.uint16), *bounds)
+    return QuantizedArray(levels.reshape(*shape, 2).astype(np.uint16), *bounds)
 
 
-def _depth(found: dict[str, Value], shape: tuple[int, int, int], where: str) -> Measured | None:
-    planes, bounds = found.get("depth"), _range(found, "depth", where)
+def _depth(features: dict[str, Value], shape: tuple[int, int, int], where: str) -> QuantizedArray | None:
+    planes, bounds = features.get("depth"), _range(features, "depth", where)
     if not isinstance(planes, list) or bounds is None:
         return None
-    levels = _stacked([opened_image(data, where, labels=True) for data in planes], where)
+    levels = _stacked([decode_array(data, where, labels=True) for data in planes], where)
     if levels.dtype.itemsize < 2:
         raise DataError(
             f"{where}: depth: expected 16 bits a pixel, got {8 * levels.dtype.itemsize}. Fetch the file again."
         )
     if levels.shape != shape:
         raise DataError(f"{where}: depth of {levels.shape}, and the video has {shape}")
-    return Measured(levels.astype(np.uint16), *bounds)  # pictures that are read have no more bits
+    return QuantizedArray(levels.astype(np.uint16), *bounds)  # pictures that are read have no more bits
 
 
-def _boxes(found: dict[str, Value], times: int, where: str) -> np.ndarray | None:
+def _boxes(features: dict[str, Value], times: int, where: str) -> np.ndarray | None:
     """(T, K, 4); TFDS lists an object's boxes of the frames in which it is seen."""
-    flat = _numbers(found, "instances/bboxes/ragged_flat_values", where)
-    of = _numbers(found, "instances/bboxes/ragged_row_lengths_0", where, whole=True)
-    frames = _numbers(found, "instances/bbox_frames/ragged_flat_values", where, whole=True)
+    flat = _numbers(features, "instances/bboxes/ragged_flat_values", where)
+    of = _numbers(features, "instances/bboxes/ragged_row_lengths_0", where, whole=True)
+    frames = _numbers(features, "instances/bbox_frames/ragged_flat_values", where, whole=True)
     if flat is None or of is None or frames is None:
         return None
     if (
@@ -205,9 +205,9 @@ def _boxes(found: dict[str, Value], times: int, where: str) -> np.ndarray | None
     return table
 
 
-def _objects(found: dict[str, Value], times: int, where: str) -> list[dict[str, Any]]:
+def _objects(features: dict[str, Value], times: int, where: str) -> list[dict[str, Any]]:
     """The instances as plain data; what a copy lacks is left out."""
-    positions = _numbers(found, "instances/positions", where)
+    positions = _numbers(features, "instances/positions", where)
     count = 0 if positions is None else len(positions) // (3 * times)
     if positions is not None and positions.size % (3 * times):
         raise DataError(
@@ -216,7 +216,7 @@ def _objects(found: dict[str, Value], times: int, where: str) -> list[dict[str, 
     objects: list[dict[str, Any]] = [{"id": number + 1} for number in range(count)]
 
     def rows_of(name: str, shape: tuple[int, ...], whole: bool = False) -> list[Any]:
-        table = _numbers(found, f"instances/{name}", where, whole)
+        table = _numbers(features, f"instances/{name}", where, whole)
         if table is not None and table.size != math.prod(shape):
             raise DataError(
                 f"{where}: instances/{name} has {table.size} numbers for {count} objects and {times} frames"
@@ -229,7 +229,7 @@ def _objects(found: dict[str, Value], times: int, where: str) -> list[dict[str, 
             one[name.removesuffix("_label")] = words[value] if 0 <= value < len(words) else str(value)
     for one, rgb in zip(objects, rows_of("color", (count, 3)), strict=False):
         one["rgb"] = rgb
-    assets = found.get("instances/asset_id")
+    assets = features.get("instances/asset_id")
     for one, asset in zip(objects, assets if isinstance(assets, list) else (), strict=False):
         one["asset_id"] = asset.decode(errors="replace")
     for name in _NUMBERS:
@@ -237,22 +237,22 @@ def _objects(found: dict[str, Value], times: int, where: str) -> list[dict[str, 
             one[name] = float(value)
     for name, wide in _TABLES.items():
         if name == "quaternions":
-            _refuse_no_rotation(_numbers(found, f"instances/{name}", where), f"{where}: instances/{name}")
+            _refuse_no_rotation(_numbers(features, f"instances/{name}", where), f"{where}: instances/{name}")
         for one, rows in zip(objects, rows_of(name, (count, times, wide)[: 2 + (wide > 1)]), strict=False):
             one[name] = rows
     return objects
 
 
-def _camera(found: dict[str, Value], times: int, where: str) -> dict[str, Any]:
+def _camera(features: dict[str, Value], times: int, where: str) -> dict[str, Any]:
     """`fov` in degrees, and where the camera is in every frame: OpenGL's and Blender's, looking along -z."""
     camera: dict[str, Any] = {}
-    fov = _numbers(found, "camera/field_of_view", where)
+    fov = _numbers(features, "camera/field_of_view", where)
     if fov is not None:
         if len(fov) != 1:
             raise DataError(f"{where}: camera/field_of_view has {len(fov)} numbers, 1 wanted. Fetch the file again.")
         camera["fov"] = float(np.degrees(fov[0]))
     for name, wide in (("positions", 3), ("quaternions", 4)):
-        table = _numbers(found, f"camera/{name}", where)
+        table = _numbers(features, f"camera/{name}", where)
         if table is None:
             continue
         if table.size != times * wide:

@@ -11,16 +11,16 @@ import numpy as np
 
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.untrusted import read_bytes, read_json
-from sparo_train.data.clips.cameras import checked_lens, checked_pose
+from sparo_train.data.clips.cameras import parse_lens, parse_pose
 
-from ..episodes import LONGEST, Measured, Video, measured, scene_fields
+from ..episodes import MAX_DEPTH, QuantizedArray, Video, quantize, scene_fields
 from ..writer import Fields
-from .clips import plain
-from .published import PublishedConfig, Written, opened_image, write_in_two
-from .videos import sized
+from .clips import sanitize_key
+from .published import PublishedConfig, WriteSummary, decode_array, write_test_and_train
+from .videos import resize_video
 
 _NAMES = ("transforms.json", "transforms_train.json", "transforms_val.json", "transforms_test.json")
-_BENT = ("k1", "k2", "k3", "k4", "k5", "k6", "p1", "p2", "distortion_params")
+_DISTORTION_KEYS = ("k1", "k2", "k3", "k4", "k5", "k6", "p1", "p2", "distortion_params")
 _PINHOLES = (
     "OPENCV",
     "PINHOLE",
@@ -28,7 +28,7 @@ _PINHOLES = (
     "PERSPECTIVE",
 )  # what nerfstudio and COLMAP call cameras that are, or may be, pinholes
 _LENS = ("fl_x", "fl_y", "cx", "cy", "w", "h", "camera_angle_x", "camera_angle_y", "fov")
-FARTHEST = 1e6  # from the origin, of cameras
+MAX_DISTANCE = 1e6  # from the origin, of cameras
 
 
 class PublishedView(NamedTuple):
@@ -43,11 +43,11 @@ class PublishedView(NamedTuple):
 
 
 class PublishedViews(NamedTuple):
-    """A still scene. facts: for the json."""
+    """A still scene. metadata: for the json."""
 
     key: str
     views: list[PublishedView]
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
 
 
 def nerf_scenes(place: Path) -> Iterator[PublishedViews]:
@@ -67,49 +67,49 @@ def nerf_scenes(place: Path) -> Iterator[PublishedViews]:
     if not files:
         raise DataError(f"{place}: no transforms.json in it, nor in its folders")
     for path in files:
-        told = read_json(path, dict, DataError)
-        frames = told.get("frames")
+        transforms = read_json(path, dict, DataError)
+        frames = transforms.get("frames")
         if not isinstance(frames, list) or not frames:
             raise DataError(f"{path}: has no frames")
         part = path.stem.removeprefix("transforms").lstrip("_")
         name = path.parent.resolve().name  # `.` has no name of its own
-        views = [_frame(path, number, told, frame) for number, frame in enumerate(frames)]
-        facts = {"dataset": name, "scene": name, **_said_bounds(path, told)}
-        yield PublishedViews(plain(name + (f"_{part}" if part else "")) or "scene", views, facts)
+        views = [_frame(path, number, transforms, frame) for number, frame in enumerate(frames)]
+        metadata = {"dataset": name, "scene": name, **_near_far(path, transforms)}
+        yield PublishedViews(sanitize_key(name + (f"_{part}" if part else "")) or "scene", views, metadata)
 
 
-def _said_bounds(path: Path, told: dict[str, Any]) -> dict[str, float]:
+def _near_far(path: Path, transforms: dict[str, Any]) -> dict[str, float]:
     """`near` and `far` of a transforms.json, which some exporters write. Raises `DataError` where they are no two distances."""
-    near, far = told.get("near"), told.get("far")
+    near, far = transforms.get("near"), transforms.get("far")
     if near is None and far is None:
         return {}
-    if not isinstance(near, int | float) or not isinstance(far, int | float) or not 0 <= near < far < FARTHEST:
+    if not isinstance(near, int | float) or not isinstance(far, int | float) or not 0 <= near < far < MAX_DISTANCE:
         raise DataError(f"{path}: near={near!r} and far={far!r} are no two distances, the nearer one first; mend them")
     return {"near": float(near), "far": float(far)}
 
 
-def _frame(path: Path, number: int, told: dict[str, Any], frame: Any) -> PublishedView:
+def _frame(path: Path, number: int, transforms: dict[str, Any], frame: Any) -> PublishedView:
     where = f"{path}: frame {number}"
     if not isinstance(frame, dict) or not isinstance(frame.get("file_path"), str) or not frame["file_path"]:
         raise DataError(f"{where}: has no file_path")
-    _refuse_bent(where, {**told, **frame})
-    image = opened_image(_picture(path, where, frame["file_path"]), where)
-    lens = {name: frame.get(name, told.get(name)) for name in _LENS if name in frame or name in told}
+    _refuse_distortion(where, {**transforms, **frame})
+    image = decode_array(_picture(path, where, frame["file_path"]), where)
+    lens = {name: frame.get(name, transforms.get(name)) for name in _LENS if name in frame or name in transforms}
     try:
-        pose = checked_pose(frame.get("transform_matrix"))
-        return PublishedView(image, None, pose, checked_lens(lens, image.shape[1], image.shape[0]))
+        pose = parse_pose(frame.get("transform_matrix"))
+        return PublishedView(image, None, pose, parse_lens(lens, image.shape[1], image.shape[0]))
     except BadSampleError as bad:
         raise DataError(f"{where}: {bad}; mend it, or take it out") from None
 
 
-def _refuse_bent(where: str, told: dict[str, Any]) -> None:
+def _refuse_distortion(where: str, camera_params: dict[str, Any]) -> None:
     """Raise `DataError` for a lens that is no pinhole, told of all frames or of this one."""
-    for name in _BENT:
-        bent = told.get(name)
-        if any(bent) if isinstance(bent, list) else bent:
-            raise DataError(f"{where}: its lens is distorted ({name}={bent}); undistort the pictures first")
-    model = told.get("camera_model", "PINHOLE")
-    if model not in _PINHOLES or told.get("is_fisheye"):
+    for name in _DISTORTION_KEYS:
+        distortion = camera_params.get(name)
+        if any(distortion) if isinstance(distortion, list) else distortion:
+            raise DataError(f"{where}: its lens is distorted ({name}={distortion}); undistort the pictures first")
+    model = camera_params.get("camera_model", "PINHOLE")
+    if model not in _PINHOLES or camera_params.get("is_fisheye"):
         what = f"camera_model={model}" if model not in _PINHOLES else "is_fisheye"
         raise DataError(
             f"{where}: {what} is no pinhole; rays are those of pinholes, so bring the pictures to one first"
@@ -133,12 +133,12 @@ def _picture(path: Path, where: str, name: str) -> bytes:
         raise DataError(f"{where}: {error}{ending}") from None
 
 
-def write_viewed(
+def write_multi_view(
     out: Path,
     scenes: Iterator[PublishedViews],
     config: PublishedConfig,
-    done: Callable[[int], None] = lambda count: None,
-) -> Written:
+    on_progress: Callable[[int], None] = lambda count: None,
+) -> WriteSummary:
     """ROOT/scenes in the layout of evaluation sets, of the first `test` scenes, and ROOT/train/*.tar of the others.
 
     Raises:
@@ -147,31 +147,31 @@ def write_viewed(
     counts = {"all": 0, "empty": 0}
 
     def samples() -> Iterator[tuple[str, Fields]]:
-        kept = (s for s in scenes if config.most is None or _objects_in(s) <= config.most)
-        for scene in islice(kept, config.limit):
+        selected = (s for s in scenes if config.most is None or _count_objects(s) <= config.most)
+        for scene in islice(selected, config.limit):
             counts["all"] += 1
             labels = [view.label for view in scene.views if view.label is not None]
             counts["empty"] += bool(labels) and not any(label.any() for label in labels)
-            yield scene.key, viewed_fields(_bounded(scene, config), config.size)
-            done(counts["all"])
+            yield scene.key, multi_view_fields(_override_near_far(scene, config), config.size)
+            on_progress(counts["all"])
 
-    return write_in_two(out, "scenes", samples(), config, counts, "scene")
+    return write_test_and_train(out, "scenes", samples(), config, counts, "scene")
 
 
-def _bounded(scene: PublishedViews, config: PublishedConfig) -> PublishedViews:
+def _override_near_far(scene: PublishedViews, config: PublishedConfig) -> PublishedViews:
     """With the distances that the command gives; they go before those of the scene's own file."""
     if config.near is None or config.far is None:
         return scene
-    return scene._replace(facts={**scene.facts, "near": config.near, "far": config.far})
+    return scene._replace(metadata={**scene.metadata, "near": config.near, "far": config.far})
 
 
-def _objects_in(scene: PublishedViews) -> int:
-    if "object_count" not in scene.facts:
+def _count_objects(scene: PublishedViews) -> int:
+    if "object_count" not in scene.metadata:
         raise DataError(f"{scene.key}: nobody says how many objects it has; leave --most away")
-    return scene.facts["object_count"]
+    return scene.metadata["object_count"]
 
 
-def viewed_fields(scene: PublishedViews, size: int | None) -> dict[str, bytes]:
+def multi_view_fields(scene: PublishedViews, size: int | None) -> dict[str, bytes]:
     """The members of a scene's sample, its pictures of `size` pixels a side where one is given; lenses are told in their first pixels."""
     videos, cameras = [], []
     depths, bounds = _depths(scene)
@@ -180,26 +180,30 @@ def viewed_fields(scene: PublishedViews, size: int | None) -> dict[str, bytes]:
         label = None if view.label is None else view.label[None]
         if label is not None and label.shape[1:] != (height, width):
             raise DataError(f"{scene.key}: a mask of {label.shape[1:]} and its picture of {(height, width)} pixels")
-        videos.append(sized(Video(scene.key, view.image[None], label, None, {}, depth), size))
+        videos.append(resize_video(Video(scene.key, view.image[None], label, None, {}, depth), size))
         fx, fy, cx, cy = view.lens.tolist()
-        told = {"w": width, "h": height, "fl_x": fx, "fl_y": fy, "cx": cx, "cy": cy}
-        cameras.append({**told, "poses": [view.pose.tolist()]})
+        intrinsics = {"w": width, "h": height, "fl_x": fx, "fl_y": fy, "cx": cx, "cy": cy}
+        cameras.append({**intrinsics, "poses": [view.pose.tolist()]})
     # What the scene or the command says goes before what its depth tells.
-    return scene_fields(videos, {**bounds, **scene.facts, "convention": "opengl", "cameras": cameras})
+    return scene_fields(videos, {**bounds, **scene.metadata, "convention": "opengl", "cameras": cameras})
 
 
-def _depths(scene: PublishedViews) -> tuple[list[Measured | None], dict[str, float]]:
+def _depths(scene: PublishedViews) -> tuple[list[QuantizedArray | None], dict[str, float]]:
     """Each view's depth, between the same two numbers as all others', which one json has room for; and the nearest and farthest of them."""
-    found = [view.depth for view in scene.views]
-    planes = [np.minimum(depth, LONGEST) for depth in found if depth is not None]
-    if len(planes) < len(found):
-        return [None] * len(found), {}
-    whole = measured(np.concatenate([plane.reshape(-1) for plane in planes]))
+    depths = [view.depth for view in scene.views]
+    planes = [np.minimum(depth, MAX_DEPTH) for depth in depths if depth is not None]
+    if len(planes) < len(depths):
+        return [None] * len(depths), {}
+    quantized = quantize(np.concatenate([plane.reshape(-1) for plane in planes]))
     ends = np.cumsum([0, *(plane.size for plane in planes)])
     rows = [
-        whole._replace(levels=whole.levels[a:b].reshape(1, *plane.shape))
+        quantized._replace(levels=quantized.levels[a:b].reshape(1, *plane.shape))
         for a, b, plane in zip(ends, ends[1:], planes, strict=False)
     ]
-    seen = np.concatenate([depth[depth < LONGEST] for depth in planes])
-    bounds = {"near": round(float(seen.min()), 4), "far": round(float(seen.max()), 4)} if len(seen) else {}
+    visible_depths = np.concatenate([depth[depth < MAX_DEPTH] for depth in planes])
+    bounds = (
+        {"near": round(float(visible_depths.min()), 4), "far": round(float(visible_depths.max()), 4)}
+        if len(visible_depths)
+        else {}
+    )
     return list(rows), bounds

@@ -24,7 +24,7 @@ def main(path):
         for body in bodies:
             _body(body, meshes)
         for camera, poses in enumerate(job["cameras"]):
-            _seen_from(poses[number], job["fov"])
+            _set_camera(poses[number], job["fov"])
             bpy.context.scene.render.filepath = str(Path(job["out"]) / f"{camera}_{number}.png")
             bpy.ops.render.render(write_still=True)
 
@@ -52,7 +52,7 @@ def _stage(job):
     key.rotation_euler = Vector(_KEY).to_track_quat("Z", "Y").to_euler()
     scene.collection.objects.link(key)
     bpy.ops.mesh.primitive_plane_add(size=400)
-    _painted(bpy.context.object, job["stage"]["ground"], False, job["stage"]["texture"], (1.0, 1.0, 1.0))
+    _apply_material(bpy.context.object, job["stage"]["ground"], False, job["stage"]["texture"], (1.0, 1.0, 1.0))
 
 
 def _body(body, meshes):
@@ -64,7 +64,7 @@ def _body(body, meshes):
     size = Matrix.Diagonal((*(body["radius"] * wide for wide in body["stretch"]), 1.0))
     solid.matrix_world = Matrix.Translation(body["centre"]) @ turn @ size
     bpy.context.scene.collection.objects.link(solid)
-    _painted(solid, body["color"], body["metal"], body["texture"], body["stretch"])
+    _apply_material(solid, body["color"], body["metal"], body["texture"], body["stretch"])
 
 
 def _mesh(shape, body):
@@ -106,7 +106,7 @@ def _mesh(shape, body):
     return mesh
 
 
-def _painted(solid, color, metal, texture, stretch):
+def _apply_material(solid, color, metal, texture, stretch):
     paint = bpy.data.materials.new("paint")
     paint.use_nodes = True
     nodes, links = paint.node_tree.nodes, paint.node_tree.links
@@ -130,7 +130,7 @@ def _painted(solid, color, metal, texture, stretch):
     solid.data.materials.append(paint)
 
 
-def _seen_from(pose, fov):
+def _set_camera(pose, fov):
     lens = bpy.data.cameras.new("camera")
     lens.sensor_fit, lens.angle = "VERTICAL", math.radians(fov)
     lens.clip_start, lens.clip_end = 0.01, 1000.0

@@ -22,7 +22,7 @@ from .render import Body, Stage
 from .solids import MONKEY, RING, TUBE, icosahedron_corners, icosahedron_faces
 
 _JOB = Path(__file__).with_name("blender_job.py")
-_TOLD = 2000  # letters of what Blender says, from its end
+_MAX_OUTPUT_CHARS = 2000  # letters of what Blender says, from its end
 
 
 class Cycles(NamedTuple):
@@ -35,13 +35,15 @@ class Cycles(NamedTuple):
     def check(self) -> None:
         """Raise `ConfigError` where the interpreter is none, or has no bpy."""
         try:
-            found = subprocess.run([self.python, "-I", "-c", "import bpy"], capture_output=True, text=True, check=False)
+            process = subprocess.run(
+                [self.python, "-I", "-c", "import bpy"], capture_output=True, text=True, check=False
+            )
         except OSError as error:
             raise ConfigError(f"--blender {self.python}: cannot be run ({error})") from None
-        if found.returncode:
-            said = (found.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        if process.returncode:
+            message = (process.stderr.strip().splitlines() or ["it says nothing"])[-1]
             raise ConfigError(
-                f"--blender {self.python}: has no bpy ({said}); make an environment "
+                f"--blender {self.python}: has no bpy ({message}); make an environment "
                 "of its own for it: python3.11 -m venv blender && blender/bin/pip install bpy, then --blender blender/bin/python"
             )
 
@@ -55,7 +57,7 @@ class Cycles(NamedTuple):
         """
         with tempfile.TemporaryDirectory(prefix="sparo-cycles-") as place:
             job = {
-                "bodies": [[_body_facts(body) for body in bodies] for bodies in shots],
+                "bodies": [[_body_params(body) for body in bodies] for bodies in shots],
                 "cameras": poses.tolist(),
                 "fov": fov,
                 "size": size,
@@ -67,21 +69,23 @@ class Cycles(NamedTuple):
             path = Path(place) / "job.json"
             path.write_text(json.dumps(job), encoding="utf-8")
             # Isolated: this project's paths would give it our numpy in place of its own.
-            ran = subprocess.run([self.python, "-I", str(_JOB), str(path)], capture_output=True, text=True, check=False)
-            found = np.zeros((*poses.shape[:2], size, size, 3), np.uint8)
+            process = subprocess.run(
+                [self.python, "-I", str(_JOB), str(path)], capture_output=True, text=True, check=False
+            )
+            frames = np.zeros((*poses.shape[:2], size, size, 3), np.uint8)
             for camera, time in np.ndindex(*poses.shape[:2]):
                 try:
                     with Image.open(Path(place) / f"{camera}_{time}.png", formats=("PNG",)) as picture:
-                        found[camera, time] = np.asarray(picture.convert("RGB"))
+                        frames[camera, time] = np.asarray(picture.convert("RGB"))
                 except (OSError, ValueError) as error:
-                    said = (ran.stderr + ran.stdout)[-_TOLD:].strip()
+                    message = (process.stderr + process.stdout)[-_MAX_OUTPUT_CHARS:].strip()
                     raise DataError(
-                        f"{self.python}: drew no picture of camera {camera} at time {time} ({error}), and ended with {ran.returncode}: {said}"
+                        f"{self.python}: drew no picture of camera {camera} at time {time} ({error}), and ended with {process.returncode}: {message}"
                     ) from None
-            return found
+            return frames
 
 
-def _body_facts(body: Body) -> dict[str, Any]:
+def _body_params(body: Body) -> dict[str, Any]:
     more: dict[str, Any] = {}
     if body.shape == "torus":
         more = {"ring": RING, "tube": TUBE}

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy.spatial.transform import Rotation
 
 from .solids import BOUNDS, HITS, Shape
-from .textures import Texture, painted
+from .textures import Texture, apply_texture
 
 F32 = NDArray[np.float32]
 _FAR = np.float32(1e9)
@@ -52,7 +52,7 @@ class Body:
         return np.array([self.position[0], self.position[1], self.position[2] + self.radius], dtype=np.float32)
 
     @property
-    def bound(self) -> float:
+    def bounding_radius(self) -> float:
         """Radius of a sphere around the centre that holds the object."""
         return self.radius * BOUNDS[self.shape] * max(self.stretch)
 
@@ -115,8 +115,8 @@ def render(bodies: list[Body], camera: Camera, size: int, antialias: int = 2, st
         silhouettes[i, near] = distance < _FAR
         # The nearest so far wins, whatever the order of the bodies.
         closer = distance < nearest[near]
-        chosen = near[closer]
-        nearest[chosen], owner[chosen], normals[chosen] = distance[closer], i, normal[closer]
+        hit_rays = near[closer]
+        nearest[hit_rays], owner[hit_rays], normals[hit_rays] = distance[closer], i, normal[closer]
     color = _shade(bodies, stage, eye, directions, nearest, owner, normals)
     # In linear light, before the gamma: a mean of gammas is too dark at edges.
     rgb = color.reshape(size, antialias, size, antialias, 3).mean(axis=(1, 3))
@@ -154,7 +154,7 @@ def _candidates(origins: F32, directions: F32, body: Body) -> NDArray[np.intp]:
     # Rays are lines here, in both directions: what lies behind is told by its distance.
     offset = body.centre - origins
     along = (offset * directions).sum(axis=1)
-    return np.flatnonzero((offset**2).sum(axis=1) - along**2 < body.bound**2)
+    return np.flatnonzero((offset**2).sum(axis=1) - along**2 < body.bounding_radius**2)
 
 
 def _hit(origins: F32, directions: F32, body: Body) -> tuple[F32, F32]:
@@ -187,7 +187,7 @@ def _shade(
     base = _base(bodies, stage, points, owner[solid])
     metal = np.array([False, *(b.metal for b in bodies)])[owner[solid] + 1]
     # A little off the surface, or a body would shade itself.
-    lit = _lit(bodies, (points + n * np.float32(2e-3)).astype(np.float32))
+    lit = _shadow_mask(bodies, (points + n * np.float32(2e-3)).astype(np.float32))
     key = np.maximum(n @ _KEY, 0) * lit
     fill = np.maximum(n @ _FILL, 0)
     light = np.float32(0.28) + np.float32(0.62) * key + np.float32(0.18) * fill
@@ -215,16 +215,16 @@ def _base(bodies: list[Body], stage: Stage, points: F32, owner: NDArray[np.int16
     base = np.array([stage.ground, *(b.color for b in bodies)], dtype=np.float32)[owner + 1]
     if stage.texture is not None:
         there = owner < 0
-        base[there] = painted(stage.texture, points[there], base[there])
+        base[there] = apply_texture(stage.texture, points[there], base[there])
     for number, body in enumerate(bodies):
         if body.texture is not None:
             there = owner == number
             own = (points[there] - body.centre) @ body.axes / np.float32(body.radius)
-            base[there] = painted(body.texture, own.astype(np.float32), base[there])
+            base[there] = apply_texture(body.texture, own.astype(np.float32), base[there])
     return base
 
 
-def _lit(bodies: list[Body], points: F32) -> F32:
+def _shadow_mask(bodies: list[Body], points: F32) -> F32:
     lit = np.ones(len(points), dtype=np.float32)
     toward = np.broadcast_to(_KEY, points.shape)
     for body in bodies:

@@ -125,16 +125,16 @@ def icosahedron(o: F32, d: F32) -> tuple[F32, F32]:
 def torus(o: F32, d: F32) -> tuple[F32, F32]:
     """Around z; met by marching as far as nothing can be, which is as exact as its last step."""
 
-    def apart(p: F32) -> F32:
+    def signed_distance(p: F32) -> F32:
         return np.hypot(np.hypot(p[:, 0], p[:, 1]) - np.float32(RING), p[:, 2]) - np.float32(TUBE)
 
     b = (o * d).sum(axis=1)
     disc = b * b - (o * o).sum(axis=1) + np.float32(1.0)
     t = np.maximum(-b - np.sqrt(np.maximum(disc, 0)), 1e-3).astype(np.float32)
     for _ in range(_STEPS):
-        t = np.minimum(t + apart(o + t[:, None] * d), 1e3).astype(np.float32)  # what misses goes on and on
+        t = np.minimum(t + signed_distance(o + t[:, None] * d), 1e3).astype(np.float32)  # what misses goes on and on
     point = o + t[:, None] * d
-    t = np.where((np.abs(apart(point)) < _NEAR) & (disc > 0), t, np.inf)
+    t = np.where((np.abs(signed_distance(point)) < _NEAR) & (disc > 0), t, np.inf)
     ring = point[:, :2] * (np.float32(RING) / np.maximum(np.hypot(point[:, 0], point[:, 1]), 1e-9))[:, None]
     n = np.stack([point[:, 0] - ring[:, 0], point[:, 1] - ring[:, 1], point[:, 2]], axis=1)
     return t, n / np.maximum(np.linalg.norm(n, axis=1, keepdims=True), 1e-9)

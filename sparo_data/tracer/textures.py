@@ -23,7 +23,7 @@ class Texture:
     seed: int = 0
 
 
-def painted(texture: Texture, points: F32, base: F32) -> F32:
+def apply_texture(texture: Texture, points: F32, base: F32) -> F32:
     """Colours (n, 3) of points (n, 3) that were `base` (n, 3)."""
     share = _SHARES[texture.pattern](points * np.float32(texture.scale), texture.seed)[:, None].astype(np.float32)
     return (base * (1 - share) + np.array(texture.color, np.float32) * share).astype(np.float32)

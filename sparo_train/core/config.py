@@ -77,23 +77,23 @@ def free(default: Any, description: str, with_kind: bool = False, **constraints:
     return Field(default=default, description=description, json_schema_extra=mark, **constraints)
 
 
-def free_keys(config: BaseModel, switched: Collection[str] = (), prefix: str = "") -> Iterator[str]:
+def resumable_keys(config: BaseModel, changed_blocks: Collection[str] = (), prefix: str = "") -> Iterator[str]:
     """Dotted keys of fields made by `free`; a block made by it is given as itself, with all that is below.
 
     Args:
-        switched: blocks whose kind changes.
+        changed_blocks: blocks whose kind changes.
     """
     for name, field in type(config).model_fields.items():
         key, value = f"{prefix}{name}", getattr(config, name)
         mark = field.json_schema_extra.get(_ON_RESUME) if isinstance(field.json_schema_extra, dict) else None
-        if mark == "free" or (mark is not None and prefix.rstrip(".") in switched):
+        if mark == "free" or (mark is not None and prefix.rstrip(".") in changed_blocks):
             yield key
         elif isinstance(value, BaseModel):
-            yield from free_keys(value, switched, f"{key}.")
+            yield from resumable_keys(value, changed_blocks, f"{key}.")
         elif isinstance(value, dict):
             for inner, block in value.items():
                 if isinstance(block, BaseModel):
-                    yield from free_keys(block, switched, f"{key}.{inner}.")
+                    yield from resumable_keys(block, changed_blocks, f"{key}.{inner}.")
 
 
 def resolve(model: type[C], tree: Tree, origin: str) -> C:
@@ -102,26 +102,26 @@ def resolve(model: type[C], tree: Tree, origin: str) -> C:
     Raises `ConfigError` listing every problem by dotted key, with near misses.
     """
     tree = without_null_entries(model, tree)
-    if (bad := next(_with_nul(tree), None)) is not None:
+    if (bad := next(_keys_with_nul(tree), None)) is not None:
         raise ConfigError(f"{origin}: {bad}: holds a NUL character, which no name or path has. Remove it.")
     try:
         # As JSON: pydantic's strict mode then takes a list for a tuple, and still no number for a text.
         return model.model_validate_json(json.dumps(tree))
     except ValidationError as error:
-        lines = [_explained(*problem, model, tree) for problem in _flat(model, error.errors(), ())]
+        lines = [_problem_line(*problem, model, tree) for problem in _flatten_problems(model, error.errors(), ())]
         raise ConfigError(f"{origin}: {len(lines)} problem(s)\n  " + "\n  ".join(lines)) from None
     except (TypeError, ValueError, RecursionError) as error:  # json's, on what a tag made: a set, bytes
         raise ConfigError(f"{origin}: a value is of a kind YAML recipes do not hold: {error}") from None
 
 
-def _with_nul(tree: Any, key: str = "") -> Iterator[str]:
+def _keys_with_nul(tree: Any, key: str = "") -> Iterator[str]:
     """Dotted keys of texts with a NUL character, which the file system would answer with a traceback."""
     if isinstance(tree, str):
         yield from [key] if "\0" in tree else []
     elif isinstance(tree, dict | list | tuple):
         for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             below = f"{key}.{name}".lstrip(".")
-            yield from [below] if isinstance(name, str) and "\0" in name else _with_nul(value, below)
+            yield from [below] if isinstance(name, str) and "\0" in name else _keys_with_nul(value, below)
 
 
 def dump(config: BaseModel) -> str:
@@ -140,34 +140,36 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
     return [] if old == new else [f"{prefix.rstrip('.')}: {old!r} -> {new!r}"]
 
 
-def wrong_keys(model: type[BaseModel], tree: Tree) -> list[tuple[Any, ...]]:
+def invalid_keys(model: type[BaseModel], tree: Tree) -> list[tuple[Any, ...]]:
     """Where a tree does not fit a model: the keys of every problem."""
     try:
         model.model_validate_json(json.dumps(tree))
     except ValidationError as error:
-        return [where for _, where, _ in _flat(model, error.errors(), ())]
+        return [where for _, where, _ in _flatten_problems(model, error.errors(), ())]
     return []
 
 
-def _flat(model: Any, problems: Sequence[Any], above: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, ...], Any]]:
+def _flatten_problems(
+    model: Any, problems: Sequence[Any], above: tuple[Any, ...]
+) -> Iterator[tuple[Any, tuple[Any, ...], Any]]:
     """(model, place, problem) of every problem; those of a block that an open table's row checks are the row's own model's."""
     for problem in problems:
         where = (*above, *problem["loc"])
         if problem["type"] == NESTED:
-            yield from _flat(problem["ctx"]["model"], problem["ctx"]["problems"], where)
+            yield from _flatten_problems(problem["ctx"]["model"], problem["ctx"]["problems"], where)
         else:
             yield model, where, problem
 
 
-def _explained(model: Any, where: tuple[Any, ...], problem: Any, top: type[BaseModel], tree: Tree) -> str:
+def _problem_line(model: Any, where: tuple[Any, ...], problem: Any, top: type[BaseModel], tree: Tree) -> str:
     dotted = ".".join(map(str, where)) or "(top level)"
     if problem["type"] == "extra_forbidden":
         # Near misses are of the block that was meant, not of the whole recipe.
-        known = _fields_at(model, tuple(problem["loc"])[:-1])
+        field_names = _fields_at(model, tuple(problem["loc"])[:-1])
         elsewhere = keys_named(top, tree, str(where[-1]))
         if elsewhere:
             return f"{dotted}: unknown key; did you mean {' or '.join(repr(key) for key in elsewhere[:4])}?"
-        return f"{dotted}: unknown key; {did_you_mean(str(problem['loc'][-1]), known)}"
+        return f"{dotted}: unknown key; {did_you_mean(str(problem['loc'][-1]), field_names)}"
     if problem["type"] == "missing":
         return f"{dotted}: a value is required"
     if problem["type"] == "too_short" and isinstance(problem.get("input"), dict):
@@ -175,8 +177,8 @@ def _explained(model: Any, where: tuple[Any, ...], problem: Any, top: type[BaseM
     if problem["type"] in ("dict_type", "model_type", "model_attributes_type"):
         return f"{dotted}: a block with keys is expected, {{}} for an empty one (got {problem.get('input')!r})"
     got = problem.get("input")
-    shown = "" if got is None or isinstance(got, dict) else f" (got {got!r})"
-    return f"{dotted}: {problem['msg'].removeprefix('Value error, ')}{shown}"
+    got_text = "" if got is None or isinstance(got, dict) else f" (got {got!r})"
+    return f"{dotted}: {problem['msg'].removeprefix('Value error, ')}{got_text}"
 
 
 def _fields_at(annotation: Any, loc: Sequence[Any]) -> list[str]:

@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from torch.distributed.rendezvous import rendezvous
 
 from .config import differences
-from .errors import BrokenError, ConfigError, LostRankError, SparoError
+from .errors import ConfigError, LostRankError, SparoError, UnexpectedError
 from .world import World, note_start, whole_number
 
 T = TypeVar("T")
@@ -45,13 +45,13 @@ class Ranks:
         if self.size > 1:
             _rendezvous_of_slurm()
             limit = timedelta(seconds=timeout)
-            with self.named("joining the process group", ours=True):
+            with self.error_context("joining the process group", only_collectives=True):
                 note_start(world)
                 self._join(backend, limit)
                 # Gloo, whatever trains: a message must not wait for a GPU.
-                self._control: Any = dist.new_group(backend="gloo", timeout=limit)
-                self._patient: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
-                self._saving: Any = dist.new_group(backend="gloo", timeout=limit)
+                self._control_group: Any = dist.new_group(backend="gloo", timeout=limit)
+                self._long_group: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
+                self._saving_group: Any = dist.new_group(backend="gloo", timeout=limit)
 
     def _join(self, backend: str, limit: timedelta) -> None:
         """Join the process group, after all ranks have agreed in its store on which run this is."""
@@ -70,29 +70,29 @@ class Ranks:
             backend, store=PrefixStore("run", store), rank=self.rank, world_size=self.size, timeout=limit
         )
 
-    def agree(self, facts: Mapping[str, Any], what: str) -> None:
+    def require_equal(self, facts: Mapping[str, Any], what: str) -> None:
         """Raise `ConfigError` on every rank unless all ranks have the same facts (plain values, by name)."""
-        told = self.gather(dict(facts))
-        for rank, other in enumerate(told):
-            if changes := differences(told[0], other):
+        all_facts = self.gather(dict(facts))
+        for rank, other in enumerate(all_facts):
+            if changes := differences(all_facts[0], other):
                 more = f" and {len(changes) - 4} more" if len(changes) > 4 else ""
                 error = ConfigError(
                     f"rank {rank}: has another {what} than rank 0, got {'; '.join(changes[:4])}{more}. Start all ranks with the same command."
                 )
-                error.everywhere, error.repeated = True, self.rank > 0
+                error.on_all_ranks, error.repeated = True, self.rank > 0
                 raise error
 
     @contextmanager
-    def named(self, what: str, ours: bool = False) -> Iterator[None]:
+    def error_context(self, what: str, only_collectives: bool = False) -> Iterator[None]:
         """Turn a failed collective into an error that names this rank and what it was doing.
 
         Args:
-            ours: nothing but collectives runs inside, so that whatever torch raises there is one of theirs.
+            only_collectives: nothing but collectives runs inside, so that whatever torch raises there is one of theirs.
         """
         try:
             yield
         except (dist.DistError, RuntimeError) as error:
-            if self.size == 1 or not (ours or _is_collective(error)):
+            if self.size == 1 or not (only_collectives or _is_collective(error)):
                 raise
             raise LostRankError(
                 f"rank {self.rank} of {self.size}: {what} failed; another rank died, or did not answer within "
@@ -108,7 +108,7 @@ class Ranks:
         except LostRankError:
             raise
         except SparoError as error:
-            error.everywhere, error.repeated = True, self.rank > 0
+            error.on_all_ranks, error.repeated = True, self.rank > 0
             raise
 
     def call_on_all(self, call: Callable[[], T]) -> T:
@@ -126,16 +126,16 @@ class Ranks:
         if not told:
             return found[0]
         error = failed or told[0]
-        error.everywhere, error.repeated = True, failed is None
+        error.on_all_ranks, error.repeated = True, failed is None
         raise error
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         """The largest of each value over ranks."""
         if self.size == 1:
             return list(values)
-        with self.named("agreeing on how to go on", ours=True):
+        with self.error_context("agreeing on how to go on", only_collectives=True):
             found = torch.tensor(values, dtype=torch.int64)
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._control)
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._control_group)
         return found.tolist()
 
     def gather(self, value: T, saving: bool = False) -> list[T]:
@@ -143,8 +143,8 @@ class Ranks:
         if self.size == 1:
             return [value]
         out: list[Any] = [None] * self.size
-        with self.named("gathering", ours=True):
-            dist.all_gather_object(out, value, group=self._saving if saving else self._control)
+        with self.error_context("gathering", only_collectives=True):
+            dist.all_gather_object(out, value, group=self._saving_group if saving else self._control_group)
         return out
 
     def rank0_broadcast(self, call: Callable[[], T]) -> T:
@@ -158,13 +158,13 @@ class Ranks:
             except SparoError as error:
                 box[1] = error
             except Exception as error:  # or the others wait here until this process is gone, and nobody saves
-                box[1] = BrokenError.of(error)
+                box[1] = UnexpectedError.of(error)
                 box[1].__cause__ = error
-        with self.named("waiting for rank 0", ours=True):
+        with self.error_context("waiting for rank 0", only_collectives=True):
             # In the patient group: what rank 0 does here may take hours.
-            dist.broadcast_object_list(box, src=0, group=self._patient)
+            dist.broadcast_object_list(box, src=0, group=self._long_group)
         if box[1] is not None:
-            box[1].everywhere, box[1].repeated = True, self.rank > 0
+            box[1].on_all_ranks, box[1].repeated = True, self.rank > 0
             raise box[1]
         return box[0]
 
@@ -223,8 +223,8 @@ def _address(node: str) -> str:
     try:
         socket.getaddrinfo(node, None)
     except OSError:
-        found = [w for w in _scontrol("node", node, "-o").split() if w.startswith("NodeAddr=")]
-        return found[0].partition("=")[2] if found else node
+        addresses = [w for w in _scontrol("node", node, "-o").split() if w.startswith("NodeAddr=")]
+        return addresses[0].partition("=")[2] if addresses else node
     return node
 
 

@@ -12,14 +12,14 @@ class SparoError(Exception):
 
     exit_code = 2
     repeated = False  # another rank prints it
-    everywhere = False  # every rank has it, so all of them can still act together
+    on_all_ranks = False  # every rank has it, so all of them can still act together
 
 
-class BrokenError(SparoError):
+class UnexpectedError(SparoError):
     """Something broke off in a way that nobody foresaw: its kind, its words and its place, which is all that other ranks can be sent."""
 
     @classmethod
-    def of(cls, error: Exception) -> BrokenError:
+    def of(cls, error: Exception) -> UnexpectedError:
         place = traceback.extract_tb(error.__traceback__)[-1]
         return cls(f"{type(error).__name__}: {error}; {place.filename}:{place.lineno}")
 
@@ -43,7 +43,7 @@ class BadSampleError(Exception):
         super().__init__(reason)
         self.key, self.detail = key, detail
 
-    def whole(self) -> str:
+    def full_message(self) -> str:
         """Return the reason with the detail."""
         return f"{self} ({self.detail})" if self.detail else str(self)
 
@@ -92,15 +92,15 @@ class SupersededError(TrainingError):
     """Another start owns the run folder: this process may not write into it."""
 
 
-_MOST_KNOWN = 60  # names that an error lists
+_MAX_LISTED = 60  # names that an error lists
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for a near miss, else a list of what is known, or of the first of very many."""
-    known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    candidates = list(candidates)
+    near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
     if near:
         return f"did you mean {near[0]!r}?"
-    names = sorted(known)
-    more = f" and {len(names) - _MOST_KNOWN} more" if len(names) > _MOST_KNOWN else ""
-    return f"known: {', '.join(names[:_MOST_KNOWN])}{more}" if names else "nothing is known here"
+    names = sorted(candidates)
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return f"known: {', '.join(names[:_MAX_LISTED])}{more}" if names else "nothing is known here"

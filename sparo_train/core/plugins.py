@@ -25,27 +25,32 @@ GROUPS = "sparo."  # every group of ours begins with it
 NESTED = "open_table"  # type of the pydantic error that carries those of a row's own model
 
 
-class Table:
+class Registry:
     """Rows by name.
 
     Args:
         group: of the entry points, `sparo.…`.
-        own: `name -> module:attribute`.
+        builtin: `name -> module:attribute`.
         attributes: what a row must have; empty: it is called.
         reserved: names that no row of a package may have, as they mean something else where rows stand.
     """
 
     def __init__(
-        self, group: str, own: Mapping[str, str], attributes: Sequence[str] = (), reserved: Collection[str] = ()
+        self, group: str, builtin: Mapping[str, str], attributes: Sequence[str] = (), reserved: Collection[str] = ()
     ):
-        self.group, self.own, self.attributes, self.reserved = group, dict(own), tuple(attributes), frozenset(reserved)
+        self.group, self.builtin, self.attributes, self.reserved = (
+            group,
+            dict(builtin),
+            tuple(attributes),
+            frozenset(reserved),
+        )
 
     def names(self) -> list[str]:
         """Own rows, then those of installed packages; nothing is imported."""
         added = (entry.name for entry in entry_points(group=self.group) if entry.name not in self.reserved)
-        return list(dict.fromkeys([*self.own, *added]))
+        return list(dict.fromkeys([*self.builtin, *added]))
 
-    def row(self, name: str, key: str = "") -> Any:
+    def get(self, name: str, key: str = "") -> Any:
         """The row of a name, imported now.
 
         Args:
@@ -55,65 +60,67 @@ class Table:
             ConfigError: no such row, a package that cannot be imported, a row without what the table asks for, or two
                 packages that both add it.
         """
-        told = f"{key}: " if key else f"{self.group}: "
-        if name in self.own:
-            module, _, attribute = self.own[name].partition(":")
+        prefix = f"{key}: " if key else f"{self.group}: "
+        if name in self.builtin:
+            module, _, attribute = self.builtin[name].partition(":")
             return getattr(importlib.import_module(module), attribute)
-        found = list({e.value: e for e in entry_points(group=self.group) if e.name == name}.values())
-        if not found:
-            raise ConfigError(f"{told}{name!r}; {did_you_mean(str(name), self.names())}")
+        matches = list({e.value: e for e in entry_points(group=self.group) if e.name == name}.values())
+        if not matches:
+            raise ConfigError(f"{prefix}{name!r}; {did_you_mean(str(name), self.names())}")
         if name in self.reserved:
             raise ConfigError(
-                f"{told}{name!r} of package {_package(found[0])} is a name that {self.group} keeps; its package has to call it otherwise"
+                f"{prefix}{name!r} of package {_package(matches[0])} is a name that {self.group} keeps; its package has to call it otherwise"
             )
-        if len(found) > 1:
-            packages = " and ".join(sorted(_package(e) for e in found))
-            raise ConfigError(f"{told}{name!r} is added by {packages}; uninstall all but one")
-        return self._loaded(found[0], told)
+        if len(matches) > 1:
+            packages = " and ".join(sorted(_package(e) for e in matches))
+            raise ConfigError(f"{prefix}{name!r} is added by {packages}; uninstall all but one")
+        return self._load(matches[0], prefix)
 
-    def _loaded(self, entry: EntryPoint, told: str) -> Any:
-        whose = f"{told}{entry.name!r} of package {_package(entry)}"
+    def _load(self, entry: EntryPoint, prefix: str) -> Any:
+        label = f"{prefix}{entry.name!r} of package {_package(entry)}"
         try:
-            row = entry.load()
+            loaded_entry = entry.load()
         # Somebody else's module may fail in any way while it is imported, or end the program.
         except (Exception, SystemExit) as error:
             raise ConfigError(
-                f"{whose} ({entry.value}) cannot be imported ({type(error).__name__}: {error}); repair or uninstall it"
+                f"{label} ({entry.value}) cannot be imported ({type(error).__name__}: {error}); repair or uninstall it"
             ) from error
-        missing = [a for a in self.attributes if not hasattr(row, a)] if self.attributes else []
-        if missing or not (self.attributes or callable(row)):
-            wanted = f"has no {', '.join(missing)}" if missing else "cannot be called"
-            raise ConfigError(f"{whose} ({entry.value}) {wanted}; docs/extending.md says what a row of {self.group} is")
-        return row
+        missing = [a for a in self.attributes if not hasattr(loaded_entry, a)] if self.attributes else []
+        if missing or not (self.attributes or callable(loaded_entry)):
+            problem = f"has no {', '.join(missing)}" if missing else "cannot be called"
+            raise ConfigError(
+                f"{label} ({entry.value}) {problem}; docs/extending.md says what a row of {self.group} is"
+            )
+        return loaded_entry
 
 
 Completion = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
-class Open:
+class FromRegistry:
     """Annotates a field of a recipe whose block is checked by the row that it names.
 
     Args:
-        table: where rows are looked up. A row is a pydantic model, or has one as its `config`.
+        registry: where rows are looked up. A row is a pydantic model, or has one as its `config`.
         key: of the block, that names the row; the row's model has it as a field, too.
         default: the row of a block that names none, or what completes such a block (raising `ValueError`); None: it has to name one.
     """
 
-    def __init__(self, table: Table, key: str = "kind", default: str | Completion | None = None):
-        self.table, self.key, self.default = table, key, default
+    def __init__(self, registry: Registry, key: str = "kind", default: str | Completion | None = None):
+        self.registry, self.key, self.default = registry, key, default
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.with_info_plain_validator_function(self._checked)
+        return core_schema.with_info_plain_validator_function(self._validate)
 
-    def _checked(self, value: Any, info: core_schema.ValidationInfo) -> BaseModel:
+    def _validate(self, value: Any, info: core_schema.ValidationInfo) -> BaseModel:
         if isinstance(value, BaseModel):
-            wanted = self._model({self.key: getattr(value, self.key, None)})
-            if isinstance(value, wanted):
+            expected_model = self._model({self.key: getattr(value, self.key, None)})
+            if isinstance(value, expected_model):
                 return value
             raise PydanticCustomError(
                 "block",
                 "{found} is not the {wanted} of its row",
-                {"found": type(value).__name__, "wanted": wanted.__name__},
+                {"found": type(value).__name__, "wanted": expected_model.__name__},
             )
         if not isinstance(value, Mapping):
             raise PydanticCustomError("block", "a block with keys is expected")
@@ -123,8 +130,8 @@ class Open:
         try:
             return model.model_validate_json(json.dumps(value)) if info.mode == "json" else model.model_validate(value)
         except ValidationError as error:
-            found = error.errors()
-            raise _nested(f"{len(found)} problem(s), first: {found[0]['msg']}", found, model) from None
+            problems = error.errors()
+            raise _nested(f"{len(problems)} problem(s), first: {problems[0]['msg']}", problems, model) from None
 
     def model_of(self, block: Mapping[str, Any]) -> type[BaseModel] | None:
         """The model that checks this block; None where it names no row."""
@@ -138,19 +145,23 @@ class Open:
         name = block.get(self.key, self.default)
         if not isinstance(name, str):
             message = (
-                f"a value is required; {did_you_mean('', self.table.names())}" if name is None else "a name is expected"
+                f"a value is required; {did_you_mean('', self.registry.names())}"
+                if name is None
+                else "a name is expected"
             )
             raise self._wrong(message, name)
         try:
-            row = self.table.row(name)
+            entry = self.registry.get(name)
         except ConfigError as error:
-            raise self._wrong(str(error).removeprefix(f"{self.table.group}: "), None) from error
-        model: Any = row if isinstance(row, type) and issubclass(row, BaseModel) else getattr(row, "config", None)
+            raise self._wrong(str(error).removeprefix(f"{self.registry.group}: "), None) from error
+        model: Any = (
+            entry if isinstance(entry, type) and issubclass(entry, BaseModel) else getattr(entry, "config", None)
+        )
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            raise self._wrong(f"{name!r}: its row of {self.table.group} has no pydantic model as its config", None)
+            raise self._wrong(f"{name!r}: its row of {self.registry.group} has no pydantic model as its config", None)
         if self.key not in model.model_fields or model.model_fields[self.key].get_default() != name:
             raise self._wrong(
-                f"{name!r}: {model.__name__} of {self.table.group} has no field {self.key}: Literal[{name!r}] = {name!r}",
+                f"{name!r}: {model.__name__} of {self.registry.group} has no field {self.key}: Literal[{name!r}] = {name!r}",
                 None,
             )
         return model
@@ -170,8 +181,8 @@ def _package(entry: EntryPoint) -> str:
 
 def plugin_distributions() -> list[Distribution]:
     """Installed packages, other than ours, that add rows to any of our tables."""
-    found: dict[str, Distribution] = {}
+    by_name: dict[str, Distribution] = {}
     for dist in distributions():
         if any(entry.group.startswith(GROUPS) for entry in dist.entry_points):
-            found.setdefault(dist.name, dist)  # the first one on the path is the one that is used
-    return [dist for name, dist in found.items() if name != "sparo"]
+            by_name.setdefault(dist.name, dist)  # the first one on the path is the one that is used
+    return [dist for name, dist in by_name.items() if name != "sparo"]

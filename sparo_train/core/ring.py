@@ -31,8 +31,8 @@ class Ring:
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         self.group = group
-        alone = not (dist.is_available() and dist.is_initialized())
-        self.rank, self.size = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
+        single_process = not (dist.is_available() and dist.is_initialized())
+        self.rank, self.size = (0, 1) if single_process else (dist.get_rank(group), dist.get_world_size(group))
 
     def shift(self, *tensors: Tensor) -> Shift:
         """Start sending to the next rank and receiving the same shapes from the previous one. All ranks call it alike."""
@@ -61,10 +61,10 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        found = tensor.clone(memory_format=torch.contiguous_format)
+        total = tensor.clone(memory_format=torch.contiguous_format)
         if Ring().size > 1:
-            dist.all_reduce(found)
-        return found
+            dist.all_reduce(total)
+        return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .plugins import Table
+from .plugins import Registry
 
 # What is trained: config, objective, examples, rules across blocks, layouts of its export (objectives/method.py).
-METHODS = Table(
+METHODS = Registry(
     "sparo.methods",
     {
         "clip": "sparo_train.objectives.clip:METHOD",
@@ -28,7 +28,7 @@ _TOWER_PARTS = (
 )
 
 # How tokens become slots: a config, which builds the read-outs of both towers (models/slots.py).
-READOUTS = Table(
+READOUTS = Registry(
     "sparo.readouts",
     {
         "token": "sparo_train.models.readouts.pooling:TokenReadOut",
@@ -48,7 +48,7 @@ READOUTS = Table(
 )
 
 # What slot models see images with: a config that builds it (object_centric/encoders/).
-SLOT_ENCODERS = Table(
+SLOT_ENCODERS = Registry(
     "sparo.slot_encoders",
     {
         "conv": "object_centric.encoders.convnet:ConvNetConfig",
@@ -61,7 +61,7 @@ SLOT_ENCODERS = Table(
 )
 
 # What draws rays of scenes from slots: a config that builds it (object_centric/scenes3d/drawn.py: RayDecoder).
-RAY_DECODERS = Table(
+RAY_DECODERS = Registry(
     "sparo.ray_decoders",
     {
         "nerf": "object_centric.scenes3d.nerf:NerfConfig",
@@ -72,7 +72,7 @@ RAY_DECODERS = Table(
 )
 
 # What runs an objective on devices: config, engine, and what it costs (engine/kinds.py: EngineKind).
-ENGINES = Table(
+ENGINES = Registry(
     "sparo.engines",
     {
         "local": "sparo_train.engine.local:ENGINE",
@@ -84,7 +84,7 @@ ENGINES = Table(
 )
 
 # Where samples lie: config, and what opens it (data/read/sources.py).
-SOURCES = Table(
+SOURCES = Registry(
     "sparo.sources",
     {
         "shards": "sparo_train.data.read.shards:SOURCE",
@@ -94,7 +94,7 @@ SOURCES = Table(
 )
 
 # From a trained objective to what encodes images (and texts), by the method's name (evals/encoders/).
-ENCODERS = Table(
+ENCODERS = Registry(
     "sparo.encoders",
     {
         "clip": "evals.encoders.own:clip_encoder",
@@ -110,7 +110,7 @@ ENCODERS = Table(
 )
 
 # Files of others by what stands in front of their colon, as in timm:NAME@FILE: a function of what stands behind it.
-CHECKPOINTS = Table(
+CHECKPOINTS = Registry(
     "sparo.checkpoints",
     {
         "pixels": "evals.encoders.loading:pixels_of",
@@ -126,7 +126,7 @@ CHECKPOINTS = Table(
 )
 
 # What is scored: config, what it needs of an encoder, and the run (evals/suite/task.py).
-TASKS = Table(
+TASKS = Registry(
     "sparo.tasks",
     {
         "zeroshot": "evals.suite.image_text_tasks:ZEROSHOT",
@@ -150,7 +150,7 @@ TASKS = Table(
 )
 
 # How evaluation data lies on disk: the facts it has, and what opens it (evals/sets/base.py: Layout).
-LAYOUTS = Table(
+LAYOUTS = Registry(
     "sparo.layouts",
     {
         "wds": "evals.sets.wds:LAYOUT",
@@ -166,7 +166,7 @@ LAYOUTS = Table(
 )
 
 # Other programs' files: which methods a layout fits, and what writes it (evals/interop/exporting.py).
-EXPORTS = Table(
+EXPORTS = Registry(
     "sparo.exports",
     {
         "open_clip": "evals.interop.exporting:OPEN_CLIP",

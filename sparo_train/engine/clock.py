@@ -39,5 +39,5 @@ class Clock:
             self._events[-1][1].synchronize()
             self._seconds += sum(begin.elapsed_time(end) for begin, end in self._events) / 1000
             self._events = []
-        found, self._seconds = self._seconds, 0.0
-        return found
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds

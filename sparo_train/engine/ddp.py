@@ -50,7 +50,7 @@ class DdpEngine(RankedEngine):
             self._root = root
             return
         on_gpu = [self.device] if self.device.type == "cuda" else None
-        with self.ranks.named("comparing the models of the ranks"):
+        with self.ranks.error_context("comparing the models of the ranks"):
             self._root = DistributedDataParallel(
                 root,
                 device_ids=on_gpu,
@@ -77,7 +77,7 @@ class DdpEngine(RankedEngine):
         out = super()._run(batch, progress, last=True)
         outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         # Asked here, where the first graph exists: DDP itself would wait for ever.
-        self._refuse_unreached(outputs)
+        self._refuse_unused_parameters(outputs)
         # Times zero: the order of hooks is what is wanted, not their values.
         self.backward(torch.stack([t.float().sum() for t in outputs]).sum() * 0.0, last=True)
         self.optimizer.zero_grad(set_to_none=True)
@@ -85,15 +85,15 @@ class DdpEngine(RankedEngine):
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
 
-    def _refuse_unreached(self, outputs: list[Tensor]) -> None:
+    def _refuse_unused_parameters(self, outputs: list[Tensor]) -> None:
         """Raise `ConfigError` for parameters without a part in these outputs: DDP would wait for their gradients, and average none."""
         leaves, ahead = {id(t) for t in outputs}, {t.grad_fn for t in outputs}
-        seen = set(ahead)
+        visited = set(ahead)
         while ahead:
             node = ahead.pop()
             leaves.add(id(getattr(node, "variable", None)))  # of the nodes that gradients end in
-            following = {further for further, _ in getattr(node, "next_functions", ()) if further not in seen}
-            seen |= following
+            following = {further for further, _ in getattr(node, "next_functions", ()) if further not in visited}
+            visited |= following
             ahead |= following
         lost = [name for name, p in self.objective.named_parameters() if p.requires_grad and id(p) not in leaves]
         if lost:
@@ -102,7 +102,7 @@ class DdpEngine(RankedEngine):
                 "freeze what is not trained, or use engine.kind=fsdp2"
             )
 
-    def _exchanging(self, last: bool) -> AbstractContextManager[None]:
+    def _gradient_sync(self, last: bool) -> AbstractContextManager[None]:
         # Alone there is no exchange to hold back.
         wrapped = isinstance(self._root, DistributedDataParallel)
         return self._root.no_sync() if wrapped and not last else nullcontext()

@@ -20,8 +20,8 @@ from ..core.errors import ConfigError
 from .device import Device
 from .kinds import Costs, EngineKind, Sizes, casts
 from .optim import OptimConfig, build_optimizer
-from .ranked import PlainCopy, RankedEngineConfig, Root, own_gpu, summed_norms
-from .update import clip_apart, set_rates, total_norms
+from .ranked import PlainCopy, RankedEngineConfig, Root, assign_gpu, summed_norms
+from .update import clip_per_tensor, set_rates, total_norms
 from .zero import Zero
 
 
@@ -34,7 +34,7 @@ class DeepSpeedEngineConfig(RankedEngineConfig):
     whole_below: int = free(100_000, "stage 3 leaves smaller parameters whole", ge=0)
 
 
-class _Inside(Root):
+class _AutocastRoot(Root):
     """`Root` that opens autocast and the attention kernel itself: DeepSpeed closes an autocast that it was not told of."""
 
     def __init__(self, objective: Objective, contexts: Callable[[], list[AbstractContextManager[Any, Any]]]):
@@ -68,7 +68,7 @@ class DeepSpeedEngine:
     def __init__(self, config: DeepSpeedEngineConfig, optim: OptimConfig, ranks: Ranks):
         self.config, self.optim_config, self.ranks = config, optim, ranks
         self.share, self.device_context = (ranks.rank, ranks.size), Device(config)
-        own_gpu(self.device_context, "deepspeed", ranks)
+        assign_gpu(self.device_context, "deepspeed", ranks)
 
     @property
     def device(self) -> torch.device:
@@ -83,15 +83,15 @@ class DeepSpeedEngine:
                 "optim.muon: DeepSpeed keeps parameters as vectors, of which no update can be made orthogonal; use engine.kind=fsdp2 or ddp"
             )
         # Its flat optimizer steps a whole group: what is held back would move by its moments alone.
-        self._refuse_held_back(objective, Progress(0, 1, 0))
+        self._refuse_frozen_steps(objective, Progress(0, 1, 0))
         # Taken before DeepSpeed flattens them; checkpoints have the shapes of the model.
         self._shapes = {name: tuple(t.shape) for name, t in objective.state_dict().items()}
         self._plain = PlainCopy(objective, self.ranks, self.device)
-        self.objective = self.device_context.take(objective)
+        self.objective = self.device_context.prepare_objective(objective)
         self.optimizer = self._build_optimizer(objective)
         self._names = {id(p): name for name, p in objective.named_parameters()}
 
-    def _refuse_held_back(self, objective: Objective, progress: Progress) -> None:
+    def _refuse_frozen_steps(self, objective: Objective, progress: Progress) -> None:
         if objective.frozen_this_step(progress):
             raise ConfigError(
                 f"engine.kind=deepspeed: {type(objective).__name__} holds parameters back in some steps, and DeepSpeed steps all of "
@@ -111,7 +111,7 @@ class DeepSpeedEngine:
     def _build_optimizer(self, objective: Objective) -> Any:
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)
         deepspeed = _quiet_deepspeed()
-        root = _Inside(objective, lambda: [self.device_context.autocast(), self.device_context.attention()])
+        root = _AutocastRoot(objective, lambda: [self.device_context.autocast(), self.device_context.attention()])
         for p in objective.parameters():
             # Made vectors before the optimizer takes them: it would hold the old tensors.
             if p.ndim == 0:
@@ -124,7 +124,7 @@ class DeepSpeedEngine:
             zero |= {"stage3_param_persistence_threshold": self.config.whole_below, "memory_efficient_linear": False}
         else:
             zero |= {"allgather_bucket_size": elements, "contiguous_gradients": True}
-        with self.ranks.named("sharding the model"):
+        with self.ranks.error_context("sharding the model"):
             self._root, *_ = deepspeed.initialize(
                 model=root,
                 optimizer=build_optimizer(self.optim_config, objective),
@@ -140,7 +140,7 @@ class DeepSpeedEngine:
                 },
             )
         self._zero = Zero(self._root, self.config.stage)
-        self._zero.forget_gradients()
+        self._zero.zero_gradients()
         # What the loss itself reads is gathered by no submodule's hook.
         if self.config.stage == 3:
             for p in objective.loss_parameters():  # used by `Root`, which does not own them
@@ -148,44 +148,44 @@ class DeepSpeedEngine:
         return self._root.optimizer
 
     def _run(self, batch: Batch, progress: Progress | None) -> Any:
-        moved = self.device_context.moved(batch)
+        device_batch = self.device_context.to_device(batch)
         with self.device_context.clock.running():
-            return self._root(moved, progress)
+            return self._root(device_batch, progress)
 
     def backward(self, total: Tensor, *, last: bool) -> None:
         """Accumulate gradients; after the `last` micro-batch they are the mean over ranks, each rank holding its pieces."""
         self._root.set_gradient_accumulation_boundary(last)
-        with self.device_context.attention(), self.ranks.named("averaging gradients"):
+        with self.device_context.attention(), self.ranks.error_context("averaging gradients"):
             # The loop weighs micro-batches itself.
             self._root.backward(total, scale_wrt_gas=False)
 
     def step(self, progress: Progress) -> StepReport:
         """DeepSpeed clips, checks and steps; the objective's `after_step` reaches the master weights of the loss's parameters."""
-        self._refuse_held_back(self.objective, progress)
+        self._refuse_frozen_steps(self.objective, progress)
         lr = set_rates(self.optimizer, self.optim_config, progress)
         # Read before DeepSpeed's step, which scales them in place and lets them go.
         gradients = self._local_gradients()
         squares = {key: torch.linalg.vector_norm(g, dtype=torch.float32).square() for key, g in gradients.items()}
-        each = summed_norms(self.objective, squares, self.ranks, self.device)
-        norm, norms = total_norms(self.objective, each)
+        param_norms = summed_norms(self.objective, squares, self.ranks, self.device)
+        norm, norms = total_norms(self.objective, param_norms)
         if self._clips_tensors and bool(norm.isfinite()):
-            free = set(self.objective.unclipped())
-            clip_apart(
-                {key: g for key, g in gradients.items() if self._names[key] not in free},
-                each,
+            unclipped = set(self.objective.unclipped())
+            clip_per_tensor(
+                {key: g for key, g in gradients.items() if self._names[key] not in unclipped},
+                param_norms,
                 self.optim_config.clip_grad_norm or 0.0,
             )
-        with self.ranks.named("stepping"):
+        with self.ranks.error_context("stepping"):
             self._root.step()
         applied = self._root.was_step_applied()
         # The moving average follows steps that were taken, not those that were skipped.
         if applied:
-            self._follow(progress)
-        self._zero.forget_gradients()
+            self._after_step(progress)
+        self._zero.zero_gradients()
         # It may skip for an overflow that the norm of our pieces does not show.
         return StepReport(lr, norm if applied else torch.full_like(norm, math.inf), applied, norms)
 
-    def _follow(self, progress: Progress) -> None:
+    def _after_step(self, progress: Progress) -> None:
         """The objective's `after_step`, on whole parameters of the loss, and what it made of them; averages of others by pieces."""
         own = self.objective.loss_parameters()
         pairs = list(self.objective.ema_pairs()) if self.config.stage == 3 else []
@@ -194,14 +194,14 @@ class DeepSpeedEngine:
         ids = {id(p) for p in whole}
         # What is frozen does not move its average either.
         cut = [each for a, p in pairs if id(a) not in ids and p.requires_grad for each in (a, p)]
-        kept = [(p, p.data) for p in (*whole, *cut)]
+        saved_data = [(p, p.data) for p in (*whole, *cut)]
         for p in whole:
             p.data = p.detach().clone() if p.numel() else self._zero.gathered(p, tuple(p.ds_shape))  # type: ignore[attr-defined]
         for p in cut:
             # Views: an average that is moved has moved.
-            p.data = self._zero.held(p)[0]
+            p.data = self._zero.local_shard(p)[0]
         self.objective.after_step(progress)
-        for p, data in kept:
+        for p, data in saved_data:
             value, p.data = p.data, data
             if id(p) in ids:
                 self._zero.write(p, value)
@@ -238,7 +238,7 @@ class DeepSpeedEngine:
             CheckpointError: parameter names or shapes differ, or parameters have not taken the same number of steps.
         """
         self._zero.load(self.objective, self._shapes, source)
-        with self.ranks.named("spreading the weights"):
+        with self.ranks.error_context("spreading the weights"):
             self._zero.refresh()
 
 

@@ -58,9 +58,9 @@ class Device:
         self.config, self.device = config, torch.device(kind)
         self.clock = Clock(self.device)
         self.kernel: str = "fused" if config.attention == "auto" else config.attention
-        self._copies: torch.cuda.Stream | None = None
+        self._copy_stream: torch.cuda.Stream | None = None
 
-    def take(self, objective: Objective) -> Objective:
+    def prepare_objective(self, objective: Objective) -> Objective:
         """Make an objective ready for this device, in one order: compiled blocks have to see their checkpointing."""
         self.limit_threads()
         if self.config.grad_checkpointing:
@@ -97,18 +97,18 @@ class Device:
         self.limit_threads()
         own, cores = torch.get_num_threads(), os.cpu_count() or 1
         if not self.config.threads and "OMP_NUM_THREADS" not in os.environ:
-            chosen = min(trained_with, cores) if trained_with else fitting_threads()
-            torch.set_num_threads(chosen)
-            if trained_with and chosen != own:
-                return f"engine.threads: {chosen} of {cores} CPU cores, as before"
-            if chosen < own:
+            threads = min(trained_with, cores) if trained_with else fitting_threads()
+            torch.set_num_threads(threads)
+            if trained_with and threads != own:
+                return f"engine.threads: {threads} of {cores} CPU cores, as before"
+            if threads < own:
                 return (
-                    f"engine.threads: {chosen} of {cores} CPU cores, since other programs use the rest; "
+                    f"engine.threads: {threads} of {cores} CPU cores, since other programs use the rest; "
                     f"engine.threads={own} takes them all"
                 )
         return f"engine.threads: {torch.get_num_threads()} of {cores} CPU cores"
 
-    def keep_kernel(self, name: str) -> str | None:
+    def restore_kernel(self, name: str) -> str | None:
         """Continue with the form of attention that a checkpoint was trained with, so that a resumed run has the same bits.
 
         Returns:
@@ -129,20 +129,20 @@ class Device:
     def attention(self) -> AbstractContextManager[object, bool | None]:
         return sdpa_kernel(SDPBackend.MATH) if self.kernel == "plain" else nullcontext()
 
-    def moved(self, batch: Batch) -> dict[str, Tensor]:
+    def to_device(self, batch: Batch) -> dict[str, Tensor]:
         """The batch on the device, for what runs next."""
         # Non-blocking from pinned memory; from pageable memory it is an ordinary copy.
         return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
 
-    def moved_ahead(self, batch: Batch) -> Batch:
+    def prefetch_to_device(self, batch: Batch) -> Batch:
         """Begin to copy a batch that is needed later, beside what the device is doing; on a CPU there is nothing to copy."""
         if self.device.type != "cuda":
             return batch
-        self._copies = self._copies or torch.cuda.Stream(self.device)
-        with torch.cuda.stream(self._copies):
-            out = self.moved(batch)
+        self._copy_stream = self._copy_stream or torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self._copy_stream):
+            out = self.to_device(batch)
         current = torch.cuda.current_stream(self.device)
-        current.wait_stream(self._copies)  # on the device; the host goes on
+        current.wait_stream(self._copy_stream)  # on the device; the host goes on
         for value in out.values():
             # Or its memory could be handed out again while this stream still reads it.
             value.record_stream(current)

@@ -55,7 +55,7 @@ class Fsdp2Engine(RankedEngine):
     def wrap(self, objective: Objective) -> None:
         config, size = self.config, self.ranks.size
         self._root = Root(objective)
-        self._kept: list[torch.nn.Parameter] = []
+        self._unsharded_params: list[torch.nn.Parameter] = []
         if size == 1:
             if config.cpu_offload:
                 raise ConfigError(
@@ -65,9 +65,11 @@ class Fsdp2Engine(RankedEngine):
         shard = config.shard_size or size
         if size % shard:
             raise ConfigError(f"engine.shard_size={shard}: does not divide {size} ranks")
-        kept = {p for p in objective.parameters() if p.ndim == 0} | set(objective.unsharded())
+        unsharded_params = {p for p in objective.parameters() if p.ndim == 0} | set(objective.unsharded())
         # A set has no order of its own, and ranks that reduce in different orders wait for each other.
-        self._kept = [p for p in objective.parameters() if p in kept]  # in the same order on every rank
+        self._unsharded_params = [
+            p for p in objective.parameters() if p in unsharded_params
+        ]  # in the same order on every rank
         shape, names = ((size,), ("shard",)) if shard == size else ((size // shard, shard), ("replicate", "shard"))
         low = torch.bfloat16 if (config.param_dtype or config.precision) == "bf16" else None  # None: as parameters are
         if low is not None and config.precision != "bf16" and objective.exact_inputs:
@@ -77,7 +79,7 @@ class Fsdp2Engine(RankedEngine):
             )
         # Sums of 16-bit gradients lose the small ones: fp32 unless asked otherwise.
         reduced = torch.bfloat16 if config.reduce_dtype == "bf16" else low and torch.float32
-        with self.ranks.named("sharding the model"):
+        with self.ranks.error_context("sharding the model"):
             common: dict[str, Any] = {
                 "mesh": init_device_mesh(self.device.type, shape, mesh_dim_names=names),
                 "mp_policy": MixedPrecisionPolicy(low, reduced, cast_forward_inputs=not objective.exact_inputs),
@@ -85,7 +87,7 @@ class Fsdp2Engine(RankedEngine):
                 if config.cpu_offload
                 else OffloadPolicy(),
                 "reshard_after_forward": config.reshard_after_forward,
-                "ignored_params": kept,
+                "ignored_params": unsharded_params,
             }
             # From the inside out: the root takes what no unit has taken.
             for unit in objective.shard_units():
@@ -100,8 +102,8 @@ class Fsdp2Engine(RankedEngine):
             self._root.set_is_last_backward(last)
         super().backward(total, last=last)
         if last and self.ranks.size > 1:
-            with self.ranks.named("averaging gradients"):
-                for p in self._kept:
+            with self.ranks.error_context("averaging gradients"):
+                for p in self._unsharded_params:
                     if p.grad is not None:
                         dist.all_reduce(p.grad, dist.ReduceOp.SUM)
                         # Gloo has no mean.

@@ -18,7 +18,7 @@ from .kinds import EngineKind, replicated
 from .muon import entries_of
 from .optim import OptimConfig, build_optimizer
 from .spans import Span, load_tensors, pieces_of
-from .update import clip_apart, clip_together, set_rates, total_norms
+from .update import clip_global_norm, clip_per_tensor, set_rates, total_norms
 
 
 class LocalEngineConfig(DeviceConfig):
@@ -48,7 +48,7 @@ class LocalEngine:
 
     def prepare(self, objective: Objective) -> None:
         """Take over `objective`: to the device, compiled if asked, with its optimizer."""
-        self.objective = self.device_context.take(objective)
+        self.objective = self.device_context.prepare_objective(objective)
         self.wrap(objective)
         self.optimizer = build_optimizer(self.optim_config, objective)
         # After wrapping: engines of several ranks wrap around the module, not inside it.
@@ -61,14 +61,14 @@ class LocalEngine:
     def forward(self, batch: Batch, progress: Progress, *, last: bool) -> Loss:
         """The objective's loss of a batch, under autocast where the recipe asks for bf16."""
         with self.device_context.autocast(), self.device_context.attention(), self.device_context.clock.running():
-            return self.objective(self.device_context.moved(batch), progress)
+            return self.objective(self.device_context.to_device(batch), progress)
 
     def embed(self, batch: Batch, *, last: bool) -> Embeddings:
         """A coupled objective's embeddings of a batch, computed as `forward` computes them."""
         assert isinstance(self.objective, CoupledObjective)
         with self.device_context.autocast(), self.device_context.attention(), self.device_context.clock.running():
             return Embeddings(
-                self.objective.embed(self.device_context.moved(batch)), tuple(self.objective.loss_parameters())
+                self.objective.embed(self.device_context.to_device(batch)), tuple(self.objective.loss_parameters())
             )
 
     def backward(self, total: Tensor, *, last: bool) -> None:
@@ -88,18 +88,18 @@ class LocalEngine:
         for p in self.objective.frozen_this_step(progress):
             # Not zero: AdamW would still move it by its moments and decay it.
             p.grad = None
-        each = self._norms()
-        norm, norms = total_norms(self.objective, each)
+        param_norms = self._norms()
+        norm, norms = total_norms(self.objective, param_norms)
         applied: bool | Tensor = norm.isfinite()
         if self.decides_on_host:
             applied = bool(applied)
             if applied:
                 # Before the step reads them, and after the norm, which is that of the unclipped gradient.
-                self._clip(each, norm)
+                self._clip(param_norms, norm)
                 self.optimizer.step()
                 self.objective.after_step(progress)
         else:
-            self._clip(each, norm)
+            self._clip(param_norms, norm)
             # The fused kernel's own switch, as torch's GradScaler uses it.
             self.optimizer.found_inf = (~applied).float()  # type: ignore[attr-defined]
             self.optimizer.step()
@@ -113,19 +113,21 @@ class LocalEngine:
         if self._stepped:
             return ()
         self._stepped = True
-        held = (p for group in self.optimizer.param_groups for p in group["params"])
-        return tuple(self._names[id(p)] for p in held if p.requires_grad and p.grad is None)
+        params = (p for group in self.optimizer.param_groups for p in group["params"])
+        return tuple(self._names[id(p)] for p in params if p.requires_grad and p.grad is None)
 
-    def _clip(self, each: Mapping[int, Tensor], norm: Tensor) -> None:
+    def _clip(self, param_norms: Mapping[int, Tensor], norm: Tensor) -> None:
         """Scale gradients whose norm is above `clip_grad_norm`: all together, or each by its own."""
-        most, held = self.optim_config.clip_grad_norm, self._local_gradients()
-        if most is None or not held:
+        max_norm, gradients = self.optim_config.clip_grad_norm, self._local_gradients()
+        if max_norm is None or not gradients:
             return
         if self.optim_config.clip_per == "global":
-            clip_together(held.values(), norm, most)
+            clip_global_norm(gradients.values(), norm, max_norm)
             return
-        free = set(self.objective.unclipped())
-        clip_apart({key: g for key, g in held.items() if self._names[key] not in free}, each, most)
+        unclipped = set(self.objective.unclipped())
+        clip_per_tensor(
+            {key: g for key, g in gradients.items() if self._names[key] not in unclipped}, param_norms, max_norm
+        )
 
     def _local_gradients(self) -> dict[int, Tensor]:
         """What this rank holds of the gradients, to be written to, by the id of their parameter."""
@@ -133,9 +135,9 @@ class LocalEngine:
 
     def _norms(self) -> dict[int, Tensor]:
         """The norm of each gradient, by the id of its parameter."""
-        held = self._gradients()
-        each = torch._foreach_norm(list(held.values()))  # pyright: ignore[reportPrivateImportUsage]  as get_total_norm does
-        return dict(zip(held, each, strict=True))
+        gradients = self._gradients()
+        param_norms = torch._foreach_norm(list(gradients.values()))  # pyright: ignore[reportPrivateImportUsage]  as get_total_norm does
+        return dict(zip(gradients, param_norms, strict=True))
 
     def _gradients(self) -> dict[int, Tensor]:
         """Gradients by the id of their parameter."""
@@ -172,28 +174,28 @@ class LocalEngine:
         """
         # Into the tensors themselves: the optimizer and the wrappers hold them.
         load_tensors(source, "model", self.objective.state_dict())
-        held = {self._names[id(p)]: p for group in self.optimizer.param_groups for p in group["params"]}
-        found: dict[str, Tensor] = {}
-        self._refuse_others_moments(source, held)
+        params_by_name = {self._names[id(p)]: p for group in self.optimizer.param_groups for p in group["params"]}
+        state_tensors: dict[str, Tensor] = {}
+        self._refuse_foreign_moments(source, params_by_name)
         for key in source.names("optimizer"):
             name, _, entry = key.rpartition("/")
-            if (p := held.get(name)) is not None:
+            if (p := params_by_name.get(name)) is not None:
                 shape = source.shape("optimizer", key)
                 # `step` is 0-d whatever the parameter's shape.
                 like = p.detach() if shape == tuple(p.shape) else torch.zeros(shape, device=p.device)
                 # Made here: a fresh optimizer has no state before its first step.
-                self.optimizer.state[p][entry] = found[key] = torch.zeros_like(like)
-        load_tensors(source, "optimizer", found)
+                self.optimizer.state[p][entry] = state_tensors[key] = torch.zeros_like(like)
+        load_tensors(source, "optimizer", state_tensors)
 
-    def _refuse_others_moments(self, source: CheckpointReader, held: Mapping[str, Tensor]) -> None:
+    def _refuse_foreign_moments(self, source: CheckpointReader, params_by_name: Mapping[str, Tensor]) -> None:
         """Raise `CheckpointError` where a parameter's entries are not what this optimizer keeps of it; one that took no step has none."""
-        kept, told = entries_of(self.optimizer), dict[str, set[str]]()
+        expected_entries, stored_entries = entries_of(self.optimizer), dict[str, set[str]]()
         for key in source.names("optimizer"):
             name, _, entry = key.rpartition("/")
-            told.setdefault(name, set()).add(entry)
+            stored_entries.setdefault(name, set()).add(entry)
         listed = set(self.objective.adamw_only_parameters())
-        for name, entries in told.items():
-            if name in held and entries != kept[id(held[name])]:
+        for name, entries in stored_entries.items():
+            if name in params_by_name and entries != expected_entries[id(params_by_name[name])]:
                 # No key brings it back: the model itself says so, and an older version's did not.
                 gone = name in listed and "momentum_buffer" in entries
                 remedy = (
@@ -203,7 +205,7 @@ class LocalEngine:
                 )
                 raise CheckpointError(
                     f"checkpoint: of {name!r} it has {', '.join(sorted(entries))}, and this optimizer keeps "
-                    f"{', '.join(sorted(kept[id(held[name])]))}; {remedy}"
+                    f"{', '.join(sorted(expected_entries[id(params_by_name[name])]))}; {remedy}"
                 )
 
 

@@ -35,7 +35,7 @@ class MuonConfig(Frozen):
     )
 
 
-def is_muons(config: MuonConfig | None, name: str, p: nn.Parameter, listed: Collection[str]) -> bool:
+def uses_muon(config: MuonConfig | None, name: str, p: nn.Parameter, listed: Collection[str]) -> bool:
     """Whether Muon steps a parameter of this name; `listed`: those that the model leaves to AdamW."""
     if config is None or name in listed:
         return False
@@ -55,18 +55,18 @@ def muon(config: MuonConfig, groups: Sequence[Mapping[str, Any]], lr: float) -> 
     )
 
 
-def entries_of(optimizer: torch.optim.Optimizer | Both) -> dict[int, frozenset[str]]:
+def entries_of(optimizer: torch.optim.Optimizer | CombinedOptimizer) -> dict[int, frozenset[str]]:
     """What an optimizer keeps of each of its parameters, by their id."""
-    found: dict[int, frozenset[str]] = {}
-    for inner in optimizer.inner if isinstance(optimizer, Both) else (optimizer,):
-        kept = frozenset(
+    entries_by_param: dict[int, frozenset[str]] = {}
+    for inner in optimizer.inner if isinstance(optimizer, CombinedOptimizer) else (optimizer,):
+        entries = frozenset(
             {"momentum_buffer"} if isinstance(inner, torch.optim.Muon) else {"step", "exp_avg", "exp_avg_sq"}
         )
-        found |= {id(p): kept for group in inner.param_groups for p in group["params"]}
-    return found
+        entries_by_param |= {id(p): entries for group in inner.param_groups for p in group["params"]}
+    return entries_by_param
 
 
-class Both:
+class CombinedOptimizer:
     """Two optimizers as one: their groups in a row, one mapping of state, steps one after the other."""
 
     def __init__(self, *inner: torch.optim.Optimizer):

@@ -14,7 +14,7 @@ from ..core.config import Frozen, between, free, setting
 from ..core.contracts import Objective
 from ..core.errors import ConfigError
 from ..core.schedules import cooled, cosine, linear
-from .muon import Both, MuonConfig, is_muons, muon
+from .muon import CombinedOptimizer, MuonConfig, muon, uses_muon
 
 
 class OptimGroupConfig(Frozen):
@@ -96,7 +96,7 @@ class OptimConfig(Frozen):
             raise ValueError("optim.schedule=cooldown begins at optim.lr; set optim.warmup_steps=0")
         return self
 
-    def unread(self) -> list[str]:
+    def unused_keys(self) -> list[str]:
         """Keys that are set and that nothing reads beside the others, a line for each.
 
         They are told, not refused: a recipe that takes another schedule than the one it extends would have to unset each.
@@ -110,8 +110,8 @@ class OptimConfig(Frozen):
             "clip_per": ("optim.clip_grad_norm", self.clip_grad_norm is not None),
         }
         # By value, not by what was given: a run's own record gives every key.
-        given = {k: getattr(self, k) for k in of if getattr(self, k) != type(self).model_fields[k].default}
-        return [f"optim.{k}={v}: is not read; it belongs to {of[k][0]}" for k, v in given.items() if not of[k][1]]
+        non_default = {k: getattr(self, k) for k in of if getattr(self, k) != type(self).model_fields[k].default}
+        return [f"optim.{k}={v}: is not read; it belongs to {of[k][0]}" for k, v in non_default.items() if not of[k][1]]
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int, warmup: bool = True) -> float:
@@ -143,7 +143,7 @@ def weight_decay(config: OptimConfig, step: int, total_steps: int) -> float:
     return config.weight_decay if end is None else cosine(config.weight_decay, end, step, total_steps)
 
 
-def build_optimizer(config: OptimConfig, objective: Objective) -> torch.optim.AdamW | Both:
+def build_optimizer(config: OptimConfig, objective: Objective) -> torch.optim.AdamW | CombinedOptimizer:
     """AdamW over the trainable parameters, or Muon for matrices beside it: those in `objective.no_decay()` without weight decay, the rest with it.
 
     Raises:
@@ -155,27 +155,27 @@ def build_optimizer(config: OptimConfig, objective: Objective) -> torch.optim.Ad
         raise ConfigError("objective: no parameter is trainable")
     if all(p.ndim == 0 for p in named.values()):
         raise ConfigError(f"objective: nothing is trained but {', '.join(named)}; freeze less")
-    depths = _depths(config, objective)
-    grouped: dict[tuple[bool, int, int, bool, bool], list[torch.nn.Parameter]] = {}
+    layer_ids = _layer_ids(config, objective)
+    param_groups: dict[tuple[bool, int, int, bool, bool], list[torch.nn.Parameter]] = {}
     for name, number in group_numbers(config.groups, list(named)).items():
         p = named[name]
         # The fused kernel does not take shards and whole tensors in one group.
-        muons = is_muons(config.muon, name, p, listed)
-        key = muons, number, depths.get(name, 0), name not in undecayed, isinstance(p, DTensor)
+        muons = uses_muon(config.muon, name, p, listed)
+        key = muons, number, layer_ids.get(name, 0), name not in undecayed, isinstance(p, DTensor)
         # Decay, factors and kernels are an optimizer group's; whatever shares all of them shares a group.
-        grouped.setdefault(key, []).append(p)
-    rows = [OptimGroupConfig(match=("*",)), *config.groups]
+        param_groups.setdefault(key, []).append(p)
+    group_configs = [OptimGroupConfig(match=("*",)), *config.groups]
     by_muon: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     # In one order for all starts: checkpoints name parameters, but DeepSpeed cuts groups in their order.
-    for key in sorted(grouped):
-        muons, number, depth, decayed, _ = key
-        decay_factor = rows[number].decay_factor if decayed else 0.0
+    for key in sorted(param_groups):
+        muons, number, layer_id, decayed, _ = key
+        decay_factor = group_configs[number].decay_factor if decayed else 0.0
         by_muon[muons].append(
             {
-                "params": grouped[key],
+                "params": param_groups[key],
                 "decay_factor": decay_factor,
-                "lr_factor": rows[number].lr_factor * (config.layer_decay or 1.0) ** depth,
-                "goes": rows[number].schedule,
+                "lr_factor": group_configs[number].lr_factor * (config.layer_decay or 1.0) ** layer_id,
+                "goes": group_configs[number].schedule,
                 "weight_decay": config.weight_decay * decay_factor,
             }
         )
@@ -185,32 +185,32 @@ def build_optimizer(config: OptimConfig, objective: Objective) -> torch.optim.Ad
         )
     # One kernel for all parameters, and the only one with a switch that needs no host.
     adamw = torch.optim.AdamW(by_muon[False], lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-    return adamw if config.muon is None else Both(adamw, muon(config.muon, by_muon[True], config.lr))
+    return adamw if config.muon is None else CombinedOptimizer(adamw, muon(config.muon, by_muon[True], config.lr))
 
 
-def _depths(config: OptimConfig, objective: Objective) -> Mapping[str, int]:
+def _layer_ids(config: OptimConfig, objective: Objective) -> Mapping[str, int]:
     if config.layer_decay is None:
         return {}
-    depths = objective.layer_ids()
-    if not depths:
+    layer_ids = objective.layer_ids()
+    if not layer_ids:
         raise ConfigError(f"optim.layer_decay={config.layer_decay}: this method tells no layers; use optim.groups")
-    return depths
+    return layer_ids
 
 
 def group_numbers(groups: Sequence[OptimGroupConfig], names: Sequence[str]) -> dict[str, int]:
     """Which group a parameter is of, counted from 1; 0: of none. Raises `ConfigError` where a pattern fits no parameter."""
-    found = dict.fromkeys(names, 0)
+    group_by_name = dict.fromkeys(names, 0)
     for number, group in reversed(list(enumerate(groups, start=1))):  # so that the first that fits is what stays
         for pattern in group.match:
-            fits = [name for name in names if fnmatchcase(name, pattern)]
-            if not fits:
+            matches = [name for name in names if fnmatchcase(name, pattern)]
+            if not matches:
                 near = f"; names are as {names[0]}, {names[-1]}" if names else ", as none is"
                 raise ConfigError(f"optim.groups.{number - 1}.match={pattern}: fits no parameter that is trained{near}")
-            found |= dict.fromkeys(fits, number)
+            group_by_name |= dict.fromkeys(matches, number)
     for number, group in enumerate(groups, start=1):
-        if number not in found.values():
+        if number not in group_by_name.values():
             raise ConfigError(
                 f"optim.groups.{number - 1}.match={list(group.match)}: all that it fits is of groups before it, of which the first that "
                 "fits counts; put it before them"
             )
-    return found
+    return group_by_name

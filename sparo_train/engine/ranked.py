@@ -52,7 +52,7 @@ class RankedEngine(LocalEngine):
     def __init__(self, config: RankedEngineConfig, optim: OptimConfig, ranks: Ranks):
         super().__init__(config, optim)
         self.ranks, self.share = ranks, (ranks.rank, ranks.size)
-        own_gpu(self.device_context, self.kind, ranks)
+        assign_gpu(self.device_context, self.kind, ranks)
 
     def forward(self, batch: Batch, progress: Progress, *, last: bool) -> Loss:
         """The objective's loss of this rank's batch; the mean over ranks is the global one."""
@@ -65,26 +65,26 @@ class RankedEngine(LocalEngine):
         return Embeddings(*self._run(batch, None, last))
 
     def _run(self, batch: Batch, progress: Progress | None, last: bool) -> Any:
-        moved = self.device_context.moved(batch)
+        device_batch = self.device_context.to_device(batch)
         with (
-            self._exchanging(last),
+            self._gradient_sync(last),
             self.device_context.autocast(),
             self.device_context.attention(),
             self.device_context.clock.running(),
         ):
-            return self._root(moved, progress)
+            return self._root(device_batch, progress)
 
     def backward(self, total: Tensor, *, last: bool) -> None:
         """Accumulate gradients; after the `last` micro-batch they are the mean over ranks."""
-        with self._exchanging(last), self.ranks.named("averaging gradients"):
+        with self._gradient_sync(last), self.ranks.error_context("averaging gradients"):
             super().backward(total, last=last)
 
-    def _exchanging(self, last: bool) -> AbstractContextManager[None]:
+    def _gradient_sync(self, last: bool) -> AbstractContextManager[None]:
         """Around forwards and backwards: only those of the last micro-batch exchange gradients."""
         return nullcontext()
 
 
-def own_gpu(device_context: Device, kind: str, ranks: Ranks) -> None:
+def assign_gpu(device_context: Device, kind: str, ranks: Ranks) -> None:
     """Give this rank the GPU of its number on this machine. Raises `ConfigError` where there are more ranks than GPUs."""
     if device_context.device.type != "cuda":
         return
@@ -118,7 +118,7 @@ class PlainCopy:
         Args:
             gathered: the objective's state, whole, one tensor at a time; all ranks together.
         """
-        with self.ranks.named("gathering the model"), torch.no_grad():
+        with self.ranks.error_context("gathering the model"), torch.no_grad():
             # One tensor at a time is whole on the device, whatever the model's size.
             state = {name: t.to("cpu", copy=True) for name, t in gathered() if self._plain is not None}
         if self._plain is None:
@@ -142,6 +142,6 @@ def summed_norms(
     # One exchange for all norms, not one for each parameter.
     sums = torch.stack([here.get(key, nothing) for key in trained])
     if ranks.size > 1:
-        with ranks.named("summing the gradient's norm"):
+        with ranks.error_context("summing the gradient's norm"):
             dist.all_reduce(sums)
     return dict(zip(trained, sums.sqrt(), strict=True))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from ..core.disk.pieces import CheckpointReader, Piece, owners
+from ..core.disk.pieces import CheckpointReader, Piece, assign_writers
 from ..core.errors import CheckpointError
 
 
@@ -41,12 +41,14 @@ def pieces_of(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, 
     spans = {name: Span.of(tensor) for name, tensor in tensors.items()}
     plain = [name for name in tensors if not isinstance(tensors[name], DTensor)]
     # What all ranks hold alike is dealt out by size: no rank's file is the long one that all wait for.
-    mine = dict(zip(plain, (owner == rank for owner in owners([tensors[n].nbytes for n in plain], size)), strict=True))
-    found = {}
+    mine = dict(
+        zip(plain, (owner == rank for owner in assign_writers([tensors[n].nbytes for n in plain], size)), strict=True)
+    )
+    pieces = {}
     for number, (name, span) in enumerate(spans.items()):
         if mine.get(name, number % span.copies == span.copy) and (span.local.numel() or name in mine):
-            found[name] = Piece(span.local, tuple(tensors[name].shape), span.begin)
-    return found
+            pieces[name] = Piece(span.local, tuple(tensors[name].shape), span.begin)
+    return pieces
 
 
 def load_tensors(source: CheckpointReader, part: str, tensors: Mapping[str, Tensor]) -> None:

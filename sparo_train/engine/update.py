@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..core.contracts import Objective, Progress
-from .muon import Both
+from .muon import CombinedOptimizer
 from .optim import OptimConfig, learning_rate, weight_decay
 
 
-def set_rates(optimizer: torch.optim.Optimizer | Both, config: OptimConfig, progress: Progress) -> float:
+def set_rates(optimizer: torch.optim.Optimizer | CombinedOptimizer, config: OptimConfig, progress: Progress) -> float:
     """The learning rate of this step, returned, and its weight decay, into the optimizer's groups."""
     at = progress.step, progress.total_steps
     lr, decay = learning_rate(config, *at), weight_decay(config, *at)
@@ -23,28 +23,32 @@ def set_rates(optimizer: torch.optim.Optimizer | Both, config: OptimConfig, prog
     return lr
 
 
-def total_norms(objective: Objective, each: Mapping[int, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def total_norms(objective: Objective, param_norms: Mapping[int, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """The gradient's norm, whole and within each of the objective's parts, from those of parameters by their id."""
     parts = {
-        name: _joined([each[id(p)] for p in module.parameters() if id(p) in each])
+        name: _joined([param_norms[id(p)] for p in module.parameters() if id(p) in param_norms])
         for name, module in objective.grad_norm_groups().items()
     }
-    return _joined(list(each.values())), parts
+    return _joined(list(param_norms.values())), parts
 
 
-def clip_together(gradients: Collection[Tensor], norm: Tensor, most: float) -> None:
-    """Scale all gradients where their norm is above `most`. (torch.nn.utils.clip_grads_with_norm_ takes no shards.)"""
-    held = list(gradients)
+def clip_global_norm(gradients: Collection[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients where their norm is above `max_norm`. (torch.nn.utils.clip_grads_with_norm_ takes no shards.)"""
+    tensors = list(gradients)
     # The small number is clip_grad_norm_'s own, so that both scale alike.
     # In double precision, as Python would; a gradient below the limit is multiplied with one, which changes no bit.
-    factor = torch.where(norm > most, most / (norm.double() + 1e-6), 1.0).to(held[0].device, held[0].dtype)
-    torch._foreach_mul_(held, factor)  # pyright: ignore[reportPrivateImportUsage]
+    factor = torch.where(norm > max_norm, max_norm / (norm.double() + 1e-6), 1.0).to(
+        tensors[0].device, tensors[0].dtype
+    )
+    torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def clip_apart(gradients: Mapping[int, Tensor], norms: Mapping[int, Tensor], most: float) -> None:
-    """Scale every gradient whose own norm is above `most`."""
+def clip_per_tensor(gradients: Mapping[int, Tensor], norms: Mapping[int, Tensor], max_norm: float) -> None:
+    """Scale every gradient whose own norm is above `max_norm`."""
     # No branch on a value: it would wait for the device.
-    factors = [(most / (norms[key] + 1e-6)).clamp(max=1.0).to(gradient.device) for key, gradient in gradients.items()]
+    factors = [
+        (max_norm / (norms[key] + 1e-6)).clamp(max=1.0).to(gradient.device) for key, gradient in gradients.items()
+    ]
     torch._foreach_mul_(list(gradients.values()), factors)  # pyright: ignore[reportPrivateImportUsage]
 
 

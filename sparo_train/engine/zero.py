@@ -22,7 +22,7 @@ from .spans import pieces_of, refuse_differences
 ENTRIES = ("exp_avg", "exp_avg_sq")
 
 
-class Spot(NamedTuple):
+class FlatSlice(NamedTuple):
     """`length` elements from `begin` of a parameter, at `offset` of the flat tensor of its group."""
 
     flat: Tensor
@@ -52,7 +52,7 @@ class Zero:
         o = self.optimizer
         return o.fp32_partitioned_groups_flat if self.stage == 3 else o.single_partition_of_fp32_groups
 
-    def spot(self, p: nn.Parameter) -> Spot | None:
+    def flat_slice(self, p: nn.Parameter) -> FlatSlice | None:
         """Where this rank holds elements of a trained parameter; None where it holds none."""
         o = self.optimizer
         if self.stage == 3:
@@ -60,26 +60,26 @@ class Zero:
             begin = dist.get_rank(o.dp_process_group) * each
             # The last rank is padded, and padding is no part of the parameter.
             length = min(each, p.ds_numel - begin)  # type: ignore[attr-defined]
-            return Spot(self.flats[group], offset, begin, length) if length > 0 else None
-        held = getattr(p, "_hp_mapping", None)
-        if held is None:
+            return FlatSlice(self.flats[group], offset, begin, length) if length > 0 else None
+        hp_mapping = getattr(p, "_hp_mapping", None)
+        if hp_mapping is None:
             return None
-        at, of = held.hp_fragment_address, held.lp_fragment_address
-        return Spot(self.flats[held.param_group_index], at.start, of.start, at.numel)
+        at, of = hp_mapping.hp_fragment_address, hp_mapping.lp_fragment_address
+        return FlatSlice(self.flats[hp_mapping.param_group_index], at.start, of.start, at.numel)
 
-    def frozen(self, p: nn.Parameter) -> tuple[Tensor, int]:
+    def frozen_shard(self, p: nn.Parameter) -> tuple[Tensor, int]:
         """This rank's elements of a parameter that is not trained, and the first one's index."""
         if self.stage < 3:
             return p.detach().view(-1), 0
-        held: Tensor = p.ds_tensor  # type: ignore[attr-defined]
-        begin = self.engine.global_rank * held.numel()
-        return held.detach().view(-1)[: max(0, p.ds_numel - begin)], begin  # type: ignore[attr-defined]
+        shard: Tensor = p.ds_tensor  # type: ignore[attr-defined]
+        begin = self.engine.global_rank * shard.numel()
+        return shard.detach().view(-1)[: max(0, p.ds_numel - begin)], begin  # type: ignore[attr-defined]
 
     def entries(self, flat: Tensor) -> dict[str, Tensor]:
         """The optimizer's state of a flat tensor; empty before the first step."""
         return self.optimizer.optimizer.state.get(flat, {})
 
-    def start_entries(self, step: float) -> None:
+    def init_optimizer_state(self, step: float) -> None:
         """Make the optimizer's state exist, as after `step` steps, on every rank alike."""
         for flat in self.flats:
             state = self.optimizer.optimizer.state[flat]
@@ -107,12 +107,12 @@ class Zero:
         # Not by its number of elements: a large one may still lie here as it was before the step.
         return self.stage < 3 or bool(getattr(p, "ds_persist", False))
 
-    def held(self, p: nn.Parameter) -> tuple[Tensor, int]:
+    def local_shard(self, p: nn.Parameter) -> tuple[Tensor, int]:
         """This rank's elements of a parameter, from the master weights where it is trained, and the first one's index."""
         if not p.requires_grad:
-            return self.frozen(p)
-        spot = self.spot(p)
-        return (p.new_empty(0), 0) if spot is None else (spot.of(spot.flat), spot.begin)
+            return self.frozen_shard(p)
+        flat_slice = self.flat_slice(p)
+        return (p.new_empty(0), 0) if flat_slice is None else (flat_slice.of(flat_slice.flat), flat_slice.begin)
 
     @torch.no_grad()
     def gathered(self, p: nn.Parameter, shape: tuple[int, ...]) -> Tensor:
@@ -122,19 +122,19 @@ class Zero:
         """
         if self.stage < 3 and not p.requires_grad:
             return p.detach().clone().view(shape)
-        held, begin = self.held(p)
-        found = torch.zeros(math.prod(shape), dtype=p.dtype, device=self.engine.device)
+        shard, begin = self.local_shard(p)
+        full = torch.zeros(math.prod(shape), dtype=p.dtype, device=self.engine.device)
         # Without its neighbours' padding.
-        found[begin : begin + held.numel()] = held
+        full[begin : begin + shard.numel()] = shard
         # Zeros elsewhere: the sum is a gather of pieces of any length.
-        dist.all_reduce(found)
-        return found.view(shape)
+        dist.all_reduce(full)
+        return full.view(shape)
 
     @torch.no_grad()
     def write(self, p: nn.Parameter, value: Tensor) -> None:
         """Set a parameter to the same value on every rank: master weights and, where it is whole here, the copy."""
-        held, begin = self.held(p)
-        held.copy_(value.reshape(-1)[begin : begin + held.numel()])
+        shard, begin = self.local_shard(p)
+        shard.copy_(value.reshape(-1)[begin : begin + shard.numel()])
         # Stage 3 has released the whole parameter; its copy follows by refresh.
         if p.numel():
             p.copy_(value)
@@ -145,8 +145,8 @@ class Zero:
             from deepspeed.utils import safe_get_local_grad
 
             for name, p in named.items():
-                if (spot := self.spot(p)) is not None:
-                    yield name, safe_get_local_grad(p)[: spot.length]
+                if (flat_slice := self.flat_slice(p)) is not None:
+                    yield name, safe_get_local_grad(p)[: flat_slice.length]
             return
         starts: dict[tuple[int, int], Tensor] = {}
         for group, tensors in self.optimizer.averaged_gradients.items():
@@ -156,11 +156,11 @@ class Zero:
                 offset += tensor.numel()
         groups = {id(flat): number for number, flat in enumerate(self.flats)}
         for name, p in named.items():
-            if (spot := self.spot(p)) is not None and (
+            if (flat_slice := self.flat_slice(p)) is not None and (
                 # Stages 1 and 2 keep averages in the order of the group, not by parameter.
-                found := starts.get((groups[id(spot.flat)], spot.offset))
+                gradient := starts.get((groups[id(flat_slice.flat)], flat_slice.offset))
             ) is not None:
-                yield name, found[: spot.length]
+                yield name, gradient[: flat_slice.length]
 
     def pieces(self, objective: nn.Module, shapes: Mapping[str, tuple[int, ...]], share: tuple[int, int]) -> Pieces:
         """What this rank writes: runs of master weights and moments, and its share of what all ranks hold.
@@ -177,14 +177,14 @@ class Zero:
             if self.stage < 3 and not p.requires_grad:
                 everywhere[name] = p.detach().view(shapes[name])  # 0-d ones are vectors here
                 continue
-            data, begin = self.held(p)
+            data, begin = self.local_shard(p)
             if data.numel():
                 model[name] = Piece(data, shapes[name], begin)
-            if name in trained and (spot := self.spot(p)) is not None:
-                entries = self.entries(spot.flat)
+            if name in trained and (flat_slice := self.flat_slice(p)) is not None:
+                entries = self.entries(flat_slice.flat)
                 for key in ENTRIES:
                     if key in entries:
-                        optimizer[f"{name}/{key}"] = Piece(spot.of(entries[key]), shapes[name], spot.begin)
+                        optimizer[f"{name}/{key}"] = Piece(flat_slice.of(entries[key]), shapes[name], flat_slice.begin)
         steps = [entries["step"] for entries in map(self.entries, self.flats) if "step" in entries]
         # Under one name per parameter, as other engines write them: any engine may read this checkpoint.
         counts = {f"{name}/step": steps[0] for name in trained} if steps else {}
@@ -200,18 +200,20 @@ class Zero:
                 f"checkpoint: parameters took {sorted(counts)} steps, and DeepSpeed counts them together; use another engine"
             )
         # Before moments are read: they are views of tensors that have to exist.
-        self.start_entries(*counts or (0.0,))
+        self.init_optimizer_state(*counts or (0.0,))
         for name, t in [*objective.named_parameters(), *objective.named_buffers()]:
             if name not in shapes:  # a buffer that is not saved
                 continue
-            held, begin = self.held(t) if isinstance(t, nn.Parameter) else (t.detach().view(-1), 0)
-            held.copy_(source.read("model", name, begin, begin + held.numel()))
-            if counts and name in trained and (spot := self.spot(trained[name])) is not None:
+            shard, begin = self.local_shard(t) if isinstance(t, nn.Parameter) else (t.detach().view(-1), 0)
+            shard.copy_(source.read("model", name, begin, begin + shard.numel()))
+            if counts and name in trained and (flat_slice := self.flat_slice(trained[name])) is not None:
                 for key in ENTRIES:
-                    saved = source.read("optimizer", f"{name}/{key}", spot.begin, spot.begin + spot.length)
-                    spot.of(self.entries(spot.flat)[key]).copy_(saved)
+                    saved = source.read(
+                        "optimizer", f"{name}/{key}", flat_slice.begin, flat_slice.begin + flat_slice.length
+                    )
+                    flat_slice.of(self.entries(flat_slice.flat)[key]).copy_(saved)
 
-    def forget_gradients(self) -> None:
+    def zero_gradients(self) -> None:
         """Stage 3 keeps the last step's gradient of a parameter that this step does not reach."""
         if self.stage == 3:
             self.optimizer.grad_partitions_flat_buffer.zero_()

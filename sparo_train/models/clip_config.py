@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..core.config import Frozen, setting
 from ..core.errors import did_you_mean
-from ..core.plugins import Open
+from ..core.plugins import FromRegistry
 from ..core.tables import READOUTS
 
 OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)  # of pixels in 0..1, as in every published CLIP
@@ -22,14 +22,14 @@ _FREEZE = "what is not trained: true, all of it; blocks, all but what stands beh
 TRAINING = {"init", "freeze"}  # keys of a tower that are no part of what it is
 
 
-def _how_frozen(value: Any) -> Any:
+def _check_freeze(value: Any) -> Any:
     # Before the union, of which every member would complain in words of its own.
     if value != "blocks" and not isinstance(value, bool) and not (isinstance(value, int) and value >= 0):
         raise ValueError(f"true, false, blocks, or a number of blocks (got {value!r})")
     return value
 
 
-Freeze = Annotated[bool | Literal["blocks"] | Annotated[int, Field(ge=0)], BeforeValidator(_how_frozen)]
+Freeze = Annotated[bool | Literal["blocks"] | Annotated[int, Field(ge=0)], BeforeValidator(_check_freeze)]
 
 
 class VisionConfig(Frozen):
@@ -53,7 +53,7 @@ class VisionConfig(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _sized(cls, value: Any) -> Any:
+    def _fill_timm_sizes(cls, value: Any) -> Any:
         if not isinstance(value, dict) or not isinstance(value.get("timm_model_name"), str):
             return value
         sizes = {key: own for key, own in _timm_sizes(value)._asdict().items() if key in cls.model_fields}
@@ -63,7 +63,7 @@ class VisionConfig(Frozen):
         return value | sizes
 
     @model_validator(mode="after")
-    def _towers(self) -> VisionConfig:
+    def _check_timm(self) -> VisionConfig:
         if self.timm_model_name is None and self.timm_model_kwargs:
             raise ValueError("timm_model_kwargs: are of timm_model_name, and there is none")
         if (
@@ -87,12 +87,12 @@ class VisionConfig(Frozen):
         return (self.image_size // self.patch_size) ** 2 + 1
 
     @property
-    def unused(self) -> set[str]:
+    def unused_keys(self) -> set[str]:
         """Keys that are no part of what the tower is."""
         return TRAINING if self.timm_model_name else TRAINING | {"timm_model_name", "timm_model_kwargs"}
 
     @property
-    def kept_patches(self) -> int:
+    def patches_after_dropout(self) -> int:
         """Patches that `patch_dropout` leaves (open_clip's rounding)."""
         return max(1, int((self.tokens - 1) * (1 - self.patch_dropout)))
 
@@ -173,8 +173,8 @@ class ClipConfig(Frozen):
     vision: VisionConfig = setting(VisionConfig(), "the image tower")
     text: TextConfig = setting(TextConfig(), "the text tower")
     embed_dim: int = setting(512, "width of an encoding whose read-out has none of its own", gt=0, le=65536)
-    readout: Annotated[Any, Open(READOUTS, default="token")] = Field(
-        default_factory=lambda: READOUTS.row("token")(),
+    readout: Annotated[Any, FromRegistry(READOUTS, default="token")] = Field(
+        default_factory=lambda: READOUTS.get("token")(),
         description="how tokens become an encoding: a row of sparo.readouts",
     )
     quick_gelu: bool = setting(False, "OpenAI's approximation of GELU")
@@ -185,7 +185,7 @@ class ClipConfig(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill(cls, value: Any) -> Any:
+    def _fill_backbone(cls, value: Any) -> Any:
         name = value.get("backbone") if isinstance(value, dict) else None
         if not isinstance(name, str):
             return value

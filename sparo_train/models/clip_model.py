@@ -85,14 +85,14 @@ class Clip(nn.Module):
         # The scale itself, not its logarithm: open_clip's callers multiply with the third value.
         return self.encode_image(image, True), self.encode_text(text, True), self.logit_scale.exp()
 
-    def fitted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def adapt_to_resolution(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights of a CLIP with positions for this model's image size."""
-        found = dict(weights)
+        state = dict(weights)
         if isinstance(self.visual, VisionTower):
-            resize_pos_embed(found, self, antialias=True)
-        elif (name := "visual.trunk.pos_embed") in found:
-            found[name] = self.visual.placed(found[name])
-        return found
+            resize_pos_embed(state, self, antialias=True)
+        elif (name := "visual.trunk.pos_embed") in state:
+            state[name] = self.visual.resize_pos_embed(state[name])
+        return state
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.visual.set_grad_checkpointing(enable)

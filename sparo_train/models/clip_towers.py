@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ..core.errors import ConfigError
 from .locking import lock
 from .patches import patchify, regridded
-from .slots import NoReadOut, ReadOut, ReadOutConfig, Slots, projected, read_slots
+from .slots import NoReadOut, ReadOut, ReadOutConfig, Slots, project_tokens, read_slots
 
 
 class VisionTower(VisionTransformer):
@@ -77,7 +77,7 @@ class VisionTower(VisionTransformer):
             assert x is not None
             hidden = self.hidden(x, patches)
         if local:
-            return projected(self.ln_post(hidden), self.proj, self.prefix)
+            return project_tokens(self.ln_post(hidden), self.proj, self.prefix)
         pooled, _ = self._pool(hidden)
         # Applied here, not in the read-out: a projection is the tower's, with open_clip's name.
         return pooled if self.proj is None else pooled @ self.proj

@@ -59,8 +59,8 @@ class GlobalBatchNorm(nn.BatchNorm1d):
         with torch.no_grad():
             keep, count = 1 - (self.momentum or 0.1), sums[-1]
             # Running statistics take the unbiased variance, the batch itself the biased one, as torch has it.
-            for held, found in ((self.running_mean, mean), (self.running_var, var * count / (count - 1))):
-                held.mul_(keep).add_(found, alpha=1 - keep)  # type: ignore[union-attr]
+            for running_stat, batch_stat in ((self.running_mean, mean), (self.running_var, var * count / (count - 1))):
+                running_stat.mul_(keep).add_(batch_stat, alpha=1 - keep)  # type: ignore[union-attr]
             self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
         return (self.weight * (x - mean) * (var + self.eps).rsqrt() + self.bias).to(input.dtype)
 

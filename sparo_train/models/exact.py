@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 
-def exactly(layer: nn.Module, x: Tensor) -> Tensor:
+def in_fp32(layer: nn.Module, x: Tensor) -> Tensor:
     """`layer(x)` in fp32 at least, whatever autocast says, and whatever an engine holds its weights in."""
     with torch.autocast(x.device.type, enabled=False):
         exact = torch.promote_types(x.dtype, torch.float32)

@@ -80,7 +80,7 @@ class ReadOutConfig(Frozen, ABC):
     kind: Any = setting(..., "a row of sparo.readouts")  # a Literal of one name, in each of them
     reads_cls: ClassVar[bool] = False  # an image's class token alone: there has to be one
     conditioned: ClassVar[bool] = False  # texts pool its image tokens, by a loss of CLIP's own
-    untold: ClassVar[str] = ""  # what weights of the same shapes may also be, and a score would not look wrong
+    inference_note: ClassVar[str] = ""  # what weights of the same shapes may also be, and a score would not look wrong
 
     @property
     def placement(self) -> Placement:
@@ -156,8 +156,8 @@ def normalize_slots(slots: Slots, weighting: Weighting = "const", representation
     weights = None
     if weighting in LEARNED:
         logits, values = values[..., :1], values[..., 1:]
-        found = logits.softmax(1)
-        weights = F.normalize(found, dim=1) if weighting == "softmax" else found.sqrt()
+        probabilities = logits.softmax(1)
+        weights = F.normalize(probabilities, dim=1) if weighting == "softmax" else probabilities.sqrt()
     elif weighting == "norm" and representation == "cont":
         weights = F.normalize(values.norm(dim=-1, keepdim=True), dim=1)
     elif weighting == "norm":
@@ -192,7 +192,7 @@ def read_slots(
     return normalize_slots(slots, place.weighting, place.representation) if place.normalize else slots
 
 
-def projected(tokens: Tensor, proj: Tensor | None, prefix: int) -> Tensor:
+def project_tokens(tokens: Tensor, proj: Tensor | None, prefix: int) -> Tensor:
     """Class token and patches of normed tokens (B, N, d), each through a tower's projection (d, D): what texts pool."""
     assert proj is not None  # a conditioned read-out's placement
     return torch.cat([tokens[:, :1], tokens[:, prefix:]], dim=1) @ proj

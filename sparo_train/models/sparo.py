@@ -25,7 +25,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from ..core.config import setting
-from .readouts.separate_heads import SeparateHeads, shown
+from .readouts.separate_heads import SeparateHeads, optional_attention
 from .slots import LEARNED, Placement, ReadOutPair, Representation, Slots, TwinReadOut, Weighting
 
 
@@ -36,7 +36,7 @@ class SparoReadOut(TwinReadOut):
     """
 
     kind: Literal["sparo"] = setting("sparo", "a row of sparo.readouts")
-    untold: ClassVar[str] = "class token attended and slots unweighted, which shapes do not tell"
+    inference_note: ClassVar[str] = "class token attended and slots unweighted, which shapes do not tell"
     cross_attention: ClassVar[str] = "separate_head"  # what Table 6 calls it
     slots: int = setting(64, "L, concepts attended separately", gt=0)
     slot_width: int = setting(64, "V, numbers of a slot", gt=0)
@@ -178,7 +178,7 @@ class Sparo(SeparateHeads):
         """
         # The projection is handed in: behind the pool it is a product of slots, before it one of all tokens.
         values, attention = self.attend(tokens, keep, self.proj)
-        return Slots(values, shown(attention, need_attention))
+        return Slots(values, optional_attention(attention, need_attention))
 
     def plain(self, tokens: Tensor, keep: Tensor | None = None) -> Slots:
         """Appendix A as written. Same parameters, same result, slower."""

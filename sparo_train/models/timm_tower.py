@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.errors import did_you_mean
-from .slots import NoReadOut, ReadOut, ReadOutConfig, Slots, projected, read_slots
+from .slots import NoReadOut, ReadOut, ReadOutConfig, Slots, project_tokens, read_slots
 
-_OURS = ("pretrained", "num_classes", "global_pool", "img_size", "pretrained_cfg", "checkpoint_path")
+_RESERVED_KWARGS = ("pretrained", "num_classes", "global_pool", "img_size", "pretrained_cfg", "checkpoint_path")
 
 
 class TimmSizes(NamedTuple):
@@ -60,7 +60,7 @@ def _sizes(name: str, image_size: int | None, kwargs: tuple[tuple[str, Any], ...
     with torch.device("meta"):
         trunk = _trunk(name, image_size, dict(kwargs))
         try:
-            return _measured(trunk)
+            return _measure(trunk)
         # Whatever a family lacks of what is asked here, a read-out could not be put on it.
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, AssertionError, NameError) as error:
             raise ValueError(
@@ -68,7 +68,7 @@ def _sizes(name: str, image_size: int | None, kwargs: tuple[tuple[str, Any], ...
             ) from None
 
 
-def _measured(trunk: Any) -> TimmSizes:
+def _measure(trunk: Any) -> TimmSizes:
     size, block, width = trunk.patch_embed.img_size, trunk.blocks[0], trunk.num_features
     # Counted, not computed from sizes: families add registers and class tokens as they like.
     tokens, prefix = _hidden(trunk, torch.empty(1, 3, *size)).shape[1], trunk.num_prefix_tokens
@@ -87,18 +87,20 @@ def _measured(trunk: Any) -> TimmSizes:
 
 def _hidden(trunk: Any, x: Tensor) -> Tensor:
     """Tokens (B, N, d) behind the last block, before any norm."""
-    found = trunk.forward_intermediates(
+    outputs = trunk.forward_intermediates(
         x, indices=1, norm=False, output_fmt="NLC", return_prefix_tokens=True, intermediates_only=True
     )[0]
     # timm gives prefix tokens behind the patches; towers want them before.
-    return torch.cat(found[::-1], dim=1) if trunk.num_prefix_tokens else found
+    return torch.cat(outputs[::-1], dim=1) if trunk.num_prefix_tokens else outputs
 
 
 def _trunk(name: str, image_size: int | None, kwargs: Mapping[str, Any]) -> Any:
     if not timm.is_model(name):
         raise ValueError(f"timm_model_name={name}: {did_you_mean(name.split('.')[0], timm.list_models())}")
-    if taken := [key for key in kwargs if key in _OURS]:
-        raise ValueError(f"timm_model_kwargs: {taken[0]} is not yours to say; image_size and readout are keys of ours")
+    if reserved := [key for key in kwargs if key in _RESERVED_KWARGS]:
+        raise ValueError(
+            f"timm_model_kwargs: {reserved[0]} is not yours to say; image_size and readout are keys of ours"
+        )
     size = {} if image_size is None else {"img_size": image_size}
     try:
         # No pooling and no head of its own: both are the read-out's.
@@ -171,7 +173,7 @@ class TimmTower(nn.Module):
             assert x is not None
             hidden = self.hidden(x, patches)
         if local:
-            return projected(self.trunk.norm(hidden), self.proj, self.prefix)
+            return project_tokens(self.trunk.norm(hidden), self.proj, self.prefix)
         # The norm of one token is that token's: the others' would be computed for nobody.
         pooled = self.trunk.norm(hidden[:, :1])[:, 0] if self.read_by is None else self._read(hidden, False).flat()
         return pooled if self.proj is None else pooled @ self.proj
@@ -195,14 +197,14 @@ class TimmTower(nn.Module):
         """Whether its first token is a class token."""
         return getattr(self.trunk, "cls_token", None) is not None
 
-    def placed(self, positions: Tensor) -> Tensor:
+    def resize_pos_embed(self, positions: Tensor) -> Tensor:
         """Position embeddings of a model for images of another size, interpolated as timm does; those of this one as they are."""
         own = getattr(self.trunk, "pos_embed", None)
         if own is None or positions.shape == own.shape or positions.shape[-1] != own.shape[-1]:
             return positions
         # Some models embed no place of their prefix tokens, and their table has no rows for them.
-        without = 0 if self.trunk.no_embed_class else self.prefix
-        return resample_abs_pos_embed(positions, list(self.trunk.patch_embed.grid_size), num_prefix_tokens=without)
+        num_prefix = 0 if self.trunk.no_embed_class else self.prefix
+        return resample_abs_pos_embed(positions, list(self.trunk.patch_embed.grid_size), num_prefix_tokens=num_prefix)
 
     def set_grad_checkpointing(self, enable: bool = True, *_more: Any) -> None:
         self.trunk.set_grad_checkpointing(enable)

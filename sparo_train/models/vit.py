@@ -32,15 +32,15 @@ def init_linears(module: nn.Module, kind: Literal["official", "xavier"]) -> None
             nn.init.trunc_normal_(part.weight, std=0.02)
 
 
-def _add(before: Tensor, x: Tensor, branch: Callable[[Tensor], Tensor], scale: Tensor | None) -> Tensor:
+def _residual(before: Tensor, x: Tensor, branch: Callable[[Tensor], Tensor], scale: Tensor | None) -> Tensor:
     """`before + scale * branch(x)`; in training on a CPU, where it costs nothing to know them, only kept samples go through."""
     if scale is None:
         return before + branch(x)
     if x.device.type == "cpu" and torch.is_grad_enabled():
         # On a GPU the host would have to wait to know which.
-        kept = scale.nonzero().flatten()
+        active = scale.nonzero().flatten()
         # Scattered into a copy: samples whose path was dropped keep what they had.
-        return before.index_add(0, kept, (branch(x[kept]) * scale[kept, None, None]).to(before.dtype))
+        return before.index_add(0, active, (branch(x[active]) * scale[active, None, None]).to(before.dtype))
     return torch.addcmul(before, branch(x).to(before.dtype), scale[:, None, None])
 
 
@@ -56,8 +56,8 @@ class DropBlock(Block):
         """
         attention = self._first if cls_only else self.attn
         before = x[:, :1] if cls_only else x
-        x = _add(before, x, lambda t: attention(self.norm1(t)), None if scale is None else scale[:, 0])
-        return _add(x, x, lambda t: self.mlp(self.norm2(t)), None if scale is None else scale[:, 1])
+        x = _residual(before, x, lambda t: attention(self.norm1(t)), None if scale is None else scale[:, 0])
+        return _residual(x, x, lambda t: self.mlp(self.norm2(t)), None if scale is None else scale[:, 1])
 
     def _first(self, x: Tensor) -> Tensor:
         """Self-attention's output at the first token."""
@@ -145,13 +145,13 @@ class Vit(VisionTransformer):
 
     def intermediate(self, x: Tensor, n: int) -> list[Tensor]:
         """The outputs of the last `n` blocks, all tokens, each behind `norm`: the official `get_intermediate_layers`."""
-        x, found = self.embed(x), []
+        x, outputs = self.embed(x), []
         for number, block in enumerate(self.blocks):
             x = block(x)
             # Counted from the end, before the loop is over: earlier outputs are not kept.
             if len(self.blocks) - number <= n:
-                found.append(self.norm(x))
-        return found
+                outputs.append(self.norm(x))
+        return outputs
 
     def probe_features(self, x: Tensor, n: int = 4, avgpool: bool = False) -> Tensor:
         """What the official linear probe reads: CLS behind `norm` of the last `n` blocks, and the mean patch of the last where asked.

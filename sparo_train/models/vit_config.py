@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from ..core.config import Frozen, setting
 from ..core.errors import did_you_mean
-from ..core.plugins import Open
+from ..core.plugins import FromRegistry
 from ..core.tables import READOUTS
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)  # of pixels in 0..1
@@ -37,8 +37,8 @@ class VitConfig(Frozen):
     mlp_ratio: float = setting(4.0, "width of a block's MLP over its own", gt=0)
     drop_path: float = setting(0.1, "of the student's last block; the first has none, even steps between", ge=0, lt=1)
     init: Literal["official", "xavier"] = setting("official", "a normal of 0.02, or xavier-uniform for narrow models")
-    readout: Annotated[Any, Open(READOUTS, default="cls")] = Field(
-        default_factory=lambda: READOUTS.row("cls")(),
+    readout: Annotated[Any, FromRegistry(READOUTS, default="cls")] = Field(
+        default_factory=lambda: READOUTS.get("cls")(),
         description="how tokens become an encoding: a row of sparo.readouts",
     )
 

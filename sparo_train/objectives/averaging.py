@@ -29,23 +29,25 @@ class EmaConfig(Frozen):
 def _pairs(average: nn.Module, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """What follows, and what it follows: of the trained parameters alone. A frozen one is the same in both, and would drift by rounding."""
     pairs = [
-        (_here(a), _here(p)) for a, p in zip(average.parameters(), model.parameters(), strict=True) if p.requires_grad
+        (_local_tensor(a), _local_tensor(p))
+        for a, p in zip(average.parameters(), model.parameters(), strict=True)
+        if p.requires_grad
     ]
     return [a for a, _ in pairs], [p for _, p in pairs]
 
 
 def _buffers(average: nn.Module, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    kept, theirs = average.state_dict().keys(), dict(model.named_buffers())
-    return [(buffer, theirs[name]) for name, buffer in average.named_buffers() if name in kept]
+    persistent_names, theirs = average.state_dict().keys(), dict(model.named_buffers())
+    return [(buffer, theirs[name]) for name, buffer in average.named_buffers() if name in persistent_names]
 
 
-def _here(p: nn.Parameter) -> Tensor:
+def _local_tensor(p: nn.Parameter) -> Tensor:
     """A parameter, or this rank's rows of one: both sides are cut alike, and one call cannot take whole ones beside cut ones."""
     return p.data.to_local() if isinstance(p.data, DTensor) else p.data
 
 
 @torch.no_grad()
-def follow(average: nn.Module, model: nn.Module, keep: float, buffers: bool = True) -> None:
+def update_ema(average: nn.Module, model: nn.Module, decay: float, buffers: bool = True) -> None:
     """Set average = keep * average + (1 - keep) * model, parameter by parameter.
 
     Args:
@@ -57,20 +59,20 @@ def follow(average: nn.Module, model: nn.Module, keep: float, buffers: bool = Tr
     if not averages:
         return
     # Lists of tensors in one call: a model has hundreds, and each would be a kernel of its own.
-    torch._foreach_mul_(averages, keep)  # pyright: ignore[reportPrivateImportUsage]
-    torch._foreach_add_(averages, trained, alpha=1 - keep)  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_mul_(averages, decay)  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_add_(averages, trained, alpha=1 - decay)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @torch.no_grad()
-def follow_if(applied: Tensor, average: nn.Module, model: nn.Module, keep: float, buffers: bool = True) -> None:
+def update_ema_if(applied: Tensor, average: nn.Module, model: nn.Module, decay: float, buffers: bool = True) -> None:
     """Do the same where only the device knows (0-d bool) whether the step was applied; where it was not, nothing moves."""
     for own, theirs in _buffers(average, model) if buffers else ():
         own.copy_(torch.where(applied, theirs, own))
     averages, trained = _pairs(average, model)
     if not averages:
         return
-    gain = torch.where(applied, 1 - keep, 0.0)
+    gain = torch.where(applied, 1 - decay, 0.0)
     # The difference first: where nothing was applied it is multiplied with zero, and the average keeps its bits.
-    apart = torch._foreach_sub(trained, averages)  # pyright: ignore[reportPrivateImportUsage]
-    torch._foreach_mul_(apart, gain.to(averages[0].dtype))  # pyright: ignore[reportPrivateImportUsage]
-    torch._foreach_add_(averages, apart)  # pyright: ignore[reportPrivateImportUsage]
+    delta = torch._foreach_sub(trained, averages)  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_mul_(delta, gain.to(averages[0].dtype))  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_add_(averages, delta)  # pyright: ignore[reportPrivateImportUsage]

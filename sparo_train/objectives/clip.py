@@ -17,15 +17,15 @@ from ..data.examples.text import VOCABULARY, ClipTokenizer
 from ..data.read.sources import DataConfig
 from ..models.clip_model import Clip
 from ..models.locking import layer_of
-from .averaging import follow, follow_if
+from .averaging import update_ema, update_ema_if
 from .clip_settings import ClipObjectiveConfig
 from .clip_tokens import TokenExamples
 from .conditioned import conditioned_sigmoid
-from .contrastive import contrastive, logits_held
+from .contrastive import contrastive, peak_logits
 from .method import Method
 
 
-class Embeddings(NamedTuple):
+class ClipEmbeddings(NamedTuple):
     """Unit-norm encodings in fp32: image (B, width), text (B, width)."""
 
     image: Tensor
@@ -72,22 +72,26 @@ class ClipObjective(CoupledObjective):
         # Back to whole numbers: a batch is bytes everywhere else, and both ways give the same pixels.
         return {**batch, "image": image.round_().clamp_(0, 255).to(torch.uint8)}
 
-    def embed(self, batch: Batch) -> Embeddings | LocalEmbeddings:
+    def embed(self, batch: Batch) -> ClipEmbeddings | LocalEmbeddings:
         """Encode `image` (B, 3, H, W) uint8, of which `patches` (B, K) int64 where given, and `text` (B, T) int64.
 
         What the towers' blocks made of them may be given: `image_tokens` (B, N, d), in place of the image, and `text_tokens` (B, T, d).
         """
-        kept = {side: batch[f"{side}_tokens"].float() for side in ("image", "text") if f"{side}_tokens" in batch}
+        cached_tokens = {
+            side: batch[f"{side}_tokens"].float() for side in ("image", "text") if f"{side}_tokens" in batch
+        }
         for key in ("image", "text"):
-            if key not in batch and not (key == "image" and key in kept):
+            if key not in batch and not (key == "image" and key in cached_tokens):
                 raise DataError(f"objective clip: the batch has no {key!r} (it has {', '.join(batch)})")
-        pixels = None if "image" in kept else self.pixels(batch["image"])
+        pixels = None if "image" in cached_tokens else self.pixels(batch["image"])
         if self.config.model.readout.conditioned:
-            image, local = self.model.encode_local(pixels, batch.get("patches"), kept.get("image"))
-            return LocalEmbeddings(image, self.model.encode_text(batch["text"], False, kept.get("text")), local)
-        return Embeddings(
-            self.model.encode_image(pixels, True, batch.get("patches"), kept.get("image")),
-            self.model.encode_text(batch["text"], True, kept.get("text")),
+            image, local = self.model.encode_local(pixels, batch.get("patches"), cached_tokens.get("image"))
+            return LocalEmbeddings(
+                image, self.model.encode_text(batch["text"], False, cached_tokens.get("text")), local
+            )
+        return ClipEmbeddings(
+            self.model.encode_image(pixels, True, batch.get("patches"), cached_tokens.get("image")),
+            self.model.encode_text(batch["text"], True, cached_tokens.get("text")),
         )
 
     def loss(self, embeddings: tuple[Tensor, ...], own: Sequence[Tensor], progress: Progress) -> Loss:
@@ -112,11 +116,11 @@ class ClipObjective(CoupledObjective):
         return Loss(total, metrics if bias is None else {**metrics, "logit_bias": bias.detach()})
 
     def loss_parameters(self) -> Sequence[nn.Parameter]:
-        return _of_loss(self.model)
+        return _loss_parameters(self.model)
 
     def unsharded(self) -> Sequence[nn.Parameter]:
         # A whole parameter cannot be averaged into the shards of its copy.
-        return [p for m in (self.model, self.average) if m is not None for p in _of_loss(m)]
+        return [p for m in (self.model, self.average) if m is not None for p in _loss_parameters(m)]
 
     @property
     def scored(self) -> Clip:
@@ -126,9 +130,9 @@ class ClipObjective(CoupledObjective):
     def refuse_length(self, total_steps: int) -> None:
         # What is scored has the model's size, which must not be one that it never saw.
         last = (total_steps - 1) / total_steps
-        if unseen := [share for share, _ in self.config.image_sizes if share > last]:
+        if unreachable_shares := [share for share, _ in self.config.image_sizes if share > last]:
             raise ConfigError(
-                f"objective.image_sizes: no step of {total_steps} begins at a share of {unseen[0]:g} of the run or later (the last "
+                f"objective.image_sizes: no step of {total_steps} begins at a share of {unreachable_shares[0]:g} of the run or later (the last "
                 f"at {last:g}), so that size would never be trained; begin it earlier"
             )
 
@@ -147,7 +151,7 @@ class ClipObjective(CoupledObjective):
     def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of a CLIP model; positions of images of another size are interpolated as open_clip does."""
         # Filled by `after_step`, so it is neither trained nor exchanged.
-        fitted = self.model.fitted(weights)
+        fitted = self.model.adapt_to_resolution(weights)
         nets = ("model",) if self.average is None else ("model", "average")
         return {f"{net}.{name}": value for net in nets for name, value in fitted.items()}
 
@@ -181,7 +185,7 @@ class ClipObjective(CoupledObjective):
             # What is frozen keeps nothing for a backward that does not go through it.
             [row for *row, still in zip(sizes, blocks, self.config.frozen, strict=True) if not still],  # type: ignore[misc]
             m.width,
-            4 * 4 * logits_held(batch, world_batch),
+            4 * 4 * peak_logits(batch, world_batch),
         )
 
     def set_grad_checkpointing(self, enable: bool) -> None:
@@ -192,16 +196,16 @@ class ClipObjective(CoupledObjective):
         # Also where it was loaded too large: the clamp is after the step, as in CLIP's paper.
         self.model.logit_scale.clamp_(0, self.config.max_logit_scale)
         if self.average is not None and self.config.ema is not None:
-            follow(self.average, self.model, self.config.ema.at(progress))
+            update_ema(self.average, self.model, self.config.ema.at(progress))
 
     @torch.no_grad()
     def after_step_if(self, applied: Tensor, progress: Progress) -> None:
         self.model.logit_scale.clamp_(0, self.config.max_logit_scale)  # what was not stepped is clamped already
         if self.average is not None and self.config.ema is not None:
-            follow_if(applied, self.average, self.model, self.config.ema.at(progress))
+            update_ema_if(applied, self.average, self.model, self.config.ema.at(progress))
 
 
-def _of_loss(model: Clip) -> list[nn.Parameter]:
+def _loss_parameters(model: Clip) -> list[nn.Parameter]:
     own = [p for p in (model.logit_scale, model.logit_bias) if p is not None]
     return [*own, *model.pool_parameters()]
 
@@ -219,16 +223,16 @@ def _examples(config: ClipObjectiveConfig, data: DataConfig) -> ImageTextExample
         raise ConfigError(
             f"objective.model.text.vocab_size={model.text.vocab_size}: CLIP's tokenizer has {VOCABULARY} ids; remove the key"
         )
-    given = (
+    example_args = (
         data,
         model.vision.image_size,
         model.text.context_length,
         ClipTokenizer(model.text.context_length),
-        (model.vision.tokens - 1, model.vision.kept_patches) if model.vision.patch_dropout else None,
+        (model.vision.tokens - 1, model.vision.patches_after_dropout) if model.vision.patch_dropout else None,
     )
     if config.cache is None:
-        return ImageTextExamples(*given)
-    return TokenExamples(config.cache, *config.frozen, *given)
+        return ImageTextExamples(*example_args)
+    return TokenExamples(config.cache, *config.frozen, *example_args)
 
 
 def _rules(run: Any) -> None:

@@ -15,14 +15,23 @@ from ..core.disk.mirrors import Sample
 from ..core.distributed import Ranks
 from ..core.errors import BadSampleError, ConfigError
 from ..data.examples.image_text import ImageTextExamples
-from ..data.examples.samples import caption, captions_of, decode_image, image_bytes
+from ..data.examples.samples import caption, decode_image, image_bytes, list_captions
 from ..data.examples.transforms import eval_pixels
-from ..data.read.kept_tokens import KeptTokens, digest_of
+from ..data.read.kept_tokens import TokenCache, digest_of
 from ..data.read.loader import OnStage, ignore_stage
 from ..data.read.sources import Source
-from .tower_work import Encode, Prepared, Run, at_work, keep_images, keep_texts, runs_of, tower_facts
+from .tower_work import (
+    Encode,
+    Prepared,
+    SampleRange,
+    cache_image_tokens,
+    cache_text_tokens,
+    sample_ranges,
+    token_cache_builder,
+    tower_facts,
+)
 
-_TOLD = 64  # parts of a rank between two lines
+_LOG_EVERY = 64  # parts of a rank between two lines
 
 
 class CacheConfig(Frozen):
@@ -49,51 +58,61 @@ class TokenExamples(ImageTextExamples):
     def __init__(self, cache: CacheConfig, images: bool, texts: bool, *others: Any):
         super().__init__(*others)
         self.cache, self._frozen = cache, [kind for kind, is_so in (("image", images), ("text", texts)) if is_so]
-        self.kept: dict[str, KeptTokens] = {}
+        self.token_caches: dict[str, TokenCache] = {}
 
     def ready(
-        self, objective: Any, sources: Sequence[Source], side: Any, ranks: Ranks, say: Callable[[str], None]
+        self, objective: Any, sources: Sequence[Source], side: Any, ranks: Ranks, log: Callable[[str], None]
     ) -> None:
         """Compute what is not kept yet, the parts dealt to the ranks, and open all of it.
 
         Raises:
             DataError: the folder cannot be written, or a tower gives numbers that are not finite.
         """
-        runs = runs_of(sources)
+        ranges = sample_ranges(sources)
         for kind in self._frozen:
             tower = objective.model.visual if kind == "image" else objective.model.text
             facts = tower_facts(tower, self._sizes(objective.config, kind), side.config.precision)
-            kept = ranks.call_on_all(
-                lambda f=facts, k=kind: KeptTokens(Path(self.cache.folder) / k, f, self.cache.dtype)
+            token_cache = ranks.call_on_all(
+                lambda f=facts, k=kind: TokenCache(Path(self.cache.folder) / k, f, self.cache.dtype)
             )
             missing = ranks.rank0_broadcast(
-                lambda kept=kept, k=kind: [n for n, run in enumerate(runs) if not kept.has(run.name(k))]
+                lambda kept=token_cache, k=kind: [
+                    n for n, sample_range in enumerate(ranges) if not kept.has(sample_range.name(k))
+                ]
             )
             if missing:
-                samples = sum(runs[n].last - runs[n].first for n in missing)
-                room = self._room(objective.config.model, samples) if kind == "image" else ""
-                say(f"objective.cache: computing the {kind} tokens of {samples:,} samples{room} -> {kept.folder}")
-                with at_work(tower, side) as encode:
+                samples = sum(ranges[n].last - ranges[n].first for n in missing)
+                room = self._disk_size_note(objective.config.model, samples) if kind == "image" else ""
+                log(
+                    f"objective.cache: computing the {kind} tokens of {samples:,} samples{room} -> {token_cache.folder}"
+                )
+                with token_cache_builder(tower, side) as encode:
                     # A round ends for all ranks together, so that nobody waits longer than for one part.
                     for number, begin in enumerate(range(0, len(missing), ranks.size), 1):
-                        own = [runs[n] for n in missing[begin + ranks.rank : begin + ranks.rank + 1]]
-                        ranks.call_on_all(lambda o=own, k=kind, t=kept, e=encode: self._keep(k, t, o, objective, e))
-                        if number % _TOLD == 0:
-                            say(f"objective.cache: {begin + ranks.size:,} of {len(missing):,} parts")
+                        own = [ranges[n] for n in missing[begin + ranks.rank : begin + ranks.rank + 1]]
+                        ranks.call_on_all(
+                            lambda o=own, k=kind, t=token_cache, e=encode: self._compute_tokens(k, t, o, objective, e)
+                        )
+                        if number % _LOG_EVERY == 0:
+                            log(f"objective.cache: {begin + ranks.size:,} of {len(missing):,} parts")
             # Opened by this process, before workers are forked: they share the index instead of each having one.
-            ranks.call_on_all(lambda kept=kept, k=kind: kept.open([run.name(k) for run in runs]))
-            self.kept[kind] = kept
+            ranks.call_on_all(lambda kept=token_cache, k=kind: kept.open([run.name(k) for run in ranges]))
+            self.token_caches[kind] = token_cache
 
-    def _room(self, model: Any, samples: int) -> str:
+    def _disk_size_note(self, model: Any, samples: int) -> str:
         numbers = samples * model.vision.tokens * model.vision.width
         return f" (about {numbers * (2 if self.cache.dtype == 'fp16' else 4) / 1e9:.3g} GB)"
 
-    def _keep(self, kind: str, kept: KeptTokens, runs: Sequence[Run], objective: Any, encode: Encode) -> None:
-        for run in runs:
+    def _compute_tokens(
+        self, kind: str, token_cache: TokenCache, ranges: Sequence[SampleRange], objective: Any, encode: Encode
+    ) -> None:
+        for sample_range in ranges:
             if kind == "text":
-                keep_texts(kept, run, self._texts, encode, self.config.workers)
+                cache_text_tokens(token_cache, sample_range, self._texts, encode, self.config.workers)
             else:
-                keep_images(kept, run, self._image, lambda x: encode(objective.pixels(x)), self.config.workers)
+                cache_image_tokens(
+                    token_cache, sample_range, self._image, lambda x: encode(objective.pixels(x)), self.config.workers
+                )
 
     def _sizes(self, config: Any, kind: str) -> dict[str, Any]:
         """What a tower is beside its weights, and of images how they are seen."""
@@ -113,38 +132,40 @@ class TokenExamples(ImageTextExamples):
         return [Prepared(digest_of(data), np.ascontiguousarray(eval_pixels(image, size).transpose(2, 0, 1)))]
 
     def _texts(self, fields: dict[str, bytes], source: Source) -> list[Prepared]:
-        ids = [np.array(self.tokenize(text), np.int64) for text in captions_of(fields, source.config)]
+        ids = [np.array(self.tokenize(text), np.int64) for text in list_captions(fields, source.config)]
         return [Prepared(digest_of(row.tobytes()), row) for row in ids]
 
     def prepare(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
     ) -> dict[str, np.ndarray]:
         """Find the tokens of a sample, with pixels where its image tower is trained; raises `BadSampleError` with the reason."""
-        if len(self.kept) < len(self._frozen):
+        if len(self.token_caches) < len(self._frozen):
             raise ConfigError("objective.cache: tokens are computed by training alone; set objective.cache=null here")
         out: dict[str, np.ndarray] = {}
-        if "image" in self.kept:
+        if "image" in self.token_caches:
             ids = self.tokenize(caption(fields, source.config, rng))
             data = image_bytes(fields, source.config.image_keys)
-            rows = self.kept["image"].read(digest_of(data))
+            rows = self.token_caches["image"].read(digest_of(data))
             if rows is None:
                 decode_image(
                     data, pixel_range=self.config.pixel_range
                 )  # of a broken picture there are none, and that is what is wrong with it
-            out["image_tokens"] = self._known("image", rows)
+            out["image_tokens"] = self._require_tokens("image", rows)
         else:
             pair = super().prepare(fields, source, rng, on_stage)
             out["image"], ids = pair.pixels, pair.tokens
             if pair.patches is not None:
                 out["patches"] = pair.patches
         out["text"] = np.array(ids, np.int64)
-        if "text" in self.kept:
-            out["text_tokens"] = self._known("text", self.kept["text"].read(digest_of(out["text"].tobytes())))
+        if "text" in self.token_caches:
+            out["text_tokens"] = self._require_tokens(
+                "text", self.token_caches["text"].read(digest_of(out["text"].tobytes()))
+            )
         on_stage("tokens")
         return out
 
     @staticmethod
-    def _known(kind: str, rows: np.ndarray | None) -> np.ndarray:
+    def _require_tokens(kind: str, rows: np.ndarray | None) -> np.ndarray:
         if rows is None:  # it could not be read when they were computed, or was written since
             raise BadSampleError(f"no {kind} tokens")
         return rows

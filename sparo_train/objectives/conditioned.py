@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..core.ring import Ring
-from ..models.readouts.flair import pooled_by_text
+from ..models.readouts.flair import pool_by_text
 
 _TILE_ELEMENTS = 1 << 26  # elements of pooled images in one tile of texts
 
@@ -34,7 +34,7 @@ def conditioned_scores(patches: Tensor, queries: Tensor, pool: Sequence[Tensor],
 
     # All inputs are arguments: every checkpoint would keep a captured tensor alive.
     def score_tile(queries: Tensor, patches: Tensor, *pool: Tensor) -> Tensor:
-        pooled = F.normalize(pooled_by_text(pool, heads, patches, queries), dim=-1)
+        pooled = F.normalize(pool_by_text(pool, heads, patches, queries), dim=-1)
         return torch.einsum("btd,td->bt", pooled, F.normalize(queries, dim=-1))
 
     if len(queries) <= tile_size:

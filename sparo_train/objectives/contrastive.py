@@ -44,7 +44,7 @@ class Contrast(NamedTuple):
     correct: Tensor
 
 
-def logits_held(own: int, total: int) -> int:
+def peak_logits(own: int, total: int) -> int:
     """How many logits a rank of `own` out of `total` pairs holds at once under `auto`, at most."""
     return max(min(own * total, _SMALL), min(own, max(1, _TILE // own)) * own)
 
@@ -86,9 +86,9 @@ def contrastive(
 def _gathered(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, kind: Kind, ring: Ring) -> Contrast:
     own = torch.arange(len(image), device=image.device) + ring.rank * len(image)
     logits = scale * image @ ring.gather(text).T
-    found = logits.detach()
+    scores = logits.detach()
     # Against the best of the others: with ties the pair does not count as found.
-    correct = found.gather(1, own[:, None])[:, 0] > found.scatter(1, own[:, None], -torch.inf).amax(dim=1)
+    correct = scores.gather(1, own[:, None])[:, 0] > scores.scatter(1, own[:, None], -torch.inf).amax(dim=1)
     if kind == "softmax":
         # Each rank computes its own rows of both directions; the columns are other ranks' rows.
         rows = F.cross_entropy(logits, own) + F.cross_entropy(scale * text @ ring.gather(image).T, own)
@@ -210,7 +210,7 @@ def _backward(
     texts travel with their `facts`, and their gradient one step behind them."""
     b = len(image)
     d_image, d_scale, d_bias = torch.zeros_like(image), torch.zeros_like(scale), torch.zeros_like(scale)
-    visiting, behind = (text, *facts), None
+    visiting, text_grad_shift = (text, *facts), None
     for step in range(ring.size):
         following = ring.shift(*visiting) if step + 1 < ring.size else None
         here = torch.zeros_like(text)
@@ -223,13 +223,13 @@ def _backward(
             d_bias += g.sum()
             d_image[part] += g @ visiting[0]
             here += g.T @ image[part]
-        if behind is not None:
-            here += behind.wait()[0]
-        behind = ring.shift(here)
+        if text_grad_shift is not None:
+            here += text_grad_shift.wait()[0]
+        text_grad_shift = ring.shift(here)
         if following is not None:
             visiting = following.wait()
-    assert behind is not None
-    (d_text,) = behind.wait()
+    assert text_grad_shift is not None
+    (d_text,) = text_grad_shift.wait()
     # Once at the end: the scale is the same for all tiles.
     spread = factor * scale
     return d_image.mul_(spread), d_text.mul_(spread), d_scale * factor, d_bias * factor

@@ -20,7 +20,7 @@ from ..data.examples.crops import CropExamples, CropsConfig
 from ..data.read.sources import PAIR_KEYS, DataConfig
 from ..models.dino_head import DinoHeadConfig, DinoNet
 from ..models.vit_config import DROP_RANGE, IMAGENET_MEAN, IMAGENET_STD, VitConfig
-from .averaging import follow, follow_if
+from .averaging import update_ema, update_ema_if
 from .distillation import distillation
 from .method import Method
 
@@ -80,7 +80,7 @@ class DinoObjective(Objective):
     mean: Tensor
     std: Tensor
     center: Tensor
-    _seen: Tensor
+    _logit_sums: Tensor
 
     def __init__(self, config: DinoObjectiveConfig):
         super().__init__()
@@ -89,10 +89,12 @@ class DinoObjective(Objective):
         # Without gradients from the start: neither optimizer nor exchange ever see it.
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.register_buffer("center", torch.zeros(1, config.head.out_dim))
-        self.register_buffer("_seen", torch.zeros(config.head.out_dim + 1), persistent=False)  # sum of logits, and rows
+        self.register_buffer(
+            "_logit_sums", torch.zeros(config.head.out_dim + 1), persistent=False
+        )  # sum of logits, and rows
         self.register_buffer("mean", torch.tensor(config.mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(config.std).view(3, 1, 1), persistent=False)
-        self._step = -1  # that `_seen` belongs to
+        self._step = -1  # that `_logit_sums` belongs to
 
     def pixels(self, image: Tensor) -> Tensor:
         """(…, 3, H, W) uint8 -> normalised fp32, with torchvision's ToTensor + Normalize arithmetic."""
@@ -114,13 +116,13 @@ class DinoObjective(Objective):
         with torch.no_grad():
             targets = self.teacher(crops[:1], [None])
         logits = self.student(crops, drops[: len(crops)])
-        found = distillation(logits, targets, self.center, teachers, c.student_temp, self.teacher_temp(progress))
-        self._count(targets, progress.step)
+        result = distillation(logits, targets, self.center, teachers, c.student_temp, self.teacher_temp(progress))
+        self._add_logits(targets, progress.step)
         return Loss(
-            found.loss,
+            result.loss,
             {
-                "teacher_entropy": found.entropy,
-                "teacher_kl": found.kl,
+                "teacher_entropy": result.entropy,
+                "teacher_kl": result.kl,
                 "center_norm": self.center.norm(),
             },
         )
@@ -136,13 +138,13 @@ class DinoObjective(Objective):
         return cosine(self.config.momentum_teacher, 1.0, progress.step, progress.total_steps)
 
     @torch.no_grad()
-    def _count(self, targets: Tensor, step: int) -> None:
+    def _add_logits(self, targets: Tensor, step: int) -> None:
         # Micro-batches of one step add up; the next step begins anew.
         if step != self._step:  # a step that was skipped leaves its rows behind
-            self._seen.zero_()
+            self._logit_sums.zero_()
             self._step = step
-        self._seen[:-1] += targets.sum(0, dtype=self._seen.dtype)
-        self._seen[-1] += len(targets)
+        self._logit_sums[:-1] += targets.sum(0, dtype=self._logit_sums.dtype)
+        self._logit_sums[-1] += len(targets)
 
     def ema_pairs(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
         return zip(self.teacher.parameters(), self.student.parameters(), strict=True)
@@ -152,20 +154,20 @@ class DinoObjective(Objective):
         """The teacher follows the student, and the centre the teacher's logits of this step (Eq. 4)."""
         keep, m = self.config.center_momentum, self.momentum(progress)
         # Sums and counts: ranks may hold different numbers of rows.
-        seen = sum_over_ranks(self._seen)
-        self.center.mul_(keep).add_(seen[:-1] / seen[-1], alpha=1 - keep)
+        sums = sum_over_ranks(self._logit_sums)
+        self.center.mul_(keep).add_(sums[:-1] / sums[-1], alpha=1 - keep)
         self._step = -1
-        follow(self.teacher, self.student, m, buffers=False)
+        update_ema(self.teacher, self.student, m, buffers=False)
 
     @torch.no_grad()
     def after_step_if(self, applied: Tensor, progress: Progress) -> None:
         """The same with a momentum of one where the step was skipped."""
-        seen = sum_over_ranks(self._seen)
-        mean = seen[:-1] / seen[-1]
+        sums = sum_over_ranks(self._logit_sums)
+        mean = sums[:-1] / sums[-1]
         # what a skipped step would bring may not be finite: it is replaced, not multiplied with zero
         self.center.lerp_(torch.where(applied, mean, self.center[0]), 1 - self.config.center_momentum)
         self._step = -1
-        follow_if(applied, self.teacher, self.student, self.momentum(progress), buffers=False)
+        update_ema_if(applied, self.teacher, self.student, self.momentum(progress), buffers=False)
 
     def frozen_this_step(self, progress: Progress) -> Sequence[nn.Parameter]:
         """The prototypes, during the first `freeze_last_layer` epochs."""

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ..core.errors import BadSampleError, DataError, SparoError
-from ..data.read.kept_tokens import KeptTokens
+from ..data.read.kept_tokens import TokenCache
 from ..data.read.sources import Source
 from ..data.read.storage import Storage
-from ..data.read.workers import in_workers
+from ..data.read.workers import iterate_in_workers
 from ..models.locking import layer_of
 from ..models.weight_files.weights import weights_sha256
 
@@ -37,7 +37,7 @@ class Prepared(NamedTuple):
 Prepare = Callable[[dict[str, bytes], Source], list[Prepared]]  # a sample's members to what of it has tokens
 
 
-class Run(NamedTuple):
+class SampleRange(NamedTuple):
     """Samples first..last-1 of a storage, which make one part of the kept tokens."""
 
     source: Source
@@ -50,14 +50,14 @@ class Run(NamedTuple):
         # Also the members that are read: other captions of the same shard make another part.
         s, c = self.storage, self.source.config
         read = c.image_keys if kind == "image" else (c.caption_key, c.captions)
-        facts = (Path(s.url).name, len(s), s.digest(), s.seen(), s.content(), read)
+        facts = (Path(s.url).name, len(s), s.digest(), s.sampled_hash(), s.content_hash(), read)
         return f"{hashlib.sha256(repr(facts).encode(errors='surrogateescape')).hexdigest()[:32]}-{self.first:08d}"
 
 
-def runs_of(sources: Sequence[Source]) -> list[Run]:
+def sample_ranges(sources: Sequence[Source]) -> list[SampleRange]:
     """All samples that are read, in parts."""
     return [
-        Run(source, storage, first, min(first + _PART, len(storage)))
+        SampleRange(source, storage, first, min(first + _PART, len(storage)))
         for source in sources
         if source.config.weight
         for storage in source.storages
@@ -65,10 +65,12 @@ def runs_of(sources: Sequence[Source]) -> list[Run]:
     ]
 
 
-def keep_images(kept: KeptTokens, run: Run, prepare: Prepare, encode: Encode, workers: int) -> None:
+def cache_image_tokens(
+    token_cache: TokenCache, sample_range: SampleRange, prepare: Prepare, encode: Encode, workers: int
+) -> None:
     """Compute and write the tokens of a part's images. Raises `DataError`."""
     entries: dict[bytes, np.ndarray] = {}
-    with closing(_prepared(run, prepare, workers)) as batches:
+    with closing(_prepared(sample_range, prepare, workers)) as batches:
         for batch in batches:
             # The same picture twice in a part is computed once.
             fresh = {p.digest: p.value for p in batch if p.digest not in entries}
@@ -76,12 +78,14 @@ def keep_images(kept: KeptTokens, run: Run, prepare: Prepare, encode: Encode, wo
                 entries |= dict(
                     zip(fresh, encode(torch.from_numpy(np.stack(list(fresh.values())))).numpy(), strict=True)
                 )
-    kept.write(run.name("image"), list(entries), list(entries.values()))
+    token_cache.write(sample_range.name("image"), list(entries), list(entries.values()))
 
 
-def keep_texts(kept: KeptTokens, run: Run, prepare: Prepare, encode: Encode, workers: int) -> None:
+def cache_text_tokens(
+    token_cache: TokenCache, sample_range: SampleRange, prepare: Prepare, encode: Encode, workers: int
+) -> None:
     """Compute and write the tokens of a part's captions, up to and including their ends. Raises `DataError`."""
-    with closing(_prepared(run, prepare, workers)) as batches:
+    with closing(_prepared(sample_range, prepare, workers)) as batches:
         ids = {p.digest: p.value for batch in batches for p in batch}
     entries: dict[bytes, np.ndarray] = {}
     # Of about one length: under the causal mask padding behind the end changes nothing.
@@ -90,22 +94,22 @@ def keep_texts(kept: KeptTokens, run: Run, prepare: Prepare, encode: Encode, wor
         rows = torch.zeros(len(group), len(ids[group[-1]]), dtype=torch.int64)
         for row, digest in zip(rows, group, strict=True):
             row[: len(ids[digest])] = torch.from_numpy(ids[digest])
-        for found, digest in zip(encode(rows).numpy(), group, strict=True):
-            entries[digest] = found[: len(ids[digest])]
-    kept.write(run.name("text"), list(entries), list(entries.values()))
+        for tokens, digest in zip(encode(rows).numpy(), group, strict=True):
+            entries[digest] = tokens[: len(ids[digest])]
+    token_cache.write(sample_range.name("text"), list(entries), list(entries.values()))
 
 
 @contextmanager
-def at_work(tower: nn.Module, side: Any) -> Iterator[Encode]:
+def token_cache_builder(tower: nn.Module, device_context: Any) -> Iterator[Encode]:
     """The tower's blocks on an engine's device, in its precision, as they encode; it goes back to where it was."""
     was, home = tower.training, next(tower.parameters()).device
-    side.limit_threads()
-    tower.to(side.device).eval()
+    device_context.limit_threads()
+    tower.to(device_context.device).eval()
 
     def encode(x: Tensor) -> Tensor:
         # In fp32 on its way to the host: the caller's type is that of what is kept.
-        with torch.no_grad(), side.autocast():
-            return tower.hidden(x.to(side.device)).float().cpu()  # type: ignore[operator]
+        with torch.no_grad(), device_context.autocast():
+            return tower.hidden(x.to(device_context.device)).float().cpu()  # type: ignore[operator]
 
     try:
         yield encode
@@ -121,32 +125,35 @@ def tower_facts(tower: nn.Module, sizes: Mapping[str, Any], precision: str) -> d
     return {"weights": weights, "blocks": count, "sizes": sizes, "precision": precision}
 
 
-class _Reading(Dataset[list[Prepared]]):
+class _SampleDataset(Dataset[list[Prepared]]):
     """A run's samples; torch asks for several at once. A user's problem is delivered, not raised."""
 
-    def __init__(self, run: Run, prepare: Prepare):
-        self.run, self.prepare = run, prepare
+    def __init__(self, sample_range: SampleRange, prepare: Prepare):
+        self.sample_range, self.prepare = sample_range, prepare
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Prepared] | SparoError:
-        found: list[Prepared] = []
+        prepared_items: list[Prepared] = []
         for number in numbers:
             try:
-                found += self.prepare(self.run.storage.read(number)[1], self.run.source)
+                prepared_items += self.prepare(self.sample_range.storage.read(number)[1], self.sample_range.source)
             except BadSampleError:  # training meets the same sample, and counts it
                 continue
             except SparoError as error:
                 return error
             except OSError as error:  # it may pass, and a part without this sample would stay
                 return DataError(
-                    f"{self.run.storage.url}: sample number {number} cannot be read ({error}); start again"
+                    f"{self.sample_range.storage.url}: sample number {number} cannot be read ({error}); start again"
                 )
-        return found
+        return prepared_items
 
 
-def _prepared(run: Run, prepare: Prepare, workers: int) -> Any:
-    numbers = [list(range(at, min(at + _IMAGES, run.last))) for at in range(run.first, run.last, _IMAGES)]
-    return in_workers(_Reading(run, prepare), workers, _as_it_is, numbers)
+def _prepared(sample_range: SampleRange, prepare: Prepare, workers: int) -> Any:
+    numbers = [
+        list(range(at, min(at + _IMAGES, sample_range.last)))
+        for at in range(sample_range.first, sample_range.last, _IMAGES)
+    ]
+    return iterate_in_workers(_SampleDataset(sample_range, prepare), workers, _identity, numbers)
 
 
-def _as_it_is(item: Any) -> Any:
+def _identity(item: Any) -> Any:
     return item

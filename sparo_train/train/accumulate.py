@@ -27,8 +27,8 @@ def gradients(engine: Engine, objective: Objective, batch: Batch, progress: Prog
         engine.backward(loss.total, last=True)
         return loss._replace(total=loss.total.detach())
     if isinstance(objective, CoupledObjective):
-        return _cached(engine, objective, parts, progress)
-    return _weighed(engine, parts, progress)
+        return _cached_backward(engine, objective, parts, progress)
+    return _weighted_backward(engine, parts, progress)
 
 
 def split(batch: Batch, size: int) -> list[dict[str, Tensor]]:
@@ -38,7 +38,7 @@ def split(batch: Batch, size: int) -> list[dict[str, Tensor]]:
     return [{key: value[begin : begin + size] for key, value in batch.items()} for begin in range(0, total, size)]
 
 
-def _weighed(engine: Engine, parts: list[dict[str, Tensor]], progress: Progress) -> Loss:
+def _weighted_backward(engine: Engine, parts: list[dict[str, Tensor]], progress: Progress) -> Loss:
     sizes = [len(next(iter(part.values()))) for part in parts]
     total: Tensor | None = None
     metrics: dict[str, Tensor] = {}
@@ -60,7 +60,9 @@ def _weighed(engine: Engine, parts: list[dict[str, Tensor]], progress: Progress)
     return Loss(total, whole)
 
 
-def _cached(engine: Engine, objective: CoupledObjective, parts: list[dict[str, Tensor]], progress: Progress) -> Loss:
+def _cached_backward(
+    engine: Engine, objective: CoupledObjective, parts: list[dict[str, Tensor]], progress: Progress
+) -> Loss:
     states, cached = [], []
     for part in parts:
         # Dropout must fall alike in both forwards, or the cached gradient would belong to other embeddings.
@@ -72,8 +74,8 @@ def _cached(engine: Engine, objective: CoupledObjective, parts: list[dict[str, T
     own = tuple(p.detach().clone().requires_grad_() for p in cached[0].loss_params)
     loss = objective.loss(leaves, own, progress)
     # Once for all micro-batches: this is where a coupled loss talks to the other ranks.
-    found = torch.autograd.grad(loss.total, [*leaves, *own])
-    wanted, of_own = found[: len(leaves)], found[len(leaves) :]
+    grads = torch.autograd.grad(loss.total, [*leaves, *own])
+    embedding_grads, param_grads = grads[: len(leaves)], grads[len(leaves) :]
     begin = 0
     for number, (part, state) in enumerate(zip(parts, states, strict=True)):
         last = number == len(parts) - 1
@@ -81,10 +83,10 @@ def _cached(engine: Engine, objective: CoupledObjective, parts: list[dict[str, T
         rows, parameters = engine.embed(part, last=last)
         end = begin + len(rows[0])
         # Its gradient with respect to the embeddings is the cached one, so an ordinary backward carries it on.
-        carrier = torch.stack([(e * g[begin:end]).sum() for e, g in zip(rows, wanted, strict=True)]).sum()
+        carrier = torch.stack([(e * g[begin:end]).sum() for e, g in zip(rows, embedding_grads, strict=True)]).sum()
         if last:  # the loss's own parameters join the last backward, where ranks exchange gradients
             carrier = carrier + sum(
-                ((p * g).sum() for p, g in zip(parameters, of_own, strict=True)), carrier.new_zeros(())
+                ((p * g).sum() for p, g in zip(parameters, param_grads, strict=True)), carrier.new_zeros(())
             )
         engine.backward(carrier, last=last)
         begin = end

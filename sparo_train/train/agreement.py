@@ -29,12 +29,12 @@ class Agreement:
         self._saved = time.monotonic()
 
     def settle(
-        self, stop: StopFlag, delivery: LoaderBatch | None, trouble: SparoError | None, samples: int
+        self, stop: StopFlag, loader_batch: LoaderBatch | None, trouble: SparoError | None, samples: int
     ) -> tuple[str | None, bool]:
         """The signal to stop for, and whether a checkpoint is due by time.
 
         Args:
-            delivery, trouble: this rank's next batch, or what is wrong with it.
+            loader_batch, trouble: this rank's next batch, or what is wrong with it.
             samples: good ones, this batch's included.
 
         Raises:
@@ -42,7 +42,7 @@ class Agreement:
         """
         # One clock for all: ranks that looked at their own would save at different steps.
         late = self.ranks.rank == 0 and 0 < 60 * self.every_minutes < time.monotonic() - self._saved
-        skipped = delivery is not None and bool(delivery.skipped)
+        skipped = loader_batch is not None and bool(loader_batch.skipped)
         # A maximum is all that is asked, so one small tensor carries every question.
         flags = [stop.number(), trouble is not None, late, skipped, self.saver.failed]
         signal, failed, late, any_skipped, unsaved = self.ranks.all_reduce_max(flags)
@@ -59,12 +59,12 @@ class Agreement:
             )
             with self.ranks.raise_on_all():
                 raise (WorkerLostError if isinstance(error, WorkerLostError) else DataError)(f"rank {rank}: {error}")
-        if any_skipped and not signal and delivery is not None:  # with a signal the batch is left for the resume
+        if any_skipped and not signal and loader_batch is not None:  # with a signal the batch is left for the resume
             # Rare, so what is skipped is told in full, in an exchange of its own.
-            found, keys = Counter[tuple[str, str]](), dict[tuple[str, str], str]()
-            for skips, first in self.ranks.gather((delivery.skipped, dict(delivery.first_keys))):
+            skip_counts, keys = Counter[tuple[str, str]](), dict[tuple[str, str], str]()
+            for skips, first in self.ranks.gather((loader_batch.skipped, dict(loader_batch.first_keys))):
                 # A key seen on several ranks is told once: what is shown is an example, not a list.
-                found, keys = found + Counter(skips), first | keys
+                skip_counts, keys = skip_counts + Counter(skips), first | keys
             with self.ranks.raise_on_all():
-                self.bad.add(found, samples, keys)
+                self.bad.add(skip_counts, samples, keys)
         return StopFlag.name(signal), bool(late)

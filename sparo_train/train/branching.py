@@ -17,7 +17,7 @@ from .saving import Saver
 from .state import Display, State
 
 
-def resumed(
+def resume(
     config: RunConfig,
     saver: Saver,
     ranks: Ranks,
@@ -35,7 +35,7 @@ def resumed(
     newest = saver.newest(
         lambda meta, at: refuse_changed(meta["fingerprint"], pipeline.fingerprint, at),
         config.checkpoint.fall_back,
-        display.say,
+        display.log,
     )
     if newest is None:
         if (start := config.start_from) is not None and start.optimizer:
@@ -46,17 +46,17 @@ def resumed(
     with ranks.raise_on_all():
         engine.load(source)
     if ranks.size == 1 and (line := engine.device_context.choose_threads(meta.get("threads", torch.get_num_threads()))):
-        display.say(line)
+        display.log(line)
     # Another form of attention adds up in another order: the run would not end with the same bits.
-    if warning := engine.device_context.keep_kernel(
+    if warning := engine.device_context.restore_kernel(
         meta.get("attention", "plain")
     ):  # older versions took plain on CPUs
-        display.say(warning)
+        display.log(warning)
     state = State.of(meta)
     bad.load(meta["bad_samples"])
-    display.say(f"continuing from {path} (step {state.step} of {meta.get('total_steps', '?')})")
+    display.log(f"continuing from {path} (step {state.step} of {meta.get('total_steps', '?')})")
     if meta.get("suspect"):
-        display.say(f"its weights are from a run that had diverged; {saver.last_good()}")
+        display.log(f"its weights are from a run that had diverged; {saver.last_good()}")
     return state
 
 
@@ -72,8 +72,8 @@ def branch(path: Path, engine: Engine, pipeline: DataPipeline, display: Display)
         raise CheckpointError(
             f"start_from.checkpoint={path}: no run with a complete checkpoint, which start_from.optimizer=true takes"
         )
-    if doubt := store.doubts(path, step):
-        display.say(f"start_from: {doubt}")
+    if doubt := store.checkpoint_warnings(path, step):
+        display.log(f"start_from: {doubt}")
     meta = store.read_run_meta(step)
     # Before the data are compared: other data are no reason not to take the weights.
     try:
@@ -85,12 +85,12 @@ def branch(path: Path, engine: Engine, pipeline: DataPipeline, display: Display)
         ) from None
     theirs = State.of(meta)
     own = State(steps_before=theirs.steps_before + theirs.step)
-    said = f"start_from: weights and moments of {step} (its step {meta['step']})"
+    note = f"start_from: weights and moments of {step} (its step {meta['step']})"
     try:
         refuse_changed(meta["fingerprint"], pipeline.fingerprint, str(step))
     except DataError:
-        display.say(f"{said}; its data are others, and these are read from their beginning")
+        display.log(f"{note}; its data are others, and these are read from their beginning")
         return own
-    display.say(said)
+    display.log(note)
     own.cursor = theirs.cursor
     return own

@@ -15,30 +15,30 @@ from ..core.world import World
 from ..data.read.loader import Pipeline
 from .run import RunConfig
 
-_ALONE = World()
+_SINGLE_PROCESS = World()
 
 
 def build_objective(config: RunConfig) -> Objective:
     """The objective with its modules initialised from the run's seed."""
     # Every rank builds the same weights, so none has to be sent.
     torch.manual_seed(torch_seed(config.seed, "init"))
-    objective = METHODS.row(config.objective.kind).objective(config.objective)
+    objective = METHODS.get(config.objective.kind).objective(config.objective)
     # Patterns, not prefixes: what is frozen is often one kind of parameter in every block.
     for pattern in config.freeze:
         # By all of its names: what two towers share has one in each.
-        fits = [p for name, p in objective.named_parameters(remove_duplicate=False) if fnmatchcase(name, pattern)]
-        if not fits:
+        matches = [p for name, p in objective.named_parameters(remove_duplicate=False) if fnmatchcase(name, pattern)]
+        if not matches:
             names = [name for name, _ in objective.named_parameters()]
             raise ConfigError(f"freeze: {pattern} fits no parameter; names are as {names[0]}, {names[-1]}")
-        for p in fits:
+        for p in matches:
             p.requires_grad_(False)
     return objective
 
 
-def build_pipeline(config: RunConfig, world: World = _ALONE) -> Pipeline:
+def build_pipeline(config: RunConfig, world: World = _SINGLE_PROCESS) -> Pipeline:
     """The training data of a run, as one of its ranks reads it."""
     # Examples are the method's: only it knows what a sample has to become.
-    examples = METHODS.row(config.objective.kind).examples(config.objective, config.data)
+    examples = METHODS.get(config.objective.kind).examples(config.objective, config.data)
     return Pipeline(config.data, config.batch_size, examples, config.seed, world.rank, world.size)
 
 
@@ -53,7 +53,7 @@ def build_ranks(config: RunConfig, world: World) -> Ranks:
         raise ConfigError(
             f"world_size={config.world_size}: {world.size} rank(s) were started; start that many, or change the key"
         )
-    if ENGINES.row(engine.kind).one_process:
+    if ENGINES.get(engine.kind).one_process:
         if world.size > 1:
             raise ConfigError(
                 f"engine.kind={engine.kind} runs in one process and {world.size} were started; use engine.kind=ddp, fsdp2 or deepspeed"
@@ -66,4 +66,4 @@ def build_ranks(config: RunConfig, world: World) -> Ranks:
 
 def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
     """The recipe's engine on this rank."""
-    return ENGINES.row(config.engine.kind).build(config.engine, config.optim, ranks)
+    return ENGINES.get(config.engine.kind).build(config.engine, config.optim, ranks)

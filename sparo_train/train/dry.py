@@ -45,7 +45,7 @@ class DryRun(NamedTuple):
     steps: int | None
     samples: int | None
     memory: dict[str, int]
-    unread: list[str]
+    unused_keys: list[str]
 
 
 def meta_objective(config: RunConfig) -> Objective:
@@ -66,10 +66,10 @@ def dry_run(config: RunConfig) -> DryRun:
     footprint = objective.footprint(config.batch_size // (config.world_size or 1), config.batch_size)
     shared_streams(config.data, config.batch_size, config.world_size or 1)  # training would refuse the same
     facts = [_source(name, config) for name in config.data.sources]
-    known = [f for f in facts if f.samples is not None]
-    whole = sum(per_epoch([f.samples or 0 for f in known], [f.weight for f in known]))
+    available = [f for f in facts if f.samples is not None]
+    whole = sum(per_epoch([f.samples or 0 for f in available], [f.weight for f in available]))
     # A sum over the sources that are here would be a wrong epoch, not an estimate.
-    epoch = whole if len(known) == len(facts) else config.samples_per_epoch
+    epoch = whole if len(available) == len(facts) else config.samples_per_epoch
     try:
         steps = config.total_steps(epoch or 0) if config.epochs is None or epoch else None
     except ConfigError:
@@ -91,7 +91,7 @@ def dry_run(config: RunConfig) -> DryRun:
         steps,
         samples,
         memory_estimate(config, objective, footprint),
-        config.optim.unread(),
+        config.optim.unused_keys(),
     )
 
 
@@ -107,17 +107,17 @@ def parameters_by_module(objective: Objective) -> dict[str, int]:
 
 def memory_estimate(config: RunConfig, objective: Objective, footprint: Footprint | None) -> dict[str, int]:
     """Bytes on one rank of `world_size` (or one): what the engine keeps, activations of a micro-batch, the loss."""
-    kind = ENGINES.row(config.engine.kind)
-    kept_by_engine = kind.costs(config.engine, Sizes.of(objective), config.world_size or 1)
-    states = {name: int(getattr(kept_by_engine, name)) for name in ("weights", "gradients", "optimizer", "gathered")}
+    kind = ENGINES.get(config.engine.kind)
+    engine_costs = kind.costs(config.engine, Sizes.of(objective), config.world_size or 1)
+    states = {name: int(getattr(engine_costs, name)) for name in ("weights", "gradients", "optimizer", "gathered")}
     if footprint is None:
         return states
     half, towers = config.engine.precision == "bf16", footprint.towers
     block = _BLOCK_ACTIVATIONS * (1 if half else 2)
     if config.engine.grad_checkpointing:  # every block's input, and one block at a time recomputed whole
-        kept = sum((2 if half else 4) * size * blocks for size, blocks in towers)
+        block_inputs = sum((2 if half else 4) * size * blocks for size, blocks in towers)
         # The largest block: while one is computed again, the others keep their inputs alone.
-        activations = kept + block * max((size for size, _ in towers), default=0)
+        activations = block_inputs + block * max((size for size, _ in towers), default=0)
     else:
         activations = sum(block * size * blocks for size, blocks in towers)
     activations += (2 if half else 4) * footprint.written
@@ -128,12 +128,12 @@ def memory_estimate(config: RunConfig, objective: Objective, footprint: Footprin
 def _source(name: str, config: RunConfig) -> SourceFacts:
     source = config.data.sources[name]
     try:
-        opened = open_source(name, source)
+        source_data = open_source(name, source)
     except (ConfigError, DataError) as error:
         return SourceFacts(name, None, None, source.weight, None, None, str(error))
     # Shards that are cut off are told, not fatal here: a dry run is where one wants to know.
-    broken = f"{len(opened.broken())} shard(s) not whole" if opened.broken() else None
-    return SourceFacts(name, len(opened.storages), opened.samples, source.weight, None, None, broken)
+    broken = f"{len(source_data.broken())} shard(s) not whole" if source_data.broken() else None
+    return SourceFacts(name, len(source_data.storages), source_data.samples, source.weight, None, None, broken)
 
 
 def _shared(facts: SourceFacts, epoch: int | None, samples: int | None) -> SourceFacts:

@@ -11,7 +11,7 @@ from ..core.world import World
 from .reporting import Reporter
 from .state import Evaluate
 
-_ALONE = Ranks(World(), "gloo", 0.0)
+_SINGLE_RANK = Ranks(World(), "gloo", 0.0)
 
 
 class Evaluation:
@@ -22,8 +22,8 @@ class Evaluation:
         every: steps between two; 0: only when asked.
     """
 
-    def __init__(self, evaluate: Evaluate | None, every: int, engine: Engine, ranks: Ranks, report: Reporter):
-        self.evaluate, self.every, self.engine, self.ranks, self.report = evaluate, every, engine, ranks, report
+    def __init__(self, evaluate: Evaluate | None, every: int, engine: Engine, ranks: Ranks, reporter: Reporter):
+        self.evaluate, self.every, self.engine, self.ranks, self.reporter = evaluate, every, engine, ranks, reporter
         self.scored: set[int] = set()
 
     def due(self, step: int) -> bool:
@@ -37,19 +37,19 @@ class Evaluation:
         """Score this step; returns the signal for which it was left: without a record, so that the resumed run begins with it."""
         evaluate = self.evaluate
         assert evaluate is not None
-        with self.engine.full_model() as held:
-            objective = cast(Objective, held)
+        with self.engine.full_model() as model:
+            objective = cast(Objective, model)
             try:
-                together = self.engine.replicated  # or the others have no model, and wait
+                on_all_ranks = self.engine.replicated  # or the others have no model, and wait
                 scores = (
                     # Each its share where all hold the model, so that no GPU waits for rank 0.
                     evaluate(objective, step, self.ranks)
-                    if together
-                    else self.ranks.rank0_broadcast(lambda: evaluate(objective, step, _ALONE))
+                    if on_all_ranks
+                    else self.ranks.rank0_broadcast(lambda: evaluate(objective, step, _SINGLE_RANK))
                 )
             except StoppedError as stopped:
                 return stopped.signal
-        self.report.write("eval", step, scores)
+        self.reporter.write("eval", step, scores)
         # Behind the record: a step that was left half scored is scored again.
         self.scored.add(step)
         return None

@@ -38,13 +38,13 @@ class FlopCounter:
     def __init__(self, build: Callable[[], Objective]):
         self._build, self._objective = build, None
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)  # the meta tensors that it is built of
-        self._known: dict[tuple[torch.Size, ...], float] = {}
+        self._flops_by_shape: dict[tuple[torch.Size, ...], float] = {}
 
     def per_sample(self, batch: Batch) -> float:
         """FLOPs of forward and backward of one sample of this batch's shapes."""
         # Captions are cut to the batch's longest, so lengths change; each is traced once.
         shapes = tuple(value.shape[1:] for value in batch.values())
-        if shapes not in self._known:
+        if shapes not in self._flops_by_shape:
             if self._objective is None:
                 with torch.device("meta"):
                     objective = self._build()
@@ -60,8 +60,8 @@ class FlopCounter:
                 else:
                     self._objective(one, Progress(0, 1, 0))
             # Backward takes two products for each of the forward.
-            self._known[shapes] = 3.0 * counter.get_total_flops()
-        return self._known[shapes]
+            self._flops_by_shape[shapes] = 3.0 * counter.get_total_flops()
+        return self._flops_by_shape[shapes]
 
 
 def utilisation(flops_per_second: float, device: torch.device) -> float | None:
@@ -76,9 +76,9 @@ def utilisation(flops_per_second: float, device: torch.device) -> float | None:
 def memory(device: torch.device) -> float:
     """GiB: the most this process held on its GPU since the last call; on a CPU, the most it ever held resident."""
     if device.type == "cuda":
-        held = torch.cuda.max_memory_allocated(device)
+        peak = torch.cuda.max_memory_allocated(device)
         # From here anew, so that a record shows its own steps' peak.
         torch.cuda.reset_peak_memory_stats(device)
-        return held / 2**30
+        return peak / 2**30
     # Linux counts KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

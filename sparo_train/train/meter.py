@@ -49,14 +49,16 @@ class Meter:
         return due
 
 
-def over_ranks(facts: Sequence[dict[str, float]]) -> dict[str, float]:
+def average_over_ranks(facts: Sequence[dict[str, float]]) -> dict[str, float]:
     """Means over ranks, and `step_spread`: how much longer the slowest rank's forward takes than the fastest's, as a share.
 
     Forwards are compared because nothing in them waits for other ranks; whole steps take equally long on all of them.
     """
     # A metric that a rank's batch has nothing of is the mean of those that have it.
-    found = {name: [f[name] for f in facts if name in f] for name in dict.fromkeys(name for f in facts for name in f)}
-    out = {name: sum(values) / len(values) for name, values in found.items()}
+    values_by_name = {
+        name: [f[name] for f in facts if name in f] for name in dict.fromkeys(name for f in facts for name in f)
+    }
+    out = {name: sum(values) / len(values) for name, values in values_by_name.items()}
     # Not whole steps: whoever is faster waits in the exchange, and all would look alike.
     own = [f["forward_seconds"] for f in facts]
     if len(facts) > 1:

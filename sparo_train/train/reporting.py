@@ -14,7 +14,7 @@ from ..core.disk.metrics import MetricsLog, read
 from ..core.disk.rundir import RunDir
 from ..core.distributed import Ranks
 from .flops import FlopCounter, memory, utilisation
-from .meter import Meter, over_ranks
+from .meter import Meter, average_over_ranks
 from .run import LogConfig, ProfileConfig
 from .run_clock import RunClock
 from .state import Display
@@ -41,14 +41,14 @@ class Reporter:
         self.config, self.rundir, self.ranks, self.engine, self.display = config, rundir, ranks, engine, display
         self.flops, self.meter = flops, Meter()
         self._log: MetricsLog | None = None
-        self._alarmed = False
+        self._unhealthy = False
         self._odd: set[str] = set()  # metrics that are no numbers, which was said
 
     def open(self, after_step: int) -> set[int]:
         """On rank 0: continue metrics.jsonl behind this step; returns the steps that are evaluated already."""
         c = self.config
         self._log = MetricsLog(
-            self.rundir.path, after_step, c.wandb, c.tensorboard, self.rundir.claim.check, self.display.say
+            self.rundir.path, after_step, c.wandb, c.tensorboard, self.rundir.lease.check, self.display.log
         )
         return {record["step"] for record in read(self._log.path, "eval")}
 
@@ -60,29 +60,29 @@ class Reporter:
         # Behind the float() above: only now is the device done with what is timed.
         own |= self.meter.take()
         own |= {"memory": memory(self.engine.device), "forward_seconds": self.engine.device_context.clock.take()}
-        facts = over_ranks(self.ranks.gather(own)) | {"lr": report.lr, "grad_norm": float(report.grad_norm)}
+        facts = average_over_ranks(self.ranks.gather(own)) | {"lr": report.lr, "grad_norm": float(report.grad_norm)}
         facts |= {f"grad_norm_{part}": float(norm) for part, norm in report.norms.items()}
-        self._watch(objective, step, facts)
+        self._check_health(objective, step, facts)
         facts |= self._speed(batch, facts["samples_per_second"])
         self.display.update(step, total_steps, facts)
         return facts
 
     def _numbers(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Metrics as numbers; one that is none (a vector) is said once and left out: what only reports ends no run."""
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         for name, value in metrics.items():
             try:
-                found[name] = float(value)
+                numbers[name] = float(value)
             except (TypeError, ValueError, RuntimeError) as error:
                 if name not in self._odd:
                     self._odd.add(name)
-                    self.display.say(f"metric {name!r} is no single number and is left out ({error})")
-        return found
+                    self.display.log(f"metric {name!r} is no single number and is left out ({error})")
+        return numbers
 
     def first_batch(self, pipeline: DataPipeline, batch: Batch) -> None:
         """Show what the model is given first, and what its pixels are."""
         if self.ranks.rank == 0 and (text := pixel_statistics(batch)):
-            self.display.say(text)
+            self.display.log(text)
         if self._log is not None and self.config.samples:
             self._log.samples(lambda: pipeline.preview(batch, self.config.samples))
 
@@ -100,7 +100,7 @@ class Reporter:
         """Name trainable parameters that the loss does not reach: they keep their initial values."""
         if names and self.ranks.rank == 0:
             listed = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
-            self.display.say(
+            self.display.log(
                 f"no gradient reaches {len(names)} trainable parameter(s), which keep their values: {listed}"
             )
 
@@ -112,23 +112,23 @@ class Reporter:
     def beat(self, step: int, total_steps: int, phase: str) -> None:
         """What the run is doing, for those who watch its folder."""
         if self.ranks.rank == 0:
-            self.rundir.beat(step=step, total=total_steps, phase=phase)
+            self.rundir.write_heartbeat(step=step, total=total_steps, phase=phase)
 
     def close(self) -> None:
         if self._log is not None:
             self._log.close()
 
-    def _watch(self, objective: Objective, step: int, facts: dict[str, float]) -> None:
+    def _check_health(self, objective: Objective, step: int, facts: dict[str, float]) -> None:
         """Say what the objective finds alarming, once until it is over; `alarm` in the metrics is 1 as long as it lasts."""
         try:
-            found = objective.check_health(facts)
+            problem = objective.check_health(facts)
         except Exception as error:  # a stranger's objective: what only reports ends no run
-            found = f"its alarm failed ({type(error).__name__}: {error})"
-        if found is not None and not self._alarmed:
-            self.display.say(f"step {step}: {found}")
-        self._alarmed = found is not None
+            problem = f"its alarm failed ({type(error).__name__}: {error})"
+        if problem is not None and not self._unhealthy:
+            self.display.log(f"step {step}: {problem}")
+        self._unhealthy = problem is not None
         # In every record while it lasts: a curve shows when it began.
-        if self._alarmed:
+        if self._unhealthy:
             facts["alarm"] = 1.0
 
     def _speed(self, batch: Batch, samples_per_second: float) -> dict[str, float]:
@@ -140,7 +140,7 @@ class Reporter:
         except Exception as error:  # some operations cannot be traced without data, each fails in its own way
             self.flops = None
             first = str(error).partition("\n")[0][:200]
-            self.display.say(
+            self.display.log(
                 f"model FLOPs cannot be counted ({type(error).__name__}: {first}); tflops and mfu are left out (log.flops=false does so)"
             )
             return {}
@@ -188,8 +188,8 @@ class Collector:
 class Profile:
     """A trace of some steps of rank 0, for chrome://tracing or Perfetto, in RUN/profile."""
 
-    def __init__(self, config: ProfileConfig | None, folder: Path, say: Callable[[str], None]):
-        self._say, self._folder, self._running = say, folder, None
+    def __init__(self, config: ProfileConfig | None, folder: Path, log: Callable[[str], None]):
+        self._log, self._folder, self._running = log, folder, None
         if config is not None:
             self._guarded(lambda: self._start(config))
 
@@ -201,11 +201,11 @@ class Profile:
         self._running = torch.profiler.profile(activities=kinds, schedule=schedule, on_trace_ready=self._write)
         self._running.start()
 
-    def _write(self, found: Any) -> None:
+    def _write(self, profiler: Any) -> None:
         self._folder.mkdir(exist_ok=True)
         path = self._folder / "trace.json.gz"
-        found.export_chrome_trace(str(path))
-        self._say(f"log.profile: {path}")
+        profiler.export_chrome_trace(str(path))
+        self._log(f"log.profile: {path}")
 
     def step(self) -> None:
         """Behind every step."""
@@ -222,4 +222,4 @@ class Profile:
             call()
         except Exception as error:  # a profiler only reports
             self._running = None
-            self._say(f"log.profile: failed ({type(error).__name__}: {error}); the run goes on without it")
+            self._log(f"log.profile: failed ({type(error).__name__}: {error}); the run goes on without it")

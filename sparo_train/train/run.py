@@ -9,13 +9,13 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..core.config import Frozen, free, resolve, setting
 from ..core.errors import ConfigError
-from ..core.plugins import Open, Table
+from ..core.plugins import FromRegistry, Registry
 from ..core.recipe.layers import Tree, is_sweep, load_recipe, override
 from ..core.tables import ENGINES, METHODS, TASKS
 from ..data.read.sources import DataConfig
 from ..engine.optim import OptimConfig
 
-TaskConfig = Annotated[Any, Open(TASKS, key="task")]  # one entry of `eval.tasks`
+TaskConfig = Annotated[Any, FromRegistry(TASKS, key="task")]  # one entry of `eval.tasks`
 
 
 class CheckpointConfig(Frozen):
@@ -72,8 +72,8 @@ class EvalConfig(Frozen):
     side: SideEvalConfig | None = setting(None, "tasks that a job of its own scores meanwhile")
 
 
-def _default(table: Table, name: str) -> Any:
-    return table.row(name).config()
+def _default(table: Registry, name: str) -> Any:
+    return table.get(name).config()
 
 
 class StartConfig(Frozen):
@@ -132,12 +132,12 @@ class RunConfig(Frozen):
     freeze: tuple[str, ...] = setting(
         (), "patterns of parameters that are not trained, as in [model.text.*]; towers have keys of their own, too"
     )
-    objective: Annotated[Any, Open(METHODS, default="clip")] = Field(
+    objective: Annotated[Any, FromRegistry(METHODS, default="clip")] = Field(
         default_factory=lambda: _default(METHODS, "clip"), description="what is trained: a row of sparo.methods"
     )
     data: DataConfig = setting(..., "what is read, in which order")
     optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer and schedules")
-    engine: Annotated[Any, Open(ENGINES, default="local")] = Field(
+    engine: Annotated[Any, FromRegistry(ENGINES, default="local")] = Field(
         default_factory=lambda: _default(ENGINES, "local"), description="what it runs on: a row of sparo.engines"
     )
     checkpoint: CheckpointConfig = free(CheckpointConfig(), "when checkpoints are written, and which stay")
@@ -145,17 +145,17 @@ class RunConfig(Frozen):
     eval: EvalConfig = free(EvalConfig(), "what is scored, and when")
 
     @model_validator(mode="after")
-    def _one_length(self) -> RunConfig:
+    def _check_length(self) -> RunConfig:
         # Three ways to say one thing would have to agree; one is asked for.
-        given = [k for k in self.alternatives if getattr(self, k) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of steps, epochs, samples (given: {', '.join(given) or 'none'})")
+        lengths = [k for k in self.alternatives if getattr(self, k) is not None]
+        if len(lengths) != 1:
+            raise ValueError(f"give exactly one of steps, epochs, samples (given: {', '.join(lengths) or 'none'})")
         return self
 
     @model_validator(mode="after")
-    def _fits_method(self) -> RunConfig:
+    def _check_method_rules(self) -> RunConfig:
         # A method knows which keys of other blocks it reads; the recipe does not.
-        METHODS.row(self.objective.kind).rules(self)
+        METHODS.get(self.objective.kind).rules(self)
         return self
 
     def micro_batch(self, world_size: int) -> int:

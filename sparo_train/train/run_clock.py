@@ -14,14 +14,14 @@ class RunClock:
 
     def __init__(self, before: float = 0.0):
         # Monotonic: a machine's clock may be set back while it trains.
-        self._before, self._begun = before, time.monotonic()
+        self._before, self._start_time = before, time.monotonic()
         self._first: tuple[int, float] | None = None  # this sitting's first finished step, and when
         self._away = 0.0  # seconds of evaluations and checkpoints since then
 
     @property
     def elapsed(self) -> float:
         """Seconds of training so far, all sittings included."""
-        return self._before + time.monotonic() - self._begun
+        return self._before + time.monotonic() - self._start_time
 
     def step(self, step: int) -> bool:
         """Note a finished step; return whether it is the first of this sitting."""

@@ -25,9 +25,9 @@ _LARGEST = {"model": 1e9, "optimizer": 1e19}
 
 def _is_sound(pieces: Pieces) -> bool:
     """Whether weights and moments are numbers that can be trained on."""
-    for part, held in pieces.items():
+    for part, part_pieces in pieces.items():
         largest = _LARGEST.get(part, 1e19)
-        for piece in held.values():
+        for piece in part_pieces.values():
             if piece.data.is_floating_point() and piece.data.numel():
                 # numpy's one thread: torch's team of threads would wait for the team that trains, and let it wait
                 data = (piece.data if piece.data.element_size() >= 4 else piece.data.float()).numpy()
@@ -66,7 +66,8 @@ class Saver:
         self.wait()
         # The next step writes into these very tensors; only a copy stands still.
         staged = {
-            part: {name: self._copied(part, name, p) for name, p in held.items()} for part, held in pieces.items()
+            part: {name: self._stage_copy(part, name, p) for name, p in part_pieces.items()}
+            for part, part_pieces in pieces.items()
         }
         self._under_way = self._thread.submit(self._write, step, staged, meta)
         if not self.background:
@@ -86,11 +87,11 @@ class Saver:
         if self._under_way is None:
             return None
         under_way, self._under_way = self._under_way, None
-        with self.ranks.named("writing a checkpoint"):
+        with self.ranks.error_context("writing a checkpoint"):
             return under_way.result()
 
     def newest(
-        self, check: Callable[[dict[str, Any], str], None], fall_back: bool, say: Callable[[str], None]
+        self, check: Callable[[dict[str, Any], str], None], fall_back: bool, log: Callable[[str], None]
     ) -> tuple[Path, dict[str, Any], CheckpointReader] | None:
         """The newest complete checkpoint, its meta, and its tensors, every rank having verified its share of the files.
 
@@ -103,27 +104,27 @@ class Saver:
         """
         while True:
             try:
-                return self._opened(check)
+                return self._open_newest(check)
             except CheckpointError as error:
                 # Asked of rank 0: the folder of another may lag behind on a network disk.
                 older = self.ranks.rank0_broadcast(lambda: len(self.store.steps()) > 1)
                 if not (fall_back and older):
                     raise
-                aside, before = self.ranks.rank0_broadcast(self._fallen_back)
-                say(
+                aside, before = self.ranks.rank0_broadcast(self._fall_back)
+                log(
                     f"{error}\ncheckpoint.fall_back: it is {aside} now; going back to {before}, the steps behind that are lost"
                 )
 
-    def _fallen_back(self) -> tuple[Path, Path | None]:
+    def _fall_back(self) -> tuple[Path, Path | None]:
         newest = self.store.latest()
         assert newest is not None
-        return self.store.set_aside(newest), self.store.latest()
+        return self.store.quarantine(newest), self.store.latest()
 
-    def _opened(
+    def _open_newest(
         self, check: Callable[[dict[str, Any], str], None]
     ) -> tuple[Path, dict[str, Any], CheckpointReader] | None:
 
-        def found() -> tuple[Path, dict[str, Any]] | None:
+        def find_newest() -> tuple[Path, dict[str, Any]] | None:
             # What a killed start left would be counted as disk that is in use.
             self.store.sweep()
             path = self.store.latest()
@@ -133,21 +134,21 @@ class Saver:
             check(meta, str(path))
             return path, meta
 
-        newest = self.ranks.rank0_broadcast(found)
+        newest = self.ranks.rank0_broadcast(find_newest)
         if newest is None:
             return None
         # Kept, not raised: a rank that left here would leave the others in the exchange below.
-        opened: CheckpointReader | SparoError
+        reader: CheckpointReader | SparoError
         try:
-            opened = open_checkpoint(newest[0], ("model", "optimizer"), (self.ranks.rank, self.ranks.size))
+            reader = open_checkpoint(newest[0], ("model", "optimizer"), (self.ranks.rank, self.ranks.size))
         except SparoError as error:
-            opened = error
+            reader = error
         # Damage on one rank ends all of them, or the others would train on without it.
-        told = [text for text in self.ranks.gather(str(opened) if isinstance(opened, SparoError) else None) if text]
+        errors = [text for text in self.ranks.gather(str(reader) if isinstance(reader, SparoError) else None) if text]
         with self.ranks.raise_on_all():
-            if told or isinstance(opened, SparoError):
-                raise CheckpointError(told[0])
-        return *newest, opened
+            if errors or isinstance(reader, SparoError):
+                raise CheckpointError(errors[0])
+        return *newest, reader
 
     @property
     def failed(self) -> bool:
@@ -155,16 +156,16 @@ class Saver:
         under_way = self._under_way
         return under_way is not None and under_way.done() and under_way.exception() is not None
 
-    def waited(self) -> float:
+    def take_wait_seconds(self) -> float:
         """Seconds that training stood still for saving since the last call."""
-        found, self._waited = self._waited, 0.0
-        return found
+        seconds, self._waited = self._waited, 0.0
+        return seconds
 
     def close(self) -> None:
         """End the thread after what it is writing. Nobody waits for it: it may be waiting for a rank that is gone."""
         self._thread.shutdown(wait=False)
 
-    def _copied(self, part: str, name: str, piece: Piece) -> Piece:
+    def _stage_copy(self, part: str, name: str, piece: Piece) -> Piece:
         """The piece in memory that the next steps do not write to; the same memory for every save."""
         data = piece.data
         buffer = self._staged.get((part, name))
@@ -175,11 +176,11 @@ class Saver:
         return piece._replace(data=buffer.copy_(data))
 
     def _write(self, step: int, pieces: Pieces, meta: Mapping[str, Any]) -> Path:
-        own = self._tried(
+        own = self._try(
             step, lambda: (self.store.write(step, pieces, self.ranks.rank, self.ranks.size), _is_sound(pieces))
         )
-        told = self.ranks.gather(own, saving=True)
-        done = self._tried(step, lambda: self._complete(step, told, meta)) if self.ranks.rank == 0 else None
+        results = self.ranks.gather(own, saving=True)
+        done = self._try(step, lambda: self._complete(step, results, meta)) if self.ranks.rank == 0 else None
         if isinstance(done, CheckpointError):
             self.store.abandon(step)
         # Nobody calls it saved before rank 0 has renamed the folder.
@@ -191,17 +192,19 @@ class Saver:
         assert done is not None
         return done
 
-    def _complete(self, step: int, told: list[tuple[Files, bool] | CheckpointError], meta: Mapping[str, Any]) -> Path:
+    def _complete(
+        self, step: int, results: list[tuple[Files, bool] | CheckpointError], meta: Mapping[str, Any]
+    ) -> Path:
         files: Files = {}
         # A step in which gradients were not finite may have left nothing wrong, or everything: it is no step to go back to.
         suspect, sound = meta.get("skipped_in_a_row", 0) > 0, True
-        for rank, part in enumerate(told):
+        for rank, part in enumerate(results):
             if isinstance(part, CheckpointError):
                 raise CheckpointError(f"rank {rank}: {part}") if self.ranks.size > 1 else part
             files, sound = files | part[0], sound and part[1]
         return self.store.complete(step, files, {**meta, "suspect": suspect or not sound, "sound": sound})
 
-    def _tried(self, step: int, call: Callable[[], T]) -> T | CheckpointError:
+    def _try(self, step: int, call: Callable[[], T]) -> T | CheckpointError:
         """Whatever goes wrong on one rank has to be told to the others, which wait for it."""
         try:
             return call()

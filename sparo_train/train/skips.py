@@ -46,15 +46,15 @@ class SkippedSteps:
         kept: says which checkpoint is good, for the error.
     """
 
-    def __init__(self, limit: int, say: Callable[[str], None], kept: Callable[[], str]):
-        self.limit, self._say, self._kept = limit, say, kept
+    def __init__(self, limit: int, log: Callable[[str], None], last_good: Callable[[], str]):
+        self.limit, self._log, self._last_good = limit, log, last_good
         self._pending: list[tuple[int, bool | Tensor, Tensor]] = []
 
     def add(self, step: int, report: StepReport) -> None:
         """Note a step that was taken; `step` counts it."""
         self._pending.append((step, report.applied, report.grad_norm))
 
-    def known(self) -> bool:
+    def needs_no_sync(self) -> bool:
         """Whether looking waits for nothing."""
         return all(isinstance(applied, bool) for _, applied, _ in self._pending)
 
@@ -68,9 +68,9 @@ class SkippedSteps:
             state.skipped_steps += 1
             state.skipped_in_a_row += 1
             # At once, not at the end: whoever watches can still lower the rate.
-            self._say(f"step {step}: gradient norm is {float(norm)}; step skipped ({state.skipped_in_a_row} in a row)")
+            self._log(f"step {step}: gradient norm is {float(norm)}; step skipped ({state.skipped_in_a_row} in a row)")
             if state.skipped_in_a_row > self.limit:
                 raise TrainingError(
                     f"step {step}: {state.skipped_in_a_row} non-finite steps in a row (optim.max_skipped={self.limit}). "
-                    f"Lower optim.lr, set optim.clip_grad_norm=1.0 or engine.precision=fp32; {self._kept()}."
+                    f"Lower optim.lr, set optim.clip_grad_norm=1.0 or engine.precision=fp32; {self._last_good()}."
                 )

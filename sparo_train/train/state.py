@@ -23,7 +23,7 @@ class Display(Protocol):
     def update(self, step: int, total: int, facts: dict[str, float]) -> None:
         """Show the metrics of a log step."""
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Show a line of text."""
 
 

@@ -18,7 +18,7 @@ from ..core.signals import StopFlag
 from ..data.read.budget import BadSampleBudget
 from .accumulate import gradients
 from .agreement import Agreement
-from .branching import resumed
+from .branching import resume
 from .evaluation import Evaluation
 from .flops import FlopCounter
 from .reporting import Collector, Profile, Reporter
@@ -60,16 +60,16 @@ class Trainer:
         self.config, self.ranks, self.engine, self.objective, self.pipeline = config, ranks, engine, objective, pipeline
         self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
         self.display, self.state = display, State()
-        self.bad = BadSampleBudget(config.data.max_bad_share, config.data.max_bad_share_after, display.say)
-        every, claim = config.checkpoint, rundir.claim
+        self.bad = BadSampleBudget(config.data.max_bad_share, config.data.max_bad_share_after, display.log)
+        every, claim = config.checkpoint, rundir.lease
         self.store = store.CheckpointStore(
             rundir.checkpoints, every.keep_last, every.keep_every, claim.check, f"{claim.token}-"
         )
         self.saver = Saver(self.store, ranks, every.background)
-        self.skips = SkippedSteps(config.optim.max_skipped, display.say, self.saver.last_good)
-        self.report = Reporter(config.log, rundir, ranks, engine, display, flops)
-        self.evaluation = Evaluation(evaluate, config.eval.every_steps, engine, ranks, self.report)
-        self._profile = (config.log.profile if ranks.rank == 0 else None, rundir.path / "profile", display.say)
+        self.skips = SkippedSteps(config.optim.max_skipped, display.log, self.saver.last_good)
+        self.reporter = Reporter(config.log, rundir, ranks, engine, display, flops)
+        self.evaluation = Evaluation(evaluate, config.eval.every_steps, engine, ranks, self.reporter)
+        self._profile = (config.log.profile if ranks.rank == 0 else None, rundir.path / "profile", display.log)
         self._origin = {"recipe": config.model_dump(mode="json"), "environment": environment()}
 
     def fit(self) -> Outcome:
@@ -83,10 +83,10 @@ class Trainer:
         # Before the checkpoint is read: it goes straight into the pieces that this rank will hold.
         self.engine.prepare(self.objective)
         self.clock = RunClock()
-        self.state = resumed(self.config, self.saver, self.ranks, self.engine, self.pipeline, self.bad, self.display)
+        self.state = resume(self.config, self.saver, self.ranks, self.engine, self.pipeline, self.bad, self.display)
         self.clock = RunClock(self.state.seconds + self.clock.elapsed)
         # One rank reads the records; others could find them half written.
-        self.evaluation.scored = self.ranks.rank0_broadcast(lambda: self.report.open(self.state.step))
+        self.evaluation.scored = self.ranks.rank0_broadcast(lambda: self.reporter.open(self.state.step))
         # Asked for fewer steps, the schedule is still that of the whole run: a trial's steps are the run's first ones.
         end = min(self.total_steps, self.config.stop_after_steps or self.total_steps)
         self.profile = Profile(*self._profile)
@@ -97,20 +97,20 @@ class Trainer:
         except (LostRankError, SupersededError, CheckpointError):
             raise  # nobody to save with, no right to, or no way to
         except SparoError as error:
-            if self.ranks.size == 1 or error.everywhere:  # all ranks have to save together
-                self._keep()
+            if self.ranks.size == 1 or error.on_all_ranks:  # all ranks have to save together
+                self._ensure_saved()
             raise
         finally:
             self.saver.close()
             self.profile.close()
-            self.report.close()
+            self.reporter.close()
 
     def _loop(self, end: int, stop: StopFlag) -> str | None:
         """Train up to step `end`; returns the signal that came before it, or None."""
         state, every = self.state, self.config.checkpoint
         agreement = Agreement(self.ranks, self.saver, self.bad, every.every_minutes)
         with closing(self.pipeline.start(state.cursor)) as batches:  # an error must not leave loader workers behind
-            self.report.meter.start()
+            self.reporter.meter.start()
             while True:
                 # Before the end is looked at, so that a run that was stopped between the two evaluates this step when it resumes.
                 if self.evaluation.due(state.step) and (signal := self._evaluate()):
@@ -118,12 +118,12 @@ class Trainer:
                 if state.step >= end:
                     return None
                 # A GPU is still busy with the step before: its next batch is read, and copied to it, meanwhile.
-                delivery, trouble = self._next(batches)
+                loader_batch, trouble = self._next(batches)
                 # Before the batch is used, so that what a signal leaves unread is read first by the resumed run.
-                signal, late = agreement.settle(stop, delivery, trouble, state.samples + self.config.batch_size)
-                if signal is not None or delivery is None:
+                signal, late = agreement.settle(stop, loader_batch, trouble, state.samples + self.config.batch_size)
+                if signal is not None or loader_batch is None:
                     return signal
-                self._step(delivery)
+                self._step(loader_batch)
                 due = every.every_steps and state.step % every.every_steps == 0
                 if (due or late) and state.step < end:  # the last step is saved by `_end`
                     self.save()
@@ -133,69 +133,75 @@ class Trainer:
 
     def _next(self, batches: Iterator[LoaderBatch]) -> tuple[LoaderBatch | None, SparoError | None]:
         """The next batch, or what is wrong with it: an error of one rank has to be told to the others first."""
-        with self.report.meter.waiting():
+        with self.reporter.meter.waiting():
             try:
-                delivery = next(batches)
+                loader_batch = next(batches)
             except SparoError as error:
                 return None, error
         if self.config.micro_batch(self.ranks.size) * self.ranks.size < self.config.batch_size:
-            return delivery, None  # micro-batches go to the device one by one
-        return delivery._replace(batch=dict(self.engine.device_context.moved_ahead(delivery.batch))), None
+            return loader_batch, None  # micro-batches go to the device one by one
+        return loader_batch._replace(
+            batch=dict(self.engine.device_context.prefetch_to_device(loader_batch.batch))
+        ), None
 
-    def _step(self, delivery: LoaderBatch) -> None:
+    def _step(self, loader_batch: LoaderBatch) -> None:
         state, log = self.state, self.config.log
         if state.step == 0:
-            self.report.first_batch(self.pipeline, delivery.batch)
+            self.reporter.first_batch(self.pipeline, loader_batch.batch)
         # Named, not carried on: neither the past nor the number of ranks before counts; a branch goes on where the run was that it left.
         torch.manual_seed(torch_seed(self.config.seed, "step", state.steps_before + state.step, self.ranks.rank))
         progress = Progress(state.step, self.total_steps, state.samples, self.steps_per_epoch, state.steps_before)
         micro = self.config.micro_batch(self.ranks.size)
         # The method may change what it sees with progress (growing images); the data plan knows nothing of it.
-        batch = self.objective.preprocess_batch(delivery.batch, progress)
-        with self.ranks.named(f"step {state.step + 1}"):
+        batch = self.objective.preprocess_batch(loader_batch.batch, progress)
+        with self.ranks.error_context(f"step {state.step + 1}"):
             loss = gradients(self.engine, self.objective, batch, progress, micro)
             report = self.engine.step(progress)
         # Counted before anything can fail that looks at it: what is saved then is this step, with its cursor.
         state.step, state.samples = state.step + 1, state.samples + self.config.batch_size
-        state.cursor = delivery.cursor
+        state.cursor = loader_batch.cursor
         self.skips.add(state.step, report)
-        self.report.done(state.step, self.total_steps, self.clock, report)
+        self.reporter.done(state.step, self.total_steps, self.clock, report)
         logged = state.step % log.every_steps == 0 or state.step == self.total_steps
-        if logged or self.skips.known():
+        if logged or self.skips.needs_no_sync():
             self._look()
-        self.report.meter.add(self.config.batch_size)
-        if self.report.meter.beat_due(log.heartbeat_seconds):
+        self.reporter.meter.add(self.config.batch_size)
+        if self.reporter.meter.beat_due(log.heartbeat_seconds):
             self._beat("training")
-            self.report.stands(state.step, self.total_steps, self.clock)
+            self.reporter.stands(state.step, self.total_steps, self.clock)
         if logged:
-            self.report.stands(state.step, self.total_steps, self.clock)
-            facts = self.report.step(state.step, self.total_steps, loss, report, batch, self.objective)
-            facts |= {"save_wait": self.saver.waited(), "samples": state.samples, "skipped_steps": state.skipped_steps}
+            self.reporter.stands(state.step, self.total_steps, self.clock)
+            facts = self.reporter.step(state.step, self.total_steps, loss, report, batch, self.objective)
+            facts |= {
+                "save_wait": self.saver.take_wait_seconds(),
+                "samples": state.samples,
+                "skipped_steps": state.skipped_steps,
+            }
             if self.bad.counts:
                 facts |= {"bad_samples": self.bad.by_reason(), "bad_shards": self.bad.by_shard()}
-            self.report.write("train", state.step, facts)
+            self.reporter.write("train", state.step, facts)
 
     def _look(self) -> None:
         with self.ranks.raise_on_all():  # the gradient's norm is the same on all of them
             self.skips.look(self.state)
 
     def _beat(self, phase: str) -> None:
-        self.report.beat(self.state.step, self.total_steps, phase)
+        self.reporter.beat(self.state.step, self.total_steps, phase)
 
     def _evaluate(self) -> str | None:
         """Score this step; returns the signal for which that was left."""
         self._beat("evaluating")
-        begun = self.clock.elapsed
+        start_seconds = self.clock.elapsed
         signal = self.evaluation.run(self.state.step)
-        self.clock.pause(self.clock.elapsed - begun)
+        self.clock.pause(self.clock.elapsed - start_seconds)
         self.garbage.everything()  # there is a lot, and here nobody waits for a step
-        self.report.meter.start()
+        self.reporter.meter.start()
         return signal
 
     def _end(self, signal: str | None) -> Outcome:
         step = self.state.step
         reason = signal or ("finished" if step >= self.total_steps else "stop_after_steps")
-        path = self._keep()  # before the last evaluation, which may fail
+        path = self._ensure_saved()  # before the last evaluation, which may fail
         if signal is None:
             good = self.saver.last_good
             self.ranks.rank0_broadcast(lambda: refuse_diverged(self.state, self.total_steps, path, good()))
@@ -204,7 +210,7 @@ class Trainer:
         self._beat(reason)
         return Outcome(reason, step, path)
 
-    def _keep(self) -> Path | None:
+    def _ensure_saved(self) -> Path | None:
         """The checkpoint of this very step, complete, written now if need be; None before the first."""
         if not self.state.step:
             return None
@@ -218,10 +224,10 @@ class Trainer:
 
     def save(self) -> None:
         """Begin to write a checkpoint of everything that training depends on."""
-        state, begun = self.state, self.clock.elapsed
+        state, start_seconds = self.state, self.clock.elapsed
         self._look()
         self._beat("saving")
-        state.seconds = begun
+        state.seconds = start_seconds
         # Every rank's own place: loaders run ahead by different numbers of batches.
         cursors = self.ranks.gather(state.cursor)
         meta = {
@@ -237,4 +243,4 @@ class Trainer:
             **self._origin,
         }
         self.saver.save(state.step, self.engine.pieces(), meta)
-        self.clock.pause(self.clock.elapsed - begun)
+        self.clock.pause(self.clock.elapsed - start_seconds)

@@ -206,7 +206,7 @@ def test_wrong_evaluation_data_is_named(trained, tmp_path):
     (tmp_path / "zero/classnames.txt").write_text("one\ntwo\n")
     seen = []
     with pytest.raises(DataError, match=r"has label 2, and there are 2 classes"):
-        Suite(task, FeatureStore(report=lambda *done: seen.append(done))).run(encoder)
+        Suite(task, FeatureStore(on_progress=lambda *done: seen.append(done))).run(encoder)
     assert not seen  # said before the batch that holds it is encoded
     (tmp_path / "zero/classnames.txt").unlink()
     with pytest.raises(DataError, match=r"classnames\.txt: missing"):

@@ -15,7 +15,7 @@ from sparo_data.writer import write_shards
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import metrics
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.plugins import Table
+from sparo_train.core.plugins import Registry
 from sparo_train.models.weight_files.describe import infer_readout
 from sparo_train.train.run import RunConfig
 from tests.conftest import eval_sets, sample, start_sparo, tiny_recipe
@@ -236,7 +236,7 @@ def test_what_is_wrong_with_a_row_is_told_to_who_names_it(place, monkeypatch, tm
     install(tmp_path / "other", "[sparo.methods]\nrotations = rotations.scoring:TASK\n", "another")
     monkeypatch.syspath_prepend(str(tmp_path / "other"))
     with pytest.raises(ConfigError, match=r"'rotations' is added by another 1\.0 and sparo-rotations 1\.0"):
-        Table("sparo.methods", {}).row("rotations")
+        Registry("sparo.methods", {}).get("rotations")
 
 
 def test_tasks_that_do_not_fit_are_refused_before_step_1(place):

@@ -5,7 +5,7 @@ import torch
 import yaml
 
 from evals.encoders.own import ClipEncoder
-from sparo_data.drawn.viewed_sets import ViewedSetConfig, render_viewed
+from sparo_data.drawn.viewed_sets import MultiViewSetConfig, render_multi_view
 from sparo_data.writer import write_shards
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import metrics
@@ -52,7 +52,7 @@ def object_centric(kind, root):
         return slots_recipe(root / "shards", root)
     if kind in ("psb", "savi"):
         return {**video_recipe(root, kind)[0], "out": str(root), "eval": {"tasks": {}}}
-    render_viewed(root / "scenes", ViewedSetConfig(size=16, frames=4, train=24, test=6, per_shard=12), 2)
+    render_multi_view(root / "scenes", MultiViewSetConfig(size=16, frames=4, train=24, test=6, per_shard=12), 2)
     field = {"kind": "nerf", "bins": 8, "near": 1.0, "far": 30.0}
     decoders = {"nerf": field, "nerf_relu": {**field, "density": "relu"}, "slot_mixer": {"kind": "slot_mixer"}}
     return recipe_of(root / "scenes", root, decoders[kind])

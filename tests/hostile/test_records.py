@@ -163,7 +163,7 @@ def test_an_environment_that_is_none_is_named(name, value, home, tmp_path):
 def _encoded(ranks, place, root):
     """On each rank: the encodings of a set by a store that cannot be written; how many there are, and what was said."""
     said = []
-    store = FeatureStore(place, say=said.append)
+    store = FeatureStore(place, log=said.append)
     found = store.images(PixelEncoder(8), WdsSet(root, "label"), ranks=ranks)
     return float(found.in_memory().sum()), len(found), len(said)
 

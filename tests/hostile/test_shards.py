@@ -19,7 +19,7 @@ from open_clip.tokenizer import SimpleTokenizer
 from sparo_data.check import check_shard
 from sparo_data.writer import write_shard, write_shards
 from sparo_train.core.errors import BadSampleError, DataError
-from sparo_train.data.examples.samples import MOST_LETTERS, decode_image
+from sparo_train.data.examples.samples import MAX_WORD_CHARS, decode_image
 from sparo_train.data.examples.text import ClipTokenizer
 from sparo_train.data.read.shards import ShardsConfig, load_index
 from sparo_train.data.read.tar import scan, unpack
@@ -211,7 +211,7 @@ def test_an_index_that_cannot_be_written_is_no_success(shards, tmp_path):
 @settings(max_examples=300, deadline=None)
 @given(st.text(max_size=200))
 def test_ids_are_those_of_the_whole_encoding(caption):
-    whole = WHOLE.encode(caption) if max(map(len, caption.split()), default=0) <= MOST_LETTERS else None
+    whole = WHOLE.encode(caption) if max(map(len, caption.split()), default=0) <= MAX_WORD_CHARS else None
     if whole is not None:
         assert ClipTokenizer(77)(caption)[1:-1] == whole[:75]
 
@@ -221,7 +221,7 @@ def test_a_long_word_that_would_be_cut_away_costs_nothing():
     begin = time.monotonic()
     assert tokens("a red cat " * 10 + "x" * 50_000) == tokens("a red cat " * 10)
     assert time.monotonic() - begin < 2
-    with pytest.raises(BadSampleError, match=f"a word of over {MOST_LETTERS} characters"):
+    with pytest.raises(BadSampleError, match=f"a word of over {MAX_WORD_CHARS} characters"):
         tokens("x" * 50_000)
     with pytest.raises(DataError, match="shorten it"):
         tokens.batch(["fine", "x" * 50_000])

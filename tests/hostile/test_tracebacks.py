@@ -100,16 +100,16 @@ def test_a_checkpoint_that_may_not_be_meant_is_said_by_whoever_reads_it(shards, 
     train(config)
     checkpoints = config.folder / "checkpoints"
     heard = []
-    load_encoder(config.folder, say=heard.append)
+    load_encoder(config.folder, log=heard.append)
     assert heard == []
     (checkpoints / "step-00000003/meta.json").unlink()
     said = "step-00000003: is incomplete; step-00000002 is read instead"
-    load_encoder(config.folder, say=heard.append)
-    load_encoder(checkpoints / "step-00000001", say=heard.append)  # the one that was named is the one that is meant
+    load_encoder(config.folder, log=heard.append)
+    load_encoder(checkpoints / "step-00000001", log=heard.append)  # the one that was named is the one that is meant
     assert len(heard) == 1 and heard[0].endswith(said)
     assert_ends(["export", str(config.folder)], 0, [said])
     sign(checkpoints / "step-00000002", lambda meta: meta.update(suspect=True))
-    load_encoder(checkpoints / "step-00000002", say=heard.append)
+    load_encoder(checkpoints / "step-00000002", log=heard.append)
     assert "was written while training skipped steps" in heard[1]
     # What a writer that was killed left is as incomplete; what replaced an equal step is not.
     (checkpoints / ".tmp-old-step-00000009").mkdir()

@@ -14,7 +14,7 @@ from object_centric.video.video_autoencoder import VideoAutoencoder, VideoAutoen
 from object_centric.video.video_slate import VideoSlate, VideoSlateConfig
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import CheckpointError
-from sparo_train.data.clips.cameras import looking
+from sparo_train.data.clips.cameras import look_at
 from sparo_train.models.vit_config import VitConfig
 from sparo_train.models.weight_files.describe import CONFIG_KEY
 from sparo_train.models.weight_files.dino_files import read_dino
@@ -48,7 +48,7 @@ def clips_of(encoder):
 
 def scenes_of(encoder):
     colours = torch.rand(1, 1, 3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
-    poses = torch.stack([torch.from_numpy(looking([4, y, 3], [0, 0, 0])) for y in (-2.0, 0.0, 2.0)]).float()
+    poses = torch.stack([torch.from_numpy(look_at([4, y, 3], [0, 0, 0])) for y in (-2.0, 0.0, 2.0)]).float()
     rays = pixel_rays(poses, torch.tensor([16.0, 16.0, 8.0, 8.0]).expand(3, 4), 16).movedim(-1, -3)
     return [encoder.scenes(torch.cat([colours, rays.expand(1, 1, -1, -1, -1, -1)], 3), 2)]
 

@@ -50,7 +50,7 @@ def doubled(encoder):
 
     def seen(pixels, signed=False):
         x = scaled(pixels, signed)
-        return (model.see if hasattr(model, "see") else model)(x, noise.expand(len(x), -1, -1))
+        return (model.encode_slots if hasattr(model, "encode_slots") else model)(x, noise.expand(len(x), -1, -1))
 
     return seen
 

@@ -15,7 +15,7 @@ from sparo_train.core.disk import store
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.models.weight_files.weights import refuse_non_finite
-from sparo_train.objectives.averaging import EmaConfig, follow, follow_if
+from sparo_train.objectives.averaging import EmaConfig, update_ema, update_ema_if
 from sparo_train.objectives.dino import DinoObjective, DinoObjectiveConfig
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
@@ -125,8 +125,8 @@ def test_what_is_frozen_stays_what_it_was():
     average.load_state_dict(model.state_dict())
     model.weight.requires_grad_(False)
     for step in range(300):
-        follow(average, model, 0.9999)
-        follow_if(torch.tensor(True), average, model, 0.9999)
+        update_ema(average, model, 0.9999)
+        update_ema_if(torch.tensor(True), average, model, 0.9999)
         assert torch.equal(average.weight, model.weight), step
 
 
@@ -135,9 +135,9 @@ def test_what_the_device_decides_is_what_the_host_does(applied):
     torch.manual_seed(0)
     average, twin, model = (torch.nn.Linear(5, 4) for _ in range(3))
     twin.load_state_dict(average.state_dict())
-    follow_if(torch.tensor(applied), average, model, 0.7)
+    update_ema_if(torch.tensor(applied), average, model, 0.7)
     if applied:
-        follow(twin, model, 0.7)
+        update_ema(twin, model, 0.7)
     for name, value in average.state_dict().items():
         torch.testing.assert_close(value, twin.state_dict()[name])
     began, branched = Progress(0, 10, 0), Progress(0, 10, 0, steps_before=30)
@@ -152,9 +152,9 @@ def test_dinos_teacher_keeps_the_statistics_of_its_own_batches():
     name = next(name for name in own if name.endswith("running_mean"))
     own[name].fill_(1.0)
     theirs[name].fill_(2.0)
-    follow(objective.teacher, objective.student, 0.5, buffers=False)
+    update_ema(objective.teacher, objective.student, 0.5, buffers=False)
     assert own[name].eq(1).all()
     for step in (objective.after_step, lambda progress: objective.after_step_if(torch.tensor(True), progress)):
-        objective._seen[-1] = 1.0  # a teacher's row, whose mean the centre follows
+        objective._logit_sums[-1] = 1.0  # a teacher's row, whose mean the centre follows
         step(Progress(0, 10, 0))
         assert own[name].eq(1).all() and theirs[name].eq(2).all()

@@ -235,14 +235,14 @@ def test_rates_cool_down_at_the_end_or_from_the_start():
 
 def test_what_no_schedule_reads_is_told():
     told = {"half_life": 9, "half_life_from": "warmup", "cooldown_shape": "sqrt", "min_lr": 1e-5, "clip_per": "tensor"}
-    found = OptimConfig(**told, schedule="constant", warmup_from_zero=True).unread()
+    found = OptimConfig(**told, schedule="constant", warmup_from_zero=True).unused_keys()
     last = ["warmup_from_zero", "clip_per"]
     assert [line.split("=")[0] for line in found] == [f"optim.{key}" for key in [*list(told)[:4], *last]]
     assert found[0] == "optim.half_life=9: is not read; it belongs to schedule=half_life"
     halved = OptimConfig(schedule="half_life", half_life=9, half_life_from="warmup", min_lr=1e-5)
-    assert halved.unread() == [] == OptimConfig(**halved.model_dump()).unread()
+    assert halved.unused_keys() == [] == OptimConfig(**halved.model_dump()).unused_keys()
     cooled = OptimConfig(schedule="cooldown", cooldown_shape="sqrt", clip_per="tensor", clip_grad_norm=1.0)
-    assert cooled.unread() == [] == OptimConfig().unread()
+    assert cooled.unused_keys() == [] == OptimConfig().unused_keys()
 
 
 def test_groups_have_rates_and_decay_of_their_own():

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from evals.encoders.loading import load_encoder
-from evals.suite.task import UnfitError
+from evals.suite.task import IncompatibleTaskError
 from evals.tasks import retrieval
 from launch.runs.train import _train, train
 from sparo_train.core.config import resolve
@@ -114,7 +114,7 @@ def test_a_run_is_scored_both_ways(shards, tmp_path):
     torch.testing.assert_close(encoder.conditioned(patches.flatten(1), queries).clone(), expected.detach())
     other = tiny_recipe(shards, tmp_path, name="sparo")
     other["eval"] = tree["eval"]
-    with pytest.raises(UnfitError, match=r"needs patches that texts pool.*use retrieval"):
+    with pytest.raises(IncompatibleTaskError, match=r"needs patches that texts pool.*use retrieval"):
         train(resolve(RunConfig, other, "x"))
 
 

@@ -20,7 +20,7 @@ from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import OptimConfig
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
-from sparo_train.objectives.averaging import follow, follow_if
+from sparo_train.objectives.averaging import update_ema, update_ema_if
 from sparo_train.objectives.tower_work import tower_facts
 from sparo_train.train.build import build_objective
 from sparo_train.train.run import RunConfig
@@ -173,13 +173,13 @@ def test_averages_and_kept_tokens_follow_buffers():
     for name, buffer in model.named_buffers():
         if name.endswith("running_var"):
             buffer.mul_(3)
-    follow(average, model, 0.5)
-    follow_if(torch.tensor(False), still, model, 0.5)
+    update_ema(average, model, 0.5)
+    update_ema_if(torch.tensor(False), still, model, 0.5)
     buffers, untouched = dict(average.named_buffers()), dict(still.named_buffers())
     names = [name for name, _ in model.named_buffers() if name.endswith("running_var")]
     assert names and all(torch.equal(buffers[name], dict(model.named_buffers())[name]) for name in names)
     assert not any(torch.equal(untouched[name], buffers[name]) for name in names)
-    follow_if(torch.tensor(True), still, model, 0.5)
+    update_ema_if(torch.tensor(True), still, model, 0.5)
     assert all(torch.equal(dict(still.named_buffers())[name], buffers[name]) for name in names)
     assert tower_facts(model.visual, {}, "fp32")["weights"] != facts
 

@@ -7,7 +7,7 @@ from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.layers import override
-from sparo_train.engine.muon import Both
+from sparo_train.engine.muon import CombinedOptimizer
 from sparo_train.engine.optim import OptimConfig, build_optimizer
 from sparo_train.engine.update import set_rates
 from sparo_train.objectives.clip import ClipObjective
@@ -37,7 +37,7 @@ def _orthogonal(matrix):
 def test_matrices_are_muons_and_the_rest_stays_with_adamw():
     objective = _objective()
     optimizer = build_optimizer(OptimConfig(lr=1e-2, weight_decay=0.1, muon={}), objective)
-    assert isinstance(optimizer, Both)
+    assert isinstance(optimizer, CombinedOptimizer)
     names = {id(p): name for name, p in objective.named_parameters()}
     adamw, muon = ({names[id(p)] for g in o.param_groups for p in g["params"]} for o in optimizer.inner)
     assert adamw | muon == set(names.values()) and not adamw & muon

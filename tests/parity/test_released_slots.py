@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from evals.encoders.loading import load_encoder
-from object_centric.released.reading import Tensors, Unsaid, as_timm_has_dinov2
+from object_centric.released.reading import Tensors, UnspecifiedOptions, convert_dinov2_to_timm
 from object_centric.released.spot import SpotFile
 from sparo_train.core.errors import CheckpointError, ConfigError
 from tests.conftest import sparo
@@ -117,7 +117,7 @@ def test_videosaur_and_slotcontrast(tmp_path, video, learned, mlp):
     tower = encoder.model.double().tower
     with torch.no_grad():
         tokens = tower.tokens(images().double() / 255)[0]
-        found = tower.grouped(
+        found = tower.group_tokens(
             tokens[:, None].expand(-1, 2, -1, -1), encoder.noise[None].expand(2, -1, -1).double(), None
         )
     assert torch.allclose(found.slots, torch.stack([slots, second], 1), atol=1e-9)
@@ -175,22 +175,22 @@ def spots_features(vit, held, pixels, kind):
 
 
 def test_what_goes_by_other_numbers_is_told_as_it_came_out():
-    unsaid = Unsaid("spot:f", "slots=5", {"slots": 5}, SpotFile(slots=5))
-    unsaid.came_out("heads", 12)
-    unsaid.came_out("slots", 7)  # that was asked for
+    unsaid = UnspecifiedOptions("spot:f", "slots=5", {"slots": 5}, SpotFile(slots=5))
+    unsaid.set_inferred("heads", 12)
+    unsaid.set_inferred("slots", 7)  # that was asked for
     assert str(unsaid) == (
         "spot:f: does not say image_size=224, iterations=3, heads=12, final_norm=false; "
         "spot:f?slots=5&image_size=… says otherwise"
     )
     for name in ("image_size", "iterations", "heads", "final_norm"):
-        unsaid.found(name, 1)
+        unsaid.set_from_file(name, 1)
     assert str(unsaid) == ""
 
 
 def test_places_that_fit_stay_as_they_are():
     t = Tensors({"e.pos_embed": torch.randn(1, 17, 8), "e.mask_token": torch.zeros(1)}, "f")
     before = t["e.pos_embed"]
-    as_timm_has_dinov2(t, "e", 4)
+    convert_dinov2_to_timm(t, "e", 4)
     assert torch.equal(t["e.pos_embed"], before) and "e.mask_token" not in t
 
 

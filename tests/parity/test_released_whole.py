@@ -68,7 +68,7 @@ def test_slate_whole(tmp_path):
     x = lin(w, "slot_attn.mlp.2", lin(w, "slot_attn.mlp.0", x).relu())
     first = begun(encoder, w, "slot_attn.slot_mu", "slot_attn.slot_log_sigma").expand(2, -1, -1)
     slots, shares = slates_rounds(w, "slot_attn.slot_attention", x, first)
-    drawn_by = encoder.parts(pixels).drawn
+    drawn_by = encoder.decompose(pixels).reconstruction
     found = doubled(encoder)(pixels)
     assert torch.allclose(found.slots, slots, atol=1e-9)
     assert torch.allclose(found.attention.flatten(2), shares.transpose(1, 2), atol=1e-9)
@@ -131,9 +131,9 @@ def test_mesh_whole(tmp_path):
         y = F.conv_transpose2d(y, w[f"decoder.{layer}.weight"], w[f"decoder.{layer}.bias"], padding=2).relu()
     y = F.conv_transpose2d(y, w["decoder.8.weight"], w["decoder.8.bias"], padding=1).unflatten(0, (2, k))
     masks = y[:, :, 3:].softmax(1)
-    parts = encoder.parts(images(size=side))
-    assert torch.allclose(parts.drawn.double(), ((y[:, :, :3] * masks).sum(1) + 1) / 2, atol=1e-3)
-    assert torch.allclose(parts.shares.double(), masks[:, :, 0], atol=1e-4)
+    parts = encoder.decompose(images(size=side))
+    assert torch.allclose(parts.reconstruction.double(), ((y[:, :, :3] * masks).sum(1) + 1) / 2, atol=1e-3)
+    assert torch.allclose(parts.soft_masks.double(), masks[:, :, 0], atol=1e-4)
     assert torch.allclose(encoder.encode(images(size=side)).double(), slots.flatten(1), atol=1e-4)
     learned = {**torch.load(tmp_path / "m.ckpt")["state_dict"], "net.slot_attention.lr": torch.tensor([2.0])}
     torch.save({"state_dict": learned}, tmp_path / "l.ckpt")

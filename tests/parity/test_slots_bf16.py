@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from sparo_data.drawn.viewed_sets import ViewedSetConfig, render_viewed
+from sparo_data.drawn.viewed_sets import MultiViewSetConfig, render_multi_view
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import ConfigError
@@ -49,7 +49,7 @@ def trees(shards, root):
     kept = {k: v for k, v in found["psb"]["objective"]["model"].items() if k not in ("decoder", "target")}
     steve = {"kind": "video_slate", "frames": {"count": 2}, "model": {**kept, **TOKENS}}
     found["steve"] = {**found["psb"], "objective": steve}
-    render_viewed(root / "scenes", ViewedSetConfig(size=16, frames=4, train=24, test=6, per_shard=12), 1)
+    render_multi_view(root / "scenes", MultiViewSetConfig(size=16, frames=4, train=24, test=6, per_shard=12), 1)
     found |= {kind: recipe_of(root / "scenes", root, **parts) for kind, parts in SCENES.items()}
     for tree in found.values():
         tree["data"] = {**tree["data"], "workers": 0}

@@ -9,7 +9,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 
 import sparo_train.openclip
 from evals.encoders.loading import load_encoder
-from evals.interop.starting import begin
+from evals.interop.starting import load_initial_weights
 from launch.runs.train import train
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import CheckpointError, ConfigError
@@ -136,7 +136,7 @@ def test_it_begins_with_a_timm_file_whose_positions_fit_the_image(shards, tmp_pa
     config = resolve(RunConfig, tree, "x")
     objective = build_objective(config)
     said = []
-    begin(config, objective, said.append)
+    load_initial_weights(config, objective, said.append)
     same = timm.create_model(name, num_classes=0, img_size=64)
     same.load_state_dict(checkpoint_filter_fn(donor.state_dict(), same), strict=False)
     image = torch.randn(2, 3, 64, 64)
@@ -154,7 +154,7 @@ def test_it_begins_with_a_timm_file_whose_positions_fit_the_image(shards, tmp_pa
     vision = {"init": f"timm:{name}@{tmp_path}/narrow.safetensors", "timm_model_kwargs": SMALL}
     small = {**tree, "objective": {**tree["objective"], "model": {**model, "vision": {**model["vision"], **vision}}}}
     objective = build_objective(config := resolve(RunConfig, small, "x"))
-    begin(config, objective, said.append)
+    load_initial_weights(config, objective, said.append)
     assert torch.equal(objective.model.visual.trunk.blocks[2].mlp.fc1.weight, narrow.blocks[2].mlp.fc1.weight)
     plain = override(
         tree, ["objective.model.vision={image_size: 64, width: 192, layers: 12, head_width: 64}"], RunConfig
@@ -164,7 +164,7 @@ def test_it_begins_with_a_timm_file_whose_positions_fit_the_image(shards, tmp_pa
     }  # fmt: skip
     config = resolve(RunConfig, plain, "x")
     with pytest.raises(CheckpointError, match=r"vision.timm_model_name takes it"):
-        begin(config, build_objective(config), said.append)
+        load_initial_weights(config, build_objective(config), said.append)
 
 
 @pytest.mark.parametrize(

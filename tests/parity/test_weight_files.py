@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 import sparo_train.openclip as plugin
 from evals.encoders.foreign import timm_state
 from evals.encoders.loading import load_encoder
-from object_centric.released.reading import opened
+from object_centric.released.reading import open_weight_file
 from object_centric.released.slate_file import SlateFile
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
-from sparo_train.models.weight_files.raw import bare, read_raw, state_of
+from sparo_train.models.weight_files.raw import read_raw, state_of, strip_wrapper_prefixes
 from sparo_train.models.weight_files.weights import read_weights
 
 WRAPPERS = [
@@ -53,10 +53,10 @@ def saved(path, content):
 @given(st.lists(st.sampled_from(WRAPPERS), max_size=4), st.sampled_from(["", "visual.conv1.", "blocks.0."]))
 def test_wrappers_are_stripped_in_any_order_and_number(prefixes, inner):
     name = f"{inner}weight"
-    assert bare("".join(prefixes) + name) == name
+    assert strip_wrapper_prefixes("".join(prefixes) + name) == name
     # Within a name `module` and `model` may be a model's own.
-    assert bare("encoder.backbone.model.weight") == "encoder.backbone.model.weight"
-    assert bare("visual._checkpoint_wrapped_module.conv1._orig_mod.weight") == "visual.conv1.weight"
+    assert strip_wrapper_prefixes("encoder.backbone.model.weight") == "encoder.backbone.model.weight"
+    assert strip_wrapper_prefixes("visual._checkpoint_wrapped_module.conv1._orig_mod.weight") == "visual.conv1.weight"
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.module.", "model._orig_mod.", "module.model.", "_fsdp_wrapped_module."])
@@ -73,7 +73,7 @@ def test_every_reader_takes_prefixed_names(prefix, key, tmp_path):
     assert torch.allclose(load_encoder(f"open_clip:ViT-Tiny-8@{file}").encode(images()), ours, atol=1e-6)
     vit = timm.create_model("test_vit", num_classes=0).state_dict()
     assert timm_state(str(put(vit, "timm.pth")), "x").keys() == vit.keys()
-    tensors, _, _ = opened("slate", str(put({"dvae.weight": torch.ones(1)}, "slate.pt")), SlateFile)
+    tensors, _, _ = open_weight_file("slate", str(put({"dvae.weight": torch.ones(1)}, "slate.pt")), SlateFile)
     assert "dvae.weight" in tensors
 
 

@@ -11,7 +11,7 @@ from evals.report.paper_tables import several_data
 from evals.report.results_file import Record
 from evals.suite.loss_task import LossTaskConfig
 from evals.suite.suite import Suite
-from evals.suite.task import UnfitError, refuse_unfit, refuse_unfit_to
+from evals.suite.task import IncompatibleTaskError, check_compatible, check_tasks_compatible
 from launch.runs.train import train
 from sparo_data.writer import write_shards
 from sparo_train.core.contracts import Progress
@@ -48,7 +48,7 @@ def test_models_that_draw_no_frames_have_one_too_at_any_length(tmp_path):
     # By hand: the objective on each sample alone, without crops and mirrors.
     objective = encoder.trained.objective.eval()
     data = config.data.model_copy(update={"crop_scale": (1.0, 1.0), "hflip": 0.0})
-    examples = METHODS.row("video_slots").examples(config.objective, data)
+    examples = METHODS.get("video_slots").examples(config.objective, data)
     source = open_source(
         "x", next(iter(config.data.sources.values())).model_copy(update={"shards": tasks["held"]["shards"]})
     )
@@ -97,19 +97,22 @@ def test_losses_of_whole_batches_and_of_teachers_are_refused_before_the_first_st
     for recipe in (tiny_recipe, dino_recipe):
         config = run(recipe(shards, tmp_path / "runs", eval={"tasks": {"held": task}}))
         with pytest.raises(
-            UnfitError, match=r"eval\.tasks\.held\.task=validation_loss: what objective\.kind=.*score what it is"
+            IncompatibleTaskError,
+            match=r"eval\.tasks\.held\.task=validation_loss: what objective\.kind=.*score what it is",
         ):
-            refuse_unfit_to(build_objective(config), config, config.eval.tasks)
+            check_tasks_compatible(build_objective(config), config, config.eval.tasks)
     tree, _ = video_recipe(tmp_path, "psb")
     config = run({**tree, "eval": {"tasks": {"held": task}}})
-    refuse_unfit_to(build_objective(config), config, config.eval.tasks)
-    with pytest.raises(UnfitError, match="is weights alone"):  # as a job of its own would load it
-        refuse_unfit_to(build_objective(config), config, config.eval.tasks, exported=True)
+    check_tasks_compatible(build_objective(config), config, config.eval.tasks)
+    with pytest.raises(IncompatibleTaskError, match="is weights alone"):  # as a job of its own would load it
+        check_tasks_compatible(build_objective(config), config, config.eval.tasks, exported=True)
     encoder = load_encoder("pixels:16")
-    with pytest.raises(UnfitError, match=r"needs what it was trained with, .* is weights alone; name a run folder"):
-        refuse_unfit("t", LossTaskConfig(shards="x"), encoder)
+    with pytest.raises(
+        IncompatibleTaskError, match=r"needs what it was trained with, .* is weights alone; name a run folder"
+    ):
+        check_compatible("t", LossTaskConfig(shards="x"), encoder)
     stills = {**tree, "objective": {"kind": "slots", "model": tree["objective"]["model"]}}
     config = run({**stills, "name": "stills"})
     encoder.trained = type("T", (), {"objective": build_objective(config), "config": config})
-    with pytest.raises(UnfitError, match=r"t\.frames=6: is of clips, and objective\.kind=slots has none"):
-        refuse_unfit("t", LossTaskConfig(shards="x", frames=6), encoder)
+    with pytest.raises(IncompatibleTaskError, match=r"t\.frames=6: is of clips, and objective\.kind=slots has none"):
+        check_compatible("t", LossTaskConfig(shards="x", frames=6), encoder)

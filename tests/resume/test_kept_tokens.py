@@ -15,7 +15,7 @@ from sparo_train.core.recipe.layers import override
 from sparo_train.core.world import World
 from sparo_train.data.examples.samples import decode_image
 from sparo_train.data.examples.transforms import eval_pixels
-from sparo_train.data.read.kept_tokens import KeptTokens, digest_of
+from sparo_train.data.read.kept_tokens import TokenCache, digest_of
 from sparo_train.data.read.plan import SampleRef
 from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks
 from sparo_train.train.run import RunConfig
@@ -68,7 +68,7 @@ def test_kept_tokens_give_the_encodings_of_the_images_and_captions(shards, tmp_p
         for number in range(len(storage)):
             fields = storage.read(number)[1]
             pixels[digest_of(fields["jpg"])] = eval_pixels(decode_image(fields["jpg"]), 32).transpose(2, 0, 1)
-    kept, found = pipeline.examples.kept["image"], {}
+    kept, found = pipeline.examples.token_caches["image"], {}
     for digest, image in pixels.items():
         found[kept.read(digest).tobytes()] = torch.from_numpy(image.copy())
     images = torch.stack([found[row.numpy().tobytes()] for row in batch["image_tokens"]])
@@ -183,7 +183,7 @@ def test_a_picture_that_cannot_be_read_is_skipped_and_counted(tmp_path, capsys):
 
 
 def test_damage_is_named_and_what_was_cut_off_is_computed_again(tmp_path):
-    kept = KeptTokens(tmp_path, {"weights": "x"}, "fp16")
+    kept = TokenCache(tmp_path, {"weights": "x"}, "fp16")
     entries = [np.full((n, 3), n, np.float32) for n in (2, 1, 4)]
     kept.write("a", [digest_of(bytes([n])) for n in range(3)], entries)
     kept.write("b", [digest_of(b"other")], [np.ones((1, 3), np.float32)])
@@ -195,7 +195,7 @@ def test_damage_is_named_and_what_was_cut_off_is_computed_again(tmp_path):
     content = bytearray(path.read_bytes())
     at = content.index(np.float16(4).tobytes() * 3)
     path.write_bytes(content[:at] + b"\x01" + content[at + 1 :])
-    again = KeptTokens(tmp_path, {"weights": "x"}, "fp16")
+    again = TokenCache(tmp_path, {"weights": "x"}, "fp16")
     again.open(["a", "b"])
     with pytest.raises(DataError, match=r"a.safetensors: is not what was written; remove it"):
         for n in range(3):
@@ -214,14 +214,14 @@ def test_damage_is_named_and_what_was_cut_off_is_computed_again(tmp_path):
         path.write_bytes(damaged)
         assert not kept.has("a")
         with pytest.raises(DataError, match=r"a.safetensors: is not what was written"):
-            KeptTokens(tmp_path, {"weights": "x"}, "fp16").open(["a"])
+            TokenCache(tmp_path, {"weights": "x"}, "fp16").open(["a"])
     assert not kept.has("a") and not kept.has("never") and kept.has("b")
-    assert KeptTokens(tmp_path, {"weights": "y"}, "fp16").folder != kept.folder
+    assert TokenCache(tmp_path, {"weights": "y"}, "fp16").folder != kept.folder
     with pytest.raises(DataError, match=r"set objective.cache.dtype=fp32"):
         kept.write("large", [digest_of(b"")], [np.full((1, 3), 1e6, np.float32)])
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"objective.cache: .*cannot be written"):
-        KeptTokens(tmp_path / "file", {}, "fp16")
+        TokenCache(tmp_path / "file", {}, "fp16")
 
 
 @pytest.mark.parametrize(

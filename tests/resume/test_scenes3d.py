@@ -10,7 +10,7 @@ from PIL import Image
 
 from evals.sets.view_set import ViewSet
 from launch.runs.train import train
-from sparo_data.drawn.viewed_sets import ViewedSetConfig, render_viewed
+from sparo_data.drawn.viewed_sets import MultiViewSetConfig, render_multi_view
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.errors import DataError
 from sparo_train.data.read.shards import ShardsConfig
@@ -24,7 +24,7 @@ from tests.unit.test_viewed_formats import nerf_folder
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory):
     root = tmp_path_factory.mktemp("scenes") / "s"
-    render_viewed(root, ViewedSetConfig(size=16, frames=4, train=24, test=6, per_shard=12))
+    render_multi_view(root, MultiViewSetConfig(size=16, frames=4, train=24, test=6, per_shard=12))
     return root
 
 

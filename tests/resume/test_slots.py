@@ -12,7 +12,7 @@ from evals.encoders.loading import run_weights
 from launch.runs.train import train
 from sparo_data.drawn.object_sets import ObjectSetConfig, render_objects
 from sparo_data.drawn.tetrominoes import TetrominoesConfig, make_tetrominoes
-from sparo_data.writer import encoded, write_wds_layout
+from sparo_data.writer import encode_image, write_wds_layout
 from sparo_train.core.disk import metrics, store
 from sparo_train.train.build import build_objective
 from tests.conftest import dino_recipe, jpeg, slots_recipe, sparo, start_sparo
@@ -106,18 +106,21 @@ def pictures_are_drawn(run_folder, tasks, tmp_path):
 
 
 def bad_masks_are_refused_and_classes_scored(run_folder, tmp_path):
-    blank = encoded(np.zeros((36, 40), np.uint8))
+    blank = encode_image(np.zeros((36, 40), np.uint8))
     sets = {
         "blank": ({"mask.png": blank}, "not one image has an object"),
         "torn": ({"mask.png": blank[:40]}, ".mask.png cannot be read"),
         "none": ({}, "has no .mask.png member"),
         "other": (
-            {"mask.png": encoded(np.zeros((16, 16), np.uint8))},
+            {"mask.png": encode_image(np.zeros((16, 16), np.uint8))},
             ".mask.png has 16 x 16 pixels and its image 40 x 36",
         ),
     }
     sets["class"] = (
-        {"mask.png": encoded(np.zeros((36, 40), np.uint8)), "semantic.png": encoded(np.zeros((16, 16), np.uint8))},
+        {
+            "mask.png": encode_image(np.zeros((36, 40), np.uint8)),
+            "semantic.png": encode_image(np.zeros((16, 16), np.uint8)),
+        },
         ".semantic.png has (16, 16) pixels",
     )
     for name, (fields, told) in sets.items():
@@ -130,8 +133,8 @@ def bad_masks_are_refused_and_classes_scored(run_folder, tmp_path):
     two = np.zeros((36, 40), np.uint8)
     two[:10], two[10:20, :20], two[30:] = 1, 2, 255
     semantic = {
-        "mask.png": encoded(two),
-        "semantic.png": encoded(np.where((two > 0) & (two < 255), 7, two).astype(np.uint8)),
+        "mask.png": encode_image(two),
+        "semantic.png": encode_image(np.where((two > 0) & (two < 255), 7, two).astype(np.uint8)),
     }
     write_wds_layout(tmp_path / "classes", [("0", {"jpg": jpeg(0), **semantic})])
     tree = {"tasks": {"c": {"task": "masks", "root": str(tmp_path / "classes"), "headline": "mbo_c"}}}

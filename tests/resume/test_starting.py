@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
-from evals.interop.starting import begin
+from evals.interop.starting import load_initial_weights
 from evals.interop.tower_names import tower_weights
 from launch.runs.train import train
 from sparo_train import openclip
@@ -220,7 +220,7 @@ def test_a_transformers_clip_is_what_a_run_begins_with(tmp_path):
     def begun(*words):
         config, said = _run(tree, *words), []
         objective = build_objective(config)
-        begin(config, objective, said.append)
+        load_initial_weights(config, objective, said.append)
         return objective.model.eval(), " ".join(said)
 
     image, tokens = torch.randn(2, 3, 32, 32), torch.zeros(2, 16, dtype=torch.int64)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.jobs.status import launched
+from launch.jobs.status import launched_folders
 from tests.docs.test_docs import ROOT, SHORT
 from tests.slurm.conftest import Lab
 
@@ -30,7 +30,7 @@ def test_the_commands_of_the_clusters_page_run(cluster, tmp_path):
         if words[1] in ("train", "data", "resubmit"):
             lab.wait(120, lambda: not cluster.says("squeue", "-h"), command)
     lab.wait(120, lambda: not cluster.says("squeue", "-h"), "the last one")
-    found = lab.status(*(folder.relative_to(tmp_path) for folder in launched(tmp_path / "runs")))
+    found = lab.status(*(folder.relative_to(tmp_path) for folder in launched_folders(tmp_path / "runs")))
     assert len(found) == 7 and all(s["state"].endswith("COMPLETED") and "," not in s["state"] for s in found), found
     results = list((tmp_path / "runs/evals").glob("*/results.json"))
     assert len(results) == 1 and len(json.loads(results[0].read_text())["results"]) == 2

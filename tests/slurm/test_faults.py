@@ -180,7 +180,7 @@ def test_a_daemon_killed_in_mid_job_with_accounting(accounted, counted, monkeypa
     for name in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(name, accounted.cluster.env[name])
     job = Records(counted).last()["jobs"][0]
-    assert slurm._accounted([job, "99"])[job].state == "COMPLETED"  # as if the controller had forgotten it
+    assert slurm._accounting_states([job, "99"])[job].state == "COMPLETED"  # as if the controller had forgotten it
     said = accounted.sparo(
         "launch", "train", "recipe.yaml", "name=x", ALONE, "--on", "lab", "--account", "nobody", code=2
     )

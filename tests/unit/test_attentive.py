@@ -10,7 +10,7 @@ from evals.encoders.pixels import Pixels
 from evals.store.features import FeatureStore
 from evals.suite.attentive_probe import AttentiveTaskConfig, build_head, run_attentive
 from evals.suite.scoring import Scoring
-from evals.suite.task import UnfitError, refuse_unfit
+from evals.suite.task import IncompatibleTaskError, check_compatible
 from evals.tasks.attentive import AttentiveProbe, AttentiveTraining, score, train_attentive
 from evals.tasks.probe import Labelled
 from sparo_train.core.distributed import Ranks
@@ -31,7 +31,7 @@ HEADS = {
 
 
 def _config(block):
-    return READOUTS.row(block["kind"]).model_validate(block)
+    return READOUTS.get(block["kind"]).model_validate(block)
 
 
 def _hidden(n, seed):
@@ -105,8 +105,8 @@ def test_tokens_of_every_vision_transformer_are_read_once_and_probed(tmp_path):
                 r"x.head.weighting and head.representation are of norm",
             ),
         ):
-            with pytest.raises(UnfitError, match=told):  # before anything is encoded
-                refuse_unfit("x", AttentiveTaskConfig(head=head, **sets), encoder)
+            with pytest.raises(IncompatibleTaskError, match=told):  # before anything is encoded
+                check_compatible("x", AttentiveTaskConfig(head=head, **sets), encoder)
         task = AttentiveTaskConfig(head={"kind": "ep", "slots": 4, "slot_width": 4}, epochs=2, batch_size=8, **sets)
         scoring = Scoring("x", encoder, FeatureStore(tmp_path / "store"), Ranks(World(), "gloo", 0.0))
         result = run_attentive(scoring, task)
@@ -120,11 +120,13 @@ def test_tokens_of_every_vision_transformer_are_read_once_and_probed(tmp_path):
     ):
         build_head(_config({"kind": "token"}), 192, 0, False)
     with pytest.raises(
-        UnfitError, match=r"x.head.kind=token: reads the class token, and this encoder has none; use gap"
+        IncompatibleTaskError, match=r"x.head.kind=token: reads the class token, and this encoder has none; use gap"
     ):
-        refuse_unfit("x", AttentiveTaskConfig(head={"kind": "token"}, **sets), _timm())
-    with pytest.raises(UnfitError, match="a vision transformer's tokens, and pixels:28 gives none; use probe or knn"):
-        refuse_unfit("x", AttentiveTaskConfig(train="a", test="b"), PixelEncoder(28))
+        check_compatible("x", AttentiveTaskConfig(head={"kind": "token"}, **sets), _timm())
+    with pytest.raises(
+        IncompatibleTaskError, match="a vision transformer's tokens, and pixels:28 gives none; use probe or knn"
+    ):
+        check_compatible("x", AttentiveTaskConfig(train="a", test="b"), PixelEncoder(28))
 
 
 def test_a_probe_that_says_nothing_has_no_score():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from object_centric.grouping.binding import Tokens, bound
+from object_centric.grouping.binding import Tokens, inverted_attention
 from object_centric.scenes3d import field
 from sparo_train.core.ring import Ring
 from sparo_train.models.sparo import Sparo
@@ -29,8 +29,8 @@ def radiance_field():
     """The arguments of a NeRF's pass, as a decoder makes them."""
     given = []
     with pytest.MonkeyPatch.context() as patch:
-        field_at = field.field_at
-        patch.setattr(field, "field_at", lambda *arguments: (given.append(arguments), field_at(*arguments))[1])
+        field_at = field.evaluate_field
+        patch.setattr(field, "evaluate_field", lambda *arguments: (given.append(arguments), field_at(*arguments))[1])
         module, (slots, rays) = decoder("nerf"), made_rays()
         module(slots, rays)
     tables, layers, cut = given[0]
@@ -47,11 +47,19 @@ def radiance_field():
 def binding():
     x, queries = (torch.randn(2, 3, n, 8, requires_grad=True) for n in (5, 4))
     offset = torch.randn(2, 3, 4, requires_grad=True)
-    return lambda: bound(queries, offset, Tokens.of(x, 1e-5), None, "earlier").taken.float().square().sum(), [
-        x,
-        queries,
-        offset,
-    ]
+    return (
+        lambda: (
+            inverted_attention(queries, offset, Tokens.with_statistics(x, 1e-5), None, "earlier")
+            .weighted_sum.float()
+            .square()
+            .sum()
+        ),
+        [
+            x,
+            queries,
+            offset,
+        ],
+    )
 
 
 CASES = {

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli.node import _stuck
+from launch.cli.node import _stuck_reason
 from launch.jobs import batch, slurm
 from launch.jobs.records import Records
-from launch.jobs.submit import _refusal
+from launch.jobs.submit import _submission_error
 
 
 def test_values_reach_the_batch_script_as_they_are():
@@ -71,14 +71,14 @@ def test_starts_without_progress_are_counted_per_job(tmp_path):
     (tmp_path / "checkpoints/step-00000010").mkdir(parents=True)
     (tmp_path / "checkpoints/step-00000010/meta.json").touch()
     now = {**place, "restart": 5}
-    assert _stuck(records, now, 3) is None
-    told = _stuck(records, now, 2)
+    assert _stuck_reason(records, now, 3) is None
+    told = _stuck_reason(records, now, 2)
     assert (
         told and "3 starts in a row brought no checkpoint beyond step 10" in told and "killed, or out of memory" in told
     )
     records.add("failures", {**now, "restart": 4, "rank": 3, "code": 2, "kind": "DataError", "message": "x.tar: gone"})
-    assert "rank 3 on n1: x.tar: gone" in (_stuck(records, now, 2) or "")
-    assert _stuck(records, {**now, "job": "6"}, 0) is None
+    assert "rank 3 on n1: x.tar: gone" in (_stuck_reason(records, now, 2) or "")
+    assert _stuck_reason(records, {**now, "job": "6"}, 0) is None
 
 
 @pytest.mark.parametrize(
@@ -93,10 +93,10 @@ def test_starts_without_progress_are_counted_per_job(tmp_path):
     ],
 )  # fmt: skip
 def test_refusals_say_what_to_change(said, message):
-    assert message in str(_refusal(said))
+    assert message in str(_submission_error(said))
 
 
 def test_reasons_are_explained():
-    assert slurm.explained("(Resources)") == "(Resources): waits for nodes to become free"
-    assert slurm.explained("ReqNodeNotAvail, UnavailableNodes:n1").endswith("drained, down or reserved")
-    assert slurm.explained("None") == "" and slurm.explained("SomethingElse") == "SomethingElse"
+    assert slurm.explain_reason("(Resources)") == "(Resources): waits for nodes to become free"
+    assert slurm.explain_reason("ReqNodeNotAvail, UnavailableNodes:n1").endswith("drained, down or reserved")
+    assert slurm.explain_reason("None") == "" and slurm.explain_reason("SomethingElse") == "SomethingElse"

@@ -160,7 +160,7 @@ def test_a_time_sees_no_later_one_and_a_still_is_a_clip_of_one():
     assert torch.allclose(still.attention.sum(1), torch.ones(B, N, dtype=torch.float64))
     drawn, _ = built(init="gaussian")
     noise = torch.randn(B, K, D, dtype=torch.float64)
-    assert torch.allclose(drawn.first(noise, B), drawn.mu + drawn.log_sigma.exp() * noise)
+    assert torch.allclose(drawn.init_slots(noise, B), drawn.mu + drawn.log_sigma.exp() * noise)
     with pytest.raises(ValueError, match="slots begin at random"):
         drawn(features)
 

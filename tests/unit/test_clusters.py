@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.jobs.clusters import load_cluster, minutes, split_words, with_options
-from launch.jobs.submit import _further
+from launch.jobs.clusters import load_cluster, minutes, split_options, with_options
+from launch.jobs.submit import _extra_parameters
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 
@@ -67,7 +67,7 @@ def test_options_change_a_cluster():
     )
     assert cluster.environment == {"NCCL_SOCKET_IFNAME": "ib0", "A": "3"} and cluster.sbatch == {"mail-user": "me"}
     assert len(cluster.setup) == 3 and cluster.ranks == 8
-    assert split_words(["a=1", "--exclusive", "b=2", "--nodes=2", "--time", "3", "c"]) == (
+    assert split_options(["a=1", "--exclusive", "b=2", "--nodes=2", "--time", "3", "c"]) == (
         ["a=1", "b=2", "c"],
         ["--exclusive", "--nodes=2", "--time", "3"],
     )
@@ -106,5 +106,5 @@ def test_an_unknown_cluster_names_the_near_one(tmp_path, monkeypatch):
 
 def test_kinds_of_gpus_and_further_arguments_replace_submitits_own():
     words = ["--gpus-per-node", "4", "--gpu-type", "h100", "--sbatch.mail-user", "me", "--sbatch.requeue", "false"]
-    found = _further(load_cluster("slurm", words))
+    found = _extra_parameters(load_cluster("slurm", words))
     assert found["gpus_per_node"] == "h100:4" and found["mail_user"] == "me" and "requeue" not in found

@@ -16,15 +16,15 @@ from evals.report.results_file import append, read_records, records_of
 from evals.report.selection_plot import draw_curves
 from evals.tasks import pairs, retrieval, zeroshot
 from evals.tasks.objects import reconstruction
-from evals.tasks.result import Result, bootstrap, percentiles, shown
-from launch.runs.sweep_table import SweepRow, draw, said_of_checkpoint
+from evals.tasks.result import Result, bootstrap, format_metric, percentiles
+from launch.runs.sweep_table import SweepRow, checkpoint_readout_cells, draw
 from sparo_train.core.errors import ConfigError, DataError
 
 
 def scored(right):
     labels = torch.arange(len(right)) % 3
     found = torch.where(torch.tensor(right).bool(), labels, (labels + 1) % 3)[:, None]
-    result = zeroshot.of_ranked(found, labels, 3, "zeroshot")
+    result = zeroshot.result_from_ranking(found, labels, 3, "zeroshot")
     return result._replace(keys=tuple(f"{i}" for i in range(len(right))), data="d" * 64)
 
 
@@ -146,7 +146,11 @@ def test_scores_of_other_kinds_are_not_paired_nor_ranked(tmp_path):
 
 
 def test_what_is_no_share_is_shown_in_its_own_unit(tmp_path):
-    assert [shown("fg_ari", 0.5), shown("psnr", 23.456, unit=True), shown("mse", -0.001, "+")] == [
+    assert [
+        format_metric("fg_ari", 0.5),
+        format_metric("psnr", 23.456, unit=True),
+        format_metric("mse", -0.001, "+"),
+    ] == [
         "50.0",
         "23.46 dB",
         "-0.00100",
@@ -258,9 +262,15 @@ def test_every_printed_row_has_its_columns(tmp_path):
     for name, columns in layouts.LAYOUTS.items():
         found = layouts.grid(read_records([tmp_path]), name, ["all"])
         assert all(len(row.cells) == len(columns) for row in found.rows) and len(found.rows) in (13, 15, 37)
-        assert all(len(row.told) == len(found.heads) for row in found.rows) and bool(found.heads) == (name == "6")
+        assert all(len(row.readout_cells) == len(found.heads) for row in found.rows) and bool(found.heads) == (
+            name == "6"
+        )
     (tmp_path / "config.yaml").write_text("a stranger's, beside which files of weights lie")
-    assert said_of_checkpoint("open_clip:ViT-B-32@openai") == said_of_checkpoint(str(tmp_path / "x.pt")) == ("–",) * 5
+    assert (
+        checkpoint_readout_cells("open_clip:ViT-B-32@openai")
+        == checkpoint_readout_cells(str(tmp_path / "x.pt"))
+        == ("–",) * 5
+    )
     with pytest.raises(ConfigError, match="--paper CC12M: of layout 6"):
         layouts.grid(read_records([tmp_path]), "6", ["CC12M"])
     six = layouts.grid(read_records([tmp_path]), "6", ["all"])

@@ -10,11 +10,11 @@ from typing import Annotated
 import pytest
 from pydantic import TypeAdapter
 
-from launch.cli.recipe_words import words_given
-from launch.runs.key_tables import example, examples, found_keys, page
+from launch.cli.recipe_words import normalize_overrides
+from launch.runs.key_tables import example, examples, find_keys, page
 from launch.runs.recipes import find_recipe, shipped_recipes
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.recipe.config_keys import Entries, Rows, keys_of
+from sparo_train.core.recipe.config_keys import Entries, RegistryBlock, keys_of
 from sparo_train.core.recipe.layers import assignment
 from sparo_train.train.run import RunConfig, load_run
 from tests.conftest import sparo
@@ -30,7 +30,7 @@ def test_the_page_of_keys_is_the_codes():
 def test_every_key_has_an_example_that_its_model_takes():
     known, seen = examples(), 0
     for key in keys_of(RunConfig):
-        if isinstance(key.shape, type | Rows | Entries) or "[]" in key.dotted:
+        if isinstance(key.shape, type | RegistryBlock | Entries) or "[]" in key.dotted:
             continue
         written = example(key, known)
         assert written, key.dotted
@@ -51,16 +51,16 @@ def test_every_key_has_an_example_that_its_model_takes():
     ],
 )
 def test_a_key_is_found_by_its_place_or_its_end(word, found):
-    assert list(dict.fromkeys(key.dotted for key in found_keys(word))) == found
+    assert list(dict.fromkeys(key.dotted for key in find_keys(word))) == found
 
 
 def test_a_block_lists_its_keys_and_not_those_of_rows_below_it():
-    model = {key.dotted for key in found_keys("objective.model")}
+    model = {key.dotted for key in find_keys("objective.model")}
     assert {"objective.model.readout", "objective.model.vision.width"} <= model
     assert "objective.model.readout.slots" not in model
-    assert {key.dotted for key in found_keys("")} == set(RunConfig.model_fields)
+    assert {key.dotted for key in find_keys("")} == set(RunConfig.model_fields)
     with pytest.raises(ConfigError, match=r"optim\.lrr: no key of a recipe; did you mean 'optim\.lr'"):
-        found_keys("optim.lrr")
+        find_keys("optim.lrr")
 
 
 def test_recipes_go_by_name(tmp_path, monkeypatch):
@@ -83,7 +83,7 @@ def test_recipes_go_by_name(tmp_path, monkeypatch):
 
 
 def test_a_key_written_as_an_option_is_told_with_its_value():
-    assert words_given(["a=1", "--optim.lr", "1e-3", "--steps=2", "b=2"]) == [
+    assert normalize_overrides(["a=1", "--optim.lr", "1e-3", "--steps=2", "b=2"]) == [
         "a=1",
         "--optim.lr=1e-3",
         "--steps=2",

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from launch.runs.train import train
 from sparo_train.core.config import Frozen, free, resolve
 from sparo_train.core.disk import metrics, pieces, store
-from sparo_train.core.disk.owner import Claim
+from sparo_train.core.disk.owner import RunLease
 from sparo_train.core.disk.pieces import Piece
 from sparo_train.core.disk.rundir import RunDir
 from sparo_train.core.distributed import Ranks
@@ -219,7 +219,7 @@ def test_scores_are_a_table_in_tensorboard_and_wandb(tmp_path, monkeypatch):
         sys.modules, "wandb", SimpleNamespace(init=lambda **_: recorded, Table=lambda columns, data: (columns, data))
     )
     said = []
-    log = metrics.MetricsLog(tmp_path, wandb="project", say=said.append)
+    log = metrics.MetricsLog(tmp_path, wandb="project", log=said.append)
     log.write("eval", 6, {"near|far": {"acc1": 0.5}})
     log.samples(lambda: [][1])  # whatever goes wrong here ends no run
     log.write("train", 7, {"loss": 1.0})
@@ -282,7 +282,7 @@ def test_a_run_folder_refuses_another_recipe_and_a_second_process(tmp_path):
     second.close()
     third = RunDir(tmp_path / "run")
     third.open_for_training(Recipe(log=Log(every_steps=9), world_size=4, engine=Ddp()))
-    third.beat(step=3)
+    third.write_heartbeat(step=3)
     third.close()
     beat = json.loads((tmp_path / "run" / "heartbeat.json").read_text())
     assert beat["step"] == 3 and beat["pid"] == os.getpid()
@@ -293,8 +293,8 @@ def _hold(path, ready, go_on, queue):
     os.environ.update(SLURM_JOB_ID="7", SLURM_RESTART_COUNT="0")
     rundir = RunDir(path)
     rundir.open_for_training(Recipe())
-    log = metrics.MetricsLog(path, tensorboard=False, guard=rundir.claim.check)
-    checkpoints = store.CheckpointStore(path / "checkpoints", guard=rundir.claim.check, writer="old-")
+    log = metrics.MetricsLog(path, tensorboard=False, guard=rundir.lease.check)
+    checkpoints = store.CheckpointStore(path / "checkpoints", guard=rundir.lease.check, writer="old-")
     log.write("train", 1, {"loss": 1.0})
     files = checkpoints.write(1, {"model": {}})
     ready.set()
@@ -302,7 +302,7 @@ def _hold(path, ready, go_on, queue):
     told = []
     for write in (
         lambda: log.write("train", 2, {"loss": 0.5}),
-        lambda: rundir.beat(step=2),
+        lambda: rundir.write_heartbeat(step=2),
         lambda: checkpoints.write(2, {"model": {}}),
         lambda: checkpoints.complete(1, files, {}),
     ):
@@ -331,10 +331,10 @@ def test_what_is_left_of_a_lost_start_writes_nothing_more(tmp_path, monkeypatch)
     lost.join()
     assert len(told) == 4 and all("belongs to another start by now (job 7, restart 1" in text for text in told)
     assert (tmp_path / "metrics.jsonl").read_text() == before and not list(tmp_path.glob("checkpoints/step-*"))
-    successor.beat(step=1)
+    successor.write_heartbeat(step=1)
     (tmp_path / "owner.json").unlink()
     with pytest.raises(SupersededError, match="is gone, so nobody may write there"):
-        successor.beat(step=2)
+        successor.write_heartbeat(step=2)
 
 
 def test_a_file_server_in_trouble_is_waited_for_and_then_named(tmp_path, monkeypatch):
@@ -342,7 +342,7 @@ def test_a_file_server_in_trouble_is_waited_for_and_then_named(tmp_path, monkeyp
     monkeypatch.setattr("sparo_train.core.disk.owner.time.sleep", waits.append)
     (tmp_path / "owner.json").write_text("{")
     with pytest.raises(TrainingError, match=r"owner\.json: cannot be read"):
-        Claim(tmp_path, "x").check()
+        RunLease(tmp_path, "x").check()
     assert len(waits) == 9
 
 

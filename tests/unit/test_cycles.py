@@ -8,13 +8,13 @@ import sys
 import numpy as np
 import pytest
 
-from sparo_data.drawn.viewed_scenes import viewed_episode
-from sparo_data.drawn.viewed_sets import ViewedSetConfig, render_viewed
+from sparo_data.drawn.viewed_scenes import multi_view_episode
+from sparo_data.drawn.viewed_sets import MultiViewSetConfig, render_multi_view
 from sparo_data.tracer.cycles import Cycles
 from sparo_data.tracer.render import Body, Camera, Stage, render
 from sparo_data.tracer.solids import SHAPES
 from sparo_train.core.errors import ConfigError, DataError
-from sparo_train.data.clips.cameras import looking
+from sparo_train.data.clips.cameras import look_at
 
 # In the place of a Python with bpy: it draws camera and time as colours, or does what its name says.
 _FAKE = """#!{python}
@@ -43,51 +43,53 @@ def fake(folder, how="draws"):
 
 @pytest.mark.parametrize("kind", ["simple", "nature_ego"])
 def test_colours_are_blenders_and_all_else_is_ours(tmp_path, kind):
-    ours = viewed_episode(kind, 0, "train", 3, 16, 2)
-    theirs = viewed_episode(kind, 0, "train", 3, 16, 2, cycles=Cycles(fake(tmp_path), 7))
+    ours = multi_view_episode(kind, 0, "train", 3, 16, 2)
+    theirs = multi_view_episode(kind, 0, "train", 3, 16, 2, cycles=Cycles(fake(tmp_path), 7))
     for camera, (row, drawn) in enumerate(zip(ours.frames, theirs.frames, strict=True)):
         for time, (own, other) in enumerate(zip(row, drawn, strict=True)):
             assert (other.rgb == (camera, time, 7)).all()
             assert (own.mask == other.mask).all() and (own.depth == other.depth).all()
-    assert ours.facts == theirs.facts
+    assert ours.metadata == theirs.metadata
     job = json.loads((tmp_path / "job.json").read_text())
     assert np.allclose(job["cameras"], ours.poses) and len(job["bodies"]) == 2
-    radii = {o["id"]: body["radius"] for o, body in zip(ours.facts["objects"], job["bodies"][0], strict=False)}
+    radii = {o["id"]: body["radius"] for o, body in zip(ours.metadata["objects"], job["bodies"][0], strict=False)}
     assert all(radius > 0.2 for radius in radii.values())
-    assert (kind == "simple") == (len(job["bodies"][0]) == len(ours.facts["objects"]))  # rooms have walls and statues
+    assert (kind == "simple") == (
+        len(job["bodies"][0]) == len(ours.metadata["objects"])
+    )  # rooms have walls and statues
 
 
 def test_what_blender_does_wrong_is_said_and_nothing_is_written(tmp_path):
-    config = ViewedSetConfig(size=16, frames=1, train=1, test=1, samples=4)
+    config = MultiViewSetConfig(size=16, frames=1, train=1, test=1, samples=4)
     with pytest.raises(ConfigError, match="give --blender PYTHON"):
-        render_viewed(tmp_path / "set", config)
+        render_multi_view(tmp_path / "set", config)
     with pytest.raises(ConfigError, match=r"cannot be run .*nosuch"):
-        render_viewed(tmp_path / "set", config, blender=str(tmp_path / "nosuch"))
+        render_multi_view(tmp_path / "set", config, blender=str(tmp_path / "nosuch"))
     with pytest.raises(ConfigError, match=r"has no bpy .it has none.; make an environment"):
-        render_viewed(tmp_path / "set", config, blender=fake(tmp_path, "none"))
+        render_multi_view(tmp_path / "set", config, blender=fake(tmp_path, "none"))
     with pytest.raises(DataError, match=r"camera 0 at time 0.*ended with 1: out of memory, it says"):
-        render_viewed(tmp_path / "set", config, processes=1, blender=fake(tmp_path, "dies"))
+        render_multi_view(tmp_path / "set", config, processes=1, blender=fake(tmp_path, "dies"))
     assert not list((tmp_path / "set").rglob("*.tar"))
-    render_viewed(tmp_path / "set", config, processes=1, blender=fake(tmp_path))
+    render_multi_view(tmp_path / "set", config, processes=1, blender=fake(tmp_path))
     assert len(list((tmp_path / "set").rglob("*.tar"))) == 2
 
 
 def test_a_set_of_an_older_version_goes_on(tmp_path):
-    config = ViewedSetConfig(size=16, frames=1, train=1, test=1)
-    render_viewed(tmp_path / "set", config, processes=1)
+    config = MultiViewSetConfig(size=16, frames=1, train=1, test=1)
+    render_multi_view(tmp_path / "set", config, processes=1)
     told = tmp_path / "set/scenes3d.json"
     held = json.loads(told.read_text())
     del held["samples"]  # it had no such key
     told.write_text(json.dumps(held))
     (tmp_path / "set/train/00000.tar").unlink()
-    render_viewed(tmp_path / "set", config, processes=1)
+    render_multi_view(tmp_path / "set", config, processes=1)
     assert (tmp_path / "set/train/00000.tar").exists() and json.loads(told.read_text())["samples"] == 0
     told.write_text(json.dumps({**held, "seed": 1}))
     with pytest.raises(DataError, match=r"made otherwise .seed: 1 -> 0."):
-        render_viewed(tmp_path / "set", config, processes=1)
+        render_multi_view(tmp_path / "set", config, processes=1)
     told.write_text(json.dumps({**held, "train": "many"}))
     with pytest.raises(DataError, match="train: 'many' -> 1"):
-        render_viewed(tmp_path / "set", config, processes=1)
+        render_multi_view(tmp_path / "set", config, processes=1)
 
 
 @pytest.fixture(scope="session")
@@ -108,7 +110,7 @@ def test_blender_draws_every_solid_where_our_masks_are(bpy_python, shape):
     turn = (0.8, 0.36, 0.48, 0.0)
     body = Body(shape, (0.9, 0.02, 0.02), False, 0.8, (0.3, -0.2, 0.1), rotation=turn)
     eye, target = (3.0, -5.0, 4.0), (0.0, 0.0, 0.5)
-    poses = looking(eye, target)[None, None]
+    poses = look_at(eye, target)[None, None]
     stage = Stage(fades=False)
     (drawn,) = Cycles(bpy_python, 16).pictures([[body]], poses, 35.0, 64, stage)[0]
     r, g, b = np.moveaxis(drawn.astype(float), -1, 0)

@@ -39,11 +39,11 @@ class Teaching(Objective):
 
 
 def config(**keys):
-    return ENGINES.row(keys["kind"]).config.model_validate({"device": "cpu", "precision": "fp32", **keys})
+    return ENGINES.get(keys["kind"]).config.model_validate({"device": "cpu", "precision": "fp32", **keys})
 
 
 def among(size):
-    return SimpleNamespace(rank=0, size=size, world=World(0, size, 0), first=lambda call: call())
+    return SimpleNamespace(rank=0, size=size, world=World(0, size, 0), rank0_broadcast=lambda call: call())
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,11 @@ def test_an_engine_that_is_not_there_is_named(monkeypatch):
     ],
 )
 def test_costs_are_those_of_the_formulas(keys, ranks, states, gathered, sent):
-    found = ENGINES.row(keys["kind"]).costs(config(**keys), SIZES, ranks)
+    found = ENGINES.get(keys["kind"]).costs(config(**keys), SIZES, ranks)
     assert (found.states, found.gathered, found.sent) == pytest.approx((states, gathered, sent))
     assert found.host == (4_000 if "cpu_offload" in keys else 0)
     # What is frozen has neither gradients nor moments.
-    half = ENGINES.row(keys["kind"]).costs(config(**keys), SIZES._replace(trained=500), ranks)
+    half = ENGINES.get(keys["kind"]).costs(config(**keys), SIZES._replace(trained=500), ranks)
     assert half.gradients == found.gradients / 2 and half.optimizer == found.optimizer / 2
     assert half.weights == found.weights and (half.sent < found.sent or ranks == 1)
 
@@ -144,7 +144,7 @@ def test_attention_is_chosen_by_key_and_checkpoint_and_never_by_time(monkeypatch
         engine.prepare(build_objective(run))
         engine.forward(batch, Progress(0, 10, 0), last=True)
         assert engine.device_context.kernel == kernel
-        warning = engine.device_context.keep_kernel("plain")  # as its checkpoint says
+        warning = engine.device_context.restore_kernel("plain")  # as its checkpoint says
         assert engine.device_context.kernel == ("fused" if key == "fused" else "plain")
         assert (warning is not None) == (key == "fused")
     assert "trained with plain attention, got fused" in warning

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from object_centric.grouping.gru import Gru
-from object_centric.grouping.invariant import FrameConfig, FramedSlotAttention
+from object_centric.grouping.invariant import FrameConfig, InvariantSlotAttention
 from object_centric.grouping.slot_attention import SlotAttention
 from object_centric.grouping.slot_config import PRESETS, SlotAttentionConfig
 
@@ -244,7 +244,7 @@ def test_knobs_that_do_not_go_together_are_refused(told):
 def framed(**frame):
     torch.manual_seed(0)
     config = SlotAttentionConfig(preset="isa", slots=K, width=D, mlp_width=16)
-    module = FramedSlotAttention(config, FrameConfig(**{"scale_clip": (1e-6, 100), **frame}), IN).double()
+    module = InvariantSlotAttention(config, FrameConfig(**{"scale_clip": (1e-6, 100), **frame}), IN).double()
     for parameter in module.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     lines = torch.linspace(-1, 1, 4, dtype=torch.float64)
@@ -256,11 +256,11 @@ def framed(**frame):
 @pytest.mark.parametrize("mean", ["code", "paper"])
 def test_frames_move_with_what_they_hold(scales, mean):
     module, features, grid, noise = framed(scales=scales, scale_mean=mean)
-    slots, positions, sizes = module.first(noise)
-    at = module.grouped(features, grid, slots, positions, sizes)
+    slots, positions, sizes = module.init_slots(noise)
+    at = module.run_iterations(features, grid, slots, positions, sizes)
     moved = torch.tensor([0.3, -2.0], dtype=torch.float64)
     by = torch.tensor([1.7, 0.4], dtype=torch.float64) if scales else torch.ones(2, dtype=torch.float64)
-    then = module.grouped(features, grid * by + moved, slots, positions * by + moved, sizes * by)
+    then = module.run_iterations(features, grid * by + moved, slots, positions * by + moved, sizes * by)
     assert torch.allclose(then.slots, at.slots, atol=1e-9) and torch.allclose(then.attention, at.attention, atol=1e-6)
     assert torch.allclose(then.positions, at.positions * by + moved, atol=1e-5)
     if scales:
@@ -272,8 +272,8 @@ def test_frames_move_with_what_they_hold(scales, mean):
 def test_frames_are_the_papers_algorithm():
     module, features, grid, noise = framed()
     c, f = module.config, module.frame
-    slots, positions, sizes = module.first(noise)
-    ours = module.grouped(features, grid, slots, positions, sizes)
+    slots, positions, sizes = module.init_slots(noise)
+    ours = module.run_iterations(features, grid, slots, positions, sizes)
     x = norm(features, module.norm_input)
     through = module.through
     for b in range(B):
@@ -305,7 +305,7 @@ def test_a_slot_that_took_one_token_has_a_gradient():
     (found.slots.sum() + found.scales.sum() + found.positions.sum()).backward()
     assert torch.isfinite(features.grad).all()
     assert ((found.scales >= 0.001) & (found.scales <= 2)).all()
-    slots, positions, scales = module.first(torch.randn(50, K, D + 4, dtype=torch.float64))
+    slots, positions, scales = module.init_slots(torch.randn(50, K, D + 4, dtype=torch.float64))
     assert (
         slots.std() == pytest.approx(1, abs=0.1)
         and positions.abs().max() < 1

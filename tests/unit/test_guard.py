@@ -144,11 +144,11 @@ class _Stream:
 def test_uploads_that_are_read_at_once_have_a_limit():
     async def all_of_it():
         async def answer(request, most=8):
-            return await bodies.with_body(request, most, lambda data: {"length": len(data)})
+            return await bodies.respond_to_body(request, most, lambda data: {"length": len(data)})
 
         assert (await answer(_Stream("9"))).status_code == 413  # before a byte of it was read
         open_ones = [_Stream() for _ in range(4)]
-        waiting = [asyncio.create_task(answer(request, bodies.MOST_IMAGE)) for request in open_ones]
+        waiting = [asyncio.create_task(answer(request, bodies.MAX_IMAGE_BYTES)) for request in open_ones]
         await asyncio.sleep(0)
         refused = await answer(_Stream("5"))
         assert refused.status_code == 503 and refused.headers["retry-after"] and b"Try again" in refused.body
@@ -180,7 +180,7 @@ def test_a_slow_checkpoint_keeps_nobody_from_the_model(tmp_path):
     with ThreadPoolExecutor() as pool:
         slow = pool.submit(explorer.compare, "far")
         assert opening.wait(30)
-        assert explorer.locked(lambda: {"a": 1}) == {"a": 1}
+        assert explorer.run_locked(lambda: {"a": 1}) == {"a": 1}
         with pytest.raises(ConfigError, match="near: another checkpoint is being opened"):
             explorer.compare("near")
         go_on.set()

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from sparo_train.core import tables
 from sparo_train.core.config import Frozen
 from sparo_train.core.contracts import Objective
-from sparo_train.core.plugins import Table
+from sparo_train.core.plugins import Registry
 from sparo_train.models.slots import ReadOut
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def test_public_names_are_there_and_load_nothing_before_they_are_used():
 
 
 def test_every_own_row_is_there_and_is_what_its_table_asks_for():
-    rows = {name: table for name, table in vars(tables).items() if isinstance(table, Table)}
+    rows = {name: table for name, table in vars(tables).items() if isinstance(table, Registry)}
     assert {
         "METHODS",
         "RAY_DECODERS",
@@ -76,8 +76,8 @@ def test_every_own_row_is_there_and_is_what_its_table_asks_for():
         "CHECKPOINTS",
     } == rows.keys()
     for table in rows.values():
-        for name in table.own:
-            row = table.row(name)
+        for name in table.builtin:
+            row = table.get(name)
             assert all(hasattr(row, a) for a in table.attributes) and (table.attributes or callable(row)), name
 
 

@@ -174,7 +174,7 @@ def test_what_is_missing_or_unknown_is_said(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="vtab/pets, split test: Dataset not found; nothing is downloaded here"):
         open_set(config.model_copy(update={"known_as": "vtab/pets"}), "label")
     clevr(tmp_path)
-    monkeypatch.setattr(base, "named", lambda *_: None)
+    monkeypatch.setattr(base, "read_set_texts", lambda *_: None)
     found = open_known(tmp_path, "vtab/clevr_count_all")
     with pytest.raises(DataError, match=r"classnames\.txt: missing"):
         found.classnames()
@@ -184,10 +184,10 @@ def test_what_is_missing_or_unknown_is_said(tmp_path, monkeypatch):
 
 def test_the_catalogue_finds_published_files(tmp_path, monkeypatch):
     cifar(tmp_path / "vtab/cifar100", monkeypatch)
-    listed = {entry.name: entry for entry in catalogue.LISTED}["vtab/cifar100"]
-    assert catalogue.look(listed, tmp_path) == ("odd", "2 images, 10,000 expected")
-    assert catalogue.look(listed._replace(n=2), tmp_path) == ("intact", "2 images")
+    listed = {entry.name: entry for entry in catalogue.DATASETS}["vtab/cifar100"]
+    assert catalogue.check_presence(listed, tmp_path) == ("odd", "2 images, 10,000 expected")
+    assert catalogue.check_presence(listed._replace(n=2), tmp_path) == ("intact", "2 images")
     (probe,) = catalogue.tasks("vtab/cifar100:probe", tmp_path).values()
     assert isinstance(probe, ProbeTaskConfig) and len(open_set(probe, "label", probe.train_split)) == 4
     put(tmp_path / "vtab/cifar100/cifar-100-python/test", b"truncated")
-    assert catalogue.look(listed, tmp_path).state == "odd"
+    assert catalogue.check_presence(listed, tmp_path).state == "odd"

@@ -32,7 +32,7 @@ from sparo_train.data.read.budget import BadSampleBudget
 from sparo_train.data.read.loader import Pipeline, default_streams
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import DataConfig, open_source
-from sparo_train.data.read.workers import in_workers
+from sparo_train.data.read.workers import iterate_in_workers
 from tests.conftest import jpeg, sample, tiny_recipe
 from tests.ranks import free_port
 
@@ -279,7 +279,7 @@ class _Numbers(Dataset):
 
 def test_workers_of_a_set_end_without_a_word(capfd):
     for _ in range(5):
-        found = list(in_workers(_Numbers(), 2, lambda rows: rows, [[i] for i in range(40)]))
+        found = list(iterate_in_workers(_Numbers(), 2, lambda rows: rows, [[i] for i in range(40)]))
         assert found == [[i] for i in range(40)]
     assert capfd.readouterr() == ("", "")
 
@@ -297,7 +297,7 @@ def test_a_start_says_what_is_read_and_what_is_lost(tmp_path):
     assert lines[0].startswith(f"data a: {(40 + held) / (80 + held):.1%} of what is read; {40 + held} samples, ")
     assert lines[1] == f"data a: {cut}: truncated tar, about {20 - held} samples lost"
     alone = open_source("a", ShardsConfig(shards=str(cut)))  # no whole one tells how many there were: as many again
-    assert [damage.lost for damage in alone.broken()] == [held]
+    assert [damage.lost_samples for damage in alone.broken()] == [held]
     assert lines[2] == f"data b: {40 / (80 + held):.1%} of what is read; 20 samples, {320 / (80 + held):.2f} passes"
 
 
@@ -348,11 +348,13 @@ def test_a_worker_that_is_stopped_is_noticed(monkeypatch):
     monkeypatch.setattr(workers, "_LOOK", 0.2)
     seen = []
     with pytest.raises(WorkerLostError, match=r"process \d+\) is stopped \(SIGSTOP\), got no sample for 2 s"):
-        for item in in_workers(_Stops(), 1, lambda rows: rows, [[i] for i in range(40)]):
+        for item in iterate_in_workers(_Stops(), 1, lambda rows: rows, [[i] for i in range(40)]):
             seen.append(item)
     assert seen == [[i] for i in range(9)]
     # One that goes on in time has lost nothing.
-    assert list(in_workers(_Stops(1), 1, lambda rows: rows, [[i] for i in range(20)])) == [[i] for i in range(20)]
+    assert list(iterate_in_workers(_Stops(1), 1, lambda rows: rows, [[i] for i in range(20)])) == [
+        [i] for i in range(20)
+    ]
 
 
 def test_only_looks_in_a_row_count(monkeypatch):
@@ -368,7 +370,7 @@ def test_only_looks_in_a_row_count(monkeypatch):
 def test_a_folder_too_long_for_sockets_is_named(monkeypatch):
     monkeypatch.setattr("sparo_train.data.read.workers.get_temp_dir", lambda: "/tmp/" + "x" * 100)
     with pytest.raises(ConfigError, match=r"TMPDIR: is too long .*, got /tmp/xxx.*shorter folder"):
-        next(in_workers(_Numbers(), 1, lambda rows: rows, [[0]]))
+        next(iterate_in_workers(_Numbers(), 1, lambda rows: rows, [[0]]))
 
 
 def test_dots_in_names_are_the_reason_that_is_given(tmp_path):

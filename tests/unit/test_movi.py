@@ -5,14 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evals.sets.object_facts import told_objects
+from evals.sets.object_facts import object_annotations
 from sparo_data.episodes import episode_fields
 from sparo_data.official import clips
-from sparo_data.official.formats import convert_published, sources_of
+from sparo_data.official.formats import convert_published, find_source_files
 from sparo_data.official.published import PublishedConfig
-from sparo_data.official.tfrecord import example, records
-from sparo_data.official.videos import movi_videos, sized
-from sparo_data.writer import encoded
+from sparo_data.official.tfrecord import parse_example, records
+from sparo_data.official.videos import movi_videos, resize_video
+from sparo_data.writer import encode_image
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.data.clips.episode import Episode
 from sparo_train.data.read.shards import ShardsConfig
@@ -40,18 +40,20 @@ def test_movi_as_tfds_writes_it(tmp_path):
         assert np.allclose(e.depth(t), ramp(4, 8, 12, step=101)[t] / 65535 * 10 + 2, atol=1e-5)
     assert np.allclose(e.boxes[:, 0], [[0, 0.25, 0.5, 0.5 + 0.0625 * t] for t in range(4)])
     assert np.allclose(e.boxes[:, 1], [[0] * 4, [0.125, 0.25, 0.5, 0.5625], [0] * 4, [0.125, 0.25, 0.5, 0.6875]])
-    one, two = e.facts["objects"]
+    one, two = e.metadata["objects"]
     assert [one[k] for k in ("shape", "size", "color", "material", "mass")] == ["cube", "large", "red", "metal", 1.5]
     assert (
         two["positions"][1] == [1.375, 1.5, 1.625]
         and two["visibility"] == [0, 2, 4, 6]
-        and "size" not in less.facts["objects"][0]
+        and "size" not in less.metadata["objects"][0]
     )
-    assert e.facts["camera"]["fov"] == pytest.approx(np.degrees(0.85)) and len(e.facts["camera"]["positions"]) == 4
+    assert (
+        e.metadata["camera"]["fov"] == pytest.approx(np.degrees(0.85)) and len(e.metadata["camera"]["positions"]) == 4
+    )
     config = PublishedConfig(source="movi", videos=True, test=1)
-    assert convert_published(sources_of(MOVI, "movi"), tmp_path / "m", config)[:2] == (1, 1)
+    assert convert_published(find_source_files(MOVI, "movi"), tmp_path / "m", config)[:2] == (1, 1)
     _, fields = open_source("m", ShardsConfig(shards=str(tmp_path / "m/train"))).storages[0].read(0)
-    assert Episode(fields).facts["video"] == "18/b" and (tmp_path / "m/clips/test/nshards.txt").exists()
+    assert Episode(fields).metadata["video"] == "18/b" and (tmp_path / "m/clips/test/nshards.txt").exists()
     with pytest.raises(ConfigError, match="--videos: is of --as movi or npy, and coco has none"):
         convert_published([MOVI], tmp_path / "n", PublishedConfig(source="coco", videos=True))
     with pytest.raises(ConfigError, match="neither cropped"):
@@ -63,11 +65,11 @@ def test_movi_as_tfds_writes_it(tmp_path):
             PublishedConfig(source="movi", videos=True, files=("e.tfrecord",)),
         )
     with pytest.raises(DataError, match="12 x 8 pixels have flows, which squeezing would bend"):
-        sized(full, 4)
+        resize_video(full, 4)
 
 
 def test_movi_b_tells_hues_and_eleven_shapes_and_c_assets():
-    b, c = (video.facts["objects"] for video in movi_videos(MOVI.with_name(MOVI.name.replace("tiny", "tiny_bc"))))
+    b, c = (video.metadata["objects"] for video in movi_videos(MOVI.with_name(MOVI.name.replace("tiny", "tiny_bc"))))
     assert [(one["shape"], one["material"], one["rgb"]) for one in b] == [
         ("sponge", "rubber", [0.0, 0.03125, 0.0625]),
         ("suzanne", "metal", [0.0, 0.03125, 0.0625]),
@@ -79,17 +81,17 @@ def test_movi_b_tells_hues_and_eleven_shapes_and_c_assets():
     ]
     told = []
     for video in movi_videos(MOVI.with_name(MOVI.name.replace("tiny", "tiny_bc"))):
-        told.append(told_objects(Episode(episode_fields(video)), 2, "it"))
+        told.append(object_annotations(Episode(episode_fields(video)), 2, "it"))
     assert told[0]["words"].keys() == {"shape", "material"} and np.shape(told[0]["numbers"]["color"]) == (2, 2, 3)
     assert told[1]["words"] == {"category": ["Shoe", "Toys"]} and told[1]["numbers"]["size"] == [[[1.5], [0.75]]] * 2
 
 
 def test_a_class_that_nobody_named_is_its_number(monkeypatch):
-    found = example(next(iter(records(MOVI))), "it")
+    found = parse_example(next(iter(records(MOVI))), "it")
     monkeypatch.setattr(
-        clips, "example", lambda data, where: {**found, "instances/shape_label": np.array([2, 11], np.int64)}
+        clips, "parse_example", lambda data, where: {**found, "instances/shape_label": np.array([2, 11], np.int64)}
     )
-    assert [one["shape"] for one in next(movi_videos(MOVI)).facts["objects"]] == ["sphere", "11"]
+    assert [one["shape"] for one in next(movi_videos(MOVI)).metadata["objects"]] == ["sphere", "11"]
 
 
 @pytest.mark.parametrize(
@@ -114,13 +116,13 @@ def test_a_class_that_nobody_named_is_its_number(monkeypatch):
         ("camera/quaternions", np.zeros(16, np.float32), "a quaternion of zeros describes no rotation"),
         ("instances/quaternions", np.zeros(32, np.float32), "a quaternion of zeros describes no rotation"),
         ("instances/positions", np.zeros(13, np.float32), "instances/positions has 13 numbers"),
-        ("depth", [encoded(np.full((12, 16), 200, np.uint8))] * 4, "depth: expected 16 bits a pixel, got 8"),
+        ("depth", [encode_image(np.full((12, 16), 200, np.uint8))] * 4, "depth: expected 16 bits a pixel, got 8"),
         ("camera/positions", np.full(12, np.nan, np.float32), "camera/positions has what is no number"),
     ],
 )  # fmt: skip
 def test_numbers_of_movi_that_are_none_are_told_by_their_names(monkeypatch, name, value, told):
-    found = example(next(iter(records(MOVI))), "it")
+    found = parse_example(next(iter(records(MOVI))), "it")
     assert name in found
-    monkeypatch.setattr(clips, "example", lambda data, where: {**found, name: value})
+    monkeypatch.setattr(clips, "parse_example", lambda data, where: {**found, name: value})
     with pytest.raises(DataError, match=f"record 0.*{told}"):
         list(movi_videos(MOVI))

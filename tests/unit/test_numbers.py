@@ -13,7 +13,7 @@ from sparo_train.core.recipe.layers import override
 from sparo_train.train import flops
 from sparo_train.train.build import build_objective, build_pipeline
 from sparo_train.train.flops import FlopCounter, memory, utilisation
-from sparo_train.train.meter import over_ranks
+from sparo_train.train.meter import average_over_ranks
 from sparo_train.train.run import RunConfig
 from tests.conftest import tiny_recipe
 
@@ -45,7 +45,7 @@ def test_memory_is_in_gibibytes():
 
 
 def test_numbers_of_several_ranks_are_one_line():
-    found = over_ranks([{"loss": 1.0, "forward_seconds": 0.1}, {"loss": 3.0, "forward_seconds": 0.15}])
+    found = average_over_ranks([{"loss": 1.0, "forward_seconds": 0.1}, {"loss": 3.0, "forward_seconds": 0.15}])
     assert found == {"loss": 2.0, "forward_seconds": pytest.approx(0.125), "step_spread": pytest.approx(0.5)}
 
 

@@ -10,7 +10,7 @@ from sparo_data.drawn.object_scenes import ROOM_TESTS, object_scene
 from sparo_data.drawn.object_sets import ObjectSetConfig, render_objects
 from sparo_data.drawn.tetrominoes import TetrominoesConfig, make_tetrominoes
 from sparo_data.tracer.render import project
-from sparo_data.tracer.textures import PATTERNS, Texture, painted
+from sparo_data.tracer.textures import PATTERNS, Texture, apply_texture
 from sparo_train.core.errors import DataError
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import open_source
@@ -20,7 +20,7 @@ from sparo_train.data.read.sources import open_source
 def test_solids_stand_apart_and_none_is_hidden(kind):
     seen = set()
     for number in range(12):
-        scene, frame = object_scene(kind, 0, "train", number, 48, most=6)
+        scene, frame = object_scene(kind, 0, "train", number, 48, max_objects=6)
         graph = scene.graph(frame)
         assert 3 <= len(scene.solids) <= 6 and frame.mask.max() == len(scene.solids)
         for i, (solid, told) in enumerate(zip(scene.solids, graph["objects"], strict=True)):
@@ -52,9 +52,9 @@ def test_patterns_are_functions_of_the_point():
     base = np.full((500, 3), 0.5, np.float32)
     for pattern in PATTERNS:
         texture = Texture(pattern, (0.0, 1.0, 0.0), seed=3)
-        found = painted(texture, points, base)
+        found = apply_texture(texture, points, base)
         assert found.min() >= 0 and found.max() <= 1 and found[:, 1].std() > 0.05
-        assert np.array_equal(found[::-1], painted(texture, points[::-1], base))
+        assert np.array_equal(found[::-1], apply_texture(texture, points[::-1], base))
 
 
 def test_sets_are_the_same_each_time_and_go_on(tmp_path):
@@ -64,7 +64,7 @@ def test_sets_are_the_same_each_time_and_go_on(tmp_path):
     assert {str(p.parent) for p in whole} == {"train", "masks/test", *(f"{t}/test" for t in ROOM_TESTS)}
     (tmp_path / "a/train/00001.tar").unlink()
     calls = []
-    render_objects(tmp_path / "a", config, processes=1, report=lambda *at: calls.append(at))
+    render_objects(tmp_path / "a", config, processes=1, on_progress=lambda *at: calls.append(at))
     assert {p: (tmp_path / "a" / p).read_bytes() for p in whole} == whole and calls[-1] == (17, 17)
     with pytest.raises(DataError, match="holds scenes made otherwise"):
         render_objects(tmp_path / "a", config.model_copy(update={"size": 32}))

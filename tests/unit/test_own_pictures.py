@@ -355,8 +355,12 @@ def test_coco_leaves_out_what_has_no_outline_and_renumbers_categories(tmp_path):
     path = annotations(tmp_path, objects)
     (scene,) = coco(path)
     assert sorted(np.unique(scene.label)) == [0, 1, 2, 3] and sorted(np.unique(scene.semantic)) == [0, 1, 2, 3]
-    assert [(o["id"], o["category"], o["class"]) for o in scene.facts["objects"]] == [(1, 7, 2), (2, 0, 1), (3, 300, 3)]
-    assert "." not in scene.key and scene.facts["file"] == "img.rf.0a1b.png"
+    assert [(o["id"], o["category"], o["class"]) for o in scene.metadata["objects"]] == [
+        (1, 7, 2),
+        (2, 0, 1),
+        (3, 300, 3),
+    ]
+    assert "." not in scene.key and scene.metadata["file"] == "img.rf.0a1b.png"
     out = tmp_path / "out"
     written = write_published(out, coco(path), PublishedConfig(source="coco", files=["x"]))
     assert written.left_out == {

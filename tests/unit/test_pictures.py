@@ -15,10 +15,11 @@ from PIL import Image, features
 from evals.encoders.masked import MaskedEncoder
 from evals.encoders.own import PixelEncoder
 from evals.encoders.pixels import LibraryPixels, MappedPixels, Pixels
-from evals.sets.base import decoded, opened, read_batches
+from evals.sets import base
+from evals.sets.base import open_image, read_batches
 from evals.sets.image_files import FileSet
 from evals.sets.names import lines
-from evals.slots.overlay import seen
+from evals.slots.overlay import image_crop
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.examples import thin
 from sparo_train.data.examples.samples import decode_image
@@ -72,8 +73,8 @@ def test_evaluation_shows_every_mode_as_stock_open_clip_does(name, data, size, t
     expected = np.rint(stock(Image.open(path)).permute(1, 2, 0).numpy() * 255)
     library = LibraryPixels(stock.transforms, "open_clip")
     for pixels in (Pixels(size, size), library):
-        assert np.array_equal(pixels(opened(path)), expected), name
-    assert Pixels(size, size, rgb_first=True)(opened(path)).shape == (size, size, 3)
+        assert np.array_equal(pixels(open_image(path)), expected), name
+    assert Pixels(size, size, rgb_first=True)(open_image(path)).shape == (size, size, 3)
 
 
 def turned(orientation):
@@ -91,7 +92,7 @@ def test_training_turns_photos_upright_and_evaluation_leaves_them_as_open_clip_d
     data = turned(orientation)
     pixels = np.asarray(decode_image(data))
     assert pixels.shape == (20, 30, 3) and pixels[:, :15, 0].min() == 255 and pixels[:, 15:, 2].min() == 255
-    assert decoded(data, "x").size == Image.open(io.BytesIO(data)).size
+    assert base.decode_image(data, "x").size == Image.open(io.BytesIO(data)).size
     assert ("turned by EXIF" in notes(open_picture(data))) == (orientation != 1)
 
 
@@ -126,7 +127,7 @@ def test_sixteen_bits_and_floats_are_mapped_by_the_key_and_refused_where_they_ca
     ):
         with pytest.raises(BadSampleError, match="pixel range") as bad:
             decode_image(saved(Image.fromarray(values), "TIFF"))
-        assert detail in bad.value.detail and "data.pixel_range" in bad.value.whole()
+        assert detail in bad.value.detail and "data.pixel_range" in bad.value.full_message()
     lost = np.full((4, 4), np.nan, np.float32)
     for how in ("by_type", "percentiles", (0.0, 1.0)):
         with pytest.raises(BadSampleError, match="pixel range"):
@@ -163,7 +164,7 @@ def bands(count):
 def test_unreadable_pictures_name_file_and_cause(tmp_path, monkeypatch):
     (tmp_path / "six.tif").write_bytes(bands(6))
     with pytest.raises(DataError, match=r"six\.tif: bad image \(6 bands of 16 bits \(integer\), 1 or 3 bands wanted\)"):
-        opened(tmp_path / "six.tif")
+        open_image(tmp_path / "six.tif")
     pages = [Image.fromarray(COLOURS)] * 3
     several = saved(pages[0], "TIFF", save_all=True, append_images=pages[1:])
     with pytest.raises(BadSampleError, match="several pages") as bad:
@@ -214,7 +215,7 @@ def test_the_centre_of_a_thin_image_is_computed_alone_with_the_same_pixels(shape
         labels = Image.fromarray(RNG.integers(0, 9, shape).astype(np.int32))
         nearest = eval_pixels(labels, 32, resize, Image.Resampling.NEAREST)
         with monkeypatch.context() as patch:
-            patch.setattr(thin, "_MOST", 1000)
+            patch.setattr(thin, "_MAX_PIXELS", 1000)
             assert thin.thin_centre(image, 32, resize, Image.Resampling.BICUBIC) is not None
             assert np.array_equal(np.asarray(centre(image, 32, resize)), whole)
             assert np.array_equal(stock(image), by_library)
@@ -255,9 +256,9 @@ def test_an_encoder_of_a_run_maps_deep_pixels_as_its_training_did(tmp_path):
             assert np.array_equal(row.permute(1, 2, 0), Pixels(8, 8, rgb_first=True)(trained)), (name, pixel_range)
         assert torch.equal(encoder.images([deep]), encoder.encode(found[:1]))
         assert MaskedEncoder(encoder, torch.ones(192)).decoding.pixel_range == pixel_range
-        shown = np.asarray(seen(encoder, Image.fromarray(deep)).image)
+        shown = np.asarray(image_crop(encoder, Image.fromarray(deep)).image)
         assert shown.dtype == np.uint8 and len(np.unique(shown)) > 10
-        assert encoder.resized(16) == MappedPixels(8, 16, True, pixel_range)
+        assert encoder.transform_with_resize(16) == MappedPixels(8, 16, True, pixel_range)
     with pytest.raises(DataError, match=r"real\.tif: pixel range .*data.pixel_range"):
         next(read_batches(FileSet(tmp_path, ["real.tif"], [0], "label"), encoder.transform, [[0]], 0))
     with pytest.raises(DataError, match="image 0: cannot be shown to pixels:8, got pixel range"):

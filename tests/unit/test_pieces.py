@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from sparo_train.core.disk.pieces import Piece, PiecesReader, owners, write_pieces
+from sparo_train.core.disk.pieces import Piece, PiecesReader, assign_writers, write_pieces
 from sparo_train.core.errors import CheckpointError
 
 
@@ -52,7 +52,7 @@ def test_any_pieces_give_any_run(tmp_path_factory, data):
 
 @given(st.lists(st.integers(0, 100), max_size=30), st.integers(1, 8))
 def test_every_tensor_has_one_owner_and_the_load_is_fair(sizes, ranks):
-    found = owners(sizes, ranks)
+    found = assign_writers(sizes, ranks)
     loads = [sum(s for s, owner in zip(sizes, found, strict=True) if owner == rank) for rank in range(ranks)]
     assert len(found) == len(sizes) and sum(loads) == sum(sizes)
     assert max(loads) - min(loads) <= max(sizes, default=0)

@@ -15,8 +15,8 @@ from PIL import Image
 from pycocotools import mask as coder
 
 from sparo_data.official.folders import _outline
-from sparo_data.official.published import PublishedConfig, PublishedScene, numbered, opened_image, write_published
-from sparo_data.writer import encoded
+from sparo_data.official.published import PublishedConfig, PublishedScene, decode_array, to_label_map, write_published
+from sparo_data.writer import encode_image
 from sparo_train.core.errors import DataError
 from tests.unit.test_published_sets import read
 
@@ -88,9 +88,9 @@ def test_a_set_is_not_written_over_what_is_there_nor_with_masks_of_other_sizes(t
 def test_masks_of_colours_are_numbered_in_stills_alone():
     red = np.zeros((2, 2, 3), np.uint8)
     red[0, 0] = (255, 0, 0)
-    assert numbered(red, "a").tolist() == [[1, 0], [0, 0]]
+    assert to_label_map(red, "a").tolist() == [[1, 0], [0, 0]]
     with pytest.raises(DataError, match="a: masks of colours, whose numbers would differ between pictures"):
-        numbered(red, "a", of_several=True)
+        to_label_map(red, "a", of_several=True)
 
 
 def test_pictures_are_pictures_and_start_no_program():
@@ -98,10 +98,10 @@ def test_pictures_are_pictures_and_start_no_program():
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
         b"GIF89a",
         b"",
-        encoded(np.zeros((4, 4, 3), np.uint8))[:40],
+        encode_image(np.zeros((4, 4, 3), np.uint8))[:40],
     ):
         with pytest.raises(DataError, match="here: is not a readable picture"):
-            opened_image(data, "here")
+            decode_array(data, "here")
 
 
 class Bomb:
@@ -114,8 +114,8 @@ def test_lmdb_files_are_unpickled_as_numbers_alone(tmp_path, capsys):
     image = RNG.integers(0, 256, (8, 8, 3)).astype(np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(label).save(buffer, "WEBP", lossless=True)
-    samples = {b"000000": {"image": encoded(image), "segment": np.frombuffer(buffer.getvalue(), np.uint8)},
-               b"000001": {"image": encoded(image), "segment": encoded(label)}}  # fmt: skip
+    samples = {b"000000": {"image": encode_image(image), "segment": np.frombuffer(buffer.getvalue(), np.uint8)},
+               b"000001": {"image": encode_image(image), "segment": encode_image(label)}}  # fmt: skip
     with lmdb.open(str(tmp_path / "a.lmdb"), subdir=False, map_size=1 << 24) as env, env.begin(write=True) as txn:
         for key, one in samples.items():
             txn.put(key, pickle.dumps(one))
@@ -136,7 +136,7 @@ def test_lmdb_files_are_unpickled_as_numbers_alone(tmp_path, capsys):
             read(tmp_path / "a.lmdb", "lmdb")
     with lmdb.open(str(tmp_path / "c.lmdb"), subdir=False, map_size=1 << 24) as env, env.begin(write=True) as txn:
         for key in (b"a\0A", b"a\0B"):
-            txn.put(key, pickle.dumps({"image": encoded(RNG.integers(0, 256, (64, 64, 3)).astype(np.uint8))}))
+            txn.put(key, pickle.dumps({"image": encode_image(RNG.integers(0, 256, (64, 64, 3)).astype(np.uint8))}))
         txn.put(b"__keys__", pickle.dumps([b"a\0A", b"a\0B"]))
     assert [found.key for found in read(tmp_path / "c.lmdb", "lmdb")] == ["a_A", "a_B"]
     whole = (tmp_path / "c.lmdb").read_bytes()

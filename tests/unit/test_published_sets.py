@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 from pycocotools import mask as coder
 
-from sparo_data.official.formats import FORMATS, convert_published, sources_of
+from sparo_data.official.formats import FORMATS, convert_published, find_source_files
 from sparo_data.official.multi_object import SETS
 from sparo_data.official.published import PublishedConfig, PublishedScene, write_published
-from sparo_data.writer import encoded
+from sparo_data.writer import encode_image
 from sparo_train.core.errors import ConfigError, DataError
 from tests.conftest import sparo
 from tests.unit.test_tfrecord import tfrecords
@@ -39,7 +39,7 @@ def scene(name, objects=2):
 
 
 def read(place, name, **options):
-    (source,) = sources_of(place, name)
+    (source,) = find_source_files(place, name)
     return list(FORMATS[name].read(source))
 
 
@@ -49,7 +49,7 @@ def test_multi_object_datasets(tmp_path, name):
     path = tfrecords(tmp_path / "m.tfrecords", [stored for *_, stored in made], gzip.compress)
     for found, (image, label, stored) in zip(read(path, name), made, strict=True):
         assert np.array_equal(found.image, image) and np.array_equal(found.label, label)
-        (first,) = found.facts["objects"]  # the last one is not visible
+        (first,) = found.metadata["objects"]  # the last one is not visible
         at = SETS[name].background
         assert first["id"] == 1 and first["shape"] == at and first["x"] == pytest.approx(stored["x"][0][at])
         assert len(first["color"]) == 3
@@ -67,12 +67,12 @@ def test_clevr_and_its_objects(tmp_path):
     thing = {"size": "large", "material": "metal", "shape": "cube", "color": "red", "3d_coords": [0, 1, 2]}
     rows = [{"image_filename": f"C_{i}.png", "split": "val", "objects": [thing] * i} for i in range(3)]
     for row in rows:
-        (tmp_path / "images/val" / row["image_filename"]).write_bytes(encoded(np.zeros((4, 6, 3), np.uint8)))
+        (tmp_path / "images/val" / row["image_filename"]).write_bytes(encode_image(np.zeros((4, 6, 3), np.uint8)))
     path = tmp_path / "scenes/CLEVR_val_scenes.json"
     path.write_text(json.dumps({"scenes": rows}))
     found = read(path, "clevr")
     assert (
-        [len(s.facts["objects"]) for s in found] == [0, 1, 2]
+        [len(s.metadata["objects"]) for s in found] == [0, 1, 2]
         and found[0].label is None
         and found[1].image.shape == (4, 6, 3)
     )
@@ -94,8 +94,8 @@ def test_clevrtex_with_palettes_and_colours(tmp_path):
     label = np.array([[0, 1], [2, 2]], np.uint8)
     coloured = np.array([[[0, 0, 0], [255, 0, 0]], [[0, 9, 0], [0, 9, 0]]], np.uint8)
     for i, mask in enumerate((label, coloured)):
-        (folder / f"T_{i}.png").write_bytes(encoded(np.zeros((2, 2, 3), np.uint8)))
-        (folder / f"T_{i}_flat.png").write_bytes(encoded(mask))
+        (folder / f"T_{i}.png").write_bytes(encode_image(np.zeros((2, 2, 3), np.uint8)))
+        (folder / f"T_{i}_flat.png").write_bytes(encode_image(mask))
         (folder / f"T_{i}.json").write_text('{"objects": []}')
     palette = Image.fromarray(label, "P")
     palette.putpalette([9, 9, 9, 1, 2, 3, 4, 5, 6])
@@ -110,7 +110,7 @@ def test_clevrtex_with_palettes_and_colours(tmp_path):
 def test_coco_leaves_out_what_two_objects_share_and_crowds(tmp_path):
     (tmp_path / "annotations").mkdir()
     (tmp_path / "val2017").mkdir()
-    (tmp_path / "val2017/a.jpg").write_bytes(encoded(np.zeros((10, 12, 3), np.uint8), "JPEG"))
+    (tmp_path / "val2017/a.jpg").write_bytes(encode_image(np.zeros((10, 12, 3), np.uint8), "JPEG"))
     square = [[1.0, 1.0, 6.0, 1.0, 6.0, 6.0, 1.0, 6.0]]
     packed = np.zeros((10, 12), np.uint8)
     packed[4:8, 4:10] = 1
@@ -140,7 +140,7 @@ def test_coco_leaves_out_what_two_objects_share_and_crowds(tmp_path):
         with pytest.raises(DataError, match=told):
             read(path, "coco")
     (tmp_path / "val2017/x").mkdir()
-    (tmp_path / "val2017/x/a.jpg").write_bytes(encoded(np.full((10, 12, 3), 200, np.uint8), "JPEG"))
+    (tmp_path / "val2017/x/a.jpg").write_bytes(encode_image(np.full((10, 12, 3), 200, np.uint8), "JPEG"))
     path.write_text(json.dumps({**tree, "images": [{**image, "file_name": "x/a.jpg"}]}))
     assert read(path, "coco")[0].image.mean() == 200
     for change, told in (
@@ -160,7 +160,7 @@ def test_coco_leaves_out_what_two_objects_share_and_crowds(tmp_path):
 
 def test_clips_are_stills(tmp_path):
     video, masks = RNG.integers(0, 256, (3, 8, 8, 3)).astype(np.uint8), RNG.integers(0, 5, (3, 8, 8)).astype(np.uint8)
-    stored = {"video": ([encoded(f) for f in video], "byte"), "segmentations": ([encoded(m) for m in masks], "byte"),
+    stored = {"video": ([encode_image(f) for f in video], "byte"), "segmentations": ([encode_image(m) for m in masks], "byte"),
               "metadata/video_name": ([b"vi.deo/7"], "byte")}  # fmt: skip
     path = tfrecords(tmp_path / "movi_a-train.tfrecord-00000-of-00001", [stored])
     found = read(tmp_path, "movi")
@@ -172,8 +172,8 @@ def test_clips_are_stills(tmp_path):
     assert (held.test, held.train) == (3, 2)
     tfrecords(tmp_path / "movi_a-test.tfrecord-00000-of-00001", [stored])
     with pytest.raises(DataError, match="holds several splits"):
-        sources_of(tmp_path, "movi")
-    assert sources_of(tmp_path / "movi_a-train", "movi") == [
+        find_source_files(tmp_path, "movi")
+    assert find_source_files(tmp_path / "movi_a-train", "movi") == [
         path
     ]  # a split by its name, as TFDS writes several into a folder
     path.unlink()
@@ -245,16 +245,16 @@ def test_conversion_cuts_splits_and_counts(tmp_path):
         assert done.returncode == 2 and told in done.stderr, done.stderr
     for place in ("clevr", "coco"):
         with pytest.raises(DataError, match="is a folder; --as"):
-            sources_of(tmp_path, place)
+            find_source_files(tmp_path, place)
     again = sparo(*line, cwd=tmp_path)
     assert again.returncode == 2 and "holds shards already" in again.stderr
     with pytest.raises(DataError, match=r"nothing\.tfrecords: no such file"):
-        sources_of(tmp_path / "nothing.tfrecords", "tetrominoes")
+        find_source_files(tmp_path / "nothing.tfrecords", "tetrominoes")
     with pytest.raises(ConfigError, match="--as nosuch"):
-        sources_of(tmp_path, "nosuch")
+        find_source_files(tmp_path, "nosuch")
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match="none of"):
-        sources_of(tmp_path / "none", "movi")
+        find_source_files(tmp_path / "none", "movi")
     tfrecords(tmp_path / "e.tfrecords", [])
     with pytest.raises(DataError, match="not one scene"):
         convert_published(
@@ -289,5 +289,5 @@ def test_scenes_of_few_objects_alone_are_taken(tmp_path):
     assert write_published(tmp_path / "few", scenes(), few).train == 6 and kept("few") == [0, 1, 4, 5, 8, 9]
     first = PublishedConfig(source="clevr_with_masks", most=2, limit=3, test=1)
     assert write_published(tmp_path / "first", scenes(), first)[:2] == (2, 1) and kept("first") == [1, 4]
-    listed = (s._replace(label=None, facts={"objects": [{}] * (int(s.key) % 4)}) for s in scenes())
+    listed = (s._replace(label=None, metadata={"objects": [{}] * (int(s.key) % 4)}) for s in scenes())
     assert write_published(tmp_path / "listed", listed, few).train == 9

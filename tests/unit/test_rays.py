@@ -20,7 +20,7 @@ def test_rays_are_looked_at_inside_the_box_alone():
     aims[:, ::3] += 9  # these miss it
     aims[:, 1] = eyes[:, 1] - torch.tensor([0.0, 0.0, 5.0])  # along an axis
     rays = Rays(eyes, F.normalize(aims - eyes, dim=-1), torch.rand(1, 300))
-    near, far = module.ends(rays)
+    near, far = module.near_far(rays)
     for t in torch.linspace(0.51, 19.9, 400):  # the box, point by point
         at = eyes + t * rays.directions
         inside = ((at >= torch.tensor([-2.0, -3.0, 0.0])) & (at <= torch.tensor([2.0, 3.0, 1.0]))).all(-1)
@@ -29,7 +29,7 @@ def test_rays_are_looked_at_inside_the_box_alone():
     missed = far - near == 0
     assert 50 < missed.sum() < 250
     drawn = module(torch.randn(1, 3, 24), rays)
-    sky = module.sky(module.points(rays).directions).sigmoid()
+    sky = module.sky(module.sample_points(rays).directions).sigmoid()
     # What a scene has beyond the far end is the sky's, so it is not refused for it.
     ends = [SceneModelConfig(decoder={"kind": "nerf", "sky": sky}).bounds for sky in (True, False)]  # type: ignore[arg-type]
     assert ends == [(0.5, float("inf"), None), (0.5, 20.0, None)]

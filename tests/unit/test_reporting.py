@@ -21,8 +21,8 @@ from sparo_train.core.world import World
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import OptimConfig
 from sparo_train.models.readouts.pooling import MeanPool
-from sparo_train.train.accumulate import _weighed
-from sparo_train.train.meter import over_ranks
+from sparo_train.train.accumulate import _weighted_backward
+from sparo_train.train.meter import average_over_ranks
 from sparo_train.train.reporting import Reporter
 from sparo_train.train.run import LogConfig, RunConfig
 from tests.conftest import eval_sets, tiny_recipe
@@ -30,8 +30,8 @@ from tests.ranks import run_ranks
 
 
 def _rows(run):
-    row = SimpleNamespace(run=run, check=lambda task: None, needs=(), unfit=lambda task, encoder: None)
-    return SimpleNamespace(row=lambda name: row)
+    row = SimpleNamespace(run=run, check=lambda task: None, needs=(), incompatibility=lambda task, encoder: None)
+    return SimpleNamespace(get=lambda name: row)
 
 
 def test_a_tasks_numbers_are_plain_and_what_is_none_is_told(monkeypatch):
@@ -57,14 +57,14 @@ def test_a_tasks_numbers_are_plain_and_what_is_none_is_told(monkeypatch):
 
 
 def _broken_on_rank_0(ranks):
-    row = _rows(lambda scoring, task: scoring.ranks.first(lambda: {}["label"]))
+    row = _rows(lambda scoring, task: scoring.ranks.rank0_broadcast(lambda: {}["label"]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("evals.suite.suite.TASKS", row)
         patch.setattr("evals.suite.task.TASKS", row)
         try:
             Suite({"t": SimpleNamespace(task="odd")}).run(SimpleNamespace(offers={"images"}, label="x"), ranks=ranks)
         except TaskError as error:
-            return str(error), error.everywhere, error.repeated
+            return str(error), error.on_all_ranks, error.repeated
 
 
 def test_what_breaks_off_on_rank_0_is_told_to_all_ranks():
@@ -76,15 +76,15 @@ def test_what_breaks_off_on_rank_0_is_told_to_all_ranks():
 
 def test_metrics_that_are_no_numbers_or_of_some_ranks_alone_end_no_run():
     said = []
-    reporter = Reporter(LogConfig(), None, Ranks(World(), "gloo", 0.0), None, SimpleNamespace(say=said.append), None)
+    reporter = Reporter(LogConfig(), None, Ranks(World(), "gloo", 0.0), None, SimpleNamespace(log=said.append), None)
     for _ in range(2):
         assert reporter._numbers({"a": torch.tensor(2.0), "b": torch.zeros(4), "c": "x"}) == {"a": 2.0}
     assert len(said) == 2 and "metric 'b' is no single number and is left out" in said[0]
     facts = [{"forward_seconds": 1.0, "loss": 1.0, "rare": 5.0}, {"forward_seconds": 1.0, "loss": 3.0}]
-    assert over_ranks(facts) == {"forward_seconds": 1.0, "loss": 2.0, "rare": 5.0, "step_spread": 0.0}
+    assert average_over_ranks(facts) == {"forward_seconds": 1.0, "loss": 2.0, "rare": 5.0, "step_spread": 0.0}
     sizes = iter((Loss(torch.tensor(1.0), {"rare": torch.tensor(4.0)}), Loss(torch.tensor(2.0), {})))
     engine = SimpleNamespace(forward=lambda *_, **__: next(sizes), backward=lambda *_, **__: None)
-    whole = _weighed(engine, [{"x": torch.zeros(3)}, {"x": torch.zeros(1)}], None)
+    whole = _weighted_backward(engine, [{"x": torch.zeros(3)}, {"x": torch.zeros(1)}], None)
     assert float(whole.total) == 1.25 and float(whole.metrics["rare"]) == 4.0
 
 
@@ -106,7 +106,7 @@ def test_parameters_that_no_gradient_reaches_are_named_once():
         reports.append(engine.step(progress).without_gradient)
     assert reports == [("unused",), ()] and torch.equal(objective.unused, torch.ones(2))
     said = []
-    reporter = Reporter(LogConfig(), None, Ranks(World(), "gloo", 0.0), None, SimpleNamespace(say=said.append), None)
+    reporter = Reporter(LogConfig(), None, Ranks(World(), "gloo", 0.0), None, SimpleNamespace(log=said.append), None)
     for names in reports:
         reporter.without_gradient(names)
     assert said == ["no gradient reaches 1 trainable parameter(s), which keep their values: unused"]
@@ -143,7 +143,7 @@ def test_a_writer_that_fails_is_said_once_and_the_numbers_stay(tmp_path, monkeyp
 
     monkeypatch.setattr(metrics, "Tensorboard", Failing)
     said = []
-    log = metrics.MetricsLog(tmp_path, say=said.append)
+    log = metrics.MetricsLog(tmp_path, log=said.append)
     for step in (1, 2, 3):
         log.write("train", step, {"loss": 1.0})
     log.close()
@@ -151,7 +151,7 @@ def test_a_writer_that_fails_is_said_once_and_the_numbers_stay(tmp_path, monkeyp
     assert [r["step"] for r in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     monkeypatch.setattr(metrics, "Tensorboard", lambda *_: 1 / 0)
     said.clear()
-    metrics.MetricsLog(tmp_path, say=said.append).close()
+    metrics.MetricsLog(tmp_path, log=said.append).close()
     assert len(said) == 1 and "log.tensorboard: cannot be started (ZeroDivisionError" in said[0]
 
 
@@ -161,7 +161,7 @@ def test_flops_that_cannot_be_counted_are_left_out(tmp_path):
     def per_sample(batch):
         raise AssertionError("Expected gradient function to be set\nand more")
 
-    display = SimpleNamespace(say=said.append)
+    display = SimpleNamespace(log=said.append)
     ranks = Ranks(World(), "gloo", 0.0)
     reporter = Reporter(LogConfig(), None, ranks, None, display, SimpleNamespace(per_sample=per_sample))
     assert reporter._speed({}, 10.0) == {} == reporter._speed({}, 10.0)
@@ -186,7 +186,7 @@ def test_flops_that_cannot_be_counted_are_left_out(tmp_path):
 def test_a_dead_rank_is_told_by_the_collectives_own_errors(error, ours, lost):
     ranks = Ranks.__new__(Ranks)
     ranks.rank, ranks.size, ranks.timeout = 0, 2, 60.0
-    with pytest.raises(LostRankError if lost else RuntimeError) as found, ranks.named("step 3", ours):
+    with pytest.raises(LostRankError if lost else RuntimeError) as found, ranks.error_context("step 3", ours):
         raise error
     assert found.value is error if not lost else found.value.__cause__ is error
 

@@ -12,7 +12,7 @@ from PIL import Image
 from sparo_data.writer import write_shards
 from sparo_train.core.errors import BadSampleError
 from sparo_train.core.rng import generator
-from sparo_train.data.examples.samples import caption, decode_image, unseen_captions
+from sparo_train.data.examples.samples import caption, decode_image, missing_caption_keys
 from sparo_train.data.examples.text import ClipTokenizer, decode_words
 from sparo_train.data.examples.transforms import Crop, eval_pixels, random_resized_crop_box, resized_crop, train_pixels
 from sparo_train.data.read.shards import ShardsConfig
@@ -63,8 +63,11 @@ def test_keys_of_captions_that_no_sample_has_are_told(tmp_path):
     write_shards(tmp_path, told, 20)
     mistyped = {"txt": 0.5, "json:long": 0.25, "json:lnog": 0.25, "json:other": 0.0}
     source = open_source("a", ShardsConfig(shards=str(tmp_path), captions=mistyped))
-    assert unseen_captions(source) == ["json:lnog"] and unseen_captions(source, 4) == ["json:lnog", "json:long"]
-    assert unseen_captions(open_source("a", ShardsConfig(shards=str(tmp_path)))) == []
+    assert missing_caption_keys(source) == ["json:lnog"] and missing_caption_keys(source, 4) == [
+        "json:lnog",
+        "json:long",
+    ]
+    assert missing_caption_keys(open_source("a", ShardsConfig(shards=str(tmp_path)))) == []
 
 
 def test_a_decompression_bomb_is_a_bad_image(monkeypatch):

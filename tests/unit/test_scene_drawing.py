@@ -8,7 +8,7 @@ from object_centric.scenes3d.field import Points
 from object_centric.scenes3d.field_layers import TileRows
 from object_centric.scenes3d.nerf import NerfConfig
 from object_centric.scenes3d.ray_broadcast import RayBroadcastConfig
-from object_centric.scenes3d.rays import Rays, octaves
+from object_centric.scenes3d.rays import Rays, fourier_features
 from object_centric.scenes3d.slot_mixer import SlotMixerConfig
 from sparo_train.core.config import resolve
 
@@ -67,14 +67,14 @@ def test_turns_change_nothing_and_shares_sum_to_one(name):
     assert (total < 1 + 1e-5).all() and (
         name in ("nerf", "nerf_cut") or torch.allclose(total, torch.ones(2, 17), atol=1e-5)
     )
-    alone = module.alone(slots, rays)
+    alone = module.render_per_slot(slots, rays)
     assert alone.shape == (2, 17, 3, 3) and alone.isfinite().all()
 
 
 def literal(module, slots, rays):
     """The paper's formulas, slot by slot and point by point (Section 3.2, D.4.3)."""
-    c, near_far = module.config, module.points(rays)
-    told, places = near_far.told, near_far.places
+    c, near_far = module.config, module.sample_points(rays)
+    told, places = near_far.positions, near_far.distances
 
     def blocks(m, x):
         x = m.norm(x)
@@ -125,10 +125,10 @@ def test_fields_add_up_as_the_loop_over_slots_does(name, rows, monkeypatch):
 
 def test_where_nothing_is_nothing_is_computed_but_no_nan_is_lost():
     module, (slots, rays) = decoder("nerf_cut"), given()
-    seen, old = [], TileRows.turned
+    seen, old = [], TileRows.add_directions
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TileRows, "turned", lambda rows, x, g: (seen.append(len(x)), old(rows, x, g))[1])
-        density = module.fields(module.prepared(slots), module.points(rays))[0]
+        patch.setattr(TileRows, "add_directions", lambda rows, x, g: (seen.append(len(x)), old(rows, x, g))[1])
+        density = module.fields(module.precompute(slots), module.sample_points(rays))[0]
         lit, computed = (density > 0).sum(), sum(seen)
         assert lit <= computed < 0.7 * density.numel()
         with torch.no_grad():
@@ -155,19 +155,19 @@ def test_fields_in_autocast_are_as_near_as_the_loop_is():
 
 def test_points_are_one_in_each_bin_and_depth_is_where_the_wall_is():
     module, (_, rays) = decoder("nerf"), given()
-    points = module.points(rays)
+    points = module.sample_points(rays)
     edges = torch.linspace(1.0, 9.0, 7)
-    assert (points.places >= edges[:-1] - 1e-6).all() and (points.places <= edges[1:] + 1e-6).all()
-    within = (points.places - edges[:-1]) / (8 / 6)
+    assert (points.distances >= edges[:-1] - 1e-6).all() and (points.distances <= edges[1:] + 1e-6).all()
+    within = (points.distances - edges[:-1]) / (8 / 6)
     assert within.std(-1).min() > 0.05  # another offset in each
-    middles = module.points(Rays(rays.origins, rays.directions)).places
+    middles = module.sample_points(Rays(rays.origins, rays.directions)).distances
     assert torch.allclose(middles, (edges[:-1] + edges[1:]) / 2)
     density = torch.zeros(2, 17, 5, 1)
     density[:, :, 3] = 1e4
-    drawn = module.composed(density, torch.ones(2, 17, 5, 3) * density, None, points)
-    assert torch.allclose(drawn.depth, points.places[..., 3]) and torch.allclose(drawn.colours, torch.ones(2, 17, 3))
-    nothing = module.composed(0 * density, torch.zeros(2, 17, 5, 3), None, points)
-    assert torch.allclose(nothing.depth, points.places[..., -1]) and nothing.shares.abs().max() == 0
+    drawn = module.composite(density, torch.ones(2, 17, 5, 3) * density, None, points)
+    assert torch.allclose(drawn.depth, points.distances[..., 3]) and torch.allclose(drawn.colours, torch.ones(2, 17, 3))
+    nothing = module.composite(0 * density, torch.zeros(2, 17, 5, 3), None, points)
+    assert torch.allclose(nothing.depth, points.distances[..., -1]) and nothing.shares.abs().max() == 0
     assert isinstance(points, Points)
 
 
@@ -181,7 +181,7 @@ def osrt(weights, slots, origins, directions, heads):
         return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"])
 
     at = "allocation_transformer"
-    query = torch.cat([octaves(origins, 15), octaves(directions, 15)], -1)
+    query = torch.cat([fourier_features(origins, 15), fourier_features(directions, 15)], -1)
     query = linear(f"{at}.input_mlp.2", F.relu(linear(f"{at}.input_mlp.0", query)))
     x = query
     for layer in range(2):

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from evals.suite.task import UnfitError, refuse_unfit
+from evals.suite.task import IncompatibleTaskError, check_compatible
 from evals.tasks.objects.similarity import ssim
 from evals.tasks.objects.view_scores import ViewedClip, scene_scores, score
-from object_centric.objectives.collapse import sharing
-from object_centric.pictures.scene_sheets import circle, scene_sheet, turntable
+from object_centric.objectives.collapse import mask_statistics
+from object_centric.pictures.scene_sheets import orbit_poses, scene_sheet, turntable
 from object_centric.scenes3d.rays import pixel_rays
 from object_centric.tasks.probe_task import SlotProbeTaskConfig
-from object_centric.tasks.scene_encoder import SceneEncoder, copied
+from object_centric.tasks.scene_encoder import SceneEncoder, copy_baselines
 from object_centric.tasks.view_task import ViewMasksTaskConfig
 from sparo_train.core.errors import ConfigError
-from sparo_train.data.clips.cameras import looking
+from sparo_train.data.clips.cameras import look_at
 from tests.unit.test_novel_views import GROUPINGS, objective
 from tests.unit.test_scene_drawing import DECODERS
 
@@ -39,15 +39,15 @@ def test_longer_episodes_are_seen_through_windows_and_stills_are_refused():
         recurrent.slots_of(posed, 2)
     # One camera alone is gone round what stands before it, not turned on the spot.
     one = pixel_rays(
-        torch.from_numpy(looking((4.0, 0.0, 2.0), (0.0, 0.0, 0.5)))[None].float(), torch.tensor([[20.0, 20, 8, 8]]), 16
+        torch.from_numpy(look_at((4.0, 0.0, 2.0), (0.0, 0.0, 0.5)))[None].float(), torch.tensor([[20.0, 20, 8, 8]]), 16
     )
-    poses = circle(torch.cat([torch.zeros(1, 3, 16, 16), one.movedim(-1, 1)], 1), 4)
+    poses = orbit_poses(torch.cat([torch.zeros(1, 3, 16, 16), one.movedim(-1, 1)], 1), 4)
     assert all((-pose[:3, 2] @ (np.array([0, 0, pose[2, 3] - 2]) - pose[:3, 3])) > 2 for pose in poses)
     assert np.ptp(np.stack(poses)[:, 0, 3]) > 6
     views = torch.rand(3, 9, 16, 16)
     views[:, 3:6] = torch.tensor([[0.0, 0, 0], [5, 0, 0], [4, 0, 0]])[:, :, None, None]
     views[:, 6:] = 0.0
-    nearest, mean = copied(views, 2)
+    nearest, mean = copy_baselines(views, 2)
     assert torch.allclose(nearest[2], (views[1, :3] - views[2, :3]).square().mean())
     assert torch.allclose(nearest[0], (views[1, :3] - views[0, :3]).square().mean())  # not its own copy
     assert torch.allclose(mean[2], (views[:2, :3].mean((0, 2, 3))[:, None, None] - views[2, :3]).square().mean())
@@ -66,12 +66,13 @@ def test_what_a_model_cannot_be_asked_for_is_refused_before_anything_is_encoded(
         ({"views": 2}, encoder, "t.views=2: 2 of them are shown"),
         ({"views": 3}, encoder, None),
     ):
-        with pytest.raises(UnfitError, match=told) if told else nullcontext():
-            refuse_unfit("t", task.model_copy(update=change), which)
+        with pytest.raises(IncompatibleTaskError, match=told) if told else nullcontext():
+            check_compatible("t", task.model_copy(update=change), which)
     with pytest.raises(
-        UnfitError, match=r"needs images or clips encoded, and run takes views.*use view_masks or scene_probe"
+        IncompatibleTaskError,
+        match=r"needs images or clips encoded, and run takes views.*use view_masks or scene_probe",
     ):
-        refuse_unfit("t", SlotProbeTaskConfig(root="x"), encoder)
+        check_compatible("t", SlotProbeTaskConfig(root="x"), encoder)
 
 
 def test_what_no_field_has_anything_of_is_no_slots():
@@ -79,18 +80,18 @@ def test_what_no_field_has_anything_of_is_no_slots():
     encoder = SceneEncoder(made.model, 2, 2, "run")
     slots, rays = torch.randn(2, 3, 24), torch.zeros(2, 6, 16, 16)
     rays[:, 5] = -1.0
-    something = encoder.drawn(slots, rays)
+    something = encoder.render(slots, rays)
     for name, parameter in made.model.decoder.named_parameters():
         if "density" in name:
             parameter.data.zero_()
             parameter.data.fill_(-1.0) if name.endswith("bias") else None
-    nothing = encoder.drawn(slots, rays)
+    nothing = encoder.render(slots, rays)
     assert nothing.shares.abs().max() == 0 and (nothing.labels == nothing.shares.shape[1]).all()
     assert (something.labels < nothing.shares.shape[1]).any()
-    facts = sharing(nothing.shares)
+    facts = mask_statistics(nothing.shares)
     assert facts["slots_used"] == 0
     half = torch.cat([nothing.shares, F.one_hot(torch.zeros(2, 16, 16).long(), 3).movedim(-1, 1)], 3)
-    assert sharing(half)["slots_used"] == 1 and sharing(half)["mask_sharpness"] == 1
+    assert mask_statistics(half)["slots_used"] == 1 and mask_statistics(half)["mask_sharpness"] == 1
 
 
 def clip(**changes):

@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 
 from object_centric.scenes3d.rays import Bounds, common_point, pixel_rays
 from object_centric.scenes3d.view_examples import ViewExamples, ViewsConfig
-from sparo_data.drawn.viewed_scenes import KINDS, viewed_episode
-from sparo_data.drawn.viewed_sets import ViewedSetConfig, _sample
+from sparo_data.drawn.viewed_scenes import KINDS, multi_view_episode
+from sparo_data.drawn.viewed_sets import MultiViewSetConfig, _sample
 from sparo_data.tracer.render import Body, Camera, Stage, rays, render
 from sparo_data.tracer.solids import _INSIDE, _NORMALS, HITS, MONKEY, RING, SHAPES, TUBE
 from sparo_train.core.errors import BadSampleError
 from sparo_train.core.rng import generator
-from sparo_train.data.clips.cameras import checked_lens, checked_pose, converted, cut_lens, looking
-from sparo_train.data.clips.views import ViewedScene, is_scene
+from sparo_train.data.clips.cameras import convert_pose, cut_lens, look_at, parse_lens, parse_pose
+from sparo_train.data.clips.views import MultiViewScene, is_scene
 from sparo_train.data.clips.window import FramesConfig
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import DataConfig, Source
 
-SMALL = ViewedSetConfig(size=24, frames=3, train=1, test=1)
+SMALL = MultiViewSetConfig(size=24, frames=3, train=1, test=1)
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +42,15 @@ coordinates = st.floats(-20, 20)
 def test_poses_are_rotations_in_one_convention(eye, target, scale):
     if np.hypot(eye[0] - target[0], eye[1] - target[1]) < 1e-2:  # straight down there is no up
         return
-    pose = looking(eye, target)
-    assert np.allclose(checked_pose(pose.tolist()), pose, atol=1e-6)
-    assert np.allclose(checked_pose(pose[:3].tolist()), pose, atol=1e-6)
-    other = converted(pose, "opengl", "opencv")
+    pose = look_at(eye, target)
+    assert np.allclose(parse_pose(pose.tolist()), pose, atol=1e-6)
+    assert np.allclose(parse_pose(pose[:3].tolist()), pose, atol=1e-6)
+    other = convert_pose(pose, "opengl", "opencv")
     assert np.allclose(other[:3, 2], -pose[:3, 2]) and np.allclose(other[:3, 3], pose[:3, 3])
-    assert np.allclose(checked_pose(other.tolist(), "opencv"), pose, atol=1e-6)
+    assert np.allclose(parse_pose(other.tolist(), "opencv"), pose, atol=1e-6)
     larger = pose.copy()
     larger[:3, :3] *= scale
-    assert np.allclose(checked_pose(larger), pose, atol=1e-6)
+    assert np.allclose(parse_pose(larger), pose, atol=1e-6)
     # OpenCV looks along z with y down: what is ahead and below is in front of it at positive z and y.
     point = np.asarray(target) - [0, 0, 1.0]
     own = np.linalg.inv(other) @ [*point, 1.0]
@@ -71,14 +71,14 @@ def test_poses_are_rotations_in_one_convention(eye, target, scale):
 )
 def test_a_pose_that_is_none_is_told_by_what_is_wrong(table, told):
     with pytest.raises(BadSampleError, match=told):
-        checked_pose(table if not isinstance(table, np.ndarray) else table.tolist())
+        parse_pose(table if not isinstance(table, np.ndarray) else table.tolist())
 
 
 def test_lenses_say_the_same_in_every_dialect():
-    wanted = checked_lens({"fov": 50.0}, 40, 30)
+    wanted = parse_lens({"fov": 50.0}, 40, 30)
     focal = float(wanted[0])
-    assert np.allclose(checked_lens({"camera_angle_x": 2 * np.arctan(20 / focal)}, 40, 30), wanted)
-    assert np.allclose(checked_lens({"fl_x": 2 * focal, "w": 80, "h": 60, "cx": 40.0, "cy": 30.0}, 40, 30), wanted)
+    assert np.allclose(parse_lens({"camera_angle_x": 2 * np.arctan(20 / focal)}, 40, 30), wanted)
+    assert np.allclose(parse_lens({"fl_x": 2 * focal, "w": 80, "h": 60, "cx": 40.0, "cy": 30.0}, 40, 30), wanted)
     for told in (
         {},
         {"fov": 180.0},
@@ -89,14 +89,14 @@ def test_lenses_say_the_same_in_every_dialect():
         {"fov": True},
     ):
         with pytest.raises(BadSampleError, match="camera"):
-            checked_lens(told, 40, 30)
+            parse_lens(told, 40, 30)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(16, 90), st.integers(16, 90), st.integers(8, 32), st.floats(20, 100))
 def test_a_cut_lens_sees_what_the_cut_picture_shows(width, height, size, fov):
     """The direction through a point of the cut picture is that through the same point of the whole one."""
-    lens = checked_lens({"fov": fov}, width, height)
+    lens = parse_lens({"fov": fov}, width, height)
     cut = cut_lens(lens, width, height, size)
     short = min(width, height)
     wide, tall = (size if n == short else int(size * n / short) for n in (width, height))
@@ -109,15 +109,15 @@ def test_a_cut_lens_sees_what_the_cut_picture_shows(width, height, size, fov):
 
 def test_rays_are_those_that_the_renderer_traces():
     camera = Camera((3.0, -7.0, 4.0), (0.2, 0.1, 0.3), 40.0)
-    pose = looking(camera.eye, camera.target)
-    found = pixel_rays(torch.from_numpy(pose), torch.from_numpy(checked_lens({"fov": 40.0}, 12, 12)), 12)
+    pose = look_at(camera.eye, camera.target)
+    found = pixel_rays(torch.from_numpy(pose), torch.from_numpy(parse_lens({"fov": 40.0}, 12, 12)), 12)
     assert np.allclose(found[..., 3:].reshape(-1, 3), rays(camera, 12), atol=1e-6)
     assert np.allclose(found[..., :3], camera.eye)
 
 
 def test_what_one_camera_sees_lies_where_another_sees_it(scene):
     """Points of masks and depths of one view, seen from another, are in front of nothing and have the same number."""
-    views = ViewedScene(scene)
+    views = MultiViewScene(scene)
     assert is_scene(scene) and len(views.views) == 5 and views.frames == 3
     agreed = compared = 0
     for first, second in ((0, 1), (1, 2), (3, 0)):
@@ -146,13 +146,15 @@ def test_what_one_camera_sees_lies_where_another_sees_it(scene):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_episodes_are_a_pure_function_of_their_names(kind):
-    first, again, other = (viewed_episode(kind, 0, "train", index, 16, 2) for index in (1, 1, 2))
-    assert np.array_equal(first.frames[0][0].rgb, again.frames[0][0].rgb) and first.facts == again.facts
+    first, again, other = (multi_view_episode(kind, 0, "train", index, 16, 2) for index in (1, 1, 2))
+    assert np.array_equal(first.frames[0][0].rgb, again.frames[0][0].rgb) and first.metadata == again.metadata
     assert not np.array_equal(first.frames[0][0].rgb, other.frames[0][0].rgb)
     traits = KINDS[kind]
-    assert len(first.frames) == traits.cameras and traits.objects[0] <= len(first.facts["objects"]) <= traits.objects[1]
+    assert (
+        len(first.frames) == traits.cameras and traits.objects[0] <= len(first.metadata["objects"]) <= traits.objects[1]
+    )
     for row in first.poses.reshape(-1, 4, 4):
-        checked_pose(row.tolist())
+        parse_pose(row.tolist())
     if kind == "nature_ego":  # its cameras are on one body, at angles to each other that stay
         eyes = first.poses[:, 0, :3, 3]
         assert np.linalg.norm(eyes - eyes.mean(0), axis=1).max() < 0.6
@@ -163,8 +165,8 @@ def test_episodes_are_a_pure_function_of_their_names(kind):
 
 
 def test_a_crowd_finds_room_where_there_is_hardly_any():
-    found = viewed_episode("simple", 0, "train", 130, 16, 1, most=10)  # it looked for a place for ever
-    places = np.array([o["positions"][0] for o in found.facts["objects"]])
+    found = multi_view_episode("simple", 0, "train", 130, 16, 1, max_objects=10)  # it looked for a place for ever
+    places = np.array([o["positions"][0] for o in found.metadata["objects"]])
     assert (
         len(places) == 10
         and np.linalg.norm(places[:, None] - places[None], axis=2)[~np.eye(10, dtype=bool)].min() > 0.8
@@ -251,7 +253,7 @@ def test_scenes_that_cannot_be_used_are_told_by_reason(scene):
         return told(scene, cameras=[{**c, "poses": table} for c in cameras])
 
     tiny = {name: data for name, data in scene.items() if not name.startswith("c4.")}
-    other = _sample(ViewedSetConfig(size=16, frames=3), "train", 0)[1]
+    other = _sample(MultiViewSetConfig(size=16, frames=3), "train", 0)[1]
     tiny |= {name: data for name, data in other.items() if name.startswith("c4.")}
     for fields, reason in (
         ({n: d for n, d in scene.items() if not n.startswith("c1.")}, "a view is missing"),
@@ -279,14 +281,14 @@ def test_scenes_that_cannot_be_used_are_told_by_reason(scene):
         with pytest.raises(BadSampleError, match="near and far are no two distances"):
             examples().prepare(told(scene, **wrong), SOURCE, generator(0, "visit", 3))
         with pytest.raises(BadSampleError, match="near and far are no two distances"):
-            ViewedScene(told(scene, **wrong)).check()
+            MultiViewScene(told(scene, **wrong)).check()
     # What says no distances is told by where its cameras look, if at one point.
     unsaid = told(scene, near=None, far=None)
     for ends in (Bounds(0.1, 1.5), Bounds(60.0, 90.0)):
         with pytest.raises(BadSampleError, match=r"its cameras look at a point nearer or farther than .*decoder.near="):
             examples(bounds=ends).prepare(unsaid, SOURCE, generator(0, "visit", 3))
     examples(bounds=Bounds(1.0, 40.0)).prepare(unsaid, SOURCE, generator(0, "visit", 3))
-    outwards = viewed_episode("nature_ego", 0, "train", 0, 8, 1)
+    outwards = multi_view_episode("nature_ego", 0, "train", 0, 8, 1)
     eyes, ahead = outwards.poses[:, 0, :3, 3], -outwards.poses[:, 0, :3, 2]
     assert not (
         (common_point(eyes, ahead) - eyes) * ahead > 1

@@ -72,7 +72,7 @@ def test_masks_depth_and_colours_are_as_documented():
 def test_training_scenes_hold_no_held_out_pair_and_repeat_exactly():
     for index in range(150):
         scene, text = training_scene(0, index)
-        assert not any((t.color, t.shape) in HELD_OUT for t in scene.things)
+        assert not any((t.color, t.shape) in HELD_OUT for t in scene.objects)
         assert (scene, text) == training_scene(0, index)
         assert not any(f"{color} {shape}" in text for color, shape in HELD_OUT)
     assert training_scene(0, 1) != training_scene(1, 1)
@@ -88,8 +88,8 @@ def test_captions_are_true_of_their_scene():
                 left, right = text.split(f" {relation} ")
                 pairs = [
                     (a, b)
-                    for a, t in enumerate(scene.things)
-                    for b, u in enumerate(scene.things)
+                    for a, t in enumerate(scene.objects)
+                    for b, u in enumerate(scene.objects)
                     if a != b
                     and set(left.split()) <= set(t.phrase().split())
                     and set(right.split()) <= set(u.phrase().split())
@@ -106,7 +106,7 @@ def test_false_captions_differ_as_their_kind_says(kind):
         if kind.startswith("swap"):
             assert sorted(true.split()) == sorted(false.split())
         assert not any(f"{color} {shape}" in false for color, shape in HELD_OUT)
-        for thing in scene.things:
+        for thing in scene.objects:
             assert not thing.held_out
 
 

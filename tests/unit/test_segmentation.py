@@ -12,8 +12,8 @@ from sklearn.metrics import adjusted_rand_score
 
 from evals.tasks.objects.clip_segmentation import MaskedClip
 from evals.tasks.objects.clip_segmentation import score as clip_score
-from evals.tasks.objects.segmentation import Masked, adjusted_rand, counted, image_scores, score
-from evals.tasks.zeroshot import of_ranked
+from evals.tasks.objects.segmentation import Masked, adjusted_rand, count_pixels, image_scores, score
+from evals.tasks.zeroshot import result_from_ranking
 
 labels = st.integers(1, 60).flatmap(
     lambda n: st.tuples(*[st.lists(st.integers(0, 5), min_size=n, max_size=n) for _ in range(2)])
@@ -102,8 +102,8 @@ def test_a_set_says_what_it_left_out():
         and score([]).metrics == {}
     )
     with pytest.raises(ValueError, match=r"masks of \(2, 2\) against \(1, 2\)"):
-        counted(full, full[:1])
-    assert counted(full + 10_000_000, full).table.shape == (3, 3)  # labels may be any numbers
+        count_pixels(full, full[:1])
+    assert count_pixels(full + 10_000_000, full).table.shape == (3, 3)  # labels may be any numbers
 
 
 def as_videosaur_has_it(true, predicted, ignored):
@@ -159,6 +159,6 @@ def test_a_mean_over_classes_has_an_interval_of_its_own():
     labels = torch.tensor([0] * 990 + [1] * 10)
     found = torch.zeros(1000, 1, dtype=torch.long)
     found[-5:] = 1  # five of ten of the rare class are right
-    result = of_ranked(found, labels, 2, "zeroshot")._replace(headline="mean_per_class_recall")
+    result = result_from_ranking(found, labels, 2, "zeroshot")._replace(headline="mean_per_class_recall")
     low, high = result.interval
     assert result.value == 0.75 and low < 0.62 and high > 0.88  # half of the class's own, 0.2 to 0.8

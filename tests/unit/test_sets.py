@@ -333,14 +333,14 @@ def test_class_names_of_known_sets_come_from_clip_benchmark(tmp_path):
 
 
 def test_the_catalogue_knows_where_sets_lie_and_what_is_wrong_with_them(tmp_path):
-    listed = {entry.name: entry for entry in catalogue.LISTED}
-    assert sum(entry.group == "vtab" for entry in catalogue.LISTED) == 19
-    assert catalogue.look(listed["imagenet-a"], tmp_path).state == "absent"
+    listed = {entry.name: entry for entry in catalogue.DATASETS}
+    assert sum(entry.group == "vtab" for entry in catalogue.DATASETS) == 19
+    assert catalogue.check_presence(listed["imagenet-a"], tmp_path).state == "absent"
     sugar_crepe(tmp_path / "sugar_crepe")
-    found = catalogue.look(listed["sugar_crepe"], tmp_path)
+    found = catalogue.check_presence(listed["sugar_crepe"], tmp_path)
     assert found.state == "odd" and "not the published ones" in found.note
     write_wds_layout(tmp_path / "wds_vtab-pcam", [("0", {"jpg": jpeg(0), "cls": b"0"})], classnames=["a", "b"])
-    found = catalogue.look(listed["vtab/pcam"], tmp_path)
+    found = catalogue.check_presence(listed["vtab/pcam"], tmp_path)
     assert found.state == "odd" and "1 images, 32,768 expected" in found.note
     tasks = catalogue.tasks("vtab", tmp_path)
     assert len(tasks) == 19 and tasks["vtab/pcam"].root == str(tmp_path / "wds_vtab-pcam")

@@ -91,7 +91,7 @@ def test_equal_samples_make_equal_bytes(tmp_path):
 def test_index_is_kept_and_forgotten_with_its_file(tmp_path, monkeypatch):
     path = tmp_path / "x.tar"
     write_shard(path, (sample(i) for i in range(3)))
-    assert len(load_index(str(path), write_beside=True)) == 3
+    assert len(load_index(str(path), write_index=True)) == 3
     assert (tmp_path / "x.tar.idx.npy").exists()
     write_shard(path, (sample(i) for i in range(5)))
     assert len(load_index(str(path))) == 5
@@ -111,7 +111,7 @@ def test_an_index_older_than_its_shard_is_not_believed(tmp_path):
     first = [(f"{i}", {"jpg": bytes(600), "txt": b"old"}) for i in range(4)]
     second = [(f"{i}", {"jpg": bytes(1500), "txt": b"new"}) for i in range(4)]
     write_shard(path, first)
-    load_index(str(path), write_beside=True)
+    load_index(str(path), write_index=True)
     size = path.stat().st_size
     write_shard(path, second)
     assert path.stat().st_size == size  # tars are padded, so the size tells nothing
@@ -121,13 +121,13 @@ def test_an_index_older_than_its_shard_is_not_believed(tmp_path):
     os.utime(beside, (path.stat().st_mtime + 5,) * 2)  # as after a careless copy: the bytes give it away
     with pytest.raises(BadSampleError, match="stale index"):
         ShardReader().read(str(path), 1)
-    load_index(str(path), write_beside=True)
+    load_index(str(path), write_index=True)
     assert ShardReader().read(str(path), 1) == ("1", second[1][1])
 
 
 def test_a_damaged_header_is_a_bad_sample(shards):
     path = shards / "00000.tar"
-    start = int(load_index(str(path), write_beside=True).offsets[3])
+    start = int(load_index(str(path), write_index=True).offsets[3])
     data = bytearray(path.read_bytes())
     data[start + 124 : start + 136] = b"garbage size"
     path.write_bytes(data)

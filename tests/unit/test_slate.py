@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from evals.tasks.objects import reconstruction
 from object_centric.decoders.autoregressive import AutoregressiveConfig, AutoregressiveDecoder
-from object_centric.decoders.dvae import Dvae, DvaeConfig, gumbel, relaxed
+from object_centric.decoders.dvae import Dvae, DvaeConfig, gumbel_softmax, sample_gumbel
 from object_centric.objectives.slate import Slate, SlateConfig
 from object_centric.objectives.slate_model import SlateModelConfig
 from object_centric.objectives.slot_model import SlotModelConfig
@@ -76,7 +76,7 @@ def test_blocks_are_their_formula_and_see_no_later_token(first_norm):
     assert not torch.allclose(decoder(later, slots)[:, 3:], found[:, 3:])
     past, steps = None, []
     for place in range(5):
-        said, past = decoder.following(x[:, place : place + 1], slots, past)
+        said, past = decoder.decode_next(x[:, place : place + 1], slots, past)
         steps.append(said)
     assert torch.allclose(torch.cat(steps, 1), found, atol=1e-12)
 
@@ -90,23 +90,24 @@ def test_generation_is_what_the_whole_prefix_says():
             begun = torch.cat([model.begin.expand(2, 1, -1), model.embed(tokens)], 1)
             said = model.decoder(begun + model.places[: begun.shape[1]], model.project(slots))
             tokens = torch.cat([tokens, model.head(said[:, -1:]).argmax(-1)], 1)
-        expected = model.dvae.tokens_drawn(tokens.view(2, 4, 4))
+        expected = model.dvae.decode_tokens(tokens.view(2, 4, 4))
         assert torch.allclose(model.generate(slots), expected, atol=1e-5)
 
 
 def test_tokens_are_drawn_as_gumbels_trick_has_it():
     torch.manual_seed(0)
-    noise = gumbel(torch.zeros(200_000, dtype=torch.float64))
+    noise = sample_gumbel(torch.zeros(200_000, dtype=torch.float64))
     assert noise.mean() == pytest.approx(0.5772, abs=0.01) and noise.var() == pytest.approx(math.pi**2 / 6, rel=0.02)
     logits = torch.tensor([0.2, 0.5, 0.3]).log().view(1, 3, 1, 1).expand(50_000, 3, 1, 1)
-    hard = relaxed(logits, gumbel(logits), 0.5, hard=True)[:, :, 0, 0]
+    hard = gumbel_softmax(logits, sample_gumbel(logits), 0.5, hard=True)[:, :, 0, 0]
     assert torch.allclose(hard.mean(0), torch.tensor([0.2, 0.5, 0.3]), atol=0.01)
     assert (hard.round() - hard).abs().max() < 1e-6 and torch.allclose(hard.sum(1), torch.ones(50_000))
-    soft = relaxed(logits[:2000], gumbel(logits[:2000]), 0.5, hard=False)
+    soft = gumbel_softmax(logits[:2000], sample_gumbel(logits[:2000]), 0.5, hard=False)
     assert torch.allclose(soft.sum(1), torch.ones(2000, 1, 1)) and 0.01 < soft.min(1).values.mean() < 0.2
     leaf = torch.zeros(1, 3, 1, 1, requires_grad=True)
     (
-        relaxed(leaf.log_softmax(1), gumbel(leaf), 1.0, hard=True) * torch.tensor([1.0, 2, 3]).view(1, 3, 1, 1)
+        gumbel_softmax(leaf.log_softmax(1), sample_gumbel(leaf), 1.0, hard=True)
+        * torch.tensor([1.0, 2, 3]).view(1, 3, 1, 1)
     ).sum().backward()
     assert leaf.grad is not None and leaf.grad.abs().max() > 0
 
@@ -132,14 +133,14 @@ def test_a_dvae_without_norms_is_steves():
         kernel = weights[f"decoder.{layer}.conv.weight"]
         x = F.relu(F.conv2d(x, kernel, weights[f"decoder.{layer}.conv.bias"], padding=kernel.shape[-1] // 2))
     expected = F.conv2d(x, weights["decoder.11.weight"], weights["decoder.11.bias"])
-    torch.testing.assert_close(dvae.drawn(shares), expected)
+    torch.testing.assert_close(dvae.decode(shares), expected)
 
 
 def test_a_dvae_has_a_token_per_four_pixels():
     dvae = Dvae(DvaeConfig(vocab=20, channels=8))
     logits = dvae.logits(torch.rand(2, 3, 16, 24))
     assert logits.shape == (2, 20, 4, 6) and torch.allclose(logits.exp().sum(1), torch.ones(2, 4, 6), atol=1e-5)
-    assert dvae.tokens_drawn(logits.argmax(1)).shape == (2, 3, 16, 24)
+    assert dvae.decode_tokens(logits.argmax(1)).shape == (2, 3, 16, 24)
     size = sum(p.numel() for p in Dvae(DvaeConfig(vocab=1024)).parameters())
     # By hand for 64 channels: convolutions without a bias and norms of two numbers per channel, then the two last with one.
     norms, inner = 7 * 128, 48 * 64 + 6 * 64 * 64 + 64 * 1024 + 1024
@@ -156,12 +157,12 @@ def test_each_part_learns_from_its_own_loss():
     assert torch.equal(found.cross_entropy, found.cross_entropy.clamp(min=0)) and found.tokens.shape == (4, 16)
     named = dict(objective.model.named_parameters())
     said = torch.autograd.grad(found.cross_entropy.sum(), named.values(), allow_unused=True, retain_graph=True)
-    missed = torch.autograd.grad((found.drawn - images).square().sum(), named.values(), allow_unused=True)
+    missed = torch.autograd.grad((found.reconstruction - images).square().sum(), named.values(), allow_unused=True)
     for name, one, other in zip(named, said, missed, strict=True):
         assert (one is None) == name.startswith("dvae.") and (other is None) != (one is None), name
     torch.manual_seed(3)
     loss = objective(b, Progress(0, 10, 0))
-    expected = found.cross_entropy.mean() + (found.drawn - images).square().flatten(1).sum(1).mean()
+    expected = found.cross_entropy.mean() + (found.reconstruction - images).square().flatten(1).sum(1).mean()
     assert loss.total.item() == pytest.approx(expected.item(), rel=1e-6) and loss.metrics["tau"] == 1
     assert objective(b, Progress(10, 20, 0)).metrics["tau"] == pytest.approx(0.1)
 
@@ -172,7 +173,7 @@ def test_features_of_the_image_may_be_grouped_in_place_of_tokens():
     loss = objective(batch(), Progress(0, 10, 0))
     loss.total.backward()
     assert all(p.grad is not None for p in objective.parameters())
-    seen = objective.model.see(batch()["image"] / 255, batch()["noise"])
+    seen = objective.model.encode_slots(batch()["image"] / 255, batch()["noise"])
     assert seen.attention.shape == (4, 3, 8, 8)
 
 
@@ -182,8 +183,8 @@ def test_slate_runs_in_fp64_and_draws_in_it(encoder):
     changes = {} if encoder["kind"] == "tokens" else {"encoder": encoder, "features": 8, "grouping": grouping}
     model = slate(**changes).model.double()
     found = model(batch()["image"].double() / 255, batch()["noise"].double(), 1.0)
-    assert found.drawn.dtype == found.cross_entropy.dtype == found.towered.slots.dtype == torch.float64
-    assert model.generate(found.towered.slots).dtype == torch.float64
+    assert found.reconstruction.dtype == found.cross_entropy.dtype == found.tower_output.slots.dtype == torch.float64
+    assert model.generate(found.tower_output.slots).dtype == torch.float64
 
 
 def test_rays_are_mixed_in_fp64():

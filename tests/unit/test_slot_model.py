@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-from object_centric.decoders.broadcast import Broadcast, BroadcastConfig, _Up, waves
+from object_centric.decoders.broadcast import Broadcast, BroadcastConfig, _Upsample, fourier_features
 from object_centric.encoders.convnet import ConvNet, ConvNetConfig, grid, same_padded
 from object_centric.encoders.frozen import FrozenConfig
 from object_centric.encoders.resnet import ResNet34Config
@@ -17,9 +17,9 @@ from object_centric.objectives.set_prediction import SetPredictionConfig
 from object_centric.objectives.slot_autoencoder import SlotAutoencoder, SlotAutoencoderConfig
 from object_centric.objectives.slot_model import SlotModel, SlotModelConfig
 from object_centric.objectives.slot_tower import SlotTower, SlotTowerConfig
-from object_centric.tasks.mask_task import seen_by
+from object_centric.tasks.mask_task import transform_mask
 from object_centric.tasks.slot_encoder import slot_encoder
-from sparo_data.drawn.tetrominoes import SIDE, TetrominoesConfig, draw, make_tetrominoes, orientations
+from sparo_data.drawn.tetrominoes import SIDE, TetrominoesConfig, make_tetrominoes, orientations, render_image
 from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.rng import generator
@@ -53,7 +53,7 @@ def test_padding_is_same_as_flax_has_it(size, kernel, stride, pads):
 
 @pytest.mark.parametrize("kernel", [3, 4, 5])
 def test_a_transposed_convolution_is_the_gradient_of_the_same_one(kernel):
-    up = _Up(3, 2, kernel).double()
+    up = _Upsample(3, 2, kernel).double()
     small = torch.randn(1, 3, 6, 6, dtype=torch.float64)
     large = torch.randn(1, 2, 12, 12, dtype=torch.float64, requires_grad=True)
     down = F.conv2d(same_padded(large, kernel, 2), up.weight, stride=2)
@@ -63,7 +63,7 @@ def test_a_transposed_convolution_is_the_gradient_of_the_same_one(kernel):
 
 
 def test_torchs_idiom_is_the_same_filter_a_pixel_further():
-    flax, idiom = _Up(3, 2, 5).double(), _Up(3, 2, 5, "torch").double()
+    flax, idiom = _Upsample(3, 2, 5).double(), _Upsample(3, 2, 5, "torch").double()
     idiom.load_state_dict(flax.state_dict())
     x = torch.randn(1, 3, 6, 6, dtype=torch.float64)
     expected = F.conv_transpose2d(
@@ -88,11 +88,11 @@ def test_a_picture_is_the_sum_of_its_slots_parts(kind):
     whole = decoder(slots, places)
     assert (
         whole.image.shape == (2, 3, 16, 16)
-        and whole.own.shape == (2, 3, 3, 16, 16)
+        and whole.slot_images.shape == (2, 3, 3, 16, 16)
         and whole.masks.shape == (2, 3, 16, 16)
     )
     assert torch.allclose(whole.masks.sum(1), torch.ones(2, 16, 16), atol=1e-6)
-    assert torch.allclose(whole.image, (whole.own * whole.masks[:, :, None]).sum(1), atol=1e-6)
+    assert torch.allclose(whole.image, (whole.slot_images * whole.masks[:, :, None]).sum(1), atol=1e-6)
     order = torch.tensor([2, 0, 1])
     turned = decoder(slots[:, order], places[:, order])
     assert torch.allclose(turned.image, whole.image, atol=1e-5) and torch.allclose(
@@ -205,7 +205,7 @@ def test_collapses_are_told_behind_the_beginning():
     objective = SlotAutoencoder(SlotAutoencoderConfig())
     one, blurred, fine = ({"slots_used": u, "mask_sharpness": s} for u, s in ((1.0, 0.9), (5.0, 0.01), (3.0, 0.8)))
     assert objective.check_health(one) is None  # nothing has been learnt yet
-    objective._done = 0.5
+    objective._fraction_done = 0.5
     assert "one slot draws nearly everything" in str(objective.check_health(one)) and "all slots draw the same" in str(
         objective.check_health(blurred)
     )
@@ -244,7 +244,7 @@ def test_every_part_of_a_convnet_does_something():
 def test_tetrominoes_are_pieces_of_four_cells_and_the_same_each_time(tmp_path):
     assert len(orientations()) == 17 and all(cells.sum() == 4 for cells in orientations())
     for number in range(200):
-        image, mask = draw(generator(0, "t", number), left_half=number % 2 == 0)
+        image, mask = render_image(generator(0, "t", number), left_half=number % 2 == 0)
         assert image.shape == (SIDE, SIDE, 3) and sorted(set(mask.flat)) == [0, 1, 2, 3]
         for piece in (1, 2, 3):
             there = mask == piece
@@ -265,7 +265,7 @@ def test_a_mask_is_cut_and_scaled_as_its_image_is():
         mask = np.zeros((height, width), np.uint8)
         mask[height // 4 : height // 2 + 1, width // 3 : width // 2 + 3] = 200
         image = encoder.transform(Image.fromarray(np.repeat(mask[..., None], 3, axis=2)))
-        seen = seen_by(encoder, mask)
+        seen = transform_mask(encoder, mask)
         assert seen.shape == (16, 16) and set(seen.flat) == {0, 200}
         middle = (image[..., 0] < 20) | (image[..., 0] > 180)  # edges are mixed in the image, and nearest in the mask
         assert ((image[..., 0] > 100) == (seen == 200))[middle].mean() > 0.97
@@ -407,9 +407,11 @@ def test_masks_that_are_the_same_in_every_image_are_told():
     )
     assert fixity(moved.long()) < 0.3
     assert fixity(cells[:1]) == 0 and fixity(torch.zeros(4, 3, 3)) == 0
-    found = SlotCollapseConfig().alarm({"slots_used": 4.0, "mask_sharpness": 0.9, "mask_fixity": 0.93}, 0.5)
+    found = SlotCollapseConfig().check_health({"slots_used": 4.0, "mask_sharpness": 0.9, "mask_fixity": 0.93}, 0.5)
     assert found is not None and "masks hardly depend on the image (mask_fixity 0.93)" in found
-    assert SlotCollapseConfig().alarm({"slots_used": 4.0, "mask_sharpness": 0.9, "mask_fixity": 0.93}, 0.1) is None
+    assert (
+        SlotCollapseConfig().check_health({"slots_used": 4.0, "mask_sharpness": 0.9, "mask_fixity": 0.93}, 0.1) is None
+    )
 
 
 def test_a_vit_is_trained_with_the_slots():
@@ -432,8 +434,12 @@ def test_a_vit_is_trained_with_the_slots():
 
 def test_waves_are_sines_of_places_and_move_with_them():
     places = torch.randn(5, 2, dtype=torch.float64)
-    found = waves(places, 3)
-    assert found.shape == (5, 14) and torch.equal(found[:, :2], places) and torch.equal(waves(places, 0), places)
+    found = fourier_features(places, 3)
+    assert (
+        found.shape == (5, 14)
+        and torch.equal(found[:, :2], places)
+        and torch.equal(fourier_features(places, 0), places)
+    )
     for octave in range(3):
         assert torch.allclose(found[:, 2 + 2 * octave : 4 + 2 * octave], (places * torch.pi * 2**octave).sin())
         assert torch.allclose(found[:, 8 + 2 * octave : 10 + 2 * octave], (places * torch.pi * 2**octave).cos())

@@ -6,8 +6,8 @@ import torch
 from PIL import Image
 
 from evals.encoders.pixels import Pixels, SquarePixels
-from evals.slots.attend import Attended, attend, gallery, worth_showing
-from evals.slots.overlay import overlay, seen
+from evals.slots.attend import Attended, attend, filter_slots, gallery
+from evals.slots.overlay import image_crop, overlay
 from sparo_train.core.errors import ConfigError
 from tests.unit.test_slot_studies import clip
 
@@ -26,7 +26,7 @@ class Cut:
 def test_the_box_is_what_the_model_saw(size, resize):
     """A white pixel on black: where it is after the transform and where the box says that it came from are the same."""
     encoder = Cut(Pixels(32, resize))
-    what = seen(encoder, Image.new("RGB", size))
+    what = image_crop(encoder, Image.new("RGB", size))
     left, top, right, bottom = what.box
     for x in range(8, size[0] - 8, 7):
         image = Image.new("RGB", size)
@@ -36,12 +36,12 @@ def test_the_box_is_what_the_model_saw(size, resize):
         if 4 < centre < 28:
             assert abs(float((found * (np.arange(32) + 0.5)).sum() / found.sum()) - centre) < 1
     assert right - left == pytest.approx(bottom - top)
-    whole = seen(Cut(SquarePixels(32, 32)), Image.new("RGB", size))
+    whole = image_crop(Cut(SquarePixels(32, 32)), Image.new("RGB", size))
     assert whole.box == (0, 0, *size)
 
 
 def test_attention_is_drawn_where_it_is_and_the_rest_is_dark():
-    what = seen(Cut(Pixels(32, 32)), Image.new("RGB", (96, 48), (255, 255, 255)))
+    what = image_crop(Cut(Pixels(32, 32)), Image.new("RGB", (96, 48), (255, 255, 255)))
     heat = torch.zeros(4, 4)
     heat[0, 3] = 0.9  # top right of the middle square
     drawn = np.asarray(overlay(what, heat, 0.9, size=96)).astype(int)
@@ -71,9 +71,9 @@ def test_the_papers_filter_as_it_is_stated():
         [0.0, 0.0, 1.0, 0.0],  # agrees too little
     ]
     cosine = [0.8, 0.9, 0.78, 0.99, 0.99, 0.95, 0.75]
-    assert worth_showing(one(weights, cosine)) == [1, 2]
-    assert worth_showing(one(weights, cosine), cosine=0.79) == [1]
-    assert worth_showing(one(weights, cosine), cosine=0.5, share=0.95) == [6]
+    assert filter_slots(one(weights, cosine)) == [1, 2]
+    assert filter_slots(one(weights, cosine), cosine=0.79) == [1]
+    assert filter_slots(one(weights, cosine), cosine=0.5, share=0.95) == [6]
 
 
 def test_a_gallery_has_most_middle_and_least():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from evals.sets.clip_set import ClipSet, ObjectClipSet
-from evals.tasks.objects.slot_probe import ProbedClip, assigned, fitted, matched, score
+from evals.tasks.objects.slot_probe import ProbedClip, assign_slots, fit_ridge, match_slots, score
 from object_centric.tasks.probe_task import SLOT_PROBE
 from sparo_data.drawn.video_sets import VideoSetConfig, render_videos
 from sparo_data.writer import write_wds_layout
@@ -36,7 +36,7 @@ def clips(count, slots=5, objects=3, times=4, width=16, noise=0.05, seed=0, told
 def test_slots_are_assigned_as_trying_all_of_them_would():
     some = clips(6, seed=3)
     weights = np.random.default_rng(1).normal(size=(17, 3))
-    slots_of, total = assigned(some, weights)
+    slots_of, total = assign_slots(some, weights)
     by_hand = 0.0
     for clip, own in zip(some, slots_of, strict=True):
         said = clip.slots @ weights[:-1] + weights[-1]
@@ -50,8 +50,8 @@ def test_a_ridge_of_nothing_is_least_squares():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(50, 4)), rng.normal(size=(50, 2))
     theirs = np.linalg.lstsq(np.concatenate([x, np.ones((50, 1))], 1), y, rcond=None)[0]
-    assert np.allclose(fitted(x, y, 0.0), theirs)
-    assert np.abs(fitted(x, y, 10.0)[:-1]).sum() < np.abs(theirs[:-1]).sum()
+    assert np.allclose(fit_ridge(x, y, 0.0), theirs)
+    assert np.abs(fit_ridge(x, y, 10.0)[:-1]).sum() < np.abs(theirs[:-1]).sum()
 
 
 def test_what_never_changes_has_no_score():
@@ -86,7 +86,7 @@ def test_what_slots_say_is_found_and_what_they_do_not_say_is_not():
     empty = score(nothing[:40], nothing[40:], restarts=3)
     assert empty.metrics["velocity_r2"] < 0.1 and empty.metrics["color_accuracy"] < 0.6
     # A beginning may end badly: the best of several is no worse than any of fewer.
-    assert min(matched(every, 6).errors) <= min(matched(every, 2).errors)
+    assert min(match_slots(every, 6).errors) <= min(match_slots(every, 2).errors)
 
 
 def test_facts_of_episodes_are_read_and_what_lacks_them_is_named(tmp_path):
@@ -110,7 +110,7 @@ def test_facts_of_episodes_are_read_and_what_lacks_them_is_named(tmp_path):
         source = ObjectClipSet(tmp_path / "v/clips", 3)
         source._episode(0)
         key, where, episode = source._episode(0)
-        episode.facts = broken  # type: ignore[misc]
+        episode.metadata = broken  # type: ignore[misc]
         source._episode = lambda number, of=(key, where, episode): of  # type: ignore[method-assign]
         with pytest.raises(DataError, match=told):
             source.read(0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from evals.encoders.encoder import TwoTowerEncoder
-from evals.encoders.heads import SomeHeads, heads_of
+from evals.encoders.heads import SelectedHeads, heads_of
 from evals.encoders.masked import masked
 from evals.encoders.pixels import Pixels
 from evals.encoders.selection import Selection, of_numbers, read_selection, selected, write_selection
@@ -45,7 +45,7 @@ def test_heads_add_up_to_the_encoding(make):
     whole = F.normalize(shares.unflatten(1, (9, 24)).sum(1), dim=-1)
     assert torch.allclose(whole, encoder.encode(pixels), atol=2e-6)
     assert torch.allclose(units.images(shares).sum(1), encoder.encode(pixels), atol=2e-6)
-    every = SomeHeads(heads, list(range(8)))
+    every = SelectedHeads(heads, list(range(8)))
     assert torch.allclose(F.normalize(every.encode(pixels), dim=-1), encoder.encode(pixels), atol=2e-6)
     # A head of the last block that writes nothing leaves the encoding as choosing all others does, up to the block's MLP.
     chosen = selected(

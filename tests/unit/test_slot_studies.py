@@ -44,7 +44,7 @@ def by_mask(image, weights, labels, units):
     mask = torch.zeros(U)
     mask[list(units)] = 1
     logits = (image * mask[:, None]).flatten(1) @ weights.flatten(1).T
-    return zeroshot.ranked(logits, 1)[:, 0] == labels
+    return zeroshot.rank_classes(logits, 1)[:, 0] == labels
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -52,7 +52,7 @@ def test_one_pass_tells_what_a_masked_pass_per_slot_tells(seed):
     image, weights, labels = whole_numbers(seed)
     found = each_unit(image.split(40), weights, labels)
     for unit in range(U):
-        assert torch.equal(found.alone[:, unit], by_mask(image, weights, labels, [unit]))
+        assert torch.equal(found.single_unit[:, unit], by_mask(image, weights, labels, [unit]))
         assert torch.equal(found.without[:, unit], by_mask(image, weights, labels, set(range(U)) - {unit}))
     assert torch.equal(found.whole, by_mask(image, weights, labels, range(U)))
     orders = [choosing.random_order(U, s) for s in range(3)]

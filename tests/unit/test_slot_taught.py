@@ -41,12 +41,14 @@ def test_a_linear_layer_is_ridge_regression(units):
     assert np.array_equal(found._right(units).numpy(), right) and right.mean() > 0.4
     order = [3, 0, 4, 1, 2]
     curve = found.curve(order)
-    assert torch.equal(curve[:, 0], found.alone()[:, 3]) and torch.equal(curve[:, 4], found._right([0, 1, 2, 3, 4]))
+    assert torch.equal(curve[:, 0], found.single_unit()[:, 3]) and torch.equal(
+        curve[:, 4], found._right([0, 1, 2, 3, 4])
+    )
 
 
 def test_units_that_say_nothing_are_answered_all_the_same():
     found = task(1)
     for part in found.bank.parts:
         part[:] = part[:1]  # every image is encoded alike
-    answers = found.alone()
+    answers = found.single_unit()
     assert answers.shape == (60, U) and 0 < answers.double().mean() < 1

@@ -8,13 +8,13 @@ import torch
 
 from object_centric.scenes3d.rays import pixel_rays
 from sparo_data.official import sunds
-from sparo_data.official.formats import convert_published, sources_of
+from sparo_data.official.formats import convert_published, find_source_files
 from sparo_data.official.published import PublishedConfig
 from sparo_data.official.sunds import sunds_scenes
-from sparo_data.official.tfrecord import example, records
-from sparo_data.writer import encoded
+from sparo_data.official.tfrecord import parse_example, records
+from sparo_data.writer import encode_image
 from sparo_train.core.errors import DataError
-from sparo_train.data.clips.views import ViewedScene
+from sparo_train.data.clips.views import MultiViewScene
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import open_source
 
@@ -43,14 +43,17 @@ def test_pictures_masks_and_depth_are_what_was_written(tmp_path):
             far = (1e10 if number else 0) * (ramp == 5)
             assert view.depth is not None and np.allclose(view.depth, 1.5 + ramp / 8 + far)
     config = PublishedConfig(source="sunds", files=(FILE.name,))
-    written = convert_published(sources_of(FILE, "sunds"), tmp_path / "out", config)
+    written = convert_published(find_source_files(FILE, "sunds"), tmp_path / "out", config)
     assert (written.train, written.test, written.without_objects) == (2, 0, 0)
     source = open_source("s", ShardsConfig(shards=(str(tmp_path / "out/train"),)))
     (storage,) = source.storages
-    first, second = (ViewedScene(storage.read(number)[1]) for number in range(2))
+    first, second = (MultiViewScene(storage.read(number)[1]) for number in range(2))
     for scene, depth in ((first, 1.5 + ramp / 8), (second, np.where(ramp == 5, 100.0, 1.5 + ramp / 8))):
         scene.check()
-        assert (scene.facts["near"], scene.facts["far"]) == (1.5, pytest.approx(9.375))  # what is sky is no distance
+        assert (scene.metadata["near"], scene.metadata["far"]) == (
+            1.5,
+            pytest.approx(9.375),
+        )  # what is sky is no distance
         assert np.abs(scene.views[2].depth(0) - depth).max() < 2e-3
 
 
@@ -74,7 +77,7 @@ def test_pictures_masks_and_depth_are_what_was_written(tmp_path):
     ],
 )
 def test_a_bad_record_is_told_by_its_file_number_and_camera(monkeypatch, name, value, told):
-    found = example(next(iter(records(FILE))), "it")
+    found = parse_example(next(iter(records(FILE))), "it")
     if name == "cameras":
         found = {key: held for key, held in found.items() if not key.startswith("cameras/")}
     elif value is None:
@@ -82,23 +85,30 @@ def test_a_bad_record_is_told_by_its_file_number_and_camera(monkeypatch, name, v
     elif isinstance(value, str) and value == "color":
         found[name] = found["cameras/camera_1/color_image"]
     elif isinstance(value, str):
-        found[name] = [encoded(np.zeros((8, 9), np.uint8))]
+        found[name] = [encode_image(np.zeros((8, 9), np.uint8))]
     else:
         found[name] = value
-    monkeypatch.setattr(sunds, "example", lambda data, where: found)
+    monkeypatch.setattr(sunds, "parse_example", lambda data, where: found)
     with pytest.raises(DataError, match=f"record 0.*{told}"):
         list(sunds_scenes(FILE))
 
 
 def test_cameras_are_in_the_order_of_their_numbers_however_long_these_are():
     names = ["camera_10", "camera_9", "camera_010", "camera_" + "7" * 5000, "left", "camera_"]
-    assert sorted(names, key=sunds._in_order) == ["camera_", "camera_9", "camera_10", "camera_010", names[3], "left"]
+    assert sorted(names, key=sunds._natural_sort_key) == [
+        "camera_",
+        "camera_9",
+        "camera_10",
+        "camera_010",
+        names[3],
+        "left",
+    ]
 
 
 def test_a_folder_of_records_and_a_file_that_breaks_off(tmp_path):
     data = FILE.read_bytes()
     (tmp_path / FILE.name).write_bytes(data)
-    assert sources_of(tmp_path, "sunds") == [tmp_path / FILE.name]
+    assert find_source_files(tmp_path, "sunds") == [tmp_path / FILE.name]
     (tmp_path / FILE.name).write_bytes(data[:-9])
     with pytest.raises(DataError, match="record 1: breaks off"):
         list(sunds_scenes(tmp_path / FILE.name))

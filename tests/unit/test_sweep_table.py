@@ -155,9 +155,12 @@ def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
         sweep_grid("grid", rows, None, ["all"])
     named = [row._replace(results={"imagenet1k": row.results.get("zero", [])}) for row in rows]
     six = sweep_grid("grid", named, "6", ["CC15M"])
-    assert [row.told[:4] for row in six.rows[:2]] == [("N/A",) * 4, ("Yes", "Separate-head", "N/A", "N/A")]
-    assert six.rows[1].told[4] == f"{rows[1].parameters / 1e6:.1f}M" and six.rows[1].cells[0] == grid.rows[1].cells[0]
-    assert six.rows[-1].paper and six.rows[-1].told == ("Yes", "Separate-head", "N/A", "N/A", "151M")
+    assert [row.readout_cells[:4] for row in six.rows[:2]] == [("N/A",) * 4, ("Yes", "Separate-head", "N/A", "N/A")]
+    assert (
+        six.rows[1].readout_cells[4] == f"{rows[1].parameters / 1e6:.1f}M"
+        and six.rows[1].cells[0] == grid.rows[1].cells[0]
+    )
+    assert six.rows[-1].paper and six.rows[-1].readout_cells == ("Yes", "Separate-head", "N/A", "N/A", "151M")
     draw(rows, "zero", place / "figures/zero.png")
     assert Image.open(place / "figures/zero.png").size[0] > 600
     kept = []

@@ -97,12 +97,12 @@ def test_what_has_to_be_known_beside_scores_is_said():
     told = "\n".join(odd.remarks())
     assert all(word in told for word in ("other files", "2 image(s)", "1 of 1 scenes", "n is 1"))
     labels = torch.arange(4)
-    one_of_each = zeroshot.of_ranked(
+    one_of_each = zeroshot.result_from_ranking(
         labels.flip(0)[:, None].where(labels[:, None] > 1, labels[:, None]), labels, 4, "zeroshot"
     )
     (told,) = one_of_each.remarks()
     assert told.startswith("mean_per_class_recall: an interval of no width") and one_of_each.value == 0.5
     twice = torch.arange(4).repeat(2)
-    assert zeroshot.of_ranked(twice.sort()[0][:, None], twice, 4, "zeroshot").remarks() == []
+    assert zeroshot.result_from_ranking(twice.sort()[0][:, None], twice, 4, "zeroshot").remarks() == []
     # Of one answer Wilson's interval is wide, and says it by itself.
     assert plain._replace(n=1, intervals={}).remarks() == []

@@ -6,8 +6,8 @@ from PIL import Image
 from rich.console import Console
 
 from evals.slots.attend import Attended
-from evals.slots.overlay import Seen, overlay, spotlight
-from evals.slots.telling import telling_slots, word_profiles
+from evals.slots.overlay import ImageCrop, overlay, spotlight
+from evals.slots.telling import informative_slots, word_profiles
 from evals.tasks.result import Result
 from launch.views.results_table import heading, results_table
 from launch.views.terminal import out
@@ -36,8 +36,8 @@ def test_slots_that_look_at_words_that_name_something_and_at_different_ones_are_
     )
     profiles = word_profiles([one] * 6)
     assert profiles.words == ["cube", "red"] and profiles.content.tolist()[1] == 1.0
-    assert telling_slots([one] * 6, profiles, 2) == [1, 3]
-    assert sorted(telling_slots([one] * 6, profiles, 9)) == [0, 1, 2, 3, 4]
+    assert informative_slots([one] * 6, profiles, 2) == [1, 3]
+    assert sorted(informative_slots([one] * 6, profiles, 9)) == [0, 1, 2, 3, 4]
     assert [word for word, _ in profiles.of(3, 1)] == ["cube"]
 
 
@@ -45,9 +45,9 @@ def test_a_spotlight_keeps_colours_where_the_slot_looks_and_pales_the_rest():
     image = Image.new("RGB", (64, 64), (200, 20, 20))
     heat = torch.zeros(2, 2)
     heat[0, 0] = 1.0
-    lit = np.asarray(spotlight(Seen(image, (0, 0, 64, 64)), heat, 1.0, 64)).astype(int)
+    lit = np.asarray(spotlight(ImageCrop(image, (0, 0, 64, 64)), heat, 1.0, 64)).astype(int)
     assert abs(lit[4, 4] - [200, 20, 20]).max() < 12 and (lit[60, 60] > [230, 190, 190]).all()
-    dark = np.asarray(overlay(Seen(image, (16, 16, 48, 48)), heat, 1.0, 64)).astype(int)
+    dark = np.asarray(overlay(ImageCrop(image, (16, 16, 48, 48)), heat, 1.0, 64)).astype(int)
     assert dark[2, 2].max() < 40 < dark[18, 18].max()  # what the model did not see is dark
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tfrecord.writer import TFRecordWriter
 
-from sparo_data.official.tfrecord import example, records
+from sparo_data.official.tfrecord import parse_example, records
 from sparo_train.core.errors import DataError
 
 
@@ -36,7 +36,7 @@ def tfrecords(path, examples, pack=lambda data: data):
 def test_an_example_is_what_protobuf_wrote(tree):
     kinds = {int: "int", float: "float", bytes: "byte"}
     data = TFRecordWriter.serialize_tf_example({k: (v, kinds[type(v[0])]) for k, v in tree.items()})
-    found = example(data, "here")
+    found = parse_example(data, "here")
     assert found.keys() == tree.keys()
     for name, value in tree.items():
         mine = found[name]
@@ -51,7 +51,7 @@ def test_an_example_is_what_protobuf_wrote(tree):
 @given(st.binary(max_size=60))
 def test_bytes_that_are_no_example_are_refused_or_read(data):
     try:
-        assert isinstance(example(data, "here"), dict)
+        assert isinstance(parse_example(data, "here"), dict)
     except DataError as error:
         assert "here: is no tf.train.Example" in str(error)
 
@@ -69,7 +69,7 @@ def test_a_file_that_breaks_off_or_is_damaged_says_where(tmp_path, pack):
     examples = [{"x": ([float(i)] * 40, "float")} for i in range(5)]
     path = tfrecords(tmp_path / "a.tfrecord", examples, PACKED[pack])
     whole = path.read_bytes()
-    assert [example(r, "")["x"][0] for r in records(path)] == [0, 1, 2, 3, 4]  # type: ignore[index]
+    assert [parse_example(r, "")["x"][0] for r in records(path)] == [0, 1, 2, 3, 4]  # type: ignore[index]
     # Between two records a plain file ends as a whole one does.
     whole_ones = range(0, len(whole), len(whole) // 5) if pack == "plain" else ()
     for cut in set(range(1, len(whole) - 1, 7)).difference(whole_ones):

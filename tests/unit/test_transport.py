@@ -11,7 +11,7 @@ from torch import nn
 from object_centric.grouping import transport
 from object_centric.grouping.slot_attention import SlotAttention
 from object_centric.grouping.slot_config import PRESETS, SlotAttentionConfig
-from object_centric.grouping.transport import exact_plan, less_entropy, log_marginal, sinkhorn, sinkhorn_unrolled
+from object_centric.grouping.transport import exact_plan, log_marginal, minimize_entropy, sinkhorn, sinkhorn_unrolled
 from sparo_train.core.errors import ConfigError
 
 B, N, IN, K, D = 2, 9, 6, 3, 8
@@ -26,11 +26,11 @@ def problem(b=B, k=K, n=N, seed=0):
 
 def test_many_steps_are_pots_plan():
     cost, log_a, log_b = problem()
-    found = sinkhorn(cost, log_a, log_b, 2000).moved
+    found = sinkhorn(cost, log_a, log_b, 2000).plan
     for mine, c, a, b in zip(found.detach(), cost.detach(), log_a.detach().exp(), log_b.detach().exp(), strict=True):
         expected = ot.bregman.sinkhorn_log(b.numpy(), a.numpy(), c.numpy(), 1.0, numItermax=20_000, stopThr=1e-14)
         assert torch.allclose(mine, torch.from_numpy(expected), atol=1e-10)
-    few = sinkhorn(cost, log_a, log_b, 1).moved
+    few = sinkhorn(cost, log_a, log_b, 1).plan
     assert torch.allclose(few.sum(2), log_b.exp()) and not torch.allclose(few.sum(1), log_a.exp(), atol=1e-3)
 
 
@@ -41,9 +41,9 @@ def test_its_gradient_is_autograds(b, k, n, steps, seed, warm):
     v = torch.randn(b, k, 1, dtype=torch.float64, requires_grad=True) if warm else None
     weight, weight_v = torch.randn(b, k, n, dtype=torch.float64), torch.randn(b, k, 1, dtype=torch.float64)
     ours, theirs = (of(*inputs, steps, v) for of in (sinkhorn, sinkhorn_unrolled))
-    assert torch.allclose(ours.moved, theirs.moved, atol=1e-12) and torch.allclose(ours.v, theirs.v, atol=1e-12)
+    assert torch.allclose(ours.plan, theirs.plan, atol=1e-12) and torch.allclose(ours.v, theirs.v, atol=1e-12)
     inputs += [v] if warm else []
-    scalars = ((plan.moved * weight).sum() + (plan.v * weight_v).sum() for plan in (ours, theirs))
+    scalars = ((plan.plan * weight).sum() + (plan.v * weight_v).sum() for plan in (ours, theirs))
     for mine, his in zip(*(torch.autograd.grad(scalar, inputs) for scalar in scalars), strict=True):
         assert torch.allclose(mine, his, atol=1e-10)
 
@@ -61,11 +61,11 @@ def test_the_warm_start_keeps_its_graph_as_in_mesh(learn_rate):
             entropy = torch.special.entr(plan.clamp(1e-20, 1)).mean((1, 2)).sum()
             (slope,) = torch.autograd.grad(entropy, cost, retain_graph=True)
             cost = cost - rate * nn.functional.normalize(slope.flatten(1), dim=1).view_as(slope)
-        return sinkhorn_unrolled(cost, log_a, log_b, 5, v).moved
+        return sinkhorn_unrolled(cost, log_a, log_b, 5, v).plan
 
-    cost, v = less_entropy(*inputs, 5, 4, rate)
+    cost, v = minimize_entropy(*inputs, 5, 4, rate)
     leaves = [*inputs, rate] if learn_rate else inputs
-    plans = (sinkhorn(cost, *inputs[1:], 5, v).moved, mesh(*inputs))
+    plans = (sinkhorn(cost, *inputs[1:], 5, v).plan, mesh(*inputs))
     torch.testing.assert_close(*plans, rtol=1e-9, atol=1e-12)
     for mine, his in zip(*(torch.autograd.grad((p * weight).sum(), leaves) for p in plans), strict=True):
         torch.testing.assert_close(mine, his, rtol=1e-6, atol=1e-9)
@@ -78,9 +78,9 @@ def test_the_way_to_less_entropy_is_autograds(steps, rounds, seed, regularised):
     similar = None
     if regularised:
         likeness = torch.randn(B, K, K, dtype=torch.float64).softmax(1)
-        similar = transport.Similar(0.3, likeness, sinkhorn(cost, log_a, log_b, steps).moved.detach())
-    ours, v = less_entropy(cost, log_a, log_b, steps, rounds, 0.7, similar)
-    theirs, w = less_entropy(cost, log_a, log_b, steps, rounds, 0.7, similar, unrolled=True)
+        similar = transport.SimilarityRegularizer(0.3, likeness, sinkhorn(cost, log_a, log_b, steps).plan.detach())
+    ours, v = minimize_entropy(cost, log_a, log_b, steps, rounds, 0.7, similar)
+    theirs, w = minimize_entropy(cost, log_a, log_b, steps, rounds, 0.7, similar, unrolled=True)
     assert torch.allclose(ours, theirs, atol=1e-10) and torch.allclose(v, w, atol=1e-10)
     # Written out once more, one sample at a time.
     for i in range(B):
@@ -122,7 +122,7 @@ def built(preset, **knobs):
     module = SlotAttention(config, IN).double()
     for parameter in module.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    noise = torch.randn(B, K, config.drawn(N), dtype=torch.float64)
+    noise = torch.randn(B, K, config.noise_width(N), dtype=torch.float64)
     return module, torch.randn(B, N, IN, dtype=torch.float64), noise
 
 
@@ -153,7 +153,7 @@ def plain(module, features, noise):
             held = found.clamp(1e-20, 1)
             (slope,) = torch.autograd.grad(-(held * held.log()).mean((1, 2)).sum(), cost, retain_graph=True)
             cost = cost - t.entropy_rate * slope / slope.flatten(1).norm(dim=1)[:, None, None]
-        moved = sinkhorn_unrolled(cost, log_a, log_b, t.steps, start).moved
+        moved = sinkhorn_unrolled(cost, log_a, log_b, t.steps, start).plan
         if t.exact != "none":
             best = exact_plan(cost.detach(), log_a.detach(), log_b.detach())
             moved = moved + best if t.exact == "sum" else best + moved - moved.detach()
@@ -199,7 +199,7 @@ def test_equal_slots_are_told_apart_by_noise_alone():
         assert not torch.equal(module(tokens, second).slots, found.slots)
         assert torch.pdist(found.slots[0]).min() > 1e-3
         tied, _, _ = built("sa_sinkhorn")
-        still = tied(tokens, first=torch.randn(1, 1, D, dtype=torch.float64).expand(1, K, D)).slots[0]
+        still = tied(tokens, initial_slots=torch.randn(1, 1, D, dtype=torch.float64).expand(1, K, D)).slots[0]
     assert torch.pdist(still).max() < 1e-9
 
 
@@ -240,9 +240,9 @@ def test_it_keeps_a_quarter_of_what_autograd_keeps():
             lambda x: x,
         )
         with hook:
-            found, v = less_entropy(cost, log_a, log_b, 5, 4, 8.0, unrolled=unrolled)
+            found, v = minimize_entropy(cost, log_a, log_b, 5, 4, 8.0, unrolled=unrolled)
             of = sinkhorn_unrolled if unrolled else sinkhorn
-            moved = of(found, log_a, log_b, 5, v).moved
+            moved = of(found, log_a, log_b, 5, v).plan
         kept.append(sum(total.values()))
         moved.sum().backward()
     assert kept[0] < kept[1] / 4
@@ -276,4 +276,4 @@ def test_who_cannot_break_ties_is_refused():
     with pytest.raises(ValueError, match=r"noise \(2, 3, 8\): these slots take \(…, 3, 17\)"):
         module(features, noise[..., :D])
     with pytest.raises(ValueError, match="ties are broken by chance"):
-        module(features, first=torch.zeros(B, K, D, dtype=torch.float64))
+        module(features, initial_slots=torch.zeros(B, K, D, dtype=torch.float64))

@@ -10,8 +10,8 @@ from object_centric.tasks.video_encoder import VideoEncoder
 from object_centric.video.contrast import (
     ContrastConfig,
     SimilarityConfig,
-    likeness_missed,
-    patch_likeness,
+    patch_similarity,
+    patch_similarity_loss,
     slot_contrast,
 )
 from object_centric.video.slot_contrast import SlotContrast, SlotContrastConfig
@@ -62,14 +62,14 @@ def test_patches_are_like_those_of_the_next_frame():
     features[0, 1] = features[0, 0].roll(1, 0)  # every patch moved one on
     features[0, 1, 2] = -features[0, 0].sum(0)
     c = SimilarityConfig(temperature=0.01)
-    shares = patch_likeness(features, c)
+    shares = patch_similarity(features, c)
     assert shares.shape == (1, 2, 4, 4) and shares[0, 0, 0, 1] > 0.99
     assert torch.allclose(shares.sum(-1), torch.ones(1, 2, 4), atol=1e-6)
-    alone = patch_likeness(features[:, :2], SimilarityConfig(threshold=0.999))
+    alone = patch_similarity(features[:, :2], SimilarityConfig(threshold=0.999))
     assert torch.allclose(alone[0, 0, 1], torch.full((4,), 0.25))  # no likeness is no NaN, and nobody's
     said = torch.randn(1, 3, 4, 4)
     wanted = F.cross_entropy(said[:, :2].flatten(0, 2), shares.flatten(0, 2))
-    assert torch.allclose(likeness_missed(said, features, c), wanted[None])
+    assert torch.allclose(patch_similarity_loss(said, features, c), wanted[None])
 
 
 def test_objectives_count_what_they_add_and_micro_batches_nothing(tmp_path):

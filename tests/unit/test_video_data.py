@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 
 from evals.encoders.pixels import MappedPixels
 from sparo_data.check import check_shard
-from sparo_data.drawn.physics import Thrown, simulate
+from sparo_data.drawn.physics import RigidBody, simulate
 from sparo_data.drawn.video_scenes import KINDS, episode
 from sparo_data.drawn.video_sets import VideoSetConfig, render_videos
-from sparo_data.episodes import Measured, Video, boxes_of, episode_fields, measured
+from sparo_data.episodes import QuantizedArray, Video, boxes_of, episode_fields, quantize
 from sparo_data.official.formats import convert_published
 from sparo_data.official.published import PublishedConfig
-from sparo_data.official.videos import sized
-from sparo_data.writer import encoded, write_shard
+from sparo_data.official.videos import resize_video
+from sparo_data.writer import encode_image, write_shard
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.rng import generator
 from sparo_train.data.clips.episode import Episode
-from sparo_train.data.clips.views import ViewedScene
+from sparo_train.data.clips.views import MultiViewScene
 from sparo_train.data.clips.window import FramesConfig
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import open_source
@@ -39,28 +39,32 @@ def ramp(*shape, step=1, mod=65536):
 
 
 def test_bodies_fall_slide_and_collide():
-    one = simulate([Thrown("sphere", 0.5, "metal", (0.0, 0.0, 5.0))], 13)
+    one = simulate([RigidBody("sphere", 0.5, "metal", (0.0, 0.0, 5.0))], 13)
     fallen = 5.0 - one.positions[:9, 0, 2]
     # Half g t squared, to the solver's step, until it touches the ground.
     assert np.allclose(fallen, 9.81 / 2 * (np.arange(9) / 12) ** 2, rtol=0.05, atol=0.01)
     assert one.positions[:, 0, 2].min() > 0.45
     hit = simulate(
         [
-            Thrown("sphere", 0.5, "metal", (-2.0, 0.0, 0.5), velocity=(6.0, 0.0, 0.0)),
-            Thrown("sphere", 0.5, "metal", (0.0, 0.0, 0.5)),
+            RigidBody("sphere", 0.5, "metal", (-2.0, 0.0, 0.5), velocity=(6.0, 0.0, 0.0)),
+            RigidBody("sphere", 0.5, "metal", (0.0, 0.0, 0.5)),
         ],
         12,
     )
     assert hit.positions[0, 1, 0] == 0 and hit.positions[-1, 1, 0] > 0.3 and hit.velocities[0, 0, 0] == 6
-    again = simulate([Thrown("cube", 0.4, "rubber", (0.1 * i, 0.0, 1.0 + i)) for i in range(4)], 24)
+    again = simulate([RigidBody("cube", 0.4, "rubber", (0.1 * i, 0.0, 1.0 + i)) for i in range(4)], 24)
     assert all(
         np.array_equal(a, b)
         for a, b in zip(
-            again, simulate([Thrown("cube", 0.4, "rubber", (0.1 * i, 0.0, 1.0 + i)) for i in range(4)], 24), strict=True
+            again,
+            simulate([RigidBody("cube", 0.4, "rubber", (0.1 * i, 0.0, 1.0 + i)) for i in range(4)], 24),
+            strict=True,
         )
     )
     rest = simulate(
-        [Thrown("cube", 0.4, "rubber", (0.0, 0.0, 2.0)), Thrown("cube", 0.4, "rubber", (3.0, 0.0, 2.0))], 3, resting=1
+        [RigidBody("cube", 0.4, "rubber", (0.0, 0.0, 2.0)), RigidBody("cube", 0.4, "rubber", (3.0, 0.0, 2.0))],
+        3,
+        resting=1,
     )
     assert abs(rest.positions[0, 0, 2] - 0.4) < 0.02 and rest.positions[0, 1, 2] == 2.0
 
@@ -85,18 +89,18 @@ def test_flows_lead_to_where_the_same_body_is(kind):
             moves += inside.sum()
             hits += same.sum()
     assert moves > 300 and hits / moves > 0.8  # the others are hidden there, or at an edge
-    still = [np.ptp([b[c] for b in video.facts["camera"]["positions"]]) for c in range(3)]
+    still = [np.ptp([b[c] for b in video.metadata["camera"]["positions"]]) for c in range(3)]
     assert (max(still) > 0.1) == KINDS[kind].moving
     ground = flows["flow"][2][labels[2] == 0]
     assert (np.abs(ground).max() > 0.05) == KINDS[kind].moving
-    first = video.facts["objects"][0]
+    first = video.metadata["objects"][0]
     assert (
         len(first["positions"]) == 6
         and len(first["quaternions"][0]) == 4
         and first["visibility"] == (labels == 1).sum((1, 2)).tolist()
     )
-    assert ("color" in first) != KINDS[kind].colored and len(video.boxes[0]) == len(video.facts["objects"])
-    assert frames.shape == (6, 96, 96, 3) and (len(video.facts["objects"]) >= 11) == KINDS[kind].crowd
+    assert ("color" in first) != KINDS[kind].colored and len(video.boxes[0]) == len(video.metadata["objects"])
+    assert frames.shape == (6, 96, 96, 3) and (len(video.metadata["objects"]) >= 11) == KINDS[kind].crowd
 
 
 def test_a_set_is_the_same_each_time_and_a_clip_decodes_its_own_frames(tmp_path, monkeypatch):
@@ -120,7 +124,10 @@ def test_a_set_is_the_same_each_time_and_a_clip_decodes_its_own_frames(tmp_path,
         for forward, plane in ((False, made.flow), (True, made.forward)):
             exact = plane.levels[t] / 65535 * (plane.high - plane.low) + plane.low
             assert np.abs(found.flow(t, forward) - exact).max() < 1e-5
-    assert np.array_equal(found.boxes, boxes_of(made.labels, len(made.facts["objects"]))) and found.facts["frames"] == 5
+    assert (
+        np.array_equal(found.boxes, boxes_of(made.labels, len(made.metadata["objects"])))
+        and found.metadata["frames"] == 5
+    )
     opened = []
     from sparo_train.data.clips import episode as module
 
@@ -167,17 +174,23 @@ def test_windows_reach_every_start_and_stride():
 
 def test_smaller_videos_keep_what_their_numbers_mean():
     level = np.arange(2 * 8 * 8, dtype=np.uint16).reshape(2, 8, 8)
-    flow = Measured(np.stack([level, level], -1), -4.0, 4.0)
+    flow = QuantizedArray(np.stack([level, level], -1), -4.0, 4.0)
     video = Video(
-        "v", np.zeros((2, 8, 8, 3), np.uint8), (level % 4).astype(np.uint8), None, {}, Measured(level, 0.0, 9.0), flow
+        "v",
+        np.zeros((2, 8, 8, 3), np.uint8),
+        (level % 4).astype(np.uint8),
+        None,
+        {},
+        QuantizedArray(level, 0.0, 9.0),
+        flow,
     )
-    small = Episode(episode_fields(sized(video, 4)))
+    small = Episode(episode_fields(resize_video(video, 4)))
     whole = Episode(episode_fields(video))
     assert np.array_equal(small.labels(0), whole.labels(0)[1::2, 1::2]) and np.allclose(
         small.flow(1), whole.flow(1)[1::2, 1::2] / 2
     )
     assert np.array_equal(small.depth(0), whole.depth(0)[1::2, 1::2])
-    assert measured(np.zeros((1, 2, 2)))[1:] == (0.0, 1.0)
+    assert quantize(np.zeros((1, 2, 2)))[1:] == (0.0, 1.0)
 
 
 def test_videos_of_others_are_read_as_they_lie(tmp_path):
@@ -262,12 +275,12 @@ def npy(table):
 
 def test_frames_of_sixteen_bits_are_mapped_by_the_trainings_key():
     ramp = np.linspace(0, 4095, 16 * 16).reshape(16, 16).astype(np.uint16)
-    fields = {f"{t:03d}.png": encoded(ramp) for t in range(2)}
+    fields = {f"{t:03d}.png": encode_image(ramp) for t in range(2)}
     assert Episode(fields).image(0).max() == 15 and Episode(fields, pixel_range=(0.0, 4095.0)).image(1).max() == 255
     shown = MappedPixels(16, 16, True, (0.0, 4095.0))(Episode(fields, pixel_range=None).picture(0))
     assert np.array_equal(shown, Episode(fields, pixel_range=(0.0, 4095.0)).image(0))
     views = {f"c{v}.{name}": data for v in range(2) for name, data in fields.items()}
-    assert ViewedScene(views, pixel_range=(0.0, 4095.0)).views[1].image(0).max() == 255
+    assert MultiViewScene(views, pixel_range=(0.0, 4095.0)).views[1].image(0).max() == 255
 
 
 def test_what_is_wrong_with_an_episode_is_a_reason():

@@ -10,14 +10,14 @@ from PIL import Image
 from evals.sets.clip_set import ClipSet
 from evals.store.features import FeatureStore
 from evals.suite.suite import Suite
-from evals.suite.task import UnfitError, refuse_unfit
+from evals.suite.task import IncompatibleTaskError, check_compatible
 from evals.tasks.objects.clip_segmentation import MaskedClip, clip_scores, score
 from evals.tasks.objects.segmentation import image_scores
 from object_centric.encoders.transformer import TransformerConfig
 from object_centric.grouping.pooled import PooledTransformer
 from object_centric.grouping.slot_config import SlotAttentionConfig
 from object_centric.pictures.panels import ClipPanel, clip_sheet
-from object_centric.scenes3d.scene_tower import EachTime
+from object_centric.scenes3d.scene_tower import PerFrameSlots
 from object_centric.tasks.mask_task import MasksTaskConfig
 from object_centric.tasks.probe_task import SlotProbeTaskConfig
 from object_centric.tasks.reconstruction_task import ReconstructionTaskConfig
@@ -109,8 +109,8 @@ def test_slots_go_from_frame_to_frame_as_by_hand():
         state = block.norm_mlp(x + block.mlp(x))
     found = module(tokens)
     assert torch.allclose(found.slots, torch.stack(slots, 1), atol=1e-5)
-    (first, carried), again = module.carried(tokens[:, :2]), module.carried(tokens)[1]
-    second, last = module.carried(tokens[:, 2:], None, carried)
+    (first, carried), again = module.run_with_state(tokens[:, :2]), module.run_with_state(tokens)[1]
+    second, last = module.run_with_state(tokens[:, 2:], None, carried)
     assert torch.allclose(torch.cat([first.slots, second.slots], 1), found.slots, atol=1e-6) and torch.allclose(
         last, again, atol=1e-6
     )
@@ -233,7 +233,7 @@ def test_what_says_that_it_gives_memory_back_does(kind):
         module, given = PooledTransformer(SlotAttentionConfig.model_validate(preset), 8), (torch.randn(2, 3, 16, 8),)
     else:
         preset = {"preset": "sa", "slots": 3, "width": 16}
-        module = EachTime(SlotAttentionConfig.model_validate(preset), 8)
+        module = PerFrameSlots(SlotAttentionConfig.model_validate(preset), 8)
         given = torch.randn(2, 3, 16, 8), torch.randn(2, 3, 16)
     whole, plain = held_for_backward(module, *given)
     module.checkpointed = True
@@ -283,8 +283,8 @@ def test_what_a_model_cannot_be_asked_for_is_refused_before_anything_is_encoded(
         (masks.model_copy(update={"headline": "mse"}), flows, "t.headline=mse: .* set video_fg_ari"),
         (masks, said, None),
     ):
-        with pytest.raises(UnfitError, match=told) if told else nullcontext():
-            refuse_unfit("t", task, encoder)
+        with pytest.raises(IncompatibleTaskError, match=told) if told else nullcontext():
+            check_compatible("t", task, encoder)
 
 
 def test_frames_that_are_said_token_by_token_are_scored_where_it_is_asked(tmp_path):
@@ -302,7 +302,7 @@ def test_frames_that_are_said_token_by_token_are_scored_where_it_is_asked(tmp_pa
             for i in range(2)
         ]
     )
-    drawn = [part.drawn for part in said.clip_parts(frames)]
+    drawn = [part.reconstruction for part in said.decompose_clips(frames)]
     errors = torch.stack([(d - f / 255).square().flatten(1).mean(1) for d, f in zip(drawn, frames, strict=True)])
     assert found["drawn"].metrics["mse"] == pytest.approx(float(errors.mean()), rel=1e-5)
 
@@ -322,9 +322,9 @@ def test_a_set_of_another_kind_is_missed_at_the_start(tmp_path):
 
 
 def test_pictures_of_clips_see_as_many_frames_as_the_task_that_they_are_of(monkeypatch):
-    encoder, seen, real = VideoEncoder(objective("psb").model, False, 4), [], VideoEncoder.clip_parts
+    encoder, seen, real = VideoEncoder(objective("psb").model, False, 4), [], VideoEncoder.decompose_clips
     monkeypatch.setattr(
-        VideoEncoder, "clip_parts", lambda self, v, window=None: seen.append(window) or real(self, v, window)
+        VideoEncoder, "decompose_clips", lambda self, v, window=None: seen.append(window) or real(self, v, window)
     )
     images = [Image.fromarray(np.zeros((16, 16, 3), np.uint8))] * 5
     clip_sheet(encoder, [ClipPanel(images, None, 2), ClipPanel(images, None)])

@@ -12,9 +12,9 @@ from object_centric.grouping.slot_attention import SlotAttention
 from object_centric.grouping.slot_config import SlotAttentionConfig
 from object_centric.tasks.video_encoder import VideoEncoder, VideoSlateEncoder
 from object_centric.video.clip_examples import ClipExamples
-from object_centric.video.cuts import Cut, flow_colours
-from object_centric.video.hints import Hint, HintConfig, boxes_of
-from object_centric.video.video_autoencoder import VideoAutoencoder, VideoAutoencoderConfig, planes_of
+from object_centric.video.cuts import FrameTransform, flow_colours
+from object_centric.video.hints import Hint, HintConfig, boxes_from_labels
+from object_centric.video.video_autoencoder import VideoAutoencoder, VideoAutoencoderConfig, target_planes
 from object_centric.video.video_slate import VideoSlate, VideoSlateConfig
 from sparo_data.drawn.video_scenes import episode
 from sparo_data.episodes import episode_fields
@@ -41,7 +41,7 @@ def told(of="boxes", target="flow_depth", **more):
 def example(objective, fields, **data):
     c = objective.config
     data = resolve(DataConfig, {"sources": {"v": {"kind": "shards", "shards": "x"}}, **data}, "data")
-    made = ClipExamples(data, c.model, c.frames, planes_of(c.model))
+    made = ClipExamples(data, c.model, c.frames, target_planes(c.model))
     return made, made.prepare(dict(fields), Source("v", ShardsConfig(shards="x"), []), generator(1, "x"))
 
 
@@ -94,7 +94,7 @@ def test_a_corrector_may_attend_wider_than_its_slots():
     assert module.rounds[0].gru.weight_ih.shape == (48, 24)  # type: ignore[union-attr]
     x = torch.randn(2, 9, 12)
     assert torch.allclose(module(x).slots, folded(x).slots, atol=1e-6) and module(x).slots.shape == (2, 5, 16)
-    more = module(x, turns=3).slots
+    more = module(x, num_iterations=3).slots
     by_hand = module(x, None, module(x, None, module(x).slots).slots).slots
     assert torch.allclose(more, by_hand, atol=1e-6)
 
@@ -102,7 +102,7 @@ def test_a_corrector_may_attend_wider_than_its_slots():
 def test_boxes_are_what_is_seen_and_hints_say_no_more():
     labels = torch.zeros(2, 8, 8, dtype=torch.uint8)
     labels[0, 2:5, 1:3], labels[0, 7, 7], labels[1, :, :4] = 1, 3, 2
-    boxes = boxes_of(labels, 5) * 8
+    boxes = boxes_from_labels(labels, 5) * 8
     assert boxes[0].tolist() == [[0] * 4, [2, 1, 5, 3], [0] * 4, [7, 7, 8, 8], [0] * 4]
     assert boxes[1, 2].tolist() == [0, 0, 8, 4] and boxes[1, [0, 1, 3, 4]].abs().sum() == 0
     torch.manual_seed(0)
@@ -132,7 +132,12 @@ def test_flow_is_coloured_and_cut_as_its_pictures_are():
         hue, length = (np.arctan2(b, a) / np.pi + 1) / 2, min(np.hypot(a, b) * 50 / np.hypot(12, 12), 1)
         assert np.abs(colours[y, x] - 255 * np.array(colorsys.hsv_to_rgb(hue, length, 1))).max() <= 1
     assert (flow_colours(np.zeros((4, 4, 2), np.float32)) == 255).all()
-    for cut in (Cut(12), Cut(24, Crop(0, 0, 12, 12)), Cut(6, Crop(2, 4, 6, 6)), Cut(6, Crop(0, 0, 12, 6), flip=True)):
+    for cut in (
+        FrameTransform(12),
+        FrameTransform(24, Crop(0, 0, 12, 12)),
+        FrameTransform(6, Crop(2, 4, 6, 6)),
+        FrameTransform(6, Crop(0, 0, 12, 6), flip=True),
+    ):
         picture = np.zeros((12, 12, 3), np.uint8)
         labels = np.zeros((12, 12), np.uint8)
         picture[4:8, 3:9], labels[4:8, 3:9] = 255, 2
@@ -143,7 +148,7 @@ def test_flow_is_coloured_and_cut_as_its_pictures_are():
         assert np.allclose(cut.flow(even), [2 * tall, 3 * wide if cut.flip else -3 * wide], atol=1e-4)
     tall = np.zeros((16, 12, 2), np.float32)
     tall[4:8] = 1  # what is not square is cut in the middle, as its picture is
-    assert np.array_equal(Cut(12).flow(tall)[..., 0], tall[2:14, :, 0])
+    assert np.array_equal(FrameTransform(12).flow(tall)[..., 0], tall[2:14, :, 0])
 
 
 def test_clips_bring_what_is_drawn_and_what_is_told_alike():
@@ -196,7 +201,13 @@ def test_encoders_of_told_slots_take_a_fourth_plane_and_nothing_less():
         with pytest.raises(ConfigError, match="these slots begin from the first frame's objects"):
             call()
     flow = VideoEncoder(told(target="flow").model, False, 3)
-    assert (flow.clips(video)[:, -5:] == -1).all() and flow.clip_parts(video)[0].own.shape == (5, 5, 3, 16, 16)  # type: ignore[union-attr]
+    assert (flow.clips(video)[:, -5:] == -1).all() and flow.decompose_clips(video)[0].slot_images.shape == (
+        5,
+        5,
+        3,
+        16,
+        16,
+    )  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", ["steve", "psb", "tokens"])
@@ -226,8 +237,10 @@ def test_tokens_of_every_frame_are_said_from_slots_through_time(kind):
     encoder = VideoSlateEncoder(objective.model, False, 3)
     rows = encoder.clips(batch["video"])
     assert rows.shape == (2, 3 * 256 + 3) and (rows[:, -3:] == -1).all()
-    (parts, _) = encoder.clip_parts(batch["video"])
-    assert parts.drawn is not None and parts.drawn.shape == (3, 3, 16, 16) and parts.own is None
+    (parts, _) = encoder.decompose_clips(batch["video"])
+    assert (
+        parts.reconstruction is not None and parts.reconstruction.shape == (3, 3, 16, 16) and parts.slot_images is None
+    )
     still = encoder.clip_slots(batch["video"][:, :1])[:, 0]
     assert torch.allclose(encoder.encode(batch["video"][:, 0]), still.flatten(1), atol=1e-6)
 
@@ -244,5 +257,5 @@ def test_the_decoder_says_the_vaes_tokens_where_it_is_told_to():
         torch.manual_seed(0)
         made: VideoSlate = VideoSlate(resolve(VideoSlateConfig, tree, "here"))
         found = made.model(torch.rand(2, 3, 3, 16, 16), torch.randn(2, 3, 16), 0.5)
-        drawn = made.model.dvae.tokens_drawn(found.tokens.unflatten(1, (4, 4)))
-        assert torch.allclose(drawn, found.drawn, atol=1e-5) == alike
+        drawn = made.model.dvae.decode_tokens(found.tokens.unflatten(1, (4, 4)))
+        assert torch.allclose(drawn, found.reconstruction, atol=1e-5) == alike

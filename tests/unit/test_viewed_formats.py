@@ -8,12 +8,12 @@ import pytest
 from PIL import Image
 
 from object_centric.scenes3d.rays import Bounds
-from object_centric.scenes3d.view_examples import refuse_outside
+from object_centric.scenes3d.view_examples import check_scene_bounds
 from sparo_data.official.formats import convert_published
 from sparo_data.official.published import PublishedConfig
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
-from sparo_train.data.clips.cameras import looking
-from sparo_train.data.clips.views import ViewedScene
+from sparo_train.data.clips.cameras import look_at
+from sparo_train.data.clips.views import MultiViewScene
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import open_source
 
@@ -26,14 +26,14 @@ def nerf_folder(root, count=3, side=20, **changes):
         picture[:10], picture[..., 0] = 255, 40 * number
         picture[:10, :, 3] = 255
         Image.fromarray(picture).save(root / f"r_{number}.png")
-        pose = looking((4 * np.cos(number), 4 * np.sin(number), 2.0), (0, 0, 0))
+        pose = look_at((4 * np.cos(number), 4 * np.sin(number), 2.0), (0, 0, 0))
         frames.append({"file_path": f"./r_{number}", "transform_matrix": pose.tolist()})
     (root / "transforms.json").write_text(json.dumps({"camera_angle_x": 0.7, "frames": frames, **changes}))
 
 
 def read_back(folder):
     source = open_source("x", ShardsConfig(shards=(str(folder),)))
-    return [ViewedScene(storage.read(i)[1]) for storage in source.storages for i in range(len(storage))]
+    return [MultiViewScene(storage.read(i)[1]) for storage in source.storages for i in range(len(storage))]
 
 
 def test_folders_of_transforms_become_scenes(tmp_path):
@@ -47,11 +47,11 @@ def test_folders_of_transforms_become_scenes(tmp_path):
     ]
     assert keys == ["ship_1", "ship_1-2", "ship_1-3"]
     scene, *_ = read_back(tmp_path / "out/train")
-    assert len(scene.views) == 3 and scene.frames == 1 and (scene.facts["near"], scene.facts["far"]) == (2.0, 7.5)
+    assert len(scene.views) == 3 and scene.frames == 1 and (scene.metadata["near"], scene.metadata["far"]) == (2.0, 7.5)
     # So a model whose rays end before it says so, and does not learn from what it cannot see.
     with pytest.raises(BadSampleError, match=r"decoder.near=1, decoder.far=5"):
-        refuse_outside(scene.bounds, Bounds(1.0, 5.0))
-    refuse_outside(scene.bounds, Bounds(1.0, 9.0))
+        check_scene_bounds(scene.bounds, Bounds(1.0, 5.0))
+    check_scene_bounds(scene.bounds, Bounds(1.0, 9.0))
     for words in ({"near": 2.0}, {"near": 3.0, "far": 2.0}):
         with pytest.raises(ConfigError, match="give both, the smaller one first"):
             convert_published([tmp_path / "in"], tmp_path / "no", PublishedConfig(source="nerf", **words))
@@ -65,7 +65,7 @@ def test_folders_of_transforms_become_scenes(tmp_path):
     fx, fy, cx, cy = scene.lens(0, 10, 10)
     focal = 24 / 2 / np.tan(0.35)
     assert np.allclose([fx, fy, cx, cy], [focal * 10 / 24, focal * 10 / 20, 5, 5])
-    assert np.allclose(scene.pose(2, 0), looking((4 * np.cos(2), 4 * np.sin(2), 2.0), (0, 0, 0)), atol=1e-6)
+    assert np.allclose(scene.pose(2, 0), look_at((4 * np.cos(2), 4 * np.sin(2), 2.0), (0, 0, 0)), atol=1e-6)
 
 
 def test_parts_of_one_scene_are_all_scored_or_none(tmp_path):
@@ -78,7 +78,7 @@ def test_parts_of_one_scene_are_all_scored_or_none(tmp_path):
     config = PublishedConfig(source="nerf", files=("in",), test=1)
     written = convert_published([tmp_path / "in"], tmp_path / "out", config)
     assert (written.train, written.test) == (2, 2)
-    assert {scene.facts["scene"] for scene in read_back(tmp_path / "out/train")} == {"lego"}
+    assert {scene.metadata["scene"] for scene in read_back(tmp_path / "out/train")} == {"lego"}
 
 
 def test_the_folder_that_one_stands_in_has_its_name(tmp_path, monkeypatch):
@@ -86,7 +86,7 @@ def test_the_folder_that_one_stands_in_has_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "lego")
     convert_published([Path()], tmp_path / "out", PublishedConfig(source="nerf", files=(".",)))
     key, fields = open_source("x", ShardsConfig(shards=(str(tmp_path / "out/train"),))).storages[0].read(0)
-    assert key == "lego" and ViewedScene(fields).facts["dataset"] == "lego"
+    assert key == "lego" and MultiViewScene(fields).metadata["dataset"] == "lego"
 
 
 def test_pictures_of_sixteen_bits_and_transparent_palettes_are_seen_as_they_are(tmp_path):

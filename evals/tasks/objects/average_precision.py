@@ -36,27 +36,27 @@ def pooled(
     """
     image, target, distance, confidence = [], [], [], []
     before = 0
-    for number, (found, objects) in enumerate(zip(predicted, true, strict=True)):
-        far = _apart(found, objects, attributes, unit)
-        nearest = far.argmin(1) if len(objects) else np.zeros(len(found), np.int64)
-        away = far[np.arange(len(found)), nearest] if len(objects) else np.full(len(found), np.inf)
-        image.append(np.full(len(found), number))
+    for number, (prediction, objects) in enumerate(zip(predicted, true, strict=True)):
+        far = _distances(prediction, objects, attributes, unit)
+        nearest = far.argmin(1) if len(objects) else np.zeros(len(prediction), np.int64)
+        away = far[np.arange(len(prediction)), nearest] if len(objects) else np.full(len(prediction), np.inf)
+        image.append(np.full(len(prediction), number))
         target.append(np.where(np.isfinite(away), nearest + before, -1))
         distance.append(away)
-        confidence.append(found[:, -1].astype(np.float64))
+        confidence.append(prediction[:, -1].astype(np.float64))
         before += len(objects)
     order = _ranking(np.concatenate(confidence))
     images, targets, distances = (np.concatenate(part)[order] for part in (image, target, distance))
     return Pooled(images, targets, distances, before)
 
 
-def _apart(found: np.ndarray, objects: np.ndarray, attributes: Mapping[str, slice], unit: float) -> np.ndarray:
+def _distances(prediction: np.ndarray, objects: np.ndarray, attributes: Mapping[str, slice], unit: float) -> np.ndarray:
     """(P, n) distances, infinite where an attribute differs."""
-    alike = np.ones((len(found), len(objects)), bool)
+    alike = np.ones((len(prediction), len(objects)), bool)
     for columns in attributes.values():
         # By their largest entries: what is predicted is a distribution, what is true one-hot.
-        alike &= found[:, None, columns].argmax(-1) == objects[None, :, columns].argmax(-1)
-    between = (found[:, None, :3].astype(np.float64) - objects[None, :, :3]) * unit
+        alike &= prediction[:, None, columns].argmax(-1) == objects[None, :, columns].argmax(-1)
+    between = (prediction[:, None, :3].astype(np.float64) - objects[None, :, :3]) * unit
     return np.where(alike, np.sqrt((between**2).sum(-1)), np.inf)
 
 
@@ -66,9 +66,9 @@ def hits(ranked: Pooled, threshold: float) -> np.ndarray:
     at = np.flatnonzero(near)
     # The first of each object alone: `unique` returns where a value comes first.
     _, first = np.unique(ranked.target[at], return_index=True)
-    found = np.zeros(len(near), bool)
-    found[at[first]] = True
-    return found
+    is_hit = np.zeros(len(near), bool)
+    is_hit[at[first]] = True
+    return is_hit
 
 
 def hits_dspn(
@@ -80,16 +80,16 @@ def hits_dspn(
 ) -> np.ndarray:
     """As `hits`, where an object that is taken is out of the way of the next prediction (iDSPN's rule); in `pooled`'s order."""
     flags, confidence = [], []
-    for found, objects in zip(predicted, true, strict=True):
-        far = _apart(found, objects, attributes, unit)
-        hit = np.zeros(len(found), bool)
-        for row in _ranking(found[:, -1].astype(np.float64)):
+    for prediction, objects in zip(predicted, true, strict=True):
+        far = _distances(prediction, objects, attributes, unit)
+        hit = np.zeros(len(prediction), bool)
+        for row in _ranking(prediction[:, -1].astype(np.float64)):
             if len(objects) and far[row].min() < threshold:
                 hit[row] = True
                 # Taken by its column: nobody else can find it again.
                 far[:, far[row].argmin()] = np.inf
         flags.append(hit)
-        confidence.append(found[:, -1].astype(np.float64))
+        confidence.append(prediction[:, -1].astype(np.float64))
     return np.concatenate(flags)[_ranking(np.concatenate(confidence))]
 
 
@@ -107,8 +107,8 @@ def area(hit: np.ndarray, total: float, weights: np.ndarray | None = None) -> fl
     if total <= 0:
         return float("nan")
     weights = np.ones(len(hit)) if weights is None else weights
-    true, drawn = np.cumsum(hit * weights), np.cumsum(weights)
-    precision = np.divide(true, drawn, out=np.zeros(len(hit)), where=drawn > 0)
+    true, predicted_count = np.cumsum(hit * weights), np.cumsum(weights)
+    precision = np.divide(true, predicted_count, out=np.zeros(len(hit)), where=predicted_count > 0)
     # The envelope from behind: precision at a recall is the best that any larger one has.
     envelope = np.maximum.accumulate(precision[::-1])[::-1]
     recall = np.concatenate([[0.0], true]) / total
@@ -129,13 +129,13 @@ def score(
     ranked = pooled(predicted, true, attributes, unit)
     # Images are what is drawn anew; objects of one image are not independent.
     of_image = np.array([len(rows) for rows in true], np.float64)
-    drawn = np.random.default_rng(0).multinomial(len(true), np.full(len(true), 1 / len(true)), _DRAWS)
+    resamples = np.random.default_rng(0).multinomial(len(true), np.full(len(true), 1 / len(true)), _DRAWS)
     metrics, intervals = {}, {}
     for threshold in THRESHOLDS:
         hit = hits(ranked, threshold) if match == "nearest" else hits_dspn(predicted, true, attributes, unit, threshold)
         name = f"ap_{threshold:g}"
         metrics[name] = area(hit, ranked.total)
-        draws = [area(hit, float(times @ of_image), times[ranked.image]) for times in drawn]
+        draws = [area(hit, float(times @ of_image), times[ranked.image]) for times in resamples]
         intervals[name] = percentiles(np.array(draws)[~np.isnan(draws)])
     options = {"match": match, "mean": "all images pooled", "interval": "bootstrap over images"}
     counts = {"objects": ranked.total, "predictions": len(ranked.image), "empty": int((of_image == 0).sum())}

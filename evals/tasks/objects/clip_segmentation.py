@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..result import Result
-from .segmentation import adjusted_rand, averaged, counted, image_scores
+from .segmentation import adjusted_rand, count_pixels, image_scores, metric_means
 
 HEADLINE = "video_fg_ari"
 
@@ -33,13 +33,13 @@ def clip_scores(
     """
     # A clip as one picture of T frames: an object that changes slots loses.
     whole = image_scores(clip.true, clip.predicted, background, ignore)
-    frames = [counted(t, p, background, ignore) for t, p in zip(clip.true, clip.predicted, strict=True)]
-    alone = [adjusted_rand(counts.objects) for counts in frames]
+    frames = [count_pixels(t, p, background, ignore) for t, p in zip(clip.true, clip.predicted, strict=True)]
+    frame_aris = [adjusted_rand(counts.objects) for counts in frames]
     boxes = [image_scores(t, p, background, ignore)["mbo_i"] for t, p in zip(clip.true, clip.predicted, strict=True)]
     return {
         "video_fg_ari": whole["fg_ari"],
         "video_fg_ari_savi": whole["fg_ari_savi"],
-        "image_fg_ari": _mean(alone),
+        "image_fg_ari": _mean(frame_aris),
         "ari": whole["ari"],
         "video_mbo": whole["mbo_i"],
         "image_mbo": _mean(boxes),
@@ -64,15 +64,15 @@ def score(
         pixels: whether errors are of pixels in 0..1.
         first_frame: count it; SAVi's code does where slots were told its boxes, its paper says it does not.
     """
-    found = []
+    scores = []
     for clip in clips:
-        counted_in = slice(None) if first_frame else slice(1, None)
-        found.append(clip_scores(MaskedClip(*(table[counted_in] for table in clip)), background, ignore, pixels))
-    means = averaged(found, without=("slots_used",))
-    empty = int(np.isnan(means.columns[HEADLINE]).sum()) if found else 0
+        frame_slice = slice(None) if first_frame else slice(1, None)
+        scores.append(clip_scores(MaskedClip(*(table[frame_slice] for table in clip)), background, ignore, pixels))
+    means = metric_means(scores, without=("slots_used",))
+    empty = int(np.isnan(means.columns[HEADLINE]).sum()) if scores else 0
     return Result(
         "video_masks",
-        len(found) - empty,
+        len(scores) - empty,
         HEADLINE,
         means.metrics,
         0.0,
@@ -85,7 +85,7 @@ def score(
             "mean": "over clips",
             "interval": "bootstrap over clips",
         },
-        {"clips": len(found), "empty": empty},
+        {"clips": len(scores), "empty": empty},
         {name: column.astype(np.float32) for name, column in means.columns.items()},
     )
 

@@ -39,7 +39,9 @@ class Masked(NamedTuple):
     classes: np.ndarray | None = None
 
 
-def counted(true: np.ndarray, predicted: np.ndarray, background: int | None = 0, ignore: int | None = None) -> Counts:
+def count_pixels(
+    true: np.ndarray, predicted: np.ndarray, background: int | None = 0, ignore: int | None = None
+) -> Counts:
     """Label maps of equal shape, any number of dimensions (a clip's masks are one map), of whole numbers from 0.
 
     Args:
@@ -59,10 +61,10 @@ def counted(true: np.ndarray, predicted: np.ndarray, background: int | None = 0,
     _, columns, most = _numbered(predicted)
     # One pass over pixels: a pair of labels is one number.
     whole = np.bincount(rows * most + columns, minlength=many * most).reshape(many, most)
-    kept, of = whole.sum(1) > 0, whole.sum(0) > 0
-    names, found = names[kept], whole[kept][:, of]
+    used_rows, of = whole.sum(1) > 0, whole.sum(0) > 0
+    names, table = names[used_rows], whole[used_rows][:, of]
     at = np.flatnonzero(names == background) if background is not None else []
-    return Counts(found, int(at[0]) if len(at) else None)
+    return Counts(table, int(at[0]) if len(at) else None)
 
 
 def _numbered(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
@@ -126,11 +128,11 @@ def image_scores(
     every pixel is ignored.  `miou`: Hungarian, over objects (videosaur's `hungarian`).  `mbo_i` (its `overlap`): mean best overlap of
     instances; `mbo_c`: of classes, whose instances are one.  `slots_used`: predicted masks that hold a pixel.
     """
-    counts = counted(true, predicted, background, ignore)
+    counts = count_pixels(true, predicted, background, ignore)
     of_classes = float("nan")
     if classes is not None:
         there = slice(None) if ignore is None else (true != ignore) & (classes != ignore)
-        of_classes = best_overlap(overlaps(counted(classes[there], predicted[there], background)))
+        of_classes = best_overlap(overlaps(count_pixels(classes[there], predicted[there], background)))
     foreground, iou = adjusted_rand(counts.objects), overlaps(counts)
     return {
         "ari": adjusted_rand(counts.table),
@@ -162,17 +164,17 @@ def score(
 
     Intervals resample images. `slots_used` is among the predictions, per image.
     """
-    found, covered = [], []
+    scores, covered = [], []
     for m in masks:
-        found.append(image_scores(m.true, m.predicted, background, ignore, m.classes))
+        scores.append(image_scores(m.true, m.predicted, background, ignore, m.classes))
         covered.append(coverage(m.predicted, slots or 0))
-    shared = np.asarray(covered, np.float32).reshape(len(found), slots or 0)
+    shared = np.asarray(covered, np.float32).reshape(len(scores), slots or 0)
     # Metrics are shares, which a number of slots is not.
-    means = averaged(found, without=("slots_used",))
-    empty = int(np.isnan(means.columns[HEADLINE]).sum()) if found else 0
+    means = metric_means(scores, without=("slots_used",))
+    empty = int(np.isnan(means.columns[HEADLINE]).sum()) if scores else 0
     return Result(
         "masks",
-        len(found) - empty,
+        len(scores) - empty,
         HEADLINE,
         means.metrics,
         0.0,
@@ -185,7 +187,7 @@ def score(
             "interval": "bootstrap over images",
         },
         {
-            "images": len(found),
+            "images": len(scores),
             "empty": empty,
             **{f"images_of_slot_{k}": int((shared[:, k] > 0).sum()) for k in range(slots or 0)},
         },
@@ -204,7 +206,7 @@ class Means(NamedTuple):
     intervals: dict[str, tuple[float, float]]
 
 
-def averaged(rows: Sequence[Mapping[str, float]], without: Sequence[str] = ()) -> Means:
+def metric_means(rows: Sequence[Mapping[str, float]], without: Sequence[str] = ()) -> Means:
     """Means of samples' metrics over those that have them, and intervals that resample samples.
 
     Args:

@@ -25,5 +25,5 @@ def ssim(first: Tensor, second: Tensor) -> Tensor:
     mx, my = mean(x), mean(y)
     vx, vy, both = mean(x * x) - mx**2, mean(y * y) - my**2, mean(x * y) - mx * my
     c1, c2 = 0.01**2, 0.03**2
-    found = ((2 * mx * my + c1) * (2 * both + c2)) / ((mx**2 + my**2 + c1) * (vx + vy + c2))
-    return found.flatten(1).mean(1).unflatten(0, first.shape[:2]).mean(1).to(first.dtype)
+    ssim_map = ((2 * mx * my + c1) * (2 * both + c2)) / ((mx**2 + my**2 + c1) * (vx + vy + c2))
+    return ssim_map.flatten(1).mean(1).unflatten(0, first.shape[:2]).mean(1).to(first.dtype)

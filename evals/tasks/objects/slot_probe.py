@@ -12,7 +12,7 @@ from scipy.optimize import linear_sum_assignment
 from ..result import Result, bootstrap, percentiles
 
 HEADLINE = "position_r2"
-_MOST_TURNS = 100  # of E and M; each lowers the error, so it ends long before
+_MAX_ITERATIONS = 100  # of E and M; each lowers the error, so it ends long before
 
 
 class ProbedClip(NamedTuple):
@@ -24,7 +24,7 @@ class ProbedClip(NamedTuple):
     words: Mapping[str, Sequence[str]]
 
 
-class Matched(NamedTuple):
+class SlotMatching(NamedTuple):
     """weights: (D + 1, 3), from slots (and 1) to positions.  slots_of: of each clip (M,), which slot has which object.
     errors: the mean squared error that each restart ended with."""
 
@@ -33,7 +33,7 @@ class Matched(NamedTuple):
     errors: list[float]
 
 
-def matched(clips: Sequence[ProbedClip], restarts: int, seed: int = 0, ridge: float = 1e-3) -> Matched:
+def match_slots(clips: Sequence[ProbedClip], restarts: int, seed: int = 0, ridge: float = 1e-3) -> SlotMatching:
     """Which slot has which object, the same at all times, by turns: a linear map from assigned slots to positions (E), and the
     assignment of least error under it (M), which is Hungarian, as errors add up over objects. The best of `restarts` random beginnings.
 
@@ -46,30 +46,30 @@ def matched(clips: Sequence[ProbedClip], restarts: int, seed: int = 0, ridge: fl
     for _ in range(restarts):
         # Each clip's own permutation: slots have no order, so none is better to begin with.
         slots_of = [rng.permutation(clip.slots.shape[1])[: clip.position.shape[1]] for clip in clips]
-        weights, found = np.zeros(0), np.inf
-        for _ in range(_MOST_TURNS):
-            last, weights = found, fitted(_assigned(clips, slots_of), positions, ridge)
-            slots_of, found = assigned(clips, weights)
+        weights, error = np.zeros(0), np.inf
+        for _ in range(_MAX_ITERATIONS):
+            last, weights = error, fit_ridge(_assigned(clips, slots_of), positions, ridge)
+            slots_of, error = assign_slots(clips, weights)
             # Down to what rounding gives: with equal errors both steps would go round for ever.
-            if found >= last * (1 - 1e-9):
+            if error >= last * (1 - 1e-9):
                 break
-        errors.append(found / len(positions))
+        errors.append(error / len(positions))
         if best is None or errors[-1] < min(errors[:-1]):
             best = weights, slots_of
     assert best is not None
-    return Matched(*best, errors)
+    return SlotMatching(*best, errors)
 
 
-def assigned(clips: Sequence[ProbedClip], weights: np.ndarray) -> tuple[list[np.ndarray], float]:
+def assign_slots(clips: Sequence[ProbedClip], weights: np.ndarray) -> tuple[list[np.ndarray], float]:
     """Of each clip the assignment of least error under a map to positions, and all clips' summed squared error."""
     slots_of, total = [], 0.0
     for clip in clips:
-        said = clip.slots @ weights[:-1] + weights[-1]  # (T, K, 3)
+        predicted = clip.slots @ weights[:-1] + weights[-1]  # (T, K, 3)
         # Squared distances, summed over time: (M, K).
         cost = (
             (clip.position**2).sum((0, 2))[:, None]
-            + (said**2).sum((0, 2))[None]
-            - 2 * np.einsum("tmc,tkc->mk", clip.position, said, optimize=True)
+            + (predicted**2).sum((0, 2))[None]
+            - 2 * np.einsum("tmc,tkc->mk", clip.position, predicted, optimize=True)
         )
         rows, columns = linear_sum_assignment(cost)
         slots_of.append(columns)
@@ -77,7 +77,7 @@ def assigned(clips: Sequence[ProbedClip], weights: np.ndarray) -> tuple[list[np.
     return slots_of, total
 
 
-def fitted(x: np.ndarray, y: np.ndarray, ridge: float = 1e-3) -> np.ndarray:
+def fit_ridge(x: np.ndarray, y: np.ndarray, ridge: float = 1e-3) -> np.ndarray:
     """Ridge regression of y (n, c) on x (n, D) and one: (D + 1, c), fp64; the offset is not held down."""
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     middle, level = x.mean(0), y.mean(0)
@@ -89,27 +89,27 @@ def fitted(x: np.ndarray, y: np.ndarray, ridge: float = 1e-3) -> np.ndarray:
 
 
 def score(
-    fit: Sequence[ProbedClip], held: Sequence[ProbedClip], restarts: int = 10, seed: int = 0, ridge: float = 1e-3
+    fit: Sequence[ProbedClip], held_out: Sequence[ProbedClip], restarts: int = 10, seed: int = 0, ridge: float = 1e-3
 ) -> Result:
     """R2 of positions and other numbers (over all coordinates, about the mean of what was fitted on), accuracy of words, on clips that
     nothing was fitted on, whose assignments come from positions as well. Intervals resample clips.
 
     Args:
-        fit, held: clips with at most as many objects as slots.
+        fit, held_out: clips with at most as many objects as slots.
     """
-    found = matched(fit, restarts, seed, ridge)
-    others, _ = assigned(held, found.weights)
-    x = _assigned(fit, found.slots_of)
+    matching = match_slots(fit, restarts, seed, ridge)
+    others, _ = assign_slots(held_out, matching.weights)
+    x = _assigned(fit, matching.slots_of)
     # Every other number goes by the assignment that positions gave: only positions tell objects apart.
     sums, counts = {}, {}
     for name in ("position", *fit[0].numbers):
-        true = [clip.position if name == "position" else clip.numbers[name] for clip in (*fit, *held)]
+        true = [clip.position if name == "position" else clip.numbers[name] for clip in (*fit, *held_out)]
         ours = np.concatenate([t.reshape(-1, t.shape[-1]) for t in true[: len(fit)]])
-        weights, level = fitted(x, ours, ridge), ours.mean(0)
+        weights, level = fit_ridge(x, ours, ridge), ours.mean(0)
         rest, whole = [], []
-        for clip, own, t in zip(held, others, true[len(fit) :], strict=True):
-            said = clip.slots[:, own] @ weights[:-1] + weights[-1]
-            rest.append(((said - t) ** 2).sum())
+        for clip, own, t in zip(held_out, others, true[len(fit) :], strict=True):
+            predicted = clip.slots[:, own] @ weights[:-1] + weights[-1]
+            rest.append(((predicted - t) ** 2).sum())
             whole.append(((t - level) ** 2).sum())
         # What never changes, or not where it is fitted, has no R2: by its own size, as a mean of equal numbers is off by a rounding.
         size = 1e-9 * max(float(np.abs(ours).max(initial=0)), 1e-12)
@@ -122,23 +122,26 @@ def score(
             np.array(whole) / scale,
         )
     for name in fit[0].words:
-        known = sorted({word for clip in fit for word in clip.words[name]})
+        vocabulary = sorted({word for clip in fit for word in clip.words[name]})
         ours = np.concatenate(
-            [np.tile(np.eye(len(known))[[known.index(w) for w in c.words[name]]], (len(c.slots), 1)) for c in fit]
+            [
+                np.tile(np.eye(len(vocabulary))[[vocabulary.index(w) for w in c.words[name]]], (len(c.slots), 1))
+                for c in fit
+            ]
         )
-        weights, right, of = fitted(x, ours, ridge), [], []
-        for clip, own in zip(held, others, strict=True):
-            said = np.array(known)[(clip.slots[:, own] @ weights[:-1] + weights[-1]).argmax(-1)]  # (T, M)
-            right.append((said == np.array(clip.words[name])).sum())
-            of.append(said.size)
+        weights, right, of = fit_ridge(x, ours, ridge), [], []
+        for clip, own in zip(held_out, others, strict=True):
+            predicted = np.array(vocabulary)[(clip.slots[:, own] @ weights[:-1] + weights[-1]).argmax(-1)]  # (T, M)
+            right.append((predicted == np.array(clip.words[name])).sum())
+            of.append(predicted.size)
         sums[f"{name}_accuracy"], counts[f"{name}_accuracy"] = np.array(right, float), np.array(of, float)
-    return _result(sums, counts, found, (len(fit), len(held)), restarts, ridge)
+    return _result(sums, counts, matching, (len(fit), len(held_out)), restarts, ridge)
 
 
 def _result(
     sums: dict[str, np.ndarray],
     counts: dict[str, np.ndarray],
-    found: Matched,
+    matching: SlotMatching,
     clips: tuple[int, int],
     restarts: int,
     ridge: float,
@@ -147,10 +150,10 @@ def _result(
     table, of = np.stack([sums[n] for n in names], 1), np.stack([counts[n] for n in names], 1)
     # Drawn in large units: a bootstrap takes what is behind a ratio for items, of which there is at least one.
     draws = bootstrap(table * 1e6, of * 1e6)
-    told: dict[str, Any] = {
+    options: dict[str, Any] = {
         "restarts": restarts,
         "ridge": ridge,
-        "errors": [round(e, 6) for e in sorted(found.errors)],
+        "errors": [round(e, 6) for e in sorted(matching.errors)],
         "interval": "bootstrap over held-out clips",
     }
     return Result(
@@ -160,7 +163,7 @@ def _result(
         {name: float(table[:, i].sum() / of[:, i].sum()) for i, name in enumerate(names)},
         0.0,
         {name: percentiles(draws[:, i]) for i, name in enumerate(names)},
-        told,
+        options,
         {"fitted_clips": clips[0]},
         {
             name: np.divide(table[:, i], of[:, i], where=of[:, i] > 0, out=np.full(len(of), np.nan)).astype(np.float32)

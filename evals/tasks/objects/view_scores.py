@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..result import Result
-from .segmentation import adjusted_rand, averaged, counted
+from .segmentation import adjusted_rand, count_pixels, metric_means
 
 HEADLINE = "psnr_held_out"
 
@@ -28,7 +28,7 @@ class ViewedClip(NamedTuple):
     true_depth: np.ndarray
 
 
-def scene_scores(clip: ViewedClip, shown: int, far: float, background: int | None = 0) -> dict[str, float]:
+def scene_scores(clip: ViewedClip, num_context_views: int, far: float, background: int | None = 0) -> dict[str, float]:
     """One scene's scores; NaN where it has no object, or nothing is held out.
 
     `image_fg_ari`: of each view of each time, then the mean. `video_fg_ari`: of each camera over all times. `camera_fg_ari`: of each time over
@@ -41,11 +41,17 @@ def scene_scores(clip: ViewedClip, shown: int, far: float, background: int | Non
     times, views = t.shape[:2]
 
     def ari(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> float:
-        return _mean([adjusted_rand(counted(true, own, background).objects) for true, own in pairs])
+        return _mean([adjusted_rand(count_pixels(true, own, background).objects) for true, own in pairs])
 
-    held, seen, whole = slice(shown, None), slice(None, shown), counted(t, p, background)
-    known = clip.true_depth[:, held] < far  # NaN is not
-    missed = np.abs(clip.depth[:, held] - clip.true_depth[:, held]) / np.maximum(clip.true_depth[:, held], 1e-6)
+    held_out, context, whole = (
+        slice(num_context_views, None),
+        slice(None, num_context_views),
+        count_pixels(t, p, background),
+    )
+    valid_depth = clip.true_depth[:, held_out] < far  # NaN is not
+    relative_error = np.abs(clip.depth[:, held_out] - clip.true_depth[:, held_out]) / np.maximum(
+        clip.true_depth[:, held_out], 1e-6
+    )
     return {
         "image_fg_ari": ari((t[i, v], p[i, v]) for i in range(times) for v in range(views)),
         "video_fg_ari": ari((t[:, v], p[:, v]) for v in range(views)),
@@ -53,20 +59,20 @@ def scene_scores(clip: ViewedClip, shown: int, far: float, background: int | Non
         "scene_fg_ari": adjusted_rand(whole.objects),
         # Of a scene whose masks nobody told, it would say that all pixels are one object.
         "ari": adjusted_rand(whole.table) if len(whole.objects) else float("nan"),
-        "psnr_held_out": _psnr(clip.errors[:, held]),
-        "psnr_shown": _psnr(clip.errors[:, seen]),
-        "psnr_nearest": _psnr(clip.nearest[:, held]),
-        "psnr_mean": _psnr(clip.mean[:, held]),
-        "ssim_held_out": _mean(clip.ssim[:, held]),
-        "ssim_shown": _mean(clip.ssim[:, seen]),
-        "mse": _mean(clip.errors[:, held]),
-        "depth_error": _mean(missed[known]),
+        "psnr_held_out": _psnr(clip.errors[:, held_out]),
+        "psnr_shown": _psnr(clip.errors[:, context]),
+        "psnr_nearest": _psnr(clip.nearest[:, held_out]),
+        "psnr_mean": _psnr(clip.mean[:, held_out]),
+        "ssim_held_out": _mean(clip.ssim[:, held_out]),
+        "ssim_shown": _mean(clip.ssim[:, context]),
+        "mse": _mean(clip.errors[:, held_out]),
+        "depth_error": _mean(relative_error[valid_depth]),
     }
 
 
 def score(
     clips: Iterable[ViewedClip],
-    shown: int,
+    num_context_views: int,
     far: float,
     background: int | None = 0,
     ends: tuple[float, float] | None = None,
@@ -76,15 +82,15 @@ def score(
     Args:
         ends: distances between which a model looks; `counts` says how many scenes have something nearer than them, or farther.
     """
-    found, outside = [], 0
+    scores, outside = [], 0
     for clip in clips:
-        found.append(scene_scores(clip, shown, far, background))
-        outside += ends is not None and _reaches_beyond(clip.true_depth, ends, far)
-    means = averaged(found)
-    empty = int(np.isnan(means.columns["scene_fg_ari"]).sum()) if found else 0
+        scores.append(scene_scores(clip, num_context_views, far, background))
+        outside += ends is not None and _exceeds_depth_range(clip.true_depth, ends, far)
+    means = metric_means(scores)
+    empty = int(np.isnan(means.columns["scene_fg_ari"]).sum()) if scores else 0
     return Result(
         "view_masks",
-        len(found),
+        len(scores),
         HEADLINE,
         means.metrics,
         0.0,
@@ -95,15 +101,15 @@ def score(
             "interval": "bootstrap over scenes",
             "empty": "left out of ARIs",
         },
-        {"scenes": len(found), "empty": empty, **({} if ends is None else {"scenes_beyond_rays": outside})},
+        {"scenes": len(scores), "empty": empty, **({} if ends is None else {"scenes_beyond_rays": outside})},
         {name: column.astype(np.float32) for name, column in means.columns.items()},
     )
 
 
-def _reaches_beyond(depth: np.ndarray, ends: tuple[float, float], far: float) -> bool:
+def _exceeds_depth_range(depth: np.ndarray, ends: tuple[float, float], far: float) -> bool:
     """Whether something of a scene, the sky aside, lies where a model does not look; a thousandth is what files round away."""
-    known = depth[depth < far]
-    return bool(((known < ends[0] * 0.999) | (known > ends[1] * 1.001)).any())
+    scene_depth = depth[depth < far]
+    return bool(((scene_depth < ends[0] * 0.999) | (scene_depth > ends[1] * 1.001)).any())
 
 
 def _psnr(errors: np.ndarray) -> float:

@@ -9,7 +9,7 @@ import torch
 from evals.encoders.abilities import ViewsEncoder
 from evals.encoders.loading import load_encoder
 from evals.report.results_file import refuse_unwritable
-from evals.sets.base import decoded
+from evals.sets.base import decode_image
 from evals.sets.task_config import TaskConfig
 from evals.slots.material import open_images
 from evals.suite.evaluate import tasks_for
@@ -21,23 +21,29 @@ from object_centric.tasks.video_task import VideoMasksTaskConfig
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.untrusted import read_bytes
 
-from ..slot_work import SlotOptions, say_assumed
+from ..slot_work import SlotOptions, log_assumption
 from .picture_page import PageRow, write_page
 
 
 def draw_panels(
-    checkpoint: str, on: str | None, images: list[Path], number: int, tile: int, out: Path, options: SlotOptions
+    checkpoint: str,
+    task_name: str | None,
+    images: list[Path],
+    num_samples: int,
+    tile: int,
+    out: Path,
+    options: SlotOptions,
 ) -> list[Path]:
     """Write the picture, or into a folder (`out` without an ending) a page with one of each sample; returns the paths.
 
     Raises:
         ConfigError: a checkpoint that does not draw its slots, several tasks, or nothing to draw.
     """
-    if on is None and not images:
+    if task_name is None and not images:
         raise ConfigError(
             "sparo slots panels: name a task of the run (--on, as in --on masks), or images of your own (--image FILE)"
         )
-    encoder = load_encoder(checkpoint, options.model, "cuda" if torch.cuda.is_available() else "cpu", say_assumed)
+    encoder = load_encoder(checkpoint, options.model, "cuda" if torch.cuda.is_available() else "cpu", log_assumption)
     if not isinstance(encoder, MaskingEncoder):
         instead = (
             "`sparo slots views` draws views of scenes"
@@ -45,20 +51,20 @@ def draw_panels(
             else "train with objective.kind=slots, or use `sparo slots show`"
         )
         raise ConfigError(f"{checkpoint}: does not draw its slots of images; {instead}")
-    found = [Panel(decoded(read_bytes(path, ConfigError), path, encoder.decoding), None) for path in images]
-    task = None if on is None else one_task(checkpoint, on, options)
+    sheet_panels = [Panel(decode_image(read_bytes(path, ConfigError), path, encoder.decoding), None) for path in images]
+    task = None if task_name is None else one_task(checkpoint, task_name, options)
     if isinstance(task, VideoMasksTaskConfig) and (images or not isinstance(encoder, TimedEncoder)):
-        raise ConfigError(f"--on {on}: is of videos; draw them alone (without --image), of a model of videos")
+        raise ConfigError(f"--on {task_name}: is of videos; draw them alone (without --image), of a model of videos")
     if not out.suffix:
-        if task is None or on is None or images:
+        if task is None or task_name is None or images:
             raise ConfigError(
                 f"--out {out}: a page is of a task's samples (--on); for images of your own name a .png file"
             )
         refuse_unwritable(out, "--out")
-        return _page(encoder, checkpoint, on, task, number, tile, out)
+        return _write_task_page(encoder, checkpoint, task_name, task, num_samples, tile, out)
     refuse_unwritable(out.parent, "--out")
     if isinstance(task, VideoMasksTaskConfig) and isinstance(encoder, TimedEncoder):
-        clips = [clip for _, clip in clip_panels(task, number)]
+        clips = [clip for _, clip in clip_panels(task, num_samples)]
         if out.suffix.lower() == ".png":
             save_sheet(clip_sheet(encoder, clips, tile), out)
         else:
@@ -67,39 +73,39 @@ def draw_panels(
     if out.suffix.lower() != ".png":
         raise ConfigError(f"--out {out}: pictures that move are of videos; name a .png file")
     if task is not None:
-        found += [panel for _, panel in image_panels(open_images(task), number)]
-    save_sheet(panels(encoder, found, tile), out)
+        sheet_panels += [panel for _, panel in image_panels(open_images(task), num_samples)]
+    save_sheet(panels(encoder, sheet_panels, tile), out)
     return [out]
 
 
-def _page(
-    encoder: MaskingEncoder, checkpoint: str, on: str, task: TaskConfig, number: int, tile: int, out: Path
+def _write_task_page(
+    encoder: MaskingEncoder, checkpoint: str, task_name: str, task: TaskConfig, num_samples: int, tile: int, out: Path
 ) -> list[Path]:
     """OUT/report.html, and of every clip a sheet and what moves; of images a sheet each."""
     paths, rows = list[Path](), list[PageRow]()
     if isinstance(task, VideoMasksTaskConfig) and isinstance(encoder, TimedEncoder):
-        for at, (key, clip) in enumerate(clip_panels(task, number)):
+        for at, (key, clip) in enumerate(clip_panels(task, num_samples)):
             sheet, moving = out / f"clip-{at}.png", out / f"clip-{at}.webp"
             save_sheet(clip_sheet(encoder, [clip], tile), sheet)
             save_animation(clip_animation(encoder, [clip], tile), moving)
-            told = f"clip {key}: it, its true masks, the model's, what it draws, every slot alone"
-            rows.append(PageRow(key, [(moving.name, f"Moving: {told}"), (sheet.name, f"Frames of {told}")]))
+            caption = f"clip {key}: it, its true masks, the model's, what it draws, every slot alone"
+            rows.append(PageRow(key, [(moving.name, f"Moving: {caption}"), (sheet.name, f"Frames of {caption}")]))
             paths += [moving, sheet]
     else:
-        for at, (key, panel) in enumerate(image_panels(open_images(task), number)):
+        for at, (key, panel) in enumerate(image_panels(open_images(task), num_samples)):
             sheet = out / f"image-{at}.png"
             save_sheet(panels(encoder, [panel], tile), sheet)
             rows.append(PageRow(key, [(sheet.name, f"Image {key}: its masks, what is drawn, every slot alone")]))
             paths.append(sheet)
-    said = f"{len(rows)} of the task {on}, evenly over its set."
+    summary = f"{len(rows)} of the task {task_name}, evenly over its set."
     note = "From the left: the sample, its true masks where there are some, the model's, what it draws, and every slot's part on white."
-    return [write_page(out, checkpoint, on, f"Slots of {checkpoint}", said, note, rows), *paths]
+    return [write_page(out, checkpoint, task_name, f"Slots of {checkpoint}", summary, note, rows), *paths]
 
 
-def one_task(checkpoint: str, on: str, options: SlotOptions) -> TaskConfig:
+def one_task(checkpoint: str, task_name: str, options: SlotOptions) -> TaskConfig:
     """The task of a run, or of `--data`, that `--on` names. Raises `ConfigError` where it stands for several."""
-    tasks = tasks_for(checkpoint, options.data, [on], options.root, "--on")
+    tasks = tasks_for(checkpoint, options.data, [task_name], options.root, "--on")
     if len(tasks) != 1:
-        raise ConfigError(f"--on {on}: stands for {len(tasks)} tasks; name one: {', '.join(tasks)}")
+        raise ConfigError(f"--on {task_name}: stands for {len(tasks)} tasks; name one: {', '.join(tasks)}")
     (task,) = tasks.values()
     return task

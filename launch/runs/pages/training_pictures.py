@@ -23,8 +23,8 @@ class TrainingPictures:
 
     task: TaskConfig | None
 
-    def __init__(self, config: LogConfig, task: TaskConfig, folder: Path, say: Callable[[str], None]):
-        self.config, self.task, self.folder, self.say = config, task, folder, say
+    def __init__(self, config: LogConfig, task: TaskConfig, folder: Path, log: Callable[[str], None]):
+        self.config, self.task, self.folder, self.log = config, task, folder, log
 
     def draw(self, encoder: Encoder, step: int) -> None:
         """Where this encoder can be drawn."""
@@ -32,31 +32,31 @@ class TrainingPictures:
             return
         try:
             # Here, not at the start: what draws may be somebody else's, and knows models that are not always there.
-            found: TaskPictures | None = resolve_name(TASKS.row(self.task.task).pictures)(
+            pictures: TaskPictures | None = resolve_name(TASKS.get(self.task.task).pictures)(
                 encoder, self.task, self.config.pictures
             )
-            if found is not None:
-                self._write(found, step)
+            if pictures is not None:
+                self._write(pictures, step)
         except Exception as error:  # what only shows must not end a run, however it fails
             self.task = None
             first = str(error).partition("\n")[0][:200]
-            self.say(f"pictures cannot be drawn ({type(error).__name__}: {first}); log.pictures=0 does without")
+            self.log(f"pictures cannot be drawn ({type(error).__name__}: {first}); log.pictures=0 does without")
 
-    def _write(self, found: TaskPictures, step: int) -> None:
+    def _write(self, pictures: TaskPictures, step: int) -> None:
         place = self.folder / "pictures" / f"step-{step:08d}.png"
         place.parent.mkdir(exist_ok=True)
         moving = b""
-        if found.frames:
+        if pictures.frames:
             from object_centric.pictures.panels import save_animation
 
-            save_animation(found.frames, place.with_suffix(".webp"))
+            save_animation(pictures.frames, place.with_suffix(".webp"))
             stream = io.BytesIO()
-            save_animation(found.frames, stream, format="GIF")  # which is what tensorboard plays
+            save_animation(pictures.frames, stream, format="GIF")  # which is what tensorboard plays
             moving = stream.getvalue()
         with whole_file(place) as temporary:
-            found.sheet.save(temporary)
+            pictures.sheet.save(temporary)
         if self.config.tensorboard:
-            _to_tensorboard(self.folder, self.task.task if self.task else "", found.sheet, moving, step)
+            _to_tensorboard(self.folder, self.task.task if self.task else "", pictures.sheet, moving, step)
 
 
 def _to_tensorboard(folder: Path, task: str, sheet: Image.Image, moving: bytes, step: int) -> None:

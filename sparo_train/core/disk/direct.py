@@ -17,7 +17,7 @@ import numpy as np
 
 _CHUNK = 8 << 20
 _ALIGNED = 4096  # what any disk's sectors divide
-_UNABLE = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)  # how disks and servers say that they have no such way
+_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)  # how disks and servers say that they have no such way
 _DIRECT: int = getattr(os, "O_DIRECT", 0)  # not on every system
 
 
@@ -36,10 +36,10 @@ class DirectFile:
         try:
             self._file = os.open(path, flags | _DIRECT, 0o666)
         except OSError as error:  # tmpfs, and some servers
-            if error.errno not in _UNABLE:
+            if error.errno not in _UNSUPPORTED:
                 raise
             self._file = os.open(path, flags, 0o666)
-        self._buffer, self._held = mmap.mmap(-1, _CHUNK), 0  # anonymous memory begins at a page
+        self._buffer, self._pending = mmap.mmap(-1, _CHUNK), 0  # anonymous memory begins at a page
         self._bytes = np.frombuffer(self._buffer, np.uint8)
         self.size, self.sha256 = 0, hashlib.sha256()
 
@@ -49,13 +49,13 @@ class DirectFile:
         self.size += len(data)
         view = np.frombuffer(data, np.uint8)  # whose copies let other threads go on
         while len(view):
-            take = min(len(view), _CHUNK - self._held)
-            self._bytes[self._held : self._held + take] = view[:take]
-            self._held, view = self._held + take, view[take:]
-            if self._held == _CHUNK:
-                self._put(_CHUNK)
+            take = min(len(view), _CHUNK - self._pending)
+            self._bytes[self._pending : self._pending + take] = view[:take]
+            self._pending, view = self._pending + take, view[take:]
+            if self._pending == _CHUNK:
+                self._flush(_CHUNK)
 
-    def _put(self, count: int) -> None:
+    def _flush(self, count: int) -> None:
         """Write what is held, `count` bytes of it."""
         with memoryview(self._buffer) as view:
             done = 0
@@ -63,12 +63,12 @@ class DirectFile:
                 try:
                     done += os.write(self._file, view[done:count])
                 except OSError as error:
-                    if error.errno not in _UNABLE or not _DIRECT:
+                    if error.errno not in _UNSUPPORTED or not _DIRECT:
                         raise
-                    self._buffered()  # opened so, and not written so: a disk of larger sectors, a server
-        self._held = 0
+                    self._disable_direct_io()  # opened so, and not written so: a disk of larger sectors, a server
+        self._pending = 0
 
-    def _buffered(self) -> None:
+    def _disable_direct_io(self) -> None:
         import fcntl  # where there is O_DIRECT, there is this
 
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
@@ -84,8 +84,8 @@ class DirectFile:
     ) -> None:
         try:
             if kind is None:
-                if self._held:
-                    self._put(-(-self._held // _ALIGNED) * _ALIGNED)  # whole sectors; what is too much is cut off
+                if self._pending:
+                    self._flush(-(-self._pending // _ALIGNED) * _ALIGNED)  # whole sectors; what is too much is cut off
                 os.ftruncate(self._file, self.size)
                 os.fsync(self._file)
         finally:

@@ -31,24 +31,24 @@ class MetricsLog:
         wandb: str | None = None,
         tensorboard: bool = True,
         guard: Callable[[], None] = lambda: None,
-        say: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
     ):
-        self.path, self._guard, self._say = folder / "metrics.jsonl", guard, say
+        self.path, self._guard, self._log = folder / "metrics.jsonl", guard, log
         rewind(self.path, after_step)
         self._file = self.path.open("a", encoding="utf-8")
-        self._mirrors: dict[str, Mirror] = {}
+        self._loggers: dict[str, Mirror] = {}
         if tensorboard:
-            self._begin("tensorboard", lambda: Tensorboard(folder, after_step))
+            self._start_logger("tensorboard", lambda: Tensorboard(folder, after_step))
         if wandb is not None:
-            self._begin("wandb", lambda: Wandb(wandb, folder))
+            self._start_logger("wandb", lambda: Wandb(wandb, folder))
 
-    def _begin(self, name: str, make: Callable[[], Mirror]) -> None:
+    def _start_logger(self, name: str, make: Callable[[], Mirror]) -> None:
         try:
-            self._mirrors[name] = make()
+            self._loggers[name] = make()
         except ConfigError:  # not installed: a mistake of the recipe
             raise
         except Exception as error:  # a library that only reports may fail in any way, and may not end a run
-            self._say(f"log.{name}: cannot be started ({type(error).__name__}: {error}); the run goes on without it")
+            self._log(f"log.{name}: cannot be started ({type(error).__name__}: {error}); the run goes on without it")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Write one record: `{"kind": kind, "step": step, **values}`; non-finite numbers become strings."""
@@ -64,38 +64,38 @@ class MetricsLog:
             ) from None
         # Only now: what only mirrors must not cost the record.
         numbers = {f"{kind}/{k}": v for k, v in _flat(values) if isinstance(v, int | float)}
-        self._mirror(lambda mirror: mirror.add(numbers, step))
+        self._for_each_logger(lambda mirror: mirror.add(numbers, step))
         if kind == "eval":
             rows = [
                 (task, name, float(v))
-                for task, found in values.items()
-                if isinstance(found, Mapping)
-                for name, v in _flat(found)
+                for task, scores in values.items()
+                if isinstance(scores, Mapping)
+                for name, v in _flat(scores)
             ]
-            self._mirror(lambda mirror: mirror.scores(rows, step))
+            self._for_each_logger(lambda mirror: mirror.scores(rows, step))
 
     def samples(self, make: Callable[[], Sequence[Sample]]) -> None:
         """Show what the model is given first, where there is anything to show it in; `make` may fail."""
-        if not self._mirrors:
+        if not self._loggers:
             return
         try:
             found = make()
         except Exception as error:  # a plug-in's batches may hold anything; the mirrors have done nothing wrong
-            self._say(f"log.samples: cannot be shown ({type(error).__name__}: {error}); the run goes on without them")
+            self._log(f"log.samples: cannot be shown ({type(error).__name__}: {error}); the run goes on without them")
             return
-        self._mirror(lambda mirror: mirror.samples(found, 0))
+        self._for_each_logger(lambda mirror: mirror.samples(found, 0))
 
     def close(self) -> None:
         self._file.close()
-        self._mirror(lambda mirror: mirror.close())
+        self._for_each_logger(lambda mirror: mirror.close())
 
-    def _mirror(self, call: Callable[[Mirror], None]) -> None:
-        for name, mirror in list(self._mirrors.items()):
+    def _for_each_logger(self, call: Callable[[Mirror], None]) -> None:
+        for name, mirror in list(self._loggers.items()):
             try:
                 call(mirror)
             except Exception as error:  # as above
-                del self._mirrors[name]
-                self._say(
+                del self._loggers[name]
+                self._log(
                     f"log.{name}: cannot be written ({type(error).__name__}: {error}); the run goes on without it"
                 )
 
@@ -118,8 +118,8 @@ def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
 def rewind(path: Path, step: int) -> None:
     """Keep the records up to `step`; a resumed run writes the later ones again."""
     if path.exists():
-        kept = [r for r in read(path) if isinstance(r.get("step"), int) and r["step"] <= step]
-        write_whole(path, "".join(json.dumps(r) + "\n" for r in kept))
+        records = [r for r in read(path) if isinstance(r.get("step"), int) and r["step"] <= step]
+        write_whole(path, "".join(json.dumps(r) + "\n" for r in records))
 
 
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -25,7 +25,7 @@ _TRIES = 10
 
 
 @dataclass(frozen=True)
-class Start:
+class Attempt:
     """One start of training: its SLURM job and how often that was restarted, where there is one."""
 
     token: str
@@ -33,17 +33,17 @@ class Start:
     restart: int = 0
 
     @classmethod
-    def here(cls, environment: Mapping[str, str] | None = None) -> Start:
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Attempt:
         """The start that this process is."""
         env = os.environ if environment is None else environment
         return cls(uuid.uuid4().hex[:12], env.get("SLURM_JOB_ID"), whole_number(env, "SLURM_RESTART_COUNT", 0))
 
-    def follows(self, other: Mapping[str, Any]) -> bool:
+    def supersedes(self, other: Mapping[str, Any]) -> bool:
         """True where SLURM started the same job anew: whatever is left of `other` has lost its right to write."""
         return self.job is not None and self.job == other.get("job") and self.restart > other.get("restart", 0)
 
 
-class Claim:
+class RunLease:
     """A start's right to write into a folder.
 
     Args:
@@ -54,7 +54,7 @@ class Claim:
     def __init__(self, folder: Path, token: str):
         self.path, self.token = folder / "owner.json", token
 
-    def take(self, start: Start) -> None:
+    def acquire(self, start: Attempt) -> None:
         """Make `start` the owner, whoever was it before."""
         facts = {"token": start.token, "job": start.job, "restart": start.restart}
         facts |= {"host": os.environ.get("SLURMD_NODENAME", platform.node()), "pid": os.getpid(), "time": time.time()}

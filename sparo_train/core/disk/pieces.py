@@ -49,15 +49,15 @@ class CheckpointReader(Protocol):
     def read(self, part: str, name: str, begin: int = 0, end: int | None = None) -> Tensor: ...
 
 
-def owners(sizes: Iterable[int], ranks: int) -> list[int]:
+def assign_writers(sizes: Iterable[int], ranks: int) -> list[int]:
     """Which rank writes each of the tensors that all of them hold: the largest first, each to who has least."""
     sizes = list(sizes)
-    loads, found = [0] * ranks, [0] * len(sizes)
+    loads, writers = [0] * ranks, [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         owner = loads.index(min(loads))
         loads[owner] += sizes[number]
-        found[number] = owner
-    return found
+        writers[number] = owner
+    return writers
 
 
 # By alignment, the widest first, as the safetensors library orders them: its file and ours are the same bytes.
@@ -117,24 +117,24 @@ class PiecesReader:
         for part, paths in files.items():
             self._shapes[part], self._runs[part] = {}, {}
             for path in paths:
-                self._enter(part, path)
+                self._index_file(part, path)
             for name, runs in self._runs[part].items():
                 self._refuse_gaps(part, name, runs)
 
-    def _enter(self, part: str, path: Path) -> None:
+    def _index_file(self, part: str, path: Path) -> None:
         try:
-            opened = safe_open(path, framework="pt")
-            partial = json.loads((opened.metadata() or {}).get(_HEADER, "{}"))
-            for name in opened.keys():  # noqa: SIM118  a method, not a mapping
-                held = opened.get_slice(name).get_shape()
-                begin, shape = partial.get(name, (0, held))
+            file = safe_open(path, framework="pt")
+            partial = json.loads((file.metadata() or {}).get(_HEADER, "{}"))
+            for name in file.keys():  # noqa: SIM118  a method, not a mapping
+                stored_shape = file.get_slice(name).get_shape()
+                begin, shape = partial.get(name, (0, stored_shape))
                 self._shapes[part][name] = tuple(shape)
-                self._runs[part].setdefault(name, []).append(_Run(begin, begin + math.prod(held), path))
+                self._runs[part].setdefault(name, []).append(_Run(begin, begin + math.prod(stored_shape), path))
         except (OSError, SafetensorError, ValueError, TypeError) as error:
             raise CheckpointError(
                 f"{path}: not readable ({error}); remove {path.parent} to continue from the one before"
             ) from None
-        self._open[path] = opened
+        self._open[path] = file
 
     def _refuse_gaps(self, part: str, name: str, runs: list[_Run]) -> None:
         runs.sort()
@@ -164,23 +164,23 @@ class PiecesReader:
         """Elements `begin` … `end` (default: all) as a 1-d CPU tensor in the dtype of the file."""
         whole = math.prod(self.shape(part, name))
         end = whole if end is None else end
-        found = [self._cut(name, run, max(begin, run.begin), min(end, run.end)) for run in self._runs[part][name]]
-        kept = [piece for piece in found if piece is not None]
-        if not kept:
+        slices = [self._read_run(name, run, max(begin, run.begin), min(end, run.end)) for run in self._runs[part][name]]
+        chunks = [piece for piece in slices if piece is not None]
+        if not chunks:
             return self._open[self._runs[part][name][0].file].get_tensor(name).flatten()[:0]
-        return kept[0] if len(kept) == 1 else torch.cat(kept)
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
-    def _cut(self, name: str, run: _Run, begin: int, end: int) -> Tensor | None:
+    def _read_run(self, name: str, run: _Run, begin: int, end: int) -> Tensor | None:
         if begin >= end:
             return None
-        held = self._open[run.file].get_slice(name)
-        shape = held.get_shape()
+        tensor_slice = self._open[run.file].get_slice(name)
+        shape = tensor_slice.get_shape()
         if not shape:
             return self._open[run.file].get_tensor(name).reshape(1)
         row = math.prod(shape[1:])
         first, last = (begin - run.begin) // row, -(-(end - run.begin) // row)
         offset = run.begin + first * row
-        return held[first:last].flatten()[begin - offset : end - offset]
+        return tensor_slice[first:last].flatten()[begin - offset : end - offset]
 
     def part(self, part: str) -> dict[str, Tensor]:
         """All tensors of a part, whole."""

@@ -19,14 +19,14 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from ..config import Frozen, differences, dump, free_keys, resolve
+from ..config import Frozen, differences, dump, resolve, resumable_keys
 from ..errors import ConfigError, TrainingError
 from ..files import write_whole
 from ..recipe.layers import Tree
 from ..recipe.recipe_yaml import parse_yaml
 from ..untrusted import read_text
 from .metrics import read
-from .owner import Claim, Start
+from .owner import Attempt, RunLease
 
 
 class RunDir:
@@ -36,7 +36,7 @@ class RunDir:
         self.path = path
         self.config = path / "config.yaml"
         self.checkpoints = path / "checkpoints"
-        self.claim = Claim(path, "")
+        self.lease = RunLease(path, "")
         self._lock: IO[str] | None = None
 
     def open_for_training(self, config: Frozen, patience: float = 20.0) -> str:
@@ -54,13 +54,13 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"out: {self.path} cannot be made a run folder ({error})") from None
-        start = Start.here()
-        self._take_lock(start, patience)
+        attempt = Attempt.from_environment()
+        self._take_lock(attempt, patience)
         self.refuse_changes(config)
-        self.join(start.token)
-        self.claim.take(start)
+        self.join(attempt.token)
+        self.lease.acquire(attempt)
         self.describe(config)
-        return start.token
+        return attempt.token
 
     def describe(self, config: Frozen) -> None:
         """Write the recipe, the command and the environment into a folder that is there."""
@@ -72,15 +72,15 @@ class RunDir:
 
     def join(self, token: str) -> None:
         """Share the claim of the rank that opened the folder."""
-        self.claim = Claim(self.path, token)
+        self.lease = RunLease(self.path, token)
 
-    def beat(self, **facts: Any) -> None:
+    def write_heartbeat(self, **facts: Any) -> None:
         """Rewrite heartbeat.json: when, which process, and what it was doing; a full disk is told by what matters more.
 
         Raises:
             SupersededError: another start owns the folder.
         """
-        self.claim.check()
+        self.lease.check()
         with contextlib.suppress(OSError):
             self._write(
                 "heartbeat.json",
@@ -95,24 +95,24 @@ class RunDir:
     def _write(self, name: str, text: str) -> None:
         write_whole(self.path / name, text)
 
-    def _take_lock(self, start: Start, patience: float) -> None:
+    def _take_lock(self, attempt: Attempt, patience: float) -> None:
         self._lock = (self.path / ".lock").open("w")
-        if self._locked():
+        if self._try_lock():
             return
         # Only the scheduler knows that the other one is gone; a person who starts twice does not.
-        if not start.follows(self.claim.owner()):
+        if not attempt.supersedes(self.lease.owner()):
             self.close()
             raise TrainingError(
                 f"{self.path}: another process is training in this folder; wait for it, or give this run another name="
             )
         # SLURM started this job anew, so what still holds the lock is cut off. It stops when it sees the claim; if it
         # stands still it cannot see it, and will be refused when it goes on.
-        self.claim.take(start)
+        self.lease.acquire(attempt)
         end = time.monotonic() + patience
-        while not self._locked() and time.monotonic() < end:
+        while not self._try_lock() and time.monotonic() < end:
             time.sleep(0.2)
 
-    def _locked(self) -> bool:
+    def _try_lock(self) -> bool:
         assert self._lock is not None
         try:  # not flock: loader workers would inherit it, and outlive a kill
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,28 +120,28 @@ class RunDir:
             return False
         return True
 
-    def _is_untried(self) -> bool:
+    def _has_no_progress(self) -> bool:
         """Whether a start was made that ended before its first record, and no job waits to make another: nothing is lost with it."""
-        if not self.claim.owner() or (self.path / "jobs").exists() or read(self.path / "metrics.jsonl"):
+        if not self.lease.owner() or (self.path / "jobs").exists() or read(self.path / "metrics.jsonl"):
             return False
         return not any(self.checkpoints.glob("step-*"))
 
     def refuse_changes(self, config: Frozen) -> None:
         """Raise ConfigError, with the differences, where the folder holds a run of another recipe."""
-        if not self.config.exists() or self._is_untried():
+        if not self.config.exists() or self._has_no_progress():
             return
-        held: Tree = parse_yaml(read_text(self.config), str(self.config))
+        old: Tree = parse_yaml(read_text(self.config), str(self.config))
         new: Tree = parse_yaml(dump(config), "the recipe")
         try:  # as this version writes it: what the recipe left open then has the defaults of now
-            before = resolve(type(config), held, str(self.config))
+            before = resolve(type(config), old, str(self.config))
         except ConfigError:
             before = config  # of a version whose keys are gone: what differs is shown as it is
         else:
-            held = parse_yaml(dump(before), str(self.config))
-        found = differences(held, new)
-        switched = [line.partition(".kind:")[0] for line in found if ".kind:" in line]
-        free = {*free_keys(before, switched), *free_keys(config, switched)}
-        changed = [line for line in found if not _within(line.partition(":")[0], free)]
+            old = parse_yaml(dump(before), str(self.config))
+        diff_lines = differences(old, new)
+        changed_blocks = [line.partition(".kind:")[0] for line in diff_lines if ".kind:" in line]
+        resumable = {*resumable_keys(before, changed_blocks), *resumable_keys(config, changed_blocks)}
+        changed = [line for line in diff_lines if not _is_under(line.partition(":")[0], resumable)]
         if changed:
             raise ConfigError(
                 f"{self.path}: holds a run of another recipe:\n  "
@@ -150,7 +150,7 @@ class RunDir:
             )
 
     def _remedy(self, changed: Sequence[str], lengths: Sequence[str]) -> str:
-        if all(_within(line.partition(":")[0], lengths) for line in changed):
+        if all(_is_under(line.partition(":")[0], lengths) for line in changed):
             if all(_is_shorter(line) for line in changed):
                 return "The schedule depends on the length. Give a shorter run another name=, or score a checkpoint of this one."
             return (
@@ -169,9 +169,9 @@ def _is_shorter(change: str) -> bool:
         return False
 
 
-def _within(key: str, free: Collection[str]) -> bool:
+def _is_under(key: str, prefixes: Collection[str]) -> bool:
     """Whether a key is one of these, or below one."""
-    return any(key == one or key.startswith(f"{one}.") for one in free)
+    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes)
 
 
 def environment() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
-from ..untrusted import is_below
+from ..untrusted import is_safe_relative_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,11 +73,11 @@ class CheckpointStore:
         self.guard()
         try:
             temporary.mkdir(parents=True, exist_ok=True)
-            for part, held in pieces.items():
+            for part, part_pieces in pieces.items():
                 path = temporary / (
                     f"{part}-{rank:05d}-of-{size:05d}.safetensors" if size > 1 else f"{part}.safetensors"
                 )
-                written, digest = write_pieces(path, held)
+                written, digest = write_pieces(path, part_pieces)
                 files[path.name] = {"part": part, "bytes": written, "sha256": digest}
         except OSError as error:
             raise self._failure(step, error) from None
@@ -129,11 +129,11 @@ class CheckpointStore:
 
     def steps(self) -> dict[int, Path]:
         """Complete checkpoints by step, oldest first."""
-        found = {}
+        checkpoints = {}
         for path in self.root.glob("step-*"):
             if path.name[5:].isdigit() and (path / "meta.json").is_file():
-                found[int(path.name[5:])] = path
-        return dict(sorted(found.items()))
+                checkpoints[int(path.name[5:])] = path
+        return dict(sorted(checkpoints.items()))
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or None."""
@@ -146,15 +146,15 @@ class CheckpointStore:
     def unfinished(self) -> Path | None:
         """Return the newest incomplete checkpoint folder of a later step than all complete ones, or None."""
         done = max(self.steps(), default=-1)
-        found = {
+        folders = {
             int(path.name.rpartition("step-")[2]): path
             for path in self.root.glob("*step-*")
             if path.name.rpartition("step-")[2].isdigit() and not path.name.startswith(".tmp-old-")
         }
-        later = [step for step in found if step > done]
-        return found[max(later)] if later else None
+        later = [step for step in folders if step > done]
+        return folders[max(later)] if later else None
 
-    def set_aside(self, path: Path) -> Path:
+    def quarantine(self, path: Path) -> Path:
         """Rename a damaged checkpoint, so that it is no checkpoint any more and nothing of it is lost; returns where it is."""
         aside = path.with_name(f"damaged-{path.name}")
         if aside.exists():
@@ -162,10 +162,10 @@ class CheckpointStore:
         return path.rename(aside)
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
-        kept = self.latest()
+        latest = self.latest()
         remedy = (
-            f"{kept} is intact. Free space or fix permissions, then run the same line again."
-            if kept
+            f"{latest} is intact. Free space or fix permissions, then run the same line again."
+            if latest
             else "no earlier one exists. Free space or fix permissions."
         )
         return CheckpointError(f"{self.folder(step)}: could not be written ({error}); {remedy}")
@@ -202,7 +202,7 @@ def has_sound_weights(path: Path) -> bool:
         return False
 
 
-def doubts(path: Path, step: Path) -> str:
+def checkpoint_warnings(path: Path, step: Path) -> str:
     """Return a warning that the checkpoint that was read may not be the intended one; empty without a reason for it.
 
     Args:
@@ -234,15 +234,17 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}/meta.json: damaged (its checksum differs); {remedy}")
     _refuse_fields(meta, {"files": dict}, path)
     for name, expected in meta["files"].items():
-        known = isinstance(expected, dict) and all(isinstance(expected.get(key), kind) for key, kind in _FILE.items())
-        if not known or not is_below(name):
+        is_valid = isinstance(expected, dict) and all(
+            isinstance(expected.get(key), kind) for key, kind in _FILE.items()
+        )
+        if not is_valid or not is_safe_relative_path(name):
             raise CheckpointError(
                 f"{path}/meta.json: files: {name!r} is not described as a file of this folder; {remedy}"
             )
         size = (path / name).stat().st_size if (path / name).is_file() else None
         if size != expected["bytes"]:
-            found = "missing" if size is None else f"{size} bytes"
-            raise CheckpointError(f"{path / name}: {found}, should be {expected['bytes']} bytes; {remedy}")
+            actual = "missing" if size is None else f"{size} bytes"
+            raise CheckpointError(f"{path / name}: {actual}, should be {expected['bytes']} bytes; {remedy}")
     return meta
 
 
@@ -269,12 +271,12 @@ def open_checkpoint(path: Path, parts: Sequence[str], share: tuple[int, int] = (
         CheckpointError: a file is missing or damaged, or there is no such part.
     """
     files = read_meta(path)["files"]
-    wanted = {part: [path / name for name, facts in files.items() if facts["part"] == part] for part in parts}
-    for part, paths in wanted.items():
+    part_files = {part: [path / name for name, facts in files.items() if facts["part"] == part] for part in parts}
+    for part, paths in part_files.items():
         if not paths:
             raise CheckpointError(f"{path}: holds no {part!r}")
     rank, size = share
-    for file in [file for paths in wanted.values() for file in paths][rank::size]:
+    for file in [file for paths in part_files.values() for file in paths][rank::size]:
         try:
             same = _sha256(file) == files[file.name]["sha256"]
         except OSError as error:
@@ -285,7 +287,7 @@ def open_checkpoint(path: Path, parts: Sequence[str], share: tuple[int, int] = (
             )
     from .pieces import PiecesReader
 
-    return PiecesReader(wanted)
+    return PiecesReader(part_files)
 
 
 def read_part(path: Path, part: str) -> dict[str, Tensor]:

@@ -11,41 +11,41 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ..plugins import Open
+from ..plugins import FromRegistry
 
 _NO_BOUND = 100_000_000  # a limit that protects a counter says nothing to a reader
 NAME = "NAME"  # stands for what the user calls an entry of `data.sources`, `eval.tasks`
 
 
-class Rows(NamedTuple):
+class RegistryBlock(NamedTuple):
     """A block that a row of an open table checks."""
 
-    open: Open
+    from_registry: FromRegistry
 
 
 class Entries(NamedTuple):
-    """A mapping whose keys the user chooses; `of` is what each entry is."""
+    """A mapping whose keys the user chooses; `value_shape` is what each entry is."""
 
-    of: Any
+    value_shape: Any
 
 
 class Items(NamedTuple):
     """A list of blocks."""
 
-    of: Any
+    item_shape: Any
 
 
-Shape = type[BaseModel] | Rows | Entries | Items | None
+Shape = type[BaseModel] | RegistryBlock | Entries | Items | None
 
 
 class Key(NamedTuple):
-    """A key: `row` says of which row of a table it is (`kind=sparo`), empty where it is in every recipe."""
+    """A key: `entry_label` says of which row of a table it is (`kind=sparo`), empty where it is in every recipe."""
 
     dotted: str
     owner: type[BaseModel]
     name: str
     shape: Shape
-    row: str
+    entry_label: str
 
     @property
     def field(self) -> FieldInfo:
@@ -56,8 +56,8 @@ def shape_of(annotation: Any, metadata: Sequence[Any] = ()) -> Shape:
     """What stands below a key of this annotation; None: a plain value."""
     # The mark first: to Python a block of an open table is just Any.
     for mark in metadata:
-        if isinstance(mark, Open):
-            return Rows(mark)
+        if isinstance(mark, FromRegistry):
+            return RegistryBlock(mark)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return shape_of(arguments[0], arguments[1:])
@@ -70,17 +70,17 @@ def shape_of(annotation: Any, metadata: Sequence[Any] = ()) -> Shape:
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
-def below(shape: Shape, name: str, block: Any) -> Shape:
+def child_shape(shape: Shape, name: str, block: Any) -> Shape:
     """The shape of key `name` of a block that holds `block`."""
     if isinstance(shape, Entries):
-        return shape.of
-    if isinstance(shape, Rows):
-        shape = shape.open.model_of(block if isinstance(block, Mapping) else {})
+        return shape.value_shape
+    if isinstance(shape, RegistryBlock):
+        shape = shape.from_registry.model_of(block if isinstance(block, Mapping) else {})
     field = shape.model_fields.get(name) if isinstance(shape, type) else None
     return None if field is None else shape_of(field.annotation, field.metadata)
 
 
-def keys_of(shape: Shape, block: Any = None, prefix: str = "", row: str = "") -> Iterator[Key]:
+def keys_of(shape: Shape, block: Any = None, prefix: str = "", entry_label: str = "") -> Iterator[Key]:
     """Every key below a shape, in order.
 
     Args:
@@ -88,33 +88,39 @@ def keys_of(shape: Shape, block: Any = None, prefix: str = "", row: str = "") ->
     """
     if isinstance(shape, Entries):
         for name in [NAME] if block is None else list(block):
-            yield from keys_of(shape.of, None if block is None else block[name], f"{prefix}{name}.", row)
+            yield from keys_of(
+                shape.value_shape, None if block is None else block[name], f"{prefix}{name}.", entry_label
+            )
     elif isinstance(shape, Items):
         if block is None:  # a recipe gives the list whole
-            yield from keys_of(shape.of, None, f"{prefix.removesuffix('.')}[].", row)
-    elif isinstance(shape, Rows):
-        for model, label in _models_of(shape.open, block, row):
+            yield from keys_of(shape.item_shape, None, f"{prefix.removesuffix('.')}[].", entry_label)
+    elif isinstance(shape, RegistryBlock):
+        for model, label in _models_of(shape.from_registry, block, entry_label):
             # the key that names the row is told where the block is
-            yield from (k for k in keys_of(model, block, prefix, label) if k.dotted != f"{prefix}{shape.open.key}")
+            yield from (
+                k for k in keys_of(model, block, prefix, label) if k.dotted != f"{prefix}{shape.from_registry.key}"
+            )
     elif shape is not None:
         for name, field in shape.model_fields.items():
             inner = shape_of(field.annotation, field.metadata)
-            yield Key(f"{prefix}{name}", shape, name, inner, row)
+            yield Key(f"{prefix}{name}", shape, name, inner, entry_label)
             # A block that is not given is empty, and its keys have their defaults.
-            held = None if block is None else block.get(name, {}) if isinstance(block, Mapping) else {}
-            if inner is not None and (block is None or isinstance(held, Mapping)):
-                yield from keys_of(inner, held, f"{prefix}{name}.", row)
+            child_block = None if block is None else block.get(name, {}) if isinstance(block, Mapping) else {}
+            if inner is not None and (block is None or isinstance(child_block, Mapping)):
+                yield from keys_of(inner, child_block, f"{prefix}{name}.", entry_label)
 
 
-def _models_of(opened: Open, block: Any, row: str) -> Iterator[tuple[type[BaseModel] | None, str]]:
+def _models_of(
+    from_registry: FromRegistry, block: Any, entry_label: str
+) -> Iterator[tuple[type[BaseModel] | None, str]]:
     """The model of the block's own row, or of every row of ours, and what to call it."""
     if block is not None:
         # Of a recipe its own row alone; of all recipes our rows, as a stranger's are not here to be listed.
-        yield (opened.model_of(block) if isinstance(block, Mapping) else None), row
+        yield (from_registry.model_of(block) if isinstance(block, Mapping) else None), entry_label
         return
-    for name in opened.table.own:
-        found = opened.table.row(name)
-        yield (found if isinstance(found, type) else found.config), f"{opened.key}={name}"
+    for name in from_registry.registry.builtin:
+        entry = from_registry.registry.get(name)
+        yield (entry if isinstance(entry, type) else entry.config), f"{from_registry.key}={name}"
 
 
 def keys_named(model: type[BaseModel], tree: Mapping[str, Any], name: str) -> list[str]:
@@ -129,15 +135,15 @@ def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         typing.get_origin(annotation),
         typing.get_args(annotation),
     )
-    if isinstance(shape, Rows):
-        return f"block; {shape.open.key}: {' | '.join(shape.open.table.own)}"
+    if isinstance(shape, RegistryBlock):
+        return f"block; {shape.from_registry.key}: {' | '.join(shape.from_registry.registry.builtin)}"
     if origin is Annotated:
         return type_text(arguments[0], arguments[1:])
     if origin is Literal:
         return " | ".join(map(str, arguments))
     if origin in (typing.Union, types.UnionType):
         words = [type_text(a) for a in arguments if a is not type(None)]
-        words[0] = _bounded(words[0], metadata)
+        words[0] = _with_constraints(words[0], metadata)
         return " or ".join([*words, *(["null"] if type(None) in arguments else [])])
     if origin is tuple:
         if arguments[-1] is Ellipsis:
@@ -148,17 +154,17 @@ def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if isinstance(shape, type):
         return "block"
     words = {int: "int", float: "float", str: "text", bool: "true | false", Any: "any"}.get(annotation, str(annotation))
-    return _bounded(words, metadata)
+    return _with_constraints(words, metadata)
 
 
-def _bounded(words: str, metadata: Sequence[Any]) -> str:
-    return " ".join([words, *filter(None, map(_bound, metadata))])
+def _with_constraints(words: str, metadata: Sequence[Any]) -> str:
+    return " ".join([words, *filter(None, map(_constraint_text, metadata))])
 
 
-def _bound(mark: Any) -> str:
+def _constraint_text(mark: Any) -> str:
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    found = {sign: getattr(mark, name) for name, sign in signs.items() if hasattr(mark, name)}
-    return ", ".join(f"{sign} {value}" for sign, value in found.items() if value < _NO_BOUND)
+    limits = {sign: getattr(mark, name) for name, sign in signs.items() if hasattr(mark, name)}
+    return ", ".join(f"{sign} {value}" for sign, value in limits.items() if value < _NO_BOUND)
 
 
 def default_text(key: Key) -> str:

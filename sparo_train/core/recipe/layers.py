@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from ..errors import ConfigError, did_you_mean
 from ..untrusted import read_text
-from .config_keys import Entries, below, keys_named, value_text
+from .config_keys import Entries, child_shape, keys_named, value_text
 from .recipe_yaml import parse_yaml
 
 Tree = dict[str, Any]
@@ -36,7 +36,7 @@ def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
     return out
 
 
-def recipe_layers(path: str | Path, _seen: tuple[Path, ...] = ()) -> list[tuple[str, Tree]]:
+def recipe_layers(path: str | Path, _ancestors: tuple[Path, ...] = ()) -> list[tuple[str, Tree]]:
     """(file, what it says itself) of a recipe and all that it extends, in the order in which they are merged.
 
     Raises `ConfigError` for a missing file, a cycle, or a file that is no mapping.
@@ -51,8 +51,10 @@ def recipe_layers(path: str | Path, _seen: tuple[Path, ...] = ()) -> list[tuple[
         raise ConfigError(f"{path}: no such recipe; {near}")
     resolved = path.resolve()
     # By where it really lies: two names of one file are a circle, too.
-    if resolved in _seen:
-        raise ConfigError(f"{path}: `extends:` goes in a circle: {' -> '.join(str(p) for p in (*_seen, resolved))}")
+    if resolved in _ancestors:
+        raise ConfigError(
+            f"{path}: `extends:` goes in a circle: {' -> '.join(str(p) for p in (*_ancestors, resolved))}"
+        )
     tree = parse_yaml(read_text(path), str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a recipe is a mapping of keys, found {type(tree).__name__}")
@@ -60,7 +62,7 @@ def recipe_layers(path: str | Path, _seen: tuple[Path, ...] = ()) -> list[tuple[
     parents = [parents] if isinstance(parents, str) else parents
     if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
         raise ConfigError(f"{path}: extends: {parents!r} is no path and no list of paths")
-    above = [layer for parent in parents for layer in recipe_layers(path.parent / parent, (*_seen, resolved))]
+    above = [layer for parent in parents for layer in recipe_layers(path.parent / parent, (*_ancestors, resolved))]
     return [*above, (str(path), tree)]
 
 
@@ -77,7 +79,7 @@ def is_sweep(tree: Mapping[str, Any]) -> bool:
     return isinstance(tree.get("runs"), Mapping)
 
 
-_DEEPEST = 64  # levels of a key; recipes have fewer than ten
+_MAX_DEPTH = 64  # levels of a key; recipes have fewer than ten
 
 
 class Assignment(NamedTuple):
@@ -100,15 +102,15 @@ def assignment(text: str, model: type[BaseModel] | None = None) -> Assignment:
     """Parse one word; the value is YAML. Raises `ConfigError`."""
     dotted, equals, value = text.removeprefix("+").partition("=")
     keys = tuple(dotted.strip().split("."))
-    if len(keys) > _DEEPEST:
+    if len(keys) > _MAX_DEPTH:
         raise ConfigError(
-            f"override {text[:40]}…: a key of {len(keys)} levels, got more than {_DEEPEST}. Write key.path=value."
+            f"override {text[:40]}…: a key of {len(keys)} levels, got more than {_MAX_DEPTH}. Write key.path=value."
         )
     if text.startswith("-"):
         bare = dotted.lstrip("-")
-        known = model is not None and (bare.partition(".")[0] in model.model_fields or keys_named(model, {}, bare))
+        is_key = model is not None and (bare.partition(".")[0] in model.model_fields or keys_named(model, {}, bare))
         near = did_you_mean(f"--{bare}", _OPTIONS)
-        remedy = f"write {bare}={value or 'VALUE'}" if known else near
+        remedy = f"write {bare}={value or 'VALUE'}" if is_key else near
         raise ConfigError(f"{text}: no such option; {remedy}")
     if not equals or not all(keys):
         raise ConfigError(f"override {text!r}: write key.path=value, as in optim.lr=1e-3")
@@ -131,75 +133,81 @@ def override(tree: Tree, assignments: Sequence[str], model: type[BaseModel] | No
     """
     alternatives: tuple[str, ...] = getattr(model, "alternatives", ())
     parsed = [assignment(text, model) for text in assignments]
-    chosen = {given.keys[0] for given in parsed if len(given.keys) == 1 and given.value is not None} & {*alternatives}
-    if chosen:
+    set_alternatives = {change.keys[0] for change in parsed if len(change.keys) == 1 and change.value is not None} & {
+        *alternatives
+    }
+    if set_alternatives:
         tree = {key: value for key, value in tree.items() if key not in alternatives}
     for given in parsed:
-        tree = _without_filled(model, tree, given)
+        tree = _drop_filled_keys(model, tree, given)
     for text, given in zip(assignments, parsed, strict=True):
         # Before anything is put: `optim.lr.x=1` would make a block of a number.
         for depth in range(1, len(given.keys)):
-            at = _held(tree, given.keys[:depth])
+            at = _get_at(tree, given.keys[:depth])
             if not isinstance(at, dict) and at is not None:
                 raise ConfigError(f"override {text!r}: {'.'.join(given.keys[:depth])} is {at!r}, not a block with keys")
-        tree = _applied(tree, given, list(_entry_places(model, tree, given.keys)))
+        tree = _apply_change(tree, given, list(_entry_places(model, tree, given.keys)))
     return tree
 
 
-def _without_filled(model: type[BaseModel] | None, tree: Tree, given: Assignment) -> Tree:
+def _drop_filled_keys(model: type[BaseModel] | None, tree: Tree, change: Assignment) -> Tree:
     """The tree without the keys that a name of the command line fills: its model says which in `fills`."""
-    *above, last = given.keys
+    *above, last = change.keys
     shape: Any = model
     at: Any = tree
     for key in above:
-        shape = below(shape, key, at)
+        shape = child_shape(shape, key, at)
         at = at.get(key) if isinstance(at, Mapping) else None
     filled = getattr(shape, "fills", {}).get(last)
-    if filled is None or given.value is None or not isinstance(at, Mapping):
+    if filled is None or change.value is None or not isinstance(at, Mapping):
         return tree
-    return _put(tree, above, _minus(at, filled))
+    return _set_at(tree, above, _without_keys(at, filled))
 
 
-def _minus(tree: Mapping[str, Any], keys: Mapping[str, Any]) -> Tree:
+def _without_keys(tree: Mapping[str, Any], keys: Mapping[str, Any]) -> Tree:
     """A tree without the leaves of `keys`."""
-    kept = {}
+    remaining = {}
     for key, value in tree.items():
         if key not in keys:
-            kept[key] = value
+            remaining[key] = value
         elif isinstance(keys[key], Mapping) and isinstance(value, Mapping):
-            kept[key] = _minus(value, keys[key])
-    return kept
+            remaining[key] = _without_keys(value, keys[key])
+    return remaining
 
 
-def _applied(tree: Tree, given: Assignment, places: Sequence[int]) -> Tree:
+def _apply_change(tree: Tree, change: Assignment, places: Sequence[int]) -> Tree:
     for place in places:
-        held = _held(tree, given.keys[:place])
+        entries = _get_at(tree, change.keys[:place])
         # What a parent's null took away is not there to be named.
-        held = {name: entry for name, entry in held.items() if entry is not None} if isinstance(held, Mapping) else {}
-        if held and given.keys[place] not in held and not given.adds:
-            raise ConfigError(_no_entry(given, place, held))
-    if given.adds and isinstance(given.value, Mapping):
-        return merge(tree, given.patch)
-    *above, last = given.keys
-    block = _held(tree, above)
+        entries = (
+            {name: entry for name, entry in entries.items() if entry is not None}
+            if isinstance(entries, Mapping)
+            else {}
+        )
+        if entries and change.keys[place] not in entries and not change.adds:
+            raise ConfigError(_no_entry_message(change, place, entries))
+    if change.adds and isinstance(change.value, Mapping):
+        return merge(tree, change.patch)
+    *above, last = change.keys
+    block = _get_at(tree, above)
     # A new kind alone: what the old one had below it is none of its keys.
-    if isinstance(block, Mapping) and last in _ROW_KEYS and block.get(last) not in (None, given.value):
-        return _put(tree, above, {last: given.value})
-    if given.value is None and len(above) in places and isinstance(block, Mapping):
-        return _put(tree, above, {key: value for key, value in block.items() if key != last})
-    return _put(tree, given.keys, given.value)
+    if isinstance(block, Mapping) and last in _ROW_KEYS and block.get(last) not in (None, change.value):
+        return _set_at(tree, above, {last: change.value})
+    if change.value is None and len(above) in places and isinstance(block, Mapping):
+        return _set_at(tree, above, {key: value for key, value in block.items() if key != last})
+    return _set_at(tree, change.keys, change.value)
 
 
-def _no_entry(given: Assignment, place: int, held: Mapping[str, Any]) -> str:
-    where, name = ".".join(given.keys[:place]), given.keys[place]
-    if given.value is None:
-        return f"override {given.text!r}: {where} has no {name!r}; {did_you_mean(name, held)}"
-    alone: Any = given.value
-    for key in reversed(given.keys[place:]):
-        alone = {key: alone}
+def _no_entry_message(change: Assignment, place: int, entries: Mapping[str, Any]) -> str:
+    where, name = ".".join(change.keys[:place]), change.keys[place]
+    if change.value is None:
+        return f"override {change.text!r}: {where} has no {name!r}; {did_you_mean(name, entries)}"
+    new_block: Any = change.value
+    for key in reversed(change.keys[place:]):
+        new_block = {key: new_block}
     return (
-        f"override {given.text!r}: {where} has {', '.join(held)} and no {name!r}; write +{given.text} to add it beside, "
-        f"or {where}='{value_text(alone)}' to have it alone"
+        f"override {change.text!r}: {where} has {', '.join(entries)} and no {name!r}; write +{change.text} to add it beside, "
+        f"or {where}='{value_text(new_block)}' to have it alone"
     )
 
 
@@ -207,23 +215,23 @@ def without_null_entries(shape: Any, tree: Any) -> Any:
     """The tree without entries of named blocks that are null: so a recipe takes away what a parent has."""
     if not isinstance(tree, Mapping) or shape is None:
         return tree
-    kept = {k: v for k, v in tree.items() if not (v is None and isinstance(shape, Entries))}
-    return {k: without_null_entries(below(shape, k, tree), v) for k, v in kept.items()}
+    entries = {k: v for k, v in tree.items() if not (v is None and isinstance(shape, Entries))}
+    return {k: without_null_entries(child_shape(shape, k, tree), v) for k, v in entries.items()}
 
 
 def origins(path: str | Path, assignments: Sequence[str], model: type[BaseModel]) -> dict[tuple[str, ...], str]:
     """Which file, or which word of the command line, said the value at each place of the finished tree."""
     tree: Tree = {}
-    found: dict[tuple[str, ...], str] = {}
+    origin_by_key: dict[tuple[str, ...], str] = {}
     steps: list[tuple[str, Tree]] = recipe_layers(path)
     for name, own in [*steps, *((text, assignment(text, model).patch) for text in assignments)]:
         tree = override(tree, [name], model) if name in assignments else merge(tree, own)
         # What a later layer replaced is no origin of anything any more.
-        held = set(_leaves(tree))
-        found = {place: origin for place, origin in found.items() if place in held}
-        said = f"command line: {name}" if name in assignments else name
-        found |= {place: said for place in _leaves(own) if place in held}
-    return found
+        leaves = set(_leaves(tree))
+        origin_by_key = {place: origin for place, origin in origin_by_key.items() if place in leaves}
+        source = f"command line: {name}" if name in assignments else name
+        origin_by_key |= {place: source for place in _leaves(own) if place in leaves}
+    return origin_by_key
 
 
 def _leaves(tree: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -234,18 +242,18 @@ def _leaves(tree: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]
         yield above
 
 
-def _held(tree: Any, keys: Sequence[str]) -> Any:
+def _get_at(tree: Any, keys: Sequence[str]) -> Any:
     for key in keys:
         tree = tree.get(key) if isinstance(tree, Mapping) else tree
     return tree
 
 
-def _put(tree: Any, keys: Sequence[str], value: Any) -> Any:
+def _set_at(tree: Any, keys: Sequence[str], value: Any) -> Any:
     if not keys:
         return value
     first, *rest = keys
-    held = dict(tree) if isinstance(tree, Mapping) else {}
-    return {**held, first: _put(held.get(first), rest, value)}
+    block = dict(tree) if isinstance(tree, Mapping) else {}
+    return {**block, first: _set_at(block.get(first), rest, value)}
 
 
 def _entry_places(model: type[BaseModel] | None, tree: Tree, keys: Sequence[str]) -> Iterator[int]:
@@ -255,5 +263,5 @@ def _entry_places(model: type[BaseModel] | None, tree: Tree, keys: Sequence[str]
     for place, key in enumerate(keys):
         if isinstance(shape, Entries):
             yield place
-        shape = below(shape, key, at)
+        shape = child_shape(shape, key, at)
         at = at.get(key) if isinstance(at, Mapping) else None

@@ -10,19 +10,19 @@ import yaml
 
 from ..errors import ConfigError
 
-_MOST_CHARACTERS = 1 << 20
-_MOST_NODES = 100_000  # aliases counted as often as they stand: nine lines of nine aliases each are 3e8 values
+_MAX_CHARACTERS = 1 << 20
+_MAX_NODES = 100_000  # aliases counted as often as they stand: nine lines of nine aliases each are 3e8 values
 
 
 class _Loader(yaml.SafeLoader):
     """PyYAML reads `5e-4` as a string, `24:00:00` as 86400, and of two equal keys the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: dict[tuple[str, Any], yaml.Node] = {}
+        first_nodes: dict[tuple[str, Any], yaml.Node] = {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":merge"):
                 # By what is written: PyYAML itself would take the last and say nothing.
-                first = seen.setdefault((key.tag, key.value), key)
+                first = first_nodes.setdefault((key.tag, key.value), key)
                 if first is not key:
                     raise yaml.constructor.ConstructorError(
                         f"key {key.value!r} is given here", first.start_mark, "and again here; keep one", key.start_mark
@@ -31,10 +31,10 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: kept
+    first: resolvers
     for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
     # dates are text here, as `24:00:00` is
-    if (kept := [(tag, form) for tag, form in forms if tag.rpartition(":")[2] in ("null", "bool", "merge")])
+    if (resolvers := [(tag, form) for tag, form in forms if tag.rpartition(":")[2] in ("null", "bool", "merge")])
 }
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int",
@@ -55,17 +55,17 @@ def parse_yaml(text: str, origin: str) -> Any:
         ConfigError: naming `origin` and the line: no YAML, a key twice, a circle, a tag that builds objects, a value that its tag
             does not allow, more characters or nodes than any recipe has.
     """
-    if len(text) > _MOST_CHARACTERS:
-        raise ConfigError(f"{origin}: {len(text)} characters, over {_MOST_CHARACTERS}; is it a recipe?")
+    if len(text) > _MAX_CHARACTERS:
+        raise ConfigError(f"{origin}: {len(text)} characters, over {_MAX_CHARACTERS}; is it a recipe?")
     loader = None
     try:
         loader = _Loader(text)  # pyright: ignore[reportArgumentType]
         node = loader.get_single_node()
         if node is None:
             return None
-        if _nodes(node, {}, ()) > _MOST_NODES:
+        if _count_nodes(node, {}, ()) > _MAX_NODES:
             raise ConfigError(
-                f"{origin}: its aliases (*name) stand for over {_MOST_NODES} values; write out what is meant"
+                f"{origin}: its aliases (*name) stand for over {_MAX_NODES} values; write out what is meant"
             )
         return loader.construct_document(node)
     except yaml.YAMLError as error:
@@ -93,13 +93,13 @@ class _CircleError(Exception):
     """A node that holds itself; the message is its line."""
 
 
-def _nodes(node: yaml.Node, known: dict[int, int], above: tuple[int, ...]) -> int:
+def _count_nodes(node: yaml.Node, counts: dict[int, int], above: tuple[int, ...]) -> int:
     """Values below a node, each alias counted where it stands."""
     if id(node) in above:
         raise _CircleError(node.start_mark.line + 1)
-    if id(node) not in known:
+    if id(node) not in counts:
         here = (*above, id(node))
         below = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
-        inner = 0 if isinstance(node, yaml.ScalarNode) else sum(_nodes(part, known, here) for part in below)
-        known[id(node)] = 1 + inner
-    return known[id(node)]
+        inner = 0 if isinstance(node, yaml.ScalarNode) else sum(_count_nodes(part, counts, here) for part in below)
+        counts[id(node)] = 1 + inner
+    return counts[id(node)]

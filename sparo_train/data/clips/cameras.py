@@ -14,17 +14,17 @@ import numpy as np
 from ...core.errors import BadSampleError
 
 Convention = Literal["opengl", "opencv"]
-_TURNED = np.diag([1.0, -1.0, -1.0, 1.0])
-_FARTHEST = 1e15  # world units; squares of distances have to be fp32 numbers
-_OFF = 1e-3  # from a rotation: rounded numbers of a json are this near
+_FLIP_YZ = np.diag([1.0, -1.0, -1.0, 1.0])
+_MAX_DISTANCE = 1e15  # world units; squares of distances have to be fp32 numbers
+_ROTATION_TOLERANCE = 1e-3  # from a rotation: rounded numbers of a json are this near
 
 
-def converted(pose: np.ndarray, given: Convention, wanted: Convention = "opengl") -> np.ndarray:
+def convert_pose(pose: np.ndarray, source: Convention, target: Convention = "opengl") -> np.ndarray:
     """(…, 4, 4) in another convention: the camera's y and z the other way round, the place as it was."""
-    return pose if given == wanted else pose @ _TURNED
+    return pose if source == target else pose @ _FLIP_YZ
 
 
-def checked_pose(table: Any, convention: Convention = "opengl") -> np.ndarray:
+def parse_pose(table: Any, convention: Convention = "opengl") -> np.ndarray:
     """(4, 4) fp64 in OpenGL's convention, of rows (4, 4) or (3, 4); a scale that all three axes share is taken out.
 
     Raises:
@@ -38,45 +38,52 @@ def checked_pose(table: Any, convention: Convention = "opengl") -> np.ndarray:
         pose = np.concatenate([pose, [[0.0, 0.0, 0.0, 1.0]]])
     if pose.shape != (4, 4) or not np.isfinite(pose).all():
         raise BadSampleError("a camera's pose is not 4 x 4 finite numbers")
-    if np.abs(pose).max() > _FARTHEST:
-        raise BadSampleError(f"a camera stands farther away than {_FARTHEST:g}")
+    if np.abs(pose).max() > _MAX_DISTANCE:
+        raise BadSampleError(f"a camera stands farther away than {_MAX_DISTANCE:g}")
     # The scale is taken out: exporters of scenes that were made smaller write it into the rotation.
     lengths = np.linalg.norm(pose[:3, :3], axis=0)
     if lengths.min() < 1e-8 or abs(np.linalg.det(pose[:3, :3] / np.maximum(lengths, 1e-8))) < 1e-6:
         raise BadSampleError("a camera's pose is singular")
     turn = pose[:3, :3] / lengths.mean()
-    if np.abs(turn.T @ turn - np.eye(3)).max() > _OFF or np.abs(pose[3] - [0, 0, 0, 1]).max() > _OFF:
+    if (
+        np.abs(turn.T @ turn - np.eye(3)).max() > _ROTATION_TOLERANCE
+        or np.abs(pose[3] - [0, 0, 0, 1]).max() > _ROTATION_TOLERANCE
+    ):
         raise BadSampleError("a camera's pose is no rotation and place")
     # A mirrored camera sees another scene; to turn it would guess which axis was meant.
     if np.linalg.det(turn) < 0:
         raise BadSampleError("a camera's pose is mirrored")
-    return converted(np.block([[turn, pose[:3, 3:]], [np.array([[0.0, 0.0, 0.0, 1.0]])]]), convention)
+    return convert_pose(np.block([[turn, pose[:3, 3:]], [np.array([[0.0, 0.0, 0.0, 1.0]])]]), convention)
 
 
-def checked_lens(told: Mapping[str, Any], width: int, height: int) -> np.ndarray:
+def parse_lens(camera_params: Mapping[str, Any], width: int, height: int) -> np.ndarray:
     """(4,) fp64: fx, fy, cx, cy of a picture, from `fl_x`, `fl_y`, `cx`, `cy` in pixels of `w` x `h` (nerfstudio's), `fov` (vertical, in
     degrees), or `camera_angle_x`, `camera_angle_y` (Blender's, in radians).
 
     Raises:
         BadSampleError: none of them, no positive finite numbers, or a lens that no fp32 ray could be made of.
     """
-    wide, tall = _number(told, "w", width), _number(told, "h", height)
+    wide, tall = _number(camera_params, "w", width), _number(camera_params, "h", height)
     # Lenses are told for the picture as it was taken; this one may be smaller.
-    if "fl_x" in told:
-        fx = _number(told, "fl_x") * width / wide
-        fy = _number(told, "fl_y", _number(told, "fl_x")) * height / tall
-    elif "fov" in told:
-        fx = fy = height / 2 / np.tan(np.radians(_angle(told, "fov", 180.0)) / 2)
-    elif "camera_angle_x" in told:
-        fx = width / 2 / np.tan(_angle(told, "camera_angle_x", np.pi) / 2)
-        fy = height / 2 / np.tan(_angle(told, "camera_angle_y", np.pi) / 2) if "camera_angle_y" in told else fx
+    if "fl_x" in camera_params:
+        fx = _number(camera_params, "fl_x") * width / wide
+        fy = _number(camera_params, "fl_y", _number(camera_params, "fl_x")) * height / tall
+    elif "fov" in camera_params:
+        fx = fy = height / 2 / np.tan(np.radians(_angle(camera_params, "fov", 180.0)) / 2)
+    elif "camera_angle_x" in camera_params:
+        fx = width / 2 / np.tan(_angle(camera_params, "camera_angle_x", np.pi) / 2)
+        fy = (
+            height / 2 / np.tan(_angle(camera_params, "camera_angle_y", np.pi) / 2)
+            if "camera_angle_y" in camera_params
+            else fx
+        )
     else:
         raise BadSampleError("a camera without fov, fl_x or camera_angle_x")
-    cx = _number(told, "cx", wide / 2) * width / wide
-    cy = _number(told, "cy", tall / 2) * height / tall
+    cx = _number(camera_params, "cx", wide / 2) * width / wide
+    cy = _number(camera_params, "cy", tall / 2) * height / tall
     lens = np.array([fx, fy, cx, cy])
-    if not (np.abs(lens) < _FARTHEST).all():  # of finite numbers, too: 1e308 in pixels of a smaller picture
-        raise BadSampleError(f"a camera's lens is not below {_FARTHEST:g} pixels")
+    if not (np.abs(lens) < _MAX_DISTANCE).all():  # of finite numbers, too: 1e308 in pixels of a smaller picture
+        raise BadSampleError(f"a camera's lens is not below {_MAX_DISTANCE:g} pixels")
     return lens
 
 
@@ -92,7 +99,7 @@ def cut_lens(lens: np.ndarray, width: int, height: int, size: int) -> np.ndarray
     return np.array([fx * sx, fy * sy, cx * sx - left, cy * sy - top])
 
 
-def looking(eye: Any, target: Any, up: Any = (0.0, 0.0, 1.0)) -> np.ndarray:
+def look_at(eye: Any, target: Any, up: Any = (0.0, 0.0, 1.0)) -> np.ndarray:
     """The pose of a camera at `eye` that looks at `target`."""
     back = np.subtract(eye, target).astype(np.float64)
     back /= np.linalg.norm(back)
@@ -103,8 +110,8 @@ def looking(eye: Any, target: Any, up: Any = (0.0, 0.0, 1.0)) -> np.ndarray:
     return pose
 
 
-def _number(told: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    value = told.get(name, default)
+def _number(camera_params: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = camera_params.get(name, default)
     try:
         number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else np.nan
     except OverflowError:  # a whole number of more digits than a float has
@@ -116,8 +123,8 @@ def _number(told: Mapping[str, Any], name: str, default: float | None = None) ->
     return number
 
 
-def _angle(told: Mapping[str, Any], name: str, most: float) -> float:
-    value = _number(told, name)
-    if value >= most:
-        raise BadSampleError(f"a camera's {name} is not below {most:g}")
+def _angle(camera_params: Mapping[str, Any], name: str, limit: float) -> float:
+    value = _number(camera_params, name)
+    if value >= limit:
+        raise BadSampleError(f"a camera's {name} is not below {limit:g}")
     return value

@@ -29,8 +29,8 @@ from ..read.decoding import TRAINING, PixelRange, decode
 IMAGE_KEYS = ("png", "jpg", "jpeg", "webp")
 PLANES = ("mask", "depth", "flow", "forward")
 _FRAME = re.compile(r"(\d{3,7})\.([a-z0-9]+)")
-_FARTHEST = 1e30  # of a range: an fp32 with room for arithmetic
-_MOST_NPY = 1 << 30  # bytes that a gzipped array may unpack to
+_MAX_RANGE = 1e30  # of a range: an fp32 with room for arithmetic
+_MAX_NPY_BYTES = 1 << 30  # bytes that a gzipped array may unpack to
 
 
 def member(frame: int, plane: str = "") -> str:
@@ -69,16 +69,16 @@ class Episode:
                 raise BadSampleError("video.npy is not (T, H, W, 3) uint8")
             self._length = len(video)
             return
-        found: dict[str, list[int]] = {}
+        frame_ids: dict[str, list[int]] = {}
         for name in fields:
             if (match := _FRAME.fullmatch(name)) and match[2] in image_keys:
-                found.setdefault(match[2], []).append(int(match[1]))
-        self._key = next((key for key in image_keys if key in found), "")
+                frame_ids.setdefault(match[2], []).append(int(match[1]))
+        self._key = next((key for key in image_keys if key in frame_ids), "")
         if not self._key:
             raise BadSampleError("missing frames")
-        self._length = len(found[self._key])
+        self._length = len(frame_ids[self._key])
         # A gap would shift every frame behind it against its planes.
-        if sorted(found[self._key]) != list(range(self._length)):
+        if sorted(frame_ids[self._key]) != list(range(self._length)):
             raise BadSampleError("a frame is missing")
 
     def __len__(self) -> int:
@@ -96,17 +96,17 @@ class Episode:
 
     @cached_property
     def _planes(self) -> frozenset[str]:
-        found = {name for name in PLANES if any(member(t, name) in self.fields for t in range(self._length))}
-        return frozenset(found | ({"mask"} if self._array("segmentations") is not None else set()))
+        planes = {name for name in PLANES if any(member(t, name) in self.fields for t in range(self._length))}
+        return frozenset(planes | ({"mask"} if self._array("segmentations") is not None else set()))
 
     def has(self, plane: str) -> bool:
         """Whether one of its frames has a plane of `PLANES`: then all have to."""
         return plane in self._planes
 
-    def check_whole(self) -> None:
+    def check_structure(self) -> None:
         """Raise `BadSampleError` where the json tells of more frames than there are, or boxes are none."""
-        said = self.facts.get("frames", self._length)
-        if said != self._length:
+        declared_length = self.metadata.get("frames", self._length)
+        if declared_length != self._length:
             raise BadSampleError("json tells of another number of frames")
         if self._array("boxes") is not None:
             _ = self.boxes
@@ -144,14 +144,14 @@ class Episode:
 
     def depth(self, t: int) -> np.ndarray:
         """(H, W) fp32, world units."""
-        return self._measured(t, "depth")
+        return self._dequantize(t, "depth")
 
     def flow(self, t: int, forward: bool = False) -> np.ndarray:
         """(H, W, 2) fp32: rows and columns from a pixel to where its point was a frame before, or will be a frame later."""
-        found = self._measured(t, "forward" if forward else "flow")
-        if len(found) % 2:
+        stacked = self._dequantize(t, "forward" if forward else "flow")
+        if len(stacked) % 2:
             raise BadSampleError("a flow has no rows above columns")
-        return np.stack([found[: len(found) // 2], found[len(found) // 2 :]], axis=-1)
+        return np.stack([stacked[: len(stacked) // 2], stacked[len(stacked) // 2 :]], axis=-1)
 
     @property
     def boxes(self) -> np.ndarray:
@@ -166,24 +166,24 @@ class Episode:
         return table.astype(np.float32, copy=False)
 
     @cached_property
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """The episode's json; empty where it has none."""
         try:
-            found = json.loads(self.fields.get("json", b"{}"))
+            parsed = json.loads(self.fields.get("json", b"{}"))
         except (ValueError, RecursionError):
             raise BadSampleError("bad json") from None
-        if not isinstance(found, dict):
+        if not isinstance(parsed, dict):
             raise BadSampleError("bad json")
-        return found
+        return parsed
 
-    def _measured(self, t: int, plane: str) -> np.ndarray:
+    def _dequantize(self, t: int, plane: str) -> np.ndarray:
         """A plane of 16 bits in its units."""
-        ranges = self.facts.get("ranges")
+        ranges = self.metadata.get("ranges")
         bounds = ranges.get(plane) if isinstance(ranges, dict) else None
         if not (isinstance(bounds, list) and len(bounds) == 2 and all(isinstance(b, int | float) for b in bounds)):
             raise BadSampleError(f"json has no ranges.{plane}")
         # NaN is a number to json, and every pixel would be one.
-        if not all(-_FARTHEST < b < _FARTHEST for b in bounds):
+        if not all(-_MAX_RANGE < b < _MAX_RANGE for b in bounds):
             raise BadSampleError(f"json has ranges.{plane} that are not finite")
         low, high = np.float32(bounds[0]), np.float32(bounds[1])
         # In fp32 all along: the same pixels on every machine.
@@ -209,16 +209,16 @@ class Episode:
             try:
                 if data is None and f"{name}.npy.gz" in self.fields:
                     # Up to a bound: a gzip of kilobytes may unpack to terabytes.
-                    data = gzip.GzipFile(fileobj=io.BytesIO(self.fields[f"{name}.npy.gz"])).read(_MOST_NPY)
+                    data = gzip.GzipFile(fileobj=io.BytesIO(self.fields[f"{name}.npy.gz"])).read(_MAX_NPY_BYTES)
                 if data is None:
                     return None
-                self._arrays[name] = _viewed(data)
+                self._arrays[name] = _array_view(data)
             except Exception:  # gzip and numpy's headers raise anything
                 raise BadSampleError(f"bad {name}.npy") from None
         return self._arrays[name]
 
 
-def _viewed(data: bytes) -> np.ndarray:
+def _array_view(data: bytes) -> np.ndarray:
     """A .npy file's array as it lies in its bytes. Raises `ValueError` where it is none, or holds objects."""
     stream = io.BytesIO(data)
     version = np.lib.format.read_magic(stream)

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...core.errors import BadSampleError
 from ..read.decoding import PixelRange
-from .cameras import Convention, checked_lens, checked_pose
+from .cameras import Convention, parse_lens, parse_pose
 from .episode import IMAGE_KEYS, Episode
 
 _VIEW = re.compile(r"c(\d{1,4})\.(.+)")
@@ -35,7 +35,7 @@ def is_scene(fields: Mapping[str, bytes]) -> bool:
     return any(name.startswith("c0.000.") for name in fields)
 
 
-class ViewedScene:
+class MultiViewScene:
     """The members of a scene.
 
     Args:
@@ -52,17 +52,20 @@ class ViewedScene:
         image_keys: Sequence[str] = IMAGE_KEYS,
         pixel_range: PixelRange | None = "by_type",
     ):
-        found: dict[int, dict[str, bytes]] = {}
+        fields_by_view: dict[int, dict[str, bytes]] = {}
         for name, data in fields.items():
             if match := _VIEW.fullmatch(name):
-                found.setdefault(int(match[1]), {})[match[2]] = data
-        if not found:
+                fields_by_view.setdefault(int(match[1]), {})[match[2]] = data
+        if not fields_by_view:
             raise BadSampleError("missing views")
         # A view that is missing would give every later one the wrong camera.
-        if sorted(found) != list(range(len(found))):
+        if sorted(fields_by_view) != list(range(len(fields_by_view))):
             raise BadSampleError("a view is missing")
-        told = {"json": fields["json"]} if "json" in fields else {}
-        self.views = [Episode({**found[number], **told}, image_keys, pixel_range) for number in range(len(found))]
+        shared_fields = {"json": fields["json"]} if "json" in fields else {}
+        self.views = [
+            Episode({**fields_by_view[number], **shared_fields}, image_keys, pixel_range)
+            for number in range(len(fields_by_view))
+        ]
         if len({len(view) for view in self.views}) > 1:
             raise BadSampleError("views with different numbers of frames")
 
@@ -72,9 +75,9 @@ class ViewedScene:
         return len(self.views[0])
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """The scene's json."""
-        return self.views[0].facts
+        return self.views[0].metadata
 
     @property
     def bounds(self) -> tuple[float, float] | None:
@@ -83,13 +86,15 @@ class ViewedScene:
         Raises:
             BadSampleError: it says one alone, or what are no two distances in this order.
         """
-        told = [self.facts.get("near"), self.facts.get("far")]
-        if told == [None, None]:
+        near_far = [self.metadata.get("near"), self.metadata.get("far")]
+        if near_far == [None, None]:
             return None
-        found = [float(n) for n in told if isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n)]
-        if len(found) < 2 or not 0 <= found[0] <= found[1]:
+        distances = [
+            float(n) for n in near_far if isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n)
+        ]
+        if len(distances) < 2 or not 0 <= distances[0] <= distances[1]:
             raise BadSampleError("json's near and far are no two distances, the nearer one first")
-        return found[0], found[1]
+        return distances[0], distances[1]
 
     def pose(self, view: int, t: int) -> np.ndarray:
         """(4, 4) fp64, camera to world, OpenGL's."""
@@ -97,14 +102,14 @@ class ViewedScene:
         # A camera that stands still may say so once.
         if not isinstance(poses, list) or len(poses) not in (1, self.frames):
             raise BadSampleError("a camera without a pose for each frame")
-        convention = self.facts.get("convention", "opengl")
+        convention = self.metadata.get("convention", "opengl")
         if convention not in get_args(Convention):
             raise BadSampleError("json has a convention other than opengl and opencv")
-        return checked_pose(poses[0 if len(poses) == 1 else t], convention)
+        return parse_pose(poses[0 if len(poses) == 1 else t], convention)
 
     def lens(self, view: int, width: int, height: int) -> np.ndarray:
         """(4,) fp64: fx, fy, cx, cy in pixels of its pictures."""
-        return checked_lens(self._camera(view), width, height)
+        return parse_lens(self._camera(view), width, height)
 
     def check(self) -> None:
         """Look at all cameras, and at whether their pictures are of one size. Raises `BadSampleError` where training could not use them."""
@@ -119,7 +124,7 @@ class ViewedScene:
                 self.pose(view, t)
 
     def _camera(self, view: int) -> dict[str, Any]:
-        cameras = self.facts.get("cameras")
+        cameras = self.metadata.get("cameras")
         if not isinstance(cameras, list) or len(cameras) != len(self.views) or not isinstance(cameras[view], dict):
             raise BadSampleError("json has no cameras, one for each view")
         return cameras[view]

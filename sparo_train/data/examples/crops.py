@@ -76,14 +76,14 @@ def multi_crop(
     image: Image.Image, size: int, config: CropsConfig, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """Global views (2, 3, size, size) and local ones (n, 3, local_size, local_size), uint8."""
-    found = []
+    views = []
     for first, count, side in ((0, 2, size), (2, config.local_number, config.local_size)):
         # One block for a kind of view: workers hand over two arrays per image, not ten.
         out = np.empty((count, 3, side, side), dtype=np.uint8)
         for number in range(count):
             out[number] = crop(image, side, first + number, config, rng).transpose(2, 0, 1)
-        found.append(out)
-    return found[0], found[1]
+        views.append(out)
+    return views[0], views[1]
 
 
 class CropExamples(Examples):
@@ -116,14 +116,14 @@ class CropExamples(Examples):
         )
         on_stage("decode")
         large, small = multi_crop(image, self.image_size, self.crops, rng)
-        found = {"global_crops": large}
+        example = {"global_crops": large}
         if len(small):
-            found["local_crops"] = small
+            example["local_crops"] = small
         if self.paths:
             # By the sample's stream: dropped paths are the same whatever rank the sample lands on.
-            found["drop"] = rng.integers(0, self.drop_range, (len(large) + len(small), self.paths), dtype=np.int32)
+            example["drop"] = rng.integers(0, self.drop_range, (len(large) + len(small), self.paths), dtype=np.int32)
         on_stage("augment")
-        return found
+        return example
 
     def stack(self, examples: Any) -> dict[str, Tensor]:
         return {key: torch.from_numpy(np.stack([e[key] for e in examples])) for key in examples[0]}

@@ -63,12 +63,12 @@ class ImageTextExamples(Examples):
         )
         on_stage("decode")
         pixels = train_pixels(image, size, c.crop_scale, c.hflip, rng)
-        kept = None if self.patches is None else np.sort(rng.permutation(self.patches[0])[: self.patches[1]])
+        patch_ids = None if self.patches is None else np.sort(rng.permutation(self.patches[0])[: self.patches[1]])
         pixels = np.ascontiguousarray(pixels.transpose(2, 0, 1))
         on_stage("augment")
         tokens = self.tokenize(text)
         on_stage("tokenise")
-        return ImageText(pixels, tokens, kept)
+        return ImageText(pixels, tokens, patch_ids)
 
     def stack(self, examples: Sequence[ImageText]) -> dict[str, Tensor]:
         """Images with captions to a batch: text padded with 0 to the context length, patches where there are any."""

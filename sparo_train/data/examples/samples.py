@@ -15,7 +15,7 @@ from ...core.errors import BadSampleError
 from ..read.decoding import TRAINING, PixelRange, decode, suffixes
 from ..read.sources import Source, SourceConfig
 
-MOST_LETTERS, MOST_CHARACTERS = 400, 100_000  # of a word, within which byte pairs are merged; of a caption
+MAX_WORD_CHARS, MAX_CAPTION_CHARS = 400, 100_000  # of a word, within which byte pairs are merged; of a caption
 _PLANES = (
     *"0123456789",
     "mask.",
@@ -37,10 +37,10 @@ def image_bytes(fields: Mapping[str, bytes], keys: Sequence[str]) -> bytes:
     raise _missing("missing image", fields, keys)
 
 
-def _missing(reason: str, fields: Mapping[str, bytes], wanted: Sequence[str]) -> BadSampleError:
+def _missing(reason: str, fields: Mapping[str, bytes], keys: Sequence[str]) -> BadSampleError:
     """Return the error for a member that is missing, or that has another name because the file's name has a dot too many."""
     names = [name for name in fields if "." in name and not name.startswith(_PLANES)]
-    dotted = next((name for name in names if name.rpartition(".")[2] in wanted), None)
+    dotted = next((name for name in names if name.rpartition(".")[2] in keys), None)
     if dotted is None:
         return BadSampleError(reason)
     return BadSampleError(f"{reason}: dots in names", detail=f"a key ends at the first dot, got the member {dotted!r}")
@@ -61,43 +61,47 @@ def caption(fields: Mapping[str, bytes], config: SourceConfig, rng: np.random.Ge
     Raises:
         BadSampleError: there is none, or not as UTF-8, or nothing but white space.
     """
-    own = None if rng is None else rng.spawn(1)[0]
+    caption_rng = None if rng is None else rng.spawn(1)[0]
     if config.captions is None:
         texts = _texts(fields, config.caption_key)
     else:
-        held = {key: texts for key in config.captions if (texts := _texts_if_there(fields, key))}
-        if not held:
+        texts_by_key = {key: texts for key in config.captions if (texts := _texts_or_empty(fields, key))}
+        if not texts_by_key:
             raise BadSampleError("missing caption")
-        shares = np.array([config.captions[key] for key in held])
+        shares = np.array([config.captions[key] for key in texts_by_key])
         if not shares.sum():
             raise BadSampleError("missing caption")
-        key = next(iter(held)) if own is None else list(held)[own.choice(len(held), p=shares / shares.sum())]
-        texts = held[key]
-    return texts[0] if own is None or len(texts) == 1 else texts[own.integers(len(texts))]
+        key = (
+            next(iter(texts_by_key))
+            if caption_rng is None
+            else list(texts_by_key)[caption_rng.choice(len(texts_by_key), p=shares / shares.sum())]
+        )
+        texts = texts_by_key[key]
+    return texts[0] if caption_rng is None or len(texts) == 1 else texts[caption_rng.integers(len(texts))]
 
 
-def captions_of(fields: Mapping[str, bytes], config: SourceConfig) -> list[str]:
+def list_captions(fields: Mapping[str, bytes], config: SourceConfig) -> list[str]:
     """All captions that visits of a sample may draw. Raises `BadSampleError` where there is none."""
     if config.captions is None:
         return _texts(fields, config.caption_key)
-    found = [text for key, share in config.captions.items() if share for text in _texts_if_there(fields, key)]
-    if not found:
+    texts = [text for key, share in config.captions.items() if share for text in _texts_or_empty(fields, key)]
+    if not texts:
         raise BadSampleError("missing caption")
-    return found
+    return texts
 
 
-def unseen_captions(source: Source, look: int = 64) -> list[str]:
+def missing_caption_keys(source: Source, num_samples: int = 64) -> list[str]:
     """Keys of `captions` that none of so many samples has, evenly spaced: a mistyped one takes no part, and its share is the others'."""
-    wanted = {key for key, share in (source.config.captions or {}).items() if share}
+    missing_keys = {key for key, share in (source.config.captions or {}).items() if share}
     total, begins = source.samples, [0, *accumulate(map(len, source.storages))]
-    for at in sorted({i * total // look for i in range(look)}):
-        if not wanted:
+    for at in sorted({i * total // num_samples for i in range(num_samples)}):
+        if not missing_keys:
             break
         shard = bisect_right(begins, at) - 1
         with suppress(BadSampleError):
             _, fields = source.storages[shard].read(at - begins[shard])
-            wanted = {key for key in wanted if not _texts_if_there(fields, key)}
-    return sorted(wanted)
+            missing_keys = {key for key in missing_keys if not _texts_or_empty(fields, key)}
+    return sorted(missing_keys)
 
 
 def _texts(fields: Mapping[str, bytes], key: str) -> list[str]:
@@ -121,7 +125,7 @@ def _texts(fields: Mapping[str, bytes], key: str) -> list[str]:
     return texts
 
 
-def _texts_if_there(fields: Mapping[str, bytes], key: str) -> list[str]:
+def _texts_or_empty(fields: Mapping[str, bytes], key: str) -> list[str]:
     try:
         return _texts(fields, key)
     except BadSampleError:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import BadSampleError, DataError
-from .samples import MOST_CHARACTERS, MOST_LETTERS
+from .samples import MAX_CAPTION_CHARS, MAX_WORD_CHARS
 
 if TYPE_CHECKING:
     from open_clip.tokenizer import SimpleTokenizer
@@ -47,18 +47,18 @@ class ClipTokenizer:
 
     def _ids(self, caption: str) -> list[int]:
         """As `SimpleTokenizer.encode`, word by word, and no further than the context reaches."""
-        bpe, ids, most = _bpe(), list[int](), self.context_length - 2
-        if len(caption) > MOST_CHARACTERS:
-            raise BadSampleError(f"a caption of over {MOST_CHARACTERS} characters")
-        for found in bpe.pat.finditer(bpe.clean_fn(caption)):
-            word = found.group()
-            if len(ids) >= most:
+        bpe, ids, max_ids = _bpe(), list[int](), self.context_length - 2
+        if len(caption) > MAX_CAPTION_CHARS:
+            raise BadSampleError(f"a caption of over {MAX_CAPTION_CHARS} characters")
+        for match in bpe.pat.finditer(bpe.clean_fn(caption)):
+            word = match.group()
+            if len(ids) >= max_ids:
                 break
-            if len(word) > MOST_LETTERS:
-                raise BadSampleError(f"a word of over {MOST_LETTERS} characters")
+            if len(word) > MAX_WORD_CHARS:
+                raise BadSampleError(f"a word of over {MAX_WORD_CHARS} characters")
             letters = "".join(bpe.byte_encoder[byte] for byte in word.encode("utf-8"))
             ids += [bpe.encoder[part] for part in bpe.bpe(letters).split(" ")]
-        return ids[:most]
+        return ids[:max_ids]
 
     def batch(self, captions: Sequence[str]) -> Tensor:
         """(n, context_length) int64, padded with 0. Raises `DataError` naming a caption that cannot be encoded."""
@@ -74,12 +74,12 @@ class ClipTokenizer:
 
 def decode_words(ids: Sequence[int]) -> list[tuple[str, int]]:
     """The words of a caption, each with the number of ids that it is made of; SOT and EOT as `[start]` and `[end]`."""
-    found: list[tuple[str, int]] = []
+    words: list[tuple[str, int]] = []
     begin = 0
     for place, number in enumerate(ids, 1):
         # the vocabulary marks the last piece of a word; a caption that was cut may end within one
         if number in (SOT, EOT) or _bpe().decoder[number].endswith("</w>") or place == len(ids) or ids[place] == EOT:
             special = {SOT: "[start]", EOT: "[end]"}.get(number)
-            found.append((special or _bpe().decode(list(ids[begin:place])).strip(), place - begin))
+            words.append((special or _bpe().decode(list(ids[begin:place])).strip(), place - begin))
             begin = place
-    return found
+    return words

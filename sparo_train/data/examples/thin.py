@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-_MOST = 1 << 26  # pixels of the whole resized image, above which only the lines of the crop are computed
+_MAX_PIXELS = 1 << 26  # pixels of the whole resized image, above which only the lines of the crop are computed
 _BITS = 22  # of Pillow's fixed-point coefficients for 8-bit pixels
 
 
@@ -18,7 +18,7 @@ def thin_centre(image: Image.Image, size: int, resize: int, filter: Image.Resamp
     width, height = image.size
     short, long = min(width, height), max(width, height)
     other = int(resize * long / short)
-    if resize <= short or resize * other <= _MOST:
+    if resize <= short or resize * other <= _MAX_PIXELS:
         return None
     first = round((other - size) / 2)
     if filter != Image.Resampling.BICUBIC:  # label maps: nearest neighbours need the source lines of the crop alone
@@ -46,7 +46,7 @@ def _lines(values: np.ndarray, out: int, first: int, count: int) -> np.ndarray:
     """Return lines `first` to `first + count` of `values` (N, …) uint8 resized to `out` lines by Pillow's bicubic filter, enlarging."""
     total = len(values)
     scale = total / out
-    found = np.empty((count, *values.shape[1:]), np.uint8)
+    lines = np.empty((count, *values.shape[1:]), np.uint8)
     for i in range(count):
         middle = (first + i + 0.5) * scale
         low, high = max(0, int(middle - 1.5)), min(total, int(middle + 2.5))
@@ -57,8 +57,8 @@ def _lines(values: np.ndarray, out: int, first: int, count: int) -> np.ndarray:
         weights = weights / norm * (1 << _BITS)
         fixed = np.trunc(np.where(weights < 0, -0.5, 0.5) + weights).astype(np.int64)
         exact = (1 << (_BITS - 1)) + np.tensordot(fixed, values[low:high].astype(np.int64), 1)
-        found[i] = (exact >> _BITS).clip(0, 255)
-    return found
+        lines[i] = (exact >> _BITS).clip(0, 255)
+    return lines
 
 
 def _bicubic(x: np.ndarray, a: float = -0.5) -> np.ndarray:

@@ -7,29 +7,30 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...core.errors import DataError
-from .sources import Damage, DataConfig, Source
+from .sources import DamagedShard, DataConfig, Source
 
-_NAMED = 10
-_SAID = 100
+_MAX_LISTED = 10
+_MAX_LOGGED = 100
 _SHARDS = {"truncated tar", "unreadable tar"}  # judged before the first step, against the whole source
 _REMEDY = "`sparo data check` lists them; repair or remove these shards, or raise data.max_bad_share."
 
 
-def refuse_broken(sources: Sequence[Source], config: DataConfig) -> list[Damage]:
+def refuse_broken(sources: Sequence[Source], config: DataConfig) -> list[DamagedShard]:
     """The shards that are not whole. Raises `DataError` naming them where they lose more than `data.max_bad_share`."""
-    found = [damage for source in sources for damage in source.broken()]
-    lost = sum(damage.lost for damage in found)
+    damaged = [damage for source in sources for damage in source.broken()]
+    lost = sum(damage.lost_samples for damage in damaged)
     total = lost + sum(source.samples for source in sources)
     # Judged only where there is enough to judge: of ten samples one broken is no share.
-    if found and total >= config.max_bad_share_after and lost > config.max_bad_share * total:
+    if damaged and total >= config.max_bad_share_after and lost > config.max_bad_share * total:
         worst = "\n  ".join(
-            f"{d.url}: {d.reason}, about {d.lost} lost" for d in sorted(found, key=lambda d: -d.lost)[:_NAMED]
+            f"{d.url}: {d.reason}, about {d.lost_samples} lost"
+            for d in sorted(damaged, key=lambda d: -d.lost_samples)[:_MAX_LISTED]
         )
         raise DataError(
-            f"data: {len(found)} shard(s) are not whole, about {lost} of {total} samples are lost, "
+            f"data: {len(damaged)} shard(s) are not whole, about {lost} of {total} samples are lost, "
             f"over data.max_bad_share={config.max_bad_share}:\n  {worst}\n{_REMEDY}"
         )
-    return found
+    return damaged
 
 
 class BadSampleBudget:
@@ -41,8 +42,8 @@ class BadSampleBudget:
         say: told of each shard and reason once, with a sample's key; of so many at most that a log can be read.
     """
 
-    def __init__(self, max_share: float, minimum: int = 1000, say: Callable[[str], None] = lambda text: None):
-        self.max_share, self.minimum, self._say, self._said = max_share, minimum, say, 0
+    def __init__(self, max_share: float, minimum: int = 1000, log: Callable[[str], None] = lambda text: None):
+        self.max_share, self.minimum, self._log, self._num_logged = max_share, minimum, log, 0
         self.counts: Counter[tuple[str, str]] = Counter()
 
     def add(
@@ -50,16 +51,16 @@ class BadSampleBudget:
     ) -> None:
         """Add a batch's skips; `used` is the number of good samples so far, `keys` has a sample of each. Raises `DataError` over the limit."""
         for (url, reason), key in (keys or {}).items():
-            if (url, reason) not in self.counts and self._said < _SAID:
-                self._said += 1
-                more = "; further ones are in metrics.jsonl alone" if self._said == _SAID else ""
-                self._say(f"skipped a sample: {url}, {key}: {reason}{more}")
+            if (url, reason) not in self.counts and self._num_logged < _MAX_LOGGED:
+                self._num_logged += 1
+                more = "; further ones are in metrics.jsonl alone" if self._num_logged == _MAX_LOGGED else ""
+                self._log(f"skipped a sample: {url}, {key}: {reason}{more}")
         counts = self.counts + Counter(skipped)
         # Broken shards were judged before the first step; counted twice they would end runs that go on.
         total = sum(n for (_, reason), n in counts.items() if reason not in _SHARDS)
         tried = used + total
         if tried >= self.minimum and total > self.max_share * tried:
-            worst = "\n  ".join(f"{url}: {reason}, {n}" for (url, reason), n in counts.most_common(_NAMED))
+            worst = "\n  ".join(f"{url}: {reason}, {n}" for (url, reason), n in counts.most_common(_MAX_LISTED))
             raise DataError(
                 f"data: {total} of {tried} samples could not be used, over data.max_bad_share={self.max_share}:\n"
                 f"  {worst}\n{_REMEDY}"
@@ -78,7 +79,7 @@ class BadSampleBudget:
         out: dict[str, Counter[str]] = defaultdict(Counter)
         for (url, reason), n in self.counts.items():
             out[url][reason] += n
-        worst = sorted(out.items(), key=lambda item: -item[1].total())[:_NAMED]
+        worst = sorted(out.items(), key=lambda item: -item[1].total())[:_MAX_LISTED]
         return {url: dict(reasons) for url, reasons in worst}
 
     def state(self) -> list[list[Any]]:

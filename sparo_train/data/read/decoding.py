@@ -69,10 +69,10 @@ def formats() -> tuple[str, ...]:
 def suffixes() -> dict[str, str]:
     """Return the suffixes of readable files, lower case, and what a sample calls a file with each: jpg, png or webp."""
     names = {"JPEG": "jpg", "MPO": "jpg", "WEBP": "webp"}
-    known = {
+    pillow_suffixes = {
         suffix: names.get(kind, "png") for suffix, kind in Image.registered_extensions().items() if kind in formats()
     }
-    return {**known, **_MORE_SUFFIXES}
+    return {**pillow_suffixes, **_MORE_SUFFIXES}
 
 
 def decode(data: bytes, how: Decoding = TRAINING, shrink_to: int | None = None) -> Image.Image:
@@ -88,14 +88,14 @@ def decode(data: bytes, how: Decoding = TRAINING, shrink_to: int | None = None) 
     try:
         if shrink_to is not None:
             image.draft("RGB", (shrink_to, shrink_to))
-        if deep_colours(image):
+        if has_16bit_channels(image):
             image.info[_FILE] = data
         if how.pixel_range is not None:
             _refuse_pages(image)
-            image = eight_bits(image, how.pixel_range)
+            image = to_8bit(image, how.pixel_range)
         else:
             image.load()
-        return treated(image, how)
+        return postprocess(image, how)
     except BadSampleError:
         raise
     except Exception as error:  # decoders of damaged files fail in their own ways
@@ -118,7 +118,7 @@ def open_picture(data: bytes) -> Image.Image:
     return image
 
 
-def treated(image: Image.Image, how: Decoding) -> Image.Image:
+def postprocess(image: Image.Image, how: Decoding) -> Image.Image:
     """Turn, composite and convert an image that is decoded, as `how` says."""
     if how.upright:
         image = ImageOps.exif_transpose(image)
@@ -131,22 +131,22 @@ def treated(image: Image.Image, how: Decoding) -> Image.Image:
 
 def notes(image: Image.Image) -> frozenset[str]:
     """Return what is unusual about an opened picture: turned by EXIF, transparent, 16 bits, float, animated, several pages."""
-    found = {
+    conditions = {
         "turned by EXIF": image.getexif().get(_ORIENTATION, 1) not in (0, 1),
         "transparent": _has_alpha(image),
-        "more than 8 bits": image.mode in _DEEP[:-1] or deep_colours(image),
+        "more than 8 bits": image.mode in _DEEP[:-1] or has_16bit_channels(image),
         "float": image.mode == "F",
         "animated": getattr(image, "is_animated", False) and image.format != "TIFF",
         "several pages": image.format == "TIFF" and getattr(image, "n_frames", 1) > 1,
     }
-    return frozenset(note for note, here in found.items() if here)
+    return frozenset(note for note, here in conditions.items() if here)
 
 
 def _has_alpha(image: Image.Image) -> bool:
     return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
 
 
-def deep_colours(image: Image.Image) -> bool:
+def has_16bit_channels(image: Image.Image) -> bool:
     """Return whether a picture that is not decoded yet has 16 bits per channel of several; Pillow keeps the upper eight."""
     tiles = getattr(image, "tile", None)
     return image.mode not in _DEEP and bool(tiles) and ";16" in str(tiles[0].args)
@@ -165,7 +165,7 @@ def _refuse_pages(image: Image.Image) -> None:
     image.seek(0)
 
 
-def eight_bits(image: Image.Image, how: PixelRange) -> Image.Image:
+def to_8bit(image: Image.Image, how: PixelRange) -> Image.Image:
     """Map an opened picture of 16-bit, 32-bit or float pixels to 8 bits; others stay.
 
     Orientation and transparency are kept. Raises `BadSampleError` as `decode` does.
@@ -182,7 +182,7 @@ def eight_bits(image: Image.Image, how: PixelRange) -> Image.Image:
     else:
         image.load()
         return image
-    mapped = Image.fromarray(np.ascontiguousarray(_mapped(values, how, image.mode == "F")))
+    mapped = Image.fromarray(np.ascontiguousarray(_to_uint8(values, how, image.mode == "F")))
     if alpha is not None:
         mapped.putalpha(Image.fromarray(alpha.astype(np.uint8)))
     if (exif := image.getexif()).get(_ORIENTATION, 1) != 1:
@@ -203,20 +203,20 @@ def from_array(values: np.ndarray, how: PixelRange) -> Image.Image:
     if values.dtype != np.uint8:
         if values.dtype != np.uint16 and values.dtype.kind != "f":
             raise BadSampleError("bad image", detail=f"dtype {values.dtype}; uint8, uint16 or floats wanted")
-        values = _mapped(values, how, values.dtype.kind == "f")
+        values = _to_uint8(values, how, values.dtype.kind == "f")
     return Image.fromarray(np.ascontiguousarray(values))
 
 
-def _mapped(values: np.ndarray[Any, Any], how: PixelRange, real: bool) -> np.ndarray:
+def _to_uint8(values: np.ndarray[Any, Any], how: PixelRange, real: bool) -> np.ndarray:
     """Map numbers to uint8. `real`: they are floats, which by_type expects from 0 to 1."""
     low, high = float(np.min(values)), float(np.max(values))
     if how == "by_type":
-        wanted = (0.0, 1.0) if real else (0.0, 65535.0)
-        if not wanted[0] <= low <= high <= wanted[1]:  # also where they are not finite
+        expected_range = (0.0, 1.0) if real else (0.0, 65535.0)
+        if not expected_range[0] <= low <= high <= expected_range[1]:  # also where they are not finite
             kind = "float pixels" if real else "32-bit pixels"
             raise BadSampleError(
                 "pixel range",
-                detail=f"{kind} from {low:g} to {high:g}, not {wanted[0]:g} to {wanted[1]:g}; set data.pixel_range",
+                detail=f"{kind} from {low:g} to {high:g}, not {expected_range[0]:g} to {expected_range[1]:g}; set data.pixel_range",
             )
         return np.rint(values * 255).astype(np.uint8) if real else (values.astype(np.uint32) >> 8).astype(np.uint8)
     if not (np.isfinite(low) and np.isfinite(high)):

@@ -85,7 +85,7 @@ class FolderPart(Storage):
         """Names of the class folders, in the order of their numbers."""
         return list(self._numbers)
 
-    def number_by(self, classes: Sequence[str]) -> None:
+    def set_class_numbers(self, classes: Sequence[str]) -> None:
         """Take the numbers of another set's classes, of which these have to be some."""
         self._numbers = {name: i for i, name in enumerate(classes)}
 

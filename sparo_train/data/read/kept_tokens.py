@@ -34,7 +34,7 @@ def digest_of(content: bytes) -> bytes:
     return xxhash.xxh3_128_digest(content)
 
 
-class KeptTokens:
+class TokenCache:
     """One tower's tokens.
 
     Args:
@@ -46,11 +46,11 @@ class KeptTokens:
         DataError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, facts: Mapping[str, Any], dtype: str):
-        known = {"format": _FORMAT, "dtype": dtype, **facts}
-        text = json.dumps(known, sort_keys=True)
+    def __init__(self, folder: Path, key_fields: Mapping[str, Any], dtype: str):
+        manifest = {"format": _FORMAT, "dtype": dtype, **key_fields}
+        text = json.dumps(manifest, sort_keys=True)
         self.folder, self._type = folder / hashlib.sha256(text.encode()).hexdigest()[:32], _TYPES[dtype]
-        self._write(self.folder / "manifest.json", json.dumps(known, indent=1, sort_keys=True).encode())
+        self._write(self.folder / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True).encode())
 
     def has(self, part: str) -> bool:
         """Whether a part is there, as long as it was, its tables what was written."""
@@ -83,15 +83,15 @@ class KeptTokens:
         """Find entries in these parts from now on. Workers that are forked behind this share the index."""
         self._names, columns, self._begin = list(parts), [], []
         for number, part in enumerate(parts):
-            found = self._tables(part)
-            if found is None:
+            tables = self._tables(part)
+            if tables is None:
                 raise DataError(f"{self._path(part)}: is not what was written; remove it, and it is computed again")
-            starts, halves = found["starts"], found["digests"].copy().view(np.uint64)
+            starts, halves = tables["starts"], tables["digests"].copy().view(np.uint64)
             of = np.full(len(halves), number)
-            columns.append((halves[:, 0], halves[:, 1], of, starts[:-1], starts[1:], found["sums"]))
-            self._begin.append(found["begin"])
+            columns.append((halves[:, 0], halves[:, 1], of, starts[:-1], starts[1:], tables["sums"]))
+            self._begin.append(tables["begin"])
             if len(halves):
-                self._width = found["width"]
+                self._width = tables["width"]
         joined = [np.concatenate(some) for some in zip(*columns, strict=True)]
         # Sorted by half of the digest: a search in memory, and a run of equals is hardly ever longer than one.
         order = np.argsort(joined[0], kind="stable")
@@ -137,13 +137,13 @@ class KeptTokens:
                 length = int.from_bytes(stream.read(8), "little")
                 header = json.loads(stream.read(length))
             with safe_open(path, "np") as file:  # refuses a file that is not as long as its header says
-                found: dict[str, Any] = {name: file.get_tensor(name) for name in ("starts", "digests", "sums")}
+                tables: dict[str, Any] = {name: file.get_tensor(name) for name in ("starts", "digests", "sums")}
                 rows, seal = file.get_slice("rows"), (file.metadata() or {}).get("seal")
                 shape = tuple(rows.get_shape())
             dtype = {"F16": "float16", "F32": "float32"}.get(rows.get_dtype(), "")
-            if dtype != np.dtype(self._type).name or seal != _seal(found, dtype, shape):
+            if dtype != np.dtype(self._type).name or seal != _seal(tables, dtype, shape):
                 return None
-            return {**found, "width": shape[1], "begin": 8 + length + header["rows"]["data_offsets"][0]}
+            return {**tables, "width": shape[1], "begin": 8 + length + header["rows"]["data_offsets"][0]}
         except (OSError, ValueError, KeyError, TypeError, MemoryError, SafetensorError):
             return None
 
@@ -165,7 +165,7 @@ def _sum(rows: np.ndarray) -> int:
 
 def _seal(tables: Mapping[str, np.ndarray], dtype: str, shape: tuple[int, ...]) -> str:
     """Of everything but the rows themselves, whose sums are among it."""
-    found = xxhash.xxh3_128(f"{dtype} {shape}".encode())
+    hasher = xxhash.xxh3_128(f"{dtype} {shape}".encode())
     for name in ("starts", "digests", "sums"):
-        found.update(np.ascontiguousarray(tables[name]).tobytes())
-    return found.hexdigest()
+        hasher.update(np.ascontiguousarray(tables[name]).tobytes())
+    return hasher.hexdigest()

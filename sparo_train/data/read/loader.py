@@ -25,7 +25,7 @@ from .budget import refuse_broken
 from .plan import Plan, SampleRef
 from .shards import close_reader
 from .sources import DataConfig, Source, fingerprint, open_source
-from .workers import in_workers
+from .workers import iterate_in_workers
 
 OnStage = Callable[[str], object]  # called behind a stage of the work on a sample, with its name
 
@@ -46,7 +46,7 @@ class Examples(ABC):
         sources: Sequence[Source],
         side: Any,
         ranks: Ranks,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         """Called on all ranks together before the first batch, where `reads_model`; `objective` has the weights that it begins with.
 
@@ -209,9 +209,9 @@ class Pipeline:
         # The rest of its life a run carries these counts in its checkpoints.
         # Told once in the life of a run, and by one rank.
         news = cursor is None and self.rank == 0
-        first = Counter({(d.url, d.reason): d.lost for d in broken} if news else {})
+        first = Counter({(d.url, d.reason): d.lost_samples for d in broken} if news else {})
         with closing(
-            in_workers(_Workers(self, positions), self.workers, _as_it_is, None, self.config.prefetch)
+            iterate_in_workers(_Workers(self, positions), self.workers, _identity, None, self.config.prefetch)
         ) as parts:
             while True:
                 delivery = self._assemble([next(parts) for _ in range(max(1, self.workers))])
@@ -254,12 +254,12 @@ class Pipeline:
 
 def default_streams(batch_size: int) -> int:
     """16 streams, and more for batches over 256 (up to 512), so that many ranks and workers can share them; a divisor of the batch."""
-    wanted = 1 << max(4, min(9, (batch_size // 8).bit_length() - 1))
+    target = 1 << max(4, min(9, (batch_size // 8).bit_length() - 1))
     # A divisor of the batch, or a batch could not take the same number from each.
-    return math.gcd(batch_size, wanted)
+    return math.gcd(batch_size, target)
 
 
-def _as_it_is(part: WorkerBatch | SparoError) -> WorkerBatch | SparoError:
+def _identity(part: WorkerBatch | SparoError) -> WorkerBatch | SparoError:
     """In place of torch's default_convert: a part holds tensors already."""
     return part
 

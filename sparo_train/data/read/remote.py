@@ -44,7 +44,7 @@ def _limits(protocol: str) -> dict[str, Any]:
     return {"client_kwargs": {"timeout": ClientTimeout(total=_WHOLE, sock_connect=_CONNECT, sock_read=_SILENCE)}}
 
 
-def attempt(url: str, work: Callable[[], T]) -> T:
+def with_retries(url: str, work: Callable[[], T]) -> T:
     """Return `work()`, with growing pauses and further tries where `url` is on a server and the error may be temporary.
 
     Raises:
@@ -92,20 +92,20 @@ class RemoteFile(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         left = max(0, self._size - self._at)
-        wanted = left if size < 0 else min(size, left)
-        data = attempt(self._url, lambda: self._read(wanted))
+        num_bytes = left if size < 0 else min(size, left)
+        data = with_retries(self._url, lambda: self._read(num_bytes))
         self._at += len(data)
         return data
 
-    def _read(self, wanted: int) -> bytes:
+    def _read(self, num_bytes: int) -> bytes:
         try:
             if self._stream is None:
                 filesystem, path = filesystem_of(self._url)
                 self._stream = filesystem.open(path, "rb")
             self._stream.seek(self._at)
-            data = self._stream.read(wanted)
-            if len(data) < wanted:
-                raise OSError(f"the server sent {len(data)} of {wanted} bytes")
+            data = self._stream.read(num_bytes)
+            if len(data) < num_bytes:
+                raise OSError(f"the server sent {len(data)} of {num_bytes} bytes")
         except Exception:
             self.close_stream()
             raise

@@ -11,7 +11,7 @@ from ...core.errors import ConfigError, did_you_mean
 from .made_by import remedy
 from .remote import filesystem_of
 
-_MOST = 1_000_000  # shards of one pattern; LAION-5B has 230,000
+_MAX_SHARDS = 1_000_000  # shards of one pattern; LAION-5B has 230,000
 
 
 def find_shards(pattern: str | tuple[str, ...], key: str = "shards") -> list[str]:
@@ -20,7 +20,7 @@ def find_shards(pattern: str | tuple[str, ...], key: str = "shards") -> list[str
     Raises:
         ConfigError: a `pipe:` command, or a pattern that matches nothing; `key` is named.
     """
-    found: list[str] = []
+    shard_urls: list[str] = []
     for part in (pattern,) if isinstance(pattern, str) else pattern:
         if part.startswith("pipe:"):
             raise ConfigError(
@@ -30,18 +30,18 @@ def find_shards(pattern: str | tuple[str, ...], key: str = "shards") -> list[str
             raise ConfigError(
                 f"{key}: {part[:40]!r} is a document, not a shard. Name a folder, a glob, a brace range or a URL."
             )
-        if _count(part) > _MOST:
-            raise ConfigError(f"{key}: {part!r} means over {_MOST} shards; is a brace range too long?")
+        if _count(part) > _MAX_SHARDS:
+            raise ConfigError(f"{key}: {part!r} means over {_MAX_SHARDS} shards; is a brace range too long?")
         try:
             # A folder that is there is meant itself, whatever braces its name has.
             urls = [part] if "://" not in part and Path(part).exists() else expand_urls(part)
         except ValueError:  # braceexpand's
             raise ConfigError(f"{key}: {part!r} has a brace without its partner; write {{00000..00331}}") from None
         for url in urls:
-            found += _expand(url, key)
-    if not found:
+            shard_urls += _expand(url, key)
+    if not shard_urls:
         raise ConfigError(f"{key}: an empty list; name at least one folder, glob, brace range or URL")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(shard_urls))
 
 
 def _count(pattern: str) -> int:
@@ -51,7 +51,7 @@ def _count(pattern: str) -> int:
         ends = re.fullmatch(r"(\d+)\.\.(\d+)(?:\.\.\d+)?", inner)
         # Longer numbers than fit into one would take for ever to be counted.
         if ends and max(map(len, ends.groups())) > 18:
-            return _MOST + 1
+            return _MAX_SHARDS + 1
         total *= abs(int(ends[2]) - int(ends[1])) + 1 if ends else 1 + inner.count(",")
     # fsspec chains several addresses with `::`, each with braces of its own.
     return total * (1 + pattern.count("::"))
@@ -75,10 +75,10 @@ def _expand(url: str, key: str) -> list[str]:
         hits = []
     if not hits:
         raise ConfigError(f"{key}: {url!r} matches no shard; {_nearest(url)}")
-    return [protocol + str(hit) if protocol else _as_given(url, str(hit)) for hit in hits]
+    return [protocol + str(hit) if protocol else _keep_relative(url, str(hit)) for hit in hits]
 
 
-def _as_given(url: str, hit: str) -> str:
+def _keep_relative(url: str, hit: str) -> str:
     """fsspec answers with absolute paths; keep relative ones relative, so that a run folder can move with its data."""
     if Path(url).is_absolute():
         return hit

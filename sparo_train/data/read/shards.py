@@ -24,7 +24,7 @@ from ...core.config import free, setting
 from ...core.errors import BadSampleError, DataError
 from ...core.files import cache_folder, write_whole
 from ...core.untrusted import read_text
-from .remote import RemoteFile, attempt, filesystem_of
+from .remote import RemoteFile, filesystem_of, with_retries
 from .shard_lists import find_shards
 from .sources import SourceConfig, SourceKind
 from .storage import Storage
@@ -45,20 +45,20 @@ _COMPRESSED = {
     b"\xfd7zXZ\0": ("xz", "unxz"),
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
 }
-_LAYOUT, _BEFORE = -2, 7  # of an index file; the first one began with a size, which is never negative
+_LAYOUT, _HEADER_LENGTH = -2, 7  # of an index file; the first one began with a size, which is never negative
 
 
-def load_index(url: str, write_beside: bool = False) -> ShardIndex:
+def load_index(url: str, write_index: bool = False) -> ShardIndex:
     """The index of a shard: from beside it (where not older than the shard), from the cache, or by scanning it now.
 
     Args:
-        write_beside: scan in any case, and keep the index beside the shard.
+        write_index: scan in any case, and keep the index beside the shard.
 
     Raises:
         DataError: the shard cannot be opened, or is compressed. One that is no tar file has no samples and is not intact.
     """
     filesystem, path = filesystem_of(url)
-    info = attempt(url, lambda: filesystem.info(path))
+    info = with_retries(url, lambda: filesystem.info(path))
     if info["size"] is None:
         raise DataError(
             f"{url}: the server does not say how long it is, which reading by position needs. Copy it to a disk."
@@ -69,21 +69,21 @@ def load_index(url: str, write_beside: bool = False) -> ShardIndex:
     if local and not stat.S_ISREG(info["mode"]):
         raise DataError(f"{url}: is no regular file; a pipe or a device cannot be read by position")
     cached = _cache_file(url, size, stamp)
-    beside = Path(path + ".idx.npy") if local else cached
-    fresh = beside.exists() and (not local or beside.stat().st_mtime >= info["mtime"])
+    sidecar = Path(path + ".idx.npy") if local else cached
+    fresh = sidecar.exists() and (not local or sidecar.stat().st_mtime >= info["mtime"])
     # An index that is asked for is made anew: the old one may be what is wrong.
-    for candidate in [] if write_beside else ([beside] if fresh else []) + [cached]:
+    for candidate in [] if write_index else ([sidecar] if fresh else []) + [cached]:
         if candidate.exists() and (index := _read_index(candidate, size)) is not None:
             break
     else:
-        with attempt(url, lambda: Path(path).open("rb") if local else RemoteFile(url, size)) as stream:
-            index = attempt(url, lambda: scan(stream, size))  # type: ignore[arg-type]
+        with with_retries(url, lambda: Path(path).open("rb") if local else RemoteFile(url, size)) as stream:
+            index = with_retries(url, lambda: scan(stream, size))  # type: ignore[arg-type]
         try:
-            _write_index(beside if write_beside else cached, index, size)
+            _write_index(sidecar if write_index else cached, index, size)
         except OSError as error:  # a cache that cannot be written costs a scan per start, no more
-            if write_beside:
+            if write_index:
                 raise DataError(
-                    f"{beside}: cannot be written ({error}); index where you may write, or leave it to training"
+                    f"{sidecar}: cannot be written ({error}); index where you may write, or leave it to training"
                 ) from None
     if not len(index) and not index.intact:
         _refuse_compressed(url, size)
@@ -92,8 +92,8 @@ def load_index(url: str, write_beside: bool = False) -> ShardIndex:
 
 def _refuse_compressed(url: str, size: int) -> None:
     """Raise `DataError` for a file that begins as compressed ones do: a tar in it cannot be read by position."""
-    with attempt(url, lambda: _opened(url, size)) as stream:
-        begin = attempt(url, lambda: stream.read(6))
+    with with_retries(url, lambda: _open_stream(url, size)) as stream:
+        begin = with_retries(url, lambda: stream.read(6))
     for magic, (name, tool) in _COMPRESSED.items():
         if begin.startswith(magic):
             raise DataError(
@@ -101,7 +101,7 @@ def _refuse_compressed(url: str, size: int) -> None:
             )
 
 
-def _opened(url: str, size: int) -> BinaryIO:
+def _open_stream(url: str, size: int) -> BinaryIO:
     """A shard's stream; that of a server tries again where a read fails."""
     filesystem, path = filesystem_of(url)
     local = isinstance(filesystem, LocalFileSystem)
@@ -127,7 +127,7 @@ class ShardReader:
         start, end = int(offsets[ordinal]), int(offsets[ordinal + 1])
         stream = self._handle(url)
         if isinstance(stream, io.FileIO):
-            data = attempt(url, lambda: os.pread(stream.fileno(), end - start, start))
+            data = with_retries(url, lambda: os.pread(stream.fileno(), end - start, start))
         else:
             stream.seek(start)
             data = stream.read(end - start)
@@ -159,7 +159,7 @@ class ShardReader:
     def _handle(self, url: str) -> BinaryIO:
         if url not in self._handles:
             offsets = self.index(url).offsets
-            self._handles[url] = attempt(url, lambda: _opened(url, int(offsets[-1]) if len(offsets) else 0))
+            self._handles[url] = with_retries(url, lambda: _open_stream(url, int(offsets[-1]) if len(offsets) else 0))
             while len(self._handles) > _OPEN_SHARDS:
                 # Thousands of shards and a limit of 1,024 open files.
                 # The least recently used one: streams come back to the shards that they are in.
@@ -194,11 +194,19 @@ def _read_index(path: Path, size: int) -> ShardIndex | None:
         table = np.load(path, allow_pickle=False)
     except Exception:  # a damaged header is read as Python's own words, and raises whatever these may be
         return None
-    if table.ndim != 1 or table.dtype != np.int64 or len(table) < _BEFORE or table[0] != _LAYOUT or table[1] != size:
+    if (
+        table.ndim != 1
+        or table.dtype != np.int64
+        or len(table) < _HEADER_LENGTH
+        or table[0] != _LAYOUT
+        or table[1] != size
+    ):
         return None
-    offsets = table[_BEFORE:]
+    offsets = table[_HEADER_LENGTH:]
     good = not len(offsets) or (offsets[0] >= 0 and offsets[-1] <= size and bool((np.diff(offsets) > 0).all()))
-    return ShardIndex(offsets, bool(table[2]), table[3:_BEFORE].tobytes()) if good and len(offsets) != 1 else None
+    return (
+        ShardIndex(offsets, bool(table[2]), table[3:_HEADER_LENGTH].tobytes()) if good and len(offsets) != 1 else None
+    )
 
 
 def _write_index(path: Path, index: ShardIndex, size: int) -> None:
@@ -227,10 +235,10 @@ class Shard(Storage):
     def read(self, number: int) -> tuple[str, dict[str, bytes]]:
         return process_reader().read(self.url, number)
 
-    def seen(self) -> str:
+    def sampled_hash(self) -> str:
         return self.index.digest.hex()
 
-    def content(self) -> str | None:
+    def content_hash(self) -> str | None:
         return recorded_hash(self.url)
 
     def read_ahead(self, first: int, last: int) -> None:
@@ -240,11 +248,11 @@ class Shard(Storage):
 def recorded_hash(url: str) -> str | None:
     """The SHA-256 of a local shard's content that `sparo data check --hash` wrote beside it, where the shard was not written since."""
     path = Path(url)
-    beside = path.with_name(f"{path.name}.sha256")
+    sidecar = path.with_name(f"{path.name}.sha256")
     try:
-        if "://" in url or beside.stat().st_mtime < path.stat().st_mtime:
+        if "://" in url or sidecar.stat().st_mtime < path.stat().st_mtime:
             return None
-        words = read_text(beside, DataError, 4096).split()
+        words = read_text(sidecar, DataError, 4096).split()
     except (OSError, DataError):
         return None
     return words[0] if words and re.fullmatch(r"[0-9a-f]{64}", words[0]) else None
@@ -262,13 +270,13 @@ def record_hash(url: str) -> str:
         with filesystem.open(path, "rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
 
-    found = attempt(url, digest)
+    sha256 = with_retries(url, digest)
     try:
         if isinstance(filesystem, LocalFileSystem):
-            write_whole(Path(path + ".sha256"), f"{found}  {Path(path).name}\n")
+            write_whole(Path(path + ".sha256"), f"{sha256}  {Path(path).name}\n")
     except OSError as error:
         raise DataError(f"{path}.sha256: cannot be written ({error})") from None
-    return found
+    return sha256
 
 
 _readers: dict[int, ShardReader] = {}  # by process: a fork must not move the places of its parent's streams
@@ -285,14 +293,14 @@ def close_reader() -> None:
         reader.close()
 
 
-def _open(config: ShardsConfig, key: str, write_beside: bool) -> list[Shard]:
+def _open_shards(config: ShardsConfig, key: str, write_index: bool) -> list[Shard]:
     """All shards, indexed 16 at a time."""
     urls = find_shards(config.shards, f"{key}.shards")
     # Threads wait for disks and servers; the scan itself is short.
     with ThreadPoolExecutor(16) as pool:
         return [
-            Shard(url, i) for url, i in zip(urls, pool.map(lambda u: load_index(u, write_beside), urls), strict=True)
+            Shard(url, i) for url, i in zip(urls, pool.map(lambda u: load_index(u, write_index), urls), strict=True)
         ]
 
 
-SOURCE = SourceKind(ShardsConfig, _open)
+SOURCE = SourceKind(ShardsConfig, _open_shards)

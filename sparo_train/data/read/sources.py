@@ -11,7 +11,7 @@ from pydantic import field_validator
 
 from ...core.config import Frozen, between, free, setting
 from ...core.errors import DataError
-from ...core.plugins import Open
+from ...core.plugins import FromRegistry
 from ...core.tables import SOURCES
 from .decoding import PixelRange
 from .storage import Storage
@@ -54,13 +54,13 @@ class SourceKind(NamedTuple):
     open: Callable[[Any, str, bool], Sequence[Storage]]
 
 
-def named(block: Mapping[str, Any]) -> Mapping[str, Any]:
+def infer_kind(block: Mapping[str, Any]) -> Mapping[str, Any]:
     """A block that names no kind is told by its `shards` or `folder`; resolved recipes of older versions have both, one of them null."""
-    given = [key for key in ("shards", "folder") if block.get(key) is not None]
-    if len(given) != 1:
+    present_keys = [key for key in ("shards", "folder") if block.get(key) is not None]
+    if len(present_keys) != 1:
         raise ValueError("give shards or folder, one of them")
     return {
-        "kind": given[0],
+        "kind": present_keys[0],
         **{key: v for key, v in block.items() if v is not None or key not in ("shards", "folder")},
     }
 
@@ -71,7 +71,7 @@ PAIR_KEYS = ("crop_scale", "hflip", "trim_text")  # of `DataConfig`, read for im
 class DataConfig(Frozen):
     """What is read, in which order, and how it is treated."""
 
-    sources: dict[str, Annotated[Any, Open(SOURCES, default=named)]] = setting(
+    sources: dict[str, Annotated[Any, FromRegistry(SOURCES, default=infer_kind)]] = setting(
         ..., "by name, each a row of sparo.sources", min_length=1
     )
     workers: int = free(2, "processes per rank that read and prepare; 0: the training process itself", ge=0, le=256)
@@ -94,12 +94,12 @@ class DataConfig(Frozen):
     max_bad_share_after: int = free(1000, "samples tried before the share is judged", ge=1)
 
 
-class Damage(NamedTuple):
+class DamagedShard(NamedTuple):
     """A shard that breaks off or cannot be read, and about how many samples that loses (others of the source are whole)."""
 
     url: str
     reason: str
-    lost: int
+    lost_samples: int
 
 
 class Source(NamedTuple):
@@ -113,23 +113,25 @@ class Source(NamedTuple):
     def samples(self) -> int:
         return sum(map(len, self.storages))
 
-    def broken(self) -> list[Damage]:
+    def broken(self) -> list[DamagedShard]:
         """Storages that are not whole. What they lost is estimated from the median of those that are; where none is, as much as is left."""
         # The median: one shard that is short by design does not make the others look damaged.
         whole = sorted(len(storage) for storage in self.storages if storage.intact)
         usual = whole[len(whole) // 2] if whole else 0
         return [
-            Damage(s.url, "truncated tar" if len(s) else "unreadable tar", max(1, usual - len(s) if whole else len(s)))
+            DamagedShard(
+                s.url, "truncated tar" if len(s) else "unreadable tar", max(1, usual - len(s) if whole else len(s))
+            )
             for s in self.storages
             if not s.intact
         ]
 
 
-def open_source(name: str, config: SourceConfig, write_beside: bool = False, block: str = "data.sources") -> Source:
+def open_source(name: str, config: SourceConfig, write_index: bool = False, block: str = "data.sources") -> Source:
     """Find and index what a source holds; `block` is where a recipe names it, empty where none does. Raises `DataError` where there is no
     sample."""
     key = f"{block}.{name}" if block else name
-    source = Source(name, config, SOURCES.row(config.kind).open(config, key, write_beside))
+    source = Source(name, config, SOURCES.get(config.kind).open(config, key, write_index))
     if not source.samples:
         first = source.storages[0].url if source.storages else config.kind
         why = "".join(f" ({damage.reason})" for damage in source.broken()[:1])
@@ -140,13 +142,13 @@ def open_source(name: str, config: SourceConfig, write_beside: bool = False, blo
 def fingerprint(sources: list[Source]) -> dict[str, Any]:
     """What a cursor belongs to: per source its shard names and counts, what was seen of their content, with readable totals.
 
-    `seen`: names, sizes, small members and a piece of large ones; where a file lies and when it was written is no part of it. A
+    `sampled_hashes`: names, sizes, small members and a piece of large ones; where a file lies and when it was written is no part of it. A
     large member that differs elsewhere in the same length is not noticed, but by `content`: hashes of all of it, where every
     storage has one on record (`sparo data check --hash`).
     """
     out: dict[str, Any] = {}
     for source in sources:
-        contents = [s.content() for s in source.storages]
+        content_hashes = [s.content_hash() for s in source.storages]
         out[source.name] = {
             "shards": len(source.storages),
             "samples": source.samples,
@@ -154,10 +156,10 @@ def fingerprint(sources: list[Source]) -> dict[str, Any]:
             # Names without their folder: data may be moved between two starts.
             "sha256": _hash(f"{Path(s.url).name} {len(s)} {s.digest()}".rstrip() for s in source.storages),
         }
-        if any(seen := [s.seen() for s in source.storages]):
-            out[source.name]["seen"] = _hash(seen)
-        if all(contents):
-            out[source.name]["content"] = _hash(map(str, contents))
+        if any(sampled_hashes := [s.sampled_hash() for s in source.storages]):
+            out[source.name]["seen"] = _hash(sampled_hashes)
+        if all(content_hashes):
+            out[source.name]["content"] = _hash(map(str, content_hashes))
     return out
 
 

@@ -33,10 +33,10 @@ class Storage(ABC):
         """What the data's fingerprint depends on beside name and length."""
         return ""
 
-    def seen(self) -> str:
+    def sampled_hash(self) -> str:
         """What was looked at of the content on the way to the index, hashed; empty where nothing was."""
         return ""
 
-    def content(self) -> str | None:
+    def content_hash(self) -> str | None:
         """Hash of all of it, where one was recorded; the fingerprint then holds it, too."""
         return None

@@ -17,7 +17,7 @@ import numpy as np
 
 BLOCK = 512
 _SMALL, _SAMPLE = 4096, 64  # bytes: of a member that is looked at whole, and of what is looked at in others
-_MOST_EXTENDED = 1 << 20  # bytes of a long name or a pax header; real ones have some hundred
+_MAX_EXTENDED_BYTES = 1 << 20  # bytes of a long name or a pax header; real ones have some hundred
 _EXTENDED = (
     tarfile.XHDTYPE,
     tarfile.XGLTYPE,
@@ -51,12 +51,12 @@ class _Header(tarfile.TarInfo):
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
         header = super().frombuf(buf, encoding, errors)
         # Hostile headers announce terabytes of name; tarfile would ask for them.
-        if header.size < 0 or (header.type in _EXTENDED and header.size > _MOST_EXTENDED):
+        if header.size < 0 or (header.type in _EXTENDED and header.size > _MAX_EXTENDED_BYTES):
             raise tarfile.InvalidHeaderError(f"a size of {header.size}")  # pyright: ignore[reportAttributeAccessIssue]
         return header
 
 
-class _Within(io.RawIOBase):
+class _BoundedStream(io.RawIOBase):
     """`size` bytes of a stream; what lies behind them cannot be asked for."""
 
     def __init__(self, stream: IO[bytes], size: int):
@@ -82,7 +82,7 @@ def _members(stream: IO[bytes], size: int) -> Iterator[tuple[tarfile.TarInfo | N
     Raises:
         DAMAGE: these are no headers.
     """
-    with tarfile.TarFile(fileobj=_Within(stream, size), tarinfo=_Header, errors="surrogateescape") as tar:
+    with tarfile.TarFile(fileobj=_BoundedStream(stream, size), tarinfo=_Header, errors="surrogateescape") as tar:
         end = 0
         while (member := tar.next()) is not None:
             tar.members = []  # tarfile would keep them all  # pyright: ignore[reportAttributeAccessIssue]
@@ -97,7 +97,7 @@ def _members(stream: IO[bytes], size: int) -> Iterator[tuple[tarfile.TarInfo | N
 def scan(stream: IO[bytes], size: int) -> ShardIndex:
     """Walk the headers of a tar of `size` bytes and note where each sample begins; never raises for what it finds there."""
     offsets: list[int] = []
-    key, at, intact, broken_at, seen = None, 0, False, 0, hashlib.sha256()
+    key, at, intact, broken_at, hasher = None, 0, False, 0, hashlib.sha256()
     try:
         for member, end in _members(stream, size):
             if member is None:
@@ -117,15 +117,17 @@ def scan(stream: IO[bytes], size: int) -> ShardIndex:
                 key = group[0]
                 offsets.append(member.offset)
             at = end
-            seen.update(f"{member.name} {member.size}\n".encode(errors="surrogateescape") + _sampled(stream, member))
+            hasher.update(
+                f"{member.name} {member.size}\n".encode(errors="surrogateescape") + _content_sample(stream, member)
+            )
     except DAMAGE:
         intact = False
     if not intact and broken_at < size and offsets:
         at = offsets.pop()  # the sample the file breaks off in is not whole
-    return ShardIndex(np.asarray([*offsets, at] if offsets else [], dtype=np.int64), intact, seen.digest())
+    return ShardIndex(np.asarray([*offsets, at] if offsets else [], dtype=np.int64), intact, hasher.digest())
 
 
-def _sampled(stream: IO[bytes], member: tarfile.TarInfo) -> bytes:
+def _content_sample(stream: IO[bytes], member: tarfile.TarInfo) -> bytes:
     """A small member whole (captions, labels); of a large one its middle, which no two pictures have alike."""
     # The middle: the beginnings of pictures of one camera are alike.
     if member.size > _SMALL:
@@ -152,19 +154,19 @@ def unpack(data: bytes) -> tuple[str, dict[str, bytes]]:
         ValueError: these are not the whole members of one sample.
     """
     # An episode has a hundred members, and tarfile takes its time with each; whatever is not plain is left to it.
-    return _unpacked_plain(data) or unpack_any(data)
+    return _unpack_plain(data) or unpack_any(data)
 
 
-def _unpacked_plain(data: bytes) -> tuple[str, dict[str, bytes]] | None:
+def _unpack_plain(data: bytes) -> tuple[str, dict[str, bytes]] | None:
     """The same of plain files with short names, whole and of one key; None where anything is otherwise."""
     at, key, fields = 0, "", dict[str, bytes]()
     while at < len(data):
         head = data[at : at + BLOCK]
-        size, told = _OCTAL.fullmatch(head[124:136]), _OCTAL.fullmatch(head[148:156])
+        size, checksum = _OCTAL.fullmatch(head[124:136]), _OCTAL.fullmatch(head[148:156])
         name, _, rest = head[:100].partition(b"\0")
         if (
             size is None
-            or told is None
+            or checksum is None
             or head[156:157] not in (b"\0", b"0")
             # Anything but the plainest form is left to tarfile, which knows all of them.
             or head[257:262] != b"ustar"
@@ -176,7 +178,7 @@ def _unpacked_plain(data: bytes) -> tuple[str, dict[str, bytes]] | None:
         # The sum is of all bytes, with spaces in its own place.
         summed = sum(head) - sum(head[148:156]) + 8 * 32
         length = int(size[1], 8)
-        if len(head) < BLOCK or summed != int(told[1], 8) or group is None or name.endswith(b"/"):
+        if len(head) < BLOCK or summed != int(checksum[1], 8) or group is None or name.endswith(b"/"):
             return None
         begin = at + BLOCK
         at = begin + -(-length // BLOCK) * BLOCK

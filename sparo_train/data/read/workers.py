@@ -32,7 +32,7 @@ _STUCK = {
 _PATIENCE = 1.0  # seconds that the end of a worker may take to be known
 
 
-def in_workers(
+def iterate_in_workers(
     dataset: Dataset[Any],
     workers: int,
     collate: Callable[[Any], Any],
@@ -72,13 +72,13 @@ def in_workers(
         worker_init_fn=_start_worker,
         generator=torch.Generator(),  # its own: a loader's start must not move the training's random stream
     )
-    with _deaths_unheard():
+    with _restore_sigchld_handler():
         parts = iter(loader)
     # Workers ignore SIGTERM, which is how multiprocessing would end those of a process that exits without closing us.
     # By a weak reference: this function must not keep the loader alive that it ends.
     end = functools.partial(_kill, weakref.ref(parts))
     if workers:
-        parts._workers_done_event = _End(end)  # pyright: ignore[reportAttributeAccessIssue]
+        parts._workers_done_event = _KillWorkersEvent(end)  # pyright: ignore[reportAttributeAccessIssue]
     atexit.register(end)
     stuck = Counter[tuple[int, str]]()
     try:
@@ -92,7 +92,7 @@ def in_workers(
                 if str(error).startswith("DataLoader timed out"):  # which leaves it as it was
                     _refuse_stuck(parts, stuck)
                     continue
-                if (lost := _lost(parts)) is not None:
+                if (lost := _worker_lost_error(parts)) is not None:
                     raise lost from None
                 raise
             if isinstance(item, SparoError):
@@ -105,7 +105,7 @@ def in_workers(
         atexit.unregister(end)
 
 
-class _End(threading.Event):
+class _KillWorkersEvent(threading.Event):
     """In place of the event that torch shares with workers, whose lock is never given back by one that is killed while it asks."""
 
     def __init__(self, kill: Callable[[], None]):
@@ -118,7 +118,7 @@ class _End(threading.Event):
         super().set()
 
 
-def _lost(parts: Iterator[Any]) -> WorkerLostError | None:
+def _worker_lost_error(parts: Iterator[Any]) -> WorkerLostError | None:
     """What became of the workers, where one of them has ended by itself; its connection may break before its end is known."""
     workers, dead, end = getattr(parts, "_workers", []), [], time.monotonic() + _PATIENCE
     while workers and not dead and time.monotonic() < end:
@@ -164,7 +164,7 @@ def state_of(pid: int) -> str:
 
 
 @contextmanager
-def _deaths_unheard() -> Iterator[None]:
+def _restore_sigchld_handler() -> Iterator[None]:
     """Undo the handler of SIGCHLD that torch sets: it raises wherever the program stands, in the middle of a step, too.
 
     A death is noticed all the same, within five seconds, by whoever waits for the next item.

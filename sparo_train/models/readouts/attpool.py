@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from ...core.config import setting
 from ..slots import Placement, Slots, TwinReadOut
-from .separate_heads import SeparateHeads, shown
+from .separate_heads import SeparateHeads, optional_attention
 
 
 class AttPoolReadOut(TwinReadOut):
     """AttPool of the paper's Table 6, and its rows up to SPARO, on both towers."""
 
     kind: Literal["attpool"] = setting("attpool", "a row of sparo.readouts")
-    untold: ClassVar[str] = "norms as without readout.normalize, which shapes do not tell"
+    inference_note: ClassVar[str] = "norms as without readout.normalize, which shapes do not tell"
     slots: int = setting(64, "L, queries, each with a head of its own", gt=0)
     slot_width: int = setting(64, "V, numbers of a slot and of a head", gt=0)
     cross_attention: Literal["multi_head", "separate_head"] = setting(
@@ -95,7 +95,7 @@ class AttPool(SeparateHeads):
     def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
         """Tokens (B, N, d) to slots (B, L, V); attention is each head's, before they are mixed."""
         read, attention = self.attend(tokens, keep)
-        return Slots(self._after(read), shown(attention, need_attention))
+        return Slots(self._after(read), optional_attention(attention, need_attention))
 
     def plain(self, tokens: Tensor, keep: Tensor | None = None) -> Slots:
         """With keys and values of every token. Same parameters, same result, slower."""

@@ -18,7 +18,7 @@ class CocaReadOut(TwinReadOut):
     """open_clip's `attentional_pool` on the image tower, and on the text tower where asked. `embed_dim` is a multiple of `heads`."""
 
     kind: Literal["coca"] = setting("coca", "a row of sparo.readouts")
-    untold: ClassVar[str] = "8 attention heads, which shapes do not tell"
+    inference_note: ClassVar[str] = "8 attention heads, which shapes do not tell"
     queries: int = setting(1, "learned queries (open_clip's CoCa: 256, for a decoder that reads all but one)", gt=0)
     heads: int = setting(8, "attention heads; divides embed_dim", gt=0)
     text: bool = setting(False, "texts are read by one, too; false: EOS, as in CoCa")

@@ -22,7 +22,7 @@ class EfficientReadOut(TwinReadOut):
     """EP on every tower. As published an encoding is one vector: its slots get no norm of their own."""
 
     kind: Literal["ep"] = setting("ep", "a row of sparo.readouts")
-    untold: ClassVar[str] = "class token not attended, which shapes do not tell"
+    inference_note: ClassVar[str] = "class token not attended, which shapes do not tell"
     slots: int = setting(32, "learned queries", gt=0)
     slot_width: int = setting(24, "numbers that a query reads (published: width / slots)", gt=0)
     attend_cls: bool = setting(False, "the image's class token is one of the positions that are attended to")

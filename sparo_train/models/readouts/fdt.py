@@ -22,7 +22,7 @@ class FdtReadOut(TwinReadOut):
     """FDT on both towers with one codebook."""
 
     kind: Literal["fdt"] = setting("fdt", "a row of sparo.readouts")
-    untold: ClassVar[str] = "scores over a temperature of 1000, which shapes do not tell"
+    inference_note: ClassVar[str] = "scores over a temperature of 1000, which shapes do not tell"
     codes: int = setting(16384, "codes of the codebook", gt=0)
     width: int = setting(512, "numbers of a code and of an encoding", gt=0)
     temperature: float = setting(1000.0, "that scores are divided by before sparsemax", gt=0)
@@ -78,6 +78,6 @@ def sparsemax(scores: Tensor) -> Tensor:
     count = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
     sums = falling.cumsum(dim=-1)
     # How many of the largest scores are above the threshold that they themselves define.
-    kept = (1 + count * falling > sums).sum(dim=-1, keepdim=True)
-    threshold = (sums.gather(-1, kept - 1) - 1) / kept
+    support_size = (1 + count * falling > sums).sum(dim=-1, keepdim=True)
+    threshold = (sums.gather(-1, support_size - 1) - 1) / support_size
     return (scores - threshold).clamp(min=0)

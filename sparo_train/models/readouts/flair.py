@@ -21,7 +21,7 @@ class FlairReadOut(ReadOutConfig):
     """The image's class token, whose patches a text can pool; texts keep EOS. CLIP with loss.kind=sigmoid alone. `embed_dim` is a multiple of `heads`."""
 
     kind: Literal["flair"] = setting("flair", "a row of sparo.readouts")
-    untold: ClassVar[str] = "8 attention heads, which shapes do not tell"
+    inference_note: ClassVar[str] = "8 attention heads, which shapes do not tell"
     reads_cls: ClassVar[bool] = True
     conditioned: ClassVar[bool] = True
     heads: int = setting(8, "attention heads; divides embed_dim", gt=0)
@@ -55,10 +55,10 @@ class FlairPool(ReadOut):
 
     def conditioned(self, patches: Tensor, texts: Tensor) -> Tensor:
         """Pool projected patches (B, N, D) by projected texts (T, D), both before normalization, into (B, T, D)."""
-        return pooled_by_text(list(self.parameters()), self.heads, patches, texts)
+        return pool_by_text(list(self.parameters()), self.heads, patches, texts)
 
 
-def pooled_by_text(own: Sequence[Tensor], heads: int, patches: Tensor, texts: Tensor) -> Tensor:
+def pool_by_text(own: Sequence[Tensor], heads: int, patches: Tensor, texts: Tensor) -> Tensor:
     """`FlairPool.conditioned` with the values of its parameters, in their order, given apart: an engine may keep them elsewhere."""
     in_weight, in_bias, out_weight, out_bias, *norms = own
     width = patches.shape[-1]

@@ -14,7 +14,7 @@ class TokenReadOut(NoReadOut):
     """CLIP as published: the image's CLS token and the text's EOS token, each through a linear projection."""
 
     kind: Literal["token"] = setting("token", "a row of sparo.readouts")
-    untold: ClassVar[str] = "a mean over patches, gap, has the same shapes"
+    inference_note: ClassVar[str] = "a mean over patches, gap, has the same shapes"
 
 
 class ClsReadOut(NoReadOut):

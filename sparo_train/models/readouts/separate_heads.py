@@ -196,6 +196,6 @@ class SeparateHeads(ReadOut):
         )
 
 
-def shown(attention: Tensor, need_attention: bool) -> Tensor | None:
+def optional_attention(attention: Tensor, need_attention: bool) -> Tensor | None:
     """Attention maps as `Slots` gives them: in fp32 at least, or None where nobody asked."""
     return attention.to(torch.promote_types(attention.dtype, torch.float32)) if need_attention else None

@@ -22,7 +22,7 @@ class MapReadOut(TwinReadOut):
     """
 
     kind: Literal["map"] = setting("map", "a row of sparo.readouts")
-    untold: ClassVar[str] = "class token attended and heads of 64 numbers, which shapes do not tell"
+    inference_note: ClassVar[str] = "class token attended and heads of 64 numbers, which shapes do not tell"
     head_width: int = setting(64, "numbers of an attention head; divides a tower's width", gt=0)
     mlp_ratio: float = setting(4.0, "width of the MLP over the tower's", gt=0)
     attend_cls: bool = setting(True, "the image's class token is one of the positions that are attended to")

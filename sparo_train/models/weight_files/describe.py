@@ -21,10 +21,10 @@ from ..clip_config import BACKBONES, OPENAI_MEAN, OPENAI_STD, ClipConfig
 IMPORT_FIRST = "import sparo_train.openclip first (it comes with sparo)"
 CONFIG_KEY = "sparo_config"  # in a `.pt` of ours: the model's description as plain values
 # How images are shown to every CLIP here; open_clip's words for it.
-_SHOWN = {"mode": "RGB", "interpolation": "bicubic", "resize_mode": "shortest"}
+_PREPROCESS = {"mode": "RGB", "interpolation": "bicubic", "resize_mode": "shortest"}
 
 
-class Described(NamedTuple):
+class ModelDescription(NamedTuple):
     """A model, and what pixels in 0..1 are normalised with before it."""
 
     config: ClipConfig
@@ -32,31 +32,31 @@ class Described(NamedTuple):
     std: tuple[float, ...] = OPENAI_STD
 
 
-def read_config(found: Any, path: Path) -> Described | None:
+def read_config(content: Any, path: Path) -> ModelDescription | None:
     """Return the description in a file's content (`read_raw`) or in the `open_clip_config.json` beside the file; None without one.
 
     Raises:
         CheckpointError: the described model preprocesses images in another way than ours.
         ConfigError: the description is not one of ours.
     """
-    if not isinstance(found, Mapping) or CONFIG_KEY not in found:
-        beside = path.parent / "open_clip_config.json"
-        return read_export(beside) if beside.is_file() else None
-    told, origin = found[CONFIG_KEY], f"{path}: {CONFIG_KEY}"
-    if not isinstance(told, dict) or "model" not in told:  # as it was written before it had mean and std
-        return Described(resolve(ClipConfig, told, origin))
-    return Described(resolve(ClipConfig, told["model"], origin), *told_pixels(told, origin))
+    if not isinstance(content, Mapping) or CONFIG_KEY not in content:
+        config_path = path.parent / "open_clip_config.json"
+        return read_export(config_path) if config_path.is_file() else None
+    description, origin = content[CONFIG_KEY], f"{path}: {CONFIG_KEY}"
+    if not isinstance(description, dict) or "model" not in description:  # as it was written before it had mean and std
+        return ModelDescription(resolve(ClipConfig, description, origin))
+    return ModelDescription(resolve(ClipConfig, description["model"], origin), *parse_mean_std(description, origin))
 
 
-def told_pixels(told: Any, origin: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def parse_mean_std(description: Any, origin: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and std of a description of ours. Raises `CheckpointError` where it says none of three colours."""
     try:
-        return _of_channels(told["mean"]), _of_channels(told["std"], above=0)
+        return _per_channel(description["mean"]), _per_channel(description["std"], above=0)
     except (KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"{origin}: says no mean and std of three colours ({error!r})") from None
 
 
-def read_export(path: Path) -> Described:
+def read_export(path: Path) -> ModelDescription:
     """What an `open_clip_config.json` says.
 
     Raises:
@@ -67,27 +67,27 @@ def read_export(path: Path) -> Described:
         content = read_json(path, dict, CheckpointError)
         cfg, preprocess = content["model_cfg"], content.get("preprocess_cfg", {})
         # Weights would load and scores be plausible: nothing else says that images were squashed.
-        odd = {k: v for k, v in preprocess.items() if k in _SHOWN and v not in (None, _SHOWN[k])}
-        found = Described(
+        odd = {k: v for k, v in preprocess.items() if k in _PREPROCESS and v not in (None, _PREPROCESS[k])}
+        description = ModelDescription(
             from_model_cfg(cfg, str(path)),
-            _of_channels(preprocess.get("mean") or OPENAI_MEAN),
-            _of_channels(preprocess.get("std") or OPENAI_STD, above=0),
+            _per_channel(preprocess.get("mean") or OPENAI_MEAN),
+            _per_channel(preprocess.get("std") or OPENAI_STD, above=0),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not an open_clip config ({error!r})") from None
     for key, value in odd.items():
         raise CheckpointError(
-            f"{path}: preprocess_cfg.{key}={value!r}, and images are shown as {_SHOWN[key]!r} here; "
+            f"{path}: preprocess_cfg.{key}={value!r}, and images are shown as {_PREPROCESS[key]!r} here; "
             "give its weights to open_clip's own model: open_clip:NAME@FILE"
         )
-    return found
+    return description
 
 
-def _of_channels(given: Any, above: float = -math.inf) -> tuple[float, ...]:
+def _per_channel(value: Any, above: float = -math.inf) -> tuple[float, ...]:
     """Three numbers; one alone is that of all, as open_clip has it. Raises `ValueError` or `TypeError`."""
-    numbers = tuple(map(float, given if isinstance(given, list | tuple) else [given] * 3))
+    numbers = tuple(map(float, value if isinstance(value, list | tuple) else [value] * 3))
     if len(numbers) != 3 or not all(above < number < math.inf for number in numbers):
-        raise ValueError(f"{given!r} is no number of each colour")
+        raise ValueError(f"{value!r} is no number of each colour")
     return numbers
 
 
@@ -179,7 +179,7 @@ def _blocks(state: Mapping[str, Tensor], tower: str) -> int:
 def _readout_of(state: Mapping[str, Tensor], replaced: int) -> dict[str, Any]:
     """Return the `readout` block of a CLIP: of both towers where their head widths differ or texts have none."""
     readout = infer_readout(state, "visual.", replaced) or {"kind": "token"}
-    keys = READOUTS.row(readout["kind"]).model_fields
+    keys = READOUTS.get(readout["kind"]).model_fields
     if "text" in keys:
         readout["text"] = any(name.startswith(f"text.{readout['kind']}.") for name in state)
     if "text_head_width" in keys:
@@ -204,8 +204,8 @@ def _heads_by_size(width: int, layers: int, text_width: int, text_layers: int, m
     """
     published = _published_heads()
     for more, text_more in ((0, 0), (1, 1), (1, 0)) if may_replace else ((0, 0),):
-        if found := published.get((width, layers + more, text_width, text_layers + text_more)):
-            return found
+        if heads := published.get((width, layers + more, text_width, text_layers + text_more)):
+            return heads
     return None
 
 
@@ -215,15 +215,15 @@ def _published_heads() -> dict[tuple[int, int, int, int], _Heads]:
 
     Sizes that are listed with two numbers of heads are left out.
     """
-    found: dict[tuple[int, int, int, int], set[_Heads]] = {}
-    told = [open_clip.get_model_config(name) or {} for name in open_clip.list_models()]
-    told += [{"vision_cfg": vision, "text_cfg": text} for vision, text, _ in BACKBONES.values()]
-    for cfg in told:
+    heads_by_size: dict[tuple[int, int, int, int], set[_Heads]] = {}
+    configs = [open_clip.get_model_config(name) or {} for name in open_clip.list_models()]
+    configs += [{"vision_cfg": vision, "text_cfg": text} for vision, text, _ in BACKBONES.values()]
+    for cfg in configs:
         v, t = cfg.get("vision_cfg", {}), cfg.get("text_cfg", {})
         sizes = (v.get("width"), v.get("layers"), t.get("width"), t.get("layers"))
         if all(isinstance(size, int) for size in sizes) and isinstance(t.get("heads"), int):
-            found.setdefault(sizes, set()).add(_Heads(sizes[0] // v.get("head_width", 64), t["heads"]))
-    return {sizes: heads.pop() for sizes, heads in found.items() if len(heads) == 1}
+            heads_by_size.setdefault(sizes, set()).add(_Heads(sizes[0] // v.get("head_width", 64), t["heads"]))
+    return {sizes: heads.pop() for sizes, heads in heads_by_size.items() if len(heads) == 1}
 
 
 def infer_readout(state: Mapping[str, Tensor], prefix: str, replaced: int) -> dict[str, Any] | None:
@@ -236,5 +236,5 @@ def infer_readout(state: Mapping[str, Tensor], prefix: str, replaced: int) -> di
     for kind in (kind for kind in READOUTS.names() if kind in parts):
         own = f"{prefix}{kind}."
         weights = {name.removeprefix(own): value for name, value in state.items() if name.startswith(own)}
-        return {"kind": kind, **READOUTS.row(kind).infer(weights, replaced)}
+        return {"kind": kind, **READOUTS.get(kind).infer(weights, replaced)}
     return None

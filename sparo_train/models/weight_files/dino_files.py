@@ -18,8 +18,8 @@ from ...core.errors import CheckpointError, ConfigError, did_you_mean
 from ...core.files import whole_file
 from ...core.tables import READOUTS
 from ..vit_config import ARCHS, IMAGENET_MEAN, IMAGENET_STD, VitConfig
-from .describe import CONFIG_KEY, infer_readout, told_pixels
-from .raw import bare, state_of
+from .describe import CONFIG_KEY, infer_readout, parse_mean_std
+from .raw import state_of, strip_wrapper_prefixes
 
 _HEADS = {(arch["width"], arch["depth"]): arch["heads"] for arch in ARCHS.values()}
 _DINOV2 = ("mask_token", "register_tokens", "blocks.0.ls1.gamma")  # names that DINO's models do not have
@@ -67,7 +67,9 @@ def read_dino(raw: Mapping[str, Any], origin: str, key: str | None = None) -> Di
     _refuse_dinov2(backbone, origin)
     described = raw.get(CONFIG_KEY)
     config = None if described is None else resolve(VitConfig, described["model"], f"{origin}: {CONFIG_KEY}")
-    pixels = (IMAGENET_MEAN, IMAGENET_STD) if described is None else told_pixels(described, f"{origin}: {CONFIG_KEY}")
+    pixels = (
+        (IMAGENET_MEAN, IMAGENET_STD) if described is None else parse_mean_std(described, f"{origin}: {CONFIG_KEY}")
+    )
     return DinoFile(backbone, config, pixels, origin)
 
 
@@ -105,16 +107,16 @@ def vit_config(file: DinoFile, name: str | None = None) -> tuple[VitConfig, str]
         "mlp_ratio": weights["blocks.0.mlp.fc1.weight"].shape[0] / width,
         "readout": {"kind": "cls"},
     }
-    said = (
+    note = (
         f"{file.origin}: taken for a backbone of DINO, told from the shapes: ViT {width}x{blocks} with patches of {patch} and {heads} "
         "heads (for one of timm's write timm:NAME@FILE)"
     )
     if readout := infer_readout(weights, "", 1):
         readout.pop("embed_dim", None)  # a backbone's is its width
-        replaced = READOUTS.row(readout["kind"]).model_validate(readout).placement.replaced
+        replaced = READOUTS.get(readout["kind"]).model_validate(readout).placement.replaced
         tree |= {"depth": blocks + replaced, "readout": readout}
-        said += f", {readout['kind'].upper()} in place of {replaced} more block(s), behind `norm`"
-    return VitConfig.model_validate(tree), said
+        note += f", {readout['kind'].upper()} in place of {replaced} more block(s), behind `norm`"
+    return VitConfig.model_validate(tree), note
 
 
 def write_dino(
@@ -146,9 +148,9 @@ def write_dino(
 
 
 def _backbone_name(name: str) -> str:
-    name = bare(name)
+    name = strip_wrapper_prefixes(name)
     while name.startswith("backbone."):
-        name = bare(name.removeprefix("backbone."))
+        name = strip_wrapper_prefixes(name.removeprefix("backbone."))
     return name
 
 
@@ -169,16 +171,16 @@ def dinov2_as_timm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     if "mask_token" not in state and "register_tokens" not in state:
         return dict(state)
-    found = {
+    timm_state = {
         name.replace("mlp.w12.", "mlp.fc1.").replace("mlp.w3.", "mlp.fc2."): value
         for name, value in state.items()
         if name != "mask_token"
     }
-    if "register_tokens" in found:
-        found["reg_token"] = found.pop("register_tokens")
-        positions = found["pos_embed"]
-        found["cls_token"], found["pos_embed"] = found["cls_token"] + positions[:, :1], positions[:, 1:]
-    return found
+    if "register_tokens" in timm_state:
+        timm_state["reg_token"] = timm_state.pop("register_tokens")
+        positions = timm_state["pos_embed"]
+        timm_state["cls_token"], timm_state["pos_embed"] = timm_state["cls_token"] + positions[:, :1], positions[:, 1:]
+    return timm_state
 
 
 def backbone_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -71,21 +71,21 @@ def state_of(raw: Any, origin: str | Path, key: str | None = None) -> dict[str, 
     Raises:
         CheckpointError: none or several differing ones, or two tensors that have one name without prefixes.
     """
-    chosen = _chosen(raw, str(origin), key)
-    found: dict[str, Tensor] = {}
-    before: dict[str, str] = {}
-    for name, value in chosen.items():
-        short = bare(str(name))
-        if short in found:
+    raw_state = _select_state(raw, str(origin), key)
+    state: dict[str, Tensor] = {}
+    original_names: dict[str, str] = {}
+    for name, value in raw_state.items():
+        short = strip_wrapper_prefixes(str(name))
+        if short in state:
             raise CheckpointError(
-                f"{origin}: two tensors have one name without wrappers' prefixes, got {before[short]} and {name}. "
+                f"{origin}: two tensors have one name without wrappers' prefixes, got {original_names[short]} and {name}. "
                 "Save the model's own state_dict."
             )
-        found[short], before[short] = value, str(name)
-    return found
+        state[short], original_names[short] = value, str(name)
+    return state
 
 
-def bare(name: str) -> str:
+def strip_wrapper_prefixes(name: str) -> str:
     """Return a parameter's name without what DDP, FSDP, torch.compile, checkpointing, DeepSpeed and trainers add to it."""
     if not any(wrapper in name for wrapper in _WRAPPERS) and not name.startswith(_LEADING):
         return name
@@ -95,11 +95,11 @@ def bare(name: str) -> str:
     return name
 
 
-def _chosen(raw: Any, origin: str, key: str | None) -> Mapping[str, Tensor]:
+def _select_state(raw: Any, origin: str, key: str | None) -> Mapping[str, Tensor]:
     if key is not None:
         if not isinstance(raw, Mapping) or not _is_state(raw.get(key)):
-            held = ", ".join(map(str, list(raw)[:8])) if isinstance(raw, Mapping) else type(raw).__name__
-            raise CheckpointError(f"{origin}: no state dict of that name, got state={key}. The file holds: {held}.")
+            contents = ", ".join(map(str, list(raw)[:8])) if isinstance(raw, Mapping) else type(raw).__name__
+            raise CheckpointError(f"{origin}: no state dict of that name, got state={key}. The file holds: {contents}.")
         return raw[key]
     for _ in range(3):  # a trainer's checkpoint may hold a model's checkpoint
         if _is_state(raw):
@@ -150,8 +150,8 @@ def _number(dtype: Any, data: Any) -> Any:
     """Stands for NumPy's scalar constructor: a Python number in place of a boolean, an integer, a float or a complex number."""
     if not isinstance(dtype, _Dtype) or dtype.code[:1] not in ("b", "i", "u", "f", "c"):
         raise pickle.UnpicklingError("GLOBAL numpy.object_")
-    held = data if isinstance(data, bytes) else str(data).encode("latin1")
-    return np.frombuffer(held, np.dtype(dtype.code).newbyteorder(dtype.order))[0].item()
+    buffer = data if isinstance(data, bytes) else str(data).encode("latin1")
+    return np.frombuffer(buffer, np.dtype(dtype.code).newbyteorder(dtype.order))[0].item()
 
 
 # Read by name as plain data: what optimizers, schedulers and argument parsers leave in checkpoints.

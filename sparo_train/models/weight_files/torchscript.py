@@ -120,15 +120,15 @@ def _tensor(storage: Tensor, offset: int, size: Sequence[int], stride: Sequence[
 
 
 def _tensors(module: Any) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    waiting = [("", module)]
+    tensors: dict[str, Tensor] = {}
+    stack = [("", module)]
     for _ in range(_MAX_MODULES):
-        if not waiting:
-            return found
-        prefix, node = waiting.pop()
+        if not stack:
+            return tensors
+        prefix, node = stack.pop()
         for name, value in dict(node.attributes).items():
             if isinstance(value, Tensor):
-                found[prefix + name] = value
+                tensors[prefix + name] = value
             elif isinstance(value, _Module):
-                waiting.append((f"{prefix}{name}.", value))
+                stack.append((f"{prefix}{name}.", value))
     raise ValueError("modules nested in a circle")

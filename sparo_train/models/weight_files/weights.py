@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import CheckpointError, SparoError
-from .raw import bare, read_raw, state_of
+from .raw import read_raw, state_of, strip_wrapper_prefixes
 
 Weights = dict[str, Tensor]
 
@@ -45,19 +45,19 @@ def read_weights(path: str | Path, key: str | None = None) -> Weights:
 
 def clip_weights(raw: Any, path: str | Path, key: str | None = None) -> Weights:
     """Return the CLIP weights in a file's content (`read_raw`), in our layout. Raises `CheckpointError`."""
-    found = state_of(raw, path, key)
-    if "cls_token" in found and "head.weight" in found:
+    state = state_of(raw, path, key)
+    if "cls_token" in state and "head.weight" in state:
         raise CheckpointError(f"{path}: is an image classifier's ViT, as timm saves it; write timm:NAME@{path}")
-    if "space_dict" in found and "vision_bottleproj.weight" in found:
+    if "space_dict" in state and "vision_bottleproj.weight" in state:
         raise CheckpointError(
             f"{path}: no readout here has a codebook and a bottleneck, got space_dict and vision_bottleproj. It cannot be read."
         )
-    return to_ours(found)
+    return to_ours(state)
 
 
 def to_ours(state: Mapping[str, Tensor]) -> Weights:
     """Rename any known layout to ours; unknown names stay, so that loading can report them."""
-    out = {bare(name): value for name, value in state.items() if name not in OPENAI_MARKS}
+    out = {strip_wrapper_prefixes(name): value for name, value in state.items() if name not in OPENAI_MARKS}
     # sparo-clip's and OpenAI's text towers have no prefix.
     if not any(name.startswith("text.") for name in out):
         bottleneck = _BOTTLENECK if "vision_bottleproj.weight" in out else {}

@@ -47,13 +47,13 @@ def read_zero_folder(path: Path) -> Weights:
             raise pickle.UnpicklingError(f"getattr of {kind!r} and {name!r} is refused")
         return ZeroStageEnum[name]
 
-    known = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, (stage, "builtins.getattr"), *PLAIN]
+    safe_types = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, (stage, "builtins.getattr"), *PLAIN]
     # A folder of one step was given, or the one that holds all steps and says which is the last.
     tagged = any(path.glob("*_optim_states.pt"))
     folder, tag = (path.parent, path.name) if tagged else (path, None)
     try:
-        with _tensors_only(), torch.serialization.safe_globals(known):
-            found: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)  # pyright: ignore[reportAssignmentType]
+        with _tensors_only(), torch.serialization.safe_globals(safe_types):
+            state: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)  # pyright: ignore[reportAssignmentType]
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path}: a file is damaged, or holds objects that could run code, and is refused ({str(error)[-300:].strip()})"
@@ -72,7 +72,7 @@ def read_zero_folder(path: Path) -> Weights:
             f"{path}: not a whole DeepSpeed checkpoint ({error}); every rank's files have to be there, whatever the number of ranks now"
         ) from None
     # Views of the ranks' flat buffers otherwise, which would keep all of them alive.
-    return to_ours({name: tensor.clone() for name, tensor in found.items()})
+    return to_ours({name: tensor.clone() for name, tensor in state.items()})
 
 
 @contextlib.contextmanager

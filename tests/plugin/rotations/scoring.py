@@ -17,7 +17,7 @@ from evals.encoders.pixels import Pixels
 from evals.interop.exporting import Export
 from evals.sets.opening import open_set
 from evals.sets.task_config import SetTaskConfig
-from evals.suite.scoring import Scoring, described, labels_of
+from evals.suite.scoring import Scoring, attach_data_info, labels_of
 from evals.suite.task import Task, TaskPictures
 from evals.tasks.result import Result
 from sparo_train.train.run import RunConfig
@@ -58,7 +58,7 @@ def neighbour(scoring: Scoring, task: NeighbourConfig) -> Result:
         right = float((labels[alike.argmax(1)] == labels).float().mean())
         return Result("neighbour", len(labels), "acc1", {"acc1": right}, 1 / int(labels.max() + 1))
 
-    return described(scoring.ranks.rank0_broadcast(score), images, source, {})
+    return attach_data_info(scoring.ranks.rank0_broadcast(score), images, source, {})
 
 
 def _write(config: RunConfig, weights: Mapping[str, Tensor], path: Path, _epochs: int) -> Path:
