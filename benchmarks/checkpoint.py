@@ -14,10 +14,11 @@ from typing import Any
 
 from common import interleave, noise_shards, parser, report, row
 
-from launch.runs.train import train
+from launch.commands.train import train
 from sparo_train.core.config import resolve
-from sparo_train.core.disk import metrics, store
-from sparo_train.train.run import RunConfig
+from sparo_train.core.disk import checkpoint_store as store
+from sparo_train.core.disk import metrics
+from sparo_train.train.run_config import RunConfig
 
 EVERY = 20
 

@@ -19,7 +19,7 @@ from common import interleave, parser, report, row, seconds
 from PIL import Image, ImageFilter, ImageOps
 from torchvision import transforms as T
 
-from sparo_train.data.examples.crops import CropsConfig, multi_crop
+from sparo_train.data.examples.multi_crop import CropsConfig, multi_crop
 from sparo_train.models.vit_config import IMAGENET_MEAN, IMAGENET_STD
 
 MEAN, STD = (torch.tensor(v).view(3, 1, 1) for v in (IMAGENET_MEAN, IMAGENET_STD))

@@ -23,11 +23,11 @@ from sparo_train.core.world import World
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import OptimConfig
 from sparo_train.models.clip_config import ClipConfig
-from sparo_train.objectives.averaging import EmaConfig
 from sparo_train.objectives.clip import ClipObjective
-from sparo_train.objectives.clip_settings import ClipObjectiveConfig
+from sparo_train.objectives.clip_config import ClipObjectiveConfig
+from sparo_train.objectives.ema import EmaConfig
 from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 
 
 class Case(NamedTuple):

@@ -104,13 +104,13 @@ def our_rate(urls: list[str], count: int, scaled: bool) -> float:
     import torch
 
     from sparo_train.data.examples.image_text import ImageTextExamples
-    from sparo_train.data.examples.text import ClipTokenizer
+    from sparo_train.data.examples.tokenizer import ClipTokenizer
     from sparo_train.data.read.loader import Pipeline
     from sparo_train.data.read.shards import ShardsConfig
     from sparo_train.data.read.sources import DataConfig
     from sparo_train.models.clip_config import ClipConfig
     from sparo_train.objectives.clip import ClipObjective
-    from sparo_train.objectives.clip_settings import ClipObjectiveConfig
+    from sparo_train.objectives.clip_config import ClipObjectiveConfig
 
     torch.set_num_threads(1)
     tiny = {"vision": {"width": 64, "layers": 2}, "text": {"width": 64, "heads": 1, "layers": 2}}

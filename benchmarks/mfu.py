@@ -21,7 +21,7 @@ from sparo_train.engine.optim import OptimConfig
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.vit_config import VitConfig
 from sparo_train.objectives.clip import ClipObjective
-from sparo_train.objectives.clip_settings import ClipObjectiveConfig
+from sparo_train.objectives.clip_config import ClipObjectiveConfig
 from sparo_train.objectives.dino import DinoObjective, DinoObjectiveConfig
 from sparo_train.train.flops import FlopCounter, utilisation
 

@@ -21,17 +21,17 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
-from sparo_train.core import tables
+from sparo_train.core import registries as tables
 from sparo_train.core.ring import Ring, Shift
 from sparo_train.data.read.plan import Plan
 from sparo_train.engine.ddp import DdpEngineConfig
 from sparo_train.engine.deepspeed import DeepSpeedEngineConfig
+from sparo_train.engine.engine_kind import Sizes
 from sparo_train.engine.fsdp2 import Fsdp2EngineConfig
-from sparo_train.engine.kinds import Sizes
 from sparo_train.engine.local import DeviceConfig
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.objectives.clip import ClipObjective
-from sparo_train.objectives.clip_settings import ClipObjectiveConfig
+from sparo_train.objectives.clip_config import ClipObjectiveConfig
 from sparo_train.objectives.contrastive import contrastive
 
 MODELS = ("ViT-B-16", "ViT-L-14", "ViT-H-14", "ViT-g-14")

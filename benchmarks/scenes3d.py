@@ -25,12 +25,12 @@ from common import interleave, parser, peak_growth, report, row, seconds
 from torch import Tensor
 from torch.nn import functional as F
 
-from object_centric.scenes3d.field import Density, Field, ResidualBlocks
 from object_centric.scenes3d.nerf import Nerf, NerfConfig
+from object_centric.scenes3d.radiance_field import Density, Field, ResidualBlocks
 from object_centric.scenes3d.rays import Rays, camera_rays, pixel_rays, positional_encoding, ray_fourier_features
 from object_centric.scenes3d.slot_mixer import SlotMixer, SlotMixerConfig
 from object_centric.scenes3d.view_encoder import ViewEncoderConfig
-from sparo_train.engine.device import keep_freed_memory
+from sparo_train.engine.device_context import keep_freed_memory
 
 D, K = 192, 6
 Calls = tuple[Callable[[], Tensor], Callable[[], Tensor]]

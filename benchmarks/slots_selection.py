@@ -16,7 +16,7 @@ from common import interleave, parser, report, row, seconds
 from torch import Tensor
 from torch.nn import functional as F
 
-from evals.slots import choosing
+from evals.slots import selection_methods as choosing
 from evals.slots.margins import class_margins, each_unit, pair_margins
 from evals.slots.masks import factors, train_mask
 

@@ -18,9 +18,9 @@ import torch
 from common import interleave, parser, report, row, seconds
 from torch.nn import functional as F
 
+from evals.feature_store import parts
+from evals.feature_store.feature_table import Features
 from evals.report.results_file import append
-from evals.store import parts
-from evals.store.feature_table import Features
 from evals.tasks import zeroshot
 
 IMAGES, WIDTH, CLASSES = 50_000, 512, 1000

@@ -26,7 +26,7 @@ from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import OptimConfig
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.objectives.clip import ClipObjective
-from sparo_train.objectives.clip_settings import ClipObjectiveConfig
+from sparo_train.objectives.clip_config import ClipObjectiveConfig
 
 
 def tokens(batch: int, longest: int) -> torch.Tensor:

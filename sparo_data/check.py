@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from sparo_train.core.errors import BadSampleError
-from sparo_train.data.clips.episode import Episode, is_episode
-from sparo_train.data.clips.views import MultiViewScene, is_scene
 from sparo_train.data.examples.samples import MAX_CAPTION_CHARS, MAX_WORD_CHARS, caption, decode_image, image_bytes
 from sparo_train.data.read.decoding import PixelRange, notes, open_picture
 from sparo_train.data.read.shards import ShardReader
 from sparo_train.data.read.sources import SourceConfig
+from sparo_train.data.video.episode import Episode, is_episode
+from sparo_train.data.video.views import MultiViewScene, is_scene
 
 from .pool import process_pool
 
@@ -182,7 +182,7 @@ def _check_sample(
 
 def _refuse_long(text: str) -> None:
     """Raise `BadSampleError` where training would."""
-    from sparo_train.data.examples.text import ClipTokenizer  # open_clip takes seconds to import, in every process
+    from sparo_train.data.examples.tokenizer import ClipTokenizer  # open_clip takes seconds to import, in every process
 
     ClipTokenizer(_CONTEXT)(text)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from evals.sets.names import lines
+from evals.sets.set_texts import lines
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.files import write_whole
 from sparo_train.core.untrusted import escape_control_chars, read_json

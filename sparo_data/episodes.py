@@ -1,4 +1,4 @@
-"""Writing videos in the format of `sparo_train/data/clips/episode.py`: generated ones and those of published sets alike."""
+"""Writing videos in the format of `sparo_train/data/video/episode.py`: generated ones and those of published sets alike."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparo_train.data.clips.episode import PLANES, member
-from sparo_train.data.clips.views import view_member
+from sparo_train.data.video.episode import PLANES, member
+from sparo_train.data.video.views import view_member
 
 from .writer import encode_image
 
@@ -75,7 +75,7 @@ def episode_fields(video: Video) -> dict[str, bytes]:
 
 
 def scene_fields(views: Sequence[Video], metadata: dict[str, Any]) -> dict[str, bytes]:
-    """The members of a scene that several cameras see (`sparo_train/data/clips/views.py`), an episode of each.
+    """The members of a scene that several cameras see (`sparo_train/data/video/views.py`), an episode of each.
 
     Args:
         views: with depth between the same two numbers, which one json has room for.  metadata: for the json: cameras, objects, …

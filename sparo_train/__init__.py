@@ -13,11 +13,11 @@ __version__ = "0.1.0"
 _HOMES = {
     "Sparo": "sparo_train.models.sparo",
     "SparoReadOut": "sparo_train.models.sparo",
-    "ReadOut": "sparo_train.models.slots",
-    "ReadOutConfig": "sparo_train.models.slots",
-    "ReadOutPair": "sparo_train.models.slots",
-    "Slots": "sparo_train.models.slots",
-    "normalize_slots": "sparo_train.models.slots",
+    "ReadOut": "sparo_train.models.readout",
+    "ReadOutConfig": "sparo_train.models.readout",
+    "ReadOutPair": "sparo_train.models.readout",
+    "Slots": "sparo_train.models.readout",
+    "normalize_slots": "sparo_train.models.readout",
     "Clip": "sparo_train.models.clip_model",
     "ClipConfig": "sparo_train.models.clip_config",
     "Vit": "sparo_train.models.vit",
@@ -26,10 +26,10 @@ _HOMES = {
     "CoupledObjective": "sparo_train.core.contracts",
     "Loss": "sparo_train.core.contracts",
     "Method": "sparo_train.objectives.method",
-    "RunConfig": "sparo_train.train.run",
-    "load_run": "launch.runs.recipes",
+    "RunConfig": "sparo_train.train.run_config",
+    "load_run": "launch.commands.recipes",
     "load_encoder": "evals.encoders.loading",
-    "fit": "launch.runs.train",  # not `train`: the package of that name takes its place as soon as it is imported
+    "fit": "launch.commands.train",  # not `train`: the package of that name takes its place as soon as it is imported
 }
 __all__ = [
     "Clip",

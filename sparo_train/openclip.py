@@ -30,9 +30,9 @@ from .core.files import give_usual_mode, whole_file
 from .models.clip_config import BACKBONES, TINY_SPARO, TRAINING, ClipConfig
 from .models.clip_model import build_text, build_vision
 from .models.clip_towers import TextTower, VisionTower
-from .models.slots import NoReadOut
-from .models.weight_files.describe import IMPORT_FIRST, from_model_cfg
-from .models.weight_files.raw import read_raw, split_state, state_of, strip_wrapper_prefixes
+from .models.readout import NoReadOut
+from .models.weight_files.description import IMPORT_FIRST, from_model_cfg
+from .models.weight_files.state_dicts import read_raw, split_state, state_of, strip_wrapper_prefixes
 from .models.weight_files.torchscript import archive_root
 from .models.weight_files.weights import OPENAI_MARKS, to_ours
 

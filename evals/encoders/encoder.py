@@ -19,7 +19,7 @@ from sparo_train.data.read.decoding import TRAINING, Decoding, PixelRange, from_
 from sparo_train.models.weight_files.weights import weights_sha256
 
 from ..sets.base import Transform
-from .abilities import (
+from .capabilities import (
     BlocksEncoder,
     ClipsEncoder,
     ConditionedEncoder,

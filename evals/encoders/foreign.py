@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
 from sparo_train.core.untrusted import read_json
 from sparo_train.models.weight_files.dino_files import backbone_of, dinov2_as_timm
-from sparo_train.models.weight_files.raw import read_raw, split_state, state_of
+from sparo_train.models.weight_files.state_dicts import read_raw, split_state, state_of
 from sparo_train.models.weight_files.torchscript import archive_root
 from sparo_train.models.weight_files.weights import load_into
 
-from .abilities import PatchesEncoder, TokensEncoder
+from .capabilities import PatchesEncoder, TokensEncoder
 from .encoder import Encoder, TwoTowerEncoder
 from .hf_pooling import first_line as _first_line
 from .hf_pooling import hf_pooling, refuse_unsteady

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from sparo_train.core.config import resolve
-from sparo_train.core.disk import store
+from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.errors import CheckpointError, ConfigError, SparoError
 from sparo_train.core.files import nearest
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
-from sparo_train.core.tables import CHECKPOINTS, ENCODERS
+from sparo_train.core.registries import CHECKPOINTS, ENCODERS
 from sparo_train.core.untrusted import read_json, read_text
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.models.vit import Vit
-from sparo_train.models.weight_files.describe import (
+from sparo_train.models.weight_files.description import (
     ModelDescription,
     from_model_cfg,
     infer_config,
@@ -27,15 +27,15 @@ from sparo_train.models.weight_files.describe import (
     with_readout_of,
 )
 from sparo_train.models.weight_files.dino_files import DinoFile, is_dino, read_dino, vit_config
-from sparo_train.models.weight_files.raw import read_raw, split_state
+from sparo_train.models.weight_files.state_dicts import read_raw, split_state
 from sparo_train.models.weight_files.weights import Weights, clip_weights, load_into, read_weights, refuse_non_finite
 from sparo_train.models.weight_files.zero_folder import is_zero_folder, read_zero_folder
 from sparo_train.train.build import build_objective
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 
-from .abilities import TrainingRun
+from .capabilities import TrainingRun
 from .encoder import Encoder
-from .own import ClipEncoder, DinoEncoder, PixelEncoder
+from .sparo_encoders import ClipEncoder, DinoEncoder, PixelEncoder
 
 
 def load_encoder(

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparo_train.core.disk.store import CheckpointStore, checkpoint_warnings, read_run_meta
+from sparo_train.core.disk.checkpoint_store import CheckpointStore, checkpoint_warnings, read_run_meta
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.files import whole_file
-from sparo_train.core.tables import EXPORTS, METHODS
+from sparo_train.core.registries import EXPORTS, METHODS
 from sparo_train.data.read.plan import per_epoch
 from sparo_train.models.vit_config import ARCHS, VitConfig
-from sparo_train.models.weight_files.describe import CONFIG_KEY
+from sparo_train.models.weight_files.description import CONFIG_KEY
 from sparo_train.models.weight_files.dino_files import write_dino
 from sparo_train.models.weight_files.weights import refuse_non_finite, to_sparo_clip
 from sparo_train.objectives.clip import scored_weights
 from sparo_train.train.build import build_objective
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 
 from ..encoders.loading import read_run, run_weights
-from .packing import card_facts, pack
+from .export_files import card_facts, pack
 
 _EXPORTED_KEYS = {"model", "mean", "std"}  # of a method's block, beside weights in files of one
 _LOAD = """from evals.encoders.loading import load_encoder

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparo_train.core.errors import CheckpointError, did_you_mean
 
 from ..encoders.foreign import timm_state
-from .compatible import Normalisation
+from .compatibility import Normalisation
 
 _PREFIXES = ("visual.trunk.", "trunk.", "")
 

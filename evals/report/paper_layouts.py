@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 
 
 class Column(NamedTuple):

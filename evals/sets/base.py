@@ -21,7 +21,7 @@ from sparo_train.core.untrusted import read_bytes
 from sparo_train.data.read.decoding import PUBLISHED, Decoding, decode
 from sparo_train.data.read.workers import iterate_in_workers
 
-from .names import OWN, lines, read_set_texts
+from .set_texts import OWN, lines, read_set_texts
 
 IMAGE_KEYS = ("webp", "png", "jpg", "jpeg")
 Transform = Callable[[Image.Image], np.ndarray]  # an image to (S, S, 3) uint8

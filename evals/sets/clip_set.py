@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from sparo_train.core.errors import BadSampleError, DataError
-from sparo_train.data.clips.episode import Episode
+from sparo_train.data.video.episode import Episode
 
 from .base import sha256
 from .object_facts import object_annotations

@@ -20,7 +20,7 @@ from sparo_train.core.errors import ConfigError, DataError, did_you_mean
 
 from .base import EvalSet, Fact, Layout, sha256, sizes_of
 from .image_files import FileSet
-from .names import OWN, lines
+from .set_texts import OWN, lines
 
 _READERS: dict[str, Callable[[str, str], Any]] = {
     "vtab/cifar100": lambda root, split: datasets.CIFAR100(root, train=_one_of(split, "train", "test") == "train"),

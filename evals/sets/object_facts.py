@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from sparo_train.core.errors import BadSampleError, DataError
-from sparo_train.data.clips.episode import Episode
+from sparo_train.data.video.episode import Episode
 
 _NUMBERS = {"positions": "position", "velocities": "velocity", "angular_velocities": "angular_velocity"}
 # Numbers that an object has once, by the first of these names that all have: MOVi-C to F's, MOVi-A's and B's.

@@ -8,7 +8,7 @@ from pydantic import AfterValidator
 
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.errors import did_you_mean
-from sparo_train.core.tables import LAYOUTS
+from sparo_train.core.registries import LAYOUTS
 
 
 class TaskConfig(Frozen):

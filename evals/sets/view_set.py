@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from sparo_train.core.errors import BadSampleError, DataError
-from sparo_train.data.clips.views import MultiViewScene
+from sparo_train.data.video.views import MultiViewScene
 
 from .base import sha256
 from .object_facts import object_annotations

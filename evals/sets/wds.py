@@ -20,8 +20,8 @@ from PIL import Image
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.untrusted import read_text
 from sparo_train.data.examples.samples import image_bytes
+from sparo_train.data.read.data_commands import remedy
 from sparo_train.data.read.folder import FolderConfig, FolderPart, refuse_splits
-from sparo_train.data.read.made_by import remedy
 from sparo_train.data.read.remote import filesystem_of, with_retries
 from sparo_train.data.read.shards import Shard, ShardsConfig
 from sparo_train.data.read.sources import SourceConfig, open_source

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparo_train.core.errors import ConfigError
-from sparo_train.data.examples.text import decode_words
+from sparo_train.data.examples.tokenizer import decode_words
 
 from ..encoders.encoder import Encoder
 from ..sets.base import EvalSet

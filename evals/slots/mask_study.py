@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..encoders.selection import Selection, SelectionData
+from .eval_inputs import Classes, Pairs, halves
 from .masks import Factors, MaskTraining, TrainedMask, accuracy, factors, train_mask
-from .material import Classes, Pairs, halves
 
 Per = Literal["unit", "number"]
 

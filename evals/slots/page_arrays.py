@@ -15,13 +15,13 @@ from torch import Tensor
 
 from sparo_train.core.errors import ConfigError, DataError
 
+from ..feature_store.features import FeatureStore
 from ..sets.base import EvalSet, Limited
-from ..sets.opening import open_labelled, open_set
+from ..sets.open_set import open_labelled, open_set
 from ..sets.task_config import LabelledTaskConfig, TaskConfig
-from ..store.features import FeatureStore
 from ..suite.image_text_tasks import RetrievalTaskConfig, ZeroshotTaskConfig
-from .material import Classes, Pairs, encode_set, material, open_images
-from .taught import Neighbours
+from .eval_inputs import Classes, Pairs, encode_set, material, open_images
+from .probe_tasks import Neighbours
 from .units import Units, texts_of
 
 LIMIT = 500  # images of a task that a page gets where nobody says how many; pairs are small and sent whole

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..tasks.result import wilson
-from . import choosing
+from . import selection_methods as choosing
+from .eval_inputs import Classes, Pairs
 from .margins import Margins, interval
-from .material import Classes, Pairs
-from .study import ChoiceOptions, Score, choose
+from .selection_report import ChoiceOptions, Score, choose
 
 
 class FourColumn(NamedTuple):

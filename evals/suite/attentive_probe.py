@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from sparo_train.core.config import setting
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.plugins import FromRegistry
-from sparo_train.core.tables import READOUTS
-from sparo_train.models.slots import Placement, ReadOut, normalize_slots
+from sparo_train.core.registries import READOUTS
+from sparo_train.core.registry import FromRegistry
+from sparo_train.models.readout import Placement, ReadOut, normalize_slots
 
-from ..encoders.abilities import TokensEncoder
-from ..sets.opening import open_labelled
+from ..encoders.capabilities import TokensEncoder
+from ..feature_store.feature_table import Features, View
+from ..sets.open_set import open_labelled
 from ..sets.task_config import LabelledTaskConfig
-from ..store.feature_table import Features, View
 from ..tasks import attentive
 from ..tasks.probe import Labelled
 from ..tasks.result import Result

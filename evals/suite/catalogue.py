@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparo_train.core.errors import SparoError
-from sparo_train.core.tables import TASKS
+from sparo_train.core.registries import TASKS
 
 from ..sets.base import EvalSet
 from ..sets.captions import SPLITS, SugarCrepeSet
-from ..sets.opening import open_set
+from ..sets.open_set import open_set
 from ..sets.task_config import SetTaskConfig, TaskConfig
 
 

@@ -9,9 +9,9 @@ import torch
 from sparo_train.core.config import setting
 from sparo_train.core.errors import DataError
 
-from ..encoders.abilities import ConditionedEncoder
-from ..sets.opening import open_set
-from ..store.feature_table import View
+from ..encoders.capabilities import ConditionedEncoder
+from ..feature_store.feature_table import View
+from ..sets.open_set import open_set
 from ..tasks import retrieval
 from ..tasks.result import Result
 from .image_text_tasks import CaptionedTaskConfig, captions_of

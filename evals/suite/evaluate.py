@@ -19,14 +19,14 @@ from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import CheckpointError, ConfigError, LostRankError, SparoError, StoppedError, did_you_mean
 from sparo_train.core.files import cache_folder, disk_error
 from sparo_train.core.recipe.layers import load_recipe
-from sparo_train.train.run import TaskConfig as AnyTask
+from sparo_train.train.run_config import TaskConfig as AnyTask
 
 from ..encoders.encoder import Encoder, Precision
 from ..encoders.loading import load_encoder, read_recipe, refuse_absent
 from ..encoders.selection import described, of_numbers, read_selection, selected
+from ..feature_store.features import FeatureStore, Storage
 from ..report.results_file import append, write_results
 from ..sets.task_config import SetTaskConfig, TaskConfig
-from ..store.features import FeatureStore, Storage
 from ..tasks.result import Result
 from . import catalogue
 from .suite import Suite

@@ -11,11 +11,11 @@ from torch import Tensor
 from sparo_train.core.config import between, setting
 from sparo_train.core.errors import ConfigError, DataError
 
+from ..feature_store.feature_table import Features
 from ..sets.base import EvalSet, Limited, Pair, sha256
 from ..sets.captions import SugarCrepeSet
-from ..sets.opening import open_set
+from ..sets.open_set import open_set
 from ..sets.task_config import SetTaskConfig
-from ..store.feature_table import Features
 from ..tasks import pairs, retrieval, zeroshot
 from ..tasks.result import Result
 from .scoring import Scoring, attach_data_info, labels_of

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from sparo_train.core.config import between, setting
 from sparo_train.core.errors import ConfigError, DataError
 
+from ..feature_store.feature_table import Features
 from ..sets.base import EvalSet
-from ..sets.opening import open_labelled, open_set
+from ..sets.open_set import open_labelled, open_set
 from ..sets.task_config import LabelledTaskConfig, SetTaskConfig
-from ..store.feature_table import Features
 from ..tasks import knn, probe
 from ..tasks.result import Result
 from .scoring import Scoring, attach_data_info, labels_of, learned_on

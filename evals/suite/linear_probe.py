@@ -18,13 +18,13 @@ from sparo_train.core.errors import DataError
 from sparo_train.core.ring import sum_over_ranks
 from sparo_train.core.rng import generator, torch_seed
 from sparo_train.core.signals import stop_here
-from sparo_train.data.examples.transforms import random_resized_crop_box, resized_crop
+from sparo_train.data.examples.image_transforms import random_resized_crop_box, resized_crop
 
-from ..encoders.abilities import BlocksEncoder
+from ..encoders.capabilities import BlocksEncoder
+from ..feature_store.feature_table import Features, View
 from ..sets.base import EvalSet, Fact, batched, read_batches
-from ..sets.opening import open_labelled
+from ..sets.open_set import open_labelled
 from ..sets.task_config import LabelledTaskConfig
-from ..store.feature_table import Features, View
 from ..tasks import linear
 from ..tasks.result import Result
 from .labelled_tasks import check_labelled

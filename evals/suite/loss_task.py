@@ -14,13 +14,13 @@ import torch
 from sparo_train.core.config import setting
 from sparo_train.core.contracts import CoupledObjective, Progress
 from sparo_train.core.errors import BadSampleError, DataError
+from sparo_train.core.registries import METHODS
 from sparo_train.core.rng import generator
-from sparo_train.core.tables import METHODS
 from sparo_train.data.read.loader import Examples
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import Source, fingerprint, open_source
 
-from ..encoders.abilities import TrainingRun
+from ..encoders.capabilities import TrainingRun
 from ..encoders.encoder import Encoder
 from ..sets.task_config import TaskConfig
 from ..tasks import losses

@@ -15,9 +15,9 @@ from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import DataError
 
 from ..encoders.encoder import Encoder, TextEncoder
+from ..feature_store.feature_table import Features, View
+from ..feature_store.features import FeatureStore
 from ..sets.base import EvalSet, Transform, evenly, refuse_label
-from ..store.feature_table import Features, View
-from ..store.features import FeatureStore
 from ..tasks.result import Result
 
 

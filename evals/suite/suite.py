@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import SparoError, UnexpectedError
-from sparo_train.core.tables import TASKS
+from sparo_train.core.registries import TASKS
 from sparo_train.core.world import World
 
 from ..encoders.encoder import Encoder
+from ..feature_store.features import FeatureStore
 from ..sets.task_config import TaskConfig
-from ..store.features import FeatureStore
 from ..tasks.result import Result
 from .scoring import PartsMissingError, Scoring
 from .task import check_compatible, select_tasks

@@ -11,11 +11,11 @@ from PIL import Image
 
 from sparo_train.core.contracts import Objective
 from sparo_train.core.errors import ConfigError, did_you_mean
-from sparo_train.core.tables import ENCODERS, METHODS, TASKS
+from sparo_train.core.registries import ENCODERS, METHODS, TASKS
 from sparo_train.train.build import build_objective
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 
-from ..encoders.abilities import TrainingRun
+from ..encoders.capabilities import TrainingRun
 from ..encoders.encoder import Encoder
 from ..encoders.heads import SelectedHeads
 from ..encoders.masked import MaskedEncoder

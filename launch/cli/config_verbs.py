@@ -16,7 +16,7 @@ def recipes(word: Annotated[str | None, typer.Argument(help="only those whose na
     """List the recipes that come with sparo; `sparo train NAME` trains one."""
     from sparo_train.core.errors import ConfigError
 
-    from ..runs.recipes import shipped_recipes
+    from ..commands.recipes import shipped_recipes
 
     matches = [own for own in shipped_recipes() if word is None or word.lower() in f"{own.name} {own.line}".lower()]
     if not matches:
@@ -34,7 +34,7 @@ def config(
     markdown: Annotated[bool, typer.Option("--markdown", help="docs/config.md: every key there is")] = False,
 ) -> None:
     """Say what a recipe's keys mean: type, default, meaning, example."""
-    from ..runs.key_tables import describe_key, example, examples, find_keys, page
+    from ..commands.key_tables import describe_key, example, examples, find_keys, page
 
     if markdown:
         out.file.write(page())

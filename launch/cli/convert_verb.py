@@ -12,7 +12,7 @@ import typer
 from sparo_train.core.errors import ConfigError
 
 from ..views.terminal import console, out
-from .given import parse_part
+from .given_options import parse_part
 
 if TYPE_CHECKING:  # `sparo --help` needs none of it
     from sparo_data.convert import ConversionResult
@@ -126,7 +126,7 @@ def _parse_scene_range(scenes: str | None) -> tuple[int, int] | None:
 
 def _convert_published(source: Path, folder: Path, kind: str, options: dict[str, Any]) -> None:
     """Convert a published set and say what was written."""
-    from ..runs.making import convert_published_set
+    from ..commands.making import convert_published_set
 
     written = convert_published_set(source, folder, kind, **options)
     what = "videos" if options["videos"] else "scenes"

@@ -12,17 +12,18 @@ import typer
 from sparo_train.core.errors import ConfigError
 
 from ..views.terminal import console, out
-from . import convert_verb, drawn_verbs
+from . import convert_verb
+from . import synthetic_verbs as drawn_verbs
 from .convert_verb import ShareOption
-from .drawn_verbs import Processes, max_objects_option, print_ready
-from .given import parse_part
-from .recipe_words import ALLOW_UNKNOWN_OPTIONS, Overrides, Recipe, load_run_config
+from .given_options import parse_part
+from .recipe_overrides import ALLOW_UNKNOWN_OPTIONS, Overrides, Recipe, load_run_config
+from .synthetic_verbs import Processes, max_objects_option, print_ready
 
 if TYPE_CHECKING:  # `sparo --help` does not import it
     from sparo_train.data.read.decoding import PixelRange
 
 
-class ObjectKind(StrEnum):  # sparo_data/drawn/object_scenes.py's, which is not imported before it is needed
+class ObjectKind(StrEnum):  # sparo_data/synthetic/object_scenes.py's, which is not imported before it is needed
     """What scenes are of."""
 
     clevr = "clevr"
@@ -45,7 +46,7 @@ def scenes(
     processes: Processes = 2,
 ) -> None:
     """Render the captioned scenes with their evaluation sets."""
-    from ..runs.making import make_scenes  # here and below: `sparo --help` needs none of it
+    from ..commands.making import make_scenes  # here and below: `sparo --help` needs none of it
 
     # In the proportions of the defaults, by which published numbers here were made.
     sizes = {"retrieval": test, "per_class": test // 20, "pairs_per_kind": test * 3 // 8}
@@ -64,7 +65,7 @@ def tetrominoes(
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Draw Tetrominoes with masks: three pieces on black, for object discovery."""
-    from ..runs.making import make_tetromino_set
+    from ..commands.making import make_tetromino_set
 
     make_tetromino_set(folder, train=train, test=test, seed=seed, left_half=left_half)
     print_ready(folder)
@@ -83,7 +84,7 @@ def objects(
     processes: Processes = 2,
 ) -> None:
     """Render scenes with masks and attributes: for object discovery and set prediction."""
-    from ..runs.making import make_object_set
+    from ..commands.making import make_object_set
 
     folder = folder or Path("data") / kind.value
     options = {"train": train, "test": test, "size": size, "antialias": antialias, "seed": seed}
@@ -104,7 +105,7 @@ def emoji(
     processes: Processes = 2,
 ) -> None:
     """Fetch emoji drawings of nine vendors through npm and write them with captions and leak-free tests."""
-    from ..runs.making import make_emoji_set
+    from ..commands.making import make_emoji_set
 
     for part, count in make_emoji_set(folder, size, seed, processes).items():
         console.print(f"{folder}/{part}: {count} samples")

@@ -15,7 +15,7 @@ from sparo_train.core.errors import ConfigError, did_you_mean
 from ..views.terminal import console, out
 from . import eval_table_verbs
 from .eval_table_verbs import Results
-from .given import check_figure_path, parse_part_or_array, parse_slots
+from .given_options import check_figure_path, parse_part_or_array, parse_slots
 
 
 class _ScoreUnlessNamed(TyperGroup):
@@ -89,7 +89,7 @@ def score(
     from evals.report.results_file import refuse_unwritable
     from evals.suite.evaluate import EvalOptions, features_folder, tasks_for
 
-    from ..runs.score import score_checkpoints
+    from ..commands.score import score_checkpoints
 
     for key, value, choices in (
         ("precision", precision, ("fp32", "bf16", "fp16")),

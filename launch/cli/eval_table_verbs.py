@@ -12,7 +12,7 @@ from sparo_train.core.errors import ConfigError, did_you_mean
 from sparo_train.core.untrusted import escape_control_chars
 
 from ..views.terminal import out
-from .given import check_figure_path
+from .given_options import check_figure_path
 
 if TYPE_CHECKING:
     from evals.report.paper_tables import Grid
@@ -57,12 +57,12 @@ def table(
         raise ConfigError(f"{'--mean' if mean else f'--against {against}'}: is over seeds; add --seeds")
     grid_kwargs = {}
     if layout == "6":
-        from ..runs.sweep_table import checkpoint_readout_cells  # builds models, if only on paper
+        from ..commands.sweep_table import checkpoint_readout_cells  # builds models, if only on paper
 
         grid_kwargs = {"readout_cells_of": checkpoint_readout_cells}
     grid = layouts.grid(read_records(results), layout, [word for word in paper.split(",") if word], **grid_kwargs)
     if seeds:
-        from evals.report.over_seeds import over_seeds
+        from evals.report.seed_average import over_seeds
 
         grid = over_seeds(grid, mean, against)
     _print(grid, transpose, format)
@@ -86,7 +86,7 @@ def sweep(
     format: Annotated[str, typer.Option(help="terminal, markdown, csv or latex")] = "terminal",
 ) -> None:
     """The rows of a sweep file: parameters, and each task's median and range over the seeds that were trained."""
-    from ..runs.sweep_table import draw, sweep_grid, sweep_rows
+    from ..commands.sweep_table import draw, sweep_grid, sweep_rows
 
     if task is not None and figure is None:
         raise ConfigError(f"--task {task}: is of --figure, which draws it; leave it away, or name a file")

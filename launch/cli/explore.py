@@ -56,9 +56,9 @@ def explore(
     classifier_slots: Classifier = "slice",
 ) -> None:
     """A page on this machine: look at slots on images and captions, switch them, see scores move, name them, save the choice."""
+    from ..commands.slot_work import split_names
     from ..explorer.serve import PageOptions
     from ..explorer.serve import explore as serve
-    from ..runs.slot_work import split_names
 
     # Before anything is encoded: what cannot be read again is no place for a choice.
     if out.suffix != ".json":

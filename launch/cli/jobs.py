@@ -19,7 +19,7 @@ from sparo_train.core.untrusted import escape_control_chars
 from ..jobs.clusters import load_cluster, options_help, split_options
 from ..views.terminal import console, out
 from . import data as data_cli
-from .recipe_words import ALLOW_UNKNOWN_OPTIONS, Recipe, refuse_keys_as_options
+from .recipe_overrides import ALLOW_UNKNOWN_OPTIONS, Recipe, refuse_keys_as_options
 
 if TYPE_CHECKING:  # commands import what they need: `sparo --help` needs none of it
     from ..jobs.fanout import FanOut
@@ -45,9 +45,9 @@ def train(
     after: After = None,
 ) -> None:
     """Submit a recipe. `optim.lr=[1e-3,5e-4]` and `--seeds 3` make an array of runs; the same line again continues."""
+    from ..commands.recipes import find_recipe
     from ..jobs.launching import LaunchOptions, launch_train
     from ..jobs.sweep import expand
-    from ..runs.recipes import find_recipe
 
     recipe = find_recipe(recipe)
     overrides, options = split_options(words or [])

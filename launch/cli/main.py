@@ -15,7 +15,7 @@ from sparo_train.core.world import started
 from ..views.terminal import console, out
 from . import config_verbs, data, eval, explore, jobs, slot_pictures, slot_verbs
 from .process import call, leave, share_cores
-from .recipe_words import ALLOW_UNKNOWN_OPTIONS, Overrides, Recipe, load_run_config, normalize_overrides
+from .recipe_overrides import ALLOW_UNKNOWN_OPTIONS, Overrides, Recipe, load_run_config, normalize_overrides
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -59,16 +59,16 @@ def train(
     config = load_run_config(recipe, overrides)  # commands import what they need: `sparo --help` needs none of it
     if show:
         from sparo_train.core.recipe.layers import origins
-        from sparo_train.train.run import RunConfig
+        from sparo_train.train.run_config import RunConfig
 
-        from ..runs.recipes import find_recipe
-        from ..views.resolved import resolved_lines
+        from ..commands.recipes import find_recipe
+        from ..views.resolved_recipe import resolved_lines
 
         for line in resolved_lines(config, origins(find_recipe(recipe), normalize_overrides(overrides), RunConfig)):
             out.print(line, soft_wrap=True)
         return
     if dry:
-        from evals.interop.starting import refuse_absent_starts
+        from evals.interop.initial_weights import refuse_absent_starts
         from evals.suite.task import check_recipe_compatible
 
         from ..views.sizes import show_dry
@@ -78,8 +78,8 @@ def train(
         refuse_absent_starts(config)
         show_dry(config)
         return
-    from ..runs.train import exit_if_stopped
-    from ..runs.train import train as run
+    from ..commands.train import exit_if_stopped
+    from ..commands.train import train as run
 
     exit_if_stopped(run(config))
 
@@ -115,7 +115,7 @@ def export(
     path = export_run(run, to, layout, average, lambda warning: console.print(warning, soft_wrap=True))
     out.print(str(path), soft_wrap=True)
     if hub is not None:
-        from ..runs.hub import upload
+        from ..commands.hub import upload
 
         out.print(upload(path, hub, private), soft_wrap=True)
 
@@ -128,7 +128,7 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="a minute, learns little: to see that it works")] = False,
 ) -> None:
     """Render scenes, train CLIP and CLIP+SPARO of equal size, score both, write a page. At most ten minutes on two cores."""
-    from ..runs.demo import run_demo
+    from ..commands.demo import run_demo
 
     run_demo(folder or Path("runs/demo_quick" if quick else "runs/demo"), quick)
 

@@ -9,7 +9,7 @@ import typer
 
 from sparo_train.core.errors import ConfigError
 
-from .given import parse_slots
+from .given_options import parse_slots
 from .slot_words import Checkpoint, Data, Model, Root, make_slot_options
 
 
@@ -30,7 +30,7 @@ def show(
     root: Root = Path("data"),
 ) -> None:
     """Pictures of what slots look at: report.html, which needs no other file, and PNGs of its parts."""
-    from ..runs.pages.show_runs import ShowOptions, show_slots
+    from ..commands.pages.show_runs import ShowOptions, show_slots
 
     options = make_slot_options(model, data, root, "none", None, "slots", None, 4, "slice")
     slot_ids = parse_slots(slots)
@@ -55,7 +55,7 @@ def panels(
     root: Root = Path("data"),
 ) -> None:
     """A picture of a slot model: per image, or frame, the true masks, its own, what it draws, and every slot alone."""
-    from ..runs.pages.panel_runs import draw_panels
+    from ..commands.pages.panel_runs import draw_panels
     from ..views.terminal import out as printed
 
     if out.suffix.lower() not in ("", ".png", ".webp", ".gif"):
@@ -75,7 +75,7 @@ def views(
     root: Root = Path("data"),
 ) -> None:
     """A page of posed scenes: every view as it is drawn, held out or shown, depth, every slot alone, and a turn around each scene."""
-    from ..runs.pages.view_runs import draw_scenes
+    from ..commands.pages.view_runs import draw_scenes
     from ..views.terminal import out as printed
 
     options = make_slot_options(None, data, root, "none", None, "slots", None, 4, "slice")

@@ -9,7 +9,7 @@ import typer
 
 from sparo_train.core.errors import ConfigError, did_you_mean
 
-from .given import check_figure_path, check_json_path, parse_k, parse_per, parse_slots, refuse_options
+from .given_options import check_figure_path, check_json_path, parse_k, parse_per, parse_slots, refuse_options
 from .slot_words import (
     Checkpoint,
     Checkpoints,
@@ -57,8 +57,8 @@ def score(
     json_file: Json = None,
 ) -> None:
     """Each unit's score alone, and that of all the others, task by task."""
-    from ..runs.slot_runs import score_units
-    from ..runs.slot_work import split_names
+    from ..commands.slot_runs import score_units
+    from ..commands.slot_work import split_names
 
     refuse_other_units(context, units)
     options = make_slot_options(model, data, root, features, limit, units, parts, head_layers, classifier_slots)
@@ -99,10 +99,10 @@ def select(
     json_file: Json = None,
 ) -> None:
     """Choose units on one task, write selection.json, and report what the choice does, beside random and worst ones."""
-    from evals.slots.study import ChoiceOptions
+    from evals.slots.selection_report import ChoiceOptions
 
-    from ..runs.slot_runs import SelectOptions, select_units
-    from ..runs.slot_work import split_names
+    from ..commands.slot_runs import SelectOptions, select_units
+    from ..commands.slot_work import split_names
 
     methods = ("top", "forward", "backward", "cover", "bottom", "random")
     if method not in methods:
@@ -149,8 +149,8 @@ def mask(
     json_file: Json = None,
 ) -> None:
     """Train a mask of encodings on pairs of captions (Section 5.2), and score it elsewhere without another pass over images."""
-    from ..runs.mask_runs import train_masks
-    from ..runs.slot_work import split_names
+    from ..commands.mask_runs import train_masks
+    from ..commands.slot_work import split_names
 
     if out.suffix != ".json":
         raise ConfigError(f"--out {out}: name a .json file, by which --slots knows it")
@@ -196,11 +196,11 @@ def table(
     json_file: Json = None,
 ) -> None:
     """The SPARO paper's Table 4 (selection) or 5 (masks), for any checkpoints."""
-    from evals.slots.study import ChoiceOptions
+    from evals.slots.selection_report import ChoiceOptions
 
-    from ..runs.mask_runs import table_five
-    from ..runs.slot_runs import table_four
-    from ..runs.slot_work import split_names
+    from ..commands.mask_runs import table_five
+    from ..commands.slot_runs import table_four
+    from ..commands.slot_work import split_names
 
     options = make_slot_options(model, data, root, features, limit, "slots", None, 4, classifier_slots)
     # What one table reads the other ignores: a seed that was typed would seem to count.
@@ -241,7 +241,7 @@ def quality(
     json_file: Json = None,
 ) -> None:
     """How much slots repeat each other, how many there are in effect, how sharply they look, how much of one meaning they are."""
-    from ..runs.slot_runs import show_quality
+    from ..commands.slot_runs import show_quality
 
     options = make_slot_options(model, data, root, features, limit, "slots", parts, 4, "slice")
     show_quality(checkpoints, on, by, options, check_json_path(json_file))

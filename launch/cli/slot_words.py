@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .given import refuse_options
+from .given_options import refuse_options
 
 Checkpoint = Annotated[str, typer.Argument(help="anything that `sparo eval` takes")]
 Checkpoints = Annotated[list[str], typer.Argument(help="anything that `sparo eval` takes")]
@@ -45,11 +45,11 @@ def make_slot_options(
     model: str | None, data: Path | None, root: Path, features: str | None, limit: int | None,
     units: str, parts: int | None, head_layers: int, classifier_slots: str,
 ) -> Any:  # fmt: skip
-    """What was given behind them, for `launch.runs.slot_work`."""
+    """What was given behind them, for `launch.commands.slot_work`."""
     from evals.report.results_file import refuse_unwritable
     from evals.suite.evaluate import features_folder
 
-    from ..runs.slot_work import SlotOptions
+    from ..commands.slot_work import SlotOptions
 
     folder = features_folder() if features is None else None if features == "none" else Path(features)
     if features not in (None, "none"):

@@ -15,9 +15,9 @@ from evals.slots.attend import attend
 from evals.slots.overlay import image_crop
 from evals.slots.page_arrays import Arrays
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.tables import TASKS
+from sparo_train.core.registries import TASKS
 
-from ..runs.slot_work import Bench
+from ..commands.slot_work import Bench
 from .pictures import Pictures
 
 KINDS = ("zeroshot", "pairs", "retrieval", "knn")

@@ -11,7 +11,7 @@ from evals.encoders.encoder import Encoder
 from evals.sets.base import EvalSet, decode_image
 from evals.sets.task_config import TaskConfig
 from evals.slots.attend import captions_of
-from evals.slots.material import open_images
+from evals.slots.eval_inputs import open_images
 from evals.slots.overlay import ImageCrop, jpeg, thumbnail
 from evals.slots.page_arrays import limited
 from sparo_train.core.errors import ConfigError

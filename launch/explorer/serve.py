@@ -13,7 +13,7 @@ from evals.report.results_file import refuse_unwritable
 from evals.sets.task_config import TaskConfig
 from sparo_train.core.errors import ConfigError
 
-from ..runs.slot_work import EITHER, Bench, SlotOptions
+from ..commands.slot_work import EITHER, Bench, SlotOptions
 from ..views.terminal import console, out
 from .guard import Guard, is_loopback
 from .opened import Side, supported_tasks

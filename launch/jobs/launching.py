@@ -16,10 +16,10 @@ from sparo_train.core.disk.rundir import RunDir
 from sparo_train.core.errors import CheckpointError, ConfigError, SparoError
 from sparo_train.core.recipe.layers import override
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
-from sparo_train.core.tables import ENGINES
+from sparo_train.core.registries import ENGINES
 from sparo_train.data.read.loader import shared_streams
-from sparo_train.train.dry import meta_objective
-from sparo_train.train.run import RunConfig
+from sparo_train.train.dry_run import meta_objective
+from sparo_train.train.run_config import RunConfig
 
 from .clusters import ClusterConfig
 from .job import Element

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sparo_train.core.disk.checkpoint_store import CheckpointStore
 from sparo_train.core.disk.metrics import read
-from sparo_train.core.disk.store import CheckpointStore
 from sparo_train.core.world import whole_number
 
 _REQUIRED_FIELDS: dict[str, dict[str, type]] = {

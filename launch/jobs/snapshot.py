@@ -13,7 +13,7 @@ from importlib.metadata import Distribution
 from pathlib import Path
 
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.plugins import GROUPS, plugin_distributions
+from sparo_train.core.registry import GROUPS, plugin_distributions
 
 PACKAGES = ("sparo_train", "sparo_data", "object_centric", "evals", "launch")
 _IGNORE_PATTERNS = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")

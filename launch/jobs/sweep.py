@@ -14,7 +14,7 @@ from sparo_train.core.config import Frozen, invalid_keys, resolve, setting
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.layers import is_sweep, load_recipe, override
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
-from sparo_train.train.run import RunConfig, load_run
+from sparo_train.train.run_config import RunConfig, load_run
 
 _MOST = 1000  # elements that SLURM's MaxArraySize allows by default
 

@@ -17,7 +17,7 @@ from jinja2 import Environment
 from matplotlib.figure import Figure
 from PIL import Image
 
-from evals.encoders.own import ClipEncoder
+from evals.encoders.sparo_encoders import ClipEncoder
 from evals.report.plots import save_figure
 from evals.sets.wds import WdsSet
 from evals.slots.overlay import jpeg

@@ -14,11 +14,11 @@ import matplotlib.pyplot as plt
 import torch
 from PIL import Image
 
-from evals.encoders.own import ClipEncoder
+from evals.encoders.sparo_encoders import ClipEncoder
 from evals.report.plots import save_figure
 from evals.slots.attend import Attended, attend
 from evals.slots.overlay import image_crop, spotlight, thumbnail
-from evals.slots.telling import FUNCTION_WORDS, informative_slots, word_profiles
+from evals.slots.word_profiles import FUNCTION_WORDS, informative_slots, word_profiles
 
 _SLOTS, _COLUMNS, _SIZE = 4, 6, 192
 _IN_PICTURE = (0, 2, 3, 4)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from sparo_train.train.dry import dry_run
-from sparo_train.train.run import RunConfig
+from sparo_train.train.dry_run import dry_run
+from sparo_train.train.run_config import RunConfig
 
 from .terminal import out
 

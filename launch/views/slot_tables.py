@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from rich import box
 from rich.table import Table
 
-from evals.slots.look import Quality
 from evals.slots.mask_study import MaskRow, relative_change
 from evals.slots.paper_four import FourColumn
-from evals.slots.study import ChoiceReport, Score
+from evals.slots.quality_measures import Quality
+from evals.slots.selection_report import ChoiceReport, Score
 
 from .terminal import out
 

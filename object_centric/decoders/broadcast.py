@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparo_train.core.config import Frozen, between, setting
-from sparo_train.models.exact import in_fp32
+from sparo_train.models.precision import in_fp32
 
 
 class BroadcastConfig(Frozen):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparo_train.core.config import Frozen, setting
-from sparo_train.models.exact import at_least_fp32
+from sparo_train.models.precision import at_least_fp32
 
 PATCH = 4  # pixels of a token's side: the decoder doubles the side twice
 _HIDDEN_LAYERS = 6  # of the encoder, per patch, between its patches and its logits

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor  # what FLOPs are counted with has no p
 from sparo_train.core.config import Frozen, free, setting
 from sparo_train.core.errors import ConfigError
 
-from .kept import FeatureCache
+from .feature_cache import FeatureCache
 
 
 class FrozenConfig(Frozen):
@@ -58,7 +58,7 @@ class FrozenPatches(nn.Module):
 
     def __init__(self, config: FrozenConfig):
         super().__init__()
-        from evals.encoders.abilities import PatchesEncoder  # a config is made without them
+        from evals.encoders.capabilities import PatchesEncoder  # a config is made without them
         from evals.encoders.encoder import Encoder
         from evals.encoders.loading import load_encoder
 

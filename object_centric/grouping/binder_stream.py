@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .binder import BinderBlock, ParallelBinder
-from .binding import Tokens, inverted_attention
+from .inverted_attention import Tokens, inverted_attention
+from .parallel_binder import BinderBlock, ParallelBinder
 
 
 class _BlockCache(NamedTuple):

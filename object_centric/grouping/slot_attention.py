@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparo_train.models.exact import at_least_fp32
+from sparo_train.models.precision import at_least_fp32
 
 from .gru import Gru
 from .slot_config import SlotAttentionConfig

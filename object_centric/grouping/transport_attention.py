@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparo_train.core.errors import ConfigError
-from sparo_train.models.exact import at_least_fp32
+from sparo_train.models.precision import at_least_fp32
 
 from .transport import SimilarityRegularizer, exact_plan, log_marginal, minimize_entropy, sinkhorn
 from .transport_config import TransportConfig

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparo_train.core.config import setting
-from sparo_train.core.plugins import FromRegistry
-from sparo_train.core.tables import SLOT_ENCODERS
-from sparo_train.models.exact import at_least_fp32
+from sparo_train.core.registries import SLOT_ENCODERS
+from sparo_train.core.registry import FromRegistry
+from sparo_train.models.precision import at_least_fp32
 
 from ..decoders.autoregressive import AutoregressiveConfig, AutoregressiveDecoder
 from ..decoders.dvae import PATCH, Dvae, DvaeConfig, gumbel_softmax, sample_gumbel

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparo_train.data.examples.image_transforms import eval_pixels, train_pixels
 from sparo_train.data.examples.samples import decode_image, image_bytes
-from sparo_train.data.examples.transforms import eval_pixels, train_pixels
 from sparo_train.data.read.loader import Examples, OnStage, ignore_stage
 from sparo_train.data.read.sources import DataConfig, Source
 

@@ -8,7 +8,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from sparo_train.core.config import setting
-from sparo_train.models.exact import at_least_fp32
+from sparo_train.models.precision import at_least_fp32
 
 from ..decoders.broadcast import Broadcast, BroadcastConfig, DecoderOutput
 from ..encoders.convnet import grid

@@ -9,14 +9,14 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from sparo_train.core.config import Frozen, setting
-from sparo_train.core.plugins import FromRegistry
-from sparo_train.core.tables import SLOT_ENCODERS
+from sparo_train.core.registries import SLOT_ENCODERS
+from sparo_train.core.registry import FromRegistry
 
 from ..encoders.convnet import ConvNetConfig, grid
 from ..encoders.transformer import TransformerConfig
-from ..grouping.binder import ParallelBinder
 from ..grouping.gru import lecun_normal_
 from ..grouping.invariant import FrameConfig, InvariantSlotAttention
+from ..grouping.parallel_binder import ParallelBinder
 from ..grouping.slot_attention import ACTIVATIONS, SlotAttention
 from ..grouping.slot_config import SlotAttentionConfig
 

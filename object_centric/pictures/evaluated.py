@@ -6,7 +6,7 @@ from typing import Any
 
 from evals.encoders.encoder import Encoder
 from evals.sets.base import EvalSet
-from evals.slots.material import open_images
+from evals.slots.eval_inputs import open_images
 from evals.suite.task import TaskPictures
 
 from ..tasks.mask_task import MasksTaskConfig

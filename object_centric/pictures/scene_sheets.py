@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evals.encoders.pixels import Pixels
 from evals.sets.base import EvalSet
-from sparo_train.data.clips.cameras import look_at
+from sparo_train.data.video.cameras import look_at
 
 from ..scenes3d.rays import common_point, pixel_rays
 from ..tasks.mask_task import transform_mask

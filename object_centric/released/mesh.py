@@ -9,8 +9,8 @@ from sparo_train.core.config import Frozen, resolve, setting
 
 from ..objectives.slot_model import SlotModel, SlotModelConfig
 from ..tasks.slot_encoder import SlotEncoder
-from .reading import Tensors, open_weight_file
 from .spot import NAMES
+from .weight_reader import Tensors, open_weight_file
 
 
 class MeshFile(Frozen):

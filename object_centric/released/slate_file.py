@@ -6,8 +6,8 @@ from sparo_train.core.config import Frozen, resolve, setting
 
 from ..objectives.slate_model import SlateModel, SlateModelConfig
 from ..tasks.slot_encoder import SlateEncoder
-from .reading import Tensors, open_weight_file
 from .spot import NAMES
+from .weight_reader import Tensors, open_weight_file
 
 _BLOCK = {
     "self_attn_layer_norm": "norm_tokens",

@@ -7,7 +7,7 @@ from sparo_train.core.errors import ConfigError
 
 from ..objectives.slot_tower import SlotTower, SlotTowerConfig
 from ..tasks.slot_encoder import GroupingEncoder
-from .reading import convert_dinov2_to_timm, grouping, open_weight_file, read_slot_init, vit
+from .weight_reader import convert_dinov2_to_timm, grouping, open_weight_file, read_slot_init, vit
 
 NAMES = {
     "norm_inputs": "norm_input",

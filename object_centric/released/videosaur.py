@@ -10,8 +10,8 @@ from sparo_train.core.errors import CheckpointError
 from ..objectives.slot_tower import SlotTower, SlotTowerConfig
 from ..tasks.slot_encoder import GroupingEncoder
 from ..tasks.video_encoder import TimedGroupingEncoder, TowerModel
-from ..video.timed_tower import TimedTowerConfig
-from .reading import Tensors, grouping, open_weight_file, read_slot_init, vit
+from ..video.video_tower import TimedTowerConfig
+from .weight_reader import Tensors, grouping, open_weight_file, read_slot_init, vit
 
 _NAMES = {
     "norm_features": "norm_input",

@@ -6,7 +6,7 @@ from sparo_train.core.config import Frozen, resolve, setting
 
 from ..objectives.slot_tower import SlotTower, SlotTowerConfig
 from ..tasks.slot_encoder import GroupingEncoder
-from .reading import Tensors, grouping, open_weight_file, read_slot_init, vit
+from .weight_reader import Tensors, grouping, open_weight_file, read_slot_init, vit
 
 _NAMES = {
     "norm1kv": "norm_input",

@@ -13,10 +13,10 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from sparo_train.core.config import Frozen, setting
-from sparo_train.models.exact import at_least_fp32, in_fp32
+from sparo_train.models.precision import at_least_fp32, in_fp32
 
-from .drawn import RayDecoder, RenderedRays
-from .field import Density, Field, Points, ResidualBlocks, concat_fields
+from .radiance_field import Density, Field, Points, ResidualBlocks, concat_fields
+from .ray_decoder import RayDecoder, RenderedRays
 from .rays import Bounds, Rays, positional_encoding
 
 

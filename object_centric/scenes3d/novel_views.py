@@ -12,7 +12,7 @@ from torch import nn
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.contracts import Batch, Footprint, Loss, Objective, Progress
 from sparo_train.core.errors import DataError
-from sparo_train.data.clips.window import FramesConfig
+from sparo_train.data.video.window import FramesConfig
 from sparo_train.objectives.method import Method
 
 from ..objectives.collapse import SlotCollapseConfig, mask_statistics

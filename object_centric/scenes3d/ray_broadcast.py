@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from sparo_train.core.config import between, setting
 
-from .drawn import RayDecoder, RenderedRays
+from .ray_decoder import RayDecoder, RenderedRays
 from .rays import RayEmbeddingConfig, Rays
 
 

@@ -10,10 +10,10 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from sparo_train.core.config import setting
-from sparo_train.core.plugins import FromRegistry
-from sparo_train.core.tables import RAY_DECODERS
+from sparo_train.core.registries import RAY_DECODERS
+from sparo_train.core.registry import FromRegistry
 
-from .drawn import RayDecoder, RenderedRays
+from .ray_decoder import RayDecoder, RenderedRays
 from .rays import Bounds, Rays, pixel_rays
 from .scene_tower import SceneTower, SceneTowerConfig
 from .slot_mixer import SlotMixerConfig

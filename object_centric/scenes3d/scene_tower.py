@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from sparo_train.core.config import Frozen, setting
 
 from ..encoders.transformer import TransformerConfig
-from ..grouping.binder import ParallelBinder
+from ..grouping.parallel_binder import ParallelBinder
 from ..grouping.slot_attention import GroupingOutput, SlotAttention
 from ..grouping.slot_config import SlotAttentionConfig
 from ..video.recurrent import RecurrentSlots

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from sparo_train.core.config import setting
 from sparo_train.core.errors import did_you_mean
-from sparo_train.models.exact import at_least_fp32
+from sparo_train.models.precision import at_least_fp32
 
-from .drawn import RayDecoder, RenderedRays
-from .field import ResidualBlocks
+from .radiance_field import ResidualBlocks
+from .ray_decoder import RayDecoder, RenderedRays
 from .rays import RayEmbeddingConfig, Rays
 
 # osrt: stelzner/osrt, decoder.py.  psb: papers/parallel-spatiotemporal-binder, D.4.4 and Table 12.

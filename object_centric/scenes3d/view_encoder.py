@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.errors import did_you_mean
-from sparo_train.models.exact import in_fp32
+from sparo_train.models.precision import in_fp32
 
 from ..encoders.transformer import TransformerConfig
 from .rays import RayPointsConfig, ray_fourier_features

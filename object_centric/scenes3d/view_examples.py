@@ -12,15 +12,15 @@ from pydantic import model_validator
 from torch import Tensor
 
 from sparo_train.core.config import Frozen, setting
-from sparo_train.core.disk.mirrors import Sample
+from sparo_train.core.disk.metric_loggers import Sample
 from sparo_train.core.errors import BadSampleError
-from sparo_train.data.clips.cameras import cut_lens
-from sparo_train.data.clips.views import MultiViewScene
-from sparo_train.data.clips.window import FramesConfig
 from sparo_train.data.read.loader import Examples, OnStage, as_samples, ignore_stage
 from sparo_train.data.read.sources import DataConfig, Source
+from sparo_train.data.video.cameras import cut_lens
+from sparo_train.data.video.views import MultiViewScene
+from sparo_train.data.video.window import FramesConfig
 
-from ..video.cuts import FrameTransform
+from ..video.frame_transforms import FrameTransform
 from .rays import Bounds, common_point
 
 

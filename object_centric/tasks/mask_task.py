@@ -7,19 +7,19 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from evals.encoders.abilities import MasksEncoder
+from evals.encoders.capabilities import MasksEncoder
 from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import Pixels
-from evals.sets.opening import open_set
+from evals.feature_store.feature_table import View
+from evals.sets.open_set import open_set
 from evals.sets.task_config import SetTaskConfig
-from evals.store.feature_table import View
 from evals.suite.scoring import Scoring, attach_data_info
 from evals.suite.task import Task
 from evals.tasks.objects import segmentation
 from evals.tasks.result import Result
 from sparo_train.core.config import setting
 from sparo_train.core.errors import DataError
-from sparo_train.data.examples.transforms import eval_pixels
+from sparo_train.data.examples.image_transforms import eval_pixels
 
 
 class MasksTaskConfig(SetTaskConfig):

@@ -6,11 +6,11 @@ from typing import Literal
 
 import numpy as np
 
-from evals.encoders.abilities import ObjectsEncoder
+from evals.encoders.capabilities import ObjectsEncoder
+from evals.feature_store.feature_table import View
 from evals.sets.objects import REACH, WIDTH, attribute_columns
-from evals.sets.opening import open_set
+from evals.sets.open_set import open_set
 from evals.sets.task_config import SetTaskConfig
-from evals.store.feature_table import View
 from evals.suite.scoring import Scoring, attach_data_info
 from evals.suite.task import Task
 from evals.tasks.objects import average_precision

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from evals.encoders.abilities import DrawingEncoder
-from evals.sets.opening import open_set
+from evals.encoders.capabilities import DrawingEncoder
+from evals.feature_store.feature_table import View
+from evals.sets.open_set import open_set
 from evals.sets.task_config import SetTaskConfig
-from evals.store.feature_table import View
 from evals.suite.scoring import Scoring, attach_data_info
 from evals.suite.task import Task
 from evals.tasks.objects import reconstruction

@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evals.encoders.abilities import ViewsEncoder
+from evals.encoders.capabilities import ViewsEncoder
 from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import MappedPixels, Pixels
 from evals.sets.view_set import Views
 from evals.tasks.objects.similarity import ssim
 from sparo_train.core.errors import ConfigError
-from sparo_train.data.clips.cameras import cut_lens
+from sparo_train.data.video.cameras import cut_lens
 
 from ..grouping.slot_attention import GroupingOutput
-from ..scenes3d.drawn import RenderedRays
 from ..scenes3d.novel_views import NovelViews
+from ..scenes3d.ray_decoder import RenderedRays
 from ..scenes3d.rays import Rays, pixel_rays
 from ..scenes3d.scene_model import SceneModel
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from evals.encoders.abilities import DrawingEncoder, MasksEncoder, ObjectsEncoder
+from evals.encoders.capabilities import DrawingEncoder, MasksEncoder, ObjectsEncoder
 from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import MappedPixels
-from sparo_train.models.slots import Slots
+from sparo_train.models.readout import Slots
 
 from ..decoders.broadcast import DecoderOutput
 from ..objectives.set_prediction import SetModel, SetPrediction

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from evals.encoders.abilities import ClipsEncoder, DrawingEncoder
+from evals.encoders.capabilities import ClipsEncoder, DrawingEncoder
 from sparo_train.core.errors import ConfigError
-from sparo_train.models.slots import Slots
+from sparo_train.models.readout import Slots
 
 from ..decoders.broadcast import DecoderOutput
 from ..encoders.convnet import grid
 from ..grouping.slot_attention import GroupingOutput
-from ..video.timed_tower import TimedTower, TimedTowerConfig
 from ..video.video_autoencoder import VideoAutoencoder
 from ..video.video_slate import VideoSlate
+from ..video.video_tower import TimedTower, TimedTowerConfig
 from .slot_encoder import Decomposition, MaskingEncoder, SlotEncoder, normalize_masks
 
 _FRAMES = 64  # that are drawn at once

@@ -8,13 +8,13 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from evals.encoders.abilities import ViewsEncoder
+from evals.encoders.capabilities import ViewsEncoder
 from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import Pixels
+from evals.feature_store.feature_table import View
 from evals.sets.base import EvalSet, Limited
 from evals.sets.task_config import TaskConfig
 from evals.sets.view_set import ViewSet
-from evals.store.feature_table import View
 from evals.suite.scoring import Scoring, attach_data_info
 from evals.suite.task import Task
 from evals.tasks.objects import view_scores

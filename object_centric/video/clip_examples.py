@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparo_train.core.disk.mirrors import Sample
+from sparo_train.core.disk.metric_loggers import Sample
 from sparo_train.core.errors import BadSampleError
-from sparo_train.data.clips.episode import Episode
-from sparo_train.data.clips.window import FramesConfig
 from sparo_train.data.read.loader import Examples, OnStage, as_samples, ignore_stage
 from sparo_train.data.read.sources import DataConfig, Source
+from sparo_train.data.video.episode import Episode
+from sparo_train.data.video.window import FramesConfig
 
-from .cuts import FrameTransform, flow_colours
-from .timed_tower import TimedTowerConfig
+from .frame_transforms import FrameTransform, flow_colours
+from .video_tower import TimedTowerConfig
 
 
 class ClipExamples(Examples):

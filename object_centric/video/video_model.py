@@ -12,7 +12,7 @@ from sparo_train.core.config import setting
 from ..decoders.broadcast import Broadcast, DecoderOutput
 from ..encoders.convnet import grid
 from ..objectives.slot_model import SlotModelConfig
-from .timed_tower import TimedTower, TimedTowerConfig
+from .video_tower import TimedTower, TimedTowerConfig
 
 WIDTHS = {"pixels": 3, "flow": 3, "depth": 1, "flow_depth": 4}  # colours of each thing that is drawn
 

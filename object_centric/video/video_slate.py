@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from sparo_train.core.config import Frozen, setting
 from sparo_train.core.contracts import Batch, Footprint, Loss, Progress
-from sparo_train.core.plugins import FromRegistry
-from sparo_train.core.tables import SLOT_ENCODERS
-from sparo_train.data.clips.window import FramesConfig
+from sparo_train.core.registries import SLOT_ENCODERS
+from sparo_train.core.registry import FromRegistry
+from sparo_train.data.video.window import FramesConfig
 from sparo_train.objectives.method import Method
 
 from ..encoders.convnet import ConvNetConfig
@@ -20,7 +20,7 @@ from ..objectives.slate import Slate
 from ..objectives.slate_model import SlateModel, SlateModelConfig, SlateOutput
 from ..objectives.slot_autoencoder import refuse_cache_with_augmentation
 from .clip_examples import ClipExamples
-from .timed_tower import TimedTower, TimedTowerConfig
+from .video_tower import TimedTower, TimedTowerConfig
 
 
 class VideoSlateModelConfig(SlateModelConfig, TimedTowerConfig):

@@ -11,7 +11,7 @@ import numpy as np
 
 from sparo_train.core.errors import DataError
 from sparo_train.core.untrusted import read_bytes
-from sparo_train.data.clips.cameras import look_at, parse_lens
+from sparo_train.data.video.cameras import look_at, parse_lens
 
 from .published import decode_array, to_label_map
 from .viewed import MAX_DISTANCE, PublishedView, PublishedViews

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from sparo_train.core.errors import BadSampleError, DataError
-from sparo_train.data.clips.cameras import parse_lens, parse_pose
+from sparo_train.data.video.cameras import parse_lens, parse_pose
 
 from .clips import sanitize_key
 from .published import decode_array, to_label_map

@@ -16,9 +16,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchema
 from pydantic_core import CoreSchema
 
 from .errors import ConfigError, did_you_mean
-from .plugins import NESTED
 from .recipe.config_keys import keys_named
 from .recipe.layers import Tree, without_null_entries
+from .registry import NESTED
 
 
 def _accept_lists(schema: Any) -> None:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ..core.config import free
 from ..core.contracts import Batch, Objective, Progress
 from ..core.errors import ConfigError
-from .kinds import EngineKind, replicated
+from .engine_kind import EngineKind, replicated
 from .ranked import RankedEngine, RankedEngineConfig, Root
 
 # Our buffers are the same on all ranks, or a rank's own until they are summed; torch 2.15 renamed the switch for not sending them before every forward.

@@ -17,11 +17,11 @@ from ..core.contracts import Batch, CoupledObjective, Embeddings, Loss, Objectiv
 from ..core.disk.pieces import CheckpointReader, Pieces
 from ..core.distributed import Ranks
 from ..core.errors import ConfigError
-from .device import Device
-from .kinds import Costs, EngineKind, Sizes, casts
+from .device_context import Device
+from .engine_kind import Costs, EngineKind, Sizes, casts
+from .grad_norms import clip_per_tensor, set_rates, total_norms
 from .optim import OptimConfig, build_optimizer
 from .ranked import PlainCopy, RankedEngineConfig, Root, assign_gpu, summed_norms
-from .update import clip_per_tensor, set_rates, total_norms
 from .zero import Zero
 
 

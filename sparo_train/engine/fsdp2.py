@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from ..core.config import free
 from ..core.contracts import Objective
 from ..core.errors import ConfigError
-from .kinds import Costs, EngineKind, Sizes, casts, replicated
+from .engine_kind import Costs, EngineKind, Sizes, casts, replicated
 from .ranked import PlainCopy, RankedEngine, RankedEngineConfig, Root, summed_norms
-from .spans import Span
+from .shard_slices import Span
 
 
 class Fsdp2EngineConfig(RankedEngineConfig):

@@ -13,12 +13,12 @@ from ..core.config import free
 from ..core.contracts import Batch, CoupledObjective, Embeddings, Loss, Objective, Progress, StepReport
 from ..core.disk.pieces import CheckpointReader, Pieces
 from ..core.errors import CheckpointError
-from .device import Device, DeviceConfig
-from .kinds import EngineKind, replicated
+from .device_context import Device, DeviceConfig
+from .engine_kind import EngineKind, replicated
+from .grad_norms import clip_global_norm, clip_per_tensor, set_rates, total_norms
 from .muon import entries_of
 from .optim import OptimConfig, build_optimizer
-from .spans import Span, load_tensors, pieces_of
-from .update import clip_global_norm, clip_per_tensor, set_rates, total_norms
+from .shard_slices import Span, load_tensors, pieces_of
 
 
 class LocalEngineConfig(DeviceConfig):

@@ -16,7 +16,7 @@ from ..core.config import free
 from ..core.contracts import Batch, CoupledObjective, Embeddings, Loss, Objective, Progress
 from ..core.distributed import Ranks
 from ..core.errors import ConfigError
-from .device import Device, DeviceConfig
+from .device_context import Device, DeviceConfig
 from .local import LocalEngine
 from .optim import OptimConfig
 

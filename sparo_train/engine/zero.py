@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..core.disk.pieces import CheckpointReader, Piece, Pieces
 from ..core.errors import CheckpointError
-from .spans import pieces_of, refuse_differences
+from .shard_slices import pieces_of, refuse_differences
 
 ENTRIES = ("exp_avg", "exp_avg_sq")
 

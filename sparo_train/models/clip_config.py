@@ -10,8 +10,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..core.config import Frozen, setting
 from ..core.errors import did_you_mean
-from ..core.plugins import FromRegistry
-from ..core.tables import READOUTS
+from ..core.registries import READOUTS
+from ..core.registry import FromRegistry
 
 OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)  # of pixels in 0..1, as in every published CLIP
 OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)

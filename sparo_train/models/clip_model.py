@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from .clip_config import TRAINING, ClipConfig
 from .clip_towers import TextTower, VisionTower
-from .locking import freeze
-from .slots import ReadOut, ReadOutPair
+from .freezing import freeze
+from .readout import ReadOut, ReadOutPair
 from .timm_tower import TimmTower
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.errors import ConfigError
-from .locking import lock
+from .freezing import lock
 from .patches import patchify, regridded
-from .slots import NoReadOut, ReadOut, ReadOutConfig, Slots, project_tokens, read_slots
+from .readout import NoReadOut, ReadOut, ReadOutConfig, Slots, project_tokens, read_slots
 
 
 class VisionTower(VisionTransformer):

@@ -25,8 +25,8 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from ..core.config import setting
-from .readouts.separate_heads import SeparateHeads, optional_attention
-from .slots import LEARNED, Placement, ReadOutPair, Representation, Slots, TwinReadOut, Weighting
+from .readout import LEARNED, Placement, ReadOutPair, Representation, Slots, TwinReadOut, Weighting
+from .separate_heads import SeparateHeads, optional_attention
 
 
 class SparoReadOut(TwinReadOut):

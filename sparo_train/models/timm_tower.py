@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.errors import did_you_mean
-from .slots import NoReadOut, ReadOut, ReadOutConfig, Slots, project_tokens, read_slots
+from .readout import NoReadOut, ReadOut, ReadOutConfig, Slots, project_tokens, read_slots
 
 _RESERVED_KWARGS = ("pretrained", "num_classes", "global_pool", "img_size", "pretrained_cfg", "checkpoint_path")
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .patches import patchify
-from .slots import Slots, read_slots
+from .readout import Slots, read_slots
 from .vit_config import DROP_RANGE, VitConfig
 
 

@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from ..core.config import Frozen, setting
 from ..core.errors import did_you_mean
-from ..core.plugins import FromRegistry
-from ..core.tables import READOUTS
+from ..core.registries import READOUTS
+from ..core.registry import FromRegistry
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)  # of pixels in 0..1
 IMAGENET_STD = (0.229, 0.224, 0.225)

@@ -13,16 +13,16 @@ from torch.nn import functional as F
 from ..core.contracts import Batch, CoupledObjective, Footprint, Loss, Progress
 from ..core.errors import ConfigError, DataError
 from ..data.examples.image_text import ImageTextExamples
-from ..data.examples.text import VOCABULARY, ClipTokenizer
+from ..data.examples.tokenizer import VOCABULARY, ClipTokenizer
 from ..data.read.sources import DataConfig
 from ..models.clip_model import Clip
-from ..models.locking import layer_of
-from .averaging import update_ema, update_ema_if
-from .clip_settings import ClipObjectiveConfig
-from .clip_tokens import TokenExamples
-from .conditioned import conditioned_sigmoid
+from ..models.freezing import layer_of
+from .clip_config import ClipObjectiveConfig
 from .contrastive import contrastive, peak_logits
+from .ema import update_ema, update_ema_if
 from .method import Method
+from .text_conditioned import conditioned_sigmoid
+from .token_examples import TokenExamples
 
 
 class ClipEmbeddings(NamedTuple):

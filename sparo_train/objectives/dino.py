@@ -16,12 +16,12 @@ from ..core.contracts import Batch, Footprint, Loss, Objective, Progress
 from ..core.errors import DataError
 from ..core.ring import sum_over_ranks
 from ..core.schedules import cosine, linear
-from ..data.examples.crops import CropExamples, CropsConfig
+from ..data.examples.multi_crop import CropExamples, CropsConfig
 from ..data.read.sources import PAIR_KEYS, DataConfig
 from ..models.dino_head import DinoHeadConfig, DinoNet
 from ..models.vit_config import DROP_RANGE, IMAGENET_MEAN, IMAGENET_STD, VitConfig
-from .averaging import update_ema, update_ema_if
 from .distillation import distillation
+from .ema import update_ema, update_ema_if
 from .method import Method
 
 

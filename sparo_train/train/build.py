@@ -9,11 +9,11 @@ import torch
 from ..core.contracts import Engine, Objective
 from ..core.distributed import Ranks
 from ..core.errors import ConfigError
+from ..core.registries import ENGINES, METHODS
 from ..core.rng import torch_seed
-from ..core.tables import ENGINES, METHODS
 from ..core.world import World
 from ..data.read.loader import Pipeline
-from .run import RunConfig
+from .run_config import RunConfig
 
 _SINGLE_PROCESS = World()
 

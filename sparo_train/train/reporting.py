@@ -15,8 +15,8 @@ from ..core.disk.rundir import RunDir
 from ..core.distributed import Ranks
 from .flops import FlopCounter, memory, utilisation
 from .meter import Meter, average_over_ranks
-from .run import LogConfig, ProfileConfig
 from .run_clock import RunClock
+from .run_config import LogConfig, ProfileConfig
 from .state import Display
 
 _COLLECT_EVERY = 50  # steps

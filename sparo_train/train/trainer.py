@@ -9,23 +9,23 @@ from pathlib import Path
 import torch
 
 from ..core.contracts import Cursor, DataPipeline, Engine, LoaderBatch, Objective, Progress
-from ..core.disk import store
+from ..core.disk import checkpoint_store as store
 from ..core.disk.rundir import RunDir, environment
 from ..core.distributed import Ranks
 from ..core.errors import CheckpointError, LostRankError, SparoError, SupersededError
 from ..core.rng import torch_seed
 from ..core.signals import StopFlag
-from ..data.read.budget import BadSampleBudget
-from .accumulate import gradients
-from .agreement import Agreement
-from .branching import resume
+from ..data.read.bad_samples import BadSampleBudget
+from .checkpointing import Saver
 from .evaluation import Evaluation
 from .flops import FlopCounter
+from .grad_accumulation import gradients
+from .rank_sync import Agreement
 from .reporting import Collector, Profile, Reporter
-from .run import RunConfig
+from .resuming import resume
 from .run_clock import RunClock
-from .saving import Saver
-from .skips import SkippedSteps, refuse_diverged
+from .run_config import RunConfig
+from .skipped_steps import SkippedSteps, refuse_diverged
 from .state import Display, Evaluate, Outcome, State
 
 

@@ -15,13 +15,13 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from evals.suite.evaluate import tasks_for
+from launch.commands.recipes import recipe
 from launch.jobs.sweep import expand
-from launch.runs.recipes import recipe
 from object_centric.encoders.frozen import FrozenConfig
 from sparo_train.core.errors import CheckpointError, ConfigError
-from sparo_train.data.read.made_by import remedy
-from sparo_train.train.dry import dry_run
-from sparo_train.train.run import load_run
+from sparo_train.data.read.data_commands import remedy
+from sparo_train.train.dry_run import dry_run
+from sparo_train.train.run_config import load_run
 from tests.conftest import THREADS, start_sparo
 from tests.forking import install
 from tests.unit.test_making import modules, write_idx_files  # noqa: F401  modules: the fixture with a small node_modules

@@ -8,18 +8,18 @@ import pytest
 import yaml
 
 from evals.encoders.loading import load_encoder
+from evals.feature_store.features import FeatureStore
 from evals.sets.wds import FACTS, WdsSet
-from evals.store.features import FeatureStore
 from evals.suite.image_text_tasks import ZeroshotTaskConfig
 from evals.suite.suite import Suite
 from launch.cli.main import app
 from launch.cli.process import call
-from launch.runs.train import train
+from launch.commands.train import train
 from sparo_data.writer import write_shards
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import metrics
 from sparo_train.core.errors import CheckpointError, DataError, StoppedError
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 from sparo_train.train.state import Outcome
 from tests.conftest import eval_sets, sample, sparo, tiny_recipe
 
@@ -225,7 +225,7 @@ def test_wrong_evaluation_data_is_named(trained, tmp_path):
 
 
 def test_an_interrupted_demo_stops(tmp_path, monkeypatch):
-    from launch.runs import demo
+    from launch.commands import demo
 
     trained = []
     monkeypatch.setattr(demo, "make_scenes", lambda *_, **__: None)

@@ -17,7 +17,7 @@ import yaml
 from evals.encoders.loading import load_encoder
 from evals.report.results_file import append
 from evals.tasks.result import Result
-from launch.runs.hub import upload
+from launch.commands.hub import upload
 from sparo_train.core.errors import CheckpointError, ConfigError, SparoError
 from tests.conftest import sparo
 

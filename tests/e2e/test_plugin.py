@@ -15,9 +15,9 @@ from sparo_data.writer import write_shards
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import metrics
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.plugins import Registry
-from sparo_train.models.weight_files.describe import infer_readout
-from sparo_train.train.run import RunConfig
+from sparo_train.core.registry import Registry
+from sparo_train.models.weight_files.description import infer_readout
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import eval_sets, sample, start_sparo, tiny_recipe
 from tests.resume.test_ranks import finish, free_port, losses, wait_for_step
 
@@ -198,7 +198,7 @@ def test_what_is_wrong_with_a_row_is_told_to_who_names_it(place, monkeypatch, tm
     assert type(resolve(RunConfig, tree, "r").objective).__module__ == "rotations"
     clip = {**tree, "objective": {"kind": "clip"}, "eval": {}}
     assert (
-        type(resolve(RunConfig, clip, "r").objective).__module__ == "sparo_train.objectives.clip_settings"
+        type(resolve(RunConfig, clip, "r").objective).__module__ == "sparo_train.objectives.clip_config"
     )  # ours stays
     for change, message in (
         ({"objective": {"kind": "rotation"}}, r"objective\.kind: 'rotation'; did you mean 'rotations'"),

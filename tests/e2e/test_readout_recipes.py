@@ -9,10 +9,10 @@ import torch
 import sparo_train.openclip  # noqa: F401
 from evals.encoders.loading import load_encoder
 from evals.interop.exporting import export_run
-from launch.runs.train import train
+from launch.commands.train import train
 from sparo_train.core.disk import metrics
-from sparo_train.core.tables import READOUTS
-from sparo_train.train.run import load_run
+from sparo_train.core.registries import READOUTS
+from sparo_train.train.run_config import load_run
 from tests.conftest import eval_sets
 
 ROOT = Path(__file__).resolve().parents[2]

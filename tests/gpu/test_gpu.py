@@ -4,14 +4,14 @@ import pytest
 import torch
 import yaml
 
-from evals.encoders.own import ClipEncoder
-from sparo_data.drawn.viewed_sets import MultiViewSetConfig, render_multi_view
+from evals.encoders.sparo_encoders import ClipEncoder
+from sparo_data.synthetic.viewed_sets import MultiViewSetConfig, render_multi_view
 from sparo_data.writer import write_shards
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import metrics
 from sparo_train.models.sparo import Sparo
 from sparo_train.train.build import build_objective
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import dino_recipe, sample, slots_recipe, sparo, start_sparo, tiny_recipe
 from tests.resume.test_ranks import finish, free_port, losses
 from tests.resume.test_scenes3d import recipe_of

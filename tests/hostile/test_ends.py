@@ -17,13 +17,14 @@ import yaml
 from packaging.requirements import Requirement
 from safetensors.torch import load_file, save_file
 
-from launch.runs.train import train
+from launch.commands.train import train
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.config import resolve
-from sparo_train.core.disk import metrics, store
+from sparo_train.core.disk import checkpoint_store as store
+from sparo_train.core.disk import metrics
 from sparo_train.core.errors import TrainingError
 from sparo_train.objectives.clip import ClipObjective
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import jpeg, start_sparo, tiny_recipe
 from tests.hostile.conftest import assert_ends
 

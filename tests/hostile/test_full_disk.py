@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from evals.report.plots import save_figure
 from launch.cli.main import app
 from launch.cli.process import call
-from launch.runs.train import train
+from launch.commands.train import train
 from object_centric.pictures.panels import save_animation, save_sheet
 from sparo_train.core.config import resolve
 from sparo_train.core.files import whole_file, write_whole
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import dino_recipe, eval_sets, tiny_recipe
 
 NOISE = torch.randint(0, 256, (300, 300, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy()

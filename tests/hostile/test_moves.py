@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch.runs import demo
-from launch.runs.train import train
+from launch.commands import demo
+from launch.commands.train import train
 from sparo_data.writer import write_shards
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Cursor
@@ -17,7 +17,7 @@ from sparo_train.core.disk import metrics
 from sparo_train.core.errors import DataError
 from sparo_train.core.world import World
 from sparo_train.train.build import build_pipeline
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import sample, tiny_recipe
 from tests.hostile.conftest import assert_ends
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evals.encoders.own import PixelEncoder
+from evals.encoders.sparo_encoders import PixelEncoder
+from evals.feature_store.features import FeatureStore
+from evals.feature_store.parts import Part, bounds_of, open_part, part_path, write_part
 from evals.report.results_file import append, read_records
 from evals.sets.wds import WdsSet
-from evals.store.features import FeatureStore
-from evals.store.parts import Part, bounds_of, open_part, part_path, write_part
 from evals.tasks.result import Result
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.disk import metrics

@@ -20,7 +20,7 @@ from sparo_data.check import check_shard
 from sparo_data.writer import write_shard, write_shards
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.examples.samples import MAX_WORD_CHARS, decode_image
-from sparo_train.data.examples.text import ClipTokenizer
+from sparo_train.data.examples.tokenizer import ClipTokenizer
 from sparo_train.data.read.shards import ShardsConfig, load_index
 from sparo_train.data.read.tar import scan, unpack
 from tests.conftest import jpeg, sample

@@ -10,16 +10,16 @@ import pytest
 import yaml
 
 from evals.encoders.loading import load_encoder
+from launch.commands.train import train
 from launch.jobs.records import Records
 from launch.jobs.status import statuses
-from launch.runs.train import train
 from sparo_data.official.tfrecord import records
 from sparo_train.core.config import resolve
-from sparo_train.core.disk import store
+from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.errors import CheckpointError, ConfigError, DataError
 from sparo_train.core.recipe.layers import override
 from sparo_train.data.read.shard_lists import find_shards
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import tiny_recipe
 from tests.hostile.conftest import assert_ends
 from tests.unit.test_core import sign

@@ -14,9 +14,9 @@ from object_centric.video.video_autoencoder import VideoAutoencoder, VideoAutoen
 from object_centric.video.video_slate import VideoSlate, VideoSlateConfig
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import CheckpointError
-from sparo_train.data.clips.cameras import look_at
+from sparo_train.data.video.cameras import look_at
 from sparo_train.models.vit_config import VitConfig
-from sparo_train.models.weight_files.describe import CONFIG_KEY
+from sparo_train.models.weight_files.description import CONFIG_KEY
 from sparo_train.models.weight_files.dino_files import read_dino
 from sparo_train.models.weight_files.weights import load_into
 

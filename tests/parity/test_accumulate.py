@@ -6,19 +6,20 @@ import pytest
 import torch
 from torch import nn
 
-from launch.runs.train import train
+from launch.commands.train import train
 from sparo_data.writer import write_shards
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import CoupledObjective, Loss, Objective, Progress
-from sparo_train.core.disk import metrics, store
+from sparo_train.core.disk import checkpoint_store as store
+from sparo_train.core.disk import metrics
 from sparo_train.core.recipe.layers import override
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import OptimConfig
 from sparo_train.objectives.contrastive import contrastive
-from sparo_train.train.accumulate import gradients
 from sparo_train.train.build import build_engine, build_objective, build_pipeline
-from sparo_train.train.run import RunConfig
-from sparo_train.train.saving import Saver
+from sparo_train.train.checkpointing import Saver
+from sparo_train.train.grad_accumulation import gradients
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import sample, tiny_recipe
 from tests.ranks import run_ranks
 

@@ -8,17 +8,17 @@ from safetensors.torch import load_file, save_file
 import sparo_train.openclip  # noqa: F401  our read-outs in open_clip
 from evals.encoders.loading import load_encoder
 from evals.interop.exporting import export_run
-from launch.runs.train import train
+from launch.commands.train import train
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
-from sparo_train.core.disk import store
+from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.models.weight_files.weights import refuse_non_finite
-from sparo_train.objectives.averaging import EmaConfig, update_ema, update_ema_if
 from sparo_train.objectives.dino import DinoObjective, DinoObjectiveConfig
+from sparo_train.objectives.ema import EmaConfig, update_ema, update_ema_if
 from sparo_train.train.build import build_objective
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import tiny_recipe
 from tests.parity.test_accumulate import DDP, FSDP2, ZERO_2, ZERO_3, model_after, trained, two_tree
 from tests.ranks import run_ranks

@@ -7,12 +7,12 @@ from torch.nn import functional as F
 
 from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import ConfigError
+from sparo_train.engine.grad_norms import set_rates
 from sparo_train.engine.optim import OptimConfig, build_optimizer, learning_rate
-from sparo_train.engine.update import set_rates
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.objectives.clip import ClipObjective
-from sparo_train.objectives.clip_settings import ClipObjectiveConfig
+from sparo_train.objectives.clip_config import ClipObjectiveConfig
 
 TINY = {
     "vision": {"image_size": 32, "patch_size": 16, "width": 32, "layers": 3, "head_width": 16},

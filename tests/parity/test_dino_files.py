@@ -10,7 +10,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from evals.encoders.loading import load_encoder
-from launch.runs.train import train
+from launch.commands.train import train
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import VitConfig

@@ -10,17 +10,17 @@ from torch.nn import functional as F
 from evals.encoders.loading import load_encoder
 from evals.suite.task import IncompatibleTaskError
 from evals.tasks import retrieval
-from launch.runs.train import _train, train
+from launch.commands.train import _train, train
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
-from sparo_train.core.disk import store
+from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.errors import ConfigError
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.models.vit_config import VitConfig
-from sparo_train.objectives import conditioned
+from sparo_train.objectives import text_conditioned as conditioned
 from sparo_train.train.build import build_objective
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import eval_sets, tiny_recipe
 from tests.parity.test_accumulate import DDP, FSDP2, ZERO_3
 from tests.parity.test_clip import tiny, tokens

@@ -20,10 +20,10 @@ from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import OptimConfig
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
-from sparo_train.objectives.averaging import update_ema, update_ema_if
-from sparo_train.objectives.tower_work import tower_facts
+from sparo_train.objectives.ema import update_ema, update_ema_if
+from sparo_train.objectives.token_cache_builder import tower_facts
 from sparo_train.train.build import build_objective
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import tiny_recipe
 
 transformers = pytest.importorskip("transformers")

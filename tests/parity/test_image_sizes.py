@@ -6,19 +6,20 @@ import pytest
 import torch
 from open_clip.model import resize_pos_embed
 
-from launch.runs.train import _train, train
+from launch.commands.train import _train, train
 from sparo_data.writer import write_shards
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
-from sparo_train.core.disk import metrics, store
+from sparo_train.core.disk import checkpoint_store as store
+from sparo_train.core.disk import metrics
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.train.build import build_objective
-from sparo_train.train.dry import dry_run
+from sparo_train.train.dry_run import dry_run
 from sparo_train.train.flops import FlopCounter
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import sample, tiny_recipe
 from tests.parity.test_accumulate import DDP, FSDP2, ZERO_2
 from tests.ranks import run_ranks

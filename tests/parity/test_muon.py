@@ -7,13 +7,13 @@ from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.layers import override
+from sparo_train.engine.grad_norms import set_rates
 from sparo_train.engine.muon import CombinedOptimizer
 from sparo_train.engine.optim import OptimConfig, build_optimizer
-from sparo_train.engine.update import set_rates
 from sparo_train.objectives.clip import ClipObjective
-from sparo_train.objectives.clip_settings import ClipObjectiveConfig
+from sparo_train.objectives.clip_config import ClipObjectiveConfig
 from sparo_train.train.build import build_objective
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 from tests.parity.test_accumulate import DDP, FSDP2, ZERO_2, model_after, trained, two_tree
 from tests.parity.test_clip import tiny
 from tests.parity.test_slots_bf16 import trees

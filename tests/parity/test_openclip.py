@@ -11,10 +11,10 @@ from PIL import Image
 
 import sparo_train.openclip as plugin
 from sparo_train.core.errors import CheckpointError, ConfigError, SparoError
-from sparo_train.core.tables import READOUTS as TABLE
+from sparo_train.core.registries import READOUTS as TABLE
 from sparo_train.models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
 from sparo_train.models.clip_model import Clip
-from sparo_train.models.weight_files.describe import infer_config, infer_readout
+from sparo_train.models.weight_files.description import infer_config, infer_readout
 from sparo_train.models.weight_files.weights import load_into, read_weights, to_ours, to_sparo_clip
 
 from .test_clip import READOUTS, TINY, tiny, tokens

@@ -7,7 +7,7 @@ from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.train.build import build_engine, build_objective, build_pipeline
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import dino_recipe, tiny_recipe
 from tests.parity.test_accumulate import (
     DDP,

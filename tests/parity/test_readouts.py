@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
+from sparo_train.models.readout import Slots, normalize_slots
 from sparo_train.models.readouts.attpool import AttPool
 from sparo_train.models.readouts.coca import CocaPool
-from sparo_train.models.readouts.efficient import EfficientPool
+from sparo_train.models.readouts.efficient_probing import EfficientPool
 from sparo_train.models.readouts.fdt import Fdt, sparsemax
 from sparo_train.models.readouts.siglip_map import MapHead
-from sparo_train.models.slots import Slots, normalize_slots
 
 from .test_clip import READOUTS, tiny, tokens
 

@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from sparo_data.drawn.viewed_sets import MultiViewSetConfig, render_multi_view
+from sparo_data.synthetic.viewed_sets import MultiViewSetConfig, render_multi_view
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import ConfigError
-from sparo_train.train.accumulate import gradients
 from sparo_train.train.build import build_engine, build_objective, build_pipeline
-from sparo_train.train.run import RunConfig
+from sparo_train.train.grad_accumulation import gradients
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import slots_recipe
 from tests.parity.test_accumulate import DDP, FSDP2, engine_block
 from tests.ranks import run_ranks

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from sparo_train.models.slots import Slots, normalize_slots
+from sparo_train.models.readout import Slots, normalize_slots
 from sparo_train.models.sparo import Sparo
 
 

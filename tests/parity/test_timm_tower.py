@@ -9,16 +9,16 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 
 import sparo_train.openclip
 from evals.encoders.loading import load_encoder
-from evals.interop.starting import load_initial_weights
-from launch.runs.train import train
+from evals.interop.initial_weights import load_initial_weights
+from launch.commands.train import train
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
-from sparo_train.models.locking import layer_of
+from sparo_train.models.freezing import layer_of
 from sparo_train.train.build import build_objective
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import tiny_recipe
 
 SMALL = {"embed_dim": 32, "depth": 3, "num_heads": 2}

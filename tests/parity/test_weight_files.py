@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 import sparo_train.openclip as plugin
 from evals.encoders.foreign import timm_state
 from evals.encoders.loading import load_encoder
-from object_centric.released.reading import open_weight_file
 from object_centric.released.slate_file import SlateFile
+from object_centric.released.weight_reader import open_weight_file
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
-from sparo_train.models.weight_files.raw import read_raw, state_of, strip_wrapper_prefixes
+from sparo_train.models.weight_files.state_dicts import read_raw, state_of, strip_wrapper_prefixes
 from sparo_train.models.weight_files.weights import read_weights
 
 WRAPPERS = [

@@ -11,7 +11,7 @@ from sparo_train.core.config import resolve
 from sparo_train.core.errors import CheckpointError
 from sparo_train.models.weight_files.zero_folder import read_zero_folder
 from sparo_train.train.build import build_objective
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import tiny_recipe
 from tests.ranks import run_ranks
 

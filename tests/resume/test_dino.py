@@ -7,8 +7,9 @@ from collections import Counter
 
 import pytest
 
-from launch.runs.train import train
-from sparo_train.core.disk import metrics, store
+from launch.commands.train import train
+from sparo_train.core.disk import checkpoint_store as store
+from sparo_train.core.disk import metrics
 from sparo_train.core.errors import ConfigError
 from tests.conftest import dino_recipe, sparo, start_sparo
 from tests.resume.test_ranks import goes_on_across_engines, losses_of

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from sparo_train.core.disk import metrics, store
+from sparo_train.core.disk import checkpoint_store as store
+from sparo_train.core.disk import metrics
 from tests.resume.test_ranks import finish, losses, start_ranks, wait_for_step, with_a_straight_run
 from tests.resume.test_training import assert_bit_equal
 
@@ -15,7 +16,7 @@ ZERO_3 = "engine={kind: deepspeed, stage: 3, device: cpu, precision: fp32, timeo
 _AT = """
 import os, signal
 from launch.cli.main import main
-from sparo_train.core.disk.store import CheckpointStore
+from sparo_train.core.disk.checkpoint_store import CheckpointStore
 
 whole = CheckpointStore.{method}
 

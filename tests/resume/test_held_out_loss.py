@@ -12,12 +12,12 @@ from evals.report.results_file import Record
 from evals.suite.loss_task import LossTaskConfig
 from evals.suite.suite import Suite
 from evals.suite.task import IncompatibleTaskError, check_compatible, check_tasks_compatible
-from launch.runs.train import train
+from launch.commands.train import train
 from sparo_data.writer import write_shards
 from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.core.registries import METHODS
 from sparo_train.core.rng import generator
-from sparo_train.core.tables import METHODS
 from sparo_train.data.read.sources import open_source
 from sparo_train.train.build import build_objective
 from tests.conftest import dino_recipe, tiny_recipe

@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from launch.runs.train import _train, train
+from launch.commands.train import _train, train
 from sparo_data.writer import write_shards
 from sparo_train.core.config import resolve
-from sparo_train.core.disk import store
+from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.errors import CheckpointError, ConfigError, DataError
 from sparo_train.core.recipe.layers import override
 from sparo_train.core.world import World
+from sparo_train.data.examples.image_transforms import eval_pixels
 from sparo_train.data.examples.samples import decode_image
-from sparo_train.data.examples.transforms import eval_pixels
-from sparo_train.data.read.kept_tokens import TokenCache, digest_of
 from sparo_train.data.read.plan import SampleRef
+from sparo_train.data.read.token_cache import TokenCache, digest_of
 from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import dino_recipe, sample, tiny_recipe
 from tests.parity.test_accumulate import DDP, FSDP2, ZERO_3
 from tests.ranks import run_ranks

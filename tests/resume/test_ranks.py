@@ -11,13 +11,14 @@ from collections import Counter
 import pytest
 import yaml
 
-from launch.runs.train import train
+from launch.commands.train import train
 from sparo_data.writer import write_shard, write_shards
 from sparo_train.core.config import resolve
-from sparo_train.core.disk import metrics, store
+from sparo_train.core.disk import checkpoint_store as store
+from sparo_train.core.disk import metrics
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.world import World, find_world
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import eval_sets, sample, sparo, start_sparo, tiny_recipe
 from tests.ranks import free_port
 from tests.resume.test_training import assert_bit_equal

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from evals.sets.view_set import ViewSet
-from launch.runs.train import train
-from sparo_data.drawn.viewed_sets import MultiViewSetConfig, render_multi_view
+from launch.commands.train import train
+from sparo_data.synthetic.viewed_sets import MultiViewSetConfig, render_multi_view
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.errors import DataError
 from sparo_train.data.read.shards import ShardsConfig

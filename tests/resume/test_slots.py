@@ -9,11 +9,12 @@ from PIL import Image
 from tensorboard.backend.event_processing import event_accumulator
 
 from evals.encoders.loading import run_weights
-from launch.runs.train import train
-from sparo_data.drawn.object_sets import ObjectSetConfig, render_objects
-from sparo_data.drawn.tetrominoes import TetrominoesConfig, make_tetrominoes
+from launch.commands.train import train
+from sparo_data.synthetic.object_sets import ObjectSetConfig, render_objects
+from sparo_data.synthetic.tetrominoes import TetrominoesConfig, make_tetrominoes
 from sparo_data.writer import encode_image, write_wds_layout
-from sparo_train.core.disk import metrics, store
+from sparo_train.core.disk import checkpoint_store as store
+from sparo_train.core.disk import metrics
 from sparo_train.train.build import build_objective
 from tests.conftest import dino_recipe, jpeg, slots_recipe, sparo, start_sparo
 from tests.resume.test_ranks import finish, goes_on_across_engines, losses_of, start_ranks

@@ -9,21 +9,21 @@ import torch
 from safetensors.torch import save_file
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
-from evals.interop.starting import load_initial_weights
+from evals.interop.initial_weights import load_initial_weights
 from evals.interop.tower_names import tower_weights
-from launch.runs.train import train
+from launch.commands.train import train
 from sparo_train import openclip
 from sparo_train.core.config import resolve
-from sparo_train.core.disk import store
+from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.engine.optim import OptimConfig, build_optimizer
 from sparo_train.models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig, TextConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.objectives.clip import ClipObjective
-from sparo_train.objectives.clip_settings import ClipObjectiveConfig
+from sparo_train.objectives.clip_config import ClipObjectiveConfig
 from sparo_train.train.build import build_objective
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import dino_recipe, tiny_recipe
 from tests.parity.test_accumulate import DDP, FSDP2, ZERO_2, ZERO_3, model_after, trained, two_tree
 from tests.ranks import run_ranks

@@ -14,14 +14,15 @@ import torch
 import yaml
 from PIL import Image
 
-from launch.runs.train import train
+from launch.commands.train import train
 from sparo_data.writer import write_shard
 from sparo_train.core.config import resolve
-from sparo_train.core.disk import metrics, store
+from sparo_train.core.disk import checkpoint_store as store
+from sparo_train.core.disk import metrics
 from sparo_train.core.errors import CheckpointError, ConfigError, DataError, TrainingError
 from sparo_train.data.read.loader import Pipeline
 from sparo_train.objectives.clip import ClipObjective
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import sample, sparo, start_sparo, tiny_recipe
 
 

@@ -7,8 +7,8 @@ import torch
 from PIL import Image
 
 from evals.encoders.loading import load_encoder
-from launch.runs.train import train
-from sparo_data.drawn.video_sets import VideoSetConfig, render_videos
+from launch.commands.train import train
+from sparo_data.synthetic.video_sets import VideoSetConfig, render_videos
 from sparo_data.writer import write_wds_layout
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import open_source

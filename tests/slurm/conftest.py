@@ -31,7 +31,7 @@ import importlib.machinery, os, signal, sys, time
 class Finder(importlib.machinery.PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        if name != "sparo_train.train.accumulate":
+        if name != "sparo_train.train.grad_accumulation":
             return None
         spec = super().find_spec(name, path, target)
         whole = spec.loader.exec_module

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from launch.jobs.records import Records
-from sparo_train.core.disk import metrics, store
+from sparo_train.core.disk import checkpoint_store as store
+from sparo_train.core.disk import metrics
 from tests.slurm.conftest import ALONE, STEPS
 
 pytestmark = pytest.mark.slurm

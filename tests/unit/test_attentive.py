@@ -5,9 +5,9 @@ import timm
 import torch
 
 from evals.encoders.foreign import TimmVitEncoder
-from evals.encoders.own import ClipEncoder, DinoEncoder, PixelEncoder
 from evals.encoders.pixels import Pixels
-from evals.store.features import FeatureStore
+from evals.encoders.sparo_encoders import ClipEncoder, DinoEncoder, PixelEncoder
+from evals.feature_store.features import FeatureStore
 from evals.suite.attentive_probe import AttentiveTaskConfig, build_head, run_attentive
 from evals.suite.scoring import Scoring
 from evals.suite.task import IncompatibleTaskError, check_compatible
@@ -15,7 +15,7 @@ from evals.tasks.attentive import AttentiveProbe, AttentiveTraining, score, trai
 from evals.tasks.probe import Labelled
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import ConfigError, DataError
-from sparo_train.core.tables import READOUTS
+from sparo_train.core.registries import READOUTS
 from sparo_train.core.world import World
 from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import VitConfig

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from object_centric.grouping.binding import Tokens, inverted_attention
-from object_centric.scenes3d import field
+from object_centric.grouping.inverted_attention import Tokens, inverted_attention
+from object_centric.scenes3d import radiance_field as field
 from sparo_train.core.ring import Ring
 from sparo_train.models.sparo import Sparo
 from sparo_train.objectives.contrastive import contrastive

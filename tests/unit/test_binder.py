@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from object_centric.grouping.binder import ParallelBinder
 from object_centric.grouping.binder_stream import BinderStream
+from object_centric.grouping.parallel_binder import ParallelBinder
 from object_centric.grouping.slot_config import SlotAttentionConfig
 from object_centric.objectives.slot_model import SlotModelConfig
 

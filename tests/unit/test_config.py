@@ -2,14 +2,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.views.resolved import resolved_lines
+from launch.views.resolved_recipe import resolved_lines
 from sparo_train.core.config import differences, dump, resolve
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.layers import load_recipe, merge, origins, override
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.train.build import build_pipeline
-from sparo_train.train.dry import dry_run
-from sparo_train.train.run import RunConfig, load_run
+from sparo_train.train.dry_run import dry_run
+from sparo_train.train.run_config import RunConfig, load_run
 from tests.conftest import dino_recipe, tiny_recipe
 
 

@@ -10,13 +10,13 @@ from typing import Annotated
 import pytest
 from pydantic import TypeAdapter
 
-from launch.cli.recipe_words import normalize_overrides
-from launch.runs.key_tables import example, examples, find_keys, page
-from launch.runs.recipes import find_recipe, shipped_recipes
+from launch.cli.recipe_overrides import normalize_overrides
+from launch.commands.key_tables import example, examples, find_keys, page
+from launch.commands.recipes import find_recipe, shipped_recipes
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.config_keys import Entries, RegistryBlock, keys_of
 from sparo_train.core.recipe.layers import assignment
-from sparo_train.train.run import RunConfig, load_run
+from sparo_train.train.run_config import RunConfig, load_run
 from tests.conftest import sparo
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from evals.sets.wds import WdsSet
-from launch.runs.recipes import find_recipe
+from launch.commands.recipes import find_recipe
 from sparo_data.convert import convert_csv, convert_folder
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.data.read.shards import ShardReader
-from sparo_train.train.run import load_run
+from sparo_train.train.run_config import load_run
 from tests.conftest import jpeg, sparo
 
 

@@ -13,19 +13,20 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from launch.runs.train import train
+from launch.commands.train import train
 from sparo_train.core.config import Frozen, free, resolve
-from sparo_train.core.disk import metrics, pieces, store
-from sparo_train.core.disk.owner import RunLease
+from sparo_train.core.disk import checkpoint_store as store
+from sparo_train.core.disk import metrics, pieces
 from sparo_train.core.disk.pieces import Piece
+from sparo_train.core.disk.run_lease import RunLease
 from sparo_train.core.disk.rundir import RunDir
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import CheckpointError, ConfigError, SupersededError, TrainingError
 from sparo_train.core.rng import generator, torch_seed
 from sparo_train.core.signals import StopFlag
 from sparo_train.core.world import World
-from sparo_train.train.run import RunConfig
-from sparo_train.train.saving import Saver
+from sparo_train.train.checkpointing import Saver
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import dino_recipe, slots_recipe, tiny_recipe
 from tests.processes import CONTEXT
 
@@ -339,7 +340,7 @@ def test_what_is_left_of_a_lost_start_writes_nothing_more(tmp_path, monkeypatch)
 
 def test_a_file_server_in_trouble_is_waited_for_and_then_named(tmp_path, monkeypatch):
     waits = []
-    monkeypatch.setattr("sparo_train.core.disk.owner.time.sleep", waits.append)
+    monkeypatch.setattr("sparo_train.core.disk.run_lease.time.sleep", waits.append)
     (tmp_path / "owner.json").write_text("{")
     with pytest.raises(TrainingError, match=r"owner\.json: cannot be read"):
         RunLease(tmp_path, "x").check()

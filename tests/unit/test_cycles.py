@@ -8,13 +8,13 @@ import sys
 import numpy as np
 import pytest
 
-from sparo_data.drawn.viewed_scenes import multi_view_episode
-from sparo_data.drawn.viewed_sets import MultiViewSetConfig, render_multi_view
+from sparo_data.synthetic.viewed_scenes import multi_view_episode
+from sparo_data.synthetic.viewed_sets import MultiViewSetConfig, render_multi_view
 from sparo_data.tracer.cycles import Cycles
 from sparo_data.tracer.render import Body, Camera, Stage, render
 from sparo_data.tracer.solids import SHAPES
 from sparo_train.core.errors import ConfigError, DataError
-from sparo_train.data.clips.cameras import look_at
+from sparo_train.data.video.cameras import look_at
 
 # In the place of a Python with bpy: it draws camera and time as colours, or does what its name says.
 _FAKE = """#!{python}

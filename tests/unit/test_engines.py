@@ -10,15 +10,15 @@ from torch import nn
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Loss, Objective, Progress
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.tables import ENGINES
+from sparo_train.core.registries import ENGINES
 from sparo_train.core.world import World
 from sparo_train.engine.deepspeed import DeepSpeedEngine
+from sparo_train.engine.engine_kind import Sizes
 from sparo_train.engine.fsdp2 import Fsdp2Engine
-from sparo_train.engine.kinds import Sizes
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import OptimConfig
 from sparo_train.train.build import build_objective
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import dino_recipe, tiny_recipe
 
 SIZES = Sizes(parameters=1000, largest_unit=100, outside=200)

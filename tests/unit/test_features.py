@@ -15,13 +15,13 @@ from torch import nn
 
 from evals.encoders.encoder import Encoder, TextEncoder
 from evals.encoders.masked import MaskedEncoder, masked
-from evals.encoders.own import ClipEncoder, PixelEncoder
 from evals.encoders.pixels import Pixels
+from evals.encoders.sparo_encoders import ClipEncoder, PixelEncoder
+from evals.feature_store.batch_sizes import BatchSize
+from evals.feature_store.feature_table import View
+from evals.feature_store.features import FeatureStore
 from evals.sets.base import Limited, sha256
 from evals.sets.wds import WdsSet, open_images
-from evals.store.batch_sizes import BatchSize
-from evals.store.feature_table import View
-from evals.store.features import FeatureStore
 from evals.suite.labelled_tasks import KnnTaskConfig, run_knn
 from evals.suite.scoring import PartsMissingError, Scoring
 from sparo_data.writer import write_shards, write_wds_layout

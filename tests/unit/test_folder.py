@@ -8,11 +8,11 @@ from evals.sets.base import batched, read_batches
 from evals.sets.wds import open_images
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
-from sparo_train.data.examples.crops import CropExamples, CropsConfig
+from sparo_train.data.examples.multi_crop import CropExamples, CropsConfig
 from sparo_train.data.read.folder import FolderConfig, open_folder
 from sparo_train.data.read.loader import Pipeline
 from sparo_train.data.read.sources import DataConfig, fingerprint, open_source
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import dino_recipe, jpeg, tiny_recipe
 
 

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from torch import nn
 from torch.nn import functional as F
 
-from evals.encoders.own import DinoEncoder
+from evals.encoders.sparo_encoders import DinoEncoder
+from evals.feature_store.features import FeatureStore
 from evals.sets.wds import open_images
-from evals.store.features import FeatureStore
 from evals.suite.labelled_tasks import KnnTaskConfig, run_knn
 from evals.suite.linear_probe import LinearTaskConfig, run_linear
 from evals.suite.scoring import Scoring

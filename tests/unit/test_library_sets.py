@@ -11,7 +11,7 @@ from torchvision import datasets
 
 from evals.sets import base
 from evals.sets.library import open_library
-from evals.sets.opening import open_set
+from evals.sets.open_set import open_set
 from evals.suite import catalogue
 from evals.suite.image_text_tasks import ZeroshotTaskConfig
 from evals.suite.labelled_tasks import ProbeTaskConfig

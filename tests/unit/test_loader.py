@@ -26,9 +26,9 @@ from sparo_train.core.contracts import Cursor
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError, WorkerLostError
 from sparo_train.data.examples.image_text import ImageTextExamples
 from sparo_train.data.examples.samples import image_bytes
-from sparo_train.data.examples.text import ClipTokenizer
+from sparo_train.data.examples.tokenizer import ClipTokenizer
 from sparo_train.data.read import workers
-from sparo_train.data.read.budget import BadSampleBudget
+from sparo_train.data.read.bad_samples import BadSampleBudget
 from sparo_train.data.read.loader import Pipeline, default_streams
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import DataConfig, open_source

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evals.sets.names import lines
+from evals.sets.set_texts import lines
 from evals.sets.wds import WdsSet
 from launch.cli.main import app
 from launch.cli.process import call

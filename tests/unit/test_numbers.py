@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from launch.runs.train import train
+from launch.commands.train import train
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import metrics
 from sparo_train.core.recipe.layers import override
@@ -14,7 +14,7 @@ from sparo_train.train import flops
 from sparo_train.train.build import build_objective, build_pipeline
 from sparo_train.train.flops import FlopCounter, memory, utilisation
 from sparo_train.train.meter import average_over_ranks
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 from tests.conftest import tiny_recipe
 
 

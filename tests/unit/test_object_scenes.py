@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sparo_data.drawn.object_scenes import ROOM_TESTS, object_scene
-from sparo_data.drawn.object_sets import ObjectSetConfig, render_objects
-from sparo_data.drawn.tetrominoes import TetrominoesConfig, make_tetrominoes
+from sparo_data.synthetic.object_scenes import ROOM_TESTS, object_scene
+from sparo_data.synthetic.object_sets import ObjectSetConfig, render_objects
+from sparo_data.synthetic.tetrominoes import TetrominoesConfig, make_tetrominoes
 from sparo_data.tracer.render import project
 from sparo_data.tracer.textures import PATTERNS, Texture, apply_texture
 from sparo_train.core.errors import DataError

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from evals.sets.image_files import FolderSet, ImageNetSet
-from evals.sets.opening import open_images
+from evals.sets.open_set import open_images
 from evals.sets.wds import WdsSet
 from evals.sets.wds import open_images as evals_wds
 from launch.views.source_lines import source_lines

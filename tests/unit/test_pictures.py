@@ -13,17 +13,17 @@ from open_clip.transform import image_transform
 from PIL import Image, features
 
 from evals.encoders.masked import MaskedEncoder
-from evals.encoders.own import PixelEncoder
 from evals.encoders.pixels import LibraryPixels, MappedPixels, Pixels
+from evals.encoders.sparo_encoders import PixelEncoder
 from evals.sets import base
 from evals.sets.base import open_image, read_batches
 from evals.sets.image_files import FileSet
-from evals.sets.names import lines
+from evals.sets.set_texts import lines
 from evals.slots.overlay import image_crop
 from sparo_train.core.errors import BadSampleError, DataError
-from sparo_train.data.examples import thin
+from sparo_train.data.examples import partial_resize as thin
+from sparo_train.data.examples.image_transforms import centre, eval_pixels
 from sparo_train.data.examples.samples import decode_image
-from sparo_train.data.examples.transforms import centre, eval_pixels
 from sparo_train.data.read.decoding import decode, formats, notes, open_picture, suffixes
 from sparo_train.data.read.sources import DataConfig
 
@@ -224,7 +224,7 @@ def test_the_centre_of_a_thin_image_is_computed_alone_with_the_same_pixels(shape
 
 def test_a_thin_image_takes_little_memory():
     code = (
-        "import resource, numpy as np; from PIL import Image; from sparo_train.data.examples.transforms import eval_pixels\n"
+        "import resource, numpy as np; from PIL import Image; from sparo_train.data.examples.image_transforms import eval_pixels\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "assert eval_pixels(Image.fromarray(np.zeros((12000, 1, 3), np.uint8)), 224).shape == (224, 224, 3)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"

@@ -11,7 +11,7 @@ from torch.distributed import DistBackendError
 
 from evals.suite.suite import Suite, TaskError
 from evals.tasks.result import Result
-from launch.runs.train import train
+from launch.commands.train import train
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Loss, Objective, Progress
 from sparo_train.core.disk import metrics
@@ -21,10 +21,10 @@ from sparo_train.core.world import World
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import OptimConfig
 from sparo_train.models.readouts.pooling import MeanPool
-from sparo_train.train.accumulate import _weighted_backward
+from sparo_train.train.grad_accumulation import _weighted_backward
 from sparo_train.train.meter import average_over_ranks
 from sparo_train.train.reporting import Reporter
-from sparo_train.train.run import LogConfig, RunConfig
+from sparo_train.train.run_config import LogConfig, RunConfig
 from tests.conftest import eval_sets, tiny_recipe
 from tests.ranks import run_ranks
 

@@ -17,7 +17,7 @@ from object_centric.tasks.probe_task import SlotProbeTaskConfig
 from object_centric.tasks.scene_encoder import SceneEncoder, copy_baselines
 from object_centric.tasks.view_task import ViewMasksTaskConfig
 from sparo_train.core.errors import ConfigError
-from sparo_train.data.clips.cameras import look_at
+from sparo_train.data.video.cameras import look_at
 from tests.unit.test_novel_views import GROUPINGS, objective
 from tests.unit.test_scene_drawing import DECODERS
 

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from object_centric.scenes3d.rays import Bounds, common_point, pixel_rays
 from object_centric.scenes3d.view_examples import ViewExamples, ViewsConfig
-from sparo_data.drawn.viewed_scenes import KINDS, multi_view_episode
-from sparo_data.drawn.viewed_sets import MultiViewSetConfig, _sample
+from sparo_data.synthetic.viewed_scenes import KINDS, multi_view_episode
+from sparo_data.synthetic.viewed_sets import MultiViewSetConfig, _sample
 from sparo_data.tracer.render import Body, Camera, Stage, rays, render
 from sparo_data.tracer.solids import _INSIDE, _NORMALS, HITS, MONKEY, RING, SHAPES, TUBE
 from sparo_train.core.errors import BadSampleError
 from sparo_train.core.rng import generator
-from sparo_train.data.clips.cameras import convert_pose, cut_lens, look_at, parse_lens, parse_pose
-from sparo_train.data.clips.views import MultiViewScene, is_scene
-from sparo_train.data.clips.window import FramesConfig
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import DataConfig, Source
+from sparo_train.data.video.cameras import convert_pose, cut_lens, look_at, parse_lens, parse_pose
+from sparo_train.data.video.views import MultiViewScene, is_scene
+from sparo_train.data.video.window import FramesConfig
 
 SMALL = MultiViewSetConfig(size=24, frames=3, train=1, test=1)
 

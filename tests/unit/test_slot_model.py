@@ -19,7 +19,7 @@ from object_centric.objectives.slot_model import SlotModel, SlotModelConfig
 from object_centric.objectives.slot_tower import SlotTower, SlotTowerConfig
 from object_centric.tasks.mask_task import transform_mask
 from object_centric.tasks.slot_encoder import slot_encoder
-from sparo_data.drawn.tetrominoes import SIDE, TetrominoesConfig, make_tetrominoes, orientations, render_image
+from sparo_data.synthetic.tetrominoes import SIDE, TetrominoesConfig, make_tetrominoes, orientations, render_image
 from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.rng import generator

@@ -9,7 +9,7 @@ import pytest
 from evals.sets.clip_set import ClipSet, ObjectClipSet
 from evals.tasks.objects.slot_probe import ProbedClip, assign_slots, fit_ridge, match_slots, score
 from object_centric.tasks.probe_task import SLOT_PROBE
-from sparo_data.drawn.video_sets import VideoSetConfig, render_videos
+from sparo_data.synthetic.video_sets import VideoSetConfig, render_videos
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.errors import DataError
 

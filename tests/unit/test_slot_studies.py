@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from evals.encoders.own import ClipEncoder
+from evals.encoders.sparo_encoders import ClipEncoder
+from evals.feature_store.feature_table import Features
 from evals.sets.base import Pair
-from evals.slots import choosing
+from evals.slots import selection_methods as choosing
+from evals.slots.eval_inputs import Pairs, groups_of, halves
 from evals.slots.margins import Margins, class_curves, class_margins, each_unit, interval, pair_margins
-from evals.slots.material import Pairs, groups_of, halves
-from evals.slots.study import gain
-from evals.store.feature_table import Features
+from evals.slots.selection_report import gain
 from evals.tasks import pairs, zeroshot
 from sparo_train.core.errors import DataError
 from sparo_train.models.clip_config import ClipConfig

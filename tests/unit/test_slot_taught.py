@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from evals.slots.taught import Linear
-from evals.store.feature_table import Features
+from evals.feature_store.feature_table import Features
+from evals.slots.probe_tasks import Linear
 
 U, V, C = 5, 3, 4
 

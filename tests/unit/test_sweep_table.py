@@ -6,14 +6,14 @@ from PIL import Image
 from scipy.stats import ttest_ind
 
 from evals.report import grid_text
-from evals.report.over_seeds import difference
 from evals.report.results_file import append
+from evals.report.seed_average import difference
 from evals.tasks.result import Result
+from launch.commands.sweep_table import draw, sweep_grid, sweep_rows
 from launch.jobs.sweep import expand
-from launch.runs.sweep_table import draw, sweep_grid, sweep_rows
 from sparo_train.core.config import dump
 from sparo_train.core.errors import ConfigError, DataError
-from sparo_train.train.run import load_run
+from sparo_train.train.run_config import load_run
 from tests.conftest import sparo, tiny_recipe
 
 SWEEP = """

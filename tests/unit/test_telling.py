@@ -7,7 +7,7 @@ from rich.console import Console
 
 from evals.slots.attend import Attended
 from evals.slots.overlay import ImageCrop, overlay, spotlight
-from evals.slots.telling import informative_slots, word_profiles
+from evals.slots.word_profiles import informative_slots, word_profiles
 from evals.tasks.result import Result
 from launch.views.results_table import heading, results_table
 from launch.views.terminal import out

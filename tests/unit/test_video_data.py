@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 
 from evals.encoders.pixels import MappedPixels
 from sparo_data.check import check_shard
-from sparo_data.drawn.physics import RigidBody, simulate
-from sparo_data.drawn.video_scenes import KINDS, episode
-from sparo_data.drawn.video_sets import VideoSetConfig, render_videos
 from sparo_data.episodes import QuantizedArray, Video, boxes_of, episode_fields, quantize
 from sparo_data.official.formats import convert_published
 from sparo_data.official.published import PublishedConfig
 from sparo_data.official.videos import resize_video
+from sparo_data.synthetic.physics import RigidBody, simulate
+from sparo_data.synthetic.video_scenes import KINDS, episode
+from sparo_data.synthetic.video_sets import VideoSetConfig, render_videos
 from sparo_data.writer import encode_image, write_shard
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.rng import generator
-from sparo_train.data.clips.episode import Episode
-from sparo_train.data.clips.views import MultiViewScene
-from sparo_train.data.clips.window import FramesConfig
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import open_source
+from sparo_train.data.video.episode import Episode
+from sparo_train.data.video.views import MultiViewScene
+from sparo_train.data.video.window import FramesConfig
 
 MOVI = (
     Path(__file__).parents[1] / "data/movi_tiny-train.tfrecord-00000-of-00001"
@@ -129,7 +129,7 @@ def test_a_set_is_the_same_each_time_and_a_clip_decodes_its_own_frames(tmp_path,
         and found.metadata["frames"] == 5
     )
     opened = []
-    from sparo_train.data.clips import episode as module
+    from sparo_train.data.video import episode as module
 
     decode = module.decode
     monkeypatch.setattr(module, "decode", lambda *given: opened.append(1) or decode(*given))

@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
+from evals.feature_store.features import FeatureStore
 from evals.sets.clip_set import ClipSet
-from evals.store.features import FeatureStore
 from evals.suite.suite import Suite
 from evals.suite.task import IncompatibleTaskError, check_compatible
 from evals.tasks.objects.clip_segmentation import MaskedClip, clip_scores, score
@@ -29,9 +29,9 @@ from object_centric.video.recurrent import RecurrentSlots
 from object_centric.video.video_autoencoder import VideoAutoencoder, VideoAutoencoderConfig
 from object_centric.video.video_model import VideoModelConfig
 from object_centric.video.video_slate import VideoSlate, VideoSlateConfig
-from sparo_data.drawn.video_scenes import episode
-from sparo_data.drawn.video_sets import VideoSetConfig, render_videos
 from sparo_data.episodes import episode_fields
+from sparo_data.synthetic.video_scenes import episode
+from sparo_data.synthetic.video_sets import VideoSetConfig, render_videos
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError

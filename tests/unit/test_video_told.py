@@ -12,20 +12,20 @@ from object_centric.grouping.slot_attention import SlotAttention
 from object_centric.grouping.slot_config import SlotAttentionConfig
 from object_centric.tasks.video_encoder import VideoEncoder, VideoSlateEncoder
 from object_centric.video.clip_examples import ClipExamples
-from object_centric.video.cuts import FrameTransform, flow_colours
+from object_centric.video.frame_transforms import FrameTransform, flow_colours
 from object_centric.video.hints import Hint, HintConfig, boxes_from_labels
 from object_centric.video.video_autoencoder import VideoAutoencoder, VideoAutoencoderConfig, target_planes
 from object_centric.video.video_slate import VideoSlate, VideoSlateConfig
-from sparo_data.drawn.video_scenes import episode
 from sparo_data.episodes import episode_fields
+from sparo_data.synthetic.video_scenes import episode
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.rng import generator
-from sparo_train.data.clips.episode import Episode
-from sparo_train.data.examples.transforms import Crop
+from sparo_train.data.examples.image_transforms import Crop
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import DataConfig, Source
+from sparo_train.data.video.episode import Episode
 
 SMALL = {"image_size": 16, "encoder": {"channels": [8, 8], "strides": [2, 1], "kernel": 3}, "features": 16}
 TOLD = {"preset": "savi", "slots": 5, "width": 16, "init": "given", "qkv_width": 24}

@@ -12,10 +12,10 @@ from object_centric.scenes3d.view_examples import check_scene_bounds
 from sparo_data.official.formats import convert_published
 from sparo_data.official.published import PublishedConfig
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
-from sparo_train.data.clips.cameras import look_at
-from sparo_train.data.clips.views import MultiViewScene
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import open_source
+from sparo_train.data.video.cameras import look_at
+from sparo_train.data.video.views import MultiViewScene
 
 
 def nerf_folder(root, count=3, side=20, **changes):

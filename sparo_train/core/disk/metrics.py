@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError, TrainingError
 from ..files import write_whole
-from .mirrors import Mirror, Sample, Tensorboard, Wandb
+from .metric_loggers import Mirror, Sample, Tensorboard, Wandb
 
 
 class MetricsLog:

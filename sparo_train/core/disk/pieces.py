@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .direct import DirectFile
+from .direct_io import DirectFile
 
 _HEADER = "pieces"  # where a file's header says what is not a whole tensor: {name: [begin, shape]}
 

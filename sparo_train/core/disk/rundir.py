@@ -26,7 +26,7 @@ from ..recipe.layers import Tree
 from ..recipe.recipe_yaml import parse_yaml
 from ..untrusted import read_text
 from .metrics import read
-from .owner import Attempt, RunLease
+from .run_lease import Attempt, RunLease
 
 
 class RunDir:

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ..plugins import FromRegistry
+from ..registry import FromRegistry
 
 _NO_BOUND = 100_000_000  # a limit that protects a counter says nothing to a reader
 NAME = "NAME"  # stands for what the user calls an entry of `data.sources`, `eval.tasks`

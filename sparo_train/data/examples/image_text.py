@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.disk.mirrors import Sample
+from ...core.disk.metric_loggers import Sample
 from ..read.loader import Examples, OnStage, as_samples, ignore_stage
 from ..read.sources import DataConfig, Source
+from .image_transforms import train_pixels
 from .samples import caption, decode_image, image_bytes
-from .text import EOT, decode_words
-from .transforms import train_pixels
+from .tokenizer import EOT, decode_words
 
 Tokenize = Callable[[str], Sequence[int]]  # caption -> token ids, SOT and EOT included
 

@@ -23,8 +23,8 @@ import numpy as np
 from ...core.config import free, setting
 from ...core.errors import BadSampleError, DataError
 from ...core.untrusted import read_bytes
+from .data_commands import remedy
 from .decoding import suffixes
-from .made_by import remedy
 from .sources import SourceConfig, SourceKind
 from .storage import Storage
 

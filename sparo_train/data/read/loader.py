@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ...core.contracts import Cursor, LoaderBatch, Objective
-from ...core.disk.mirrors import Sample
+from ...core.disk.metric_loggers import Sample
 from ...core.distributed import Ranks
 from ...core.errors import BadSampleError, ConfigError, DataError, SparoError
 from ...core.rng import generator
-from .budget import refuse_broken
+from .bad_samples import refuse_broken
 from .plan import Plan, SampleRef
 from .shards import close_reader
 from .sources import DataConfig, Source, fingerprint, open_source

@@ -8,7 +8,7 @@ from pathlib import Path
 from webdataset.shardlists import expand_urls
 
 from ...core.errors import ConfigError, did_you_mean
-from .made_by import remedy
+from .data_commands import remedy
 from .remote import filesystem_of
 
 _MAX_SHARDS = 1_000_000  # shards of one pattern; LAION-5B has 230,000

@@ -11,8 +11,8 @@ from pydantic import field_validator
 
 from ...core.config import Frozen, between, free, setting
 from ...core.errors import DataError
-from ...core.plugins import FromRegistry
-from ...core.tables import SOURCES
+from ...core.registries import SOURCES
+from ...core.registry import FromRegistry
 from .decoding import PixelRange
 from .storage import Storage
 

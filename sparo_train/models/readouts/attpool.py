@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Literal, Self
 from torch import Tensor, nn
 
 from ...core.config import setting
-from ..slots import Placement, Slots, TwinReadOut
-from .separate_heads import SeparateHeads, optional_attention
+from ..readout import Placement, Slots, TwinReadOut
+from ..separate_heads import SeparateHeads, optional_attention
 
 
 class AttPoolReadOut(TwinReadOut):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...core.config import setting
 from ...core.errors import ConfigError
-from ..slots import Placement, ReadOut, Slots, TwinReadOut
+from ..readout import Placement, ReadOut, Slots, TwinReadOut
 
 
 class CocaReadOut(TwinReadOut):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.config import setting
-from ..slots import Placement, ReadOut, ReadOutPair, Slots, TwinReadOut
+from ..readout import Placement, ReadOut, ReadOutPair, Slots, TwinReadOut
 
 
 class FdtReadOut(TwinReadOut):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ...core.config import setting
 from ...core.errors import ConfigError
-from ..slots import Placement, ReadOut, ReadOutConfig, ReadOutPair, Slots
+from ..readout import Placement, ReadOut, ReadOutConfig, ReadOutPair, Slots
 
 
 class FlairReadOut(ReadOutConfig):

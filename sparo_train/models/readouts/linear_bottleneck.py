@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.config import setting
-from ..slots import Placement, ReadOut, Slots, TwinReadOut
+from ..readout import Placement, ReadOut, Slots, TwinReadOut
 
 
 class LinearBottleneckReadOut(TwinReadOut):

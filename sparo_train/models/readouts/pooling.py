@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from ...core.config import setting
-from ..slots import NoReadOut, Placement, ReadOut, Slots, TwinReadOut
+from ..readout import NoReadOut, Placement, ReadOut, Slots, TwinReadOut
 
 
 class TokenReadOut(NoReadOut):

@@ -16,10 +16,10 @@ from torch import Tensor
 from ...core.config import resolve
 from ...core.errors import CheckpointError, ConfigError, did_you_mean
 from ...core.files import whole_file
-from ...core.tables import READOUTS
+from ...core.registries import READOUTS
 from ..vit_config import ARCHS, IMAGENET_MEAN, IMAGENET_STD, VitConfig
-from .describe import CONFIG_KEY, infer_readout, parse_mean_std
-from .raw import state_of, strip_wrapper_prefixes
+from .description import CONFIG_KEY, infer_readout, parse_mean_std
+from .state_dicts import state_of, strip_wrapper_prefixes
 
 _HEADS = {(arch["width"], arch["depth"]): arch["heads"] for arch in ARCHS.values()}
 _DINOV2 = ("mask_token", "register_tokens", "blocks.0.ls1.gamma")  # names that DINO's models do not have

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import CheckpointError, SparoError
-from .raw import read_raw, state_of, strip_wrapper_prefixes
+from .state_dicts import read_raw, state_of, strip_wrapper_prefixes
 
 Weights = dict[str, Tensor]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...core.errors import CheckpointError, ConfigError
-from .raw import PLAIN
+from .state_dicts import PLAIN
 from .weights import Weights, to_ours
 
 

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import Pixels
 from evals.interop.exporting import Export
-from evals.sets.opening import open_set
+from evals.sets.open_set import open_set
 from evals.sets.task_config import SetTaskConfig
 from evals.suite.scoring import Scoring, attach_data_info, labels_of
 from evals.suite.task import Task, TaskPictures
 from evals.tasks.result import Result
-from sparo_train.train.run import RunConfig
+from sparo_train.train.run_config import RunConfig
 
 from . import Rotations
 

@@ -1,0 +1,203 @@
+"""Encoders of our own models, and the baseline without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparo_train.data.examples.tokenizer import ClipTokenizer
+from sparo_train.models.clip_config import OPENAI_MEAN, OPENAI_STD, TRAINING
+from sparo_train.models.clip_model import Clip
+from sparo_train.models.readout import Slots
+from sparo_train.models.vit import Vit
+from sparo_train.models.vit_config import IMAGENET_MEAN, IMAGENET_STD
+from sparo_train.objectives.clip import ClipObjective
+from sparo_train.objectives.dino import DinoObjective
+from sparo_train.objectives.text_conditioned import conditioned_scores
+
+from .capabilities import BlocksEncoder, ConditionedEncoder, PatchesEncoder, TokensEncoder
+from .encoder import Encoder, TwoTowerEncoder
+from .pixels import MappedPixels, Pixels
+from .texts import TEXTS, encode_texts
+
+_NOT_ENCODING: Any = {  # names, what training alone reads, and a width that the weights' shapes tell where it is used
+    "backbone": True,
+    "embed_dim": True,
+    "init_logit_scale": True,
+    "init_logit_bias": True,
+    "text": TRAINING,
+}
+
+
+class ClipEncoder(TwoTowerEncoder, TokensEncoder, ConditionedEncoder):
+    """Any of our CLIP models."""
+
+    model: Clip
+
+    def __init__(
+        self, model: Clip, mean: Sequence[float] = OPENAI_MEAN, std: Sequence[float] = OPENAI_STD, label: str = ""
+    ):
+        super().__init__(model, mean, std, label)
+        self.tokenizer = ClipTokenizer(model.config.text.context_length)
+        self.tokenize = self.tokenizer.batch
+        self.image_size, self._width = model.config.vision.image_size, model.config.width
+        # As open_clip's evaluation transform: the shortest side is the image's size, and nothing is cut off a square. 16 bits are
+        # not clipped to white as there, but mapped as in training; a run says how.
+        self.transform = MappedPixels(self.image_size, self.image_size)
+        self.slots = model.config.slots
+
+    @property
+    def width(self) -> int:
+        return self._width
+
+    @property
+    def architecture(self) -> str:
+        config = self.model.config
+        # Without what training alone reads: features of two runs that differ in it are the same features.
+        return config.model_dump_json(
+            exclude={**_NOT_ENCODING, "vision": {"patch_dropout", *config.vision.unused_keys}}
+        )
+
+    @property
+    def prefix_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.model.visual.prefix
+
+    @property
+    def token_width(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.model.config.vision.width
+
+    @property
+    def has_class_token(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.model.visual.has_cls
+
+    @torch.inference_mode()
+    def tokens(self, pixels: Tensor) -> Tensor:
+        with self.autocast():
+            return self.model.visual.tokens(self.normalised(pixels)).float()
+
+    @property
+    def pools_by_text(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.model.config.readout.conditioned
+
+    @torch.inference_mode()
+    def patches(self, pixels: Tensor) -> Tensor:
+        with self.autocast():
+            return self.model.encode_local(self.normalised(pixels))[1].float()
+
+    @torch.inference_mode()
+    def queries(self, captions: Sequence[str]) -> Tensor:
+        def encode(tokens: Tensor) -> Tensor:
+            with self.autocast():
+                return self.model.encode_text(tokens.to(self.device))
+
+        return encode_texts(captions, self.tokenize, encode, TEXTS[self.device.type], normalize=False)
+
+    @torch.inference_mode()
+    def conditioned(self, patches: Tensor, queries: Tensor) -> Tensor:
+        # The parameters of the pooling module: an image has one encoding for each text.
+        pool, heads = self.model.pool_parameters(), self.model.config.readout.heads
+        local = patches.to(self.device).float().unflatten(1, (-1, self.model.config.embed_dim))
+        return conditioned_scores(local, queries.to(self.device), pool, heads).cpu()
+
+    @torch.inference_mode()
+    def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
+        """Slots with attention maps of a few images; SPARO models only."""
+        return self.model.visual.slots(self.normalised(self.stacked(pixels)), need_attention=True)  # type: ignore[operator, return-value]
+
+    @torch.inference_mode()
+    def text_slots(self, captions: Sequence[str]) -> Slots:
+        """Slots with attention maps of a few captions; SPARO models only."""
+        tokens = self.tokenizer.batch(captions).to(self.device)
+        return self.model.text.slots(tokens, need_attention=True)  # type: ignore[operator, return-value]
+
+
+class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
+    """A DINO backbone; encodings as they are (CLS behind `norm`, or flat slots), not normalised."""
+
+    model: Vit
+
+    def __init__(
+        self, model: Vit, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD, label: str = ""
+    ):
+        super().__init__(model, mean, std, label)
+        self.image_size, self.token_width = model.config.image_size, model.embed_dim
+        # As eval_knn.py and eval_linear.py cut it.
+        self.transform = MappedPixels(self.image_size, round(self.image_size * 256 / 224), rgb_first=True)
+        self.slots = model.config.slots
+
+    @property
+    def width(self) -> int:
+        return self.model.config.out_width
+
+    @property
+    def architecture(self) -> str:
+        return self.model.config.model_dump_json(exclude={"arch", "drop_path", "init"})  # what training alone reads
+
+    @torch.inference_mode()
+    def encode(self, pixels: Tensor) -> Tensor:
+        with self.autocast():
+            return self.model(self.normalised(pixels)).float()
+
+    @torch.no_grad()  # a probe is trained on these, which inference tensors do not allow
+    def probe(self, pixels: Tensor, n: int = 4, avgpool: bool = False) -> Tensor:
+        """What DINO's linear probe reads, see `Vit.probe_features`; (n, 3, S, S) uint8 -> fp32 (n, width)."""
+        with self.autocast():
+            return self.model.probe_features(self.normalised(pixels), n, avgpool).float()
+
+    @torch.inference_mode()
+    def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
+        """Slots with attention maps of a few images; SPARO models only."""
+        return self.model.slots(self.normalised(self.stacked(pixels)), need_attention=True)
+
+    def patch_tokens(self, normalised: Tensor) -> Tensor:
+        # Behind the class token, which is no place in the image.
+        return self.model.intermediate(normalised, 1)[0][:, 1:]
+
+    @torch.inference_mode()
+    def tokens(self, pixels: Tensor) -> Tensor:
+        with self.autocast():
+            return self.model.intermediate(self.normalised(pixels), 1)[0].float()
+
+    @torch.inference_mode()
+    def self_attention(self, pixels: Sequence[np.ndarray]) -> Tensor:
+        """Self-attention of the last block, (n, heads, N, N), CLS first."""
+        return self.model.last_attention(self.normalised(self.stacked(pixels)))
+
+
+class PixelEncoder(Encoder):
+    """No model: an image's pixels at `size`, as a baseline."""
+
+    def __init__(self, size: int = 28):
+        # A layer that nothing reads: every encoder has a model, whose device says where pixels go.
+        super().__init__(nn.Linear(1, 1), (0.0,) * 3, (1.0,) * 3, f"pixels:{size}")
+        self.image_size, self.transform = size, Pixels(size, size, rgb_first=True)
+
+    @property
+    def width(self) -> int:
+        return 3 * self.image_size**2
+
+    @property
+    def architecture(self) -> str:
+        return self.label
+
+    @cached_property
+    def weights(self) -> str:
+        return "none"
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return self.normalised(pixels).flatten(1)
+
+
+def clip_encoder(objective: ClipObjective) -> ClipEncoder:
+    """The model that is trained, or its average."""
+    return ClipEncoder(objective.scored, objective.config.mean, objective.config.std)
+
+
+def dino_encoder(objective: DinoObjective) -> DinoEncoder:
+    """The teacher's backbone, which DINO scores and releases."""
+    return DinoEncoder(objective.teacher.backbone, objective.config.mean, objective.config.std)

@@ -1,0 +1,236 @@
+"""What a run begins with: the weights of a checkpoint of any kind (`start_from`), and of a single tower (`init`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from sparo_train.core.contracts import Objective
+from sparo_train.core.disk.checkpoint_store import checkpoint_warnings
+from sparo_train.core.errors import CheckpointError
+from sparo_train.models.clip_model import Clip
+from sparo_train.models.clip_towers import TextTower, VisionTower
+from sparo_train.models.timm_tower import TimmTower
+from sparo_train.models.weight_files.state_dicts import split_state
+from sparo_train.models.weight_files.weights import refuse_non_finite
+from sparo_train.train.build import build_objective
+from sparo_train.train.run_config import RunConfig, StartConfig
+
+from ..encoders.encoder import Encoder
+from ..encoders.foreign import BackboneEncoder
+from ..encoders.loading import load_encoder, read_run, refuse_absent, run_weights
+from .compatibility import Normalisation, refuse_other_pixels, refuse_unlike
+from .tower_names import named_as_ours, tower_weights
+from .trunks import timm_file, trunk_weights
+
+
+def refuse_absent_starts(config: RunConfig) -> None:
+    """Raise `CheckpointError` where a file or folder that a recipe begins with is not there, by its key."""
+    model = getattr(config.objective, "model", None)
+    named = {
+        f"objective.model.{key}.init": getattr(getattr(model, key, None), "init", None) for key in ("vision", "text")
+    }
+    if config.start_from is not None:
+        named["start_from.checkpoint"] = config.start_from.checkpoint
+    for key, place in named.items():
+        if place is not None:
+            try:
+                refuse_absent(place)
+                scheme, _, rest = place.partition(":")
+                # Of others' weights what is a file: names of the hub are not asked for.
+                if file := {"timm": split_state(rest.partition("@")[2])[0], "hf": rest}.get(scheme):
+                    refuse_absent(file)
+            except CheckpointError as error:
+                raise CheckpointError(f"{key}={place}: {error}") from None
+
+
+def load_initial_weights(config: RunConfig, objective: Objective, log: Callable[[str], None]) -> None:
+    """Give an objective that was just built the weights that its recipe names. Whether the run has checkpoints is the caller's to know.
+
+    Raises:
+        CheckpointError: a checkpoint that cannot be read, or does not fit.
+    """
+    if config.start_from is not None and config.start_from.optimizer:  # weights are read with the moments, later
+        _refuse_other_branch(config, objective)
+    elif config.start_from is not None:
+        _start(config.start_from, config.objective.kind, objective, log)
+    model = getattr(objective, "model", None)
+    if isinstance(model, Clip):
+        for key, tower in (("vision", model.visual), ("text", model.text)):
+            if (source := getattr(model.config, key).init) is not None:
+                _init(f"objective.model.{key}.init", source, model, tower, Normalisation.of(objective), log)
+    objective.on_weights_loaded()
+
+
+def _refuse_other_branch(config: RunConfig, objective: Objective) -> None:
+    """Raise `CheckpointError` for what no shape tells: weights and moments are loaded whole, and into whatever they fit."""
+    start = config.start_from
+    assert start is not None
+    origin = f"start_from.checkpoint={start.checkpoint}"
+    try:
+        theirs, _ = read_run(Path(start.checkpoint))
+    except CheckpointError:  # what is no run is told where it is read
+        return
+    if theirs.objective.kind != config.objective.kind:
+        raise CheckpointError(
+            f"{origin}: is a run of objective {theirs.objective.kind}; start_from.optimizer takes its own kind"
+        )
+    refuse_other_pixels(origin, Normalisation.of(theirs.objective), Normalisation.of(objective))
+    with torch.device("meta"):
+        refuse_unlike(origin, build_objective(theirs), objective)
+    if start.allow_missing or start.allow_unused:
+        raise CheckpointError(
+            f"{origin}: with optimizer=true a run is taken whole; leave allow_missing and allow_unused away"
+        )
+    model = getattr(objective, "model", None)
+    for key in ("vision", "text") if isinstance(model, Clip) else ():
+        if getattr(model.config, key).init is not None:  # pyright: ignore[reportOptionalMemberAccess]
+            raise CheckpointError(
+                f"objective.model.{key}.init: start_from.optimizer would write over it; leave one of them away"
+            )
+
+
+def _start(start: StartConfig, method: str, objective: Objective, log: Callable[[str], None]) -> None:
+    weights = _weights(start.checkpoint, method, objective, log)
+    refuse_non_finite(weights, f"start_from.checkpoint={start.checkpoint}")
+    own = objective.state_dict()
+    missing = _unless([name for name in own if name not in weights], start.allow_missing)
+    unused = _unless([name for name in weights if name not in own], start.allow_unused)
+    problems = [f"has no {_few(missing)} (start_from.allow_missing lets patterns of them be)"] if missing else []
+    problems += [f"has {_few(unused)}, which the run has not (start_from.allow_unused)"] if unused else []
+    # Shapes are told with the names: who mends one finds the other in the same line.
+    shared = {name: value for name, value in weights.items() if name in own}
+    problems += _shape_mismatches(shared, own)
+    # A typing error would let nothing be, and look as if it did.
+    idle = [pattern for pattern in start.allow_missing if not any(fnmatchcase(name, pattern) for name in own)]
+    problems += [f"start_from.allow_missing: {', '.join(idle)} fits none of the run's tensors"] if idle else []
+    problems += [] if shared else ["has nothing that the run has, which would begin at random"]
+    followers = {id(average) for average, _ in objective.ema_pairs()}
+    still = [
+        n for n, p in objective.named_parameters() if n not in shared and not p.requires_grad and id(p) not in followers
+    ]
+    problems += [f"has no {_few(still)}, which is frozen here and would stay as it was drawn"] if still else []
+    if problems:
+        raise CheckpointError(f"start_from.checkpoint={start.checkpoint}: {'; '.join(problems)}")
+    objective.load_state_dict(shared, strict=False)
+    fresh = [name for name in own if name not in weights]
+    log(f"start_from: {len(shared)} tensors of {start.checkpoint}" + (f"; new are {_few(fresh)}" if fresh else ""))
+
+
+def _weights(checkpoint: str, method: str, objective: Objective, log: Callable[[str], None]) -> Mapping[str, Tensor]:
+    path, origin = Path(checkpoint), f"start_from.checkpoint={checkpoint}"
+    if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
+        config, step = read_run(path)
+        if doubt := checkpoint_warnings(path, step):
+            log(f"start_from: {doubt}")
+        # By this method's own names: what is no encoder's (heads, temperatures) begins there as well.
+        if config.objective.kind == method:  # all of it: a teacher, a head, a temperature
+            refuse_other_pixels(origin, Normalisation.of(config.objective), Normalisation.of(objective))
+            # Of the other run only its kinds of parts are asked, which need no memory.
+            with torch.device("meta"):
+                refuse_unlike(origin, build_objective(config), objective)
+            return objective.adapt_to_resolution(run_weights(step))
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # what builds the other model draws from the stream that this one goes on with
+        encoder = load_encoder(checkpoint, log=log)
+    source_model = _source_of(encoder)
+    refuse_unlike(origin, source_model, objective)
+    refuse_other_pixels(origin, Normalisation.of(encoder), Normalisation.of(objective))
+    return objective.remap_encoder_weights(named_as_ours(source_model.state_dict(), origin))
+
+
+def _source_of(encoder: Encoder) -> nn.Module:
+    """All that a checkpoint holds: what is scored of another library's may be one of two towers."""
+    return encoder.source if isinstance(encoder, BackboneEncoder) else encoder.model
+
+
+def _init(
+    key: str,
+    source: str,
+    model: Clip,
+    tower: VisionTower | TimmTower | TextTower,
+    pixels: Normalisation | None,
+    log: Callable[[str], None],
+) -> None:
+    part, origin = "text" if isinstance(tower, TextTower) else "visual", f"{key}={source}"
+    if isinstance(tower, TimmTower) and (read := timm_file(source)) is not None:
+        state, theirs = read
+        refuse_other_pixels(origin, theirs, pixels)
+        weights = trunk_weights(state, origin)
+    else:
+        weights = _weights_from_encoder(origin, source, part, tower, pixels, log)
+    # Before positions are fitted: interpolation would spread one NaN over all of them.
+    refuse_non_finite(weights, origin)
+    whole = model.adapt_to_resolution({f"{part}.{name}": value for name, value in weights.items()})
+    # Fitted by whole names, as open_clip's resizing knows them.
+    weights = {name.removeprefix(f"{part}."): value for name, value in whole.items()}
+    own = tower.state_dict()
+    # A projection of another width, and a read-out, are new: they are what is to be learned.
+    free = ("proj", "text_projection", *([] if tower.read_by is None else [f"{tower.read_by}.*"]))
+    missing = _unless([name for name in own if name not in weights], free)
+    shared = {
+        name: t for name, t in weights.items() if name in own and not (name in free and t.shape != own[name].shape)
+    }
+    if problems := ([f"has no {_few(missing)}"] if missing else []) + _shape_mismatches(shared, own):
+        raise CheckpointError(
+            f"{origin}: {'; '.join(problems)}; it has to be of the same sizes and the same kind of tower"
+        )
+    tower.load_state_dict(shared, strict=False)
+    fresh, left = ([n for n in a if n not in shared] for a in (own, weights))
+    still = [name for name, p in tower.named_parameters() if name in fresh and not p.requires_grad]
+    if still:
+        raise CheckpointError(
+            f"{origin}: has no {_few(still)} that fits, which `freeze` beside it would leave as it was drawn; "
+            "freeze=blocks trains what is behind the blocks"
+        )
+    message = f"{key}: {len(shared)} tensors of {source}"
+    log(message + (f"; new are {_few(fresh)}" if fresh else "") + (f"; not used are {_few(left)}" if left else ""))
+
+
+def _weights_from_encoder(
+    origin: str,
+    source: str,
+    part: str,
+    tower: VisionTower | TimmTower | TextTower,
+    pixels: Normalisation | None,
+    log: Callable[[str], None],
+) -> dict[str, Tensor]:
+    """One tower's weights of whatever `sparo eval` loads."""
+    try:
+        with torch.random.fork_rng(devices=[]):  # as above
+            encoder = load_encoder(source, log=log)
+    except CheckpointError as error:
+        hint = "; of a model of timm's write timm:NAME@FILE" if isinstance(tower, TimmTower) else ""
+        raise CheckpointError(f"{origin}: {error}{hint}") from None
+    # Texts have no pixels.
+    if part == "visual":
+        refuse_other_pixels(origin, Normalisation.of(encoder), pixels)
+    source_model = _source_of(encoder)
+    state = source_model.state_dict()
+    weights = trunk_weights(state, origin) if isinstance(tower, TimmTower) else tower_weights(state, part, origin)
+    refuse_unlike(origin, _tower_of(source_model, part), tower)
+    return weights
+
+
+def _tower_of(model: nn.Module, part: str) -> nn.Module:
+    """Where a tower is: of ours and open_clip's, of transformers', or the model itself."""
+    names = (part, "vision_model" if part == "visual" else "text_model")
+    return next((getattr(model, name) for name in names if isinstance(getattr(model, name, None), nn.Module)), model)
+
+
+def _unless(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _shape_mismatches(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
+    wrong = [name for name, t in weights.items() if t.shape != own[name].shape]
+    return [f"{n} is {tuple(weights[n].shape)} and the run's {tuple(own[n].shape)}" for n in wrong[:3]]
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,227 @@
+"""From a task of `eval.tasks` and an encoder's units to shares of margins; images and texts are encoded once and stored."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from torch import Tensor
+
+from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.core.registries import TASKS
+
+from ..feature_store.feature_table import Features
+from ..feature_store.features import FeatureStore
+from ..sets.base import EvalSet, Limited, Pair, Transform
+from ..sets.open_set import open_labelled, open_set
+from ..sets.task_config import LabelledTaskConfig, SetTaskConfig, TaskConfig
+from ..suite.image_text_tasks import PairsTaskConfig, ZeroshotTaskConfig
+from ..suite.labelled_tasks import KnnTaskConfig, ProbeTaskConfig
+from ..suite.scoring import labels_of
+from ..tasks import zeroshot
+from .margins import Average, EachUnit, Margins, class_curves, class_margins, each_unit, pair_margins, renormed
+from .probe_tasks import Linear, Neighbours, ProbeTask
+from .units import Units, texts_of
+
+ClassifierSlots = str  # slice | renorm
+
+
+class Classes(NamedTuple):
+    """A zero-shot task: encodings of n images, class vectors (C, U, d) or (C, 1, d), labels (n,)."""
+
+    units: Units
+    features: Features
+    weights: Tensor
+    labels: Tensor
+    data: str
+
+    @property
+    def keys(self) -> list[str]:
+        return self.features.keys
+
+    @property
+    def kinds(self) -> Tensor:
+        return torch.zeros(len(self.labels), dtype=torch.int64)
+
+    def blocks(self) -> Iterator[Tensor]:
+        return (self.units.images(rows) for rows in self.features.blocks(1024))
+
+    def margins(self) -> Margins:
+        return class_margins(self.blocks(), self.weights, self.labels, self.keys, self.units.rest)
+
+    def each(self) -> EachUnit:
+        return each_unit(self.blocks(), self.weights, self.labels, self.units.rest)
+
+    def curves(self, orders: Sequence[Sequence[int]]) -> Tensor:
+        """Right answers (O, n, U), over all classes."""
+        return class_curves(self.blocks(), self.weights, self.labels, orders, self.units.rest)
+
+
+class Pairs(NamedTuple):
+    """A task of true and false captions; `caption_pairs` are the pairs, `owner` (n,) each one's image."""
+
+    units: Units
+    features: Features
+    true: Tensor
+    false: Tensor
+    owner: Tensor
+    caption_pairs: list[Pair]
+    average: Average
+    data: str
+
+    @property
+    def keys(self) -> list[str]:
+        return [self.features.keys[i] for i in self.owner.tolist()]
+
+    def margins(self) -> Margins:
+        u = self.units
+        image = u.images(self.features.rows(self.owner))
+        kinds = [pair.kind for pair in self.caption_pairs]
+        return pair_margins(image, u.texts(self.true), u.texts(self.false), kinds, self.keys, self.average, u.rest)
+
+
+Material = Classes | Pairs | ProbeTask
+
+
+def material(
+    name: str, task: TaskConfig, units: Units, store: FeatureStore, classifier_slots: ClassifierSlots = "slice"
+) -> Material:
+    """What a task is made of, for units.
+
+    Raises:
+        ConfigError: a task whose score is no sum over units (retrieval, probes), or texts asked of an encoder without.
+        DataError: data that is not there.
+    """
+    if isinstance(task, ZeroshotTaskConfig):
+        return _classes(task, units, store, classifier_slots)
+    if isinstance(task, PairsTaskConfig):
+        return _pairs(task, units, store)
+    if isinstance(task, KnnTaskConfig):
+        bank, test = open_labelled(task)
+        return Neighbours(
+            *_probe_inputs(bank, test, units, store, task.workers, units.encoder.transform_with_resize(task.resize)),
+            task,
+        )
+    if isinstance(task, ProbeTaskConfig):
+        bank, test = (open_set(task, "label", split) for split in (task.train_split, task.split))
+        return Linear(*_probe_inputs(bank, test, units, store, task.workers))
+    raise ConfigError(
+        f"{name}: units are chosen and compared on tasks of kind zeroshot, pairs, knn or probe, and this is {task.task}"
+    )
+
+
+def open_images(task: TaskConfig) -> EvalSet:
+    """The images of a task. Raises `ConfigError` where it has none of its own."""
+    if isinstance(task, LabelledTaskConfig):
+        return open_labelled(task)[1]
+    if isinstance(task, SetTaskConfig):
+        return open_set(task, TASKS.get(task.task).facts)
+    instead = {"view_masks": "`sparo slots views` draws them", "video_masks": "`sparo slots panels` draws them"}
+    needs = instead.get(task.task, "name a task of images, or video_masks or view_masks of videos and scenes")
+    raise ConfigError(f"task {task.task}: has no images to look at; {needs}")
+
+
+def identities(source: EvalSet) -> str:
+    """A set's identity, and that of the whole set where this is a part of it: words by which data is known to share images."""
+    return f"{source.identity()} {source.whole.identity()}" if isinstance(source, Limited) else source.identity()
+
+
+def encode_set(source: EvalSet, units: Units, store: FeatureStore, workers: int) -> Features:
+    """A set's encodings, stored or made now."""
+    features = store.images(units.encoder, source, workers=workers)
+    assert features is not None  # None is the answer to a share
+    return features
+
+
+def _classes(task: ZeroshotTaskConfig, units: Units, store: FeatureStore, classifier_slots: str) -> Classes:
+    source, tower = open_set(task, "label"), texts_of(units)
+    names, templates = source.classnames(), source.templates()
+    # Labels are looked at while they are encoded: an index beyond the classes has no class vector.
+    source.label_below = len(names)
+    features = encode_set(source, units, store, task.workers)
+    if source.kind == "labels":
+        raise ConfigError(f"{source.root}: has several labels per image, whose average precision is no sum over units")
+    # As `sparo eval` makes them, and cut only then: units are shares of that very score.
+    vectors = zeroshot.classifier(store.texts(tower, zeroshot.prompts(names, templates)), len(names))
+    weights = units.texts(vectors)
+    if classifier_slots == "renorm":
+        weights = renormed(weights)
+    return Classes(units, features, weights, labels_of(features, source), identities(source))
+
+
+def _pairs(task: PairsTaskConfig, units: Units, store: FeatureStore) -> Pairs:
+    source, tower = open_set(task, "pairs"), texts_of(units)
+    features = encode_set(source, units, store, task.workers)
+    caption_pairs = [pair for row in features.facts for pair in row]
+    if not caption_pairs:
+        raise DataError(f"{source.root}: not one image has a pair of captions")
+    owner = torch.tensor([i for i, row in enumerate(features.facts) for _ in row])
+    # Together: a caption that is true of one image and false of another is encoded once.
+    both = store.texts(tower, [p.caption for p in caption_pairs] + [p.negative_caption for p in caption_pairs])
+    true, false = both.split(len(caption_pairs))
+    return Pairs(units, features, true, false, owner, caption_pairs, task.average, identities(source))
+
+
+def _probe_inputs(
+    bank_set: EvalSet,
+    test_set: EvalSet,
+    units: Units,
+    store: FeatureStore,
+    workers: int,
+    transform: Transform | None = None,
+) -> tuple[Units, Features, Tensor, Features, Tensor, str]:
+    if units.rest:
+        raise ConfigError("--units heads: are chosen on tasks of kind zeroshot or pairs")
+    bank, test = (store.images(units.encoder, s, transform, workers=workers) for s in (bank_set, test_set))
+    assert bank is not None and test is not None
+    labels = labels_of(bank, bank_set), labels_of(test, test_set)
+    return units, bank, labels[0], test, labels[1], f"{identities(bank_set)} {identities(test_set)}"
+
+
+def groups_of(material: Material) -> list[str]:
+    """A name per question, the same for those that must stay together: of one image, and pairs that share a true caption.
+
+    The second because a set may hold an image once per pair, or several pictures of one thing.
+    """
+    if isinstance(material, ProbeTask):
+        return material.test.keys
+    if isinstance(material, Classes):
+        return material.keys
+    captions = [pair.caption for pair in material.caption_pairs]
+    place = {caption: i for i, caption in enumerate(sorted(set(captions)))}
+    images = material.owner.numpy()
+    # Captions and images are the two sides of one graph; a part of it is what must stay together.
+    nodes = len(place) + len(material.features)
+    ends = np.array([place[caption] for caption in captions]), len(place) + images
+    links = coo_array((np.ones(len(images), np.int8), ends), shape=(nodes, nodes))
+    _, member = connected_components(links, directed=False)
+    name = dict[int, str]()
+    for (
+        caption,
+        i,
+    ) in place.items():  # in sorted order, so that a group is called the same whatever the order of its pairs
+        name.setdefault(int(member[i]), caption)
+    return [name[int(member[place[caption]])] for caption in captions]
+
+
+def halves(name: str, material: Material, seed: int) -> Tensor:
+    """(n,) bool: about half of the groups, drawn by their names, so that the other half was not seen.
+
+    Raises:
+        DataError: so few images that one half would be empty.
+    """
+    keys = groups_of(material)
+    # By name: a question stays in its half whatever else the set holds.
+    in_half = torch.tensor(
+        [hashlib.sha256(f"{seed} {key}".encode()).digest()[0] < 128 for key in keys], dtype=torch.bool
+    )
+    if not bool(in_half.any()) or bool(in_half.all()):
+        raise DataError(
+            f"{name}: its {len(set(keys))} image(s) that differ cannot be halved; give more, or --same-data"
+        )
+    return in_half

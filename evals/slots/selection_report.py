@@ -1,0 +1,241 @@
+"""Choose units on one task, and report on it and on others what the choice does, beside all units, random ones and the worst."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparo_train.core.errors import ConfigError
+
+from ..encoders.selection import Selection, SelectionData
+from ..tasks.result import DRAWS, percentiles
+from . import selection_methods as choosing
+from .eval_inputs import Classes, Material, Pairs, groups_of, halves
+from .margins import Margins, interval
+from .probe_tasks import ProbeTask
+
+Share = Literal["held out", "other data", "same data", "by hand"]
+_PROBE_DRAWS = 5  # random orders of a task that is learnt anew for every point of a curve
+
+
+class Score(NamedTuple):
+    """An accuracy with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class ChoiceReport(NamedTuple):
+    """What a choice does to a task.
+
+    share: of the data: the half that the choice did not see, data of another task, or the very data it was made on; by hand: nobody
+    knows what it was made on.
+    whole, chosen, bottom: all units, the choice, as many of the worst.  gain: chosen less whole, paired.
+    chance_mean, chance_low, chance_high: as many random units, over `draws`.
+    curve: accuracy of the first 1, 2, … units of the order; `random_mean`, `random_low`, `random_high` likewise.
+    """
+
+    task: str
+    n: int
+    share: Share
+    whole: Score
+    chosen: Score
+    bottom: Score
+    gain: Score
+    draws: int
+    curve: list[float]
+    random_mean: list[float]
+    random_low: list[float]
+    random_high: list[float]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in self._asdict().items()}
+
+
+class ChoiceOptions(NamedTuple):
+    """method: a key of `choosing.METHODS`, or `random`.  k: how many; None: half of them; 0: as many as score best where they are chosen.
+
+    held_out: choose on one half of the images and report on the other.  draws: random orders of the controls.
+    """
+
+    method: str = "top"
+    k: int | None = None
+    held_out: bool = True
+    seed: int = 0
+    draws: int = 50
+
+
+def choose(
+    name: str, material: Material, how: ChoiceOptions, classifier_slots: Any = "slice", head_layers: int = 4
+) -> Selection:
+    """An order of units and the first k of it.
+
+    Raises:
+        ConfigError: a method that the task cannot carry, or a k above the number of units.
+        DataError: a half without images.
+    """
+    units = material.units
+    if how.k is not None and not 0 <= how.k <= units.number:
+        raise ConfigError(f"--k {how.k}: there are {units.number} {units.kind}")
+    # By names and seed, not by rows: a report finds the other half again from the file alone.
+    half = halves(name, material, how.seed) if how.held_out else None
+    if isinstance(material, ProbeTask):
+        order, scores = _by_learning(material, how, half)
+    else:
+        scores = _single_unit_accuracies(material, half)
+        order = _order(material, how, scores, half)
+    best = 0
+    if how.k == 0:
+        kinds, (right,) = _right(material, [order])
+        kinds, right = (kinds, right) if half is None else (kinds[half], right[half])
+        # Of numbers of units that score alike the smallest: argmax takes the first.
+        best = int(choosing.comparable(_accuracies(kinds)(right)).argmax()) + 1
+    k = units.number // 2 if how.k is None else how.k or best
+    share = "half" if how.held_out else "all"
+    return Selection(
+        checkpoint=units.encoder.weights,
+        label=units.encoder.label,
+        units=units.kind,
+        count=units.number,
+        head_layers=head_layers,
+        method=how.method,
+        classifier_slots=classifier_slots,
+        # One at least: half of a single unit would be an empty choice.
+        chosen=tuple(order[: max(k, 1)]),
+        order=tuple(order),
+        scores=tuple(scores.tolist()),
+        made_on=SelectionData(
+            task=name, data=material.data, n=_num_questions(material, half), share=share, seed=how.seed
+        ),
+    )
+
+
+def _num_questions(material: Material, half: Tensor | None) -> int:
+    return len(groups_of(material)) if half is None else int(half.sum())
+
+
+def _single_unit_accuracies(material: Classes | Pairs, half: Tensor | None) -> Tensor:
+    """(U,) each unit's own accuracy; of classes over all of them."""
+    if isinstance(material, Pairs):
+        margins = material.margins()
+        return choosing.accuracies(margins if half is None else margins.only(half))
+    answers = material.each().single_unit.double()
+    return (answers if half is None else answers[half]).mean(0)
+
+
+def _order(material: Classes | Pairs, how: ChoiceOptions, scores: Tensor, half: Tensor | None) -> list[int]:
+    if how.method == "random":
+        return choosing.random_order(len(scores), how.seed)
+    if how.method in (
+        "top",
+        "bottom",
+    ):  # by the scores themselves: a search's candidates would rank single slots otherwise
+        order = choosing.best_first(scores)
+        return order if how.method == "top" else order[::-1]
+    margins = material.margins()
+    return choosing.METHODS[how.method](margins if half is None else margins.only(half))
+
+
+def _by_learning(material: ProbeTask, how: ChoiceOptions, half: Tensor | None) -> tuple[list[int], Tensor]:
+    if how.method not in ("top", "bottom", "random"):
+        raise ConfigError(
+            f"--method {how.method}: on such a task units are chosen by top, bottom or random; {material.why}"
+        )
+    answers = material.single_unit().double()
+    scores = (answers if half is None else answers[half]).mean(0)
+    order = choosing.best_first(scores)
+    if how.method == "random":
+        order = choosing.random_order(len(scores), how.seed)
+    return order[::-1] if how.method == "bottom" else order, scores
+
+
+def _right(material: Material, orders: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:
+    """Kinds (n,), and for each order the right answers (n, U) of its first 1, 2, … units."""
+    if isinstance(material, ProbeTask):
+        kinds = torch.zeros(len(material.test), dtype=torch.int64)
+        return kinds, [material.curve(order) for order in orders]
+    if isinstance(material, Classes):
+        return material.kinds, list(material.curves(orders))
+    margins = material.margins()
+    return margins.kinds, [choosing.curve(margins, order) for order in orders]
+
+
+def report(name: str, material: Material, selection: Selection, how: ChoiceOptions) -> ChoiceReport:
+    """What a selection does to a task; on the data that it was made on, to the half that it did not see where there is one."""
+    order, k, rows = list(selection.order), len(selection.chosen), None
+    share: Share = "other data" if selection.made_on.data else "by hand"
+    # Of several sets, and of a part and its whole: images that one word stands for were seen.
+    selection_data_ids = {word for ids in (selection.made_on.data, *selection.looked_at) for word in ids.split()}
+    if selection_data_ids & set(material.data.split()):
+        share = "same data"
+    # Who chose with scores in sight has seen the whole of it, whatever half the file names.
+    looked = any(word in told.split() for told in selection.looked_at for word in material.data.split())
+    if selection.made_on.data == material.data and selection.made_on.share == "half" and not looked:
+        share, rows = "held out", ~halves(name, material, selection.made_on.seed)
+    # The worst on this very task: the control is to be as bad as it gets.
+    worst = choosing.best_first(
+        material.single_unit().double().mean(0)
+        if isinstance(material, ProbeTask)
+        else _single_unit_accuracies(material, None)
+    )[::-1]
+    draws = min(how.draws, _PROBE_DRAWS) if isinstance(material, ProbeTask) else how.draws
+    kinds, answers = _right(
+        # Far from the seeds of `--method random`, which would be its own control.
+        material,
+        [order, worst, *(choosing.random_order(len(order), 1000 + i) for i in range(draws))],
+    )
+    kinds, (ours, bottom, *random_answers) = (
+        (kinds, answers) if rows is None else (kinds[rows], [right[rows] for right in answers])
+    )
+    accuracy = _accuracies(kinds)
+    random = torch.stack([accuracy(right) for right in random_answers])
+    low, high = (random.quantile(q, 0) for q in (0.025, 0.975))
+    return ChoiceReport(
+        name,
+        len(ours),
+        share,
+        _score(ours[:, -1], kinds),
+        _score(ours[:, k - 1], kinds),
+        _score(bottom[:, k - 1], kinds),
+        gain(ours[:, k - 1], ours[:, -1], kinds),
+        len(random_answers),
+        accuracy(ours).tolist(),
+        random.mean(0).tolist(),
+        low.tolist(),
+        high.tolist(),
+    )
+
+
+def _accuracies(kinds: Tensor) -> Any:
+    none = torch.empty(len(kinds), 1, 1)
+    return Margins(none, none[..., 0], none[..., 0] > 0, kinds, []).accuracy
+
+
+def _score(right: Tensor, kinds: Tensor) -> Score:
+    return Score(float(_accuracies(kinds)(right)), *interval(right, kinds))
+
+
+def gain(first: Tensor, second: Tensor, kinds: Tensor) -> Score:
+    """Accuracy of the first answers less that of the second, with a bootstrap over questions within each kind, paired."""
+    rng, draws, values = np.random.default_rng(0), [], []
+    for kind in kinds.unique().tolist():
+        here = kinds == kind
+        a, b = first[here], second[here]
+        # Three outcomes are all that a pair has; a multinomial of them is what resampling pairs would give.
+        counts = np.array([int((a & ~b).sum()), int((b & ~a).sum()), int((a == b).sum())])
+        values.append((counts[0] - counts[1]) / counts.sum())
+        resampled_counts = rng.multinomial(counts.sum(), counts / counts.sum(), DRAWS)
+        draws.append((resampled_counts[:, 0] - resampled_counts[:, 1]) / counts.sum())
+    return Score(float(np.mean(values)), *percentiles(np.mean(draws, axis=0)))
+
+
+def by_hand(selection: Selection, order: Sequence[int]) -> Selection:
+    """A selection of somebody's own with the others behind it in their order, so that curves can be drawn."""
+    rest = [unit for unit in order if unit not in selection.chosen]
+    return selection.model_copy(update={"order": (*selection.chosen, *rest)})

@@ -1,0 +1,110 @@
+"""`sparo demo`: render, train CLIP and CLIP+SPARO of equal size, score, draw the page."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+from evals.encoders.loading import load_encoder
+from evals.encoders.sparo_encoders import ClipEncoder
+from evals.report.results_file import predictions_of, read_records
+from evals.sets.base import Pair
+from evals.sets.wds import WdsSet
+from evals.tasks import textonly
+from evals.tasks.result import Result
+from sparo_data.synthetic.scenes import training_scene
+from sparo_train.core.disk.metrics import read
+from sparo_train.train.run_config import RunConfig, load_run
+
+from ..views.demo_page import six_rows, write_page
+from ..views.results_table import rows_table
+from ..views.terminal import console, out
+from .making import make_scenes
+from .recipes import recipe
+from .train import exit_if_stopped, train
+
+READOUTS = {
+    "CLIP": "{kind: token}",
+    "CLIP+SPARO": "{kind: sparo, slots: 32, slot_width: 32, head_width: 32}",
+}
+_CORPUS = 4000
+
+
+def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
+    """The whole story in `folder`; interrupted, the same line continues. Returns the scores it printed."""
+    begin = time.monotonic()
+    data = folder / "scenes"
+    sizes = {"per_class": 4, "retrieval": 60, "pairs_per_kind": 12} if quick else {}
+    make_scenes(data, 400 if quick else 8000, 64, 0, **sizes)
+    configs = {name: _config(name, folder, data, quick) for name in READOUTS}
+    for name, config in configs.items():
+        console.rule(f"training {name}")
+        exit_if_stopped(train(config))
+    # What captions tell without an image: a model has to be above this.
+    results: dict[str, dict[str, Result]] = {"text only": {"pairs": score_text_only(data)}}
+    encoders = {name: load_encoder(config.folder) for name, config in configs.items()}
+    records = {name: {r.task: r for r in read_records([config.folder])} for name, config in configs.items()}
+    for name, by_task in records.items():  # training scored at its end
+        results[name] = {task: record.result for task, record in by_task.items()}
+    parameters = {name: sum(p.numel() for p in e.model.parameters()) for name, e in encoders.items()}
+    curves = {name: read(config.folder / "metrics.jsonl", "train") for name, config in configs.items()}
+    sparo = encoders["CLIP+SPARO"]
+    assert isinstance(sparo, ClipEncoder)
+    zeroshot = predictions_of(records["CLIP+SPARO"]["zeroshot"])
+    facts = {**_facts(configs), "scenes": 400 if quick else 8000}
+    page = write_page(folder, results, zeroshot, curves, parameters, sparo, data, facts)
+    size_labels = {n: f"{parameters[n] / 1e6:.2f} M" if n in parameters else "" for n in results}
+    out.print(rows_table(six_rows(results), size_labels, "sparo demo: per cent, 95 % intervals; one seed"))
+    out.print(
+        f"page: {page}   picture: {page.with_name('demo.png')}   {time.monotonic() - begin:.0f} s", soft_wrap=True
+    )
+    run = shlex.quote(str(configs["CLIP+SPARO"].folder))
+    out.print(f"next: sparo eval {run}   own data: docs/recipes.md", soft_wrap=True)
+    return results
+
+
+def score_text_only(data: Path) -> Result:
+    """How far text alone gets on the caption pairs; `macro` is the best blind guesser, beside the models' accuracy."""
+    facts: list[Pair] = [pair for _, _, row in WdsSet(data / "pairs", "pairs") for pair in row]
+    # Captions of the training set's own seed: a guesser may know what a model could have read.
+    corpus = [training_scene(0, index)[1] for index in range(_CORPUS)]
+    text_score = textonly.score([f.caption for f in facts], [f.negative_caption for f in facts], corpus)
+    return Result("pairs", text_score.n, "macro", {"macro": text_score.value}, text_score.chance)
+
+
+def _yaml_string(path: Path) -> str:
+    """As a YAML string; JSON's escapes of what is beyond 16 bits would be read as halves."""
+    return json.dumps(str(path), ensure_ascii=False)
+
+
+def _config(name: str, folder: Path, data: Path, quick: bool) -> RunConfig:
+    overrides = [
+        f"name={name.lower().replace('+', '_')}",
+        f"out={_yaml_string(folder)}",  # quoted: `x #1` would end at the number sign
+        f"objective.model.readout={READOUTS[name]}",
+        f"data.sources.scenes.shards={_yaml_string(data / 'train')}",
+    ]
+    for task in ("zeroshot", "heldout", "retrieval", "pairs"):
+        root = data / ("zeroshot_heldout" if task == "heldout" else task)
+        overrides.append(f"eval.tasks.{task}.root={_yaml_string(root)}")
+    overrides += ["steps=200", "eval.every_steps=0"]  # both trainings in minutes on two slow cores
+    if quick:
+        overrides += [
+            "steps=15",
+            "optim.warmup_steps=5",
+            "log.every_steps=5",
+            "checkpoint.every_steps=0",
+        ]
+    return load_run(recipe("clip/scenes_tiny.yaml"), overrides)
+
+
+def _facts(configs: dict[str, RunConfig]) -> dict[str, Any]:
+    config = next(iter(configs.values()))
+    return {
+        "steps": config.steps,
+        "batch_size": config.batch_size,
+        "seed": config.seed,
+    }

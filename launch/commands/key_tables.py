@@ -1,0 +1,205 @@
+"""Every key of a recipe, told in the terminal and as docs/config.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import BaseModel
+
+from sparo_train.core.errors import ConfigError
+from sparo_train.core.recipe.config_keys import (
+    NAME,
+    Entries,
+    Key,
+    RegistryBlock,
+    default_text,
+    keys_of,
+    type_text,
+    value_text,
+)
+from sparo_train.core.recipe.layers import load_recipe
+from sparo_train.core.registries import ENGINES, METHODS, READOUTS, SLOT_ENCODERS, SOURCES, TASKS
+from sparo_train.core.registry import Registry
+from sparo_train.train.run_config import RunConfig
+
+from ..jobs.clusters import ClusterConfig
+from .recipes import shipped_recipes
+
+FieldId = tuple[type[BaseModel], str]
+# table, heading, where its block stands in a recipe
+_TABLES: tuple[tuple[Registry, str, str], ...] = (
+    (METHODS, "Methods", "objective"),
+    (READOUTS, "Read-outs", "objective.model.readout"),
+    (SLOT_ENCODERS, "Image encoders of slot models", "objective.model.encoder"),
+    (ENGINES, "Engines", "engine"),
+    (SOURCES, "Sources", f"data.sources.{NAME}"),
+    (TASKS, "Tasks", f"eval.tasks.{NAME}"),
+)
+
+
+def describe_key(key: Key) -> str:
+    """Type, default and meaning on one line."""
+    kind, default = type_text(key.field.annotation, key.field.metadata), default_text(key)
+    facts = f"{kind}; {default if default == 'required' else f'default {default}'}" if default else kind
+    return f"{key.field.description} ({facts})"
+
+
+def find_keys(word: str) -> list[Key]:
+    """Keys of a dotted name: it and what is below; else every key that ends in it.
+
+    Raises:
+        ConfigError: there is none; with near misses.
+    """
+    # Rows of a table share blocks: each key once.
+    keys = list(dict.fromkeys(keys_of(RunConfig)))
+    if not word:
+        return [key for key in keys if "." not in key.dotted]
+    words = word.split(".")
+    exact = [key for key in keys if _matches_suffix(key.dotted.split("."), words)]
+    # what a row of an inner table has is listed where that table is asked for
+    near = [key for key in exact if not _inside_registry(key, len(words), exact)]
+    # tasks of jobs of their own have the keys of tasks: told once
+    matches = near or [key for key in keys if key.name == word and not key.dotted.startswith("eval.side.tasks.")]
+    if not matches:
+        raise ConfigError(f"{word}: no key of a recipe; {_suggestion(word, keys)}")
+    return matches
+
+
+def _suggestion(word: str, keys: Sequence[Key]) -> str:
+    close = get_close_matches(
+        word, dict.fromkeys([*(k.dotted for k in keys), *(k.name for k in keys)]), n=1, cutoff=0.7
+    )
+    suggestions = list(dict.fromkeys(k.dotted for k in keys if close and close[0] in (k.dotted, k.name)))[:3]
+    if suggestions:
+        return f"did you mean {' or '.join(map(repr, suggestions))}?"
+    return "`sparo config` lists the blocks, `sparo config optim` the keys of one"
+
+
+def _matches_suffix(key: list[str], words: list[str]) -> bool:
+    return len(key) >= len(words) and all(k.removesuffix("[]") in (w, NAME) for k, w in zip(key, words, strict=False))
+
+
+def _inside_registry(key: Key, depth: int, keys: list[Key]) -> bool:
+    above = key.dotted.split(".")
+    tables = {
+        other.dotted for other in keys if isinstance(other.shape, RegistryBlock) and other.dotted.count(".") >= depth
+    }
+    return any(".".join(above[:n]) in tables for n in range(depth + 1, len(above)))
+
+
+def examples() -> dict[FieldId, str]:
+    """`dotted.key=value` for keys that shipped recipes give, the first that does."""
+    example_by_key: dict[FieldId, str] = {}
+    for shipped in shipped_recipes():
+        tree = load_recipe(shipped.path)
+        for key in keys_of(RunConfig, tree):
+            # A key that no recipe gives has its default for an example.
+            value = _value_at(tree, key.dotted.split("."))
+            if value is not None and not isinstance(value, Mapping):
+                example_by_key.setdefault((key.owner, key.name), f"{key.dotted}={value_text(value)}")
+    return example_by_key
+
+
+def example(key: Key, example_by_key: Mapping[FieldId, str]) -> str:
+    """How a key is written: as a shipped recipe has it, as its field says, or with its default; empty for a block."""
+    if isinstance(key.shape, type | RegistryBlock | Entries) or "[]" in key.dotted:
+        return ""
+    field_examples = key.field.examples
+    if field_examples:
+        return f"{key.dotted}={value_text(field_examples[0])}"
+    if (key.owner, key.name) in example_by_key:
+        return example_by_key[key.owner, key.name]
+    default = default_text(key)
+    return "" if default in ("", "required", "null") else f"{key.dotted}={default}"
+
+
+def _value_at(tree: Any, keys: list[str]) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def page() -> str:
+    """docs/config.md."""
+    example_by_key = examples()
+    lines = [_HEAD, "## Every recipe", "", *_markdown_table(list(_own_keys(RunConfig)), example_by_key)]
+    for table, heading, place in _TABLES:
+        lines += ["", f"## {heading}", "", f"A block `{place}`; `{_row_key(table)}` names the row of `{table.group}`."]
+        for name in table.builtin:
+            row = table.get(name)
+            model = row if isinstance(row, type) else row.config
+            keys = [key for key in _own_keys(model, f"{place}.") if key.dotted != f"{place}.{_row_key(table)}"]
+            lines += [
+                "",
+                f"### {_row_key(table)}: {name}",
+                "",
+                _summary(model),
+                "",
+                *_markdown_table(keys, example_by_key),
+            ]
+    lines += [
+        "",
+        "## Clusters",
+        "",
+        _CLUSTERS,
+        "",
+        *_markdown_table(list(_own_keys(ClusterConfig)), example_by_key, examples_too=False),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _own_keys(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
+    """Keys of a model, not of the rows of tables below it."""
+    tables: list[str] = []
+    for key in keys_of(model, None, prefix):
+        if any(key.dotted.startswith(f"{above}.") for above in tables):
+            continue
+        shape = key.shape.value_shape if isinstance(key.shape, Entries) else key.shape
+        if isinstance(shape, RegistryBlock):
+            # Their rows have chapters of their own.
+            tables.append(key.dotted)
+        yield key
+
+
+def _markdown_table(keys: list[Key], example_by_key: Mapping[FieldId, str], examples_too: bool = True) -> list[str]:
+    if not keys:
+        return ["No keys of its own."]
+    head = ["key", "type", "default", "meaning", *(["example"] if examples_too else [])]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for key in keys:
+        cells = [f"`{key.dotted}`", type_text(key.field.annotation, key.field.metadata), _code(default_text(key))]
+        cells += [key.field.description or "", *([_code(example(key, example_by_key))] if examples_too else [])]
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return lines
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text not in ("", "required") else text
+
+
+def _row_key(table: Registry) -> str:
+    return "task" if table is TASKS else "kind"
+
+
+def _summary(model: type[BaseModel]) -> str:
+    return " ".join((model.__doc__ or "").strip().partition("\n\n")[0].split())
+
+
+_HEAD = """# Every key of a recipe
+
+A recipe is YAML. `extends: FILE` takes over another one, and what the file itself says is merged into it key by key; an entry of
+`data.sources` or `eval.tasks` that is `null` is taken away. On the command line:
+
+| word | does |
+|---|---|
+| `optim.lr=1e-3` | sets a key; the value is YAML |
+| `data.sources='{mine: {shards: data/mine}}'` | a mapping replaces what stood there, whole |
+| `+data.sources.mine.shards=data/mine` | adds an entry beside those that the recipe has |
+| `eval.tasks.vendor=null` | takes an entry away |
+
+`sparo config KEY` prints what stands here; `sparo train RECIPE --print` prints a resolved recipe and where each value comes from.
+"required" has no default. Examples are what a shipped recipe has, or the default. This page is written by `sparo config --markdown`.
+"""
+_CLUSTERS = "A file of `configs/clusters/`; every key is an option of `sparo launch`, too: `nodes: 2` is `--nodes 2`."

@@ -1,0 +1,111 @@
+"""Panels of slot models, images, masks, what is drawn, and every slot alone, as one picture: `sparo slots panels`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from evals.encoders.capabilities import ViewsEncoder
+from evals.encoders.loading import load_encoder
+from evals.report.results_file import refuse_unwritable
+from evals.sets.base import decode_image
+from evals.sets.task_config import TaskConfig
+from evals.slots.eval_inputs import open_images
+from evals.suite.evaluate import tasks_for
+from object_centric.pictures.evaluated import clip_panels, image_panels
+from object_centric.pictures.panels import Panel, clip_animation, clip_sheet, panels, save_animation, save_sheet
+from object_centric.tasks.slot_encoder import MaskingEncoder
+from object_centric.tasks.video_encoder import TimedEncoder
+from object_centric.tasks.video_task import VideoMasksTaskConfig
+from sparo_train.core.errors import ConfigError
+from sparo_train.core.untrusted import read_bytes
+
+from ..slot_work import SlotOptions, log_assumption
+from .picture_page import PageRow, write_page
+
+
+def draw_panels(
+    checkpoint: str,
+    task_name: str | None,
+    images: list[Path],
+    num_samples: int,
+    tile: int,
+    out: Path,
+    options: SlotOptions,
+) -> list[Path]:
+    """Write the picture, or into a folder (`out` without an ending) a page with one of each sample; returns the paths.
+
+    Raises:
+        ConfigError: a checkpoint that does not draw its slots, several tasks, or nothing to draw.
+    """
+    if task_name is None and not images:
+        raise ConfigError(
+            "sparo slots panels: name a task of the run (--on, as in --on masks), or images of your own (--image FILE)"
+        )
+    encoder = load_encoder(checkpoint, options.model, "cuda" if torch.cuda.is_available() else "cpu", log_assumption)
+    if not isinstance(encoder, MaskingEncoder):
+        instead = (
+            "`sparo slots views` draws views of scenes"
+            if isinstance(encoder, ViewsEncoder)
+            else "train with objective.kind=slots, or use `sparo slots show`"
+        )
+        raise ConfigError(f"{checkpoint}: does not draw its slots of images; {instead}")
+    sheet_panels = [Panel(decode_image(read_bytes(path, ConfigError), path, encoder.decoding), None) for path in images]
+    task = None if task_name is None else one_task(checkpoint, task_name, options)
+    if isinstance(task, VideoMasksTaskConfig) and (images or not isinstance(encoder, TimedEncoder)):
+        raise ConfigError(f"--on {task_name}: is of videos; draw them alone (without --image), of a model of videos")
+    if not out.suffix:
+        if task is None or task_name is None or images:
+            raise ConfigError(
+                f"--out {out}: a page is of a task's samples (--on); for images of your own name a .png file"
+            )
+        refuse_unwritable(out, "--out")
+        return _write_task_page(encoder, checkpoint, task_name, task, num_samples, tile, out)
+    refuse_unwritable(out.parent, "--out")
+    if isinstance(task, VideoMasksTaskConfig) and isinstance(encoder, TimedEncoder):
+        clips = [clip for _, clip in clip_panels(task, num_samples)]
+        if out.suffix.lower() == ".png":
+            save_sheet(clip_sheet(encoder, clips, tile), out)
+        else:
+            save_animation(clip_animation(encoder, clips, tile), out)
+        return [out]
+    if out.suffix.lower() != ".png":
+        raise ConfigError(f"--out {out}: pictures that move are of videos; name a .png file")
+    if task is not None:
+        sheet_panels += [panel for _, panel in image_panels(open_images(task), num_samples)]
+    save_sheet(panels(encoder, sheet_panels, tile), out)
+    return [out]
+
+
+def _write_task_page(
+    encoder: MaskingEncoder, checkpoint: str, task_name: str, task: TaskConfig, num_samples: int, tile: int, out: Path
+) -> list[Path]:
+    """OUT/report.html, and of every clip a sheet and what moves; of images a sheet each."""
+    paths, rows = list[Path](), list[PageRow]()
+    if isinstance(task, VideoMasksTaskConfig) and isinstance(encoder, TimedEncoder):
+        for at, (key, clip) in enumerate(clip_panels(task, num_samples)):
+            sheet, moving = out / f"clip-{at}.png", out / f"clip-{at}.webp"
+            save_sheet(clip_sheet(encoder, [clip], tile), sheet)
+            save_animation(clip_animation(encoder, [clip], tile), moving)
+            caption = f"clip {key}: it, its true masks, the model's, what it draws, every slot alone"
+            rows.append(PageRow(key, [(moving.name, f"Moving: {caption}"), (sheet.name, f"Frames of {caption}")]))
+            paths += [moving, sheet]
+    else:
+        for at, (key, panel) in enumerate(image_panels(open_images(task), num_samples)):
+            sheet = out / f"image-{at}.png"
+            save_sheet(panels(encoder, [panel], tile), sheet)
+            rows.append(PageRow(key, [(sheet.name, f"Image {key}: its masks, what is drawn, every slot alone")]))
+            paths.append(sheet)
+    summary = f"{len(rows)} of the task {task_name}, evenly over its set."
+    note = "From the left: the sample, its true masks where there are some, the model's, what it draws, and every slot's part on white."
+    return [write_page(out, checkpoint, task_name, f"Slots of {checkpoint}", summary, note, rows), *paths]
+
+
+def one_task(checkpoint: str, task_name: str, options: SlotOptions) -> TaskConfig:
+    """The task of a run, or of `--data`, that `--on` names. Raises `ConfigError` where it stands for several."""
+    tasks = tasks_for(checkpoint, options.data, [task_name], options.root, "--on")
+    if len(tasks) != 1:
+        raise ConfigError(f"--on {task_name}: stands for {len(tasks)} tasks; name one: {', '.join(tasks)}")
+    (task,) = tasks.values()
+    return task

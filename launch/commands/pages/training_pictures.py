@@ -1,0 +1,71 @@
+"""Pictures at the evaluations of a run: RUN/pictures/step-….png (and .webp of what moves), and a run of its own in tensorboard."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from pkgutil import resolve_name
+
+import numpy as np
+from PIL import Image
+
+from evals.encoders.encoder import Encoder
+from evals.sets.task_config import TaskConfig
+from evals.suite.task import TaskPictures
+from sparo_train.core.files import whole_file
+from sparo_train.core.registries import TASKS
+from sparo_train.train.run_config import LogConfig
+
+
+class TrainingPictures:
+    """Draws of the first task that can be drawn. A failure is said, and ends them."""
+
+    task: TaskConfig | None
+
+    def __init__(self, config: LogConfig, task: TaskConfig, folder: Path, log: Callable[[str], None]):
+        self.config, self.task, self.folder, self.log = config, task, folder, log
+
+    def draw(self, encoder: Encoder, step: int) -> None:
+        """Where this encoder can be drawn."""
+        if self.task is None:
+            return
+        try:
+            # Here, not at the start: what draws may be somebody else's, and knows models that are not always there.
+            pictures: TaskPictures | None = resolve_name(TASKS.get(self.task.task).pictures)(
+                encoder, self.task, self.config.pictures
+            )
+            if pictures is not None:
+                self._write(pictures, step)
+        except Exception as error:  # what only shows must not end a run, however it fails
+            self.task = None
+            first = str(error).partition("\n")[0][:200]
+            self.log(f"pictures cannot be drawn ({type(error).__name__}: {first}); log.pictures=0 does without")
+
+    def _write(self, pictures: TaskPictures, step: int) -> None:
+        place = self.folder / "pictures" / f"step-{step:08d}.png"
+        place.parent.mkdir(exist_ok=True)
+        moving = b""
+        if pictures.frames:
+            from object_centric.pictures.panels import save_animation
+
+            save_animation(pictures.frames, place.with_suffix(".webp"))
+            stream = io.BytesIO()
+            save_animation(pictures.frames, stream, format="GIF")  # which is what tensorboard plays
+            moving = stream.getvalue()
+        with whole_file(place) as temporary:
+            pictures.sheet.save(temporary)
+        if self.config.tensorboard:
+            _to_tensorboard(self.folder, self.task.task if self.task else "", pictures.sheet, moving, step)
+
+
+def _to_tensorboard(folder: Path, task: str, sheet: Image.Image, moving: bytes, step: int) -> None:
+    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+    from torch.utils.tensorboard.writer import SummaryWriter  # a second to import: only where it is used
+
+    # Beside the scalars' folder of events: of two files in one, tensorboard follows the newer alone.
+    with SummaryWriter(str(folder / "tensorboard" / "pictures")) as writer:
+        writer.add_image(task, np.asarray(sheet), step, dataformats="HWC")
+        if moving and writer.file_writer is not None:
+            image = Summary.Image(encoded_image_string=moving, colorspace=3)
+            writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=f"{task}, moving", image=image)]), step)

@@ -1,0 +1,83 @@
+"""The recipes that come with sparo, by name, and what a user's word for a recipe means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from sparo_train.core.errors import ConfigError, did_you_mean
+
+from ..shipped import configs
+
+if TYPE_CHECKING:
+    from sparo_train.train.run_config import RunConfig
+
+_NON_RECIPE_FOLDERS = ("clusters", "sweeps", "tasks")  # folders of configs/ that hold no recipes
+
+
+class ShippedRecipe(NamedTuple):
+    """`name` is its path in configs/ without the suffix; `line` what its header says first."""
+
+    name: str
+    path: Path
+    line: str
+
+
+def shipped_recipes() -> list[ShippedRecipe]:
+    """All of them, by name. Files that begin with `_` are parents of others."""
+    root = next((folder for folder in configs() if folder.is_dir()), None)
+    paths_by_name = {path.relative_to(root): path for path in sorted(root.glob("*/**/*.yaml"))} if root else {}
+    return [
+        ShippedRecipe(place.with_suffix("").as_posix(), path, _first_line(path))
+        for place, path in paths_by_name.items()
+        if place.parts[0] not in _NON_RECIPE_FOLDERS and not path.name.startswith("_")
+    ]
+
+
+def _first_line(path: Path) -> str:
+    with path.open(encoding="utf-8") as stream:
+        return stream.readline().removeprefix("#").strip()
+
+
+def recipe(name: str) -> Path:
+    """The path of a shipped file of configs/, e.g. `clip/scenes_tiny.yaml`."""
+    for root in configs():
+        if (root / name).is_file():
+            return root / name
+    raise ConfigError(f"recipe {name!r} is not in this installation; run from a checkout or reinstall")
+
+
+def find_recipe(name_or_path: Path) -> Path:
+    """The file that a user's word means: a path, or the name of a shipped recipe (`emoji_small`, `clip/scenes_tiny`).
+
+    Raises:
+        ConfigError: neither, or a name that two recipes have; with near misses and with what to write.
+    """
+    # A file of one's own goes before ours of the same name.
+    if name_or_path.exists():
+        return name_or_path
+    text = name_or_path.as_posix()
+    short = text.removeprefix("configs/").removesuffix(".yaml")
+    shipped = {own.name: own.path for own in shipped_recipes()}
+    matches = [name for name in shipped if name == short or name.endswith(f"/{short}")]
+    if len(matches) == 1 and not name_or_path.suffix:
+        return shipped[matches[0]]
+    if matches:
+        written = " or ".join(matches)
+        missing = f"{text}: no such file" if name_or_path.suffix else f"{text}: {len(matches)} recipes are called so"
+        raise ConfigError(f"{missing}; write {written} for the one that comes with sparo")
+    # A long path is one that was mistyped, and near misses of names would not help.
+    if not name_or_path.suffix and len(name_or_path.parts) < 4:
+        raise ConfigError(f"{text}: no recipe; {did_you_mean(text, _names(shipped))} `sparo recipes` lists them")
+    return name_or_path  # whoever reads it says what is wrong with it
+
+
+def load_run(recipe: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a recipe (a path, or the name of one that comes with sparo) with its parents and overrides. Raises `ConfigError`."""
+    from sparo_train.train.run_config import load_run as load  # torch: a list of recipes needs none of it
+
+    return load(find_recipe(Path(recipe)), overrides)
+
+
+def _names(shipped: dict[str, Path]) -> list[str]:
+    return [*shipped, *(name.rpartition("/")[2] for name in shipped)]

@@ -1,0 +1,221 @@
+"""The verbs of `sparo slots`: load, look, choose, write, and print."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from evals.encoders.loading import load_encoder
+from evals.encoders.selection import Selection, described, of_numbers, read_selection, selected, write_selection
+from evals.report.results_file import refuse_unwritable
+from evals.slots import selection_methods as choosing
+from evals.slots.eval_inputs import Classes, Material, Pairs
+from evals.slots.paper_four import four_column
+from evals.slots.probe_tasks import ProbeTask
+from evals.slots.quality_measures import refuse_same
+from evals.slots.selection_report import ChoiceOptions, ChoiceReport, by_hand, choose, report
+from sparo_train.core.errors import ConfigError
+
+from ..views import slot_tables
+from ..views.terminal import console, out
+from .slot_work import EITHER, Bench, SlotOptions, column_titles, log_assumption, supported_unit_tasks, write_facts
+
+
+class SelectOptions(NamedTuple):
+    """What `sparo slots select` was asked for beside how to choose.
+
+    task_name: the task to choose on.  report_tasks: tasks to report on; None: all that fit.  slots: chosen by hand.  out, plot, json_file: files.
+    """
+
+    task_name: str
+    report_tasks: list[str] | None
+    slots: tuple[int, ...] | Path | None
+    out: Path
+    plot: Path | None
+    json_file: Path | None
+
+
+def score_units(
+    checkpoint: str, task_names: list[str] | None, sort: str | None, options: SlotOptions, json_file: Path | None
+) -> None:
+    """Each unit alone, and all without it, task by task."""
+    bench = Bench(checkpoint, options)
+    tasks = bench.tasks(task_names, "--on")
+    materials = bench.material(
+        tasks if task_names else _require_tasks(supported_unit_tasks(tasks, bench.encoder), checkpoint)
+    )
+    columns: dict[str, list[float]] = {}
+    for name, each in materials.items():
+        columns |= _columns(name, each)
+    # A task's name stands for its units alone, which is what one sorts by.
+    sort = sort if sort is None or sort in columns else f"{sort} alone"
+    if sort is not None and sort not in columns:
+        raise ConfigError(f"--sort {sort.removesuffix(' alone')}: is none of the tasks shown ({', '.join(materials)})")
+    numbers = list(range(bench.units.number))
+    if sort is not None:
+        # Of equal scores the lower number first, as everywhere units are ordered.
+        numbers.sort(key=lambda n: (-columns[sort][n], n))
+    title = f"{checkpoint}: {bench.units.number} {bench.units.kind}, per cent"
+    slot_tables.show(slot_tables.units_table(title, columns, numbers, {}))
+    for name, each in materials.items():
+        out.print(f"{name}: n = {_size(each)}" + (f", all together {100 * _full_accuracy(each):.1f}" if not isinstance(each, ProbeTask) else ""))  # fmt: skip
+    write_facts(
+        json_file,
+        {"checkpoint": checkpoint, "sha256": bench.encoder.weights, "units": options.units, "scores": columns},
+    )
+
+
+def _columns(name: str, each: Material) -> dict[str, list[float]]:
+    if isinstance(each, Classes):
+        answers = each.each()
+        table = {"alone": answers.single_unit, "without": answers.without}
+        return {f"{name} {how}": right.double().mean(0).tolist() for how, right in table.items()}
+    if isinstance(each, ProbeTask):
+        return {f"{name} alone": each.single_unit().double().mean(0).tolist()}
+    margins = each.margins()
+    total = margins.values.sum(1, keepdim=True) + margins.fixed[:, None]
+    without = margins.accuracy(margins.right((total - margins.values).transpose(1, 2)))
+    return {f"{name} alone": choosing.accuracies(margins).tolist(), f"{name} without": without.tolist()}
+
+
+def _full_accuracy(each: Classes | Pairs) -> float:
+    if isinstance(each, Classes):
+        return float(each.each().whole.double().mean())
+    margins = each.margins()
+    return float(margins.accuracy(margins.right(margins.values.sum(1) + margins.fixed)))
+
+
+def _size(each: Material) -> int:
+    return len(each.caption_pairs) if isinstance(each, Pairs) else len(each.labels)
+
+
+def _require_tasks(tasks: dict[str, Any], checkpoint: str) -> dict[str, Any]:
+    if not tasks:
+        raise ConfigError(
+            f"{checkpoint}: none of its tasks is zeroshot, pairs or knn; name some of --data or of the catalogue"
+        )
+    return tasks
+
+
+def select_units(
+    checkpoint: str, select_options: SelectOptions, choice_options: ChoiceOptions, options: SlotOptions
+) -> None:
+    """Choose, write the file, report."""
+    refuse_unwritable(select_options.out.parent, f"--out {select_options.out}")
+    if select_options.plot is not None:
+        refuse_unwritable(select_options.plot.parent, f"--plot {select_options.plot}")
+    bench = Bench(checkpoint, options)
+    name, task = bench.single_task(select_options.task_name, "--on")
+    tasks = (
+        bench.tasks(select_options.report_tasks)
+        if select_options.report_tasks
+        else supported_unit_tasks(bench.tasks(None) if _has_tasks(bench) else {}, bench.encoder)
+    )
+    materials = bench.material({name: task, **tasks})
+    selection = choose(name, materials[name], choice_options, options.classifier_slots, options.head_layers)
+    if select_options.slots is not None:
+        selection = _manual_selection(bench, select_options.slots, selection, choice_options)
+    task_names = list(tasks) if select_options.report_tasks else list(materials)
+    # What was asked for, or all that there is, the task of the choice among it.
+    reports = [report(each, materials[each], selection, choice_options) for each in task_names]
+    write_selection(select_options.out, selection)
+    provenance = (
+        f"chosen on {selection.made_on.task} (n = {selection.made_on.n})" if selection.made_on.data else "by hand"
+    )
+    title = f"{checkpoint}: {described(selection)}, {provenance}"
+    slot_tables.show(slot_tables.report_table(title, reports, len(selection.chosen), selection.count, selection.units))
+    out.print(f"{select_options.out}: {selection.units} {' '.join(map(str, selection.chosen))}", soft_wrap=True)
+    _print_next_command(checkpoint, select_options.out, reports, options.classifier_slots == "renorm")
+    write_facts(
+        select_options.json_file,
+        {"selection": json.loads(selection.model_dump_json(by_alias=True)), "reports": [r.as_dict() for r in reports]},
+    )
+    if select_options.plot is not None:
+        from evals.report.selection_plot import draw_curves
+
+        draw_curves({r.task: r.as_dict() for r in reports}, len(selection.chosen), title, select_options.plot)
+        out.print(str(select_options.plot), soft_wrap=True)
+
+
+def _has_tasks(bench: Bench) -> bool:
+    try:
+        return bool(bench.tasks(None))
+    except ConfigError:  # a checkpoint without a run, whose tasks are of the catalogue
+        return False
+
+
+def _manual_selection(
+    bench: Bench, slots: tuple[int, ...] | Path, ranked: Selection, choice_options: ChoiceOptions
+) -> Selection:
+    """Somebody's own choice; nobody knows what it was made on, so nothing of it counts as held out."""
+    if isinstance(slots, Path):
+        selection = read_selection(slots)
+        selected(bench.encoder, selection, f"--slots {slots}")
+        if (selection.units, selection.count) != (ranked.units, ranked.count):
+            raise ConfigError(f"--slots {slots}: chooses {selection.units}, {selection.count} of them; --units {ranked.units} has {ranked.count}")  # fmt: skip
+        if selection.mask:
+            raise ConfigError(f"--slots {slots}: is a mask; score it with sparo eval --slots")
+        return by_hand(selection, ranked.order)
+    selection = of_numbers(bench.encoder, slots) if bench.options.units == "slots" else None
+    if selection is None:
+        raise ConfigError("--slots: numbers are slots; leave --units away, or give a selection.json")
+    return by_hand(selection.model_copy(update={"scores": ranked.scores}), ranked.order)
+
+
+def _print_next_command(checkpoint: str, path: Path, reports: Sequence[ChoiceReport], renormed: bool) -> None:
+    if renormed:
+        console.print("sparo eval takes class vectors' slots as they are (slice): its scores with this file are others")
+    if any(r.share == "same data" for r in reports):
+        console.print(
+            "same data: the choice was made on it, so its gain is too good; --held-out and other tasks are fair"
+        )
+    console.print(f"next: {shlex.join(['sparo', 'eval', checkpoint, '--slots', str(path)])}", soft_wrap=True)
+
+
+def table_four(
+    checkpoints: Sequence[str],
+    task_name: str,
+    pairs_name: str,
+    choice_options: ChoiceOptions,
+    options: SlotOptions,
+    json_file: Path | None,
+) -> None:
+    """Table 4 for any checkpoints with slots."""
+    columns = []
+    for checkpoint, label in zip(checkpoints, column_titles(checkpoints), strict=True):
+        bench = Bench(checkpoint, options)
+        (name, task), (other, second) = bench.single_task(task_name, "--on"), bench.single_task(pairs_name, "--report")
+        materials = bench.material({name: task, other: second})
+        classes, pairs = materials[name], materials[other]
+        if not isinstance(classes, Classes):
+            raise ConfigError(f"--on {name}: Table 4 chooses on a task of kind zeroshot, and this is {task.task}")
+        if not isinstance(pairs, Pairs):
+            raise ConfigError(f"--report {other}: Table 4 scores a task of kind pairs, and this is {second.task}")
+        columns.append(four_column(label, name, classes, pairs, choice_options))
+    slot_tables.show(slot_tables.four_table(columns))
+    out.print(f"{columns[0].n} pairs; per cent, 95 % intervals; random: the mean of {choice_options.draws} choices")
+    write_facts(json_file, {"columns": [column._asdict() for column in columns]})
+
+
+def show_quality(
+    checkpoints: Sequence[str],
+    task_name: str,
+    judge_checkpoint: str | None,
+    options: SlotOptions,
+    json_file: Path | None,
+) -> None:
+    """A row per checkpoint: what its slots (or equal parts of its encodings) are like on a task's images."""
+    judge = load_encoder(judge_checkpoint, log=log_assumption) if judge_checkpoint is not None else None
+    rows = []
+    for checkpoint, label in zip(checkpoints, column_titles(checkpoints), strict=True):
+        bench = Bench(checkpoint, replace(options, units=EITHER))
+        _, task = bench.single_task(task_name, "--on")
+        if judge is not None:
+            refuse_same(bench.encoder, judge)
+        rows.append(bench.quality(label, task, judge))
+    slot_tables.show(slot_tables.quality_table(rows, judge_checkpoint))
+    write_facts(json_file, {"rows": [row._asdict() for row in rows], "by": judge_checkpoint})

@@ -1,0 +1,147 @@
+"""What the verbs of `sparo slots` share: a checkpoint, its units, the store of its features, and the tasks that it is looked at on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evals.encoders.encoder import Encoder
+from evals.encoders.loading import load_encoder
+from evals.feature_store.feature_table import Features
+from evals.feature_store.features import FeatureStore
+from evals.sets.base import EvalSet
+from evals.sets.task_config import TaskConfig
+from evals.slots.eval_inputs import Material, encode_set, material, open_images
+from evals.slots.page_arrays import Arrays, arrays_of, limited
+from evals.slots.quality_measures import Quality, quality_of
+from evals.slots.units import KINDS, Units, units_of
+from evals.suite.evaluate import tasks_for
+from sparo_train.core.errors import ConfigError, did_you_mean
+from sparo_train.core.files import write_whole
+from sparo_train.core.registries import TASKS
+
+from ..views.eval_tables import Encoding
+from ..views.terminal import console
+
+EITHER = "either"  # of units: slots where there are any, else equal parts, as Table 5 compares them
+
+
+@dataclass(frozen=True)
+class SlotOptions:
+    """The options that all verbs of `sparo slots` have.
+
+    data, root: as of `sparo eval`.  units, parts, head_layers: what is chosen.  classifier_slots: slice or renorm.
+    """
+
+    model: str | None = None
+    data: Path | None = None
+    root: Path = Path("data")
+    features: Path | None = None
+    limit: int | None = None
+    units: str = "slots"
+    parts: int | None = None
+    head_layers: int = 4
+    classifier_slots: str = "slice"
+
+
+def log_assumption(text: str) -> None:
+    """What a file does not say, and was taken for granted, on stderr."""
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+class Bench:
+    """A loaded checkpoint with its units."""
+
+    def __init__(self, checkpoint: str, options: SlotOptions):
+        for key, value, choices in (
+            ("units", options.units, (*KINDS, EITHER)),
+            ("classifier-slots", options.classifier_slots, ("slice", "renorm")),
+        ):
+            if value not in choices:
+                raise ConfigError(f"--{key} {value}: {did_you_mean(value, choices)}")
+        self.checkpoint, self.options = checkpoint, options
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.encoder: Encoder = load_encoder(checkpoint, options.model, device, log_assumption)
+        kind: Any = options.units
+        if kind == EITHER:
+            # Table 5 sets models without slots beside those with them, cut into as many parts.
+            kind = "slots" if self.encoder.slots > 1 else "parts"
+        self.units: Units = units_of(self.encoder, kind, options.parts, options.head_layers)
+
+    def tasks(self, names: Sequence[str] | None, option: str = "--report") -> dict[str, TaskConfig]:
+        """Tasks by the names that `sparo eval --tasks` takes; None: all that the run or YAML has."""
+        found = tasks_for(self.checkpoint, self.options.data, names, self.options.root, option)
+        if self.options.limit is not None:
+            found = {name: task.model_copy(update={"limit": self.options.limit}) for name, task in found.items()}
+        return found
+
+    def material(self, tasks: dict[str, TaskConfig]) -> dict[str, Material]:
+        """Their encodings, as far as they are not stored, behind a bar."""
+        with Encoding(self.checkpoint, False) as report:
+            store = self._store(report)
+            return {
+                name: material(name, task, self.units, store, self.options.classifier_slots)
+                for name, task in tasks.items()
+            }
+
+    def arrays(self, tasks: dict[str, TaskConfig]) -> dict[str, Arrays]:
+        """Their arrays for a page, of as many images as a page gets."""
+        some = {name: limited(task, self.options.limit) for name, task in tasks.items()}
+        with Encoding(self.checkpoint, False) as report:
+            store = self._store(report)
+            return {
+                name: arrays_of(name, task, self.units, store, self.options.classifier_slots)
+                for name, task in some.items()
+            }
+
+    def images(self, source: EvalSet) -> Features:
+        """Encodings of a set's images."""
+        with Encoding(self.checkpoint, False) as report:
+            return encode_set(source, self.units, self._store(report), 0)
+
+    def quality(self, label: str, task: TaskConfig, judge: Encoder | None) -> Quality:
+        """What the units are like on a task's images, told apart by another encoder where one is given."""
+        source = open_images(task)
+        with Encoding(self.checkpoint, False) as report:
+            return quality_of(label, self.units, source, self._store(report), judge, getattr(task, "workers", 0))
+
+    def _store(self, report: Any) -> FeatureStore:
+        return FeatureStore(self.options.features, "fp32", report, lambda text: console.print(text, soft_wrap=True))
+
+    def single_task(self, name: str, option: str) -> tuple[str, TaskConfig]:
+        """The one task that a name stands for. Raises `ConfigError` where it stands for several."""
+        tasks = self.tasks([name], option)
+        if len(tasks) > 1:
+            raise ConfigError(f"{option} {name}: stands for {len(tasks)} tasks ({', '.join(tasks)}); name one")
+        return next(iter(tasks.items()))
+
+
+def supported_unit_tasks(tasks: dict[str, TaskConfig], encoder: Encoder) -> dict[str, TaskConfig]:
+    """Those of many tasks that can be looked at unit by unit, and that the encoder can do."""
+    supported = {name: task for name, task in tasks.items() if set(TASKS.get(task.task).needs) <= encoder.offers}
+    # Not probes: each unit would be a layer to fit, which one asks for by name.
+    return {name: task for name, task in supported.items() if task.task in ("zeroshot", "pairs", "knn")}
+
+
+def split_names(text: str | None) -> list[str] | None:
+    """Comma-separated names."""
+    return [word for word in text.split(",") if word] if text else None
+
+
+def column_titles(labels: Iterable[str]) -> list[str]:
+    """Names of checkpoints for the heads of columns: the folder's, where these differ."""
+    whole = list(labels)
+    short = [Path(label).name for label in whole]
+    # Two runs of one name in two folders need their folders to be told apart.
+    return short if len(set(short)) == len(short) else whole
+
+
+def write_facts(path: Path | None, facts: Mapping[str, Any]) -> None:
+    """`--json`."""
+    if path is not None:
+        write_whole(path, json.dumps(facts, indent=1) + "\n")

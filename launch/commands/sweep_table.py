@@ -1,0 +1,228 @@
+"""`sparo eval sweep`: the rows of a sweep file with their parameters and what was scored of them, over seeds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from evals.encoders.loading import read_recipe
+from evals.report.paper_layouts import HEADS, LAYOUTS, TITLES, UNKNOWN_READOUT, readout_cells
+from evals.report.paper_tables import Cell, Column, Grid, Row, columns_of, odd_notes, paper_rows, several_data
+from evals.report.results_file import Record, whole_records
+from evals.report.seed_average import difference, recipe_of, spread, spread_caption
+from evals.tasks.result import axis_of
+from sparo_train.core.errors import ConfigError, DataError, SparoError, did_you_mean
+from sparo_train.core.recipe.layers import is_sweep, load_recipe
+from sparo_train.train.build import build_objective
+from sparo_train.train.run_config import RunConfig
+
+from ..jobs.sweep import expand
+
+
+class SweepRow(NamedTuple):
+    """A row of a sweep: its name in the file, its parameters, the results of its runs by task, and what Table 6 says of its read-out."""
+
+    name: str
+    parameters: int
+    runs: int
+    results: dict[str, list[Record]]
+    readout_cells: tuple[str, ...] = ()
+
+    def values(self, task: str, metric: str | None = None) -> tuple[str, list[float]]:
+        """A metric (default: the headline) and what its runs have of it; nothing where one of them has none."""
+        # A median over other seeds than the row's others have would be compared with them.
+        results = [record.result for record in self.results.get(task, [])]
+        name = metric or (results[0].headline if results else "")
+        values = [result.metrics[name] for result in results if name in result.metrics]
+        return name, [] if len(values) < self.runs else values
+
+    def cell(
+        self, task: str, metric: str | None = None, mean: bool = False, against: SweepRow | None = None
+    ) -> Cell | None:
+        """`spread` over the runs, or the `difference` to another row's; None where there is none."""
+        name, values = self.values(task, metric)
+        other, others = against.values(task, name) if against is not None else (name, values)
+        if not values or not others or other != name:
+            return None
+        odd = any(record.result.odd() for row in (self, against or self) for record in row.results.get(task, []))
+        return Cell(*(spread(values, mean) if against is None else difference(values, others)), odd, name)
+
+
+def sweep_rows(sweep: Path, out: Path | None = None) -> list[SweepRow]:
+    """The rows of a sweep file; runs are NAME and NAME-seedS in `out` (default: where the recipes put them).
+
+    Raises:
+        ConfigError: no sweep file, or a folder of a row's name that is none of its runs.
+    """
+    if not is_sweep(load_recipe(sweep)):
+        raise ConfigError(f"{sweep}: names no runs; `sparo eval table RUNS --seeds` is for runs of one recipe")
+    stem, configs = expand(sweep, [])
+    rows = []
+    for config in configs:
+        place = out or Path(config.out)
+        folders = [place / config.name, *sorted(place.glob(f"{config.name}-seed[0-9]*"))]
+        folders = [folder for folder in folders if (folder / "config.yaml").is_file()]
+        parameters = trained_parameters(config)
+        # Runs that were not scored are not counted: n is of numbers, not of folders.
+        records_by_folder = {folder: records for folder in folders if (records := _records(folder))}
+        _refuse_mismatched_runs(config, list(records_by_folder))
+        results: dict[str, list[Record]] = {}
+        for record in itertools.chain(*records_by_folder.values()):
+            results.setdefault(record.task, []).append(record)
+        name, cells = config.name.removeprefix(f"{stem}-"), readout_cells(config, parameters)
+        rows.append(SweepRow(name, parameters, len(records_by_folder), results, cells))
+    return rows
+
+
+def checkpoint_readout_cells(name: str) -> tuple[str, ...]:
+    """The same by the name under which a checkpoint was scored; dashes where no run's recipe lies there."""
+    try:
+        config = read_recipe(Path(name.partition(" (")[0]))
+        return readout_cells(config, trained_parameters(config))
+    # No run; or of a version whose keys are gone, a plug-in or a tower's file that is not here: its score stands all the same.
+    except SparoError:
+        return UNKNOWN_READOUT
+
+
+def trained_parameters(config: RunConfig) -> int:
+    """How many a recipe trains, counted without their memory: a grid has models of half a billion."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in build_objective(config).parameters() if p.requires_grad)
+
+
+def _refuse_mismatched_runs(config: RunConfig, folders: Sequence[Path]) -> None:
+    """Raise `ConfigError` where a folder of a row's name holds another model, or two of them more than their seeds apart."""
+    runs_by_seed: dict[Any, tuple[str, Path]] = {}
+    for folder in folders:
+        if read_recipe(folder).objective != config.objective:
+            raise ConfigError(
+                f"{folder}: is called like a row of the sweep, and its objective is another; move it, or give --out"
+            )
+        recipe, seed = recipe_of(str(folder))
+        other, where = next(iter(runs_by_seed.values()), (recipe, folder))
+        if seed in runs_by_seed or other != recipe:
+            why = "have one seed" if seed in runs_by_seed else "differ in more than their seed"
+            raise ConfigError(
+                f"{runs_by_seed[seed][1] if seed in runs_by_seed else where} and {folder} {why}; move one of them"
+            )
+        runs_by_seed[seed] = recipe, folder
+
+
+def _records(folder: Path) -> list[Record]:
+    try:
+        return whole_records(folder)  # what else there is of it is no other seed
+    except DataError:
+        return []  # under way, or not scored
+
+
+def sweep_grid(
+    title: str,
+    rows: Sequence[SweepRow],
+    layout: str | None = None,
+    paper: Sequence[str] = (),
+    mean: bool = False,
+    against: str | None = None,
+) -> Grid:
+    """As a table of every task's headline, or in a layout of the paper, whose printed rows of training sets (`paper`) follow.
+
+    Cells are medians and ranges over seeds, or means and their intervals (`mean`), or differences to the row `against`.
+
+    Raises:
+        DataError: nothing was scored.
+        ConfigError: no such layout or row, or printed rows without a layout or beside differences.
+    """
+    if against is not None and paper:
+        raise ConfigError(f"--against {against}: printed rows have no seeds to differ in; leave --paper away")
+    if against is not None and against not in (names := [row.name for row in rows]):
+        raise ConfigError(f"--against {against}: {did_you_mean(against, names)}")
+    baseline_row = next((row for row in rows if row.name == against), None)
+    if layout is None and paper:
+        raise ConfigError(f"--paper {','.join(paper)}: the paper's rows need a --layout: {', '.join(LAYOUTS)}")
+    columns = columns_of(layout) if layout is not None else []
+    tasks = list(dict.fromkeys(task for row in rows for task in row.results))
+    if not tasks:
+        raise DataError(
+            f"{title}: none of its runs is here and scored; `sparo launch train` trains them, `sparo eval RUN --tasks NAMES` "
+            "scores those whose recipe has no eval.tasks, --out says where they are"
+        )
+    if layout is not None and not {column.task for column in columns} & set(tasks):
+        raise DataError(
+            f"--layout {layout}: is of {', '.join(dict.fromkeys(c.task for c in columns))}, and scored was {', '.join(tasks)}"
+        )
+    columns = columns or [Column("", task, task, None) for task in tasks]
+    heads = HEADS if layout == "6" else ()
+    grid_rows = [
+        Row(
+            f"{row.name} ({row.parameters / 1e6:.2f} M, n {row.runs})",
+            [row.cell(c.task, c.metric, mean, baseline_row) for c in columns],
+            readout_cells=row.readout_cells if heads else (),
+        )
+        for row in rows
+        if row is not baseline_row
+    ]
+    grid_rows += paper_rows(layout, paper) if layout is not None else []
+    note = "M: trained parameters; n: runs that were scored, which differ in their seed"
+    mixed_data_notes = {
+        t: warning for t in tasks if (warning := several_data([r for row in rows for r in row.results.get(t, [])]))
+    }
+    column_tasks = dict.fromkeys(column.task for column in columns)  # in one order, at every start
+    odd = [(r.checkpoint, t, r.result.odd()) for row in rows for t in column_tasks for r in row.results.get(t, [])]
+    notes = [note, *odd_notes(odd), *mixed_data_notes.values()]
+    title = TITLES.get(layout or "", title)
+    return Grid(
+        title, columns, grid_rows, notes, spread_caption(mean, against or ""), frozenset(mixed_data_notes), heads
+    )
+
+
+def draw(rows: Sequence[SweepRow], task: str, path: Path, mean: bool = False) -> None:
+    """A task over parameters as Fig. 3 of the SPARO paper has it: rows that are named by a number (L_64, L_128) are points of one line.
+
+    Raises:
+        ConfigError: a task that no row has.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from evals.report.plots import save_figure
+
+    matplotlib.rcParams["text.parse_math"] = False  # names of rows are no formulas
+    lines: dict[str, list[SweepRow]] = {}
+    for row in rows:
+        if row.cell(task) is not None:
+            stem, _, number = row.name.rpartition("_")
+            lines.setdefault(stem if number.isdecimal() else row.name, []).append(row)
+    if not lines:
+        raise ConfigError(f"--task {task}: no row has it")
+    times, unit = axis_of(next(cell.metric for row in rows if (cell := row.cell(task)) is not None))
+    figure, axis = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    for name, members in lines.items():
+        members.sort(key=lambda row: row.parameters)
+        cells = [cell for row in members if (cell := row.cell(task, mean=mean)) is not None]
+        middle = [times * cell.value for cell in cells]
+        # Of one seed there is nothing to either side.
+        ends = [
+            (cell.value if cell.low is None else cell.low, cell.value if cell.high is None else cell.high)
+            for cell in cells
+        ]
+        arms = [[m - times * low, times * high - m] for m, (low, high) in zip(middle, ends, strict=True)]
+        x = [row.parameters / 1e6 for row in members]
+        line = members[0].name != name
+        label = name if line else "_nolegend_"
+        axis.errorbar(
+            x, middle, list(zip(*arms, strict=True)), marker="o", markersize=4, capsize=2, linewidth=1, label=label
+        )
+        for row, at in zip(members, zip(x, middle, strict=True), strict=True):
+            point_label = row.name.rpartition("_")[2] if line else row.name
+            axis.annotate(point_label, at, textcoords="offset points", xytext=(4, 3), fontsize=7)
+    axis.margins(x=0.12)
+    axis.set_xlabel("trained parameters, millions")
+    axis.set_ylabel(f"{task}, {unit}: {spread_caption(mean)}")
+    if axis.get_legend_handles_labels()[1]:
+        axis.legend(fontsize=8)
+    save_figure(figure, path, 130)

@@ -1,0 +1,218 @@
+"""A released file: its tensors, renamed one by one so that none is forgotten, and what it does not say, as options behind a `?`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+import torch
+from torch import Tensor, nn
+
+from sparo_train.core.config import Frozen, resolve
+from sparo_train.core.errors import CheckpointError, ConfigError
+from sparo_train.core.recipe.recipe_yaml import parse_yaml
+from sparo_train.models.weight_files.state_dicts import read_raw, state_of
+from sparo_train.models.weight_files.weights import load_into
+
+Options = TypeVar("Options", bound=Frozen)
+
+
+class UnspecifiedOptions:
+    """What a file may leave open: the options of its kind, those that were given, and those that it says itself."""
+
+    def __init__(self, label: str, query: str, user_options: Mapping[str, Any], resolved_options: Frozen):
+        self.label, self.query, self.user_options, self.unspecified = (
+            label,
+            query,
+            dict(user_options),
+            resolved_options.model_dump(exclude=set(user_options)),
+        )
+
+    def set_from_file(self, name: str, value: object) -> None:
+        """The file says this one. Raises `ConfigError` where another was asked for."""
+        # A wrong option would be ignored, and the user believe in it.
+        if name in self.user_options and self.user_options[name] != value:
+            raise ConfigError(f"{self.label}?{name}={self.user_options[name]}: the file says {value}; leave it away")
+        self.unspecified.pop(name, None)
+
+    def set_inferred(self, name: str, value: object) -> None:
+        """What an option came out at that goes by others where it is left open."""
+        if name in self.unspecified:
+            self.unspecified[name] = value
+
+    def refuse(self, *names: str) -> None:
+        """Options that mean nothing for this file. Raises `ConfigError` where one was given."""
+        for name in names:
+            if name in self.user_options:
+                raise ConfigError(
+                    f"{self.label}?{name}={self.user_options[name]}: means nothing for this file; leave it away"
+                )
+            self.unspecified.pop(name, None)
+
+    def __str__(self) -> str:
+        if not self.unspecified:
+            return ""
+        values = {
+            name: str(value).lower() if isinstance(value, bool) else value for name, value in self.unspecified.items()
+        }
+        assumed = ", ".join(f"{name}={value}" for name, value in values.items())
+        # As it is typed again: with what was given, and the first that was not.
+        example = f"{self.label}?{self.query}{'&' if self.query else ''}{next(iter(values))}=…"
+        return f"{self.label}: does not say {assumed}; {example} says otherwise"
+
+
+def open_weight_file(scheme: str, text: str, options: type[Options]) -> tuple[Tensors, Options, UnspecifiedOptions]:
+    """`FILE?key=value&…` to the file's tensors, the options, and what is taken for granted.
+
+    Raises:
+        ConfigError: an option that this kind of file does not have.
+        CheckpointError: the file cannot be read, or holds no tensors.
+    """
+    file, _, query = text.partition("?")
+    label = f"{scheme}:{file}"
+    user_options = {key: parse_yaml(value, f"{label}?{key}") for key, value in parse_qsl(query, keep_blank_values=True)}
+    state = user_options.pop("state", None)
+    resolved_options = resolve(options, user_options, f"{label}?{query}")
+    weights = state_of(read_raw(Path(file)), file, None if state is None else str(state))
+    return (
+        Tensors(weights, label),
+        resolved_options,
+        UnspecifiedOptions(label, query, user_options, resolved_options),
+    )
+
+
+class Tensors:
+    """Tensors by their names in the file; whoever takes one says what it is called here."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], label: str):
+        self.tensors, self.label = dict(tensors), label
+        self.ours: dict[str, Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.label}: has no {name!r}; is it of another model? (it has {self._some()})")
+        return self.tensors[name]
+
+    def take(self, theirs: str, ours: str) -> None:
+        """All tensors of `theirs`, a module or a tensor, as `ours`."""
+        names = [n for n in self.tensors if n == theirs or n.startswith(f"{theirs}.")]
+        if not names:
+            self[theirs]  # says that it is not there
+        for name in names:
+            self.ours[ours + name.removeprefix(theirs)] = self.tensors.pop(name)
+
+    def give(self, ours: str, value: Tensor, *theirs: str) -> None:
+        """A tensor that is made of some of the file's."""
+        self.ours[ours] = value
+        self.drop(*theirs)
+
+    def drop(self, *prefixes: str) -> None:
+        """What the model here does not have."""
+        self.tensors = {
+            n: t for n, t in self.tensors.items() if not any(n == p or n.startswith(f"{p}.") for p in prefixes)
+        }
+
+    def count(self, prefix: str) -> int:
+        """Modules `prefix.0`, `prefix.1`, …"""
+        # By what is there, not by the largest number: sequences have layers without weights.
+        numbers = {n.removeprefix(f"{prefix}.").partition(".")[0] for n in self.tensors if n.startswith(f"{prefix}.")}
+        return sum(number.isdigit() for number in numbers)
+
+    def into(self, model: nn.Module) -> None:
+        """Load them. Raises `CheckpointError` where some are left, missing, or of other shapes."""
+        if self.tensors:
+            raise CheckpointError(f"{self.label}: has tensors that nobody here knows: {self._some()}")
+        load_into(model, self.ours, self.label)
+
+    def square(self, tokens: int, what: str) -> int:
+        """The side of a square of tokens. Raises `CheckpointError`."""
+        side = math.isqrt(tokens)
+        if side * side != tokens:
+            raise CheckpointError(f"{self.label}: {what} has {tokens} places, which is no square")
+        return side
+
+    def _some(self) -> str:
+        names = sorted(self.tensors)
+        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def grouping(t: Tensors, theirs: str, names: Mapping[str, str]) -> None:
+    """A published slot attention: its modules' names, and which they are here."""
+    for name, ours in names.items():
+        t.take(f"{theirs}.{name}", f"grouping.{ours}")
+
+
+def read_slot_init(
+    t: Tensors, unspecified: UnspecifiedOptions, mean: str, deviation: str, learned: str
+) -> dict[str, Any]:
+    """What slots begin from, shared or their own; the knob `init`, and `slots` where the file says how many."""
+    if learned in t:
+        value = t[learned].reshape(-1, t[learned].shape[-1])
+        unspecified.set_from_file("slots", len(value))
+        t.give("grouping.learned", value.clone(), learned)
+        return {"init": "learned", "slots": len(value)}
+    # A mean per slot is another way to begin, and would be read as one for all.
+    if t[mean].numel() > t[mean].shape[-1]:
+        raise CheckpointError(f"{t.label}: {mean} is of another kind than this reader knows")
+    for name, ours in ((mean, "mu"), (deviation, "log_sigma")):
+        t.give(f"grouping.{ours}", t[name].reshape(-1).clone(), name)
+    return {"init": "gaussian"}
+
+
+def vit(t: Tensors, prefix: str, heads: int | None, final_norm: bool, shrink: float = 1.0) -> dict[str, Any]:
+    """timm's, DINO's or DINOv2's ViT below `prefix`, as `encoder.vit`; to the block of a recipe that builds it."""
+    # Registers, masks and heads differ between releases; what is not there is not missed.
+    for name in ("mask_token", "norm" if not final_norm else "\0", "head"):
+        t.drop(f"{prefix}.{name}")
+    registers = t[f"{prefix}.reg_token"].shape[1] if f"{prefix}.reg_token" in t else 0
+    width, _, patch, _ = t[f"{prefix}.patch_embed.proj.weight"].shape
+    places = t[f"{prefix}.pos_embed"].shape[1]
+    # A table without the class token's place is itself a square.
+    without_cls = math.isqrt(places) ** 2 == places
+    block = {
+        "kind": "vit",
+        "width": width,
+        "blocks": t.count(f"{prefix}.blocks"),
+        "heads": heads or max(width // 64, 1),
+        "hidden": t[f"{prefix}.blocks.0.mlp.fc1.weight"].shape[0],
+        "patch": patch,
+        "native": t.square(places if without_cls else places - 1, "pos_embed"),
+        "registers": registers,
+        "class_place": not without_cls,
+        "layer_scale": f"{prefix}.blocks.0.ls1.gamma" in t,
+        "final_norm": final_norm,
+        "shrink": shrink,
+    }
+    t.take(prefix, "encoder.vit")
+    return block
+
+
+def convert_dinov2_to_timm(t: Tensors, prefix: str, side: int) -> None:
+    """DINOv2's own names and places below `prefix` to timm's, for `side` patches a side.
+
+    Without registers its code interpolates places by a factor that it moves by a tenth of a patch; with registers, smoothly, and
+    timm's model has the class token's place in the token itself.
+    """
+    pos_embed = t[f"{prefix}.pos_embed"]
+    native = t.square(pos_embed.shape[1] - 1, f"{prefix}.pos_embed")
+    registers = f"{prefix}.register_tokens" in t
+    if native != side:
+        grid = pos_embed[:, 1:].unflatten(1, (native, native)).permute(0, 3, 1, 2)
+        if registers:
+            interpolated = nn.functional.interpolate(grid, size=(side, side), mode="bicubic", antialias=True)
+        else:
+            factor = (side + 0.1) / native  # its way around a rounding error
+            interpolated = nn.functional.interpolate(grid, scale_factor=(factor, factor), mode="bicubic")
+        pos_embed = torch.cat([pos_embed[:, :1], interpolated.flatten(2).transpose(1, 2)], dim=1)
+    if registers:
+        t.tensors[f"{prefix}.cls_token"] = t[f"{prefix}.cls_token"] + pos_embed[:, :1]
+        t.tensors[f"{prefix}.reg_token"] = t.tensors.pop(f"{prefix}.register_tokens")
+        pos_embed = pos_embed[:, 1:]
+    t.tensors[f"{prefix}.pos_embed"] = pos_embed
+    t.drop(f"{prefix}.mask_token")

@@ -1,0 +1,130 @@
+"""Videos to slots: every frame encoded on its own, and what makes slots of all frames; what every model of videos begins with."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, NamedTuple, Self
+
+from pydantic import model_validator
+from torch import Tensor
+
+from sparo_train.core.config import setting
+
+from ..encoders.transformer import TransformerConfig
+from ..grouping.parallel_binder import ParallelBinder
+from ..grouping.pooled import PooledTransformer
+from ..objectives.slot_tower import SlotTower, SlotTowerConfig
+from .hints import HintConfig
+from .recurrent import RecurrentSlots
+
+
+class TimedTowerConfig(SlotTowerConfig):
+    """Recurrent slots (SAVi and its kin), or with `grouping.binder` slots that bind all times at once (PSB)."""
+
+    accepts_hint: ClassVar[bool] = True
+
+    predictor: TransformerConfig | None = setting(
+        None,
+        "what the next frame's slots begin as, of those that go from frame to frame: a Transformer over slots; null: as they are",
+        examples=[{"preset": "savi"}],
+    )
+    hint: HintConfig | None = setting(
+        None,
+        "what slots are told of a clip's first frame, with grouping.init=given; null: nothing",
+        examples=[{"of": "boxes"}],
+    )
+    first_turns: int | None = setting(
+        None,
+        "rounds of a clip's first frame in place of grouping.iterations (videosaur, SlotContrast); null: as many",
+        gt=0,
+        le=1000,
+        examples=[3],
+    )
+
+    @model_validator(mode="after")
+    def _check_time_options(self) -> Self:
+        if self.frame is not None:
+            raise ValueError("frame: positions and scales of slots are of still images; leave it away")
+        if self.grouping.transport is not None:
+            raise ValueError("grouping.transport: is of still images; leave it away")
+        if (self.predictor is not None or self.hint is not None) and (
+            self.grouping.gradient == "last" and not self.grouping.straight_through
+        ):
+            raise ValueError(
+                "grouping.gradient=last: no gradient would reach predictor and hint. Set grouping.straight_through=true."
+            )
+        # What sees all times at once has no first frame to begin with, and none that follows.
+        at_once = self.grouping.binder is not None or self.grouping.pooled is not None
+        if at_once and (self.predictor is not None or self.first_turns is not None):
+            raise ValueError(
+                "predictor, first_turns: a binder, or what is pooled, sees all times at once; set them to null"
+            )
+        if self.grouping.pooled is not None:
+            side, squares = self.encoder.side(self.image_size), math.isqrt(self.grouping.slots)
+            # Every slot pools a square of features of its own; squares of two sizes would be slots of two kinds.
+            if side % squares:
+                raise ValueError(
+                    f"grouping.slots={self.grouping.slots}: {squares} squares a side do not divide {side} features a side"
+                )
+        if self.first_turns is not None and self.grouping.layers == "own":
+            raise ValueError(
+                "first_turns: rounds with weights of their own are as many at all times; set it to null, or grouping.layers: shared"
+            )
+        if (self.hint is None) != (self.grouping.init != "given"):
+            raise ValueError(
+                f"hint, grouping.init={self.grouping.init}: slots that are told of the first frame begin as given, and no others do; "
+                "set hint and grouping.init: given, or neither"
+            )
+        if self.grouping.gradient == "last" and not self.grouping.straight_through:
+            raise ValueError(
+                "grouping.gradient=last: nothing would teach first slots or a predictor, which come before the last round; "
+                "set grouping.straight_through: true"
+            )
+        if self.predictor is not None:
+            self.predictor.refuse_width(self.grouping.width, "predictor")
+        return self
+
+
+class TimedTowerOutput(NamedTuple):
+    """slots (b, T, K, D).  attention: (b, T, K, s, s).  features: (b * T, s, s, C), as the encoder gave them."""
+
+    slots: Tensor
+    attention: Tensor
+    features: Tensor
+
+
+class TimedTower(SlotTower):
+    """Videos (b, T, 3, S, S) and standard normal noise (b, *config.noise) to slots of every frame.
+
+    `hint` (b, S, S): whose every pixel of the first frame is, for slots that are told.
+    """
+
+    config: TimedTowerConfig
+
+    def __init__(self, config: TimedTowerConfig):
+        super().__init__(config)
+        c = config
+        self.hint = None if c.hint is None else c.hint.build(c.grouping.slots, c.grouping.width, c.image_size)
+
+    def build_grouping(self) -> Any:
+        c = self.config
+        if c.grouping.binder is not None:
+            return ParallelBinder(c.grouping, c.features)
+        if c.grouping.pooled is not None:
+            return PooledTransformer(c.grouping, c.features)
+        return RecurrentSlots(c.grouping, c.predictor, c.features, c.first_turns)
+
+    def forward(self, images: Tensor, noise: Tensor, hint: Tensor | None = None) -> TimedTowerOutput:
+        # All frames at once: nothing before the slots knows of time.
+        tokens, features = self.tokens(images.flatten(0, 1))
+        slots, attention = self.group_tokens(tokens.unflatten(0, images.shape[:2]), noise, hint)
+        side = features.shape[1]
+        return TimedTowerOutput(slots, attention.unflatten(-1, (side, side)), features)
+
+    def group_tokens(self, tokens: Tensor, noise: Tensor, hint: Tensor | None) -> Any:
+        """Tokens (b, T, N, F) to slots. Raises `ValueError` where slots are to be told and nothing was given."""
+        if self.hint is None:
+            return self.grouping(tokens, noise)
+        if hint is None:
+            raise ValueError("hint: these slots begin from the first frame's objects; give its label map (b, S, S)")
+        return self.grouping(tokens, noise, self.hint(hint))

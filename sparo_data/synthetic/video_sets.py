@@ -1,0 +1,75 @@
+"""Writing generated videos as data sets.
+
+ROOT/train/00000.tar …      episodes in the format of sparo_train/data/video/episode.py
+ROOT/clips/                 the same in the layout of evaluation sets, for tasks on clips
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sparo_train.core.config import Frozen, setting
+
+from ..episodes import episode_fields
+from ..pool import run_jobs
+from ..writer import write_manifest, write_shard, write_wds_layout
+from .video_scenes import Kind, episode
+
+# What configs/video/*_tiny.yaml train on in minutes: a's, few, large and smooth.
+SMALL: dict[str, Any] = {"kind": "a", "size": 32, "most": 3, "larger": 2.0, "antialias": 2, "train": 1600}
+
+
+class VideoSetConfig(Frozen):
+    """How much to render. Equal configs give equal bytes, with one version of pybullet."""
+
+    kind: Kind = setting("a", "a row of `KINDS` in sparo_data/synthetic/video_scenes.py")
+    seed: int = setting(0, "of all episodes")
+    size: int = setting(64, "pixels of a frame's side", ge=16, le=4096)
+    frames: int = setting(24, "of an episode, 12 a second", gt=0, le=1000)
+    train: int = setting(2000, "episodes for training", gt=0)
+    test: int = setting(200, "episodes that are scored", gt=0)
+    most: int = setting(10, "solids of an episode of a, b and c, which has three at least where it may", gt=0, le=30)
+    larger: float = setting(1.0, "solids are so many times as large as CLEVR's", gt=0, le=4)
+    per_shard: int = setting(200, "episodes in a shard", gt=0)
+    antialias: int = setting(1, "rays per pixel along each side", ge=1, le=8)
+
+
+def render_videos(
+    root: Path, config: VideoSetConfig, processes: int = 2, on_progress: Callable[[int, int], None] | None = None
+) -> None:
+    """Render everything into `root`; shards that are already there are kept, so an interrupted call continues.
+
+    Args:
+        on_progress: called with (episodes done, episodes in all) whenever a shard is finished.
+
+    Raises:
+        DataError: `root` holds videos of another config.
+        ConfigError: pybullet is not installed.
+    """
+    write_manifest(root, config, "videos.json")
+    shards = -(-config.train // config.per_shard)
+    jobs: list[tuple[Callable[..., int], tuple[Any, ...]]] = [(_shard, (root, config, i)) for i in range(shards)]
+    # What is scored first: a set that was stopped on its way can be looked at.
+    run_jobs([(_test_set, (root, config)), *jobs], processes, config.train + config.test, on_progress)
+
+
+def _shard(root: Path, config: VideoSetConfig, number: int) -> int:
+    numbers = range(number * config.per_shard, min(config.train, (number + 1) * config.per_shard))
+    path = root / "train" / f"{number:05d}.tar"
+    if not path.exists():
+        write_shard(path, (_sample(config, "train", index) for index in numbers))
+    return len(numbers)
+
+
+def _test_set(root: Path, config: VideoSetConfig) -> int:
+    if not (root / "clips/test/nshards.txt").exists():
+        write_wds_layout(root / "clips", (_sample(config, "test", index) for index in range(config.test)))
+    return config.test
+
+
+def _sample(config: VideoSetConfig, split: str, index: int) -> tuple[str, dict[str, bytes]]:
+    c = config
+    video = episode(c.kind, c.seed, split, index, c.frames, c.size, c.most, c.antialias, c.larger)
+    return video.key, episode_fields(video)

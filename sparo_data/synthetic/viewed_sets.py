@@ -1,0 +1,111 @@
+"""Writing generated scenes of several cameras as data sets.
+
+ROOT/train/00000.tar …      scenes in the format of sparo_train/data/video/views.py
+ROOT/scenes/                the same in the layout of evaluation sets, for tasks on scenes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparo_train.core.config import Frozen, setting
+from sparo_train.core.errors import ConfigError
+
+from ..episodes import MAX_DEPTH, Video, quantize, scene_fields
+from ..pool import run_jobs
+from ..tracer.cycles import Cycles
+from ..writer import write_manifest, write_shard, write_wds_layout
+from .viewed_scenes import Kind, multi_view_episode
+
+# What configs/scenes3d/*_tiny.yaml train on in minutes.
+SMALL: dict[str, Any] = {"kind": "simple", "size": 32, "frames": 12, "antialias": 2, "train": 600, "test": 100}
+
+
+class MultiViewSetConfig(Frozen):
+    """How much to render. Equal configs give equal bytes, with one version of pybullet."""
+
+    kind: Kind = setting("simple", "a row of `KINDS` in sparo_data/synthetic/viewed_scenes.py")
+    seed: int = setting(0, "of all episodes")
+    size: int = setting(64, "pixels of a view's side", ge=16, le=4096)
+    frames: int | None = setting(None, "of an episode, 12 a second; default: the kind's, 32 or 24", gt=0, le=1000)
+    train: int = setting(1800, "episodes for training", gt=0)
+    test: int = setting(200, "episodes that are scored", gt=0)
+    most: int | None = setting(None, "objects of an episode; default: the kind's, 4 or 5", gt=0, le=10)
+    per_shard: int = setting(50, "episodes in a shard", gt=0)
+    antialias: int = setting(1, "rays per pixel along each side", ge=1, le=8)
+    samples: int = setting(
+        0, "paths of a pixel by which Blender's Cycles draws colours; 0: our ray tracer does", ge=0, le=65536
+    )
+
+
+def render_multi_view(
+    root: Path,
+    config: MultiViewSetConfig,
+    processes: int = 2,
+    on_progress: Callable[[int, int], None] | None = None,
+    blender: str | None = None,
+) -> None:
+    """Render everything into `root`; shards that are already there are kept, so an interrupted call continues.
+
+    Args:
+        on_progress: called with (episodes done, episodes in all) whenever a shard is finished.
+        blender: an interpreter that has bpy, where the config has samples.
+
+    Raises:
+        DataError: `root` holds scenes of another config.
+        ConfigError: pybullet is not installed; samples without an interpreter, or one without bpy.
+    """
+    cycles = None
+    if config.samples:
+        if blender is None:
+            raise ConfigError(
+                f"samples={config.samples}: Cycles draws by an interpreter that has bpy; give --blender PYTHON"
+            )
+        cycles = Cycles(blender, config.samples)
+        # Before the folder is claimed: an interpreter without bpy leaves nothing behind.
+        cycles.check()
+    write_manifest(root, config, "scenes3d.json")
+    shards = -(-config.train // config.per_shard)
+    jobs: list[tuple[Callable[..., int], tuple[Any, ...]]] = [
+        (_shard, (root, config, i, cycles)) for i in range(shards)
+    ]
+    run_jobs([(_test_set, (root, config, cycles)), *jobs], processes, config.train + config.test, on_progress)
+
+
+def _shard(root: Path, config: MultiViewSetConfig, number: int, cycles: Cycles | None) -> int:
+    numbers = range(number * config.per_shard, min(config.train, (number + 1) * config.per_shard))
+    path = root / "train" / f"{number:05d}.tar"
+    if not path.exists():
+        write_shard(path, (_sample(config, "train", index, cycles) for index in numbers))
+    return len(numbers)
+
+
+def _test_set(root: Path, config: MultiViewSetConfig, cycles: Cycles | None) -> int:
+    if not (root / "scenes/test/nshards.txt").exists():
+        write_wds_layout(root / "scenes", (_sample(config, "test", index, cycles) for index in range(config.test)))
+    return config.test
+
+
+def _sample(
+    config: MultiViewSetConfig, split: str, index: int, cycles: Cycles | None = None
+) -> tuple[str, dict[str, bytes]]:
+    c = config
+    episode = multi_view_episode(c.kind, c.seed, split, index, c.size, c.frames, c.antialias, c.most, cycles)
+    # One range for all views, as the json has one.
+    depth = quantize(np.stack([[np.minimum(f.depth, MAX_DEPTH) for f in row] for row in episode.frames]))
+    views = [
+        Video(
+            episode.key,
+            np.stack([f.rgb for f in row]),
+            np.stack([f.mask for f in row]),
+            None,
+            {},
+            depth._replace(levels=levels),
+        )
+        for row, levels in zip(episode.frames, depth.levels, strict=True)
+    ]
+    return episode.key, scene_fields(views, episode.metadata)

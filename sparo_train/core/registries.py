@@ -1,0 +1,177 @@
+"""The doors of the house: every table that a recipe or a command looks names up in. Rows are named, not imported."""
+
+from __future__ import annotations
+
+from .registry import Registry
+
+# What is trained: config, objective, examples, rules across blocks, layouts of its export (objectives/method.py).
+METHODS = Registry(
+    "sparo.methods",
+    {
+        "clip": "sparo_train.objectives.clip:METHOD",
+        "dino": "sparo_train.objectives.dino:METHOD",
+        "slots": "object_centric.objectives.slot_autoencoder:METHOD",
+        "set_prediction": "object_centric.objectives.set_prediction:METHOD",
+        "slate": "object_centric.objectives.slate:METHOD",
+        "video_slots": "object_centric.video.video_autoencoder:METHOD",
+        "video_slate": "object_centric.video.video_slate:METHOD",
+        "slot_contrast": "object_centric.video.slot_contrast:METHOD",
+        "novel_views": "object_centric.scenes3d.novel_views:METHOD",
+    },
+    ("config", "objective", "examples", "rules", "exports"),
+)
+
+# A read-out is a module of its tower, under its own name: what towers have beside it, here and in timm.
+_TOWER_PARTS = (
+    "transformer trunk conv1 patch_embed patch_dropout pos_drop patch_drop norm_pre ln_pre ln_post ln_final norm fc_norm head head_drop "
+    "blocks class_embedding cls_token reg_token positional_embedding pos_embed token_embedding attn_mask attn_pool proj text_projection"
+)
+
+# How tokens become slots: a config, which builds the read-outs of both towers (models/readout.py).
+READOUTS = Registry(
+    "sparo.readouts",
+    {
+        "token": "sparo_train.models.readouts.pooling:TokenReadOut",
+        "cls": "sparo_train.models.readouts.pooling:ClsReadOut",
+        "gap": "sparo_train.models.readouts.pooling:GapReadOut",
+        "sparo": "sparo_train.models.sparo:SparoReadOut",
+        "attpool": "sparo_train.models.readouts.attpool:AttPoolReadOut",
+        "coca": "sparo_train.models.readouts.coca:CocaReadOut",
+        "map": "sparo_train.models.readouts.siglip_map:MapReadOut",
+        "ep": "sparo_train.models.readouts.efficient_probing:EfficientReadOut",
+        "linear_bottleneck": "sparo_train.models.readouts.linear_bottleneck:LinearBottleneckReadOut",
+        "fdt": "sparo_train.models.readouts.fdt:FdtReadOut",
+        "flair": "sparo_train.models.readouts.flair:FlairReadOut",
+    },
+    ("placement", "shape", "build", "infer"),
+    _TOWER_PARTS.split(),
+)
+
+# What slot models see images with: a config that builds it (object_centric/encoders/).
+SLOT_ENCODERS = Registry(
+    "sparo.slot_encoders",
+    {
+        "conv": "object_centric.encoders.convnet:ConvNetConfig",
+        "resnet34": "object_centric.encoders.resnet:ResNet34Config",
+        "frozen": "object_centric.encoders.frozen:FrozenConfig",
+        "tokens": "object_centric.encoders.tokens:TokensConfig",
+        "vit": "object_centric.encoders.vit_features:VitFeaturesConfig",
+    },
+    ("build", "side", "cost"),
+)
+
+# What draws rays of scenes from slots: a config that builds it (object_centric/scenes3d/ray_decoder.py: RayDecoder).
+RAY_DECODERS = Registry(
+    "sparo.ray_decoders",
+    {
+        "nerf": "object_centric.scenes3d.nerf:NerfConfig",
+        "slot_mixer": "object_centric.scenes3d.slot_mixer:SlotMixerConfig",
+        "broadcast": "object_centric.scenes3d.ray_broadcast:RayBroadcastConfig",
+    },
+    ("build",),
+)
+
+# What runs an objective on devices: config, engine, and what it costs (engine/engine_kind.py: EngineKind).
+ENGINES = Registry(
+    "sparo.engines",
+    {
+        "local": "sparo_train.engine.local:ENGINE",
+        "ddp": "sparo_train.engine.ddp:ENGINE",
+        "fsdp2": "sparo_train.engine.fsdp2:ENGINE",
+        "deepspeed": "sparo_train.engine.deepspeed:ENGINE",
+    },
+    ("config", "build", "costs", "one_process"),
+)
+
+# Where samples lie: config, and what opens it (data/read/sources.py).
+SOURCES = Registry(
+    "sparo.sources",
+    {
+        "shards": "sparo_train.data.read.shards:SOURCE",
+        "folder": "sparo_train.data.read.folder:SOURCE",
+    },
+    ("config", "open"),
+)
+
+# From a trained objective to what encodes images (and texts), by the method's name (evals/encoders/).
+ENCODERS = Registry(
+    "sparo.encoders",
+    {
+        "clip": "evals.encoders.sparo_encoders:clip_encoder",
+        "dino": "evals.encoders.sparo_encoders:dino_encoder",
+        "slots": "object_centric.tasks.slot_encoder:slot_encoder",
+        "set_prediction": "object_centric.tasks.slot_encoder:set_encoder",
+        "slate": "object_centric.tasks.slot_encoder:slate_encoder",
+        "video_slots": "object_centric.tasks.video_encoder:video_encoder",
+        "video_slate": "object_centric.tasks.video_encoder:video_slate_encoder",
+        "slot_contrast": "object_centric.tasks.video_encoder:video_encoder",
+        "novel_views": "object_centric.tasks.scene_encoder:scene_encoder",
+    },
+)
+
+# Files of others by what stands in front of their colon, as in timm:NAME@FILE: a function of what stands behind it.
+CHECKPOINTS = Registry(
+    "sparo.checkpoints",
+    {
+        "pixels": "evals.encoders.loading:pixels_of",
+        "open_clip": "evals.encoders.loading:from_open_clip",
+        "timm": "evals.encoders.loading:from_timm_file",
+        "hf": "evals.encoders.loading:from_hf_folder",
+        "videosaur": "object_centric.released.videosaur:from_videosaur",
+        "spot": "object_centric.released.spot:from_spot",
+        "slate": "object_centric.released.slate_file:from_slate",
+        "mesh": "object_centric.released.mesh:from_mesh",
+        "vqvfm": "object_centric.released.vqvfm:from_vqvfm",
+    },
+)
+
+# What is scored: config, what it needs of an encoder, and the run (evals/suite/task.py).
+TASKS = Registry(
+    "sparo.tasks",
+    {
+        "zeroshot": "evals.suite.image_text_tasks:ZEROSHOT",
+        "retrieval": "evals.suite.image_text_tasks:RETRIEVAL",
+        "conditioned_retrieval": "evals.suite.conditioned_retrieval:CONDITIONED_RETRIEVAL",
+        "pairs": "evals.suite.image_text_tasks:PAIRS",
+        "probe": "evals.suite.labelled_tasks:PROBE",
+        "knn": "evals.suite.labelled_tasks:KNN",
+        "linear": "evals.suite.linear_probe:LINEAR",
+        "attentive_probe": "evals.suite.attentive_probe:ATTENTIVE",
+        "validation_loss": "evals.suite.loss_task:VALIDATION_LOSS",
+        "masks": "object_centric.tasks.mask_task:MASKS",
+        "objects": "object_centric.tasks.object_task:OBJECTS",
+        "reconstruction": "object_centric.tasks.reconstruction_task:RECONSTRUCTION",
+        "video_masks": "object_centric.tasks.video_task:VIDEO_MASKS",
+        "slot_probe": "object_centric.tasks.probe_task:SLOT_PROBE",
+        "view_masks": "object_centric.tasks.view_task:VIEW_MASKS",
+        "scene_probe": "object_centric.tasks.probe_task:SCENE_PROBE",
+    },
+    ("config", "needs", "check", "run"),
+)
+
+# How evaluation data lies on disk: the facts it has, and what opens it (evals/sets/base.py: Layout).
+LAYOUTS = Registry(
+    "sparo.layouts",
+    {
+        "wds": "evals.sets.wds:LAYOUT",
+        "folder": "evals.sets.image_files:FOLDER",
+        "imagenet": "evals.sets.image_files:IMAGENET",
+        "imagenetv2": "evals.sets.image_files:IMAGENETV2",
+        "objectnet": "evals.sets.image_files:OBJECTNET",
+        "karpathy": "evals.sets.captions:KARPATHY",
+        "sugar_crepe": "evals.sets.captions:SUGAR_CREPE",
+        "torchvision": "evals.sets.library:LAYOUT",
+    },
+    ("kinds", "open"),
+)
+
+# Other programs' files: which methods a layout fits, and what writes it (evals/interop/exporting.py).
+EXPORTS = Registry(
+    "sparo.exports",
+    {
+        "open_clip": "evals.interop.exporting:OPEN_CLIP",
+        "sparo-clip": "evals.interop.exporting:SPARO_CLIP",
+        "dino": "evals.interop.exporting:DINO",
+    },
+    ("methods", "write"),
+)

@@ -1,0 +1,97 @@
+"""Images to uint8 pixels. Random draws come from a generator of the sample's own, never from a global one."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from .partial_resize import thin_centre
+
+
+class Crop(NamedTuple):
+    """Pixels from the left and top, width, height."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+
+
+def random_resized_crop_box(
+    size: tuple[int, int],
+    scale: tuple[float, float],
+    rng: np.random.Generator,
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+) -> Crop:
+    """The box of torchvision's RandomResizedCrop for an image of `size` (width, height): ten tries, then the middle."""
+    width, height = size
+    # torchvision's order of draws and its rounding; only the generator is the sample's own.
+    area = width * height
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    for _ in range(10):
+        target = area * rng.uniform(scale[0], scale[1])
+        aspect = math.exp(rng.uniform(low, high))
+        w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            return Crop(int(rng.integers(0, width - w + 1)), int(rng.integers(0, height - h + 1)), w, h)
+    # Ten tries failed only for long images: the middle, as near to a square as the ratio allows.
+    aspect = width / height
+    w = round(height * ratio[1]) if aspect > ratio[1] else width
+    h = round(width / ratio[0]) if aspect < ratio[0] else height
+    return Crop((width - w) // 2, (height - h) // 2, w, h)
+
+
+def train_pixels(
+    image: Image.Image, size: int, scale: tuple[float, float], hflip: float, rng: np.random.Generator
+) -> np.ndarray:
+    """RandomResizedCrop (bicubic, antialiased) and a flip with probability `hflip`; returns (size, size, 3) uint8."""
+    box = random_resized_crop_box(image.size, scale, rng)
+    # Not drawn where nothing flips: what follows would depend on a switch that does nothing.
+    flip = hflip > 0 and rng.random() < hflip
+    pixels = resized_crop(image, box, size)
+    # A view with a negative stride is what torch cannot take.
+    return np.ascontiguousarray(pixels[:, ::-1]) if flip else pixels
+
+
+def eval_pixels(
+    image: Image.Image, size: int, resize: int | None = None, filter: Image.Resampling = Image.Resampling.BICUBIC
+) -> np.ndarray:
+    """Resize the shortest side to `resize` (bicubic; default: `size`, as open_clip does), then crop the centre; (size, size, 3) uint8."""
+    return np.asarray(centre(image, size, resize, filter))
+
+
+def centre(
+    image: Image.Image, size: int, resize: int | None = None, filter: Image.Resampling = Image.Resampling.BICUBIC
+) -> Image.Image:
+    """`eval_pixels` as an image, in the mode of `image`."""
+    if (short := thin_centre(image, size, resize or size, filter)) is not None:
+        return short
+    image = shortest_side(image, resize or size, filter)
+    width, height = image.size
+    left, top = round((width - size) / 2), round((height - size) / 2)
+    return image.crop((left, top, left + size, top + size))
+
+
+def shortest_side(image: Image.Image, to: int, filter: Image.Resampling = Image.Resampling.BICUBIC) -> Image.Image:
+    """Resized (bicubic, antialiased) so that the shortest side has `to` pixels; the other one is rounded down, as torchvision does."""
+    width, height = image.size
+    short, long = min(width, height), max(width, height)
+    if short == to:
+        return image
+    # Down, not to the nearest: torchvision's, and one pixel moves the middle of the crop.
+    other = int(to * long / short)
+    return image.resize((to, other) if width <= height else (other, to), filter)
+
+
+def resized_crop(
+    image: Image.Image, box: Crop, size: int, filter: Image.Resampling = Image.Resampling.BICUBIC
+) -> np.ndarray:
+    """Crop, then resize to (size, size) with one of PIL's antialiased filters; (size, size, 3) uint8."""
+    cropped = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
+    # What has the size is taken as it is: resizing would be a copy.
+    if cropped.size != (size, size):
+        cropped = cropped.resize((size, size), filter)
+    return np.asarray(cropped)

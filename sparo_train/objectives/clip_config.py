@@ -1,0 +1,120 @@
+"""The recipe's `objective` block of CLIP."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ..core.config import Frozen, between, setting
+from ..models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
+from .contrastive import Exchange, Kind
+from .ema import EmaConfig
+from .token_examples import CacheConfig
+
+MAX_LOGIT_SCALE = math.log(100)
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class ContrastiveConfig(Frozen):
+    """The loss over all pairs of the global batch."""
+
+    kind: Kind = setting("softmax", "CLIP's softmax, or SigLIP's sigmoid, which needs model.init_logit_bias")
+    exchange: Exchange = setting(
+        "auto", "how ranks see each other's pairs: gather, ring, or what fits the batch (auto)"
+    )
+
+
+def _as_block(value: Any) -> Any:
+    return {"folder": value} if isinstance(value, str) else value
+
+
+class ClipObjectiveConfig(Frozen):
+    kind: Literal["clip"] = setting("clip", "a row of sparo.methods")
+    loss: ContrastiveConfig = setting(ContrastiveConfig(), "how pairs are told apart")
+    model: ClipConfig = setting(ClipConfig(), "the two towers and their read-out")
+    mean: Annotated[tuple[float, float, float], between(-10, 10)] = setting(
+        OPENAI_MEAN, "of pixels in 0..1, subtracted from red, green and blue"
+    )
+    std: Annotated[tuple[float, float, float], between(1e-6, 100)] = setting(
+        OPENAI_STD, "of pixels in 0..1, by which red, green and blue are divided"
+    )
+    # sparo-clip decays every matrix, position embeddings and SPARO's queries included; open_clip >= 4 leaves position embeddings out.
+    decay_policy: Literal["sparo-clip", "open_clip4"] = setting(
+        "sparo-clip", "whose choice of what weight decay reaches"
+    )
+    ema: EmaConfig | None = setting(None, "a moving average of the weights, which is scored and exported; null: none")
+    cache: Annotated[CacheConfig | None, BeforeValidator(_as_block)] = setting(
+        None,
+        "keep what frozen blocks make of images and captions, and train on that: a folder, or a block",
+        examples=[{"folder": "data/tokens"}],
+    )
+    image_sizes: tuple[tuple[Share, int], ...] = setting(
+        (),
+        "pixels of a side by the share of the run from which they hold, the last one the model's: [[0, 112], [0.8, 224]]; none: always the model's",
+        strict=False,
+        examples=[[[0, 112], [0.8, 224]]],
+    )
+    max_logit_scale: float = setting(MAX_LOGIT_SCALE, "the logarithm of the logit scale is held at or below it", gt=0)
+
+    @model_validator(mode="after")
+    def _bias(self) -> ClipObjectiveConfig:
+        sigmoid, bias = self.loss.kind == "sigmoid", self.model.init_logit_bias
+        if sigmoid and bias is None:
+            raise ValueError(
+                "loss.kind=sigmoid needs model.init_logit_bias (SigLIP: -10, and model.init_logit_scale=2.3026)"
+            )
+        if bias is not None and not sigmoid:
+            raise ValueError("model.init_logit_bias is for loss.kind=sigmoid: a softmax does not see it")
+        if self.model.readout.conditioned and not sigmoid:
+            raise ValueError(
+                f"model.readout.kind={self.model.readout.kind}: is trained with loss.kind=sigmoid (model.init_logit_bias=-10)"
+            )
+        if self.cache is not None and not any(self.frozen):
+            raise ValueError(
+                "cache: no tower's blocks are all frozen; set model.vision.freeze or model.text.freeze=blocks"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sizes(self) -> ClipObjectiveConfig:
+        if not self.image_sizes:
+            return self
+        # What is scored is the model's size, so the run has to end with it.
+        shares, sizes, v = (
+            [share for share, _ in self.image_sizes],
+            [size for _, size in self.image_sizes],
+            self.model.vision,
+        )
+        if shares[0] or shares != sorted(set(shares)):
+            raise ValueError(f"image_sizes: shares of the run begin with 0 and rise ({shares})")
+        if wrong := [size for size in sizes if size < v.patch_size or size % v.patch_size or size > v.image_size]:
+            raise ValueError(
+                f"image_sizes: {wrong[0]} is no whole number of patches of {v.patch_size} up to model.vision.image_size={v.image_size}"
+            )
+        if sizes[-1] != v.image_size:
+            raise ValueError(
+                f"image_sizes: ends with {sizes[-1]}, and model.vision.image_size={v.image_size} is what is scored"
+            )
+        if v.timm_model_name or v.patch_dropout or (self.cache is not None and self.frozen[0]):
+            raise ValueError("image_sizes: not with vision.timm_model_name, vision.patch_dropout or kept image tokens")
+        return self
+
+    def image_size_at(self, share: float) -> int:
+        """Pixels of a side that are looked at once this share of the run is done."""
+        return next(
+            (size for begin, size in reversed(self.image_sizes) if share >= begin), self.model.vision.image_size
+        )
+
+    @property
+    def frozen(self) -> tuple[bool, bool]:
+        """Whether all blocks of the image tower, and of the text tower, are as they begin."""
+        m = self.model
+        left = m.readout.placement.replaced
+        # Blocks that a read-out replaces are not there to be frozen.
+        vision, text = (
+            how is True or how == "blocks" or (how is not False and how == tower.layers - left)
+            for tower, how in ((m.vision, m.vision.freeze), (m.text, m.text.freeze))
+        )
+        return vision, text

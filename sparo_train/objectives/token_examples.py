@@ -1,0 +1,193 @@
+"""CLIP on kept tokens: what frozen blocks make of images and captions is computed once, and training reads it (`objective.cache`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.config import Frozen, free, setting
+from ..core.disk.metric_loggers import Sample
+from ..core.distributed import Ranks
+from ..core.errors import BadSampleError, ConfigError
+from ..data.examples.image_text import ImageTextExamples
+from ..data.examples.image_transforms import eval_pixels
+from ..data.examples.samples import caption, decode_image, image_bytes, list_captions
+from ..data.read.loader import OnStage, ignore_stage
+from ..data.read.sources import Source
+from ..data.read.token_cache import TokenCache, digest_of
+from .token_cache_builder import (
+    Encode,
+    Prepared,
+    SampleRange,
+    cache_image_tokens,
+    cache_text_tokens,
+    sample_ranges,
+    token_cache_builder,
+    tower_facts,
+)
+
+_LOG_EVERY = 64  # parts of a rank between two lines
+
+
+class CacheConfig(Frozen):
+    """Where the tokens of frozen towers are kept, for every run that has the same ones."""
+
+    folder: str = free(
+        ..., min_length=1, description="found again by content; it may be removed", examples=["data/tokens"]
+    )
+    dtype: Literal["fp16", "fp32"] = setting("fp16", "of a number; fp16 takes half the space")
+
+
+class TokenExamples(ImageTextExamples):
+    """Image-text pairs of which at least one side is read as tokens. Batches hold `image_tokens` (B, N, d) in place of `image`, and
+    `text_tokens` (B, T, d) beside `text`, fp16 or fp32, for the towers whose blocks are frozen.
+
+    Args:
+        cache: the recipe's `objective.cache`.
+        images, texts: which towers are frozen.
+        others: of `ImageTextExamples`.
+    """
+
+    reads_model = True
+
+    def __init__(self, cache: CacheConfig, images: bool, texts: bool, *others: Any):
+        super().__init__(*others)
+        self.cache, self._frozen = cache, [kind for kind, is_so in (("image", images), ("text", texts)) if is_so]
+        self.token_caches: dict[str, TokenCache] = {}
+
+    def ready(
+        self, objective: Any, sources: Sequence[Source], side: Any, ranks: Ranks, log: Callable[[str], None]
+    ) -> None:
+        """Compute what is not kept yet, the parts dealt to the ranks, and open all of it.
+
+        Raises:
+            DataError: the folder cannot be written, or a tower gives numbers that are not finite.
+        """
+        ranges = sample_ranges(sources)
+        for kind in self._frozen:
+            tower = objective.model.visual if kind == "image" else objective.model.text
+            facts = tower_facts(tower, self._sizes(objective.config, kind), side.config.precision)
+            token_cache = ranks.call_on_all(
+                lambda f=facts, k=kind: TokenCache(Path(self.cache.folder) / k, f, self.cache.dtype)
+            )
+            missing = ranks.rank0_broadcast(
+                lambda kept=token_cache, k=kind: [
+                    n for n, sample_range in enumerate(ranges) if not kept.has(sample_range.name(k))
+                ]
+            )
+            if missing:
+                samples = sum(ranges[n].last - ranges[n].first for n in missing)
+                room = self._disk_size_note(objective.config.model, samples) if kind == "image" else ""
+                log(
+                    f"objective.cache: computing the {kind} tokens of {samples:,} samples{room} -> {token_cache.folder}"
+                )
+                with token_cache_builder(tower, side) as encode:
+                    # A round ends for all ranks together, so that nobody waits longer than for one part.
+                    for number, begin in enumerate(range(0, len(missing), ranks.size), 1):
+                        own = [ranges[n] for n in missing[begin + ranks.rank : begin + ranks.rank + 1]]
+                        ranks.call_on_all(
+                            lambda o=own, k=kind, t=token_cache, e=encode: self._compute_tokens(k, t, o, objective, e)
+                        )
+                        if number % _LOG_EVERY == 0:
+                            log(f"objective.cache: {begin + ranks.size:,} of {len(missing):,} parts")
+            # Opened by this process, before workers are forked: they share the index instead of each having one.
+            ranks.call_on_all(lambda kept=token_cache, k=kind: kept.open([run.name(k) for run in ranges]))
+            self.token_caches[kind] = token_cache
+
+    def _disk_size_note(self, model: Any, samples: int) -> str:
+        numbers = samples * model.vision.tokens * model.vision.width
+        return f" (about {numbers * (2 if self.cache.dtype == 'fp16' else 4) / 1e9:.3g} GB)"
+
+    def _compute_tokens(
+        self, kind: str, token_cache: TokenCache, ranges: Sequence[SampleRange], objective: Any, encode: Encode
+    ) -> None:
+        for sample_range in ranges:
+            if kind == "text":
+                cache_text_tokens(token_cache, sample_range, self._texts, encode, self.config.workers)
+            else:
+                cache_image_tokens(
+                    token_cache, sample_range, self._image, lambda x: encode(objective.pixels(x)), self.config.workers
+                )
+
+    def _sizes(self, config: Any, kind: str) -> dict[str, Any]:
+        """What a tower is beside its weights, and of images how they are seen."""
+        tower = config.model.vision if kind == "image" else config.model.text
+        sizes = tower.model_dump(mode="json", exclude={"init", "freeze", "patch_dropout"})
+        sizes["quick_gelu"] = config.model.quick_gelu
+        if kind == "text":
+            return sizes
+        pixels = {"pixels": "shortest side, middle", "scaled_decoding": self.config.scaled_decoding}
+        decoding = {"decoding": 2, "pixel_range": self.config.pixel_range}  # 2: upright, transparency on white
+        return {**sizes, **pixels, **decoding, "mean": config.mean, "std": config.std}
+
+    def _image(self, fields: dict[str, bytes], source: Source) -> list[Prepared]:
+        data, size = image_bytes(fields, source.config.image_keys), self.image_size
+        image = decode_image(data, 2 * size if self.config.scaled_decoding else None, self.config.pixel_range)
+        # The digest is of the file as it lies, so that finding tokens decodes no image.
+        return [Prepared(digest_of(data), np.ascontiguousarray(eval_pixels(image, size).transpose(2, 0, 1)))]
+
+    def _texts(self, fields: dict[str, bytes], source: Source) -> list[Prepared]:
+        ids = [np.array(self.tokenize(text), np.int64) for text in list_captions(fields, source.config)]
+        return [Prepared(digest_of(row.tobytes()), row) for row in ids]
+
+    def prepare(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
+    ) -> dict[str, np.ndarray]:
+        """Find the tokens of a sample, with pixels where its image tower is trained; raises `BadSampleError` with the reason."""
+        if len(self.token_caches) < len(self._frozen):
+            raise ConfigError("objective.cache: tokens are computed by training alone; set objective.cache=null here")
+        out: dict[str, np.ndarray] = {}
+        if "image" in self.token_caches:
+            ids = self.tokenize(caption(fields, source.config, rng))
+            data = image_bytes(fields, source.config.image_keys)
+            rows = self.token_caches["image"].read(digest_of(data))
+            if rows is None:
+                decode_image(
+                    data, pixel_range=self.config.pixel_range
+                )  # of a broken picture there are none, and that is what is wrong with it
+            out["image_tokens"] = self._require_tokens("image", rows)
+        else:
+            pair = super().prepare(fields, source, rng, on_stage)
+            out["image"], ids = pair.pixels, pair.tokens
+            if pair.patches is not None:
+                out["patches"] = pair.patches
+        out["text"] = np.array(ids, np.int64)
+        if "text" in self.token_caches:
+            out["text_tokens"] = self._require_tokens(
+                "text", self.token_caches["text"].read(digest_of(out["text"].tobytes()))
+            )
+        on_stage("tokens")
+        return out
+
+    @staticmethod
+    def _require_tokens(kind: str, rows: np.ndarray | None) -> np.ndarray:
+        if rows is None:  # it could not be read when they were computed, or was written since
+            raise BadSampleError(f"no {kind} tokens")
+        return rows
+
+    def stack(self, examples: Sequence[Any]) -> dict[str, Tensor]:
+        """Texts and their tokens are padded with zeros to the context length."""
+        batch = {}
+        for key, value in examples[0].items():
+            if key.startswith("text"):
+                rows = np.zeros((len(examples), self.context_length, *value.shape[1:]), value.dtype)
+                for row, example in zip(rows, examples, strict=True):
+                    row[: len(example[key])] = example[key]
+                batch[key] = torch.from_numpy(rows)
+            else:
+                batch[key] = torch.from_numpy(np.stack([example[key] for example in examples]))
+        return batch
+
+    def finish(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        batch = super().finish(batch)
+        if "text_tokens" in batch:
+            batch["text_tokens"] = batch["text_tokens"][:, : batch["text"].shape[1]].contiguous()
+        return batch
+
+    def preview(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
+        return super().preview(batch, count) if "image" in batch else []  # pixels are not looked at

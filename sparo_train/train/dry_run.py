@@ -1,0 +1,143 @@
+"""`sparo train --dry`: what a recipe amounts to, without touching pixels or allocating weights."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..core.contracts import Footprint, Objective
+from ..core.errors import ConfigError, DataError
+from ..core.registries import ENGINES
+from ..data.read.loader import shared_streams
+from ..data.read.plan import per_epoch
+from ..data.read.sources import open_source
+from ..engine.engine_kind import Sizes
+from ..engine.optim import build_optimizer
+from .build import build_objective
+from .run_config import RunConfig
+
+_BLOCK_ACTIVATIONS = 34  # bytes per token and channel that a pre-norm block keeps for backward in 16 bit (Korthikanti et al. 2022, Eq. 1 without scores)
+
+
+class SourceFacts(NamedTuple):
+    """One source; samples are None where its shards are not on this machine, with the reason."""
+
+    name: str
+    shards: int | None
+    samples: int | None
+    weight: float
+    share: float | None
+    passes: float | None
+    problem: str | None
+
+
+class DryRun(NamedTuple):
+    """Everything `--dry` prints; bytes are estimates, counts are exact. `encoding` is None, and estimates that need it are
+    missing, where the objective does not say what a sample amounts to."""
+
+    parameters: dict[str, int]
+    trained: int
+    tokens: dict[str, int]
+    encoding: int | None
+    sources: list[SourceFacts]
+    epoch_size: int | None
+    steps: int | None
+    samples: int | None
+    memory: dict[str, int]
+    unused_keys: list[str]
+
+
+def meta_objective(config: RunConfig) -> Objective:
+    """A recipe's objective on the meta device, where a model of any size takes no memory.
+
+    Raises:
+        ConfigError: nothing of it would be trained, or a group of parameters fits none.
+    """
+    with torch.device("meta"):
+        objective = build_objective(config)
+        build_optimizer(config.optim, objective)
+    return objective
+
+
+def dry_run(config: RunConfig) -> DryRun:
+    """Resolve everything that can be known before the first step."""
+    objective = meta_objective(config)
+    footprint = objective.footprint(config.batch_size // (config.world_size or 1), config.batch_size)
+    shared_streams(config.data, config.batch_size, config.world_size or 1)  # training would refuse the same
+    facts = [_source(name, config) for name in config.data.sources]
+    available = [f for f in facts if f.samples is not None]
+    whole = sum(per_epoch([f.samples or 0 for f in available], [f.weight for f in available]))
+    # A sum over the sources that are here would be a wrong epoch, not an estimate.
+    epoch = whole if len(available) == len(facts) else config.samples_per_epoch
+    try:
+        steps = config.total_steps(epoch or 0) if config.epochs is None or epoch else None
+    except ConfigError:
+        # With shards elsewhere the length cannot be told yet; that is no mistake of the recipe.
+        if all(f.samples is not None for f in facts):
+            raise
+        steps = None
+    if steps is not None:
+        objective.refuse_length(steps)
+    samples = steps * config.batch_size if steps else None
+    facts = [_shared(f, epoch, samples) for f in facts]
+    return DryRun(
+        parameters_by_module(objective),
+        sum(p.numel() for p in objective.parameters() if p.requires_grad),
+        {} if footprint is None else footprint.tokens,
+        None if footprint is None else footprint.encoding,
+        facts,
+        epoch,
+        steps,
+        samples,
+        memory_estimate(config, objective, footprint),
+        config.optim.unused_keys(),
+    )
+
+
+def parameters_by_module(objective: Objective) -> dict[str, int]:
+    """Parameters per part; the entries add up to the whole."""
+    # Three levels of names: with fewer, towers could not be told apart; with more, the table is longer than a screen.
+    out: dict[str, int] = {}
+    for name, p in objective.named_parameters():
+        key = ".".join(name.split(".")[:3]).removeprefix("model.")
+        out[key] = out.get(key, 0) + p.numel()
+    return out
+
+
+def memory_estimate(config: RunConfig, objective: Objective, footprint: Footprint | None) -> dict[str, int]:
+    """Bytes on one rank of `world_size` (or one): what the engine keeps, activations of a micro-batch, the loss."""
+    kind = ENGINES.get(config.engine.kind)
+    engine_costs = kind.costs(config.engine, Sizes.of(objective), config.world_size or 1)
+    states = {name: int(getattr(engine_costs, name)) for name in ("weights", "gradients", "optimizer", "gathered")}
+    if footprint is None:
+        return states
+    half, towers = config.engine.precision == "bf16", footprint.towers
+    block = _BLOCK_ACTIVATIONS * (1 if half else 2)
+    if config.engine.grad_checkpointing:  # every block's input, and one block at a time recomputed whole
+        block_inputs = sum((2 if half else 4) * size * blocks for size, blocks in towers)
+        # The largest block: while one is computed again, the others keep their inputs alone.
+        activations = block_inputs + block * max((size for size, _ in towers), default=0)
+    else:
+        activations = sum(block * size * blocks for size, blocks in towers)
+    activations += (2 if half else 4) * footprint.written
+    micro = config.micro_batch(config.world_size or 1)
+    return {**states, "activations": micro * activations, "loss": footprint.loss}
+
+
+def _source(name: str, config: RunConfig) -> SourceFacts:
+    source = config.data.sources[name]
+    try:
+        source_data = open_source(name, source)
+    except (ConfigError, DataError) as error:
+        return SourceFacts(name, None, None, source.weight, None, None, str(error))
+    # Shards that are cut off are told, not fatal here: a dry run is where one wants to know.
+    broken = f"{len(source_data.broken())} shard(s) not whole" if source_data.broken() else None
+    return SourceFacts(name, len(source_data.storages), source_data.samples, source.weight, None, None, broken)
+
+
+def _shared(facts: SourceFacts, epoch: int | None, samples: int | None) -> SourceFacts:
+    if facts.samples is None or not epoch or not samples:
+        return facts
+    share = facts.samples * facts.weight / epoch
+    return facts._replace(share=share, passes=samples * share / facts.samples)

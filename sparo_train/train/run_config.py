@@ -1,0 +1,207 @@
+"""The recipe: every key a run has, and what follows from it, computed once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ..core.config import Frozen, free, resolve, setting
+from ..core.errors import ConfigError
+from ..core.recipe.layers import Tree, is_sweep, load_recipe, override
+from ..core.registries import ENGINES, METHODS, TASKS
+from ..core.registry import FromRegistry, Registry
+from ..data.read.sources import DataConfig
+from ..engine.optim import OptimConfig
+
+TaskConfig = Annotated[Any, FromRegistry(TASKS, key="task")]  # one entry of `eval.tasks`
+
+
+class CheckpointConfig(Frozen):
+    """A checkpoint is written every so many steps, every so many minutes (whichever comes first), on a signal, and at the end."""
+
+    every_steps: int = setting(1000, "steps between checkpoints; 0: not by steps", ge=0)
+    every_minutes: float = setting(30.0, "minutes between checkpoints; 0: not by time", ge=0)
+    keep_last: int = setting(2, "newest checkpoints that stay", ge=1)
+    keep_every: int = setting(0, "steps between checkpoints that stay for good; 0: none", ge=0)
+    background: bool = setting(True, "training goes on while it is written")
+    fall_back: bool = setting(False, "where the newest is damaged, go back to the one before instead of refusing")
+
+
+class ProfileConfig(Frozen):
+    """Steps whose trace goes to RUN/profile, counted from this start; the first of a process are not like the others."""
+
+    wait: int = setting(5, "steps before it", ge=0)
+    steps: int = setting(3, "steps in it", gt=0)
+
+
+class LogConfig(Frozen):
+    """What a run says of itself. Nothing here changes what it computes."""
+
+    every_steps: int = setting(20, "steps between records of metrics.jsonl", gt=0)
+    tensorboard: bool = setting(True, "the same numbers in RUN/tensorboard")
+    wandb: str | None = setting(None, "the same numbers to this project of Weights & Biases", examples=["sparo"])
+    heartbeat_seconds: float = setting(10.0, "between two looks at what the run is doing", gt=0)
+    samples: int = setting(
+        8, "images of the first batch, with their captions, shown in tensorboard and wandb; 0: none", ge=0, le=256
+    )
+    pictures: int = setting(
+        6,
+        "samples (at most 3 videos) of the first task that can be drawn, which every evaluation draws to RUN/pictures and tensorboard; 0: none",
+        ge=0,
+        le=256,
+    )
+    flops: bool = setting(True, "count model FLOPs (tflops, mfu)")
+    profile: ProfileConfig | None = setting(None, "trace some steps of rank 0 with torch's profiler")
+
+
+class SideEvalConfig(Frozen):
+    """Tasks too long to wait for: a job of its own scores the weights of every evaluated step."""
+
+    on: str = setting(..., "a cluster, as `sparo launch --on`", examples=["slurm"])
+    tasks: dict[str, TaskConfig] = setting(..., "by name, each a row of sparo.tasks", min_length=1)
+    options: tuple[str, ...] = setting((), 'the cluster\'s `--key value` options: [--gpus-per-node, "1"]')
+
+
+class EvalConfig(Frozen):
+    """What is scored, and when."""
+
+    every_steps: int = setting(0, "steps between evaluations; 0: only at the end", ge=0)
+    tasks: dict[str, TaskConfig] = Field(default_factory=dict, description="by name, each a row of sparo.tasks")
+    side: SideEvalConfig | None = setting(None, "tasks that a job of its own scores meanwhile")
+
+
+def _default(table: Registry, name: str) -> Any:
+    return table.get(name).config()
+
+
+class StartConfig(Frozen):
+    """What a run begins with in place of random weights. Once it has a checkpoint of its own, it goes on from that."""
+
+    checkpoint: str = setting(
+        ...,
+        "anything that `sparo eval` loads: a run, one of its steps, an export, a file, open_clip:NAME@FILE",
+        examples=["runs/clip"],
+    )
+    allow_missing: tuple[str, ...] = setting(
+        (), "patterns of the run's parameters that the checkpoint may lack, as in [model.visual.sparo.*]", strict=False
+    )
+    allow_unused: tuple[str, ...] = setting(
+        (), "patterns of its parameters that the run may have no place for", strict=False
+    )
+    optimizer: bool = setting(
+        False,
+        "its moments and its place in the data, too: a branch of a run of the same model, as for schedule=cooldown",
+    )
+
+
+def _as_block(value: Any) -> Any:
+    return {"checkpoint": value} if isinstance(value, str) else value
+
+
+class RunConfig(Frozen):
+    """A whole recipe. Exactly one of `steps`, `epochs`, `samples` says how long it trains."""
+
+    alternatives: ClassVar[tuple[str, ...]] = ("steps", "epochs", "samples")
+
+    name: str = free(..., "of the run folder", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    out: str = free("runs", "where run folders are")
+    seed: int = setting(0, "of everything that is drawn", ge=0, lt=1 << 63)
+    batch_size: int = setting(..., "samples per optimizer step, of all ranks together", gt=0, lt=1 << 31)
+    world_size: int | None = free(
+        None, "ranks it must be started with; default: any that share the streams", gt=0, examples=[8]
+    )
+    micro_batch_size: int | None = free(
+        None,
+        "samples per forward and rank; default: all of the rank's; gradients are those of the whole batch either way",
+        gt=0,
+    )
+    steps: int | None = setting(None, "optimizer steps", gt=0, lt=1 << 53)
+    epochs: float | None = setting(None, "passes over the data, weights counted", gt=0, le=1e9)
+    samples: int | None = setting(None, "samples in all", gt=0, lt=1 << 63, examples=[1_280_000])
+    samples_per_epoch: int | None = setting(
+        None, "where a paper's epoch is a number; default: what the sources hold", gt=0
+    )
+    stop_after_steps: int | None = free(
+        None, "stop there, saved, as if the schedule went on: for trials", gt=0, examples=[100]
+    )
+    start_from: Annotated[StartConfig | None, BeforeValidator(_as_block)] = free(
+        None, "weights to begin with, a checkpoint or a block", examples=[{"checkpoint": "runs/clip"}]
+    )
+    freeze: tuple[str, ...] = setting(
+        (), "patterns of parameters that are not trained, as in [model.text.*]; towers have keys of their own, too"
+    )
+    objective: Annotated[Any, FromRegistry(METHODS, default="clip")] = Field(
+        default_factory=lambda: _default(METHODS, "clip"), description="what is trained: a row of sparo.methods"
+    )
+    data: DataConfig = setting(..., "what is read, in which order")
+    optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer and schedules")
+    engine: Annotated[Any, FromRegistry(ENGINES, default="local")] = Field(
+        default_factory=lambda: _default(ENGINES, "local"), description="what it runs on: a row of sparo.engines"
+    )
+    checkpoint: CheckpointConfig = free(CheckpointConfig(), "when checkpoints are written, and which stay")
+    log: LogConfig = free(LogConfig(), "what the run says of itself")
+    eval: EvalConfig = free(EvalConfig(), "what is scored, and when")
+
+    @model_validator(mode="after")
+    def _check_length(self) -> RunConfig:
+        # Three ways to say one thing would have to agree; one is asked for.
+        lengths = [k for k in self.alternatives if getattr(self, k) is not None]
+        if len(lengths) != 1:
+            raise ValueError(f"give exactly one of steps, epochs, samples (given: {', '.join(lengths) or 'none'})")
+        return self
+
+    @model_validator(mode="after")
+    def _check_method_rules(self) -> RunConfig:
+        # A method knows which keys of other blocks it reads; the recipe does not.
+        METHODS.get(self.objective.kind).rules(self)
+        return self
+
+    def micro_batch(self, world_size: int) -> int:
+        """Samples per forward and rank."""
+        own = self.batch_size // world_size
+        # A micro-batch larger than what the rank has is the rank's whole batch.
+        return min(self.micro_batch_size or own, own)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.out) / self.name
+
+    def total_steps(self, epoch_size: int) -> int:
+        """Optimizer steps of the run; `epoch_size` is what the sources hold, weights counted."""
+        if self.steps is not None:
+            total = self.steps
+        elif self.samples is not None:
+            total = self.samples // self.batch_size
+        else:
+            # Rounded down, as both papers' code does.
+            total = int((self.epochs or 0) * (self.samples_per_epoch or epoch_size)) // self.batch_size
+        if total < 1:
+            raise ConfigError(f"steps/epochs/samples: shorter than one batch of {self.batch_size}")
+        if self.optim.warmup_steps >= total:
+            raise ConfigError(
+                f"optim.warmup_steps={self.optim.warmup_steps} is not below the run's {total} steps; shorten it or train longer"
+            )
+        if self.optim.warmup_steps + (self.optim.cooldown_steps or 0) > total:
+            raise ConfigError(
+                f"optim.cooldown_steps={self.optim.cooldown_steps}: with {self.optim.warmup_steps} of warm-up more than the run's {total} steps"
+            )
+        return total
+
+    def steps_per_epoch(self, epoch_size: int) -> int:
+        """Whole batches in an epoch, at least one; what schedules by epoch count in."""
+        return max(1, (self.samples_per_epoch or epoch_size) // self.batch_size)
+
+
+def load_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a recipe with its parents and overrides. Raises `ConfigError`."""
+    tree: Tree = load_recipe(path)
+    if is_sweep(tree):
+        raise ConfigError(
+            f"{path}: names {len(tree['runs'])} runs; `sparo launch train {path} --on local` trains all of them"
+        )
+    tree = override(tree, overrides or [], RunConfig)
+    # The file's name, unless it says another: two recipes in one folder do not share a run.
+    tree.setdefault("name", Path(path).stem)
+    return resolve(RunConfig, tree, f"{path} with {' '.join(overrides)}" if overrides else str(path))
