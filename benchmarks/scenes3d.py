@@ -64,9 +64,9 @@ def literal_nerf(module: Nerf, slots: Tensor, rays: Rays) -> Tensor:
     at = rays.origins[:, :, None] + places[..., :-1, None] * rays.directions[:, :, None]
     density, colour = [], []
     for slot in slots.unbind(1):
-        h = blocks(field.seen, field.place(positional_encoding(at, c.octaves, c.reach)) + slot[:, None, None])
+        h = blocks(field.seen, field.place(positional_encoding(at, c.fourier_bands, c.reach)) + slot[:, None, None])
         ahead = rays.directions[:, :, None].expand_as(at)
-        turned = field.direction(positional_encoding(ahead, c.octaves, 1.0))
+        turned = field.direction(positional_encoding(ahead, c.fourier_bands, 1.0))
         density.append((F.relu if field.density_activation == "relu" else F.softplus)(field.density(h)))
         colour.append(torch.sigmoid(field.colour(blocks(field.tinted, h + turned))))
     total = torch.stack(density).sum(0)
@@ -85,7 +85,7 @@ def mixer(device: str) -> SlotMixer:
 
 def literal_mixer(module: SlotMixer, slots: Tensor, rays: Rays) -> Tensor:
     """Keys and values projected, queries of every ray, and every ray's mixture made before it is drawn."""
-    query = module.query(ray_fourier_features(rays.origins, rays.directions, module.config.octaves))
+    query = module.query(ray_fourier_features(rays.origins, rays.directions, module.config.fourier_bands))
     x = query
     for block in module.blocks:
         m: Any = block

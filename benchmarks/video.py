@@ -114,14 +114,14 @@ def grown(name: str, times: int, device: str) -> float:
 
 def savi(device: str) -> RecurrentSlots:
     torch.manual_seed(0)
-    given = {"preset": "savi", "slots": K, "width": D, "iterations": 3, "init": "learned", "mlp_width": 4 * D}
+    given = {"preset": "savi", "slots": K, "width": D, "iterations": 3, "slot_init": "learned", "mlp_width": 4 * D}
     return RecurrentSlots(SlotAttentionConfig.model_validate(given), TransformerConfig(mlp_width=4 * D), D).to(device)
 
 
 def corrector(kv: str, device: str) -> Callable[[], float]:
     """Seconds of forward and backward of SAVi's corrector (K 11, D 128) over six frames of 64 x 64 tokens."""
     torch.manual_seed(0)
-    given = {"preset": "savi", "slots": K, "width": 128, "init": "learned", "kv": kv}
+    given = {"preset": "savi", "slots": K, "width": 128, "slot_init": "learned", "kv": kv}
     module = SlotAttention(SlotAttentionConfig.model_validate(given), 32).to(device)
     tokens = torch.randn(6, N, 32, device=device, requires_grad=True)
     return step(lambda x: module(x).slots, tokens)

@@ -140,7 +140,8 @@ def read_recipe(path: Path) -> RunConfig:
     config_file = folder / "config.yaml"
     if not config_file.is_file():
         raise CheckpointError(f"{folder}: has no config.yaml, so it is no run folder")
-    return resolve(RunConfig, parse_yaml(read_text(config_file, CheckpointError), str(config_file)), str(config_file))
+    tree = parse_yaml(read_text(config_file, CheckpointError), str(config_file))
+    return resolve(RunConfig, tree, str(config_file), stored=True)
 
 
 def read_run(path: Path) -> tuple[RunConfig, Path]:

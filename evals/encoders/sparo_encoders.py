@@ -136,7 +136,9 @@ class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
 
     @property
     def architecture(self) -> str:
-        return self.model.config.model_dump_json(exclude={"arch", "drop_path", "init"})  # what training alone reads
+        return self.model.config.model_dump_json(
+            exclude={"arch", "drop_path", "weight_init"}
+        )  # what training alone reads
 
     @torch.inference_mode()
     def encode(self, pixels: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ def refuse_absent_starts(config: RunConfig) -> None:
     """Raise `CheckpointError` where a file or folder that a recipe begins with is not there, by its key."""
     model = getattr(config.objective, "model", None)
     named = {
-        f"objective.model.{key}.init": getattr(getattr(model, key, None), "init", None) for key in ("vision", "text")
+        f"objective.model.{key}.init_from": getattr(getattr(model, key, None), "init_from", None)
+        for key in ("vision", "text")
     }
     if config.start_from is not None:
         named["start_from.checkpoint"] = config.start_from.checkpoint
@@ -61,8 +62,8 @@ def load_initial_weights(config: RunConfig, objective: Objective, log: Callable[
     model = getattr(objective, "model", None)
     if isinstance(model, Clip):
         for key, tower in (("vision", model.visual), ("text", model.text)):
-            if (source := getattr(model.config, key).init) is not None:
-                _init(f"objective.model.{key}.init", source, model, tower, Normalisation.of(objective), log)
+            if (source := getattr(model.config, key).init_from) is not None:
+                _init(f"objective.model.{key}.init_from", source, model, tower, Normalisation.of(objective), log)
     objective.on_weights_loaded()
 
 
@@ -88,9 +89,9 @@ def _refuse_other_branch(config: RunConfig, objective: Objective) -> None:
         )
     model = getattr(objective, "model", None)
     for key in ("vision", "text") if isinstance(model, Clip) else ():
-        if getattr(model.config, key).init is not None:  # pyright: ignore[reportOptionalMemberAccess]
+        if getattr(model.config, key).init_from is not None:  # pyright: ignore[reportOptionalMemberAccess]
             raise CheckpointError(
-                f"objective.model.{key}.init: start_from.optimizer would write over it; leave one of them away"
+                f"objective.model.{key}.init_from: start_from.optimizer would write over it; leave one of them away"
             )
 
 

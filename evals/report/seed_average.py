@@ -147,7 +147,7 @@ def recipe_of(name: str) -> tuple[str, Any]:
 def _comparable_recipe(tree: Tree, origin: str) -> Tree:
     """A recipe as this version writes it (what an older one did not know has its default), less its seed and what changes no number."""
     try:
-        config = resolve(RunConfig, tree, origin)
+        config = resolve(RunConfig, tree, origin, stored=True)
     except ConfigError:  # of keys that are gone, or of a plug-in that is not here
         return {key: value for key, value in tree.items() if key not in _SEED_DEPENDENT_KEYS}
     # Written out whole: a default that is typed and one that is not are the same recipe.

@@ -166,7 +166,7 @@ def make_evaluate(
     if side is not None:
         # What a job of its own would miss in hours is missed now.
         Suite(side.tasks).check()
-        load_cluster(side.on, side.options)
+        load_cluster(side.cluster, side.options)
     suite = Suite(config.eval.tasks)
     suite.check()
     log = view.log

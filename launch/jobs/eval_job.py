@@ -39,8 +39,8 @@ def submit_side(
     data = write_whole(folder / "tasks.yaml", yaml.safe_dump({"tasks": tasks}))
     try:
         fan = FanOut.make(folder, "eval", eval_elements([str(exported)], None, data, None))
-        jobs = launch_elements(fan, LaunchOptions(side.on, load_cluster(side.on, side.options)), log)
+        jobs = launch_elements(fan, LaunchOptions(side.cluster, load_cluster(side.cluster, side.options)), log)
     except SparoError as error:
         log(f"step {step}: eval.side was not submitted: {error}")
     else:
-        log(f"step {step}: eval.side submitted to {side.on}: {', '.join(jobs)}")
+        log(f"step {step}: eval.side submitted to {side.cluster}: {', '.join(jobs)}")

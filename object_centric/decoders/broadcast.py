@@ -21,26 +21,26 @@ class BroadcastConfig(Frozen):
     hidden: Annotated[tuple[int, ...], between(1, 1 << 16)] = setting(
         (256,) * 5, "of mlp and patch: hidden units of each layer", min_length=1
     )
-    waves: int = setting(
+    fourier_bands: int = setting(
         0,
         "octaves of sines of a place, beside its coordinates: edges are drawn sooner (Tancik et al. 2020)",
         ge=0,
         le=16,
     )
     channels: int = setting(64, "of cnn: of every layer", gt=0)
-    ups: int = setting(2, "of cnn: transposed convolutions, each twice the side of what it gets", ge=0, le=8)
+    num_upsample: int = setting(2, "of cnn: transposed convolutions, each twice the side of what it gets", ge=0, le=8)
     convs: int = setting(2, "of cnn: convolutions behind them", ge=0, le=64)
     kernel: int = setting(5, "of cnn: pixels of a kernel's side", gt=0, le=64)
-    last_up: bool = setting(
+    upsample_output: bool = setting(
         False, "of cnn without convs: the last transposed convolution gives colours and share itself (PSB's Table 5)"
     )
-    align: Literal["same", "torch"] = setting(
+    padding_mode: Literal["same", "torch"] = setting(
         "same",
         "of cnn: how ups lie: as flax and Keras have them, or a pixel further, as torch's usual idiom (PSB, OCLF)",
     )
     out_kernel: int = setting(1, "of cnn: of the last layer's, which gives colours and share", gt=0, le=63)
 
-    start: Literal["torch", "lecun", "kaiming"] = setting(
+    weight_init: Literal["torch", "lecun", "kaiming"] = setting(
         "torch",
         "initial weights: torch's, which shrink what goes through them; lecun: flax's (SAVi, ISA); kaiming: what keeps its size behind a ReLU",
     )
@@ -51,23 +51,23 @@ class BroadcastConfig(Frozen):
 
     @model_validator(mode="after")
     def _check_kind_options(self) -> Self:
-        if self.kind == "patch" and self.waves:
+        if self.kind == "patch" and self.fourier_bands:
             raise ValueError(
-                f"waves={self.waves}: are of places by coordinates, and kind=patch learns its own; leave it away"
+                f"fourier_bands={self.fourier_bands}: are of places by coordinates, and kind=patch learns its own; leave it away"
             )
         if self.norm and self.kind != "cnn":
             raise ValueError(f"norm: is of kind=cnn, not of {self.kind}; leave it away")
-        if self.last_up and (self.kind != "cnn" or self.convs or not self.ups):
-            raise ValueError("last_up: is of kind=cnn with ups and with convs=0; leave it away")
+        if self.upsample_output and (self.kind != "cnn" or self.convs or not self.num_upsample):
+            raise ValueError("upsample_output: is of kind=cnn with ups and with convs=0; leave it away")
         return self
 
     def side(self, image_size: int) -> int:
         """Of the grid that slots are put on. Raises `ValueError` where it does not come out at the image's size."""
         if self.kind != "cnn":
             return image_size
-        if image_size % 2**self.ups:
-            raise ValueError(f"ups={self.ups}: image_size={image_size} cannot be halved so often")
-        return image_size // 2**self.ups
+        if image_size % 2**self.num_upsample:
+            raise ValueError(f"num_upsample={self.num_upsample}: image_size={image_size} cannot be halved so often")
+        return image_size // 2**self.num_upsample
 
 
 class DecoderOutput(NamedTuple):
@@ -94,32 +94,32 @@ class Broadcast(nn.Module):
         if c.kind == "patch":
             self.places = nn.Parameter(0.02 * torch.randn(self.side**2, width))
         else:
-            self.position = nn.Linear(2 + 4 * c.waves, width)
+            self.position = nn.Linear(2 + 4 * c.fourier_bands, width)
         if c.kind != "cnn":
             widths = (width, *c.hidden)
             layers = [m for a, b in zip(widths, c.hidden, strict=False) for m in (nn.Linear(a, b), nn.ReLU())]
             self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], out + 1))
             # What shrinks on its way up makes the first masks alike, and slots then share pixels for long.
-            init_weights(self.layers, c.start)
+            init_weights(self.layers, c.weight_init)
             return
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.GroupNorm(1, width)]) if c.norm else None
         convs: list[nn.Module] = []
-        for number in range(c.ups + c.convs - c.last_up):
+        for number in range(c.num_upsample + c.convs - c.upsample_output):
             wide = width if number == 0 else c.channels
             convs += [
-                _Upsample(wide, c.channels, c.kernel, c.align)
-                if number < c.ups
+                _Upsample(wide, c.channels, c.kernel, c.padding_mode)
+                if number < c.num_upsample
                 else nn.Conv2d(wide, c.channels, c.kernel, padding="same"),
                 nn.ReLU(),
             ]
         wide = c.channels if convs else width
         last = (
-            _Upsample(wide, out + 1, c.kernel, c.align)
-            if c.last_up
+            _Upsample(wide, out + 1, c.kernel, c.padding_mode)
+            if c.upsample_output
             else nn.Conv2d(wide, out + 1, c.out_kernel, padding="same")
         )
         self.layers = nn.Sequential(*convs, last)
-        init_weights(self.layers, c.start)
+        init_weights(self.layers, c.weight_init)
 
     def forward(self, slots: Tensor, grid: Tensor) -> DecoderOutput:
         b, k = slots.shape[:2]
@@ -129,7 +129,7 @@ class Broadcast(nn.Module):
         pos_embed = (
             self.places
             if self.config.kind == "patch"
-            else in_fp32(self.position, fourier_features(grid, self.config.waves))
+            else in_fp32(self.position, fourier_features(grid, self.config.fourier_bands))
         )
         x = slots[:, :, None] + pos_embed  # (b, K, N, D)
         if self.config.kind != "cnn":

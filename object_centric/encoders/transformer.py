@@ -14,15 +14,15 @@ from sparo_train.core.errors import did_you_mean
 # Sources: slot-attention-video (savi, savi++: modules/attention.py), singhgautam/steve (transformer.py), martius-lab/videosaur,
 # stelzner/osrt and stelzner/srt (layers.py; attention to first features alone and post-norm, which the SRT paper has, are in neither),
 # papers/parallel-spatiotemporal-binder, Table 8 (slsr).
-# mlp_times: hidden units of the perceptron as a multiple of the width.
+# mlp_ratio: hidden units of the perceptron as a multiple of the width.
 PRESETS: dict[str, dict[str, Any]] = {
     "savi": {},
     "savi++": {"norm": "pre", "blocks": 4, "qkv_width": 64, "mlp_width": 1024},
-    "steve": {"norm": "pre", "biases": False, "first_norm": "stream", "last_norm": True, "mlp_times": 4, "ln_eps": 1e-5},
-    "videosaur": {"norm": "pre", "mlp_times": 4, "ln_eps": 1e-5, "sharp": True},
+    "steve": {"norm": "pre", "biases": False, "first_norm": "stream", "last_norm": True, "mlp_ratio": 4, "ln_eps": 1e-5},
+    "videosaur": {"norm": "pre", "mlp_ratio": 4, "ln_eps": 1e-5, "scale_by_sqrt_d": True},
     "osrt": {"norm": "pre", "blocks": 5, "heads": 12, "mlp_width": 1536, "activation": "gelu", "biases": "out", "ln_eps": 1e-5},
     "srt": {"norm": "pre", "blocks": 10, "heads": 12, "mlp_width": 1536, "activation": "gelu", "biases": "out", "ln_eps": 1e-5},
-    "slsr": {"norm": "pre", "blocks": 3, "mlp_times": 4, "activation": "gelu", "ln_eps": 1e-5},
+    "slsr": {"norm": "pre", "blocks": 3, "mlp_ratio": 4, "activation": "gelu", "ln_eps": 1e-5},
 }  # fmt: skip
 
 
@@ -36,7 +36,7 @@ class TransformerConfig(Frozen):
         None, "of queries, keys and values, all heads together; default: the width", gt=0, examples=[64]
     )
     mlp_width: int | None = setting(256, "hidden units of the perceptron", gt=0)
-    mlp_times: int | None = setting(None, "the same as a multiple of the width, in its place", gt=0, examples=[4])
+    mlp_ratio: int | None = setting(None, "the same as a multiple of the width, in its place", gt=0, examples=[4])
     norm: Literal["post", "pre"] = setting(
         "post", "LayerNorms behind each branch (SAVi), or before it (SAVi++, STEVE, videosaur)"
     )
@@ -48,7 +48,7 @@ class TransformerConfig(Frozen):
         True, "the attention's projections have some; out: that of its output alone (SRT)"
     )
     activation: Literal["relu", "gelu"] = setting("relu", "in the perceptron")
-    sharp: bool = setting(
+    scale_by_sqrt_d: bool = setting(
         False, "scores are multiplied by the root of a head's width, by which others divide them (videosaur's code)"
     )
     dropout: float = setting(0.0, "of attention weights and branches, while it trains", ge=0, lt=1)
@@ -65,15 +65,15 @@ class TransformerConfig(Frozen):
         preset = dict(PRESETS[name])
         # Named by itself it goes before the preset's multiple.
         if values.get("mlp_width") is not None:
-            preset.pop("mlp_times", None)
+            preset.pop("mlp_ratio", None)
         return {**preset, **values}
 
     @model_validator(mode="after")
     def _check_transformer_options(self) -> Self:
         if self.first_norm == "stream" and self.norm == "post":
             raise ValueError("first_norm=stream: is of norm=pre")
-        if self.mlp_times is None and self.mlp_width is None:
-            raise ValueError("mlp_width: name it, or mlp_times")
+        if self.mlp_ratio is None and self.mlp_width is None:
+            raise ValueError("mlp_width: name it, or mlp_ratio")
         return self
 
     def refuse_width(self, width: int, where: str) -> None:
@@ -93,7 +93,7 @@ class SelfBlock(nn.Module):
     def __init__(self, config: TransformerConfig, width: int, first: bool):
         super().__init__()
         self.config, c = config, config
-        qkv, hidden = c.qkv_width or width, c.mlp_times * width if c.mlp_times else c.mlp_width
+        qkv, hidden = c.qkv_width or width, c.mlp_ratio * width if c.mlp_ratio else c.mlp_width
         assert hidden is not None
         self.on_stream = first and c.first_norm == "stream"
         self.norm_attention, self.norm_mlp = (nn.LayerNorm(width, eps=c.ln_eps) for _ in range(2))
@@ -122,7 +122,7 @@ class SelfBlock(nn.Module):
         )
         dropout_p = self.config.dropout if self.training else 0.0
         # videosaur multiplies where others divide: attention that is nearly a choice.
-        scale = q.shape[-1] ** (0.5 if self.config.sharp else -0.5)
+        scale = q.shape[-1] ** (0.5 if self.config.scale_by_sqrt_d else -0.5)
         attn_out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, scale=scale)
         return self._dropout(self.out(attn_out.transpose(1, 2).flatten(2)))
 

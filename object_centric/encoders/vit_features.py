@@ -22,14 +22,14 @@ class VitFeaturesConfig(Frozen):
     heads: int = setting(6, "of its attentions", gt=0)
     hidden: int | None = setting(None, "of its perceptrons; default: four times its width", gt=0, examples=[768])
     patch: int = setting(16, "pixels of a patch's side", gt=0)
-    native: int = setting(
+    pretrain_grid_size: int = setting(
         14, "patches per side that its positions were learned for; for others they are interpolated", gt=0
     )
     registers: int = setting(0, "register tokens (DINOv2)", ge=0)
-    class_place: bool = setting(True, "the class token has a position of its own (not in DINOv2 with registers)")
+    class_pos_embed: bool = setting(True, "the class token has a position of its own (not in DINOv2 with registers)")
     layer_scale: bool = setting(False, "branches are scaled (DINOv2)")
     final_norm: bool = setting(True, "tokens behind the last norm; false: in front of it (DINOSAUR)")
-    shrink: float = setting(
+    input_scale: float = setting(
         1.0, "images are brought to so much of their side first, bicubic (0.875: 256 pixels to 224)", gt=0, le=1
     )
 
@@ -41,11 +41,11 @@ class VitFeaturesConfig(Frozen):
 
     def side(self, image_size: int) -> int:
         """Patches per side. Raises `ValueError` where they do not come out at the image's size."""
-        input_size = int(image_size * self.shrink)
+        input_size = int(image_size * self.input_scale)
         if input_size % self.patch:
             raise ValueError(
                 f"encoder.patch={self.patch}: does not divide image_size={image_size}"
-                + (f" times encoder.shrink={self.shrink}" if self.shrink != 1 else "")
+                + (f" times encoder.input_scale={self.input_scale}" if self.input_scale != 1 else "")
             )
         return input_size // self.patch
 
@@ -69,7 +69,7 @@ class VitFeatures(nn.Module):
 
         self.config, c = config, config
         self.vit = VisionTransformer(
-            img_size=c.native * c.patch,
+            img_size=c.pretrain_grid_size * c.patch,
             patch_size=c.patch,
             embed_dim=c.width,
             depth=c.blocks,
@@ -77,7 +77,7 @@ class VitFeatures(nn.Module):
             mlp_ratio=(c.hidden or 4 * c.width) / c.width,
             init_values=1e-5 if c.layer_scale else None,
             reg_tokens=c.registers,
-            no_embed_class=not c.class_place,
+            no_embed_class=not c.class_pos_embed,
             final_norm=c.final_norm,
             # Images of another size than positions were learned for: timm interpolates them per forward.
             dynamic_img_size=True,
@@ -89,8 +89,8 @@ class VitFeatures(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         x = (images - self.mean) / self.std
-        if self.config.shrink != 1:
-            x = nn.functional.interpolate(x, scale_factor=self.config.shrink, mode="bicubic")
+        if self.config.input_scale != 1:
+            x = nn.functional.interpolate(x, scale_factor=self.config.input_scale, mode="bicubic")
         tokens = self.vit.forward_features(x)[:, self.vit.num_prefix_tokens :]
         side = x.shape[-1] // self.config.patch
         return tokens.unflatten(1, (side, side))

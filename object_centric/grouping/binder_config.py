@@ -14,13 +14,13 @@ class BinderConfig(Frozen):
         4, "of the attentions across time and among slots (those to tokens: heads of the grouping)", gt=0
     )
     causal: bool = setting(True, "a time looks at itself and at earlier ones; false: at all of them")
-    window: int | None = setting(
+    context_frames: int | None = setting(
         None,
         "of causal blocks: a time looks at so many of the last ones, itself among them; null: at all of them",
         gt=0,
         examples=[6],
     )
-    competes: Literal["time", "clip"] = setting(
+    softmax_scope: Literal["time", "clip"] = setting(
         "time",
         "who shares a token: slots of each time among them (the code), or of all times (as D.1.2 can be read); "
         "then a later time takes from an earlier one's share, causal or not",
@@ -32,12 +32,14 @@ class BinderConfig(Frozen):
         "decoupled",
         "slots look at themselves across time, then at others of their time; joint: at all slots of all times at once",
     )
-    fades: bool = setting(
+    temporal_decay: bool = setting(
         False,
         "a frame's shares are weighed by how far it is, behind the softmax: of one head a bias before it changes nothing (ours, not the paper's)",
     )
-    longest: int = setting(1024, "times whose distances are told apart: half the period of the slowest octave", gt=0)
-    octaves: int = setting(
+    max_time_distance: int = setting(
+        1024, "times whose distances are told apart: half the period of the slowest octave", gt=0
+    )
+    fourier_bands: int = setting(
         8, "sines and cosines of a distance in time, each of half the last one's period", gt=0, le=30
     )
     distance_width: int = setting(128, "hidden units of what makes attentions' biases of a distance", gt=0)

@@ -38,15 +38,15 @@ class BinderStream:
         # What is kept must not change when a later frame comes.
         if (
             not binder_config.causal
-            or binder_config.competes == "clip"
+            or binder_config.softmax_scope == "clip"
             or not binder_config.inverted
             or binder_config.interaction == "joint"
         ):
             raise ValueError(
-                "slots of a stream: binder.causal=true, competes=time, inverted=true, interaction=decoupled; "
+                "slots of a stream: binder.causal=true, softmax_scope=time, inverted=true, interaction=decoupled; "
                 "others change with later frames, or are not kept"
             )
-        self.binder, self.window = binder, window or binder_config.window
+        self.binder, self.window = binder, window or binder_config.context_frames
         self._caches: list[_BlockCache | None] = [None] * len(binder.blocks)
         self._tokens: Tokens | None = None  # (b, w * N, in) of the last frames, in a ring
         self._count = 0  # frames that came
@@ -69,7 +69,7 @@ class BinderStream:
         self, block: BinderBlock, slots: Tensor, new_tokens: Tokens, cache: _BlockCache | None, shared_slots: bool
     ) -> tuple[Tensor, _BlockCache]:
         heads, tokens_per_frame = block.config.heads, new_tokens.x.shape[1]
-        depends_on_age = heads > 1 or block.binder.fades  # frames count by how far they are
+        depends_on_age = heads > 1 or block.binder.temporal_decay  # frames count by how far they are
         queries, offset = block.queries(block.norm_slots(slots))
         if shared_slots and not depends_on_age:
             # The first block asks the same of every frame, whose answers are kept.
@@ -108,7 +108,7 @@ class BinderStream:
         frame_biases = block.biases(-ages).repeat_interleave(block.config.slots, 0)  # (all heads * K, held)
         rows = queries.shape[2]
         bias = frame_biases[:rows]
-        weight = frame_biases[-rows:].exp() if block.binder.fades else torch.ones_like(bias)
+        weight = frame_biases[-rows:].exp() if block.binder.temporal_decay else torch.ones_like(bias)
         frame_sums = [
             inverted_attention(
                 queries, offset + bias[:, i], Tokens(*(table[:, i : i + 1] for table in frames)), None, "all"

@@ -66,7 +66,7 @@ class InvariantSlotAttention(nn.Module):
         )
         self.gru = Gru(c.width, "torch" if c.gru == "none" else c.gru)
         self.mlp = nn.Sequential(nn.Linear(c.width, c.mlp_width), nn.ReLU(), nn.Linear(c.mlp_width, c.width))
-        if c.init == "learned":
+        if c.slot_init == "learned":
             self.learned = nn.Parameter(torch.randn(c.slots, c.width))
         for module in self.modules():
             if isinstance(module, nn.Linear):  # flax's
@@ -82,7 +82,7 @@ class InvariantSlotAttention(nn.Module):
         """
         c, f = self.config, self.frame
         slot_noise, position_noise, scale_noise = noise.split([c.width, 2, 2], dim=-1)
-        slots = self.learned.expand_as(slot_noise) if c.init == "learned" else slot_noise
+        slots = self.learned.expand_as(slot_noise) if c.slot_init == "learned" else slot_noise
         # A normal's distribution function makes a uniform of it: all noise of a batch is of one kind.
         positions = torch.special.ndtr(position_noise) * 2 - 1
         return slots, positions, (0.1 + 0.1 * scale_noise).clamp(*f.scale_clip)

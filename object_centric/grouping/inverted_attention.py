@@ -51,7 +51,7 @@ def inverted_attention(
     tokens: Tokens,
     bias: Tensor | None,
     scope: AttentionScope,
-    competes: Literal["time", "clip"] = "time",
+    softmax_scope: Literal["time", "clip"] = "time",
     window: int | None = None,
     with_attention: bool = False,
     weight: Tensor | None = None,
@@ -62,7 +62,7 @@ def inverted_attention(
         queries: (b, T, R, W), scaled.  offset: (b, T, R), of all logits of a row.
         bias: (T, T, R), of the logits of a time and what it sees; None: none.
         scope: a time looks at itself and earlier ones, or at all.  window: at so many of the last ones.
-        competes: rows of one time share a token, or those of all times that see it.
+        softmax_scope: rows of one time share a token, or those of all times that see it.
         weight: (T, T, R), of the shares that a time takes of what it sees; None: ones.
     """
     device, x = queries.device.type, tokens.x
@@ -72,7 +72,7 @@ def inverted_attention(
         queries = queries - queries.mean(-1, keepdim=True)
         if autocast_dtype is not None:
             queries, x = queries.to(autocast_dtype), x.to(autocast_dtype)
-        options = scope, competes, window, with_attention
+        options = scope, softmax_scope, window, with_attention
         weighted_sum, total, attention, next_x = _InvertedAttention.apply(
             queries, offset.to(tokens.mean.dtype), x, tokens.mean, tokens.rstd, bias, weight, options
         )  # type: ignore[misc]
@@ -138,7 +138,7 @@ class _InvertedAttention(torch.autograd.Function):
         weight: Tensor | None,
         options: Any,
     ) -> Any:
-        scope, competes, window, with_attention = options
+        scope, softmax_scope, window, with_attention = options
         b, times, rows, wide = queries.shape
         # In fp32 at least: sums over all times of shares of one.
         weighted_sum, total = offset.new_zeros(b, times, rows, wide), torch.zeros_like(offset)
@@ -146,7 +146,9 @@ class _InvertedAttention(torch.autograd.Function):
         for s in range(times):
             query_times = _query_times(s, times, scope, window)
             raw = queries[:, query_times].flatten(1, 2) @ x[:, s].transpose(1, 2)
-            shares = _attention_weights(raw.view(b, -1, rows, x.shape[2]), offset, rstd, bias, s, query_times, competes)
+            shares = _attention_weights(
+                raw.view(b, -1, rows, x.shape[2]), offset, rstd, bias, s, query_times, softmax_scope
+            )
             if with_attention:
                 attention[:, s] = shares[:, s - query_times.start]
             if weight is not None:
@@ -156,7 +158,7 @@ class _InvertedAttention(torch.autograd.Function):
             weights = shares.mul_(rstd[:, s, None, None]).flatten(1, 2).to(x.dtype)
             weighted_sum[:, query_times] += (weights @ x[:, s]).view(b, -1, rows, wide)
         ctx.save_for_backward(queries, offset, x, mean, rstd, bias, weight)
-        ctx.how = scope, competes, window
+        ctx.how = scope, softmax_scope, window
         ctx.mark_non_differentiable(attention)
         ctx.set_materialize_grads(False)  # nobody may go on with x, and zeros of its size are what is spared
         return weighted_sum, total, attention, x
@@ -180,7 +182,7 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of `_Streamed`'s eight arguments, from the tensors that forward saved."""
     queries, offset, x, mean, rstd, bias, weight = saved
-    scope, competes, window = options
+    scope, softmax_scope, window = options
     b, times, rows, wide = queries.shape
     if d_weighted_sum is None:
         d_weighted_sum = torch.zeros_like(queries, dtype=offset.dtype)
@@ -199,13 +201,15 @@ def _gradients(
         )
         both = (stacked_rows[:, :-1] @ x[:, s].transpose(1, 2)).to(offset.dtype).view(b, 2, -1, rows, x.shape[2])
         raw, inner = both.unbind(1)
-        shares = _attention_weights(raw, offset, rstd, bias, s, query_times, competes)
+        shares = _attention_weights(raw, offset, rstd, bias, s, query_times, softmax_scope)
         d_shares = (inner * r).add_(d_total[:, query_times, :, None]).mul_(shares)
         if weight is not None and d_weight is not None:
             d_weight[query_times, s] += d_shares.sum((0, 3))
             d_shares = d_shares * weight[query_times, s, :, None]
         # A softmax's: shares * (gradient - its mean by shares), over all who compete for a token.
-        competitor_sum = d_shares.sum(2, keepdim=True) if competes == "time" else d_shares.sum((1, 2), keepdim=True)
+        competitor_sum = (
+            d_shares.sum(2, keepdim=True) if softmax_scope == "time" else d_shares.sum((1, 2), keepdim=True)
+        )
         d_logits = d_shares.addcmul_(shares, competitor_sum, value=-1)
         d_offset[:, query_times] += d_logits.sum(-1)
         if d_bias is not None:
@@ -234,11 +238,11 @@ def _query_times(s: int, times: int, scope: AttentionScope, window: int | None) 
 
 
 def _attention_weights(
-    raw: Tensor, offset: Tensor, rstd: Tensor, bias: Tensor | None, s: int, query_times: slice, competes: str
+    raw: Tensor, offset: Tensor, rstd: Tensor, bias: Tensor | None, s: int, query_times: slice, softmax_scope: str
 ) -> Tensor:
     """Products (b, t, R, N) with the tokens of frame `s` to what each row of the times that look takes of them, fp32 at least."""
     add = offset[:, query_times] if bias is None else offset[:, query_times] + bias[query_times, s]
     logits = torch.addcmul(add[..., None], raw.to(offset.dtype), rstd[:, s, None, None])
-    if competes == "time":
+    if softmax_scope == "time":
         return F.softmax(logits, dim=2)
     return F.softmax(logits.flatten(1, 2), dim=1).view(logits.shape)

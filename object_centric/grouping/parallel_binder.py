@@ -30,7 +30,7 @@ class ParallelBinder(nn.Module):
         self.config, c = config, config
         self.norm = nn.LayerNorm(c.width, eps=c.ln_eps)
         self.blocks = nn.ModuleList(BinderBlock(c, in_width) for _ in range(c.iterations))
-        if c.init == "learned":
+        if c.slot_init == "learned":
             self.learned = nn.Parameter(nn.init.trunc_normal_(torch.empty(c.slots, c.width)))
         else:
             # Keras' bound for (1, D), as slots that take turns begin.
@@ -44,7 +44,7 @@ class ParallelBinder(nn.Module):
     def init_slots(self, noise: Tensor | None, count: int) -> Tensor:
         """(b, K, D). Raises `ValueError` where slots are drawn and no noise was given."""
         c = self.config
-        if c.init == "learned":
+        if c.slot_init == "learned":
             return self.learned.expand(count, -1, -1)
         if noise is None:
             raise ValueError(f"slots begin at random: give noise (b, {c.slots}, {c.width})")
@@ -99,9 +99,9 @@ class BinderBlock(nn.Module):
         )
         hidden = self.binder.distance_width
         # Biases by distance in time, of the heads to tokens and of those across time; then the logarithms of weights.
-        num_outputs = c.heads + self.binder.heads + (c.heads if self.binder.fades else 0)
+        num_outputs = c.heads + self.binder.heads + (c.heads if self.binder.temporal_decay else 0)
         self.distance = nn.Sequential(
-            nn.Linear(2 * self.binder.octaves, hidden), nn.GELU(), nn.Linear(hidden, num_outputs)
+            nn.Linear(2 * self.binder.fourier_bands, hidden), nn.GELU(), nn.Linear(hidden, num_outputs)
         )
         for layer in (self.to_q, self.to_k, self.to_v):
             nn.init.xavier_uniform_(layer.weight)
@@ -121,7 +121,7 @@ class BinderBlock(nn.Module):
         Args:
             shared_slots: slots are the same at all times.  with_attention: give it, too; None otherwise.
         """
-        times, w = slots.shape[1], self.binder.window
+        times, w = slots.shape[1], self.binder.context_frames
         time_offsets = torch.arange(times, device=slots.device)
         time_offsets = time_offsets[None] - time_offsets[:, None]  # (time of a slot, time of what it sees)
         visible = (
@@ -159,12 +159,14 @@ class BinderBlock(nn.Module):
         c, binder = self.config, self.binder
         queries, offset = self.queries(slots)
         # What one head adds to all who compete for a token of one time changes no share; else it weighs them.
-        bias_matters = c.heads > 1 or binder.competes == "clip" or not binder.inverted
+        bias_matters = c.heads > 1 or binder.softmax_scope == "clip" or not binder.inverted
         slot_bias = bias.permute(1, 2, 0).repeat_interleave(c.slots, -1) if bias_matters else None
-        weight = log_decay.exp().permute(1, 2, 0).repeat_interleave(c.slots, -1) if binder.fades else None
+        weight = log_decay.exp().permute(1, 2, 0).repeat_interleave(c.slots, -1) if binder.temporal_decay else None
         scope: AttentionScope = "earlier" if binder.causal else "all"
         if not binder.inverted:
-            sums = softmax_attention(queries, tokens.x, c.ln_eps, slot_bias, scope, binder.window, with_attention)
+            sums = softmax_attention(
+                queries, tokens.x, c.ln_eps, slot_bias, scope, binder.context_frames, with_attention
+            )
             return self.values(sums.weighted_sum, sums.total), self._sum_over_heads(sums.attention), sums.x
         if shared_slots and slot_bias is None:
             # Equal queries take the same of a frame at all times: each frame once, and sums over the times that see it.
@@ -186,7 +188,15 @@ class BinderBlock(nn.Module):
             x = x.view_as(tokens.x)
         else:
             weighted_sum, total, attention, x = inverted_attention(
-                queries, offset, tokens, slot_bias, scope, binder.competes, binder.window, with_attention, weight
+                queries,
+                offset,
+                tokens,
+                slot_bias,
+                scope,
+                binder.softmax_scope,
+                binder.context_frames,
+                with_attention,
+                weight,
             )
         return self.values(weighted_sum, total), self._sum_over_heads(attention), x
 
@@ -220,13 +230,17 @@ class BinderBlock(nn.Module):
         if weight is not None:
             visible = torch.ones(weight.shape[:2], device=weight.device, dtype=weight.dtype)
             if self.binder.causal:
-                visible = visible.tril() if self.binder.window is None else visible.tril().triu(1 - self.binder.window)
+                visible = (
+                    visible.tril()
+                    if self.binder.context_frames is None
+                    else visible.tril().triu(1 - self.binder.context_frames)
+                )
             return torch.einsum(
                 "tsr,bsr...->btr...", (weight * visible[..., None]).to(frame_values.dtype), frame_values
             )
         if not self.binder.causal:
             return frame_values.sum(1, keepdim=True).expand_as(frame_values)
-        sums, w = frame_values.cumsum(1), self.binder.window
+        sums, w = frame_values.cumsum(1), self.binder.context_frames
         if w is None or w >= frame_values.shape[1]:
             return sums
         # Sums of all, less sums of what left the window: two running sums for any length of it.
@@ -237,8 +251,8 @@ class BinderBlock(nn.Module):
         b, dtype = self.binder, next(self.distance.parameters()).dtype
         # In fp32 at least: sines of a thousand in 16 bits are noise.
         exact = torch.promote_types(dtype, torch.float32)
-        period = 2.0 * b.longest - 1
-        octaves = 2.0 ** torch.arange(b.octaves, device=time_offsets.device, dtype=exact)
+        period = 2.0 * b.max_time_distance - 1
+        octaves = 2.0 ** torch.arange(b.fourier_bands, device=time_offsets.device, dtype=exact)
         angles = time_offsets[..., None].to(exact) * (octaves * 2 * math.pi / period)
         table = 2**0.5 * torch.cat([angles.sin(), angles.cos()], dim=-1)
         return self.distance(table.to(dtype)).movedim(-1, 0)

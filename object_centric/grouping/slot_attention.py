@@ -43,24 +43,24 @@ class SlotAttention(nn.Module):
         self.rounds = nn.ModuleList(
             SlotAttentionIteration(c, in_width) for _ in range(c.iterations if c.layers == "own" else 1)
         )
-        if c.init == "gaussian":
+        if c.slot_init == "gaussian":
             # Keras' glorot_uniform on (1, 1, D) counts D and 1; torch's own of that shape would count others.
             limit = (6 / (1 + c.width)) ** 0.5
             shape = (2, c.width) if c.ground else (c.width,)  # the ground's, and all others'
             self.mu, self.log_sigma = (nn.Parameter(torch.empty(shape).uniform_(-limit, limit)) for _ in range(2))
-        elif c.init != "given":
-            self.learned = nn.Parameter(torch.randn(1 if c.init == "same" else c.slots, c.width))
-        if c.gradient == "last" and not c.straight_through and c.init != "given":
+        elif c.slot_init != "given":
+            self.learned = nn.Parameter(torch.randn(1 if c.slot_init == "same" else c.slots, c.width))
+        if c.gradient == "last" and not c.straight_through and c.slot_init != "given":
             # No gradient reaches the initial slots. Frozen, they are counted as such, and DDP does not wait for their gradients.
-            for parameter in (self.mu, self.log_sigma) if c.init == "gaussian" else (self.learned,):
+            for parameter in (self.mu, self.log_sigma) if c.slot_init == "gaussian" else (self.learned,):
                 parameter.requires_grad_(False)
 
     def init_slots(self, shape: torch.Size, noise: Tensor | None) -> Tensor:
         """(…, K, D): what the slots begin as. Raises `ValueError` where they are drawn and no noise was given, or are given and were not."""
         c = self.config
-        if c.init == "given":
-            raise ValueError("init=given: slots begin as `first`, (…, K, D)")
-        if c.init != "gaussian":
+        if c.slot_init == "given":
+            raise ValueError("slot_init=given: slots begin as `first`, (…, K, D)")
+        if c.slot_init != "gaussian":
             return self.learned.expand(*shape, c.slots, c.width)
         if noise is None:
             raise ValueError(f"slots begin at random: give noise (…, {c.slots}, {c.width})")

@@ -22,17 +22,17 @@ from .transport_config import TransportConfig
 # tf_inv_osrt: its B.1, with the norms of Tsai et al. 2020 and Dehghani et al. 2023, which it has on OSRT alone.
 # sa_sinkhorn, sa_emd, sa_me: papers/slot-attention-optimal-transport.txt; mesh: its later code, davzha/MESH.
 # psb: papers/parallel-spatiotemporal-binder.txt, NVlabs/PSB.
-# mlp_times: hidden units of the MLP as a multiple of width.
+# mlp_ratio: hidden units of the MLP as a multiple of width.
 PRESETS: dict[str, dict[str, Any]] = {
     "sa2020": {"ln_eps": 1e-3, "renorm": "entry", "renorm_eps": 1e-8, "gru": "keras", "mlp_width": 128},
     "savi": {"ln_eps": 1e-6, "renorm": "sum", "renorm_eps": 1e-8, "gru": "flax", "mlp_width": 0, "iterations": 1},
     "isa": {"ln_eps": 1e-6, "renorm": "sum", "renorm_eps": 1e-8, "gru": "flax", "mlp_width": 128},
-    "slate": {"softmax_over": "slots_heads", "mlp_times": 1},
-    "steve": {"softmax_over": "slots_heads", "mlp_times": 1, "mlp_last": False, "iterations": 2},
-    "oclf": {"softmax_over": "slots_heads", "mlp_times": 4},
-    "videosaur": {"gru_on_normed": True, "mlp_times": 4},
-    "boqsa": {"renorm": "sum", "renorm_eps": 1.0, "init": "learned", "gradient": "last", "straight_through": True, "mlp_times": 4},
-    "vqvfm": {"renorm": "sum", "renorm_eps": 1e-5, "init": "learned", "gradient": "last", "straight_through": True, "activation": "gelu", "mlp_times": 4},
+    "slate": {"softmax_over": "slots_heads", "mlp_ratio": 1},
+    "steve": {"softmax_over": "slots_heads", "mlp_ratio": 1, "mlp_last": False, "iterations": 2},
+    "oclf": {"softmax_over": "slots_heads", "mlp_ratio": 4},
+    "videosaur": {"gru_on_normed": True, "mlp_ratio": 4},
+    "boqsa": {"renorm": "sum", "renorm_eps": 1.0, "slot_init": "learned", "gradient": "last", "straight_through": True, "mlp_ratio": 4},
+    "vqvfm": {"renorm": "sum", "renorm_eps": 1e-5, "slot_init": "learned", "gradient": "last", "straight_through": True, "activation": "gelu", "mlp_ratio": 4},
     "sa": {"mlp_width": 128},
     "sa_nogru": {"gru": "none", "mlp_width": 128},
     "sa_id": {"gradient": "last", "mlp_width": 128},
@@ -45,10 +45,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sa_me": {"transport": {"entropy_steps": 4}, "renorm": "none", "mlp_width": 128},
     "psb": {
         "binder": {}, "softmax_over": "slots_heads", "renorm": "sum", "renorm_eps": 1e-5, "gru": "none", "layers": "own",
-        "init": "learned", "activation": "gelu", "mlp_times": 4, "out_proj": True,
+        "slot_init": "learned", "activation": "gelu", "mlp_ratio": 4, "out_proj": True,
     },
-    "pooled": {"pooled": {}, "gru": "none", "init": "learned"},
-    "mesh": {"transport": {"entropy_steps": 4, "cost": "cdist", "takes": "learned"}, "renorm": "none", "mlp_width": 128},
+    "pooled": {"pooled": {}, "gru": "none", "slot_init": "learned"},
+    "mesh": {"transport": {"entropy_steps": 4, "cost": "cdist", "slot_marginal": "learned"}, "renorm": "none", "mlp_width": 128},
 }  # fmt: skip
 
 
@@ -82,7 +82,7 @@ class SlotAttentionConfig(Frozen):
     mlp_last: bool = setting(True, "the MLP runs in the last iteration too")
     out_proj: bool = setting(False, "a linear layer behind the values, as more than one head of savi's has")
     layers: Literal["shared", "own"] = setting("shared", "one set of weights for all iterations, or one for each")
-    init: Literal["gaussian", "learned", "same", "given"] = setting(
+    slot_init: Literal["gaussian", "learned", "same", "given"] = setting(
         "gaussian",
         "first slots: drawn from one learned Gaussian, learned one by one, one that is learned for all; given: by a hint of a video's first frame",
     )
@@ -124,7 +124,7 @@ class SlotAttentionConfig(Frozen):
             raise ValueError(f"preset={name}: {did_you_mean(name, PRESETS)}")
         # By the width that the recipe names: a preset has no width of its own.
         preset_values = dict(PRESETS[name])
-        if (times := preset_values.pop("mlp_times", None)) and isinstance(data.get("width", 64), int):
+        if (times := preset_values.pop("mlp_ratio", None)) and isinstance(data.get("width", 64), int):
             preset_values["mlp_width"] = times * data.get("width", 64)
         for part in ("transport", "binder", "pooled"):
             inner = data.get(part)
@@ -150,16 +150,16 @@ class SlotAttentionConfig(Frozen):
             raise ValueError(
                 f"qkv_width={self.qkv} is not width={self.width}, to which values are added; set out_proj, or a gru"
             )
-        if self.ground and (self.slots < 2 or self.pooled is not None or self.init in ("same", "given")):
+        if self.ground and (self.slots < 2 or self.pooled is not None or self.slot_init in ("same", "given")):
             raise ValueError(
-                f"ground: has one slot beside others, and begins as it is learned (slots={self.slots}, init={self.init}); "
+                f"ground: has one slot beside others, and begins as it is learned (slots={self.slots}, slot_init={self.slot_init}); "
                 "take two or more, init gaussian or learned, and not preset pooled"
             )
         if self.straight_through and self.gradient == "all":
             raise ValueError("straight_through: is of gradient=last")
-        if self.init == "same" and not (self.transport and self.transport.entropy_steps and self.transport.noise):
+        if self.slot_init == "same" and not (self.transport and self.transport.entropy_steps and self.transport.noise):
             raise ValueError(
-                "init=same: equal slots stay equal; it needs transport.entropy_steps and noise to break ties"
+                "slot_init=same: equal slots stay equal; it needs transport.entropy_steps and noise to break ties"
             )
         if self.transport is not None and (self.heads, self.softmax_over, self.renorm, self.kv) != (
             1,
@@ -194,14 +194,18 @@ class SlotAttentionConfig(Frozen):
             raise ValueError(
                 f"binder.heads={binder.heads}: has to divide width={self.width}, and mlp_width={self.mlp_width} to be above 0"
             )
-        if not binder.inverted and (binder.competes == "clip" or binder.fades):
-            raise ValueError("binder.inverted=false: nobody competes for a token; leave competes and fades away")
-        if binder.window is not None and not binder.causal:
+        if not binder.inverted and (binder.softmax_scope == "clip" or binder.temporal_decay):
             raise ValueError(
-                f"binder.window={binder.window}: is of the last times, and causal=false sees later ones, too"
+                "binder.inverted=false: nobody competes for a token; omit softmax_scope and temporal_decay"
             )
-        if self.init in ("same", "given"):
-            raise ValueError(f"init={self.init}: slots of a binder are learned or drawn; use learned or gaussian")
+        if binder.context_frames is not None and not binder.causal:
+            raise ValueError(
+                f"binder.context_frames={binder.context_frames}: is of the last times, and causal=false sees later ones, too"
+            )
+        if self.slot_init in ("same", "given"):
+            raise ValueError(
+                f"slot_init={self.slot_init}: slots of a binder are learned or drawn; use learned or gaussian"
+            )
 
     def _check_pooled_options(self, pooled: PooledConfig) -> None:
         """Raise `ValueError` where slots are no square, or heads do not divide them."""
@@ -209,7 +213,7 @@ class SlotAttentionConfig(Frozen):
             raise ValueError(f"slots={self.slots}: squares of a picture are pooled; give a square number, such as 16")
         if self.width % pooled.heads:
             raise ValueError(f"pooled.heads={pooled.heads}: does not divide width={self.width}")
-        if self.binder is not None or self.transport is not None or self.gru != "none" or self.init != "learned":
+        if self.binder is not None or self.transport is not None or self.gru != "none" or self.slot_init != "learned":
             raise ValueError("pooled: nothing is attended to or drawn; leave binder, transport, gru and init away")
         if self.qk_norm or self.renorm != "entry":
             raise ValueError("pooled: has no queries and no shares; leave qk_norm and renorm away")

@@ -42,7 +42,7 @@ class Transport(nn.Module):
                 f"grouping.transport.exact={config.exact}: needs POT; pip install -e '.[transport]' in sparo's checkout"
             )
         self.gives = _scored(in_width, config.hidden)
-        if config.takes == "learned":
+        if config.slot_marginal == "learned":
             self.takes = _scored(width, config.hidden)
         if config.learn_rate:
             self.rate = nn.Parameter(torch.tensor(config.entropy_rate))
@@ -53,7 +53,7 @@ class Transport(nn.Module):
         """Queries (b, K, d) of slots (b, K, D) to how much each takes of the tokens, (b, K, N) in fp32 at least."""
         c = self.config
         # Linear layers run as the rest of the model does, whose weights an engine may hold in bf16.
-        slot_scores = self.takes(normed)[..., 0] if c.takes == "learned" else None
+        slot_scores = self.takes(normed)[..., 0] if c.slot_marginal == "learned" else None
         similarity = self._slot_similarity(normed) if c.regulariser else None
         with torch.autocast(queries.device.type, enabled=False):  # exponents of small differences
             queries, keys, log_a = (

@@ -18,7 +18,7 @@ class TransportConfig(Frozen):
     cost_scale: float = setting(
         1.0, "what costs are multiplied by, one over the temperature (code: 6 for cosine)", gt=0
     )
-    takes: Literal["one", "learned"] = setting(
+    slot_marginal: Literal["one", "learned"] = setting(
         "one", "what a slot takes: as much as every other (paper), or a learned share (code); tokens' is learned"
     )
     hidden: int | None = setting(

@@ -16,26 +16,28 @@ _MIN_USED_SHARE = 0.005  # share of an image's pixels below which a slot drew no
 class SlotCollapseConfig(Frozen):
     """When the loop warns that slots do not share images among them."""
 
-    after: float = setting(
+    start_fraction: float = setting(
         0.2, "share of the steps before which slots may still break up, and nothing is said", ge=0, le=1
     )
-    used: float = setting(1.5, "slots that draw something, mean over images: below it one slot draws everything", ge=0)
-    sharp: float = setting(
+    min_slots_used: float = setting(
+        1.5, "slots that draw something, mean over images: below it one slot draws everything", ge=0
+    )
+    min_sharpness: float = setting(
         0.05, "1 less the entropy of a pixel's shares: below it all slots draw everything", ge=0, le=1
     )
-    fixed: float = setting(
+    max_fixity: float = setting(
         0.8, "how much masks' borders run at the same places in all images: above it they are a grid or cells", ge=0
     )
 
     def check_health(self, metrics: Mapping[str, float], fraction_done: float) -> str | None:
         """What is wrong with these averaged facts at this share of the steps; None where nothing is."""
-        if fraction_done < self.after:
+        if fraction_done < self.start_fraction:
             return None
-        if metrics.get("slots_used", self.used) < self.used:
+        if metrics.get("slots_used", self.min_slots_used) < self.min_slots_used:
             return f"one slot draws nearly everything (slots_used {metrics['slots_used']:.2f}); try another seed, or a lower optim.lr"
-        if metrics.get("mask_sharpness", self.sharp) < self.sharp:
+        if metrics.get("mask_sharpness", self.min_sharpness) < self.min_sharpness:
             return f"all slots draw the same (mask_sharpness {metrics['mask_sharpness']:.3f}); try another seed, or more steps"
-        if metrics.get("mask_fixity", 0.0) > self.fixed:
+        if metrics.get("mask_fixity", 0.0) > self.max_fixity:
             return f"masks hardly depend on the image (mask_fixity {metrics['mask_fixity']:.2f}); try another seed, or a weaker decoder"
         return None
 

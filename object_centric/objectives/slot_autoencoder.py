@@ -78,7 +78,9 @@ class SlotAutoencoder(Objective):
         side, slots = m.encoder.side(m.image_size), m.grouping.slots
         num_positions = m.decoder.side(m.target_side) ** 2
         # A convolution's width times what upsampling multiplies its area by; a perceptron's widths are written once per pixel.
-        wide = m.decoder.channels * 4 ** (m.decoder.ups + 1) if m.decoder.kind == "cnn" else sum(m.decoder.hidden)
+        wide = (
+            m.decoder.channels * 4 ** (m.decoder.num_upsample + 1) if m.decoder.kind == "cnn" else sum(m.decoder.hidden)
+        )
         written = m.encoder.cost(m.image_size) + slots * num_positions * wide
         return Footprint({"image": side**2}, [], m.grouping.slots * m.grouping.width, 0, written)
 

@@ -66,9 +66,9 @@ class SlotTowerConfig(Frozen):
                 raise ValueError(
                     "transformer: features that see each other are of no place, which a frame shifts; set frame or transformer to null"
                 )
-        if self.grouping.init == "given" and not self.accepts_hint:
+        if self.grouping.slot_init == "given" and not self.accepts_hint:
             raise ValueError(
-                "grouping.init=given: is of videos with a hint (objective.kind=video_slots); use learned or gaussian"
+                "grouping.slot_init=given: is of videos with a hint (objective.kind=video_slots); use learned or gaussian"
             )
         if self.grouping.pooled is not None and not self.accepts_hint:
             raise ValueError("grouping.preset=pooled: is of videos (objective.kind=video_slots)")

@@ -64,7 +64,7 @@ def from_mesh(text: str) -> SlotEncoder:
             "decoder": {
                 "kind": "cnn",
                 "channels": t["decoder.2.weight"].shape[1],
-                "ups": 0,
+                "num_upsample": 0,
                 "convs": 3,
                 "out_kernel": last.shape[-1],
             },

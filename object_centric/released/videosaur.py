@@ -86,7 +86,7 @@ def from_videosaur(text: str) -> GroupingEncoder | TimedGroupingEncoder:
         t.into(model)
         slot_encoder = GroupingEncoder(model, signed=False, label=t.label)
     else:
-        tree |= {"predictor": predictor, "first_turns": options.iterations}
+        tree |= {"predictor": predictor, "first_iterations": options.iterations}
         tower_model = TowerModel(resolve(TimedTowerConfig, tree, t.label))
         # In a model of videos one round over slots is a part of the step from frame to frame.
         corrector_tensors = {

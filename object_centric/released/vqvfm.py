@@ -50,7 +50,7 @@ def from_vqvfm(text: str) -> GroupingEncoder:
     last = _last(t, "aggregat.ffn")
     grouping(t, "aggregat", {**_NAMES, "ffn.0": "rounds.0.mlp.0", f"ffn.{last}": "rounds.0.mlp.2"})
     knobs = {"preset": "vqvfm", "width": width, "iterations": options.iterations, "mlp_width": mlp}
-    if begin["init"] != "learned":
+    if begin["slot_init"] != "learned":
         knobs |= {"gradient": "all", "straight_through": False}
     config = resolve(
         SlotTowerConfig,

@@ -156,13 +156,13 @@ def read_slot_init(
         value = t[learned].reshape(-1, t[learned].shape[-1])
         unspecified.set_from_file("slots", len(value))
         t.give("grouping.learned", value.clone(), learned)
-        return {"init": "learned", "slots": len(value)}
+        return {"slot_init": "learned", "slots": len(value)}
     # A mean per slot is another way to begin, and would be read as one for all.
     if t[mean].numel() > t[mean].shape[-1]:
         raise CheckpointError(f"{t.label}: {mean} is of another kind than this reader knows")
     for name, ours in ((mean, "mu"), (deviation, "log_sigma")):
         t.give(f"grouping.{ours}", t[name].reshape(-1).clone(), name)
-    return {"init": "gaussian"}
+    return {"slot_init": "gaussian"}
 
 
 def vit(t: Tensors, prefix: str, heads: int | None, final_norm: bool, shrink: float = 1.0) -> dict[str, Any]:
@@ -182,12 +182,12 @@ def vit(t: Tensors, prefix: str, heads: int | None, final_norm: bool, shrink: fl
         "heads": heads or max(width // 64, 1),
         "hidden": t[f"{prefix}.blocks.0.mlp.fc1.weight"].shape[0],
         "patch": patch,
-        "native": t.square(places if without_cls else places - 1, "pos_embed"),
+        "pretrain_grid_size": t.square(places if without_cls else places - 1, "pos_embed"),
         "registers": registers,
-        "class_place": not without_cls,
+        "class_pos_embed": not without_cls,
         "layer_scale": f"{prefix}.blocks.0.ls1.gamma" in t,
         "final_norm": final_norm,
-        "shrink": shrink,
+        "input_scale": shrink,
     }
     t.take(prefix, "encoder.vit")
     return block

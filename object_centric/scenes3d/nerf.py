@@ -33,7 +33,9 @@ class NerfConfig(Frozen):
         examples=[[[-6, -6, 0], [6, 6, 2]]],
     )
     reach: float = setting(10.0, "the largest coordinate: half the period of the slowest sine of a point", gt=0)
-    octaves: int = setting(8, "sines and cosines of each coordinate, each of half the last one's period", gt=0, le=30)
+    fourier_bands: int = setting(
+        8, "sines and cosines of each coordinate, each of half the last one's period", gt=0, le=30
+    )
     width: int | None = setting(None, "of the perceptrons; default: the slots'", gt=0, examples=[192])
     density: Density = setting(
         "softplus",
@@ -43,7 +45,7 @@ class NerfConfig(Frozen):
     sky: bool = setting(False, "a colour by direction alone, behind everything")
     shadows: bool = setting(False, "fields darken each other's colours where they throw shadows")
     background: bool = setting(False, "the first slot is the ground's: its density has a perceptron of its own (uORF)")
-    most_numbers: int = setting(
+    max_activations: int = setting(
         1 << 27, "floats that points drawn at once may write; more rays are drawn in turns, so memory has a bound", gt=0
     )
 
@@ -63,8 +65,8 @@ class Nerf(RayDecoder):
     def __init__(self, config: NerfConfig, width: int):
         super().__init__()
         self.config, c = config, config
-        wide, embed_width = c.width or width, 6 * c.octaves
-        self.most_numbers = c.most_numbers
+        wide, embed_width = c.width or width, 6 * c.fourier_bands
+        self.max_activations = c.max_activations
         self.take = nn.Identity() if wide == width else nn.Linear(width, wide)
         self.objects = Field(wide, embed_width, c.shadows, c.density)
         self.ground = Field(wide, embed_width, c.shadows, c.density) if c.background else None
@@ -99,8 +101,8 @@ class Nerf(RayDecoder):
         distances = near[..., None] + (number + jitter) / (c.bins + 1) * (far - near)[..., None]
         positions = rays.origins[:, :, None] + distances[..., :-1, None] * rays.directions[:, :, None]
         return Points(
-            positional_encoding(positions, c.octaves, c.reach),
-            positional_encoding(rays.directions, c.octaves, 1.0),
+            positional_encoding(positions, c.fourier_bands, c.reach),
+            positional_encoding(rays.directions, c.fourier_bands, 1.0),
             distances,
         )
 

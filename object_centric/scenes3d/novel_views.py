@@ -100,7 +100,7 @@ class NovelViews(Objective):
         with torch.device("meta"):  # sizes alone
             each = m.decoder.build(m.grouping.width).numbers(slots)
         # A decoder that takes turns keeps one of them.
-        written = times * v.shown * m.encoder.cost(m.image_size) + min(rays * each, m.decoder.most_numbers // batch)
+        written = times * v.shown * m.encoder.cost(m.image_size) + min(rays * each, m.decoder.max_activations // batch)
         tokens = times * v.shown * m.encoder.side(m.image_size) ** 2
         return Footprint({"views": tokens, "rays": rays}, [], times * slots * m.grouping.width, 0, written)
 

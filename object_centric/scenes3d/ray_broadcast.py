@@ -22,7 +22,7 @@ class RayBroadcastConfig(RayEmbeddingConfig):
         (1536, 1536, 1536), "hidden units of each layer (OSRT's)", min_length=1
     )
     bounded: bool = setting(False, "colours go through a sigmoid")
-    most_numbers: int = setting(
+    max_activations: int = setting(
         1 << 27, "floats that rays drawn at once may write; more are drawn in turns, so memory has a bound", gt=0
     )
 
@@ -34,7 +34,7 @@ class RayBroadcast(RayDecoder):
     def __init__(self, config: RayBroadcastConfig, width: int):
         super().__init__()
         self.config, c = config, config
-        self.most_numbers = c.most_numbers
+        self.max_activations = c.max_activations
         # The first layer of both, in two: rays' part is made once for all slots, slots' part once for all rays.
         self.of_ray, self.of_slot = nn.Linear(c.embed_width, c.hidden[0]), nn.Linear(width, c.hidden[0], bias=False)
         layers = [m for a, b in zip(c.hidden, c.hidden[1:], strict=False) for m in (nn.Linear(a, b), nn.ReLU())]

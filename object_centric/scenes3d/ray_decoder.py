@@ -24,11 +24,11 @@ class RenderedRays(NamedTuple):
 class RayDecoder(nn.Module, ABC):
     """Slots (n, K, D) and rays to what is drawn.
 
-    `others`: names of layers behind the slots' in `shares`.  `most_numbers`: floats that one call may write; more rays are drawn in turns.
+    `others`: names of layers behind the slots' in `shares`.  `max_activations`: floats that one call may write; more rays are drawn in turns.
     """
 
     others: tuple[str, ...] = ()
-    most_numbers = 1 << 27  # half a GB of fp32
+    max_activations = 1 << 27  # half a GB of fp32
 
     @abstractmethod
     def numbers(self, slots: int) -> int:
@@ -40,7 +40,7 @@ class RayDecoder(nn.Module, ABC):
 
     def max_rays(self, slots: Tensor) -> int:
         """Rays of every row that are drawn at once."""
-        return max(1, self.most_numbers // max(1, self.numbers(slots.shape[1]) * len(slots)))
+        return max(1, self.max_activations // max(1, self.numbers(slots.shape[1]) * len(slots)))
 
     def precompute(self, slots: Tensor) -> Any:
         """What all rays of the slots share; default: nothing."""
@@ -51,7 +51,7 @@ class RayDecoder(nn.Module, ABC):
         """Every slot on white, as if there were no other where a decoder can say that, else by its share: (n, R, K, 3) colours."""
 
     def forward(self, slots: Tensor, rays: Rays) -> RenderedRays:
-        """All rays, in turns of as many as `most_numbers` allows; with gradients, what a turn writes is made again in backward where there
+        """All rays, in turns of as many as `max_activations` allows; with gradients, what a turn writes is made again in backward where there
         are several."""
         slot_cache, count = self.precompute(slots), rays.origins.shape[1]
         num_chunks = -(-count // self.max_rays(slots))

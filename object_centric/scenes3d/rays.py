@@ -121,7 +121,7 @@ class RayPointsConfig(Frozen):
     reach: float = setting(
         10.0, "the largest coordinate: half the period of the slowest sine; places are held in it", gt=0
     )
-    octaves: int = setting(
+    fourier_bands: int = setting(
         6, "sines and cosines of each coordinate beside itself, each of half the last one's period", ge=0, le=30
     )
 
@@ -135,7 +135,7 @@ class RayPointsConfig(Frozen):
 
     @property
     def width(self) -> int:
-        return self.count * (3 if self.by == "distance" else 2) * (1 + 2 * self.octaves)
+        return self.count * (3 if self.by == "distance" else 2) * (1 + 2 * self.fourier_bands)
 
     def embed(self, origins: Tensor, directions: Tensor) -> Tensor:
         """Rays (…, 3) to what is told of them, (…, width)."""
@@ -147,15 +147,15 @@ class RayPointsConfig(Frozen):
         at = origins[..., None, :] + places[..., None] * directions[..., None, :]
         at = (at[..., :2] if self.by == "height" else at).clamp(-self.reach, self.reach)
         return torch.cat(
-            [at.flatten(-2) / self.reach, positional_encoding(at, self.octaves, self.reach).flatten(-2)], dim=-1
+            [at.flatten(-2) / self.reach, positional_encoding(at, self.fourier_bands, self.reach).flatten(-2)], dim=-1
         )
 
 
 class RayEmbeddingConfig(Frozen):
     """What decoders of whole rays are told of one."""
 
-    octaves: int = setting(15, "sines of a ray's origin and direction", gt=0, le=30)
-    start_octave: int = setting(0, "of origins, whose range is the scene's", ge=-20, le=20)
+    fourier_bands: int = setting(15, "sines of a ray's origin and direction", gt=0, le=30)
+    fourier_start: int = setting(0, "of origins, whose range is the scene's", ge=-20, le=20)
     points: RayPointsConfig | None = setting(
         None,
         "places along a ray, told in place of its origin and direction; null: none",
@@ -164,11 +164,11 @@ class RayEmbeddingConfig(Frozen):
 
     @property
     def embed_width(self) -> int:
-        return 12 * self.octaves if self.points is None else self.points.width
+        return 12 * self.fourier_bands if self.points is None else self.points.width
 
     def embed(self, rays: Rays) -> Tensor:
         """(n, R, embed_width)."""
         with torch.autocast(rays.origins.device.type, enabled=False):
             if self.points is not None:
                 return self.points.embed(rays.origins, rays.directions)
-            return ray_fourier_features(rays.origins, rays.directions, self.octaves, self.start_octave)
+            return ray_fourier_features(rays.origins, rays.directions, self.fourier_bands, self.fourier_start)

@@ -39,9 +39,9 @@ class SceneTowerConfig(Frozen):
     def _check_options(self) -> Self:
         g = self.grouping
         self.encoder.refuse_side(self.image_size)
-        if g.transport is not None or g.pooled is not None or g.init == "given":
+        if g.transport is not None or g.pooled is not None or g.slot_init == "given":
             raise ValueError(
-                "grouping: transport, pooled and init=given are of images and videos; use another preset or init"
+                "grouping: transport, pooled and slot_init=given are of images and videos; use another preset or init"
             )
         if self.predictor is not None:
             if g.binder is not None or not self.over_time:

@@ -23,8 +23,8 @@ from .rays import RayEmbeddingConfig, Rays
 
 # osrt: stelzner/osrt, decoder.py.  psb: papers/parallel-spatiotemporal-binder, D.4.4 and Table 12.
 PRESETS: dict[str, dict[str, Any]] = {
-    "psb": {"query": "linear", "query_hidden": None, "blocks": 3, "heads": 4, "mlp_times": 4, "layers": "residual", "depth": 4},
-    "osrt": {"query": "octaves", "query_hidden": 360, "blocks": 2, "heads": 12, "mlp_times": 2, "layers": "plain", "depth": 4, "activation": "leaky_relu"},
+    "psb": {"query": "linear", "query_hidden": None, "blocks": 3, "heads": 4, "mlp_ratio": 4, "layers": "residual", "depth": 4},
+    "osrt": {"query": "octaves", "query_hidden": 360, "blocks": 2, "heads": 12, "mlp_ratio": 2, "layers": "plain", "depth": 4, "activation": "leaky_relu"},
 }  # fmt: skip
 
 
@@ -41,7 +41,7 @@ class SlotMixerConfig(RayEmbeddingConfig):
     )
     blocks: int = setting(3, "of the allocation Transformer", gt=0, le=100)
     heads: int = setting(4, "of its attention", gt=0)
-    mlp_times: int = setting(4, "hidden units of its perceptrons, times the slots' width", gt=0)
+    mlp_ratio: int = setting(4, "hidden units of its perceptrons, times the slots' width", gt=0)
     layers: Literal["residual", "plain"] = setting(
         "residual", "rendering MLP: residual blocks with norms, or plain linear layers"
     )
@@ -50,7 +50,7 @@ class SlotMixerConfig(RayEmbeddingConfig):
     )
     depth: int = setting(4, "blocks, or layers before the last", gt=0, le=100)
     bounded: bool = setting(True, "apply a sigmoid to colours")
-    most_numbers: int = setting(
+    max_activations: int = setting(
         1 << 27, "floats that rays drawn at once may write; more are drawn in turns, so memory has a bound", gt=0
     )
 
@@ -96,7 +96,7 @@ class SlotMixer(RayDecoder):
         self.config, c = config, config
         if width % c.heads:
             raise ValueError(f"decoder.heads={c.heads}: does not divide the slots' width {width}")
-        self.most_numbers, embed_width = c.most_numbers, c.embed_width
+        self.max_activations, embed_width = c.max_activations, c.embed_width
         own = embed_width if c.query == "octaves" else width
         self.state = nn.Identity() if c.query == "octaves" else nn.Linear(embed_width, own)
         self.query = (
@@ -104,7 +104,7 @@ class SlotMixer(RayDecoder):
             if c.query_hidden
             else nn.Identity()
         )
-        self.blocks = nn.ModuleList(AllocationBlock(own, width, c.heads, c.mlp_times * width) for _ in range(c.blocks))
+        self.blocks = nn.ModuleList(AllocationBlock(own, width, c.heads, c.mlp_ratio * width) for _ in range(c.blocks))
         self.to_q, self.to_k = nn.Linear(own, width, bias=False), nn.Linear(width, width, bias=False)
         if c.layers == "residual":
             self.draw = ResidualBlocks(width, c.depth)
@@ -118,7 +118,7 @@ class SlotMixer(RayDecoder):
 
     def numbers(self, slots: int) -> int:
         c, width = self.config, self.to_k.in_features
-        return c.blocks * (2 * c.mlp_times * width + 4 * self.to_q.in_features) + 4 * c.depth * width
+        return c.blocks * (2 * c.mlp_ratio * width + 4 * self.to_q.in_features) + 4 * c.depth * width
 
     def precompute(self, slots: Tensor) -> SlotCache:
         width = slots.shape[-1]

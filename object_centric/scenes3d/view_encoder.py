@@ -21,12 +21,12 @@ from ..encoders.transformer import TransformerConfig
 from .rays import RayPointsConfig, ray_fourier_features
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "slsr": {"layers": "residual", "channels": 192, "width": 192, "halvings": 1, "transformer": {"preset": "slsr"}},
+    "slsr": {"layers": "residual", "channels": 192, "width": 192, "num_downsample": 1, "transformer": {"preset": "slsr"}},
     "osrt": {
-        "layers": "plain", "channels": 96, "width": 768, "halvings": 3, "octaves": 15, "start_octave": -5, "transformer": {"preset": "osrt"}
+        "layers": "plain", "channels": 96, "width": 768, "num_downsample": 3, "fourier_bands": 15, "fourier_start": -5, "transformer": {"preset": "osrt"}
     },
     "srt": {
-        "layers": "plain", "channels": 96, "width": 768, "halvings": 4, "octaves": 15, "start_octave": -5, "embedded": 16,
+        "layers": "plain", "channels": 96, "width": 768, "num_downsample": 4, "fourier_bands": 15, "fourier_start": -5, "pos_embed_size": 16,
         "transformer": {"preset": "srt"}
     },
 }  # fmt: skip
@@ -41,13 +41,13 @@ class ViewEncoderConfig(Frozen):
         "of a halving. residual: two blocks with norms, then a convolution of stride 2 (PSB); plain: two convolutions of 3 pixels (SRT)",
     )
     channels: int = setting(192, "of the convolutions; of plain ones the first, which double at each halving", gt=0)
-    halvings: int = setting(1, "how often the picture's side is halved", ge=0, le=8)
+    num_downsample: int = setting(1, "how often the picture's side is halved", ge=0, le=8)
     width: int = setting(192, "of the features", gt=0)
-    octaves: int = setting(
+    fourier_bands: int = setting(
         0, "sines of rays' origins and directions in place of them as they are; 0: none", ge=0, le=30
     )
-    start_octave: int = setting(0, "of origins, whose range is the scene's", ge=-20, le=20)
-    embedded: int | None = setting(
+    fourier_start: int = setting(0, "of origins, whose range is the scene's", ge=-20, le=20)
+    pos_embed_size: int | None = setting(
         None,
         "features a side of the largest view: each place has a learned embedding, the first view another, and so have the others (SRT); null: none",
         gt=0,
@@ -68,7 +68,7 @@ class ViewEncoderConfig(Frozen):
     def _apply_preset(cls, data: Any) -> Any:
         if not isinstance(data, dict) or not isinstance(data.get("preset", "slsr"), str):
             return data
-        if data.get("preset") == "srt" and cls.model_fields.keys() - data.keys() == {"embedded"}:
+        if data.get("preset") == "srt" and cls.model_fields.keys() - data.keys() == {"pos_embed_size"}:
             # A run's record, which has every key of its time: OSRT's sizes were called so then.
             inner = data.get("transformer")
             data = {**data, "preset": "osrt"}
@@ -86,9 +86,9 @@ class ViewEncoderConfig(Frozen):
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
-        if self.points is not None and self.octaves:
+        if self.points is not None and self.fourier_bands:
             raise ValueError(
-                f"octaves={self.octaves}: rays are told of by places (points) or by octaves; set one of them"
+                f"fourier_bands={self.fourier_bands}: rays are told of by places (points) or by octaves; set one of them"
             )
         if self.transformer is not None:
             self.transformer.refuse_width(self.width, "transformer")
@@ -96,28 +96,28 @@ class ViewEncoderConfig(Frozen):
 
     def refuse_side(self, image_size: int) -> None:
         """Raise `ValueError` where a view has more features a side than have an embedding."""
-        if self.embedded is not None and self.side(image_size) > self.embedded:
+        if self.pos_embed_size is not None and self.side(image_size) > self.pos_embed_size:
             raise ValueError(
-                f"encoder.embedded={self.embedded}: image_size={image_size} has {self.side(image_size)} features a side; set it to that or more"
+                f"encoder.pos_embed_size={self.pos_embed_size}: image_size={image_size} has {self.side(image_size)} features a side; set it to that or more"
             )
 
     def side(self, image_size: int) -> int:
         """Features per side of a view."""
-        for _ in range(self.halvings):
+        for _ in range(self.num_downsample):
             image_size = -(-image_size // 2)
         return image_size
 
     @property
     def in_channels(self) -> int:
         """Planes of a view: colours and what is told of rays."""
-        return 3 if self.points is not None else 3 + (12 * self.octaves or 6)
+        return 3 if self.points is not None else 3 + (12 * self.fourier_bands or 6)
 
     def cost(self, image_size: int) -> int:
         """Numbers that a view's layers write."""
         total = 0
-        for number in range(self.halvings + 1):
+        for number in range(self.num_downsample + 1):
             wide = self.channels * 2**number if self.layers == "plain" else 4 * self.channels
-            total += wide * self.side(image_size) ** 2 * 4 ** (self.halvings - number)
+            total += wide * self.side(image_size) ** 2 * 4 ** (self.num_downsample - number)
         return total
 
     def build(self) -> nn.Module:
@@ -137,15 +137,15 @@ class ViewEncoder(nn.Module):
         if c.layers == "residual":
             self.stem = nn.Conv2d(c.in_channels, c.channels, 5, padding=2)
             blocks.append(nn.GroupNorm(1, c.channels))
-            for number in range(c.halvings + 1):
+            for number in range(c.num_downsample + 1):
                 blocks += [_Residual(c.channels), _Residual(c.channels)]
-                if number < c.halvings:
+                if number < c.num_downsample:
                     blocks += [nn.GroupNorm(1, c.channels), nn.Conv2d(c.channels, c.channels, 5, 2, 2)]
             wide = c.channels
         else:
             wide = c.channels
             self.stem = nn.Conv2d(c.in_channels, wide, 3, padding=1, bias=False)
-            for number in range(c.halvings):
+            for number in range(c.num_downsample):
                 before = [] if number == 0 else [nn.Conv2d(wide, wide, 3, padding=1, bias=False)]
                 after = nn.Conv2d(wide, 2 * wide, 3, 2, 1, bias=False)
                 blocks += [layer for conv in (*before, after) for layer in (conv, nn.ReLU())]
@@ -153,9 +153,9 @@ class ViewEncoder(nn.Module):
             blocks.insert(0, nn.ReLU())
         self.blocks = nn.Sequential(*blocks)
         self.project = nn.Identity() if c.layers == "residual" and wide == c.width else nn.Linear(wide, c.width)
-        if c.embedded is not None:
+        if c.pos_embed_size is not None:
             # As SRT begins them; std 1, as stelzner/srt does by default, would drown what is seen.
-            self.cells = nn.Parameter(torch.randn(c.embedded, c.embedded, c.width) * c.width**-0.5)
+            self.cells = nn.Parameter(torch.randn(c.pos_embed_size, c.pos_embed_size, c.width) * c.width**-0.5)
             self.views = nn.Parameter(torch.randn(2, c.width) * c.width**-0.5)
         self.places = None
         if c.points is not None:
@@ -172,9 +172,9 @@ class ViewEncoder(nn.Module):
             if c.points is not None:
                 # Centred: colours in 0..1 alone would be a constant and little else to the first convolution.
                 x = 2 * x[:, :3] - 1
-            elif c.octaves:
+            elif c.fourier_bands:
                 origins, directions = x[:, 3:].movedim(1, -1).split(3, -1)
-                ray_features = ray_fourier_features(origins, directions, c.octaves, c.start_octave)
+                ray_features = ray_fourier_features(origins, directions, c.fourier_bands, c.fourier_start)
                 x = torch.cat([x[:, :3], ray_features.movedim(-1, 1)], dim=1)
             # Behind the first layer in the type of weights: a GroupNorm of 16-bit ones takes nothing wider.
             x = in_fp32(self.stem, x).to(self.stem.weight.dtype)
@@ -182,7 +182,7 @@ class ViewEncoder(nn.Module):
         features = self.project(x.flatten(2).transpose(1, 2))
         if self.places is not None:
             features = features + self.embed_points(rays, x.shape[-1])
-        if c.embedded is not None:
+        if c.pos_embed_size is not None:
             features = (features.unflatten(0, (-1, views)) + self.embedding(x.shape[-1], views)).flatten(0, 1)
         # Views of a time beside each other: cameras have no order for what reads them.
         tokens = features.unflatten(0, (-1, views)).flatten(1, 2)

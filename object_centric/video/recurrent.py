@@ -33,7 +33,7 @@ class RecurrentSlots(nn.Module):
     `checkpointed`: what a frame's step writes is made again in backward, so that memory does not grow with it.
 
     Args:
-        first_turns: rounds of a video's first frame in place of the corrector's; None: as many.
+        first_iterations: rounds of a video's first frame in place of the corrector's; None: as many.
     """
 
     checkpointed = False
@@ -43,10 +43,10 @@ class RecurrentSlots(nn.Module):
         grouping: SlotAttentionConfig,
         predictor: TransformerConfig | None,
         in_width: int,
-        first_turns: int | None = None,
+        first_iterations: int | None = None,
     ):
         super().__init__()
-        self.first_turns = first_turns
+        self.first_iterations = first_iterations
         self.step = FrameStep(grouping, predictor, in_width)
 
     def units(self) -> list[nn.Module]:
@@ -62,7 +62,7 @@ class RecurrentSlots(nn.Module):
     ) -> tuple[GroupingOutput, Tensor]:
         """The same, and what the frame behind the last begins with; `state` (b, K, D): what an earlier part of the video was left with."""
         slots, attentions = [], []
-        num_iterations, state = (self.first_turns, hint) if state is None else (None, state)
+        num_iterations, state = (self.first_iterations, hint) if state is None else (None, state)
         for frame in tokens.unbind(1):
             if self.checkpointed and torch.is_grad_enabled():
                 frame_slots, attention, state = checkpoint(

@@ -122,7 +122,9 @@ class VideoAutoencoder(Objective):
         side, slots = m.encoder.side(m.image_size), m.grouping.slots
         # What a transposed convolution writes at the last doubling is what memory goes by.
         num_pixels = m.decoder.side(m.target_side) ** 2
-        wide = m.decoder.channels * 4 ** (m.decoder.ups + 1) if m.decoder.kind == "cnn" else sum(m.decoder.hidden)
+        wide = (
+            m.decoder.channels * 4 ** (m.decoder.num_upsample + 1) if m.decoder.kind == "cnn" else sum(m.decoder.hidden)
+        )
         written = times * (m.encoder.cost(m.image_size) + slots * num_pixels * wide)
         return Footprint({"video": times * side**2}, [], times * slots * m.grouping.width, 0, written)
 

@@ -30,10 +30,10 @@ class TimedTowerConfig(SlotTowerConfig):
     )
     hint: HintConfig | None = setting(
         None,
-        "what slots are told of a clip's first frame, with grouping.init=given; null: nothing",
+        "what slots are told of a clip's first frame, with grouping.slot_init=given; null: nothing",
         examples=[{"of": "boxes"}],
     )
-    first_turns: int | None = setting(
+    first_iterations: int | None = setting(
         None,
         "rounds of a clip's first frame in place of grouping.iterations (videosaur, SlotContrast); null: as many",
         gt=0,
@@ -55,9 +55,9 @@ class TimedTowerConfig(SlotTowerConfig):
             )
         # What sees all times at once has no first frame to begin with, and none that follows.
         at_once = self.grouping.binder is not None or self.grouping.pooled is not None
-        if at_once and (self.predictor is not None or self.first_turns is not None):
+        if at_once and (self.predictor is not None or self.first_iterations is not None):
             raise ValueError(
-                "predictor, first_turns: a binder, or what is pooled, sees all times at once; set them to null"
+                "predictor, first_iterations: a binder, or what is pooled, sees all times at once; set them to null"
             )
         if self.grouping.pooled is not None:
             side, squares = self.encoder.side(self.image_size), math.isqrt(self.grouping.slots)
@@ -66,14 +66,14 @@ class TimedTowerConfig(SlotTowerConfig):
                 raise ValueError(
                     f"grouping.slots={self.grouping.slots}: {squares} squares a side do not divide {side} features a side"
                 )
-        if self.first_turns is not None and self.grouping.layers == "own":
+        if self.first_iterations is not None and self.grouping.layers == "own":
             raise ValueError(
-                "first_turns: rounds with weights of their own are as many at all times; set it to null, or grouping.layers: shared"
+                "first_iterations: rounds with weights of their own are as many at all times; set it to null, or grouping.layers: shared"
             )
-        if (self.hint is None) != (self.grouping.init != "given"):
+        if (self.hint is None) != (self.grouping.slot_init != "given"):
             raise ValueError(
-                f"hint, grouping.init={self.grouping.init}: slots that are told of the first frame begin as given, and no others do; "
-                "set hint and grouping.init: given, or neither"
+                f"hint, grouping.slot_init={self.grouping.slot_init}: slots that are told of the first frame begin as given, and no others do; "
+                "set hint and grouping.slot_init: given, or neither"
             )
         if self.grouping.gradient == "last" and not self.grouping.straight_through:
             raise ValueError(
@@ -112,7 +112,7 @@ class TimedTower(SlotTower):
             return ParallelBinder(c.grouping, c.features)
         if c.grouping.pooled is not None:
             return PooledTransformer(c.grouping, c.features)
-        return RecurrentSlots(c.grouping, c.predictor, c.features, c.first_turns)
+        return RecurrentSlots(c.grouping, c.predictor, c.features, c.first_iterations)
 
     def forward(self, images: Tensor, noise: Tensor, hint: Tensor | None = None) -> TimedTowerOutput:
         # All frames at once: nothing before the slots knows of time.

@@ -18,6 +18,7 @@ from pydantic_core import CoreSchema
 from .errors import ConfigError, did_you_mean
 from .recipe.config_keys import keys_named
 from .recipe.layers import Tree, without_null_entries
+from .recipe.renamed import new_name, with_new_names
 from .registry import NESTED
 
 
@@ -96,12 +97,17 @@ def resumable_keys(config: BaseModel, changed_blocks: Collection[str] = (), pref
                     yield from resumable_keys(block, changed_blocks, f"{key}.{inner}.")
 
 
-def resolve(model: type[C], tree: Tree, origin: str) -> C:
+def resolve(model: type[C], tree: Tree, origin: str, stored: bool = False) -> C:
     """Check a tree, without entries of named blocks that are null, against a model.
 
-    Raises `ConfigError` listing every problem by dotted key, with near misses.
+    Args:
+        origin: the file or command that errors name.
+        stored: the tree was written by sparo, perhaps by a version with other names of keys.
+
+    Raises:
+        ConfigError: lists every problem by dotted key, with near misses.
     """
-    tree = without_null_entries(model, tree)
+    tree = without_null_entries(model, with_new_names(model, tree) if stored else tree)
     if (bad := next(_keys_with_nul(tree), None)) is not None:
         raise ConfigError(f"{origin}: {bad}: holds a NUL character, which no name or path has. Remove it.")
     try:
@@ -164,8 +170,12 @@ def _flatten_problems(
 def _problem_line(model: Any, where: tuple[Any, ...], problem: Any, top: type[BaseModel], tree: Tree) -> str:
     dotted = ".".join(map(str, where)) or "(top level)"
     if problem["type"] == "extra_forbidden":
-        # Near misses are of the block that was meant, not of the whole recipe.
-        field_names = _fields_at(model, tuple(problem["loc"])[:-1])
+        # Near misses come from the block that was meant, not from the whole recipe.
+        models = _models_at(model, tuple(problem["loc"])[:-1])
+        renamed = next((name for m in models if (name := new_name(m, str(where[-1])))), None)
+        if renamed is not None:
+            return f"{dotted}: was renamed, got {where[-1]!r}. Write {'.'.join(map(str, (*where[:-1], renamed)))}."
+        field_names = sorted({name for m in models for name in m.model_fields})
         elsewhere = keys_named(top, tree, str(where[-1]))
         if elsewhere:
             return f"{dotted}: unknown key; did you mean {' or '.join(repr(key) for key in elsewhere[:4])}?"
@@ -181,16 +191,16 @@ def _problem_line(model: Any, where: tuple[Any, ...], problem: Any, top: type[Ba
     return f"{dotted}: {problem['msg'].removeprefix('Value error, ')}{got_text}"
 
 
-def _fields_at(annotation: Any, loc: Sequence[Any]) -> list[str]:
-    """Names of the fields of the model that sits at `loc` below `annotation`."""
+def _models_at(annotation: Any, loc: Sequence[Any]) -> list[type[BaseModel]]:
+    """Return the models that may check the block at `loc` below `annotation`."""
     models = _models_in(annotation)
     if not loc:
-        return sorted({name for m in models for name in m.model_fields})
+        return models
     head, rest = loc[0], loc[1:]
     for m in models:
         if head in m.model_fields:
-            return _fields_at(m.model_fields[head].annotation, rest)
-    return _fields_at(annotation, rest)  # a list index, a mapping's key
+            return _models_at(m.model_fields[head].annotation, rest)
+    return _models_at(annotation, rest)  # a list index, a mapping's key
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

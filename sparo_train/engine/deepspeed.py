@@ -31,7 +31,7 @@ class DeepSpeedEngineConfig(RankedEngineConfig):
     kind: Literal["deepspeed"] = free("deepspeed", "a row of sparo.engines")
     stage: Literal[1, 2, 3] = free(2, "in pieces: optimizer state (1), gradients too (2), parameters too (3)")
     bucket_mb: int = free(200, "gradients exchanged at a time", gt=0)
-    whole_below: int = free(100_000, "stage 3 leaves smaller parameters whole", ge=0)
+    persistence_threshold: int = free(100_000, "stage 3 leaves smaller parameters whole", ge=0)
 
 
 class _AutocastRoot(Root):
@@ -121,7 +121,10 @@ class DeepSpeedEngine:
         elements = self.config.bucket_mb * 1_000_000 // 4
         zero: dict[str, Any] = {"stage": self.config.stage, "reduce_bucket_size": elements, "overlap_comm": False}
         if self.config.stage == 3:
-            zero |= {"stage3_param_persistence_threshold": self.config.whole_below, "memory_efficient_linear": False}
+            zero |= {
+                "stage3_param_persistence_threshold": self.config.persistence_threshold,
+                "memory_efficient_linear": False,
+            }
         else:
             zero |= {"allgather_bucket_size": elements, "contiguous_gradients": True}
         with self.ranks.error_context("sharding the model"):

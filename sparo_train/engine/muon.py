@@ -28,7 +28,7 @@ class MuonConfig(Frozen):
 
     momentum: float = setting(0.95, "of the gradient, Nesterov's", ge=0, lt=1)
     ns_steps: int = setting(5, "Newton-Schulz iterations that make an update orthogonal", ge=1, lt=100)
-    adamw: tuple[str, ...] = setting(
+    adamw_patterns: tuple[str, ...] = setting(
         _ADAMW,
         "patterns of matrices that stay with AdamW, beside those that a model lists itself and all that is no matrix (biases, norms, "
         "logit_scale, patch convolutions)",
@@ -40,7 +40,7 @@ def uses_muon(config: MuonConfig | None, name: str, p: nn.Parameter, listed: Col
     if config is None or name in listed:
         return False
     # A convolution's kernel is no matrix to Muon: its rows are no inputs.
-    return p.ndim == 2 and not any(fnmatchcase(name, pattern) for pattern in config.adamw)
+    return p.ndim == 2 and not any(fnmatchcase(name, pattern) for pattern in config.adamw_patterns)
 
 
 def muon(config: MuonConfig, groups: Sequence[Mapping[str, Any]], lr: float) -> torch.optim.Muon:

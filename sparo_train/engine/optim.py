@@ -52,7 +52,7 @@ class OptimConfig(Frozen):
     half_life: int = setting(
         100_000, "of schedule=half_life: steps in which the rate is halved, again and again, without jumps", gt=0
     )
-    half_life_from: Literal["start", "warmup"] = setting(
+    half_life_start: Literal["start", "warmup"] = setting(
         "start", "halving begins with the first step (Locatello et al. 2020), or behind the warm-up (DINOSAUR)"
     )
     warmup_steps: int = setting(0, "steps of linear warm-up", ge=0)
@@ -67,7 +67,7 @@ class OptimConfig(Frozen):
     clip_per: Literal["global", "tensor"] = setting(
         "global", "the norm of all gradients, or of each parameter's (DINO)"
     )
-    max_skipped: int = free(20, "non-finite steps in a row before training stops", ge=0)
+    max_consecutive_skips: int = free(20, "non-finite steps in a row before training stops", ge=0)
     groups: tuple[OptimGroupConfig, ...] = setting((), "parameters with a rate of their own, by name")
     muon: MuonConfig | None = setting(None, "Muon for matrices, AdamW for the rest; null: AdamW for all", examples=[{}])
     layer_decay: float | None = setting(
@@ -103,7 +103,7 @@ class OptimConfig(Frozen):
         """
         of = {
             "half_life": ("schedule=half_life", self.schedule == "half_life"),
-            "half_life_from": ("schedule=half_life", self.schedule == "half_life"),
+            "half_life_start": ("schedule=half_life", self.schedule == "half_life"),
             "cooldown_shape": ("schedule=wsd or cooldown", self.schedule in ("wsd", "cooldown")),
             "min_lr": ("a schedule that falls", self.schedule != "constant"),
             "warmup_from_zero": ("optim.warmup_steps", self.warmup_steps > 0),
@@ -125,7 +125,7 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int, warmup: bool
     halved = config.schedule == "half_life"
     rate = config.lr
     if halved:
-        rate *= 0.5 ** (max(step - (warm if config.half_life_from == "warmup" else 0), 0) / config.half_life)
+        rate *= 0.5 ** (max(step - (warm if config.half_life_start == "warmup" else 0), 0) / config.half_life)
         rate = max(rate, config.min_lr)
     if step < warm and warmup:
         return linear(0.0, rate, step, warm) if config.warmup_from_zero else rate * (step + 1) / warm
@@ -181,7 +181,7 @@ def build_optimizer(config: OptimConfig, objective: Objective) -> torch.optim.Ad
         )
     if config.muon is not None and not by_muon[True]:
         raise ConfigError(
-            "optim.muon: every trained parameter is no matrix, or stays with AdamW (optim.muon.adamw, and what the model lists); remove the block"
+            "optim.muon: every trained parameter is no matrix, or stays with AdamW (optim.muon.adamw_patterns, and what the model lists); remove the block"
         )
     # One kernel for all parameters, and the only one with a switch that needs no host.
     adamw = torch.optim.AdamW(by_muon[False], lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

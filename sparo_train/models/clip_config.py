@@ -19,7 +19,7 @@ OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 
 _INIT = "a checkpoint whose tower of this kind it begins with: a run, a file, open_clip:NAME@FILE, timm:NAME@FILE, hf:FOLDER"
 _FREEZE = "what is not trained: true, all of it; blocks, all but what stands behind them; a number, so many blocks and what is before them"
-TRAINING = {"init", "freeze"}  # keys of a tower that are no part of what it is
+TRAINING = {"init_from", "freeze"}  # keys of a tower that are no part of what it is
 
 
 def _check_freeze(value: Any) -> Any:
@@ -48,7 +48,7 @@ class VisionConfig(Frozen):
     timm_model_kwargs: dict[str, bool | int | float | str] = setting(
         {}, "what timm.create_model is told beside", examples=[{"embed_dim": 128, "depth": 4, "num_heads": 4}]
     )
-    init: str | None = setting(None, _INIT, examples=["open_clip:ViT-B-32@weights.safetensors"])
+    init_from: str | None = setting(None, _INIT, examples=["open_clip:ViT-B-32@weights.safetensors"])
     freeze: Freeze = setting(False, _FREEZE)
 
     @model_validator(mode="before")
@@ -114,7 +114,7 @@ class TextConfig(Frozen):
     heads: int = setting(8, "attention heads of a block; divides width", gt=0)
     layers: int = setting(12, "transformer blocks, those that a read-out replaces included", gt=0, le=1000)
     mlp_ratio: float = setting(4.0, "width of a block's MLP over its own", gt=0)
-    init: str | None = setting(None, _INIT, examples=["open_clip:ViT-B-32@weights.safetensors"])
+    init_from: str | None = setting(None, _INIT, examples=["open_clip:ViT-B-32@weights.safetensors"])
     freeze: Freeze = setting(False, _FREEZE)
 
 

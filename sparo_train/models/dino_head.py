@@ -25,7 +25,7 @@ class DinoHeadConfig(Frozen):
     nlayers: int = setting(3, "linear layers of the MLP", ge=1)
     use_bn: bool = setting(False, "batch norm over the global batch in the MLP")
     norm_last_layer: bool = setting(True, "the prototypes keep norm one")
-    init: Literal["official", "xavier"] = setting("official", "of the MLP, as the backbone's")
+    weight_init: Literal["official", "xavier"] = setting("official", "of the MLP, as the backbone's")
 
 
 class PrototypeLayer(nn.Module):
@@ -78,7 +78,7 @@ class DinoHead(nn.Module):
             if number < config.nlayers - 1:
                 layers += [GlobalBatchNorm(to), nn.GELU()] if config.use_bn else [nn.GELU()]
         self.mlp = layers[0] if len(layers) == 1 else nn.Sequential(*layers)
-        init_linears(self.mlp, config.init)
+        init_linears(self.mlp, config.weight_init)
         self.last_layer = PrototypeLayer(config.bottleneck_dim, config.out_dim, config.norm_last_layer)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -123,8 +123,8 @@ class Vit(VisionTransformer):
         rates = torch.linspace(0, config.drop_path, config.blocks).repeat_interleave(2)
         # No part of the state: official checkpoints do not have it.
         self.register_buffer("drop_rates", rates, persistent=False)
-        if config.init == "xavier":
-            init_linears(self.blocks, config.init)
+        if config.weight_init == "xavier":
+            init_linears(self.blocks, config.weight_init)
         self.checkpointed = False
 
     def forward(self, x: Tensor, drop: Tensor | None = None) -> Tensor:  # type: ignore[override]

@@ -36,7 +36,9 @@ class VitConfig(Frozen):
     heads: int = setting(6, "attention heads of a block", gt=0)
     mlp_ratio: float = setting(4.0, "width of a block's MLP over its own", gt=0)
     drop_path: float = setting(0.1, "of the student's last block; the first has none, even steps between", ge=0, lt=1)
-    init: Literal["official", "xavier"] = setting("official", "a normal of 0.02, or xavier-uniform for narrow models")
+    weight_init: Literal["official", "xavier"] = setting(
+        "official", "a normal of 0.02, or xavier-uniform for narrow models"
+    )
     readout: Annotated[Any, FromRegistry(READOUTS, default="cls")] = Field(
         default_factory=lambda: READOUTS.get("cls")(),
         description="how tokens become an encoding: a row of sparo.readouts",

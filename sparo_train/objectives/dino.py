@@ -62,7 +62,7 @@ class DinoObjectiveConfig(Frozen):
 
     @model_validator(mode="after")
     def _crops(self) -> DinoObjectiveConfig:
-        if self.crops.local_number and self.crops.local_size < self.model.patch_size:
+        if self.crops.local_crops_number and self.crops.local_size < self.model.patch_size:
             raise ValueError(
                 f"crops.local_size={self.crops.local_size} is below model.patch_size={self.model.patch_size}"
             )
@@ -223,11 +223,11 @@ class DinoObjective(Objective):
     def footprint(self, batch: int, world_batch: int) -> Footprint:
         m, crops = self.config.model, self.config.crops
         large, small = (1 + (side // m.patch_size) ** 2 for side in (m.image_size, crops.local_size))
-        tokens = {"global crop": large} | ({"local crop": small} if crops.local_number else {})
-        views = 2 + crops.local_number
+        tokens = {"global crop": large} | ({"local crop": small} if crops.local_crops_number else {})
+        views = 2 + crops.local_crops_number
         return Footprint(
             tokens,
-            [((2 * large + crops.local_number * small) * m.width, m.blocks)],
+            [((2 * large + crops.local_crops_number * small) * m.width, m.blocks)],
             m.out_width,
             4 * batch * self.config.head.out_dim * (2 * 2 + 2 * views),  # targets twice, logits and their gradient
         )

@@ -117,7 +117,7 @@ class TokenExamples(ImageTextExamples):
     def _sizes(self, config: Any, kind: str) -> dict[str, Any]:
         """What a tower is beside its weights, and of images how they are seen."""
         tower = config.model.vision if kind == "image" else config.model.text
-        sizes = tower.model_dump(mode="json", exclude={"init", "freeze", "patch_dropout"})
+        sizes = tower.model_dump(mode="json", exclude={"init_from", "freeze", "patch_dropout"})
         sizes["quick_gelu"] = config.model.quick_gelu
         if kind == "text":
             return sizes

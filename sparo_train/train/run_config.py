@@ -59,7 +59,7 @@ class LogConfig(Frozen):
 class SideEvalConfig(Frozen):
     """Tasks too long to wait for: a job of its own scores the weights of every evaluated step."""
 
-    on: str = setting(..., "a cluster, as `sparo launch --on`", examples=["slurm"])
+    cluster: str = setting(..., "a cluster, as `sparo launch --on`", examples=["slurm"])
     tasks: dict[str, TaskConfig] = setting(..., "by name, each a row of sparo.tasks", min_length=1)
     options: tuple[str, ...] = setting((), 'the cluster\'s `--key value` options: [--gpus-per-node, "1"]')
 
@@ -204,4 +204,7 @@ def load_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     tree = override(tree, overrides or [], RunConfig)
     # The file's name, unless it says another: two recipes in one folder do not share a run.
     tree.setdefault("name", Path(path).stem)
-    return resolve(RunConfig, tree, f"{path} with {' '.join(overrides)}" if overrides else str(path))
+    origin = f"{path} with {' '.join(overrides)}" if overrides else str(path)
+    # The recipe of a run folder may have the key names of the version that wrote it.
+    stored = Path(path).name == "config.yaml" and (Path(path).parent / "environment.json").is_file()
+    return resolve(RunConfig, tree, origin, stored)

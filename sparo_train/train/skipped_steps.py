@@ -41,7 +41,7 @@ class SkippedSteps:
     the end), so a run may take a few steps more before it ends.
 
     Args:
-        limit: `optim.max_skipped`.
+        limit: `optim.max_consecutive_skips`.
         say: tells a human.
         kept: says which checkpoint is good, for the error.
     """
@@ -71,6 +71,6 @@ class SkippedSteps:
             self._log(f"step {step}: gradient norm is {float(norm)}; step skipped ({state.skipped_in_a_row} in a row)")
             if state.skipped_in_a_row > self.limit:
                 raise TrainingError(
-                    f"step {step}: {state.skipped_in_a_row} non-finite steps in a row (optim.max_skipped={self.limit}). "
+                    f"step {step}: {state.skipped_in_a_row} non-finite steps in a row (optim.max_consecutive_skips={self.limit}). "
                     f"Lower optim.lr, set optim.clip_grad_norm=1.0 or engine.precision=fp32; {self._last_good()}."
                 )

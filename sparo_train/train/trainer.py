@@ -60,13 +60,13 @@ class Trainer:
         self.config, self.ranks, self.engine, self.objective, self.pipeline = config, ranks, engine, objective, pipeline
         self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
         self.display, self.state = display, State()
-        self.bad = BadSampleBudget(config.data.max_bad_share, config.data.max_bad_share_after, display.log)
+        self.bad = BadSampleBudget(config.data.max_bad_share, config.data.max_bad_share_min_samples, display.log)
         every, claim = config.checkpoint, rundir.lease
         self.store = store.CheckpointStore(
             rundir.checkpoints, every.keep_last, every.keep_every, claim.check, f"{claim.token}-"
         )
         self.saver = Saver(self.store, ranks, every.background)
-        self.skips = SkippedSteps(config.optim.max_skipped, display.log, self.saver.last_good)
+        self.skips = SkippedSteps(config.optim.max_consecutive_skips, display.log, self.saver.last_good)
         self.reporter = Reporter(config.log, rundir, ranks, engine, display, flops)
         self.evaluation = Evaluation(evaluate, config.eval.every_steps, engine, ranks, self.reporter)
         self._profile = (config.log.profile if ranks.rank == 0 else None, rundir.path / "profile", display.log)

@@ -228,7 +228,7 @@ def test_published_rows_are_what_their_papers_say():
     """Check keys that an inherited block or a default once changed silently, and values that only the paper's text decides."""
     said = {
         "slots/isa_tetrominoes": ("optim.warmup_steps=10000", "frame.scales=False"),
-        "slots/isa_clevr": ("decoder.start=lecun",),
+        "slots/isa_clevr": ("decoder.weight_init=lecun",),
         "slots/sa_me_set_prediction": ("epochs=100.0",),
         "slots/inv_clevr": ("objective.loss=sum",),
         "video/inv_savi": ("objective.frames.starts=tiles", "objective.frames.stride=(1, 1)"),
@@ -237,13 +237,13 @@ def test_published_rows_are_what_their_papers_say():
             "frames.count=4",
             "grouping.slots=11",
             "grouping.width=128",
-            "first_turns=3",
+            "first_iterations=3",
             "decoder.kind=patch",
         ),
         "video/psb_sbd": (
             "encoder.last_relu=False",
-            "decoder.last_up=True",
-            "decoder.ups=4",
+            "decoder.upsample_output=True",
+            "decoder.num_upsample=4",
             "objective.frames.starts=tiles",
         ),
         "video/psb_ar": ("encoder.last_relu=False",),
@@ -352,7 +352,7 @@ def test_dinos_recipes_are_the_official_defaults(tmp_path, monkeypatch):
     assert (o.lr, o.min_lr, o.weight_decay, o.weight_decay_end, o.clip_grad_norm) == (1e-3, 1e-6, 0.04, 0.4, 3.0)
     c = plain.objective
     assert (c.head.out_dim, c.momentum_teacher, c.teacher_temp, c.model.drop_path) == (65536, 0.996, 0.04, 0.1)
-    assert (c.crops.local_number, c.crops.local_size, c.crops.global_scale) == (8, 96, (0.4, 1.0))
+    assert (c.crops.local_crops_number, c.crops.local_size, c.crops.global_crops_scale) == (8, 96, (0.4, 1.0))
     assert sparo.objective.model.readout.slots == sparo.objective.model.readout.slot_width == 64
     assert sparo.objective.model_copy(update={"model": c.model}) == c and sparo.optim == o
     assert boost.objective.warmup_teacher_temp_epochs == 30 and not boost.objective.head.norm_last_layer

@@ -161,8 +161,11 @@ def test_dry_run_counts_without_training(trained, tmp_path):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("objective.model.vision.init=nowhere", "objective.model.vision.init=nowhere: nowhere: no such file"),
-        ("objective.model.text.init=hf:nowhere", "objective.model.text.init=hf:nowhere: nowhere: no such file"),
+        ("objective.model.vision.init_from=nowhere", "objective.model.vision.init_from=nowhere: nowhere: no such file"),
+        (
+            "objective.model.text.init_from=hf:nowhere",
+            "objective.model.text.init_from=hf:nowhere: nowhere: no such file",
+        ),
         ("freeze=[model.visual.*,model.text.*]", "nothing is trained but model.logit_scale; freeze less"),
         ("optim.groups=[{match: [model.visuall.*]}]", "optim.groups.0.match=model.visuall.*: fits no parameter"),
     ],

@@ -212,7 +212,7 @@ def test_a_diverged_run_keeps_its_last_good_checkpoint_and_names_it(shards, tmp_
         ),
     )
     tree = tiny_recipe(shards, tmp_path, checkpoint={"every_steps": 1, "keep_last": 1}, steps=30)
-    tree["optim"] = {**tree["optim"], "max_skipped": 4}
+    tree["optim"] = {**tree["optim"], "max_consecutive_skips": 4}
     with pytest.raises(TrainingError, match=r"the last good checkpoint is .*step-00000005; remove those behind it"):
         train(run(tree))
     kept = store.CheckpointStore(tmp_path / "tiny/checkpoints").steps()
@@ -221,7 +221,7 @@ def test_a_diverged_run_keeps_its_last_good_checkpoint_and_names_it(shards, tmp_
 
 def test_weights_that_nothing_can_be_computed_with_are_marked(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path, checkpoint={"every_steps": 1, "keep_last": 3}, steps=30)
-    tree["optim"] = {"lr": 1e30, "max_skipped": 3, "warmup_steps": 0}
+    tree["optim"] = {"lr": 1e30, "max_consecutive_skips": 3, "warmup_steps": 0}
     with pytest.raises(TrainingError, match="no checkpoint is from before that"):
         train(run(tree))
     assert all(store.is_suspect(path) for path in store.CheckpointStore(tmp_path / "tiny/checkpoints").steps().values())

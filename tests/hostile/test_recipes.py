@@ -68,7 +68,7 @@ VALUES = {
     "data.sources.a.weight=1e300": "data.sources.a",
     "data.workers=100000": "data.workers",
     "data.prefetch=1000000000": "data.prefetch",
-    "data.window=99999999999999999999": "data.window",
+    "data.shuffle_window=99999999999999999999": "data.shuffle_window",
     "data.streams=7": "data.streams=7 does not divide",
     "data.streams=4096": "data.streams=4096",
     "data.sources.a.shards=nowhere/*.tar": "matches no shard",

@@ -62,7 +62,7 @@ MASKS = {
     "cnn": (
         SlotAutoencoder,
         SlotAutoencoderConfig,
-        {**slots("videosaur"), **DRAWS, "decoder": {"kind": "cnn", "channels": 8, "ups": 1, "convs": 1}},
+        {**slots("videosaur"), **DRAWS, "decoder": {"kind": "cnn", "channels": 8, "num_upsample": 1, "convs": 1}},
         slot_encoder.slot_encoder,
     ),
     "slate": (
@@ -79,8 +79,8 @@ MASKS = {
     ),
 }
 CLIPS = {
-    "savi": (VideoAutoencoder, VideoAutoencoderConfig, {**slots("savi", init="learned"), **DRAWS, "predictor": {}}, video_encoder.video_encoder),
-    "told": (VideoAutoencoder, VideoAutoencoderConfig, {**slots("savi", init="given"), **DRAWS, "hint": {}}, video_encoder.video_encoder),
+    "savi": (VideoAutoencoder, VideoAutoencoderConfig, {**slots("savi", slot_init="learned"), **DRAWS, "predictor": {}}, video_encoder.video_encoder),
+    "told": (VideoAutoencoder, VideoAutoencoderConfig, {**slots("savi", slot_init="given"), **DRAWS, "hint": {}}, video_encoder.video_encoder),
     "psb": (VideoAutoencoder, VideoAutoencoderConfig, {**slots("psb", iterations=2), **DRAWS}, video_encoder.video_encoder),
     "steve": (VideoSlate, VideoSlateConfig, {**slots("steve"), **SAYS, "encoder": CONV}, video_encoder.video_slate_encoder),
     "psb_of_tokens": (
@@ -93,7 +93,7 @@ CLIPS = {
 VIEWS = {
     "nerf": {"kind": "nerf", "bins": 4, "static": True, "sky": True, "shadows": True, "background": True},
     "nerf_relu": {"kind": "nerf", "bins": 4, "sky": True, "density": "relu"},
-    "slot_mixer": {"kind": "slot_mixer", "octaves": 3},
+    "slot_mixer": {"kind": "slot_mixer", "fourier_bands": 3},
 }
 
 

@@ -158,7 +158,7 @@ def alone(tmp_path_factory):
         (3, 2, {**FSDP2, "reshard_after_forward": False, "cpu_offload": True}),
         (2, 3, ZERO_1),
         (2, 6, ZERO_2),
-        (3, 2, {**ZERO_3, "whole_below": 0}),
+        (3, 2, {**ZERO_3, "persistence_threshold": 0}),
         (2, 6, ZERO_3),
     ],
 )

@@ -107,7 +107,7 @@ def test_averages_are_alike_on_every_engine_and_bit_equal_after_a_restart(shards
     run_ranks(1, trained, tree, {"kind": "local", "device": "cpu", "precision": "fp32"}, 12, tmp_path / "alone")
     alone = model_after(tmp_path / "alone")
     assert any(name.startswith("average.") for name in alone)
-    small = {**ZERO_3, "whole_below": 0}
+    small = {**ZERO_3, "persistence_threshold": 0}
     for number, engine in enumerate((DDP, FSDP2, ZERO_2, ZERO_3, small)):
         straight, again = tmp_path / f"straight{number}", tmp_path / f"again{number}"
         run_ranks(2, trained, tree, engine, 3, straight)

@@ -210,7 +210,7 @@ def test_learning_rate_is_open_clips():
 
 def test_rates_halve_from_the_start_or_behind_the_warm_up():
     told = {"lr": 4e-4, "warmup_steps": 10, "schedule": "half_life", "half_life": 100}
-    locatello, dinosaur = OptimConfig(**told), OptimConfig(**told, half_life_from="warmup")
+    locatello, dinosaur = OptimConfig(**told), OptimConfig(**told, half_life_start="warmup")
     for step in (0, 4, 9, 10, 110, 1010):  # as Locatello's TF code and OCLF's schedulers have it
         warm = min((step + 1) / 10, 1)
         assert learning_rate(locatello, step, 2000) == pytest.approx(4e-4 * warm * 0.5 ** (step / 100))
@@ -234,12 +234,12 @@ def test_rates_cool_down_at_the_end_or_from_the_start():
 
 
 def test_what_no_schedule_reads_is_told():
-    told = {"half_life": 9, "half_life_from": "warmup", "cooldown_shape": "sqrt", "min_lr": 1e-5, "clip_per": "tensor"}
+    told = {"half_life": 9, "half_life_start": "warmup", "cooldown_shape": "sqrt", "min_lr": 1e-5, "clip_per": "tensor"}
     found = OptimConfig(**told, schedule="constant", warmup_from_zero=True).unused_keys()
     last = ["warmup_from_zero", "clip_per"]
     assert [line.split("=")[0] for line in found] == [f"optim.{key}" for key in [*list(told)[:4], *last]]
     assert found[0] == "optim.half_life=9: is not read; it belongs to schedule=half_life"
-    halved = OptimConfig(schedule="half_life", half_life=9, half_life_from="warmup", min_lr=1e-5)
+    halved = OptimConfig(schedule="half_life", half_life=9, half_life_start="warmup", min_lr=1e-5)
     assert halved.unused_keys() == [] == OptimConfig(**halved.model_dump()).unused_keys()
     cooled = OptimConfig(schedule="cooldown", cooldown_shape="sqrt", clip_per="tensor", clip_grad_norm=1.0)
     assert cooled.unused_keys() == [] == OptimConfig().unused_keys()

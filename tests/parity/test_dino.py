@@ -43,7 +43,7 @@ def config(readout=CLS, **changes):
             "readout": readout,
         },
         "head": {"out_dim": 48, "hidden_dim": 32, "bottleneck_dim": 16},
-        "crops": {"local_number": 3, "local_size": 16},
+        "crops": {"local_crops_number": 3, "local_size": 16},
         "warmup_teacher_temp": 0.02,
         "warmup_teacher_temp_epochs": 2,
         "momentum_teacher": 0.9,

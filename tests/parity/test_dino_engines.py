@@ -51,7 +51,7 @@ def test_gradients_are_those_of_one_process_with_the_whole_batch(shards, tmp_pat
         (2, 6, FSDP2, []),
         (3, 2, {**FSDP2, "reshard_after_forward": False}, []),
         (2, 6, ZERO_2, ["objective.freeze_last_layer=0"]),
-        (2, 6, {**ZERO_3, "whole_below": 500}, ["objective.freeze_last_layer=0"]),
+        (2, 6, {**ZERO_3, "persistence_threshold": 500}, ["objective.freeze_last_layer=0"]),
     ],
 )
 def test_ranks_end_as_one_process_and_bit_equal_after_a_restart(

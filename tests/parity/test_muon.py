@@ -66,7 +66,7 @@ def test_what_a_read_out_lists_itself_stays_with_adamw_whatever_its_name(kind):
     listed = {name for name in objective.adamw_only_parameters() if name in dict(objective.named_parameters())}
     assert listed
     # not by the patterns: they stand in records of runs, and another package's read-out has none there
-    optimizer = build_optimizer(OptimConfig(muon={"adamw": ()}), objective)
+    optimizer = build_optimizer(OptimConfig(muon={"adamw_patterns": ()}), objective)
     names = {id(p): name for name, p in objective.named_parameters()}
     muon = {names[id(p)] for group in optimizer.inner[1].param_groups for p in group["params"]}
     assert muon and not muon & listed
@@ -111,4 +111,4 @@ def test_what_cannot_be_is_said(shards, tmp_path):
     for said in run_ranks(2, _refused, tree):
         assert said.startswith("optim.muon: DeepSpeed keeps parameters as vectors")
     with pytest.raises(ConfigError, match=r"optim\.muon: every trained parameter is no matrix"):
-        build_optimizer(OptimConfig(muon={"adamw": ("*",)}), _objective())
+        build_optimizer(OptimConfig(muon={"adamw_patterns": ("*",)}), _objective())

@@ -88,7 +88,13 @@ def _averaged(ranks, trees, engines, out):
 def test_an_average_follows_what_is_sharded_and_what_is_not(shards, tmp_path):
     trees = _trees(shards, tmp_path)
     trees = {k: trees[k] for k in trees if k in (("clip", "flair"), ("clip", "fdt"))}
-    engines = {"ddp": DDP, "fsdp2": FSDP2, "zero": ZERO_2, "zero3": ZERO_3, "cut": {**ZERO_3, "whole_below": 0}}
+    engines = {
+        "ddp": DDP,
+        "fsdp2": FSDP2,
+        "zero": ZERO_2,
+        "zero3": ZERO_3,
+        "cut": {**ZERO_3, "persistence_threshold": 0},
+    }
     run_ranks(2, _averaged, trees, engines, tmp_path)
     for _, name in trees:
         one, *others = (model_after(tmp_path / engine / name) for engine in engines)

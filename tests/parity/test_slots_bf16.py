@@ -23,9 +23,9 @@ SCENES = {
     "nerf": {"decoder": {"kind": "nerf", "bins": 4, "near": 1.0, "far": 30.0, "static": True, "sky": True}},
     "shadowed": {"decoder": {"kind": "nerf", "bins": 4, "near": 1.0, "far": 30.0, "sky": True, "shadows": True}},
     "cut": {"decoder": {"kind": "nerf", "bins": 4, "near": 1.0, "far": 30.0, "density": "relu"}},
-    "mixer": {"decoder": {"kind": "slot_mixer", "octaves": 4, "blocks": 1, "heads": 2}},
+    "mixer": {"decoder": {"kind": "slot_mixer", "fourier_bands": 4, "blocks": 1, "heads": 2}},
     "pointed": {
-        "decoder": {"kind": "broadcast", "octaves": 4, "hidden": [16]},
+        "decoder": {"kind": "broadcast", "fourier_bands": 4, "hidden": [16]},
         "encoder": {"channels": 8, "width": 16, "points": {"near": 1.0, "far": 9.0, "count": 2}},
     },
 }

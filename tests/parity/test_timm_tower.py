@@ -130,7 +130,11 @@ def test_it_begins_with_a_timm_file_whose_positions_fit_the_image(shards, tmp_pa
     save_file(donor.state_dict(), tmp_path / "donor.safetensors")
     tree = tiny_recipe(shards, tmp_path)
     model = tree["objective"]["model"]
-    model["vision"] = {"timm_model_name": name, "image_size": 64, "init": f"timm:{name}@{tmp_path}/donor.safetensors"}
+    model["vision"] = {
+        "timm_model_name": name,
+        "image_size": 64,
+        "init_from": f"timm:{name}@{tmp_path}/donor.safetensors",
+    }
     tree["objective"] |= {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}
     model["readout"] = {**SPARO, "head_width": 8}
     config = resolve(RunConfig, tree, "x")
@@ -151,7 +155,7 @@ def test_it_begins_with_a_timm_file_whose_positions_fit_the_image(shards, tmp_pa
     # a file of a model of other sizes than its name's: what the recipe's kwargs say
     narrow = timm.create_model(name, img_size=64, num_classes=3, **SMALL)
     save_file(narrow.state_dict(), tmp_path / "narrow.safetensors")
-    vision = {"init": f"timm:{name}@{tmp_path}/narrow.safetensors", "timm_model_kwargs": SMALL}
+    vision = {"init_from": f"timm:{name}@{tmp_path}/narrow.safetensors", "timm_model_kwargs": SMALL}
     small = {**tree, "objective": {**tree["objective"], "model": {**model, "vision": {**model["vision"], **vision}}}}
     objective = build_objective(config := resolve(RunConfig, small, "x"))
     load_initial_weights(config, objective, said.append)
@@ -160,7 +164,7 @@ def test_it_begins_with_a_timm_file_whose_positions_fit_the_image(shards, tmp_pa
         tree, ["objective.model.vision={image_size: 64, width: 192, layers: 12, head_width: 64}"], RunConfig
     )
     plain["objective"]["model"]["vision"] = {
-        "image_size": 64, "width": 192, "layers": 12, "head_width": 64, "init": model["vision"]["init"],
+        "image_size": 64, "width": 192, "layers": 12, "head_width": 64, "init_from": model["vision"]["init_from"],
     }  # fmt: skip
     config = resolve(RunConfig, plain, "x")
     with pytest.raises(CheckpointError, match=r"vision.timm_model_name takes it"):

@@ -121,7 +121,7 @@ def test_locked_images_beside_a_text_tower_that_learns_from_a_run_of_dino(shards
             "depth": sizes.depth,
             "num_heads": sizes.heads,
         },
-        "init": str(tmp_path / "dino"),
+        "init_from": str(tmp_path / "dino"),
         "freeze": "blocks",
     }
     tree["objective"]["model"]["text"]["freeze"] = False

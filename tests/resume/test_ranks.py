@@ -223,7 +223,7 @@ def test_bad_samples_of_all_ranks_are_judged_together(place):
         place / "recipe.yaml",
         "name=bad",
         f"data.sources.a.shards={place}/bad",
-        "data.max_bad_share_after=16",
+        "data.max_bad_share_min_samples=16",
     )
     found = finish(start_ranks(2, *line), 60)
     assert [code for code, _ in found] == [2, 2], found

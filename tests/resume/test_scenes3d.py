@@ -30,7 +30,7 @@ def scenes(tmp_path_factory):
 
 def recipe_of(root, out, decoder, **model):
     tree = slots_recipe(root / "train", out)
-    encoder = {"layers": "plain", "channels": 8, "width": 16, "halvings": 2, "transformer": {"blocks": 1}}
+    encoder = {"layers": "plain", "channels": 8, "width": 16, "num_downsample": 2, "transformer": {"blocks": 1}}
     tree["objective"] = {
         "kind": "novel_views",
         "frames": {"count": 2, "stride": [1, 2]},
@@ -152,10 +152,10 @@ def pictures_are_drawn(folder, cwd):
 @pytest.mark.parametrize("kind", ["mixer", "broadcast"])
 def test_two_ranks_train_on_scenes_as_one_process_does(scenes, tmp_path, write_recipe, kind):
     if kind == "mixer":
-        tree = recipe_of(scenes, tmp_path / "runs", {"kind": "slot_mixer", "octaves": 4, "blocks": 1, "heads": 2})
+        tree = recipe_of(scenes, tmp_path / "runs", {"kind": "slot_mixer", "fourier_bands": 4, "blocks": 1, "heads": 2})
     else:
-        grouping = {"preset": "savi", "slots": 3, "width": 16, "init": "learned"}
-        decoder = {"kind": "broadcast", "octaves": 4, "hidden": [16], "most_numbers": 400}
+        grouping = {"preset": "savi", "slots": 3, "width": 16, "slot_init": "learned"}
+        decoder = {"kind": "broadcast", "fourier_bands": 4, "hidden": [16], "max_activations": 400}
         tree = recipe_of(scenes, tmp_path / "runs", decoder, grouping=grouping, predictor={"mlp_width": 16})
     straight = run({**tree, "out": str(tmp_path / "straight")})
     assert train(straight).reason == "finished"

@@ -249,7 +249,7 @@ def test_sets_of_objects_are_learned_resumed_and_scored(tmp_path, write_recipe):
     tree = slots_recipe(tmp_path / "c/train", tmp_path / "runs", eval={"tasks": tasks})
     tree["data"] |= {"crop_scale": [1.0, 1.0], "hflip": 0.0}
     model = {k: v for k, v in tree["objective"]["model"].items() if k not in ("frame", "decoder")}
-    model["grouping"] = {"preset": "sa_me", "slots": 3, "width": 16, "init": "same"}
+    model["grouping"] = {"preset": "sa_me", "slots": 3, "width": 16, "slot_init": "same"}
     tree["objective"] = {"kind": "set_prediction", "model": model}
     straight = run({**tree, "out": str(tmp_path / "straight")})
     assert train(straight).reason == "finished"
@@ -288,5 +288,7 @@ def test_sets_of_objects_are_learned_resumed_and_scored(tmp_path, write_recipe):
     for told, override in refused.items():
         done = sparo("train", str(recipe), override, "name=refused")
         assert done.returncode == 2 and told in done.stderr, done.stderr
-    done = sparo("train", str(recipe), "objective.model.grouping.slots=2", "name=crowded", "data.max_bad_share_after=8")
+    done = sparo(
+        "train", str(recipe), "objective.model.grouping.slots=2", "name=crowded", "data.max_bad_share_min_samples=8"
+    )
     assert done.returncode == 2 and "3 objects, and objective.model.grouping.slots=2" in done.stderr, done.stderr

@@ -63,7 +63,7 @@ def test_a_branch_that_cools_down_ends_as_the_run_that_did(shards, tmp_path):
     for change, told in (
         ("objective.mean=[0.5, 0.5, 0.5]", "its pixels are normalised otherwise"),
         ("objective.model.quick_gelu=true", "OpenAI's approximation of GELU"),
-        (f"objective.model.vision.init={tmp_path}/steady", "start_from.optimizer would write over it"),
+        (f"objective.model.vision.init_from={tmp_path}/steady", "start_from.optimizer would write over it"),
     ):
         with pytest.raises(CheckpointError, match=told):
             train(_run(tree, "name=unmade", *words, change, from_steady))
@@ -229,7 +229,7 @@ def test_a_transformers_clip_is_what_a_run_begins_with(tmp_path):
         hf.visual_projection(hf.vision_model(image).pooler_output),
         hf.text_projection(hf.text_model(tokens).pooler_output),
     )
-    inits = [f"objective.model.{part}.init=hf:{folder}" for part in ("vision", "text")]
+    inits = [f"objective.model.{part}.init_from=hf:{folder}" for part in ("vision", "text")]
     for words in (inits, [f"start_from=hf:{folder}"]):
         ours, said = begun(*words)
         for mine, theirs in zip((ours.visual(image), ours.text(tokens)), wanted, strict=True):
@@ -246,9 +246,9 @@ def test_a_transformers_clip_is_what_a_run_begins_with(tmp_path):
     # A folder that lost its texts is still an image tower, and no text tower.
     hf.vision_model.save_pretrained(tmp_path / "seen")
     shutil.copy(folder / "preprocessor_config.json", tmp_path / "seen")
-    assert "new are proj" in begun(f"objective.model.vision.init=hf:{tmp_path}/seen")[1]
+    assert "new are proj" in begun(f"objective.model.vision.init_from=hf:{tmp_path}/seen")[1]
     with pytest.raises(CheckpointError, match="has no text tower of a CLIP"):
-        begun(f"objective.model.text.init=hf:{tmp_path}/seen")
+        begun(f"objective.model.text.init_from=hf:{tmp_path}/seen")
 
 
 def test_a_tower_from_elsewhere_is_locked_while_the_other_learns(tmp_path, shards, capsys):
@@ -259,7 +259,7 @@ def test_a_tower_from_elsewhere_is_locked_while_the_other_learns(tmp_path, shard
     tree = tiny_recipe(shards, tmp_path, steps=3)
     tree["objective"]["model"]["vision"] |= {
         "layers": 3,
-        "init": str(tmp_path / "donor.safetensors"),
+        "init_from": str(tmp_path / "donor.safetensors"),
         "freeze": "blocks",
     }
     tree["objective"]["model"]["text"]["layers"] = 3
@@ -267,7 +267,7 @@ def test_a_tower_from_elsewhere_is_locked_while_the_other_learns(tmp_path, shard
         train(_run(tree, "name=unknown"))
     (tmp_path / "donor").mkdir()
     openclip.export(donor.config, donor.state_dict(), tmp_path / "donor", (0.5,) * 3, (0.5,) * 3)
-    init = f"objective.model.vision.init={tmp_path}/donor"
+    init = f"objective.model.vision.init_from={tmp_path}/donor"
     with pytest.raises(CheckpointError, match=r"set objective.mean=\[0.5, 0.5, 0.5\] and objective.std="):
         train(_run(tree, "name=colours", init))
     openclip.export(donor.config, donor.state_dict(), tmp_path / "donor", OPENAI_MEAN, OPENAI_STD)
@@ -283,11 +283,15 @@ def test_a_tower_from_elsewhere_is_locked_while_the_other_learns(tmp_path, shard
         with pytest.raises(CheckpointError, match=why):
             train(_run(tree, "name=unlike", init, change))
         with pytest.raises(CheckpointError, match=why):
-            train(_run(tree, "name=unlike", change, "objective.model.vision.init=null", f"start_from={tmp_path}/donor"))
+            train(
+                _run(
+                    tree, "name=unlike", change, "objective.model.vision.init_from=null", f"start_from={tmp_path}/donor"
+                )
+            )
     lost = {**donor.state_dict(), "visual.ln_post.weight": torch.full((32,), torch.nan)}
     openclip.export(donor.config, lost, tmp_path / "lost", OPENAI_MEAN, OPENAI_STD)
     with pytest.raises(CheckpointError, match=r"ln_post.weight: numbers that are not finite"):
-        train(_run(tree, "name=unlike", f"objective.model.vision.init={tmp_path}/lost"))
+        train(_run(tree, "name=unlike", f"objective.model.vision.init_from={tmp_path}/lost"))
     assert "new are sparo.q_emb" in said and "not used are proj, transformer.resblocks.2.ln_1.weight" in said
     after, before = _model(tmp_path / "lit", 3), donor.state_dict()
     blocks = [n for n in before if n.startswith("visual.") and f"model.{n}" in after and "ln_post" not in n]

@@ -173,9 +173,9 @@ def test_non_finite_steps_are_skipped_counted_and_stop_the_run(shards, tmp_path,
     monkeypatch.setattr(ClipObjective, "forward", forward)
     tree = tiny_recipe(shards, tmp_path / "nan")
     with pytest.raises(
-        TrainingError, match=r"step 11: 3 non-finite steps in a row \(optim\.max_skipped=2\).*step-0000000"
+        TrainingError, match=r"step 11: 3 non-finite steps in a row \(optim\.max_consecutive_skips=2\).*step-0000000"
     ):
-        train(run({**tree, "optim": {**tree["optim"], "max_skipped": 2}}))
+        train(run({**tree, "optim": {**tree["optim"], "max_consecutive_skips": 2}}))
     records = metrics.read(tmp_path / "nan" / "tiny" / "metrics.jsonl", "train")
     assert records[5]["skipped_steps"] == 2 and records[3]["grad_norm"] == "nan"
     weights, _ = parts(tmp_path / "nan" / "tiny", 9)

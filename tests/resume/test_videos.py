@@ -29,7 +29,7 @@ def video_recipe(tmp_path, kind):
     grouping: dict = {"preset": "savi" if savi else "psb", "slots": 3, "width": 16, "iterations": 2}
     model = {k: v for k, v in tree["objective"]["model"].items() if k != "frame"} | {"grouping": grouping}
     if savi:  # as SAVi++ has it: told the first frame's boxes, drawing flow and depth
-        grouping |= {"init": "given", "qkv_width": 24}
+        grouping |= {"slot_init": "given", "qkv_width": 24}
         model |= {"predictor": {"mlp_width": 16}, "hint": {"hidden": 8}, "target": "flow_depth", "transformer": {}}
     objective = "slot_contrast" if kind == "slot_contrast" else "video_slots"
     tree["objective"] = {"kind": objective, "frames": {"count": 3, "stride": [1, 2]}, "model": model}

@@ -60,7 +60,9 @@ def _scores(lines: Path) -> dict[str, dict[str, float]]:
 
 def test_a_training_hands_long_tasks_to_a_job(lab):
     tasks = yaml.safe_load((lab.root / "recipe.yaml").read_text())["eval"]["tasks"]
-    side = yaml.safe_dump({"on": "lab", "tasks": {"zero": tasks["zero"]}}, default_flow_style=True, width=1000).strip()
+    side = yaml.safe_dump(
+        {"cluster": "lab", "tasks": {"zero": tasks["zero"]}}, default_flow_style=True, width=1000
+    ).strip()
     said = lab.sparo("train", "recipe.yaml", "name=aside", ALONE, f"eval.side={side}")
     assert "eval.side submitted to lab" in said
     path = lab.root / f"aside/evals/side-{STEPS:08d}/results.json"

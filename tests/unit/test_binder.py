@@ -29,7 +29,7 @@ def ln(layer, x):
 
 def distances(block, apart):
     b = block.binder
-    angles = [apart * 2**i * 2 * math.pi / (2 * b.longest - 1) for i in range(b.octaves)]
+    angles = [apart * 2**i * 2 * math.pi / (2 * b.max_time_distance - 1) for i in range(b.fourier_bands)]
     table = torch.tensor([math.sin(a) for a in angles] + [math.cos(a) for a in angles], dtype=torch.float64) * 2**0.5
     first, _, second = block.distance
     hidden = first.weight @ table + first.bias
@@ -41,7 +41,7 @@ def heads_of(layer, x, heads):
 
 
 def seen(b, s, t):
-    return not b.causal or (s <= t and (b.window is None or t - s < b.window))
+    return not b.causal or (s <= t and (b.context_frames is None or t - s < b.context_frames))
 
 
 def plain(module, features):
@@ -68,14 +68,14 @@ def plain(module, features):
                             logit[t] = (q[batch, t] * k[batch, s, n]).sum(-1).T * d**-0.5 + bias[:, None]
                     if not b.inverted:
                         shares[:, :, :, s, n] = logit  # as they are: a slot chooses when it has seen all
-                    elif b.competes == "clip":
+                    elif b.softmax_scope == "clip":
                         shares[:, :, :, s, n] = logit.flatten().softmax(0).view(T, c.heads, K)
                     else:
                         for t in range(T):
                             if seen(b, s, t):
                                 shares[t, :, :, s, n] = logit[t].flatten().softmax(0).view(c.heads, K)
             counted = shares.clone()
-            if b.fades:
+            if b.temporal_decay:
                 for t in range(T):
                     for s in range(T):
                         counted[t, :, :, s] *= distances(block, s - t)[-c.heads :].exp()[:, None, None]
@@ -122,17 +122,17 @@ KNOBS = [
     {},
     {"heads": 2, "binder": {"heads": 2}},
     {"heads": 2, "binder": {"causal": False}},
-    {"binder": {"competes": "clip"}},
-    {"heads": 2, "binder": {"competes": "clip", "causal": False}},
-    {"binder": {"window": 2}},
-    {"heads": 2, "binder": {"window": 2}},
+    {"binder": {"softmax_scope": "clip"}},
+    {"heads": 2, "binder": {"softmax_scope": "clip", "causal": False}},
+    {"binder": {"context_frames": 2}},
+    {"heads": 2, "binder": {"context_frames": 2}},
     {"binder": {"causal": False}},
-    {"binder": {"fades": True}},
-    {"heads": 2, "binder": {"fades": True, "window": 2}},
-    {"binder": {"inverted": False, "window": 2}},
+    {"binder": {"temporal_decay": True}},
+    {"heads": 2, "binder": {"temporal_decay": True, "context_frames": 2}},
+    {"binder": {"inverted": False, "context_frames": 2}},
     {"heads": 2, "binder": {"inverted": False, "causal": False}},
     {"binder": {"interaction": "joint"}},
-    {"heads": 2, "binder": {"interaction": "joint", "causal": False, "fades": True}},
+    {"heads": 2, "binder": {"interaction": "joint", "causal": False, "temporal_decay": True}},
 ]
 
 
@@ -158,7 +158,7 @@ def test_a_time_sees_no_later_one_and_a_still_is_a_clip_of_one():
     still, clip = module(features[:, 0]), module(features[:, :1])
     assert still.slots.shape == (B, K, D) and torch.equal(still.slots, clip.slots[:, 0])
     assert torch.allclose(still.attention.sum(1), torch.ones(B, N, dtype=torch.float64))
-    drawn, _ = built(init="gaussian")
+    drawn, _ = built(slot_init="gaussian")
     noise = torch.randn(B, K, D, dtype=torch.float64)
     assert torch.allclose(drawn.init_slots(noise, B), drawn.mu + drawn.log_sigma.exp() * noise)
     with pytest.raises(ValueError, match="slots begin at random"):
@@ -178,15 +178,15 @@ def test_its_size_is_the_released_ones():
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize(("window", "fades"), [(None, False), (1, False), (3, False), (3, True)])
 def test_a_stream_gives_what_all_frames_at_once_give(heads, window, fades):
-    module, _ = built(heads=heads, init="gaussian", binder={"window": window, "fades": fades})
+    module, _ = built(heads=heads, slot_init="gaussian", binder={"context_frames": window, "temporal_decay": fades})
     features, noise = torch.randn(B, 6, N, IN, dtype=torch.float64), torch.randn(B, K, D, dtype=torch.float64)
     whole, stream = module(features, noise).slots, BinderStream(module)
     found = torch.stack([stream.push(frame, noise) for frame in features.unbind(1)], 1)
     assert torch.allclose(found, whole, atol=1e-10)
-    unbounded, _ = built(heads=heads, init="gaussian", binder={"fades": fades})
+    unbounded, _ = built(heads=heads, slot_init="gaussian", binder={"temporal_decay": fades})
     stream = BinderStream(unbounded, window)
     assert torch.allclose(torch.stack([stream.push(f, noise) for f in features.unbind(1)], 1), whole, atol=1e-10)
-    for wrong in ({"causal": False}, {"competes": "clip"}, {"inverted": False}, {"interaction": "joint"}):
+    for wrong in ({"causal": False}, {"softmax_scope": "clip"}, {"inverted": False}, {"interaction": "joint"}):
         with pytest.raises(ValueError, match="others change with later frames"):
             BinderStream(built(binder=wrong)[0])
 
@@ -210,8 +210,8 @@ def test_mixed_precision_binds_in_its_own_and_sums_in_fp32():
         ({"gru": "torch"}, "gru=torch: a binder has none alone"),
         ({"binder": {"heads": 3}}, "binder.heads=3: has to divide width=8"),
         ({"transport": {}}, "transport"),
-        ({"init": "same"}, "init=same"),
-        ({"binder": {"window": 2, "causal": False}}, "binder.window=2: is of the last times"),
+        ({"slot_init": "same"}, "slot_init=same"),
+        ({"binder": {"context_frames": 2, "causal": False}}, "binder.context_frames=2: is of the last times"),
     ],
 )
 def test_knobs_of_slots_that_take_turns_are_refused(knobs, told):

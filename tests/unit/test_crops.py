@@ -76,7 +76,7 @@ def test_operations_come_in_random_order(image):
 def test_probabilities_are_those_of_the_recipe(image):
     """Each operation alone, told by what it leaves of the image, in 2,000 draws; within four standard errors."""
     off = {"hflip": 0.0, "jitter_prob": 0.0, "gray_prob": 0.0, "blur_probs": (0.0, 0.0, 0.0), "solarize_prob": 0.0}
-    whole = {"global_scale": (1.0, 1.0), "local_scale": (1.0, 1.0)}
+    whole = {"global_crops_scale": (1.0, 1.0), "local_crops_scale": (1.0, 1.0)}
     square = image.resize((24, 24))
     for change, number, wanted in [
         ({"hflip": 0.5}, 0, 0.5),
@@ -95,7 +95,7 @@ def test_probabilities_are_those_of_the_recipe(image):
 
 
 def test_sizes_and_draws(image):
-    config = CropsConfig(local_number=3, local_size=16)
+    config = CropsConfig(local_crops_number=3, local_size=16)
     large, small = multi_crop(image, 32, config, np.random.default_rng(5))
     assert large.shape == (2, 3, 32, 32) and small.shape == (3, 3, 16, 16) and large.dtype == np.uint8
     again, _ = multi_crop(image, 32, config, np.random.default_rng(5))
@@ -105,9 +105,9 @@ def test_sizes_and_draws(image):
 def test_a_batch_does_not_depend_on_ranks_or_workers(shards):
     def batches(rank, size, workers):
         config = DataConfig(
-            sources={"a": ShardsConfig(shards=str(shards))}, workers=workers, streams=4, window=16, chunk=4
+            sources={"a": ShardsConfig(shards=str(shards))}, workers=workers, streams=4, shuffle_window=16, chunk=4
         )
-        examples = CropExamples(config, CropsConfig(local_number=2, local_size=16), 32, paths=4)
+        examples = CropExamples(config, CropsConfig(local_crops_number=2, local_size=16), 32, paths=4)
         stream = Pipeline(config, 8, examples, seed=3, rank=rank, world_size=size).start()
         found = [next(stream).batch for _ in range(3)]
         stream.close()

@@ -38,8 +38,10 @@ def test_every_image_is_there_once_with_its_class(folder):
 
 
 def test_it_trains_like_shards_and_knows_when_it_changed(folder):
-    config = DataConfig(sources={"a": FolderConfig(folder=str(folder))}, workers=1, streams=4, window=8, chunk=2)
-    pipeline = Pipeline(config, 8, CropExamples(config, CropsConfig(local_number=1, local_size=16), 32), seed=1)
+    config = DataConfig(
+        sources={"a": FolderConfig(folder=str(folder))}, workers=1, streams=4, shuffle_window=8, chunk=2
+    )
+    pipeline = Pipeline(config, 8, CropExamples(config, CropsConfig(local_crops_number=1, local_size=16), 32), seed=1)
     assert pipeline.plan.epoch_size == 24
     with_cursor = pipeline.start()
     first, second = next(with_cursor), next(with_cursor)

@@ -45,7 +45,7 @@ def gated(x, h, gru):
 def plain(module, features, noise):
     """One slot, one head, one sample at a time, as the authors' texts and code have it."""
     c, found, taken = module.config, [], []
-    begun = module.learned.expand(B, -1, -1) if c.init == "learned" else module.mu + module.log_sigma.exp() * noise
+    begun = module.learned.expand(B, -1, -1) if c.slot_init == "learned" else module.mu + module.log_sigma.exp() * noise
     for x, s in zip(norm(features, module.norm_input), begun, strict=True):
         attention = None
         for i in range(c.iterations):
@@ -190,7 +190,7 @@ def saved(module, features):
 
 def test_only_the_last_round_is_learnt_from_where_that_is_asked_for():
     for straight in (False, True):
-        knobs = {"gradient": "last", "init": "learned", "straight_through": straight}
+        knobs = {"gradient": "last", "slot_init": "learned", "straight_through": straight}
         module, features, _ = built(**knobs)
         held, slots = saved(module, features)
         slots.sum().backward()

@@ -44,7 +44,7 @@ def pairs(config):
 def pipeline(shards, rank=0, world_size=1, **changes):
     config = DataConfig(
         sources={"a": ShardsConfig(shards=str(shards))},
-        **{"streams": 4, "window": 16, "chunk": 4, "hflip": 0.5, **changes},
+        **{"streams": 4, "shuffle_window": 16, "chunk": 4, "hflip": 0.5, **changes},
     )
     return Pipeline(config, 8, pairs(config), seed=3, rank=rank, world_size=world_size)
 
@@ -211,12 +211,12 @@ def test_a_source_without_one_usable_sample_ends_with_an_error(tmp_path):
 def test_shards_that_lose_too_much_stop_the_run_before_it_starts(tmp_path):
     root = broken_shards(tmp_path / "bad")
     (root / "00002.tar").write_bytes(b"<html>no such bucket</html>" * 100)
-    p = pipeline(root, workers=0, max_bad_share_after=100)
+    p = pipeline(root, workers=0, max_bad_share_min_samples=100)
     with pytest.raises(
         DataError, match=r"(?s)2 shard\(s\) are not whole, about \d+ of 144 .*00002\.tar: unreadable tar, about 48 lost"
     ):
         next(p.start())
-    tolerant = pipeline(root, workers=0, max_bad_share_after=100, max_bad_share=0.6)
+    tolerant = pipeline(root, workers=0, max_bad_share_min_samples=100, max_bad_share=0.6)
     assert next(tolerant.start()).skipped[str(root / "00002.tar"), "unreadable tar"] == 48
 
 

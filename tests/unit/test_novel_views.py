@@ -17,7 +17,7 @@ def objective(name, grouping=None, **more):
         "encoder": {
             "channels": 8,
             "width": 24,
-            "halvings": 2,
+            "num_downsample": 2,
             "transformer": {"blocks": 1},
             "points": DECODERS[name].get("points"),
         },
@@ -50,10 +50,10 @@ def batch(count=2):
 
 
 GROUPINGS = {
-    "savi": {"grouping": {"preset": "savi", "slots": 3, "width": 24, "init": "learned"}, "predictor": {}},
+    "savi": {"grouping": {"preset": "savi", "slots": 3, "width": 24, "slot_init": "learned"}, "predictor": {}},
     "each": {"grouping": {"preset": "sa", "slots": 3, "width": 24}, "over_time": False},
     "tf_inv": {
-        "grouping": {"preset": "tf_inv", "slots": 3, "width": 24, "init": "learned", "iterations": 2},
+        "grouping": {"preset": "tf_inv", "slots": 3, "width": 24, "slot_init": "learned", "iterations": 2},
         "over_time": False,
     },
 }
@@ -103,8 +103,8 @@ def test_slots_of_each_time_are_those_of_that_time_alone():
         ({"decoder": {"kind": "nerf", "box": [[0, 0, 0], [1, -1, 1]]}}, "its first corner"),
         ({"encoder": {"points": {"near": -1.0}}}, "near=-1.0: lies behind"),
         ({"encoder": {"points": {"near": 5.0, "far": 4.0}}}, "far=4.0"),
-        ({"encoder": {"preset": "osrt", "points": {}}}, "octaves=15: .*set one of them"),
-        ({"encoder": {"preset": "srt"}, "image_size": 512}, "encoder.embedded=16: image_size=512 has 32"),
+        ({"encoder": {"preset": "osrt", "points": {}}}, "fourier_bands=15: .*set one of them"),
+        ({"encoder": {"preset": "srt"}, "image_size": 512}, "encoder.pos_embed_size=16: image_size=512 has 32"),
         ({"decoder": {"kind": "nerff"}}, "nerf"),
         ({"decoder": {"kind": "slot_mixer", "heads": 5}}, "decoder.heads=5"),
         ({"decoder": {"kind": "slot_mixer", "preset": "ostr"}}, "osrt"),

@@ -37,7 +37,7 @@ def test_rays_are_looked_at_inside_the_box_alone():
 
 
 def test_a_place_on_the_ground_is_told_alike_to_all_cameras():
-    points = RayPointsConfig(by="height", near=0.0, far=1.0, count=2, reach=6.0, octaves=2)
+    points = RayPointsConfig(by="height", near=0.0, far=1.0, count=2, reach=6.0, fourier_bands=2)
     target, eyes = torch.tensor([1.5, -2.0, 0.0]), torch.tensor([[4.0, 1.0, 7.0], [-3.0, -3.0, 5.0], [1.5, -2.0, 9.0]])
     told = points.embed(eyes, F.normalize(target - eyes, dim=-1))
     assert told.shape == (3, points.width)
@@ -45,7 +45,7 @@ def test_a_place_on_the_ground_is_told_alike_to_all_cameras():
     assert not torch.allclose(told[0, 2:4], told[1, 2:4], atol=0.01)  # a unit above it they are apart
     level = points.embed(torch.tensor([[0.0, 0.0, 2.0]] * 2), torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 1e-9]]))
     assert level.isfinite().all() and level[:, :4].abs().max() == 1  # level rays are held at the edge
-    along = RayPointsConfig(near=2.0, far=6.0, count=3, reach=10.0, octaves=1)
+    along = RayPointsConfig(near=2.0, far=6.0, count=3, reach=10.0, fourier_bands=1)
     found = along.embed(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 1.0, 0.0]))
     at = torch.tensor([[1.0, 2, 0], [1, 4, 0], [1, 6, 0]])
     angles = torch.pi * at / 10

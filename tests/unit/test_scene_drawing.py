@@ -18,10 +18,10 @@ DECODERS = {
     "nerf_box": {"kind": "nerf", "bins": 5, "sky": True, "box": [[-2, -3, 0], [2, 3, 1]]},
     "nerf_cut": {"kind": "nerf", "bins": 5, "static": True, "background": True, "density": "relu"},
     "nerf_cut_shadows": {"kind": "nerf", "bins": 5, "sky": True, "shadows": True, "density": "relu"},
-    "psb": {"kind": "slot_mixer", "octaves": 4},
-    "osrt": {"kind": "slot_mixer", "preset": "osrt", "octaves": 4},
-    "broadcast": {"kind": "broadcast", "octaves": 4, "hidden": [16, 16]},
-    "at_distances": {"kind": "slot_mixer", "points": {"near": 1.0, "far": 9.0, "count": 3, "octaves": 2}},
+    "psb": {"kind": "slot_mixer", "fourier_bands": 4},
+    "osrt": {"kind": "slot_mixer", "preset": "osrt", "fourier_bands": 4},
+    "broadcast": {"kind": "broadcast", "fourier_bands": 4, "hidden": [16, 16]},
+    "at_distances": {"kind": "slot_mixer", "points": {"near": 1.0, "far": 9.0, "count": 3, "fourier_bands": 2}},
     "at_heights": {
         "kind": "broadcast",
         "hidden": [16, 16],
@@ -51,7 +51,7 @@ def test_turns_change_nothing_and_shares_sum_to_one(name):
     def run(most):
         module.zero_grad()
         slots.grad = None
-        module.most_numbers = most
+        module.max_activations = most
         found = module(slots, rays)
         found.colours.square().sum().backward()
         return found, [slots.grad, *(p.grad for p in module.parameters() if p.grad is not None)]

@@ -77,8 +77,8 @@ def test_torchs_idiom_is_the_same_filter_a_pixel_further():
     "kind",
     [
         {"kind": "mlp", "hidden": (8, 8)},
-        {"kind": "cnn", "channels": 8, "ups": 2, "convs": 1},
-        {"kind": "cnn", "channels": 8, "ups": 2, "convs": 0, "last_up": True},
+        {"kind": "cnn", "channels": 8, "num_upsample": 2, "convs": 1},
+        {"kind": "cnn", "channels": 8, "num_upsample": 2, "convs": 0, "upsample_output": True},
     ],
 )
 def test_a_picture_is_the_sum_of_its_slots_parts(kind):
@@ -214,7 +214,7 @@ def test_collapses_are_told_behind_the_beginning():
 
 BAD = {
     r"strides=\[1\]: name one per layer": {"encoder": {"channels": (8, 8), "strides": (1,)}},
-    "cannot be halved so often": {"decoder": {"kind": "cnn", "ups": 5}},
+    "cannot be halved so often": {"decoder": {"kind": "cnn", "num_upsample": 5}},
     "grouping.heads=2": {"frame": {}, "grouping": {"preset": "isa", "heads": 2}},
     "grouping.renorm=entry": {"frame": {}, "grouping": {"preset": "isa", "renorm": "entry"}},
     "grouping.mlp_last=False": {"frame": {}, "grouping": {"preset": "isa", "mlp_last": False}},
@@ -415,7 +415,15 @@ def test_masks_that_are_the_same_in_every_image_are_told():
 
 
 def test_a_vit_is_trained_with_the_slots():
-    encoder = {"kind": "vit", "width": 16, "blocks": 1, "heads": 2, "patch": 4, "native": 3, "layer_scale": True}
+    encoder = {
+        "kind": "vit",
+        "width": 16,
+        "blocks": 1,
+        "heads": 2,
+        "patch": 4,
+        "pretrain_grid_size": 3,
+        "layer_scale": True,
+    }
     objective = SlotAutoencoder(SlotAutoencoderConfig(model=SlotModelConfig(**{**SMALL, "encoder": encoder})))
     noise = torch.randn(2, *objective.config.model.noise)
     images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)  # four patches a side, learned for three
@@ -424,10 +432,10 @@ def test_a_vit_is_trained_with_the_slots():
     assert all(g is not None for g in grown.values()) and "model.tower.encoder.vit.pos_embed" in grown
     with pytest.raises(ValueError, match=r"encoder.patch=4: does not divide image_size=18"):
         SlotModelConfig(**{**SMALL, "encoder": encoder, "image_size": 18})
-    with pytest.raises(ValueError, match="waves=8: are of places by coordinates"):
-        BroadcastConfig(kind="patch", waves=8)
-    with pytest.raises(ValueError, match="last_up: is of kind=cnn with ups and with convs=0"):
-        BroadcastConfig(kind="cnn", last_up=True)
+    with pytest.raises(ValueError, match="fourier_bands=8: are of places by coordinates"):
+        BroadcastConfig(kind="patch", fourier_bands=8)
+    with pytest.raises(ValueError, match="upsample_output: is of kind=cnn with ups and with convs=0"):
+        BroadcastConfig(kind="cnn", upsample_output=True)
     with pytest.raises(ValueError, match="and scales them as it was trained"):
         SlotAutoencoderConfig(signed=True, model=SlotModelConfig(**{**SMALL, "encoder": encoder}))
 
@@ -443,5 +451,5 @@ def test_waves_are_sines_of_places_and_move_with_them():
     for octave in range(3):
         assert torch.allclose(found[:, 2 + 2 * octave : 4 + 2 * octave], (places * torch.pi * 2**octave).sin())
         assert torch.allclose(found[:, 8 + 2 * octave : 10 + 2 * octave], (places * torch.pi * 2**octave).cos())
-    decoder = Broadcast(BroadcastConfig(kind="mlp", hidden=(8,), waves=2), 6, 4)
+    decoder = Broadcast(BroadcastConfig(kind="mlp", hidden=(8,), fourier_bands=2), 6, 4)
     assert decoder.position.weight.shape == (6, 10)

@@ -142,7 +142,7 @@ def plain(module, features, noise):
         )
         cost = cost * t.cost_scale
         log_b = torch.zeros(B, K, dtype=torch.float64)
-        if t.takes == "learned":
+        if t.slot_marginal == "learned":
             log_b = (K * step.transport.takes(normed)[..., 0].softmax(-1)).log()
         start = None
         if t.entropy_steps:
@@ -165,7 +165,7 @@ def plain(module, features, noise):
 @pytest.mark.parametrize("preset", MOVED)
 @pytest.mark.parametrize(
     "inner",
-    [{}, {"cost": "cosine", "cost_scale": 6.0, "takes": "learned"}, {"cost": "cdist", "steps": 2}],
+    [{}, {"cost": "cosine", "cost_scale": 6.0, "slot_marginal": "learned"}, {"cost": "cdist", "steps": 2}],
     ids=["", "cosine", "cdist"],
 )
 def test_every_preset_is_its_formula(preset, inner):
@@ -191,7 +191,7 @@ def test_exact_plans_may_stand_in_place_of_sinkhorns():
 
 def test_equal_slots_are_told_apart_by_noise_alone():
     tokens = torch.randn(1, 40, IN, dtype=torch.float64)
-    module, _, _ = built("sa_me", init="same", transport={"entropy_rate": 30.0})
+    module, _, _ = built("sa_me", slot_init="same", transport={"entropy_rate": 30.0})
     first, second = (torch.randn(1, K, D + 40, dtype=torch.float64) for _ in range(2))
     with torch.inference_mode():
         found = module(tokens, first)
@@ -218,7 +218,7 @@ def test_steps_that_carry_a_gradient_teach_who_is_similar_and_how_far_to_go():
 
 @pytest.mark.parametrize("preset", MOVED)
 def test_it_runs_with_weights_in_bf16(preset):
-    module, features, noise = built(preset, transport={"takes": "learned"})
+    module, features, noise = built(preset, transport={"slot_marginal": "learned"})
     with torch.autocast("cpu", torch.bfloat16):  # as FSDP2 holds them
         found = module.bfloat16()(features.bfloat16(), noise.bfloat16())
     assert found.slots.isfinite().all()
@@ -269,7 +269,7 @@ def test_without_pot_exact_plans_are_refused_at_the_start(monkeypatch):
 
 def test_who_cannot_break_ties_is_refused():
     with pytest.raises(ValueError, match="equal slots stay equal"):
-        SlotAttentionConfig(init="same")
+        SlotAttentionConfig(slot_init="same")
     with pytest.raises(ValueError, match="has one head and no softmax"):
         SlotAttentionConfig.model_validate({"preset": "mesh", "heads": 2})
     module, features, noise = built("mesh")

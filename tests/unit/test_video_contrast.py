@@ -24,7 +24,7 @@ from sparo_train.core.errors import ConfigError
 MODEL = {"image_size": 16, "encoder": {"channels": [8, 8], "strides": [2, 1], "kernel": 3}, "features": 16}
 MODEL |= {
     "decoder": {"kind": "mlp", "hidden": [16]},
-    "grouping": {"preset": "savi", "slots": 3, "width": 16, "init": "learned"},
+    "grouping": {"preset": "savi", "slots": 3, "width": 16, "slot_init": "learned"},
 }
 
 

@@ -40,12 +40,12 @@ from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import DataConfig, Source
 
 SMALL = {"image_size": 16, "encoder": {"channels": [8, 8], "strides": [2, 1], "kernel": 3}, "features": 16}
-SAVI = {"preset": "savi", "slots": 3, "width": 16, "init": "learned"}
+SAVI = {"preset": "savi", "slots": 3, "width": 16, "slot_init": "learned"}
 PSB = {"preset": "psb", "slots": 3, "width": 16, "iterations": 2}
 ROWS = {
     "savi": {"grouping": SAVI, "predictor": {}},
     "pre": {"grouping": {**SAVI, "iterations": 2}, "predictor": {"norm": "pre", "blocks": 2}},
-    "none": {"grouping": {**SAVI, "preset": "sa", "init": "gaussian"}},
+    "none": {"grouping": {**SAVI, "preset": "sa", "slot_init": "gaussian"}},
     **{
         name: {"grouping": {**SAVI, "preset": name, "iterations": 2}, "predictor": {}}
         for name in ("tf", "tf_inv", "tf_inv_gru")
@@ -147,7 +147,7 @@ def test_clips_of_any_length_are_cut_into_objects_one_by_one(row):
 
 def test_blocks_that_do_not_go_together_are_refused():
     for change, told in (
-        ({"grouping": PSB, "predictor": {}}, "predictor, first_turns: a binder, or what is pooled, sees all"),
+        ({"grouping": PSB, "predictor": {}}, "predictor, first_iterations: a binder, or what is pooled, sees all"),
         ({"grouping": SAVI, "predictor": {"heads": 3}}, "predictor.heads=3: does not divide 16"),
         (
             {"grouping": {"preset": "isa", "mlp_width": 16, "width": 16}, "frame": {}},
@@ -156,12 +156,12 @@ def test_blocks_that_do_not_go_together_are_refused():
         ({"grouping": {"preset": "sa_id"}}, "nothing would teach first slots or a predictor"),
         ({"grouping": {"preset": "sa_me", "width": 16}}, "grouping.transport: is of still images"),
         (
-            {"grouping": {"preset": "tf_inv", "width": 16}, "first_turns": 4},
-            "first_turns: rounds with weights of their own",
+            {"grouping": {"preset": "tf_inv", "width": 16}, "first_iterations": 4},
+            "first_iterations: rounds with weights of their own",
         ),
-        ({"grouping": SAVI, "hint": {}}, "hint, grouping.init=learned: slots that are told"),
-        ({"grouping": {**SAVI, "init": "given"}}, "hint, grouping.init=given: slots that are told"),
-        ({"grouping": {**PSB, "init": "given"}, "hint": {}}, "init=given: slots of a binder"),
+        ({"grouping": SAVI, "hint": {}}, "hint, grouping.slot_init=learned: slots that are told"),
+        ({"grouping": {**SAVI, "slot_init": "given"}}, "hint, grouping.slot_init=given: slots that are told"),
+        ({"grouping": {**PSB, "slot_init": "given"}, "hint": {}}, "slot_init=given: slots of a binder"),
         ({"grouping": SAVI, "predictor": {"preset": "savy"}}, "preset=savy"),
         ({"grouping": SAVI, "predictor": {"first_norm": "stream"}}, "first_norm=stream: is of norm=pre"),
         ({"grouping": {**SAVI, "qkv_width": 32, "gru": "none"}}, "qkv_width=32 is not width=16"),
@@ -267,7 +267,7 @@ def test_what_a_model_cannot_be_asked_for_is_refused_before_anything_is_encoded(
     said = VideoSlateEncoder(VideoSlate(steve).model, False, 3, "steve")
     masks, probe = VideoMasksTaskConfig(root="x"), SlotProbeTaskConfig(root="x")
     hinted = VideoEncoder(
-        objective("savi", grouping={**SAVI, "init": "given"}, hint={"hidden": 8}).model, False, 4, "hinted"
+        objective("savi", grouping={**SAVI, "slot_init": "given"}, hint={"hidden": 8}).model, False, 4, "hinted"
     )
     for task, encoder, told in (
         (MasksTaskConfig(root="x"), hinted, "t.root: these slots begin from the first frame's objects"),

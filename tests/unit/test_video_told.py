@@ -28,7 +28,7 @@ from sparo_train.data.read.sources import DataConfig, Source
 from sparo_train.data.video.episode import Episode
 
 SMALL = {"image_size": 16, "encoder": {"channels": [8, 8], "strides": [2, 1], "kernel": 3}, "features": 16}
-TOLD = {"preset": "savi", "slots": 5, "width": 16, "init": "given", "qkv_width": 24}
+TOLD = {"preset": "savi", "slots": 5, "width": 16, "slot_init": "given", "qkv_width": 24}
 
 
 def told(of="boxes", target="flow_depth", **more):
@@ -88,7 +88,7 @@ def test_steves_first_block_norms_the_stream_and_its_last_norm_is_there():
 
 
 def test_a_corrector_may_attend_wider_than_its_slots():
-    c = SlotAttentionConfig.model_validate({**TOLD, "init": "learned", "kv": "plain"})
+    c = SlotAttentionConfig.model_validate({**TOLD, "slot_init": "learned", "kv": "plain"})
     module, folded = SlotAttention(c, 12), SlotAttention(c.model_copy(update={"kv": "folded"}), 12)
     folded.load_state_dict(module.state_dict())
     assert module.rounds[0].gru.weight_ih.shape == (48, 24)  # type: ignore[union-attr]

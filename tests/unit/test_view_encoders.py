@@ -50,7 +50,7 @@ def srt_encoder(w, posed, octaves, start, heads):
 
 def test_srts_encoder_is_its_formula():
     torch.manual_seed(0)
-    small = {"channels": 4, "width": 24, "octaves": 3, "embedded": 3, "halvings": 3}
+    small = {"channels": 4, "width": 24, "fourier_bands": 3, "pos_embed_size": 3, "num_downsample": 3}
     config = ViewEncoderConfig.model_validate(
         {"preset": "srt", **small, "transformer": {"blocks": 2, "heads": 3, "mlp_width": 30}}
     )
@@ -72,9 +72,9 @@ def test_srts_encoder_is_its_formula():
 
 def test_records_of_osrts_sizes_by_their_former_name_are_osrts():
     old = ViewEncoderConfig(preset="osrt").model_dump(mode="json")
-    del old["embedded"]
+    del old["pos_embed_size"]
     former = {**old, "preset": "srt", "transformer": {**old["transformer"], "preset": "srt"}}
     assert ViewEncoderConfig.model_validate(former) == ViewEncoderConfig(preset="osrt")
     # What a person types is what it says, also with a knob at its preset's own value.
     typed = ViewEncoderConfig.model_validate({"preset": "srt", "layers": "plain", "transformer": {"preset": "srt"}})
-    assert typed == ViewEncoderConfig(preset="srt") and typed.embedded == 16
+    assert typed == ViewEncoderConfig(preset="srt") and typed.pos_embed_size == 16

@@ -133,7 +133,7 @@ class RunDir:
         old: Tree = parse_yaml(read_text(self.config), str(self.config))
         new: Tree = parse_yaml(dump(config), "the recipe")
         try:  # as this version writes it: what the recipe left open then has the defaults of now
-            before = resolve(type(config), old, str(self.config))
+            before = resolve(type(config), old, str(self.config), stored=True)
         except ConfigError:
             before = config  # of a version whose keys are gone: what differs is shown as it is
         else:

@@ -29,12 +29,12 @@ def _jitter(value: tuple[float, float, float, float]) -> tuple[float, float, flo
 class CropsConfig(Frozen):
     """`main_dino.py`'s crops and its DataAugmentationDINO. Global crops have the model's `image_size`."""
 
-    local_number: int = setting(8, "local crops of an image, beside its two global ones", ge=0, le=1000)
+    local_crops_number: int = setting(8, "local crops of an image, beside its two global ones", ge=0, le=1000)
     local_size: int = setting(96, "pixels of a local crop's side", gt=0, le=16384)
-    global_scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = setting(
+    global_crops_scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = setting(
         (0.4, 1.0), "share of the image's area that a global crop covers"
     )
-    local_scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = setting(
+    local_crops_scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = setting(
         (0.05, 0.4), "share of the image's area that a local crop covers"
     )
     hflip: float = setting(0.5, "probability of mirroring a crop", ge=0, le=1)
@@ -56,7 +56,9 @@ def crop(image: Image.Image, size: int, number: int, config: CropsConfig, rng: n
     """View `number` of an image (0, 1: the global ones), (size, size, 3) uint8."""
     c = config
     pixels = resized_crop(
-        image, random_resized_crop_box(image.size, c.global_scale if number < 2 else c.local_scale, rng), size
+        image,
+        random_resized_crop_box(image.size, c.global_crops_scale if number < 2 else c.local_crops_scale, rng),
+        size,
     )
     if rng.random() < c.hflip:
         pixels = flip(pixels)
@@ -77,7 +79,7 @@ def multi_crop(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Global views (2, 3, size, size) and local ones (n, 3, local_size, local_size), uint8."""
     views = []
-    for first, count, side in ((0, 2, size), (2, config.local_number, config.local_size)):
+    for first, count, side in ((0, 2, size), (2, config.local_crops_number, config.local_size)):
         # One block for a kind of view: workers hand over two arrays per image, not ten.
         out = np.empty((count, 3, side, side), dtype=np.uint8)
         for number in range(count):

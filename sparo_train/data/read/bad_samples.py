@@ -21,7 +21,7 @@ def refuse_broken(sources: Sequence[Source], config: DataConfig) -> list[Damaged
     lost = sum(damage.lost_samples for damage in damaged)
     total = lost + sum(source.samples for source in sources)
     # Judged only where there is enough to judge: of ten samples one broken is no share.
-    if damaged and total >= config.max_bad_share_after and lost > config.max_bad_share * total:
+    if damaged and total >= config.max_bad_share_min_samples and lost > config.max_bad_share * total:
         worst = "\n  ".join(
             f"{d.url}: {d.reason}, about {d.lost_samples} lost"
             for d in sorted(damaged, key=lambda d: -d.lost_samples)[:_MAX_LISTED]

@@ -187,12 +187,12 @@ class Pipeline:
             seed,
             streams,
             config.chunk,
-            config.window,
+            config.shuffle_window,
         )
         self.per_stream = batch_size // streams
         # A worker without a stream would have nothing to deliver.
         self.workers = min(config.workers, len(self.own))
-        plan = {"streams": streams, "chunk": config.chunk, "window": config.window, "seed": seed}
+        plan = {"streams": streams, "chunk": config.chunk, "window": config.shuffle_window, "seed": seed}
         self.fingerprint: dict[str, Any] = {**fingerprint(self.sources), "plan": plan}
 
     def preview(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:

@@ -78,7 +78,7 @@ class DataConfig(Frozen):
     prefetch: int = free(4, "batches each worker prepares ahead", ge=1, le=1024)
     streams: int | None = setting(None, "C of the plan; divides the batch; null: 16 to 512, with the batch", gt=0)
     chunk: int = setting(64, "neighbours in a shard that stay together until the window mixes them", gt=0, le=1 << 31)
-    window: int = setting(2048, "samples of a stream among which the order is drawn", gt=0, le=1 << 31)
+    shuffle_window: int = setting(2048, "samples of a stream among which the order is drawn", gt=0, le=1 << 31)
     crop_scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = setting(
         (0.9, 1.0), "share of the image's area that a random crop covers"
     )
@@ -91,7 +91,7 @@ class DataConfig(Frozen):
     )
     trim_text: bool = setting(True, "cut token ids behind a batch's longest caption: exact under the causal mask")
     max_bad_share: float = free(0.01, "largest share of samples that may be unusable", ge=0, le=1)
-    max_bad_share_after: int = free(1000, "samples tried before the share is judged", ge=1)
+    max_bad_share_min_samples: int = free(1000, "samples tried before the share is judged", ge=1)
 
 
 class DamagedShard(NamedTuple):

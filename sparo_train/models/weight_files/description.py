@@ -44,8 +44,10 @@ def read_config(content: Any, path: Path) -> ModelDescription | None:
         return read_export(config_path) if config_path.is_file() else None
     description, origin = content[CONFIG_KEY], f"{path}: {CONFIG_KEY}"
     if not isinstance(description, dict) or "model" not in description:  # as it was written before it had mean and std
-        return ModelDescription(resolve(ClipConfig, description, origin))
-    return ModelDescription(resolve(ClipConfig, description["model"], origin), *parse_mean_std(description, origin))
+        return ModelDescription(resolve(ClipConfig, description, origin, stored=True))
+    return ModelDescription(
+        resolve(ClipConfig, description["model"], origin, stored=True), *parse_mean_std(description, origin)
+    )
 
 
 def parse_mean_std(description: Any, origin: str) -> tuple[tuple[float, ...], tuple[float, ...]]:

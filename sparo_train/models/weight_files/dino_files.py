@@ -66,7 +66,9 @@ def read_dino(raw: Mapping[str, Any], origin: str, key: str | None = None) -> Di
         raise CheckpointError(f"{origin}: holds no ViT backbone (no cls_token), got {', '.join(list(state)[:4])}, …")
     _refuse_dinov2(backbone, origin)
     described = raw.get(CONFIG_KEY)
-    config = None if described is None else resolve(VitConfig, described["model"], f"{origin}: {CONFIG_KEY}")
+    config = (
+        None if described is None else resolve(VitConfig, described["model"], f"{origin}: {CONFIG_KEY}", stored=True)
+    )
     pixels = (
         (IMAGENET_MEAN, IMAGENET_STD) if described is None else parse_mean_std(described, f"{origin}: {CONFIG_KEY}")
     )

@@ -1,0 +1,94 @@
+"""Recipe keys that were renamed, by the configuration class that holds them.
+
+A recipe with an old key is refused, and the error names the new key. What sparo wrote itself (run folders, checkpoints, exports, submitted
+jobs) loads with its old keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from .config_keys import RegistryBlock, child_shape
+
+_FOURIER = {"octaves": "fourier_bands"}
+_RAY_FOURIER = {**_FOURIER, "start_octave": "fourier_start"}
+_CHUNKED = {"most_numbers": "max_activations"}
+
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "BinderConfig": {
+        "window": "context_frames",
+        "competes": "softmax_scope",
+        "fades": "temporal_decay",
+        "longest": "max_time_distance",
+        **_FOURIER,
+    },
+    "BroadcastConfig": {
+        "waves": "fourier_bands",
+        "ups": "num_upsample",
+        "last_up": "upsample_output",
+        "start": "weight_init",
+        "align": "padding_mode",
+    },
+    "CropsConfig": {
+        "local_number": "local_crops_number",
+        "global_scale": "global_crops_scale",
+        "local_scale": "local_crops_scale",
+    },
+    "DataConfig": {"window": "shuffle_window", "max_bad_share_after": "max_bad_share_min_samples"},
+    "DeepSpeedEngineConfig": {"whole_below": "persistence_threshold"},
+    "DinoHeadConfig": {"init": "weight_init"},
+    "MuonConfig": {"adamw": "adamw_patterns"},
+    "NerfConfig": {**_FOURIER, **_CHUNKED},
+    "OptimConfig": {"max_skipped": "max_consecutive_skips", "half_life_from": "half_life_start"},
+    "RayBroadcastConfig": {**_RAY_FOURIER, **_CHUNKED},
+    "RayEmbeddingConfig": _RAY_FOURIER,
+    "RayPointsConfig": _FOURIER,
+    "SideEvalConfig": {"on": "cluster"},
+    "SlotAttentionConfig": {"init": "slot_init"},
+    "SlotCollapseConfig": {
+        "after": "start_fraction",
+        "used": "min_slots_used",
+        "sharp": "min_sharpness",
+        "fixed": "max_fixity",
+    },
+    "SlotMixerConfig": {"mlp_times": "mlp_ratio", **_RAY_FOURIER, **_CHUNKED},
+    "TextConfig": {"init": "init_from"},
+    "TimedTowerConfig": {"first_turns": "first_iterations"},
+    "TransformerConfig": {"sharp": "scale_by_sqrt_d", "mlp_times": "mlp_ratio"},
+    "TransportConfig": {"takes": "slot_marginal"},
+    "ViewEncoderConfig": {**_RAY_FOURIER, "embedded": "pos_embed_size", "halvings": "num_downsample"},
+    "VisionConfig": {"init": "init_from"},
+    "VitConfig": {"init": "weight_init"},
+    "VitFeaturesConfig": {
+        "native": "pretrain_grid_size",
+        "class_place": "class_pos_embed",
+        "shrink": "input_scale",
+    },
+}
+
+
+def new_name(model: type[BaseModel], key: str) -> str | None:
+    """Return the present name of a renamed key of a configuration class or of one it derives from, or None."""
+    names = (RENAMED.get(cls.__name__, {}).get(key) for cls in model.__mro__)
+    return next((name for name in names if name is not None and name in model.model_fields), None)
+
+
+def with_new_names(shape: Any, tree: Any) -> Any:
+    """Return a stored recipe, or a block of one, with the present names of its keys; unknown keys stay as they are.
+
+    Args:
+        shape: the configuration class, or another shape of `config_keys.shape_of`.
+    """
+    if isinstance(tree, list | tuple):
+        item_shape = getattr(shape, "item_shape", None)
+        return tree if item_shape is None else [with_new_names(item_shape, block) for block in tree]
+    if not isinstance(tree, Mapping) or shape is None:
+        return tree
+    model = shape.from_registry.model_of(tree) if isinstance(shape, RegistryBlock) else shape
+    if isinstance(model, type) and issubclass(model, BaseModel):
+        fields = model.model_fields
+        tree = {key if key in fields else new_name(model, key) or key: value for key, value in tree.items()}
+    return {key: with_new_names(child_shape(shape, key, tree), value) for key, value in tree.items()}
