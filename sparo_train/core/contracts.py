@@ -16,6 +16,8 @@ from .disk.metric_loggers import Sample
 from .disk.pieces import CheckpointReader, Pieces
 
 Batch = Mapping[str, Tensor]
+# For `Objective.after_step` where the host knows that the step was applied.
+APPLIED = torch.tensor(True)
 
 
 @dataclass(frozen=True)
@@ -160,14 +162,13 @@ class Objective(nn.Module, ABC):
         """
         return []
 
-    def after_step(self, progress: Progress) -> None:
-        """EMA, centre, clamp: called once after every applied step."""
+    def after_step(self, progress: Progress, applied: Tensor) -> None:
+        """Update what follows the trained parameters (an EMA, a center, a clamp), after every optimizer step.
 
-    def after_step_if(self, applied: Tensor, progress: Progress) -> None:
-        """The same where only the device knows (0-d bool) whether the step was applied. Overridden, nothing has to be waited for."""
-        # Reading `applied` waits for the device: not where nothing follows.
-        if type(self).after_step is not Objective.after_step and bool(applied):
-            self.after_step(progress)
+        Args:
+            applied: 0-d bool, false where the engine skipped the step for a non-finite gradient. On a GPU, `if applied:` makes the host
+                wait for the device in every step; `objectives.ema.update_ema` and `torch.where` use it without waiting.
+        """
 
 
 class CoupledObjective(Objective):
@@ -195,6 +196,33 @@ class Embeddings(NamedTuple):
     loss_params: tuple[Tensor, ...]
 
 
+class DeviceContext(Protocol):
+    """A rank's device as the trainer sees it: copies to it, kernels, threads, random state and measured time."""
+
+    device: torch.device
+    kernel: str
+
+    @property
+    def precision(self) -> str: ...
+    @property
+    def clock(self) -> StepClock: ...
+
+    def to_device(self, batch: Batch) -> Batch: ...
+    def prefetch_to_device(self, batch: Batch) -> Batch: ...
+    def autocast(self) -> AbstractContextManager[Any]: ...
+    def limit_threads(self) -> None: ...
+    def choose_threads(self, trained_with: int | None = None) -> str: ...
+    def restore_kernel(self, name: str) -> str | None: ...
+    def random_state(self) -> dict[str, Tensor]: ...
+    def set_random_state(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+class StepClock(Protocol):
+    """Seconds that forwards took since the last call."""
+
+    def take(self) -> float: ...
+
+
 class Engine(Protocol):
     """Runs an objective on devices: precision, wrapping, backward, optimizer.
 
@@ -204,7 +232,9 @@ class Engine(Protocol):
     `pieces`: what this rank writes of the parts `model` and `optimizer`. `load`: takes its own share of them.
     """
 
-    device_context: Any
+    @property
+    def device_context(self) -> DeviceContext: ...
+
     replicated: bool
 
     @property

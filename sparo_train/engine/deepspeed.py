@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..core.config import free
-from ..core.contracts import Batch, CoupledObjective, Embeddings, Loss, Objective, Progress, StepReport
+from ..core.contracts import APPLIED, Batch, CoupledObjective, Embeddings, Loss, Objective, Progress, StepReport
 from ..core.disk.pieces import CheckpointReader, Pieces
 from ..core.distributed import Ranks
 from ..core.errors import ConfigError
@@ -203,7 +203,7 @@ class DeepSpeedEngine:
         for p in cut:
             # Views: an average that is moved has moved.
             p.data = self._zero.local_shard(p)[0]
-        self.objective.after_step(progress)
+        self.objective.after_step(progress, APPLIED)
         for p, data in saved_data:
             value, p.data = p.data, data
             if id(p) in ids:

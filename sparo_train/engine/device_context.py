@@ -123,6 +123,10 @@ class Device:
             )
         return None
 
+    @property
+    def precision(self) -> str:
+        return self.config.precision
+
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.precision == "bf16")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.config import free
-from ..core.contracts import Batch, CoupledObjective, Embeddings, Loss, Objective, Progress, StepReport
+from ..core.contracts import APPLIED, Batch, CoupledObjective, Embeddings, Loss, Objective, Progress, StepReport
 from ..core.disk.pieces import CheckpointReader, Pieces
 from ..core.errors import CheckpointError
 from .device_context import Device, DeviceConfig
@@ -97,13 +97,13 @@ class LocalEngine:
                 # Before the step reads them, and after the norm, which is that of the unclipped gradient.
                 self._clip(param_norms, norm)
                 self.optimizer.step()
-                self.objective.after_step(progress)
+                self.objective.after_step(progress, APPLIED)
         else:
             self._clip(param_norms, norm)
             # The fused kernel's own switch, as torch's GradScaler uses it.
             self.optimizer.found_inf = (~applied).float()  # type: ignore[attr-defined]
             self.optimizer.step()
-            self.objective.after_step_if(applied, progress)
+            self.objective.after_step(progress, applied)
         # To None, not to zero: a parameter that the next step does not reach is then left alone.
         self.optimizer.zero_grad(set_to_none=True)
         return StepReport(lr, norm, applied, norms, without)

@@ -19,7 +19,7 @@ from ..models.clip_model import Clip
 from ..models.freezing import layer_of
 from .clip_config import ClipObjectiveConfig
 from .contrastive import contrastive, peak_logits
-from .ema import update_ema, update_ema_if
+from .ema import update_ema
 from .method import Method
 from .text_conditioned import conditioned_sigmoid
 from .token_examples import TokenExamples
@@ -192,17 +192,11 @@ class ClipObjective(CoupledObjective):
         self.model.set_grad_checkpointing(enable)
 
     @torch.no_grad()
-    def after_step(self, progress: Progress) -> None:
-        # Also where it was loaded too large: the clamp is after the step, as in CLIP's paper.
+    def after_step(self, progress: Progress, applied: Tensor) -> None:
+        # After the step, as in CLIP's paper; also for a skipped one, since the loaded value may be too large.
         self.model.logit_scale.clamp_(0, self.config.max_logit_scale)
         if self.average is not None and self.config.ema is not None:
-            update_ema(self.average, self.model, self.config.ema.at(progress))
-
-    @torch.no_grad()
-    def after_step_if(self, applied: Tensor, progress: Progress) -> None:
-        self.model.logit_scale.clamp_(0, self.config.max_logit_scale)  # what was not stepped is clamped already
-        if self.average is not None and self.config.ema is not None:
-            update_ema_if(applied, self.average, self.model, self.config.ema.at(progress))
+            update_ema(self.average, self.model, self.config.ema.at(progress), applied)
 
 
 def _loss_parameters(model: Clip) -> list[nn.Parameter]:

@@ -21,7 +21,7 @@ from ..data.read.sources import PAIR_KEYS, DataConfig
 from ..models.dino_head import DinoHeadConfig, DinoNet
 from ..models.vit_config import DROP_RANGE, IMAGENET_MEAN, IMAGENET_STD, VitConfig
 from .distillation import distillation
-from .ema import update_ema, update_ema_if
+from .ema import update_ema, update_mean
 from .method import Method
 
 
@@ -150,24 +150,13 @@ class DinoObjective(Objective):
         return zip(self.teacher.parameters(), self.student.parameters(), strict=True)
 
     @torch.no_grad()
-    def after_step(self, progress: Progress) -> None:
-        """The teacher follows the student, and the centre the teacher's logits of this step (Eq. 4)."""
-        keep, m = self.config.center_momentum, self.momentum(progress)
+    def after_step(self, progress: Progress, applied: Tensor) -> None:
+        """Move the teacher towards the student, and the center towards the mean of the teacher's logits of this step (Eq. 4)."""
         # Sums and counts: ranks may hold different numbers of rows.
         sums = sum_over_ranks(self._logit_sums)
-        self.center.mul_(keep).add_(sums[:-1] / sums[-1], alpha=1 - keep)
+        update_mean(self.center, (sums[:-1] / sums[-1])[None], self.config.center_momentum, applied)
         self._step = -1
-        update_ema(self.teacher, self.student, m, buffers=False)
-
-    @torch.no_grad()
-    def after_step_if(self, applied: Tensor, progress: Progress) -> None:
-        """The same with a momentum of one where the step was skipped."""
-        sums = sum_over_ranks(self._logit_sums)
-        mean = sums[:-1] / sums[-1]
-        # what a skipped step would bring may not be finite: it is replaced, not multiplied with zero
-        self.center.lerp_(torch.where(applied, mean, self.center[0]), 1 - self.config.center_momentum)
-        self._step = -1
-        update_ema_if(applied, self.teacher, self.student, self.momentum(progress), buffers=False)
+        update_ema(self.teacher, self.student, self.momentum(progress), applied, buffers=False)
 
     def frozen_this_step(self, progress: Progress) -> Sequence[nn.Parameter]:
         """The prototypes, during the first `freeze_last_layer` epochs."""

@@ -1,4 +1,4 @@
-"""Weights that follow others as a moving average: DINO's teacher, CLIP's averaged copy. Nothing here waits for the device."""
+"""Exponential moving averages of weights: DINO's teacher, CLIP's averaged copy. The host never waits for the device here."""
 
 from __future__ import annotations
 
@@ -47,32 +47,50 @@ def _local_tensor(p: nn.Parameter) -> Tensor:
 
 
 @torch.no_grad()
-def update_ema(average: nn.Module, model: nn.Module, decay: float, buffers: bool = True) -> None:
-    """Set average = keep * average + (1 - keep) * model, parameter by parameter.
+def update_ema(
+    average: nn.Module, model: nn.Module, decay: float, applied: Tensor | None = None, buffers: bool = True
+) -> None:
+    """Set average = decay * average + (1 - decay) * model, parameter by parameter.
 
     Args:
+        applied: 0-d bool, whether the optimizer step was applied; where it is false nothing changes. On a GPU it is not read by the host.
+            None: it was.
         buffers: copy persistent buffers, which are averages already; False where the average updates its own, as DINO's teacher does.
     """
-    for own, theirs in _buffers(average, model) if buffers else ():
-        own.copy_(theirs)
-    averages, trained = _pairs(average, model)
-    if not averages:
+    if _is_known(applied):
+        if applied is not None and not applied:
+            return
+        for own, theirs in _buffers(average, model) if buffers else ():
+            own.copy_(theirs)
+        averages, trained = _pairs(average, model)
+        if averages:
+            # Lists of tensors in one call: a model has hundreds, and each would be a kernel of its own.
+            torch._foreach_mul_(averages, decay)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_add_(averages, trained, alpha=1 - decay)  # pyright: ignore[reportPrivateImportUsage]
         return
-    # Lists of tensors in one call: a model has hundreds, and each would be a kernel of its own.
-    torch._foreach_mul_(averages, decay)  # pyright: ignore[reportPrivateImportUsage]
-    torch._foreach_add_(averages, trained, alpha=1 - decay)  # pyright: ignore[reportPrivateImportUsage]
-
-
-@torch.no_grad()
-def update_ema_if(applied: Tensor, average: nn.Module, model: nn.Module, decay: float, buffers: bool = True) -> None:
-    """Do the same where only the device knows (0-d bool) whether the step was applied; where it was not, nothing moves."""
+    assert applied is not None
     for own, theirs in _buffers(average, model) if buffers else ():
         own.copy_(torch.where(applied, theirs, own))
     averages, trained = _pairs(average, model)
-    if not averages:
+    if averages:
+        gain = torch.where(applied, 1 - decay, 0.0)
+        # The difference first: where nothing was applied it is multiplied by zero, and the average keeps its bits.
+        delta = torch._foreach_sub(trained, averages)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_mul_(delta, gain.to(averages[0].dtype))  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_add_(averages, delta)  # pyright: ignore[reportPrivateImportUsage]
+
+
+@torch.no_grad()
+def update_mean(average: Tensor, value: Tensor, momentum: float, applied: Tensor) -> None:
+    """Set average = momentum * average + (1 - momentum) * value in place, if the step was applied (`update_ema`)."""
+    if _is_known(applied):
+        if applied:
+            average.mul_(momentum).add_(value, alpha=1 - momentum)
         return
-    gain = torch.where(applied, 1 - decay, 0.0)
-    # The difference first: where nothing was applied it is multiplied with zero, and the average keeps its bits.
-    delta = torch._foreach_sub(trained, averages)  # pyright: ignore[reportPrivateImportUsage]
-    torch._foreach_mul_(delta, gain.to(averages[0].dtype))  # pyright: ignore[reportPrivateImportUsage]
-    torch._foreach_add_(averages, delta)  # pyright: ignore[reportPrivateImportUsage]
+    # What a skipped step would bring may not be finite: it is replaced, not multiplied by zero.
+    average.lerp_(torch.where(applied, value, average), 1 - momentum)
+
+
+def _is_known(applied: Tensor | None) -> bool:
+    """Whether the host can read `applied` without waiting for a device."""
+    return applied is None or applied.device.type == "cpu"

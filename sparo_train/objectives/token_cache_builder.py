@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from ..core.contracts import DeviceContext
 from ..core.errors import BadSampleError, DataError, SparoError
 from ..data.read.sources import Source
 from ..data.read.storage import Storage
@@ -100,7 +101,7 @@ def cache_text_tokens(
 
 
 @contextmanager
-def token_cache_builder(tower: nn.Module, device_context: Any) -> Iterator[Encode]:
+def token_cache_builder(tower: nn.Module, device_context: DeviceContext) -> Iterator[Encode]:
     """The tower's blocks on an engine's device, in its precision, as they encode; it goes back to where it was."""
     was, home = tower.training, next(tower.parameters()).device
     device_context.limit_threads()

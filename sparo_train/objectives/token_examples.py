@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.config import Frozen, free, setting
+from ..core.contracts import DeviceContext
 from ..core.disk.metric_loggers import Sample
 from ..core.distributed import Ranks
 from ..core.errors import BadSampleError, ConfigError
@@ -61,7 +62,12 @@ class TokenExamples(ImageTextExamples):
         self.token_caches: dict[str, TokenCache] = {}
 
     def ready(
-        self, objective: Any, sources: Sequence[Source], side: Any, ranks: Ranks, log: Callable[[str], None]
+        self,
+        objective: Any,
+        sources: Sequence[Source],
+        device_context: DeviceContext,
+        ranks: Ranks,
+        log: Callable[[str], None],
     ) -> None:
         """Compute what is not kept yet, the parts dealt to the ranks, and open all of it.
 
@@ -71,7 +77,7 @@ class TokenExamples(ImageTextExamples):
         ranges = sample_ranges(sources)
         for kind in self._frozen:
             tower = objective.model.visual if kind == "image" else objective.model.text
-            facts = tower_facts(tower, self._sizes(objective.config, kind), side.config.precision)
+            facts = tower_facts(tower, self._sizes(objective.config, kind), device_context.precision)
             token_cache = ranks.call_on_all(
                 lambda f=facts, k=kind: TokenCache(Path(self.cache.folder) / k, f, self.cache.dtype)
             )
@@ -86,7 +92,7 @@ class TokenExamples(ImageTextExamples):
                 log(
                     f"objective.cache: computing the {kind} tokens of {samples:,} samples{room} -> {token_cache.folder}"
                 )
-                with token_cache_builder(tower, side) as encode:
+                with token_cache_builder(tower, device_context) as encode:
                     # A round ends for all ranks together, so that nobody waits longer than for one part.
                     for number, begin in enumerate(range(0, len(missing), ranks.size), 1):
                         own = [ranges[n] for n in missing[begin + ranks.rank : begin + ranks.rank + 1]]

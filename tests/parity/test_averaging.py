@@ -15,8 +15,9 @@ from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.models.weight_files.weights import refuse_non_finite
+from sparo_train.objectives import ema
 from sparo_train.objectives.dino import DinoObjective, DinoObjectiveConfig
-from sparo_train.objectives.ema import EmaConfig, update_ema, update_ema_if
+from sparo_train.objectives.ema import EmaConfig, update_ema
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
 from tests.conftest import tiny_recipe
@@ -120,22 +121,31 @@ def test_averages_are_alike_on_every_engine_and_bit_equal_after_a_restart(shards
             assert all(torch.equal(found[name], resumed[name]) for name in found), engine
 
 
-def test_what_is_frozen_stays_what_it_was():
+def test_what_is_frozen_stays_what_it_was(monkeypatch):
+    # With `applied` given, the path of a GPU, where the host does not read it.
+    monkeypatch.setattr(ema, "_is_known", lambda applied: applied is None)
     average, model = torch.nn.Linear(5, 4), torch.nn.Linear(5, 4)
     average.load_state_dict(model.state_dict())
     model.weight.requires_grad_(False)
     for step in range(300):
         update_ema(average, model, 0.9999)
-        update_ema_if(torch.tensor(True), average, model, 0.9999)
+        update_ema(average, model, 0.9999, torch.tensor(True))
         assert torch.equal(average.weight, model.weight), step
 
 
 @pytest.mark.parametrize("applied", [True, False])
-def test_what_the_device_decides_is_what_the_host_does(applied):
+def test_what_the_device_decides_is_what_the_host_does(applied, monkeypatch):
     torch.manual_seed(0)
     average, twin, model = (torch.nn.Linear(5, 4) for _ in range(3))
     twin.load_state_dict(average.state_dict())
-    update_ema_if(torch.tensor(applied), average, model, 0.7)
+    # A fake device: what cannot be read on the host takes the path of a GPU.
+    monkeypatch.setattr(ema, "_is_known", lambda applied: applied is None)
+    update_ema(average, model, 0.7, torch.tensor(applied))
+    center, mean = torch.randn(1, 6), torch.full((1, 6), torch.nan if not applied else 0.5)
+    moved = center.clone()
+    ema.update_mean(moved, mean, 0.9, torch.tensor(applied))
+    torch.testing.assert_close(moved, 0.9 * center + 0.1 * mean if applied else center, rtol=1e-6, atol=0)
+    monkeypatch.undo()
     if applied:
         update_ema(twin, model, 0.7)
     for name, value in average.state_dict().items():
@@ -145,7 +155,7 @@ def test_what_the_device_decides_is_what_the_host_does(applied):
     assert EmaConfig().at(branched) == 31 / 40
 
 
-def test_dinos_teacher_keeps_the_statistics_of_its_own_batches():
+def test_dinos_teacher_keeps_the_statistics_of_its_own_batches(monkeypatch):
     tree = {"model": {"arch": "vit_tiny", "image_size": 32, "patch_size": 16, "depth": 1}, "head": {"use_bn": True}}
     objective = DinoObjective(DinoObjectiveConfig.model_validate(tree))
     theirs, own = (dict(net.named_buffers()) for net in (objective.student, objective.teacher))
@@ -154,7 +164,8 @@ def test_dinos_teacher_keeps_the_statistics_of_its_own_batches():
     theirs[name].fill_(2.0)
     update_ema(objective.teacher, objective.student, 0.5, buffers=False)
     assert own[name].eq(1).all()
-    for step in (objective.after_step, lambda progress: objective.after_step_if(torch.tensor(True), progress)):
-        objective._logit_sums[-1] = 1.0  # a teacher's row, whose mean the centre follows
-        step(Progress(0, 10, 0))
+    for known in (True, False):
+        monkeypatch.setattr(ema, "_is_known", lambda applied, known=known: known)
+        objective._logit_sums[-1] = 1.0  # a teacher's row, whose mean the center follows
+        objective.after_step(Progress(0, 10, 0), torch.tensor(True))
         assert own[name].eq(1).all() and theirs[name].eq(2).all()

@@ -184,7 +184,7 @@ def test_loss_equals_open_clips_and_clamps_the_scale():
     torch.testing.assert_close(loss.total, expected)
     with torch.no_grad():
         objective.model.logit_scale.fill_(9.0)
-    objective.after_step(Progress(0, 1, 0))
+    objective.after_step(Progress(0, 1, 0), torch.tensor(True))
     assert objective.model.logit_scale.exp().item() == pytest.approx(100)
 
 

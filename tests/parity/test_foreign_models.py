@@ -20,7 +20,8 @@ from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import OptimConfig
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
-from sparo_train.objectives.ema import update_ema, update_ema_if
+from sparo_train.objectives import ema
+from sparo_train.objectives.ema import update_ema
 from sparo_train.objectives.token_cache_builder import tower_facts
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
@@ -166,7 +167,9 @@ def test_a_trained_tower_with_batch_norm_is_refused_and_a_frozen_one_stays_as_it
     assert all(torch.equal(b, before[n]) for n, b in trunk.named_buffers())
 
 
-def test_averages_and_kept_tokens_follow_buffers():
+@pytest.mark.parametrize("known", [True, False], ids=["host", "device"])
+def test_averages_and_kept_tokens_follow_buffers(known, monkeypatch):
+    monkeypatch.setattr(ema, "_is_known", lambda applied: known or applied is None)
     model = Clip(ClipConfig.model_validate({"vision": {**HYBRID, "freeze": "blocks"}, "readout": {"kind": "gap"}}))
     average, still = copy.deepcopy(model), copy.deepcopy(model)
     facts = tower_facts(model.visual, {}, "fp32")["weights"]
@@ -174,12 +177,12 @@ def test_averages_and_kept_tokens_follow_buffers():
         if name.endswith("running_var"):
             buffer.mul_(3)
     update_ema(average, model, 0.5)
-    update_ema_if(torch.tensor(False), still, model, 0.5)
+    update_ema(still, model, 0.5, torch.tensor(False))
     buffers, untouched = dict(average.named_buffers()), dict(still.named_buffers())
     names = [name for name, _ in model.named_buffers() if name.endswith("running_var")]
     assert names and all(torch.equal(buffers[name], dict(model.named_buffers())[name]) for name in names)
     assert not any(torch.equal(untouched[name], buffers[name]) for name in names)
-    update_ema_if(torch.tensor(True), still, model, 0.5)
+    update_ema(still, model, 0.5, torch.tensor(True))
     assert all(torch.equal(dict(still.named_buffers())[name], buffers[name]) for name in names)
     assert tower_facts(model.visual, {}, "fp32")["weights"] != facts
 

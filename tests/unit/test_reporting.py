@@ -112,24 +112,6 @@ def test_parameters_that_no_gradient_reaches_are_named_once():
     assert said == ["no gradient reaches 1 trainable parameter(s), which keep their values: unused"]
 
 
-def test_nothing_that_follows_no_step_waits_for_the_device():
-    class Waited:
-        def __bool__(self):
-            raise AssertionError("the host waited")
-
-    class Plain(Objective):
-        def forward(self, batch, progress):
-            return Loss(torch.zeros(()), {})
-
-    class Following(Plain):
-        def after_step(self, progress):
-            pass
-
-    Plain().after_step_if(Waited(), None)
-    with pytest.raises(AssertionError, match="waited"):
-        Following().after_step_if(Waited(), None)
-
-
 def test_a_writer_that_fails_is_said_once_and_the_numbers_stay(tmp_path, monkeypatch):
     class Failing:
         def __init__(self, *_):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ...core.contracts import Cursor, LoaderBatch, Objective
+from ...core.contracts import Cursor, DeviceContext, LoaderBatch, Objective
 from ...core.disk.metric_loggers import Sample
 from ...core.distributed import Ranks
 from ...core.errors import BadSampleError, ConfigError, DataError, SparoError
@@ -44,14 +44,14 @@ class Examples(ABC):
         self,
         objective: Objective,
         sources: Sequence[Source],
-        side: Any,
+        device_context: DeviceContext,
         ranks: Ranks,
         log: Callable[[str], None],
     ) -> None:
         """Called on all ranks together before the first batch, where `reads_model`; `objective` has the weights that it begins with.
 
         Args:
-            side: of the engine: its device and precision.
+            device_context: the engine's device and precision.
         """
 
     @abstractmethod

@@ -33,7 +33,7 @@ DAMAGE = (tarfile.TarError, ValueError, IndexError, KeyError, TypeError, Overflo
 class ShardIndex(NamedTuple):
     """Byte offsets (n+1,) int64 of a shard's samples; `intact` is False where the tar breaks off or is none at all.
 
-    `digest`: 32 bytes over all names and sizes, and over what was read of the members (`_sampled`).
+    `digest`: 32 bytes over all names and sizes, and over what was read of the members (`_content_sample`).
     """
 
     offsets: np.ndarray
