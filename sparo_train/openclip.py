@@ -1,10 +1,10 @@
-"""Our models inside stock open_clip: `import sparo_train.openclip`, then `open_clip.create_model_and_transforms("sparo-ViT-B-16", pretrained=PATH)`.
+"""Our models inside stock open_clip: `import sparo.openclip`, then `open_clip.create_model_and_transforms("sparo-ViT-B-16", pretrained=PATH)`.
 
 open_clip has no registry for towers, so importing this module wraps three of its functions: the two tower builders,
 which look for a `readout` block in the model's JSON, and `convert_state_dict`, which learns the sparo-clip and our own
 layouts. A self-test at import fails loudly where open_clip's internals moved. Programs that start their own process:
 
-    python -m sparo_train.openclip run -- clip_benchmark.cli eval …
+    python -m sparo.openclip run -- clip_benchmark.cli eval …
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def register() -> None:
     _self_test()
     if open_clip.__version__ != TESTED:
         warnings.warn(
-            f"sparo_train.openclip: registered with open_clip_torch {open_clip.__version__}; it is tested with {TESTED}",
+            f"sparo.openclip: registered with open_clip_torch {open_clip.__version__}; it is tested with {TESTED}",
             stacklevel=2,
         )
 
@@ -234,14 +234,14 @@ def _self_test() -> None:
 
 def _fail_incompatible(what: str) -> NoReturn:
     raise SparoError(
-        f"sparo_train.openclip: open_clip_torch {open_clip.__version__} changed inside ({what}); "
+        f"sparo.openclip: open_clip_torch {open_clip.__version__} changed inside ({what}); "
         f"this plug-in is tested with {TESTED}: pip install open_clip_torch=={TESTED}"
     )
 
 
-def _main(arguments: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     if len(arguments) < 3 or arguments[:2] != ["run", "--"]:
-        raise SystemExit("usage: python -m sparo_train.openclip run -- MODULE-OR-SCRIPT.py [arguments …]")
+        raise SystemExit("usage: python -m sparo.openclip run -- MODULE-OR-SCRIPT.py [arguments …]")
     target, sys.argv = arguments[2], arguments[2:]
     if target.endswith(".py"):
         sys.path.insert(0, str(Path(target).resolve().parent))
@@ -253,6 +253,6 @@ def _main(arguments: list[str]) -> None:
 if __name__ == "__main__":
     import sparo_train.openclip  # noqa: F401  under its own name, so that the program's import finds it registered
 
-    _main(sys.argv[1:])
+    main(sys.argv[1:])
 else:
     register()

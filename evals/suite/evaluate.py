@@ -19,6 +19,7 @@ from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import CheckpointError, ConfigError, LostRankError, SparoError, StoppedError, did_you_mean
 from sparo_train.core.files import cache_folder, disk_error
 from sparo_train.core.recipe.layers import load_recipe
+from sparo_train.core.world import World
 from sparo_train.train.run_config import TaskConfig as AnyTask
 
 from ..encoders.encoder import Encoder, Precision
@@ -135,6 +136,36 @@ def _available_tasks(checkpoint: str, data: Path | None) -> dict[str, TaskConfig
         return {}
 
 
+def evaluate(
+    checkpoint: str | Path | Encoder,
+    tasks: Sequence[str] | Mapping[str, TaskConfig] | None = None,
+    data: str | Path | None = None,
+    options: EvalOptions = EvalOptions(latest=False),
+) -> dict[str, Result]:
+    """Score a checkpoint in this process, as `sparo eval` does.
+
+    Args:
+        checkpoint: whatever `sparo eval` accepts, or a loaded encoder.
+        tasks: names as for `sparo eval --tasks`, or configurations by name; default: the tasks of the run or of `data`.
+        data: a YAML file with `tasks:`.
+        options: by default nothing is written; `latest=True` keeps the results in the run folder.
+
+    Returns:
+        results by task name; `result.metrics` are fractions.
+
+    Raises:
+        ConfigError: no tasks are known, or one does not fit the checkpoint.
+    """
+    ranks = Ranks(World(), "gloo", 0.0)
+    if isinstance(checkpoint, Encoder):
+        if not isinstance(tasks, Mapping):
+            raise ConfigError("tasks: an encoder has no run folder. Give configurations by name.")
+        return Suite(dict(tasks)).run(checkpoint, ranks=ranks)
+    if not isinstance(tasks, Mapping):
+        tasks = tasks_for(str(checkpoint), None if data is None else Path(data), tasks, option="tasks")
+    return evaluate_checkpoint(str(checkpoint), dict(tasks), options, ranks, lambda *_: None, lambda line: None)
+
+
 def evaluate_checkpoint(
     checkpoint: str,
     tasks: dict[str, TaskConfig],
@@ -146,7 +177,7 @@ def evaluate_checkpoint(
 ) -> dict[str, Result]:
     """Score one checkpoint on `tasks` and keep the results; `on_progress` is told a place, the images done, and their number.
 
-    Tasks that its kind of encoder cannot do are said and left out; `UnfitError` where nothing is left. One that fails does not keep
+    Tasks that its kind of encoder cannot do are said and left out; `IncompatibleTaskError` where nothing is left. One that fails does not keep
     the others from being scored: its error comes at the end.
 
     Args:

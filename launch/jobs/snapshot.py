@@ -15,7 +15,7 @@ from pathlib import Path
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.registry import GROUPS, plugin_distributions
 
-PACKAGES = ("sparo_train", "sparo_data", "object_centric", "evals", "launch")
+PACKAGES = ("sparo", "sparo_train", "sparo_data", "object_centric", "evals", "launch")
 _IGNORE_PATTERNS = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
 
 

@@ -9,13 +9,17 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import pytest
 import yaml
 
 from evals.encoders.loading import load_encoder
 from evals.report.results_file import read_records
+from evals.suite.evaluate import tasks_for
+from sparo import evaluate
 from sparo_data.writer import write_wds_layout
+from sparo_train.core.errors import ConfigError
 from tests.conftest import jpeg, sparo
 
 
@@ -53,6 +57,24 @@ def test_stored_features_give_the_same_numbers_without_the_images(scored):
     assert plain.returncode == 0, plain.stderr
     again, plain = (json.loads((root / name).read_text())["results"] for name in ("again.json", "plain.json"))
     assert {n: r["metrics"] for n, r in again.items()} == {n: pytest.approx(r["metrics"]) for n, r in plain.items()}
+
+
+def test_python_gives_the_scores_of_the_command_and_writes_nothing(scored, monkeypatch):
+    root, _ = scored
+    monkeypatch.chdir(root)
+    before = sorted(p for p in root.rglob("*") if p.is_file())
+    lines = [json.loads(line) for line in (root / "results/results.jsonl").read_text().splitlines()]
+    stored = {line["name"]: line["metrics"] for line in lines if line["checkpoint"] == "runs/s0"}
+    results = evaluate("runs/s0", ["ret", "zero"], data="tasks.yaml")
+    assert {name: result.metrics for name, result in results.items()} == {
+        name: pytest.approx(stored[name]) for name in ("ret", "zero")
+    }
+    encoder = load_encoder("runs/s0")
+    tasks = tasks_for("runs/s0", Path("tasks.yaml"), ["zero"])
+    assert evaluate(encoder, tasks)["zero"].metrics == pytest.approx(stored["zero"])
+    with pytest.raises(ConfigError, match=r"tasks: an encoder has no run folder\. Give configurations by name"):
+        evaluate(encoder, ["zero"])
+    assert sorted(p for p in root.rglob("*") if p.is_file()) == before
 
 
 def test_a_folder_of_data_names_its_tasks_and_the_catalogue_its_sets(scored):

@@ -107,7 +107,7 @@ def test_a_readme_of_somebody_else_stays(run, tmp_path):
 def test_open_clip_without_the_plug_in_says_what_to_import(export):
     code = f"import open_clip; open_clip.create_model('local-dir:{export}')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "'import sparo_train.openclip first" in done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "'import sparo.openclip first" in done.stderr.splitlines()[-1]
 
 
 class _Hub(BaseHTTPRequestHandler):

@@ -9,7 +9,7 @@ import yaml
 
 from tests.conftest import sparo
 
-PLUGIN = "import sys, sparo_train.openclip as plugin; plugin._main(sys.argv[1:])"
+PLUGIN = "import sys, sparo_train.openclip as plugin; plugin.main(sys.argv[1:])"
 SUGAR_CREPE = """
 import json, sys
 import open_clip, torch

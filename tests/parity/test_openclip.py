@@ -158,7 +158,7 @@ def test_runner_registers_before_the_program(tmp_path):
     program.write_text(
         "import open_clip, sys\nm, _, _ = open_clip.create_model_and_transforms('sparo-ViT-Tiny-8')\nprint(type(m.visual.sparo).__name__, sys.argv[1:])\n"
     )
-    command = [sys.executable, "-m", "sparo_train.openclip", "run", "--", str(program), "--flag"]
+    command = [sys.executable, "-m", "sparo.openclip", "run", "--", str(program), "--flag"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("Sparo ['--flag']")
 
@@ -171,7 +171,7 @@ def test_moved_internals_fail_loudly():
         "    vision_cfg = {a: b for a, b in vision_cfg.items() if a != 'readout'}\n"
         "    original(self, embed_dim, vision_cfg, text_cfg, **k)\n"
         "m.CustomTextCLIP.__init__ = moved\n"
-        "import sparo_train.openclip\n"
+        "import sparo.openclip\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode != 0

@@ -1,5 +1,6 @@
 """The rules of the house that no linter knows."""
 
+import ast
 import importlib
 import importlib.metadata
 import re
@@ -20,7 +21,9 @@ from sparo_train.models.readout import ReadOut
 
 ROOT = Path(__file__).parents[2]
 FILES = [
-    p for top in ("sparo_train", "sparo_data", "object_centric", "evals", "launch") for p in (ROOT / top).rglob("*.py")
+    p
+    for top in ("sparo", "sparo_train", "sparo_data", "object_centric", "evals", "launch")
+    for p in (ROOT / top).rglob("*.py")
 ]
 HEAVY = ("torch", "open_clip", "timm", "torchvision", "numpy", "PIL", "evals", "sparo_data")
 
@@ -44,20 +47,27 @@ def test_what_a_cluster_says_of_jobs_is_told_without_torch(tmp_path):
 
 
 def test_public_names_are_there_and_load_nothing_before_they_are_used():
-    ask = "import sys, sparo_train; print(dir(sparo_train) == sorted(sparo_train.__all__), 'torch' in sys.modules)"
+    ask = "import sys, sparo; print(dir(sparo) == sorted(sparo.__all__), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False"]
-    import sparo_train.train.run_config
+    import sparo
 
-    for name in sparo_train.__all__:
-        found = getattr(sparo_train, name)
-        assert found is not None and not isinstance(found, ModuleType), name
+    for name in sparo.__all__:
+        value = getattr(sparo, name)
+        assert value is not None and not isinstance(value, ModuleType), name
     page = (ROOT / "docs/python.md").read_text(encoding="utf-8").partition("## All public names")[2]
     assert set(re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in page.splitlines() if "|" in line))) == set(
-        sparo_train.__all__
+        sparo.__all__
     )
     with pytest.raises(AttributeError, match="no attribute 'Sparro'"):
-        _ = sparo_train.Sparro
+        _ = sparo.Sparro
+    # What documentation and notebook import is the public API, and a type checker reads the same names.
+    for file in (*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "examples/slots.ipynb"):
+        imports = re.findall(r"^\s*\"?from (\w+)[.\w]* import", file.read_text(encoding="utf-8"), re.MULTILINE)
+        assert not {"sparo_train", "evals", "launch", "object_centric", "sparo_data"} & set(imports), file
+    tree = ast.parse((ROOT / "sparo/__init__.py").read_text(encoding="utf-8"))
+    typed = {a.asname or a.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for a in node.names}
+    assert set(sparo.__all__) <= typed
 
 
 def test_every_own_row_is_there_and_is_what_its_table_asks_for():

@@ -18,7 +18,7 @@ from ...core.untrusted import read_json
 from ..clip_config import BACKBONES, OPENAI_MEAN, OPENAI_STD, ClipConfig
 
 # open_clip without our plug-in names the first key that it does not know, and nothing else: this one says what to do.
-IMPORT_FIRST = "import sparo_train.openclip first (it comes with sparo)"
+IMPORT_FIRST = "import sparo.openclip first (it comes with sparo)"
 CONFIG_KEY = "sparo_config"  # in a `.pt` of ours: the model's description as plain values
 # How images are shown to every CLIP here; open_clip's words for it.
 _PREPROCESS = {"mode": "RGB", "interpolation": "bicubic", "resize_mode": "shortest"}
