@@ -93,7 +93,7 @@ class ViewsEncoder(ABC):
     @abstractmethod
     def scenes(self, posed: Tensor, num_context_views: int, window: int | None = None) -> Tensor:
         """(n, T, V, 9, S, S), of whose views the first `num_context_views` are seen, to fp32 rows of T * V * (4 + S * S), or 4 + 2 * S * S where it
-        `tells_depth`: of every view mean squared error, SSIM, and the mean squared errors of the nearest shown view and of the shown views'
+        `predicts_depth`: of every view mean squared error, SSIM, and the mean squared errors of the nearest shown view and of the shown views'
         mean colour in its place; then which slot a pixel is of (K and on: of none); then depth.
 
         Args:

@@ -79,7 +79,7 @@ class ClipSet(WdsSet):
 
 
 class ObjectClipSet(ClipSet):
-    """The same, whose facts say of the objects what the episode's json does (`told_objects`)."""
+    """The same, whose facts say of the objects what the episode's json does (`object_annotations`)."""
 
     def read(self, number: int) -> tuple[str, Any, Any]:
         key, images, _ = super().read(number)

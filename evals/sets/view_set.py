@@ -110,7 +110,7 @@ class ViewSet(WdsSet):
 
 
 class ObjectViewSet(ViewSet):
-    """The same, whose facts say of the objects what the scene's json does (`told_objects`)."""
+    """The same, whose facts say of the objects what the scene's json does (`object_annotations`)."""
 
     def read(self, number: int) -> tuple[str, Any, Any]:
         key, views, _ = super().read(number)

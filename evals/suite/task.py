@@ -86,7 +86,7 @@ class IncompatibleTaskError(ConfigError):
 
 
 def check_compatible(name: str, task: TaskConfig, encoder: Encoder) -> None:
-    """Raise `UnfitError` where `encoder` does not offer what the task needs, or not as it is set; `name`: what the task is called."""
+    """Raise `IncompatibleTaskError` where `encoder` does not offer what the task needs, or not as it is set; `name`: what the task is called."""
     row: Task = TASKS.get(task.task)
     needs = row.needs
     # What is made of clips or of views asks for no image on its own.
@@ -120,7 +120,7 @@ def check_tasks_compatible(
     block: str = "eval.tasks",
     exported: bool = False,
 ) -> None:
-    """Raise `UnfitError` where one of a recipe's (`config`) tasks cannot be done with what it trains, or (`exported`) with an export of it."""
+    """Raise `IncompatibleTaskError` where one of a recipe's (`config`) tasks cannot be done with what it trains, or (`exported`) with an export of it."""
     if not tasks:
         return
     try:

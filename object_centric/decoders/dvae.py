@@ -88,7 +88,7 @@ def gumbel_softmax(logits: Tensor, gumbel_noise: Tensor, tau: float, hard: bool)
     """Shares of tokens (b, vocab, s, s) by the Gumbel-softmax (Jang et al. 2017), with temperature `tau`.
 
     Args:
-        gumbel_noise: what `gumbel` drew.  hard: one token per patch has all, with the gradient of the shares.
+        gumbel_noise: what `sample_gumbel` drew.  hard: one token per patch has all, with the gradient of the shares.
     """
     probs = F.softmax((logits + gumbel_noise) / tau, dim=1)
     if not hard:

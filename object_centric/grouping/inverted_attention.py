@@ -180,7 +180,7 @@ class _InvertedAttention(torch.autograd.Function):
 def _gradients(
     saved: Sequence[Tensor], options: Any, d_weighted_sum: Tensor | None, d_total: Tensor | None, d_next: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of `_Streamed`'s eight arguments, from the tensors that forward saved."""
+    """Gradients of `_InvertedAttention`'s eight arguments, from the tensors that forward saved."""
     queries, offset, x, mean, rstd, bias, weight = saved
     scope, softmax_scope, window = options
     b, times, rows, wide = queries.shape

@@ -12,7 +12,7 @@ MatmulDtype = torch.dtype | None  # what products are done in; None: as they are
 
 
 class Layers(NamedTuple):
-    """Weights (out, in) and biases of a field, norms' own multiplied into the layer behind them. `first` is done before (`Given`); `through`
+    """Weights (out, in) and biases of a field, norms' own multiplied into the layer behind them. `first` is done before (`FieldInputs`); `through`
     is what its norm's bias gives; `look` has a row per number that is told of the first blocks' result; the last two, colours."""
 
     norm: Tensor

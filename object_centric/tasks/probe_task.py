@@ -65,7 +65,7 @@ class SceneProbeTaskConfig(ObjectProbeConfig):
 
 
 class ProbeInput(NamedTuple):
-    """What is encoded for a probe: a set whose facts are `told_objects`, how its samples are brought to the encoder, and slots (n, T, K, D)."""
+    """What is encoded for a probe: a set whose facts are `object_annotations`, how its samples are brought to the encoder, and slots (n, T, K, D)."""
 
     source: EvalSet
     transform: Transform

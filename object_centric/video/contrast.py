@@ -67,7 +67,7 @@ def patch_similarity(features: Tensor, config: SimilarityConfig) -> Tensor:
 
 
 def patch_similarity_loss(logits: Tensor, features: Tensor, config: SimilarityConfig) -> Tensor:
-    """Cross-entropy of what is drawn, logits (b, T, N, N) of every patch over all, with `patch_likeness`, mean over a video's patches,
+    """Cross-entropy of what is drawn, logits (b, T, N, N) of every patch over all, with `patch_similarity`, mean over a video's patches,
     (b,); of the last frame nothing is known."""
     # The features are a target: with a gradient they could become alike, and likeness cheap.
     target_similarity = patch_similarity(features, config).detach()

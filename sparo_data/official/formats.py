@@ -101,7 +101,7 @@ def _refuse_bounds(config: PublishedConfig) -> None:
 def convert_published(
     places: Sequence[Path], out: Path, config: PublishedConfig, on_progress: Callable[[int], None] = lambda count: None
 ) -> WriteSummary:
-    """Read every source of a format and write them as one set, see `write_published`, `write_videos` and `write_viewed`.
+    """Read every source of a format and write them as one set, see `write_published`, `write_videos` and `write_multi_view`.
 
     Raises:
         ConfigError: videos of a format that has none, or what is of stills.

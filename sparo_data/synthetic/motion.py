@@ -28,7 +28,7 @@ def flow(
     """Pixels from where points are seen now to where they are seen then, whether hidden or not: (H, W, 2), rows and columns.
 
     Args:
-        points: (H * W, 3), see `seen_points`.  owner: (H, W), i + 1 where they are of body i, 0 where of nothing that moves.
+        points: (H * W, 3), see `visible_points`.  owner: (H, W), i + 1 where they are of body i, 0 where of nothing that moves.
         source, target: the bodies and the camera of now and of then, the bodies in one order.
     """
     side = len(owner)
