@@ -31,7 +31,7 @@ from .models.clip_config import BACKBONES, TINY_SPARO, TRAINING, ClipConfig
 from .models.clip_model import build_text, build_vision
 from .models.clip_towers import TextTower, VisionTower
 from .models.readout import NoReadOut
-from .models.weight_files.description import IMPORT_FIRST, from_model_cfg
+from .models.weight_files.description import IMPORT_FIRST, IMPORT_KEYS, from_model_cfg
 from .models.weight_files.state_dicts import read_raw, split_state, state_of, strip_wrapper_prefixes
 from .models.weight_files.torchscript import archive_root
 from .models.weight_files.weights import OPENAI_MARKS, to_ours
@@ -190,7 +190,7 @@ def _config(
     embed_dim: int, quick_gelu: bool, block: Mapping[str, Any], tower: str, keys: tuple[str, ...]
 ) -> ClipConfig:
     # open_clip adds the last one by itself, beside a `timm_model_name`.
-    unknown = set(block) - set(keys) - {"readout", IMPORT_FIRST, "timm_model_pretrained"}
+    unknown = set(block) - set(keys) - {"readout", *IMPORT_KEYS, "timm_model_pretrained"}
     if unknown:
         raise SparoError(
             f"{tower}_cfg: {', '.join(sorted(unknown))} cannot be combined with a readout block; known: {', '.join(keys)}"

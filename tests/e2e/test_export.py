@@ -110,6 +110,21 @@ def test_open_clip_without_the_plug_in_says_what_to_import(export):
     assert done.returncode == 1 and "'import sparo.openclip first" in done.stderr.splitlines()[-1]
 
 
+def test_an_export_made_before_the_package_sparo_loads(export, tmp_path):
+    shutil.copytree(export, tmp_path / "old")
+    config = tmp_path / "old/open_clip_config.json"
+    text = config.read_text()
+    assert text.count("import sparo.openclip first") >= 1
+    config.write_text(text.replace("import sparo.openclip first", "import sparo_train.openclip first"))
+    old, new = load_encoder(tmp_path / "old"), load_encoder(export)
+    side = new.model.config.vision.image_size
+    pixels = torch.randint(0, 255, (2, 3, side, side), dtype=torch.uint8)
+    assert torch.equal(old.encode(pixels), new.encode(pixels))
+    code = f"import sparo.openclip, open_clip; open_clip.create_model('local-dir:{tmp_path / 'old'}')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 class _Hub(BaseHTTPRequestHandler):
     """Creating a repository, asking how files go, LFS's batch, its uploads, and the commit."""
 

@@ -19,6 +19,8 @@ from ..clip_config import BACKBONES, OPENAI_MEAN, OPENAI_STD, ClipConfig
 
 # open_clip without our plug-in names the first key that it does not know, and nothing else: this one says what to do.
 IMPORT_FIRST = "import sparo.openclip first (it comes with sparo)"
+# The keys of exports that stock open_clip's error shows: the present one, and the one of exports made before `sparo` was a package.
+IMPORT_KEYS = frozenset({IMPORT_FIRST, "import sparo_train.openclip first (it comes with sparo)"})
 CONFIG_KEY = "sparo_config"  # in a `.pt` of ours: the model's description as plain values
 # How images are shown to every CLIP here; open_clip's words for it.
 _PREPROCESS = {"mode": "RGB", "interpolation": "bicubic", "resize_mode": "shortest"}
@@ -99,7 +101,8 @@ def from_model_cfg(cfg: Mapping[str, Any], origin: str) -> ClipConfig:
     Raises:
         ConfigError: it has keys that our towers do not have.
     """
-    vision, text = ({k: v for k, v in cfg[tower].items() if k != IMPORT_FIRST} for tower in ("vision_cfg", "text_cfg"))
+    towers = ("vision_cfg", "text_cfg")
+    vision, text = ({k: v for k, v in cfg[tower].items() if k not in IMPORT_KEYS} for tower in towers)
     text.pop("readout", None)
     tree = {
         "embed_dim": cfg["embed_dim"],
