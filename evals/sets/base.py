@@ -238,7 +238,7 @@ def decode_image(data: bytes, where: object, how: Decoding = PUBLISHED) -> Image
 
 
 def open_image(path: Path, how: Decoding = PUBLISHED) -> Image.Image:
-    """Return the image in a file, as `decoded` does. Raises `DataError` naming the file."""
+    """Return the image in a file, as `decode_image` does. Raises `DataError` naming the file."""
     try:
         return decode_image(read_bytes(path, DataError), path, how)
     except DataError as error:

@@ -193,7 +193,7 @@ class ClipObjective(CoupledObjective):
 
     @torch.no_grad()
     def after_step(self, progress: Progress, applied: Tensor) -> None:
-        # After the step, as in CLIP's paper; also for a skipped one, since the loaded value may be too large.
+        # After the step, as in CLIP's paper. Clamping again after a skipped step changes nothing.
         self.model.logit_scale.clamp_(0, self.config.max_logit_scale)
         if self.average is not None and self.config.ema is not None:
             update_ema(self.average, self.model, self.config.ema.at(progress), applied)

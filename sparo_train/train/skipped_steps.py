@@ -42,8 +42,8 @@ class SkippedSteps:
 
     Args:
         limit: `optim.max_consecutive_skips`.
-        say: tells a human.
-        kept: says which checkpoint is good, for the error.
+        log: prints a line for the user.
+        last_good: returns the last good checkpoint in words, for the error.
     """
 
     def __init__(self, limit: int, log: Callable[[str], None], last_good: Callable[[], str]):

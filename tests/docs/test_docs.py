@@ -367,6 +367,16 @@ def test_links_and_pictures_exist():
                 assert (path.parent / target).exists(), f"{path.name}: {target}"
 
 
+def test_python_files_that_pages_name_exist():
+    tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    endings = tracked.split()
+    theirs = {"mine.py", "main_dino.py"}  # a user's own, and DINO's
+    for page in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        names = set(re.findall(r"(?<![\w/.*-])((?:\w+/)*\w+\.py)\b", page.read_text(encoding="utf-8")))
+        missing = {name for name in names - theirs if not any(f"/{path}".endswith(f"/{name}") for path in endings)}
+        assert not missing, (page.name, missing)
+
+
 def test_files_stay_small():
     for package in ("sparo_train", "evals", "launch", "object_centric", "benchmarks"):
         for path in (ROOT / package).rglob("*.py"):
