@@ -93,8 +93,8 @@ class FanOut:
                 write_results(Path(checkpoint) / "evals" / "latest.json", {"checkpoint": checkpoint}, by_task)
 
     def results(self) -> dict[str, dict[str, Result]]:
-        """What is there so far, by checkpoint and task."""
-        found: dict[str, dict[str, Result]] = {}
+        """Return the results so far, by checkpoint and task."""
+        by_checkpoint: dict[str, dict[str, Result]] = {}
         for number, element in enumerate(self.elements):
             if self.kind == "eval" and self.part(number).exists():
                 task_results = json.loads(self.part(number).read_text(encoding="utf-8"))["results"]
@@ -102,8 +102,10 @@ class FanOut:
                     f"{Path(element['checkpoint']).name}/"  # what stands before a task's name, which may hold slashes
                 )
                 for name, facts in task_results.items():
-                    found.setdefault(element["checkpoint"], {})[name.removeprefix(prefix)] = Result.from_dict(facts)
-        return found
+                    by_checkpoint.setdefault(element["checkpoint"], {})[name.removeprefix(prefix)] = Result.from_dict(
+                        facts
+                    )
+        return by_checkpoint
 
     def outdated(self) -> list[str]:
         """Runs that went on after they were scored, in words: a plan is done once, whatever its words stand for later."""

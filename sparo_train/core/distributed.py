@@ -112,31 +112,31 @@ class Ranks:
             raise
 
     def call_on_all(self, call: Callable[[], T]) -> T:
-        """What `call` returns here; where it fails on one rank, all of them fail with that rank's error."""
+        """Return this rank's result of `call`. If it fails on one rank, all ranks raise that rank's error."""
         failed: SparoError | None = None
-        found: list[T] = []
+        result: list[T] = []
         try:
-            found.append(call())
+            result.append(call())
         except LostRankError:
             raise
         except SparoError as error:
             failed = error
-        # Everybody has to come here, failed or not, or those that did not would wait for ever.
-        told = [error for error in self.gather(failed) if error]
-        if not told:
-            return found[0]
-        error = failed or told[0]
+        # Every rank has to reach this exchange, failed or not: the others would wait forever.
+        errors = [error for error in self.gather(failed) if error]
+        if not errors:
+            return result[0]
+        error = failed or errors[0]
         error.on_all_ranks, error.repeated = True, failed is None
         raise error
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
-        """The largest of each value over ranks."""
+        """Return the maximum of each value over ranks."""
         if self.size == 1:
             return list(values)
         with self.error_context("agreeing on how to go on", only_collectives=True):
-            found = torch.tensor(values, dtype=torch.int64)
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._control_group)
-        return found.tolist()
+            maxima = torch.tensor(values, dtype=torch.int64)
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._control_group)
+        return maxima.tolist()
 
     def gather(self, value: T, saving: bool = False) -> list[T]:
         """Everybody's value, by rank. `saving`: among the threads that write a checkpoint, in a group of their own."""

@@ -18,7 +18,7 @@ def set_rates(optimizer: torch.optim.Optimizer | CombinedOptimizer, config: Opti
     lr, decay = learning_rate(config, *at), weight_decay(config, *at)
     rates = {"shared": lr, "unwarmed": learning_rate(config, *at, warmup=False), "constant": config.lr}
     for group in optimizer.param_groups:
-        group["lr"] = group["lr_factor"] * rates[group["goes"]]
+        group["lr"] = group["lr_factor"] * rates[group["schedule"]]
         group["weight_decay"] = group["decay_factor"] * decay  # what is not decayed has a factor of zero
     return lr
 

@@ -175,7 +175,7 @@ def build_optimizer(config: OptimConfig, objective: Objective) -> torch.optim.Ad
                 "params": param_groups[key],
                 "decay_factor": decay_factor,
                 "lr_factor": group_configs[number].lr_factor * (config.layer_decay or 1.0) ** layer_id,
-                "goes": group_configs[number].schedule,
+                "schedule": group_configs[number].schedule,
                 "weight_decay": config.weight_decay * decay_factor,
             }
         )

@@ -1,4 +1,4 @@
-"""What the ranks settle before every step: stop, save, or what is wrong. One small maximum over gloo, which waits for no GPU."""
+"""What all ranks agree on before every step: whether to stop or save, and what is wrong. Uses gloo, which waits for no GPU."""
 
 from __future__ import annotations
 
@@ -13,58 +13,60 @@ from ..data.read.bad_samples import BadSampleBudget
 from .checkpointing import Saver
 
 
-class Agreement:
-    """Ranks that left behind different steps could not save together, so all of them decide the same.
+class RankSync:
+    """Synchronizes the decisions of all ranks: ranks that end at different steps cannot write one checkpoint.
 
     Args:
-        every_minutes: after which a checkpoint is due, by rank 0's clock; 0: never.
+        every_minutes: minutes between checkpoints, by rank 0's clock; 0 for none.
     """
 
     def __init__(self, ranks: Ranks, saver: Saver, bad: BadSampleBudget, every_minutes: float):
         self.ranks, self.saver, self.bad, self.every_minutes = ranks, saver, bad, every_minutes
-        self.saved()
+        self.restart_timer()
 
-    def saved(self) -> None:
-        """A checkpoint was begun now."""
-        self._saved = time.monotonic()
+    def restart_timer(self) -> None:
+        """Count the minutes to the next checkpoint from now."""
+        self._last_save = time.monotonic()
 
-    def settle(
-        self, stop: StopFlag, loader_batch: LoaderBatch | None, trouble: SparoError | None, samples: int
+    def synchronize(
+        self, stop: StopFlag, loader_batch: LoaderBatch | None, error: SparoError | None, samples: int
     ) -> tuple[str | None, bool]:
-        """The signal to stop for, and whether a checkpoint is due by time.
+        """Agree with all ranks on whether to stop or save before this step.
 
         Args:
-            loader_batch, trouble: this rank's next batch, or what is wrong with it.
-            samples: good ones, this batch's included.
+            loader_batch, error: this rank's next batch, or the error that prevented it.
+            samples: valid samples seen so far, including this batch.
+
+        Returns:
+            The signal to stop for (or None), and whether a checkpoint is due by time.
 
         Raises:
-            SparoError: what any rank's data is in trouble with, or too many bad samples; on every rank alike.
+            SparoError: any rank's data has an error, or there are too many bad samples; the same on every rank.
         """
-        # One clock for all: ranks that looked at their own would save at different steps.
-        late = self.ranks.rank == 0 and 0 < 60 * self.every_minutes < time.monotonic() - self._saved
+        # Use rank 0's clock only: with their own clocks, ranks would save at different steps.
+        checkpoint_due = self.ranks.rank == 0 and 0 < 60 * self.every_minutes < time.monotonic() - self._last_save
         skipped = loader_batch is not None and bool(loader_batch.skipped)
-        # A maximum is all that is asked, so one small tensor carries every question.
-        flags = [stop.number(), trouble is not None, late, skipped, self.saver.failed]
-        signal, failed, late, any_skipped, unsaved = self.ranks.all_reduce_max(flags)
-        # Waiting raises what the writer met, on every rank: a run must not go on without its checkpoints.
-        if unsaved:
+        # All flags share one max all-reduce.
+        flags = [stop.number(), error is not None, checkpoint_due, skipped, self.saver.failed]
+        signal, any_error, checkpoint_due, any_skipped, save_failed = self.ranks.all_reduce_max(flags)
+        # Waiting raises the writer's error on every rank: a run must not continue without its checkpoints.
+        if save_failed:
             self.saver.wait()
-        # Alone, the error itself says more than a copy of its text.
-        if trouble is not None and self.ranks.size == 1:
-            raise trouble
-        if failed:
-            # One of them is told; the others are mostly its echo.
-            rank, error = next(
-                (rank, error) for rank, error in enumerate(self.ranks.gather(trouble)) if error is not None
-            )
+        # With a single rank, raise the original error: it keeps its traceback.
+        if error is not None and self.ranks.size == 1:
+            raise error
+        if any_error:
+            # Report the first error only: the others are usually its consequences.
+            rank, first = next((rank, e) for rank, e in enumerate(self.ranks.gather(error)) if e is not None)
             with self.ranks.raise_on_all():
-                raise (WorkerLostError if isinstance(error, WorkerLostError) else DataError)(f"rank {rank}: {error}")
-        if any_skipped and not signal and loader_batch is not None:  # with a signal the batch is left for the resume
-            # Rare, so what is skipped is told in full, in an exchange of its own.
+                raise (WorkerLostError if isinstance(first, WorkerLostError) else DataError)(f"rank {rank}: {first}")
+        if (
+            any_skipped and not signal and loader_batch is not None
+        ):  # after a signal the resumed run reads the batch again
+            # Skipped samples are rare, so their reasons get an exchange of their own.
             skip_counts, keys = Counter[tuple[str, str]](), dict[tuple[str, str], str]()
-            for skips, first in self.ranks.gather((loader_batch.skipped, dict(loader_batch.first_keys))):
-                # A key seen on several ranks is told once: what is shown is an example, not a list.
-                skip_counts, keys = skip_counts + Counter(skips), first | keys
+            for skips, first_keys in self.ranks.gather((loader_batch.skipped, dict(loader_batch.first_keys))):
+                skip_counts, keys = skip_counts + Counter(skips), first_keys | keys
             with self.ranks.raise_on_all():
                 self.bad.add(skip_counts, samples, keys)
-        return StopFlag.name(signal), bool(late)
+        return StopFlag.name(signal), bool(checkpoint_due)

@@ -20,7 +20,7 @@ from .checkpointing import Saver
 from .evaluation import Evaluation
 from .flops import FlopCounter
 from .grad_accumulation import gradients
-from .rank_sync import Agreement
+from .rank_sync import RankSync
 from .reporting import Collector, Profile, Reporter
 from .resuming import resume
 from .run_clock import RunClock
@@ -107,8 +107,8 @@ class Trainer:
 
     def _loop(self, end: int, stop: StopFlag) -> str | None:
         """Train up to step `end`; returns the signal that came before it, or None."""
-        state, every = self.state, self.config.checkpoint
-        agreement = Agreement(self.ranks, self.saver, self.bad, every.every_minutes)
+        state, every_steps = self.state, self.config.checkpoint.every_steps
+        sync = RankSync(self.ranks, self.saver, self.bad, self.config.checkpoint.every_minutes)
         with closing(self.pipeline.start(state.cursor)) as batches:  # an error must not leave loader workers behind
             self.reporter.meter.start()
             while True:
@@ -118,16 +118,17 @@ class Trainer:
                 if state.step >= end:
                     return None
                 # A GPU is still busy with the step before: its next batch is read, and copied to it, meanwhile.
-                loader_batch, trouble = self._next(batches)
+                loader_batch, error = self._next(batches)
                 # Before the batch is used, so that what a signal leaves unread is read first by the resumed run.
-                signal, late = agreement.settle(stop, loader_batch, trouble, state.samples + self.config.batch_size)
+                samples = state.samples + self.config.batch_size
+                signal, checkpoint_due = sync.synchronize(stop, loader_batch, error, samples)
                 if signal is not None or loader_batch is None:
                     return signal
                 self._step(loader_batch)
-                due = every.every_steps and state.step % every.every_steps == 0
-                if (due or late) and state.step < end:  # the last step is saved by `_end`
+                checkpoint_due |= every_steps > 0 and state.step % every_steps == 0
+                if checkpoint_due and state.step < end:  # the last step is saved by `_end`
                     self.save()
-                    agreement.saved()
+                    sync.restart_timer()
                 self.garbage.step(state.step)
                 self.profile.step()
 
