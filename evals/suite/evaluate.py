@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -140,7 +141,7 @@ def evaluate(
     checkpoint: str | Path | Encoder,
     tasks: Sequence[str] | Mapping[str, TaskConfig] | None = None,
     data: str | Path | None = None,
-    options: EvalOptions = EvalOptions(latest=False),
+    options: EvalOptions | None = None,
 ) -> dict[str, Result]:
     """Score a checkpoint in this process, as `sparo eval` does.
 
@@ -154,16 +155,21 @@ def evaluate(
         results by task name; `result.metrics` are fractions.
 
     Raises:
-        ConfigError: no tasks are known, or one does not fit the checkpoint.
+        ConfigError: no tasks are known, one does not fit the checkpoint, or an encoder comes with `data` or `options`.
     """
     ranks = Ranks(World(), "gloo", 0.0)
     if isinstance(checkpoint, Encoder):
         if not isinstance(tasks, Mapping):
             raise ConfigError("tasks: an encoder has no run folder. Give configurations by name.")
+        if data is not None or options is not None:
+            raise ConfigError("data, options: apply to checkpoints only, got an encoder. Remove them.")
         return Suite(dict(tasks)).run(checkpoint, ranks=ranks)
     if not isinstance(tasks, Mapping):
         tasks = tasks_for(str(checkpoint), None if data is None else Path(data), tasks, option="tasks")
-    return evaluate_checkpoint(str(checkpoint), dict(tasks), options, ranks, lambda *_: None, lambda line: None)
+    options = options or EvalOptions(latest=False)
+    # Warnings about the checkpoint and tasks that do not fit it must reach the caller.
+    log = logging.getLogger("sparo").warning
+    return evaluate_checkpoint(str(checkpoint), dict(tasks), options, ranks, lambda *_: None, log)
 
 
 def evaluate_checkpoint(

@@ -57,7 +57,7 @@ def update_ema(
             None: it was.
         buffers: copy persistent buffers, which are averages already; False where the average updates its own, as DINO's teacher does.
     """
-    if _is_known(applied):
+    if _host_can_read(applied):
         if applied is not None and not applied:
             return
         for own, theirs in _buffers(average, model) if buffers else ():
@@ -83,7 +83,7 @@ def update_ema(
 @torch.no_grad()
 def update_mean(average: Tensor, value: Tensor, momentum: float, applied: Tensor) -> None:
     """Set average = momentum * average + (1 - momentum) * value in place, if the step was applied (`update_ema`)."""
-    if _is_known(applied):
+    if _host_can_read(applied):
         if applied:
             average.mul_(momentum).add_(value, alpha=1 - momentum)
         return
@@ -91,6 +91,6 @@ def update_mean(average: Tensor, value: Tensor, momentum: float, applied: Tensor
     average.lerp_(torch.where(applied, value, average), 1 - momentum)
 
 
-def _is_known(applied: Tensor | None) -> bool:
+def _host_can_read(applied: Tensor | None) -> bool:
     """Whether the host can read `applied` without waiting for a device."""
     return applied is None or applied.device.type == "cpu"

@@ -16,7 +16,7 @@ import yaml
 
 from evals.encoders.loading import load_encoder
 from evals.report.results_file import read_records
-from evals.suite.evaluate import tasks_for
+from evals.suite.evaluate import EvalOptions, tasks_for
 from sparo import evaluate
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.errors import ConfigError
@@ -74,6 +74,8 @@ def test_python_gives_the_scores_of_the_command_and_writes_nothing(scored, monke
     assert evaluate(encoder, tasks)["zero"].metrics == pytest.approx(stored["zero"])
     with pytest.raises(ConfigError, match=r"tasks: an encoder has no run folder\. Give configurations by name"):
         evaluate(encoder, ["zero"])
+    with pytest.raises(ConfigError, match="data, options: apply to checkpoints only, got an encoder"):
+        evaluate(encoder, tasks, options=EvalOptions(limit=3))
     assert sorted(p for p in root.rglob("*") if p.is_file()) == before
 
 

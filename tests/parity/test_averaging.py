@@ -123,7 +123,7 @@ def test_averages_are_alike_on_every_engine_and_bit_equal_after_a_restart(shards
 
 def test_what_is_frozen_stays_what_it_was(monkeypatch):
     # With `applied` given, the path of a GPU, where the host does not read it.
-    monkeypatch.setattr(ema, "_is_known", lambda applied: applied is None)
+    monkeypatch.setattr(ema, "_host_can_read", lambda applied: applied is None)
     average, model = torch.nn.Linear(5, 4), torch.nn.Linear(5, 4)
     average.load_state_dict(model.state_dict())
     model.weight.requires_grad_(False)
@@ -139,7 +139,7 @@ def test_what_the_device_decides_is_what_the_host_does(applied, monkeypatch):
     average, twin, model = (torch.nn.Linear(5, 4) for _ in range(3))
     twin.load_state_dict(average.state_dict())
     # A fake device: what cannot be read on the host takes the path of a GPU.
-    monkeypatch.setattr(ema, "_is_known", lambda applied: applied is None)
+    monkeypatch.setattr(ema, "_host_can_read", lambda applied: applied is None)
     update_ema(average, model, 0.7, torch.tensor(applied))
     center, mean = torch.randn(1, 6), torch.full((1, 6), torch.nan if not applied else 0.5)
     moved = center.clone()
@@ -165,7 +165,7 @@ def test_dinos_teacher_keeps_the_statistics_of_its_own_batches(monkeypatch):
     update_ema(objective.teacher, objective.student, 0.5, buffers=False)
     assert own[name].eq(1).all()
     for known in (True, False):
-        monkeypatch.setattr(ema, "_is_known", lambda applied, known=known: known)
+        monkeypatch.setattr(ema, "_host_can_read", lambda applied, known=known: known)
         objective._logit_sums[-1] = 1.0  # a teacher's row, whose mean the center follows
         objective.after_step(Progress(0, 10, 0), torch.tensor(True))
         assert own[name].eq(1).all() and theirs[name].eq(2).all()
