@@ -57,7 +57,7 @@ def launched(name: str) -> tuple[float, float]:
     if shutil.which("sbatch") is None or "SLURM_CONF" not in os.environ:
         raise SystemExit('no SLURM here: eval "$(python tests/slurm/cluster.py start)" first')
     subprocess.run(
-        [*SPARO, "launch", "train", RECIPE, f"name={name}", *SAME, "--on", "test", "--nodes", "2"], check=True
+        [*SPARO, "launch", "train", RECIPE, f"name={name}", *SAME, "--cluster", "test", "--nodes", "2"], check=True
     )
     first = until(lambda: read(folder / "metrics.jsonl", "train"), begin)
     record = Records(folder).last()

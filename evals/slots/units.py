@@ -73,5 +73,5 @@ def units_of(encoder: Encoder, kind: Kind = "slots", parts: int | None = None, l
 def texts_of(units: Units) -> TextEncoder:
     """The text tower beside the units. Raises `ConfigError` where there is none."""
     if not isinstance(units.encoder, TextEncoder):
-        raise ConfigError(f"{units.encoder.label} encodes images alone; choose its units by --on a knn task")
+        raise ConfigError(f"{units.encoder.label} encodes images alone; choose its units by --task a knn task")
     return units.encoder

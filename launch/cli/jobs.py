@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # commands import what they need: `sparo --help` needs none o
 app = typer.Typer(no_args_is_help=True, help="Jobs on a cluster: submit, watch, cancel, submit again.")
 _CLUSTER = "Options of the cluster, each a key of its block in configs/clusters:\n\n" + options_help()
 
-ClusterName = Annotated[str, typer.Option("--on", help="a cluster: configs/clusters/NAME.yaml, local, or debug")]
+ClusterName = Annotated[str, typer.Option("--cluster", help="a cluster: configs/clusters/NAME.yaml, local, or debug")]
 Parallel = Annotated[int | None, typer.Option(min=1, help="how many of an array run at a time")]
 After = Annotated[list[Path] | None, typer.Option(help="start when the job of this run has finished; may be repeated")]
 Runs = Annotated[list[Path], typer.Argument(help="folders in which jobs were launched")]

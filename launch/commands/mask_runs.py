@@ -69,12 +69,12 @@ def _train_mask(
     if options.units == "heads":
         raise ConfigError("--units heads: a mask is of the numbers of an encoding, and heads share all of them")
     bench = Bench(checkpoint, options)
-    name, task = bench.single_task(task_name, "--on")
+    name, task = bench.single_task(task_name, "--task")
     tasks = {n: t for n, t in bench.tasks(report_on).items() if t.task == "zeroshot"}
     materials = bench.material({name: task, **tasks})
     pairs, classes = materials.pop(name), {n: m for n, m in materials.items() if isinstance(m, Classes)}
     if not isinstance(pairs, Pairs):
-        raise ConfigError(f"--on {name}: masks are trained on a task of kind pairs, and this is {task.task}")
+        raise ConfigError(f"--task {name}: masks are trained on a task of kind pairs, and this is {task.task}")
     row, trained = mask_row(label, pairs, classes, per, trainings, held_out)
     return row, mask_selection(name, pairs, trained[0], per, trainings[0], held_out)
 

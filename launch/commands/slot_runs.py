@@ -44,7 +44,7 @@ def score_units(
 ) -> None:
     """Each unit alone, and all without it, task by task."""
     bench = Bench(checkpoint, options)
-    tasks = bench.tasks(task_names, "--on")
+    tasks = bench.tasks(task_names, "--task")
     materials = bench.material(
         tasks if task_names else _require_tasks(supported_unit_tasks(tasks, bench.encoder), checkpoint)
     )
@@ -109,7 +109,7 @@ def select_units(
     if select_options.plot is not None:
         refuse_unwritable(select_options.plot.parent, f"--plot {select_options.plot}")
     bench = Bench(checkpoint, options)
-    name, task = bench.single_task(select_options.task_name, "--on")
+    name, task = bench.single_task(select_options.task_name, "--task")
     tasks = (
         bench.tasks(select_options.report_tasks)
         if select_options.report_tasks
@@ -188,11 +188,11 @@ def table_four(
     columns = []
     for checkpoint, label in zip(checkpoints, column_titles(checkpoints), strict=True):
         bench = Bench(checkpoint, options)
-        (name, task), (other, second) = bench.single_task(task_name, "--on"), bench.single_task(pairs_name, "--report")
+        (name, task), (other, second) = bench.single_task(task_name, "--task"), bench.single_task(pairs_name, "--report")
         materials = bench.material({name: task, other: second})
         classes, pairs = materials[name], materials[other]
         if not isinstance(classes, Classes):
-            raise ConfigError(f"--on {name}: Table 4 chooses on a task of kind zeroshot, and this is {task.task}")
+            raise ConfigError(f"--task {name}: Table 4 chooses on a task of kind zeroshot, and this is {task.task}")
         if not isinstance(pairs, Pairs):
             raise ConfigError(f"--report {other}: Table 4 scores a task of kind pairs, and this is {second.task}")
         columns.append(four_column(label, name, classes, pairs, choice_options))
@@ -213,7 +213,7 @@ def show_quality(
     rows = []
     for checkpoint, label in zip(checkpoints, column_titles(checkpoints), strict=True):
         bench = Bench(checkpoint, replace(options, units=EITHER))
-        _, task = bench.single_task(task_name, "--on")
+        _, task = bench.single_task(task_name, "--task")
         if judge is not None:
             refuse_same(bench.encoder, judge)
         rows.append(bench.quality(label, task, judge))

@@ -78,7 +78,7 @@ def explore(checkpoint: str, page_options: PageOptions, options: SlotOptions) ->
 
 def _image_task(bench: Bench, tasks: dict[str, TaskConfig], task_name: str | None) -> TaskConfig:
     if task_name is not None:
-        return bench.single_task(task_name, "--on")[1]
+        return bench.single_task(task_name, "--task")[1]
     candidates = supported_tasks(tasks, bench)
     if candidates:
         return min(candidates.values(), key=lambda task: _TASK_PRIORITY.index(task.task))

@@ -151,7 +151,7 @@ def load_cluster(name: str, options: Sequence[str] = ()) -> ClusterConfig:
         if not paths:
             cluster_names = {p.stem for folder in cluster_folders() if folder.is_dir() for p in folder.glob("*.yaml")}
             raise ConfigError(
-                f"--on {name}: {did_you_mean(name, cluster_names)} A cluster is a file configs/clusters/NAME.yaml or "
+                f"--cluster {name}: {did_you_mean(name, cluster_names)} A cluster is a file configs/clusters/NAME.yaml or "
                 f"{cluster_folders()[1]}/NAME.yaml (docs/clusters.md)"
             )
         path = paths[0]

@@ -30,7 +30,7 @@ def submit_side(
     """Export to RUN/evals/side-STEP and submit a job per task; `results.json` comes there when the last one is done.
 
     A refusal of the cluster is said and does not end the training; the same export can be submitted again with
-    `sparo launch eval RUN/evals/side-STEP/export --data RUN/evals/side-STEP/tasks.yaml --on CLUSTER`.
+    `sparo launch eval RUN/evals/side-STEP/export --data RUN/evals/side-STEP/tasks.yaml --cluster CLUSTER`.
     """
     folder = run / "evals" / f"side-{step:08d}"
     exported = export_weights(config, weights, folder / "export")

@@ -136,7 +136,7 @@ def _executor(submitit: Any, cluster: ClusterConfig, jobs: Path, name: str, code
             folder=jobs, cluster="slurm", slurm_max_num_timeout=10**9, slurm_python=cluster.python
         )
     except RuntimeError:
-        raise NoSlurmError("no srun on this machine: launch from a node of the cluster, or --on local") from None
+        raise NoSlurmError("no srun on this machine: launch from a node of the cluster, or --cluster local") from None
     executor.update_parameters(
         name=name,
         nodes=cluster.nodes,

@@ -166,7 +166,7 @@ def _pictures(demo: DemoSlots) -> dict[str, Any]:
 
 def _commands(folder: Path) -> dict[str, str]:
     run = shlex.quote(str(folder / "clip_sparo"))
-    own = [f"sparo eval {run}", f"sparo slots show {run} --on retrieval --out slots", f"sparo export {run}"]
+    own = [f"sparo eval {run}", f"sparo slots show {run} --task retrieval --out slots", f"sparo export {run}"]
     mine = [
         "sparo data convert photos.csv data/mine --test 200",
         "sparo data check data/mine/train",

@@ -59,7 +59,7 @@ class LogConfig(Frozen):
 class SideEvalConfig(Frozen):
     """Tasks too long to wait for: a job of its own scores the weights of every evaluated step."""
 
-    cluster: str = setting(..., "a cluster, as `sparo launch --on`", examples=["slurm"])
+    cluster: str = setting(..., "a cluster, as `sparo launch --cluster`", examples=["slurm"])
     tasks: dict[str, TaskConfig] = setting(..., "by name, each a row of sparo.tasks", min_length=1)
     options: tuple[str, ...] = setting((), 'the cluster\'s `--key value` options: [--gpus-per-node, "1"]')
 
@@ -199,7 +199,7 @@ def load_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     tree: Tree = load_recipe(path)
     if is_sweep(tree):
         raise ConfigError(
-            f"{path}: names {len(tree['runs'])} runs; `sparo launch train {path} --on local` trains all of them"
+            f"{path}: names {len(tree['runs'])} runs; `sparo launch train {path} --cluster local` trains all of them"
         )
     tree = override(tree, overrides or [], RunConfig)
     # The file's name, unless it says another: two recipes in one folder do not share a run.

@@ -46,7 +46,7 @@ ELSEWHERE = [
     r"^pytest -m stress",
     r"^apt-get install .* slurmctld",
     r"^eval .*tests/slurm/cluster.py start",
-    r"^sparo launch (?!.*--on local)",  # tests/slurm/test_docs.py
+    r"^sparo launch (?!.*--cluster local)",  # tests/slurm/test_docs.py
 ]
 SLOW = [r"^python benchmarks/"]
 
@@ -316,7 +316,7 @@ def test_every_sweep_is_of_recipes_that_are_there(path):
     kept = ("objective", "optim", "data")
     assert len({run.model_dump_json(include=set(kept)) for run in runs}) == len(runs) // 3, "two rows of one training"
     assert len({run.name for run in runs}) == len(runs) and all(run.name.startswith(f"{name}-") for run in runs)
-    with pytest.raises(ConfigError, match=rf"names {len(runs) // 3} runs; `sparo launch train .* --on local`"):
+    with pytest.raises(ConfigError, match=rf"names {len(runs) // 3} runs; `sparo launch train .* --cluster local`"):
         load_run(path)
 
 

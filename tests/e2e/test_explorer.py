@@ -89,7 +89,7 @@ def test_scores_are_those_of_eval_for_any_choice_by_keyboard(world, browser):
             "slots",
             "score",
             "runs/s0",
-            "--on",
+            "--tasks",
             "zero",
             "--data",
             "tasks.yaml",
@@ -159,7 +159,7 @@ def saves_from_two_tabs(seen, address, world):
 def test_what_a_person_does_with_it(world, browser, tmp_path):
     (tmp_path / "own.jpg").write_bytes(jpeg(7, (60, 40)))
     (tmp_path / "no.jpg").write_bytes(b"no image")
-    with explorer("runs/s0", "--data", "tasks.yaml", "--out", "by_hand.json", "--on", "ret", cwd=world) as address:
+    with explorer("runs/s0", "--data", "tasks.yaml", "--out", "by_hand.json", "--task", "ret", cwd=world) as address:
         seen = Watched(browser, address, accept_downloads=True)
         page = seen.page
         assert page.locator("#images [role=option]").count() == 12 and page.locator("#slots canvas").count() == 4
@@ -196,7 +196,7 @@ def test_what_a_person_does_with_it(world, browser, tmp_path):
         assert saved["names"] == {"2": "<img src=x onerror=alert(1)>"} and saved["looked_at"]
         found = scored(world, "runs/s0", "--slots", "by_hand.json")
         assert before["ret"][1] == f"{100 * found['ret']['metrics'][found['ret']['headline']]:.1f}"
-        done = sparo("slots", "select", "runs/s0", "--on", "zero", "--report", "zero", "--slots", "by_hand.json", "--out", "again_by_hand.json",
+        done = sparo("slots", "select", "runs/s0", "--task", "zero", "--report", "zero", "--slots", "by_hand.json", "--out", "again_by_hand.json",
                      "--data", "tasks.yaml", "--features", "store", "--same-data", cwd=world)  # fmt: skip
         assert "same data" in done.stdout  # its scores were in sight when it was made
 
@@ -339,7 +339,7 @@ def test_bad_input_is_said_before_a_page_is_served(others):
     selection = {"sparo": "selection", "schema": 1, "checkpoint": "0" * 64, "count": 4, "chosen": [0]}
     (others / "anothers.json").write_text(json.dumps(selection))
     (others / "spoilt.json").write_text('{"sparo": "selection", "chosen": [9]}')
-    done = sparo("slots", "mask", "runs/s0", "--on", "pairs", "--report", "zero", "--out", "a_mask.json", "--data", "tasks.yaml", "--seeds", "1",
+    done = sparo("slots", "mask", "runs/s0", "--task", "pairs", "--report", "zero", "--out", "a_mask.json", "--data", "tasks.yaml", "--seeds", "1",
                  "--epochs", "2", cwd=others)  # fmt: skip
     assert done.returncode == 0, done.stderr
     with socket.socket() as taken:

@@ -181,7 +181,7 @@ def test_its_read_out_goes_into_clip_and_open_clip(place):
 
 
 def test_a_job_takes_it_along(place):
-    code, out = run(place, "launch", "train", "recipe.yaml", "name=job", "--on", "local")
+    code, out = run(place, "launch", "train", "recipe.yaml", "name=job", "--cluster", "local")
     assert code == 0, out
     end = time.monotonic() + 120
     while time.monotonic() < end and not (place / "job/checkpoints/step-00000012").exists():
@@ -243,7 +243,7 @@ def test_tasks_that_do_not_fit_are_refused_before_step_1(place):
     text = {"task": "zeroshot", "root": str(place / "sets/zero")}
     code, out = run(place, "train", "recipe.yaml", "name=unfit", f"eval.tasks={{zero: {json.dumps(text)}}}")
     dry = run(place, "train", "recipe.yaml", "--dry", f"eval.tasks={{zero: {json.dumps(text)}}}")
-    far = ["launch", "train", "recipe.yaml", "name=far", "--on", "local", f"eval.tasks={{zero: {json.dumps(text)}}}"]
+    far = ["launch", "train", "recipe.yaml", "name=far", "--cluster", "local", f"eval.tasks={{zero: {json.dumps(text)}}}"]
     for said in (dry, run(place, *far)):
         assert said[0] == 2 and "eval.tasks.zero: needs texts encoded" in said[1]
     assert not (place / "far").exists()

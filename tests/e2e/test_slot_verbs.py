@@ -44,7 +44,7 @@ def told_apart(world):
 
 def test_a_choice_is_reported_as_eval_scores_it(told_apart):
     world = told_apart
-    done = slots(world, "select", "runs/s0", "--on", "pairs", "--report", "zero,pairs", "--method", "forward", "--k", "2", "--out",
+    done = slots(world, "select", "runs/s0", "--task", "pairs", "--report", "zero,pairs", "--method", "forward", "--k", "2", "--out",
                  "chosen.json", "--json", "facts.json", "--plot", "curves.png", "--draws", "5", data="told.yaml")  # fmt: skip
     facts = json.loads((world / "facts.json").read_text())
     zero, pairs = facts["reports"]
@@ -64,7 +64,7 @@ def test_a_choice_is_reported_as_eval_scores_it(told_apart):
         chosen["zero"]["metrics"]
         == scored(world, "runs/s0", "--tasks", "zero", "--slots", by_number)["zero"]["metrics"]
     )
-    again = ("select", "runs/s0", "--on", "zero", "--report", "zero", "--same-data", "--out", "own.json")
+    again = ("select", "runs/s0", "--task", "zero", "--report", "zero", "--same-data", "--out", "own.json")
     done = slots(world, *again, "--slots", "chosen.json")
     assert "same data" not in done.stdout  # it was made on the pairs
     assert "by hand" in slots(world, *again, "--slots", "0,2").stdout  # nobody knows what it was made on
@@ -89,7 +89,7 @@ def test_masks_are_scored_as_eval_scores_them(world):
         world,
         "mask",
         "runs/s0",
-        "--on",
+        "--task",
         "pairs",
         "--report",
         "zero",
@@ -110,24 +110,24 @@ def test_masks_are_scored_as_eval_scores_them(world):
 
 
 def test_tables_of_the_paper_and_quality(world):
-    four = slots(world, "table", "4", "runs/s0", "runs/s1", "--on", "zero", "--report", "pairs", "--json", "4.json")
+    four = slots(world, "table", "4", "runs/s0", "runs/s1", "--task", "zero", "--report", "pairs", "--json", "4.json")
     assert "layout of Table 4" in four.stdout and "Average" in four.stdout
     columns = json.loads((world / "4.json").read_text())["columns"]
     assert columns[0]["kinds"] == ["replace_att", "swap_att", "Average"] and columns[0]["share"] == "50 %"
     five = slots(
-        world, "table", "5", "runs/s0", "--on", "pairs", "--report", "zero", "--seeds", "1", "--json", "5.json"
+        world, "table", "5", "runs/s0", "--task", "pairs", "--report", "zero", "--seeds", "1", "--json", "5.json"
     )
     assert "(4, 8)" in five.stdout and "(32, 1)" in five.stdout
-    quality = slots(world, "quality", "runs/s0", "--on", "zero", "--by", "pixels:8", "--json", "q.json")
+    quality = slots(world, "quality", "runs/s0", "--task", "zero", "--by", "pixels:8", "--json", "q.json")
     assert "in effect" in quality.stdout
     (row,) = json.loads((world / "q.json").read_text())["rows"]
     assert 1 <= row["effective"] <= 4 and 0 <= row["redundancy"] <= 1 and len(row["sharpness_of_units"]) == 4
     assert -1 <= row["meaning"] <= 1 and row["n"] == 12
-    slots(world, "quality", "pixels:8", "--on", "zero", "--parts", "4", "--json", "q.json")
+    slots(world, "quality", "pixels:8", "--task", "zero", "--parts", "4", "--json", "q.json")
 
 
 def test_slots_of_dino_are_chosen_by_their_neighbours(others):
-    done = slots(others, "select", "runs/dino", "--on", "knn", "--k", "best", "--out", "dino.json", "--json", "d.json")
+    done = slots(others, "select", "runs/dino", "--task", "knn", "--k", "best", "--out", "dino.json", "--json", "d.json")
     facts = json.loads((others / "d.json").read_text())
     assert facts["reports"][0]["share"] == "held out" and "knn" in done.stdout
     found = scored(others, "runs/dino", "--tasks", "knn", "--slots", "dino.json")
@@ -136,7 +136,7 @@ def test_slots_of_dino_are_chosen_by_their_neighbours(others):
         others,
         "select",
         "runs/dino",
-        "--on",
+        "--task",
         "probe",
         "--report",
         "knn,probe",
@@ -150,18 +150,18 @@ def test_slots_of_dino_are_chosen_by_their_neighbours(others):
     near, linear = json.loads((others / "l2.json").read_text())["reports"]
     assert (near["share"], linear["share"]) == ("other data", "held out") and linear["draws"] == 5
     assert linear["chosen"][0] == linear["curve"][0] and len(linear["curve"]) == 4
-    done = slots(others, "select", "runs/dino", "--on", "probe", "--method", "cover", code=2)
+    done = slots(others, "select", "runs/dino", "--task", "probe", "--method", "cover", code=2)
     assert "a linear layer is fitted anew" in done.stderr
-    done = slots(others, "select", "runs/s0", "--on", "pairs", code=2)
+    done = slots(others, "select", "runs/s0", "--task", "pairs", code=2)
     assert "its 1 image(s) that differ cannot be halved" in done.stderr  # all twelve have one true caption
-    done = slots(others, "select", "runs/dino", "--on", "knn", "--method", "forward", code=2)
+    done = slots(others, "select", "runs/dino", "--task", "knn", "--method", "forward", code=2)
     assert "a vote is no sum over units" in done.stderr
-    done = slots(others, "select", "runs/dino", "--on", "zero", code=2)
+    done = slots(others, "select", "runs/dino", "--task", "zero", code=2)
     assert "encodes images alone" in done.stderr
 
 
 def test_heads_and_parts_are_chosen_in_the_same_way(others):
-    words = ("runs/plain", "--on", "zero", "--report", "pairs")
+    words = ("runs/plain", "--task", "zero", "--report", "pairs")
     slots(others, "select", *words, "--units", "heads", "--head-layers", "2", "--out", "heads.json", "--json", "h.json")
     facts = json.loads((others / "h.json").read_text())
     assert facts["selection"]["count"] == 4 and len(facts["selection"]["chosen"]) == 2
@@ -173,33 +173,33 @@ def test_heads_and_parts_are_chosen_in_the_same_way(others):
 
 
 BAD = {
-    "a model without slots": (("select", "runs/plain", "--on", "zero"), "has no slots; use a model with a read-out"),
-    "heads of slots": (("select", "runs/s0", "--on", "zero", "--units", "heads"), "no CLIP whose ViT is pooled by its class token"),
-    "units": (("select", "runs/s0", "--on", "zero", "--units", "slot"), "--units slot: did you mean 'slots'?"),
-    "parts": (("select", "runs/plain", "--on", "zero", "--units", "parts"), "--parts None"),
-    "method": (("select", "runs/s0", "--on", "zero", "--method", "tpo"), "--method tpo: did you mean 'top'?"),
-    "k": (("select", "runs/s0", "--on", "zero", "--k", "9"), "--k 9: there are 4 slots"),
-    "k 0": (("select", "runs/s0", "--on", "zero", "--k", "0"), "--k 0: write a number from 1"),
-    "task": (("select", "runs/s0", "--on", "zeor"), "--on zeor: did you mean 'zero'?"),
-    "retrieval": (("select", "runs/s0", "--on", "ret"), "units are chosen and compared on tasks of kind zeroshot, pairs, knn or probe"),
-    "out": (("select", "runs/s0", "--on", "zero", "--out", "x.yaml"), "--out x.yaml: name a .json file"),
-    "plot": (("select", "runs/s0", "--on", "zero", "--plot", "x.xyz"), "--plot x.xyz: name a .png, .pdf or .svg file"),
-    "slots": (("select", "runs/s0", "--on", "zero", "--slots", "7"), "--slots 7"),
-    "a file that is not there": (("select", "runs/s0", "--on", "zero", "--slots", "no.json"), "no.json"),
-    "mask of classes": (("mask", "runs/s0", "--on", "zero"), "masks are trained on a task of kind pairs"),
-    "mask of heads": (("mask", "runs/plain", "--on", "pairs", "--units", "heads", "--report", "zero"), "a mask is of the numbers"),
-    "per": (("mask", "runs/s0", "--on", "pairs", "--per", "slot"), "--per slot"),
-    "clamp": (("mask", "runs/s0", "--on", "pairs", "--clamp", "mix"), "--clamp mix"),
-    "parts of slots": (("score", "runs/s0", "--on", "zero", "--parts", "4"), "--parts: is of --units parts; leave it away"),
-    "blocks of slots": (("select", "runs/s0", "--on", "zero", "--head-layers", "4"), "--head-layers: is of --units heads"),
-    "a method by hand": (("select", "runs/s0", "--on", "zero", "--slots", "0,1", "--method", "top"), "--method: is of a choice that is made"),
-    "seeds of four": (("table", "4", "runs/s0", "--on", "zero", "--seeds", "3"), "--seeds: does nothing in Table 4"),
-    "k of five": (("table", "5", "runs/s0", "--on", "pairs", "--k", "half"), "--k: does nothing in Table 5"),
+    "a model without slots": (("select", "runs/plain", "--task", "zero"), "has no slots; use a model with a read-out"),
+    "heads of slots": (("select", "runs/s0", "--task", "zero", "--units", "heads"), "no CLIP whose ViT is pooled by its class token"),
+    "units": (("select", "runs/s0", "--task", "zero", "--units", "slot"), "--units slot: did you mean 'slots'?"),
+    "parts": (("select", "runs/plain", "--task", "zero", "--units", "parts"), "--parts None"),
+    "method": (("select", "runs/s0", "--task", "zero", "--method", "tpo"), "--method tpo: did you mean 'top'?"),
+    "k": (("select", "runs/s0", "--task", "zero", "--k", "9"), "--k 9: there are 4 slots"),
+    "k 0": (("select", "runs/s0", "--task", "zero", "--k", "0"), "--k 0: write a number from 1"),
+    "task": (("select", "runs/s0", "--task", "zeor"), "--task zeor: did you mean 'zero'?"),
+    "retrieval": (("select", "runs/s0", "--task", "ret"), "units are chosen and compared on tasks of kind zeroshot, pairs, knn or probe"),
+    "out": (("select", "runs/s0", "--task", "zero", "--out", "x.yaml"), "--out x.yaml: name a .json file"),
+    "plot": (("select", "runs/s0", "--task", "zero", "--plot", "x.xyz"), "--plot x.xyz: name a .png, .pdf or .svg file"),
+    "slots": (("select", "runs/s0", "--task", "zero", "--slots", "7"), "--slots 7"),
+    "a file that is not there": (("select", "runs/s0", "--task", "zero", "--slots", "no.json"), "no.json"),
+    "mask of classes": (("mask", "runs/s0", "--task", "zero"), "masks are trained on a task of kind pairs"),
+    "mask of heads": (("mask", "runs/plain", "--task", "pairs", "--units", "heads", "--report", "zero"), "a mask is of the numbers"),
+    "per": (("mask", "runs/s0", "--task", "pairs", "--per", "slot"), "--per slot"),
+    "clamp": (("mask", "runs/s0", "--task", "pairs", "--clamp", "mix"), "--clamp mix"),
+    "parts of slots": (("score", "runs/s0", "--tasks", "zero", "--parts", "4"), "--parts: is of --units parts; leave it away"),
+    "blocks of slots": (("select", "runs/s0", "--task", "zero", "--head-layers", "4"), "--head-layers: is of --units heads"),
+    "a method by hand": (("select", "runs/s0", "--task", "zero", "--slots", "0,1", "--method", "top"), "--method: is of a choice that is made"),
+    "seeds of four": (("table", "4", "runs/s0", "--task", "zero", "--seeds", "3"), "--seeds: does nothing in Table 4"),
+    "k of five": (("table", "5", "runs/s0", "--task", "pairs", "--k", "half"), "--k: does nothing in Table 5"),
     "table": (("table", "6", "runs/s0"), "sparo slots table 6"),
-    "four on pairs": (("table", "4", "runs/s0", "--on", "pairs", "--report", "pairs"), "chooses on a task of kind zeroshot"),
-    "judged by itself": (("quality", "runs/s0", "--on", "zero", "--by", "runs/s0"), "is the checkpoint that is looked at"),
-    "one image": (("quality", "runs/s0", "--on", "zero", "--limit", "1"), "has 1 image(s); slots are compared over two at least"),
-    "sort": (("score", "runs/s0", "--on", "zero", "--sort", "pairs"), "--sort pairs: is none of the tasks shown"),
+    "four on pairs": (("table", "4", "runs/s0", "--task", "pairs", "--report", "pairs"), "chooses on a task of kind zeroshot"),
+    "judged by itself": (("quality", "runs/s0", "--task", "zero", "--by", "runs/s0"), "is the checkpoint that is looked at"),
+    "one image": (("quality", "runs/s0", "--task", "zero", "--limit", "1"), "has 1 image(s); slots are compared over two at least"),
+    "sort": (("score", "runs/s0", "--tasks", "zero", "--sort", "pairs"), "--sort pairs: is none of the tasks shown"),
 }  # fmt: skip
 
 
@@ -213,10 +213,10 @@ def test_bad_input_is_said_and_writes_nothing(name, others, tmp_path):
 
 
 def test_a_selection_of_another_checkpoint_is_refused(others):
-    slots(others, "select", "runs/s0", "--on", "zero", "--out", "mine.json", "--report", "zero")
+    slots(others, "select", "runs/s0", "--task", "zero", "--out", "mine.json", "--report", "zero")
     done = sparo("eval", "runs/s1", "--data", "tasks.yaml", "--tasks", "zero", "--slots", "mine.json", cwd=others)
     assert done.returncode == 2 and "--slots mine.json: was made for another checkpoint" in done.stderr
-    done = slots(others, "select", "runs/s1", "--on", "zero", "--slots", "mine.json", code=2)
+    done = slots(others, "select", "runs/s1", "--task", "zero", "--slots", "mine.json", code=2)
     assert "was made for another checkpoint" in done.stderr
 
 
@@ -239,7 +239,7 @@ def test_a_page_shows_text_of_others_and_does_nothing(world, tmp_path):
     }
     for words, message in (
         (("--image", "a.png", "--caption", "x", "--caption", "y"), "2 captions for 1 images"),
-        ((), "name a task of the run (--on, as in --on retrieval), or images of your own"),
+        ((), "name a task of the run (--task, as in --task retrieval), or images of your own"),
         (("--image", "no.png"), "no.png"),
         (("--image", "a.png", "--slots", "9"), "--slots 9"),
     ):
@@ -252,7 +252,7 @@ def test_pictures_of_a_task_and_of_a_model_without_texts(others):
         others,
         "show",
         "runs/s0",
-        "--on",
+        "--task",
         "zero",
         "--images",
         "8",
@@ -268,9 +268,9 @@ def test_pictures_of_a_task_and_of_a_model_without_texts(others):
     page = (others / "pictures/report.html").read_text()
     assert "8 images of zero" in page and page.count("<h3>Slot ") == 4 and "cosine above -1" in page
     slots(
-        others, "show", "runs/dino", "--on", "knn", "--images", "5", "--examples", "2", "--tiles", "2", "--out", "dino"
+        others, "show", "runs/dino", "--task", "knn", "--images", "5", "--examples", "2", "--tiles", "2", "--out", "dino"
     )
     page = (others / "dino/report.html").read_text()
     assert "most sharp" in page and "no text tower" in page
-    done = slots(others, "show", "runs/plain", "--on", "zero", "--images", "2", "--out", "plain", code=2)
+    done = slots(others, "show", "runs/plain", "--task", "zero", "--images", "2", "--out", "plain", code=2)
     assert "has no slots" in done.stderr

@@ -93,7 +93,7 @@ def test_every_verb_that_writes_ends_with_one_line(shards, tmp_path, capsys):
         ["export", run, "--to", str(out / "folder")],
         ["export", run, "--layout", "sparo-clip", "--to", str(out / "one.pt")],
         ["export", str(tmp_path / "dino"), "--to", str(out / "dino.pth")],
-        ["slots", "show", run, "--on", "ret", "--out", str(out / "page")],
+        ["slots", "show", run, "--task", "ret", "--out", str(out / "page")],
     ):
         with full():
             code, _ = call(app, words)

@@ -121,6 +121,6 @@ def test_a_folder_above_or_inside_a_run_names_the_run(shards, tmp_path):
     for name in ("one", "two"):
         train(resolve(RunConfig, tiny_recipe(shards, tmp_path / "runs", steps=3, name=name), "x"))
     above, inside = str(tmp_path / "runs"), str(tmp_path / "runs/one/checkpoints")
-    for words in (["eval", above], ["export", above], ["slots", "score", above, "--on", "x"]):
+    for words in (["eval", above], ["export", above], ["slots", "score", above, "--tasks", "x"]):
         assert_ends(words, 2, [f"{above}: is a folder of runs, not a run. Give {above}/one or another of the 2."])
     assert_ends(["eval", inside], 2, [f"Give the run, {above}/one, or a step-… folder."])

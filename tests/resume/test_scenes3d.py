@@ -114,8 +114,8 @@ def test_scenes_are_trained_on_resumed_scored_and_probed(scenes, tmp_path, write
 def dead_ends(folder):
     """What is no way to look at a run of scenes, and what it says."""
     return {
-        ("slots", "panels", folder, "--on", "views"): "`sparo slots views` draws views of scenes",
-        ("slots", "show", folder, "--on", "views"): "`sparo slots views` draws them",
+        ("slots", "panels", folder, "--task", "views"): "`sparo slots views` draws views of scenes",
+        ("slots", "show", folder, "--task", "views"): "`sparo slots views` draws them",
         ("export", folder): "no other program's layout fits",
     }
 
@@ -138,7 +138,7 @@ def scenes_of_others_are_scored(folder, cwd):
 
 
 def pictures_are_drawn(folder, cwd):
-    done = sparo("slots", "views", str(folder), "--on", "views", "--scenes", "2", "--out", "page", cwd=cwd)
+    done = sparo("slots", "views", str(folder), "--task", "views", "--scenes", "2", "--out", "page", cwd=cwd)
     assert done.returncode == 0, done.stderr
     page = (cwd / "page/report.html").read_text()
     assert "psnr_held_out" in page and " dB" in page  # what the run scored at its end

@@ -67,9 +67,9 @@ def test_masks_are_scored_while_training_and_afterwards(tmp_path, write_recipe):
 
 
 def pictures_are_drawn(run_folder, tasks, tmp_path):
-    done = sparo("slots", "show", run_folder, "--on", "masks", "--images", "6", "--out", "pictures", cwd=tmp_path)
+    done = sparo("slots", "show", run_folder, "--task", "masks", "--images", "6", "--out", "pictures", cwd=tmp_path)
     assert done.returncode == 0 and (tmp_path / "pictures/report.html").stat().st_size > 10_000, done.stderr
-    done = sparo("slots", "panels", run_folder, "--on", "masks", "--images", "3", "--tile", "32", cwd=tmp_path)
+    done = sparo("slots", "panels", run_folder, "--task", "masks", "--images", "3", "--tile", "32", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     with Image.open(tmp_path / "panels.png") as sheet:  # image, true, masks, drawn, three slots; three rows
         assert sheet.size == (7 * 36 + 4, 3 * 36 + 18)
@@ -77,16 +77,16 @@ def pictures_are_drawn(run_folder, tasks, tmp_path):
         assert len(colours) == 4 and (0, 0, 0) in colours  # three pieces on black
     (tmp_path / "own.jpg").write_bytes(jpeg(1))
     (tmp_path / "other.yaml").write_text(json.dumps({"tasks": {"elsewhere": tasks["masks"]}}))
-    others = ("--image", "own.jpg", "--data", "other.yaml", "--on", "elsewhere", "--images", "1")
+    others = ("--image", "own.jpg", "--data", "other.yaml", "--task", "elsewhere", "--images", "1")
     done = sparo("slots", "panels", run_folder, *others, "--out", "own.png", "--tile", "32", cwd=tmp_path)
     with Image.open(tmp_path / "own.png") as sheet:
         assert done.returncode == 0 and sheet.size == (7 * 36 + 4, 2 * 36 + 18)
     for line, told in (
         ([], "name a task"),
-        (["--on", "nosuch"], "nosuch"),
+        (["--task", "nosuch"], "nosuch"),
         (["--image", "no.jpg"], "no.jpg"),
         (["--out", "a.bmp"], "a .png file"),
-        (["--on", "masks", "--out", "a.gif"], "pictures that move are of videos"),
+        (["--task", "masks", "--out", "a.gif"], "pictures that move are of videos"),
         (["--image", "own.jpg", "--out", "page"], "a page is of a task's samples"),
     ):
         done = sparo("slots", "panels", run_folder, *line, cwd=tmp_path)
@@ -235,7 +235,7 @@ def test_tokens_are_said_again_resumed_and_scored(tmp_path, write_recipe):
     by_headline = {r["headline"]: r for r in results.values()}
     assert by_headline["fg_ari"]["n"] == 6 and "attention" in by_headline["fg_ari"]["options"]["masks"]
     assert by_headline["psnr"]["options"]["drawn"] == "pixels" and 0 < by_headline["psnr"]["metrics"]["mse"] < 1
-    line = ["slots", "panels", str(folder), "--on", "m", "--images", "2", "--tile", "32", "--out", "page"]
+    line = ["slots", "panels", str(folder), "--task", "m", "--images", "2", "--tile", "32", "--out", "page"]
     done = sparo(*line, cwd=tmp_path)
     with Image.open(tmp_path / "page/image-1.png") as sheet:  # image, true, masks, drawn, three slots
         assert done.returncode == 0 and sheet.size == (7 * 36 + 4, 36 + 18), done.stderr
@@ -266,7 +266,7 @@ def test_sets_of_objects_are_learned_resumed_and_scored(tmp_path, write_recipe):
     (result,) = json.loads((tmp_path / "o.json").read_text())["results"].values()
     assert done.returncode == 0 and result["n"] == 12 and result["counts"]["predictions"] == 36
     assert list(result["metrics"]) == ["ap_inf", "ap_1", "ap_0.5", "ap_0.25", "ap_0.125", "ap_0.0625"]
-    done = sparo("slots", "show", str(folder), "--on", "objects", "--images", "4", "--out", "pictures", cwd=tmp_path)
+    done = sparo("slots", "show", str(folder), "--task", "objects", "--images", "4", "--out", "pictures", cwd=tmp_path)
     assert done.returncode == 0 and (tmp_path / "pictures/report.html").stat().st_size > 10_000, done.stderr
     empty = {"jpg": jpeg(0), "json": b'{"objects": []}'}
     for fields, told in (

@@ -108,11 +108,11 @@ def test_videos_are_trained_on_resumed_and_scored(tmp_path, write_recipe):
         (["clips.gif"], (7 * 36 + 4, 2 * 36 + 18), 6),
     ):
         done = sparo(
-            "slots", "panels", str(folder), "--on", "c", "--images", "2", "--tile", "32", "--out", *line, cwd=tmp_path
+            "slots", "panels", str(folder), "--task", "c", "--images", "2", "--tile", "32", "--out", *line, cwd=tmp_path
         )
         with Image.open(tmp_path / line[0]) as sheet:
             assert done.returncode == 0 and sheet.size == size and getattr(sheet, "n_frames", 1) == frames, done.stderr
-    done = sparo("slots", "panels", str(folder), "--on", "c", "--images", "2", "--out", "page", cwd=tmp_path)
+    done = sparo("slots", "panels", str(folder), "--task", "c", "--images", "2", "--out", "page", cwd=tmp_path)
     page = (tmp_path / "page/report.html").read_text()
     assert done.returncode == 0 and done.stdout.split()[0] == "page/report.html" and page.count("<img") == 4, (
         done.stderr

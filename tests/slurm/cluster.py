@@ -3,7 +3,7 @@
 
     apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge
     eval "$(python tests/slurm/cluster.py start)"
-    sbatch … ; sinfo ; sparo launch train RECIPE --on test --nodes 2
+    sbatch … ; sinfo ; sparo launch train RECIPE --cluster test --nodes 2
     python tests/slurm/cluster.py stop
 
 `start` prints the line that points SLURM's commands at this cluster; it is idempotent. `--accounting` adds slurmdbd on

@@ -93,7 +93,7 @@ class Lab:
 
     def launch(self, name: str, *words: str) -> Path:
         """Train the recipe as a job; its folder."""
-        self.sparo("launch", "train", "recipe.yaml", f"name={name}", "--on", "lab", *words)
+        self.sparo("launch", "train", "recipe.yaml", f"name={name}", "--cluster", "lab", *words)
         return self.root / name
 
     def status(self, *folders: Path) -> list[dict[str, Any]]:

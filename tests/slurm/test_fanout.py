@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slurm
 
 
 def test_checkpoints_times_tasks_fan_out_and_merge(lab):
-    words = ("launch", "eval", "one", "two", "--tasks", "zero,pairs", "--on", "lab", "--name", "both")
+    words = ("launch", "eval", "one", "two", "--tasks", "zero,pairs", "--cluster", "lab", "--name", "both")
     lab.sparo(*words, "--parallel", "2")
     folder = lab.root / "runs/evals/both"
     lab.wait(120, lambda: (folder / "results.json").exists(), "the merged results")
@@ -32,7 +32,7 @@ def test_checkpoints_times_tasks_fan_out_and_merge(lab):
     lab.wait(60, lambda: (folder / "parts/00002.json").exists() and lab.state(folder) == "COMPLETED", "the missing one")
     again = lab.sparo(*words)
     assert "micro" in again and "job" not in again and len(Records(folder).submitted()) == 2
-    other = lab.sparo("launch", "eval", "one", "--tasks", "zer", "--on", "lab", code=2)
+    other = lab.sparo("launch", "eval", "one", "--tasks", "zer", "--cluster", "lab", code=2)
     assert "--tasks zer: did you mean 'zero'?" in other
 
 
@@ -80,7 +80,7 @@ def test_a_conversion_in_parts_writes_what_one_would(lab):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(jpeg(i))
     lab.sparo("data", "convert", "images", "whole", "--per-shard", "4")
-    words = ("launch", "data", "convert", "images", "parted", "--per-shard", "4", "--parts", "3", "--on", "lab")
+    words = ("launch", "data", "convert", "images", "parted", "--per-shard", "4", "--parts", "3", "--cluster", "lab")
     lab.sparo(*words, "--name", "converted")
     folder = lab.root / "runs/data/converted"
     lab.wait(90, lambda: lab.state(folder) == "3 COMPLETED", "the end")

@@ -124,7 +124,7 @@ def test_the_controller_away_for_a_while(whole):
         and seen["step"] >= 5
     )
     env = {name: whole.cluster.env[name] for name in ("SLURM_CONF", "PATH")}
-    process = start_sparo("launch", "train", "recipe.yaml", "name=late", "--on", "lab", ALONE, cwd=whole.root, **env)
+    process = start_sparo("launch", "train", "recipe.yaml", "name=late", "--cluster", "lab", ALONE, cwd=whole.root, **env)
     whole.wait(60, lambda: "trying again" in process.stderr_now(), "patience")
     assert Records(whole.root / "late").last() is None
     whole.cluster.start_controller()
@@ -138,13 +138,13 @@ def test_the_controller_away_for_a_while(whole):
 
 def test_a_refusal_says_what_to_change_and_leaves_a_folder_that_can_be_launched(whole):
     said = whole.sparo(
-        "launch", "train", "recipe.yaml", "name=refused", "--on", "lab", "--partition", "nope", ALONE, code=2
+        "launch", "train", "recipe.yaml", "name=refused", "--cluster", "lab", "--partition", "nope", ALONE, code=2
     )
     assert "sbatch refused the job (invalid partition specified: nope" in said, said
     assert "known are: main, high" in said
     assert Records(whole.root / "refused").last() is None and not list((whole.root / "refused/jobs").iterdir())
     gpus = ("--gpus-per-node", "8", "--tasks-per-node", "1")
-    said = whole.sparo("launch", "train", "recipe.yaml", "name=refused", "--on", "lab", *gpus, ALONE, code=2)
+    said = whole.sparo("launch", "train", "recipe.yaml", "name=refused", "--cluster", "lab", *gpus, ALONE, code=2)
     assert "--gpus-per-node: this partition has no such GPUs" in said
     folder = whole.launch("refused", ALONE)
     whole.end(folder)
@@ -158,7 +158,7 @@ def test_what_can_never_start_says_so(whole):
     whole.sparo("launch", "cancel", str(folder))
     whole.end(folder, 20, "CANCELLED")
     dependent = whole.sparo(
-        "launch", "train", "recipe.yaml", "name=next", "--on", "lab", "--after", str(folder), ALONE, code=2
+        "launch", "train", "recipe.yaml", "name=next", "--cluster", "lab", "--after", str(folder), ALONE, code=2
     )
     assert "ended as CANCELLED; `sparo launch resubmit" in dependent
 
@@ -167,7 +167,7 @@ def test_without_slurm(tmp_path):
     (tmp_path / "r.yaml").write_text(
         "batch_size: 8\nsteps: 1\noptim: {warmup_steps: 0}\ndata: {sources: {a: {shards: x}}}\n"
     )
-    done = sparo("launch", "train", "r.yaml", "--on", "slurm", "--gpus-per-node", "0", cwd=tmp_path, PATH="/nowhere")
+    done = sparo("launch", "train", "r.yaml", "--cluster", "slurm", "--gpus-per-node", "0", cwd=tmp_path, PATH="/nowhere")
     assert done.returncode == 2 and "no srun on this machine" in done.stderr, done.stderr
     done = sparo("launch", "status", "runs/r", cwd=tmp_path, PATH=os.environ["PATH"])
     assert done.returncode == 2 and "runs/r: no job was launched there" in done.stderr
@@ -182,6 +182,6 @@ def test_a_daemon_killed_in_mid_job_with_accounting(accounted, counted, monkeypa
     job = Records(counted).last()["jobs"][0]
     assert slurm._accounting_states([job, "99"])[job].state == "COMPLETED"  # as if the controller had forgotten it
     said = accounted.sparo(
-        "launch", "train", "recipe.yaml", "name=x", ALONE, "--on", "lab", "--account", "nobody", code=2
+        "launch", "train", "recipe.yaml", "name=x", ALONE, "--cluster", "lab", "--account", "nobody", code=2
     )
     assert "--account (or --partition, --qos) is not one of yours" in said

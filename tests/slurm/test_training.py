@@ -34,7 +34,7 @@ def test_two_nodes_train_as_two_ranks_do(lab):
     with_code = Records(folder).last()
     assert (folder / "config.yaml").exists() and len(with_code["code"].rpartition("/")[2]) == 12
     assert "name=plain" in (folder / "command.txt").read_text() and len(with_code["commit"]) == 40
-    refused = lab.sparo("launch", "train", "recipe.yaml", "name=plain", "--on", "lab", "--nodes", "2", code=2)
+    refused = lab.sparo("launch", "train", "recipe.yaml", "name=plain", "--cluster", "lab", "--nodes", "2", code=2)
     assert "in it; `sparo launch cancel" in refused  # one job at a time
     lab.step(folder, 5)
     seen = lab.status(folder)[0]
@@ -47,7 +47,7 @@ def test_two_nodes_train_as_two_ranks_do(lab):
     }  # fmt: skip
     assert f"finished at step {STEPS}" in lab.sparo("launch", "logs", str(folder))
     changed = lab.sparo(
-        "launch", "train", "recipe.yaml", "name=plain", "optim.lr=5", "--on", "lab", "--nodes", "2", code=2
+        "launch", "train", "recipe.yaml", "name=plain", "optim.lr=5", "--cluster", "lab", "--nodes", "2", code=2
     )
     assert "optim.lr: 0.001 -> 5" in changed
 
@@ -106,7 +106,7 @@ def test_a_cancelled_run_is_saved_and_resubmitted(lab):
 
 def test_lists_and_seeds_make_one_array(lab):
     words = ("optim.lr=[1e-3,5e-4]", "--seeds", "2", "--parallel", "2", ALONE)
-    out = lab.sparo("launch", "train", "recipe.yaml", "name=sweep", *words, "--on", "lab")
+    out = lab.sparo("launch", "train", "recipe.yaml", "name=sweep", *words, "--cluster", "lab")
     names = ["sweep-lr0.001-seed0", "sweep-lr0.001-seed1", "sweep-lr0.0005-seed0", "sweep-lr0.0005-seed1"]
     folders = [lab.root / name for name in names]
     assert all(folder.name in out for folder in folders)
@@ -150,7 +150,7 @@ def test_the_time_limit_saves_requeues_and_goes_on(lab, limited):
 
 def test_a_job_that_is_submitted_inside_another_has_its_own_resources(lab):
     """The outer job's SLURM_MEM_PER_CPU, SLURM_NTASKS and ranks are no options of the inner one's sbatch."""
-    words = [sys.executable, "-m", "launch.cli", "launch", "train", "recipe.yaml", "name=nested", ALONE, "--on", "lab"]
+    words = [sys.executable, "-m", "launch.cli", "launch", "train", "recipe.yaml", "name=nested", ALONE, "--cluster", "lab"]
     inner = shlex.join([*words, "--nodes", "1", "--nodelist", "n2", "--cpus-per-task", "2", "--mem-gb", "1"])
     outer = [
         "-p",

@@ -97,10 +97,10 @@ def test_without_submitit_it_says_how_to_get_it(recipe, tmp_path, monkeypatch):
 
 
 def test_debug_runs_here_and_ends_with_the_code(recipe, tmp_path):
-    done = sparo("launch", "train", str(recipe), "name=here", "--on", "debug", cwd=tmp_path)
+    done = sparo("launch", "train", str(recipe), "name=here", "--cluster", "debug", cwd=tmp_path)
     assert done.returncode == 0 and "finished at step 12" in done.stderr, done.stderr
     assert state_of(tmp_path / "runs/here", tmp_path)["state"] == "COMPLETED"
-    bad = ("launch", "train", str(recipe), "name=bad", "data.sources.a.shards=/nowhere", "--on", "debug")
+    bad = ("launch", "train", str(recipe), "name=bad", "data.sources.a.shards=/nowhere", "--cluster", "debug")
     done = sparo(*bad, cwd=tmp_path)
     assert done.returncode == 2 and "/nowhere" in done.stderr and "Traceback" not in done.stderr
     seen = state_of(tmp_path / "runs/bad", tmp_path)
@@ -111,7 +111,7 @@ def test_local_evaluations_fan_out_and_merge(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path / "runs", steps=3, eval={"tasks": eval_sets(tmp_path / "sets")})
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(tree))
     assert sparo("train", str(tmp_path / "r.yaml")).returncode == 0
-    words = ("launch", "eval", "runs/tiny", "--tasks", "zero", "--on", "debug", "--name", "e")
+    words = ("launch", "eval", "runs/tiny", "--tasks", "zero", "--cluster", "debug", "--name", "e")
     done = sparo(*words, cwd=tmp_path)
     assert done.returncode == 0 and "acc1" in done.stdout, done.stderr
     assert not FanOut(tmp_path / "runs/evals/e").missing()
@@ -125,7 +125,7 @@ def test_local_evaluations_fan_out_and_merge(shards, tmp_path):
     assert "runs/tiny: was scored before step-00000003 was written; another --name scores that" in done.stdout
     with pytest.raises(ConfigError, match="holds another plan; give another --name"):
         FanOut.make(tmp_path / "runs/evals/e", "eval", [])
-    done = sparo("launch", "eval", "runs", "--on", "debug", cwd=tmp_path)
+    done = sparo("launch", "eval", "runs", "--cluster", "debug", cwd=tmp_path)
     assert done.returncode == 2 and "runs: is a folder of runs, not a run. Give runs/tiny." in done.stderr
 
 
@@ -165,11 +165,11 @@ def test_parts_of_a_conversion_are_the_whole(tmp_path):
 
 
 def test_what_a_recipe_cannot_share_is_refused_before_anything_is_submitted(recipe, tmp_path):
-    done = sparo("launch", "train", str(recipe), "name=x", "--on", "local", "--tasks-per-node", "3", cwd=tmp_path)
+    done = sparo("launch", "train", str(recipe), "name=x", "--cluster", "local", "--tasks-per-node", "3", cwd=tmp_path)
     assert done.returncode == 2 and "3 ranks cannot share them evenly" in done.stderr
-    done = sparo("launch", "train", str(recipe), "name=x", "world_size=4", "--on", "local", cwd=tmp_path)
+    done = sparo("launch", "train", str(recipe), "name=x", "world_size=4", "--cluster", "local", cwd=tmp_path)
     assert done.returncode == 2 and "1 node(s) of 1 rank(s) are 1" in done.stderr
-    done = sparo("launch", "train", str(recipe), "name=x", "freeze=['model.*']", "--on", "local", cwd=tmp_path)
+    done = sparo("launch", "train", str(recipe), "name=x", "freeze=['model.*']", "--cluster", "local", cwd=tmp_path)
     assert done.returncode == 2 and "objective: no parameter is trainable" in done.stderr
     assert not (tmp_path / "runs/x").exists()
     assert ClusterConfig().ranks == 1

@@ -120,7 +120,7 @@ def test_a_local_launch_ends_its_pipe_at_once_and_a_cancelled_job_says_so(shards
     tree = tiny_recipe(shards, tmp_path, steps=100_000)
     recipe = tmp_path / "r.yaml"
     recipe.write_text(yaml.safe_dump(tree))
-    line = f"{sys.executable} -m launch.cli launch train {recipe} --on local 2>&1 | cat"
+    line = f"{sys.executable} -m launch.cli launch train {recipe} --cluster local 2>&1 | cat"
     done = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     folder = tmp_path / "tiny"
     assert (folder / "jobs/submitted.jsonl").exists(), done.stdout + done.stderr

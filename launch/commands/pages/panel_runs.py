@@ -41,7 +41,7 @@ def draw_panels(
     """
     if task_name is None and not images:
         raise ConfigError(
-            "sparo slots panels: name a task of the run (--on, as in --on masks), or images of your own (--image FILE)"
+            "sparo slots panels: name a task of the run (--task, as in --task masks), or images of your own (--image FILE)"
         )
     encoder = load_encoder(checkpoint, options.model, "cuda" if torch.cuda.is_available() else "cpu", log_assumption)
     if not isinstance(encoder, MaskingEncoder):
@@ -54,11 +54,11 @@ def draw_panels(
     sheet_panels = [Panel(decode_image(read_bytes(path, ConfigError), path, encoder.decoding), None) for path in images]
     task = None if task_name is None else one_task(checkpoint, task_name, options)
     if isinstance(task, VideoMasksTaskConfig) and (images or not isinstance(encoder, TimedEncoder)):
-        raise ConfigError(f"--on {task_name}: is of videos; draw them alone (without --image), of a model of videos")
+        raise ConfigError(f"--task {task_name}: is of videos; draw them alone (without --image), of a model of videos")
     if not out.suffix:
         if task is None or task_name is None or images:
             raise ConfigError(
-                f"--out {out}: a page is of a task's samples (--on); for images of your own name a .png file"
+                f"--out {out}: a page is of a task's samples (--task); for images of your own name a .png file"
             )
         refuse_unwritable(out, "--out")
         return _write_task_page(encoder, checkpoint, task_name, task, num_samples, tile, out)
@@ -103,9 +103,9 @@ def _write_task_page(
 
 
 def one_task(checkpoint: str, task_name: str, options: SlotOptions) -> TaskConfig:
-    """The task of a run, or of `--data`, that `--on` names. Raises `ConfigError` where it stands for several."""
-    tasks = tasks_for(checkpoint, options.data, [task_name], options.root, "--on")
+    """The task of a run, or of `--data`, that `--task` names. Raises `ConfigError` where it stands for several."""
+    tasks = tasks_for(checkpoint, options.data, [task_name], options.root, "--task")
     if len(tasks) != 1:
-        raise ConfigError(f"--on {task_name}: stands for {len(tasks)} tasks; name one: {', '.join(tasks)}")
+        raise ConfigError(f"--task {task_name}: stands for {len(tasks)} tasks; name one: {', '.join(tasks)}")
     (task,) = tasks.values()
     return task

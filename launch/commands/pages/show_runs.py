@@ -53,7 +53,7 @@ def show_slots(checkpoint: str, show_options: ShowOptions, options: SlotOptions,
         )
     if show_options.task_name is None and not show_options.images:
         raise ConfigError(
-            "sparo slots show: name a task of the run (--on, as in --on retrieval), or images of your own (--image FILE --caption TEXT)"
+            "sparo slots show: name a task of the run (--task, as in --task retrieval), or images of your own (--image FILE --caption TEXT)"
         )
     # Before the checkpoint is loaded: a file that is missing is told at once.
     files = [(path, read_bytes(path, ConfigError), caption) for path, caption in _user_images(show_options)]
@@ -97,7 +97,7 @@ def _user_images(show_options: ShowOptions) -> Sequence[tuple[Path, str | None]]
 
 
 def _task_samples(bench: Bench, show_options: ShowOptions) -> list[CaptionedImage]:
-    name, task = bench.single_task(str(show_options.task_name), "--on")
+    name, task = bench.single_task(str(show_options.task_name), "--task")
     source = open_images(task)
     caption = captions_of(task, source, "texts" in bench.encoder.offers)
     count = min(show_options.num_images, len(source))

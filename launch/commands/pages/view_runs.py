@@ -32,7 +32,7 @@ def draw_scenes(checkpoint: str, task_name: str, scenes: int, tile: int, out: Pa
         )
     task = one_task(checkpoint, task_name, options)
     if not isinstance(task, ViewMasksTaskConfig):
-        raise ConfigError(f"--on {task_name}: is not of posed views; name a task of kind view_masks")
+        raise ConfigError(f"--task {task_name}: is not of posed views; name a task of kind view_masks")
     source, num_input_views = open_views(task), task.shown or encoder.trained_views
     # Before minutes of drawing, not behind them.
     refuse_unwritable(out, "--out")
