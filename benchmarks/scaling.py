@@ -3,7 +3,7 @@
     python benchmarks/scaling.py [--quick] [--json FILE] [--markdown]
 
 Nothing here is timed and no rank is started. Parameters and the activations that backward keeps are counted on the real
-objective with fake tensors; what an engine keeps and sends is computed by each engine's row of `sparo.engines`, as `--dry` does.
+objective with fake tensors; what an engine keeps and sends is computed by each engine's row of `sparo.engines`, as `--dry-run` does.
 `plan` walks the real data plan of 1,024 ranks through an epoch; `loss` runs one rank's share of the real ring loss.
 """
 

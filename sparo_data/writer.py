@@ -14,6 +14,7 @@ from webdataset.writer import TarWriter
 
 from sparo_train.core.config import Frozen, differences
 from sparo_train.core.errors import DataError
+from sparo_train.core.recipe.renamed import with_new_names
 from sparo_train.core.untrusted import read_json
 
 Fields = Mapping[str, bytes]  # extension -> content
@@ -48,7 +49,7 @@ def write_manifest(root: Path, config: Frozen, name: str) -> None:
 def _upgrade_config(stored: dict[str, Any], kind: type[Frozen]) -> dict[str, Any]:
     """What an older version wrote, with the defaults of keys that came since; as it stands where it is no such config."""
     try:
-        return kind.model_validate(stored).model_dump(mode="json")
+        return kind.model_validate(with_new_names(kind, stored)).model_dump(mode="json")
     except ValueError:
         return stored
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 import torch
 from pydantic import ValidationError, model_validator
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.files import write_whole
 from sparo_train.core.untrusted import parse_json, read_text
@@ -24,11 +24,11 @@ _MAX_BYTES = 16 << 20
 class SelectionData(Frozen):
     """What a selection was made on."""
 
-    task: str = setting("", "name of the task")
-    data: str = setting("", "identity of its data (SHA-256)")
-    n: int = setting(0, "questions that were looked at", ge=0)
-    share: Literal["all", "half"] = setting("all", "half: the other half was held out for the report")
-    seed: int = setting(0, "that the half was drawn with")
+    task: str = field("", "name of the task")
+    data: str = field("", "identity of its data (SHA-256)")
+    n: int = field(0, "questions that were looked at", ge=0)
+    share: Literal["all", "half"] = field("all", "half: the other half was held out for the report")
+    seed: int = field(0, "that the half was drawn with")
 
 
 class Selection(Frozen):
@@ -38,23 +38,23 @@ class Selection(Frozen):
         ValueError: numbers that do not fit each other.
     """
 
-    schema_: Literal[1] = setting(SCHEMA, "of this file", alias="schema")
-    sparo: Literal["selection"] = setting("selection", "what this file is")
-    checkpoint: str = setting(..., "SHA-256 of the weights")
-    label: str = setting("", "where the checkpoint lay")
-    units: Literal["slots", "parts", "heads"] = setting("slots", "what is chosen")
-    count: int = setting(..., "units that there are", ge=1, le=1_000_000)
-    head_layers: int = setting(4, "of units=heads: the last blocks, whose heads they are", ge=1)
-    method: str = setting("hand", "how they were found")
-    classifier_slots: Literal["slice", "renorm"] = setting("slice", "class vectors' slots: as they are, or of one norm")
-    chosen: tuple[int, ...] = setting(..., "the units in use, best first where an order is known", min_length=1)
-    order: tuple[int, ...] = setting((), "all units, best first")
-    scores: tuple[float, ...] = setting((), "each unit's own score on what the selection was made on, by number")
-    mask: tuple[float, ...] = setting((), "in place of zeros and ones: a number per unit, or per number of an encoding")
-    made_on: SelectionData = setting(SelectionData(), "what the selection was made on")
-    looked_at: tuple[str, ...] = setting((), "identities of data whose scores were seen while somebody chose by hand")
-    names: dict[int, str] = setting({}, "a unit's name, by its number")
-    notes: dict[int, str] = setting({}, "notes on a unit, by its number")
+    schema_: Literal[1] = field(SCHEMA, "of this file", alias="schema")
+    sparo: Literal["selection"] = field("selection", "what this file is")
+    checkpoint: str = field(..., "SHA-256 of the weights")
+    label: str = field("", "where the checkpoint lay")
+    units: Literal["slots", "parts", "heads"] = field("slots", "what is chosen")
+    count: int = field(..., "units that there are", ge=1, le=1_000_000)
+    head_layers: int = field(4, "of units=heads: the last blocks, whose heads they are", ge=1)
+    method: str = field("hand", "how they were found")
+    classifier_slots: Literal["slice", "renorm"] = field("slice", "class vectors' slots: as they are, or of one norm")
+    chosen: tuple[int, ...] = field(..., "the units in use, best first where an order is known", min_length=1)
+    order: tuple[int, ...] = field((), "all units, best first")
+    scores: tuple[float, ...] = field((), "each unit's own score on what the selection was made on, by number")
+    mask: tuple[float, ...] = field((), "in place of zeros and ones: a number per unit, or per number of an encoding")
+    made_on: SelectionData = field(SelectionData(), "what the selection was made on")
+    looked_at: tuple[str, ...] = field((), "identities of data whose scores were seen while somebody chose by hand")
+    names: dict[int, str] = field({}, "a unit's name, by its number")
+    notes: dict[int, str] = field({}, "notes on a unit, by its number")
 
     @model_validator(mode="after")
     def _validate_unit_ids(self) -> Self:

@@ -167,9 +167,9 @@ def export_weights(
         raise ConfigError(f"--layout {name!r}: a run of objective {kind} goes to {' or '.join(fitting) or 'no layout'}")
     place = to or home / export.name
     if not export.name and place.is_file():
-        raise ConfigError(f"--to {place}: is a file, and layout {name} is a folder; name another place")
+        raise ConfigError(f"--out {place}: is a file, and layout {name} is a folder; name another place")
     if export.name and place.is_dir():
-        raise ConfigError(f"--to {place}: is a folder, and layout {name} is a file; name {place / export.name}")
+        raise ConfigError(f"--out {place}: is a folder, and layout {name} is a file; name {place / export.name}")
     return export.write(config, weights, place, epochs)
 
 

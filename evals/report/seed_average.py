@@ -64,18 +64,18 @@ def difference(values: Sequence[float], others: Sequence[float]) -> Spread:
     return Spread(between, between - reach, between + reach)
 
 
-def spread_caption(mean: bool, against: str = "") -> str:
+def spread_caption(mean: bool, baseline: str = "") -> str:
     """What stands in a table of `spread`, or of `difference` to a row."""
-    if against:
-        return f"differences of means to {against}, and their 95 % intervals over seeds (Welch's t)"
+    if baseline:
+        return f"differences of means to {baseline}, and their 95 % intervals over seeds (Welch's t)"
     return "mean, and its 95 % interval over seeds (Student's t)" if mean else "median, and range over seeds"
 
 
-def over_seeds(table: Grid, mean: bool = False, against: str | None = None) -> Grid:
+def over_seeds(table: Grid, mean: bool = False, baseline: str | None = None) -> Grid:
     """The table with a row per recipe; of `mean`, see `spread`; or with every row's `difference` to one of these, by its name.
 
     Raises:
-        ConfigError: a row that is no run, whose recipe nobody knows; no two rows of one recipe; no row `against`.
+        ConfigError: a row that is no run, whose recipe nobody knows; no two rows of one recipe; no row `baseline`.
     """
     groups: dict[str, list[Row]] = {}
     own = [row for row in table.rows if not row.paper]
@@ -93,35 +93,37 @@ def over_seeds(table: Grid, mean: bool = False, against: str | None = None) -> G
         )
     named = [(_name([row.name for row in rows]), rows) for rows in groups.values()]
     printed = [row for row in table.rows if row.paper]
-    if against is None:
+    if baseline is None:
         aggregate_rows = [Row(name, _cells(rows, mean), readout_cells=rows[0].readout_cells) for name, rows in named]
         return table._replace(rows=aggregate_rows + printed, spans=spread_caption(mean))
     if printed:
-        raise ConfigError(f"--against {against}: printed rows have no seeds to differ in; leave --paper away")
+        raise ConfigError(f"--baseline {baseline}: printed rows have no seeds to differ in; leave --paper away")
     stems = {name.removesuffix(f" ({len(rows)} seeds)"): rows for name, rows in named}
-    if against not in stems:
-        raise ConfigError(f"--against {against}: {did_you_mean(against, stems)}")
-    others = stems[against]
+    if baseline not in stems:
+        raise ConfigError(f"--baseline {baseline}: {did_you_mean(baseline, stems)}")
+    others = stems[baseline]
     aggregate_rows = [
         Row(name, _cells(rows, mean, others), readout_cells=rows[0].readout_cells)
         for name, rows in named
         if rows is not others
     ]
-    return table._replace(rows=aggregate_rows, spans=spread_caption(mean, against))
+    return table._replace(rows=aggregate_rows, spans=spread_caption(mean, baseline))
 
 
 def _cells(rows: Sequence[Row], mean: bool, others: Sequence[Row] | None = None) -> list[Cell | None]:
     """A cell for every column: `spread`, or where there are `others` the `difference` to them."""
     cells: list[Cell | None] = []
     for number, column in enumerate(zip(*(row.cells for row in rows), strict=True)):
-        baseline = [row.cells[number] for row in others or rows]
-        values, baseline_values = ([cell.value for cell in side if cell is not None] for side in (column, baseline))
-        metrics = {cell.metric for cell in (*column, *baseline) if cell is not None}
+        baseline_cells = [row.cells[number] for row in others or rows]
+        values, baseline_values = (
+            [cell.value for cell in side if cell is not None] for side in (column, baseline_cells)
+        )
+        metrics = {cell.metric for cell in (*column, *baseline_cells) if cell is not None}
         # Of some seeds alone it would be another number of seeds than the row says.
-        if len(values) < len(rows) or len(baseline_values) < len(baseline) or len(metrics) > 1:
+        if len(values) < len(rows) or len(baseline_values) < len(baseline_cells) or len(metrics) > 1:
             cells.append(None)
             continue
-        odd = any(cell is not None and cell.odd for cell in (*column, *baseline))
+        odd = any(cell is not None and cell.odd for cell in (*column, *baseline_cells))
         cells.append(
             Cell(*(spread(values, mean) if others is None else difference(values, baseline_values)), odd, *metrics)
         )

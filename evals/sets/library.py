@@ -53,7 +53,7 @@ def open_library(root: str | Path, name: str | None, split: str) -> EvalSet:
             )
         return SunSet(folder)
     if name not in _READERS:
-        raise ConfigError(f"layout=torchvision: known_as={name}: {did_you_mean(str(name), SETS)}")
+        raise ConfigError(f"layout=torchvision: benchmark_name={name}: {did_you_mean(str(name), SETS)}")
     return TorchvisionSet(folder, name, split)
 
 
@@ -153,4 +153,4 @@ def _one_of(split: str, *choices: str) -> str:
     return split
 
 
-LAYOUT = Layout(("label",), lambda config, _kind, split: open_library(config.root, config.known_as, split))
+LAYOUT = Layout(("label",), lambda config, _kind, split: open_library(config.root, config.benchmark_name, split))

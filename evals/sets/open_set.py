@@ -29,7 +29,7 @@ def open_set(config: SetTaskConfig, kind: str, split: str | None = None) -> Eval
             f"layout={config.layout}: has {' or '.join(layout.kinds)}, and task {config.task} needs {kind}"
         )
     eval_set = layout.open(config, kind, split or config.split)
-    eval_set.home, eval_set.benchmark_name = Path(config.root), config.known_as
+    eval_set.home, eval_set.benchmark_name = Path(config.root), config.benchmark_name
     return eval_set if config.limit is None else Limited(eval_set, config.limit)
 
 

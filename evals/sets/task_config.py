@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 from sparo_train.core.errors import did_you_mean
 from sparo_train.core.registries import LAYOUTS
 
@@ -14,7 +14,7 @@ from sparo_train.core.registries import LAYOUTS
 class TaskConfig(Frozen):
     """What every entry of `eval.tasks` has: the row of `sparo.tasks` that scores it."""
 
-    task: Any = setting(..., "a row of sparo.tasks")  # a Literal of one name, in each of them
+    task: Any = field(..., "a row of sparo.tasks")  # a Literal of one name, in each of them
 
 
 def _validate_layout(layout: str | None) -> str | None:
@@ -29,33 +29,33 @@ class SetTaskConfig(TaskConfig):
     `root` is a folder in clip-benchmark's wds layout, or in the published layout that `layout` names:
     `folder` (one folder per class, named like it), `imagenet` (one folder per WordNet id; A and R are scored over the classes
     that have one), `imagenetv2` (numbered folders), `objectnet`, `karpathy` (images, with `annotations`), `sugar_crepe`,
-    `torchvision` (the folder that it calls `root`, of a set that `known_as` names).
+    `torchvision` (the folder that it calls `root`, of a set that `benchmark_name` names).
     """
 
-    root: str = setting(..., "where the set is", examples=["data/emoji/vendor"])
-    layout: Annotated[str, AfterValidator(_validate_layout)] = setting(
+    root: str = field(..., "where the set is", examples=["data/emoji/vendor"])
+    layout: Annotated[str, AfterValidator(_validate_layout)] = field(
         "wds", "how the set is stored: a row of sparo.layouts"
     )
-    split: str = setting("test", "the part that is scored")
-    known_as: str | None = setting(
+    split: str = field("test", "the part that is scored")
+    benchmark_name: str | None = field(
         None, "clip-benchmark's name of it, for class names and templates that the folder lacks", examples=["cars"]
     )
-    limit: int | None = setting(None, "so many samples, evenly spaced", gt=0, examples=[1000])
-    workers: int = setting(2, "processes that decode images", ge=0, le=256)
+    limit: int | None = field(None, "so many samples, evenly spaced", gt=0, examples=[1000])
+    workers: int = field(2, "processes that decode images", ge=0, le=256)
 
 
 class LabelledTaskConfig(TaskConfig):
     """Labelled images: shards with `.cls` members (a folder, a glob, a URL) or a folder of class folders; or sets of a `layout`."""
 
-    train: str = setting(..., "images that labels are learnt from", examples=["data/fashion_mnist/train"])
-    test: str = setting(..., "images that are scored", examples=["data/fashion_mnist/test"])
-    layout: Annotated[str | None, AfterValidator(_validate_layout)] = setting(
+    train: str = field(..., "images that labels are learnt from", examples=["data/fashion_mnist/train"])
+    test: str = field(..., "images that are scored", examples=["data/fashion_mnist/test"])
+    layout: Annotated[str | None, AfterValidator(_validate_layout)] = field(
         None,
         "how both are stored: a row of sparo.layouts, whose splits train and test are read; null: shards or class folders",
         examples=["wds"],
     )
-    resize: int | None = setting(
+    resize: int | None = field(
         None, "shortest side before the middle is cut out; null: the encoder's own", gt=0, examples=[256]
     )
-    limit: int | None = setting(None, "so many samples of each, evenly spaced", gt=0, examples=[1000])
-    workers: int = setting(2, "processes that decode images", ge=0, le=256)
+    limit: int | None = field(None, "so many samples of each, evenly spaced", gt=0, examples=[1000])
+    workers: int = field(2, "processes that decode images", ge=0, le=256)

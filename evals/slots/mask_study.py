@@ -12,7 +12,7 @@ from ..encoders.selection import Selection, SelectionData
 from .eval_inputs import Classes, Pairs, halves
 from .masks import Factors, MaskTraining, TrainedMask, accuracy, factors, train_mask
 
-Per = Literal["unit", "number"]
+Granularity = Literal["unit", "dimension"]
 
 
 class MaskRow(NamedTuple):
@@ -41,7 +41,7 @@ def mask_row(
     label: str,
     pairs: Pairs,
     tasks: Mapping[str, Classes],
-    per: Per,
+    per: Granularity,
     how: Sequence[MaskTraining],
     held_out: bool = False,
 ) -> tuple[MaskRow, list[TrainedMask]]:
@@ -68,7 +68,7 @@ def mask_row(
     return row, trained_masks
 
 
-def mask_factors(pairs: Pairs, per: Per) -> Factors:
+def mask_factors(pairs: Pairs, per: Granularity) -> Factors:
     """What a mask's training needs of pairs of captions."""
     u = pairs.units
     image = u.images(pairs.features.rows(pairs.owner))
@@ -92,7 +92,7 @@ def _folded(task: Classes, masks: Sequence[Tensor], width: int) -> list[float]:
 
 
 def mask_selection(
-    name: str, pairs: Pairs, trained: TrainedMask, per: Per, how: MaskTraining, held_out: bool
+    name: str, pairs: Pairs, trained: TrainedMask, per: Granularity, how: MaskTraining, held_out: bool
 ) -> Selection:
     """A mask as a file that `--slots` takes; `selected_units` are the units that it lets through by more than half on average."""
     units = pairs.units

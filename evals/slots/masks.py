@@ -27,11 +27,13 @@ class Factors(NamedTuple):
         return Factors(*(t[rows] for t in self))
 
 
-def factors(image: Tensor, true: Tensor, false: Tensor, kinds: Tensor, per: Literal["unit", "number"]) -> Factors:
+def factors(
+    image: Tensor, true: Tensor, false: Tensor, kinds: Tensor, granularity: Literal["unit", "dimension"]
+) -> Factors:
     """From encodings (n, U, V) of images and captions; a part is a unit, or every single number."""
     d, q = image * (true - false), image.square()
     # Summed before training: a mask of units needs no number of theirs apart.
-    if per == "unit":
+    if granularity == "unit":
         return Factors(d.sum(-1), q.sum(-1), kinds)
     return Factors(d.flatten(1), q.flatten(1), kinds)
 

@@ -112,5 +112,5 @@ def refuse_same(encoder: Encoder, by: Encoder) -> None:
     # What two images have in common would be what the slots say of them. Pixels have no weights to compare.
     if encoder.weights == by.weights and by.weights != "none":
         raise ConfigError(
-            f"--by {by.label}: is the checkpoint that is looked at; name one of another kind, or pixels:32"
+            f"--reference {by.label}: is the checkpoint that is looked at; name one of another kind, or pixels:32"
         )

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from sparo_train.core.config import setting
+from sparo_train.core.config import field
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.registries import READOUTS
 from sparo_train.core.registry import FromRegistry
@@ -29,16 +29,16 @@ from .task import Task
 class AttentiveTaskConfig(LabelledTaskConfig):
     """A read-out of `sparo.readouts` and a linear layer on frozen tokens. The defaults are ours."""
 
-    task: Literal["attentive_probe"] = setting("attentive_probe", "a row of sparo.tasks")
+    task: Literal["attentive_probe"] = field("attentive_probe", "a row of sparo.tasks")
     head: Annotated[Any, FromRegistry(READOUTS, default="ep")] = Field(
         default_factory=lambda: READOUTS.get("ep")(), description="what reads the tokens: a row of sparo.readouts"
     )
-    lr: float = setting(1e-3, "AdamW's rate at its highest", gt=0)
-    weight_decay: float = setting(1e-4, "of matrices", ge=0)
-    epochs: int = setting(20, "passes over the training images", ge=1)
-    warmup_epochs: float = setting(1.0, "of linear warm-up", ge=0)
-    batch_size: int = setting(256, "images per step", ge=2)
-    seed: int = setting(0, "of the first weights and the order")
+    lr: float = field(1e-3, "AdamW's rate at its highest", gt=0)
+    weight_decay: float = field(1e-4, "of matrices", ge=0)
+    epochs: int = field(20, "passes over the training images", ge=1)
+    warmup_epochs: float = field(1.0, "of linear warm-up", ge=0)
+    batch_size: int = field(256, "images per step", ge=2)
+    seed: int = field(0, "of the first weights and the order")
 
 
 class Head(nn.Module):

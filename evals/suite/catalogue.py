@@ -119,7 +119,7 @@ def task_of(listed: DatasetEntry, root: Path, task: str) -> TaskConfig:
     # The Hub's copies are called wds_…, and are as good under that name.
     places = [root / listed.name, root / f"wds_{listed.name.replace('/', '-')}"]
     as_wds = next((p for p in places if (p / "test" / "nshards.txt").is_file()), None)
-    options: dict[str, Any] = {"task": task, "root": str(as_wds or places[0]), "known_as": listed.name}
+    options: dict[str, Any] = {"task": task, "root": str(as_wds or places[0]), "benchmark_name": listed.name}
     if as_wds is None:
         options |= listed.options
         if listed.options.get("layout") == "karpathy":
@@ -165,10 +165,10 @@ def check_presence(listed: DatasetEntry, root: Path) -> Presence:
 
 
 def oddity(name: str, task: TaskConfig) -> str:
-    """What tells a task's data from the listed set whose name it has (`known_as`, else its own); empty where nothing does."""
+    """What tells a task's data from the listed set whose name it has (`benchmark_name`, else its own); empty where nothing does."""
     if not isinstance(task, SetTaskConfig):
         return ""
-    listed = _BY_NAME.get(task.known_as or name.partition(":")[0])
+    listed = _BY_NAME.get(task.benchmark_name or name.partition(":")[0])
     if listed is None or task.task not in (listed.task, "probe"):
         return ""
     # Of the whole set: `limit` is said with the score already, and is no other data.

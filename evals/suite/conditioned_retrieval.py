@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from sparo_train.core.config import setting
+from sparo_train.core.config import field
 from sparo_train.core.errors import DataError
 
 from ..encoders.capabilities import ConditionedEncoder
@@ -24,7 +24,7 @@ _IMAGES = 64  # pooled at a time
 class ConditionedRetrievalTaskConfig(CaptionedTaskConfig):
     """Images to captions and back, each image as the caption pools its patches."""
 
-    task: Literal["conditioned_retrieval"] = setting("conditioned_retrieval", "a row of sparo.tasks")
+    task: Literal["conditioned_retrieval"] = field("conditioned_retrieval", "a row of sparo.tasks")
 
 
 def run_conditioned(scoring: Scoring, task: ConditionedRetrievalTaskConfig) -> Result:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sparo_train import __version__
-from sparo_train.core.config import Frozen, resolve, setting
+from sparo_train.core.config import Frozen, field, resolve
 from sparo_train.core.disk.rundir import environment
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import CheckpointError, ConfigError, LostRankError, SparoError, StoppedError, did_you_mean
@@ -36,7 +36,7 @@ from .task import IncompatibleTaskError
 
 
 class _Tasks(Frozen):
-    tasks: dict[str, AnyTask] = setting(..., "by name, each a row of sparo.tasks")
+    tasks: dict[str, AnyTask] = field(..., "by name, each a row of sparo.tasks")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class EvalOptions:
     limit: int | None = None
     results: Path | None = None
     part: tuple[int, int] | None = None
-    latest: bool = True
+    write_to_run: bool = True
     slots: tuple[int, ...] | Path | None = None
 
     @property
@@ -166,7 +166,7 @@ def evaluate(
         return Suite(dict(tasks)).run(checkpoint, ranks=ranks)
     if not isinstance(tasks, Mapping):
         tasks = tasks_for(str(checkpoint), None if data is None else Path(data), tasks, option="tasks")
-    options = options or EvalOptions(latest=False)
+    options = options or EvalOptions(write_to_run=False)
     # Warnings about the checkpoint and tasks that do not fit it must reach the caller.
     log = logging.getLogger("sparo").warning
     return evaluate_checkpoint(str(checkpoint), dict(tasks), options, ranks, lambda *_: None, log)
@@ -206,7 +206,7 @@ def evaluate_checkpoint(
         tasks = {name: task.model_copy(update={"limit": how.limit}) for name, task in tasks.items()}
     store = FeatureStore(how.features, how.storage, on_progress, log)
     # Other checkpoints have no place of their own that we may write into.
-    folder = how.results or (Path(checkpoint) / "evals" if is_run and how.latest else None)
+    folder = how.results or (Path(checkpoint) / "evals" if is_run and how.write_to_run else None)
     results: dict[str, Result] = {} if into is None else into
     write_errors: list[SparoError] = []
 
@@ -238,7 +238,7 @@ def evaluate_checkpoint(
             f"share {how.part[0]} of {how.part[1]} is encoded; {waiting} task(s) wait for other shares: "
             "the same line without --part scores"
         )
-    if how.latest and is_run and results and how.slots is None and ranks.rank == 0:
+    if how.write_to_run and is_run and results and how.slots is None and ranks.rank == 0:
         try:
             write_results(Path(checkpoint) / "evals" / "latest.json", {"checkpoint": encoder.label}, results)
         except OSError as error:

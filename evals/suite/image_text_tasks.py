@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from sparo_train.core.config import between, setting
+from sparo_train.core.config import between, field
 from sparo_train.core.errors import ConfigError, DataError
 
 from ..feature_store.feature_table import Features
@@ -29,19 +29,19 @@ class ZeroshotTaskConfig(SetTaskConfig):
     the SPARO paper's is accuracy.
     """
 
-    task: Literal["zeroshot"] = setting("zeroshot", "a row of sparo.tasks")
-    classes: int | None = setting(None, "how many there must be", gt=1, examples=[1000])
-    border_crop: bool = setting(True, "cut off ObjectNet's red border of two pixels")
-    headline: Literal["acc1", "mean_per_class_recall"] = setting("acc1", "the score that tables show")
+    task: Literal["zeroshot"] = field("zeroshot", "a row of sparo.tasks")
+    classes: int | None = field(None, "how many there must be", gt=1, examples=[1000])
+    border_crop: bool = field(True, "cut off ObjectNet's red border of two pixels")
+    headline: Literal["acc1", "mean_per_class_recall"] = field("acc1", "the score that tables show")
 
 
 class CaptionedTaskConfig(SetTaskConfig):
     """Images with captions, in ranks."""
 
-    annotations: str | None = setting(
+    annotations: str | None = field(
         None, "of layout karpathy: the file that says which captions an image has", examples=["dataset_coco.json"]
     )
-    k: Annotated[tuple[int, ...], between(1, 1 << 31)] = setting(
+    k: Annotated[tuple[int, ...], between(1, 1 << 31)] = field(
         (1, 5, 10), "ranks within which a hit counts (R@k)", min_length=1
     )
 
@@ -49,14 +49,14 @@ class CaptionedTaskConfig(SetTaskConfig):
 class RetrievalTaskConfig(CaptionedTaskConfig):
     """Images to captions and back."""
 
-    task: Literal["retrieval"] = setting("retrieval", "a row of sparo.tasks")
+    task: Literal["retrieval"] = field("retrieval", "a row of sparo.tasks")
 
 
 class PairsTaskConfig(SetTaskConfig):
     """True against false captions; ties lose."""
 
-    task: Literal["pairs"] = setting("pairs", "a row of sparo.tasks")
-    average: Literal["macro", "micro"] = setting("macro", "over kinds: Table B.1 has macro, SugarCrepe's authors micro")
+    task: Literal["pairs"] = field("pairs", "a row of sparo.tasks")
+    average: Literal["macro", "micro"] = field("macro", "over kinds: Table B.1 has macro, SugarCrepe's authors micro")
 
 
 def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from sparo_train.core.config import setting
+from sparo_train.core.config import field
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import DataError
 from sparo_train.core.ring import sum_over_ranks
@@ -37,20 +37,20 @@ _BATCH = 256
 class LinearTaskConfig(LabelledTaskConfig):
     """DINO's linear probe on CLS of the last blocks (with SPARO: its encoding for the last one's)."""
 
-    task: Literal["linear"] = setting("linear", "a row of sparo.tasks")
-    n_last_blocks: int = setting(4, "blocks whose CLS tokens are read", ge=1)
-    avgpool: bool = setting(False, "also the last block's mean patch (official for ViT-B, with n_last_blocks=1)")
-    epochs: int = setting(100, "passes over the training images", ge=1)
-    lr: float = setting(0.001, "per 256 images of a batch: the rate is lr * batch_size / 256", gt=0)
-    batch_size: int = setting(1024, "images per step, of all ranks together", gt=0)
-    augment: bool = setting(True, "random crops and mirroring; false: features computed once, another protocol")
-    classes: int | None = setting(
+    task: Literal["linear"] = field("linear", "a row of sparo.tasks")
+    n_last_blocks: int = field(4, "blocks whose CLS tokens are read", ge=1)
+    avgpool: bool = field(False, "also the last block's mean patch (official for ViT-B, with n_last_blocks=1)")
+    epochs: int = field(100, "passes over the training images", ge=1)
+    lr: float = field(0.001, "per 256 images of a batch: the rate is lr * batch_size / 256", gt=0)
+    batch_size: int = field(1024, "images per step, of all ranks together", gt=0)
+    augment: bool = field(True, "random crops and mirroring; false: features computed once, another protocol")
+    classes: int | None = field(
         None,
         "how many there are; null: as many as labels name, with augment those of the test images",
         gt=1,
         examples=[1000],
     )
-    seed: int = setting(0, "of what is drawn: the order, the crops, the first weights")
+    seed: int = field(0, "of what is drawn: the order, the crops, the first weights")
 
 
 def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from sparo_train.core.config import setting
+from sparo_train.core.config import field
 from sparo_train.core.contracts import CoupledObjective, Progress
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.registries import METHODS
@@ -32,15 +32,15 @@ from .task import Task
 class LossTaskConfig(TaskConfig):
     """Shards as those of training; images are cut in the middle and never mirrored, all else is drawn as in training, by `seed`."""
 
-    task: Literal["validation_loss"] = setting("validation_loss", "a row of sparo.tasks")
-    shards: str | tuple[str, ...] = setting(
+    task: Literal["validation_loss"] = field("validation_loss", "a row of sparo.tasks")
+    shards: str | tuple[str, ...] = field(
         ..., "samples that are held out, as data.sources.NAME.shards", examples=["data/movi_small/clips/test"]
     )
-    frames: int | None = setting(
+    frames: int | None = field(
         None, "of clips: so many frames in place of objective.frames.count", gt=0, le=100_000, examples=[12]
     )
-    seed: int = setting(0, "of what a sample draws: its first frame, its slots' beginning", ge=0)
-    limit: int | None = setting(None, "so many samples, evenly spaced", gt=0, examples=[100])
+    seed: int = field(0, "of what a sample draws: its first frame, its slots' beginning", ge=0)
+    limit: int | None = field(None, "so many samples, evenly spaced", gt=0, examples=[100])
 
 
 def open_held_out(task: LossTaskConfig) -> Source:

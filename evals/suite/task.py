@@ -135,12 +135,12 @@ def check_tasks_compatible(
 
 
 def check_recipe_compatible(config: RunConfig, objective: Objective | None = None) -> None:
-    """Raise `ConfigError` where `eval.tasks` or `eval.side` of a recipe cannot be done with what it trains.
+    """Raise `ConfigError` where `eval.tasks` or `eval.job` of a recipe cannot be done with what it trains.
 
     Args:
         objective: what is trained; default: made of the recipe on the meta device, which takes no memory.
     """
-    side = config.eval.side
+    side = config.eval.job
     if not config.eval.tasks and side is None:
         return
     if objective is None:
@@ -148,10 +148,10 @@ def check_recipe_compatible(config: RunConfig, objective: Objective | None = Non
             objective = build_objective(config)
     check_tasks_compatible(objective, config, config.eval.tasks)
     if side is not None:
-        check_tasks_compatible(objective, config, side.tasks, "eval.side.tasks", exported=True)
+        check_tasks_compatible(objective, config, side.tasks, "eval.job.tasks", exported=True)
         if not METHODS.get(config.objective.kind).exports:
             raise ConfigError(
-                f"eval.side: objective.kind={config.objective.kind} names no layout to export to, which a job of its own would read"
+                f"eval.job: objective.kind={config.objective.kind} names no layout to export to, which a job of its own would read"
             )
 
 

@@ -56,7 +56,9 @@ def convert(
     scenes: Annotated[
         str | None, typer.Option(metavar="A:B", help="--as clevr3d: scenes A to B-1 (ObSuRF trains on 0:70000)")
     ] = None,
-    most: Annotated[int | None, typer.Option(min=0, help="--as: scenes of so many objects at most (CLEVR6: 6)")] = None,
+    max_objects: Annotated[
+        int | None, typer.Option(min=0, help="--as: scenes of so many objects at most (CLEVR6: 6)")
+    ] = None,
     crop: Annotated[
         str, typer.Option(help="--as, of 240 x 320 pixels: none, clevr (rows 29:221) or center192")
     ] = "none",
@@ -74,7 +76,7 @@ def convert(
     published_options = {
         "--limit": limit,
         "--scenes": scenes,
-        "--most": most is not None,
+        "--max-objects": max_objects is not None,
         "--crop": crop != "none",
         "--size": size,
         "--near": near is not None,
@@ -91,7 +93,15 @@ def convert(
         what = "a published set is" if kind is not None else "with --test the set is"
         raise ConfigError(f"--part: {what} converted whole")
     if kind is not None:
-        user_input = {"test": test, "limit": limit, "most": most, "crop": crop, "size": size, "near": near, "far": far}
+        user_input = {
+            "test": test,
+            "limit": limit,
+            "max_objects": max_objects,
+            "crop": crop,
+            "size": size,
+            "near": near,
+            "far": far,
+        }
         user_input |= {"scenes": _parse_scene_range(scenes), "per_shard": per_shard, "videos": videos}
         _convert_published(source, folder, kind, user_input)
         return

@@ -78,7 +78,9 @@ def objects(
     train: Annotated[int, typer.Option(min=1, help="training scenes")] = 20_000,
     test: Annotated[int, typer.Option(min=1, help="scenes of each set that is scored")] = 500,
     size: Annotated[int, typer.Option(help="pixels per side")] = 64,
-    most: Annotated[int | None, typer.Option(min=1, help="objects of a scene (clevr and clevrtex); default: 6")] = None,
+    max_objects: Annotated[
+        int | None, typer.Option(min=1, help="objects of a scene (clevr and clevrtex); default: 6")
+    ] = None,
     antialias: Annotated[int, typer.Option(min=1, help="rays per pixel along each side")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     processes: Processes = 2,
@@ -88,7 +90,7 @@ def objects(
 
     folder = folder or Path("data") / kind.value
     options = {"train": train, "test": test, "size": size, "antialias": antialias, "seed": seed}
-    options |= max_objects_option(most, kind.value, kind is not ObjectKind.rooms, "has one to three")
+    options |= max_objects_option(max_objects, kind.value, kind is not ObjectKind.rooms, "has one to three")
     make_object_set(folder, processes, kind=kind.value, **options)
     print_ready(folder)
 

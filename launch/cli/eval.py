@@ -76,7 +76,7 @@ def score(
         Path | None, typer.Option(help="folder for results.jsonl and predictions (default: RUN/evals, for runs)")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the results here, as one file")] = None,
-    latest: Annotated[bool, typer.Option(help="write into a run's own evals folder")] = True,
+    write_to_run: Annotated[bool, typer.Option(help="write into a run's own evals folder")] = True,
 ) -> None:
     """Score checkpoints and print one table. Under torchrun the ranks share the encoding, the k-NN search and DINO's probe."""
     if listed:
@@ -108,7 +108,7 @@ def score(
         limit=limit,
         results=results,
         part=parse_part_or_array(part, folder),
-        latest=latest,
+        write_to_run=write_to_run,
         slots=parse_slots(slots),
     )
     only = tasks.split(",") if tasks else None
@@ -179,11 +179,11 @@ def compare(
 @app.command("export")
 def export_results(
     results: Results,
-    to: Annotated[Path, typer.Option(help="folder for the JSON files")],
+    folder: Annotated[Path, typer.Option("--out", help="folder for the JSON files")],
 ) -> None:
     """Results as clip-benchmark's JSON files, for `clip_benchmark build`."""
     from evals.report.clip_benchmark_json import write
     from evals.report.results_file import read_records
 
-    written = write(read_records(results), to)
-    out.print(f"{len(written)} file(s) in {to}", soft_wrap=True)
+    written = write(read_records(results), folder)
+    out.print(f"{len(written)} file(s) in {folder}", soft_wrap=True)

@@ -21,7 +21,7 @@ Results = Annotated[list[str], typer.Argument(help="run folders, folders with re
 Mean = Annotated[
     bool, typer.Option("--mean", help="over seeds: the mean and its 95 % interval (Student's t), not median and range")
 ]
-Against = Annotated[
+Baseline = Annotated[
     str | None,
     typer.Option(help="over seeds: the differences to this row, with 95 % intervals (Welch's t)"),
 ]
@@ -45,16 +45,16 @@ def table(
         bool, typer.Option("--seeds", help="one row for runs that differ in their seed alone: median and range")
     ] = False,
     mean: Mean = False,
-    against: Against = None,
+    baseline: Baseline = None,
     format: Annotated[str, typer.Option(help="terminal, markdown, csv or latex")] = "terminal",
 ) -> None:
     """One table of results: checkpoints x tasks, or a table of the paper."""
     from evals.report import paper_tables as layouts
     from evals.report.results_file import read_records
 
-    _refuse_both(mean, against)
-    if (mean or against is not None) and not seeds:
-        raise ConfigError(f"{'--mean' if mean else f'--against {against}'}: is over seeds; add --seeds")
+    _refuse_both(mean, baseline)
+    if (mean or baseline is not None) and not seeds:
+        raise ConfigError(f"{'--mean' if mean else f'--baseline {baseline}'}: is over seeds; add --seeds")
     grid_kwargs = {}
     if layout == "6":
         from ..commands.sweep_table import checkpoint_readout_cells  # builds models, if only on paper
@@ -64,14 +64,14 @@ def table(
     if seeds:
         from evals.report.seed_average import over_seeds
 
-        grid = over_seeds(grid, mean, against)
+        grid = over_seeds(grid, mean, baseline)
     _print(grid, transpose, format)
 
 
 def sweep(
     file: Annotated[Path, typer.Argument(help="a sweep file, as configs/sweeps/table6.yaml")],
     folder: Annotated[
-        Path | None, typer.Option("--out", help="where its runs are (default: where its recipes put them)")
+        Path | None, typer.Option("--runs", help="where its runs are (default: where its recipes put them)")
     ] = None,
     figure: Annotated[Path | None, typer.Option(help="also draw a task over parameters into this picture")] = None,
     task: Annotated[str | None, typer.Option(help="of --figure (default: the first)")] = None,
@@ -82,7 +82,7 @@ def sweep(
         str, typer.Option(help="with a layout: training sets whose printed rows are added (CC15M, …), or all")
     ] = "",
     mean: Mean = False,
-    against: Against = None,
+    baseline: Baseline = None,
     format: Annotated[str, typer.Option(help="terminal, markdown, csv or latex")] = "terminal",
 ) -> None:
     """The rows of a sweep file: parameters, and each task's median and range over the seeds that were trained."""
@@ -90,10 +90,10 @@ def sweep(
 
     if task is not None and figure is None:
         raise ConfigError(f"--task {task}: is of --figure, which draws it; leave it away, or name a file")
-    _refuse_both(mean, against)
+    _refuse_both(mean, baseline)
     check_figure_path(figure, "--figure")
     rows = sweep_rows(file, folder)
-    grid = sweep_grid(file.stem, rows, layout, [word for word in paper.split(",") if word], mean, against)
+    grid = sweep_grid(file.stem, rows, layout, [word for word in paper.split(",") if word], mean, baseline)
     _print(grid, False, format)
     if figure is not None:
         scored = (c.task for c in grid.columns if any(row.cell(c.task) is not None for row in rows))
@@ -101,9 +101,9 @@ def sweep(
         out.print(str(figure), soft_wrap=True)
 
 
-def _refuse_both(mean: bool, against: str | None) -> None:
-    if mean and against is not None:
-        raise ConfigError(f"--mean, --against {against}: differences are of means; leave --mean away")
+def _refuse_both(mean: bool, baseline: str | None) -> None:
+    if mean and baseline is not None:
+        raise ConfigError(f"--mean, --baseline {baseline}: differences are of means; leave --mean away")
 
 
 def _print(grid: Grid, transpose: bool, format: str) -> None:

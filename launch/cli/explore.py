@@ -31,7 +31,9 @@ def explore(
         str | None,
         typer.Option(help="whose scores are shown, as `sparo eval --tasks` takes them (default: all that fit)"),
     ] = None,
-    on: Annotated[str | None, typer.Option(help="the task whose images are shown (default: one with captions)")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="the task whose images are shown (default: one with captions)")
+    ] = None,
     images: Annotated[int, typer.Option(min=1, max=5000, help="so many of them, evenly spaced")] = 500,
     compare: Annotated[
         str | None, typer.Option(help="a second checkpoint beside it; the page can open one, too")
@@ -65,4 +67,4 @@ def explore(
         raise ConfigError(f"--out {out}: name a .json file, by which --slots knows it")
     refuse_other_units(context, units)
     options = make_slot_options(model, data, root, features, limit, units, parts, 4, classifier_slots)
-    serve(checkpoint, PageOptions(split_names(tasks), on, images, compare, out, host, port, token), options)
+    serve(checkpoint, PageOptions(split_names(tasks), task, images, compare, out, host, port, token), options)

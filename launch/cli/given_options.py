@@ -97,7 +97,8 @@ def parse_k(k: str) -> int | None:
     return int(k)
 
 
-def parse_per(word: str) -> Any:
-    if word not in ("unit", "number"):
-        raise ConfigError(f"--per {word}: {did_you_mean(word, ('unit', 'number'))}")
+def parse_granularity(word: str) -> Any:
+    """Return `unit` or `dimension`. Raises `ConfigError` for another word."""
+    if word not in ("unit", "dimension"):
+        raise ConfigError(f"--granularity {word}: {did_you_mean(word, ('unit', 'number'))}")
     return word

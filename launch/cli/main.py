@@ -50,7 +50,7 @@ def sparo(
 def train(
     recipe: Recipe,
     overrides: Overrides = None,
-    dry: Annotated[bool, typer.Option("--dry", help="resolve and count, train nothing")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="resolve and count, train nothing")] = False,
     show: Annotated[
         bool, typer.Option("--print", help="print the resolved recipe and where each value comes from")
     ] = False,
@@ -67,7 +67,7 @@ def train(
         for line in resolved_lines(config, origins(find_recipe(recipe), normalize_overrides(overrides), RunConfig)):
             out.print(line, soft_wrap=True)
         return
-    if dry:
+    if dry_run:
         from evals.interop.initial_weights import refuse_absent_starts
         from evals.suite.task import check_recipe_compatible
 
@@ -91,7 +91,7 @@ for command in (config_verbs.recipes, config_verbs.config):
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="a run folder or one of its checkpoints")],
-    to: Annotated[Path | None, typer.Option(help="where to (default: RUN/export)")] = None,
+    out_path: Annotated[Path | None, typer.Option("--out", help="where to (default: RUN/export)")] = None,
     layout: Annotated[
         str | None,
         typer.Option(
@@ -112,7 +112,7 @@ def export(
     # Before the export: half an hour of writing should not end with a word about an option.
     if private and hub is None:
         raise ConfigError("--private: is of --hub OWNER/NAME; leave it away")
-    path = export_run(run, to, layout, average, lambda warning: console.print(warning, soft_wrap=True))
+    path = export_run(run, out_path, layout, average, lambda warning: console.print(warning, soft_wrap=True))
     out.print(str(path), soft_wrap=True)
     if hub is not None:
         from ..commands.hub import upload

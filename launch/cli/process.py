@@ -16,6 +16,7 @@ from sparo_train.core.files import disk_error
 from sparo_train.core.world import started
 
 from ..views.terminal import console, last_flush
+from .renamed_options import with_new_options
 
 
 def share_cores() -> None:
@@ -31,7 +32,7 @@ def share_cores() -> None:
 def call(app: Callable[[list[str]], Any], arguments: Sequence[str]) -> tuple[int, Exception | None]:
     """`sparo ARGUMENTS` in this process: its exit code, and the error that it ended with; what a user can solve is printed."""
     try:
-        app(list(arguments))
+        app(with_new_options(arguments))
     except StoppedError as stopped:
         if not stopped.repeated:
             console.print(str(stopped))

@@ -15,15 +15,19 @@ from .slot_words import Checkpoint, Data, Model, Root, make_slot_options
 
 def show(
     checkpoint: Checkpoint,
-    on: Annotated[str | None, typer.Option(help="the task whose images are shown")] = None,
+    task: Annotated[str | None, typer.Option(help="the task whose images are shown")] = None,
     image: Annotated[list[Path] | None, typer.Option(help="an image of your own; may be given several times")] = None,
     caption: Annotated[list[str] | None, typer.Option(help="its caption, one per --image")] = None,
     slots: Annotated[str | None, typer.Option(help="these alone: 0,3,8-15, or a selection.json with its names")] = None,
     images: Annotated[int, typer.Option(min=1, help="images of the task that are looked at, evenly spaced")] = 200,
     examples: Annotated[int, typer.Option(min=0, help="images that are shown with all their slots")] = 8,
     tiles: Annotated[int, typer.Option(min=1, max=64, help="images per row of a slot's gallery")] = 6,
-    cosine: Annotated[float, typer.Option(min=-1, max=1, help="of a slot's image and text: shown above this")] = 0.75,
-    share: Annotated[float, typer.Option(min=0, max=1, help="of text attention on one word: shown above this")] = 0.5,
+    min_cosine: Annotated[
+        float, typer.Option(min=-1, max=1, help="of a slot's image and text: shown above this")
+    ] = 0.75,
+    min_share: Annotated[
+        float, typer.Option(min=0, max=1, help="of text attention on one word: shown above this")
+    ] = 0.5,
     out: Annotated[Path, typer.Option("--out", help="folder for report.html and PNGs")] = Path("slots"),
     model: Model = None,
     data: Data = None,
@@ -34,13 +38,15 @@ def show(
 
     options = make_slot_options(model, data, root, "none", None, "slots", None, 4, "slice")
     slot_ids = parse_slots(slots)
-    show_options = ShowOptions(on, image or [], caption or [], slot_ids, images, examples, tiles, cosine, share)
+    show_options = ShowOptions(
+        task, image or [], caption or [], slot_ids, images, examples, tiles, min_cosine, min_share
+    )
     show_slots(checkpoint, show_options, options, out)
 
 
 def panels(
     checkpoint: Checkpoint,
-    on: Annotated[str | None, typer.Option(help="the task whose images are drawn")] = None,
+    task: Annotated[str | None, typer.Option(help="the task whose images are drawn")] = None,
     image: Annotated[list[Path] | None, typer.Option(help="an image of your own; may be given several times")] = None,
     images: Annotated[int, typer.Option(min=1, max=64, help="images of the task, evenly spaced")] = 6,
     tile: Annotated[int, typer.Option(min=16, max=512, help="pixels per side of each picture")] = 96,
@@ -61,13 +67,13 @@ def panels(
     if out.suffix.lower() not in ("", ".png", ".webp", ".gif"):
         raise ConfigError(f"--out {out}: name a .png file, of videos also .webp or .gif, or a folder for a page")
     options = make_slot_options(model, data, root, "none", None, "slots", None, 4, "slice")
-    for path in draw_panels(checkpoint, on, image or [], images, tile, out, options):
+    for path in draw_panels(checkpoint, task, image or [], images, tile, out, options):
         printed.print(str(path), soft_wrap=True)
 
 
 def views(
     checkpoint: Checkpoint,
-    on: Annotated[str, typer.Option(help="the task whose scenes are drawn")] = "views",
+    task: Annotated[str, typer.Option(help="the task whose scenes are drawn")] = "views",
     scenes: Annotated[int, typer.Option(min=1, max=64, help="scenes of the task, evenly spaced")] = 3,
     tile: Annotated[int, typer.Option(min=16, max=512, help="pixels per side of each picture")] = 64,
     out: Annotated[Path, typer.Option("--out", help="folder for report.html and its pictures")] = Path("scenes"),
@@ -79,5 +85,5 @@ def views(
     from ..views.terminal import out as printed
 
     options = make_slot_options(None, data, root, "none", None, "slots", None, 4, "slice")
-    for path in draw_scenes(checkpoint, on, scenes, tile, out, options):
+    for path in draw_scenes(checkpoint, task, scenes, tile, out, options):
         printed.print(str(path), soft_wrap=True)

@@ -9,7 +9,7 @@ import typer
 
 from sparo_train.core.errors import ConfigError, did_you_mean
 
-from .given_options import check_figure_path, check_json_path, parse_k, parse_per, parse_slots, refuse_options
+from .given_options import check_figure_path, check_json_path, parse_granularity, parse_k, parse_slots, refuse_options
 from .slot_words import (
     Checkpoint,
     Checkpoints,
@@ -41,7 +41,7 @@ app = typer.Typer(
 def score(
     context: typer.Context,
     checkpoint: Checkpoint,
-    on: Annotated[
+    tasks: Annotated[
         str | None, typer.Option(help="tasks, as `sparo eval --tasks` takes them (default: all that fit)")
     ] = None,
     sort: Annotated[str | None, typer.Option(help="order rows by this task (default: by number)")] = None,
@@ -62,15 +62,15 @@ def score(
 
     refuse_other_units(context, units)
     options = make_slot_options(model, data, root, features, limit, units, parts, head_layers, classifier_slots)
-    score_units(checkpoint, split_names(on), sort, options, check_json_path(json_file))
+    score_units(checkpoint, split_names(tasks), sort, options, check_json_path(json_file))
 
 
 @app.command()
 def select(
     context: typer.Context,
     checkpoint: Checkpoint,
-    on: Annotated[str, typer.Option(help="the task that units are chosen on")],
-    report: Annotated[
+    task: Annotated[str, typer.Option(help="the task that units are chosen on")],
+    report_tasks: Annotated[
         str | None, typer.Option(help="tasks that the choice is reported on (default: all that fit)")
     ] = None,
     method: Annotated[
@@ -114,7 +114,9 @@ def select(
     if slots is not None:
         refuse_options(context, ("method", "k"), "is of a choice that is made, and --slots is one that was")
     options = make_slot_options(model, data, root, features, limit, units, parts, head_layers, classifier_slots)
-    select_options = SelectOptions(on, split_names(report), parse_slots(slots), out, plot, check_json_path(json_file))
+    select_options = SelectOptions(
+        task, split_names(report_tasks), parse_slots(slots), out, plot, check_json_path(json_file)
+    )
     select_units(checkpoint, select_options, ChoiceOptions(method, parse_k(k), held_out, seed, draws), options)
 
 
@@ -122,18 +124,20 @@ def select(
 def mask(
     context: typer.Context,
     checkpoint: Checkpoint,
-    on: Annotated[str, typer.Option(help="the task of kind pairs that the mask is trained on")] = "sugar_crepe",
-    report: Annotated[
+    task: Annotated[str, typer.Option(help="the task of kind pairs that the mask is trained on")] = "sugar_crepe",
+    report_tasks: Annotated[
         str | None, typer.Option(help="tasks of kind zeroshot that it is scored on (default: all that fit)")
     ] = None,
-    per: Annotated[
+    granularity: Annotated[
         str, typer.Option(help="unit: a number per slot or part; number: one per number of an encoding")
     ] = "unit",
     clamp: Annotated[
         str, typer.Option(help="of the temperature: max (the paper's formula) or min (CLIP's clamp)")
     ] = "max",
     epochs: Annotated[int, typer.Option(min=1, max=100_000)] = 100,
-    last: Annotated[bool, typer.Option("--last", help="keep the last epoch's mask, not the best one's")] = False,
+    last_epoch: Annotated[
+        bool, typer.Option("--last-epoch", help="keep the last epoch's mask, not the best one's")
+    ] = False,
     seeds: Annotated[int, typer.Option(min=1, max=1000, help="how many masks, seeds 0, 1, …")] = 3,
     held_out: Annotated[
         bool, typer.Option("--held-out", help="train on half of the images' pairs, score on the other half")
@@ -156,12 +160,12 @@ def mask(
         raise ConfigError(f"--out {out}: name a .json file, by which --slots knows it")
     refuse_other_units(context, units)
     options = make_slot_options(model, data, root, features, limit, units, parts, 4, "slice")
-    trainings = _trainings(clamp, epochs, last, seeds)
+    trainings = _trainings(clamp, epochs, last_epoch, seeds)
     train_masks(
         checkpoint,
-        on,
-        split_names(report),
-        parse_per(per),
+        task,
+        split_names(report_tasks),
+        parse_granularity(granularity),
         trainings,
         held_out,
         options,
@@ -175,10 +179,10 @@ def table(
     context: typer.Context,
     layout: Annotated[str, typer.Argument(help="4 or 5, as in the SPARO paper")],
     checkpoints: Checkpoints,
-    on: Annotated[
+    task: Annotated[
         str | None, typer.Option(help="what is learnt from (default: imagenet1k for 4, sugar_crepe for 5)")
     ] = None,
-    report: Annotated[
+    report_tasks: Annotated[
         str | None, typer.Option(help="what is scored (default: sugar_crepe for 4, vtab,imagenet1k for 5)")
     ] = None,
     k: K = "half",
@@ -210,16 +214,16 @@ def table(
         choice_options = ChoiceOptions("top", parse_k(k), False, seed, draws)
         table_four(
             checkpoints,
-            on or "imagenet1k",
-            report or "sugar_crepe",
+            task or "imagenet1k",
+            report_tasks or "sugar_crepe",
             choice_options,
             options,
             check_json_path(json_file),
         )
     elif layout == "5":
         trainings = _trainings(clamp, 100, False, seeds)
-        scored = split_names(report) or ["vtab", "imagenet1k"]
-        table_five(checkpoints, on or "sugar_crepe", scored, parts, trainings, options, check_json_path(json_file))
+        scored = split_names(report_tasks) or ["vtab", "imagenet1k"]
+        table_five(checkpoints, task or "sugar_crepe", scored, parts, trainings, options, check_json_path(json_file))
     else:
         raise ConfigError(f"sparo slots table {layout}: {did_you_mean(layout, ('4', '5'))}")
 
@@ -227,8 +231,8 @@ def table(
 @app.command()
 def quality(
     checkpoints: Checkpoints,
-    on: Annotated[str, typer.Option(help="the task whose images are looked at")],
-    by: Annotated[
+    task: Annotated[str, typer.Option(help="the task whose images are looked at")],
+    reference: Annotated[
         str | None,
         typer.Option(help="a checkpoint of another kind, by whose eyes images are alike: for MonoSemanticity"),
     ] = None,
@@ -244,12 +248,12 @@ def quality(
     from ..commands.slot_runs import show_quality
 
     options = make_slot_options(model, data, root, features, limit, "slots", parts, 4, "slice")
-    show_quality(checkpoints, on, by, options, check_json_path(json_file))
+    show_quality(checkpoints, task, reference, options, check_json_path(json_file))
 
 
-def _trainings(clamp: Any, epochs: int, last: bool, seeds: int) -> Any:
+def _trainings(clamp: Any, epochs: int, last_epoch: bool, seeds: int) -> Any:
     from evals.slots.masks import MaskTraining
 
     if clamp not in ("max", "min"):
         raise ConfigError(f"--clamp {clamp}: {did_you_mean(clamp, ('max', 'min'))}")
-    return [MaskTraining(epochs=epochs, clamp=clamp, best=not last, seed=seed) for seed in range(seeds)]
+    return [MaskTraining(epochs=epochs, clamp=clamp, best=not last_epoch, seed=seed) for seed in range(seeds)]

@@ -45,11 +45,11 @@ def print_ready(folder: Path) -> None:
     out.print(f"sparo data check {shlex.quote(str(folder / 'train'))}", soft_wrap=True)
 
 
-def max_objects_option(most: int | None, kind: str, counts: bool, instead: str) -> dict[str, int]:
-    """`--most` where it was given. Raises `ConfigError` for a kind that has as many objects as it has."""
-    if most is not None and not counts:
-        raise ConfigError(f"--most {most}: kind {kind} {instead} whatever is asked for; leave it away")
-    return {} if most is None else {"most": most}
+def max_objects_option(max_objects: int | None, kind: str, counts: bool, instead: str) -> dict[str, int]:
+    """`--max-objects` where it was given. Raises `ConfigError` for a kind that has as many objects as it has."""
+    if max_objects is not None and not counts:
+        raise ConfigError(f"--max-objects {max_objects}: kind {kind} {instead} whatever is asked for; leave it away")
+    return {} if max_objects is None else {"max_objects": max_objects}
 
 
 def _merge_kind_options(small: dict[str, Any], kind: StrEnum, **options: Any) -> dict[str, Any]:
@@ -70,10 +70,10 @@ def movi_like(
     test: Test = None,
     frames: Annotated[int | None, typer.Option(min=1, help="of an episode, 12 a second; default: 24")] = None,
     size: Size = None,
-    most: Annotated[
+    max_objects: Annotated[
         int | None, typer.Option(min=1, help="solids of an episode (not d and e); default: 10, small: 3")
     ] = None,
-    larger: Annotated[
+    size_scale: Annotated[
         float | None, typer.Option(min=0.1, max=4, help="solids' sizes, times CLEVR's; default: 1, small: 2")
     ] = None,
     antialias: Rays = None,
@@ -86,8 +86,15 @@ def movi_like(
     from ..commands.making import make_video_set
 
     folder = folder or Path("data") / f"movi_{kind.value}"
-    options = {"train": train, "test": test, "frames": frames, "size": size, "larger": larger, "antialias": antialias}
-    options |= max_objects_option(most, kind.value, kind.value not in "de", "has a crowd")
+    options = {
+        "train": train,
+        "test": test,
+        "frames": frames,
+        "size": size,
+        "size_scale": size_scale,
+        "antialias": antialias,
+    }
+    options |= max_objects_option(max_objects, kind.value, kind.value not in "de", "has a crowd")
     make_video_set(folder, processes, seed=seed, **_merge_kind_options(SMALL, kind, **options))
     print_ready(folder)
 
@@ -106,7 +113,9 @@ def scenes3d(
         int | None, typer.Option(min=1, help="of an episode, 12 a second; default: 32, small: 12, nature_ego: 24")
     ] = None,
     size: Size = None,
-    most: Annotated[int | None, typer.Option(min=1, help="objects of an episode; default: 4, nature_ego: 5")] = None,
+    max_objects: Annotated[
+        int | None, typer.Option(min=1, help="objects of an episode; default: 4, nature_ego: 5")
+    ] = None,
     antialias: Rays = None,
     blender: Annotated[
         str | None,
@@ -122,7 +131,14 @@ def scenes3d(
     from ..commands.making import make_viewed_set
 
     folder = folder or Path("data") / f"scenes3d_{kind.value}"
-    options = {"train": train, "test": test, "frames": frames, "size": size, "most": most, "antialias": antialias}
+    options = {
+        "train": train,
+        "test": test,
+        "frames": frames,
+        "size": size,
+        "max_objects": max_objects,
+        "antialias": antialias,
+    }
     options["samples"] = samples or (32 if blender else 0)
     make_viewed_set(folder, processes, blender, seed=seed, **_merge_kind_options(SMALL, kind, **options))
     print_ready(folder)

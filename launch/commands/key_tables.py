@@ -61,7 +61,7 @@ def find_keys(word: str) -> list[Key]:
     # what a row of an inner table has is listed where that table is asked for
     near = [key for key in exact if not _inside_registry(key, len(words), exact)]
     # tasks of jobs of their own have the keys of tasks: told once
-    matches = near or [key for key in keys if key.name == word and not key.dotted.startswith("eval.side.tasks.")]
+    matches = near or [key for key in keys if key.name == word and not key.dotted.startswith("eval.job.tasks.")]
     if not matches:
         raise ConfigError(f"{word}: no key of a recipe; {_suggestion(word, keys)}")
     return matches

@@ -10,7 +10,7 @@ from typing import Any
 from evals.encoders.selection import Selection, described, write_selection
 from evals.report.results_file import refuse_unwritable
 from evals.slots.eval_inputs import Classes, Pairs
-from evals.slots.mask_study import MaskRow, Per, mask_row, mask_selection, relative_change
+from evals.slots.mask_study import Granularity, MaskRow, mask_row, mask_selection, relative_change
 from evals.slots.masks import MaskTraining
 from sparo_train.core.errors import ConfigError
 
@@ -20,13 +20,13 @@ from .slot_work import EITHER, Bench, SlotOptions, column_titles, write_facts
 
 
 def train_masks(
-    checkpoint: str, task_name: str, report_on: list[str] | None, per: Per, trainings: Sequence[MaskTraining], held_out: bool,
+    checkpoint: str, task_name: str, report_on: list[str] | None, granularity: Granularity, trainings: Sequence[MaskTraining], held_out: bool,
     options: SlotOptions, path: Path, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Train a mask per seed, write the first, and show what all of them do elsewhere."""
     refuse_unwritable(path.parent, f"--out {path}")
     row, written = _train_mask(
-        checkpoint, column_titles([checkpoint])[0], task_name, report_on, per, trainings, held_out, options
+        checkpoint, column_titles([checkpoint])[0], task_name, report_on, granularity, trainings, held_out, options
     )
     write_selection(path, written)
     slot_tables.show(slot_tables.five_table([row]))
@@ -40,7 +40,7 @@ def table_five(
 ) -> None:  # fmt: skip
     """Table 5 for any checkpoints: masks per slot (or per part, where there are none) and per number."""
     rows: list[MaskRow] = []
-    for per in ("unit", "number"):
+    for per in ("unit", "dimension"):
         for checkpoint, label in zip(checkpoints, column_titles(checkpoints), strict=True):
             # Both kinds of checkpoints stand in one table: where there are no slots, equal parts are in their place.
             either = replace(options, units=EITHER, parts=parts)
@@ -63,7 +63,7 @@ def _average_vtab(row: MaskRow) -> MaskRow:
 
 
 def _train_mask(
-    checkpoint: str, label: str, task_name: str, report_on: list[str] | None, per: Per, trainings: Sequence[MaskTraining], held_out: bool,
+    checkpoint: str, label: str, task_name: str, report_on: list[str] | None, per: Granularity, trainings: Sequence[MaskTraining], held_out: bool,
     options: SlotOptions,
 ) -> tuple[MaskRow, Selection]:  # fmt: skip
     if options.units == "heads":

@@ -188,13 +188,16 @@ def table_four(
     columns = []
     for checkpoint, label in zip(checkpoints, column_titles(checkpoints), strict=True):
         bench = Bench(checkpoint, options)
-        (name, task), (other, second) = bench.single_task(task_name, "--task"), bench.single_task(pairs_name, "--report")
+        (name, task), (other, second) = (
+            bench.single_task(task_name, "--task"),
+            bench.single_task(pairs_name, "--report-tasks"),
+        )
         materials = bench.material({name: task, other: second})
         classes, pairs = materials[name], materials[other]
         if not isinstance(classes, Classes):
             raise ConfigError(f"--task {name}: Table 4 chooses on a task of kind zeroshot, and this is {task.task}")
         if not isinstance(pairs, Pairs):
-            raise ConfigError(f"--report {other}: Table 4 scores a task of kind pairs, and this is {second.task}")
+            raise ConfigError(f"--report-tasks {other}: Table 4 scores a task of kind pairs, and this is {second.task}")
         columns.append(four_column(label, name, classes, pairs, choice_options))
     slot_tables.show(slot_tables.four_table(columns))
     out.print(f"{columns[0].n} pairs; per cent, 95 % intervals; random: the mean of {choice_options.draws} choices")

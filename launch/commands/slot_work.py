@@ -73,7 +73,7 @@ class Bench:
             kind = "slots" if self.encoder.slots > 1 else "parts"
         self.units: Units = units_of(self.encoder, kind, options.parts, options.head_layers)
 
-    def tasks(self, names: Sequence[str] | None, option: str = "--report") -> dict[str, TaskConfig]:
+    def tasks(self, names: Sequence[str] | None, option: str = "--report-tasks") -> dict[str, TaskConfig]:
         """Tasks by the names that `sparo eval --tasks` takes; None: all that the run or YAML has."""
         found = tasks_for(self.checkpoint, self.options.data, names, self.options.root, option)
         if self.options.limit is not None:

@@ -41,15 +41,15 @@ class SweepRow(NamedTuple):
         return name, [] if len(values) < self.runs else values
 
     def cell(
-        self, task: str, metric: str | None = None, mean: bool = False, against: SweepRow | None = None
+        self, task: str, metric: str | None = None, mean: bool = False, baseline: SweepRow | None = None
     ) -> Cell | None:
         """`spread` over the runs, or the `difference` to another row's; None where there is none."""
         name, values = self.values(task, metric)
-        other, others = against.values(task, name) if against is not None else (name, values)
+        other, others = baseline.values(task, name) if baseline is not None else (name, values)
         if not values or not others or other != name:
             return None
-        odd = any(record.result.odd() for row in (self, against or self) for record in row.results.get(task, []))
-        return Cell(*(spread(values, mean) if against is None else difference(values, others)), odd, name)
+        odd = any(record.result.odd() for row in (self, baseline or self) for record in row.results.get(task, []))
+        return Cell(*(spread(values, mean) if baseline is None else difference(values, others)), odd, name)
 
 
 def sweep_rows(sweep: Path, out: Path | None = None) -> list[SweepRow]:
@@ -125,21 +125,21 @@ def sweep_grid(
     layout: str | None = None,
     paper: Sequence[str] = (),
     mean: bool = False,
-    against: str | None = None,
+    baseline: str | None = None,
 ) -> Grid:
     """As a table of every task's headline, or in a layout of the paper, whose printed rows of training sets (`paper`) follow.
 
-    Cells are medians and ranges over seeds, or means and their intervals (`mean`), or differences to the row `against`.
+    Cells are medians and ranges over seeds, or means and their intervals (`mean`), or differences to the row `baseline`.
 
     Raises:
         DataError: nothing was scored.
         ConfigError: no such layout or row, or printed rows without a layout or beside differences.
     """
-    if against is not None and paper:
-        raise ConfigError(f"--against {against}: printed rows have no seeds to differ in; leave --paper away")
-    if against is not None and against not in (names := [row.name for row in rows]):
-        raise ConfigError(f"--against {against}: {did_you_mean(against, names)}")
-    baseline_row = next((row for row in rows if row.name == against), None)
+    if baseline is not None and paper:
+        raise ConfigError(f"--baseline {baseline}: printed rows have no seeds to differ in; leave --paper away")
+    if baseline is not None and baseline not in (names := [row.name for row in rows]):
+        raise ConfigError(f"--baseline {baseline}: {did_you_mean(baseline, names)}")
+    baseline_row = next((row for row in rows if row.name == baseline), None)
     if layout is None and paper:
         raise ConfigError(f"--paper {','.join(paper)}: the paper's rows need a --layout: {', '.join(LAYOUTS)}")
     columns = columns_of(layout) if layout is not None else []
@@ -174,7 +174,7 @@ def sweep_grid(
     notes = [note, *odd_notes(odd), *mixed_data_notes.values()]
     title = TITLES.get(layout or "", title)
     return Grid(
-        title, columns, grid_rows, notes, spread_caption(mean, against or ""), frozenset(mixed_data_notes), heads
+        title, columns, grid_rows, notes, spread_caption(mean, baseline or ""), frozenset(mixed_data_notes), heads
     )
 
 

@@ -154,12 +154,12 @@ def exit_if_stopped(outcome: Outcome) -> None:
 def make_evaluate(
     config: RunConfig, trained: Objective, rundir: RunDir, total: int, view: ProgressView
 ) -> Evaluate | None:
-    """The trainer's evaluation: all of `eval.tasks`, written to RUN/evals and returned for the metrics; `eval.side` is submitted.
+    """The trainer's evaluation: all of `eval.tasks`, written to RUN/evals and returned for the metrics; `eval.job` is submitted.
 
     Args:
         total: the run's steps; of its last evaluation the predictions are kept, too, as `sparo eval compare` needs them.
     """
-    side = config.eval.side
+    side = config.eval.job
     if not config.eval.tasks and side is None:
         return None
     check_recipe_compatible(config, trained)  # all of it now, rather than in the middle of training

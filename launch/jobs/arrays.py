@@ -30,7 +30,17 @@ def eval_elements(
     elements = []
     for checkpoint in checkpoints:
         for task in tasks_for(checkpoint, data, tasks, root):
-            arguments = ["eval", checkpoint, "--tasks", task, "--root", str(root), "--json", "{part}", "--no-latest"]
+            arguments = [
+                "eval",
+                checkpoint,
+                "--tasks",
+                task,
+                "--root",
+                str(root),
+                "--json",
+                "{part}",
+                "--no-write-to-run",
+            ]
             arguments += ["--data", str(data)] if data else []
             arguments += ["--model", model] if model else []
             elements.append({"checkpoint": checkpoint, "task": task, "arguments": arguments})

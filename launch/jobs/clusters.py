@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from sparo_train.core.config import Frozen, resolve, setting
+from sparo_train.core.config import Frozen, field, resolve
 from sparo_train.core.errors import ConfigError, did_you_mean
 from sparo_train.core.recipe.layers import Tree, load_recipe
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
@@ -25,29 +25,29 @@ _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?"
 class ClusterConfig(Frozen):
     """One cluster. Every key is also an option of `sparo launch`: `nodes: 2` is `--nodes 2`."""
 
-    kind: Literal["slurm", "local", "debug"] = setting("slurm", "slurm; local: processes here; debug: in this process")
-    partition: str | None = setting(None, "SLURM's partition")
-    account: str | None = setting(None, "whom to charge")
-    qos: str | None = setting(None, "quality of service")
-    constraint: str | None = setting(None, "features that nodes must have")
-    nodelist: str | None = setting(None, "nodes to use")
-    exclude: str | None = setting(None, "nodes not to use")
-    exclusive: bool = setting(False, "whole nodes")
-    nodes: int = setting(1, "machines", gt=0)
-    gpus_per_node: int = setting(0, "GPUs of each", ge=0)
-    gpu_type: str | None = setting(None, "their kind, where the cluster wants it: h100")
-    tasks_per_node: int | None = setting(None, "ranks of each; default: one per GPU, or one", gt=0)
-    starter: Literal["srun", "torchrun"] = setting(
+    kind: Literal["slurm", "local", "debug"] = field("slurm", "slurm; local: processes here; debug: in this process")
+    partition: str | None = field(None, "SLURM's partition")
+    account: str | None = field(None, "whom to charge")
+    qos: str | None = field(None, "quality of service")
+    constraint: str | None = field(None, "features that nodes must have")
+    nodelist: str | None = field(None, "nodes to use")
+    exclude: str | None = field(None, "nodes not to use")
+    exclusive: bool = field(False, "whole nodes")
+    nodes: int = field(1, "machines", gt=0)
+    gpus_per_node: int = field(0, "GPUs of each", ge=0)
+    gpu_type: str | None = field(None, "their kind, where the cluster wants it: h100")
+    tasks_per_node: int | None = field(None, "ranks of each; default: one per GPU, or one", gt=0)
+    starter: Literal["srun", "torchrun"] = field(
         "srun", "srun starts every rank; torchrun: one per node, which starts its ranks"
     )
-    cpus_per_task: int | None = setting(None, "processors of a rank", gt=0)
-    mem_gb: float | None = setting(None, "memory of a node", gt=0)
-    time: str | int = setting("24:00:00", "limit, as SLURM writes it: 30 (minutes), 24:00:00, 2-12:00:00")
-    signal_seconds: int = setting(120, "how long before the limit the job is told to save", gt=0)
-    idle_restarts: int = setting(3, "restarts in a row that may bring no new checkpoint", ge=0)
-    setup: tuple[str, ...] = setting((), "shell lines before the job: module load …, conda activate …")
-    python: str | None = setting(None, "the interpreter, as a shell command; default: the one that launches")
-    srun_args: tuple[str, ...] = setting((), "further arguments of srun: --container-image=…")
+    cpus_per_task: int | None = field(None, "processors of a rank", gt=0)
+    mem_gb: float | None = field(None, "memory of a node", gt=0)
+    time: str | int = field("24:00:00", "limit, as SLURM writes it: 30 (minutes), 24:00:00, 2-12:00:00")
+    signal_seconds: int = field(120, "how long before the limit the job is told to save", gt=0)
+    idle_restarts: int = field(3, "restarts in a row that may bring no new checkpoint", ge=0)
+    setup: tuple[str, ...] = field((), "shell lines before the job: module load …, conda activate …")
+    python: str | None = field(None, "the interpreter, as a shell command; default: the one that launches")
+    srun_args: tuple[str, ...] = field((), "further arguments of srun: --container-image=…")
     environment: dict[str, str] = Field(default_factory=dict, description="variables of the job")
     sbatch: dict[str, str | int | bool] = Field(default_factory=dict, description="further arguments of sbatch")
 

@@ -1,4 +1,4 @@
-"""`eval.side` of a recipe: weights of an evaluated step, handed to a job of its own while training goes on."""
+"""`eval.job` of a recipe: weights of an evaluated step, handed to a job of its own while training goes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from evals.interop.exporting import export_weights
 from sparo_train.core.errors import SparoError
 from sparo_train.core.files import write_whole
-from sparo_train.train.run_config import RunConfig, SideEvalConfig
+from sparo_train.train.run_config import EvalJobConfig, RunConfig
 
 from .arrays import eval_elements, launch_elements
 from .clusters import load_cluster
@@ -21,7 +21,7 @@ from .launching import LaunchOptions
 
 def submit_side(
     config: RunConfig,
-    side: SideEvalConfig,
+    side: EvalJobConfig,
     weights: Mapping[str, Tensor],
     run: Path,
     step: int,
@@ -41,6 +41,6 @@ def submit_side(
         fan = FanOut.make(folder, "eval", eval_elements([str(exported)], None, data, None))
         jobs = launch_elements(fan, LaunchOptions(side.cluster, load_cluster(side.cluster, side.options)), log)
     except SparoError as error:
-        log(f"step {step}: eval.side was not submitted: {error}")
+        log(f"step {step}: eval.job was not submitted: {error}")
     else:
-        log(f"step {step}: eval.side submitted to {side.cluster}: {', '.join(jobs)}")
+        log(f"step {step}: eval.job submitted to {side.cluster}: {', '.join(jobs)}")

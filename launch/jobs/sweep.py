@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparo_train.core.config import Frozen, invalid_keys, resolve, setting
+from sparo_train.core.config import Frozen, field, invalid_keys, resolve
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.layers import is_sweep, load_recipe, override
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
@@ -22,16 +22,16 @@ _MOST = 1000  # elements that SLURM's MaxArraySize allows by default
 class SweepRun(Frozen):
     """One run of a sweep file."""
 
-    recipe: str | None = setting(None, "a recipe of its own, relative to the file; null: the sweep's")
-    overrides: tuple[str, ...] = setting((), "words as `sparo train` takes them")
+    recipe: str | None = field(None, "a recipe of its own, relative to the file; null: the sweep's")
+    overrides: tuple[str, ...] = field((), "words as `sparo train` takes them")
 
 
 class SweepFile(Frozen):
     """Runs that belong together: the rows of a table. Each is called FILE-NAME."""
 
-    recipe: str | None = setting(None, "what runs begin with that name no recipe of their own, relative to the file")
-    overrides: tuple[str, ...] = setting((), "words for all of them, before their own")
-    runs: dict[str, SweepRun] = setting(..., "by name", min_length=1)
+    recipe: str | None = field(None, "what runs begin with that name no recipe of their own, relative to the file")
+    overrides: tuple[str, ...] = field((), "words for all of them, before their own")
+    runs: dict[str, SweepRun] = field(..., "by name", min_length=1)
 
 
 def expand(recipe: Path, overrides: Sequence[str], seeds: int | None = None) -> tuple[str, list[RunConfig]]:

@@ -124,7 +124,7 @@ def quality_table(rows: Sequence[Quality], by: str | None) -> Table:
     meaning_note = (
         f"; by {by}, and {alike:.3f} for a neuron that fires for all images alike"
         if alike is not None
-        else "; --by CHECKPOINT adds it"
+        else "; --reference CHECKPOINT adds it"
     )
     table.caption = (
         "in effect: exp of the entropy of the eigenvalues of the slots' similarity; redundancy: mean similarity (linear CKA) of two "

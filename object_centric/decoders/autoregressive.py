@@ -9,17 +9,17 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 
 
 class AutoregressiveConfig(Frozen):
     """Blocks of causal attention to tokens, attention to slots, and a perceptron of four times the width."""
 
-    width: int = setting(192, "of tokens", gt=0, le=65536)
-    blocks: int = setting(8, "of the Transformer", gt=0, le=256)
-    heads: int = setting(4, "of its attentions", gt=0)
-    dropout: float = setting(0.1, "of weights, outputs and embedded tokens, while it trains", ge=0, lt=1)
-    first_norm: Literal["stream", "branch"] = setting(
+    width: int = field(192, "of tokens", gt=0, le=65536)
+    blocks: int = field(8, "of the Transformer", gt=0, le=256)
+    heads: int = field(4, "of its attentions", gt=0)
+    dropout: float = field(0.1, "of weights, outputs and embedded tokens, while it trains", ge=0, lt=1)
+    first_norm: Literal["stream", "branch"] = field(
         "stream",
         "stream: the first block norms what goes on beside its attention, too, as SLATE's code does; branch: not",
     )

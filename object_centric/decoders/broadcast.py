@@ -9,7 +9,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparo_train.core.config import Frozen, between, setting
+from sparo_train.core.config import Frozen, between, field
 from sparo_train.models.precision import in_fp32
 
 
@@ -17,34 +17,34 @@ class BroadcastConfig(Frozen):
     """mlp: a perceptron per pixel (Biza et al. 2023, Table 8).  cnn: transposed convolutions of stride 2, then convolutions (Table 7).
     patch: a perceptron per patch, whose place is learned (Seitzer et al. 2023)."""
 
-    kind: Literal["mlp", "cnn", "patch"] = setting("mlp", "what a broadcast slot goes through")
-    hidden: Annotated[tuple[int, ...], between(1, 1 << 16)] = setting(
+    kind: Literal["mlp", "cnn", "patch"] = field("mlp", "what a broadcast slot goes through")
+    hidden: Annotated[tuple[int, ...], between(1, 1 << 16)] = field(
         (256,) * 5, "of mlp and patch: hidden units of each layer", min_length=1
     )
-    fourier_bands: int = setting(
+    fourier_bands: int = field(
         0,
         "octaves of sines of a place, beside its coordinates: edges are drawn sooner (Tancik et al. 2020)",
         ge=0,
         le=16,
     )
-    channels: int = setting(64, "of cnn: of every layer", gt=0)
-    num_upsample: int = setting(2, "of cnn: transposed convolutions, each twice the side of what it gets", ge=0, le=8)
-    convs: int = setting(2, "of cnn: convolutions behind them", ge=0, le=64)
-    kernel: int = setting(5, "of cnn: pixels of a kernel's side", gt=0, le=64)
-    upsample_output: bool = setting(
+    channels: int = field(64, "of cnn: of every layer", gt=0)
+    num_upsample: int = field(2, "of cnn: transposed convolutions, each twice the side of what it gets", ge=0, le=8)
+    convs: int = field(2, "of cnn: convolutions behind them", ge=0, le=64)
+    kernel: int = field(5, "of cnn: pixels of a kernel's side", gt=0, le=64)
+    upsample_output: bool = field(
         False, "of cnn without convs: the last transposed convolution gives colours and share itself (PSB's Table 5)"
     )
-    padding_mode: Literal["same", "torch"] = setting(
+    padding_mode: Literal["same", "torch"] = field(
         "same",
         "of cnn: how ups lie: as flax and Keras have them, or a pixel further, as torch's usual idiom (PSB, OCLF)",
     )
-    out_kernel: int = setting(1, "of cnn: of the last layer's, which gives colours and share", gt=0, le=63)
+    out_kernel: int = field(1, "of cnn: of the last layer's, which gives colours and share", gt=0, le=63)
 
-    weight_init: Literal["torch", "lecun", "kaiming"] = setting(
+    weight_init: Literal["torch", "lecun", "kaiming"] = field(
         "torch",
         "initial weights: torch's, which shrink what goes through them; lecun: flax's (SAVi, ISA); kaiming: what keeps its size behind a ReLU",
     )
-    norm: bool = setting(
+    norm: bool = field(
         False,
         "of cnn: a LayerNorm of slots, and a GroupNorm of one group where they stand on their places (PSB's code)",
     )

@@ -9,7 +9,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 from sparo_train.models.precision import at_least_fp32
 
 PATCH = 4  # pixels of a token's side: the decoder doubles the side twice
@@ -19,20 +19,20 @@ _HIDDEN_LAYERS = 6  # of the encoder, per patch, between its patches and its log
 class DvaeConfig(Frozen):
     """Tokens, and the temperature that they are drawn with while it trains."""
 
-    vocab: int = setting(4096, "tokens to choose from", gt=1, le=1 << 20)
-    channels: int = setting(64, "of every layer", gt=0)
-    tau_start: float = setting(1.0, "temperature of the relaxed draw at the first step", gt=0)
-    tau_end: float = setting(0.1, "and behind tau_steps; a cosine between them", gt=0)
-    tau_steps: int = setting(30_000, "steps in which it falls", gt=0)
-    says: Literal["other", "same"] = setting(
+    vocab: int = field(4096, "tokens to choose from", gt=1, le=1 << 20)
+    channels: int = field(64, "of every layer", gt=0)
+    tau_start: float = field(1.0, "temperature of the relaxed draw at the first step", gt=0)
+    tau_end: float = field(0.1, "and behind tau_steps; a cosine between them", gt=0)
+    tau_steps: int = field(30_000, "steps in which it falls", gt=0)
+    target_tokens: Literal["other", "same"] = field(
         "other",
         "tokens that the decoder is to say: a draw of their own (SLATE's and STEVE's code), or those that the image was drawn from (their papers)",
     )
-    norm: Literal["group", "none"] = setting(
+    norm: Literal["group", "none"] = field(
         "group",
         "norm of hidden layers: GroupNorm with one group (SLATE's code), or none, with biases instead (STEVE's code)",
     )
-    hard: bool = setting(False, "the image is drawn from one token per patch, with the relaxed draw's gradient")
+    hard: bool = field(False, "the image is drawn from one token per patch, with the relaxed draw's gradient")
 
     @model_validator(mode="after")
     def _check_tau(self) -> Self:

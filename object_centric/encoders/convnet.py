@@ -9,18 +9,18 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparo_train.core.config import Frozen, between, setting
+from sparo_train.core.config import Frozen, between, field
 
 
 class ConvNetConfig(Frozen):
     """Layers of one kernel size."""
 
-    kind: Literal["conv"] = setting("conv", "a row of sparo.slot_encoders")
-    channels: Annotated[tuple[int, ...], between(1, 1 << 16)] = setting((64, 64, 64, 64), "of each layer", min_length=1)
-    strides: Annotated[tuple[int, ...], between(1, 64)] = setting((1, 1, 1, 1), "of each layer", min_length=1)
-    kernel: int = setting(5, "pixels of a kernel's side", gt=0, le=64)
-    last_relu: bool = setting(True, "the last layer has a ReLU, too")
-    padding: Literal["same", "symmetric"] = setting(
+    kind: Literal["conv"] = field("conv", "a row of sparo.slot_encoders")
+    channels: Annotated[tuple[int, ...], between(1, 1 << 16)] = field((64, 64, 64, 64), "of each layer", min_length=1)
+    strides: Annotated[tuple[int, ...], between(1, 64)] = field((1, 1, 1, 1), "of each layer", min_length=1)
+    kernel: int = field(5, "pixels of a kernel's side", gt=0, le=64)
+    last_relu: bool = field(True, "the last layer has a ReLU, too")
+    padding: Literal["same", "symmetric"] = field(
         "same",
         "same: as flax and Keras pad, the odd pixel at the right and below; symmetric: kernel // 2 on every side, as STEVE's code pads",
     )

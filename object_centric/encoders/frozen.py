@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor  # what FLOPs are counted with has no pixels
 
-from sparo_train.core.config import Frozen, free, setting
+from sparo_train.core.config import Frozen, field, resumable_field
 from sparo_train.core.errors import ConfigError
 
 from .feature_cache import FeatureCache
@@ -20,14 +20,14 @@ from .feature_cache import FeatureCache
 class FrozenConfig(Frozen):
     """Patch tokens behind the last block and its norm, without CLS. Images come in 0..1."""
 
-    kind: Literal["frozen"] = setting("frozen", "a row of sparo.slot_encoders")
-    checkpoint: str = setting(
+    kind: Literal["frozen"] = field("frozen", "a row of sparo.slot_encoders")
+    checkpoint: str = field(
         ...,
         "a run of this project's DINO, an official DINO file, timm:NAME@FILE: what `sparo eval` takes and has patches",
     )
-    width: int = setting(384, "of its tokens", gt=0)
-    patch: int = setting(16, "pixels of a patch's side", gt=0)
-    cache: str | None = free(
+    width: int = field(384, "of its tokens", gt=0)
+    patch: int = field(16, "pixels of a patch's side", gt=0)
+    cache: str | None = resumable_field(
         None,
         "folder where features are kept by the content of their pictures, fp32, for every run; null: computed each time",
         examples=["data/features"],

@@ -8,7 +8,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 
 from .convnet import same_padded
 
@@ -18,9 +18,9 @@ _BLOCKS = (3, 4, 6, 3)
 class ResNet34Config(Frozen):
     """An eighth of the image's side, 512 wide."""
 
-    kind: Literal["resnet34"] = setting("resnet34", "a row of sparo.slot_encoders")
-    root_width: int = setting(64, "channels of the root and the first stage; each stage has twice the last one's", gt=0)
-    groups: int = setting(32, "of every GroupNorm", gt=0)
+    kind: Literal["resnet34"] = field("resnet34", "a row of sparo.slot_encoders")
+    root_width: int = field(64, "channels of the root and the first stage; each stage has twice the last one's", gt=0)
+    groups: int = field(32, "of every GroupNorm", gt=0)
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:

@@ -6,14 +6,14 @@ from typing import Literal
 
 from torch import nn
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 
 from ..decoders.dvae import PATCH
 
 
 class TokensConfig(Frozen):
-    kind: Literal["tokens"] = setting("tokens", "a row of sparo.slot_encoders")
-    width: int = setting(192, "of embedded tokens; as wide as the decoder", gt=0)
+    kind: Literal["tokens"] = field("tokens", "a row of sparo.slot_encoders")
+    width: int = field(192, "of embedded tokens; as wide as the decoder", gt=0)
 
     def side(self, image_size: int) -> int:
         """Tokens per side."""

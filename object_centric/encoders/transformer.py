@@ -8,7 +8,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 from sparo_train.core.errors import did_you_mean
 
 # Sources: slot-attention-video (savi, savi++: modules/attention.py), singhgautam/steve (transformer.py), martius-lab/videosaur,
@@ -29,30 +29,30 @@ PRESETS: dict[str, dict[str, Any]] = {
 class TransformerConfig(Frozen):
     """Blocks of self-attention and a perceptron."""
 
-    preset: str = setting("savi", "a row of knobs; those named beside it go first", examples=["savi++"])
-    blocks: int = setting(1, "one after the other", gt=0, le=100)
-    heads: int = setting(4, "of the attention", gt=0)
-    qkv_width: int | None = setting(
+    preset: str = field("savi", "a row of knobs; those named beside it go first", examples=["savi++"])
+    blocks: int = field(1, "one after the other", gt=0, le=100)
+    heads: int = field(4, "of the attention", gt=0)
+    qkv_width: int | None = field(
         None, "of queries, keys and values, all heads together; default: the width", gt=0, examples=[64]
     )
-    mlp_width: int | None = setting(256, "hidden units of the perceptron", gt=0)
-    mlp_ratio: int | None = setting(None, "the same as a multiple of the width, in its place", gt=0, examples=[4])
-    norm: Literal["post", "pre"] = setting(
+    mlp_width: int | None = field(256, "hidden units of the perceptron", gt=0)
+    mlp_ratio: int | None = field(None, "the same as a multiple of the width, in its place", gt=0, examples=[4])
+    norm: Literal["post", "pre"] = field(
         "post", "LayerNorms behind each branch (SAVi), or before it (SAVi++, STEVE, videosaur)"
     )
-    first_norm: Literal["stream", "branch"] = setting(
+    first_norm: Literal["stream", "branch"] = field(
         "branch", "of norm=pre. stream: the first block norms what goes on beside its attention, too (STEVE's code)"
     )
-    last_norm: bool = setting(False, "a LayerNorm behind the last block (STEVE)")
-    biases: bool | Literal["out"] = setting(
+    last_norm: bool = field(False, "a LayerNorm behind the last block (STEVE)")
+    biases: bool | Literal["out"] = field(
         True, "the attention's projections have some; out: that of its output alone (SRT)"
     )
-    activation: Literal["relu", "gelu"] = setting("relu", "in the perceptron")
-    scale_by_sqrt_d: bool = setting(
+    activation: Literal["relu", "gelu"] = field("relu", "in the perceptron")
+    scale_by_sqrt_d: bool = field(
         False, "scores are multiplied by the root of a head's width, by which others divide them (videosaur's code)"
     )
-    dropout: float = setting(0.0, "of attention weights and branches, while it trains", ge=0, lt=1)
-    ln_eps: float = setting(1e-6, "eps of every LayerNorm", gt=0)
+    dropout: float = field(0.0, "of attention weights and branches, while it trains", ge=0, lt=1)
+    ln_eps: float = field(1e-6, "eps of every LayerNorm", gt=0)
 
     @model_validator(mode="before")
     @classmethod

@@ -8,7 +8,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, which DINO and DINOv2 were trained with
 
@@ -16,20 +16,20 @@ _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, which 
 class VitFeaturesConfig(Frozen):
     """timm's VisionTransformer with a class token, biases and LayerNorms of eps 1e-6. Images come in 0..1."""
 
-    kind: Literal["vit"] = setting("vit", "a row of sparo.slot_encoders")
-    width: int = setting(384, "of its tokens", gt=0)
-    blocks: int = setting(12, "of the Transformer", gt=0, le=256)
-    heads: int = setting(6, "of its attentions", gt=0)
-    hidden: int | None = setting(None, "of its perceptrons; default: four times its width", gt=0, examples=[768])
-    patch: int = setting(16, "pixels of a patch's side", gt=0)
-    pretrain_grid_size: int = setting(
+    kind: Literal["vit"] = field("vit", "a row of sparo.slot_encoders")
+    width: int = field(384, "of its tokens", gt=0)
+    blocks: int = field(12, "of the Transformer", gt=0, le=256)
+    heads: int = field(6, "of its attentions", gt=0)
+    hidden: int | None = field(None, "of its perceptrons; default: four times its width", gt=0, examples=[768])
+    patch: int = field(16, "pixels of a patch's side", gt=0)
+    pretrain_grid_size: int = field(
         14, "patches per side that its positions were learned for; for others they are interpolated", gt=0
     )
-    registers: int = setting(0, "register tokens (DINOv2)", ge=0)
-    class_pos_embed: bool = setting(True, "the class token has a position of its own (not in DINOv2 with registers)")
-    layer_scale: bool = setting(False, "branches are scaled (DINOv2)")
-    final_norm: bool = setting(True, "tokens behind the last norm; false: in front of it (DINOSAUR)")
-    input_scale: float = setting(
+    registers: int = field(0, "register tokens (DINOv2)", ge=0)
+    class_pos_embed: bool = field(True, "the class token has a position of its own (not in DINOv2 with registers)")
+    layer_scale: bool = field(False, "branches are scaled (DINOv2)")
+    final_norm: bool = field(True, "tokens behind the last norm; false: in front of it (DINOSAUR)")
+    input_scale: float = field(
         1.0, "images are brought to so much of their side first, bicubic (0.875: 256 pixels to 224)", gt=0, le=1
     )
 

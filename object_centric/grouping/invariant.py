@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparo_train.core.config import Frozen, between, setting
+from sparo_train.core.config import Frozen, between, field
 
 from .gru import Gru, lecun_normal_
 from .slot_config import SlotAttentionConfig
@@ -21,16 +21,16 @@ from .slot_config import SlotAttentionConfig
 class FrameConfig(Frozen):
     """Slots' positions and scales."""
 
-    scales: bool = setting(True, "TS-SA: slots have scales beside their positions; false: T-SA")
-    delta: float = setting(5.0, "a slot's own coordinates are divided by it, so that they stay small", gt=0)
-    scale_clip: Annotated[tuple[float, float], between(1e-6, 100, rising=True)] = setting(
+    scales: bool = field(True, "TS-SA: slots have scales beside their positions; false: T-SA")
+    delta: float = field(5.0, "a slot's own coordinates are divided by it, so that they stay small", gt=0)
+    scale_clip: Annotated[tuple[float, float], between(1e-6, 100, rising=True)] = field(
         (0.001, 2.0), "smallest and largest scale (the paper's text: 0.01 and 5)"
     )
-    scale_eps: float = setting(1e-8, "added to the weights of a scale's mean", ge=0)
-    scale_mean: Literal["code", "paper"] = setting(
+    scale_eps: float = field(1e-8, "added to the weights of a scale's mean", ge=0)
+    scale_mean: Literal["code", "paper"] = field(
         "code", "weights with eps added as they are, or divided by their sum again"
     )
-    hidden: int = setting(128, "hidden units of what keys and values go through", gt=0)
+    hidden: int = field(128, "hidden units of what keys and values go through", gt=0)
 
 
 class FramedGroupingOutput(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 from sparo_train.core.errors import did_you_mean
 
 from .binder_config import BinderConfig, PooledConfig
@@ -55,62 +55,62 @@ PRESETS: dict[str, dict[str, Any]] = {
 class SlotAttentionConfig(Frozen):
     """Slot attention (Locatello et al. 2020) and its kin."""
 
-    preset: str = setting("sa", "a row of knobs; those named beside it go first")
-    slots: int = setting(7, "K, of which each takes part of an image", gt=0, le=4096)
-    width: int = setting(64, "D of a slot", gt=0, le=65536)
-    qkv_width: int | None = setting(
+    preset: str = field("sa", "a row of knobs; those named beside it go first")
+    slots: int = field(7, "K, of which each takes part of an image", gt=0, le=4096)
+    width: int = field(64, "D of a slot", gt=0, le=65536)
+    qkv_width: int | None = field(
         None, "of queries, keys and values, all heads together; default: width", gt=0, examples=[64]
     )
-    heads: int = setting(1, "of the attention", gt=0)
-    iterations: int = setting(3, "rounds, or layers where each has weights of its own", gt=0, le=1000)
-    ln_eps: float = setting(1e-5, "eps of every LayerNorm", gt=0)
-    softmax_over: Literal["slots", "slots_heads", "keys"] = setting(
+    heads: int = field(1, "of the attention", gt=0)
+    iterations: int = field(3, "rounds, or layers where each has weights of its own", gt=0, le=1000)
+    ln_eps: float = field(1e-5, "eps of every LayerNorm", gt=0)
+    softmax_over: Literal["slots", "slots_heads", "keys"] = field(
         "slots", "who competes for a token; keys: nobody does, a slot chooses among tokens (a Transformer's attention)"
     )
-    renorm: Literal["entry", "sum", "layer", "none"] = setting(
+    renorm: Literal["entry", "sum", "layer", "none"] = field(
         "entry",
         "weights over tokens: (A + eps) / sum(A + eps), A / (sum(A) + eps), or A as it is; layer: as it is, and a LayerNorm on what is taken",
     )
-    renorm_eps: float = setting(1e-8, "the eps of entry and sum", ge=0)
-    qk_norm: bool = setting(False, "LayerNorms without biases on queries and keys (Dehghani et al. 2023)")
-    gru: Literal["torch", "flax", "keras", "none"] = setting(
+    renorm_eps: float = field(1e-8, "the eps of entry and sum", ge=0)
+    qk_norm: bool = field(False, "LayerNorms without biases on queries and keys (Dehghani et al. 2023)")
+    gru: Literal["torch", "flax", "keras", "none"] = field(
         "torch", "what updates a slot, by whose biases and initial weights; none: it is added"
     )
-    gru_on_normed: bool = setting(False, "the GRU's state is the normalised slot, not the slot (videosaur's code)")
-    mlp_width: int = setting(0, "hidden units of the residual MLP behind the update; 0: no MLP", ge=0)
-    activation: Literal["relu", "gelu"] = setting("relu", "in that MLP")
-    mlp_last: bool = setting(True, "the MLP runs in the last iteration too")
-    out_proj: bool = setting(False, "a linear layer behind the values, as more than one head of savi's has")
-    layers: Literal["shared", "own"] = setting("shared", "one set of weights for all iterations, or one for each")
-    slot_init: Literal["gaussian", "learned", "same", "given"] = setting(
+    gru_on_normed: bool = field(False, "the GRU's state is the normalised slot, not the slot (videosaur's code)")
+    mlp_width: int = field(0, "hidden units of the residual MLP behind the update; 0: no MLP", ge=0)
+    activation: Literal["relu", "gelu"] = field("relu", "in that MLP")
+    mlp_last: bool = field(True, "the MLP runs in the last iteration too")
+    out_proj: bool = field(False, "a linear layer behind the values, as more than one head of savi's has")
+    layers: Literal["shared", "own"] = field("shared", "one set of weights for all iterations, or one for each")
+    slot_init: Literal["gaussian", "learned", "same", "given"] = field(
         "gaussian",
         "first slots: drawn from one learned Gaussian, learned one by one, one that is learned for all; given: by a hint of a video's first frame",
     )
-    ground: bool = setting(
+    ground: bool = field(
         False,
         "the first slot is the ground's: it begins, asks and is updated with weights of its own (uORF, Yu et al. 2021)",
     )
-    gradient: Literal["all", "last"] = setting(
+    gradient: Literal["all", "last"] = field(
         "all",
         "iterations that the gradient passes through: all, or the last one (implicit differentiation, Chang et al. 2022), "
         "which leaves initial slots frozen unless straight_through is set",
     )
-    straight_through: bool = setting(
+    straight_through: bool = field(
         False,
         "with gradient=last: pass the last iteration's gradient on to the initial slots, so that they train (BO-QSA)",
     )
-    kv: Literal["auto", "plain", "folded"] = setting(
+    kv: Literal["auto", "plain", "folded"] = field(
         "auto",
         "folded: keys' and values' weights are applied to slots, not to tokens; the same function; auto: where heads=1 and not qk_norm",
     )
 
-    transport: TransportConfig | None = setting(
+    transport: TransportConfig | None = field(
         None, "slots share tokens by transport in place of a softmax (sa_sinkhorn, sa_emd, sa_me, mesh)"
     )
 
-    binder: BinderConfig | None = setting(None, "slots of all times bind at once, in blocks (preset psb)")
+    binder: BinderConfig | None = field(None, "slots of all times bind at once, in blocks (preset psb)")
 
-    pooled: PooledConfig | None = setting(
+    pooled: PooledConfig | None = field(
         None, "a Transformer over all tokens of all times, pooled to slots (preset pooled), in place of any attention"
     )
 

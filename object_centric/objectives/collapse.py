@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 
 _MIN_USED_SHARE = 0.005  # share of an image's pixels below which a slot drew nothing
 
@@ -16,16 +16,16 @@ _MIN_USED_SHARE = 0.005  # share of an image's pixels below which a slot drew no
 class SlotCollapseConfig(Frozen):
     """When the loop warns that slots do not share images among them."""
 
-    start_fraction: float = setting(
+    start_fraction: float = field(
         0.2, "share of the steps before which slots may still break up, and nothing is said", ge=0, le=1
     )
-    min_slots_used: float = setting(
+    min_slots_used: float = field(
         1.5, "slots that draw something, mean over images: below it one slot draws everything", ge=0
     )
-    min_sharpness: float = setting(
+    min_sharpness: float = field(
         0.05, "1 less the entropy of a pixel's shares: below it all slots draw everything", ge=0, le=1
     )
-    max_fixity: float = setting(
+    max_fixity: float = field(
         0.8, "how much masks' borders run at the same places in all images: above it they are a grid or cells", ge=0
     )
 

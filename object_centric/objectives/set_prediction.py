@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from evals.sets.objects import REACH, WIDTH, attribute_columns, object_rows
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 from sparo_train.core.contracts import Batch, Footprint, Loss, Objective, Progress
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.read.loader import Examples, OnStage, ignore_stage
@@ -28,14 +28,14 @@ from .slot_tower import SlotTower, SlotTowerConfig, TowerOutput, refuse_signed
 class SetModelConfig(SlotTowerConfig):
     """A tower and a perceptron that reads an object from each slot."""
 
-    head_width: int = setting(64, "hidden units of what reads an object from a slot", gt=0)
+    head_width: int = field(64, "hidden units of what reads an object from a slot", gt=0)
 
 
 class SetPredictionConfig(Frozen):
-    kind: Literal["set_prediction"] = setting("set_prediction", "a row of sparo.methods")
-    model: SetModelConfig = setting(SetModelConfig(), "encoder, grouping and head")
-    huber: float = setting(1.0, "difference up to which the loss is its square", gt=0)
-    signed: bool = setting(True, "pixels in -1..1 (Locatello et al. 2020); false: in 0..1")
+    kind: Literal["set_prediction"] = field("set_prediction", "a row of sparo.methods")
+    model: SetModelConfig = field(SetModelConfig(), "encoder, grouping and head")
+    huber: float = field(1.0, "difference up to which the loss is its square", gt=0)
+    signed: bool = field(True, "pixels in -1..1 (Locatello et al. 2020); false: in 0..1")
 
     @model_validator(mode="after")
     def _check_signed(self) -> Self:

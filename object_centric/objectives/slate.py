@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 from sparo_train.core.contracts import Batch, Footprint, Loss, Objective, Progress
 from sparo_train.core.errors import DataError
 from sparo_train.core.schedules import cosine
@@ -21,9 +21,9 @@ from .slot_examples import SlotExamples
 
 
 class SlateConfig(Frozen):
-    kind: Literal["slate"] = setting("slate", "a row of sparo.methods")
-    model: SlateModelConfig = setting(SlateModelConfig(), "dVAE, tower and decoder")
-    collapse: SlotCollapseConfig = setting(SlotCollapseConfig(), "when a collapse is warned of")
+    kind: Literal["slate"] = field("slate", "a row of sparo.methods")
+    model: SlateModelConfig = field(SlateModelConfig(), "dVAE, tower and decoder")
+    collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "when a collapse is warned of")
 
 
 class Slate(Objective):

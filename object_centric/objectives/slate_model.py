@@ -11,7 +11,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparo_train.core.config import setting
+from sparo_train.core.config import field
 from sparo_train.core.registries import SLOT_ENCODERS
 from sparo_train.core.registry import FromRegistry
 from sparo_train.models.precision import at_least_fp32
@@ -26,12 +26,12 @@ class SlateModelConfig(SlotTowerConfig):
     """A discrete VAE, a tower that groups its tokens (`encoder: {kind: tokens}`, SLATE) or features of the image (STEVE), a decoder."""
 
     embeds_tokens: ClassVar[bool] = True
-    encoder: Annotated[Any, FromRegistry(SLOT_ENCODERS, default="tokens")] = setting(
+    encoder: Annotated[Any, FromRegistry(SLOT_ENCODERS, default="tokens")] = field(
         TokensConfig(), "tokens, or from pixels to features: a row of sparo.slot_encoders"
     )
-    features: int = setting(192, "width of what slots group; a perceptron takes the encoder's to it", gt=0)
-    dvae: DvaeConfig = setting(DvaeConfig(), "from patches to tokens and back")
-    decoder: AutoregressiveConfig = setting(AutoregressiveConfig(), "from slots to tokens")
+    features: int = field(192, "width of what slots group; a perceptron takes the encoder's to it", gt=0)
+    dvae: DvaeConfig = field(DvaeConfig(), "from patches to tokens and back")
+    decoder: AutoregressiveConfig = field(AutoregressiveConfig(), "from slots to tokens")
 
     @model_validator(mode="after")
     def _check_patches(self) -> Self:
@@ -92,7 +92,7 @@ class SlateModel(nn.Module):
         reconstruction = self.dvae.decode(gumbel_softmax(logits, gumbel_noise, tau, self.config.dvae.hard))
         # Tokens are labels: no gradient goes through what was drawn.
         with torch.no_grad():
-            gumbel_noise = sample_gumbel(logits) if self.config.dvae.says == "other" else gumbel_noise
+            gumbel_noise = sample_gumbel(logits) if self.config.dvae.target_tokens == "other" else gumbel_noise
             tokens = (logits + gumbel_noise).argmax(1).flatten(1)
         token_embeddings = self._embed_tokens(tokens)
         tower_output = group(token_embeddings)

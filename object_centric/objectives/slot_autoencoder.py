@@ -9,7 +9,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 from sparo_train.core.contracts import Batch, Footprint, Loss, Objective, Progress
 from sparo_train.core.errors import DataError
 from sparo_train.objectives.method import Method
@@ -21,14 +21,14 @@ from .slot_tower import refuse_signed
 
 
 class SlotAutoencoderConfig(Frozen):
-    kind: Literal["slots"] = setting("slots", "a row of sparo.methods")
-    model: SlotModelConfig = setting(SlotModelConfig(), "encoder, grouping and decoder")
-    loss: Literal["mean", "sum"] = setting(
+    kind: Literal["slots"] = field("slots", "a row of sparo.methods")
+    model: SlotModelConfig = field(SlotModelConfig(), "encoder, grouping and decoder")
+    loss: Literal["mean", "sum"] = field(
         "mean",
         "squared error: mean over pixels and colours, or their sum, which clipping and numbers of Biza et al. go by",
     )
-    signed: bool = setting(False, "pixels in -1..1 (Locatello et al. 2020); false: in 0..1")
-    collapse: SlotCollapseConfig = setting(SlotCollapseConfig(), "when a collapse is warned of")
+    signed: bool = field(False, "pixels in -1..1 (Locatello et al. 2020); false: in 0..1")
+    collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "when a collapse is warned of")
 
     @model_validator(mode="after")
     def _check_signed(self) -> Self:

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, Self
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from sparo_train.core.config import setting
+from sparo_train.core.config import field
 from sparo_train.models.precision import at_least_fp32
 
 from ..decoders.broadcast import Broadcast, BroadcastConfig, DecoderOutput
@@ -18,8 +18,8 @@ from .slot_tower import SlotTower, SlotTowerConfig
 class SlotModelConfig(SlotTowerConfig):
     """A tower and what draws its slots."""
 
-    decoder: BroadcastConfig = setting(BroadcastConfig(), "from slots to pixels, or features")
-    target: Literal["pixels", "features"] = setting(
+    decoder: BroadcastConfig = field(BroadcastConfig(), "from slots to pixels, or features")
+    target: Literal["pixels", "features"] = field(
         "pixels",
         "what is drawn: the image, or the encoder's features, which are not trained then (Seitzer et al. 2023)",
     )

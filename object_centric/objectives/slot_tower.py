@@ -8,7 +8,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 from sparo_train.core.registries import SLOT_ENCODERS
 from sparo_train.core.registry import FromRegistry
 
@@ -35,24 +35,24 @@ class SlotTowerConfig(Frozen):
     embeds_tokens: ClassVar[bool] = False  # whether the model that has the tower makes features of encoder.kind=tokens
     accepts_hint: ClassVar[bool] = False  # whether it is of videos, which may tell slots what to begin as
 
-    image_size: int = setting(64, "pixels per side", gt=0, le=4096)
-    encoder: Annotated[Any, FromRegistry(SLOT_ENCODERS, default="conv")] = setting(
+    image_size: int = field(64, "pixels per side", gt=0, le=4096)
+    encoder: Annotated[Any, FromRegistry(SLOT_ENCODERS, default="conv")] = field(
         ConvNetConfig(), "from pixels to features: a row of sparo.slot_encoders"
     )
-    features: int = setting(64, "width of what slots group; a perceptron takes the encoder's to it", gt=0)
-    hidden: int | None = setting(
+    features: int = field(64, "width of what slots group; a perceptron takes the encoder's to it", gt=0)
+    hidden: int | None = field(
         None, "hidden units of that perceptron; default: the encoder's width", gt=0, examples=[64]
     )
-    activation: Literal["relu", "gelu"] = setting("relu", "in that perceptron")
-    position_init: Literal["torch", "lecun", "glorot"] = setting(
+    activation: Literal["relu", "gelu"] = field("relu", "in that perceptron")
+    position_init: Literal["torch", "lecun", "glorot"] = field(
         "torch",
         "initial weights of the projection of positions: lecun for two signed coordinates (SAVi, ISA), glorot with zero biases (SA-2020, STEVE), or PyTorch's",
     )
-    transformer: TransformerConfig | None = setting(
+    transformer: TransformerConfig | None = field(
         None, "over an image's features behind that perceptron (SAVi++); null: none", examples=[{"preset": "savi++"}]
     )
-    grouping: SlotAttentionConfig = setting(SlotAttentionConfig(), "from features to slots")
-    frame: FrameConfig | None = setting(None, "slots with positions and scales of their own: T-SA, TS-SA; null: SA")
+    grouping: SlotAttentionConfig = field(SlotAttentionConfig(), "from features to slots")
+    frame: FrameConfig | None = field(None, "slots with positions and scales of their own: T-SA, TS-SA; null: SA")
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:

@@ -40,9 +40,9 @@ def of_views(encoder: Encoder, task: ViewMasksTaskConfig, count: int) -> TaskPic
     """Every view of the first scene: a sheet of one is as large as one of several images."""
     if not isinstance(encoder, SceneEncoder):
         return None
-    source, num_context_views = open_views(task), task.shown or encoder.trained_views
+    source, num_context_views = open_views(task), task.num_context_views or encoder.trained_views
     _, posed, true_masks = read_sample(encoder, source, 0)
-    return TaskPictures(scene_sheet(encoder, posed, true_masks, num_context_views, window=task.window))
+    return TaskPictures(scene_sheet(encoder, posed, true_masks, num_context_views, window=task.context_frames))
 
 
 def image_panels(source: EvalSet, number: int) -> list[tuple[str, Panel]]:
@@ -57,7 +57,9 @@ def image_panels(source: EvalSet, number: int) -> list[tuple[str, Panel]]:
 
 def clip_panels(task: VideoMasksTaskConfig, number: int) -> list[tuple[str, ClipPanel]]:
     """Keys and videos of a task, evenly over its set."""
-    return [(key, ClipPanel(images, true, task.window)) for key, images, true in _spread(open_clips(task), number)]
+    return [
+        (key, ClipPanel(images, true, task.context_frames)) for key, images, true in _spread(open_clips(task), number)
+    ]
 
 
 def _spread(source: EvalSet, number: int) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparo_train.core.config import Frozen, resolve, setting
+from sparo_train.core.config import Frozen, field, resolve
 
 from ..objectives.slot_model import SlotModel, SlotModelConfig
 from ..tasks.slot_encoder import SlotEncoder
@@ -14,11 +14,11 @@ from .weight_reader import Tensors, open_weight_file
 
 
 class MeshFile(Frozen):
-    slots: int = setting(11, "K", gt=0)
-    iterations: int = setting(3, "rounds", gt=0)
-    entropy_steps: int = setting(4, "to a plan of less entropy; 0: SA-Sinkhorn", ge=0)
-    entropy_rate: float = setting(8.0, "of such a step, where the file has none that was learned", gt=0)
-    sinkhorn_steps: int = setting(5, "of Sinkhorn's algorithm", gt=0)
+    slots: int = field(11, "K", gt=0)
+    iterations: int = field(3, "rounds", gt=0)
+    entropy_steps: int = field(4, "to a plan of less entropy; 0: SA-Sinkhorn", ge=0)
+    entropy_rate: float = field(8.0, "of such a step, where the file has none that was learned", gt=0)
+    sinkhorn_steps: int = field(5, "of Sinkhorn's algorithm", gt=0)
 
 
 def from_mesh(text: str) -> SlotEncoder:

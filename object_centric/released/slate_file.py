@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparo_train.core.config import Frozen, resolve, setting
+from sparo_train.core.config import Frozen, field, resolve
 
 from ..objectives.slate_model import SlateModel, SlateModelConfig
 from ..tasks.slot_encoder import SlateEncoder
@@ -18,10 +18,10 @@ _BLOCK = {
 
 
 class SlateFile(Frozen):
-    slots: int = setting(3, "K", gt=0)
-    iterations: int = setting(3, "rounds", gt=0)
-    heads: int = setting(4, "of the decoder", gt=0)
-    slot_heads: int = setting(1, "of slot attention", gt=0)
+    slots: int = field(3, "K", gt=0)
+    iterations: int = field(3, "rounds", gt=0)
+    heads: int = field(4, "of the decoder", gt=0)
+    slot_heads: int = field(1, "of slot attention", gt=0)
 
 
 def from_slate(text: str) -> SlateEncoder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparo_train.core.config import Frozen, resolve, setting
+from sparo_train.core.config import Frozen, field, resolve
 from sparo_train.core.errors import ConfigError
 
 from ..objectives.slot_tower import SlotTower, SlotTowerConfig
@@ -20,11 +20,11 @@ NAMES = {
 
 
 class SpotFile(Frozen):
-    image_size: int = setting(224, "pixels per side", gt=0)
-    slots: int = setting(7, "K, where slots begin at random", gt=0)
-    iterations: int = setting(3, "rounds", gt=0)
-    heads: int | None = setting(None, "of the ViT; none: its width / 64", gt=0)
-    final_norm: bool = setting(False, "tokens behind the ViT's last norm")
+    image_size: int = field(224, "pixels per side", gt=0)
+    slots: int = field(7, "K, where slots begin at random", gt=0)
+    iterations: int = field(3, "rounds", gt=0)
+    heads: int | None = field(None, "of the ViT; none: its width / 64", gt=0)
+    final_norm: bool = field(False, "tokens behind the ViT's last norm")
 
 
 def from_spot(text: str) -> GroupingEncoder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparo_train.core.config import Frozen, resolve, setting
+from sparo_train.core.config import Frozen, field, resolve
 from sparo_train.core.errors import CheckpointError
 
 from ..objectives.slot_tower import SlotTower, SlotTowerConfig
@@ -22,12 +22,12 @@ _NAMES = {
 
 
 class VideosaurFile(Frozen):
-    image_size: int = setting(224, "pixels per side", gt=0)
-    slots: int = setting(7, "K, where slots begin at random", gt=0)
-    iterations: int = setting(3, "rounds; of a video's first frame, 3 in the released configs", gt=0)
-    later: int = setting(2, "rounds of a video's later frames, 2 in the released configs", gt=0)
-    frames: int = setting(4, "how long its training's clips were, for the record", gt=0)
-    heads: int | None = setting(None, "of the ViT; none: its width / 64", gt=0)
+    image_size: int = field(224, "pixels per side", gt=0)
+    slots: int = field(7, "K, where slots begin at random", gt=0)
+    iterations: int = field(3, "rounds; of a video's first frame, 3 in the released configs", gt=0)
+    later: int = field(2, "rounds of a video's later frames, 2 in the released configs", gt=0)
+    frames: int = field(4, "how long its training's clips were, for the record", gt=0)
+    heads: int | None = field(None, "of the ViT; none: its width / 64", gt=0)
 
 
 def from_videosaur(text: str) -> GroupingEncoder | TimedGroupingEncoder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparo_train.core.config import Frozen, resolve, setting
+from sparo_train.core.config import Frozen, field, resolve
 
 from ..objectives.slot_tower import SlotTower, SlotTowerConfig
 from ..tasks.slot_encoder import GroupingEncoder
@@ -18,12 +18,12 @@ _NAMES = {
 
 
 class VqvfmFile(Frozen):
-    image_size: int = setting(256, "pixels per side", gt=0)
-    shrink: float = setting(0.875, "images are brought to so much of it in front of the ViT", gt=0, le=1)
-    slots: int = setting(7, "K, where slots begin from one Gaussian", gt=0)
-    iterations: int = setting(3, "rounds", gt=0)
-    heads: int | None = setting(None, "of the ViT; none: its width / 64", gt=0)
-    final_norm: bool = setting(True, "tokens behind the ViT's last norm")
+    image_size: int = field(256, "pixels per side", gt=0)
+    shrink: float = field(0.875, "images are brought to so much of it in front of the ViT", gt=0, le=1)
+    slots: int = field(7, "K, where slots begin from one Gaussian", gt=0)
+    iterations: int = field(3, "rounds", gt=0)
+    heads: int | None = field(None, "of the ViT; none: its width / 64", gt=0)
+    final_norm: bool = field(True, "tokens behind the ViT's last norm")
 
 
 def from_vqvfm(text: str) -> GroupingEncoder:

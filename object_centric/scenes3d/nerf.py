@@ -12,7 +12,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 from sparo_train.models.precision import at_least_fp32, in_fp32
 
 from .radiance_field import Density, Field, Points, ResidualBlocks, concat_fields
@@ -23,29 +23,29 @@ from .rays import Bounds, Rays, positional_encoding
 class NerfConfig(Frozen):
     """Fields of slots, of what is fixed, and of the sky, added up along a ray."""
 
-    kind: Literal["nerf"] = setting("nerf", "a row of sparo.ray_decoders")
-    bins: int = setting(64, "points of a ray", gt=0, le=4096)
-    near: float = setting(0.5, "where rays begin to be looked at, world units", ge=0)
-    far: float = setting(20.0, "where they end", gt=0)
-    box: tuple[tuple[float, float, float], tuple[float, float, float]] | None = setting(
+    kind: Literal["nerf"] = field("nerf", "a row of sparo.ray_decoders")
+    bins: int = field(64, "points of a ray", gt=0, le=4096)
+    near: float = field(0.5, "where rays begin to be looked at, world units", ge=0)
+    far: float = field(20.0, "where they end", gt=0)
+    box: tuple[tuple[float, float, float], tuple[float, float, float]] | None = field(
         None,
         "two corners, world units: rays are looked at where they are in it (and between near and far), so that points are where things are",
         examples=[[[-6, -6, 0], [6, 6, 2]]],
     )
-    reach: float = setting(10.0, "the largest coordinate: half the period of the slowest sine of a point", gt=0)
-    fourier_bands: int = setting(
+    reach: float = field(10.0, "the largest coordinate: half the period of the slowest sine of a point", gt=0)
+    fourier_bands: int = field(
         8, "sines and cosines of each coordinate, each of half the last one's period", gt=0, le=30
     )
-    width: int | None = setting(None, "of the perceptrons; default: the slots'", gt=0, examples=[192])
-    density: Density = setting(
+    width: int | None = field(None, "of the perceptrons; default: the slots'", gt=0, examples=[192])
+    density: Density = field(
         "softplus",
         "what keeps densities from falling below zero; relu (uORF): where there is nothing, nothing is computed",
     )
-    static: bool = setting(False, "a field of its own for what is the same in all scenes, told by no slot")
-    sky: bool = setting(False, "a colour by direction alone, behind everything")
-    shadows: bool = setting(False, "fields darken each other's colours where they throw shadows")
-    background: bool = setting(False, "the first slot is the ground's: its density has a perceptron of its own (uORF)")
-    max_activations: int = setting(
+    static: bool = field(False, "a field of its own for what is the same in all scenes, told by no slot")
+    sky: bool = field(False, "a colour by direction alone, behind everything")
+    shadows: bool = field(False, "fields darken each other's colours where they throw shadows")
+    background: bool = field(False, "the first slot is the ground's: its density has a perceptron of its own (uORF)")
+    max_activations: int = field(
         1 << 27, "floats that points drawn at once may write; more rays are drawn in turns, so memory has a bound", gt=0
     )
 
@@ -161,8 +161,8 @@ class Nerf(RayDecoder):
         slot_cache, slot_images = self.precompute(slots), []
         points = self.sample_points(rays)
         for number in range(slots.shape[1]):
-            field = self.ground if self.ground is not None and number == 0 else self.objects
-            field_output = field(points, slot_cache[:, number : number + 1])
+            slot_field = self.ground if self.ground is not None and number == 0 else self.objects
+            field_output = slot_field(points, slot_cache[:, number : number + 1])
             rendering = self.composite(
                 field_output.density, field_output.density * field_output.colours[..., 0, :], None, points
             )

@@ -9,7 +9,7 @@ import torch
 from pydantic import model_validator
 from torch import nn
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 from sparo_train.core.contracts import Batch, Footprint, Loss, Objective, Progress
 from sparo_train.core.errors import DataError
 from sparo_train.data.video.window import FramesConfig
@@ -24,11 +24,11 @@ _BATCH_KEYS = ("shown", "shown_poses", "shown_lenses", "colours", "poses", "lens
 
 
 class NovelViewsConfig(Frozen):
-    kind: Literal["novel_views"] = setting("novel_views", "a row of sparo.methods")
-    model: SceneModelConfig = setting(SceneModelConfig(), "encoder of views, slots and decoder of rays")
-    views: ViewsConfig = setting(ViewsConfig(), "which cameras are shown, and which rays are drawn")
-    frames: FramesConfig = setting(FramesConfig(), "which times of an episode a sample is; count: 1 of still scenes")
-    collapse: SlotCollapseConfig = setting(SlotCollapseConfig(), "when a collapse is warned of")
+    kind: Literal["novel_views"] = field("novel_views", "a row of sparo.methods")
+    model: SceneModelConfig = field(SceneModelConfig(), "encoder of views, slots and decoder of rays")
+    views: ViewsConfig = field(ViewsConfig(), "which cameras are shown, and which rays are drawn")
+    frames: FramesConfig = field(FramesConfig(), "which times of an episode a sample is; count: 1 of still scenes")
+    collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "when a collapse is warned of")
 
     @model_validator(mode="after")
     def _as_many(self) -> Self:
@@ -64,7 +64,7 @@ class NovelViews(Objective):
         v = self.config.views
         if v.targets == "all" and v.held_out:
             metrics["mse_shown"], metrics["mse_held_out"] = (
-                part.detach().mean() for part in squared_error.split([v.shown, v.held_out], dim=2)
+                part.detach().mean() for part in squared_error.split([v.context, v.held_out], dim=2)
             )
         slots = self.config.model.grouping.slots
         # Of each scene one view of one time; its rays are no picture, so where borders run is not asked.
@@ -100,8 +100,10 @@ class NovelViews(Objective):
         with torch.device("meta"):  # sizes alone
             each = m.decoder.build(m.grouping.width).numbers(slots)
         # A decoder that takes turns keeps one of them.
-        written = times * v.shown * m.encoder.cost(m.image_size) + min(rays * each, m.decoder.max_activations // batch)
-        tokens = times * v.shown * m.encoder.side(m.image_size) ** 2
+        written = times * v.context * m.encoder.cost(m.image_size) + min(
+            rays * each, m.decoder.max_activations // batch
+        )
+        tokens = times * v.context * m.encoder.side(m.image_size) ** 2
         return Footprint({"views": tokens, "rays": rays}, [], times * slots * m.grouping.width, 0, written)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparo_train.core.config import between, setting
+from sparo_train.core.config import between, field
 
 from .ray_decoder import RayDecoder, RenderedRays
 from .rays import RayEmbeddingConfig, Rays
@@ -17,12 +17,12 @@ from .rays import RayEmbeddingConfig, Rays
 class RayBroadcastConfig(RayEmbeddingConfig):
     """A perceptron of a ray and a slot."""
 
-    kind: Literal["broadcast"] = setting("broadcast", "a row of sparo.ray_decoders")
-    hidden: Annotated[tuple[int, ...], between(1, 1 << 16)] = setting(
+    kind: Literal["broadcast"] = field("broadcast", "a row of sparo.ray_decoders")
+    hidden: Annotated[tuple[int, ...], between(1, 1 << 16)] = field(
         (1536, 1536, 1536), "hidden units of each layer (OSRT's)", min_length=1
     )
-    bounded: bool = setting(False, "colours go through a sigmoid")
-    max_activations: int = setting(
+    bounded: bool = field(False, "colours go through a sigmoid")
+    max_activations: int = field(
         1 << 27, "floats that rays drawn at once may write; more are drawn in turns, so memory has a bound", gt=0
     )
 

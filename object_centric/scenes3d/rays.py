@@ -9,7 +9,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 
 
 class Rays(NamedTuple):
@@ -111,17 +111,17 @@ class RayPointsConfig(Frozen):
     """Places along a ray, by which networks are told of it: at distances (Liu et al. 2022, PETR), or at heights (a light slab, Levoy and
     Hanrahan 1996), where what stands on the ground is at one place for all cameras."""
 
-    by: Literal["distance", "height"] = setting(
+    by: Literal["distance", "height"] = field(
         "distance",
         "near and far are distances from the camera, or heights above z = 0 (of cameras that look down; a place is x and y)",
     )
-    near: float = setting(0.5, "the first place, world units")
-    far: float = setting(20.0, "the last")
-    count: int = setting(8, "places, evenly spaced", gt=1, le=1024)
-    reach: float = setting(
+    near: float = field(0.5, "the first place, world units")
+    far: float = field(20.0, "the last")
+    count: int = field(8, "places, evenly spaced", gt=1, le=1024)
+    reach: float = field(
         10.0, "the largest coordinate: half the period of the slowest sine; places are held in it", gt=0
     )
-    fourier_bands: int = setting(
+    fourier_bands: int = field(
         6, "sines and cosines of each coordinate beside itself, each of half the last one's period", ge=0, le=30
     )
 
@@ -154,9 +154,9 @@ class RayPointsConfig(Frozen):
 class RayEmbeddingConfig(Frozen):
     """What decoders of whole rays are told of one."""
 
-    fourier_bands: int = setting(15, "sines of a ray's origin and direction", gt=0, le=30)
-    fourier_start: int = setting(0, "of origins, whose range is the scene's", ge=-20, le=20)
-    points: RayPointsConfig | None = setting(
+    fourier_bands: int = field(15, "sines of a ray's origin and direction", gt=0, le=30)
+    fourier_start: int = field(0, "of origins, whose range is the scene's", ge=-20, le=20)
+    points: RayPointsConfig | None = field(
         None,
         "places along a ray, told in place of its origin and direction; null: none",
         examples=[{"near": 4.0, "far": 16.0}],

@@ -9,7 +9,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from sparo_train.core.config import setting
+from sparo_train.core.config import field
 from sparo_train.core.registries import RAY_DECODERS
 from sparo_train.core.registry import FromRegistry
 
@@ -22,7 +22,7 @@ from .slot_mixer import SlotMixerConfig
 class SceneModelConfig(SceneTowerConfig):
     """A tower and what draws rays from its slots."""
 
-    decoder: Annotated[Any, FromRegistry(RAY_DECODERS, default="slot_mixer")] = setting(
+    decoder: Annotated[Any, FromRegistry(RAY_DECODERS, default="slot_mixer")] = field(
         SlotMixerConfig(), "from slots and rays to colours: a row of sparo.ray_decoders"
     )
 

@@ -9,7 +9,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 
 from ..encoders.transformer import TransformerConfig
 from ..grouping.parallel_binder import ParallelBinder
@@ -22,14 +22,14 @@ from .view_encoder import ViewEncoderConfig
 class SceneTowerConfig(Frozen):
     """Slots of each time on their own (uORF, OSRT), from time to time (SAVi), or of all times at once (`grouping.preset: psb`)."""
 
-    image_size: int = setting(64, "pixels per side of a view", gt=0, le=4096)
-    encoder: ViewEncoderConfig = setting(ViewEncoderConfig(), "from posed views to features")
-    grouping: SlotAttentionConfig = setting(SlotAttentionConfig(), "from features to slots")
-    over_time: bool = setting(
+    image_size: int = field(64, "pixels per side of a view", gt=0, le=4096)
+    encoder: ViewEncoderConfig = field(ViewEncoderConfig(), "from posed views to features")
+    grouping: SlotAttentionConfig = field(SlotAttentionConfig(), "from features to slots")
+    over_time: bool = field(
         True,
         "slots go from time to time; false: they begin anew at each (uORF, OSRT). A binder's are of all times anyway",
     )
-    predictor: TransformerConfig | None = setting(
+    predictor: TransformerConfig | None = field(
         None,
         "what the next time's slots begin as, of those that go from time to time: a Transformer over slots; null: as they are",
         examples=[{"preset": "savi"}],

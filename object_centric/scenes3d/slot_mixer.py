@@ -13,7 +13,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparo_train.core.config import setting
+from sparo_train.core.config import field
 from sparo_train.core.errors import did_you_mean
 from sparo_train.models.precision import at_least_fp32
 
@@ -31,26 +31,24 @@ PRESETS: dict[str, dict[str, Any]] = {
 class SlotMixerConfig(RayEmbeddingConfig):
     """An allocation Transformer from rays to slots, a softmax over slots, and a perceptron that draws their mean."""
 
-    kind: Literal["slot_mixer"] = setting("slot_mixer", "a row of sparo.ray_decoders")
-    preset: str = setting("psb", "a row of knobs; those named beside it go first", examples=["osrt"])
-    query: Literal["linear", "octaves"] = setting(
+    kind: Literal["slot_mixer"] = field("slot_mixer", "a row of sparo.ray_decoders")
+    preset: str = field("psb", "a row of knobs; those named beside it go first", examples=["osrt"])
+    query: Literal["linear", "octaves"] = field(
         "linear", "a ray's state: its sines through a linear layer to the slots' width, or as they are (OSRT)"
     )
-    query_hidden: int | None = setting(
+    query_hidden: int | None = field(
         None, "hidden units of a perceptron that rays go through first; null: none", gt=0, examples=[360]
     )
-    blocks: int = setting(3, "of the allocation Transformer", gt=0, le=100)
-    heads: int = setting(4, "of its attention", gt=0)
-    mlp_ratio: int = setting(4, "hidden units of its perceptrons, times the slots' width", gt=0)
-    layers: Literal["residual", "plain"] = setting(
+    blocks: int = field(3, "of the allocation Transformer", gt=0, le=100)
+    heads: int = field(4, "of its attention", gt=0)
+    mlp_ratio: int = field(4, "hidden units of its perceptrons, times the slots' width", gt=0)
+    layers: Literal["residual", "plain"] = field(
         "residual", "rendering MLP: residual blocks with norms, or plain linear layers"
     )
-    activation: Literal["relu", "leaky_relu"] = setting(
-        "relu", "activation of plain layers (stelzner/osrt: leaky_relu)"
-    )
-    depth: int = setting(4, "blocks, or layers before the last", gt=0, le=100)
-    bounded: bool = setting(True, "apply a sigmoid to colours")
-    max_activations: int = setting(
+    activation: Literal["relu", "leaky_relu"] = field("relu", "activation of plain layers (stelzner/osrt: leaky_relu)")
+    depth: int = field(4, "blocks, or layers before the last", gt=0, le=100)
+    bounded: bool = field(True, "apply a sigmoid to colours")
+    max_activations: int = field(
         1 << 27, "floats that rays drawn at once may write; more are drawn in turns, so memory has a bound", gt=0
     )
 

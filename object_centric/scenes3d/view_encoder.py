@@ -13,7 +13,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 from sparo_train.core.errors import did_you_mean
 from sparo_train.models.precision import in_fp32
 
@@ -35,31 +35,31 @@ PRESETS: dict[str, dict[str, Any]] = {
 class ViewEncoderConfig(Frozen):
     """Rows of knobs that published models of scenes have."""
 
-    preset: str = setting("slsr", "a row of knobs; those named beside it go first", examples=["osrt"])
-    layers: Literal["residual", "plain"] = setting(
+    preset: str = field("slsr", "a row of knobs; those named beside it go first", examples=["osrt"])
+    layers: Literal["residual", "plain"] = field(
         "residual",
         "of a halving. residual: two blocks with norms, then a convolution of stride 2 (PSB); plain: two convolutions of 3 pixels (SRT)",
     )
-    channels: int = setting(192, "of the convolutions; of plain ones the first, which double at each halving", gt=0)
-    num_downsample: int = setting(1, "how often the picture's side is halved", ge=0, le=8)
-    width: int = setting(192, "of the features", gt=0)
-    fourier_bands: int = setting(
+    channels: int = field(192, "of the convolutions; of plain ones the first, which double at each halving", gt=0)
+    num_downsample: int = field(1, "how often the picture's side is halved", ge=0, le=8)
+    width: int = field(192, "of the features", gt=0)
+    fourier_bands: int = field(
         0, "sines of rays' origins and directions in place of them as they are; 0: none", ge=0, le=30
     )
-    fourier_start: int = setting(0, "of origins, whose range is the scene's", ge=-20, le=20)
-    pos_embed_size: int | None = setting(
+    fourier_start: int = field(0, "of origins, whose range is the scene's", ge=-20, le=20)
+    pos_embed_size: int | None = field(
         None,
         "features a side of the largest view: each place has a learned embedding, the first view another, and so have the others (SRT); null: none",
         gt=0,
         le=4096,
         examples=[16],
     )
-    points: RayPointsConfig | None = setting(
+    points: RayPointsConfig | None = field(
         None,
         "places along the ray through a feature's middle, told to it by a perceptron; convolutions see colours alone (PETR); null: none",
         examples=[{"near": 4.0, "far": 16.0}],
     )
-    transformer: TransformerConfig | None = setting(
+    transformer: TransformerConfig | None = field(
         None, "over the features of all views of a time; null: none", examples=[{"preset": "slsr"}]
     )
 

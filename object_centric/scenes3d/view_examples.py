@@ -11,7 +11,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 from sparo_train.core.disk.metric_loggers import Sample
 from sparo_train.core.errors import BadSampleError
 from sparo_train.data.read.loader import Examples, OnStage, as_samples, ignore_stage
@@ -27,14 +27,14 @@ from .rays import Bounds, common_point
 class ViewsConfig(Frozen):
     """Of a scene's cameras some are shown; what they and the others see is drawn."""
 
-    shown: int = setting(3, "views that slots are made of", gt=0, le=10_000)
-    held_out: int = setting(
+    context: int = field(3, "views that slots are made of", gt=0, le=10_000)
+    held_out: int = field(
         1, "views that are drawn and not shown; a scene with more cameras has some drawn", ge=0, le=10_000
     )
-    targets: Literal["all", "held_out"] = setting(
+    targets: Literal["all", "held_out"] = field(
         "all", "which of them are drawn: shown ones, too (PSB), or those held out alone (OSRT)"
     )
-    rays: int = setting(128, "that are drawn of each view and time", gt=0)
+    rays: int = field(128, "that are drawn of each view and time", gt=0)
 
     @model_validator(mode="after")
     def _some(self) -> Self:
@@ -45,7 +45,7 @@ class ViewsConfig(Frozen):
     @property
     def count(self) -> int:
         """Views of a sample."""
-        return self.shown + self.held_out
+        return self.context + self.held_out
 
     @property
     def num_target_views(self) -> int:
@@ -83,7 +83,7 @@ class ViewExamples(Examples):
         v, size = self.views, self.image_size
         scene = MultiViewScene(fields, source.config.image_keys, self.config.pixel_range)
         if len(scene.views) < v.count:
-            raise BadSampleError(f"fewer views than objective.views takes ({v.shown} shown, {v.held_out} held out)")
+            raise BadSampleError(f"fewer views than objective.views takes ({v.context} shown, {v.held_out} held out)")
         check_scene_bounds(scene.bounds, self.bounds)
         times = self.frames.window(scene.frames, rng)
         camera_ids = rng.permutation(len(scene.views))[: v.count]  # the first of them are shown
@@ -107,9 +107,9 @@ class ViewExamples(Examples):
         at = at.reshape(*shape, v.rays)
         colours = np.take_along_axis(pixels[:, target_slice].reshape(*shape, most, 3), at[..., None], axis=2)
         example = {
-            "shown": pixels[:, : v.shown].transpose(0, 1, 4, 2, 3),
-            "shown_poses": poses[:, : v.shown],
-            "shown_lenses": lenses[:, : v.shown],
+            "shown": pixels[:, : v.context].transpose(0, 1, 4, 2, 3),
+            "shown_poses": poses[:, : v.context],
+            "shown_lenses": lenses[:, : v.context],
             "colours": colours,
             "poses": poses[:, target_slice],
             "lenses": lenses[:, target_slice],

@@ -17,7 +17,7 @@ from evals.suite.scoring import Scoring, attach_data_info
 from evals.suite.task import Task
 from evals.tasks.objects import segmentation
 from evals.tasks.result import Result
-from sparo_train.core.config import setting
+from sparo_train.core.config import field
 from sparo_train.core.errors import DataError
 from sparo_train.data.examples.image_transforms import eval_pixels
 
@@ -25,10 +25,10 @@ from sparo_train.data.examples.image_transforms import eval_pixels
 class MasksTaskConfig(SetTaskConfig):
     """Images with `.mask.png`: an object's number per pixel."""
 
-    task: Literal["masks"] = setting("masks", "a row of sparo.tasks")
-    background: int | None = setting(0, "the label that is no object; null: all of them are")
-    ignore: int | None = setting(255, "the label of pixels that no score counts; null: there are none")
-    headline: Literal["ari", "fg_ari", "fg_ari_savi", "fg_ari_videosaur", "miou", "mbo_i", "mbo_c"] = setting(
+    task: Literal["masks"] = field("masks", "a row of sparo.tasks")
+    background: int | None = field(0, "the label that is no object; null: all of them are")
+    ignore: int | None = field(255, "the label of pixels that no score counts; null: there are none")
+    headline: Literal["ari", "fg_ari", "fg_ari_savi", "fg_ari_videosaur", "miou", "mbo_i", "mbo_c"] = field(
         "fg_ari", "the score that tables show"
     )
 

@@ -15,15 +15,15 @@ from evals.suite.scoring import Scoring, attach_data_info
 from evals.suite.task import Task
 from evals.tasks.objects import average_precision
 from evals.tasks.result import Result
-from sparo_train.core.config import setting
+from sparo_train.core.config import field
 from sparo_train.core.errors import DataError
 
 
 class ObjectsTaskConfig(SetTaskConfig):
     """Images whose `.json` has `objects` with position, size, material, shape and color."""
 
-    task: Literal["objects"] = setting("objects", "a row of sparo.tasks")
-    match: average_precision.Match = setting(
+    task: Literal["objects"] = field("objects", "a row of sparo.tasks")
+    match: average_precision.Match = field(
         "nearest", "an object that is taken stays in the way (Locatello et al. 2020), or not: dspn (Zhang et al. 2022)"
     )
 

@@ -20,7 +20,7 @@ from evals.suite.scoring import Scoring, attach_data_info
 from evals.suite.task import Task
 from evals.tasks.objects import slot_probe
 from evals.tasks.result import Result
-from sparo_train.core.config import setting
+from sparo_train.core.config import field
 from sparo_train.core.errors import DataError
 
 from .scene_encoder import EveryView
@@ -32,34 +32,30 @@ _MIN_EPISODES = 4  # episodes: two to fit probes on, two to score them
 class ObjectProbeConfig(TaskConfig):
     """What both probes have."""
 
-    root: str = setting(..., "where the set is", examples=["data/movi_a/clips"])
-    split: str = setting(
-        "test", "the part that is used: probes are fitted on every second clip and scored on the others"
-    )
-    frames: int | None = setting(
-        None, "so many of every episode, from its first; null: all of them", gt=0, examples=[6]
-    )
-    window: int | None = setting(
+    root: str = field(..., "where the set is", examples=["data/movi_a/clips"])
+    split: str = field("test", "the part that is used: probes are fitted on every second clip and scored on the others")
+    frames: int | None = field(None, "so many of every episode, from its first; null: all of them", gt=0, examples=[6])
+    context_frames: int | None = field(
         None, "slots of a frame see so many of the last ones, as in task video_masks", gt=0, examples=[6]
     )
-    restarts: int = setting(10, "random beginnings of the assignment, of which the best is taken", gt=0, le=1000)
-    ridge: float = setting(1e-3, "of every probe, as a share of slots' mean square", ge=0)
-    floor: bool = setting(True, "score an untrained model as well (floor_…)")
-    limit: int | None = setting(None, "so many episodes, evenly spaced", gt=0, examples=[500])
-    workers: int = setting(2, "processes that decode frames", ge=0, le=256)
+    restarts: int = field(10, "random beginnings of the assignment, of which the best is taken", gt=0, le=1000)
+    ridge: float = field(1e-3, "of every probe, as a share of slots' mean square", ge=0)
+    floor: bool = field(True, "score an untrained model as well (floor_…)")
+    limit: int | None = field(None, "so many episodes, evenly spaced", gt=0, examples=[500])
+    workers: int = field(2, "processes that decode frames", ge=0, le=256)
 
 
 class SlotProbeTaskConfig(ObjectProbeConfig):
     """Episodes whose json tells their objects' positions (`sparo data movi-like`, MOVi's)."""
 
-    task: Literal["slot_probe"] = setting("slot_probe", "a row of sparo.tasks")
+    task: Literal["slot_probe"] = field("slot_probe", "a row of sparo.tasks")
 
 
 class SceneProbeTaskConfig(ObjectProbeConfig):
     """Scenes whose json tells their objects' positions (`sparo data scenes3d`)."""
 
-    task: Literal["scene_probe"] = setting("scene_probe", "a row of sparo.tasks")
-    shown: int | None = setting(
+    task: Literal["scene_probe"] = field("scene_probe", "a row of sparo.tasks")
+    num_context_views: int | None = field(
         None, "cameras that slots are made of, the first ones; null: as many as in training", gt=0, examples=[3]
     )
 
@@ -80,18 +76,18 @@ def _clip_probe_input(encoder: Any, task: SlotProbeTaskConfig) -> ProbeInput:
     transform = EveryFrame(encoder.transform, encoder.conditional)
     # Slots that were told where objects are say so: their positions are no finding.
     options = {"trained_frames": encoder.trained_frames, "conditional": encoder.conditional}
-    return ProbeInput(source, transform, "clips", lambda video: encoder.clip_slots(video, task.window), options)
+    return ProbeInput(source, transform, "clips", lambda video: encoder.clip_slots(video, task.context_frames), options)
 
 
 def _scene_probe_input(encoder: Any, task: SceneProbeTaskConfig) -> ProbeInput:
-    num_context_views = task.shown or encoder.trained_views
+    num_context_views = task.num_context_views or encoder.trained_views
     source = ObjectViewSet(task.root, task.frames, num_context_views, task.split)
     name = f"scenes, {num_context_views} shown"
     return ProbeInput(
         source,
         EveryView(encoder.transform),
         name,
-        lambda posed: encoder.scene_slots(posed, task.window),
+        lambda posed: encoder.scene_slots(posed, task.context_frames),
         {"shown": num_context_views, "trained_shown": encoder.trained_views, "trained_frames": encoder.trained_frames},
     )
 
@@ -122,7 +118,7 @@ def _score_encoder(scoring: Scoring, encoder: Encoder, task: ObjectProbeConfig, 
         return probe_input.slots(batch).float().flatten(1).cpu()
 
     # As it comes out: a binder that is not told sees as many times as in training, which its weights do not say.
-    window = task.window or probe_input.options["trained_frames"]
+    window = task.context_frames or probe_input.options["trained_frames"]
     view = View(f"slots of {probe_input.name}, window {window}", encode)
     (features,) = scoring.features([source], task.workers, probe_input.transform, view)
 
@@ -150,7 +146,7 @@ def _score_encoder(scoring: Scoring, encoder: Encoder, task: ObjectProbeConfig, 
 
     options = {
         "frames": features.facts[0]["frames"],
-        "window": task.window,
+        "window": task.context_frames,
         "slots": encoder.slots,
         **probe_input.options,
     }
@@ -181,14 +177,14 @@ SLOT_PROBE = Task(
     lambda task: _check(ObjectClipSet(task.root, task.frames, task.split), task),
     needs=("clips",),
     facts="objects of clips",
-    incompatibility=lambda task, encoder: window_incompatibility(task.window, encoder),
+    incompatibility=lambda task, encoder: window_incompatibility(task.context_frames, encoder),
 )
 
 SCENE_PROBE = Task(
     SceneProbeTaskConfig,
     lambda scoring, task: run_probe(scoring, task, _scene_probe_input),
-    lambda task: _check(ObjectViewSet(task.root, task.frames, task.shown, task.split), task),
+    lambda task: _check(ObjectViewSet(task.root, task.frames, task.num_context_views, task.split), task),
     needs=("views",),
     facts="objects of scenes",
-    incompatibility=lambda task, encoder: window_incompatibility(task.window, encoder),
+    incompatibility=lambda task, encoder: window_incompatibility(task.context_frames, encoder),
 )

@@ -14,7 +14,7 @@ from evals.suite.scoring import Scoring, attach_data_info
 from evals.suite.task import Task
 from evals.tasks.objects import reconstruction
 from evals.tasks.result import Result
-from sparo_train.core.config import setting
+from sparo_train.core.config import field
 
 from .mask_task import conditional_incompatibility
 
@@ -22,7 +22,7 @@ from .mask_task import conditional_incompatibility
 class ReconstructionTaskConfig(SetTaskConfig):
     """Images with `.mask.png`, whose masks are not looked at; so that one set serves both tasks."""
 
-    task: Literal["reconstruction"] = setting("reconstruction", "a row of sparo.tasks")
+    task: Literal["reconstruction"] = field("reconstruction", "a row of sparo.tasks")
 
 
 def run_reconstruction(scoring: Scoring, task: ReconstructionTaskConfig) -> Result:

@@ -110,7 +110,9 @@ class SceneEncoder(Encoder, ViewsEncoder):
     def slots_of(self, posed: Tensor, window: int | None = None) -> Tensor:
         """Shown views (T, V, 9, S, S) of one scene to slots (T, K, D); of a binder each time's from its last `window` times."""
         if window is not None and not self.windowed:
-            raise ConfigError(f"window={window}: is of a binder; other slots have seen what came before, or nothing")
+            raise ConfigError(
+                f"context_frames={window}: is of a binder; other slots have seen what came before, or nothing"
+            )
         noise = self.noise.to(self.device)[None]
         with self.autocast():
             # Time by time: what fits into memory must not depend on how long an episode is.
@@ -208,7 +210,7 @@ def _mse(first: Tensor, second: Tensor) -> Tensor:
 def scene_encoder(objective: NovelViews) -> SceneEncoder:
     """The model that is trained."""
     c = objective.config
-    return SceneEncoder(objective.model, c.frames.count, c.views.shown)
+    return SceneEncoder(objective.model, c.frames.count, c.views.context)
 
 
 def row_parts(

@@ -74,7 +74,7 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
         """
         if not self.windowed and window is not None:
             raise ConfigError(
-                f"window={window}: is of a binder; slots that go from frame to frame have seen all of the earlier ones"
+                f"context_frames={window}: is of a binder; slots that go from frame to frame have seen all of the earlier ones"
             )
         if self.conditional and video.shape[2] != 4:
             raise ConfigError(

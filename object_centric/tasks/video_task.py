@@ -20,7 +20,7 @@ from evals.suite.scoring import Scoring, attach_data_info
 from evals.suite.task import Task
 from evals.tasks.objects import clip_segmentation
 from evals.tasks.result import Result
-from sparo_train.core.config import setting
+from sparo_train.core.config import field
 from sparo_train.core.errors import DataError
 
 from .mask_task import transform_label_image, transform_mask
@@ -31,27 +31,27 @@ _FRAME_METRICS = ("psnr", "mse")  # they need no object
 class VideoMasksTaskConfig(TaskConfig):
     """Episodes in the layout of evaluation sets (`sparo data movi-like`, `sparo data convert --videos`)."""
 
-    task: Literal["video_masks"] = setting("video_masks", "a row of sparo.tasks")
-    root: str = setting(..., "where the set is", examples=["data/movi_a/clips"])
-    split: str = setting("test", "the part that is scored")
-    frames: int | None = setting(
+    task: Literal["video_masks"] = field("video_masks", "a row of sparo.tasks")
+    root: str = field(..., "where the set is", examples=["data/movi_a/clips"])
+    split: str = field("test", "the part that is scored")
+    frames: int | None = field(
         None,
         "so many of every episode, from its first; null: all of them, of which all have to have as many",
         gt=0,
         examples=[6],
     )
-    window: int | None = setting(
+    context_frames: int | None = field(
         None,
         "slots of a frame see so many of the last frames; null: a binder those of its training's clips, recurrent slots all",
         gt=0,
         examples=[6],
     )
-    first_frame: bool = setting(True, "count the first frame, too")
-    drawn: bool = setting(
+    first_frame: bool = field(True, "count the first frame, too")
+    generate_frames: bool = field(
         False, "of models that say tokens (STEVE): frames are generated from slots, for mse and psnr; it takes long"
     )
-    background: int | None = setting(0, "the label that is no object; null: all of them are")
-    ignore: int | None = setting(None, "the label of pixels that no score counts; null: there are none", examples=[255])
+    background: int | None = field(0, "the label that is no object; null: all of them are")
+    ignore: int | None = field(None, "the label of pixels that no score counts; null: there are none", examples=[255])
     headline: Literal[
         "video_fg_ari",
         "video_fg_ari_savi",
@@ -62,9 +62,9 @@ class VideoMasksTaskConfig(TaskConfig):
         "video_miou",
         "psnr",
         "mse",
-    ] = setting("video_fg_ari", "the score that tables show")
-    limit: int | None = setting(None, "so many episodes, evenly spaced", gt=0, examples=[100])
-    workers: int = setting(2, "processes that decode frames", ge=0, le=256)
+    ] = field("video_fg_ari", "the score that tables show")
+    limit: int | None = field(None, "so many episodes, evenly spaced", gt=0, examples=[100])
+    workers: int = field(2, "processes that decode frames", ge=0, le=256)
 
     @model_validator(mode="after")
     def _some_frames(self) -> Self:
@@ -78,11 +78,11 @@ class EveryFrame:
     """Images of a clip to (T, S, S, 3), each as `of` does it; `told`: the last of them is labels, which become a fourth plane of all frames."""
 
     of: Pixels
-    told: bool = False
+    with_labels: bool = False
 
     def __call__(self, images: Any) -> np.ndarray:
-        frames = np.stack([self.of(image) for image in (images[:-1] if self.told else images)])
-        if not self.told:
+        frames = np.stack([self.of(image) for image in (images[:-1] if self.with_labels else images)])
+        if not self.with_labels:
             return frames
         plane = np.broadcast_to(transform_label_image(self.of, images[-1]).astype(np.uint8), frames.shape[:-1])
         return np.concatenate([frames, plane[..., None]], axis=-1)
@@ -92,7 +92,7 @@ def window_incompatibility(window: int | None, encoder: ClipsEncoder | ViewsEnco
     """Why a task's window is none for this encoder; None: it can have one, or the task has none."""
     if window is None or encoder.windowed:
         return None
-    return f"window={window}: is of slots that see a clip at once; these have seen all that came before, or one frame alone; set null"
+    return f"context_frames={window}: is of slots that see a clip at once; these have seen all that came before, or one frame alone; set null"
 
 
 def open_clips(task: VideoMasksTaskConfig, num_hint_slots: int = 0) -> EvalSet:
@@ -107,14 +107,14 @@ def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
     assert isinstance(encoder, Encoder) and isinstance(encoder, ClipsEncoder)  # what offers `clips`
     assert isinstance(encoder.transform, Pixels)  # what a ClipsEncoder has
     source = open_clips(task, encoder.slots if encoder.conditional else 0)
-    size, window = encoder.image_size, task.window
+    size, window = encoder.image_size, task.context_frames
 
     def encode(video: Tensor) -> Tensor:
-        return encoder.clips(video, window, generated=task.drawn)
+        return encoder.clips(video, window, generated=task.generate_frames)
 
     # As it comes out: a binder that is not told sees as many times as in training, which its weights do not say.
     context_frames = window or encoder.trained_frames
-    view_name = f"clips: {encoder.masks_are}, window {context_frames}" + (", drawn" if task.drawn else "")
+    view_name = f"clips: {encoder.masks_are}, window {context_frames}" + (", drawn" if task.generate_frames else "")
     view = View(view_name, encode, measured=True)
     (features,) = scoring.features([source], task.workers, EveryFrame(encoder.transform, encoder.conditional), view)
 
@@ -129,7 +129,7 @@ def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
             )
 
         clips = (clip(row, np.asarray(fact)) for row, fact in zip(rows, features.facts, strict=True))
-        pixels = task.drawn or "psnr" in encoder.frame_scores
+        pixels = task.generate_frames or "psnr" in encoder.frame_scores
         result = clip_segmentation.score(clips, task.background, task.ignore, task.first_frame, pixels)
         if task.headline not in result.metrics or not (result.n or task.headline in _FRAME_METRICS):
             raise DataError(
@@ -152,14 +152,14 @@ def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
 
 
 def _incompatibility(task: VideoMasksTaskConfig, encoder: ClipsEncoder) -> str | None:
-    if task.drawn and not encoder.generates:
-        return "drawn=true: is of models that say their frames token by token; leave it away"
-    if task.headline in _FRAME_METRICS and encoder.generates and not task.drawn:
-        return f"headline={task.headline}: this model draws no frames unless it is asked to; set drawn: true, or video_fg_ari"
-    if task.headline in _FRAME_METRICS and task.headline not in encoder.frame_scores and not task.drawn:
+    if task.generate_frames and not encoder.generates:
+        return "generate_frames=true: is of models that say their frames token by token; leave it away"
+    if task.headline in _FRAME_METRICS and encoder.generates and not task.generate_frames:
+        return f"headline={task.headline}: this model draws no frames unless it is asked to; set generate_frames: true, or video_fg_ari"
+    if task.headline in _FRAME_METRICS and task.headline not in encoder.frame_scores and not task.generate_frames:
         other = encoder.frame_scores[0] if encoder.frame_scores else "video_fg_ari"
         return f"headline={task.headline}: this model draws no {'frames' if other != 'mse' else 'pixels'} to compare with; set {other}"
-    return window_incompatibility(task.window, encoder)
+    return window_incompatibility(task.context_frames, encoder)
 
 
 VIDEO_MASKS = Task(

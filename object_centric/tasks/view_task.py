@@ -19,7 +19,7 @@ from evals.suite.scoring import Scoring, attach_data_info
 from evals.suite.task import Task
 from evals.tasks.objects import view_scores
 from evals.tasks.result import Result
-from sparo_train.core.config import setting
+from sparo_train.core.config import field
 from sparo_train.core.errors import DataError
 
 from .mask_task import transform_mask
@@ -30,32 +30,32 @@ from .video_task import window_incompatibility
 class ViewMasksTaskConfig(TaskConfig):
     """Scenes in the layout of evaluation sets (`sparo data scenes3d`)."""
 
-    task: Literal["view_masks"] = setting("view_masks", "a row of sparo.tasks")
-    root: str = setting(..., "where the set is", examples=["data/scenes3d_simple/scenes"])
-    split: str = setting("test", "the part that is scored")
-    frames: int | None = setting(
+    task: Literal["view_masks"] = field("view_masks", "a row of sparo.tasks")
+    root: str = field(..., "where the set is", examples=["data/scenes3d_simple/scenes"])
+    split: str = field("test", "the part that is scored")
+    frames: int | None = field(
         None,
         "so many times of every episode, from its first; null: all of them, of which all have to have as many",
         gt=0,
         examples=[6],
     )
-    views: int | None = setting(None, "so many cameras, from the first; null: all of them", gt=1, examples=[5])
-    shown: int | None = setting(
+    views: int | None = field(None, "so many cameras, from the first; null: all of them", gt=1, examples=[5])
+    num_context_views: int | None = field(
         None, "of which so many are shown, the first ones; null: as many as in training", gt=0, examples=[3]
     )
-    window: int | None = setting(
+    context_frames: int | None = field(
         None,
         "slots of a time see so many of the last ones; null: a binder those of its training's clips",
         gt=0,
         examples=[6],
     )
-    background: int | None = setting(0, "the label that is no object; null: all of them are")
-    far: float = setting(50.0, "depth is compared where it is less than this, world units: the sky has none", gt=0)
+    background: int | None = field(0, "the label that is no object; null: all of them are")
+    far: float = field(50.0, "depth is compared where it is less than this, world units: the sky has none", gt=0)
     headline: Literal[
         "psnr_held_out", "psnr_shown", "ssim_held_out", "image_fg_ari", "video_fg_ari", "camera_fg_ari", "scene_fg_ari", "ari", "depth_error"
-    ] = setting("psnr_held_out", "the score that tables show")  # fmt: skip
-    limit: int | None = setting(None, "so many episodes, evenly spaced", gt=0, examples=[100])
-    workers: int = setting(2, "processes that decode views", ge=0, le=256)
+    ] = field("psnr_held_out", "the score that tables show")  # fmt: skip
+    limit: int | None = field(None, "so many episodes, evenly spaced", gt=0, examples=[100])
+    workers: int = field(2, "processes that decode views", ge=0, le=256)
 
 
 def open_views(task: ViewMasksTaskConfig) -> EvalSet:
@@ -73,12 +73,12 @@ def run_view_masks(scoring: Scoring, task: ViewMasksTaskConfig) -> Result:
     encoder = scoring.encoder
     assert isinstance(encoder, Encoder) and isinstance(encoder, ViewsEncoder)  # what offers `views`
     assert isinstance(encoder.transform, Pixels)
-    source, size, window = open_views(task), encoder.image_size, task.window
-    num_context_views = task.shown or encoder.trained_views
+    source, size, window = open_views(task), encoder.image_size, task.context_frames
+    num_context_views = task.num_context_views or encoder.trained_views
     views = (source.whole if isinstance(source, Limited) else source).views  # type: ignore[attr-defined]
     if num_context_views >= views:
         raise DataError(
-            f"{source.root}: {views} views are scored, and {num_context_views} are shown, which leaves none to hold out; set shown to less"
+            f"{source.root}: {views} views are scored, and {num_context_views} are shown, which leaves none to hold out; set num_context_views to less"
         )
 
     def encode(posed: Tensor) -> Tensor:
@@ -131,12 +131,12 @@ def _transform_depth(encoder: Encoder, plane: np.ndarray) -> np.ndarray:
 def _incompatibility(task: ViewMasksTaskConfig, encoder: ViewsEncoder) -> str | None:
     if task.headline == "depth_error" and not encoder.predicts_depth:
         return "headline=depth_error: this model's decoder says no depth (nerf does); set psnr_held_out"
-    num_context_views, views = task.shown or encoder.trained_views, task.views
+    num_context_views, views = task.num_context_views or encoder.trained_views, task.views
     with suppress(DataError):  # what is not there is the check's to tell
         views = views or ViewSet(task.root, task.frames, None, task.split).views
     if views is not None and num_context_views >= views:
-        return f"views={views}: {num_context_views} of them are shown, which leaves none to hold out; set shown to less"
-    return window_incompatibility(task.window, encoder)
+        return f"views={views}: {num_context_views} of them are shown, which leaves none to hold out; set num_context_views to less"
+    return window_incompatibility(task.context_frames, encoder)
 
 
 VIEW_MASKS = Task(

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 from sparo_train.core.ring import Ring
 
 
 class ContrastConfig(Frozen):
     """A slot is to be nearer to itself a frame before than any other slot (Manasyan et al. 2025)."""
 
-    weight: float = setting(0.5, "of this loss, beside that of what is drawn", gt=0)
-    temperature: float = setting(0.1, "of the softmax over cosines", gt=0)
-    others: Literal["batch", "video"] = setting(
+    weight: float = field(0.5, "of this loss, beside that of what is drawn", gt=0)
+    temperature: float = field(0.1, "of the softmax over cosines", gt=0)
+    others: Literal["batch", "video"] = field(
         "batch", "slots it is told apart from: those of all videos of the global batch, or of its own video alone"
     )
 
@@ -25,9 +25,9 @@ class ContrastConfig(Frozen):
 class SimilarityConfig(Frozen):
     """Slots draw how like every patch is to those of the next frame (Zadaianchuk et al. 2023)."""
 
-    weight: float = setting(0.1, "of this loss, beside that of features where they are drawn, too", gt=0)
-    temperature: float = setting(0.075, "of the softmax over cosines of patches", gt=0)
-    threshold: float = setting(0.0, "cosines below it count as no likeness at all", ge=-1, lt=1)
+    weight: float = field(0.1, "of this loss, beside that of features where they are drawn, too", gt=0)
+    temperature: float = field(0.075, "of the softmax over cosines of patches", gt=0)
+    threshold: float = field(0.0, "cosines below it count as no likeness at all", ge=-1, lt=1)
 
 
 def slot_contrast(slots: Tensor, config: ContrastConfig, ring: Ring | None = None) -> Tensor:

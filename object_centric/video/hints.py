@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 
 from ..encoders.convnet import ConvNetConfig
 
@@ -16,12 +16,12 @@ from ..encoders.convnet import ConvNetConfig
 class HintConfig(Frozen):
     """Object number k of the first frame is slot k, and slot 0 the ground's: what is told of it is zeros."""
 
-    of: Literal["boxes", "centres", "masks"] = setting(
+    of: Literal["boxes", "centres", "masks"] = field(
         "boxes",
         "what is told of an object: top, left, bottom, right in 0..1; the middle of that; or which pixels it has",
     )
-    hidden: int = setting(256, "hidden units of the perceptron that makes slots of it", gt=0)
-    encoder: ConvNetConfig = setting(
+    hidden: int = field(256, "hidden units of the perceptron that makes slots of it", gt=0)
+    encoder: ConvNetConfig = field(
         ConvNetConfig(channels=(32, 32, 32, 32), strides=(2, 2, 2, 2)), "of masks: what sees each of them on its own"
     )
 

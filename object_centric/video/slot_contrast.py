@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 from torch import Tensor
 
-from sparo_train.core.config import setting
+from sparo_train.core.config import field
 from sparo_train.core.contracts import Batch, CoupledObjective, Loss, Progress
 from sparo_train.objectives.method import Method
 
@@ -19,8 +19,8 @@ from .video_autoencoder import LOSS_KEYS, VideoAutoencoder, VideoAutoencoderConf
 
 
 class SlotContrastConfig(VideoAutoencoderConfig):
-    kind: Literal["slot_contrast"] = setting("slot_contrast", "a row of sparo.methods")  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
-    contrast: ContrastConfig = setting(ContrastConfig(), "what keeps slots with their objects")
+    kind: Literal["slot_contrast"] = field("slot_contrast", "a row of sparo.methods")  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
+    contrast: ContrastConfig = field(ContrastConfig(), "what keeps slots with their objects")
 
     @model_validator(mode="after")
     def _two_frames(self) -> Self:

@@ -9,7 +9,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 from sparo_train.core.contracts import Batch, Footprint, Loss, Objective, Progress
 from sparo_train.core.errors import DataError
 from sparo_train.data.video.window import FramesConfig
@@ -24,16 +24,16 @@ from .video_model import VideoModel, VideoModelConfig, VideoSlotOutput
 
 
 class VideoAutoencoderConfig(Frozen):
-    kind: Literal["video_slots"] = setting("video_slots", "a row of sparo.methods")
-    model: VideoModelConfig = setting(VideoModelConfig(), "encoder, slots through time and decoder")
-    frames: FramesConfig = setting(FramesConfig(), "which frames of an episode a sample is")
-    loss: Literal["mean", "sum"] = setting(
+    kind: Literal["video_slots"] = field("video_slots", "a row of sparo.methods")
+    model: VideoModelConfig = field(VideoModelConfig(), "encoder, slots through time and decoder")
+    frames: FramesConfig = field(FramesConfig(), "which frames of an episode a sample is")
+    loss: Literal["mean", "sum"] = field(
         "mean",
         "squared error: mean over frames, pixels and colours, or their sum per video, which SAVi's clipping goes by",
     )
-    similarity: SimilarityConfig = setting(SimilarityConfig(), "of model.target=similarity and features_similarity")
-    signed: bool = setting(False, "pixels in -1..1; false: in 0..1")
-    collapse: SlotCollapseConfig = setting(SlotCollapseConfig(), "when a collapse is warned of")
+    similarity: SimilarityConfig = field(SimilarityConfig(), "of model.target=similarity and features_similarity")
+    signed: bool = field(False, "pixels in -1..1; false: in 0..1")
+    collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "when a collapse is warned of")
 
     @model_validator(mode="after")
     def _range(self) -> Self:

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, Self
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from sparo_train.core.config import setting
+from sparo_train.core.config import field
 
 from ..decoders.broadcast import Broadcast, DecoderOutput
 from ..encoders.convnet import grid
@@ -22,7 +22,7 @@ class VideoModelConfig(SlotModelConfig, TimedTowerConfig):
 
     target: Literal[  # pyright: ignore[reportIncompatibleVariableOverride]
         "pixels", "features", "flow", "depth", "flow_depth", "similarity", "features_similarity"
-    ] = setting(
+    ] = field(
         "pixels",
         "what is drawn: frames; the encoder's features, which are not trained then; where points came from, as colours (SAVi); "
         "log(1 + depth); both (SAVi++); how like each patch is to those of the next frame (VideoSAUR); that and features",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from torch import Tensor, nn
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 from sparo_train.core.contracts import Batch, Footprint, Loss, Progress
 from sparo_train.core.registries import SLOT_ENCODERS
 from sparo_train.core.registry import FromRegistry
@@ -26,16 +26,16 @@ from .video_tower import TimedTower, TimedTowerConfig
 class VideoSlateModelConfig(SlateModelConfig, TimedTowerConfig):
     """A discrete VAE, a tower of videos that groups frames' features (STEVE) or their tokens, and a decoder of tokens."""
 
-    encoder: Annotated[Any, FromRegistry(SLOT_ENCODERS, default="conv")] = setting(
+    encoder: Annotated[Any, FromRegistry(SLOT_ENCODERS, default="conv")] = field(
         ConvNetConfig(last_relu=False), "from pixels to features, or `{kind: tokens}`: a row of sparo.slot_encoders"
     )
 
 
 class VideoSlateConfig(Frozen):
-    kind: Literal["video_slate"] = setting("video_slate", "a row of sparo.methods")
-    model: VideoSlateModelConfig = setting(VideoSlateModelConfig(), "dVAE, tower and decoder")
-    frames: FramesConfig = setting(FramesConfig(count=3), "which frames of an episode a sample is")
-    collapse: SlotCollapseConfig = setting(SlotCollapseConfig(), "when a collapse is warned of")
+    kind: Literal["video_slate"] = field("video_slate", "a row of sparo.methods")
+    model: VideoSlateModelConfig = field(VideoSlateModelConfig(), "dVAE, tower and decoder")
+    frames: FramesConfig = field(FramesConfig(count=3), "which frames of an episode a sample is")
+    collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "when a collapse is warned of")
 
 
 class VideoSlateModel(SlateModel):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 from pydantic import model_validator
 from torch import Tensor
 
-from sparo_train.core.config import setting
+from sparo_train.core.config import field
 
 from ..encoders.transformer import TransformerConfig
 from ..grouping.parallel_binder import ParallelBinder
@@ -23,17 +23,17 @@ class TimedTowerConfig(SlotTowerConfig):
 
     accepts_hint: ClassVar[bool] = True
 
-    predictor: TransformerConfig | None = setting(
+    predictor: TransformerConfig | None = field(
         None,
         "what the next frame's slots begin as, of those that go from frame to frame: a Transformer over slots; null: as they are",
         examples=[{"preset": "savi"}],
     )
-    hint: HintConfig | None = setting(
+    hint: HintConfig | None = field(
         None,
         "what slots are told of a clip's first frame, with grouping.slot_init=given; null: nothing",
         examples=[{"of": "boxes"}],
     )
-    first_iterations: int | None = setting(
+    first_iterations: int | None = field(
         None,
         "rounds of a clip's first frame in place of grouping.iterations (videosaur, SlotContrast); null: as many",
         gt=0,

@@ -119,9 +119,9 @@ def convert_published(
             raise ConfigError(
                 f"--videos: is of --as {' or '.join(VIDEOS)}, and {config.source} has none; leave it away"
             )
-        if config.crop != "none" or config.most is not None:
+        if config.crop != "none" or config.max_objects is not None:
             raise ConfigError(
-                "--videos: videos are neither cropped nor chosen by their objects; leave --crop and --most away"
+                "--videos: videos are neither cropped nor chosen by their objects; leave --crop and --max-objects away"
             )
         return write_videos(
             out, (video for place in places for video in VIDEOS[config.source](place)), config, on_progress
@@ -129,9 +129,9 @@ def convert_published(
     if config.source in MULTI_VIEW_READERS:
         if config.crop != "none":
             raise ConfigError("--crop: cameras see whole pictures; leave it away")
-        if config.most is not None and config.source != "clevr3d":
+        if config.max_objects is not None and config.source != "clevr3d":
             raise ConfigError(
-                f"--most: scenes of --as {config.source} do not say how many objects they have; leave it away"
+                f"--max-objects: scenes of --as {config.source} do not say how many objects they have; leave it away"
             )
         read_viewed = MULTI_VIEW_READERS[config.source]
         if config.scenes is not None:

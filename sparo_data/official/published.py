@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 from pydantic import NonNegativeInt
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.files import write_whole
 from sparo_train.core.untrusted import read_json
@@ -49,32 +49,32 @@ class PublishedScene(NamedTuple):
 class PublishedConfig(Frozen):
     """How a published set becomes shards."""
 
-    source: str = setting(..., "the format")
-    files: tuple[str, ...] = setting((), "what was read, by name")
-    test: int = setting(
+    source: str = field(..., "the format")
+    files: tuple[str, ...] = field((), "what was read, by name")
+    test: int = field(
         0,
         "the first so many scenes (to the end of a video, or of all parts of a scene) are scored, and no training data",
         ge=0,
     )
-    limit: int | None = setting(None, "scenes to take, all of the sources together", gt=0)
-    scenes: tuple[NonNegativeInt, NonNegativeInt] | None = setting(
+    limit: int | None = field(None, "scenes to take, all of the sources together", gt=0)
+    scenes: tuple[NonNegativeInt, NonNegativeInt] | None = field(
         None, "of clevr3d: the first number that is taken, and the first behind it that is not"
     )
-    most: int | None = setting(
+    max_objects: int | None = field(
         None,
         "scenes of so many objects at most, as CLEVR6 has; counted by their masks, or as listed where there are none",
         ge=0,
     )
-    crop: Crop = setting("none", "clevr: rows 29:221, columns 64:256; center192: rows 24:216; both of 240 x 320 pixels")
-    size: int | None = setting(None, "pixels per side; what is not square is squeezed", ge=8, le=4096)
-    per_shard: int = setting(1000, "scenes in a shard", gt=0)
-    near: float | None = setting(
+    crop: Crop = field("none", "clevr: rows 29:221, columns 64:256; center192: rows 24:216; both of 240 x 320 pixels")
+    size: int | None = field(None, "pixels per side; what is not square is squeezed", ge=8, le=4096)
+    per_shard: int = field(1000, "scenes in a shard", gt=0)
+    near: float | None = field(
         None,
         "nearest and farthest of what cameras see, world units; of nerf and clevr3d, which mostly do not say",
         ge=0,
     )
-    far: float | None = setting(None, "see near", gt=0)
-    videos: bool = setting(False, "a sample per video, with all of its planes; false: one per frame")
+    far: float | None = field(None, "see near", gt=0)
+    videos: bool = field(False, "a sample per video, with all of its planes; false: one per frame")
 
 
 class WriteSummary(NamedTuple):
@@ -106,7 +106,7 @@ def write_published(
 
     def samples() -> Iterator[tuple[str, Fields]]:
         for scene in islice(
-            (s for s in scenes if config.most is None or count_objects(s) <= config.most), config.limit
+            (s for s in scenes if config.max_objects is None or count_objects(s) <= config.max_objects), config.limit
         ):
             left_out.update(scene.metadata.pop(LEFT_OUT, {}))
             objects = scene.metadata.get("objects")
@@ -231,7 +231,7 @@ def count_objects(scene: PublishedScene) -> int:
         listed = scene.metadata.get("objects")
         if not isinstance(listed, list):
             raise DataError(
-                f"{scene.key}: has neither masks nor a list of objects, so nobody knows how many; leave --most away"
+                f"{scene.key}: has neither masks nor a list of objects, so nobody knows how many; leave --max-objects away"
             )
         return len(listed)
     numbers = np.unique(scene.label)

@@ -147,7 +147,7 @@ def write_multi_view(
     counts = {"all": 0, "empty": 0}
 
     def samples() -> Iterator[tuple[str, Fields]]:
-        selected = (s for s in scenes if config.most is None or _count_objects(s) <= config.most)
+        selected = (s for s in scenes if config.max_objects is None or _count_objects(s) <= config.max_objects)
         for scene in islice(selected, config.limit):
             counts["all"] += 1
             labels = [view.label for view in scene.views if view.label is not None]
@@ -167,7 +167,7 @@ def _override_near_far(scene: PublishedViews, config: PublishedConfig) -> Publis
 
 def _count_objects(scene: PublishedViews) -> int:
     if "object_count" not in scene.metadata:
-        raise DataError(f"{scene.key}: nobody says how many objects it has; leave --most away")
+        raise DataError(f"{scene.key}: nobody says how many objects it has; leave --max-objects away")
     return scene.metadata["object_count"]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 
 from ..pool import run_jobs
 from ..writer import Fields, encode_image, write_manifest, write_shard, write_wds_layout
@@ -22,16 +22,16 @@ from .object_scenes import ROOM_TESTS, Kind, object_scene
 class ObjectSetConfig(Frozen):
     """How much to render. Equal configs give equal bytes."""
 
-    kind: Kind = setting("clevr", "clevr: solids on grey; clevrtex: with patterns; rooms: coloured rooms of few")
-    seed: int = setting(0, "of all scenes")
-    size: int = setting(64, "pixels of an image's side", ge=16, le=4096)
-    train: int = setting(20_000, "scenes for training", gt=0)
-    test: int = setting(500, "scenes of each set that is scored", gt=0)
-    most: int = setting(
+    kind: Kind = field("clevr", "clevr: solids on grey; clevrtex: with patterns; rooms: coloured rooms of few")
+    seed: int = field(0, "of all scenes")
+    size: int = field(64, "pixels of an image's side", ge=16, le=4096)
+    train: int = field(20_000, "scenes for training", gt=0)
+    test: int = field(500, "scenes of each set that is scored", gt=0)
+    max_objects: int = field(
         6, "objects of a scene, which has three at least where it may (rooms: one to three)", gt=0, le=10
     )
-    per_shard: int = setting(1000, "scenes in a shard", gt=0)
-    antialias: int = setting(1, "rays per pixel along each side", ge=1, le=8)
+    per_shard: int = field(1000, "scenes in a shard", gt=0)
+    antialias: int = field(1, "rays per pixel along each side", ge=1, le=8)
 
 
 def render_objects(
@@ -71,7 +71,7 @@ def _test_set(root: Path, config: ObjectSetConfig, test: str) -> int:
 def _samples(config: ObjectSetConfig, split: str, numbers: range, test: str = "") -> Iterator[tuple[str, Fields]]:
     for number in numbers:
         scene, frame = object_scene(
-            config.kind, config.seed, split, number, config.size, config.most, config.antialias, test
+            config.kind, config.seed, split, number, config.size, config.max_objects, config.antialias, test
         )
         fields = {"png": encode_image(frame.rgb), "mask.png": encode_image(frame.mask)}
         yield f"{number:08d}", {**fields, "json": json.dumps(scene.graph(frame)).encode()}

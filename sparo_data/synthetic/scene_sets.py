@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 from sparo_train.core.rng import generator
 
 from ..pool import run_jobs
@@ -26,15 +26,15 @@ from .scenes import CLASSES, HELD_OUT, TEMPLATES, Scene, caption, join, sample_o
 class ScenesConfig(Frozen):
     """How much to render. Equal configs give equal bytes."""
 
-    seed: int = setting(0, "of all scenes")
-    size: int = setting(64, "pixels of an image's side", ge=16)
-    train: int = setting(8000, "scenes for training", gt=0)
-    per_shard: int = setting(500, "scenes in a shard", gt=0)
-    per_class: int = setting(20, "images of each class of the zero-shot sets", gt=0)
-    retrieval: int = setting(400, "scenes of the retrieval set", gt=0)
-    pairs_per_kind: int = setting(150, "true and false captions of each kind", gt=0)
-    antialias: int = setting(2, "rays per pixel along each side", ge=1)
-    masks: bool = setting(True, "each object's pixels beside the image")
+    seed: int = field(0, "of all scenes")
+    size: int = field(64, "pixels of an image's side", ge=16)
+    train: int = field(8000, "scenes for training", gt=0)
+    per_shard: int = field(500, "scenes in a shard", gt=0)
+    per_class: int = field(20, "images of each class of the zero-shot sets", gt=0)
+    retrieval: int = field(400, "scenes of the retrieval set", gt=0)
+    pairs_per_kind: int = field(150, "true and false captions of each kind", gt=0)
+    antialias: int = field(2, "rays per pixel along each side", ge=1)
+    masks: bool = field(True, "each object's pixels beside the image")
 
 
 def render_scenes(

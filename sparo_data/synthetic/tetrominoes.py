@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 from sparo_train.core.rng import generator
 
 from ..writer import Fields, encode_image, write_manifest, write_shard, write_wds_layout
@@ -72,10 +72,10 @@ def render_image(rng: np.random.Generator, left_half: bool = False) -> Tetromino
 class TetrominoesConfig(Frozen):
     """How much to draw. Equal configs give equal bytes."""
 
-    seed: int = setting(0, "of all images")
-    train: int = setting(60_000, "images for training", gt=0)
-    test: int = setting(320, "images with masks to score on", gt=0)
-    left_half: bool = setting(False, "training pieces stand in the left half alone")
+    seed: int = field(0, "of all images")
+    train: int = field(60_000, "images for training", gt=0)
+    test: int = field(320, "images with masks to score on", gt=0)
+    left_half: bool = field(False, "training pieces stand in the left half alone")
 
 
 def make_tetrominoes(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 
 from ..episodes import episode_fields
 from ..pool import run_jobs
@@ -18,22 +18,24 @@ from ..writer import write_manifest, write_shard, write_wds_layout
 from .video_scenes import Kind, episode
 
 # What configs/video/*_tiny.yaml train on in minutes: a's, few, large and smooth.
-SMALL: dict[str, Any] = {"kind": "a", "size": 32, "most": 3, "larger": 2.0, "antialias": 2, "train": 1600}
+SMALL: dict[str, Any] = {"kind": "a", "size": 32, "max_objects": 3, "size_scale": 2.0, "antialias": 2, "train": 1600}
 
 
 class VideoSetConfig(Frozen):
     """How much to render. Equal configs give equal bytes, with one version of pybullet."""
 
-    kind: Kind = setting("a", "a row of `KINDS` in sparo_data/synthetic/video_scenes.py")
-    seed: int = setting(0, "of all episodes")
-    size: int = setting(64, "pixels of a frame's side", ge=16, le=4096)
-    frames: int = setting(24, "of an episode, 12 a second", gt=0, le=1000)
-    train: int = setting(2000, "episodes for training", gt=0)
-    test: int = setting(200, "episodes that are scored", gt=0)
-    most: int = setting(10, "solids of an episode of a, b and c, which has three at least where it may", gt=0, le=30)
-    larger: float = setting(1.0, "solids are so many times as large as CLEVR's", gt=0, le=4)
-    per_shard: int = setting(200, "episodes in a shard", gt=0)
-    antialias: int = setting(1, "rays per pixel along each side", ge=1, le=8)
+    kind: Kind = field("a", "a row of `KINDS` in sparo_data/synthetic/video_scenes.py")
+    seed: int = field(0, "of all episodes")
+    size: int = field(64, "pixels of a frame's side", ge=16, le=4096)
+    frames: int = field(24, "of an episode, 12 a second", gt=0, le=1000)
+    train: int = field(2000, "episodes for training", gt=0)
+    test: int = field(200, "episodes that are scored", gt=0)
+    max_objects: int = field(
+        10, "solids of an episode of a, b and c, which has three at least where it may", gt=0, le=30
+    )
+    size_scale: float = field(1.0, "solids are so many times as large as CLEVR's", gt=0, le=4)
+    per_shard: int = field(200, "episodes in a shard", gt=0)
+    antialias: int = field(1, "rays per pixel along each side", ge=1, le=8)
 
 
 def render_videos(
@@ -71,5 +73,5 @@ def _test_set(root: Path, config: VideoSetConfig) -> int:
 
 def _sample(config: VideoSetConfig, split: str, index: int) -> tuple[str, dict[str, bytes]]:
     c = config
-    video = episode(c.kind, c.seed, split, index, c.frames, c.size, c.most, c.antialias, c.larger)
+    video = episode(c.kind, c.seed, split, index, c.frames, c.size, c.max_objects, c.antialias, c.size_scale)
     return video.key, episode_fields(video)

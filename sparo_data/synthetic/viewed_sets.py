@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sparo_train.core.config import Frozen, setting
+from sparo_train.core.config import Frozen, field
 from sparo_train.core.errors import ConfigError
 
 from ..episodes import MAX_DEPTH, Video, quantize, scene_fields
@@ -28,16 +28,16 @@ SMALL: dict[str, Any] = {"kind": "simple", "size": 32, "frames": 12, "antialias"
 class MultiViewSetConfig(Frozen):
     """How much to render. Equal configs give equal bytes, with one version of pybullet."""
 
-    kind: Kind = setting("simple", "a row of `KINDS` in sparo_data/synthetic/viewed_scenes.py")
-    seed: int = setting(0, "of all episodes")
-    size: int = setting(64, "pixels of a view's side", ge=16, le=4096)
-    frames: int | None = setting(None, "of an episode, 12 a second; default: the kind's, 32 or 24", gt=0, le=1000)
-    train: int = setting(1800, "episodes for training", gt=0)
-    test: int = setting(200, "episodes that are scored", gt=0)
-    most: int | None = setting(None, "objects of an episode; default: the kind's, 4 or 5", gt=0, le=10)
-    per_shard: int = setting(50, "episodes in a shard", gt=0)
-    antialias: int = setting(1, "rays per pixel along each side", ge=1, le=8)
-    samples: int = setting(
+    kind: Kind = field("simple", "a row of `KINDS` in sparo_data/synthetic/viewed_scenes.py")
+    seed: int = field(0, "of all episodes")
+    size: int = field(64, "pixels of a view's side", ge=16, le=4096)
+    frames: int | None = field(None, "of an episode, 12 a second; default: the kind's, 32 or 24", gt=0, le=1000)
+    train: int = field(1800, "episodes for training", gt=0)
+    test: int = field(200, "episodes that are scored", gt=0)
+    max_objects: int | None = field(None, "objects of an episode; default: the kind's, 4 or 5", gt=0, le=10)
+    per_shard: int = field(50, "episodes in a shard", gt=0)
+    antialias: int = field(1, "rays per pixel along each side", ge=1, le=8)
+    samples: int = field(
         0, "paths of a pixel by which Blender's Cycles draws colours; 0: our ray tracer does", ge=0, le=65536
     )
 
@@ -94,7 +94,7 @@ def _sample(
     config: MultiViewSetConfig, split: str, index: int, cycles: Cycles | None = None
 ) -> tuple[str, dict[str, bytes]]:
     c = config
-    episode = multi_view_episode(c.kind, c.seed, split, index, c.size, c.frames, c.antialias, c.most, cycles)
+    episode = multi_view_episode(c.kind, c.seed, split, index, c.size, c.frames, c.antialias, c.max_objects, cycles)
     # One range for all views, as the json has one.
     depth = quantize(np.stack([[np.minimum(f.depth, MAX_DEPTH) for f in row] for row in episode.frames]))
     views = [

@@ -51,7 +51,7 @@ C = TypeVar("C", bound=Frozen)
 _ON_RESUME = "on_resume"
 
 
-def setting(default: Any, description: str, **constraints: Any) -> Any:
+def field(default: Any, description: str, **constraints: Any) -> Any:
     """A field with what it means; `...` as its default makes it one that must be given."""
     return Field(default=default, description=description, **constraints)
 
@@ -68,8 +68,8 @@ def between(low: float, high: float, rising: bool = False) -> AfterValidator:
     return AfterValidator(check)
 
 
-def free(default: Any, description: str, with_kind: bool = False, **constraints: Any) -> Any:
-    """A `setting` that may differ between a run folder and the same line again: it does not change what is computed.
+def resumable_field(default: Any, description: str, with_kind: bool = False, **constraints: Any) -> Any:
+    """A `field` that may differ between a run folder and the same line again: it does not change what is computed.
 
     Args:
         with_kind: only where the block's `kind` changes, too (a choice that one engine has).
@@ -84,9 +84,9 @@ def resumable_keys(config: BaseModel, changed_blocks: Collection[str] = (), pref
     Args:
         changed_blocks: blocks whose kind changes.
     """
-    for name, field in type(config).model_fields.items():
+    for name, info in type(config).model_fields.items():
         key, value = f"{prefix}{name}", getattr(config, name)
-        mark = field.json_schema_extra.get(_ON_RESUME) if isinstance(field.json_schema_extra, dict) else None
+        mark = info.json_schema_extra.get(_ON_RESUME) if isinstance(info.json_schema_extra, dict) else None
         if mark == "free" or (mark is not None and prefix.rstrip(".") in changed_blocks):
             yield key
         elif isinstance(value, BaseModel):

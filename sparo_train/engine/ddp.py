@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from ..core.config import free
+from ..core.config import resumable_field
 from ..core.contracts import Batch, Objective, Progress
 from ..core.errors import ConfigError
 from .engine_kind import EngineKind, replicated
@@ -28,8 +28,8 @@ _SYNC_BUFFERS = next(
 class DdpEngineConfig(RankedEngineConfig):
     """As `local`, on every rank."""
 
-    kind: Literal["ddp"] = free("ddp", "a row of sparo.engines")
-    bucket_mb: int = free(25, "gradients exchanged at a time", gt=0)
+    kind: Literal["ddp"] = resumable_field("ddp", "a row of sparo.engines")
+    bucket_mb: int = resumable_field(25, "gradients exchanged at a time", gt=0)
 
 
 class DdpEngine(RankedEngine):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..core.config import free
+from ..core.config import resumable_field
 from ..core.contracts import APPLIED, Batch, CoupledObjective, Embeddings, Loss, Objective, Progress, StepReport
 from ..core.disk.pieces import CheckpointReader, Pieces
 from ..core.distributed import Ranks
@@ -28,10 +28,12 @@ from .zero import Zero
 class DeepSpeedEngineConfig(RankedEngineConfig):
     """ZeRO: see `stage`."""
 
-    kind: Literal["deepspeed"] = free("deepspeed", "a row of sparo.engines")
-    stage: Literal[1, 2, 3] = free(2, "in pieces: optimizer state (1), gradients too (2), parameters too (3)")
-    bucket_mb: int = free(200, "gradients exchanged at a time", gt=0)
-    persistence_threshold: int = free(100_000, "stage 3 leaves smaller parameters whole", ge=0)
+    kind: Literal["deepspeed"] = resumable_field("deepspeed", "a row of sparo.engines")
+    stage: Literal[1, 2, 3] = resumable_field(
+        2, "in pieces: optimizer state (1), gradients too (2), parameters too (3)"
+    )
+    bucket_mb: int = resumable_field(200, "gradients exchanged at a time", gt=0)
+    persistence_threshold: int = resumable_field(100_000, "stage 3 leaves smaller parameters whole", ge=0)
 
 
 class _AutocastRoot(Root):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..core.config import Frozen, free, setting
+from ..core.config import Frozen, field, resumable_field
 from ..core.contracts import Batch, Objective
 from ..core.errors import ConfigError
 from .clock import Clock
@@ -24,24 +24,24 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 class DeviceConfig(Frozen):
     """What every engine's block has."""
 
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU where torch sees one")
-    precision: Literal["fp32", "bf16"] = setting("bf16", "bf16: autocast; weights and optimizer stay fp32")
-    attention: Literal["auto", "plain", "fused"] = free(
+    device: Literal["auto", "cpu", "cuda"] = field("auto", "auto: a GPU where torch sees one")
+    precision: Literal["fp32", "bf16"] = field("bf16", "bf16: autocast; weights and optimizer stay fp32")
+    attention: Literal["auto", "plain", "fused"] = resumable_field(
         "auto",
         "how attention is computed: fused (torch's scaled_dot_product_attention chooses a kernel), or plain (a softmax between two matrix "
         "products); auto: fused, and for a resumed run whatever its checkpoint was trained with",
     )
     # Loader workers that need a core each want one left free: threads that wait for a core spin (DINO on Fashion-MNIST, two
     # cores, one worker: 6.7 steps/s with one thread, 4.2 with two).
-    threads: int | None = free(
+    threads: int | None = resumable_field(
         None,
         "of the CPU; default: torch's own number, less the cores that other programs use at the start",
         gt=0,
         le=1024,
         examples=[2],
     )
-    grad_checkpointing: bool = setting(False, "recompute activations in backward: less memory, slower")
-    compile: bool = setting(False, "compile the objective's shard units")
+    grad_checkpointing: bool = field(False, "recompute activations in backward: less memory, slower")
+    compile: bool = field(False, "compile the objective's shard units")
 
 
 class Device:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ..core.config import free
+from ..core.config import resumable_field
 from ..core.contracts import Objective
 from ..core.errors import ConfigError
 from .engine_kind import Costs, EngineKind, Sizes, casts, replicated
@@ -24,16 +24,18 @@ from .shard_slices import Span
 class Fsdp2EngineConfig(RankedEngineConfig):
     """As `ddp`, with everything in pieces."""
 
-    kind: Literal["fsdp2"] = free("fsdp2", "a row of sparo.engines")
-    reshard_after_forward: bool = free(
+    kind: Literal["fsdp2"] = resumable_field("fsdp2", "a row of sparo.engines")
+    reshard_after_forward: bool = resumable_field(
         True, "free a block's gathered parameters between forward and backward: less memory, one more gather"
     )
-    shard_size: int | None = free(None, "ranks that share one copy; default: all; a machine's GPUs: HSDP", gt=0)
-    param_dtype: Literal["fp32", "bf16"] | None = free(
+    shard_size: int | None = resumable_field(
+        None, "ranks that share one copy; default: all; a machine's GPUs: HSDP", gt=0
+    )
+    param_dtype: Literal["fp32", "bf16"] | None = resumable_field(
         None, "what is gathered and computed with; default: that of precision", with_kind=True, examples=["bf16"]
     )
-    reduce_dtype: Literal["fp32", "bf16"] = free("fp32", "what gradients are summed in", with_kind=True)
-    cpu_offload: bool = free(False, "shards and optimizer in host memory")
+    reduce_dtype: Literal["fp32", "bf16"] = resumable_field("fp32", "what gradients are summed in", with_kind=True)
+    cpu_offload: bool = resumable_field(False, "shards and optimizer in host memory")
 
 
 class Fsdp2Engine(RankedEngine):

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.config import free
+from ..core.config import resumable_field
 from ..core.contracts import APPLIED, Batch, CoupledObjective, Embeddings, Loss, Objective, Progress, StepReport
 from ..core.disk.pieces import CheckpointReader, Pieces
 from ..core.errors import CheckpointError
@@ -24,7 +24,7 @@ from .shard_slices import Span, load_tensors, pieces_of
 class LocalEngineConfig(DeviceConfig):
     """One process, one device."""
 
-    kind: Literal["local"] = free("local", "a row of sparo.engines")
+    kind: Literal["local"] = resumable_field("local", "a row of sparo.engines")
 
 
 class LocalEngine:

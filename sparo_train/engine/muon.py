@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.config import Frozen, setting
+from ..core.config import Frozen, field
 
 # What is a table or a query by the names that it has everywhere. Read-outs list their own (`adamw_only_parameters`); those that stand here stay,
 # because a run's record of its recipe has them.
@@ -26,9 +26,9 @@ _ADAMW = (
 class MuonConfig(Frozen):
     """torch.optim.Muon, its update scaled to the size of AdamW's (Liu et al. 2025), so that both take `optim.lr` and `optim.weight_decay`."""
 
-    momentum: float = setting(0.95, "of the gradient, Nesterov's", ge=0, lt=1)
-    ns_steps: int = setting(5, "Newton-Schulz iterations that make an update orthogonal", ge=1, lt=100)
-    adamw_patterns: tuple[str, ...] = setting(
+    momentum: float = field(0.95, "of the gradient, Nesterov's", ge=0, lt=1)
+    ns_steps: int = field(5, "Newton-Schulz iterations that make an update orthogonal", ge=1, lt=100)
+    adamw_patterns: tuple[str, ...] = field(
         _ADAMW,
         "patterns of matrices that stay with AdamW, beside those that a model lists itself and all that is no matrix (biases, norms, "
         "logit_scale, patch convolutions)",

@@ -10,7 +10,7 @@ import torch
 from pydantic import model_validator
 from torch.distributed.tensor import DTensor
 
-from ..core.config import Frozen, between, free, setting
+from ..core.config import Frozen, between, field, resumable_field
 from ..core.contracts import Objective
 from ..core.errors import ConfigError
 from ..core.schedules import cooled, cosine, linear
@@ -20,12 +20,12 @@ from .muon import CombinedOptimizer, MuonConfig, muon, uses_muon
 class OptimGroupConfig(Frozen):
     """Parameters with a rate of their own."""
 
-    match: tuple[str, ...] = setting(
+    match: tuple[str, ...] = field(
         ..., "patterns of parameters' names, as in [model.dvae.*]; the first group that fits counts", min_length=1
     )
-    lr_factor: float = setting(1.0, "times optim.lr", gt=0)
-    decay_factor: float = setting(1.0, "times optim.weight_decay, of parameters that the method decays", ge=0)
-    schedule: Literal["shared", "unwarmed", "constant"] = setting(
+    lr_factor: float = field(1.0, "times optim.lr", gt=0)
+    decay_factor: float = field(1.0, "times optim.weight_decay, of parameters that the method decays", ge=0)
+    schedule: Literal["shared", "unwarmed", "constant"] = field(
         "shared",
         "its rate goes with the others'; unwarmed: but for their warm-up; constant: it stays lr_factor times optim.lr",
     )
@@ -34,43 +34,41 @@ class OptimGroupConfig(Frozen):
 class OptimConfig(Frozen):
     """Defaults are open_clip's for ViTs."""
 
-    lr: float = setting(5e-4, "AdamW's rate at its highest", gt=0)
-    betas: Annotated[tuple[float, float], between(0, 1 - 1e-9)] = setting((0.9, 0.98), "AdamW's two decays of moments")
-    eps: float = setting(1e-6, "AdamW's, added to the root of the second moment", gt=0)
-    weight_decay: float = setting(0.2, "decoupled, of the parameters that the method decays", ge=0)
-    weight_decay_end: float | None = setting(None, "a cosine from weight_decay to it, without warm-up (DINO)", ge=0)
-    schedule: Literal["cosine", "constant", "half_life", "wsd", "cooldown"] = setting(
+    lr: float = field(5e-4, "AdamW's rate at its highest", gt=0)
+    betas: Annotated[tuple[float, float], between(0, 1 - 1e-9)] = field((0.9, 0.98), "AdamW's two decays of moments")
+    eps: float = field(1e-6, "AdamW's, added to the root of the second moment", gt=0)
+    weight_decay: float = field(0.2, "decoupled, of the parameters that the method decays", ge=0)
+    weight_decay_end: float | None = field(None, "a cosine from weight_decay to it, without warm-up (DINO)", ge=0)
+    schedule: Literal["cosine", "constant", "half_life", "wsd", "cooldown"] = field(
         "cosine",
         "of the rate behind its warm-up; wsd: constant, and cooled down over the last cooldown_steps; cooldown: falling from the first step to the last",
     )
-    cooldown_steps: int | None = setting(
+    cooldown_steps: int | None = field(
         None, "of schedule=wsd: steps at the end in which the rate falls to min_lr", gt=0, examples=[1000]
     )
-    cooldown_shape: Literal["linear", "sqrt"] = setting(
+    cooldown_shape: Literal["linear", "sqrt"] = field(
         "linear", "of wsd and cooldown: a line, or one less the root of the share that is done (Hägele et al. 2024)"
     )
-    half_life: int = setting(
+    half_life: int = field(
         100_000, "of schedule=half_life: steps in which the rate is halved, again and again, without jumps", gt=0
     )
-    half_life_start: Literal["start", "warmup"] = setting(
+    half_life_start: Literal["start", "warmup"] = field(
         "start", "halving begins with the first step (Locatello et al. 2020), or behind the warm-up (DINOSAUR)"
     )
-    warmup_steps: int = setting(0, "steps of linear warm-up", ge=0)
+    warmup_steps: int = field(0, "steps of linear warm-up", ge=0)
     # open_clip's first step has lr/warmup_steps; DINO's has zero, and two steps have the whole rate at the end of the warm-up
-    warmup_from_zero: bool = setting(
+    warmup_from_zero: bool = field(
         False, "the first step has a rate of zero (DINO), not of lr/warmup_steps (open_clip)"
     )
-    min_lr: float = setting(0.0, "where the cosine and the halving end", ge=0)
-    clip_grad_norm: float | None = setting(
+    min_lr: float = field(0.0, "where the cosine and the halving end", ge=0)
+    clip_grad_norm: float | None = field(
         None, "largest norm of gradients; null: not clipped, as the paper's CLIP", gt=0
     )
-    clip_per: Literal["global", "tensor"] = setting(
-        "global", "the norm of all gradients, or of each parameter's (DINO)"
-    )
-    max_consecutive_skips: int = free(20, "non-finite steps in a row before training stops", ge=0)
-    groups: tuple[OptimGroupConfig, ...] = setting((), "parameters with a rate of their own, by name")
-    muon: MuonConfig | None = setting(None, "Muon for matrices, AdamW for the rest; null: AdamW for all", examples=[{}])
-    layer_decay: float | None = setting(
+    clip_per: Literal["global", "tensor"] = field("global", "the norm of all gradients, or of each parameter's (DINO)")
+    max_consecutive_skips: int = resumable_field(20, "non-finite steps in a row before training stops", ge=0)
+    groups: tuple[OptimGroupConfig, ...] = field((), "parameters with a rate of their own, by name")
+    muon: MuonConfig | None = field(None, "Muon for matrices, AdamW for the rest; null: AdamW for all", examples=[{}])
+    layer_decay: float | None = field(
         None,
         "the rate of a tower's layer over that of the layer above it (BEiT's layer-wise decay)",
         gt=0,

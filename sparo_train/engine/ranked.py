@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..core.config import free
+from ..core.config import resumable_field
 from ..core.contracts import Batch, CoupledObjective, Embeddings, Loss, Objective, Progress
 from ..core.distributed import Ranks
 from ..core.errors import ConfigError
@@ -24,7 +24,7 @@ from .optim import OptimConfig
 class RankedEngineConfig(DeviceConfig):
     """One process per device."""
 
-    timeout: float = free(600.0, "seconds after which a rank that does not answer ends the run", gt=0)
+    timeout: float = resumable_field(600.0, "seconds after which a rank that does not answer ends the run", gt=0)
 
 
 class Root(nn.Module):

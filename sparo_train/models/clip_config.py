@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..core.config import Frozen, setting
+from ..core.config import Frozen, field
 from ..core.errors import did_you_mean
 from ..core.registries import READOUTS
 from ..core.registry import FromRegistry
@@ -33,23 +33,23 @@ Freeze = Annotated[bool | Literal["blocks"] | Annotated[int, Field(ge=0)], Befor
 
 
 class VisionConfig(Frozen):
-    image_size: int = setting(224, "pixels of an image's side", gt=0, le=16384)
-    patch_size: int = setting(16, "pixels of a patch's side; divides image_size", gt=0)
-    width: int = setting(768, "numbers of a token", gt=0, le=65536)
-    layers: int = setting(12, "transformer blocks, those that a read-out replaces included", gt=0, le=1000)
-    head_width: int = setting(64, "numbers of an attention head; divides width", gt=0)
-    mlp_ratio: float = setting(4.0, "width of a block's MLP over its own", gt=0)
-    patch_dropout: float = setting(0.0, "share of patches that training leaves out", ge=0, lt=1)
-    timm_model_name: str | None = setting(
+    image_size: int = field(224, "pixels of an image's side", gt=0, le=16384)
+    patch_size: int = field(16, "pixels of a patch's side; divides image_size", gt=0)
+    width: int = field(768, "numbers of a token", gt=0, le=65536)
+    layers: int = field(12, "transformer blocks, those that a read-out replaces included", gt=0, le=1000)
+    head_width: int = field(64, "numbers of an attention head; divides width", gt=0)
+    mlp_ratio: float = field(4.0, "width of a block's MLP over its own", gt=0)
+    patch_dropout: float = field(0.0, "share of patches that training leaves out", ge=0, lt=1)
+    timm_model_name: str | None = field(
         None,
         "one of timm's vision transformers in place of CLIP's; its sizes are the name's, and stand in the keys above",
         examples=["vit_small_patch16_224"],
     )
-    timm_model_kwargs: dict[str, bool | int | float | str] = setting(
+    timm_model_kwargs: dict[str, bool | int | float | str] = field(
         {}, "what timm.create_model is told beside", examples=[{"embed_dim": 128, "depth": 4, "num_heads": 4}]
     )
-    init_from: str | None = setting(None, _INIT, examples=["open_clip:ViT-B-32@weights.safetensors"])
-    freeze: Freeze = setting(False, _FREEZE)
+    init_from: str | None = field(None, _INIT, examples=["open_clip:ViT-B-32@weights.safetensors"])
+    freeze: Freeze = field(False, _FREEZE)
 
     @model_validator(mode="before")
     @classmethod
@@ -108,14 +108,14 @@ def _timm_sizes(vision: Mapping[str, Any]) -> Any:
 
 
 class TextConfig(Frozen):
-    context_length: int = setting(77, "tokens of a caption at most, start and end included", gt=2, le=1 << 20)
-    vocab_size: int = setting(49408, "tokens there are; CLIP's own", gt=0, le=1 << 24)
-    width: int = setting(512, "numbers of a token", gt=0, le=65536)
-    heads: int = setting(8, "attention heads of a block; divides width", gt=0)
-    layers: int = setting(12, "transformer blocks, those that a read-out replaces included", gt=0, le=1000)
-    mlp_ratio: float = setting(4.0, "width of a block's MLP over its own", gt=0)
-    init_from: str | None = setting(None, _INIT, examples=["open_clip:ViT-B-32@weights.safetensors"])
-    freeze: Freeze = setting(False, _FREEZE)
+    context_length: int = field(77, "tokens of a caption at most, start and end included", gt=2, le=1 << 20)
+    vocab_size: int = field(49408, "tokens there are; CLIP's own", gt=0, le=1 << 24)
+    width: int = field(512, "numbers of a token", gt=0, le=65536)
+    heads: int = field(8, "attention heads of a block; divides width", gt=0)
+    layers: int = field(12, "transformer blocks, those that a read-out replaces included", gt=0, le=1000)
+    mlp_ratio: float = field(4.0, "width of a block's MLP over its own", gt=0)
+    init_from: str | None = field(None, _INIT, examples=["open_clip:ViT-B-32@weights.safetensors"])
+    freeze: Freeze = field(False, _FREEZE)
 
 
 # Backbones by open_clip's names: (vision, text, embed_dim). The Tiny ones are ours, for CPUs and 64-pixel images.
@@ -169,17 +169,17 @@ class ClipConfig(Frozen):
         }
     }
 
-    backbone: str | None = setting(None, "towers by open_clip's name, as ViT-B-16, or ViT-Tiny-8 and -16 of our own")
-    vision: VisionConfig = setting(VisionConfig(), "the image tower")
-    text: TextConfig = setting(TextConfig(), "the text tower")
-    embed_dim: int = setting(512, "width of an encoding whose read-out has none of its own", gt=0, le=65536)
+    backbone: str | None = field(None, "towers by open_clip's name, as ViT-B-16, or ViT-Tiny-8 and -16 of our own")
+    vision: VisionConfig = field(VisionConfig(), "the image tower")
+    text: TextConfig = field(TextConfig(), "the text tower")
+    embed_dim: int = field(512, "width of an encoding whose read-out has none of its own", gt=0, le=65536)
     readout: Annotated[Any, FromRegistry(READOUTS, default="token")] = Field(
         default_factory=lambda: READOUTS.get("token")(),
         description="how tokens become an encoding: a row of sparo.readouts",
     )
-    quick_gelu: bool = setting(False, "OpenAI's approximation of GELU")
-    init_logit_scale: float = setting(math.log(1 / 0.07), "logarithm of the first logit scale")
-    init_logit_bias: float | None = setting(
+    quick_gelu: bool = field(False, "OpenAI's approximation of GELU")
+    init_logit_scale: float = field(math.log(1 / 0.07), "logarithm of the first logit scale")
+    init_logit_bias: float | None = field(
         None, "SigLIP's: -10, with init_logit_scale=2.3026; softmax has none", examples=[-10.0]
     )
 

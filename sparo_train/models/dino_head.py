@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.config import Frozen, setting
+from ..core.config import Frozen, field
 from ..core.ring import sum_over_ranks
 from .vit import Vit, init_linears
 from .vit_config import VitConfig
@@ -19,13 +19,13 @@ from .vit_config import VitConfig
 class DinoHeadConfig(Frozen):
     """The official head."""
 
-    out_dim: int = setting(65536, "prototypes", gt=1)
-    hidden_dim: int = setting(2048, "width of the MLP", gt=0)
-    bottleneck_dim: int = setting(256, "width that prototypes are compared in", gt=0)
-    nlayers: int = setting(3, "linear layers of the MLP", ge=1)
-    use_bn: bool = setting(False, "batch norm over the global batch in the MLP")
-    norm_last_layer: bool = setting(True, "the prototypes keep norm one")
-    weight_init: Literal["official", "xavier"] = setting("official", "of the MLP, as the backbone's")
+    out_dim: int = field(65536, "prototypes", gt=1)
+    hidden_dim: int = field(2048, "width of the MLP", gt=0)
+    bottleneck_dim: int = field(256, "width that prototypes are compared in", gt=0)
+    nlayers: int = field(3, "linear layers of the MLP", ge=1)
+    use_bn: bool = field(False, "batch norm over the global batch in the MLP")
+    norm_last_layer: bool = field(True, "the prototypes keep norm one")
+    weight_init: Literal["official", "xavier"] = field("official", "of the MLP, as the backbone's")
 
 
 class PrototypeLayer(nn.Module):

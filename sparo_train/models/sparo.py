@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from ..core.config import setting
+from ..core.config import field
 from .readout import LEARNED, Placement, ReadOutPair, Representation, Slots, TwinReadOut, Weighting
 from .separate_heads import SeparateHeads, optional_attention
 
@@ -35,33 +35,33 @@ class SparoReadOut(TwinReadOut):
     What the paper leaves open for DINO is a key, and CLIP+SPARO's own choice the default.
     """
 
-    kind: Literal["sparo"] = setting("sparo", "a row of sparo.readouts")
+    kind: Literal["sparo"] = field("sparo", "a row of sparo.readouts")
     inference_note: ClassVar[str] = "class token attended and slots unweighted, which shapes do not tell"
     cross_attention: ClassVar[str] = "separate_head"  # what Table 6 calls it
-    slots: int = setting(64, "L, concepts attended separately", gt=0)
-    slot_width: int = setting(64, "V, numbers of a slot", gt=0)
-    head_width: int = setting(64, "D, width of keys and queries", gt=0)
-    text_head_width: int | None = setting(
+    slots: int = field(64, "L, concepts attended separately", gt=0)
+    slot_width: int = field(64, "V, numbers of a slot", gt=0)
+    head_width: int = field(64, "D, width of keys and queries", gt=0)
+    text_head_width: int | None = field(
         None,
         "D of the text tower, where it differs (files of sparo-clip: its width over its heads); null: head_width",
         gt=0,
         examples=[64],
     )
-    grp_size: int = setting(1, "slots that share one key projection (Appendix A); divides slots", gt=0)
-    share_kv: bool = setting(True, "keys are the values too, as in the paper")
-    replace_last_block: bool = setting(True, "takes the place of the last transformer block, as in the paper")
-    norm_first: bool = setting(True, "the tower's last norm on all tokens before it; false reads the blocks' output")
-    attend_cls: bool = setting(True, "the image's class token is one of the positions that slots attend to")
-    normalize: bool | None = setting(
+    grp_size: int = field(1, "slots that share one key projection (Appendix A); divides slots", gt=0)
+    share_kv: bool = field(True, "keys are the values too, as in the paper")
+    replace_last_block: bool = field(True, "takes the place of the last transformer block, as in the paper")
+    norm_first: bool = field(True, "the tower's last norm on all tokens before it; false reads the blocks' output")
+    attend_cls: bool = field(True, "the image's class token is one of the positions that slots attend to")
+    normalize: bool | None = field(
         None, "every slot to one norm (Eq. 2); null: in CLIP, and not before DINO's head", examples=[False]
     )
-    weighting: Weighting = setting(
+    weighting: Weighting = field(
         "const", "of slots within an encoding: const (the paper), norm (their own), softmax or sqrtsoftmax (learned)"
     )
-    representation: Representation = setting(
+    representation: Representation = field(
         "cont", "of a slot: cont (values over their norm), sem (softmax over its norm), sqrtsem (root of the softmax)"
     )
-    share_queries: bool = setting(False, "both towers attend with the same queries")
+    share_queries: bool = field(False, "both towers attend with the same queries")
 
     @model_validator(mode="after")
     def _groups(self) -> SparoReadOut:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ..core.config import Frozen, setting
+from ..core.config import Frozen, field
 from ..core.errors import did_you_mean
 from ..core.registries import READOUTS
 from ..core.registry import FromRegistry
@@ -28,15 +28,15 @@ class VitConfig(Frozen):
 
     fills: ClassVar[dict[str, Any]] = {"arch": dict.fromkeys(("width", "depth", "heads"))}
 
-    arch: str | None = setting(None, "a backbone by its official name: vit_tiny, vit_small, vit_base")
-    image_size: int = setting(224, "pixels of a (global) crop's side", gt=0, le=16384)
-    patch_size: int = setting(16, "pixels of a patch's side; divides image_size", gt=0)
-    width: int = setting(384, "numbers of a token", gt=0, le=65536)
-    depth: int = setting(12, "transformer blocks, the one that a read-out replaces included", gt=0, le=1000)
-    heads: int = setting(6, "attention heads of a block", gt=0)
-    mlp_ratio: float = setting(4.0, "width of a block's MLP over its own", gt=0)
-    drop_path: float = setting(0.1, "of the student's last block; the first has none, even steps between", ge=0, lt=1)
-    weight_init: Literal["official", "xavier"] = setting(
+    arch: str | None = field(None, "a backbone by its official name: vit_tiny, vit_small, vit_base")
+    image_size: int = field(224, "pixels of a (global) crop's side", gt=0, le=16384)
+    patch_size: int = field(16, "pixels of a patch's side; divides image_size", gt=0)
+    width: int = field(384, "numbers of a token", gt=0, le=65536)
+    depth: int = field(12, "transformer blocks, the one that a read-out replaces included", gt=0, le=1000)
+    heads: int = field(6, "attention heads of a block", gt=0)
+    mlp_ratio: float = field(4.0, "width of a block's MLP over its own", gt=0)
+    drop_path: float = field(0.1, "of the student's last block; the first has none, even steps between", ge=0, lt=1)
+    weight_init: Literal["official", "xavier"] = field(
         "official", "a normal of 0.02, or xavier-uniform for narrow models"
     )
     readout: Annotated[Any, FromRegistry(READOUTS, default="cls")] = Field(

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..core.config import Frozen, between, setting
+from ..core.config import Frozen, between, field
 from ..models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
 from .contrastive import Exchange, Kind
 from .ema import EmaConfig
@@ -20,10 +20,8 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 class ContrastiveConfig(Frozen):
     """The loss over all pairs of the global batch."""
 
-    kind: Kind = setting("softmax", "CLIP's softmax, or SigLIP's sigmoid, which needs model.init_logit_bias")
-    exchange: Exchange = setting(
-        "auto", "how ranks see each other's pairs: gather, ring, or what fits the batch (auto)"
-    )
+    kind: Kind = field("softmax", "CLIP's softmax, or SigLIP's sigmoid, which needs model.init_logit_bias")
+    exchange: Exchange = field("auto", "how ranks see each other's pairs: gather, ring, or what fits the batch (auto)")
 
 
 def _as_block(value: Any) -> Any:
@@ -31,32 +29,30 @@ def _as_block(value: Any) -> Any:
 
 
 class ClipObjectiveConfig(Frozen):
-    kind: Literal["clip"] = setting("clip", "a row of sparo.methods")
-    loss: ContrastiveConfig = setting(ContrastiveConfig(), "how pairs are told apart")
-    model: ClipConfig = setting(ClipConfig(), "the two towers and their read-out")
-    mean: Annotated[tuple[float, float, float], between(-10, 10)] = setting(
+    kind: Literal["clip"] = field("clip", "a row of sparo.methods")
+    loss: ContrastiveConfig = field(ContrastiveConfig(), "how pairs are told apart")
+    model: ClipConfig = field(ClipConfig(), "the two towers and their read-out")
+    mean: Annotated[tuple[float, float, float], between(-10, 10)] = field(
         OPENAI_MEAN, "of pixels in 0..1, subtracted from red, green and blue"
     )
-    std: Annotated[tuple[float, float, float], between(1e-6, 100)] = setting(
+    std: Annotated[tuple[float, float, float], between(1e-6, 100)] = field(
         OPENAI_STD, "of pixels in 0..1, by which red, green and blue are divided"
     )
     # sparo-clip decays every matrix, position embeddings and SPARO's queries included; open_clip >= 4 leaves position embeddings out.
-    decay_policy: Literal["sparo-clip", "open_clip4"] = setting(
-        "sparo-clip", "whose choice of what weight decay reaches"
-    )
-    ema: EmaConfig | None = setting(None, "a moving average of the weights, which is scored and exported; null: none")
-    cache: Annotated[CacheConfig | None, BeforeValidator(_as_block)] = setting(
+    decay_policy: Literal["sparo-clip", "open_clip4"] = field("sparo-clip", "whose choice of what weight decay reaches")
+    ema: EmaConfig | None = field(None, "a moving average of the weights, which is scored and exported; null: none")
+    cache: Annotated[CacheConfig | None, BeforeValidator(_as_block)] = field(
         None,
         "keep what frozen blocks make of images and captions, and train on that: a folder, or a block",
         examples=[{"folder": "data/tokens"}],
     )
-    image_sizes: tuple[tuple[Share, int], ...] = setting(
+    image_sizes: tuple[tuple[Share, int], ...] = field(
         (),
         "pixels of a side by the share of the run from which they hold, the last one the model's: [[0, 112], [0.8, 224]]; none: always the model's",
         strict=False,
         examples=[[[0, 112], [0.8, 224]]],
     )
-    max_logit_scale: float = setting(MAX_LOGIT_SCALE, "the logarithm of the logit scale is held at or below it", gt=0)
+    max_logit_scale: float = field(MAX_LOGIT_SCALE, "the logarithm of the logit scale is held at or below it", gt=0)
 
     @model_validator(mode="after")
     def _bias(self) -> ClipObjectiveConfig:

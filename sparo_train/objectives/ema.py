@@ -6,15 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core.config import Frozen, setting
+from ..core.config import Frozen, field
 from ..core.contracts import Progress
 
 
 class EmaConfig(Frozen):
     """A copy of the model that follows the trained one; it is what is scored and exported."""
 
-    decay: float = setting(0.9999, "share of itself that the copy keeps at a step", ge=0, lt=1)
-    warmup: bool = setting(
+    decay: float = field(0.9999, "share of itself that the copy keeps at a step", ge=0, lt=1)
+    warmup: bool = field(
         True, "a smaller share at first, (1 + step) / (10 + step), so that random weights are forgotten"
     )
 

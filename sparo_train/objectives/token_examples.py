@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.config import Frozen, free, setting
+from ..core.config import Frozen, field, resumable_field
 from ..core.contracts import DeviceContext
 from ..core.disk.metric_loggers import Sample
 from ..core.distributed import Ranks
@@ -38,10 +38,10 @@ _LOG_EVERY = 64  # parts of a rank between two lines
 class CacheConfig(Frozen):
     """Where the tokens of frozen towers are kept, for every run that has the same ones."""
 
-    folder: str = free(
+    folder: str = resumable_field(
         ..., min_length=1, description="found again by content; it may be removed", examples=["data/tokens"]
     )
-    dtype: Literal["fp16", "fp32"] = setting("fp16", "of a number; fp16 takes half the space")
+    dtype: Literal["fp16", "fp32"] = field("fp16", "of a number; fp16 takes half the space")
 
 
 class TokenExamples(ImageTextExamples):

@@ -77,7 +77,7 @@ class Saver:
     def last_good(self) -> str:
         """The newest checkpoint from before a run diverged, in words."""
         self.wait()
-        sound = self.store.last_sound()
+        sound = self.store.latest_valid()
         if sound is None:
             return "no checkpoint is from before that"
         return f"the last good checkpoint is {sound}; remove those behind it to go back there"

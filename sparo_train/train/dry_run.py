@@ -1,4 +1,4 @@
-"""`sparo train --dry`: what a recipe amounts to, without touching pixels or allocating weights."""
+"""`sparo train --dry-run`: what a recipe amounts to, without touching pixels or allocating weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SourceFacts(NamedTuple):
 
 
 class DryRun(NamedTuple):
-    """Everything `--dry` prints; bytes are estimates, counts are exact. `encoding` is None, and estimates that need it are
+    """Everything `--dry-run` prints; bytes are estimates, counts are exact. `encoding` is None, and estimates that need it are
     missing, where the objective does not say what a sample amounts to."""
 
     parameters: dict[str, int]

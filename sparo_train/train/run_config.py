@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..core.config import Frozen, free, resolve, setting
+from ..core.config import Frozen, field, resolve, resumable_field
 from ..core.errors import ConfigError
 from ..core.recipe.layers import Tree, is_sweep, load_recipe, override
 from ..core.registries import ENGINES, METHODS, TASKS
@@ -21,55 +21,55 @@ TaskConfig = Annotated[Any, FromRegistry(TASKS, key="task")]  # one entry of `ev
 class CheckpointConfig(Frozen):
     """A checkpoint is written every so many steps, every so many minutes (whichever comes first), on a signal, and at the end."""
 
-    every_steps: int = setting(1000, "steps between checkpoints; 0: not by steps", ge=0)
-    every_minutes: float = setting(30.0, "minutes between checkpoints; 0: not by time", ge=0)
-    keep_last: int = setting(2, "newest checkpoints that stay", ge=1)
-    keep_every: int = setting(0, "steps between checkpoints that stay for good; 0: none", ge=0)
-    background: bool = setting(True, "training goes on while it is written")
-    fall_back: bool = setting(False, "where the newest is damaged, go back to the one before instead of refusing")
+    every_steps: int = field(1000, "steps between checkpoints; 0: not by steps", ge=0)
+    every_minutes: float = field(30.0, "minutes between checkpoints; 0: not by time", ge=0)
+    keep_last: int = field(2, "newest checkpoints that stay", ge=1)
+    keep_every: int = field(0, "steps between checkpoints that stay for good; 0: none", ge=0)
+    background: bool = field(True, "training goes on while it is written")
+    fall_back: bool = field(False, "where the newest is damaged, go back to the one before instead of refusing")
 
 
 class ProfileConfig(Frozen):
     """Steps whose trace goes to RUN/profile, counted from this start; the first of a process are not like the others."""
 
-    wait: int = setting(5, "steps before it", ge=0)
-    steps: int = setting(3, "steps in it", gt=0)
+    wait: int = field(5, "steps before it", ge=0)
+    steps: int = field(3, "steps in it", gt=0)
 
 
 class LogConfig(Frozen):
     """What a run says of itself. Nothing here changes what it computes."""
 
-    every_steps: int = setting(20, "steps between records of metrics.jsonl", gt=0)
-    tensorboard: bool = setting(True, "the same numbers in RUN/tensorboard")
-    wandb: str | None = setting(None, "the same numbers to this project of Weights & Biases", examples=["sparo"])
-    heartbeat_seconds: float = setting(10.0, "between two looks at what the run is doing", gt=0)
-    samples: int = setting(
+    every_steps: int = field(20, "steps between records of metrics.jsonl", gt=0)
+    tensorboard: bool = field(True, "the same numbers in RUN/tensorboard")
+    wandb: str | None = field(None, "the same numbers to this project of Weights & Biases", examples=["sparo"])
+    heartbeat_seconds: float = field(10.0, "between two looks at what the run is doing", gt=0)
+    samples: int = field(
         8, "images of the first batch, with their captions, shown in tensorboard and wandb; 0: none", ge=0, le=256
     )
-    pictures: int = setting(
+    pictures: int = field(
         6,
         "samples (at most 3 videos) of the first task that can be drawn, which every evaluation draws to RUN/pictures and tensorboard; 0: none",
         ge=0,
         le=256,
     )
-    flops: bool = setting(True, "count model FLOPs (tflops, mfu)")
-    profile: ProfileConfig | None = setting(None, "trace some steps of rank 0 with torch's profiler")
+    flops: bool = field(True, "count model FLOPs (tflops, mfu)")
+    profile: ProfileConfig | None = field(None, "trace some steps of rank 0 with torch's profiler")
 
 
-class SideEvalConfig(Frozen):
+class EvalJobConfig(Frozen):
     """Tasks too long to wait for: a job of its own scores the weights of every evaluated step."""
 
-    cluster: str = setting(..., "a cluster, as `sparo launch --cluster`", examples=["slurm"])
-    tasks: dict[str, TaskConfig] = setting(..., "by name, each a row of sparo.tasks", min_length=1)
-    options: tuple[str, ...] = setting((), 'the cluster\'s `--key value` options: [--gpus-per-node, "1"]')
+    cluster: str = field(..., "a cluster, as `sparo launch --cluster`", examples=["slurm"])
+    tasks: dict[str, TaskConfig] = field(..., "by name, each a row of sparo.tasks", min_length=1)
+    options: tuple[str, ...] = field((), 'the cluster\'s `--key value` options: [--gpus-per-node, "1"]')
 
 
 class EvalConfig(Frozen):
     """What is scored, and when."""
 
-    every_steps: int = setting(0, "steps between evaluations; 0: only at the end", ge=0)
+    every_steps: int = field(0, "steps between evaluations; 0: only at the end", ge=0)
     tasks: dict[str, TaskConfig] = Field(default_factory=dict, description="by name, each a row of sparo.tasks")
-    side: SideEvalConfig | None = setting(None, "tasks that a job of its own scores meanwhile")
+    job: EvalJobConfig | None = field(None, "tasks that a job of its own scores meanwhile")
 
 
 def _default(table: Registry, name: str) -> Any:
@@ -79,18 +79,18 @@ def _default(table: Registry, name: str) -> Any:
 class StartConfig(Frozen):
     """What a run begins with in place of random weights. Once it has a checkpoint of its own, it goes on from that."""
 
-    checkpoint: str = setting(
+    checkpoint: str = field(
         ...,
         "anything that `sparo eval` loads: a run, one of its steps, an export, a file, open_clip:NAME@FILE",
         examples=["runs/clip"],
     )
-    allow_missing: tuple[str, ...] = setting(
+    allow_missing: tuple[str, ...] = field(
         (), "patterns of the run's parameters that the checkpoint may lack, as in [model.visual.sparo.*]", strict=False
     )
-    allow_unused: tuple[str, ...] = setting(
+    allow_unused: tuple[str, ...] = field(
         (), "patterns of its parameters that the run may have no place for", strict=False
     )
-    optimizer: bool = setting(
+    optimizer: bool = field(
         False,
         "its moments and its place in the data, too: a branch of a run of the same model, as for schedule=cooldown",
     )
@@ -105,44 +105,44 @@ class RunConfig(Frozen):
 
     alternatives: ClassVar[tuple[str, ...]] = ("steps", "epochs", "samples")
 
-    name: str = free(..., "of the run folder", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    out: str = free("runs", "where run folders are")
-    seed: int = setting(0, "of everything that is drawn", ge=0, lt=1 << 63)
-    batch_size: int = setting(..., "samples per optimizer step, of all ranks together", gt=0, lt=1 << 31)
-    world_size: int | None = free(
+    name: str = resumable_field(..., "of the run folder", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    out: str = resumable_field("runs", "where run folders are")
+    seed: int = field(0, "of everything that is drawn", ge=0, lt=1 << 63)
+    batch_size: int = field(..., "samples per optimizer step, of all ranks together", gt=0, lt=1 << 31)
+    world_size: int | None = resumable_field(
         None, "ranks it must be started with; default: any that share the streams", gt=0, examples=[8]
     )
-    micro_batch_size: int | None = free(
+    micro_batch_size: int | None = resumable_field(
         None,
         "samples per forward and rank; default: all of the rank's; gradients are those of the whole batch either way",
         gt=0,
     )
-    steps: int | None = setting(None, "optimizer steps", gt=0, lt=1 << 53)
-    epochs: float | None = setting(None, "passes over the data, weights counted", gt=0, le=1e9)
-    samples: int | None = setting(None, "samples in all", gt=0, lt=1 << 63, examples=[1_280_000])
-    samples_per_epoch: int | None = setting(
+    steps: int | None = field(None, "optimizer steps", gt=0, lt=1 << 53)
+    epochs: float | None = field(None, "passes over the data, weights counted", gt=0, le=1e9)
+    samples: int | None = field(None, "samples in all", gt=0, lt=1 << 63, examples=[1_280_000])
+    samples_per_epoch: int | None = field(
         None, "where a paper's epoch is a number; default: what the sources hold", gt=0
     )
-    stop_after_steps: int | None = free(
+    stop_after_steps: int | None = resumable_field(
         None, "stop there, saved, as if the schedule went on: for trials", gt=0, examples=[100]
     )
-    start_from: Annotated[StartConfig | None, BeforeValidator(_as_block)] = free(
+    start_from: Annotated[StartConfig | None, BeforeValidator(_as_block)] = resumable_field(
         None, "weights to begin with, a checkpoint or a block", examples=[{"checkpoint": "runs/clip"}]
     )
-    freeze: tuple[str, ...] = setting(
+    freeze: tuple[str, ...] = field(
         (), "patterns of parameters that are not trained, as in [model.text.*]; towers have keys of their own, too"
     )
     objective: Annotated[Any, FromRegistry(METHODS, default="clip")] = Field(
         default_factory=lambda: _default(METHODS, "clip"), description="what is trained: a row of sparo.methods"
     )
-    data: DataConfig = setting(..., "what is read, in which order")
+    data: DataConfig = field(..., "what is read, in which order")
     optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer and schedules")
     engine: Annotated[Any, FromRegistry(ENGINES, default="local")] = Field(
         default_factory=lambda: _default(ENGINES, "local"), description="what it runs on: a row of sparo.engines"
     )
-    checkpoint: CheckpointConfig = free(CheckpointConfig(), "when checkpoints are written, and which stay")
-    log: LogConfig = free(LogConfig(), "what the run says of itself")
-    eval: EvalConfig = free(EvalConfig(), "what is scored, and when")
+    checkpoint: CheckpointConfig = resumable_field(CheckpointConfig(), "when checkpoints are written, and which stay")
+    log: LogConfig = resumable_field(LogConfig(), "what the run says of itself")
+    eval: EvalConfig = resumable_field(EvalConfig(), "what is scored, and when")
 
     @model_validator(mode="after")
     def _check_length(self) -> RunConfig:

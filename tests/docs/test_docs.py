@@ -84,7 +84,9 @@ def shortened(command: str) -> str:
     for there, here in HERE.items():
         command = command.replace(there, here)
     for part in command.split(" && "):
-        if re.match(r"sparo train|sparo launch train|torchrun .* train", part) and not re.search("--dry|--print", part):
+        if re.match(r"sparo train|sparo launch train|torchrun .* train", part) and not re.search(
+            "--dry-run|--print", part
+        ):
             part += " " + " ".join(SHORT)
         if part.startswith("sparo launch train"):  # it runs behind the command
             part += " && sleep 1 && while sparo launch status | grep -Eq 'PENDING|RUNNING'; do sleep 1; done; sparo launch status"

@@ -58,7 +58,7 @@ def test_training_evaluates_as_it_goes(trained):
 def test_eval_scores_runs_exports_and_files_alike(trained, tmp_path):
     run = trained / "runs/cli"
     assert sparo("export", str(run)).returncode == 0
-    done = sparo("export", str(run), "--layout", "sparo-clip", "--to", str(tmp_path / "sc.pt"))
+    done = sparo("export", str(run), "--layout", "sparo-clip", "--out", str(tmp_path / "sc.pt"))
     assert done.returncode == 0 and done.stdout.strip().replace("\n", "") == str(tmp_path / "sc.pt")
     (tmp_path / "tasks.yaml").write_text(yaml.safe_dump({"tasks": eval_sets(tmp_path / "sets")}))
     out = sparo(
@@ -148,13 +148,13 @@ def test_a_refused_start_leaves_the_run_as_it_was(trained, tmp_path):
 
 def test_dry_run_counts_without_training(trained, tmp_path):
     done = sparo(
-        "train", str(trained / "recipe.yaml"), "--dry", f"out={tmp_path}", "+data.sources.b={shards: none.tar}"
+        "train", str(trained / "recipe.yaml"), "--dry-run", f"out={tmp_path}", "+data.sources.b={shards: none.tar}"
     )
     assert done.returncode == 0, done.stderr
     assert "visual.sparo" in done.stdout and "matches no shard" in done.stdout and not list(tmp_path.iterdir())
-    done = sparo("train", str(trained / "recipe.yaml"), "--dry")
+    done = sparo("train", str(trained / "recipe.yaml"), "--dry-run")
     assert "12 steps x 8 = 96 samples" in done.stdout and "100.0%" in done.stdout
-    done = sparo("train", str(trained / "recipe.yaml"), "--dry", "start_from=nowhere")
+    done = sparo("train", str(trained / "recipe.yaml"), "--dry-run", "start_from=nowhere")
     assert done.returncode == 2 and "start_from.checkpoint=nowhere: nowhere: no such file or folder" in done.stderr
 
 
@@ -171,7 +171,7 @@ def test_dry_run_counts_without_training(trained, tmp_path):
     ],
 )
 def test_what_training_would_refuse_a_dry_run_does(trained, word, message):
-    code, error = call(app, ["train", str(trained / "recipe.yaml"), "--dry", word])
+    code, error = call(app, ["train", str(trained / "recipe.yaml"), "--dry-run", word])
     assert code == 2 and message in str(error)
 
 

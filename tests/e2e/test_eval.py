@@ -51,9 +51,9 @@ def test_a_run_is_read_with_the_pixel_range_of_its_recipe(scored, tmp_path):
 
 def test_stored_features_give_the_same_numbers_without_the_images(scored):
     root, _ = scored
-    arguments = ("eval", "runs/s0", "--data", "tasks.yaml", "--features", "store", "--no-latest", "--json")
+    arguments = ("eval", "runs/s0", "--data", "tasks.yaml", "--features", "store", "--no-write-to-run", "--json")
     assert sparo(*arguments, "again.json", cwd=root).returncode == 0
-    plain = sparo(*arguments[:4], "--features", "none", "--no-latest", "--json", "plain.json", cwd=root)
+    plain = sparo(*arguments[:4], "--features", "none", "--no-write-to-run", "--json", "plain.json", cwd=root)
     assert plain.returncode == 0, plain.stderr
     again, plain = (json.loads((root / name).read_text())["results"] for name in ("again.json", "plain.json"))
     assert {n: r["metrics"] for n, r in again.items()} == {n: pytest.approx(r["metrics"]) for n, r in plain.items()}
@@ -81,11 +81,11 @@ def test_python_gives_the_scores_of_the_command_and_writes_nothing(scored, monke
 
 def test_a_folder_of_data_names_its_tasks_and_the_catalogue_its_sets(scored):
     root, _ = scored
-    done = sparo("eval", "runs/s0", "--data", "tasks.yaml", "--tasks", "small", "--no-latest", cwd=root)
+    done = sparo("eval", "runs/s0", "--data", "tasks.yaml", "--tasks", "small", "--no-write-to-run", cwd=root)
     assert done.returncode == 0 and "ret" in done.stdout and "knn" not in done.stdout
-    again = sparo("eval", "runs/s0", "--data", "recipe.yaml", "--tasks", "ret", "--no-latest", cwd=root)
+    again = sparo("eval", "runs/s0", "--data", "recipe.yaml", "--tasks", "ret", "--no-write-to-run", cwd=root)
     assert again.returncode == 0 and "mean_R@5" in again.stdout, again.stderr
-    done = sparo("eval", "runs/s0", "--tasks", "sugar_crepe", "--no-latest", "--results", "sc", cwd=root)
+    done = sparo("eval", "runs/s0", "--tasks", "sugar_crepe", "--no-write-to-run", "--results", "sc", cwd=root)
     assert done.returncode == 0, done.stderr
     line = json.loads((root / "sc/results.jsonl").read_text())
     assert line["n"] == 21 and line["counts"]["order_only"] == 6 and line["options"]["data"] == "not published data"
@@ -148,7 +148,7 @@ def test_shares_of_an_array_score_once_all_are_there(scored):
         "zero,pairs",
         "--features",
         "shares",
-        "--no-latest",
+        "--no-write-to-run",
     )
     array = {"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "2"}
     first = sparo(*arguments, "--part", "slurm", cwd=root, SLURM_ARRAY_TASK_ID="2", **array)
@@ -162,7 +162,7 @@ def test_shares_of_an_array_score_once_all_are_there(scored):
 
 def test_tasks_that_an_encoder_cannot_do_are_left_out_and_said(scored):
     root, _ = scored
-    words = ("--data", "tasks.yaml", "--features", "store", "--no-latest")
+    words = ("--data", "tasks.yaml", "--features", "store", "--no-write-to-run")
     done = sparo("eval", "runs/s0", "pixels:8", *words, "--tasks", "zero,shots", "--json", "mixed.json", cwd=root)
     assert done.returncode == 0, done.stderr
     assert "left out: zero: needs texts encoded, and pixels:8 encodes images alone" in done.stderr
@@ -210,7 +210,7 @@ def test_a_limit_is_another_set_and_is_said(scored):
         "5",
         "--results",
         "few",
-        "--no-latest",
+        "--no-write-to-run",
         cwd=root,
     )
     assert done.returncode == 0, done.stderr
@@ -235,13 +235,13 @@ def test_missing_captions_are_counted_and_missing_class_names_named(scored, tmp_
     line = json.loads((tmp_path / "out/results.jsonl").read_text())
     assert line["counts"]["images_without_caption"] == 1 and line["n"] == 7
     assert "r: 1 image(s) without a caption are no queries" in done.stderr
-    done = sparo("eval", "runs/s0", "--data", f"{tmp_path}/t.yaml", "--tasks", "c", "--no-latest", cwd=root)
+    done = sparo("eval", "runs/s0", "--data", f"{tmp_path}/t.yaml", "--tasks", "c", "--no-write-to-run", cwd=root)
     assert done.returncode == 2 and "classnames.txt: missing" in done.stderr
     tar = tmp_path / "ret/test/0.tar"
     with tarfile.open(tar) as whole:
         cut = whole.getmembers()[9].offset
     tar.write_bytes(tar.read_bytes()[: cut + 100])
-    done = sparo("eval", "runs/s0", "--data", f"{tmp_path}/t.yaml", "--tasks", "r", "--no-latest", cwd=root)
+    done = sparo("eval", "runs/s0", "--data", f"{tmp_path}/t.yaml", "--tasks", "r", "--no-write-to-run", cwd=root)
     assert done.returncode == 2 and "truncated tar; scores over part of a data set mean nothing" in done.stderr
 
 

@@ -27,7 +27,7 @@ def shown(page):
 
 
 def scored(world, checkpoint, *words):
-    done = sparo("eval", checkpoint, *words, "--tasks", TASKS, "--data", "tasks.yaml", "--features", "store", "--no-latest",
+    done = sparo("eval", checkpoint, *words, "--tasks", TASKS, "--data", "tasks.yaml", "--features", "store", "--no-write-to-run",
                  "--json", "explored.json", cwd=world)  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads((world / "explored.json").read_text())["results"].items()
@@ -196,7 +196,7 @@ def test_what_a_person_does_with_it(world, browser, tmp_path):
         assert saved["names"] == {"2": "<img src=x onerror=alert(1)>"} and saved["looked_at"]
         found = scored(world, "runs/s0", "--slots", "by_hand.json")
         assert before["ret"][1] == f"{100 * found['ret']['metrics'][found['ret']['headline']]:.1f}"
-        done = sparo("slots", "select", "runs/s0", "--task", "zero", "--report", "zero", "--slots", "by_hand.json", "--out", "again_by_hand.json",
+        done = sparo("slots", "select", "runs/s0", "--task", "zero", "--report-tasks", "zero", "--slots", "by_hand.json", "--out", "again_by_hand.json",
                      "--data", "tasks.yaml", "--features", "store", "--same-data", cwd=world)  # fmt: skip
         assert "same data" in done.stdout  # its scores were in sight when it was made
 
@@ -339,7 +339,7 @@ def test_bad_input_is_said_before_a_page_is_served(others):
     selection = {"sparo": "selection", "schema": 1, "checkpoint": "0" * 64, "count": 4, "chosen": [0]}
     (others / "anothers.json").write_text(json.dumps(selection))
     (others / "spoilt.json").write_text('{"sparo": "selection", "chosen": [9]}')
-    done = sparo("slots", "mask", "runs/s0", "--task", "pairs", "--report", "zero", "--out", "a_mask.json", "--data", "tasks.yaml", "--seeds", "1",
+    done = sparo("slots", "mask", "runs/s0", "--task", "pairs", "--report-tasks", "zero", "--out", "a_mask.json", "--data", "tasks.yaml", "--seeds", "1",
                  "--epochs", "2", cwd=others)  # fmt: skip
     assert done.returncode == 0, done.stderr
     with socket.socket() as taken:

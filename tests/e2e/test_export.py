@@ -29,7 +29,7 @@ def run(world):
 
 @pytest.fixture
 def export(run, tmp_path):
-    done = sparo("export", str(run), "--to", str(tmp_path / "model"))
+    done = sparo("export", str(run), "--out", str(tmp_path / "model"))
     assert done.returncode == 0, done.stderr
     return tmp_path / "model"
 
@@ -49,7 +49,7 @@ def test_a_card_sums_and_modes_lie_beside_the_weights(run, export):
 
 
 def test_one_file_has_its_own_card_and_sum(run, tmp_path):
-    done = sparo("export", str(run), "--layout", "sparo-clip", "--to", str(tmp_path / "x.pt"))
+    done = sparo("export", str(run), "--layout", "sparo-clip", "--out", str(tmp_path / "x.pt"))
     assert done.returncode == 0, done.stderr
     digest, name = (tmp_path / "x.pt.sha256").read_text().strip().split("  ")
     assert name == "x.pt" and hashlib.sha256((tmp_path / "x.pt").read_bytes()).hexdigest() == digest
@@ -61,7 +61,7 @@ def test_every_form_of_a_model_normalises_pixels_as_its_run_does(run, tmp_path):
     recipe = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     recipe["objective"] |= {"mean": [0.5, 0.4, 0.3], "std": [0.3, 0.25, 0.2]}
     (tmp_path / "run/config.yaml").write_text(yaml.safe_dump(recipe))
-    for more in ((), ("--layout", "sparo-clip", "--to", str(tmp_path / "x.pt"))):
+    for more in ((), ("--layout", "sparo-clip", "--out", str(tmp_path / "x.pt"))):
         assert sparo("export", str(tmp_path / "run"), *more).returncode == 0
     folder = tmp_path / "run/export"
     pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
@@ -95,11 +95,11 @@ def test_every_form_of_a_model_normalises_pixels_as_its_run_does(run, tmp_path):
 def test_a_readme_of_somebody_else_stays(run, tmp_path):
     (tmp_path / "README.md").write_text("# my project")
     for _ in range(2):
-        assert sparo("export", str(run), "--to", str(tmp_path)).returncode == 0
+        assert sparo("export", str(run), "--out", str(tmp_path)).returncode == 0
     assert (tmp_path / "README.md").read_text() == "# my project"
     assert "trained parameters" in (tmp_path / "MODEL_CARD.md").read_text()
     (tmp_path / "file").write_text("x")
-    done = sparo("export", str(run), "--to", str(tmp_path / "file"))
+    done = sparo("export", str(run), "--out", str(tmp_path / "file"))
     assert done.returncode == 2 and "is a file, and layout open_clip is a folder" in done.stderr
     assert (tmp_path / "file").read_text() == "x"
 
@@ -196,7 +196,7 @@ def _upload(hub, *arguments, token="hf_good"):
 
 
 def test_the_hub_gets_what_it_takes_to_load_the_model(run, tmp_path, hub):
-    done = _upload(hub, run, "--to", tmp_path / "m", "--hub", "me/model", "--private")
+    done = _upload(hub, run, "--out", tmp_path / "m", "--hub", "me/model", "--private")
     assert done.returncode == 0 and done.stdout.splitlines()[-1].endswith("/me/model"), done.stderr
     assert hub.created[0]["organization"] == "me" and (
         hub.created[0].get("private") or hub.created[0]["visibility"] == "private"
@@ -237,7 +237,7 @@ def test_the_card_tells_scores_with_their_intervals_and_steps(run, tmp_path):
     append(copy / "evals", "run", "zero|shot", result, label)
     append(copy / "evals", "run (slots 1)", "near", result, label)
     append(copy / "evals", "run", "some", result, {**label, "limit": 3})
-    assert sparo("export", str(copy), "--to", str(tmp_path / "m")).returncode == 0
+    assert sparo("export", str(copy), "--out", str(tmp_path / "m")).returncode == 0
     card = (tmp_path / "m/README.md").read_text()
     assert (
         "| zero\\|shot | acc1 | 50.0 | 35.0 to 65.0 | 40 | 25.0 | 6 |" in card

@@ -37,7 +37,7 @@ json.dump(found, open(out, "w"))
 def test_results_go_where_clip_benchmark_builds_its_tables(scored):
     pytest.importorskip("clip_benchmark")
     root, _ = scored
-    done = sparo("eval", "export", "results", "--to", "cb", cwd=root)
+    done = sparo("eval", "export", "results", "--out", "cb", cwd=root)
     written = list((root / "cb").glob("*.json"))
     assert done.returncode == 0 and written and f"{len(written)} file(s) in cb" in done.stdout
     from clip_benchmark.cli import main_build
@@ -59,7 +59,7 @@ def test_stock_programs_give_our_numbers_for_our_exports(scored):
     """clip_benchmark's own command on a wds set, and a SugarCrepe script of the stock kind, through the plug-in runner."""
     pytest.importorskip("clip_benchmark")
     root, _ = scored
-    assert sparo("export", "runs/s0", "--to", "exported", cwd=root).returncode == 0
+    assert sparo("export", "runs/s0", "--out", "exported", cwd=root).returncode == 0
     (root / "stock.py").write_text(SUGAR_CREPE)
     model = f"local-dir:{root / 'exported'}"
     runner = ("run", "--")
@@ -93,11 +93,11 @@ def test_stock_programs_give_our_numbers_for_our_exports(scored):
 
 def test_a_run_its_export_and_its_sparo_clip_file_share_features(scored):
     root, _ = scored
-    assert sparo("export", "runs/s0", "--to", "forms/folder", cwd=root).returncode == 0
-    assert sparo("export", "runs/s0", "--layout", "sparo-clip", "--to", "forms/s0.pt", cwd=root).returncode == 0
+    assert sparo("export", "runs/s0", "--out", "forms/folder", cwd=root).returncode == 0
+    assert sparo("export", "runs/s0", "--layout", "sparo-clip", "--out", "forms/s0.pt", cwd=root).returncode == 0
     places = ("runs/s0", "forms/folder", "forms/s0.pt")
     done = sparo("eval", *places, "--data", "tasks.yaml", "--tasks", "zero", "--features", "forms/store",
-                 "--no-latest", "--json", "forms.json", cwd=root)  # fmt: skip
+                 "--no-write-to-run", "--json", "forms.json", cwd=root)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(list((root / "forms/store/images").iterdir())) == 1
     assert len(list((root / "forms/store/texts").iterdir())) == 1
@@ -106,7 +106,7 @@ def test_a_run_its_export_and_its_sparo_clip_file_share_features(scored):
 
 
 def test_long_tasks_are_scored_by_a_job_of_their_own(world, tmp_path):
-    """`eval.side`: the weights of an evaluated step, scored beside the training; the same numbers as afterwards."""
+    """`eval.job`: the weights of an evaluated step, scored beside the training; the same numbers as afterwards."""
     tree = yaml.safe_load((world / "recipe.yaml").read_text())
     tasks = {name: tree["eval"]["tasks"][name] for name in ("zero", "ret")}
     tree |= {"name": "side", "out": str(tmp_path / "runs")}
@@ -114,7 +114,7 @@ def test_long_tasks_are_scored_by_a_job_of_their_own(world, tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
     done = sparo("train", str(tmp_path / "recipe.yaml"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "eval.side submitted to local" in done.stderr
+    assert "eval.job submitted to local" in done.stderr
     path = tmp_path / "runs/side/evals/side-00000012/results.json"
     for _ in range(600):
         if path.exists():

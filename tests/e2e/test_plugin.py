@@ -137,7 +137,7 @@ def test_two_ranks_in_pieces_train_as_one_process(place):
 
 
 def test_it_is_counted_scored_and_exported(place):
-    code, out = run(place, "train", "recipe.yaml", "--dry")
+    code, out = run(place, "train", "recipe.yaml", "--dry-run")
     assert code == 0 and "the objective has no footprint" in out and "backbone" in out, out
     with Image.open(place / "whole/pictures/step-00000012.png") as drawn:  # by the task's own function
         assert drawn.size == (32 * 6, 32)
@@ -242,8 +242,16 @@ def test_what_is_wrong_with_a_row_is_told_to_who_names_it(place, monkeypatch, tm
 def test_tasks_that_do_not_fit_are_refused_before_step_1(place):
     text = {"task": "zeroshot", "root": str(place / "sets/zero")}
     code, out = run(place, "train", "recipe.yaml", "name=unfit", f"eval.tasks={{zero: {json.dumps(text)}}}")
-    dry = run(place, "train", "recipe.yaml", "--dry", f"eval.tasks={{zero: {json.dumps(text)}}}")
-    far = ["launch", "train", "recipe.yaml", "name=far", "--cluster", "local", f"eval.tasks={{zero: {json.dumps(text)}}}"]
+    dry = run(place, "train", "recipe.yaml", "--dry-run", f"eval.tasks={{zero: {json.dumps(text)}}}")
+    far = [
+        "launch",
+        "train",
+        "recipe.yaml",
+        "name=far",
+        "--cluster",
+        "local",
+        f"eval.tasks={{zero: {json.dumps(text)}}}",
+    ]
     for said in (dry, run(place, *far)):
         assert said[0] == 2 and "eval.tasks.zero: needs texts encoded" in said[1]
     assert not (place / "far").exists()

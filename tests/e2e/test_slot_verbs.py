@@ -21,7 +21,16 @@ def slots(world, *words, code=0, data="tasks.yaml", **named):
 
 def scored(world, *words):
     done = sparo(
-        "eval", *words, "--data", "tasks.yaml", "--features", "store", "--no-latest", "--json", "got.json", cwd=world
+        "eval",
+        *words,
+        "--data",
+        "tasks.yaml",
+        "--features",
+        "store",
+        "--no-write-to-run",
+        "--json",
+        "got.json",
+        cwd=world,
     )
     assert done.returncode == 0, done.stderr
     return {name.rpartition("/")[2]: r for name, r in json.loads((world / "got.json").read_text())["results"].items()}
@@ -44,7 +53,7 @@ def told_apart(world):
 
 def test_a_choice_is_reported_as_eval_scores_it(told_apart):
     world = told_apart
-    done = slots(world, "select", "runs/s0", "--task", "pairs", "--report", "zero,pairs", "--method", "forward", "--k", "2", "--out",
+    done = slots(world, "select", "runs/s0", "--task", "pairs", "--report-tasks", "zero,pairs", "--method", "forward", "--k", "2", "--out",
                  "chosen.json", "--json", "facts.json", "--plot", "curves.png", "--draws", "5", data="told.yaml")  # fmt: skip
     facts = json.loads((world / "facts.json").read_text())
     zero, pairs = facts["reports"]
@@ -64,7 +73,7 @@ def test_a_choice_is_reported_as_eval_scores_it(told_apart):
         chosen["zero"]["metrics"]
         == scored(world, "runs/s0", "--tasks", "zero", "--slots", by_number)["zero"]["metrics"]
     )
-    again = ("select", "runs/s0", "--task", "zero", "--report", "zero", "--same-data", "--out", "own.json")
+    again = ("select", "runs/s0", "--task", "zero", "--report-tasks", "zero", "--same-data", "--out", "own.json")
     done = slots(world, *again, "--slots", "chosen.json")
     assert "same data" not in done.stdout  # it was made on the pairs
     assert "by hand" in slots(world, *again, "--slots", "0,2").stdout  # nobody knows what it was made on
@@ -91,10 +100,10 @@ def test_masks_are_scored_as_eval_scores_them(world):
         "runs/s0",
         "--task",
         "pairs",
-        "--report",
+        "--report-tasks",
         "zero",
-        "--per",
-        "number",
+        "--granularity",
+        "dimension",
         "--out",
         "mask.json",
         "--json",
@@ -110,15 +119,17 @@ def test_masks_are_scored_as_eval_scores_them(world):
 
 
 def test_tables_of_the_paper_and_quality(world):
-    four = slots(world, "table", "4", "runs/s0", "runs/s1", "--task", "zero", "--report", "pairs", "--json", "4.json")
+    four = slots(
+        world, "table", "4", "runs/s0", "runs/s1", "--task", "zero", "--report-tasks", "pairs", "--json", "4.json"
+    )
     assert "layout of Table 4" in four.stdout and "Average" in four.stdout
     columns = json.loads((world / "4.json").read_text())["columns"]
     assert columns[0]["kinds"] == ["replace_att", "swap_att", "Average"] and columns[0]["share"] == "50 %"
     five = slots(
-        world, "table", "5", "runs/s0", "--task", "pairs", "--report", "zero", "--seeds", "1", "--json", "5.json"
+        world, "table", "5", "runs/s0", "--task", "pairs", "--report-tasks", "zero", "--seeds", "1", "--json", "5.json"
     )
     assert "(4, 8)" in five.stdout and "(32, 1)" in five.stdout
-    quality = slots(world, "quality", "runs/s0", "--task", "zero", "--by", "pixels:8", "--json", "q.json")
+    quality = slots(world, "quality", "runs/s0", "--task", "zero", "--reference", "pixels:8", "--json", "q.json")
     assert "in effect" in quality.stdout
     (row,) = json.loads((world / "q.json").read_text())["rows"]
     assert 1 <= row["effective"] <= 4 and 0 <= row["redundancy"] <= 1 and len(row["sharpness_of_units"]) == 4
@@ -127,7 +138,9 @@ def test_tables_of_the_paper_and_quality(world):
 
 
 def test_slots_of_dino_are_chosen_by_their_neighbours(others):
-    done = slots(others, "select", "runs/dino", "--task", "knn", "--k", "best", "--out", "dino.json", "--json", "d.json")
+    done = slots(
+        others, "select", "runs/dino", "--task", "knn", "--k", "best", "--out", "dino.json", "--json", "d.json"
+    )
     facts = json.loads((others / "d.json").read_text())
     assert facts["reports"][0]["share"] == "held out" and "knn" in done.stdout
     found = scored(others, "runs/dino", "--tasks", "knn", "--slots", "dino.json")
@@ -138,7 +151,7 @@ def test_slots_of_dino_are_chosen_by_their_neighbours(others):
         "runs/dino",
         "--task",
         "probe",
-        "--report",
+        "--report-tasks",
         "knn,probe",
         "--k",
         "1",
@@ -161,7 +174,7 @@ def test_slots_of_dino_are_chosen_by_their_neighbours(others):
 
 
 def test_heads_and_parts_are_chosen_in_the_same_way(others):
-    words = ("runs/plain", "--task", "zero", "--report", "pairs")
+    words = ("runs/plain", "--task", "zero", "--report-tasks", "pairs")
     slots(others, "select", *words, "--units", "heads", "--head-layers", "2", "--out", "heads.json", "--json", "h.json")
     facts = json.loads((others / "h.json").read_text())
     assert facts["selection"]["count"] == 4 and len(facts["selection"]["chosen"]) == 2
@@ -187,8 +200,8 @@ BAD = {
     "slots": (("select", "runs/s0", "--task", "zero", "--slots", "7"), "--slots 7"),
     "a file that is not there": (("select", "runs/s0", "--task", "zero", "--slots", "no.json"), "no.json"),
     "mask of classes": (("mask", "runs/s0", "--task", "zero"), "masks are trained on a task of kind pairs"),
-    "mask of heads": (("mask", "runs/plain", "--task", "pairs", "--units", "heads", "--report", "zero"), "a mask is of the numbers"),
-    "per": (("mask", "runs/s0", "--task", "pairs", "--per", "slot"), "--per slot"),
+    "mask of heads": (("mask", "runs/plain", "--task", "pairs", "--units", "heads", "--report-tasks", "zero"), "a mask is of the numbers"),
+    "per": (("mask", "runs/s0", "--task", "pairs", "--granularity", "slot"), "--granularity slot"),
     "clamp": (("mask", "runs/s0", "--task", "pairs", "--clamp", "mix"), "--clamp mix"),
     "parts of slots": (("score", "runs/s0", "--tasks", "zero", "--parts", "4"), "--parts: is of --units parts; leave it away"),
     "blocks of slots": (("select", "runs/s0", "--task", "zero", "--head-layers", "4"), "--head-layers: is of --units heads"),
@@ -196,8 +209,8 @@ BAD = {
     "seeds of four": (("table", "4", "runs/s0", "--task", "zero", "--seeds", "3"), "--seeds: does nothing in Table 4"),
     "k of five": (("table", "5", "runs/s0", "--task", "pairs", "--k", "half"), "--k: does nothing in Table 5"),
     "table": (("table", "6", "runs/s0"), "sparo slots table 6"),
-    "four on pairs": (("table", "4", "runs/s0", "--task", "pairs", "--report", "pairs"), "chooses on a task of kind zeroshot"),
-    "judged by itself": (("quality", "runs/s0", "--task", "zero", "--by", "runs/s0"), "is the checkpoint that is looked at"),
+    "four on pairs": (("table", "4", "runs/s0", "--task", "pairs", "--report-tasks", "pairs"), "chooses on a task of kind zeroshot"),
+    "judged by itself": (("quality", "runs/s0", "--task", "zero", "--reference", "runs/s0"), "is the checkpoint that is looked at"),
     "one image": (("quality", "runs/s0", "--task", "zero", "--limit", "1"), "has 1 image(s); slots are compared over two at least"),
     "sort": (("score", "runs/s0", "--tasks", "zero", "--sort", "pairs"), "--sort pairs: is none of the tasks shown"),
 }  # fmt: skip
@@ -213,7 +226,7 @@ def test_bad_input_is_said_and_writes_nothing(name, others, tmp_path):
 
 
 def test_a_selection_of_another_checkpoint_is_refused(others):
-    slots(others, "select", "runs/s0", "--task", "zero", "--out", "mine.json", "--report", "zero")
+    slots(others, "select", "runs/s0", "--task", "zero", "--out", "mine.json", "--report-tasks", "zero")
     done = sparo("eval", "runs/s1", "--data", "tasks.yaml", "--tasks", "zero", "--slots", "mine.json", cwd=others)
     assert done.returncode == 2 and "--slots mine.json: was made for another checkpoint" in done.stderr
     done = slots(others, "select", "runs/s1", "--task", "zero", "--slots", "mine.json", code=2)
@@ -258,9 +271,9 @@ def test_pictures_of_a_task_and_of_a_model_without_texts(others):
         "8",
         "--tiles",
         "2",
-        "--cosine",
+        "--min-cosine",
         "-1",
-        "--share",
+        "--min-share",
         "0",
         "--out",
         "pictures",
@@ -268,7 +281,19 @@ def test_pictures_of_a_task_and_of_a_model_without_texts(others):
     page = (others / "pictures/report.html").read_text()
     assert "8 images of zero" in page and page.count("<h3>Slot ") == 4 and "cosine above -1" in page
     slots(
-        others, "show", "runs/dino", "--task", "knn", "--images", "5", "--examples", "2", "--tiles", "2", "--out", "dino"
+        others,
+        "show",
+        "runs/dino",
+        "--task",
+        "knn",
+        "--images",
+        "5",
+        "--examples",
+        "2",
+        "--tiles",
+        "2",
+        "--out",
+        "dino",
     )
     page = (others / "dino/report.html").read_text()
     assert "most sharp" in page and "no text tower" in page

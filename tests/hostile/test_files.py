@@ -127,7 +127,7 @@ def test_a_place_that_holds_no_checkpoint_is_refused_by_name(place, scored, tmp_
 def test_one_bad_checkpoint_of_several_costs_the_others_nothing(scored, tmp_path):
     (tmp_path / "bad.pt").write_bytes(b"x")
     run = str(scored / "runs/tiny")
-    words = ["--data", str(scored / "tasks.yaml"), "--features", "none", "--json", "all.json", "--no-latest"]
+    words = ["--data", str(scored / "tasks.yaml"), "--features", "none", "--json", "all.json", "--no-write-to-run"]
     done = assert_ends(["eval", run, "bad.pt", f"{run}/export", *words], 2, ["bad.pt"], cwd=tmp_path)
     assert "tiny" in done.stdout and "export" in done.stdout
     found = json.loads((tmp_path / "all.json").read_text())["results"]

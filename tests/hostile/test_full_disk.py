@@ -90,9 +90,9 @@ def test_every_verb_that_writes_ends_with_one_line(shards, tmp_path, capsys):
     train(resolve(RunConfig, dino_recipe(shards, tmp_path, steps=3), "x"))
     run, out = str(tmp_path / "tiny"), tmp_path / "out"
     for words in (
-        ["export", run, "--to", str(out / "folder")],
-        ["export", run, "--layout", "sparo-clip", "--to", str(out / "one.pt")],
-        ["export", str(tmp_path / "dino"), "--to", str(out / "dino.pth")],
+        ["export", run, "--out", str(out / "folder")],
+        ["export", run, "--layout", "sparo-clip", "--out", str(out / "one.pt")],
+        ["export", str(tmp_path / "dino"), "--out", str(out / "dino.pth")],
         ["slots", "show", run, "--task", "ret", "--out", str(out / "page")],
     ):
         with full():

@@ -106,7 +106,7 @@ def test_recipes(numbers, shards, tmp_path, capsys):
         else:
             path.write_text(yaml.safe_dump(odd_tree(whole, rng), allow_unicode=True))
         with bounded(60):
-            code, error = call(app, ["train", str(path), "--dry"])
+            code, error = call(app, ["train", str(path), "--dry-run"])
         said = capsys.readouterr().err
         assert error is None or isinstance(error, SparoError), (number, path.read_bytes()[:300], repr(error))
         assert code in (0, 2, 3) and "Traceback" not in said, (number, code, said)

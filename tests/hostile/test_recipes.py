@@ -152,6 +152,13 @@ CLUSTERS = {
 def test_a_cluster_writes_no_line_of_its_own_into_a_batch_script(name, home, tmp_path):
     content, says = CLUSTERS[name]
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
-    order = ["launch", "train", str(home / "good.yaml"), f"out={tmp_path}/runs", "--cluster", str(tmp_path / "mine.yaml")]
+    order = [
+        "launch",
+        "train",
+        str(home / "good.yaml"),
+        f"out={tmp_path}/runs",
+        "--cluster",
+        str(tmp_path / "mine.yaml"),
+    ]
     assert_ends(order, 2, ["mine.yaml", says], cwd=tmp_path)
     assert not (tmp_path / "runs").exists()

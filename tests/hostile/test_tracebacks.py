@@ -28,7 +28,7 @@ from tests.unit.test_core import sign
 @pytest.mark.parametrize(
     "words", [['out="a\\0b"'], ['name="a\\0b"'], ['data.sources.a.shards="a\\0b"'], ["a" + ".a" * 5000 + "=1"]]
 )
-@pytest.mark.parametrize("dry", [[], ["--dry"]])
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
 def test_words_that_no_recipe_holds_are_named(words, dry, shards, tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(yaml.safe_dump(tiny_recipe(shards, tmp_path)))

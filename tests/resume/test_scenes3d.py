@@ -34,7 +34,7 @@ def recipe_of(root, out, decoder, **model):
     tree["objective"] = {
         "kind": "novel_views",
         "frames": {"count": 2, "stride": [1, 2]},
-        "views": {"shown": 2, "rays": 12},
+        "views": {"context": 2, "rays": 12},
         "model": {
             "image_size": 16,
             "encoder": encoder,
@@ -86,7 +86,7 @@ def test_scenes_are_trained_on_resumed_scored_and_probed(scenes, tmp_path, write
     assert again.returncode == 0 and other["view_masks"]["metrics"] == views["metrics"]
     pictures_are_drawn(folder, tmp_path)
     for changes, told in (
-        ({"shown": 5}, "leaves none to hold out"),
+        ({"context": 5}, "leaves none to hold out"),
         ({"frames": 9}, "has 4 frames of 5 views, and 9 of 5"),
     ):
         (tmp_path / "bad.yaml").write_text(json.dumps({"tasks": {"v": {**tasks["views"], **changes}}}))

@@ -244,7 +244,7 @@ def test_tokens_are_said_again_resumed_and_scored(tmp_path, write_recipe):
 
 
 def test_sets_of_objects_are_learned_resumed_and_scored(tmp_path, write_recipe):
-    render_objects(tmp_path / "c", ObjectSetConfig(train=64, test=12, size=16, most=3), processes=1)
+    render_objects(tmp_path / "c", ObjectSetConfig(train=64, test=12, size=16, max_objects=3), processes=1)
     tasks = {"objects": {"task": "objects", "root": str(tmp_path / "c/masks")}}
     tree = slots_recipe(tmp_path / "c/train", tmp_path / "runs", eval={"tasks": tasks})
     tree["data"] |= {"crop_scale": [1.0, 1.0], "hflip": 0.0}

@@ -19,7 +19,7 @@ from tests.resume.test_training import assert_bit_equal, kill_behind, run
 
 def video_recipe(tmp_path, kind):
     """A recipe of videos that are rendered here, and its two tasks."""
-    render_videos(tmp_path / "v", VideoSetConfig(train=24, test=5, frames=6, size=16, per_shard=12, most=2), 1)
+    render_videos(tmp_path / "v", VideoSetConfig(train=24, test=5, frames=6, size=16, per_shard=12, max_objects=2), 1)
     tasks = {
         name: {"task": "video_masks", "root": str(tmp_path / "v/clips"), **more}
         for name, more in (("c", {}), ("f", {"frames": 3, "first_frame": False, "headline": "psnr"}))

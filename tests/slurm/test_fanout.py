@@ -37,13 +37,13 @@ def test_checkpoints_times_tasks_fan_out_and_merge(lab):
 
 
 def test_shares_of_an_array_score_what_one_process_would(lab):
-    words = "eval one --tasks zero,pairs --features shares --no-latest --results shared --part slurm"
+    words = "eval one --tasks zero,pairs --features shares --no-write-to-run --results shared --part slurm"
     script = lab.root / "shares.sh"
     script.write_text(f"#!/bin/bash\n{Path(sys.executable).with_name('sparo')} {words}\n")
     lab.cluster.says("sbatch", "--array=3-5", "--chdir", str(lab.root), "--output=share-%a.log", str(script))
     lines = lab.root / "shared/results.jsonl"
     lab.wait(90, lambda: lines.exists() and set(_scores(lines)) == {"zero", "pairs"}, "the scores")
-    lab.sparo("eval", "one", "--tasks", "zero,pairs", "--features", "none", "--no-latest", "--json", "whole.json")
+    lab.sparo("eval", "one", "--tasks", "zero,pairs", "--features", "none", "--no-write-to-run", "--json", "whole.json")
     whole = json.loads((lab.root / "whole.json").read_text())["results"]
     assert _scores(lines) == {
         name.rpartition("/")[2]: pytest.approx(result["metrics"]) for name, result in whole.items()
@@ -63,12 +63,12 @@ def test_a_training_hands_long_tasks_to_a_job(lab):
     side = yaml.safe_dump(
         {"cluster": "lab", "tasks": {"zero": tasks["zero"]}}, default_flow_style=True, width=1000
     ).strip()
-    said = lab.sparo("train", "recipe.yaml", "name=aside", ALONE, f"eval.side={side}")
-    assert "eval.side submitted to lab" in said
+    said = lab.sparo("train", "recipe.yaml", "name=aside", ALONE, f"eval.job={side}")
+    assert "eval.job submitted to lab" in said
     path = lab.root / f"aside/evals/side-{STEPS:08d}/results.json"
     lab.wait(60, path.exists, "the side job's results")
     ((name, result),) = json.loads(path.read_text())["results"].items()
-    lab.sparo("eval", "aside", "--tasks", "zero", "--no-latest", "--json", "aside.json")
+    lab.sparo("eval", "aside", "--tasks", "zero", "--no-write-to-run", "--json", "aside.json")
     (own,) = json.loads((lab.root / "aside.json").read_text())["results"].values()
     assert name.endswith("/zero") and result["metrics"] == pytest.approx(own["metrics"])
 

@@ -124,7 +124,9 @@ def test_the_controller_away_for_a_while(whole):
         and seen["step"] >= 5
     )
     env = {name: whole.cluster.env[name] for name in ("SLURM_CONF", "PATH")}
-    process = start_sparo("launch", "train", "recipe.yaml", "name=late", "--cluster", "lab", ALONE, cwd=whole.root, **env)
+    process = start_sparo(
+        "launch", "train", "recipe.yaml", "name=late", "--cluster", "lab", ALONE, cwd=whole.root, **env
+    )
     whole.wait(60, lambda: "trying again" in process.stderr_now(), "patience")
     assert Records(whole.root / "late").last() is None
     whole.cluster.start_controller()
@@ -167,7 +169,9 @@ def test_without_slurm(tmp_path):
     (tmp_path / "r.yaml").write_text(
         "batch_size: 8\nsteps: 1\noptim: {warmup_steps: 0}\ndata: {sources: {a: {shards: x}}}\n"
     )
-    done = sparo("launch", "train", "r.yaml", "--cluster", "slurm", "--gpus-per-node", "0", cwd=tmp_path, PATH="/nowhere")
+    done = sparo(
+        "launch", "train", "r.yaml", "--cluster", "slurm", "--gpus-per-node", "0", cwd=tmp_path, PATH="/nowhere"
+    )
     assert done.returncode == 2 and "no srun on this machine" in done.stderr, done.stderr
     done = sparo("launch", "status", "runs/r", cwd=tmp_path, PATH=os.environ["PATH"])
     assert done.returncode == 2 and "runs/r: no job was launched there" in done.stderr

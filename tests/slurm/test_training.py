@@ -150,7 +150,18 @@ def test_the_time_limit_saves_requeues_and_goes_on(lab, limited):
 
 def test_a_job_that_is_submitted_inside_another_has_its_own_resources(lab):
     """The outer job's SLURM_MEM_PER_CPU, SLURM_NTASKS and ranks are no options of the inner one's sbatch."""
-    words = [sys.executable, "-m", "launch.cli", "launch", "train", "recipe.yaml", "name=nested", ALONE, "--cluster", "lab"]
+    words = [
+        sys.executable,
+        "-m",
+        "launch.cli",
+        "launch",
+        "train",
+        "recipe.yaml",
+        "name=nested",
+        ALONE,
+        "--cluster",
+        "lab",
+    ]
     inner = shlex.join([*words, "--nodes", "1", "--nodelist", "n2", "--cpus-per-task", "2", "--mem-gb", "1"])
     outer = [
         "-p",

@@ -95,7 +95,7 @@ def test_a_wrong_option_says_what_there_is(words, message):
 
 def test_an_unknown_cluster_names_the_near_one(tmp_path, monkeypatch):
     with pytest.raises(
-        ConfigError, match=r"--task tets: did you mean 'test'\? A cluster is a file configs/clusters/NAME.yaml"
+        ConfigError, match=r"--cluster tets: did you mean 'test'\? A cluster is a file configs/clusters/NAME.yaml"
     ):
         load_cluster("tets")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))

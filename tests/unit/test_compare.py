@@ -142,7 +142,7 @@ def test_scores_of_other_kinds_are_not_paired_nor_ranked(tmp_path):
     with pytest.raises(DataError, match="no sample has psnr on both sides"):
         compare(*two(tmp_path / "none", one, nothing))
     with pytest.raises(DataError, match="shown=2 and b with shown=3"):
-        compare(*two(tmp_path / "views", *(drawn([0.1, 0.2])._replace(options={"shown": n}) for n in (2, 3))))
+        compare(*two(tmp_path / "views", *(drawn([0.1, 0.2])._replace(options={"context": n}) for n in (2, 3))))
 
 
 def test_what_is_no_share_is_shown_in_its_own_unit(tmp_path):
@@ -349,16 +349,16 @@ def test_seeds_of_one_recipe_are_one_row(tmp_path):
     append(tmp_path / "tsa-seed0/evals", str(tmp_path / "tsa-seed0"), "u", scored([1, 0]), {})
     one_alone = over_seeds(layouts.grid(read_records(places), None)).rows[0].cells
     assert one_alone[0] == cell and one_alone[1] is None
-    apart = over_seeds(layouts.grid(read_records(places), None), against=f"{tmp_path}/sa")
+    apart = over_seeds(layouts.grid(read_records(places), None), baseline=f"{tmp_path}/sa")
     ((lead, other),) = (row.cells for row in apart.rows)
     assert (lead.value, lead.low) == (pytest.approx((0.5 + 1.0 + 0.25) / 3 - 0.25), None) and other is None
     assert apart.spans.startswith(f"differences of means to {tmp_path}/sa,")
-    (behind,) = over_seeds(layouts.grid(read_records(places), None), against=f"{tmp_path}/tsa").rows
+    (behind,) = over_seeds(layouts.grid(read_records(places), None), baseline=f"{tmp_path}/tsa").rows
     assert behind.name == f"{tmp_path}/sa" and behind.cells[0].value == pytest.approx(-1 / 3)
-    with pytest.raises(ConfigError, match=r"--against sa: "):
-        over_seeds(layouts.grid(read_records(places), None), against="sa")
+    with pytest.raises(ConfigError, match=r"--baseline sa: "):
+        over_seeds(layouts.grid(read_records(places), None), baseline="sa")
     with pytest.raises(ConfigError, match="leave --paper away"):
-        over_seeds(with_paper, against="tsa")
+        over_seeds(with_paper, baseline="tsa")
     append(tmp_path / "again", f"{tmp_path}/tsa-seed0/checkpoints/step-1", "t", scored([1, 0]), {})
     append(tmp_path / "again", f"{tmp_path}/sa (slots 0,3)", "t", scored([1, 0]), {})
     assert len(over_seeds(layouts.grid(read_records([*places, tmp_path / "again"]), None)).rows) == 4

@@ -208,7 +208,7 @@ def test_a_recipe_takes_away_what_its_parent_has(tmp_path, tree, write_recipe):
     [
         ("--optim.lr=1e-3", r"--optim\.lr=1e-3: no such option; write optim\.lr=1e-3"),
         ("--steps", "write steps=VALUE"),
-        ("--drry", "did you mean '--dry'"),
+        ("--drry", "did you mean '--dry-run'"),
     ],
 )
 def test_an_option_that_is_a_key_says_how_keys_are_written(tree, word, message):

@@ -92,7 +92,7 @@ def test_a_key_written_as_an_option_is_told_with_its_value():
     for verb in (("train",), ("launch", "train")):
         done = sparo(*verb, "emoji_small", "--optim.lr", "1e-3")
         assert done.returncode == 2 and "write optim.lr=1e-3" in done.stderr, done.stderr
-    done = sparo("train", "emoji_small", "--optim.lr", "1e-3", "--dry")
+    done = sparo("train", "emoji_small", "--optim.lr", "1e-3", "--dry-run")
     assert done.returncode == 2 and "write optim.lr=1e-3" in done.stderr
 
 

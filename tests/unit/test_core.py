@@ -14,7 +14,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from launch.commands.train import train
-from sparo_train.core.config import Frozen, free, resolve
+from sparo_train.core.config import Frozen, resolve, resumable_field
 from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.disk import metrics, pieces
 from sparo_train.core.disk.pieces import Piece
@@ -41,21 +41,21 @@ class Log(Frozen):
 
 
 class Local(Frozen):
-    kind: Literal["local"] = free("local", "its kind")
+    kind: Literal["local"] = resumable_field("local", "its kind")
     precision: str = "fp32"
 
 
 class Ddp(Frozen):
-    kind: Literal["ddp"] = free("ddp", "its kind")
+    kind: Literal["ddp"] = resumable_field("ddp", "its kind")
     precision: str = "fp32"
-    bucket_mb: int = free(25, "MB")
-    param_dtype: str | None = free("bf16", "cast", with_kind=True)
+    bucket_mb: int = resumable_field(25, "MB")
+    param_dtype: str | None = resumable_field("bf16", "cast", with_kind=True)
 
 
 class Recipe(Frozen):
     lr: int = 1
-    world_size: int | None = free(None, "ranks")
-    log: Log = free(Log(), "said")
+    world_size: int | None = resumable_field(None, "ranks")
+    log: Log = resumable_field(Log(), "said")
     engine: Local | Ddp = Local()
 
 

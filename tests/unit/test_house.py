@@ -98,7 +98,7 @@ def test_the_step_stays_on_one_page():
 
 def test_every_key_of_a_recipe_and_a_cluster_says_what_it_means():
     for file in FILES:
-        if "(Frozen)" in file.read_text(encoding="utf-8") or "setting(" in file.read_text(encoding="utf-8"):
+        if "(Frozen)" in file.read_text(encoding="utf-8") or "field(" in file.read_text(encoding="utf-8"):
             importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
     models, found = set(), [Frozen]
     while found:

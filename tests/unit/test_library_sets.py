@@ -120,7 +120,7 @@ def test_svhn_has_zero_for_ten(tmp_path, monkeypatch):
 
 
 def open_known(root, name):
-    config = ZeroshotTaskConfig(task="zeroshot", root=str(root), layout="torchvision", known_as=name)
+    config = ZeroshotTaskConfig(task="zeroshot", root=str(root), layout="torchvision", benchmark_name=name)
     return open_set(config, "label")
 
 
@@ -168,11 +168,11 @@ def test_sun397_is_in_one_order_and_knows_its_classes(tmp_path):
 
 
 def test_what_is_missing_or_unknown_is_said(tmp_path, monkeypatch):
-    config = ZeroshotTaskConfig(task="zeroshot", root=str(tmp_path), layout="torchvision", known_as="vtab/pet")
-    with pytest.raises(ConfigError, match="known_as=vtab/pet: did you mean 'vtab/pets'"):
+    config = ZeroshotTaskConfig(task="zeroshot", root=str(tmp_path), layout="torchvision", benchmark_name="vtab/pet")
+    with pytest.raises(ConfigError, match="benchmark_name=vtab/pet: did you mean 'vtab/pets'"):
         open_set(config, "label")
     with pytest.raises(DataError, match="vtab/pets, split test: Dataset not found; nothing is downloaded here"):
-        open_set(config.model_copy(update={"known_as": "vtab/pets"}), "label")
+        open_set(config.model_copy(update={"benchmark_name": "vtab/pets"}), "label")
     clevr(tmp_path)
     monkeypatch.setattr(base, "read_set_texts", lambda *_: None)
     found = open_known(tmp_path, "vtab/clevr_count_all")

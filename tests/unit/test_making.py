@@ -215,14 +215,18 @@ def test_a_shard_without_a_sample_is_no_good_one(tmp_path):
     done = sparo("data", "check", str(tmp_path / "empty.tar"))
     assert done.returncode == 1 and "no sample" in done.stdout
     for words in (("objects", "rooms", str(tmp_path / "r")), ("movi-like", str(tmp_path / "m"), "--kind", "d")):
-        done = sparo("data", *words, "--most", "3")
-        assert done.returncode == 2 and "--most 3: kind" in done.stderr and not list(tmp_path.glob("[rm]"))
+        done = sparo("data", *words, "--max-objects", "3")
+        assert done.returncode == 2 and "--max-objects 3: kind" in done.stderr and not list(tmp_path.glob("[rm]"))
 
 
 @pytest.mark.parametrize(
     ("verb", "name", "told"),
     [
-        ("movi-like", "movi", ["--kind", "a", "--size", "32", "--most", "3", "--larger", "2", "--antialias", "2"]),
+        (
+            "movi-like",
+            "movi",
+            ["--kind", "a", "--size", "32", "--max-objects", "3", "--size-scale", "2", "--antialias", "2"],
+        ),
         ("scenes3d", "scenes3d", ["--kind", "simple", "--size", "32", "--antialias", "2"]),
     ],
 )

@@ -26,7 +26,7 @@ def objective(name, grouping=None, **more):
         **more,
     }
     return NovelViews(
-        resolve(NovelViewsConfig, {"model": model, "views": {"shown": 2, "rays": 9}, "frames": {"count": 2}}, "here")
+        resolve(NovelViewsConfig, {"model": model, "views": {"context": 2, "rays": 9}, "frames": {"count": 2}}, "here")
     )
 
 

@@ -285,9 +285,9 @@ def test_scenes_of_few_objects_alone_are_taken(tmp_path):
         with tarfile.open(next((tmp_path / name / "train").glob("*.tar"))) as tar:
             return sorted({int(member.split(".")[0]) for member in tar.getnames()})
 
-    few = PublishedConfig(source="clevr_with_masks", most=2)
+    few = PublishedConfig(source="clevr_with_masks", max_objects=2)
     assert write_published(tmp_path / "few", scenes(), few).train == 6 and kept("few") == [0, 1, 4, 5, 8, 9]
-    first = PublishedConfig(source="clevr_with_masks", most=2, limit=3, test=1)
+    first = PublishedConfig(source="clevr_with_masks", max_objects=2, limit=3, test=1)
     assert write_published(tmp_path / "first", scenes(), first)[:2] == (2, 1) and kept("first") == [1, 4]
     listed = (s._replace(label=None, metadata={"objects": [{}] * (int(s.key) % 4)}) for s in scenes())
     assert write_published(tmp_path / "listed", listed, few).train == 9

@@ -1,10 +1,14 @@
-"""Old names of recipe keys: refused in a recipe with the new name, accepted in what sparo wrote."""
+"""Old names: of recipe keys, refused in a recipe and accepted in what sparo wrote; of options, passed on with a notice."""
 
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 
+from launch.cli.main import app
+from launch.cli.renamed_options import RENAMED as RENAMED_OPTIONS
+from launch.cli.renamed_options import with_new_options
 from sparo_train.core.config import Frozen, resolve
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.config_keys import RegistryBlock, child_shape
@@ -83,3 +87,30 @@ def test_the_recipe_of_a_run_folder_may_have_old_names(shards, tmp_path):
     assert load_run(tmp_path / "config.yaml") == config
     # An override with the new name wins over the old one of the file.
     assert load_run(tmp_path / "config.yaml", ["data.shuffle_window=7"]).data.shuffle_window == 7
+
+
+def _options(command, words: tuple[str, ...]) -> set[str]:
+    if hasattr(command, "commands"):
+        return {
+            option
+            for name, child in command.commands.items()
+            if not words or words[0] == name
+            for option in _options(child, words[1:])
+        }
+    return {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+
+
+@pytest.mark.parametrize("words", RENAMED_OPTIONS, ids=" ".join)
+def test_a_renamed_option_is_passed_on_under_its_new_name(words, capsys):
+    options = _options(typer.main.get_command(app), words)
+    for old, new in RENAMED_OPTIONS[words].items():
+        assert with_new_options([*words, f"{old}=1", old, "x", "--", old]) == [*words, f"{new}=1", new, "x", "--", old]
+        assert f"{old}: is {new} now" in capsys.readouterr().err
+        assert new in options, (words, new)
+        # `slots score` has its own entry for --on; `eval sweep --out` names another option of other commands.
+        assert old not in options or (words, old) == (("eval", "sweep"), "--out")
+
+
+def test_other_words_of_a_command_line_stay_as_they_are(capsys):
+    words = ["eval", "run", "--tasks", "--on", "--to", "--most=3"]
+    assert with_new_options(words) == words and not capsys.readouterr().err

@@ -59,8 +59,8 @@ def test_what_a_model_cannot_be_asked_for_is_refused_before_anything_is_encoded(
     fields = SceneEncoder(objective("nerf").model, 2, 2, "run")
     task = ViewMasksTaskConfig(root="x")
     for change, which, told in (
-        ({"window": 2}, recurrent, "t.window=2: is of slots that see a clip at once"),
-        ({"window": 2}, encoder, None),
+        ({"context_frames": 2}, recurrent, "t.context_frames=2: is of slots that see a clip at once"),
+        ({"context_frames": 2}, encoder, None),
         ({"headline": "depth_error"}, encoder, "t.headline=depth_error: .* says no depth"),
         ({"headline": "depth_error"}, fields, None),
         ({"views": 2}, encoder, "t.views=2: 2 of them are shown"),

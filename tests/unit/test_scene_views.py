@@ -208,7 +208,7 @@ def test_a_stretched_cube_is_a_wall():
 
 
 def examples(views=None, frames=None, size=16, bounds=None):
-    views = ViewsConfig(**(views or {"shown": 3, "held_out": 1, "rays": 20}))
+    views = ViewsConfig(**(views or {"context": 3, "held_out": 1, "rays": 20}))
     return ViewExamples(
         DataConfig(sources={"x": {"kind": "shards", "shards": "x.tar"}}),
         size,
@@ -234,7 +234,7 @@ def test_views_and_rays_are_the_visits_own_draw_with_equal_shares(scene):
     assert np.array_equal(one["poses"][:, :3], one["shown_poses"])
     flat = one["shown"].transpose(0, 1, 3, 4, 2).reshape(2, 3, 256, 3)
     assert np.array_equal(np.take_along_axis(flat, one["pixels"][:, :3, :, None], 2), one["colours"][:, :3])
-    held = examples({"shown": 2, "held_out": 3, "targets": "held_out", "rays": 8}).prepare(
+    held = examples({"context": 2, "held_out": 3, "targets": "held_out", "rays": 8}).prepare(
         scene, SOURCE, generator(0, "visit", 1)
     )
     assert held["colours"].shape == (2, 3, 8, 3) and held["shown"].shape[1] == 2
@@ -294,7 +294,7 @@ def test_scenes_that_cannot_be_used_are_told_by_reason(scene):
         (common_point(eyes, ahead) - eyes) * ahead > 1
     ).all()  # cameras that look away from each other say nothing
     with pytest.raises(BadSampleError, match="fewer views than"):
-        examples({"shown": 5, "held_out": 1}).prepare(scene, SOURCE, generator(0, "visit", 3))
+        examples({"context": 5, "held_out": 1}).prepare(scene, SOURCE, generator(0, "visit", 3))
     with pytest.raises(BadSampleError, match=r"decoder.near=1, decoder.far=9\); its json"):
         examples(bounds=Bounds(1.0, 9.0)).prepare(scene, SOURCE, generator(0, "visit", 3))
     for box in (None, ((-6.0, -6.0, 0.0), (6.0, 6.0, 2.0))):

@@ -323,13 +323,13 @@ def test_a_layout_that_has_other_facts_is_refused(tmp_path):
 def test_class_names_of_known_sets_come_from_clip_benchmark(tmp_path):
     pytest.importorskip("clip_benchmark")
     write_wds_layout(tmp_path, [("0", {"jpg": jpeg(0), "cls": b"0"})])
-    config = ZeroshotTaskConfig(task="zeroshot", root=str(tmp_path), known_as="vtab/eurosat")
+    config = ZeroshotTaskConfig(task="zeroshot", root=str(tmp_path), benchmark_name="vtab/eurosat")
     found = open_set(config, "label")
     assert len(found.classnames()) == 10 and len(found.templates()) == 3
     assert published("classnames", "imagenet1k") == [_openai(i) for i in range(1000)]
     assert published("templates", "imagenet1k") == imagenet_templates()
     with pytest.raises(DataError, match=r"classnames\.txt: missing"):
-        open_set(config.model_copy(update={"known_as": "no such set"}), "label").classnames()
+        open_set(config.model_copy(update={"benchmark_name": "no such set"}), "label").classnames()
 
 
 def test_the_catalogue_knows_where_sets_lie_and_what_is_wrong_with_them(tmp_path):

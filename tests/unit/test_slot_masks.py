@@ -15,7 +15,7 @@ def test_the_factored_loss_is_the_papers():
         F.normalize(torch.randn(N, U * V, dtype=torch.float64), dim=-1).unflatten(1, (U, V)) for _ in range(3)
     )
     kinds = torch.zeros(N, dtype=torch.int64)
-    for per, size in (("unit", U), ("number", U * V)):
+    for per, size in (("unit", U), ("dimension", U * V)):
         for clamp in ("max", "min"):
             theta = (0.05 * torch.randn(size, dtype=torch.float64)).requires_grad_()
             alpha = torch.tensor(4.7, dtype=torch.float64, requires_grad=True)

@@ -90,7 +90,7 @@ def test_what_slots_say_is_found_and_what_they_do_not_say_is_not():
 
 
 def test_facts_of_episodes_are_read_and_what_lacks_them_is_named(tmp_path):
-    render_videos(tmp_path / "v", VideoSetConfig(train=1, test=3, frames=4, size=16, per_shard=12, most=2), 1)
+    render_videos(tmp_path / "v", VideoSetConfig(train=1, test=3, frames=4, size=16, per_shard=12, max_objects=2), 1)
     _, images, fact = ObjectClipSet(tmp_path / "v/clips", 3).read(0)
     counts = {np.asarray(fact["position"]).shape, np.asarray(fact["numbers"]["velocity"]).shape}
     assert len(images) == fact["frames"] == 3 and counts == {(3, len(fact["words"]["shape"]), 3)}

@@ -82,9 +82,9 @@ def test_parts_of_a_run_and_of_a_set_are_no_seeds(place):
     _scored(runs[3], 0.4, task="imagenetv2")
     done = sparo("eval", "sweep", "grid.yaml", "--layout", "B.2", "--figure", "f.png", cwd=place)
     assert done.returncode == 0 and (place / "f.png").is_file(), done.stderr
-    done = sparo("eval", "sweep", "grid.yaml", "--against", "clip", "--format", "markdown", cwd=place)
+    done = sparo("eval", "sweep", "grid.yaml", "--baseline", "clip", "--format", "markdown", cwd=place)
     assert done.returncode == 0 and "differences of means to clip" in done.stdout, done.stderr
-    done = sparo("eval", "sweep", "grid.yaml", "--against", "clip", "--mean", cwd=place)
+    done = sparo("eval", "sweep", "grid.yaml", "--baseline", "clip", "--mean", cwd=place)
     assert done.returncode == 2 and "differences are of means; leave --mean away" in done.stderr
     done = sparo("eval", "sweep", "grid.yaml", "--layout", "B.2", "--paper", "CC15m", cwd=place)
     assert done.returncode == 2 and "--paper CC15m: of layout B.2; did you mean 'CC15M'" in done.stderr
@@ -95,7 +95,7 @@ def test_differences_of_rows_have_intervals_over_seeds(place):
     for run, value in zip(runs[:7], (0.1, 0.3, 0.2, 0.5, 0.6, 0.7, 0.9), strict=True):
         _scored(run, value)
     rows = sweep_rows(place / "grid.yaml")
-    apart = sweep_grid("grid", rows, against="clip")
+    apart = sweep_grid("grid", rows, baseline="clip")
     reach = 2.776445 * (2 * 0.1**2 / 3) ** 0.5  # of four: both rows have the same spread
     ahead, alone, never = (row.cells[0] for row in apart.rows)
     assert (ahead.value, ahead.low, ahead.high) == pytest.approx((0.4, 0.4 - reach, 0.4 + reach))
@@ -104,10 +104,10 @@ def test_differences_of_rows_have_intervals_over_seeds(place):
     theirs = ttest_ind([0.1, 0.5, 0.2, 0.7], [0.6, 0.9, 0.7], equal_var=False).confidence_interval(0.95)
     assert difference([0.1, 0.5, 0.2, 0.7], [0.6, 0.9, 0.7])[1:] == pytest.approx((theirs.low, theirs.high))
     assert difference([0.5] * 3, [0.4, 0.4])[1:] == (None, None)
-    behind = sweep_grid("grid", rows, against="L_2").rows[0].cells[0]
+    behind = sweep_grid("grid", rows, baseline="L_2").rows[0].cells[0]
     assert behind.span == "-62.7 to -17.3"
     for words, message in (
-        ({"against": "clop"}, "--against clop: .*'clip'"),
+        ({"against": "clop"}, "--baseline clop: .*'clip'"),
         ({"against": "clip", "paper": ["all"]}, "leave --paper"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -115,7 +115,7 @@ def test_differences_of_rows_have_intervals_over_seeds(place):
     record = rows[0].results["zero"][0]
     noted = record._replace(result=record.result._replace(note="other pictures"))
     marked = rows[0]._replace(results={"zero": [noted, *rows[0].results["zero"][1:]]})
-    assert rows[1].cell("zero", against=marked).odd and not rows[1].cell("zero", against=rows[0]).odd
+    assert rows[1].cell("zero", baseline=marked).odd and not rows[1].cell("zero", against=rows[0]).odd
 
 
 def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):

@@ -104,13 +104,13 @@ def test_flows_lead_to_where_the_same_body_is(kind):
 
 
 def test_a_set_is_the_same_each_time_and_a_clip_decodes_its_own_frames(tmp_path, monkeypatch):
-    config = VideoSetConfig(train=3, test=2, frames=5, size=16, per_shard=2, most=3)
+    config = VideoSetConfig(train=3, test=2, frames=5, size=16, per_shard=2, max_objects=3)
     render_videos(tmp_path / "a", config, processes=1)
     rows = [(f"{i:08d}", episode_fields(episode("a", 0, "train", i, 5, 16, 3))) for i in range(2)]
     write_shard(tmp_path / "b.tar", rows)
     assert (tmp_path / "a/train/00000.tar").read_bytes() == (tmp_path / "b.tar").read_bytes()
-    with pytest.raises(DataError, match="most"):
-        render_videos(tmp_path / "a", config.model_copy(update={"most": 4}), processes=1)
+    with pytest.raises(DataError, match="max_objects"):
+        render_videos(tmp_path / "a", config.model_copy(update={"max_objects": 4}), processes=1)
     source = open_source("v", ShardsConfig(shards=str(tmp_path / "a/train")))
     assert [len(s) for s in source.storages] == [2, 1]
     _, fields = source.storages[1].read(0)

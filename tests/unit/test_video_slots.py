@@ -138,7 +138,7 @@ def test_clips_of_any_length_are_cut_into_objects_one_by_one(row):
             slots[:, 5], encoder.clip_slots(video, 7)[:, 5]
         )
     else:
-        with pytest.raises(ConfigError, match="window=3: is of a binder"):
+        with pytest.raises(ConfigError, match="context_frames=3: is of a binder"):
             encoder.clips(video, 3)
         assert torch.allclose(encoder.clip_slots(video)[:, :4], encoder.clip_slots(video[:, :4]), atol=1e-6)
     still = encoder.masks(video[:, 0])
@@ -243,7 +243,7 @@ def test_what_says_that_it_gives_memory_back_does(kind):
 
 def test_features_of_another_training_length_are_not_read_again(tmp_path):
     """A binder that is not told a window sees as many frames as in training, which its weights do not say."""
-    render_videos(tmp_path / "v", VideoSetConfig(train=1, test=4, frames=5, size=16, per_shard=12, most=2), 1)
+    render_videos(tmp_path / "v", VideoSetConfig(train=1, test=4, frames=5, size=16, per_shard=12, max_objects=2), 1)
     model = objective("psb").model
     masks, probe = (
         VideoMasksTaskConfig(root=str(tmp_path / "v/clips")),
@@ -273,13 +273,25 @@ def test_what_a_model_cannot_be_asked_for_is_refused_before_anything_is_encoded(
         (MasksTaskConfig(root="x"), hinted, "t.root: these slots begin from the first frame's objects"),
         (MasksTaskConfig(root="x"), recurrent, None),
         (ReconstructionTaskConfig(root="x"), flows, "t.root: this model draws flow"),
-        (masks.model_copy(update={"window": 3}), recurrent, "t.window=3: is of slots that see a clip at once"),
-        (masks.model_copy(update={"window": 3}), binder, None),
-        (probe.model_copy(update={"window": 3}), recurrent, "t.window=3"),
+        (
+            masks.model_copy(update={"context_frames": 3}),
+            recurrent,
+            "t.context_frames=3: is of slots that see a clip at once",
+        ),
+        (masks.model_copy(update={"context_frames": 3}), binder, None),
+        (probe.model_copy(update={"context_frames": 3}), recurrent, "t.context_frames=3"),
         (masks.model_copy(update={"headline": "psnr"}), recurrent, None),
-        (masks.model_copy(update={"headline": "psnr"}), said, "t.headline=psnr: .* draws no frames .* set drawn: true"),
-        (masks.model_copy(update={"headline": "psnr", "drawn": True}), said, None),
-        (masks.model_copy(update={"drawn": True}), recurrent, "t.drawn=true: is of models that say their frames"),
+        (
+            masks.model_copy(update={"headline": "psnr"}),
+            said,
+            "t.headline=psnr: .* draws no frames .* set generate_frames: true",
+        ),
+        (masks.model_copy(update={"headline": "psnr", "generate_frames": True}), said, None),
+        (
+            masks.model_copy(update={"generate_frames": True}),
+            recurrent,
+            "t.generate_frames=true: is of models that say their frames",
+        ),
         (masks.model_copy(update={"headline": "mse"}), flows, "t.headline=mse: .* set video_fg_ari"),
         (masks, said, None),
     ):
@@ -288,12 +300,14 @@ def test_what_a_model_cannot_be_asked_for_is_refused_before_anything_is_encoded(
 
 
 def test_frames_that_are_said_token_by_token_are_scored_where_it_is_asked(tmp_path):
-    render_videos(tmp_path / "v", VideoSetConfig(train=1, test=2, frames=3, size=16, most=2), 1)
+    render_videos(tmp_path / "v", VideoSetConfig(train=1, test=2, frames=3, size=16, max_objects=2), 1)
     model = {**SMALL, "dvae": {"vocab": 12, "channels": 8}, "decoder": {"width": 16, "blocks": 1, "heads": 2}}
     steve = resolve(VideoSlateConfig, {"model": {**model, "grouping": {**SAVI, "preset": "steve"}}}, "here")
     said = VideoSlateEncoder(VideoSlate(steve).model, False, 3, "steve")
     task = VideoMasksTaskConfig(root=str(tmp_path / "v/clips"))
-    suite = Suite({"plain": task, "drawn": task.model_copy(update={"drawn": True})}, FeatureStore(tmp_path / "store"))
+    suite = Suite(
+        {"plain": task, "drawn": task.model_copy(update={"generate_frames": True})}, FeatureStore(tmp_path / "store")
+    )
     found = suite.run(said)
     assert "psnr" not in found["plain"].metrics and found["plain"].metrics.items() <= found["drawn"].metrics.items()
     frames = torch.stack(
@@ -308,7 +322,7 @@ def test_frames_that_are_said_token_by_token_are_scored_where_it_is_asked(tmp_pa
 
 
 def test_a_set_of_another_kind_is_missed_at_the_start(tmp_path):
-    render_videos(tmp_path / "v", VideoSetConfig(train=1, test=2, frames=3, size=16, most=2), 1)
+    render_videos(tmp_path / "v", VideoSetConfig(train=1, test=2, frames=3, size=16, max_objects=2), 1)
     root = str(tmp_path / "v/clips")
     for task, told in (
         (VideoMasksTaskConfig(root=root, frames=9), "has 3 frames, and 9 are scored"),

@@ -248,12 +248,12 @@ def test_tokens_of_every_frame_are_said_from_slots_through_time(kind):
 def test_the_decoder_says_the_vaes_tokens_where_it_is_told_to():
     model = {
         **SMALL,
-        "dvae": {"vocab": 50, "channels": 8, "says": "same"},
+        "dvae": {"vocab": 50, "channels": 8, "target_tokens": "same"},
         "decoder": {"width": 16, "blocks": 1, "heads": 2},
     }
     model |= {"grouping": {"preset": "steve", "slots": 3, "width": 16}}
     for says, alike in (("same", True), ("other", False)):
-        tree = {"model": {**model, "dvae": {**model["dvae"], "says": says, "hard": True}}}
+        tree = {"model": {**model, "dvae": {**model["dvae"], "target_tokens": says, "hard": True}}}
         torch.manual_seed(0)
         made: VideoSlate = VideoSlate(resolve(VideoSlateConfig, tree, "here"))
         found = made.model(torch.rand(2, 3, 3, 16, 16), torch.randn(2, 3, 16), 0.5)

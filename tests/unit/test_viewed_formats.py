@@ -149,8 +149,10 @@ def test_folders_that_are_none_are_told_by_file(tmp_path):
             convert_published(
                 [tmp_path / name], tmp_path / f"{name}_out", PublishedConfig(source="nerf", files=(name,))
             )
-    with pytest.raises(ConfigError, match="--most: scenes of --as nerf do not say"):
-        convert_published([tmp_path / "gone"], tmp_path / "m", PublishedConfig(source="nerf", files=("gone",), most=3))
+    with pytest.raises(ConfigError, match="--max-objects: scenes of --as nerf do not say"):
+        convert_published(
+            [tmp_path / "gone"], tmp_path / "m", PublishedConfig(source="nerf", files=("gone",), max_objects=3)
+        )
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match="nor in its folders"):
         convert_published([tmp_path / "none"], tmp_path / "none_out", PublishedConfig(source="nerf", files=("none",)))
@@ -210,7 +212,9 @@ def test_obsurfs_folders_become_scenes(tmp_path):
                 root / f"images/img_{scene}_{view}.png"
             )
             Image.fromarray(rng.integers(0, 3, (24, 32), dtype=np.uint8)).save(root / f"masks/masks_{scene}_{view}.png")
-    written = convert_published([root], tmp_path / "out", PublishedConfig(source="clevr3d", files=("clevr3d",), most=2))
+    written = convert_published(
+        [root], tmp_path / "out", PublishedConfig(source="clevr3d", files=("clevr3d",), max_objects=2)
+    )
     assert (written.train, written.test, written.without_objects) == (1, 0, 0)
     (scene,) = read_back(tmp_path / "out/train")
     pose = scene.pose(1, 0)
@@ -227,12 +231,12 @@ def test_obsurfs_folders_become_scenes(tmp_path):
             ({"camera_pos": np.full((3, 4, 3), np.nan)}, "camera_pos of .* numbers below"),
             ({"camera_pos": places, "shape": np.ones((2, 3))}, "no number for each object of 3 scenes"),
             ({"camera_pos": places, "shape": np.full((3, 3), "cube")}, "no number for each object of 3 scenes"),
-            ({"camera_pos": places}, "how many objects it has; leave --most away"),
+            ({"camera_pos": places}, "how many objects it has; leave --max-objects away"),
         )
     ):
         np.savez(table, **tables)
         with pytest.raises(DataError, match=told):
-            convert_published([root], tmp_path / f"bad{number}", PublishedConfig(source="clevr3d", most=2))
+            convert_published([root], tmp_path / f"bad{number}", PublishedConfig(source="clevr3d", max_objects=2))
     whole = table.read_bytes()
     for cut in (10, len(whole) // 2, len(whole) - 30):
         table.write_bytes(whole[:cut])

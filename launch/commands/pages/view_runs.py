@@ -33,7 +33,7 @@ def draw_scenes(checkpoint: str, task_name: str, scenes: int, tile: int, out: Pa
     task = one_task(checkpoint, task_name, options)
     if not isinstance(task, ViewMasksTaskConfig):
         raise ConfigError(f"--task {task_name}: is not of posed views; name a task of kind view_masks")
-    source, num_input_views = open_views(task), task.shown or encoder.trained_views
+    source, num_input_views = open_views(task), task.num_context_views or encoder.trained_views
     # Before minutes of drawing, not behind them.
     refuse_unwritable(out, "--out")
     paths, rows = [out / "report.html"], []
@@ -41,8 +41,8 @@ def draw_scenes(checkpoint: str, task_name: str, scenes: int, tile: int, out: Pa
     for number in range(count):
         key, posed, true = read_sample(encoder, source, number * len(source) // count)
         sheet, moving = out / f"scene-{number}.png", out / f"turntable-{number}.webp"
-        save_sheet(scene_sheet(encoder, posed, true, num_input_views, tile, task.window), sheet)
-        save_animation(turntable(encoder, posed, num_input_views, tile=tile, window=task.window), moving, fps=8)
+        save_sheet(scene_sheet(encoder, posed, true, num_input_views, tile, task.context_frames), sheet)
+        save_animation(turntable(encoder, posed, num_input_views, tile=tile, window=task.context_frames), moving, fps=8)
         alts = (
             f"A turn around scene {key}: all slots, then each alone",
             f"Views of scene {key}: true, masks, drawn, and every slot alone",

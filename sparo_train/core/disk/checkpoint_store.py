@@ -139,7 +139,7 @@ class CheckpointStore:
         """The newest complete checkpoint, or None."""
         return next(reversed(list(self.steps().values())), None)
 
-    def last_sound(self) -> Path | None:
+    def latest_valid(self) -> Path | None:
         """The newest that is not marked as of a run that had diverged, or None."""
         return next((path for path in reversed(self.steps().values()) if not is_suspect(path)), None)
 
@@ -172,7 +172,7 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         # Behind the rename: what is removed has a successor on disk.
-        steps, sound = self.steps(), self.last_sound()
+        steps, sound = self.steps(), self.latest_valid()
         for step in list(steps)[: -self.keep_last]:
             if not (self.keep_every and step % self.keep_every == 0) and steps[step] != sound:
                 shutil.rmtree(steps[step], ignore_errors=True)

@@ -18,7 +18,7 @@ from .config_keys import Entries, child_shape, keys_named, value_text
 from .recipe_yaml import parse_yaml
 
 Tree = dict[str, Any]
-_OPTIONS = ("--dry", "--print", "--help")  # of `sparo train`, for near misses
+_OPTIONS = ("--dry-run", "--print", "--help")  # of `sparo train`, for near misses
 _ROW_KEYS = ("kind", "task")  # name the row of a table; another row has other keys
 
 

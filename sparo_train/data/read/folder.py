@@ -20,7 +20,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from ...core.config import free, setting
+from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, DataError
 from ...core.untrusted import read_bytes
 from .data_commands import remedy
@@ -54,8 +54,8 @@ class PictureFiles(NamedTuple):
 class FolderConfig(SourceConfig):
     """Images in class folders or not, for objectives that read no captions."""
 
-    kind: Literal["folder"] = setting("folder", "a row of sparo.sources")
-    folder: str = free(..., "images, or folders of them, one per class: imagenet/train")
+    kind: Literal["folder"] = field("folder", "a row of sparo.sources")
+    folder: str = resumable_field(..., "images, or folders of them, one per class: imagenet/train")
     has_captions: ClassVar[bool] = False
 
 

@@ -28,7 +28,7 @@ from ...core.rng import generator
 class SampleRef(NamedTuple):
     """One visit of a sample: which source, shard and ordinal in it, and on which pass over the source (each visits it once)."""
 
-    number: int
+    pass_index: int
     source: int
     shard: int
     ordinal: int
@@ -132,7 +132,7 @@ class Plan:
 
     def _epoch(self, epoch: int) -> _Epoch:
         if epoch not in self._epochs:
-            parts = [self._visit(source, epoch) for source, size in enumerate(self.per_epoch) if size]
+            parts = [self._epoch_chunks(source, epoch) for source, size in enumerate(self.per_epoch) if size]
             table = np.concatenate(parts)
             # Chunks of all sources together: a batch then has its sources in their shares.
             table = table[generator(self.seed, "epoch", epoch).permutation(len(table))]
@@ -142,7 +142,7 @@ class Plan:
         self._epochs.move_to_end(epoch)
         return self._epochs[epoch]
 
-    def _visit(self, source: int, epoch: int) -> np.ndarray:
+    def _epoch_chunks(self, source: int, epoch: int) -> np.ndarray:
         """Rows (pass, source, shard, start, length) that `epoch` takes from the endless sequence of passes over a source."""
         size, total = self.per_epoch[source], self.totals[source]
         begin, end = epoch * size, (epoch + 1) * size

@@ -20,7 +20,7 @@ from typing import BinaryIO, Literal
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
-from ...core.config import free, setting
+from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, DataError
 from ...core.files import cache_folder, write_whole
 from ...core.untrusted import read_text
@@ -34,8 +34,10 @@ from .tar import ShardIndex, scan, unpack
 class ShardsConfig(SourceConfig):
     """Webdataset tars, by a path or an fsspec URL (`cc3m/{00000..00331}.tar`, `s3://bucket/{000..999}.tar`)."""
 
-    kind: Literal["shards"] = setting("shards", "a row of sparo.sources")
-    shards: str | tuple[str, ...] = free(..., "a folder, a glob, a brace range, an fsspec URL, or a list of these")
+    kind: Literal["shards"] = field("shards", "a row of sparo.sources")
+    shards: str | tuple[str, ...] = resumable_field(
+        ..., "a folder, a glob, a brace range, an fsspec URL, or a list of these"
+    )
 
 
 _OPEN_SHARDS = 64

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import field_validator
 
-from ...core.config import Frozen, between, free, setting
+from ...core.config import Frozen, between, field, resumable_field
 from ...core.errors import DataError
 from ...core.registries import SOURCES
 from ...core.registry import FromRegistry
@@ -20,16 +20,14 @@ from .storage import Storage
 class SourceConfig(Frozen):
     """What the block of every source has, whatever it is stored in (`sparo.sources`)."""
 
-    kind: Any = setting(..., "a row of sparo.sources")  # a Literal of one name, in each of them
-    weight: float = setting(1.0, "passes over it per epoch", ge=0, le=1e6)
-    image_keys: tuple[str, ...] = setting(
-        ("jpg", "jpeg", "png", "webp"), "extensions of images; a sample's first counts"
-    )
-    caption_key: str = setting(
+    kind: Any = field(..., "a row of sparo.sources")  # a Literal of one name, in each of them
+    weight: float = field(1.0, "passes over it per epoch", ge=0, le=1e6)
+    image_keys: tuple[str, ...] = field(("jpg", "jpeg", "png", "webp"), "extensions of images; a sample's first counts")
+    caption_key: str = field(
         "txt",
         "extension of captions, or json:NAME for a field of the sample's json; of a list one is drawn at each visit",
     )
-    captions: dict[str, float] | None = setting(
+    captions: dict[str, float] | None = field(
         None,
         "in place of caption_key several, with the probability that a visit takes each; of those that a sample lacks the others take the share",
         min_length=1,
@@ -71,27 +69,29 @@ PAIR_KEYS = ("crop_scale", "hflip", "trim_text")  # of `DataConfig`, read for im
 class DataConfig(Frozen):
     """What is read, in which order, and how it is treated."""
 
-    sources: dict[str, Annotated[Any, FromRegistry(SOURCES, default=infer_kind)]] = setting(
+    sources: dict[str, Annotated[Any, FromRegistry(SOURCES, default=infer_kind)]] = field(
         ..., "by name, each a row of sparo.sources", min_length=1
     )
-    workers: int = free(2, "processes per rank that read and prepare; 0: the training process itself", ge=0, le=256)
-    prefetch: int = free(4, "batches each worker prepares ahead", ge=1, le=1024)
-    streams: int | None = setting(None, "C of the plan; divides the batch; null: 16 to 512, with the batch", gt=0)
-    chunk: int = setting(64, "neighbours in a shard that stay together until the window mixes them", gt=0, le=1 << 31)
-    shuffle_window: int = setting(2048, "samples of a stream among which the order is drawn", gt=0, le=1 << 31)
-    crop_scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = setting(
+    workers: int = resumable_field(
+        2, "processes per rank that read and prepare; 0: the training process itself", ge=0, le=256
+    )
+    prefetch: int = resumable_field(4, "batches each worker prepares ahead", ge=1, le=1024)
+    streams: int | None = field(None, "C of the plan; divides the batch; null: 16 to 512, with the batch", gt=0)
+    chunk: int = field(64, "neighbours in a shard that stay together until the window mixes them", gt=0, le=1 << 31)
+    shuffle_window: int = field(2048, "samples of a stream among which the order is drawn", gt=0, le=1 << 31)
+    crop_scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = field(
         (0.9, 1.0), "share of the image's area that a random crop covers"
     )
-    hflip: float = setting(0.0, "probability of mirroring an image", ge=0, le=1)
-    scaled_decoding: bool = setting(False, "the JPEG decoder shrinks by 2, 4, 8 first: faster, pixels differ")
-    pixel_range: PixelRange = setting(
+    hflip: float = field(0.0, "probability of mirroring an image", ge=0, le=1)
+    scaled_decoding: bool = field(False, "the JPEG decoder shrinks by 2, 4, 8 first: faster, pixels differ")
+    pixel_range: PixelRange = field(
         "by_type",
         "how 16-bit, 32-bit and float pixels become 8 bits: by_type (the upper byte of 16 bits, floats from 0..1), [low, high], or percentiles "
         "(the 1st to the 99th of each picture); 8-bit pictures stay",
     )
-    trim_text: bool = setting(True, "cut token ids behind a batch's longest caption: exact under the causal mask")
-    max_bad_share: float = free(0.01, "largest share of samples that may be unusable", ge=0, le=1)
-    max_bad_share_min_samples: int = free(1000, "samples tried before the share is judged", ge=1)
+    trim_text: bool = field(True, "cut token ids behind a batch's longest caption: exact under the causal mask")
+    max_bad_share: float = resumable_field(0.01, "largest share of samples that may be unusable", ge=0, le=1)
+    max_bad_share_min_samples: int = resumable_field(1000, "samples tried before the share is judged", ge=1)
 
 
 class DamagedShard(NamedTuple):

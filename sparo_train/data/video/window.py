@@ -6,18 +6,18 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from ...core.config import Frozen, between, setting
+from ...core.config import Frozen, between, field
 from ...core.errors import BadSampleError
 
 
 class FramesConfig(Frozen):
     """Of an episode's frames a clip takes so many, at equal steps."""
 
-    count: int = setting(6, "T, of a clip", gt=0, le=10_000)
-    stride: Annotated[tuple[int, int], between(1, 10_000, rising=True)] = setting(
+    count: int = field(6, "T, of a clip", gt=0, le=10_000)
+    stride: Annotated[tuple[int, int], between(1, 10_000, rising=True)] = field(
         (1, 1), "frames from one to the next: drawn between these, as far as the episode is long enough"
     )
-    starts: Literal["any", "tiles"] = setting(
+    starts: Literal["any", "tiles"] = field(
         "any", "where clips begin: anywhere, or at multiples of their own length (SAVi's random strided window)"
     )
 

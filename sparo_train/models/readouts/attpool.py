@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor, nn
 
-from ...core.config import setting
+from ...core.config import field
 from ..readout import Placement, Slots, TwinReadOut
 from ..separate_heads import SeparateHeads, optional_attention
 
@@ -25,17 +25,17 @@ from ..separate_heads import SeparateHeads, optional_attention
 class AttPoolReadOut(TwinReadOut):
     """AttPool of the paper's Table 6, and its rows up to SPARO, on both towers."""
 
-    kind: Literal["attpool"] = setting("attpool", "a row of sparo.readouts")
+    kind: Literal["attpool"] = field("attpool", "a row of sparo.readouts")
     inference_note: ClassVar[str] = "norms as without readout.normalize, which shapes do not tell"
-    slots: int = setting(64, "L, queries, each with a head of its own", gt=0)
-    slot_width: int = setting(64, "V, numbers of a slot and of a head", gt=0)
-    cross_attention: Literal["multi_head", "separate_head"] = setting(
+    slots: int = field(64, "L, queries, each with a head of its own", gt=0)
+    slot_width: int = field(64, "V, numbers of a slot and of a head", gt=0)
+    cross_attention: Literal["multi_head", "separate_head"] = field(
         "multi_head", "whether a matrix mixes the heads (multi_head)"
     )
-    slot_layer_norm: bool = setting(False, "LayerNorm of every slot by itself, not of the whole encoding")
-    slot_projection: bool = setting(False, "one projection for every slot by itself, not one of the whole encoding")
-    replace_last_block: bool = setting(False, "takes the place of the last transformer block")
-    normalize: bool | None = setting(
+    slot_layer_norm: bool = field(False, "LayerNorm of every slot by itself, not of the whole encoding")
+    slot_projection: bool = field(False, "one projection for every slot by itself, not one of the whole encoding")
+    replace_last_block: bool = field(False, "takes the place of the last transformer block")
+    normalize: bool | None = field(
         None, "every slot to one norm (Eq. 2); null: where norm and projection are slot-wise", examples=[False]
     )
 

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...core.config import setting
+from ...core.config import field
 from ..readout import Placement, ReadOut, Slots, TwinReadOut
 
 
 class EfficientReadOut(TwinReadOut):
     """EP on every tower. As published an encoding is one vector: its slots get no norm of their own."""
 
-    kind: Literal["ep"] = setting("ep", "a row of sparo.readouts")
+    kind: Literal["ep"] = field("ep", "a row of sparo.readouts")
     inference_note: ClassVar[str] = "class token not attended, which shapes do not tell"
-    slots: int = setting(32, "learned queries", gt=0)
-    slot_width: int = setting(24, "numbers that a query reads (published: width / slots)", gt=0)
-    attend_cls: bool = setting(False, "the image's class token is one of the positions that are attended to")
-    normalize: bool = setting(False, "every slot to one norm (Eq. 2 of SPARO's paper)")
+    slots: int = field(32, "learned queries", gt=0)
+    slot_width: int = field(24, "numbers that a query reads (published: width / slots)", gt=0)
+    attend_cls: bool = field(False, "the image's class token is one of the positions that are attended to")
+    normalize: bool = field(False, "every slot to one norm (Eq. 2 of SPARO's paper)")
 
     @property
     def placement(self) -> Placement:

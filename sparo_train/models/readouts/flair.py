@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...core.config import setting
+from ...core.config import field
 from ...core.errors import ConfigError
 from ..readout import Placement, ReadOut, ReadOutConfig, ReadOutPair, Slots
 
@@ -20,11 +20,11 @@ from ..readout import Placement, ReadOut, ReadOutConfig, ReadOutPair, Slots
 class FlairReadOut(ReadOutConfig):
     """The image's class token, whose patches a text can pool; texts keep EOS. CLIP with loss.kind=sigmoid alone. `embed_dim` is a multiple of `heads`."""
 
-    kind: Literal["flair"] = setting("flair", "a row of sparo.readouts")
+    kind: Literal["flair"] = field("flair", "a row of sparo.readouts")
     inference_note: ClassVar[str] = "8 attention heads, which shapes do not tell"
     reads_cls: ClassVar[bool] = True
     conditioned: ClassVar[bool] = True
-    heads: int = setting(8, "attention heads; divides embed_dim", gt=0)
+    heads: int = field(8, "attention heads; divides embed_dim", gt=0)
 
     @property
     def placement(self) -> Placement:

@@ -10,7 +10,7 @@ import torch
 from timm.layers.attention_pool import AttentionPoolLatent
 from torch import Tensor, nn
 
-from ...core.config import setting
+from ...core.config import field
 from ...core.errors import ConfigError
 from ..readout import Placement, ReadOut, Slots, TwinReadOut
 
@@ -21,12 +21,12 @@ class MapReadOut(TwinReadOut):
     SigLIP's image tower has no class token and no projection behind the head; ours has both, so that any two towers go together.
     """
 
-    kind: Literal["map"] = setting("map", "a row of sparo.readouts")
+    kind: Literal["map"] = field("map", "a row of sparo.readouts")
     inference_note: ClassVar[str] = "class token attended and heads of 64 numbers, which shapes do not tell"
-    head_width: int = setting(64, "numbers of an attention head; divides a tower's width", gt=0)
-    mlp_ratio: float = setting(4.0, "width of the MLP over the tower's", gt=0)
-    attend_cls: bool = setting(True, "the image's class token is one of the positions that are attended to")
-    text: bool = setting(False, "texts are read by one, too; false: EOS")
+    head_width: int = field(64, "numbers of an attention head; divides a tower's width", gt=0)
+    mlp_ratio: float = field(4.0, "width of the MLP over the tower's", gt=0)
+    attend_cls: bool = field(True, "the image's class token is one of the positions that are attended to")
+    text: bool = field(False, "texts are read by one, too; false: EOS")
 
     @property
     def placement(self) -> Placement:
